@@ -1,0 +1,35 @@
+# The two commands are `make train` and `make test`; both set everything up on a machine with Python >= 3.11 and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test lint bench setup clean
+.DELETE_ON_ERROR:
+
+train: setup  ## train a Kalman language model on real text, on this machine; ARGS="--help" for the options
+	$(BIN)/kalmix train $(ARGS)
+
+test: setup  ## run the tests; ARGS="-k laws" for some
+	$(BIN)/pytest -n 2 $(ARGS)
+
+lint: setup  ## style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: setup  ## time every kernel on this machine and write a dated file under benchmarks/results
+	$(BIN)/python benchmarks/ops.py $(ARGS)
+
+setup: $(VENV)/.installed
+
+# torch first and pinned: an unpinned one would bring gigabytes of CUDA to a machine without a GPU.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kalmix needs Python >= 3.11; name one with PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

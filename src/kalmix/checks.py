@@ -1,0 +1,68 @@
+"""Argument checks: shapes, dtypes and devices always; values only where looking at them is free.
+
+Looking at values on a GPU would wait for it, so there it happens only inside `kalmix.checks()`; while
+compiling it never happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from kalmix.errors import ArgumentError
+
+_EVERYWHERE: ContextVar[bool] = ContextVar("kalmix_checks", default=False)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def checks() -> Iterator[None]:
+    """Check values on GPUs too, at the price of a synchronisation a call."""
+    token = _EVERYWHERE.set(True)
+    try:
+        yield
+    finally:
+        _EVERYWHERE.reset(token)
+
+
+def check_values(tensor: Tensor) -> bool:
+    """Whether the values of `tensor` may be looked at here."""
+    if torch.compiler.is_compiling() or tensor.device.type == "meta":
+        return False
+    return tensor.device.type == "cpu" or _EVERYWHERE.get()
+
+
+def check_shape(name: str, tensor: Tensor, layout: str, sizes: dict[str, int]) -> None:
+    """Check `tensor` against a layout such as `"B T H K"`; letters not in `sizes` yet are bound by it."""
+    letters = layout.split()
+    needs = "[" + ", ".join(f"{x}={sizes[x]}" if x in sizes else x for x in letters) + "]"
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(name, got=type(tensor).__name__, needs=f"a tensor {needs}")
+    if tensor.ndim != len(letters) or any(sizes.get(x, n) != n for x, n in zip(letters, tensor.shape, strict=True)):
+        raise ArgumentError(name, got=list(tensor.shape), needs=needs)
+    sizes.update(zip(letters, tensor.shape, strict=True))
+
+
+def check_kind(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    """Check dtype and device."""
+    if tensor.dtype not in dtypes:
+        raise ArgumentError(name, got=tensor.dtype, needs=" or ".join(str(dtype) for dtype in dict.fromkeys(dtypes)))
+    if tensor.device != device:
+        raise ArgumentError(name, got=f"on {tensor.device}", needs=f"on {device}")
+
+
+def check_range(name: str, tensor: Tensor, *, least: float | None = None, most: float | None = None) -> None:
+    """Check that values are finite and lie between the bounds, where values may be looked at."""
+    if not check_values(tensor) or tensor.numel() == 0:
+        return
+    low, high = (float(x) for x in tensor.detach().aminmax())  # NaN passes through aminmax
+    if not (-float("inf") < low <= high < float("inf")):
+        raise ArgumentError(name, got="not finite", needs="finite")
+    if least is not None and low < least:
+        raise ArgumentError(name, got=f"as low as {low:g}", needs=f"at least {least:g}")
+    if most is not None and high > most:
+        raise ArgumentError(name, got=f"as high as {high:g}", needs=f"at most {most:g}")

@@ -1,0 +1,17 @@
+"""What can be wrong with a call, each a `ValueError` with one sentence."""
+
+
+class ArgumentError(ValueError):
+    """An argument has the wrong shape, dtype, device or values."""
+
+    def __init__(self, name: str, *, got: object, needs: object) -> None:
+        super().__init__(f"`{name}` is {got}, but must be {needs}")
+        self.name = name
+
+
+class KernelError(ValueError):
+    """No kernel, or not the pinned one, can serve a call."""
+
+
+class DesignError(ValueError):
+    """The parts of a design, or the signals given to it, do not fit together."""

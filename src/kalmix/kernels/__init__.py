@@ -1,0 +1,1 @@
+"""Kernels: the ways to compute each op, by name."""

@@ -1,0 +1,22 @@
+"""The kernels of the op `diagonal`, best first.
+
+Each module exports the same function, and none imports another:
+
+    diagonal(q, k, v, precision, log_decay, process_noise, belief, segments, variance) -> Filtered
+
+Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
+"""
+
+import torch
+
+from kalmix.kernels.diagonal import reference
+from kalmix.kernels.kernel import Kernel
+
+KERNELS = (
+    Kernel(
+        "reference",
+        reference.diagonal,
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        token_dependent=True,
+    ),
+)

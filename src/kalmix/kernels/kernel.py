@@ -1,0 +1,63 @@
+"""A kernel as data: one way to compute an op, and what it needs.
+
+Dispatch, the laws, `kalmix doctor` and the benchmarks all read the same rows; adding a row adds them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kalmix.kernels import library
+from kalmix.types import Filtered
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call asks of a kernel: facts known without looking at values."""
+
+    device: str
+    dtype: torch.dtype
+    key_width: int
+    value_width: int
+    token_dependent: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of an op's `KERNELS` table.
+
+    Attributes:
+        name: "reference", "chunked", "triton".
+        function: the kernel itself; a Triton row imports Triton when it runs, not before.
+        devices: device types it serves; empty for all.
+        dtypes: dtypes of q, k, v it serves.
+        max_key_width: the widest key it serves; `None` for any.
+        token_dependent: whether it takes transitions that differ from token to token.
+        triton: whether it needs Triton.
+    """
+
+    name: str
+    function: Callable[..., Filtered]
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    max_key_width: int | None = None
+    token_dependent: bool = False
+    triton: bool = False
+
+    def refuses(self, call: Call) -> str | None:
+        """Why this kernel cannot serve `call`, or `None` if it can."""
+        if self.triton and not library.HAS_TRITON:
+            return "Triton is not installed"
+        interpreted = self.triton and call.device == "cpu" and library.triton_interprets()
+        if self.devices and call.device not in self.devices and not interpreted:
+            return f"it runs on {' and '.join(self.devices)}, not on {call.device}"
+        if call.dtype not in self.dtypes:
+            return f"it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {call.dtype}"
+        if self.max_key_width is not None and call.key_width > self.max_key_width:
+            return f"keys are {call.key_width} wide, it takes at most {self.max_key_width}"
+        if call.token_dependent and not self.token_dependent:
+            return "it takes only transitions that are the same at every token"
+        return None

@@ -1,0 +1,31 @@
+"""Choosing a kernel: the first row that can serve, or the pinned one, or a sentence why not."""
+
+from __future__ import annotations
+
+from kalmix.errors import KernelError
+from kalmix.kernels.kernel import Call, Kernel
+
+
+def select(op: str, kernels: tuple[Kernel, ...], call: Call, pinned: str | None = None) -> Kernel:
+    """The kernel that serves `call`: `pinned` by name, else the first of `kernels` (best first) that can.
+
+    Raises:
+        KernelError: `pinned` is unknown or cannot serve, or nothing can; names one that can.
+    """
+    able = [kernel for kernel in kernels if kernel.refuses(call) is None]
+    if pinned is None:
+        # A CPU never gets Triton's interpreter unasked: it is a debugger, not a kernel.
+        offered = [kernel for kernel in able if not (kernel.triton and call.device == "cpu")]
+        if offered:
+            return offered[0]
+        reasons = "; ".join(f"{kernel.name}: {kernel.refuses(call)}" for kernel in kernels)
+        raise KernelError(f"no kernel of `{op}` can serve this call ({reasons})")
+    names = [kernel.name for kernel in kernels]
+    if pinned not in names:
+        raise KernelError(f"`{op}` has no kernel {pinned!r}; it has {', '.join(names)}")
+    kernel = kernels[names.index(pinned)]
+    refusal = kernel.refuses(call)
+    if refusal is not None:
+        instead = f"; use {able[-1].name!r}" if able else ""
+        raise KernelError(f"kernel {pinned!r} of `{op}` cannot serve this call: {refusal}{instead}")
+    return kernel

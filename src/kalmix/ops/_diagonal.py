@@ -1,0 +1,115 @@
+"""The op `diagonal`: independent Gaussian cells, each observed through its key (Kalman Linear Attention)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import DiagonalBelief
+from kalmix.checks import FLOATS, check_kind, check_range, check_shape
+from kalmix.errors import ArgumentError
+from kalmix.kernels.diagonal import KERNELS
+from kalmix.kernels.kernel import Call
+from kalmix.kernels.select import select
+from kalmix.ops.arguments import check_heads, check_segments
+from kalmix.segments import Segments
+from kalmix.types import Filtered, belief_dtype
+
+
+def diagonal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    precision: Tensor,
+    log_decay: Tensor,
+    process_noise: Tensor,
+    belief: DiagonalBelief | None = None,
+    variance: bool = False,
+    segments: Segments | None = None,
+    kernel: str | None = None,
+) -> Filtered:
+    r"""Exact Kalman filter over independent cells (key n, channel d), equations 16 to 23 of Kalman Linear Attention.
+
+    Per cell, with a = exp(log_decay), p = process_noise and w = k_n precision_d, mean mu and variance s:
+
+        s~  = a^2 s + p                      predict
+        s'  = s~ / (1 + k_n w s~)            update (the Moebius map of equation 16, as a variance)
+        mu' = a mu + s' w (v_d - k_n a mu)   update (equation 20)
+        mean_d = sum_n q_n mu',   variance_d = sum_n q_n^2 s'
+
+    Args:
+        q: `[B, T, H, K]` read-out. Not scaled.
+        k: `[B, T, H, K]` observation operator; same dtype as `q`.
+        v: `[B, T, G, V]` observed values; same dtype as `q`; value head g reads key head g // (G / H).
+        precision: `[B, T, G, V]` inverse variance of the observation, >= 0; 0 is no evidence.
+        log_decay: `[G, K, V]` natural log per token, <= 0; 0 holds.
+        process_noise: `[G, K, V]` variance added per token, >= 0.
+        belief: prior, `[N, G, K, V]` mean and variance (>= 0); mean 0 and variance 1 if absent. N is B, or the
+            number of segments.
+        variance: also return the variance of the read-out.
+        segments: which tokens form which sequence; each batch row one sequence if absent.
+        kernel: "triton", "chunked" or "reference"; chosen by device and dtype if absent.
+
+    The kernel "reference" also takes `log_decay` and `process_noise` that differ from token to token,
+    `[B, T, G, K, V]` (equations 7 and 8 allow them).
+
+    Returns:
+        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, V]` in the dtype of the belief
+        (or `None`), and the `DiagonalBelief` after the last token, float32 (float64 if the inputs are).
+
+    Raises:
+        ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
+        KernelError: the pinned kernel cannot serve the call.
+
+    Complexity: O(T K V) work; memory for training O(T (K + V) + T K V / chunk) except in "reference".
+    """
+    sizes: dict[str, int] = {}
+    check_shape("q", q, "B T H K", sizes)
+    check_shape("k", k, "B T H K", sizes)
+    check_shape("v", v, "B T G V", sizes)
+    check_shape("precision", precision, "B T G V", sizes)
+    check_heads(sizes)
+    dynamics = {"log_decay": log_decay, "process_noise": process_noise}
+    for name, signal in dynamics.items():
+        check_shape(name, signal, "B T G K V" if getattr(signal, "ndim", 3) == 5 else "G K V", sizes)
+    check_kind("q", q, FLOATS, q.device)
+    carried = belief_dtype(q.dtype)
+    for name, signal in (("k", k), ("v", v)):
+        check_kind(name, signal, (q.dtype,), q.device)
+    for name, signal in (("precision", precision), *dynamics.items()):
+        check_kind(name, signal, (q.dtype, carried), q.device)
+
+    sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
+    if belief is None:
+        shape = tuple(sizes[x] for x in "NGKV")
+        zero, one = q.new_zeros((), dtype=carried), q.new_ones((), dtype=carried)
+        belief = DiagonalBelief(zero.expand(shape), one.expand(shape))
+    elif not isinstance(belief, DiagonalBelief):
+        raise ArgumentError("belief", got=type(belief).__name__, needs="a DiagonalBelief")
+    for name, part in zip(("belief.mean", "belief.variance"), belief, strict=True):
+        check_shape(name, part, "N G K V", sizes)
+        check_kind(name, part, (carried,), q.device)
+
+    for name, signal in (("q", q), ("k", k), ("v", v), ("belief.mean", belief.mean)):
+        check_range(name, signal)
+    check_range("precision", precision, least=0.0)
+    check_range("log_decay", log_decay, most=0.0)
+    check_range("process_noise", process_noise, least=0.0)
+    check_range("belief.variance", belief.variance, least=0.0)
+
+    token_dependent = log_decay.ndim == 5 or process_noise.ndim == 5
+    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], token_dependent=token_dependent)
+    chosen = select("diagonal", KERNELS, call, kernel)
+    if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
+        return _nothing(v, carried, belief, variance)
+    return chosen.function(q, k, v, precision, log_decay, process_noise, belief, segments, variance)
+
+
+def _nothing(v: Tensor, dtype: torch.dtype, belief: DiagonalBelief, variance: bool) -> Filtered:
+    """No tokens, no heads or no sequences: zeros, and the belief passed through (as a new tensor)."""
+    return Filtered(
+        torch.zeros_like(v),
+        torch.zeros_like(v, dtype=dtype) if variance else None,
+        DiagonalBelief(belief.mean.clone(), belief.variance.clone()),
+    )

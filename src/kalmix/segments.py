@@ -1,0 +1,136 @@
+"""Packed geometry: which tokens of a batch belong to which sequence.
+
+A sequence is one contiguous run of one batch row. Packing and padding are the same thing seen from two sides,
+and both reach an op only as `Segments`; kernels see `Tiles`, the runs cut into equal pieces.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix.checks import check_values
+from kalmix.errors import ArgumentError
+
+
+class Segments(NamedTuple):
+    """Runs of tokens: `rows` is int32 `[N, 3]`, each (batch row, start, stop), runs of a row not overlapping.
+
+    Tokens outside every run leave beliefs untouched and read out 0. A run may be empty (start = stop). Beliefs
+    have one entry a run, in the order of `rows`. Build it with `of`, `packed` or `padded`, which check.
+    """
+
+    rows: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Segments:
+        """Segments from int32 or int64 `[N, 3]` rows, checked where values may be looked at.
+
+        Raises:
+            ArgumentError: not `[N, 3]` integers, a negative entry, stop before start, or overlapping runs.
+        """
+        if rows.ndim != 2 or rows.shape[1] != 3 or rows.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError("segments", got=f"{rows.dtype} {list(rows.shape)}", needs="int32 [N, 3]")
+        if check_values(rows) and rows.numel():
+            batch, start, stop = rows.long().unbind(1)
+            if bool((rows < 0).any()) or bool((stop < start).any()):
+                raise ArgumentError("segments", got=rows.tolist(), needs="(batch row, start, stop), 0 <= start <= stop")
+            order = torch.argsort(start, stable=True)
+            order = order[torch.argsort(batch[order], stable=True)]
+            order = order[(stop > start)[order]]
+            ahead, behind = order[1:], order[:-1]
+            if bool(((batch[ahead] == batch[behind]) & (start[ahead] < stop[behind])).any()):
+                raise ArgumentError("segments", got=rows.tolist(), needs="runs that do not overlap")
+        return cls(rows.to(torch.int32))
+
+    @classmethod
+    def packed(cls, cu_seqlens: Tensor) -> Segments:
+        """Sequences laid end to end in one batch row: `cu_seqlens` is `[N + 1]`, 0 first, not decreasing."""
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError("cu_seqlens", got=f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}", needs="int32 [N + 1]")
+        if check_values(cu_seqlens) and (int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any())):
+            raise ArgumentError("cu_seqlens", got=cu_seqlens.tolist(), needs="0 first and not decreasing")
+        start, stop = cu_seqlens[:-1], cu_seqlens[1:]
+        return cls(torch.stack([torch.zeros_like(start), start, stop], dim=1).to(torch.int32))
+
+    @classmethod
+    def padded(cls, mask: Tensor) -> Segments:
+        """One sequence a row from a padding mask `[B, T]`, true (or 1) at tokens; padding left, right or both.
+
+        Raises:
+            ArgumentError: a hole, that is padding between two tokens of a row.
+        """
+        if mask.ndim != 2:
+            raise ArgumentError("mask", got=list(mask.shape), needs="[B, T]")
+        mask = mask != 0
+        count = mask.sum(1)
+        start = mask.int().argmax(1) if mask.shape[1] else count
+        if check_values(mask):
+            position = torch.arange(mask.shape[1], device=mask.device)
+            run = (position >= start[:, None]) & (position < (start + count)[:, None])
+            if bool((run != mask).any()):
+                row = int((run != mask).any(1).int().argmax())
+                raise ArgumentError("mask", got=f"broken in row {row}", needs="one run of tokens a row, without holes")
+        row = torch.arange(mask.shape[0], device=mask.device)
+        return cls(torch.stack([row, start, start + count], dim=1).to(torch.int32))
+
+    @classmethod
+    def whole(cls, batch: int, length: int, device: torch.device | str | None = None) -> Segments:
+        """Every batch row one sequence: what `segments=None` means."""
+        row = torch.arange(batch, device=device)
+        return cls(torch.stack([row, torch.zeros_like(row), torch.full_like(row, length)], dim=1).to(torch.int32))
+
+    @property
+    def count(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """N, the number of sequences."""
+        return self.rows.shape[0]
+
+    def owner(self, batch: int, length: int) -> Tensor:
+        """The sequence each token belongs to, int64 `[B, T]`, -1 for none."""
+        row, start, stop = self.rows.long().unbind(1)
+        position = torch.arange(length, device=self.rows.device)
+        inside = (position >= start[:, None]) & (position < stop[:, None])
+        mine = (row[:, None] == torch.arange(batch, device=self.rows.device))[..., None] & inside[:, None]  # [N, B, T]
+        return torch.where(mine.any(0), mine.int().argmax(0), -1)
+
+    def tiles(self, batch: int, length: int, size: int) -> Tiles:
+        """The runs cut into tiles of at most `size` tokens, none spanning two runs; O(tiles), no host sync."""
+        if self.count == 0:
+            none = self.rows.new_zeros(0, dtype=torch.int64)
+            return Tiles(none, none, none, none.bool(), none)
+        row, start, stop = self.rows.long().unbind(1)
+        pieces = (stop - start + size - 1) // size
+        ends = pieces.cumsum(0)
+        index = torch.arange(batch * length // size + self.count, device=self.rows.device)
+        sequence = torch.searchsorted(ends, index, right=True)
+        used = sequence < self.count
+        owner = sequence.clamp(max=self.count - 1)
+        within = index - (ends - pieces)[owner]
+        begin = start[owner] + within * size
+        return Tiles(
+            sequence=torch.where(used, owner, 0),
+            token=torch.where(used, row[owner] * length + begin, 0),
+            count=torch.where(used, (stop[owner] - begin).clamp(max=size), 0),
+            first=used & (within == 0),
+            last=torch.where(pieces > 0, ends - 1, -1),
+        )
+
+
+class Tiles(NamedTuple):
+    """Runs cut into P tiles, those of a run consecutive and in order; P is a static bound, unused tiles last.
+
+    Attributes:
+        sequence: int64 `[P]`, the run a tile belongs to (0 if unused).
+        token: int64 `[P]`, where its first token lies in the flattened `[B * T]` batch (0 if unused).
+        count: int64 `[P]`, how many tokens it holds; 0 if unused.
+        first: bool `[P]`, whether it is the first tile of its run.
+        last: int64 `[N]`, each run's last tile; -1 if the run is empty.
+    """
+
+    sequence: Tensor
+    token: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    first: Tensor
+    last: Tensor

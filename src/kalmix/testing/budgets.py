@@ -1,0 +1,60 @@
+"""How wrong a kernel may be: tolerances computed from the problem and its dtype, not tuned.
+
+A stable algorithm is as wrong as the exact one would be had its inputs been rounded a few times over (mixed
+stability). So the budget of an output is how far the float64 oracle moves when every input moves by one
+rounding of the precision computed in, times a small constant for the few roundings each token costs, plus
+the rounding of the output's own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+ROUNDINGS = 16  # operations on the path of one token through a cell: about a dozen, and the sum over slots
+DRAWS = 3
+
+Tensors = dict[str, Tensor]
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want||, norm-wise, in float64; NaN counts as infinitely wrong."""
+    got, want = got.detach().double(), want.detach().double()
+    error = float((got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float64).tiny))
+    return error if error == error else float("inf")
+
+
+def rounded(inputs: Tensors, epsilon: float, draw: int) -> Tensors:
+    """Inputs moved by up to one rounding each, relative; logarithms also by that much absolutely."""
+    generator = torch.Generator().manual_seed(draw)
+    moved = {}
+    for name, x in inputs.items():
+        wobble = (torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(x.device) * epsilon
+        moved[name] = x + (x.abs() + 1) * wobble if name == "log_decay" else x + x * wobble
+    return moved
+
+
+def budgets(
+    exact: Callable[[Tensors], Sequence[Tensor]],
+    inputs: Tensors,
+    computed: torch.dtype,
+    returned: Sequence[torch.dtype],
+) -> list[float]:
+    """The budget of each output of `exact`, relative and norm-wise.
+
+    Args:
+        exact: the float64 specification, from inputs to outputs (or to gradients).
+        inputs: float64 tensors.
+        computed: the dtype that a kernel computes in.
+        returned: the dtype of each output.
+    """
+    epsilon = torch.finfo(computed).eps
+    want = exact(inputs)
+    moved = [exact(rounded(inputs, epsilon, draw)) for draw in range(DRAWS)]
+    return [
+        ROUNDINGS * (epsilon + max(relative_error(outputs[i], want[i]) for outputs in moved))
+        + torch.finfo(returned[i]).eps
+        for i in range(len(want))
+    ]
