@@ -1,0 +1,7 @@
+"""Pictures: each function takes arrays and a path, draws, and returns the path."""
+
+from kalmix.plots.attention import attention_maps
+from kalmix.plots.beliefs import beliefs, posterior_variance
+from kalmix.plots.curves import loss_curve
+
+__all__ = ["attention_maps", "beliefs", "loss_curve", "posterior_variance"]

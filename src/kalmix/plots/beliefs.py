@@ -1,0 +1,86 @@
+"""What a model believes while it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from numpy.typing import ArrayLike
+
+from kalmix.plots.style import COLOURS, GAIN, INK, MUTED, VARIANCE, label_tokens, picture, width_for
+
+
+def posterior_variance(
+    path: str | PathLike[str], variance: ArrayLike, tokens: Sequence[str], names: Sequence[str], *, title: str = ""
+) -> str | PathLike[str]:
+    """Draw the variance of each layer's read-out over a passage, one line a layer.
+
+    Args:
+        path: where to write.
+        variance: `[layers, tokens]`, positive.
+        tokens: the text of each token.
+        names: the name of each layer.
+        title: the heading.
+    """
+    rows = np.asarray(variance, float)
+    with picture(path, (width_for(len(tokens)), 4.2)) as (figure, (axes,)):
+        for row, name in zip(rows, names, strict=True):
+            axes.plot(row, label=name, drawstyle="steps-mid")
+        axes.set(title=title or "Posterior variance of the read-out", ylabel="variance", yscale="log")
+        axes.set_xlim(-0.5, rows.shape[1] - 0.5)
+        axes.grid(axis="x", visible=False)
+        label_tokens(axes, tokens)
+        figure.legend(loc="outside right upper", labelcolor=INK)
+    return path
+
+
+def beliefs(
+    path: str | PathLike[str],
+    tokens: Sequence[str],
+    surprisal: ArrayLike,
+    variance: ArrayLike,
+    gain: ArrayLike,
+    names: Sequence[str],
+) -> str | PathLike[str]:
+    """Draw surprisal over a strip of predictive variance and a strip of write gain, one row a layer.
+
+    Args:
+        path: where to write.
+        tokens: the text of each token.
+        surprisal: `[tokens]` bits; NaN where there is none (the first token).
+        variance: `[layers, tokens]`, positive.
+        gain: `[layers, tokens]`, between 0 and 1.
+        names: the name of each layer.
+    """
+    bits, spread, written = (np.asarray(values, float) for values in (surprisal, variance, gain))
+    strip = 0.32 * max(2, len(names))
+    size = (width_for(len(tokens)), 3.2 + 2 * strip)
+    with picture(path, size, rows=3, sharex=True, height_ratios=[1.6, strip, strip]) as (_, (top, middle, bottom)):
+        top.bar(range(len(bits)), np.nan_to_num(bits), width=0.8, color=COLOURS[0])
+        top.set(title="Surprisal", ylabel="bits")
+        top.grid(axis="x", visible=False)
+        # Layers differ in scale, so each row is shown relative to its own typical value.
+        relative = spread / np.median(spread, axis=1, keepdims=True).clip(min=np.finfo(float).tiny)
+        reach = float(np.clip(np.quantile(np.abs(np.log(relative.clip(1e-30))), 0.98), 0.05, 7.0))
+        _strip(middle, relative, names, VARIANCE, LogNorm(np.exp(-reach), np.exp(reach)))
+        middle.set_title("Predictive variance, relative to the layer's median")
+        _strip(bottom, written, names, GAIN, Normalize(0, max(1e-12, float(np.quantile(written, 0.99)))))
+        bottom.set_title("Write gain")
+        bottom.set_xlim(-0.5, len(tokens) - 0.5)
+        label_tokens(bottom, tokens)
+    return path
+
+
+def _strip(axes: Axes, values: np.ndarray, names: Sequence[str], colours: str, norm: Normalize) -> None:
+    image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03, aspect=10)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=7, colors=MUTED)
+    bar.ax.minorticks_off()

@@ -1,0 +1,82 @@
+"""How every picture looks, and the one way it reaches a file. Nothing here touches matplotlib's global state for long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+INK, MUTED, FAINT = "#1f2933", "#7b8794", "#e4e7eb"
+COLOURS = ("#2563eb", "#ea580c", "#059669", "#c026d3", "#ca8a04", "#0891b2", "#dc2626", "#4f46e5")
+VARIANCE, GAIN, WEIGHT = "Blues", "Oranges", "magma"
+LABELLED = 128  # tokens: more labels than this would touch
+
+_STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.prop_cycle": mpl.cycler(color=COLOURS),
+    "grid.color": FAINT,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "text.color": INK,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "figure.dpi": 100,
+    "savefig.dpi": 160,
+    "savefig.facecolor": "white",
+}
+
+
+@contextmanager
+def picture(
+    path: str | PathLike[str], size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure of `size` inches and its axes, written to `path` (PNG, PDF, SVG) at the end; folders are made."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(rows, columns, squeeze=False, **options)
+        yield figure, list(axes.flat)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+
+
+def width_for(tokens: int) -> float:
+    """Inches that give each token's label room, within reason."""
+    return float(np.clip(1.8 + 0.125 * tokens, 7.0, 18.0))
+
+
+def label_tokens(axes: Axes, tokens: Sequence[str]) -> None:
+    """Write the tokens under the axis where there is room for them."""
+    if len(tokens) <= LABELLED:
+        axes.set_xticks(range(len(tokens)), [visible(token) for token in tokens], rotation=90, family="monospace", fontsize=6.5)
+        axes.tick_params(axis="x", length=0, labelcolor=INK)
+    else:
+        axes.set_xlabel("token")
+
+
+def visible(token: str) -> str:
+    """A token with its white space made visible, and nothing that a font or mathtext would trip over."""
+    shown = token.replace("\n", "⏎").replace("\t", "⇥")
+    shown = shown.replace(" ", "·") if not shown.strip() else shown.replace(" ", "\u2009")
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in shown).replace("$", r"\$")

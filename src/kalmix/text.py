@@ -1,0 +1,223 @@
+"""Corpora and tokenizers: any UTF-8 text to train on, and the one that is found on every machine.
+
+A corpus is split by document before anything looks at it: tokenizers and models see `training` only.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import math
+import os
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from kalmix.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END = "<|endoftext|>"
+SUFFIXES = frozenset(
+    ".txt .md .rst .tex .org .html .csv .tsv .json .jsonl .yaml .yml .toml .ini .cfg .xml .log .py .pyi .c .h .cc .cpp .hpp "
+    ".cu .rs .go .java .kt .scala .js .ts .jsx .tsx .css .sh .rb .php .pl .r .jl .lua .swift .sql .hs .ml .el .lisp".split()
+)
+_HIDDEN = re.compile(r"^(\.|__pycache__$)")
+_NOT_DOCUMENTATION = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+_NEEDS = "a UTF-8 text file, or a folder of them"
+
+
+class Corpus(NamedTuple):
+    """Documents to learn from and documents to be judged by, sharing no paragraph of 64 characters or more."""
+
+    training: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+    @property
+    def passage(self) -> str:
+        """The held-out documents as one text: what is compressed, and what bits per byte are counted over."""
+        return "\n\n".join(self.held_out)
+
+
+def load(path: str | os.PathLike[str] | None = None, *, held_out: float = 0.06) -> Corpus:
+    """The corpus at `path` (a file or a folder), or the documentation of this Python installation.
+
+    Args:
+        path: a UTF-8 text file, or a folder whose files with a suffix of `SUFFIXES` are read, subfolders too.
+        held_out: the part of the bytes to hold out, between 0 and 1.
+
+    Raises:
+        ArgumentError: `path` is missing, unreadable, empty or not UTF-8; or the text is too short to split.
+    """
+    if not 0 < held_out < 1:
+        raise ArgumentError("held_out", got=held_out, needs="between 0 and 1")
+    return split(python_documentation() if path is None else read(Path(path)), held_out)
+
+
+def read(path: Path) -> dict[str, str]:
+    """The documents of a file or folder, name to text, in the order of their names; empty ones are left out."""
+    if path.is_dir():
+        files = sorted(path / name for name in _walk(path))
+    elif path.exists():
+        files = [path]
+    else:
+        raise ArgumentError("text", got=f"{str(path)!r}, which does not exist", needs=_NEEDS)
+    documents = {file.relative_to(path).as_posix(): _decode(file) for file in files}
+    documents = {name: text for name, text in documents.items() if text.strip()}
+    if not documents:
+        what = "has no text in it" if files else "has no files of text"
+        raise ArgumentError("text", got=f"{str(path)!r}, which {what}", needs=_NEEDS)
+    return documents
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not _HIDDEN.match(name)]
+        here = Path(root).relative_to(folder)
+        yield from ((here / name).as_posix() for name in files if Path(name).suffix.lower() in SUFFIXES and name[0] != ".")
+
+
+def _decode(file: Path) -> str:
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ArgumentError("text", got=f"{str(file)!r}, which cannot be read ({error.strerror})", needs=_NEEDS) from None
+    except UnicodeDecodeError as error:
+        raise ArgumentError("text", got=f"{str(file)!r}, not UTF-8 at byte {error.start}", needs=_NEEDS) from None
+    if "\0" in text:
+        raise ArgumentError("text", got=f"{str(file)!r}, which is binary", needs=_NEEDS)
+    return text
+
+
+def python_documentation() -> dict[str, str]:
+    """The language reference that `help()` prints, and the docstrings of the standard library's modules.
+
+    About two megabytes of English and code on every machine with Python. The reference is missing from some
+    installations; the docstrings alone are enough.
+    """
+    documents: dict[str, str] = {}
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        topics = {}
+    documents.update((f"help({name!r})", text.strip()) for name, text in sorted(topics.items()))
+    library = Path(sysconfig.get_path("stdlib"))
+    for name in sorted(_walk(library)):
+        if name.endswith(".py") and not _NOT_DOCUMENTATION & set(Path(name).parts):
+            text = _docstrings(library / name)
+            if len(text) >= 200:
+                documents[name] = text
+    if not documents:
+        raise ArgumentError("text", got="absent, and this Python has no documentation to train on", needs=_NEEDS)
+    return documents
+
+
+def _docstrings(file: Path) -> str:
+    """The docstrings of a module, in the order of the source."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # a template or a file of tests for the parser: not documentation
+        return ""
+    pieces: list[str] = []
+
+    def visit(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        pieces.append(ast.get_docstring(node) or "")
+        for child in node.body:
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                visit(child)
+
+    visit(tree)
+    # Escapes can make lone surrogates, which no UTF-8 text holds.
+    return "\n\n".join(filter(None, pieces)).encode(errors="replace").decode()
+
+
+def split(documents: Mapping[str, str], held_out: float) -> Corpus:
+    """Hold out whole documents, chosen by a hash of their names, up to about `held_out` of all bytes.
+
+    Where no choice of documents comes near (a single file), the end of the longest is held out, cut between two
+    paragraphs. Paragraphs that the held-out text shares with the rest are then taken out of the training text,
+    so that no passage is judged that was learned by heart.
+    """
+    size = {name: len(text.encode()) for name, text in documents.items()}
+    target = max(1, round(held_out * sum(size.values())))
+    judged: list[str] = []
+    for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        if size[name] + sum(size[other] for other in judged) <= 1.1 * target and len(judged) + 1 < len(documents):
+            judged.append(name)
+    training = {name: text for name, text in documents.items() if name not in judged}
+    kept = [documents[name] for name in documents if name in judged]
+    missing = target - sum(size[name] for name in judged)
+    if missing > target / 2:
+        longest = max(training, key=lambda name: (size[name], name))
+        training[longest], tail = _cut(training[longest], missing)
+        kept.append(tail)
+    known = {key for text in kept for key in _keys(_paragraphs(text))}
+    rest = tuple(filter(str.strip, (_without(text, known) for text in training.values())))
+    if not rest or not any(map(str.strip, kept)):
+        raise ArgumentError("text", got=f"only {sum(size.values())} bytes", needs="long enough to hold some of it out")
+    return Corpus(rest, tuple(kept))
+
+
+def _cut(text: str, tail: int) -> tuple[str, str]:
+    """Cut off about `tail` characters at the end: between paragraphs if possible, else lines, else anywhere."""
+    at = max(1, len(text) - tail)
+    for border in ("\n\n", "\n"):
+        found = text.rfind(border, at // 2, at)
+        if found > 0:
+            return text[:found], text[found:].lstrip("\n")
+    return text[:at], text[at:]
+
+
+def _paragraphs(text: str) -> list[str]:
+    return re.split(r"\n[ \t]*\n", text)
+
+
+def _keys(paragraphs: Iterable[str]) -> list[str]:
+    """What makes two paragraphs the same: their words; short ones are no more than phrases and never the same."""
+    words = (" ".join(paragraph.split()) for paragraph in paragraphs)
+    return [text for text in words if len(text) >= 64]
+
+
+def _without(text: str, known: set[str]) -> str:
+    return "\n\n".join(part for part in _paragraphs(text) if " ".join(part.split()) not in known)
+
+
+def train_tokenizer(texts: Iterable[str], kind: str = "bpe", *, vocabulary: int = 2048) -> Tokenizer:
+    """A lossless byte-level tokenizer with the one special token `END`.
+
+    Args:
+        texts: what to learn merges from.
+        kind: "bpe" (byte-pair encoding), or "bytes" (no merges: a token a byte).
+        vocabulary: how many tokens at most, `END` and the 256 bytes among them; for "bpe" only.
+
+    Raises:
+        ArgumentError: an unknown kind, or a vocabulary smaller than 257.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if kind not in ("bpe", "bytes"):
+        raise ArgumentError("tokens", got=repr(kind), needs="'bpe' or 'bytes'")
+    if vocabulary < 257:
+        raise ArgumentError("vocabulary", got=vocabulary, needs="at least 257 (256 bytes and the end of a document)")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary if kind == "bpe" else 257,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts if kind == "bpe" else [], trainer)
+    return tokenizer
+
+
+def bits_per_byte(nats: float, text: str) -> float:
+    """What `nats`, the negative log-likelihood of all of `text`, comes to in bits a byte, whatever the tokens."""
+    return nats / (math.log(2) * len(text.encode()))
