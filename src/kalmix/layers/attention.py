@@ -1,0 +1,131 @@
+"""Softmax attention: the mixer that remembers everything, for hybrids and as a reference."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kalmix.errors import ArgumentError
+from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_inside, take, to
+from kalmix.segments import Segments
+from kalmix.types import Filtered, belief_dtype
+
+
+class AttentionState(NamedTuple):
+    """Keys and values of each sequence so far, `[N, S, kv_heads, width]`, and their positions `[N, S]`, -1 for none.
+
+    Ragged by position, so that a call appends at the end whatever the padding was.
+    """
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+
+    take = take
+    to = to
+    detach = detach
+
+
+class Attention(Mixer):
+    """Causal softmax attention with rotary positions, QK norm and grouped heads, by PyTorch's SDPA.
+
+    Positions count the tokens of a sequence: they start at 0 in each and go on from the state. It carries no belief:
+    `filter(..., variance=True)` has variance `None`.
+
+    Args:
+        hidden_size: D.
+        heads: query heads; one for every 64 columns if absent. D / heads must be even.
+        kv_heads: key and value heads, a divisor of `heads`; as many if absent.
+        rotary_base: the slowest rotation turns once in about 2 pi times this many tokens.
+
+    Cost: O(T (S + T)) for T tokens after S; the state grows with them. Packed sequences take a `[T, T]` mask.
+    """
+
+    def __init__(
+        self, hidden_size: int, *, heads: int | None = None, kv_heads: int | None = None, rotary_base: float = 10000.0
+    ) -> None:
+        super().__init__(hidden_size)
+        if heads is None:
+            heads = max(h for h in range(1, max(1, hidden_size // 64) + 1) if hidden_size % h == 0)
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_positive("heads", heads)
+        check_positive("kv_heads", kv_heads)
+        if hidden_size % (2 * heads):
+            raise ArgumentError("heads", got=heads, needs=f"a number that cuts {hidden_size} columns into even widths")
+        if heads % kv_heads:
+            raise ArgumentError("kv_heads", got=kv_heads, needs=f"a divisor of the {heads} heads")
+        self.heads, self.kv_heads, self.width, self.rotary_base = heads, kv_heads, hidden_size // heads, rotary_base
+        self.in_proj = nn.Linear(hidden_size, (heads + 2 * kv_heads) * self.width, bias=False)
+        self.query_norm, self.key_norm = nn.RMSNorm(self.width, eps=1e-6), nn.RMSNorm(self.width, eps=1e-6)
+        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def read(
+        self, x: Tensor, state: AttentionState | None = None, segments: Segments | None = None, variance: bool = False
+    ) -> tuple[Filtered, None]:
+        """What the heads found, `[B, T, heads * width]`."""
+        batch, length, _ = x.shape
+        where = Segments.whole(batch, length, x.device) if segments is None else segments
+        if state is not None:
+            check_state(state, AttentionState, where.count)
+        row, start, stop = where.rows.long().unbind(1)
+        token = torch.arange(length, device=x.device)
+        past = torch.zeros_like(start)
+        if state is not None and state.position.shape[1]:
+            past = state.position.amax(1) + 1
+        inside = (token >= start[:, None]) & (token < stop[:, None])
+        position = torch.where(inside, token - start[:, None] + past[:, None], -1)  # [N, T], each its own tokens
+        owner = None if segments is None else segments.owner(batch, length)
+        mine = position if owner is None else position[owner.clamp(min=0), token]  # [B, T]
+
+        q, k, v = self._heads(keep_inside(x, segments))
+        q, k = self._rotate(self.query_norm(q), mine), self._rotate(self.key_norm(k), mine)
+        keys, values = (x if owner is None else _rows(x, row) for x in (k, v))
+        if state is None:
+            same = None if owner is None else owner[:, :, None] == owner[:, None, :]
+            found = self._attend(q, k, v, None if same is None else same.tril())
+            after = AttentionState(keys, values, position)
+        else:
+            after = AttentionState(
+                torch.cat([state.keys.to(k.dtype), keys], dim=1),
+                torch.cat([state.values.to(v.dtype), values], dim=1),
+                torch.cat([state.position, position], dim=1),
+            )
+            # Each sequence attends in its own copy of the batch row; a query outside it looks at everything, unread.
+            visible = (after.position[:, None] >= 0) & (after.position[:, None] <= position[..., None])
+            found = self._attend(q if owner is None else q[row], *after[:2], visible | (position < 0)[..., None])
+            found = found if owner is None else found[owner.clamp(min=0), token]
+        return Filtered(keep_inside(found.flatten(2), segments), None, after), None
+
+    def emit(self, readout: Tensor, context: None) -> Tensor:
+        """The output projection."""
+        return self.out_proj(readout)
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = self.in_proj(x).unflatten(-1, (-1, self.width))
+        q, k, v = x.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        return q, k, v
+
+    def _rotate(self, x: Tensor, position: Tensor) -> Tensor:
+        """Rotary positions: `x` `[B, T, heads, width]` turned by `position` `[B, T]`, in float32 inside."""
+        half = self.width // 2
+        frequency = self.rotary_base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+        angle = (position[..., None] * frequency)[:, :, None]
+        cos, sin = angle.cos(), angle.sin()
+        real, imaginary = x.to(belief_dtype(x.dtype)).chunk(2, dim=-1)
+        return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1).to(x.dtype)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """SDPA in the layout `[B, T, heads, width]`; `visible` `[B, T, S]`, causal if absent."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k.to(q.dtype), v.to(q.dtype)))
+        mask = None if visible is None else visible[:, None]
+        grouped = self.heads != self.kv_heads
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        return found.transpose(1, 2)
+
+
+def _rows(x: Tensor, row: Tensor) -> Tensor:
+    """The batch row of each sequence; one row serves every sequence packed into it without copies."""
+    return x.expand(row.shape[0], *x.shape[1:]) if x.shape[0] == 1 else x[row]

@@ -1,0 +1,133 @@
+"""Kalman Linear Attention (KLA): a gated layer around the op `diagonal`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kalmix import ops
+from kalmix.beliefs import DiagonalBelief
+from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_inside, take, to
+from kalmix.layers.parametrize import CellDynamics, observation_precision
+from kalmix.layers.parts import ShortConvolution, unit
+from kalmix.segments import Segments
+from kalmix.types import Filtered, belief_dtype
+
+
+class KLAState(NamedTuple):
+    """What a KLA layer remembers: `belief` `[N, 1, slots, channels]` twice, and the convolution's window."""
+
+    belief: DiagonalBelief
+    window: Tensor
+
+    take = take
+    to = to
+    detach = detach
+
+
+class KLA(Mixer):
+    """Kalman Linear Attention, Algorithm 1 and Figure 7 of the paper: a block in itself, with no MLP behind it.
+
+        z, gate = in(x);  z = SiLU(conv4(z));  v, noise, k, q = project(z)
+        y = out((filter(q / |q|, k / |k|, v, precision = 1 / (softplus(noise) + 1e-4)) + skip * z) * SiLU(gate))
+
+    The filter's dynamics are learned per cell and do not depend on the token: filtering is done by uncertainty. The
+    skip (a learned scale per channel, initially 1) is one of Figure 7's "residual/skip connections", which Algorithm 1
+    leaves out; it carries no uncertainty. The filter runs in float32, under autocast too.
+
+    Args:
+        hidden_size: D.
+        slots: N, memory slots (the key width) a channel.
+        expand: channels = expand * hidden_size; the paper uses 1.
+        discretization: "ou" (exact Ornstein-Uhlenbeck, equation 8) or "zoh", the ablation.
+        process_noise: false fixes the process noise at 0, the noise-free ablation (section 5.6).
+        rank: of the projections to value and noise, `[channels, rank]` then `[rank, 2 channels]`; full if absent.
+        kernel: pin a kernel of `kalmix.ops.diagonal`.
+
+    Cost: O(T channels slots) and the projections; the state is 2 slots + 3 numbers a channel, whatever T.
+    """
+
+    has_posterior = True
+    fuses_mlp = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        slots: int = 16,
+        expand: int = 1,
+        discretization: str = "ou",
+        process_noise: bool = True,
+        rank: int | None = None,
+        kernel: str | None = None,
+    ) -> None:
+        super().__init__(hidden_size)
+        for name, value in (("slots", slots), ("expand", expand), ("rank", 1 if rank is None else rank)):
+            check_positive(name, value)
+        channels = expand * hidden_size
+        self.slots, self.channels, self.kernel = slots, channels, kernel
+        self.in_proj = nn.Linear(hidden_size, 2 * channels, bias=False)
+        self.conv = ShortConvolution(channels)
+        self.signal_proj = nn.Linear(channels, (2 * channels if rank is None else rank) + 2 * slots, bias=False)
+        self.value_proj = None if rank is None else nn.Linear(rank, 2 * channels, bias=False)
+        self.dynamics = CellDynamics(slots, channels, discretization, process_noise)
+        self.skip = nn.Parameter(torch.empty(channels))
+        self.out_proj = nn.Linear(channels, hidden_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The parameters this module holds itself; its parts reset themselves."""
+        nn.init.ones_(self.skip)
+
+    def dynamics_parameters(self) -> Iterator[nn.Parameter]:
+        """Rates, steps and diffusions of the cells."""
+        return self.dynamics.parameters()
+
+    def read(
+        self, x: Tensor, state: KLAState | None = None, segments: Segments | None = None, variance: bool = False
+    ) -> tuple[Filtered, tuple[Tensor, Tensor]]:
+        """The posterior of what the query asks, `[B, T, channels]`, independent between channels."""
+        if state is not None:
+            check_state(state, KLAState, x.shape[0] if segments is None else segments.count)
+        belief, window = (None, None) if state is None else state
+        z, gate = self.in_proj(keep_inside(x, segments)).chunk(2, dim=-1)
+        z, window = self.conv(z, window, segments)
+        z = F.silu(z)
+        q, k, v, noise = self._signals(z)
+        log_decay, process_noise = self.dynamics(belief_dtype(v.dtype))
+        with torch.autocast(x.device.type, enabled=False):
+            mean, var, belief = ops.diagonal(
+                *(q[:, :, None], k[:, :, None], v[:, :, None]),
+                precision=observation_precision(noise)[:, :, None],
+                log_decay=log_decay,
+                process_noise=process_noise,
+                belief=belief,
+                variance=variance,
+                segments=segments,
+                kernel=self.kernel,
+            )
+        read = Filtered(mean[:, :, 0], None if var is None else var[:, :, 0], KLAState(belief, window))
+        return read, (self.skip.to(z.dtype) * z, F.silu(gate))
+
+    def _signals(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query, key `[B, T, slots]`, both of length 1, value and raw noise `[B, T, channels]`."""
+        signals = self.signal_proj(z)
+        q, k, rest = signals.split([self.slots, self.slots, signals.shape[-1] - 2 * self.slots], dim=-1)
+        v, noise = (rest if self.value_proj is None else self.value_proj(rest)).chunk(2, dim=-1)
+        return unit(q), unit(k), v, noise
+
+    def emit(self, readout: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
+        """Skip, gate and output projection."""
+        skipped, gate = context
+        return self.out_proj((readout + skipped) * gate)
+
+    def emit_variance(self, variance: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
+        """Through the gate, squared, and the output projection, squared; exact, as channels are independent."""
+        _, gate = context
+        with torch.autocast(variance.device.type, enabled=False):
+            dtype = variance.dtype
+            return F.linear(variance * gate.to(dtype).square(), self.out_proj.weight.to(dtype).square())

@@ -1,0 +1,90 @@
+"""Parts that layers share."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kalmix.segments import Segments
+from kalmix.types import belief_dtype
+
+
+def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`x` scaled to length 1 along its last axis, in float32 inside; QK norm. The zero vector stays zero."""
+    wide = x.to(belief_dtype(x.dtype))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def draw(mean: Tensor, variance: Tensor) -> Tensor:
+    """A reparametrised sample of independent Gaussians, by PyTorch's global generator; the mean where variance is 0."""
+    spread = torch.where(variance > 0, variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt(), 0)
+    return mean + (spread * torch.randn_like(spread)).to(mean.dtype)
+
+
+class ShortConvolution(nn.Module):
+    """Causal depthwise convolution over time, exact across calls and sequences.
+
+    Its state is the window: the last `size - 1` inputs of each sequence, `[N, size - 1, C]`, zeros before any.
+    """
+
+    def __init__(self, channels: int, size: int = 4) -> None:
+        super().__init__()
+        self.channels, self.size = channels, size
+        self.weight = nn.Parameter(torch.empty(channels, size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform within 1 / sqrt(size), as PyTorch draws convolutions."""
+        nn.init.uniform_(self.weight, -(self.size**-0.5), self.size**-0.5)
+
+    def forward(
+        self, x: Tensor, window: Tensor | None = None, segments: Segments | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Convolve `x` `[B, T, C]`; inputs outside `segments` must be 0.
+
+        Returns:
+            The output `[B, T, C]` in the dtype of `x`, 0 outside `segments`, and the window after the last input.
+        """
+        sequences = x.shape[0] if segments is None else segments.count
+        if window is None:
+            window = x.new_zeros(sequences, self.size - 1, self.channels)
+        window = window.to(x.dtype)
+        if x.shape[1] == 0:
+            return x, window
+        if segments is None:
+            history = torch.cat([window, x], dim=1)
+            return self._slide(history), history[:, x.shape[1] :]
+        return self._segmented(x, window, segments)
+
+    def _slide(self, history: Tensor, keep: list[Tensor] | None = None) -> Tensor:
+        """The convolution of `[N, L + size - 1, C]`, `[N, L, C]`; `keep` masks what each tap may see."""
+        length = history.shape[1] - self.size + 1
+        output = history.new_zeros(())
+        for tap, weight in enumerate(self.weight.to(history.dtype).unbind(1)):
+            seen = history[:, tap : tap + length]
+            output = output + (seen if keep is None else torch.where(keep[tap], seen, 0)) * weight
+        return output
+
+    def _segmented(self, x: Tensor, window: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        batch, length, _ = x.shape
+        reach = self.size - 1
+        owner = segments.owner(batch, length)
+        before = F.pad(owner, (reach, 0), value=-2)
+        keep = [((before[:, tap : tap + length] == owner) & (owner >= 0))[..., None] for tap in range(self.size)]
+        within = self._slide(F.pad(x, (0, 0, reach, 0)), keep).flatten(0, 1)
+
+        # The first inputs of a sequence also see its window: what it adds to them, put where they lie.
+        row, start, stop = segments.rows.long()[:, :, None].unbind(1)
+        carried = self._slide(F.pad(window, (0, 0, 0, reach)))
+        token = start + torch.arange(reach, device=x.device)
+        where = torch.where(token < stop, row * length + token, 0).flatten()
+        carried = torch.where((token < stop)[..., None], carried, 0).flatten(0, 1)
+        output = within.index_add(0, where, carried).unflatten(0, (batch, length))
+
+        # The window moves on: inputs from here if there were enough, else what remains of the old window.
+        token = stop - reach + torch.arange(reach, device=x.device)
+        fresh = x.flatten(0, 1)[row * length + token.clamp(min=0)]
+        old = (stop - start + torch.arange(reach, device=x.device)).clamp(max=reach - 1)
+        old = window.gather(1, old[..., None].expand_as(window))
+        return output, torch.where((token >= start)[..., None], fresh, old)

@@ -1,0 +1,40 @@
+"""Language models of any mixers. Names resolve when touched: transformers is imported only for what needs it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kalmix.models.cache import BeliefLayer, restore, snapshot
+    from kalmix.models.causal_lm import LanguageModel
+    from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM, KalmixOutput
+
+_HOMES = {
+    "BeliefLayer": "cache",
+    "snapshot": "cache",
+    "restore": "cache",
+    "LanguageModel": "causal_lm",
+    "KalmixConfig": "huggingface",
+    "KalmixForCausalLM": "huggingface",
+    "KalmixOutput": "huggingface",
+}
+__all__ = [
+    "BeliefLayer",
+    "KalmixConfig",
+    "KalmixForCausalLM",
+    "KalmixOutput",
+    "LanguageModel",
+    "restore",
+    "snapshot",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

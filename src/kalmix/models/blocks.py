@@ -1,0 +1,135 @@
+"""A block: a mixer in a residual stream, and an MLP behind the mixers that do not bring their own gate."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kalmix.errors import ArgumentError
+from kalmix.layers import mixer_class
+from kalmix.layers.mixer import check_positive
+from kalmix.layers.parts import draw
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+NORM_EPS = 1e-6
+
+
+class LayerSpec(NamedTuple):
+    """One entry of a model's list of layers: a mixer's name, its options, and the width of the MLP behind it."""
+
+    mixer: str
+    options: dict[str, Any]
+    mlp: int
+
+
+def layer_specs(layers: Any, hidden_size: int) -> list[LayerSpec]:
+    """The specs of a list of layers, each a mixer's name or a mapping such as `{"mixer": "attention", "heads": 4}`.
+
+    The MLP is absent (0) where the mixer is gated itself, otherwise 8/3 of the hidden size, unless `"mlp"` says.
+
+    Raises:
+        ArgumentError: no layers, an unknown mixer, or an option the mixer does not have.
+    """
+    check_positive("hidden_size", hidden_size)
+    if not isinstance(layers, list | tuple) or not layers:
+        raise ArgumentError("layers", got=repr(layers), needs="a list of mixer names or mappings, one a block")
+    return [_spec(entry, hidden_size) for entry in layers]
+
+
+def _spec(entry: Any, hidden_size: int) -> LayerSpec:
+    options: dict[str, Any] = (
+        {"mixer": entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, dict) else {}
+    )
+    name = options.pop("mixer", None)
+    if name is None:
+        raise ArgumentError("layers", got=f"with an entry {entry!r}", needs="mixer names, or mappings with a 'mixer'")
+    mlp = options.pop("mlp", None)
+    mixer = mixer_class(name, options)
+    if mlp is None:
+        mlp = 0 if mixer.fuses_mlp else -(-8 * hidden_size // 24) * 8
+    if mlp != 0:
+        check_positive("mlp", mlp)
+    return LayerSpec(name, options, mlp)
+
+
+class Posterior(NamedTuple):
+    """What a block knows before it commits to an output: sample the read-out and `Block.finish` each sample."""
+
+    residual: Tensor
+    mean: Tensor
+    variance: Tensor
+    context: Any
+
+
+class Passed(NamedTuple):
+    """What a block hands on.
+
+    Attributes:
+        hidden: `[B, T, D]` residual stream behind the block.
+        state: the mixer's state after the last token.
+        signal: `[B, T, D]` what the mixer was given, to filter it again from an earlier state.
+        belief: the mixer's `Filtered` in output space, if asked for.
+        posterior: the posterior before gate and projection, if asked for.
+    """
+
+    hidden: Tensor
+    state: Any
+    signal: Tensor
+    belief: Filtered | None
+    posterior: Posterior | None
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(hidden_size, 2 * width, bias=False)
+        self.out_proj = nn.Linear(width, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., D]` to `[..., D]`."""
+        gate, value = self.in_proj(x).chunk(2, dim=-1)
+        return self.out_proj(F.silu(gate) * value)
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then the same with an MLP if there is one."""
+
+    def __init__(self, hidden_size: int, spec: LayerSpec) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden_size, eps=NORM_EPS)
+        self.mixer = mixer_class(spec.mixer, spec.options)(hidden_size, **spec.options)
+        self.mlp_norm = nn.RMSNorm(hidden_size, eps=NORM_EPS) if spec.mlp else None
+        self.mlp = MLP(hidden_size, spec.mlp) if spec.mlp else None
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        segments: Segments | None = None,
+        *,
+        sample: bool = False,
+        belief: bool = False,
+        posterior: bool = False,
+    ) -> Passed:
+        """Pass on the posterior mean, or one sample of the posterior with `sample` (section 5.5)."""
+        signal = self.norm(x)
+        variance = self.mixer.has_posterior and (sample or belief or posterior)
+        (mean, var, state), context = self.mixer.read(signal, state, segments, variance)
+        readout = draw(mean, var) if sample and var is not None else mean
+        known = self._known(mean, var, state, context) if belief else None
+        held = Posterior(x, mean, var, context) if posterior and var is not None else None
+        return Passed(self.finish(x, readout, context), state, signal, known, held)
+
+    def finish(self, residual: Tensor, readout: Tensor, context: Any) -> Tensor:
+        """The residual stream behind the block, given a read-out, or samples of it stacked in front."""
+        x = residual + self.mixer.emit(readout, context)
+        return x if self.mlp is None or self.mlp_norm is None else x + self.mlp(self.mlp_norm(x))
+
+    def _known(self, mean: Tensor, variance: Tensor | None, state: Any, context: Any) -> Filtered:
+        spread = None if variance is None else self.mixer.emit_variance(variance, context)
+        return Filtered(self.mixer.emit(mean, context), spread, state)

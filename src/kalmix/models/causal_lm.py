@@ -1,0 +1,147 @@
+"""A causal language model of any mixers, in plain PyTorch. `huggingface.py` wraps it for transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kalmix.errors import ArgumentError
+from kalmix.layers.mixer import Mixer, check_positive
+from kalmix.models.blocks import NORM_EPS, Block, Passed, Posterior, layer_specs
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+EMBEDDING_STD = 0.02
+
+
+class Traced(NamedTuple):
+    """What a pass through the model leaves, one entry a layer in each tuple.
+
+    Attributes:
+        hidden: `[B, T, D]` behind the last block, before the final norm.
+        states: the layers' states; pass them on to continue.
+        signals: `[B, T, D]` what each mixer was given, to filter it again from an earlier state.
+        hiddens: `[B, T, D]` before each block.
+        beliefs: each layer's `Filtered`.
+        posterior: the last layer's posterior; `None` unless asked for, and the tuples are empty.
+    """
+
+    hidden: Tensor
+    states: tuple[Any, ...]
+    signals: tuple[Tensor, ...]
+    hiddens: tuple[Tensor, ...]
+    beliefs: tuple[Filtered, ...]
+    posterior: Posterior | None
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks, norm, head.
+
+    Args:
+        vocab_size, hidden_size: sizes.
+        layers: a list of mixer names or mappings, one a block: see `layer_specs`.
+        tie_word_embeddings: let the head share the embedding's weight.
+        propagate: "mean", or "sample": in training, blocks but the last pass on one sample of their posterior.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        layers: Sequence[str | dict[str, Any]],
+        *,
+        tie_word_embeddings: bool = False,
+        propagate: str = "mean",
+    ) -> None:
+        super().__init__()
+        if propagate not in ("mean", "sample"):
+            raise ArgumentError("propagate", got=repr(propagate), needs="'mean' or 'sample'")
+        specs = layer_specs(layers, hidden_size)
+        check_positive("vocab_size", vocab_size)
+        self.propagate = propagate
+        self.gradient_checkpointing = False
+        self.embed_tokens: nn.Module = nn.Embedding(vocab_size, hidden_size)
+        self.blocks = nn.ModuleList(Block(hidden_size, spec) for spec in specs)
+        self.norm = nn.RMSNorm(hidden_size, eps=NORM_EPS)
+        self.lm_head: nn.Module = nn.Linear(hidden_size, vocab_size, bias=False)
+        if tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Embedding and head; the layers reset themselves."""
+        for part in (self.embed_tokens, self.lm_head):
+            for weight in part.parameters():
+                nn.init.normal_(weight, std=EMBEDDING_STD)
+
+    def forward(
+        self,
+        x: Tensor,
+        states: Sequence[Any] | None = None,
+        segments: Segments | None = None,
+        *,
+        remember: bool = True,
+        hiddens: bool = False,
+        beliefs: bool = False,
+        posterior: bool = False,
+    ) -> Traced:
+        """Run the blocks over embedded tokens `x` `[B, T, D]`, from `states` or the prior; `logits` does the rest.
+
+        Of all that passes by, only what is asked for is kept: states and signals (`remember`), and the rest by name.
+
+        Raises:
+            ArgumentError: `posterior` is asked of a last layer that has none.
+        """
+        if posterior and not self.last.mixer.has_posterior:
+            got = f"a {type(self.last.mixer).__name__} layer last"
+            raise ArgumentError("layers", got=got, needs="a list that ends in a layer with a posterior, for this loss")
+        kept: dict[str, list[Any]] = {"states": [], "signals": [], "hiddens": [], "beliefs": []}
+        passed = None
+        for index, block in enumerate(self.blocks):
+            last = index == len(self.blocks) - 1
+            if hiddens:
+                kept["hiddens"].append(x)
+            passed = self._pass(
+                *(block, x, None if states is None else states[index], segments),
+                sample=self.propagate == "sample" and self.training and not last,
+                belief=beliefs,
+                posterior=posterior and last,
+            )
+            x = passed.hidden
+            if remember:
+                kept["states"].append(passed.state)
+                kept["signals"].append(passed.signal)
+            if beliefs:
+                kept["beliefs"].append(passed.belief)
+        held = None if passed is None else passed.posterior
+        return Traced(x, **{name: tuple(values) for name, values in kept.items()}, posterior=held)
+
+    def _pass(self, block: nn.Module, *args: Any, **options: bool) -> Passed:
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(partial(block, **options), *args, use_reentrant=False)
+        return block(*args, **options)
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The mixer of each block."""
+        return [block.mixer for block in self.blocks if isinstance(block, Block)]
+
+    @property
+    def last(self) -> Block:
+        """The last block, whose belief the marginal likelihood integrates over."""
+        block = self.blocks[-1]
+        assert isinstance(block, Block)
+        return block
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head, `[..., D]` to `[..., vocabulary]`."""
+        return self.lm_head(self.norm(hidden))
+
+    def decode(self, posterior: Posterior, readout: Tensor) -> Tensor:
+        """Logits of read-outs `[S, B, T, E]` of the last layer, through all that lies behind it."""
+        return self.logits(self.last.finish(posterior.residual, readout, posterior.context))

@@ -1,0 +1,291 @@
+"""The model for transformers: configuration, cache, generation, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.utils import ModelOutput
+
+from kalmix.errors import ArgumentError
+from kalmix.layers.mixer import check_positive
+from kalmix.models.blocks import layer_specs
+from kalmix.models.cache import LAYER_TYPE, belief_layers
+from kalmix.models.causal_lm import EMBEDDING_STD, LanguageModel, Traced
+from kalmix.models.losses import cross_entropy, marginal_likelihood, next_tokens
+from kalmix.models.packing import find_segments
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+LOSSES = ("cross-entropy", "marginal")
+REMOTE_MODULE = "modeling_kalmix"
+REMOTE_CODE = "from kalmix.models import KalmixConfig, KalmixForCausalLM  # noqa: F401\n"
+
+
+@strict  # by which transformers calls our `validate_layer_type` and not its own
+class KalmixConfig(PreTrainedConfig):
+    """Configuration of a `KalmixForCausalLM`.
+
+    Args:
+        vocab_size: number of tokens.
+        hidden_size: D.
+        layers: one entry a block: a mixer's name ("kla", "attention") or a mapping of its options, such as
+            `{"mixer": "attention", "heads": 4}`; `"mlp"` sets the width of the block's MLP (0 for none). So
+            `["attention"] * 12` is a GPT, `["kla"] * 12` a KLA and `["attention"] * 11 + ["kla"]` the paper's hybrid.
+        tie_word_embeddings: share the embedding's weight with the head.
+        propagate: what blocks pass on in training: "mean", or one "sample" of their posterior (section 5.5).
+        loss: "cross-entropy" on the posterior mean, or "marginal" likelihood under the last layer's posterior
+            (equations 24 and 25).
+        loss_samples: Monte-Carlo samples S of the marginal likelihood.
+        loss_samples_at_once: how many of them are decoded at once, which bounds memory.
+        use_cache: whether evaluation returns a cache unless told otherwise.
+
+    Raises:
+        ArgumentError: an unknown mixer, option, loss or propagation.
+    """
+
+    model_type = "kalmix"
+    keys_to_ignore_at_inference = ["past_key_values", "beliefs"]  # noqa: RUF012
+
+    vocab_size: int = 32768
+    hidden_size: int = 512
+    layers: list = field(default_factory=lambda: ["kla"] * 12)
+    tie_word_embeddings: bool = False
+    propagate: str = "mean"
+    loss: str = "cross-entropy"
+    loss_samples: int = 10
+    loss_samples_at_once: int = 1
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        layer_specs(self.layers, self.hidden_size)
+        if self.loss not in LOSSES:
+            raise ArgumentError("loss", got=repr(self.loss), needs=" or ".join(map(repr, LOSSES)))
+        for name in ("vocab_size", "loss_samples", "loss_samples_at_once"):
+            check_positive(name, getattr(self, name))
+        super().__post_init__(**kwargs)
+        self.auto_map = {
+            "AutoConfig": f"{REMOTE_MODULE}.KalmixConfig",
+            "AutoModelForCausalLM": f"{REMOTE_MODULE}.KalmixForCausalLM",
+        }
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """How many blocks there are."""
+        return len(self.layers)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of cache of each block, by which `DynamicCache(config=...)` builds it."""
+        return [LAYER_TYPE] * len(self.layers)
+
+    def validate_layer_type(self) -> None:
+        """Nothing to do: the mixers were checked, and the cache's kind is our own."""
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save, with a module by which `AutoModelForCausalLM` finds kalmix in a process that has not imported it."""
+        path = Path(save_directory)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"{REMOTE_MODULE}.py").write_text(REMOTE_CODE, encoding="utf-8")
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing to do: a checkpoint names kalmix itself, and must not carry a copy of this file."""
+
+
+@dataclass
+class KalmixOutput(ModelOutput):
+    """What the model returns.
+
+    Attributes:
+        loss: nats per target, if labels were given.
+        logits: `[B, T, vocabulary]` on the posterior mean.
+        past_key_values: the cache, if one was used.
+        hidden_states: `[B, T, D]` before each block and behind the last, if asked for.
+        beliefs: each layer's `Filtered` in output space, if asked for: mean and variance `[B, T, D]` (variance
+            `None` for layers without a posterior) and the layer's state.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    beliefs: tuple[Filtered, ...] | None = None
+
+
+class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
+    """A causal language model whose layers are any of kalmix's mixers; see `KalmixConfig`."""
+
+    config_class = KalmixConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _tied_weights_keys = {"model.lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["dynamics"]  # noqa: RUF012
+    _supports_sdpa = True
+
+    def __init__(self, config: KalmixConfig) -> None:
+        super().__init__(config)
+        self.model = LanguageModel(
+            config.vocab_size,
+            config.hidden_size,
+            config.layers,
+            tie_word_embeddings=config.tie_word_embeddings,
+            propagate=config.propagate,
+        )
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=EMBEDDING_STD)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding."""
+        return self.model.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding."""
+        self.model.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head."""
+        return self.model.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the head."""
+        self.model.lm_head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_beliefs: bool = False,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> KalmixOutput | tuple[Any, ...]:
+        """Predict the next tokens.
+
+        Args:
+            input_ids: `[B, T]`, or `inputs_embeds` `[B, T, D]`.
+            attention_mask: `[B, T]` or, after a cache, `[B, past + T]`: 0 at padding, left or right, without holes.
+            cu_seq_lens_q, seq_idx, position_ids: how sequences are packed into rows (see `packing.find_segments`);
+                in that order, and only without a mask. Positions themselves come from the sequences.
+            past_key_values: a `DynamicCache`, read and written.
+            labels: `[B, T]` as `input_ids`, shifted inside; -100 is ignored.
+            output_beliefs: collect what every layer knows.
+            logits_to_keep: logits of the last so many tokens (0 for all) or of these positions, where there is no loss.
+            num_items_in_batch: divides the loss instead of the number of targets here.
+            kwargs: what other models take; ignored.
+
+        Raises:
+            ArgumentError: another shape, a hole in the mask, a cache made for another model, or a marginal loss
+                where the last layer has no posterior.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ArgumentError("input_ids", got="given with or without inputs_embeds", needs="one of the two")
+        x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        if past_key_values is None and use_cache:
+            past_key_values = DynamicCache(config=self.config)
+        memory = belief_layers(past_key_values, len(self.model.blocks))
+        started = bool(memory) and memory[0].get_seq_length() > 0
+        segments = find_segments(
+            *x.shape[:2],
+            attention_mask=attention_mask,
+            position_ids=None if started else position_ids,
+            cu_seq_lens_q=cu_seq_lens_q,
+            seq_idx=seq_idx,
+        )
+        hiddens = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = [layer.recall(mixer) for layer, mixer in zip(memory, self.model.mixers, strict=bool(memory))]
+        traced = self.model(
+            x,
+            states or None,
+            segments,
+            remember=bool(memory),
+            hiddens=bool(hiddens),
+            beliefs=output_beliefs,
+            posterior=labels is not None and self.config.loss == "marginal",
+        )
+        for layer, state, signal in zip(memory, traced.states, traced.signals, strict=True):
+            layer.remember(state, signal, segments)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.model.logits(traced.hidden if labels is not None else traced.hidden[:, kept])
+        output = KalmixOutput(
+            loss=None if labels is None else self._loss(traced, logits, labels, segments, num_items_in_batch),
+            logits=logits,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*traced.hiddens, traced.hidden) if hiddens else None,
+            beliefs=traced.beliefs if output_beliefs else None,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def _loss(
+        self, traced: Traced, logits: Tensor, labels: Tensor, segments: Segments | None, count: Tensor | int | None
+    ) -> Tensor:
+        targets = next_tokens(labels, segments).to(logits.device)
+        posterior = traced.posterior
+        if posterior is None:
+            return cross_entropy(logits, targets, count)
+        return marginal_likelihood(
+            lambda readout: self.model.decode(posterior, readout),
+            *(posterior.mean, posterior.variance, targets),
+            samples=self.config.loss_samples,
+            at_once=self.config.loss_samples_at_once,
+            count=count,
+        )
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint, whole or not at all.
+
+        Raises:
+            ArgumentError: the checkpoint is damaged or lacks weights (unless `ignore_mismatched_sizes`).
+        """
+        asked = kwargs.pop("output_loading_info", False)
+        needs = "a complete checkpoint of this model"
+        try:
+            loaded: Any = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except (SafetensorError, json.JSONDecodeError, EOFError) as error:
+            raise ArgumentError(str(pretrained_model_name_or_path), got=f"damaged ({error})", needs=needs) from error
+        model, info = loaded
+        if info["missing_keys"] and not kwargs.get("ignore_mismatched_sizes"):
+            missing = sorted(info["missing_keys"])
+            got = f"without {len(missing)} weights, {missing[0]} first"
+            raise ArgumentError(str(pretrained_model_name_or_path), got=got, needs=needs)
+        return (model, info) if asked else model
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
+        """Nothing to do: see `KalmixConfig.register_for_auto_class`."""
+
+
+AutoConfig.register("kalmix", KalmixConfig, exist_ok=True)
+AutoModelForCausalLM.register(KalmixConfig, KalmixForCausalLM, exist_ok=True)

@@ -1,0 +1,82 @@
+"""Two losses of next-token prediction: on the posterior mean, and under the posterior (appendix A of KLA)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from kalmix.layers.parts import draw
+from kalmix.segments import Segments
+from kalmix.types import belief_dtype
+
+IGNORE = -100
+
+
+def next_tokens(labels: Tensor, segments: Segments | None) -> Tensor:
+    """What each token should predict: `labels` `[B, T]` one to the left, -100 where a sequence ends."""
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    if segments is None:
+        return targets
+    owner = F.pad(segments.owner(*labels.shape), (0, 1), value=-1)
+    return torch.where((owner[:, :-1] >= 0) & (owner[:, :-1] == owner[:, 1:]), targets, IGNORE)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
+    """Negative log-likelihood of `targets` `[B, T]` under `logits` `[B, T, vocabulary]`, nats per target.
+
+    The sum is divided by `count` (the Trainer's number of targets in all accumulated batches), or by how many targets
+    are not -100; it is 0 where there is none.
+    """
+    return _average(_nll(logits, targets), targets, count)
+
+
+def marginal_likelihood(
+    decode: Callable[[Tensor], Tensor],
+    mean: Tensor,
+    variance: Tensor,
+    targets: Tensor,
+    samples: int,
+    at_once: int = 1,
+    count: Tensor | int | None = None,
+) -> Tensor:
+    """Negative log marginal likelihood by Monte Carlo, equations 24 and 25:
+    log S - logsumexp over samples of log p(target | sample).
+
+    Args:
+        decode: read-outs `[S, B, T, E]` to logits `[S, B, T, vocabulary]`.
+        mean, variance: `[B, T, E]`, the posterior of the read-out.
+        targets: `[B, T]`, -100 to ignore.
+        samples: S. With one sample and no variance this is `cross_entropy`.
+        at_once: samples decoded at once. Memory is that of `at_once` logits, whatever S: backward draws the same
+            samples and decodes them again.
+        count: as in `cross_entropy`.
+    """
+
+    def slice_of(size: int, mean: Tensor, variance: Tensor) -> Tensor:
+        # One draw a sample, so that the slicing does not change the samples.
+        readouts = torch.stack([draw(mean, variance) for _ in range(size)])
+        return torch.logsumexp(-_nll(decode(readouts), targets.expand(size, *targets.shape)), dim=0)
+
+    sizes = [min(at_once, samples - start) for start in range(0, samples, at_once)]
+    slices = [checkpoint(slice_of, size, mean, variance, use_reentrant=False) for size in sizes]
+    return _average(math.log(samples) - torch.logsumexp(torch.stack(slices), dim=0), targets, count)
+
+
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Elementwise, float32, 0 at ignored targets."""
+    wide = logits.to(belief_dtype(logits.dtype))
+    flat = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none")
+    return flat.view(targets.shape)
+
+
+def _average(nll: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
+    kept = targets != IGNORE
+    total = torch.where(kept, nll, 0).sum()
+    if count is None:
+        return total / kept.sum().clamp(min=1)
+    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
