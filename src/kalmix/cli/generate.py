@@ -1,0 +1,32 @@
+"""`kalmix generate`: let a model write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def run(
+    model: Annotated[Path, typer.Argument(help="A folder that `kalmix train` wrote.")],
+    prompt: Annotated[str, typer.Option(help="What to go on from.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write at most.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among this many tokens only; 0 for all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Choose among the likeliest tokens of this mass.")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="For the same text again.")] = None,
+) -> None:
+    """Write text from a prompt, token by token as it comes."""
+    from transformers import TextStreamer, set_seed
+
+    from kalmix.cli.loading import load
+    from kalmix.training.sampling import generate
+
+    network, tokenizer = load(model)
+    if seed is not None:
+        set_seed(seed)
+    Console(highlight=False, markup=False, soft_wrap=True).print(prompt, end="", style="bold")
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    generate(network, tokenizer, prompt, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, streamer=streamer)

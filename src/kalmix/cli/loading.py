@@ -1,0 +1,47 @@
+"""Loading what `kalmix train` wrote, or saying clearly why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kalmix.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+_NEEDS = "a folder that `kalmix train` wrote (the run, or its model)"
+
+
+def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The model and tokenizer of a run's folder, or of its model folder, ready to be asked.
+
+    Raises:
+        ArgumentError: it is missing, is no kalmix model, or is damaged.
+    """
+    if not folder.is_dir():
+        raise ArgumentError("model", got=f"{str(folder)!r}, which does not exist", needs=_NEEDS)
+    if (folder / "model").is_dir():
+        folder = folder / "model"
+    from safetensors import SafetensorError
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    from kalmix.models import KalmixForCausalLM
+    from kalmix.training.checkpoints import fault
+
+    wrong = fault(folder)
+    if wrong is None and not (folder / "tokenizer.json").is_file():
+        wrong = "tokenizer.json is missing"
+    if wrong is not None:
+        raise ArgumentError("model", got=f"{str(folder)!r}: {wrong}", needs=_NEEDS)
+    logging.disable_progress_bar()
+    try:
+        model, report = KalmixForCausalLM.from_pretrained(folder, output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError, TypeError) as error:
+        raise ArgumentError("model", got=f"{str(folder)!r}, which cannot be loaded ({error})", needs=_NEEDS) from None
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ArgumentError("model", got=f"{str(folder)!r}, whose weights lack {missing}", needs=_NEEDS)
+    return model.eval(), tokenizer

@@ -1,0 +1,61 @@
+"""A progress bar for the Trainer: part done, time left, loss, tokens a second."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+_LINES = 10  # written in the course of a run where there is no terminal to draw a bar on
+
+
+class ProgressBar(TrainerCallback):
+    """Shows the log of a run on a terminal as a bar, elsewhere as a line now and then; only in the first process."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar: Progress | None = None
+        self._first: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._lines = 0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        columns = (SpinnerColumn(), BarColumn(30), TaskProgressColumn(), TextColumn("{task.fields[told]}"))
+        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.bar.start()
+        self.task = self.bar.add_task("training", total=1.0, told="[dim]the first step sets everything up[/]")
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
+        if self.bar is None or not logs:
+            return
+        self._last |= logs
+        if not self._first:  # the first step compiles; counting from its end measures the rest
+            self._first, self._began = dict(logs), time.monotonic()
+        done, told = logs["progress"], self._told()
+        self.bar.update(self.task, completed=done, told=told)
+        if self.bar.disable and int(done * _LINES) > self._lines:
+            self._lines = int(done * _LINES)
+            self.console.print(f"{done:4.0%}  {told}", soft_wrap=True)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def _told(self) -> str:
+        now, first, spent = self._last, self._first, time.monotonic() - self._began
+        parts = [f"{now['bits_per_byte']:.2f} bits/byte"] if "bits_per_byte" in now else []
+        if "eval_bits_per_byte" in now:
+            parts.append(f"held-out {now['eval_bits_per_byte']:.2f}")
+        moved = now["progress"] - first["progress"]
+        if moved > 0:
+            left = int(spent * (1 - now["progress"]) / moved)
+            parts += [f"{(now['tokens'] - first['tokens']) / spent:,.0f} tokens/s", f"{left // 60}:{left % 60:02d} left"]
+        return "  ".join(parts)

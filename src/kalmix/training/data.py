@@ -1,0 +1,65 @@
+"""Text as blocks of tokens, and a tokenizer as transformers knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from kalmix.errors import ArgumentError
+from kalmix.text import END
+
+
+def pretrained(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """The same tokenizer with `save_pretrained`, for `AutoTokenizer`; texts and prompts begin after `END`."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, padding_side="left", clean_up_tokenization_spaces=False
+    )
+
+
+def stream(tokenizer: PreTrainedTokenizerFast, documents: Sequence[str]) -> Tensor:
+    """Documents laid end to end, each after the mark `END`: int64 `[n]`."""
+    end = tokenizer.convert_tokens_to_ids(END)
+    encoded = tokenizer(list(documents), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return torch.tensor([token for ids in encoded for token in (end, *ids)])
+
+
+class Blocks(Dataset):
+    """A stream cut into blocks of equal length; what is left over at the end is dropped.
+
+    A block may hold the end of one document and the start of the next: the mark between them is all that tells the
+    model. With `documents`, position ids start over at each mark, and a model that filters sequences apart does.
+    """
+
+    def __init__(self, ids: Tensor, length: int, *, end: int, documents: bool = False) -> None:
+        """Args:
+            ids: int64 `[n]`.
+            length: tokens a block.
+            end: the mark that begins a document.
+            documents: whether to give position ids.
+
+        Raises:
+            ArgumentError: the stream is shorter than one block.
+        """
+        count = len(ids) // length
+        if count == 0:
+            raise ArgumentError("block", got=length, needs=f"at most {len(ids)}, the number of tokens in the text")
+        self.ids = ids[: count * length].view(count, length)
+        self.positions = _positions(self.ids == end) if documents else None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        item = {"input_ids": self.ids[index], "labels": self.ids[index]}
+        return item if self.positions is None else {**item, "position_ids": self.positions[index]}
+
+
+def _positions(starts: Tensor) -> Tensor:
+    """Tokens since the last start (or the block's), int64, from bool `[count, length]`."""
+    index = torch.arange(starts.shape[1]).expand(starts.shape)
+    return index - torch.where(starts, index, 0).cummax(1).values

@@ -1,0 +1,112 @@
+"""What a model believes while it reads a text."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from kalmix import ops
+from kalmix.errors import ArgumentError
+from kalmix.layers import KLA
+from kalmix.layers.parametrize import observation_precision
+from kalmix.text import END
+
+
+class Reading(NamedTuple):
+    """A text as a model read it; T tokens, L layers that hold a Kalman belief.
+
+    Attributes:
+        tokens: the text of each token, T of them.
+        surprisal: `[T]` bits each token cost, given all before it.
+        names: the layers, by place in the model and mixer, L of them.
+        variance: `[L, T]` predictive variance: of the layer's output at the token, averaged over its columns.
+        gain: `[L, T]` write gain: the part of a cell's variance that the token took away, 1 - s' / s~ with s~ the
+            variance before its evidence and s' after, averaged over cells. 0: ignored; 1: taken at its word.
+        weights: `[L, T, T]` the Kalman attention map (appendix E.4): the size of a token's (column's) part in what is
+            read out at another (row), averaged over channels; `None` unless asked for.
+    """
+
+    tokens: list[str]
+    surprisal: Tensor
+    names: list[str]
+    variance: Tensor
+    gain: Tensor
+    weights: Tensor | None
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str, *, weights: bool = False) -> Reading:
+    """Read `text` from its beginning, as one sequence; with `weights`, memory grows as L T^2 channels.
+
+    Raises:
+        ArgumentError: the text is empty, or no layer of the model holds a Kalman belief.
+    """
+    ids, tokens = _tokens(tokenizer, text)
+    inner = model.model
+    traced = inner(inner.embed_tokens(ids[None].to(model.device)), remember=True, beliefs=True)
+    logits = inner.logits(traced.hidden)[0, :-1].float().cpu()
+    nats = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+    names, variance, gain, maps = [], [], [], []
+    for place, (block, signal, belief) in enumerate(zip(inner.blocks, traced.signals, traced.beliefs, strict=True), 1):
+        if not isinstance(block.mixer, KLA):
+            continue
+        names.append(f"layer {place}")
+        variance.append(belief.variance[0, 1:].mean(-1).cpu())
+        gain.append(_gain(block.mixer, signal)[1:].cpu())
+        if weights:
+            maps.append(_weights(block.mixer, signal)[1:, 1:].cpu())
+    if not names:
+        raise ArgumentError("model", got="without a layer that holds a Kalman belief", needs="a model with a 'kla' layer")
+    return Reading(tokens, nats / math.log(2), names, torch.stack(variance), torch.stack(gain), torch.stack(maps) if maps else None)
+
+
+def _tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[Tensor, list[str]]:
+    """Ids of `END` and the text, `[1 + T]`, and each token's own piece of the text.
+
+    A letter of several bytes may be several tokens; it is shown at the first of them.
+    """
+    if not text:
+        raise ArgumentError("text", got="empty", needs="at least one character")
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    pieces, seen = [], 0
+    for _, stop in encoded["offset_mapping"]:
+        pieces.append(text[seen:stop])
+        seen = max(seen, stop)
+    return torch.tensor([tokenizer.convert_tokens_to_ids(END), *encoded["input_ids"]]), pieces
+
+
+def _gain(layer: KLA, x: Tensor) -> Tensor:
+    """The write gain of each token, `[T]`, from the beliefs before and after it; O(T) calls of the layer."""
+    log_decay, process_noise = layer.dynamics(torch.float32)
+    kept, state, gains = (2 * log_decay).exp(), None, []
+    before = torch.ones_like(log_decay)[None]  # the prior
+    for token in x.split(1, dim=1):
+        _, state = layer(token, state)
+        expected = kept * before + process_noise
+        before = state.belief.variance
+        gains.append(1 - (before / expected).mean())
+    return torch.stack(gains)
+
+
+def _weights(layer: KLA, x: Tensor) -> Tensor:
+    """How much of each token's value is in each token's read-out, `[T, T]`, averaged over channels.
+
+    The mean is linear in the values, so impulses find the matrix: row s of the batch has the value 1 at token s only.
+    """
+    length = x.shape[1]
+    z = torch.nn.functional.silu(layer.conv(layer.in_proj(x).chunk(2, dim=-1)[0])[0])
+    q, k, v, noise = layer._signals(z)
+    log_decay, process_noise = layer.dynamics(torch.float32)
+    impulses = torch.eye(length, dtype=v.dtype, device=x.device)[:, :, None, None].expand(-1, -1, 1, v.shape[-1])
+    found = ops.diagonal(
+        *(signal.expand(length, -1, -1)[:, :, None] for signal in (q, k)),
+        impulses,
+        precision=observation_precision(noise).expand(length, -1, -1)[:, :, None],
+        log_decay=log_decay,
+        process_noise=process_noise,
+    )
+    return found.mean.abs().mean((2, 3)).T

@@ -1,0 +1,103 @@
+"""How far a run is, from steps or from the clock, and what follows from it: the rate, the looks back, the end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+LOOKS = 10  # evaluations a run, the last at its end
+SAVES = 4  # checkpoints a run
+
+
+class Schedule(TrainerCallback):
+    """Progress from 0 to 1, by steps, by the clock, or by whichever is further; the rate is a function of it.
+
+    The clock starts counting after the first step, which compiles; so a budget of minutes is met, and the rate has
+    fallen to zero when it is. Every process of a distributed run agrees on progress, hence on rate and end.
+    """
+
+    def __init__(self, *, steps: int | None, minutes: float | None, warmup: float, cooldown: float) -> None:
+        self.steps, self.seconds = steps, None if minutes is None else 60 * minutes
+        self.warmup, self.cooldown = warmup, cooldown
+        self.progress, self.interrupted, self.finished = 0.0, False, False
+        self._resumed = self._before = 0.0
+        self._began = self._first = time.monotonic()
+        self._warm = False
+
+    def factor(self, _: int = 0) -> float:
+        """The learning rate at this progress, as a part of its peak: a trapezoid."""
+        rising = self.progress / self.warmup if self.warmup else 1.0
+        falling = (1 - self.progress) / self.cooldown if self.cooldown else 1.0
+        return max(0.0, min(1.0, rising, falling))
+
+    def seconds_left(self) -> float | None:
+        """What is left by the clock; None if nothing limits it."""
+        if self.seconds is None:
+            return None
+        return max(0.0, self._began + self.seconds * (1 - self._resumed) - time.monotonic())
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._resumed = self.progress = next((row["progress"] for row in reversed(state.log_history) if "progress" in row), 0.0)
+        self._began = self._first = time.monotonic()
+        self._warm = False
+
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Before the rate is set for the next step."""
+        if not self._warm:
+            self._warm, self._first = True, time.monotonic()
+        told = [self._reached(state.global_step + 1), float(self.interrupted)]
+        if dist.is_available() and dist.is_initialized():
+            everyone = torch.tensor(told, device=args.device, dtype=torch.float64)
+            dist.all_reduce(everyone, dist.ReduceOp.MAX)
+            told = everyone.tolist()
+        self._before, self.progress, self.interrupted = self.progress, told[0], bool(told[1])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.finished = self.progress >= 1
+        control.should_evaluate = control.should_evaluate or self._passed(LOOKS)
+        control.should_save = self.interrupted or (self._passed(SAVES) and not self.finished)
+        control.should_training_stop = control.should_training_stop or self.finished or self.interrupted
+        control.should_log = control.should_log or control.should_save or control.should_training_stop
+
+    def _reached(self, step: int) -> float:
+        parts = [0.0]
+        if self.steps is not None:
+            parts.append(step / self.steps)
+        if self.seconds is not None:
+            end = self._began + self.seconds * (1 - self._resumed)
+            spent = (time.monotonic() - self._first) / max(end - self._first, 1e-9)
+            parts.append(self._resumed + (1 - self._resumed) * min(1.0, spent))
+        return min(1.0, max(parts))
+
+    def _passed(self, marks: int) -> bool:
+        """Whether this step passed one of `marks` evenly spaced marks."""
+        return int(self.progress * marks) > int(self._before * marks)
+
+
+@contextmanager
+def interruptible(schedule: Schedule) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end a run after the step in hand; a second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def interrupt(number: int, _: Any) -> None:
+        schedule.interrupted = True
+        signal.signal(number, former[number])
+
+    for number in former:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
