@@ -13,6 +13,7 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
 
 END = "<|endoftext|>"
 SUFFIXES = frozenset(
-    ".txt .md .rst .tex .org .html .csv .tsv .json .jsonl .yaml .yml .toml .ini .cfg .xml .log .py .pyi .c .h .cc .cpp .hpp "
-    ".cu .rs .go .java .kt .scala .js .ts .jsx .tsx .css .sh .rb .php .pl .r .jl .lua .swift .sql .hs .ml .el .lisp".split()
+    f".{name}"
+    for words in (
+        "txt md rst tex org html css csv tsv json jsonl yaml yml toml ini cfg xml log sql sh",
+        "py pyi c h cc cpp hpp cu rs go java kt scala js ts jsx tsx rb php pl r jl lua swift hs ml el lisp",
+    )
+    for name in words.split()
 )
 _HIDDEN = re.compile(r"^(\.|__pycache__$)")
 _NOT_DOCUMENTATION = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
@@ -78,14 +83,18 @@ def _walk(folder: Path) -> Iterator[str]:
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not _HIDDEN.match(name)]
         here = Path(root).relative_to(folder)
-        yield from ((here / name).as_posix() for name in files if Path(name).suffix.lower() in SUFFIXES and name[0] != ".")
+        yield from (
+            (here / name).as_posix() for name in files if Path(name).suffix.lower() in SUFFIXES and name[0] != "."
+        )
 
 
 def _decode(file: Path) -> str:
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise ArgumentError("text", got=f"{str(file)!r}, which cannot be read ({error.strerror})", needs=_NEEDS) from None
+        raise ArgumentError(
+            "text", got=f"{str(file)!r}, which cannot be read ({error.strerror})", needs=_NEEDS
+        ) from None
     except UnicodeDecodeError as error:
         raise ArgumentError("text", got=f"{str(file)!r}, not UTF-8 at byte {error.start}", needs=_NEEDS) from None
     if "\0" in text:
@@ -100,11 +109,10 @@ def python_documentation() -> dict[str, str]:
     installations; the docstrings alone are enough.
     """
     documents: dict[str, str] = {}
-    try:
+    with suppress(ImportError):
         from pydoc_data.topics import topics
-    except ImportError:
-        topics = {}
-    documents.update((f"help({name!r})", text.strip()) for name, text in sorted(topics.items()))
+
+        documents.update((f"help({name!r})", text.strip()) for name, text in sorted(topics.items()))
     library = Path(sysconfig.get_path("stdlib"))
     for name in sorted(_walk(library)):
         if name.endswith(".py") and not _NOT_DOCUMENTATION & set(Path(name).parts):

@@ -14,7 +14,9 @@ from kalmix.designs import CATALOGUE, Design
 from kalmix.errors import ArgumentError
 
 
-def run(design: Annotated[str | None, typer.Argument(help="A published design; all of them if absent.")] = None) -> None:
+def run(
+    design: Annotated[str | None, typer.Argument(help="A published design; all of them if absent.")] = None,
+) -> None:
     """What a design assumes: transition, evidence, covariance; the op that filters it; its source."""
     console = Console(highlight=False)
     if design is None:

@@ -16,7 +16,7 @@ def run(
     text: Annotated[str | None, typer.Option(help="The text itself.")] = None,
     file: Annotated[Path | None, typer.Option(help="A UTF-8 file that holds it.")] = None,
     characters: Annotated[int, typer.Option(min=1, help="How much of the file to read.")] = 2000,
-    output: Annotated[Path, typer.Option(help="Where to write beliefs.png and beliefs.html.")] = Path("."),
+    output: Annotated[Path, typer.Option(help="Where to write beliefs.png and beliefs.html.")] = Path(),
 ) -> None:
     """Predictive variance, write gain and surprisal of each token, as a picture and as a page."""
     if (text is None) == (file is None):
@@ -31,7 +31,9 @@ def run(
         text = "\n\n".join(documents(file).values())[:characters]
     network, tokenizer = load(model)
     reading = read(network, tokenizer, text or "")
-    picture = beliefs(output / "beliefs.png", reading.tokens, reading.surprisal, reading.variance, reading.gain, reading.names)
+    picture = beliefs(
+        output / "beliefs.png", reading.tokens, reading.surprisal, reading.variance, reading.gain, reading.names
+    )
     written = page.write(output / "beliefs.html", reading, title=f"What {model.name} believes")
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{len(reading.tokens)} tokens, {float(reading.surprisal.mean()):.2f} bits each on average")

@@ -31,7 +31,12 @@ class ProgressBar(TrainerCallback):
         self.task = self.bar.add_task("training", total=1.0, told="[dim]the first step sets everything up[/]")
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
     ) -> None:
         if self.bar is None or not logs:
             return
@@ -57,5 +62,8 @@ class ProgressBar(TrainerCallback):
         moved = now["progress"] - first["progress"]
         if moved > 0:
             left = int(spent * (1 - now["progress"]) / moved)
-            parts += [f"{(now['tokens'] - first['tokens']) / spent:,.0f} tokens/s", f"{left // 60}:{left % 60:02d} left"]
+            parts += [
+                f"{(now['tokens'] - first['tokens']) / spent:,.0f} tokens/s",
+                f"{left // 60}:{left % 60:02d} left",
+            ]
         return "  ".join(parts)

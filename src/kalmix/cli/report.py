@@ -23,7 +23,9 @@ PASSAGE = 300  # characters of held-out text in the pictures
 def report(run: Run, console: Console) -> None:
     """Judge a finished run, draw it, and print what came of it."""
     with console.status("reading the held-out text"):
-        score = bits_per_byte(run.model, run.tokenizer, run.corpus.held_out, window=run.recipe.block, batch=run.recipe.batch)
+        score = bits_per_byte(
+            run.model, run.tokenizer, run.corpus.held_out, window=run.recipe.block, batch=run.recipe.batch
+        )
         rivals = compressors(run.corpus.held_out)
     with console.status("drawing"):
         written = [run.output / "model", *pictures(run, rivals)]
@@ -31,7 +33,10 @@ def report(run: Run, console: Console) -> None:
     console.print(Panel(Text(_sample(run)), title="a sample", title_align="left", box=box.ROUNDED, style="dim"))
     for path in written:
         console.print(f"  {path}", soft_wrap=True)
-    console.print(f"\nask it: [bold]kalmix generate {run.output}[/], [bold]kalmix inspect {run.output} --text '...'[/]", soft_wrap=True)
+    console.print(
+        f"\nask it: [bold]kalmix generate {run.output}[/], [bold]kalmix inspect {run.output} --text '...'[/]",
+        soft_wrap=True,
+    )
 
 
 def pictures(run: Run, rivals: dict[str, float]) -> list[Path]:
@@ -43,9 +48,14 @@ def pictures(run: Run, rivals: dict[str, float]) -> list[Path]:
         reading = read(run.model, run.tokenizer, passage, weights=True)
     except ArgumentError:  # attention alone holds no belief
         return [curve]
+    assert reading.weights is not None
     variance, weights = run.output / "variance.png", run.output / "attention.png"
-    plots.posterior_variance(variance, reading.variance, reading.tokens, reading.names, title="Posterior variance over a held-out passage")
-    plots.attention_maps(weights, reading.weights, reading.tokens, reading.names, title="Kalman attention maps of the same passage")
+    plots.posterior_variance(
+        variance, reading.variance, reading.tokens, reading.names, title="Posterior variance over a held-out passage"
+    )
+    plots.attention_maps(
+        weights, reading.weights, reading.tokens, reading.names, title="Kalman attention maps of the same passage"
+    )
     return [curve, variance, weights]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
+from typing import Any
 
 import numpy as np
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from numpy.typing import ArrayLike
 
@@ -30,13 +32,14 @@ def attention_maps(
     rows = -(-len(maps) // columns)
     side = 5.2 if len(tokens) <= LABELLED else 4.2
     with picture(path, (side * columns + 0.6, side * rows + 0.5), rows, columns) as (figure, axes):
+        norm = PowerNorm(0.5, 0, float(np.quantile(maps, 0.999)))
         for panel, values, name in zip(axes, maps, names, strict=False):
-            image = panel.imshow(_causal(values), cmap=WEIGHT, norm=PowerNorm(0.5, 0, float(np.quantile(maps, 0.999))))
+            panel.imshow(_causal(values), cmap=WEIGHT, norm=norm)
             panel.set_title(name)
             panel.grid(visible=False)
             panel.tick_params(length=0)
             if len(tokens) <= LABELLED:
-                small = {"family": "monospace", "fontsize": float(np.clip(300 / len(tokens), 3.5, 7))}
+                small: Any = {"family": "monospace", "fontsize": float(np.clip(300 / len(tokens), 3.5, 7))}
                 labels = [visible(token) for token in tokens]
                 panel.set_xticks(range(len(tokens)), labels, rotation=90, **small)
                 panel.set_yticks(range(len(tokens)), labels, **small)
@@ -44,7 +47,7 @@ def attention_maps(
                 panel.set(xlabel="written at", ylabel="read at")
         for panel in axes[len(maps) :]:
             panel.set_visible(False)
-        bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.025, aspect=40)
+        bar = figure.colorbar(ScalarMappable(norm, WEIGHT), ax=axes, pad=0.01, fraction=0.025, aspect=40)
         bar.outline.set_visible(False)
         bar.ax.tick_params(labelsize=7, colors=MUTED)
         if title:

@@ -35,10 +35,25 @@ def loss_curve(
         axes.plot(seen / 1e6, _smooth(bits), color=COLOURS[0], label="training")
         if len(judged):
             axes.plot(judged / 1e6, score, color=COLOURS[1], marker="o", markersize=4, label="held-out text")
-            axes.annotate(f"{score[-1]:.2f}", (judged[-1] / 1e6, score[-1]), (0, -13), textcoords="offset points", ha="center", color=COLOURS[1])
+            axes.annotate(
+                f"{score[-1]:.2f}",
+                (judged[-1] / 1e6, score[-1]),
+                (0, -13),
+                textcoords="offset points",
+                ha="center",
+                color=COLOURS[1],
+            )
         for name, level in (references or {}).items():
             axes.axhline(level, color=MUTED, linestyle=(0, (4, 3)), linewidth=1)
-            axes.annotate(f"{name}  {level:.2f}", (1, level), (0, 3), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right", color=MUTED)
+            axes.annotate(
+                f"{name}  {level:.2f}",
+                (1, level),
+                (0, 3),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                ha="right",
+                color=MUTED,
+            )
         levels = [*(references or {}).values(), *score[-1:], *_smooth(bits)[-1:]]
         if levels:
             high = float(np.quantile(bits, 0.97)) if len(bits) else max(levels)

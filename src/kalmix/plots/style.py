@@ -1,7 +1,8 @@
-"""How every picture looks, and the one way it reaches a file. Nothing here touches matplotlib's global state for long."""
+"""How every picture looks, and the one way it reaches a file; matplotlib's global state is left as it was."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -10,6 +11,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -19,7 +21,7 @@ COLOURS = ("#2563eb", "#ea580c", "#059669", "#c026d3", "#ca8a04", "#0891b2", "#d
 VARIANCE, GAIN, WEIGHT = "Blues", "Oranges", "magma"
 LABELLED = 128  # tokens: more labels than this would touch
 
-_STYLE = {
+_STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,
@@ -33,7 +35,7 @@ _STYLE = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.prop_cycle": mpl.cycler(color=COLOURS),
+    "axes.prop_cycle": cycler(color=COLOURS),
     "grid.color": FAINT,
     "grid.linewidth": 0.8,
     "xtick.color": MUTED,
@@ -58,7 +60,9 @@ def picture(
         axes = figure.subplots(rows, columns, squeeze=False, **options)
         yield figure, list(axes.flat)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing")  # texts come in every script
+            figure.savefig(path)
 
 
 def width_for(tokens: int) -> float:
@@ -69,7 +73,9 @@ def width_for(tokens: int) -> float:
 def label_tokens(axes: Axes, tokens: Sequence[str]) -> None:
     """Write the tokens under the axis where there is room for them."""
     if len(tokens) <= LABELLED:
-        axes.set_xticks(range(len(tokens)), [visible(token) for token in tokens], rotation=90, family="monospace", fontsize=6.5)
+        axes.set_xticks(
+            range(len(tokens)), [visible(token) for token in tokens], rotation=90, family="monospace", fontsize=6.5
+        )
         axes.tick_params(axis="x", length=0, labelcolor=INK)
     else:
         axes.set_xlabel("token")

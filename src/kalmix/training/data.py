@@ -17,13 +17,26 @@ from kalmix.text import END
 def pretrained(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """The same tokenizer with `save_pretrained`, for `AutoTokenizer`; texts and prompts begin after `END`."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, padding_side="left", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token=END,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
     )
+
+
+def mark(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The id of `END`."""
+    end = tokenizer.backend_tokenizer.token_to_id(END)
+    if end is None:
+        raise ArgumentError("tokenizer", got=f"without the token {END}", needs="one that kalmix trained")
+    return end
 
 
 def stream(tokenizer: PreTrainedTokenizerFast, documents: Sequence[str]) -> Tensor:
     """Documents laid end to end, each after the mark `END`: int64 `[n]`."""
-    end = tokenizer.convert_tokens_to_ids(END)
+    end = mark(tokenizer)
     encoded = tokenizer(list(documents), add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return torch.tensor([token for ids in encoded for token in (end, *ids)])
 

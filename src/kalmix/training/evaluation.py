@@ -8,14 +8,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from kalmix import text
+from kalmix.models import KalmixForCausalLM
 from kalmix.training.data import stream
 
 
 def bits_per_byte(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, documents: Sequence[str], *, window: int, batch: int = 8
+    model: KalmixForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    documents: Sequence[str],
+    *,
+    window: int,
+    batch: int = 8,
 ) -> float:
     """The length of a lossless code for `documents`, in bits a byte of the documents joined by blank lines.
 
@@ -27,7 +33,7 @@ def bits_per_byte(
 
 
 @torch.no_grad()
-def surprisals(model: PreTrainedModel, ids: Tensor, *, window: int, batch: int = 8) -> Tensor:
+def surprisals(model: KalmixForCausalLM, ids: Tensor, *, window: int, batch: int = 8) -> Tensor:
     """The negative log-likelihood of each token of `ids` (int64 `[n]`) but the first, in nats, float32 `[n - 1]`.
 
     Windows overlap by half; a window scores its second half (the first one scores all), so the work is about two
@@ -57,4 +63,3 @@ def compressors(documents: Sequence[str]) -> dict[str, float]:
     data = "\n\n".join(documents).encode()
     packed = {"gzip -9": gzip.compress(data, 9), "xz -9": lzma.compress(data, preset=9)}
     return {name: 8 * len(code) / len(data) for name, code in packed.items()}
-

@@ -25,7 +25,13 @@ def parameter_groups(model: nn.Module, *, rate: float, decay: float) -> list[dic
     embeddings, head = _weights(model, "get_input_embeddings"), _weights(model, "get_output_embeddings")
     mixers = (module for module in model.modules() if isinstance(module, Mixer))
     dynamics = {id(value) for mixer in mixers for value in mixer.dynamics_parameters()}
-    groups: dict[str, list[nn.Parameter]] = {"dynamics": [], "embeddings": [], "head": [], "matrices": [], "vectors": []}
+    groups: dict[str, list[nn.Parameter]] = {
+        "dynamics": [],
+        "embeddings": [],
+        "head": [],
+        "matrices": [],
+        "vectors": [],
+    }
     for value in model.parameters():
         if not value.requires_grad:
             continue
@@ -40,7 +46,12 @@ def parameter_groups(model: nn.Module, *, rate: float, decay: float) -> list[dic
         groups[name].append(value)
     rates = {"dynamics": DYNAMICS_RATE * rate}
     return [
-        {"name": name, "params": values, "lr": rates.get(name, rate), "weight_decay": decay if name == "matrices" else 0.0}
+        {
+            "name": name,
+            "params": values,
+            "lr": rates.get(name, rate),
+            "weight_decay": decay if name == "matrices" else 0.0,
+        }
         for name, values in groups.items()
         if values
     ]

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from kalmix import ops
 from kalmix.errors import ArgumentError
 from kalmix.layers import KLA
 from kalmix.layers.parametrize import observation_precision
-from kalmix.text import END
+from kalmix.models import KalmixForCausalLM
+from kalmix.training.data import mark
 
 
 class Reading(NamedTuple):
@@ -39,7 +40,7 @@ class Reading(NamedTuple):
 
 
 @torch.no_grad()
-def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str, *, weights: bool = False) -> Reading:
+def read(model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str, *, weights: bool = False) -> Reading:
     """Read `text` from its beginning, as one sequence; with `weights`, memory grows as L T^2 channels.
 
     Raises:
@@ -60,8 +61,12 @@ def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str, 
         if weights:
             maps.append(_weights(block.mixer, signal)[1:, 1:].cpu())
     if not names:
-        raise ArgumentError("model", got="without a layer that holds a Kalman belief", needs="a model with a 'kla' layer")
-    return Reading(tokens, nats / math.log(2), names, torch.stack(variance), torch.stack(gain), torch.stack(maps) if maps else None)
+        raise ArgumentError(
+            "model", got="without a layer that holds a Kalman belief", needs="a model with a 'kla' layer"
+        )
+    return Reading(
+        tokens, nats / math.log(2), names, torch.stack(variance), torch.stack(gain), torch.stack(maps) if maps else None
+    )
 
 
 def _tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[Tensor, list[str]]:
@@ -76,7 +81,7 @@ def _tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[Tensor, list
     for _, stop in encoded["offset_mapping"]:
         pieces.append(text[seen:stop])
         seen = max(seen, stop)
-    return torch.tensor([tokenizer.convert_tokens_to_ids(END), *encoded["input_ids"]]), pieces
+    return torch.tensor([mark(tokenizer), *encoded["input_ids"]]), pieces
 
 
 def _gain(layer: KLA, x: Tensor) -> Tensor:
@@ -100,13 +105,9 @@ def _weights(layer: KLA, x: Tensor) -> Tensor:
     length = x.shape[1]
     z = torch.nn.functional.silu(layer.conv(layer.in_proj(x).chunk(2, dim=-1)[0])[0])
     q, k, v, noise = layer._signals(z)
-    log_decay, process_noise = layer.dynamics(torch.float32)
+    each = (length, -1, -1, -1)
+    q, k, precision = (signal[:, :, None].expand(each) for signal in (q, k, observation_precision(noise)))
     impulses = torch.eye(length, dtype=v.dtype, device=x.device)[:, :, None, None].expand(-1, -1, 1, v.shape[-1])
-    found = ops.diagonal(
-        *(signal.expand(length, -1, -1)[:, :, None] for signal in (q, k)),
-        impulses,
-        precision=observation_precision(noise).expand(length, -1, -1)[:, :, None],
-        log_decay=log_decay,
-        process_noise=process_noise,
-    )
+    log_decay, process_noise = layer.dynamics(torch.float32)
+    found = ops.diagonal(q, k, impulses, precision=precision, log_decay=log_decay, process_noise=process_noise)
     return found.mean.abs().mean((2, 3)).T

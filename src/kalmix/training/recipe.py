@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from kalmix.errors import ArgumentError
 
 Layers = tuple[str | dict[str, Any], ...]
 FILE = "recipe.json"
+MINUTES = 3.5  # that the command line trains for, unless told
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Recipe:
     accumulate: int = 1
     documents: bool = False
     steps: int | None = None
-    minutes: float | None = 3.5
+    minutes: float | None = None
     rate: float = 4e-3
     decay: float = 0.1
     warmup: float = 0.02
@@ -62,15 +63,11 @@ class Recipe:
             if not 0 <= getattr(self, name) <= 1:
                 raise ArgumentError(name, got=getattr(self, name), needs="between 0 and 1")
         if self.steps is None and self.minutes is None:
-            raise ArgumentError("minutes", got="absent, as are steps", needs="given, unless steps are")
+            raise ArgumentError("minutes", got="absent, as are steps", needs="given, or steps")
         if not self.layers:
             raise ArgumentError("layers", got="empty", needs="one mixer or more")
         if self.loss not in ("cross-entropy", "marginal"):
             raise ArgumentError("loss", got=repr(self.loss), needs="'cross-entropy' or 'marginal'")
-
-    def with_(self, **changes: Any) -> Recipe:
-        """A copy with some fields changed."""
-        return replace(self, **changes)
 
     def save(self, folder: Path) -> None:
         """Write `recipe.json` into `folder`."""
@@ -84,14 +81,17 @@ class Recipe:
         Raises:
             ArgumentError: there is none, or it is not a recipe.
         """
+        needs = "the folder of a run"
         try:
             given = json.loads((folder / FILE).read_text(encoding="utf-8"))
             known = {field.name for field in fields(cls)}
             return cls(**{**{name: given[name] for name in given if name in known}, "layers": tuple(given["layers"])})
         except FileNotFoundError:
-            raise ArgumentError("output", got=f"{str(folder)!r}, which holds no run ({FILE} is missing)", needs="the folder of a run") from None
+            got = f"{str(folder)!r}, which holds no run ({FILE} is missing)"
+            raise ArgumentError("output", got=got, needs=needs) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArgumentError("output", got=f"{str(folder)!r}, whose {FILE} is unreadable ({error})", needs="the folder of a run") from None
+            got = f"{str(folder)!r}, whose {FILE} is unreadable ({error})"
+            raise ArgumentError("output", got=got, needs=needs) from None
 
 
 def parse_layers(text: str) -> Layers:

@@ -1,45 +1,42 @@
 """Running a recipe: corpus, tokenizer, model, Trainer, and everything that a run leaves behind.
 
-    output/recipe.json      what was asked for          output/model/        the model, for AutoModelForCausalLM
-    output/checkpoints/     what a resumed run needs    output/tensorboard/  the curves, live
-    output/history.json     the curves, as numbers
+output/recipe.json      what was asked for          output/model/        the model, for AutoModelForCausalLM
+output/checkpoints/     to resume from, until done  output/tensorboard/  the curves, live
+output/history.json     the curves, as numbers
 """
 
 from __future__ import annotations
 
 import json
-import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
     AutoTokenizer,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     PrinterCallback,
-    Trainer,
     TrainerCallback,
-    TrainingArguments,
     set_seed,
 )
 
 from kalmix.errors import ArgumentError
 from kalmix.models import KalmixConfig, KalmixForCausalLM
-from kalmix.text import END, Corpus, load, train_tokenizer
+from kalmix.text import Corpus, load, train_tokenizer
 from kalmix.training.checkpoints import newest
-from kalmix.training.data import Blocks, pretrained, stream
-from kalmix.training.optimizer import parameter_groups
+from kalmix.training.data import Blocks, mark, pretrained, stream
 from kalmix.training.recipe import FILE, Recipe
 from kalmix.training.schedule import Schedule, interruptible
+from kalmix.training.trainer import FilterTrainer, arguments, tensorboard
 
 LOOK = 16384  # tokens of held-out text a look during training reads, at most
-FOREVER = 10**9  # steps of a run that only the clock ends
+HISTORY = "history.json"
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Run:
     recipe: Recipe
     output: Path
     corpus: Corpus
-    model: PreTrainedModel
+    model: KalmixForCausalLM
     tokenizer: PreTrainedTokenizerFast
     finished: bool
     steps: int
@@ -66,60 +63,29 @@ class Run:
     held_out: list[tuple[float, float]]
 
 
-class FilterTrainer(Trainer):
-    """The Hugging Face Trainer with our parameter groups, our schedule, and logs that say more.
-
-    Each row of the log carries `progress` (0 to 1) and `tokens` seen; a loss is followed by its `bits_per_byte`.
-    """
-
-    def __init__(self, recipe: Recipe, schedule: Schedule, density: dict[str, float], **options: Any) -> None:
-        """Args:
-        recipe: of the run.
-        schedule: also among the callbacks.
-        density: tokens a byte of what a loss is of: "loss" of training, "eval_loss" of held-out text.
-        options: of `Trainer`.
-        """
-        self.recipe, self.schedule, self.density = recipe, schedule, density
-        super().__init__(**options)
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            groups = parameter_groups(self.model, rate=self.recipe.rate, decay=self.recipe.decay)
-            self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, fused=True)
-        return self.optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> torch.optim.lr_scheduler.LRScheduler:
-        if self.lr_scheduler is None:
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, self.schedule.factor)
-        return self.lr_scheduler
-
-    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        bits = {
-            name.replace("loss", "bits_per_byte"): logs[name] * density / math.log(2)
-            for name, density in self.density.items()
-            if name in logs
-        }
-        tokens = self.state.global_step * self.recipe.block * self.recipe.accumulate
-        tokens *= self.args.per_device_train_batch_size * self.args.world_size
-        super().log({**logs, **bits, "tokens": tokens, "progress": self.schedule.progress}, *args, **options)
-
-
 def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequence[TrainerCallback] = ()) -> Run:
     """Train as `recipe` says, into `output`; with `resume`, go on from the newest sound checkpoint there.
 
-    Runs under `torchrun` as it is. Ctrl-C and SIGTERM save a checkpoint and return with `finished` false.
+    Runs under `torchrun` as it is (the first process says where `output` is). Ctrl-C and SIGTERM save a checkpoint and
+    return with `finished` false.
 
     Raises:
-        ArgumentError: the text, a mixer or a size will not do; or `output` already holds a run (without `resume`).
+        ArgumentError: the text, a mixer or a size will not do; the loss is no longer finite; `output` holds a run
+            already (without `resume`), or a finished one (with it).
     """
+    here = PartialState()
+    output = Path(broadcast_object_list([str(output)])[0])
     if not resume and (output / FILE).exists():
-        raise ArgumentError("output", got=f"{str(output)!r}, which holds a run already", needs="a new folder (or resume that run)")
+        raise ArgumentError(
+            "output", got=f"{str(output)!r}, which holds a run", needs="a new folder, or that run resumed"
+        )
+    if resume and _finished(output):
+        raise ArgumentError("output", got=f"{str(output)!r}, a finished run", needs="an unfinished one, to resume it")
     set_seed(recipe.seed)
     corpus = load(recipe.text)
-    here = PartialState()
     with here.main_process_first():
         tokenizer = _tokenizer(recipe, corpus, output / "model")
-    end = tokenizer.convert_tokens_to_ids(END)
+    end = mark(tokenizer)
     model = build(recipe, len(tokenizer), end)
     seen, unseen = stream(tokenizer, corpus.training), stream(tokenizer, corpus.held_out)
     data = Blocks(seen, recipe.block, end=end, documents=recipe.documents)
@@ -131,10 +97,10 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
         schedule,
         {"loss": len(seen) / _bytes(corpus.training), "eval_loss": len(unseen) / _bytes(corpus.held_out)},
         model=model,
-        args=_arguments(recipe, output, batch=min(recipe.batch, max(1, len(data) // here.num_processes))),
+        args=arguments(recipe, output, batch=min(recipe.batch, max(1, len(data) // here.num_processes))),
         train_dataset=data,
         eval_dataset=_look(unseen, recipe),
-        callbacks=[schedule, *_tensorboard(output, here.is_main_process), *callbacks],
+        callbacks=[schedule, *tensorboard(output, here.is_main_process), *callbacks],
     )
     trainer.remove_callback(PrinterCallback)
     checkpoint = newest(output / "checkpoints") if resume else None
@@ -143,7 +109,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
     return _ended(trainer, output, corpus, tokenizer, seconds=result.metrics["train_runtime"])
 
 
-def build(recipe: Recipe, vocabulary: int, end: int) -> PreTrainedModel:
+def build(recipe: Recipe, vocabulary: int, end: int) -> KalmixForCausalLM:
     """The model of a recipe, freshly initialised.
 
     Raises:
@@ -181,55 +147,31 @@ def _bytes(documents: Sequence[str]) -> int:
     return len("\n\n".join(documents).encode())
 
 
-def _arguments(recipe: Recipe, output: Path, *, batch: int) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(output / "checkpoints"),
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=recipe.batch,
-        gradient_accumulation_steps=recipe.accumulate,
-        max_steps=FOREVER if recipe.steps is None else recipe.steps,
-        max_grad_norm=1.0,
-        bf16=recipe.bf16,
-        torch_compile=recipe.compile,
-        seed=recipe.seed,
-        logging_steps=10 if torch.cuda.is_available() else 1,  # reading a loss waits for the GPU
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        save_total_limit=2,
-        eval_strategy="no",
-        prediction_loss_only=True,
-        dataloader_drop_last=True,
-        dataloader_pin_memory=torch.cuda.is_available(),
-        remove_unused_columns=False,
-        report_to="none",
-        disable_tqdm=True,
-        log_level="error",
-    )
-
-
-def _tensorboard(output: Path, main: bool) -> list[TrainerCallback]:
-    if not main:
-        return []
-    from torch.utils.tensorboard import SummaryWriter
-    from transformers.integrations import TensorBoardCallback
-
-    return [TensorBoardCallback(SummaryWriter(str(output / "tensorboard")))]
+def _finished(output: Path) -> bool:
+    """Whether the run in `output` came to its end."""
+    try:
+        history = json.loads((output / HISTORY).read_text(encoding="utf-8"))
+        return history[-1]["progress"] >= 1
+    except (OSError, ValueError, LookupError):  # it was cut off before it could write a whole history
+        return False
 
 
 def _ended(trainer: FilterTrainer, output: Path, corpus: Corpus, tokenizer: Any, *, seconds: float) -> Run:
     """Write what a run leaves behind, and gather it."""
-    trainer.save_model(str(output / "model"))
-    history = trainer.state.log_history
+    history, finished = trainer.state.log_history, trainer.schedule.finished
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if trainer.is_world_process_zero():
-        (output / "history.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
+        model.save_pretrained(output / "model")
+        (output / HISTORY).write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
+        if finished:
+            shutil.rmtree(output / "checkpoints", ignore_errors=True)  # the model is all that is wanted now
     return Run(
         recipe=trainer.recipe,
         output=output,
         corpus=corpus,
-        model=trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False),
+        model=model,
         tokenizer=tokenizer,
-        finished=trainer.schedule.finished,
+        finished=finished,
         steps=trainer.state.global_step,
         seconds=seconds,
         training=[(row["tokens"], row["bits_per_byte"]) for row in history if "bits_per_byte" in row],

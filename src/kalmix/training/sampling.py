@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from kalmix.models import KalmixForCausalLM
 from kalmix.text import END
 
 
 def generate(
-    model: PreTrainedModel,
+    model: KalmixForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     prompt: str,
     *,
@@ -31,8 +32,15 @@ def generate(
         streamer: of transformers; is shown the tokens as they come.
     """
     ids = tokenizer(END + prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(model.device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature else {"do_sample": False}
-    written = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, streamer=streamer, pad_token_id=tokenizer.pad_token_id, **sampling
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    written = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        streamer=streamer,
+        pad_token_id=tokenizer.pad_token_id,
+        **sampling,
     )
-    return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+    return str(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))

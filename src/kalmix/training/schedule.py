@@ -45,11 +45,15 @@ class Schedule(TrainerCallback):
         return max(0.0, self._began + self.seconds * (1 - self._resumed) - time.monotonic())
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._resumed = self.progress = next((row["progress"] for row in reversed(state.log_history) if "progress" in row), 0.0)
+        self._resumed = self.progress = next(
+            (row["progress"] for row in reversed(state.log_history) if "progress" in row), 0.0
+        )
         self._began = self._first = time.monotonic()
         self._warm = False
 
-    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Before the rate is set for the next step."""
         if not self._warm:
             self._warm, self._first = True, time.monotonic()
@@ -88,7 +92,7 @@ def interruptible(schedule: Schedule) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    former: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def interrupt(number: int, _: Any) -> None:
         schedule.interrupted = True

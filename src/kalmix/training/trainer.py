@@ -1,0 +1,99 @@
+"""The Hugging Face Trainer as kalmix sets it up."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+
+from kalmix.errors import ArgumentError
+from kalmix.training.optimizer import parameter_groups
+from kalmix.training.recipe import Recipe
+from kalmix.training.schedule import Schedule
+
+FOREVER = 10**9  # steps of a run that only the clock ends
+
+
+class FilterTrainer(Trainer):
+    """The Hugging Face Trainer with our parameter groups, our schedule, and logs that say more.
+
+    Each row of the log carries `progress` (0 to 1) and `tokens` seen; a loss is followed by its `bits_per_byte`.
+    """
+
+    def __init__(self, recipe: Recipe, schedule: Schedule, density: dict[str, float], **options: Any) -> None:
+        """Args:
+        recipe: of the run.
+        schedule: also among the callbacks.
+        density: tokens a byte of what a loss is of: "loss" of training, "eval_loss" of held-out text.
+        options: of `Trainer`.
+        """
+        self.recipe, self.schedule, self.density = recipe, schedule, density
+        super().__init__(**options)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            groups = parameter_groups(
+                model or self.accelerator.unwrap_model(self.model), rate=self.recipe.rate, decay=self.recipe.decay
+            )
+            self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, fused=True)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> torch.optim.lr_scheduler.LRScheduler:
+        if self.lr_scheduler is None:
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, self.schedule.factor)
+        return self.lr_scheduler
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        if not math.isfinite(logs.get("loss", 0.0)):
+            step = self.state.global_step
+            got = f"{self.recipe.rate:g}, at which the loss came to {logs['loss']} in step {step}"
+            raise ArgumentError("rate", got=got, needs="lower")
+        bits = {
+            name.replace("loss", "bits_per_byte"): logs[name] * density / math.log(2)
+            for name, density in self.density.items()
+            if name in logs
+        }
+        tokens = self.state.global_step * self.recipe.block * self.recipe.accumulate
+        tokens *= self.args.per_device_train_batch_size * self.args.world_size
+        super().log({**logs, **bits, "tokens": tokens, "progress": self.schedule.progress}, *args, **options)
+
+
+def arguments(recipe: Recipe, output: Path, *, batch: int) -> TrainingArguments:
+    """What the Trainer is told; `batch` is of each process."""
+    return TrainingArguments(
+        output_dir=str(output / "checkpoints"),
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=recipe.batch,
+        gradient_accumulation_steps=recipe.accumulate,
+        max_steps=FOREVER if recipe.steps is None else recipe.steps,
+        max_grad_norm=1.0,
+        bf16=recipe.bf16,
+        torch_compile=recipe.compile,
+        seed=recipe.seed,
+        logging_steps=10 if torch.cuda.is_available() else 1,  # reading a loss waits for the GPU
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        save_total_limit=2,
+        eval_strategy="no",
+        prediction_loss_only=True,
+        dataloader_drop_last=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        remove_unused_columns=False,
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+    )
+
+
+def tensorboard(output: Path, main: bool) -> list[TrainerCallback]:
+    """Curves for TensorBoard, from the main process only."""
+    if not main:
+        return []
+    return [TensorBoardCallback(SummaryWriter(str(output / "tensorboard")))]
