@@ -1,0 +1,212 @@
+"""The tiled kernel is the token recursion: same answers, same gradients, less memory, a graph that does not grow."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import DiagonalBelief
+from kalmix.kernels.diagonal import chunked, reference
+from kalmix.segments import Segments
+from kalmix.types import belief_dtype
+
+NAMES = ("q", "k", "v", "precision", "log_decay", "process_noise", "belief.mean", "belief.variance")
+PACKED = Segments.packed(torch.tensor([0, 13, 13, 14, 40, 61]))  # one run empty
+GAPS = Segments.of(torch.tensor([[0, 3, 17], [2, 0, 61], [0, 20, 35], [1, 5, 5], [1, 30, 60]]))  # and out of order
+PADDED = Segments.padded(torch.arange(61).expand(3, 61) >= torch.tensor([[0], [17], [60]]))
+PADDED_RIGHT = Segments.padded(torch.arange(61).expand(3, 61) < torch.tensor([[61], [16], [0]]))
+
+
+def arguments(
+    batch=1, length=13, heads=(1, 1), slots=3, channels=5, sequences=None, dtype=torch.float64, seed=0
+) -> dict[str, Tensor]:
+    """Signals and a prior, by name; precision between 0 and 4, some of it 0."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=draw, dtype=torch.float64)
+
+    key_heads, value_heads = heads
+    cells = (value_heads, slots, channels)
+    belief = (batch if sequences is None else sequences, *cells)
+    values = (
+        *(normal(batch, length, key_heads, slots) for _ in range(2)),
+        normal(batch, length, value_heads, channels),
+        (4 * uniform(batch, length, value_heads, channels) - 0.5).clamp(min=0),
+        -0.4 * uniform(*cells),
+        0.2 * uniform(*cells),
+        normal(*belief),
+        0.1 + uniform(*belief),
+    )
+    wide = belief_dtype(dtype)
+    return {name: x.to(dtype if i < 4 else wide) for i, (name, x) in enumerate(zip(NAMES, values, strict=True))}
+
+
+def answer(kernel, args, segments=None, variance=True, dtype=None):
+    """Outputs and gradients by name; the loss weighs mean, variance and final belief at random."""
+    leaves = [x.detach().clone().to(dtype or x.dtype).requires_grad_() for x in args.values()]
+    mean, var, belief = kernel.diagonal(*leaves[:6], DiagonalBelief(*leaves[6:]), segments, variance)
+    outputs = {"mean": mean, "final mean": belief.mean, "final variance": belief.variance}
+    if variance:
+        outputs["variance"] = var
+    draw = torch.Generator().manual_seed(1)
+    loss = sum((x.double() * torch.randn(x.shape, generator=draw, dtype=torch.float64)).sum() for x in outputs.values())
+    grads = torch.autograd.grad(loss, leaves)
+    return {name: x.detach() for name, x in outputs.items()}, dict(zip(NAMES, grads, strict=True))
+
+
+def check(args, segments=None, variance=True, tolerance=1e-10):
+    got, expected = (answer(kernel, args, segments, variance) for kernel in (chunked, reference))
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, x in theirs.items():
+            assert ours[name].dtype == x.dtype and ours[name].shape == x.shape, name
+            torch.testing.assert_close(ours[name], x, rtol=0, atol=tolerance * float(1 + x.abs().max()), msg=name)
+    return got
+
+
+@pytest.fixture(params=[(16, 1 << 18), (5, 1 << 18), (3, 200), (7, 1)], ids=["one block", "tile 5", "blocks", "narrow"])
+def tiling(request, monkeypatch):
+    """Tiles and blocks of several sizes; "narrow" leaves no room for tiles side by side."""
+    for name, value in zip(("TILE", "CELLS"), request.param, strict=True):
+        monkeypatch.setattr(chunked, name, value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads"), [(1, 1, (1, 1)), (2, 13, (1, 3)), (3, 64, (2, 4)), (1, 200, (1, 1))]
+)
+def test_agrees_with_reference(tiling, batch, length, heads):
+    check(arguments(batch, length, heads))
+    check(arguments(batch, length, heads), variance=False)
+
+
+@pytest.mark.parametrize("segments", [PACKED, GAPS, PADDED, PADDED_RIGHT], ids=["packed", "gaps", "left", "right"])
+def test_agrees_on_segments(tiling, segments):
+    batch = 1 if segments is PACKED else 3
+    outputs, grads = check(arguments(batch, 61, (1, 2), sequences=segments.count), segments)
+    outside = segments.owner(batch, 61) < 0
+    for x in (outputs["mean"], outputs["variance"], *(grads[name] for name in NAMES[:4])):
+        assert (x[outside] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"process_noise": 0.0},
+        {"process_noise": 0.0, "log_decay": 0.0},
+        {"process_noise": 1e3},
+        {"log_decay": -30.0},
+        {"precision": 0.0},
+        {"precision": 1e4},
+        {"precision": 1e4, "process_noise": 0.0, "log_decay": -30.0},
+        {"belief.variance": 0.0},
+    ],
+    ids=str,
+)
+def test_agrees_at_extremes(tiling, extreme):
+    args = arguments(2, 61)
+    args |= {name: torch.full_like(args[name], value) for name, value in extreme.items()}
+    _, grads = check(args)
+    assert all(torch.isfinite(x).all() for x in grads.values())
+
+
+def test_takes_expanded_and_strided_inputs():
+    args = arguments(2, 37, (2, 2))
+    args["belief.mean"] = torch.zeros((), dtype=torch.float64).expand_as(args["belief.mean"])
+    args["precision"] = torch.full((), 0.7, dtype=torch.float64).expand_as(args["precision"])
+    strided = {name: x.transpose(-1, -2).contiguous().transpose(-1, -2) for name, x in args.items()}
+    strided |= {name: args[name] for name in ("belief.mean", "precision")}
+    run = [
+        chunked.diagonal(*list(x.values())[:6], DiagonalBelief(x["belief.mean"], x["belief.variance"]), None, True)
+        for x in (args, strided)
+    ]
+    assert not strided["q"].is_contiguous()
+    assert torch.equal(run[0].mean, run[1].mean) and torch.equal(run[0].belief.variance, run[1].belief.variance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_dtypes_cost_only_their_rounding(dtype):
+    args = arguments(2, 61, dtype=dtype)
+    got, grads = answer(chunked, args)
+    exact, exact_grads = answer(reference, args, dtype=torch.float64)
+    assert got["mean"].dtype == dtype and got["variance"].dtype == torch.float32
+    for name, x in (exact | exact_grads).items():
+        ours = (got | grads)[name]
+        # float32 rounds each of 61 tokens a few times; the mean, so the adjoint that arrives, is rounded to `dtype`.
+        narrow = name in exact_grads or name == "mean"
+        budget = 61 * 8 * torch.finfo(torch.float32).eps + (torch.finfo(dtype).eps if narrow else 0)
+        assert (ours.double() - x).abs().max() <= budget * (1 + x.abs().max()), name
+
+
+def test_sure_observations_keep_small_gradients_accurate():
+    """At high precision the gradients are small differences; float32 must not lose them."""
+    args = arguments(1, 61, dtype=torch.float32) | {"precision": torch.full((1, 61, 1, 5), 1e4)}
+    _, grads = answer(chunked, args)
+    _, exact = answer(reference, args, dtype=torch.float64)
+    for name, x in exact.items():
+        assert (grads[name].double() - x).abs().max() <= 1e-4 * x.abs().max(), name
+
+
+@pytest.mark.parametrize("segments", [None, Segments.packed(torch.tensor([0, 100, 256]))], ids=["whole", "packed"])
+def test_training_keeps_no_state_per_token(segments):
+    args = arguments(1, 256, slots=16, channels=16, sequences=segments and segments.count)
+    leaves = [x.requires_grad_() for x in args.values()]
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.data_ptr()] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        chunked.diagonal(*leaves[:6], DiagonalBelief(*leaves[6:]), segments, True)
+    tiles = 256 // chunked.TILE + (segments.count if segments else 0)
+    inputs = sum(x.numel() for x in leaves)
+    assert sum(kept.values()) <= inputs + 2 * tiles * 16 * 16 + 6
+
+
+class Counting:
+    """A compiler back end that counts the operations of the graphs it is given, forward and backward."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, module, inputs):
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def count(graph, _):
+            self.sizes.append(len(graph.graph.nodes))
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=count, bw_compiler=count)(module, inputs)
+
+
+def compiled_answer(args, segments=None):
+    torch._dynamo.reset()
+    backend = Counting()
+
+    class Compiled:
+        diagonal = staticmethod(torch.compile(chunked.diagonal, fullgraph=True, backend=backend, dynamic=False))
+
+    return answer(Compiled, args, segments), backend.sizes
+
+
+@pytest.mark.parametrize("segments", [None, GAPS], ids=["whole", "segments"])
+def test_compiled_is_the_same(segments):
+    args = arguments(3, 61, (1, 2), sequences=segments and segments.count)
+    compiled, _ = compiled_answer(args, segments)
+    for ours, theirs in zip(compiled, answer(chunked, args, segments), strict=True):
+        for name, x in theirs.items():
+            torch.testing.assert_close(ours[name], x, rtol=1e-11, atol=1e-11, msg=name)
+
+
+def test_the_graph_does_not_grow_with_the_sequence():
+    sizes = []
+    for length in (256, 1024):
+        args = arguments(1, length, slots=1, channels=2)
+        compiled, size = compiled_answer(args)
+        torch.testing.assert_close(compiled[0]["mean"], answer(chunked, args)[0]["mean"], rtol=1e-11, atol=1e-11)
+        sizes.append(size)
+    assert len(sizes[0]) == 2 and sizes[0] == sizes[1]
