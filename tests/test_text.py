@@ -1,0 +1,122 @@
+"""Corpora and tokenizers: what is read, what is held out, and that nothing is lost in between."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from kalmix import ArgumentError, text
+
+WORDS = "the filter of a belief that decays and a token that is evidence for what comes next in the line".split()
+
+
+def paragraph(seed: int) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=24))
+
+
+@pytest.fixture(scope="module")
+def python() -> text.Corpus:
+    return text.load()
+
+
+def test_a_folder_is_read_in_order_and_only_its_texts(tmp_path: Path) -> None:
+    for name, content in {"b.txt": "two", "a/z.md": "one", ".git/x.txt": "no", "c.png": "no", "e.txt": " \n"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert text.read(tmp_path) == {"a/z.md": "one", "b.txt": "two"}
+
+
+def test_any_file_named_is_read_whatever_its_suffix(tmp_path: Path) -> None:
+    (tmp_path / "novel").write_bytes("\ufeffChapter é".encode())
+    assert list(text.read(tmp_path / "novel").values()) == ["Chapter é"]
+
+
+def test_the_default_corpus_is_megabytes_split_the_same_every_time(python: text.Corpus) -> None:
+    learned = sum(len(document.encode()) for document in python.training)
+    judged = len(python.passage.encode())
+    assert learned > 1_000_000
+    assert judged > 100_000
+    assert 0.04 < judged / (learned + judged) < 0.1
+    assert text.load() == python
+
+
+def test_no_paragraph_is_both_learned_and_judged(python: text.Corpus) -> None:
+    learned, judged = (
+        {" ".join(part.split()) for document in documents for part in document.split("\n\n")}
+        for documents in (python.training, python.held_out)
+    )
+    assert [part for part in learned & judged if len(part) >= 64] == []
+
+
+def test_the_default_corpus_does_without_the_language_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    assert sum(map(len, text.python_documentation().values())) > 1_000_000
+
+
+def test_a_single_file_is_cut_between_paragraphs() -> None:
+    paragraphs = [paragraph(seed) for seed in range(50)]
+    learned, judged = text.split({"one": "\n\n".join(paragraphs)}, 0.1)
+    assert "\n\n".join([*learned, *judged]).split("\n\n") == paragraphs
+    assert 3 <= len(judged[0].split("\n\n")) <= 7
+
+
+def test_whole_documents_are_held_out_where_there_are_many() -> None:
+    documents = {str(seed): paragraph(seed) for seed in range(50)}
+    learned, judged = text.split(documents, 0.1)
+    assert sorted([*learned, *judged]) == sorted(documents.values())
+    assert 3 <= len(judged) <= 7
+
+
+def test_held_out_paragraphs_are_taken_out_of_the_training_text() -> None:
+    documents = {str(seed): paragraph(seed) for seed in range(50)} | {"all": "\n\n".join(map(paragraph, range(50)))}
+    learned, judged = text.split(documents, 0.02)
+    assert judged
+    assert not {part for document in learned for part in document.split("\n\n")} & set(judged)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bytes"])
+def test_tokens_lose_nothing(kind: str) -> None:
+    tokenizer = text.train_tokenizer(map(paragraph, range(9)), kind, vocabulary=270)
+    for sample in ("plain", "  spaces\t and\n\nlines ", "naïve — 日本語 🙂", "\x00\x7f", ""):
+        assert tokenizer.decode(tokenizer.encode(sample).ids) == sample
+    assert tokenizer.get_vocab_size() == (257 if kind == "bytes" else 270)
+    if kind == "bytes":
+        assert len(tokenizer.encode("naïve").ids) == len("naïve".encode())
+
+
+def test_bits_per_byte_of_a_coin_toss_a_byte() -> None:
+    assert text.bits_per_byte(math.log(2) * len("né".encode()), "né") == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist"),
+        (b"", "no text"),
+        (b" \n\t", "no text"),
+        (b"\x89PNG\xff\xfe", "not UTF-8 at byte 0"),
+        (b"a\0b", "binary"),
+        (b"x", "long enough"),
+    ],
+)
+def test_a_text_that_will_not_do_is_named(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "some.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ArgumentError, match=message):
+        text.load(path)
+
+
+def test_an_empty_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="no files of text"):
+        text.load(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "vocabulary"), [("words", 300), ("bpe", 256)])
+def test_tokens_that_do_not_exist(kind: str, vocabulary: int) -> None:
+    with pytest.raises(ArgumentError, match="tokens|vocabulary"):
+        text.train_tokenizer([], kind, vocabulary=vocabulary)
