@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_inside, take, to
+from kalmix.layers.parts import RMSNorm
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 
@@ -59,7 +60,7 @@ class Attention(Mixer):
             raise ArgumentError("kv_heads", got=kv_heads, needs=f"a divisor of the {heads} heads")
         self.heads, self.kv_heads, self.width, self.rotary_base = heads, kv_heads, hidden_size // heads, rotary_base
         self.in_proj = nn.Linear(hidden_size, (heads + 2 * kv_heads) * self.width, bias=False)
-        self.query_norm, self.key_norm = nn.RMSNorm(self.width, eps=1e-6), nn.RMSNorm(self.width, eps=1e-6)
+        self.query_norm, self.key_norm = RMSNorm(self.width), RMSNorm(self.width)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def read(

@@ -87,6 +87,12 @@ def check_positive(name: str, value: Any) -> None:
         raise ArgumentError(name, got=repr(value), needs="a positive integer")
 
 
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Check that an option is one of its choices."""
+    if value not in choices:
+        raise ArgumentError(name, got=repr(value), needs=" or ".join(map(repr, choices)))
+
+
 def check_state(state: Any, kind: type, sequences: int) -> None:
     """Check that a state is of the layer's own kind, with one entry a sequence."""
     if not isinstance(state, kind):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.errors import ArgumentError
+from kalmix.layers.mixer import check_choice
 from kalmix.types import belief_dtype
 
 _KNEE = 8.0
@@ -60,9 +60,7 @@ class CellDynamics(nn.Module):
 
     def __init__(self, slots: int, channels: int, discretization: str = "ou", process_noise: bool = True) -> None:
         super().__init__()
-        if discretization not in DISCRETIZATIONS:
-            needs = " or ".join(map(repr, DISCRETIZATIONS))
-            raise ArgumentError("discretization", got=repr(discretization), needs=needs)
+        check_choice("discretization", discretization, DISCRETIZATIONS)
         self.discretization = discretization
         self.log_rate = nn.Parameter(torch.empty(slots, channels))
         self.log_step = nn.Parameter(torch.empty(slots, channels))

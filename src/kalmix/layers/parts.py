@@ -22,6 +22,17 @@ def draw(mean: Tensor, variance: Tensor) -> Tensor:
     return mean + (spread * torch.randn_like(spread)).to(mean.dtype)
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMS norm in the dtype of its input, whatever its weight is in: mixed dtypes would leave PyTorch's fused path."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., width]`, scaled to a root mean square of `weight`."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution over time, exact across calls and sequences.
 

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from kalmix.errors import ArgumentError
 from kalmix.layers import mixer_class
 from kalmix.layers.mixer import check_positive
-from kalmix.layers.parts import draw
+from kalmix.layers.parts import RMSNorm, draw
 from kalmix.segments import Segments
 from kalmix.types import Filtered
-
-NORM_EPS = 1e-6
 
 
 class LayerSpec(NamedTuple):
@@ -101,9 +99,9 @@ class Block(nn.Module):
 
     def __init__(self, hidden_size: int, spec: LayerSpec) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(hidden_size, eps=NORM_EPS)
+        self.norm = RMSNorm(hidden_size)
         self.mixer = mixer_class(spec.mixer, spec.options)(hidden_size, **spec.options)
-        self.mlp_norm = nn.RMSNorm(hidden_size, eps=NORM_EPS) if spec.mlp else None
+        self.mlp_norm = RMSNorm(hidden_size) if spec.mlp else None
         self.mlp = MLP(hidden_size, spec.mlp) if spec.mlp else None
 
     def forward(

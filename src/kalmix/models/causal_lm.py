@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kalmix.errors import ArgumentError
-from kalmix.layers.mixer import Mixer, check_positive
-from kalmix.models.blocks import NORM_EPS, Block, Passed, Posterior, layer_specs
+from kalmix.layers.mixer import Mixer, check_choice, check_positive
+from kalmix.layers.parts import RMSNorm
+from kalmix.models.blocks import Block, Passed, Posterior, layer_specs
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 EMBEDDING_STD = 0.02
+PROPAGATIONS = ("mean", "sample")
 
 
 class Traced(NamedTuple):
@@ -59,15 +61,14 @@ class LanguageModel(nn.Module):
         propagate: str = "mean",
     ) -> None:
         super().__init__()
-        if propagate not in ("mean", "sample"):
-            raise ArgumentError("propagate", got=repr(propagate), needs="'mean' or 'sample'")
+        check_choice("propagate", propagate, PROPAGATIONS)
         specs = layer_specs(layers, hidden_size)
         check_positive("vocab_size", vocab_size)
         self.propagate = propagate
         self.gradient_checkpointing = False
         self.embed_tokens: nn.Module = nn.Embedding(vocab_size, hidden_size)
         self.blocks = nn.ModuleList(Block(hidden_size, spec) for spec in specs)
-        self.norm = nn.RMSNorm(hidden_size, eps=NORM_EPS)
+        self.norm = RMSNorm(hidden_size)
         self.lm_head: nn.Module = nn.Linear(hidden_size, vocab_size, bias=False)
         if tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

@@ -15,10 +15,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
 from kalmix.errors import ArgumentError
-from kalmix.layers.mixer import check_positive
+from kalmix.layers.mixer import check_choice, check_positive
 from kalmix.models.blocks import layer_specs
 from kalmix.models.cache import LAYER_TYPE, belief_layers
-from kalmix.models.causal_lm import EMBEDDING_STD, LanguageModel, Traced
+from kalmix.models.causal_lm import EMBEDDING_STD, PROPAGATIONS, LanguageModel, Traced
 from kalmix.models.losses import cross_entropy, marginal_likelihood, next_tokens
 from kalmix.models.packing import find_segments
 from kalmix.segments import Segments
@@ -69,8 +69,8 @@ class KalmixConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         layer_specs(self.layers, self.hidden_size)
-        if self.loss not in LOSSES:
-            raise ArgumentError("loss", got=repr(self.loss), needs=" or ".join(map(repr, LOSSES)))
+        check_choice("loss", self.loss, LOSSES)
+        check_choice("propagate", self.propagate, PROPAGATIONS)
         for name in ("vocab_size", "loss_samples", "loss_samples_at_once"):
             check_positive(name, getattr(self, name))
         super().__post_init__(**kwargs)
@@ -149,8 +149,9 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=EMBEDDING_STD)
+        # `LanguageModel.reset_parameters` is not called: transformers passes over modules that own no parameters.
+        if isinstance(module, nn.Embedding) or module is self.model.lm_head:
+            nn.init.normal_(module.get_parameter("weight"), std=EMBEDDING_STD)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 

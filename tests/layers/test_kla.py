@@ -1,0 +1,95 @@
+"""KLA against its equations, and the honesty of its variance."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kalmix
+from kalmix import designs
+from kalmix.layers import KLA
+from kalmix.layers.parts import draw
+
+from .conftest import shake
+
+
+def test_against_the_paper_written_out():
+    """Algorithm 1 with the oracle as its filter."""
+    torch.manual_seed(0)
+    layer = KLA(6, slots=3).double()
+    shake(layer)
+    x = torch.randn(2, 7, 6, dtype=torch.float64)
+    z, gate = (x @ layer.in_proj.weight.T).split(6, dim=-1)
+    padded = F.pad(z, (0, 0, 3, 0))
+    z = F.silu(sum(layer.conv.weight[:, i] * padded[:, i : i + 7] for i in range(4)))
+    q, k, v, noise = (z @ layer.signal_proj.weight.T).split([3, 3, 6, 6], dim=-1)
+    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    precision = 1 / (F.softplus(noise) + 1e-4)
+    rate, step, diffusion = (p.exp() for p in layer.dynamics.parameters())
+    decay, noise = (-rate * step)[None], (diffusion / (2 * rate) * (1 - torch.exp(-2 * rate * step)))[None]
+    signals = {"precision": precision[:, :, None], "log_decay": decay, "process_noise": noise}
+    filtered = kalmix.oracle(designs.KLA, q[:, :, None], k[:, :, None], v[:, :, None], **signals, variance=True)
+    inner = filtered.mean[:, :, 0] + layer.skip * z
+    expected = (inner * F.silu(gate)) @ layer.out_proj.weight.T
+    spread = (filtered.variance[:, :, 0] * F.silu(gate) ** 2) @ (layer.out_proj.weight**2).T
+    got = layer.filter(x, variance=True)
+    # QK norm adds 1e-6 to the squared length, so that zero keys stay zero: 5e-7 of keys of length 1.
+    torch.testing.assert_close(got.mean, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.variance, spread, rtol=1e-5, atol=1e-5)
+
+
+def test_variance_against_samples():
+    """Samples of the read-out pushed through skip, gate and projection have the variance that `filter` states."""
+    torch.manual_seed(0)
+    layer = KLA(8, slots=4)
+    shake(layer)
+    x = torch.randn(1, 5, 8)
+    with torch.no_grad():
+        stated = layer.filter(x, variance=True)
+        read, context = layer.read(x, variance=True)
+        count = 40_000
+        samples = torch.cat(
+            [layer.emit(torch.stack([draw(read.mean, read.variance) for _ in range(1000)]), context) for _ in range(40)]
+        )
+    # The outputs are Gaussian, so an estimated variance has relative standard error sqrt(2 / count); 40 are compared.
+    assert ((samples.var(0) / stated.variance - 1).abs() < 5 * math.sqrt(2 / count)).all()
+    error = (samples.mean(0) - stated.mean).abs() / (stated.variance / count).sqrt()
+    assert (error < 5).all()
+
+
+def test_draw_is_the_mean_without_variance():
+    mean = torch.randn(3, 4)
+    variance = torch.zeros(3, 4, requires_grad=True)
+    sample = draw(mean, variance)
+    assert torch.equal(sample, mean)
+    sample.sum().backward()
+    assert torch.isfinite(variance.grad).all()
+
+
+def test_variance_learns_and_evidence_lowers_it():
+    torch.manual_seed(0)
+    layer = KLA(8, slots=4)
+    x = torch.randn(1, 6, 8)
+    layer.filter(x, variance=True).variance.sum().backward()
+    for name in ("dynamics.log_rate", "dynamics.log_step", "dynamics.log_diffusion", "signal_proj.weight"):
+        assert (layer.get_parameter(name).grad != 0).any(), name
+    assert (layer.filter(x, variance=True).belief.belief.variance < 1).all()
+
+
+def test_dynamics_parameters_are_marked():
+    layer = KLA(8)
+    marked = {id(p) for p in layer.dynamics_parameters()}
+    assert marked == {id(p) for n, p in layer.named_parameters() if n.startswith("dynamics.")}
+    assert len(marked) == 3
+    assert len(list(KLA(8, process_noise=False).dynamics_parameters())) == 2
+
+
+@pytest.mark.parametrize("kernel", ["reference", "chunked"])
+def test_kernels_agree(kernel):
+    torch.manual_seed(0)
+    layer = KLA(8, slots=4)
+    x = torch.randn(2, 40, 8)
+    expected, _ = layer(x)
+    layer.kernel = kernel
+    torch.testing.assert_close(layer(x)[0], expected, rtol=1e-5, atol=1e-6)

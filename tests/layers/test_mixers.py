@@ -1,0 +1,150 @@
+"""What holds for every layer: one call or many, packed or apart, padded or not, it is the same filter."""
+
+import pytest
+import torch
+
+from kalmix import ArgumentError, Segments
+from kalmix.layers import MIXERS, Mixer, mixer_class
+
+# A float32 layer sums a few dozen terms of size about 1 in another order: some hundred roundings of 6e-8.
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def tokens(layer: Mixer, batch: int, length: int) -> torch.Tensor:
+    return torch.randn(batch, length, layer.hidden_size)
+
+
+@pytest.mark.parametrize("cuts", [(0, 1, 2, 3, 11), (4, 4), (10,), tuple(range(1, 11))])
+def test_split(layer, cuts):
+    x = tokens(layer, 2, 11)
+    whole = layer.filter(x, variance=True)
+    state, parts = None, []
+    for start, stop in zip((0, *cuts), (*cuts, 11), strict=True):
+        part = layer.filter(x[:, start:stop], state, variance=True)
+        parts, state = [*parts, part], part.belief
+    torch.testing.assert_close(torch.cat([part.mean for part in parts], 1), whole.mean, **CLOSE)
+    if layer.has_posterior:
+        torch.testing.assert_close(torch.cat([part.variance for part in parts], 1), whole.variance, **CLOSE)
+    probe = tokens(layer, 2, 1)
+    torch.testing.assert_close(layer(probe, state)[0], layer(probe, whole.belief)[0], **CLOSE)
+
+
+def test_packed_and_padded_with_poison(layer):
+    """Runs in any order, between tokens that are not even numbers, and an empty one; then going on elsewhere."""
+    x = tokens(layer, 2, 11)
+    apart = layer.filter(x, variance=True)
+    packed = torch.full((1, 26, layer.hidden_size), torch.nan)
+    packed[0, 2:9], packed[0, 14:16] = x[0, :7], x[1, :2]
+    first = Segments.of(torch.tensor([[0, 14, 16], [0, 2, 9], [0, 13, 13]]))
+    got = layer.filter(packed, None, first, variance=True)
+    torch.testing.assert_close(got.mean[0, 2:9], apart.mean[0, :7], **CLOSE)
+    torch.testing.assert_close(got.mean[0, 14:16], apart.mean[1, :2], **CLOSE)
+    outside = [0, 1, 9, 10, 11, 12, 13, *range(16, 26)]
+    assert (got.mean[0, outside] == 0).all()
+    if layer.has_posterior:
+        torch.testing.assert_close(got.variance[0, 2:9], apart.variance[0, :7], **CLOSE)
+        assert (got.variance[0, outside] == 0).all()
+
+    later = torch.full((2, 12, layer.hidden_size), torch.nan)
+    later[1, 1:10], later[0, 5:9] = x[1, 2:], x[0, 7:]
+    second = Segments.of(torch.tensor([[1, 1, 10], [0, 5, 9], [0, 2, 2]]))
+    y, state = layer(later, got.belief, second)
+    torch.testing.assert_close(y[1, 1:10], apart.mean[1, 2:], **CLOSE)
+    torch.testing.assert_close(y[0, 5:9], apart.mean[0, 7:], **CLOSE)
+    assert torch.isfinite(y).all()
+
+    probe = tokens(layer, 1, 1)
+    ended, fresh = state.take(torch.tensor([1])), state.take(torch.tensor([2]))
+    torch.testing.assert_close(layer(probe, ended)[0], layer(probe, apart.belief.take(torch.tensor([0])))[0], **CLOSE)
+    torch.testing.assert_close(layer(probe, fresh)[0], layer(probe)[0], **CLOSE)
+
+
+def test_causal(layer):
+    x = tokens(layer, 1, 8)
+    other = x.clone()
+    other[:, 5:] = 1.0
+    torch.testing.assert_close(layer(other)[0][:, :5], layer(x)[0][:, :5], **CLOSE)
+
+
+def test_empty_input_passes_the_state_through(layer):
+    x = tokens(layer, 2, 5)
+    _, state = layer(x)
+    nothing, same = layer(x[:, :0], state)
+    assert nothing.shape == (2, 0, layer.hidden_size)
+    torch.testing.assert_close(layer(x, same)[0], layer(x, state)[0])
+    assert layer(x[:, :0])[0].shape == nothing.shape
+
+
+def test_gradients_reach_every_parameter_through_the_state(layer):
+    x = tokens(layer, 2, 6).requires_grad_()
+    _, state = layer(x[:, :5])
+    layer(x[:, 5:], state)[0].square().sum().backward()
+    assert (x.grad[:, :5] != 0).any()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None and (parameter.grad != 0).any(), name
+    cut = layer(x[:, :5])[1].detach()
+    x.grad = None
+    layer(x[:, 5:], cut)[0].sum().backward()
+    assert (x.grad[:, :5] == 0).all()
+
+
+def test_states_move(layer):
+    _, state = layer(tokens(layer, 3, 4))
+    moved = state.to(torch.float64)
+    assert type(moved) is type(state)
+    twice = state.take(torch.tensor([2, 0, 0]))
+    torch.testing.assert_close(twice[-1], state[-1][[2, 0, 0]])
+
+
+def test_half_precision(layer):
+    """bfloat16 weights and inputs, and autocast: the same filter to bfloat16's three digits, the belief in float32."""
+    x = tokens(layer, 2, 9)
+    exact = layer(x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = layer(x)
+    assert (y - exact).abs().max() < 0.05 * exact.abs().max()
+    if layer.has_posterior:
+        assert state.belief.mean.dtype == torch.float32
+    half = layer.to(torch.bfloat16)
+    y, state = half(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert (y - exact).abs().max() < 0.08 * exact.abs().max()
+    if layer.has_posterior:
+        assert state.belief.mean.dtype == torch.float32
+
+
+def test_double_precision(layer):
+    x = tokens(layer, 1, 9)
+    exact, _ = layer.double()(x.double())
+    assert exact.dtype == torch.float64
+    torch.testing.assert_close(layer.float()(x)[0], exact.float(), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda layer, x: layer(x[..., 1:]), "x"),
+        (lambda layer, x: layer(x[0]), "x"),
+        (lambda layer, x: layer(x, (x,)), "state"),
+        (lambda layer, x: layer(x, layer(x[:1])[1]), "state"),
+        (lambda layer, x: layer(x, layer(x)[1], Segments.of(torch.tensor([[0, 0, 5]]))), "state"),
+    ],
+)
+def test_wrong_arguments(layer, call, says):
+    with pytest.raises(ArgumentError, match=f"`{says}`"):
+        call(layer, tokens(layer, 2, 5))
+
+
+def test_registry():
+    assert set(MIXERS) == {"kla", "attention"}
+    with pytest.raises(ArgumentError, match=r"'mamba9'.*'kla'"):
+        mixer_class("mamba9", {})
+    with pytest.raises(ArgumentError, match=r"'heads'.*'slots'"):
+        mixer_class("kla", {"heads": 2})
+    for name, options in {
+        "kla": [{"slots": 0}, {"expand": 0.5}, {"rank": 0}, {"discretization": "euler"}],
+        "attention": [{"heads": 5}, {"kv_heads": 3, "heads": 2}, {"heads": 0}],
+    }.items():
+        for option in options:
+            with pytest.raises(ArgumentError):
+                MIXERS[name](12, **option)

@@ -1,0 +1,35 @@
+"""Tiny models of every kind: pure attention (GPT), pure KLA, and hybrids."""
+
+import pytest
+import torch
+
+from kalmix.models import KalmixConfig, KalmixForCausalLM
+
+VOCABULARY = 40
+LAYERS = {
+    "gpt": ["attention", {"mixer": "attention", "heads": 4, "kv_heads": 2}],
+    "kla": ["kla", {"mixer": "kla", "slots": 4, "mlp": 24}],
+    "hybrid": [{"mixer": "attention", "heads": 2}, "kla"],
+}
+
+
+def build(layers: str | list = "hybrid", seed: int = 0, **options) -> KalmixForCausalLM:
+    """A model in evaluation mode whose parameters all differ from their initial values."""
+    torch.manual_seed(seed)
+    entries = LAYERS[layers] if isinstance(layers, str) else layers
+    options = {"vocab_size": VOCABULARY, "hidden_size": 16, "pad_token_id": 0, **options}
+    model = KalmixForCausalLM(KalmixConfig(layers=entries, **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
+    """Token ids, none of which is the padding id 0."""
+    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=LAYERS)
+def model(request: pytest.FixtureRequest) -> KalmixForCausalLM:
+    return build(request.param)

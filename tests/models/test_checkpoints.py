@@ -1,0 +1,146 @@
+"""Saving and loading loses nothing, and what is broken says so."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kalmix import ArgumentError
+from kalmix.models import KalmixConfig, KalmixForCausalLM
+
+from .conftest import build, tokens
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tie", [False, True])
+def test_bit_equal(tmp_path, model, tie):
+    if tie:
+        model = build("hybrid", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    again = KalmixForCausalLM.from_pretrained(tmp_path)
+    assert not again.training
+    assert again.config.to_dict() | {"_name_or_path": ""} == model.config.to_dict() | {"_name_or_path": ""}
+    for (name, old), (_, new) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        assert torch.equal(old, new), name
+    assert torch.equal(again(tokens(2, 5)).logits, model(tokens(2, 5)).logits)
+    assert (again.model.lm_head.weight is again.model.embed_tokens.weight) == tie
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is KalmixForCausalLM
+    assert type(AutoConfig.from_pretrained(tmp_path)) is KalmixConfig
+
+
+FRESH = """
+import sys, torch
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM
+assert "kalmix" not in sys.modules
+path = sys.argv[1]
+model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+saved = torch.load(path + "/saved.pt")
+with torch.no_grad():
+    assert torch.equal(model(saved["ids"]).logits, saved["logits"])
+assert torch.equal(model.generate(saved["ids"], max_new_tokens=4, do_sample=False), saved["text"])
+model.save_pretrained(path + "/again")
+"""
+
+
+def test_fresh_process(tmp_path):
+    """`AutoModelForCausalLM` alone finds kalmix, and a checkpoint saved from there is as good."""
+    model = build("hybrid")
+    model.save_pretrained(tmp_path)
+    ids = tokens(1, 6)
+    with torch.no_grad():
+        saved = {"ids": ids, "logits": model(ids).logits}
+    torch.save(saved | {"text": model.generate(ids, max_new_tokens=4, do_sample=False)}, tmp_path / "saved.pt")
+    subprocess.run([sys.executable, "-c", FRESH, str(tmp_path)], check=True, capture_output=True, text=True)
+    first, second = (json.loads((path / "config.json").read_text()) for path in (tmp_path, tmp_path / "again"))
+    assert first == second
+    module = (tmp_path / "again" / "modeling_kalmix.py").read_text()
+    assert module.count("\n") == 1 and "from kalmix.models import" in module
+
+
+def test_half_precision_keeps_dynamics(tmp_path):
+    build("kla").save_pretrained(tmp_path)
+    half = KalmixForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for name, parameter in half.named_parameters():
+        assert parameter.dtype == (torch.float32 if ".dynamics." in name else torch.bfloat16), name
+    out = half(tokens(1, 5), labels=tokens(1, 5))
+    assert out.logits.dtype == torch.bfloat16 and torch.isfinite(out.loss)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "header", "missing weight", "other shape"])
+def test_damaged_weights(tmp_path, damage):
+    model = build("kla")
+    if damage == "missing weight":
+        weights = {k: v for k, v in model.state_dict().items() if not k.endswith("log_step")}
+        model.save_pretrained(tmp_path, state_dict=weights)
+    else:
+        model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    if damage == "other shape":
+        config = json.loads((tmp_path / "config.json").read_text()) | {"vocab_size": 50}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    elif damage != "missing weight":
+        path.write_bytes({"truncated": whole[: len(whole) // 2], "empty": b"", "header": b"x" * 64}[damage])
+    with pytest.raises((ArgumentError, RuntimeError), match=r"damaged|without 2 weights|mismatch"):
+        KalmixForCausalLM.from_pretrained(tmp_path)
+
+
+def test_damaged_config(tmp_path):
+    build("kla").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layers": ["mamba9"]}))
+    with pytest.raises(ArgumentError, match="'mamba9'"):
+        KalmixForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(OSError, match="not a valid JSON"):
+        KalmixForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"layers": ["mamba9"]}, "'mamba9'.*'kla', 'attention'"),
+        ({"layers": [{"mixer": "kla", "heads": 3}]}, "'heads'.*'slots'"),
+        ({"layers": [{"slots": 3}]}, "entry.*'mixer'"),
+        ({"layers": [3]}, "entry 3"),
+        ({"layers": []}, "list"),
+        ({"layers": "kla"}, "list"),
+        ({"layers": [{"mixer": "kla", "mlp": -1}]}, "mlp"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"vocab_size": -1}, "vocab_size"),
+        ({"loss": "hinge"}, "'hinge'.*'marginal'"),
+        ({"loss_samples": 0}, "loss_samples"),
+        ({"propagate": "everything"}, "propagate"),
+    ],
+)
+def test_wrong_configuration(options, says):
+    with pytest.raises(ArgumentError, match=says):
+        KalmixConfig(**({"layers": ["kla"]} | options))
+
+
+def test_defaults():
+    config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla", {"mixer": "attention", "heads": 4}, "kla"])
+    model = KalmixForCausalLM(config)
+    kla, attention, _ = model.model.blocks
+    assert (kla.mixer.slots, kla.mixer.channels, kla.mlp) == (16, 32, None)
+    assert attention.mixer.heads == attention.mixer.kv_heads == 4
+    assert attention.mlp.out_proj.in_features == 88  # 8/3 of 32, rounded up to a multiple of 8
+    for weight in (model.model.embed_tokens.weight, model.model.lm_head.weight):
+        assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert (kla.mixer.skip == 1).all() and (kla.mixer.dynamics.log_rate == 0).all()
+    assert config.num_hidden_layers == 3 and KalmixConfig().num_hidden_layers == 12
+
+
+def test_nothing_imports_transformers_early():
+    code = (
+        "import sys, kalmix, kalmix.layers, kalmix.models; from kalmix.models import LanguageModel; import torch\n"
+        "model = LanguageModel(9, 8, ['kla', 'attention'])\n"
+        "print(model.logits(model(model.embed_tokens(torch.arange(5)[None])).hidden).shape)\n"
+        "assert 'transformers' not in sys.modules and 'triton' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

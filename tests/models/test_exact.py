@@ -1,0 +1,144 @@
+"""One model, however the tokens arrive: in pieces, padded, or packed, the logits are the same."""
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening
+from transformers.cache_utils import DynamicCache, StaticCache
+
+from kalmix import ArgumentError
+
+from .conftest import build, tokens
+
+CLOSE = {"atol": 1e-5, "rtol": 0}  # float32 logits of size about 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cuts", [(1, 2, 3, 4), (5,), (2, 2, 9), tuple(range(1, 12))])
+def test_split_prompt(model, cuts):
+    ids = tokens(2, 12)
+    whole = model(ids).logits
+    cache, parts = DynamicCache(config=model.config), []
+    for start, stop in zip((0, *cuts), (*cuts, 12), strict=True):
+        parts.append(model(ids[:, start:stop], past_key_values=cache).logits)
+        assert cache.get_seq_length() == stop
+    torch.testing.assert_close(torch.cat(parts, 1), whole, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("cut", [1, 3, 12])
+def test_padding(model, side, cut):
+    """Any padding, in a prompt that comes in two pieces: pads fall into either."""
+    ids = tokens(3, 12)
+    lengths = (12, 9, 2)
+    starts = {"left": (0, 3, 10), "right": (0, 0, 0), "both": (0, 2, 4)}[side]
+    padded, mask = torch.zeros(3, 12, dtype=torch.long), torch.zeros(3, 12, dtype=torch.long)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        padded[row, start : start + length], mask[row, start : start + length] = ids[row, :length], 1
+    cache = DynamicCache(config=model.config)
+    parts = [model(padded[:, :cut], attention_mask=mask[:, :cut], past_key_values=cache).logits]
+    if cut < 12:
+        parts.append(model(padded[:, cut:], attention_mask=mask, past_key_values=cache).logits)
+    logits = torch.cat(parts, 1)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        torch.testing.assert_close(
+            logits[row, start : start + length], model(ids[row : row + 1, :length]).logits[0], **CLOSE
+        )
+    probe = tokens(3, 1, seed=5)
+    after = model(probe, past_key_values=cache).logits
+    for row, length in enumerate(lengths):
+        alone = model(torch.cat([ids[row : row + 1, :length], probe[row : row + 1]], 1)).logits[:, -1:]
+        torch.testing.assert_close(after[row : row + 1], alone, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keep", ["position_ids", "seq_idx", "cu_seq_lens_q"])
+def test_packing(model, keep):
+    """What `DataCollatorWithFlattening` gives, in each of the forms it gives it."""
+    examples = [tokens(1, n, seed=n)[0].tolist() for n in (4, 1, 7)]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = collate([{"input_ids": example} for example in examples])
+    logits = model(batch["input_ids"], **{keep: batch[keep]}).logits[0]
+    for example, got in zip(examples, logits.split([4, 1, 7]), strict=True):
+        torch.testing.assert_close(got, model(torch.tensor([example])).logits[0], **CLOSE)
+    loss = model(**batch).loss
+    apart = [model(torch.tensor([e]), labels=torch.tensor([e])).loss * (len(e) - 1) for e in examples]
+    torch.testing.assert_close(loss, sum(apart) / (3 + 0 + 6), atol=1e-5, rtol=0)
+    # Labels that forget to hide a sequence's first token are hidden by the segments.
+    raw = model(batch["input_ids"], labels=batch["input_ids"], **{keep: batch[keep]}).loss
+    torch.testing.assert_close(raw, loss, atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_packing_in_several_rows(model):
+    ids = tokens(2, 8)
+    position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4, 5]])
+    logits = model(ids, position_ids=position_ids).logits
+    for row, start, stop in ((0, 0, 4), (0, 4, 8), (1, 0, 2), (1, 2, 8)):
+        torch.testing.assert_close(logits[row, start:stop], model(ids[row : row + 1, start:stop]).logits[0], **CLOSE)
+    whole = torch.arange(8)[None]
+    torch.testing.assert_close(model(ids, position_ids=whole).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_mask_of_ones_and_no_mask_are_one(model):
+    ids = tokens(2, 6)
+    assert torch.equal(model(ids, attention_mask=torch.ones(2, 6)).logits, model(ids).logits)
+    assert torch.equal(model(ids, use_cache=False).logits, model(ids).logits)
+    assert model(ids, use_cache=False).past_key_values is None
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_outputs(model):
+    ids = tokens(2, 6)
+    full = model(ids, output_beliefs=True, output_hidden_states=True)
+    assert len(full.beliefs) == 2 and len(full.hidden_states) == 3
+    for known, mixer in zip(full.beliefs, model.model.mixers, strict=True):
+        assert known.mean.shape == (2, 6, 16)
+        assert (known.variance is not None) == mixer.has_posterior
+        if known.variance is not None:
+            assert known.variance.shape == (2, 6, 16) and (known.variance > 0).all()
+    # The belief is of the block's output: what the mixer adds to the residual stream.
+    first = model.model.blocks[0]
+    if first.mlp is None:
+        torch.testing.assert_close(full.hidden_states[1] - full.hidden_states[0], full.beliefs[0].mean)
+    assert torch.equal(model(ids, logits_to_keep=2).logits, full.logits[:, -2:])
+    assert torch.equal(model(ids, logits_to_keep=torch.tensor([1, 3])).logits, full.logits[:, [1, 3]])
+    as_tuple = model(ids, return_dict=False)
+    assert torch.equal(as_tuple[0], full.logits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "holes"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask"),
+        ({"attention_mask": torch.ones(1, 3)}, "attention_mask"),
+        ({"attention_mask": torch.ones(2, 4)}, "attention_mask"),
+        ({"seq_idx": torch.zeros(1, 3)}, "seq_idx"),
+        ({"position_ids": torch.zeros(2, 4)}, "position_ids"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q"),
+        ({"cu_seq_lens_q": torch.tensor([1, 4])}, "cu_seqlens"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 2])}, "cu_seqlens"),
+        ({"inputs_embeds": torch.zeros(1, 4, 16)}, "input_ids"),
+        ({"past_key_values": DynamicCache(config=build(["kla"]).config)}, "past_key_values"),
+        ({"past_key_values": DynamicCache(ddp_cache_data=[(torch.zeros(1, 1, 2, 4),) * 2] * 2)}, "past_key_values"),
+    ],
+)
+def test_wrong_input(arguments, says):
+    with pytest.raises(ArgumentError, match=says):
+        build()(tokens(1, 4), **arguments)
+    with pytest.raises(ArgumentError, match="static"):
+        StaticCache(config=build().config, max_cache_len=8)
+
+
+@torch.no_grad()
+def test_cache_of_another_batch():
+    model = build()
+    cache = model(tokens(2, 3)).past_key_values
+    with pytest.raises(ArgumentError, match="`state` is of 2 sequences"):
+        model(tokens(3, 1), past_key_values=cache)
+    with pytest.raises(ArgumentError, match="cu_seq_lens_q"):
+        model(tokens(2, 3), cu_seq_lens_q=torch.tensor([0, 3]))

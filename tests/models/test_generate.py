@@ -1,0 +1,189 @@
+"""Every way to generate is the same model: with a cache or without, in a padded batch or alone, drafted or not."""
+
+import copy
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kalmix import ArgumentError
+from kalmix.models import restore, snapshot
+
+from .conftest import build, tokens
+
+CLOSE = {"atol": 1e-5, "rtol": 0}
+
+
+def greedy(model, ids, **options):
+    return model.generate(ids, do_sample=False, max_new_tokens=10, **options)
+
+
+def left_padded(ids, lengths):
+    padded = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        padded[row, ids.shape[1] - length :] = ids[row, :length]
+    return padded, (padded != 0).long()
+
+
+def test_cache_and_padding(model):
+    ids = tokens(3, 8)
+    padded, mask = left_padded(ids, (8, 5, 1))
+    together = greedy(model, padded, attention_mask=mask)
+    for row, length in enumerate((8, 5, 1)):
+        alone = greedy(model, ids[row : row + 1, :length], use_cache=False)
+        assert together[row, 8 - length :].tolist() == alone[0].tolist()
+    assert torch.equal(greedy(model, padded, attention_mask=mask, prefill_chunk_size=3), together)
+    with_embeds = greedy(model, None, inputs_embeds=model.get_input_embeddings()(ids))
+    assert torch.equal(with_embeds, greedy(model, ids)[:, 8:])
+
+
+def test_beams(model):
+    """Beam search reorders beliefs: with a cache as without, and alone as in a padded batch."""
+    ids = tokens(2, 6)
+    padded, mask = left_padded(ids, (6, 3))
+    options = {"num_beams": 3, "num_return_sequences": 2}
+    together = greedy(model, padded, attention_mask=mask, **options)
+    assert torch.equal(together, greedy(model, padded, attention_mask=mask, use_cache=False, **options))
+    assert torch.equal(together[2:, 3:], greedy(model, ids[1:, :3], **options))
+
+
+def test_sampling(model):
+    ids = tokens(2, 4)
+    draws = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        draws.append(
+            model.generate(
+                ids, do_sample=True, top_p=0.9, max_new_tokens=8, num_return_sequences=3, use_cache=use_cache
+            )
+        )
+    assert torch.equal(*draws)
+
+
+@pytest.mark.parametrize("draft", ["gpt", "kla", "hybrid"])
+def test_assisted(model, draft):
+    """Speculation changes nothing, whether the draft is often wrong (another model) or mostly right (a near copy)."""
+    ids = tokens(1, 5)
+    expected = greedy(model, ids)
+    assert torch.equal(greedy(model, ids, assistant_model=build(draft, seed=9)), expected)
+    near = copy.deepcopy(model)
+    with torch.no_grad():
+        near.model.lm_head.weight.add_(0.05 * torch.randn_like(near.model.lm_head.weight))
+    assert torch.equal(greedy(model, ids, assistant_model=near), expected)
+
+
+def test_prompt_lookup(model):
+    ids = torch.tensor([[3, 4, 5, 6, 3, 4, 5, 6, 3, 4]])
+    assert torch.equal(greedy(model, ids, prompt_lookup_num_tokens=3), greedy(model, ids))
+
+
+def test_goes_on_from_a_returned_cache(model):
+    ids = tokens(2, 5)
+    first = greedy(model, ids, return_dict_in_generate=True)
+    longer = torch.cat([first.sequences, tokens(2, 3, seed=7)], 1)
+    cache, mask = first.past_key_values, torch.ones_like(longer)  # for the model may have said 0, the padding id
+    assert cache.get_seq_length() == first.sequences.shape[1] - 1
+    expected = greedy(model, longer, attention_mask=mask)
+    assert torch.equal(greedy(model, longer, attention_mask=mask, past_key_values=cache), expected)
+
+
+def test_static_and_foreign_caches_are_refused(model):
+    with pytest.raises(ArgumentError, match="static"):
+        greedy(model, tokens(1, 3), cache_implementation="static")
+    assert torch.equal(greedy(model, tokens(1, 3), past_key_values=DynamicCache()), greedy(model, tokens(1, 3)))
+    offloaded = greedy(model, tokens(1, 3), cache_implementation="offloaded")
+    assert torch.equal(offloaded, greedy(model, tokens(1, 3)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("remove", [0, 1, 3, 4, 5, 7, 11])
+def test_crop_with_recording(model, remove):
+    """Back by any number of tokens, within a call and across calls, in a padded batch."""
+    ids = tokens(2, 11)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, :2] = 0
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    for start, stop in ((0, 6), (6, 7), (7, 7), (7, 11)):
+        model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+    cache.crop(-remove)
+    assert cache.get_seq_length() == 11 - remove
+    again = model(ids[:, 11 - remove :], attention_mask=mask, past_key_values=cache) if remove else None
+    probe = tokens(2, 2, seed=4)
+    after = model(probe, past_key_values=cache).logits
+    alone = model(torch.cat([ids, probe], 1), attention_mask=torch.cat([mask, mask[:, -2:]], 1)).logits
+    torch.testing.assert_close(after, alone[:, 11:], **CLOSE)
+    if again is not None:
+        kept = torch.arange(11)[None] >= torch.tensor([[max(2, 11 - remove)], [11 - remove]])
+        torch.testing.assert_close(again.logits[kept[:, 11 - remove :]], alone[:, :11][kept], **CLOSE)
+
+
+@torch.no_grad()
+def test_crop_of_the_last_call_needs_no_recording(model):
+    ids = tokens(2, 9)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :4], past_key_values=cache)
+    model(ids[:, 4:], past_key_values=cache)
+    cache.crop(torch.tensor(-1))
+    cache.crop(-1)
+    cache.crop(6)  # how many to keep, as transformers 5.17 has it
+    assert cache.get_seq_length() == 6
+    torch.testing.assert_close(model(ids[:, 6:], past_key_values=cache).logits, model(ids).logits[:, 6:], **CLOSE)
+    with pytest.raises(ArgumentError, match="at most 3 tokens back"):
+        cache.crop(-4)
+    assert cache.get_seq_length() == 9  # a refused crop changes nothing
+
+
+@torch.no_grad()
+def test_crop_then_reorder(model):
+    ids = tokens(3, 7)
+    mask = torch.ones(3, 7, dtype=torch.long)
+    mask[1, :3] = 0
+    cache = model(ids, attention_mask=mask).past_key_values
+    cache.crop(-2)
+    order = torch.tensor([2, 1, 1])
+    cache.reorder_cache(order)
+    after = model(ids[order, 5:], past_key_values=cache).logits
+    torch.testing.assert_close(after, model(ids, attention_mask=mask).logits[order, 5:], **CLOSE)
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    cache.batch_repeat_interleave(2)
+    probe = tokens(4, 1)
+    alone = model(
+        torch.cat([ids[[2, 2, 1, 1]], probe], 1), attention_mask=torch.cat([mask[[2, 2, 1, 1]], probe > 0], 1)
+    )
+    torch.testing.assert_close(model(probe, past_key_values=cache).logits, alone.logits[:, -1:], **CLOSE)
+
+
+@torch.no_grad()
+def test_snapshot_and_restore(model):
+    """Roll back as often as wanted, without copies, and whatever was done in between."""
+    ids, wrong = tokens(2, 8), tokens(2, 5, seed=8)
+    cache = model(ids[:, :5]).past_key_values
+    held = snapshot(cache)
+    for _ in range(2):
+        model(wrong, past_key_values=cache)
+        cache.crop(-2)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        restore(cache, held)
+        assert cache.get_seq_length() == 5
+        torch.testing.assert_close(model(ids[:, 5:], past_key_values=cache).logits, model(ids).logits[:, 5:], **CLOSE)
+    other = copy.deepcopy(cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and other.get_seq_length() == 8
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits, **CLOSE)
+
+
+@torch.no_grad()
+def test_memory_does_not_grow():
+    """A KLA's cache holds one belief and the last call, however long it runs; recording ends with the next crop."""
+    model = build("kla")
+    cache = DynamicCache(config=model.config)
+    for token in tokens(1, 20).T:
+        model(token[None], past_key_values=cache)
+    assert all(len(layer.memory.calls) == 1 for layer in cache.layers)
+    cache.activate_past_recording()
+    for _ in range(3):
+        for token in tokens(1, 4).T:
+            model(token[None], past_key_values=cache)
+        cache.crop(-2)
+    assert all(len(layer.memory.calls) <= 4 for layer in cache.layers)

@@ -1,0 +1,134 @@
+"""The losses against their definitions."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kalmix import ArgumentError, Segments
+from kalmix.models.losses import cross_entropy, marginal_likelihood, next_tokens
+
+from .conftest import build, tokens
+
+
+def test_next_tokens():
+    labels = torch.tensor([[1, 2, 3, 4, 5]])
+    assert next_tokens(labels, None).tolist() == [[2, 3, 4, 5, -100]]
+    packed = Segments.packed(torch.tensor([0, 2, 5]))
+    assert next_tokens(labels, packed).tolist() == [[2, -100, 4, 5, -100]]
+    padded = Segments.padded(torch.tensor([[0, 1, 1, 1, 0]]))
+    assert next_tokens(labels, padded).tolist() == [[-100, 3, 4, -100, -100]]
+
+
+def test_cross_entropy():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 3, 5), torch.tensor([[1, -100, 4], [0, 2, -100]])
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(cross_entropy(logits, targets), expected)
+    for count in (8, torch.tensor(8)):
+        torch.testing.assert_close(cross_entropy(logits, targets, count), expected * 4 / 8)
+    assert cross_entropy(logits, torch.full_like(targets, -100)) == 0
+    assert cross_entropy(logits.bfloat16(), targets).dtype == torch.float32
+
+
+def test_model_loss_is_shifted_cross_entropy(model):
+    ids = tokens(2, 7)
+    out = model(ids, labels=ids)
+    torch.testing.assert_close(out.loss, F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+    torch.testing.assert_close(model(ids, labels=ids, num_items_in_batch=24).loss, out.loss * 12 / 24)
+
+
+def gaussians():
+    """A head over a one-dimensional read-out, where the integral can be done by quadrature."""
+    torch.manual_seed(0)
+    weight = 3 * torch.randn(1, 4)
+    mean, variance = torch.randn(2, 3, 1), 0.2 + torch.rand(2, 3, 1)
+    targets = torch.tensor([[0, 3, 1], [2, -100, 0]])
+    return (lambda readout: readout @ weight), mean, variance, targets
+
+
+def exact(decode, mean, variance, targets):
+    grid = torch.linspace(-9, 9, 20001, dtype=torch.float64)
+    density = torch.exp(-(grid**2) / 2) / math.sqrt(2 * math.pi)
+    readouts = mean[..., 0, None].double() + variance[..., 0, None].double().sqrt() * grid
+    log_p = decode(readouts[..., None].float()).double().log_softmax(-1)
+    p = log_p.gather(-1, targets.clamp(min=0)[..., None, None].expand(*readouts.shape, 1))[..., 0].exp()
+    nll = -torch.log(torch.trapezoid(p * density, grid, dim=-1))
+    return nll[targets != -100].mean()
+
+
+def test_marginal_likelihood_converges_to_the_integral():
+    """From above, as the logarithm is concave, with an error that falls like 1 / S."""
+    decode, mean, variance, targets = gaussians()
+    truth = exact(decode, mean, variance, targets)
+    gaps = []
+    for samples, repeats in ((1, 4000), (8, 500), (64, 100)):
+        with torch.no_grad():
+            runs = [marginal_likelihood(decode, mean, variance, targets, samples, samples) for _ in range(repeats)]
+        runs = torch.stack(runs).double()
+        gaps.append((float(runs.mean() - truth), float(runs.std() / math.sqrt(repeats))))
+    assert gaps[0][0] > gaps[1][0] > gaps[2][0] - 3 * gaps[2][1]
+    assert all(gap > -4 * error for gap, error in gaps)
+    assert gaps[2][0] < gaps[0][0] / 20 + 4 * gaps[2][1]
+
+
+def test_one_certain_sample_is_cross_entropy():
+    decode, mean, variance, targets = gaussians()
+    certain = marginal_likelihood(decode, mean, torch.zeros_like(variance), targets, samples=1)
+    torch.testing.assert_close(certain, cross_entropy(decode(mean), targets))
+    torch.testing.assert_close(marginal_likelihood(decode, mean, torch.zeros_like(variance), targets, 7, 3), certain)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 7, 100])
+def test_slices_change_nothing(at_once):
+    """Neither the value nor the gradients: backward draws the samples of forward."""
+    decode, mean, variance, targets = gaussians()
+    results = []
+    for size in (7, at_once):
+        m, v = mean.clone().requires_grad_(), variance.clone().requires_grad_()
+        torch.manual_seed(5)
+        loss = marginal_likelihood(decode, m, v, targets, samples=7, at_once=size)
+        torch.manual_seed(99)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (m, v))))
+    for whole, sliced in zip(*results, strict=True):
+        torch.testing.assert_close(sliced, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_against_brute_force():
+    """Equation 24 written out over the model: samples of the last layer's read-out through all that follows."""
+    model = build(
+        [{"mixer": "kla", "slots": 4}, {"mixer": "kla", "slots": 4, "mlp": 24}], loss="marginal", loss_samples=5
+    )
+    ids = tokens(2, 6)
+    torch.manual_seed(2)
+    loss = model(ids, labels=ids).loss
+    with torch.no_grad():
+        core = model.model
+        hidden = core.blocks[0](core.embed_tokens(ids)).hidden
+        block = core.blocks[1]
+        read, context = block.mixer.read(block.norm(hidden), variance=True)
+        torch.manual_seed(2)
+        p = 0
+        for _ in range(5):
+            readout = read.mean + read.variance.sqrt() * torch.randn_like(read.mean)
+            after = hidden + block.mixer.emit(readout, context)
+            after = after + block.mlp(block.mlp_norm(after))
+            logits = core.lm_head(core.norm(after))
+            p = p + logits.softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]) / 5
+    torch.testing.assert_close(loss.detach(), -p.log().mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_marginal_loss_trains_the_variances():
+    model = build("hybrid", loss="marginal", loss_samples=4, loss_samples_at_once=2).train()
+    ids = tokens(2, 6)
+    model(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all((parameter.grad != 0).any() for parameter in model.model.last.mixer.dynamics_parameters())
+
+
+def test_marginal_loss_needs_a_posterior():
+    model = build("gpt", loss="marginal")
+    assert model(tokens(1, 3)).loss is None
+    with pytest.raises(ArgumentError, match=r"Attention layer last.*posterior"):
+        model(tokens(1, 3), labels=tokens(1, 3))
