@@ -87,6 +87,10 @@ class Segments(NamedTuple):
         """N, the number of sequences."""
         return self.rows.shape[0]
 
+    def cpu(self) -> Segments:
+        """The same runs, on the CPU."""
+        return Segments(self.rows.cpu())
+
     def owner(self, batch: int, length: int) -> Tensor:
         """The sequence each token belongs to, int64 `[B, T]`, -1 for none."""
         row, start, stop = self.rows.long().unbind(1)

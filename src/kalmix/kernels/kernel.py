@@ -51,7 +51,7 @@ class Kernel:
         """Why this kernel cannot serve `call`, or `None` if it can."""
         if self.triton and not library.HAS_TRITON:
             return "Triton is not installed"
-        interpreted = self.triton and call.device == "cpu" and library.triton_interprets()
+        interpreted = self.interpretable(call) and library.triton_interprets()
         if self.devices and call.device not in self.devices and not interpreted:
             return f"it runs on {' and '.join(self.devices)}, not on {call.device}"
         if call.dtype not in self.dtypes:
@@ -61,3 +61,7 @@ class Kernel:
         if call.token_dependent and not self.token_dependent:
             return "it takes only transitions that are the same at every token"
         return None
+
+    def interpretable(self, call: Call) -> bool:
+        """Whether only Triton's interpreter could serve `call`: a debugger, so never chosen unasked."""
+        return self.triton and call.device == "cpu"

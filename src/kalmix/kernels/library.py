@@ -10,7 +10,6 @@ import torch
 HAS_TRITON = find_spec("triton") is not None
 
 
-@torch.compiler.assume_constant_result
 def triton_interprets() -> bool:
-    """Whether Triton was told to run its kernels on the CPU (`TRITON_INTERPRET=1`)."""
-    return HAS_TRITON and bool(import_module("triton").knobs.runtime.interpret)
+    """Whether Triton runs its kernels on the CPU (`TRITON_INTERPRET=1`); a compiler cannot ask, and trusts."""
+    return HAS_TRITON and (torch.compiler.is_compiling() or bool(import_module("triton").knobs.runtime.interpret))

@@ -12,12 +12,10 @@ def select(op: str, kernels: tuple[Kernel, ...], call: Call, pinned: str | None 
     Raises:
         KernelError: `pinned` is unknown or cannot serve, or nothing can; names one that can.
     """
-    able = [kernel for kernel in kernels if kernel.refuses(call) is None]
+    able = [kernel for kernel in kernels if not kernel.interpretable(call) and kernel.refuses(call) is None]
     if pinned is None:
-        # A CPU never gets Triton's interpreter unasked: it is a debugger, not a kernel.
-        offered = [kernel for kernel in able if not (kernel.triton and call.device == "cpu")]
-        if offered:
-            return offered[0]
+        if able:
+            return able[0]
         reasons = "; ".join(f"{kernel.name}: {kernel.refuses(call)}" for kernel in kernels)
         raise KernelError(f"no kernel of `{op}` can serve this call ({reasons})")
     names = [kernel.name for kernel in kernels]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from kalmix.kernels import diagonal as _diagonal_kernels
 from kalmix.kernels.kernel import Kernel
 from kalmix.ops._diagonal import diagonal
+from kalmix.ops._diagonal_forms import KalmanMatrix, diagonal_fft, diagonal_matrix
 from kalmix.types import Filtered
 
 
@@ -18,4 +19,4 @@ class Op(NamedTuple):
 
 OPS = {"diagonal": Op(diagonal, _diagonal_kernels.KERNELS)}
 
-__all__ = ["OPS", "Op", "diagonal"]
+__all__ = ["OPS", "KalmanMatrix", "Op", "diagonal", "diagonal_fft", "diagonal_matrix"]

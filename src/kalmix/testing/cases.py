@@ -98,6 +98,19 @@ class Case:
     def carried(self) -> torch.dtype:
         return belief_dtype(self.dtype)
 
+    @property
+    def quantities(self) -> list[str]:
+        """What `outputs` lists."""
+        return ["mean", "variance", *(f"belief.{field}" for field in self.problem.belief._fields)]
+
+    def segments(self, rows: list[tuple[int, int, int]]) -> Segments:
+        return Segments.of(torch.tensor(rows, dtype=torch.int32, device=self.device))
+
+    def packing(self) -> Segments:
+        """Runs with a gap, an empty one, one that ends early and one that starts late, over two batch rows."""
+        third, end = self.length // 3, self.length
+        return self.segments([(0, 0, third), (0, third, third), (0, third + 1, end), (1, 1, end - 2)])
+
     def inputs(self, sequences: int | None = None) -> Tensors:
         """Signals and a prior, in this case's dtypes, on its device."""
         sizes = dict(zip("BTHGKV", self.sizes, strict=True))

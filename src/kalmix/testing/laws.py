@@ -6,81 +6,52 @@ kernel are compared, each may be wrong by its budget. `LAWS` names them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kalmix.segments import Segments
-from kalmix.testing.budgets import budgets, relative_error
-from kalmix.testing.cases import PER_TOKEN, Case, Tensors, one_sequence, outputs, tokens, with_prior
+from kalmix.testing import measure
+from kalmix.testing.budgets import Tensors
+from kalmix.testing.cases import PER_TOKEN, Case, one_sequence, outputs, tokens, with_prior
+from kalmix.testing.measure import Measured, compare, specified
 from kalmix.testing.poison import poisoned
 from kalmix.types import Filtered
 
 Law = Callable[[Case], None]
 
 
-def exact_inputs(inputs: Tensors) -> Tensors:
-    """The very numbers a kernel was given, in float64 on the CPU."""
-    return {name: x.detach().double().cpu() for name, x in inputs.items()}
+def assert_within(found: list[Measured], what: str) -> None:
+    for quantity, error, budget in found:
+        assert error <= budget, f"{what}: {quantity} is off by {error:.2e}, allowed {budget:.2e}"
 
 
-def assert_close(got: Sequence[Tensor], want: Sequence[Tensor], allowed: Sequence[float], what: str) -> None:
-    for i, (g, w, budget) in enumerate(zip(got, want, allowed, strict=True)):
-        error = relative_error(g.cpu(), w.cpu())
-        assert error <= budget, f"{what}: output {i} is off by {error:.2e}, allowed {budget:.2e}"
-
-
-def _specified(case: Case, inputs: Tensors, segments: Segments | None = None) -> tuple[list[Tensor], list[float]]:
-    """What the oracle answers, and how far a kernel may be from it."""
-    exact = exact_inputs(inputs)
-    on_cpu = None if segments is None else Segments(segments.rows.cpu())
-
-    def specify(x: Tensors) -> list[Tensor]:
-        return outputs(case.specify(x, on_cpu))
-
-    dtypes = [case.dtype] + [case.carried] * (len(outputs_of(case)) - 1)
-    return specify(exact), budgets(specify, exact, case.carried, dtypes)
-
-
-def outputs_of(case: Case) -> tuple[str, ...]:
-    return ("mean", "variance", *(f"belief.{field}" for field in case.problem.belief._fields))
-
-
-def _segments(case: Case, rows: list[tuple[int, int, int]]) -> Segments:
-    return Segments.of(torch.tensor(rows, dtype=torch.int32, device=case.device))
-
-
-def _packing(case: Case) -> list[tuple[int, int, int]]:
-    """Runs with a gap, an empty one, one that ends early and one that starts late, over two batch rows."""
-    third = case.length // 3
-    return [(0, 0, third), (0, third, third), (0, third + 1, case.length), (1, 1, case.length - 2)]
+def _against(case: Case, got: Filtered, want: list[Tensor], allowed: list[float], what: str) -> None:
+    assert_within(compare(case.quantities, outputs(got), want, allowed), what)
 
 
 def agrees_with_the_oracle(case: Case) -> None:
-    inputs = case.inputs()
-    want, allowed = _specified(case, inputs)
-    assert_close(outputs(case.run(inputs)), want, allowed, "against the oracle")
+    assert_within(measure.forward(case, case.inputs()), "against the oracle")
 
 
 def any_split_gives_the_same(case: Case) -> None:
     inputs = case.inputs()
-    want, allowed = _specified(case, inputs)
+    want, allowed = specified(case, inputs)
     for cut in (1, case.length // 2, case.length - 1):
         head = case.run(tokens(inputs, 0, cut))
         tail = case.run(tokens(with_prior(inputs, head.belief), cut, case.length))
-        assert_close(outputs(_join([head, tail])), want, allowed, f"split after token {cut}")
+        _against(case, _join([head, tail]), want, allowed, f"split after token {cut}")
 
 
 def one_at_a_time_equals_the_whole(case: Case) -> None:
     inputs = case.inputs()
-    want, allowed = _specified(case, inputs)
+    want, allowed = specified(case, inputs)
     steps: list[Filtered] = []
     for t in range(case.length):
         now = inputs if not steps else with_prior(inputs, steps[-1].belief)
         steps.append(case.run(tokens(now, t, t + 1)))
-    assert_close(outputs(_join(steps)), want, allowed, "token by token")
+    _against(case, _join(steps), want, allowed, "token by token")
 
 
 def _join(pieces: list[Filtered]) -> Filtered:
@@ -89,23 +60,22 @@ def _join(pieces: list[Filtered]) -> Filtered:
 
 
 def packed_equals_separate(case: Case) -> None:
-    rows = _packing(case)
-    inputs = case.inputs(sequences=len(rows))
-    want, allowed = _specified(case, inputs, _segments(case, rows))
-    together = case.run(inputs, _segments(case, rows))
-    assert_close(outputs(together), want, allowed, "packed, against the oracle")
-    for n, (row, start, stop) in enumerate(rows):
+    segments = case.packing()
+    inputs = case.inputs(sequences=segments.count)
+    want, allowed = specified(case, inputs, segments)
+    together = case.run(inputs, segments)
+    _against(case, together, want, allowed, "packed, against the oracle")
+    for n, (row, start, stop) in enumerate(segments.rows.tolist()):
         alone = case.run(one_sequence(inputs, n, row, start, stop))
         part = [leaf[n : n + 1] for leaf in together.belief]
         part = [x[row : row + 1, start:stop] for x in outputs(together)[: -len(part)]] + part
-        assert_close(
-            part, outputs(alone), [2 * x + torch.finfo(case.dtype).eps for x in allowed], f"sequence {n} alone"
-        )
+        twice = [2 * budget + torch.finfo(case.dtype).eps for budget in allowed]
+        assert_within(compare(case.quantities, part, outputs(alone), twice), f"sequence {n} alone")
 
 
 def padding_changes_nothing(case: Case) -> None:
     inputs = case.inputs()
-    want, allowed = _specified(case, inputs)
+    want, allowed = specified(case, inputs)
     for left, right in ((4, 0), (0, 3), (2, 5)):
         rubbish = case.having(length=left + right, seed=1).inputs()
         padded = {
@@ -116,7 +86,7 @@ def padding_changes_nothing(case: Case) -> None:
         mask[:, left : left + case.length] = True
         got = case.run(padded, Segments.padded(mask))
         inside = Filtered(got.mean[:, left:][:, : case.length], got.variance[:, left:][:, : case.length], got.belief)  # type: ignore[index]
-        assert_close(outputs(inside), want, allowed, f"padded by {left} and {right}")
+        _against(case, inside, want, allowed, f"padded by {left} and {right}")
         assert float(got.mean[~mask].abs().sum()) == 0 == float(got.variance[~mask].abs().sum()), "pads read out 0"  # type: ignore[index]
 
 
@@ -127,7 +97,7 @@ def empty_input_passes_the_belief_through(case: Case) -> None:
     for field, part in zip(got.belief._fields, got.belief, strict=True):
         assert torch.equal(part, nothing[f"prior.{field}"])
     inputs = case.inputs()
-    got = case.run(inputs, _segments(case, [(0, 3, 3), (1, 0, 0)]))
+    got = case.run(inputs, case.segments([(0, 3, 3), (1, 0, 0)]))
     assert float(got.mean.abs().sum()) == 0
     for field, part in zip(got.belief._fields, got.belief, strict=True):
         assert torch.equal(part, inputs[f"prior.{field}"])
@@ -135,30 +105,9 @@ def empty_input_passes_the_belief_through(case: Case) -> None:
 
 def gradients_agree_with_the_oracle(case: Case) -> None:
     """Of a random function of the mean, the variance and the final belief, for every input and the prior."""
-    rows = _packing(case)
-    for segments in (None, _segments(case, rows)):
-        inputs = case.inputs(sequences=case.batch if segments is None else len(rows))
-        shapes = [x.shape for x in outputs(case.run(inputs, segments))]
-        generator = torch.Generator().manual_seed(7)
-        weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-        def gradients(run: Callable[[Tensors], Filtered], x: Tensors, weights: list[Tensor] = weights) -> list[Tensor]:
-            leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in x.items()}
-            result = outputs(run(leaves))
-            loss = sum((w.to(y.device, y.dtype) * y).sum() for w, y in zip(weights, result, strict=True))
-            return list(torch.autograd.grad(loss, list(leaves.values())))  # type: ignore[arg-type]
-
-        exact = exact_inputs(inputs)
-        on_cpu = None if segments is None else Segments(segments.rows.cpu())
-
-        specify = partial(gradients, partial(case.specify, segments=on_cpu))
-        # The oracle sees the same upstream gradient: where the mean is in half precision, so are its weights.
-        weights[0] = weights[0].to(case.dtype).double()
-        allowed = budgets(specify, exact, case.carried, [x.dtype for x in inputs.values()])
-        got = gradients(partial(case.run, segments=segments), inputs)
-        where = "packed" if segments is not None else "whole"
-        for name, g, w, budget in zip(inputs, got, specify(exact), allowed, strict=True):
-            assert_close([g], [w], [budget], f"gradient of {name}, {where}")
+    assert_within(measure.gradients(case, case.inputs()), "whole")
+    segments = case.packing()
+    assert_within(measure.gradients(case, case.inputs(sequences=segments.count), segments), "packed")
 
 
 def variances_stay_positive(case: Case) -> None:
@@ -184,7 +133,7 @@ def evidence_never_raises_variance(case: Case) -> None:
     fewer["precision"] = inputs["precision"].clone()
     fewer["precision"][:, case.length // 2] = 0.0
     more, less = case.run(inputs), case.run(fewer)
-    slack = 1 + 2 * max(_specified(case, inputs)[1])
+    slack = 1 + 2 * max(specified(case, inputs)[1])
     assert more.variance is not None and less.variance is not None
     assert bool((more.variance <= less.variance * slack).all())
     for field in case.problem.variances:
@@ -200,35 +149,41 @@ def idle_tokens_leave_the_belief(case: Case) -> None:
         assert torch.equal(part, inputs[f"prior.{field}"]), field
 
 
+def _gradients(result: Filtered, inputs: Tensors) -> list[Tensor]:
+    total = torch.stack([y.float().sum() for y in outputs(result)]).sum()
+    return list(torch.autograd.grad(total, list(inputs.values())))
+
+
 def outputs_are_fully_written(case: Case) -> None:
-    for segments in (None, _segments(case, _packing(case))):
-        inputs = case.inputs(sequences=case.batch if segments is None else len(_packing(case)))
+    for segments in (None, case.packing()):
+        inputs = case.inputs(sequences=segments and segments.count)
         leaves = {name: x.requires_grad_() for name, x in inputs.items()}
         with poisoned():
-            result = outputs(case.run(leaves, segments))
-            gradients = torch.autograd.grad(sum(y.float().sum() for y in result), list(leaves.values()))  # type: ignore[arg-type]
-        assert all(bool(torch.isfinite(x).all()) for x in (*result, *gradients))
+            result = case.run(leaves, segments)
+            gradients = _gradients(result, leaves)
+        assert all(bool(torch.isfinite(x).all()) for x in (*outputs(result), *gradients))
 
 
 def the_same_call_gives_the_same_bits(case: Case) -> None:
     inputs = {name: x.requires_grad_() for name, x in case.inputs().items()}
 
     def once() -> list[Tensor]:
-        result = outputs(case.run(inputs))
-        return [*result, *torch.autograd.grad(sum(y.float().sum() for y in result), list(inputs.values()))]  # type: ignore[arg-type]
+        result = case.run(inputs)
+        return [*outputs(result), *_gradients(result, inputs)]
 
     assert all(torch.equal(x, y) for x, y in zip(once(), once(), strict=True))
 
 
 def compiles_to_one_graph(case: Case) -> None:
     inputs = {name: x.requires_grad_() for name, x in case.having(length=7).inputs().items()}
-    for segments in (None, _segments(case, [(0, 0, 4), (1, 2, 7)])):
+    for segments in (None, case.segments([(0, 0, 4), (1, 2, 7)])):
         compiled = torch.compile(lambda x, s: case.run(x, s), fullgraph=True, backend="aot_eager")
-        got, want = outputs(compiled(inputs, segments)), outputs(case.run(inputs, segments))
-        allowed = [64 * torch.finfo(y.dtype).eps for y in want]  # one algorithm, its operations in another order
-        assert_close(got, want, allowed, "compiled")
-        got, want = (torch.autograd.grad(sum(y.float().sum() for y in x), list(inputs.values())) for x in (got, want))  # type: ignore[arg-type]
-        assert_close(got, want, [64 * torch.finfo(y.dtype).eps * case.length for y in want], "compiled, gradients")
+        got, want = compiled(inputs, segments), case.run(inputs, segments)
+        allowed = [64 * torch.finfo(y.dtype).eps for y in outputs(want)]  # one algorithm, operations reordered
+        _against(case, got, outputs(want), allowed, "compiled")
+        d_got, d_want = (_gradients(y, inputs) for y in (got, want))
+        allowed = [64 * torch.finfo(y.dtype).eps * case.length for y in d_want]
+        assert_within(compare(list(inputs), d_got, d_want, allowed), "compiled, gradients")
         torch.compiler.reset()
 
 
@@ -245,12 +200,11 @@ def strides_do_not_matter(case: Case) -> None:
 def half_precision_inputs_keep_float32_beliefs(case: Case) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         half = case.having(dtype=dtype)
-        inputs = half.inputs()
-        got = half.run(inputs)
+        got = half.run(half.inputs())
         assert got.mean.dtype == dtype
         assert all(part.dtype == torch.float32 for part in got.belief)
-        want, allowed = _specified(half, inputs)
-        assert_close(outputs(got), want, allowed, str(dtype))
+        assert_within(measure.forward(half, half.inputs()), str(dtype))
+        assert_within(measure.gradients(half, half.inputs()), str(dtype))
 
 
 LAWS: dict[str, Law] = {

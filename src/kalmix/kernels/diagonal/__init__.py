@@ -9,10 +9,15 @@ Arguments are checked by the op before they arrive. `belief` is always there; it
 
 import torch
 
-from kalmix.kernels.diagonal import reference
+from kalmix.kernels.diagonal import chunked, reference
 from kalmix.kernels.kernel import Kernel
 
 KERNELS = (
+    Kernel(
+        "chunked",
+        chunked.diagonal,
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    ),
     Kernel(
         "reference",
         reference.diagonal,

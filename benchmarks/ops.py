@@ -1,0 +1,199 @@
+"""Time every kernel of an op, and peers where importable, in one run, with their accuracy against float64.
+
+    python benchmarks/ops.py                      # this machine: a GPU if there is one, else the CPU
+    python benchmarks/ops.py --curves             # time and memory against length (Figures 4 and 9 of KLA)
+
+Prints a table and writes benchmarks/results/<date>-<hardware>-<op>[-curves].json (or under --output).
+`python benchmarks/draw.py FILE` draws the curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import kalmix
+from kalmix.kernels.kernel import Call
+from kalmix.ops import OPS
+from peers import PEERS
+from timing import Timing, measure
+
+# (batch, length, channels, slots): those of the authors' models, and one that a CPU can bear.
+SHAPES = {
+    "cuda": [(8, 2048, 496, 32), (4, 2048, 1360, 32), (1, 16384, 1360, 32), (8, 2048, 128, 16)],
+    "cpu": [(1, 2048, 128, 16), (1, 16384, 128, 16), (1, 65536, 128, 16)],
+}
+CURVE = {"cuda": (1, 960, 16, 2**17), "cpu": (1, 128, 16, 2**16)}  # batch, channels, slots, longest
+STEP_BY_STEP = {"cuda": 2048, "cpu": 4096}  # where `reference` stops: beyond, it only takes patience and memory
+Signals = dict[str, Tensor]
+
+
+def signals(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Signals:
+    """Signals as a KLA layer supplies them at initialisation: normalised keys, decays over three decades."""
+    batch, length, channels, slots = shape
+    torch.manual_seed(0)
+    unit = partial(torch.nn.functional.normalize, dim=-1)
+    step = torch.empty(1, slots, channels, device=device).uniform_(-6.9, -2.3).exp()
+    x = {
+        "q": unit(torch.randn(batch, length, 1, slots, device=device)).to(dtype),
+        "k": unit(torch.randn(batch, length, 1, slots, device=device)).to(dtype),
+        "v": torch.randn(batch, length, 1, channels, device=device).to(dtype),
+        "precision": 1 / (torch.nn.functional.softplus(torch.randn(batch, length, 1, channels, device=device)) + 1e-4),
+        "log_decay": -step,
+        "process_noise": -0.01 / 2 * torch.expm1(-2 * step),
+    }
+    return {name: leaf.requires_grad_() for name, leaf in x.items()}
+
+
+def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signals], tuple[Tensor, ...]]]:
+    """Our kernels that can serve, and the peers that can be imported."""
+    device, dtype = x["q"].device.type, x["q"].dtype
+    call = Call(device, dtype, x["q"].shape[-1], x["v"].shape[-1])
+    found: dict[str, Callable[[Signals], tuple[Tensor, ...]]] = {}
+    for kernel in OPS[op].kernels:
+        if kernel.interpretable(call) or kernel.refuses(call) is not None:
+            continue
+        if kernel.name == "reference" and x["q"].shape[1] > STEP_BY_STEP[device]:
+            continue
+        run = partial(_ours, op, kernel.name)
+        found[kernel.name] = run
+        if compiled and kernel.name == "chunked":
+            found["chunked, compiled"] = torch.compile(run, fullgraph=True)
+    if device == "cuda" and dtype == torch.float32:
+        found |= PEERS[op]()
+    return found
+
+
+def _ours(op: str, kernel: str, x: Signals) -> tuple[Tensor, ...]:
+    filtered = OPS[op].function(**x, variance=True, kernel=kernel)
+    return filtered.mean, filtered.variance  # type: ignore[return-value]
+
+
+def backward(run: Callable[[Signals], tuple[Tensor, ...]], x: Signals, upstream: list[Tensor]) -> tuple[Tensor, ...]:
+    results = run(x)
+    return torch.autograd.grad(
+        results, list(x.values()), [w.view_as(y) for w, y in zip(upstream, results, strict=True)]
+    )
+
+
+def accuracy(
+    op: str, shape: tuple[int, ...], device: str, dtype: torch.dtype
+) -> dict[str, tuple[float, dict[str, float]]]:
+    """Forward and per-gradient errors against float64, norm-wise, of every candidate."""
+    x = signals(shape, device, dtype)
+    exact = {name: leaf.detach().double().requires_grad_() for name, leaf in x.items()}
+    want = _ours(op, "chunked", exact)
+    upstream = [torch.randn_like(y) for y in want]
+    d_want = dict(zip(x, backward(partial(_ours, op, "chunked"), exact, upstream), strict=True))
+    found = {}
+    for name, run in candidates(op, x, compiled=False).items():
+        got = [y.detach() for y in run(x)]
+        forward = max(_error(y.view_as(w), w) for y, w in zip(got, want, strict=True))
+        d_got = dict(zip(x, backward(run, x, [w.to(y.dtype) for w, y in zip(upstream, got, strict=True)]), strict=True))
+        found[name] = forward, {key: _error(d_got[key], d_want[key]) for key in x}
+    return found
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return float((got.detach().double() - want.detach()).norm() / want.detach().norm())
+
+
+def bench(op: str, shape: tuple[int, ...], device: str, dtype: torch.dtype, errors: bool, compiled: bool) -> list[dict]:
+    """Rows of results for one shape: forward, and forward with backward."""
+    exact = accuracy(op, shape, device, dtype) if errors else {}
+    x = signals(shape, device, dtype)
+    # What any implementation must hold: inputs, outputs and gradients of both.
+    floor = 2 * sum(leaf.numel() * leaf.element_size() for leaf in [*x.values(), *_ours(op, "chunked", x)])
+    rows = []
+    for name, run in candidates(op, x, compiled).items():
+        upstream = [torch.ones_like(y) for y in run(x)]
+        inputs = sum(leaf.numel() * leaf.element_size() for leaf in [*x.values(), *upstream])
+        with torch.no_grad():
+            ahead = measure(partial(run, x), device)
+        back = measure(partial(backward, run, x, upstream), device)
+        forward, gradients = exact.get(name, (None, {}))
+        rows.append(_row(name, shape, dtype, ahead, back) | {
+            "peak_ratio": (back.peak + inputs) / floor, "error": forward, "gradient_errors": gradients,
+        })  # fmt: skip
+        _show(rows[-1])
+    return rows
+
+
+def _row(name: str, shape: tuple[int, ...], dtype: torch.dtype, ahead: Timing, back: Timing) -> dict:
+    return {
+        "kernel": name, "shape": shape, "dtype": str(dtype).removeprefix("torch."),
+        "forward_ms": ahead.ms, "both_ms": back.ms, "forward_peak": ahead.peak, "both_peak": back.peak,
+        "first_call_s": ahead.first + back.first,
+    }  # fmt: skip
+
+
+def _show(row: dict) -> None:
+    worst = max(row["gradient_errors"].values(), default=float("nan"))
+    error = float("nan") if row["error"] is None else row["error"]
+    print(
+        f"{row['shape']!s:>24} {row["dtype"]:>8} {row['kernel']:<17} {row['forward_ms']:9.3f} {row['both_ms']:9.3f} "
+        f"{row['both_peak'] / 2**20:8.1f} {row['peak_ratio']:6.2f} {row['first_call_s']:7.1f} {error:8.1e} {worst:8.1e}",
+        flush=True,
+    )
+
+
+HEADER = (
+    f"{'(B, T, channels, slots)':>24} {'dtype':>8} {'kernel':<17} {'fwd ms':>9} {'f+b ms':>9} {'peak MiB':>8} "
+    f"{'ratio':>6} {'first s':>7} {'error':>8} {'d error':>8}"
+)
+
+
+def hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cpu = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else None
+    return f"{named[1] if named else platform.processor() or 'cpu'}, {torch.get_num_threads()} threads"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", choices=OPS, default="diagonal")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--curves", action="store_true", help="time and memory against length instead")
+    parser.add_argument("--compile", action="store_true", help="also the chunked kernel under torch.compile")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    device = arguments.device
+
+    print(f"{hardware(device)}; torch {torch.__version__}; kalmix {kalmix.__version__}\n{HEADER}")
+    rows: list[dict] = []
+    dtypes = [getattr(torch, name) for name in arguments.dtype or ["float32"]]
+    if arguments.curves:
+        batch, channels, slots, longest = CURVE[device]
+        lengths = [2**n for n in range(8, longest.bit_length())]
+        for length in lengths:
+            rows += bench(arguments.op, (batch, length, channels, slots), device, dtypes[0], False, arguments.compile)
+    else:
+        for dtype in dtypes:
+            for shape in SHAPES[device]:
+                rows += bench(
+                    arguments.op, shape, device, dtype, True, arguments.compile and shape == SHAPES[device][0]
+                )
+
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    slug = re.sub(r"[^a-z0-9]+", "-", hardware(device).lower()).strip("-")
+    suffix = "-curves" if arguments.curves else ""
+    file = arguments.output / f"{datetime.date.today()}-{slug}-{arguments.op}{suffix}.json"
+    about = {"hardware": hardware(device), "torch": torch.__version__, "kalmix": kalmix.__version__}
+    file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Clocks and memory meters: device time from CUDA graph replays, wall time on a CPU, peaks of both."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+class Timing(NamedTuple):
+    """Milliseconds a call (a GPU's median, a CPU's minimum), peak bytes added, and the first call's seconds."""
+
+    ms: float
+    peak: int
+    first: float
+
+
+def measure(call: Callable[[], object], device: str, budget: float = 1.0) -> Timing:
+    """Time `call`, after warming it up, for about `budget` seconds."""
+    first = _first_call(call, device)
+    peak = _peak_cuda(call) if device == "cuda" else _peak_cpu(call)
+    return Timing(_cuda_ms(call, budget) if device == "cuda" else _cpu_ms(call, budget), peak, first)
+
+
+def _first_call(call: Callable[[], object], device: str) -> float:
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _cuda_ms(call: Callable[[], object], budget: float) -> float:
+    """Median device time of graph replays, so that launches of small kernels do not count; plain calls if a graph
+    cannot be captured."""
+    replay = call
+    try:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        replay = graph.replay
+    except RuntimeError as error:
+        print(f"    (no CUDA graph: {str(error).splitlines()[0][:80]})")
+        torch.cuda.synchronize()
+    times = []
+    deadline = time.perf_counter() + budget
+    while len(times) < 10 or (time.perf_counter() < deadline and len(times) < 200):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def _cpu_ms(call: Callable[[], object], budget: float) -> float:
+    times: list[float] = []
+    deadline = time.perf_counter() + budget
+    while len(times) < 3 or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e3
+
+
+def _peak_cuda(call: Callable[[], object]) -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _peak_cpu(call: Callable[[], object]) -> int:
+    """From the kernel's own high-water mark, where it has one."""
+    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    if not reset.exists():
+        return 0
+    gc.collect()
+    reset.write_text("5")
+    before = _kilobytes(status, "VmRSS")
+    call()
+    return max(_kilobytes(status, "VmHWM") - before, 0) * 1024
+
+
+def _kilobytes(status: Path, field: str) -> int:
+    line = next(line for line in status.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1])

@@ -1,0 +1,66 @@
+"""The self-check behind `kalmix doctor`: every kernel against float64, on the machine at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from kalmix.kernels.kernel import Call
+from kalmix.ops import OPS
+from kalmix.testing import measure
+from kalmix.testing.cases import Case
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Check(NamedTuple):
+    """One kernel on one device in one dtype: its worst quantity, or why it was not tried.
+
+    Attributes:
+        quantity: the output or gradient that used most of its budget.
+        error, budget: relative to float64, norm-wise.
+        ok: within budget; `None` if not tried, and then `note` says why.
+    """
+
+    op: str
+    kernel: str
+    device: str
+    dtype: str
+    quantity: str
+    error: float
+    budget: float
+    ok: bool | None
+    note: str
+
+
+def devices() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def check_all() -> Iterator[Check]:
+    """Check every kernel of every op on every device in every dtype it takes."""
+    for op, (_, kernels) in OPS.items():
+        for kernel in kernels:
+            for device in devices():
+                for dtype in DTYPES:
+                    case = Case(op, kernel.name, device, dtype, length=37, key_width=5, value_width=11)
+                    refusal = kernel.refuses(Call(device, dtype, case.key_width, case.value_width))
+                    yield check(case, refusal)
+
+
+def check(case: Case, refusal: str | None = None) -> Check:
+    """Check one kernel: forward and gradients, whole and packed."""
+    named = (case.op, case.kernel, case.device, str(case.dtype).removeprefix("torch."))
+    if refusal is not None:
+        return Check(*named, "", 0.0, 0.0, None, refusal)
+    rows = case.packing()
+    whole, packed = case.inputs(), case.inputs(sequences=rows.count)
+    try:
+        found = [*measure.forward(case, whole), *measure.gradients(case, whole)]
+        found += [*measure.forward(case, packed, rows), *measure.gradients(case, packed, rows)]
+    except Exception as error:  # whatever goes wrong, a doctor reports it and goes on
+        return Check(*named, "", float("inf"), 0.0, False, f"{type(error).__name__}: {error}".splitlines()[0])
+    worst = max(found, key=lambda m: m.error / m.budget)
+    return Check(*named, worst.quantity, worst.error, worst.budget, worst.ok, "")

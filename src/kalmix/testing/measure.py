@@ -1,0 +1,74 @@
+"""Measuring a kernel against the oracle: how far off each output and gradient is, and how far it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix.segments import Segments
+from kalmix.testing.budgets import Tensors, budgets, relative_error
+from kalmix.testing.cases import Case, outputs
+from kalmix.types import Filtered
+
+
+class Measured(NamedTuple):
+    """One quantity: its relative error against float64, and its budget."""
+
+    quantity: str
+    error: float
+    budget: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.budget
+
+
+def exact(inputs: Tensors) -> Tensors:
+    """The very numbers a kernel was given, in float64 on the CPU."""
+    return {name: x.detach().double().cpu() for name, x in inputs.items()}
+
+
+def specified(case: Case, inputs: Tensors, segments: Segments | None = None) -> tuple[list[Tensor], list[float]]:
+    """What the oracle answers to a kernel's inputs, and how far the kernel may be from each answer."""
+
+    def specify(x: Tensors) -> list[Tensor]:
+        return outputs(case.specify(x, segments and segments.cpu()))
+
+    dtypes = [case.dtype] + [case.carried] * (len(case.quantities) - 1)
+    return specify(exact(inputs)), budgets(specify, exact(inputs), case.carried, dtypes)
+
+
+def compare(names: list[str], got: list[Tensor], want: list[Tensor], allowed: list[float]) -> list[Measured]:
+    return [
+        Measured(name, relative_error(g.cpu(), w.cpu()), budget)
+        for name, g, w, budget in zip(names, got, want, allowed, strict=True)
+    ]
+
+
+def forward(case: Case, inputs: Tensors, segments: Segments | None = None) -> list[Measured]:
+    """Mean, variance and final belief against the oracle."""
+    return compare(case.quantities, outputs(case.run(inputs, segments)), *specified(case, inputs, segments))
+
+
+def gradients(case: Case, inputs: Tensors, segments: Segments | None = None) -> list[Measured]:
+    """The gradient of a random function of mean, variance and final belief, for every signal and the prior."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    weights = [
+        torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+        for y in outputs(case.run(inputs, segments))
+    ]
+    specify = partial(pull_back, partial(case.specify, segments=segments and segments.cpu()), weights)
+    allowed = budgets(specify, exact(inputs), case.carried, [x.dtype for x in inputs.values()])
+    got = pull_back(partial(case.run, segments=segments), weights, inputs)
+    return compare([f"d {name}" for name in inputs], got, specify(exact(inputs)), allowed)
+
+
+def pull_back(run: Callable[[Tensors], Filtered], weights: list[Tensor], inputs: Tensors) -> list[Tensor]:
+    """Gradients of sum(weights * outputs) for every input."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    loss = torch.stack([(w.to(y) * y).sum().double() for w, y in zip(weights, outputs(run(leaves)), strict=True)]).sum()
+    return list(torch.autograd.grad(loss, list(leaves.values())))

@@ -1,0 +1,46 @@
+"""Packed geometry: owners and tiles against counting by hand."""
+
+import pytest
+import torch
+
+from kalmix import Segments
+
+ROWS = [(0, 0, 3), (0, 3, 3), (0, 4, 11), (2, 1, 9), (1, 0, 0)]
+
+
+def by_hand(rows, batch, length):
+    owner = torch.full((batch, length), -1)
+    for n, (row, start, stop) in enumerate(rows):
+        owner[row, start:stop] = n
+    return owner
+
+
+def test_owner():
+    assert torch.equal(Segments.of(torch.tensor(ROWS)).owner(3, 11), by_hand(ROWS, 3, 11))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 16])
+def test_tiles_cover_each_run_once_and_in_order(size):
+    tiles = Segments.of(torch.tensor(ROWS)).tiles(3, 11, size)
+    seen = torch.full((33,), -1)
+    order = {n: [] for n in range(len(ROWS))}
+    for p in range(tiles.count.shape[0]):
+        n, token, count = int(tiles.sequence[p]), int(tiles.token[p]), int(tiles.count[p])
+        assert count <= size
+        assert bool(tiles.first[p]) == (count > 0 and not order[n])
+        order[n] += range(token, token + count)
+        seen[token : token + count] = n
+        if count and token + count == ROWS[n][0] * 11 + ROWS[n][2]:
+            assert int(tiles.last[n]) == p
+    assert torch.equal(seen.view(3, 11), by_hand(ROWS, 3, 11))
+    for n, (row, start, stop) in enumerate(ROWS):
+        assert order[n] == list(range(row * 11 + start, row * 11 + stop))
+        assert (int(tiles.last[n]) == -1) == (start == stop)
+
+
+def test_packed_padded_and_whole():
+    assert Segments.packed(torch.tensor([0, 2, 2, 5])).rows.tolist() == [[0, 0, 2], [0, 2, 2], [0, 2, 5]]
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]])
+    assert Segments.padded(mask).rows.tolist() == [[0, 2, 4], [1, 0, 4], [2, 0, 1], [3, 1, 3], [4, 0, 0]]
+    assert Segments.whole(2, 7).rows.tolist() == [[0, 0, 7], [1, 0, 7]]
+    assert Segments.padded(torch.ones(2, 0)).rows.tolist() == [[0, 0, 0], [1, 0, 0]]
