@@ -67,6 +67,18 @@ def test_draw_is_the_mean_without_variance():
     assert torch.isfinite(variance.grad).all()
 
 
+@pytest.mark.parametrize("raw", [-80.0, 80.0])
+@pytest.mark.parametrize("name", ["log_rate", "log_step", "log_diffusion"])
+def test_extreme_dynamics_stay_finite(name, raw):
+    torch.manual_seed(0)
+    layer = KLA(6, slots=3)
+    torch.nn.init.constant_(getattr(layer.dynamics, name), raw)
+    got = layer.filter(torch.randn(1, 50, 6), variance=True)
+    assert torch.isfinite(got.mean).all() and torch.isfinite(got.variance).all() and (got.variance > 0).all()
+    (got.mean.square().sum() + got.variance.sum()).backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in layer.parameters())
+
+
 def test_variance_learns_and_evidence_lowers_it():
     torch.manual_seed(0)
     layer = KLA(8, slots=4)

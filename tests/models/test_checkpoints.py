@@ -68,6 +68,9 @@ def test_half_precision_keeps_dynamics(tmp_path):
         assert parameter.dtype == (torch.float32 if ".dynamics." in name else torch.bfloat16), name
     out = half(tokens(1, 5), labels=tokens(1, 5))
     assert out.logits.dtype == torch.bfloat16 and torch.isfinite(out.loss)
+    half.save_pretrained(tmp_path / "half")
+    again = KalmixForCausalLM.from_pretrained(tmp_path / "half")
+    assert all(torch.equal(old, new) for old, new in zip(half.parameters(), again.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "header", "missing weight", "other shape"])

@@ -95,6 +95,25 @@ def test_slices_change_nothing(at_once):
         torch.testing.assert_close(sliced, whole, rtol=1e-5, atol=1e-6)
 
 
+def test_memory_is_that_of_one_slice():
+    """What backward needs grows with the samples by one number a target, not by logits and hidden layers."""
+    decode, mean, variance, targets = gaussians()
+
+    def kept(samples: int) -> int:
+        storages = {}
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            marginal_likelihood(decode, mean.requires_grad_(), variance.requires_grad_(), targets, samples)
+        return sum(storage.nbytes() for storage in storages.values())
+
+    a_sample = (kept(40) - kept(4)) / 36
+    assert a_sample <= 3 * targets.numel() * 4  # bytes; its logits alone would be 4 x 6 numbers
+
+
 def test_against_brute_force():
     """Equation 24 written out over the model: samples of the last layer's read-out through all that follows."""
     model = build(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
-from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_inside, take, to
+from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_owned, take, to
 from kalmix.layers.parts import RMSNorm
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
@@ -81,7 +81,7 @@ class Attention(Mixer):
         owner = None if segments is None else segments.owner(batch, length)
         mine = position if owner is None else position[owner.clamp(min=0), token]  # [B, T]
 
-        q, k, v = self._heads(keep_inside(x, segments))
+        q, k, v = self._heads(keep_owned(x, owner))
         q, k = self._rotate(self.query_norm(q), mine), self._rotate(self.key_norm(k), mine)
         keys, values = (x if owner is None else _rows(x, row) for x in (k, v))
         if state is None:
@@ -98,7 +98,7 @@ class Attention(Mixer):
             visible = (after.position[:, None] >= 0) & (after.position[:, None] <= position[..., None])
             found = self._attend(q if owner is None else q[row], *after[:2], visible | (position < 0)[..., None])
             found = found if owner is None else found[owner.clamp(min=0), token]
-        return Filtered(keep_inside(found.flatten(2), segments), None, after), None
+        return Filtered(keep_owned(found.flatten(2), owner), None, after), None
 
     def emit(self, readout: Tensor, context: None) -> Tensor:
         """The output projection."""

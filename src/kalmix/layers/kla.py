@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kalmix import ops
 from kalmix.beliefs import DiagonalBelief
-from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_inside, take, to
+from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_owned, take, to
 from kalmix.layers.parametrize import CellDynamics, observation_precision
 from kalmix.layers.parts import ShortConvolution, unit
 from kalmix.segments import Segments
@@ -94,8 +94,9 @@ class KLA(Mixer):
         if state is not None:
             check_state(state, KLAState, x.shape[0] if segments is None else segments.count)
         belief, window = (None, None) if state is None else state
-        z, gate = self.in_proj(keep_inside(x, segments)).chunk(2, dim=-1)
-        z, window = self.conv(z, window, segments)
+        owner = None if segments is None else segments.owner(*x.shape[:2])
+        z, gate = self.in_proj(keep_owned(x, owner)).chunk(2, dim=-1)
+        z, window = self.conv(z, window, segments, owner)
         z = F.silu(z)
         q, k, v, noise = self._signals(z)
         log_decay, process_noise = self.dynamics(belief_dtype(v.dtype))

@@ -121,9 +121,6 @@ def detach(state: Any) -> Any:
     return type(state)(*(x.detach() for x in state))
 
 
-def keep_inside(x: Tensor, segments: Segments | None) -> Tensor:
-    """`x` `[B, T, ...]` with 0 at tokens outside every sequence, whatever was there."""
-    if segments is None:
-        return x
-    inside = segments.owner(x.shape[0], x.shape[1]) >= 0
-    return torch.where(inside.reshape(*inside.shape, *[1] * (x.ndim - 2)), x, 0)
+def keep_owned(x: Tensor, owner: Tensor | None) -> Tensor:
+    """`x` `[B, T, D]` with 0 at tokens that belong to no sequence (`owner` `[B, T]` below 0), whatever was there."""
+    return x if owner is None else torch.where((owner >= 0)[..., None], x, 0)

@@ -50,9 +50,13 @@ class ShortConvolution(nn.Module):
         nn.init.uniform_(self.weight, -(self.size**-0.5), self.size**-0.5)
 
     def forward(
-        self, x: Tensor, window: Tensor | None = None, segments: Segments | None = None
+        self,
+        x: Tensor,
+        window: Tensor | None = None,
+        segments: Segments | None = None,
+        owner: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Convolve `x` `[B, T, C]`; inputs outside `segments` must be 0.
+        """Convolve `x` `[B, T, C]`; `owner` is that of `segments`, worked out here if absent.
 
         Returns:
             The output `[B, T, C]` in the dtype of `x`, 0 outside `segments`, and the window after the last input.
@@ -66,7 +70,7 @@ class ShortConvolution(nn.Module):
         if segments is None:
             history = torch.cat([window, x], dim=1)
             return self._slide(history), history[:, x.shape[1] :]
-        return self._segmented(x, window, segments)
+        return self._segmented(x, window, segments, segments.owner(*x.shape[:2]) if owner is None else owner)
 
     def _slide(self, history: Tensor, keep: list[Tensor] | None = None) -> Tensor:
         """The convolution of `[N, L + size - 1, C]`, `[N, L, C]`; `keep` masks what each tap may see."""
@@ -77,10 +81,9 @@ class ShortConvolution(nn.Module):
             output = output + (seen if keep is None else torch.where(keep[tap], seen, 0)) * weight
         return output
 
-    def _segmented(self, x: Tensor, window: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    def _segmented(self, x: Tensor, window: Tensor, segments: Segments, owner: Tensor) -> tuple[Tensor, Tensor]:
         batch, length, _ = x.shape
         reach = self.size - 1
-        owner = segments.owner(batch, length)
         before = F.pad(owner, (reach, 0), value=-2)
         keep = [((before[:, tap : tap + length] == owner) & (owner >= 0))[..., None] for tap in range(self.size)]
         within = self._slide(F.pad(x, (0, 0, reach, 0)), keep).flatten(0, 1)

@@ -45,7 +45,7 @@ class KalmixConfig(PreTrainedConfig):
             (equations 24 and 25).
         loss_samples: Monte-Carlo samples S of the marginal likelihood.
         loss_samples_at_once: how many of them are decoded at once, which bounds memory.
-        use_cache: whether evaluation returns a cache unless told otherwise.
+        use_cache: whether evaluation without labels returns a cache unless told otherwise.
 
     Raises:
         ArgumentError: an unknown mixer, option, loss or propagation.
@@ -210,7 +210,8 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise ArgumentError("input_ids", got="given with or without inputs_embeds", needs="one of the two")
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and labels is None
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
         memory = belief_layers(past_key_values, len(self.model.blocks))

@@ -23,8 +23,10 @@ def find_segments(
 
     The first of these that is given decides: `cu_seq_lens_q` `[N + 1]`, where sequences packed into one row begin;
     `seq_idx` `[batch, length]`, changing from sequence to sequence; `attention_mask` `[batch, at least length]`, 0 at
-    padding, its last columns belonging to the input; `position_ids`, starting anew in each sequence. `seq_idx` and
-    `position_ids` are looked at (on a GPU, one wait a forward pass); the others never are, except on a CPU.
+    padding, its last columns belonging to the input; `position_ids`, starting anew in each sequence.
+
+    On a GPU, `seq_idx` and `position_ids` cost one wait a forward pass, `cu_seq_lens_q` none, and the mask one only
+    where gradients are off, to find that nothing is padded: generation waits for every token anyway.
 
     Raises:
         ArgumentError: another shape, or a hole in the mask.
@@ -45,10 +47,18 @@ def find_segments(
             needs = f"[{batch}, {length}] or longer by the tokens of the cache: a padding mask, not a 4-D one"
             raise ArgumentError("attention_mask", got=list(attention_mask.shape), needs=needs)
         mask = attention_mask[:, attention_mask.shape[1] - length :]
-        if check_values(mask) and bool(mask.all()):
+        if _may_look(mask) and bool(mask.all()):
             return None
         return Segments.padded(mask)
     return None if position_ids is None else _runs("position_ids", position_ids, batch, length, step=1)
+
+
+def _may_look(mask: Tensor) -> bool:
+    if torch.compiler.is_compiling() or mask.device.type == "meta":
+        return False
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return check_values(mask) or not torch.is_grad_enabled()
 
 
 def _runs(name: str, marks: Tensor, batch: int, length: int, step: int) -> Segments | None:
