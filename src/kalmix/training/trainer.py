@@ -49,11 +49,21 @@ class FilterTrainer(Trainer):
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, self.schedule.factor)
         return self.lr_scheduler
 
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().compute_loss(*args, **options)
+        except ArgumentError as error:
+            if "not finite" not in str(error):
+                raise
+            raise self._diverged() from error  # a filter refuses such signals before there is a loss
+
+    def _diverged(self) -> ArgumentError:
+        got = f"{self.recipe.rate:g}, at which training diverged in step {self.state.global_step}"
+        return ArgumentError("rate", got=got, needs="lower")
+
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
-            step = self.state.global_step
-            got = f"{self.recipe.rate:g}, at which the loss came to {logs['loss']} in step {step}"
-            raise ArgumentError("rate", got=got, needs="lower")
+            raise self._diverged()
         bits = {
             name.replace("loss", "bits_per_byte"): logs[name] * density / math.log(2)
             for name, density in self.density.items()
@@ -74,6 +84,7 @@ def arguments(recipe: Recipe, output: Path, *, batch: int) -> TrainingArguments:
         max_steps=FOREVER if recipe.steps is None else recipe.steps,
         max_grad_norm=1.0,
         bf16=recipe.bf16,
+        use_cpu=not torch.accelerator.is_available(),
         torch_compile=recipe.compile,
         seed=recipe.seed,
         logging_steps=10 if torch.cuda.is_available() else 1,  # reading a loss waits for the GPU

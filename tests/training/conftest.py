@@ -1,0 +1,29 @@
+"""A text and recipes small enough to train in a second."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from kalmix.training import Recipe
+
+WORDS = ["the", "filter", "of", "a", "belief", "that", "decays", "is", "evidence", "for", "what", "comes", "next", "in"]
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "small.txt"
+    draw = random.Random(0)
+    path.write_text("\n\n".join(" ".join(draw.choices(WORDS, k=40)) for _ in range(60)))
+    return path
+
+
+@pytest.fixture
+def recipe(text_file: Path):
+    def make(**changes) -> Recipe:
+        small = {"layers": ({"mixer": "kla", "slots": 4},), "vocabulary": 280, "width": 8, "block": 16, "batch": 2}
+        return Recipe(**{"text": str(text_file), **small, "steps": 8, **changes})
+
+    return make

@@ -1,0 +1,179 @@
+"""The parts of a run by themselves: blocks, groups, schedule, scores, recipes."""
+
+from __future__ import annotations
+
+import gzip
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from kalmix import ArgumentError
+from kalmix.models import KalmixConfig, KalmixForCausalLM
+from kalmix.text import Corpus, train_tokenizer
+from kalmix.training import Recipe, parse_layers
+from kalmix.training.data import Blocks, pretrained, stream
+from kalmix.training.evaluation import bits_per_byte, compressors, surprisals
+from kalmix.training.optimizer import DYNAMICS_RATE, parameter_groups
+from kalmix.training.reading import read
+from kalmix.training.schedule import Schedule
+
+
+def model(layers: tuple = ("kla", "attention"), vocabulary: int = 257) -> KalmixForCausalLM:
+    torch.manual_seed(0)
+    return KalmixForCausalLM(KalmixConfig(vocab_size=vocabulary, hidden_size=8, layers=list(layers))).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return pretrained(train_tokenizer([], "bytes"))
+
+
+def test_blocks_hold_every_token_once_but_for_the_rest() -> None:
+    blocks = Blocks(torch.arange(22), 5, end=-1)
+    assert torch.equal(torch.cat([blocks[i]["input_ids"] for i in range(len(blocks))]), torch.arange(20))
+
+
+def test_positions_start_over_at_each_document() -> None:
+    blocks = Blocks(torch.tensor([0, 4, 4, 0, 4, 4, 4, 0]), 4, end=0, documents=True)
+    assert [blocks[i]["position_ids"].tolist() for i in range(2)] == [[0, 1, 2, 0], [0, 1, 2, 0]]
+
+
+def test_a_text_shorter_than_a_block_is_said_so() -> None:
+    with pytest.raises(ArgumentError, match="block"):
+        Blocks(torch.arange(4), 5, end=0)
+
+
+def test_every_parameter_is_in_one_group_and_dynamics_are_slow() -> None:
+    network = model()
+    groups = {group["name"]: group for group in parameter_groups(network, rate=1.0, decay=0.1)}
+    grouped = [id(value) for group in groups.values() for value in group["params"]]
+    assert sorted(grouped) == sorted(map(id, network.parameters()))
+    assert set(map(id, groups["dynamics"]["params"])) == set(
+        map(id, network.model.blocks[0].mixer.dynamics.parameters())
+    )
+    assert groups["dynamics"]["lr"] == DYNAMICS_RATE
+    assert [name for name, group in groups.items() if group["weight_decay"]] == ["matrices"]
+    assert all(value.ndim >= 2 for value in groups["matrices"]["params"])
+
+
+def test_the_rate_is_a_trapezoid() -> None:
+    schedule = Schedule(steps=10, minutes=None, warmup=0.2, cooldown=0.4)
+    factors = []
+    for schedule.progress in (0.0, 0.1, 0.2, 0.6, 0.8, 1.0):
+        factors.append(schedule.factor())
+    assert factors == pytest.approx([0, 0.5, 1, 1, 0.5, 0])
+
+
+@pytest.mark.parametrize("window", [4, 7, 64])
+def test_every_token_is_scored_once_and_none_sees_ahead(window: int) -> None:
+    network, ids = model(), torch.randint(0, 257, (30,), generator=torch.Generator().manual_seed(0))
+    scores = surprisals(network, ids, window=window, batch=2)
+    assert scores.shape == (29,)
+    for token in (1, window - 1, window + 1, 29):
+        if token < len(ids):
+            # It is predicted from a window that starts at a multiple of the stride and holds at least half of it.
+            starts = [s for s in range(0, token, window // 2) if token - s <= window]
+            nats = []
+            for start in starts:
+                logits = network(ids[None, start:token]).logits[0, -1]
+                nats.append(nn.functional.cross_entropy(logits, ids[token]).item())
+            assert min(abs(scores[token - 1].item() - value) for value in nats) < 1e-5
+
+
+def test_an_ignorant_model_needs_the_bits_of_its_tokens(tokenizer) -> None:
+    network = model()
+    nn.init.zeros_(network.get_output_embeddings().weight)
+    documents = ("héllo", "two")
+    tokens = len("héllo".encode()) + 1 + len("two")  # a mark between the documents
+    found = bits_per_byte(network, tokenizer, documents, window=4)
+    assert found == pytest.approx(tokens * math.log2(257) / len("héllo\n\ntwo".encode()), rel=1e-5)
+
+
+def test_compressors_compress_the_same_text() -> None:
+    documents = ("a" * 1000, "b")
+    data = "\n\n".join(documents).encode()
+    assert Corpus((), documents).passage.encode() == data
+    found = compressors(documents)
+    assert found["gzip -9"] == 8 * len(gzip.compress(data, 9)) / len(data)
+    assert set(found) == {"gzip -9", "xz -9"}
+
+
+def test_a_stream_marks_where_documents_begin(tokenizer) -> None:
+    ids = stream(tokenizer, ["ab", "c"])
+    assert (ids == 0).tolist() == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("kla", ("kla",)),
+        ("kla, kla,attention", ("kla", "kla", "attention")),
+        ("3*kla,attention", ("kla", "kla", "kla", "attention")),
+        ('["kla", {"mixer": "kla", "slots": 8}]', ("kla", {"mixer": "kla", "slots": 8})),
+    ],
+)
+def test_layers_as_typed(typed: str, meant: tuple) -> None:
+    assert parse_layers(typed) == meant
+
+
+@pytest.mark.parametrize("typed", ["", "kla,,kla", "x*kla", "2*", "[1]", "[kla"])
+def test_layers_mistyped(typed: str) -> None:
+    with pytest.raises(ArgumentError, match="layers"):
+        parse_layers(typed)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"width": 0},
+        {"batch": -1},
+        {"rate": 0.0},
+        {"rate": math.nan},
+        {"minutes": -1.0},
+        {"cooldown": 2.0},
+        {"loss": "l2"},
+        {"steps": None},
+        {"layers": ()},
+        {"block": 1},
+    ],
+    ids=str,
+)
+def test_recipes_that_will_not_do(changes: dict) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(changes)) if changes != {"steps": None} else "minutes"):
+        Recipe(**{"steps": 1, **changes})
+
+
+def test_a_recipe_is_read_as_written(tmp_path: Path) -> None:
+    recipe = Recipe(steps=3, layers=("kla", {"mixer": "kla", "slots": 2}))
+    recipe.save(tmp_path)
+    assert Recipe.load(tmp_path) == recipe
+
+
+class TestReading:
+    def test_a_reading_is_what_the_model_says(self, tokenizer) -> None:
+        network, text = model(("kla", "attention", "kla")), "naïve text"
+        found = read(network, tokenizer, text, weights=True)
+        count = len(text.encode())
+        assert "".join(found.tokens) == text
+        assert len(found.tokens) == count
+        assert found.names == ["layer 1", "layer 3"]
+        assert found.variance.shape == found.gain.shape == (2, count)
+        assert bool((found.variance > 0).all())
+        assert bool(((found.gain > 0) & (found.gain < 1)).all())
+        ids = tokenizer("<|endoftext|>" + text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        nats = surprisals(network, ids[0], window=64)
+        torch.testing.assert_close(found.surprisal * math.log(2), nats)
+
+    def test_weights_are_causal_and_rebuild_the_read_out(self, tokenizer) -> None:
+        weights = read(model(("kla",)), tokenizer, "twelve bytes", weights=True).weights
+        assert weights is not None
+        assert weights.shape == (1, 12, 12)
+        assert torch.equal(weights, weights.tril())
+        assert bool((weights.diagonal(dim1=1, dim2=2) > 0).all())
+
+    def test_a_model_without_beliefs_is_refused(self, tokenizer) -> None:
+        with pytest.raises(ArgumentError, match="Kalman belief"):
+            read(model(("attention",)), tokenizer, "text")

@@ -1,0 +1,130 @@
+"""A run end to end: it learns, it can be interrupted, and what it leaves behind can be used."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from kalmix import ArgumentError
+from kalmix.training.run import train
+
+
+class Kill(TrainerCallback):
+    """Sends this process a signal at the end of a step."""
+
+    def __init__(self, step: int, number: int = signal.SIGTERM) -> None:
+        self.step, self.number = step, number
+
+    def on_step_begin(self, args, state, control, **_) -> None:
+        if state.global_step == self.step - 1:
+            os.kill(os.getpid(), self.number)
+
+
+def test_a_run_learns_and_leaves_a_model(recipe, tmp_path: Path) -> None:
+    ended = train(recipe(steps=40, rate=1e-2), tmp_path / "run")
+    assert ended.finished
+    assert ended.steps == 40
+    assert ended.held_out[-1][1] < ended.held_out[0][1]
+    assert ended.training[-1][0] == 40 * 2 * 16
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "history.json",
+        "model",
+        "recipe.json",
+        "tensorboard",
+    }
+    ask = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer; import sys, torch;"
+        "m = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True);"
+        "t = AutoTokenizer.from_pretrained(sys.argv[1]);"
+        "print(m(**t('the filter', return_tensors='pt')).logits.double().sum().item())"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", ask, str(tmp_path / "run" / "model")], capture_output=True, text=True, check=True
+    )
+    ids = ended.tokenizer("the filter", return_tensors="pt")["input_ids"]
+    assert float(told.stdout.split()[-1]) == pytest.approx(ended.model(ids).logits.double().sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_run_resumed_is_the_run_uninterrupted(recipe, tmp_path: Path, number: int) -> None:
+    whole = train(recipe(accumulate=2), tmp_path / "whole")
+    part = train(recipe(accumulate=2), tmp_path / "part", callbacks=[Kill(3, number)])
+    assert (part.finished, part.steps) == (False, 3)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    rest = train(recipe(accumulate=2), tmp_path / "part", resume=True)
+    assert (rest.finished, rest.steps) == (True, 8)
+    assert rest.training == whole.training
+    for name, value in whole.model.state_dict().items():
+        torch.testing.assert_close(rest.model.state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path: Path) -> None:
+    train(recipe(), tmp_path, callbacks=[Kill(5)])
+    found = sorted((tmp_path / "checkpoints").iterdir())
+    assert [path.name for path in found] == ["checkpoint-4", "checkpoint-5"]
+    weights = found[-1] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.warns(UserWarning, match=r"checkpoint-5.*damaged"):
+        ended = train(recipe(), tmp_path, resume=True)
+    assert (ended.finished, ended.steps) == (True, 8)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(recipe, tmp_path: Path) -> None:
+    recipe().save(tmp_path)
+    assert train(recipe(), tmp_path, resume=True).finished
+
+
+def test_a_folder_with_a_run_is_not_written_over(recipe, tmp_path: Path) -> None:
+    train(recipe(steps=1), tmp_path)
+    for resume, message in ((False, "which holds a run"), (True, "a finished run")):
+        with pytest.raises(ArgumentError, match=message):
+            train(recipe(steps=1), tmp_path, resume=resume)
+
+
+def test_minutes_end_a_run_with_the_rate_at_zero(recipe, tmp_path: Path) -> None:
+    ended = train(recipe(steps=None, minutes=0.04), tmp_path)
+    history = json.loads((tmp_path / "history.json").read_text())
+    rates = [row["learning_rate"] for row in history if "learning_rate" in row]
+    assert ended.finished
+    assert ended.steps > 3
+    assert ended.seconds < 0.04 * 60 + 5
+    assert rates[-1] < 0.25 * max(rates)
+
+
+def test_a_rate_that_diverges_is_said_so(recipe, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="diverged"):
+        train(recipe(rate=1e30, warmup=0.0), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": "marginal"},
+        {"bf16": True},
+        {"documents": True},
+        {"tokens": "bytes"},
+        {"layers": ("attention", "kla")},
+        {"layers": ("attention",)},
+    ],
+    ids=str,
+)
+def test_options_train(recipe, tmp_path: Path, changes: dict) -> None:
+    ended = train(recipe(steps=2, **changes), tmp_path)
+    assert all(math.isfinite(bits) for _, bits in ended.training)
+
+
+def test_documents_are_filtered_apart(recipe, tmp_path: Path) -> None:
+    """A loss over two documents in a block is the same as over each alone, if documents are kept apart."""
+    ended = train(recipe(steps=1, documents=True), tmp_path)
+    one, two = torch.tensor([[0, 5, 6, 7]]), torch.tensor([[0, 9, 8]])
+    packed = ended.model(torch.cat([one, two], 1), position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]]))
+    torch.testing.assert_close(packed.logits[:, 4:], ended.model(two).logits)
