@@ -1,0 +1,60 @@
+"""One tiny model, trained once by the command line itself, and a way to call it as a person does."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kalmix.cli import main
+
+SMALL = ["--layers", "kla,attention", "--width", "8", "--block", "16", "--batch", "2", "--vocabulary", "280"]
+
+
+class Told(NamedTuple):
+    status: int
+    output: str
+    errors: str
+
+
+@pytest.fixture
+def kalmix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
+    """Run a command line in this process."""
+
+    def run(*arguments: object) -> Told:
+        monkeypatch.setattr(sys, "argv", ["kalmix", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Told(int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "small.txt"
+    draw = random.Random(0)
+    words = [f"{a}{b}" for a in ("fil", "be", "ev", "pro") for b in ("ter", "lief", "idence", "cess", " noise")]
+    path.write_text("\n\n".join(" ".join(draw.choices(words, k=40)) for _ in range(60)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def run_folder(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(
+        sys, "argv", ["kalmix", "train", "--text", str(text_file), *SMALL, "--steps", "5", "--output", str(folder)]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    monkeypatch.undo()
+    assert not ended.value.code
+    return folder

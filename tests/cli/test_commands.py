@@ -1,0 +1,128 @@
+"""The commands, each from its arguments to what it prints and writes."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kalmix import designs
+from kalmix.testing import doctor
+
+from .conftest import SMALL
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_train_says_how_well_and_where(kalmix, text_file: Path, tmp_path: Path) -> None:
+    told = kalmix("train", "--text", text_file, *SMALL, "--steps", 3, "--output", tmp_path / "run")
+    assert told.status == 0, told.errors
+    for word in ("gzip -9", "xz -9", "this model", "bits per byte", "a sample"):
+        assert word in told.output
+    for name in ("loss.png", "variance.png", "attention.png"):
+        assert str(tmp_path / "run" / name) in told.output
+        assert (tmp_path / "run" / name).read_bytes().startswith(PNG)
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_attention_alone_trains_without_pictures_of_beliefs(kalmix, text_file: Path, tmp_path: Path) -> None:
+    told = kalmix(
+        "train", "--text", text_file, *SMALL, "--layers", "attention", "--steps", 1, "--output", tmp_path / "run"
+    )
+    assert told.status == 0, told.errors
+    assert [path.name for path in (tmp_path / "run").glob("*.png")] == ["loss.png"]
+
+
+def test_generate_goes_on_from_a_prompt(kalmix, run_folder: Path) -> None:
+    asked = ("generate", run_folder, "--prompt", "filter noise", "--tokens", 12, "--seed", 3)
+    told = kalmix(*asked)
+    assert told.status == 0, told.errors
+    assert told.output.startswith("filter noise")
+    assert len(told.output) > len("filter noise\n")
+    assert kalmix(*asked).output == told.output
+
+
+def test_generate_greedily_from_nothing_and_from_the_model_folder(kalmix, run_folder: Path) -> None:
+    greedy = ("--temperature", 0, "--tokens", 5)
+    assert kalmix("generate", run_folder, *greedy).output == kalmix("generate", run_folder / "model", *greedy).output
+
+
+class Page(html.parser.HTMLParser):
+    """Everything a page would load from elsewhere, and its script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.foreign: list[str] = []
+        self.script, self._in_script = "", False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.foreign += [value or "" for name, value in attrs if name in ("src", "href")]
+        self._in_script = tag == "script"
+
+    def handle_data(self, data: str) -> None:
+        self.script += data if self._in_script else ""
+
+
+def test_inspect_writes_a_picture_and_a_page_of_its_own(kalmix, run_folder: Path, tmp_path: Path) -> None:
+    text = 'a </script> <!-- in "naïve" text\n'
+    told = kalmix("inspect", run_folder, "--text", text, "--output", tmp_path / "out")
+    assert told.status == 0, told.errors
+    assert (tmp_path / "out" / "beliefs.png").read_bytes().startswith(PNG)
+    page = Page()
+    page.feed((tmp_path / "out" / "beliefs.html").read_text())
+    assert page.foreign == []
+    line = next(line for line in page.script.splitlines() if line.startswith("const data = "))
+    data = json.loads(line.removeprefix("const data = ").removesuffix(";").replace(r"<\!--", "<!--"))
+    assert "".join(data["tokens"]) == text
+    assert len(data["variance"][0]) == len(data["gain"][0]) == len(data["surprisal"]) == len(data["tokens"])
+    assert data["names"] == ["layer 1"]
+
+
+def test_inspect_reads_files(kalmix, run_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    assert kalmix("inspect", run_folder, "--file", text_file, "--characters", 50, "--output", tmp_path).status == 0
+
+
+@pytest.mark.parametrize("name", sorted(designs.CATALOGUE))
+def test_explain_says_what_a_design_assumes(kalmix, name: str) -> None:
+    design, told = designs.CATALOGUE[name], kalmix("explain", name.upper().replace("-", "_"))
+    assert told.status == 0, told.errors
+    said = " ".join(told.output.split())
+    for fact in (design.transition.statement, design.evidence.describe, design.op, design.equations, design.citation):
+        assert " ".join(fact.split()) in said
+
+
+def test_explain_alone_lists_all(kalmix) -> None:
+    told = kalmix("explain")
+    assert told.status == 0
+    assert all(name in told.output for name in designs.CATALOGUE)
+
+
+def _check(**changes: object) -> doctor.Check:
+    facts = {"op": "diagonal", "kernel": "chunked", "device": "cpu", "dtype": "float32", "quantity": "mean"}
+    return doctor.Check(**{**facts, "error": 1e-7, "budget": 1e-6, "ok": True, "note": "", **changes})
+
+
+@pytest.mark.parametrize(
+    ("checks", "status"),
+    [
+        ([_check()], 0),
+        ([_check(), _check(ok=None, note="no GPU")], 0),
+        ([_check(), _check(ok=False, error=1.0, note="[odd] note")], 1),
+        ([_check(ok=None, note="no GPU")], 1),
+    ],
+)
+def test_doctor_fails_if_a_kernel_is_off(kalmix, monkeypatch: pytest.MonkeyPatch, checks: list, status: int) -> None:
+    monkeypatch.setattr(doctor, "check_all", lambda: iter(checks))
+    told = kalmix("doctor")
+    assert told.status == status
+    assert "chunked" in told.output
+    assert ("off" in told.output) == (status == 1)
+
+
+def test_the_module_is_the_command() -> None:
+    told = subprocess.run([sys.executable, "-m", "kalmix.cli", "--help"], capture_output=True, text=True, check=True)
+    assert all(command in told.stdout for command in ("train", "generate", "inspect", "explain", "doctor"))

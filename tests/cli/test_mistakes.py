@@ -1,0 +1,90 @@
+"""What was tried to break the command line: each is a clear line and a status, never a traceback; nothing is lost."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .conftest import SMALL
+
+MISTAKES = [
+    # command line, what it says
+    ("train --text {missing}", "does not exist"),
+    ("train --text {empty}", "has no text"),
+    ("train --text {binary}", "not UTF-8"),
+    ("train --text {folder}", "no files of text"),
+    ("train --text {short}", "number of tokens"),
+    ("train --text {text} --layers klax", "'klax'"),
+    ("train --text {text} --layers kla,,kla", "layers"),
+    ('train --text {text} --layers [{{"mixer":"kla","slot":4}}]', "'slot'"),
+    ('train --text {text} --layers [{{"mixer":"kla","slots":-4}}]', "slots"),
+    ("train --text {text} --tokens words", "'bpe' or 'bytes'"),
+    ("train --text {text} --vocabulary 10", "at least 257"),
+    ("train --text {text} --width 0", "width"),
+    ("train --text {text} --width 3 --layers attention", "heads"),
+    ("train --text {text} --rate -1", "rate"),
+    ("train --text {text} --rate 1e30 --warmup 0", "diverged"),
+    ("train --text {text} --minutes 0", "minutes"),
+    ("train --text {text} --steps 0", "steps"),
+    ("train --text {text} --loss l2", "loss"),
+    ("train --text {text} --loss marginal --layers attention", "posterior"),
+    ("train --text {text} --output {run}", "holds a run"),
+    ("train --resume", "--resume"),
+    ("train --resume --output {missing}", "holds no run"),
+    ("train --resume --output {run}", "a finished run"),
+    ("train --resume --output {run} --width 4", "keeps its settings"),
+    ("train --resume --output {scribbled}", "unreadable"),
+    ("generate {missing}", "does not exist"),
+    ("generate {folder}", "config.json is missing"),
+    ("generate {truncated}", "damaged"),
+    ("generate {weightless}", "no weights"),
+    ("generate {garbled}", "damaged"),
+    ("generate {untokenized}", "tokenizer.json is missing"),
+    ("generate {foreign}", "kalmix"),
+    ("generate {run} --temperature -1", "--temperature"),
+    ("inspect {run}", "given once"),
+    ("inspect {run} --text a --file {text}", "given twice"),
+    ("inspect {run} --file {missing}", "does not exist"),
+    ("inspect {truncated} --text a", "damaged"),
+    ("explain kalman", "one of"),
+    ("practise", "practise"),
+]
+
+
+@pytest.fixture(scope="session")
+def things(tmp_path_factory: pytest.TempPathFactory, text_file: Path, run_folder: Path) -> dict[str, Path]:
+    """Files and folders that are wrong, each in its own way, beside a text and a run that are right."""
+    root = tmp_path_factory.mktemp("things")
+    named = {name: root / name for name in ("missing", "empty", "binary", "folder", "short", "scribbled")}
+    named["folder"].mkdir()
+    named["empty"].write_text("")
+    named["binary"].write_bytes(b"\x80\x81\x82")
+    named["short"].write_text("one two three\n\nfour five six\n\nseven")
+    named["scribbled"].mkdir()
+    (named["scribbled"] / "recipe.json").write_text('{"width": ')
+    for name in ("truncated", "weightless", "garbled", "untokenized", "foreign"):
+        named[name] = root / name
+        shutil.copytree(run_folder / "model", named[name])
+    weights = (run_folder / "model" / "model.safetensors").read_bytes()
+    (named["truncated"] / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    (named["weightless"] / "model.safetensors").unlink()
+    (named["garbled"] / "config.json").write_text("{")
+    (named["untokenized"] / "tokenizer.json").unlink()
+    (named["foreign"] / "config.json").write_text('{"model_type": "gpt2"}')
+    return {**named, "text": text_file, "run": run_folder}
+
+
+@pytest.mark.parametrize(("line", "says"), MISTAKES, ids=[line for line, _ in MISTAKES])
+def test_a_mistake_is_one_clear_line(kalmix, things: dict[str, Path], tmp_path: Path, line: str, says: str) -> None:
+    before = {path: path.stat().st_mtime_ns for path in things["run"].rglob("*")}
+    arguments = line.format(**things).split()
+    if arguments[0] == "train" and "--resume" not in arguments:  # of an option given twice, the last counts
+        limit = [] if {"--steps", "--minutes"} & set(arguments) else ["--steps", "2"]
+        arguments = ["train", *SMALL, *limit, "--output", tmp_path / "run", *arguments[1:]]
+    told = kalmix(*arguments)
+    assert told.status in (1, 2)
+    assert says in told.errors
+    assert "Traceback" not in told.output + told.errors
+    assert {path: path.stat().st_mtime_ns for path in things["run"].rglob("*")} == before
