@@ -140,15 +140,16 @@ def _show(row: dict) -> None:
     worst = max(row["gradient_errors"].values(), default=float("nan"))
     error = float("nan") if row["error"] is None else row["error"]
     print(
-        f"{row['shape']!s:>24} {row["dtype"]:>8} {row['kernel']:<17} {row['forward_ms']:9.3f} {row['both_ms']:9.3f} "
-        f"{row['both_peak'] / 2**20:8.1f} {row['peak_ratio']:6.2f} {row['first_call_s']:7.1f} {error:8.1e} {worst:8.1e}",
+        f"{row['shape']!s:>24} {row['dtype']:>8} {row['kernel']:<17} {row['forward_ms']:9.3f} {row['both_ms']:9.3f} "
+        f"{row['both_peak'] / 2**20:8.1f} {row['peak_ratio']:6.2f} {row['first_call_s']:6.1f} "
+        f"{error:7.1e} {worst:7.1e}",
         flush=True,
     )
 
 
 HEADER = (
     f"{'(B, T, channels, slots)':>24} {'dtype':>8} {'kernel':<17} {'fwd ms':>9} {'f+b ms':>9} {'peak MiB':>8} "
-    f"{'ratio':>6} {'first s':>7} {'error':>8} {'d error':>8}"
+    f"{'ratio':>6} {'1st s':>6} {'error':>7} {'d error':>7}"
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,35 +30,36 @@ def diagonal(
     batch, length, heads, _ = v.shape
     dtype = belief.mean.dtype
     q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
-    values, precision = v.to(dtype)[..., None, :], precision.to(dtype)[..., None, :]  # [B, T, G, 1, V]
-    decay, noise = (
-        x.expand(batch, length, *x.shape[-3:]) for x in (log_decay.to(dtype).exp(), process_noise.to(dtype))
-    )
+    v_rows, w_rows = v.to(dtype)[..., None, :], precision.to(dtype)[..., None, :]  # [B, T, G, 1, V]
+    decays, noises = (_per_token(x, length) for x in (log_decay.to(dtype).exp(), process_noise.to(dtype)))
 
-    where = Segments.whole(batch, length, v.device) if segments is None else segments
-    owner = where.owner(batch, length)  # [B, T]
-    sequences = torch.arange(where.count, device=v.device)[:, None]
+    owner = None if segments is None else segments.owner(batch, length)  # [B, T]
+    state, means, variances = belief, [], []
+    # Unbound once: taking one token at a time out of a tensor would make its gradient O(T^2).
+    for t, (query, key, value, weight) in enumerate(zip(*(x.unbind(1) for x in (q, k, v_rows, w_rows)), strict=True)):
+        mean, var = state if owner is None else state.take(owner[:, t].clamp(min=0))
+        mean, var = decays[t] * mean, decays[t] ** 2 * var + noises[t]
+        write = key * weight
+        var = var / (1 + key * write * var)
+        mean = mean + var * write * (value - key * mean)
+        means.append((query * mean).sum(-2))
+        variances.append((query**2 * var).sum(-2))
+        posterior = DiagonalBelief(mean, var)
+        state = posterior if owner is None else _put(state, posterior, owner[:, t])
 
-    mean, var = belief
-    means, variances = [], []
-    for t in range(length):
-        here, mine = owner[:, t], (owner[:, t] >= 0)[:, None, None, None]
-        prior_mean, prior_var = mean[here], var[here]
-        predicted_mean = decay[:, t] * prior_mean
-        predicted_var = decay[:, t] ** 2 * prior_var + noise[:, t]
-        write = k[:, t] * precision[:, t]
-        posterior_var = predicted_var / (1 + k[:, t] * write * predicted_var)
-        posterior_mean = predicted_mean + posterior_var * write * (values[:, t] - k[:, t] * predicted_mean)
-        means.append((q[:, t] * posterior_mean * mine).sum(-2))
-        variances.append((q[:, t] ** 2 * posterior_var * mine).sum(-2))
-        # Scatter back without writing in place: a sequence takes the posterior of the row that serves it now.
-        serves = here == sequences  # [N, B]
-        served, source = serves.any(1)[:, None, None, None], serves.int().argmax(1)
-        mean = torch.where(served, posterior_mean[source], mean)
-        var = torch.where(served, posterior_var[source], var)
+    read_mean, read_var = torch.stack(means, 1), torch.stack(variances, 1)
+    if owner is not None:
+        inside = (owner >= 0)[..., None, None]
+        read_mean, read_var = torch.where(inside, read_mean, 0), torch.where(inside, read_var, 0)
+    return Filtered(read_mean.to(v.dtype), read_var if variance else None, state)
 
-    if length == 0:
-        empty = v.new_zeros(v.shape)
-        return Filtered(empty, empty.to(dtype) if variance else None, DiagonalBelief(mean, var))
-    read_mean = torch.stack(means, 1).to(v.dtype)
-    return Filtered(read_mean, torch.stack(variances, 1) if variance else None, DiagonalBelief(mean, var))
+
+def _per_token(x: Tensor, length: int) -> Sequence[Tensor]:
+    return [x] * length if x.ndim == 3 else x.unbind(1)
+
+
+def _put(state: DiagonalBelief, posterior: DiagonalBelief, owner: Tensor) -> DiagonalBelief:
+    """Each sequence takes the posterior of the batch row that serves it now, if one does; nothing is overwritten."""
+    serves = owner == torch.arange(state.mean.shape[0], device=owner.device)[:, None]  # [N, B]
+    served, row = serves.any(1)[:, None, None, None], serves.int().argmax(1)
+    return DiagonalBelief(*(torch.where(served, new[row], old) for old, new in zip(state, posterior, strict=True)))
