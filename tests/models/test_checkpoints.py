@@ -139,6 +139,17 @@ def test_defaults():
     assert config.num_hidden_layers == 3 and KalmixConfig().num_hidden_layers == 12
 
 
+def test_resized_vocabulary():
+    for tie in (False, True):
+        model = build("kla", tie_word_embeddings=tie)
+        expected = model(tokens(1, 4)).logits
+        model.resize_token_embeddings(50, mean_resizing=False)
+        logits = model(tokens(1, 4)).logits
+        assert logits.shape[-1] == model.config.vocab_size == 50
+        torch.testing.assert_close(logits[..., :40], expected)
+        assert (model.model.lm_head.weight is model.model.embed_tokens.weight) == tie
+
+
 def test_nothing_imports_transformers_early():
     code = (
         "import sys, kalmix, kalmix.layers, kalmix.models; from kalmix.models import LanguageModel; import torch\n"

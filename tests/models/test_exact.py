@@ -70,6 +70,29 @@ def test_packing(model, keep):
 
 
 @torch.no_grad()
+def test_long_prompts_at_odd_places(model):
+    """Past every chunk and tile: pieces of random lengths, left padding and packing at once, 300 tokens each."""
+    rng = torch.Generator().manual_seed(0)
+    ids = tokens(2, 300)
+    whole = model(ids).logits
+    cuts = sorted(torch.randint(0, 301, (9,), generator=rng).tolist())
+    padded, mask = torch.zeros(2, 317, dtype=torch.long), torch.zeros(2, 317, dtype=torch.long)
+    padded[0, 17:], padded[1, 80:] = ids[0], ids[1, :237]
+    mask[0, 17:], mask[1, 80:] = 1, 1
+    cache, parts = DynamicCache(config=model.config), []
+    for start, stop in zip((0, *cuts), (*cuts, 317), strict=True):
+        part = model(padded[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+        parts.append(part.logits)
+    logits = torch.cat(parts, 1)
+    torch.testing.assert_close(logits[0, 17:], whole[0], **CLOSE)
+    torch.testing.assert_close(logits[1, 80:], whole[1, :237], **CLOSE)
+    packed = torch.cat([ids[1, :131], ids[0]])[None]
+    logits = model(packed, cu_seq_lens_q=torch.tensor([0, 131, 431])).logits[0]
+    torch.testing.assert_close(logits[:131], whole[1, :131], **CLOSE)
+    torch.testing.assert_close(logits[131:], whole[0], **CLOSE)
+
+
+@torch.no_grad()
 def test_packing_in_several_rows(model):
     ids = tokens(2, 8)
     position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4, 5]])

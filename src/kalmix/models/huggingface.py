@@ -194,8 +194,9 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: `[B, T]`, or `inputs_embeds` `[B, T, D]`.
             attention_mask: `[B, T]` or, after a cache, `[B, past + T]`: 0 at padding, left or right, without holes.
-            cu_seq_lens_q, seq_idx, position_ids: how sequences are packed into rows (see `packing.find_segments`);
-                in that order, and only without a mask. Positions themselves come from the sequences.
+            cu_seq_lens_q, seq_idx, position_ids: how sequences are packed into rows; the first that is given decides,
+                `position_ids` only without a mask or a cache. See `packing.find_segments`. Positions themselves are
+                counted in each sequence.
             past_key_values: a `DynamicCache`, read and written.
             labels: `[B, T]` as `input_ids`, shifted inside; -100 is ignored.
             output_beliefs: collect what every layer knows.
@@ -241,7 +242,7 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
         output = KalmixOutput(
             loss=None if labels is None else self._loss(traced, logits, labels, segments, num_items_in_batch),
             logits=logits,
-            past_key_values=past_key_values if use_cache else None,
+            past_key_values=past_key_values,
             hidden_states=(*traced.hiddens, traced.hidden) if hiddens else None,
             beliefs=traced.beliefs if output_beliefs else None,
         )
