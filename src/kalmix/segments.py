@@ -92,12 +92,16 @@ class Segments(NamedTuple):
         return Segments(self.rows.cpu())
 
     def owner(self, batch: int, length: int) -> Tensor:
-        """The sequence each token belongs to, int64 `[B, T]`, -1 for none."""
+        """The sequence each token belongs to, int64 `[B, T]`, -1 for none; O(B T log N), no host sync."""
+        token = torch.arange(batch * length, device=self.rows.device)
+        if self.count == 0:
+            return torch.full_like(token, -1).view(batch, length)
         row, start, stop = self.rows.long().unbind(1)
-        position = torch.arange(length, device=self.rows.device)
-        inside = (position >= start[:, None]) & (position < stop[:, None])
-        mine = (row[:, None] == torch.arange(batch, device=self.rows.device))[..., None] & inside[:, None]  # [N, B, T]
-        return torch.where(mine.any(0), mine.int().argmax(0), -1)
+        begin = torch.where(stop > start, row * length + start, batch * length)  # empty runs own nothing, and lie last
+        order = begin.argsort()
+        owner = order[(torch.searchsorted(begin[order], token, right=True) - 1).clamp(min=0)]
+        inside = (token >= begin[owner]) & (token < row[owner] * length + stop[owner])
+        return torch.where(inside, owner, -1).view(batch, length)
 
     def tiles(self, batch: int, length: int, size: int) -> Tiles:
         """The runs cut into tiles of at most `size` tokens, none spanning two runs; O(tiles), no host sync."""

@@ -5,7 +5,7 @@ import torch
 
 from kalmix import Segments
 
-ROWS = [(0, 0, 3), (0, 3, 3), (0, 4, 11), (2, 1, 9), (1, 0, 0)]
+ROWS = [(0, 0, 3), (0, 3, 3), (0, 4, 11), (2, 5, 5), (2, 1, 9), (1, 0, 0)]
 
 
 def by_hand(rows, batch, length):
@@ -16,6 +16,7 @@ def by_hand(rows, batch, length):
 
 
 def test_owner():
+    assert Segments.of(torch.zeros(0, 3, dtype=torch.int32)).owner(2, 3).tolist() == [[-1] * 3] * 2
     assert torch.equal(Segments.of(torch.tensor(ROWS)).owner(3, 11), by_hand(ROWS, 3, 11))
 
 
