@@ -11,7 +11,7 @@ import pytest
 
 from kalmix import ArgumentError, text
 
-WORDS = "the filter of a belief that decays and a token that is evidence for what comes next in the line".split()
+WORDS = ["the", "filter", "of", "a", "belief", "that", "decays", "is", "evidence", "for", "what", "comes", "next", "in"]
 
 
 def paragraph(seed: int) -> str:
@@ -118,5 +118,5 @@ def test_an_empty_folder_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "vocabulary"), [("words", 300), ("bpe", 256)])
 def test_tokens_that_do_not_exist(kind: str, vocabulary: int) -> None:
-    with pytest.raises(ArgumentError, match="tokens|vocabulary"):
+    with pytest.raises(ArgumentError, match=r"tokens|vocabulary"):
         text.train_tokenizer([], kind, vocabulary=vocabulary)

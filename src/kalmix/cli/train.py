@@ -29,9 +29,7 @@ def run(
     accumulate: Annotated[int, typer.Option(help="Batches whose gradients make a step.")] = Recipe.accumulate,
     documents: Annotated[bool, typer.Option("--documents", help="Forget at the start of each document.")] = False,
     steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help=f"Stop after so long.  [default: {MINUTES} without --steps]")
-    ] = None,
+    minutes: Annotated[float | None, typer.Option(help=f"Stop after so long ({MINUTES} without --steps).")] = None,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = Recipe.rate,
     decay: Annotated[float, typer.Option(help="Weight decay of matrices.")] = Recipe.decay,
     warmup: Annotated[float, typer.Option(help="Part of the run in which the rate rises.")] = Recipe.warmup,
@@ -40,7 +38,7 @@ def run(
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in mixed precision.")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the model first.")] = False,  # noqa: A002
     seed: Annotated[int, typer.Option(help="Of weights, order and samples.")] = Recipe.seed,
-    output: Annotated[Path | None, typer.Option(help="Where everything goes.  [default: runs/ and the time]")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where everything goes (runs/ and the time).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output, as it was set up.")] = False,
 ) -> None:
     """Train a language model on a text, and say how well it compresses text that it never saw."""

@@ -7,6 +7,7 @@ from os import PathLike
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LogNorm, Normalize
 from numpy.typing import ArrayLike
 
@@ -65,7 +66,9 @@ def beliefs(
         # Layers differ in scale, so each row is shown relative to its own typical value.
         relative = spread / np.median(spread, axis=1, keepdims=True).clip(min=np.finfo(float).tiny)
         reach = float(np.clip(np.quantile(np.abs(np.log(relative.clip(1e-30))), 0.98), 0.05, 7.0))
-        _strip(middle, relative, names, VARIANCE, LogNorm(np.exp(-reach), np.exp(reach)))
+        ends = [float(np.exp(end)) for end in (-reach, 0, reach)]
+        bar = _strip(middle, relative, names, VARIANCE, LogNorm(ends[0], ends[2]))
+        bar.set_ticks(ends, labels=[f"{end:.2g}\N{MULTIPLICATION SIGN}" for end in ends])
         middle.set_title("Predictive variance, relative to the layer's median")
         _strip(bottom, written, names, GAIN, Normalize(0, max(1e-12, float(np.quantile(written, 0.99)))))
         bottom.set_title("Write gain")
@@ -74,7 +77,7 @@ def beliefs(
     return path
 
 
-def _strip(axes: Axes, values: np.ndarray, names: Sequence[str], colours: str, norm: Normalize) -> None:
+def _strip(axes: Axes, values: np.ndarray, names: Sequence[str], colours: str, norm: Normalize) -> Colorbar:
     image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(length=0)
@@ -84,3 +87,4 @@ def _strip(axes: Axes, values: np.ndarray, names: Sequence[str], colours: str, n
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=7, colors=MUTED)
     bar.ax.minorticks_off()
+    return bar

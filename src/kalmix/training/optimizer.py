@@ -25,13 +25,8 @@ def parameter_groups(model: nn.Module, *, rate: float, decay: float) -> list[dic
     embeddings, head = _weights(model, "get_input_embeddings"), _weights(model, "get_output_embeddings")
     mixers = (module for module in model.modules() if isinstance(module, Mixer))
     dynamics = {id(value) for mixer in mixers for value in mixer.dynamics_parameters()}
-    groups: dict[str, list[nn.Parameter]] = {
-        "dynamics": [],
-        "embeddings": [],
-        "head": [],
-        "matrices": [],
-        "vectors": [],
-    }
+    names = ("matrices", "vectors", "embeddings", "head", "dynamics")  # the rate of the first is logged
+    groups: dict[str, list[nn.Parameter]] = {name: [] for name in names}
     for value in model.parameters():
         if not value.requires_grad:
             continue
@@ -44,14 +39,9 @@ def parameter_groups(model: nn.Module, *, rate: float, decay: float) -> list[dic
         else:
             name = "matrices" if value.ndim >= 2 else "vectors"
         groups[name].append(value)
-    rates = {"dynamics": DYNAMICS_RATE * rate}
+    rates, decays = {"dynamics": DYNAMICS_RATE * rate}, {"matrices": decay}
     return [
-        {
-            "name": name,
-            "params": values,
-            "lr": rates.get(name, rate),
-            "weight_decay": decay if name == "matrices" else 0.0,
-        }
+        {"name": name, "params": values, "lr": rates.get(name, rate), "weight_decay": decays.get(name, 0.0)}
         for name, values in groups.items()
         if values
     ]

@@ -94,6 +94,7 @@ def arguments(recipe: Recipe, output: Path, *, batch: int) -> TrainingArguments:
         save_total_limit=2,
         eval_strategy="no",
         prediction_loss_only=True,
+        ddp_find_unused_parameters=False,
         dataloader_drop_last=True,
         dataloader_pin_memory=torch.cuda.is_available(),
         remove_unused_columns=False,
