@@ -98,16 +98,10 @@ def _gain(layer: KLA, x: Tensor) -> Tensor:
 
 
 def _weights(layer: KLA, x: Tensor) -> Tensor:
-    """How much of each token's value is in each token's read-out, `[T, T]`, averaged over channels.
-
-    The mean is linear in the values, so impulses find the matrix: row s of the batch has the value 1 at token s only.
-    """
-    length = x.shape[1]
+    """How much of each token's value is in each token's read-out, `[T, T]`, averaged over channels."""
     z = torch.nn.functional.silu(layer.conv(layer.in_proj(x).chunk(2, dim=-1)[0])[0])
     q, k, v, noise = layer._signals(z)
-    each = (length, -1, -1, -1)
-    q, k, precision = (signal[:, :, None].expand(each) for signal in (q, k, observation_precision(noise)))
-    impulses = torch.eye(length, dtype=v.dtype, device=x.device)[:, :, None, None].expand(-1, -1, 1, v.shape[-1])
+    q, k, v, precision = (signal[:, :, None] for signal in (q, k, v, observation_precision(noise)))
     log_decay, process_noise = layer.dynamics(torch.float32)
-    found = ops.diagonal(q, k, impulses, precision=precision, log_decay=log_decay, process_noise=process_noise)
-    return found.mean.abs().mean((2, 3)).T
+    matrix = ops.diagonal_matrix(q, k, v, precision=precision, log_decay=log_decay, process_noise=process_noise)
+    return matrix.weights[0].abs().mean((0, 1))
