@@ -54,7 +54,7 @@ def pictures(run: Run, rivals: dict[str, float]) -> list[Path]:
         variance, reading.variance, reading.tokens, reading.names, title="Posterior variance over a held-out passage"
     )
     plots.attention_maps(
-        weights, reading.weights, reading.tokens, reading.names, title="Kalman attention maps of the same passage"
+        weights, reading.weights, reading.tokens, reading.names, title="Kalman attention maps of a held-out passage"
     )
     return [curve, variance, weights]
 

@@ -66,8 +66,8 @@ def picture(
 
 
 def width_for(tokens: int) -> float:
-    """Inches that give each token's label room, within reason."""
-    return float(np.clip(1.8 + 0.125 * tokens, 7.0, 18.0))
+    """Inches that give each token's label room; where there are too many to label, no more than is pleasant."""
+    return float(np.clip(1.8 + 0.125 * tokens, 7.0, 18.0)) if tokens <= LABELLED else 10.0
 
 
 def label_tokens(axes: Axes, tokens: Sequence[str]) -> None:
