@@ -1,0 +1,394 @@
+"""`diagonal` in Triton: the steps of one cell, how work is cut, and the forward pass.
+
+Every cell (slot, channel) is independent, so a program owns a few channels with all their slots and steps through
+time with the beliefs in registers. Parallelism over time comes from tiles of tokens, in three launches:
+
+1. `_map_tiles`: what each tile does to *any* belief entering it, five numbers a cell;
+2. `_enter_tiles`: the entry belief of every tile, by applying those maps to the prior one after another;
+3. `_read_out`: the recursion itself from the entry belief, writing outputs and, for the backward pass, a belief
+   every few tokens.
+
+The effect of a tile on a cell of mean m and variance x is, with d = 1 / (1 + x information),
+
+    variance = gain^2 x d + floor,    mean = gain (m + x score) d + offset
+
+where `floor` and `offset` are what the recursion makes of x = 0, m = 0. All five are bounded whatever the data;
+none needs p > 0. (A composition of the Moebius maps of equation 16 needs rescaling; this does not.)
+
+Scratch memory is channels-first with the slots of a channel contiguous, padded to a power of two (`P` below), so
+that a thread's four slots are one 16-byte access and few lanes share a sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from kalmix.kernels.diagonal.fused import SPACING, padded
+from kalmix.segments import Segments
+
+LOOSE = ["length", "size", "tiles"]  # numbers that must not compile a kernel anew
+STRIDES = [f"{tensor}_{axis}" for tensor in ("mean", "var") for axis in "ngkv"]
+_RESIDENT = 32  # warps of the forward kernels that fit on a multiprocessor: 64 registers a thread
+
+
+class Plan(NamedTuple):
+    """How a call is cut.
+
+    Attributes:
+        size: tokens a tile, a multiple of `SPACING`.
+        tiles: tiles a batch row; with segments, tiles in all.
+        count: tiles in all.
+        table: int64 `[count, 5]` (sequence, first token in `[B * T]`, tokens, whether it is the last of its sequence,
+            its first kept belief), or a placeholder without segments, where arithmetic says the same.
+        bounds: int64 `[N, 2]`, first tile and end of each sequence, or a placeholder.
+        single: no sequence has more than one tile.
+    """
+
+    size: int
+    tiles: int
+    count: int
+    table: Tensor
+    bounds: Tensor
+    single: bool
+
+
+def plan(batch: int, length: int, size: int, segments: Segments | None, like: Tensor) -> Plan:
+    """Cut every sequence into tiles of `size` tokens, rounded up to whole spacings."""
+    size = triton.cdiv(size, SPACING) * SPACING
+    if segments is None:
+        tiles = triton.cdiv(length, size)
+        return Plan(size, tiles, batch * tiles, like, like, tiles == 1)
+    cut = segments.tiles(batch, length, size)
+    tokens = (segments.rows[:, 2] - segments.rows[:, 1]).long()
+    pieces, kept = (tokens + size - 1) // size, (tokens + SPACING - 1) // SPACING
+    end = cut.last + 1
+    within = torch.arange(len(cut.token), device=tokens.device) - (end - pieces)[cut.sequence]
+    last = (within + 1 == pieces[cut.sequence]) & (cut.count > 0)
+    first_kept = (kept.cumsum(0) - kept)[cut.sequence] + within * (size // SPACING)
+    table = torch.stack([cut.sequence, cut.token, cut.count, last, first_kept], dim=1)
+    return Plan(size, len(table), len(table), table, torch.stack([end - pieces, end], dim=1), length <= size)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors there are to fill (on the CPU, where it only shapes tests, as on an H100 or H200)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def tile_size(length: int, warps: int, resident: int) -> int:
+    """Tokens a tile, given how many warps one tile a row makes and how many fit at once.
+
+    Tiles cost a second pass, so there is one where it fills half the GPU. Otherwise they make four rounds of warps,
+    or, where that takes tiles under 64 tokens, one round; never a little more than one.
+    """
+    finest = max(1, length // 64)
+    pieces = min(finest, 4 * resident // warps)
+    if 2 * warps >= resident:
+        pieces = 1
+    elif pieces * warps < 2 * resident:
+        pieces = max(1, min(pieces, resident // warps))
+    return triton.cdiv(length, pieces)
+
+
+def block(slots: int, cells: int) -> int:
+    """Channels a warp at so many cells a thread."""
+    return max(1, 32 * cells // padded(slots))
+
+
+def rows(x: Tensor) -> Tensor:
+    """`x` `[B, T, heads, width]`, copied unless a token is a fixed stride after the one before, its width contiguous."""
+    steady = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    return x if steady else x.contiguous()
+
+
+def hardware() -> bool:
+    """Whether kernels are compiled for an NVIDIA GPU, so that PTX may be used."""
+    return not knobs.runtime.interpret and torch.version.cuda is not None
+
+
+@triton.jit
+def reciprocal(x, PTX: tl.constexpr):
+    # One instruction, right to the last bit but one; division takes eight, and there is one a cell and token.
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def tile_of(table, index, length, size, tiles, SPACING: tl.constexpr, PACKED: tl.constexpr):
+    """A tile's sequence, first token in the batch, tokens, whether it is its sequence's last, its first kept belief."""
+    if PACKED:
+        row = table + index.to(tl.int64) * 5
+        return tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32), tl.load(row + 3) != 0, tl.load(row + 4)
+    else:
+        sequence = (index // tiles).to(tl.int64)
+        within = index % tiles
+        first = within * size
+        slot = sequence * tl.cdiv(length, SPACING) + first // SPACING
+        return sequence, sequence * length + first, tl.minimum(length - first, size), within == tiles - 1, slot
+
+
+@triton.jit
+def cell_offsets(head, channel, V, P: tl.constexpr):
+    return (head * V + channel)[:, None] * P + tl.arange(0, P)[None, :]
+
+
+@triton.jit
+def belief_of(base, n, head, channel, slot, n_stride, g_stride, k_stride, v_stride, real):
+    """Half a belief `[channels, slots]` from `[N, G, K, V]` of any strides."""
+    at = n * n_stride + head * g_stride + slot[None, :] * k_stride + channel[:, None] * v_stride
+    return tl.load(base + at, mask=real, other=0.0)
+
+
+@triton.jit
+def dynamics_of(log_decay, noise, head, channel, V, K: tl.constexpr, P: tl.constexpr):
+    """Decay and process noise `[channels, slots]` from contiguous `[G, K, V]`; cells outside neither move nor matter."""
+    slot = tl.arange(0, P)
+    inside = (channel < V)[:, None] & (slot < K)[None, :]
+    at = head * K * V + slot[None, :] * V + channel[:, None]
+    decay = tl.exp(tl.load(log_decay + at, mask=inside, other=0.0).to(tl.float32))
+    return decay, tl.load(noise + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def key_at(base, slot, channel, K: tl.constexpr, P: tl.constexpr):
+    """A token's key or query `[channels, slots]`, held by every channel's threads: no exchange between them."""
+    spread = tl.max_contiguous(slot[None, :] + tl.zeros_like(channel)[:, None], [1, 4])
+    if K == P:
+        return tl.load(base + spread)
+    else:
+        return tl.load(base + spread, mask=spread < K, other=0.0)
+
+
+@triton.jit
+def value_at(base, channel, V, EVEN: tl.constexpr):
+    """A token's value, precision or output gradient, `[channels, 1]`; 0 past the last channel."""
+    if EVEN:
+        return tl.load(base + channel)[:, None]
+    else:
+        return tl.load(base + channel, mask=channel < V, other=0.0)[:, None]
+
+
+@triton.jit
+def step(mean, var, key, precision, value, decay, noise, PTX: tl.constexpr):
+    """One token (equations 16 and 20 as moments): posterior mean and variance, their ratio r to the predicted ones, and
+    the surprise that moves the mean."""
+    predicted = decay * decay * var + noise
+    write = key * precision
+    shrink = reciprocal(1.0 + key * write * predicted, PTX)  # posterior over predicted variance
+    var = predicted * shrink
+    carried = decay * mean
+    surprise = write * (value - key * carried)
+    return carried + var * surprise, var, shrink, surprise
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def _map_tiles(
+    k, v, precision, log_decay, noise, maps, table,
+    length, size, tiles, k_token, k_head, v_token, v_head, p_token, p_head, G, V, SHARE,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(V, BLOCK)
+    index = tl.program_id(0) // blocks
+    head = tl.program_id(1)
+    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.arange(0, P)
+    sequence, token, count, last, kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
+    if last:
+        return
+    decay, noise = dynamics_of(log_decay, noise, head, channel, V, K, P)
+    k += token * k_token + head // SHARE * k_head
+    v += token * v_token + head * v_head
+    precision += token * p_token + head * p_head
+    floor = tl.zeros([BLOCK, P], tl.float32)
+    offset = tl.zeros([BLOCK, P], tl.float32)
+    gain = tl.full([BLOCK, P], 1.0, tl.float32)
+    information = tl.zeros([BLOCK, P], tl.float32)
+    score = tl.zeros([BLOCK, P], tl.float32)
+    next_key = key_at(k, slot, channel, K, P)
+    next_value = value_at(v, channel, V, EVEN)
+    next_precision = value_at(precision, channel, V, EVEN)
+    for t in tl.range(count, loop_unroll_factor=2):
+        more = (t + 1 < count).to(tl.int32)  # the last token is loaded once more rather than masked
+        key, value, weight = next_key.to(tl.float32), next_value.to(tl.float32), next_precision.to(tl.float32)
+        k += more * k_token
+        v += more * v_token
+        precision += more * p_token
+        next_key = key_at(k, slot, channel, K, P)
+        next_value = value_at(v, channel, V, EVEN)
+        next_precision = value_at(precision, channel, V, EVEN)
+        offset, floor, shrink, surprise = step(offset, floor, key, weight, value, decay, noise, PTX)
+        before = decay * gain
+        gain = before * shrink
+        information += before * gain * (key * (key * weight))
+        score += gain * surprise
+    inside = (channel < V)[:, None] & (slot < P)[None, :]
+    plane = G * V * P
+    maps += index.to(tl.int64) * 5 * plane + cell_offsets(head, channel, V, P)
+    tl.store(maps, gain, mask=inside)
+    tl.store(maps + plane, information, mask=inside)
+    tl.store(maps + 2 * plane, score, mask=inside)
+    tl.store(maps + 3 * plane, floor, mask=inside)
+    tl.store(maps + 4 * plane, offset, mask=inside)
+
+
+@triton.jit(do_not_specialize=[*LOOSE, *STRIDES])
+def _enter_tiles(
+    maps, entries, mean, var, bounds, tiles,
+    mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.arange(0, P)
+    inside = (channel < V)[:, None] & (slot < P)[None, :]
+    real = (channel < V)[:, None] & (slot < K)[None, :]
+    m = belief_of(mean, sequence, head, channel, slot, mean_n, mean_g, mean_k, mean_v, real)
+    x = belief_of(var, sequence, head, channel, slot, var_n, var_g, var_k, var_v, real)
+    if PACKED:
+        first, end = tl.load(bounds + 2 * sequence), tl.load(bounds + 2 * sequence + 1)
+    else:
+        first, end = sequence * tiles, sequence * tiles + tiles
+    plane = G * V * P
+    at = cell_offsets(head, channel, V, P)
+    for index in tl.range(first, end, num_stages=4):
+        gain = tl.load(maps + index * 5 * plane + at, mask=inside & (index + 1 < end), other=0.0)
+        information = tl.load(maps + (index * 5 + 1) * plane + at, mask=inside & (index + 1 < end), other=0.0)
+        score = tl.load(maps + (index * 5 + 2) * plane + at, mask=inside & (index + 1 < end), other=0.0)
+        floor = tl.load(maps + (index * 5 + 3) * plane + at, mask=inside & (index + 1 < end), other=0.0)
+        offset = tl.load(maps + (index * 5 + 4) * plane + at, mask=inside & (index + 1 < end), other=0.0)
+        tl.store(entries + index * 2 * plane + at, m, mask=inside)
+        tl.store(entries + (index * 2 + 1) * plane + at, x, mask=inside)
+        through = gain / (1.0 + x * information)
+        m = (m + x * score) * through + offset
+        x = gain * x * through + floor
+
+
+@triton.jit(do_not_specialize=[*LOOSE, *STRIDES])
+def _read_out(
+    q, k, v, precision, log_decay, noise, entry_mean, entry_var, read_mean, read_var, last_mean, last_var, kept, table,
+    length, size, tiles, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head,
+    mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V, SHARE,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, PACKED: tl.constexpr,
+    EVEN: tl.constexpr, SINGLE: tl.constexpr, VARIANCE: tl.constexpr, KEEP: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(V, BLOCK)
+    index = tl.program_id(0) // blocks
+    head = tl.program_id(1)
+    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.arange(0, P)
+    inside = (channel < V)[:, None] & (slot < P)[None, :]
+    real = (channel < V)[:, None] & (slot < K)[None, :]
+    sequence, token, count, last, kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
+    entry = sequence if SINGLE else index.to(tl.int64)  # the prior itself, or what `_enter_tiles` wrote
+    mean = belief_of(entry_mean, entry, head, channel, slot, mean_n, mean_g, mean_k, mean_v, real)
+    var = belief_of(entry_var, entry, head, channel, slot, var_n, var_g, var_k, var_v, real)
+    decay, noise = dynamics_of(log_decay, noise, head, channel, V, K, P)
+    q += token * q_token + head // SHARE * q_head
+    k += token * k_token + head // SHARE * k_head
+    v += token * v_token + head * v_head
+    precision += token * p_token + head * p_head
+    read_mean += (token * G + head) * V + channel
+    read_var += (token * G + head) * V + channel
+    plane = G * V * P
+    kept += kept_slot * 2 * plane + cell_offsets(head, channel, V, P)
+    next_query = key_at(q, slot, channel, K, P)
+    next_key = key_at(k, slot, channel, K, P)
+    next_value = value_at(v, channel, V, EVEN)
+    next_precision = value_at(precision, channel, V, EVEN)
+    for group in range(0, count, SPACING):
+        if KEEP:
+            tl.store(kept, mean, mask=inside)
+            tl.store(kept + plane, var, mask=inside)
+            kept += 2 * plane
+        for t in tl.range(group, tl.minimum(group + SPACING, count), loop_unroll_factor=2):
+            more = (t + 1 < count).to(tl.int32)  # the last token is loaded once more rather than masked
+            query, key = next_query.to(tl.float32), next_key.to(tl.float32)
+            value, weight = next_value.to(tl.float32), next_precision.to(tl.float32)
+            q += more * q_token
+            k += more * k_token
+            v += more * v_token
+            precision += more * p_token
+            next_query = key_at(q, slot, channel, K, P)
+            next_key = key_at(k, slot, channel, K, P)
+            next_value = value_at(v, channel, V, EVEN)
+            next_precision = value_at(precision, channel, V, EVEN)
+            mean, var, shrink, surprise = step(mean, var, key, weight, value, decay, noise, PTX)
+            tl.store(read_mean, tl.sum(query * mean, 1).to(read_mean.dtype.element_ty), mask=channel < V)
+            read_mean += G * V
+            if VARIANCE:
+                tl.store(read_var, tl.sum(query * query * var, 1), mask=channel < V)
+                read_var += G * V
+    if last:
+        at = (sequence * G + head) * K * V + slot[None, :] * V + channel[:, None]
+        tl.store(last_mean + at, mean, mask=real)
+        tl.store(last_var + at, var, mask=real)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    precision: Tensor,
+    log_decay: Tensor,
+    process_noise: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    segments: Segments | None,
+    variance: bool,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Read-out mean and variance (empty where not wanted), last belief's mean and variance.
+
+    Writes the belief before every `SPACING`-th token of a sequence into `kept`, unless it is empty.
+    """
+    (batch, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
+    q, k, v, precision = rows(q), rows(k), rows(v), rows(precision)
+    log_decay, process_noise = log_decay.contiguous(), process_noise.contiguous()
+    width, size = padded(slots), block(slots, 4)
+    blocks = triton.cdiv(channels, size)
+    resident = _RESIDENT * multiprocessors(v.device)
+    cut = plan(batch, length, tile_size(length, batch * heads * blocks, resident), segments, q)
+
+    like = dict(dtype=torch.float32, device=v.device)
+    if segments is None:
+        read_mean, read_var = torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty(v.shape if variance else 0, **like)
+        last_mean, last_var = torch.empty(mean.shape, **like), torch.empty(var.shape, **like)
+    else:  # tokens outside every segment read out 0, and an empty one ends with its prior
+        read_mean, read_var = torch.zeros_like(v, memory_format=torch.contiguous_format), torch.zeros(v.shape if variance else 0, **like)
+        last_mean, last_var = (x.clone(memory_format=torch.contiguous_format) for x in (mean, var))
+
+    common = dict(K=slots, P=width, PACKED=segments is not None)
+    cells = dict(BLOCK=size, SPACING=SPACING, EVEN=channels % size == 0, PTX=hardware(), num_warps=1, **common)
+    strides = (*k.stride()[1:3], *v.stride()[1:3], *precision.stride()[1:3])
+    entry_mean, entry_var = mean, var
+    if not cut.single:
+        maps = torch.empty(cut.count, 5, heads, channels, width, **like)
+        _map_tiles[cut.count * blocks, heads](
+            k, v, precision, log_decay, process_noise, maps, cut.table, length, cut.size, cut.tiles,
+            *strides, heads, channels, heads // shared, **cells,
+        )  # fmt: skip
+        entries = torch.empty(cut.count, 2, heads, channels, width, **like)
+        few = block(slots, 4)
+        _enter_tiles[len(mean), heads, triton.cdiv(channels, few)](
+            maps, entries, mean, var, cut.bounds, cut.tiles, *mean.stride(), *var.stride(), heads, channels,
+            BLOCK=few, num_warps=4, **common,
+        )  # fmt: skip
+        entry_mean, entry_var = (x.transpose(-1, -2) for x in entries.unbind(1))
+    _read_out[cut.count * blocks, heads](
+        q, k, v, precision, log_decay, process_noise, entry_mean, entry_var, read_mean, read_var, last_mean, last_var,
+        kept, cut.table, length, cut.size, cut.tiles, *q.stride()[1:3], *strides,
+        *entry_mean.stride(), *entry_var.stride(), heads, channels, heads // shared,
+        SINGLE=cut.single, VARIANCE=variance, KEEP=kept.numel() > 0, **cells,
+    )  # fmt: skip
+    return read_mean, read_var, last_mean, last_var

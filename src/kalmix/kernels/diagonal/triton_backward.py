@@ -1,0 +1,390 @@
+"""`diagonal` in Triton: the backward pass, exact and parallel over time.
+
+With adjoints (gm, gs) of a posterior (mean, variance), one token takes them to those of its predecessor, and over a
+tile that is affine in the adjoints leaving the tile:
+
+    gm_in = gm + D_m gm_out,   gs_in = gs + D_x gm_out + D_m^2 gs_out
+
+where D_m and D_x are the derivatives of the mean leaving by the mean and the variance entering. Three launches again:
+
+1. `_map_adjoints`: `gm`, `gs`, `D_m` and `D_x` of every tile. Derivatives by the entry belief accumulate *forwards*
+   in time, so nothing has to be kept;
+2. `_enter_adjoints`: the adjoints leaving every tile, from the last to the first, and the prior's gradient;
+3. `_gradients`: backwards through each tile with its true adjoints. Beliefs are recomputed from the kept ones, and
+   those of the few tokens at hand stay in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kalmix.kernels.diagonal.fused import SPACING, padded
+from kalmix.kernels.diagonal.triton import (
+    LOOSE,
+    STRIDES,
+    belief_of,
+    block,
+    cell_offsets,
+    dynamics_of,
+    hardware,
+    key_at,
+    multiprocessors,
+    plan,
+    reciprocal,
+    rows,
+    step,
+    tile_of,
+    value_at,
+)
+from kalmix.segments import Segments
+
+_WINDOW = 4  # tokens whose beliefs are held in registers
+_RESIDENT = 8  # warps of `_gradients` that fit on a multiprocessor: all the registers a thread can have
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def _map_adjoints(
+    q, k, v, precision, log_decay, noise, kept, grad_mean, grad_var, maps, table,
+    length, size, tiles, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head, gm_token, gm_head,
+    gv_token, gv_head, G, V, SHARE,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, PACKED: tl.constexpr,
+    EVEN: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(V, BLOCK)
+    index = tl.program_id(0) // blocks
+    head = tl.program_id(1)
+    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.arange(0, P)
+    sequence, token, count, last, kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
+    inside = (channel < V)[:, None] & (slot < P)[None, :]
+    plane = G * V * P
+    at = cell_offsets(head, channel, V, P)
+    kept += kept_slot * 2 * plane + at
+    mean = tl.load(kept, mask=inside & (count > 0), other=0.0)
+    var = tl.load(kept + plane, mask=inside & (count > 0), other=0.0)
+    decay, noise = dynamics_of(log_decay, noise, head, channel, V, K, P)
+    q += token * q_token + head // SHARE * q_head
+    k += token * k_token + head // SHARE * k_head
+    v += token * v_token + head * v_head
+    precision += token * p_token + head * p_head
+    grad_mean += token * gm_token + head * gm_head
+    grad_var += token * gv_token + head * gv_head
+    by_mean = tl.full([BLOCK, P], 1.0, tl.float32)
+    by_var = tl.zeros([BLOCK, P], tl.float32)
+    adjoint_mean = tl.zeros([BLOCK, P], tl.float32)
+    adjoint_var = tl.zeros([BLOCK, P], tl.float32)
+    next_query = key_at(q, slot, channel, K, P)
+    next_key = key_at(k, slot, channel, K, P)
+    next_value = value_at(v, channel, V, EVEN)
+    next_precision = value_at(precision, channel, V, EVEN)
+    next_grad = value_at(grad_mean, channel, V, EVEN)
+    for t in range(count):
+        more = (t + 1 < count).to(tl.int32)  # the last token is loaded once more rather than masked
+        query, key = next_query.to(tl.float32), next_key.to(tl.float32)
+        value, weight, grad = next_value.to(tl.float32), next_precision.to(tl.float32), next_grad.to(tl.float32)
+        q += more * q_token
+        k += more * k_token
+        v += more * v_token
+        precision += more * p_token
+        grad_mean += more * gm_token
+        next_query = key_at(q, slot, channel, K, P)
+        next_key = key_at(k, slot, channel, K, P)
+        next_value = value_at(v, channel, V, EVEN)
+        next_precision = value_at(precision, channel, V, EVEN)
+        next_grad = value_at(grad_mean, channel, V, EVEN)
+        mean, var, shrink, surprise = step(mean, var, key, weight, value, decay, noise, PTX)
+        slope = decay * shrink
+        by_mean *= slope
+        by_var = slope * by_var + by_mean * by_mean * surprise
+        asked = query * grad
+        adjoint_mean += by_mean * asked
+        adjoint_var += by_var * asked
+        if VARIANCE:
+            asked_var = value_at(grad_var, channel, V, EVEN).to(tl.float32)
+            adjoint_var += by_mean * by_mean * (query * query * asked_var)
+            grad_var += gv_token
+    maps += index.to(tl.int64) * 4 * plane + at
+    tl.store(maps, adjoint_mean, mask=inside)
+    tl.store(maps + plane, adjoint_var, mask=inside)
+    tl.store(maps + 2 * plane, by_mean, mask=inside)
+    tl.store(maps + 3 * plane, by_var, mask=inside)
+
+
+@triton.jit(do_not_specialize=[*LOOSE, *STRIDES])
+def _enter_adjoints(
+    maps, leaving, grad_last_mean, grad_last_var, grad_mean, grad_var, bounds, tiles,
+    mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.arange(0, P)
+    inside = (channel < V)[:, None] & (slot < P)[None, :]
+    real = (channel < V)[:, None] & (slot < K)[None, :]
+    gm = belief_of(grad_last_mean, sequence, head, channel, slot, mean_n, mean_g, mean_k, mean_v, real)
+    gs = belief_of(grad_last_var, sequence, head, channel, slot, var_n, var_g, var_k, var_v, real)
+    if PACKED:
+        first, end = tl.load(bounds + 2 * sequence), tl.load(bounds + 2 * sequence + 1)
+    else:
+        first, end = sequence * tiles, sequence * tiles + tiles
+    plane = G * V * P
+    at = cell_offsets(head, channel, V, P)
+    for back in tl.range(0, end - first, num_stages=4):
+        index = end - 1 - back
+        adjoint_mean = tl.load(maps + index * 4 * plane + at, mask=inside, other=0.0)
+        adjoint_var = tl.load(maps + (index * 4 + 1) * plane + at, mask=inside, other=0.0)
+        by_mean = tl.load(maps + (index * 4 + 2) * plane + at, mask=inside, other=0.0)
+        by_var = tl.load(maps + (index * 4 + 3) * plane + at, mask=inside, other=0.0)
+        tl.store(leaving + index * 2 * plane + at, gm, mask=inside)
+        tl.store(leaving + (index * 2 + 1) * plane + at, gs, mask=inside)
+        gs = adjoint_var + by_var * gm + by_mean * by_mean * gs
+        gm = adjoint_mean + by_mean * gm
+    at = (sequence * G + head) * K * V + slot[None, :] * V + channel[:, None]
+    tl.store(grad_mean + at, gm, mask=real)
+    tl.store(grad_var + at, gs, mask=real)
+
+
+@triton.jit
+def load_window(
+    start, end, k, v, precision, slot, channel, k_token, v_token, p_token, V,
+    K: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Keys, values and precisions of the tokens [start, start + WINDOW); from `end` on, of the last."""
+    signals = ()
+    for i in tl.static_range(WINDOW):
+        t = tl.minimum(start + i, end - 1)
+        signals = signals + (
+            key_at(k + t * k_token, slot, channel, K, P),
+            value_at(v + t * v_token, channel, V, EVEN),
+            value_at(precision + t * p_token, channel, V, EVEN),
+        )
+    return signals
+
+
+@triton.jit
+def back_through(
+    start, states, q, k, v, precision, grad_mean, grad_var, dv, dprecision, dqk, again,
+    gm, gs, by_noise, by_decay, decay, noise, slot, channel,
+    q_token, k_token, v_token, p_token, gm_token, gv_token, out_token, dqk_token, V,
+    K: tl.constexpr, P: tl.constexpr, EVERY: tl.constexpr, SPACING: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr,
+    VARIANCE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Back through the tokens [start, start + WINDOW) of a tile, from a belief stored at most EVERY tokens before."""
+    states += start % SPACING // EVERY * 2 * channel.shape[0] * slot.shape[0]
+    mean = tl.load(states)
+    var = tl.load(states + channel.shape[0] * slot.shape[0])
+    if WINDOW < EVERY:
+        for t in range(start // EVERY * EVERY, start):
+            key = key_at(k + t * k_token, slot, channel, K, P).to(tl.float32)
+            value = value_at(v + t * v_token, channel, V, EVEN).to(tl.float32)
+            weight = value_at(precision + t * p_token, channel, V, EVEN).to(tl.float32)
+            mean, var, shrink, surprise = step(mean, var, key, weight, value, decay, noise, PTX)
+    signals, before = (), ()
+    pair = tl.arange(0, 2)[None, :]
+    real = (slot < K)[:, None] & (pair >= 0)
+    sums = dqk + 2 * slot[:, None] + pair
+    for i in tl.static_range(WINDOW):  # all loads together, ahead of the stores that they could not overtake
+        t = start + i
+        signals = signals + (
+            key_at(q + t * q_token, slot, channel, K, P),
+            key_at(k + t * k_token, slot, channel, K, P),
+            value_at(v + t * v_token, channel, V, EVEN),
+            value_at(precision + t * p_token, channel, V, EVEN),
+            value_at(grad_mean + t * gm_token, channel, V, EVEN),
+            tl.load(sums + t * dqk_token, mask=real, other=0.0),
+        )
+    for i in tl.static_range(WINDOW):
+        key, value = signals[6 * i + 1].to(tl.float32), signals[6 * i + 2].to(tl.float32)
+        weight = signals[6 * i + 3].to(tl.float32)
+        before = before + (mean, var)
+        mean, var, shrink, surprise = step(mean, var, key, weight, value, decay, noise, PTX)
+    for i in tl.static_range(WINDOW - 1, -1, -1):
+        t = start + i
+        after = mean
+        mean, var = before[2 * i], before[2 * i + 1]
+        query, key = signals[6 * i].to(tl.float32), signals[6 * i + 1].to(tl.float32)
+        value, weight = signals[6 * i + 2].to(tl.float32), signals[6 * i + 3].to(tl.float32)
+        grad = signals[6 * i + 4].to(tl.float32)
+
+        predicted = decay * decay * var + noise
+        write = key * weight
+        shrink = reciprocal(1.0 + key * write * predicted, PTX)
+        posterior = predicted * shrink
+        carried = decay * mean
+        error = value - key * carried
+        gain = posterior * write
+
+        gm += query * grad
+        dquery = grad * after
+        if VARIANCE:
+            asked = value_at(grad_var + t * gv_token, channel, V, EVEN).to(tl.float32)
+            gs += query * query * asked
+            dquery += 2.0 * query * asked * posterior
+        # mean' = carried + gain error with gain = posterior write; posterior = predicted / (1 + key^2 weight predicted)
+        dgain = gm * error
+        derror = gm * gain
+        part = gs * posterior
+        dwrite = posterior * (dgain * shrink - key * part)  # what the gain takes back is left out before it cancels
+        dkey = weight * dwrite - gain * (part + dgain * gain) - carried * derror
+        dpredicted = (gs + dgain * write) * shrink * shrink
+        by_noise += dpredicted
+        gm = decay * (gm * shrink)
+        gs = decay * decay * dpredicted
+        by_decay += 2.0 * var * gs + mean * gm
+
+        tl.store(dv + t * out_token + channel, tl.sum(derror, 1).to(dv.dtype.element_ty), mask=channel < V)
+        tl.store(dprecision + t * out_token + channel, tl.sum(key * dwrite, 1).to(dprecision.dtype.element_ty), mask=channel < V)
+        others = tl.where(again, signals[6 * i + 5], 0.0)  # of the channels before
+        total = others + tl.sum(tl.join(dquery, dkey), 0)
+        tl.store(sums + t * dqk_token, total, mask=real)
+    return gm, gs, by_noise, by_decay
+
+
+@triton.jit(do_not_specialize=[*LOOSE, "splits", "tokens"])
+def _gradients(
+    q, k, v, precision, log_decay, noise, kept, states, leaving, grad_mean, grad_var, dv, dprecision, dqk, table,
+    length, size, tiles, splits, tokens, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head, gm_token, gm_head,
+    gv_token, gv_head, G, V, SHARE,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, WINDOW: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) // splits
+    split = tl.program_id(0) % splits
+    head = tl.program_id(1)
+    slot = tl.arange(0, P)
+    sequence, token, count, last, kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
+    plane = G * V * P
+    index = index.to(tl.int64)
+    q += token * q_token + head // SHARE * q_head
+    k += token * k_token + head // SHARE * k_head
+    v += token * v_token + head * v_head
+    precision += token * p_token + head * p_head
+    grad_mean += token * gm_token + head * gm_head
+    grad_var += token * gv_token + head * gv_head
+    dv += (token * G + head) * V
+    dprecision += (token * G + head) * V
+    dqk += ((split * tokens + token) * G + head) * K * 2
+    states += (tl.program_id(0).to(tl.int64) * G + head) * (SPACING // WINDOW * 2 * BLOCK * P)
+    states += tl.arange(0, BLOCK)[:, None] * P + slot[None, :]
+    for first in range(split * BLOCK, V, splits * BLOCK):
+        channel = first + tl.arange(0, BLOCK)
+        inside = (channel < V)[:, None] & (slot < P)[None, :]
+        at = cell_offsets(head, channel, V, P)
+        gm = tl.load(leaving + index * 2 * plane + at, mask=inside & (count > 0), other=0.0)
+        gs = tl.load(leaving + (index * 2 + 1) * plane + at, mask=inside & (count > 0), other=0.0)
+        decay, process = dynamics_of(log_decay, noise, head, channel, V, K, P)
+        by_noise = tl.zeros([BLOCK, P], tl.float32)
+        by_decay = tl.zeros([BLOCK, P], tl.float32)
+        again = first > split * BLOCK
+        groups = tl.cdiv(count, SPACING)
+        for back in range(groups):
+            group = groups - 1 - back
+            mean = tl.load(kept + (kept_slot + group) * 2 * plane + at, mask=inside, other=0.0)
+            var = tl.load(kept + ((kept_slot + group) * 2 + 1) * plane + at, mask=inside, other=0.0)
+            start, end = group * SPACING, tl.minimum(count, (group + 1) * SPACING)
+            windows = (end - start) // WINDOW
+            to = states
+            ahead = load_window(start, end, k, v, precision, slot, channel, k_token, v_token, p_token, V, K, P, WINDOW, EVEN)
+            for window in range(start, end, WINDOW):
+                tl.store(to, mean)
+                tl.store(to + BLOCK * P, var)
+                to += 2 * BLOCK * P
+                here = ahead
+                ahead = load_window(
+                    window + WINDOW, end, k, v, precision, slot, channel, k_token, v_token, p_token, V, K, P, WINDOW, EVEN
+                )
+                for i in tl.static_range(WINDOW):
+                    key, value = here[3 * i].to(tl.float32), here[3 * i + 1].to(tl.float32)
+                    weight = here[3 * i + 2].to(tl.float32)
+                    mean, var, shrink, surprise = step(mean, var, key, weight, value, decay, process, PTX)
+            tl.debug_barrier()  # what one thread stored another may load
+            for i in range(end - start - windows * WINDOW):
+                gm, gs, by_noise, by_decay = back_through(
+                    end - 1 - i, states, q, k, v, precision, grad_mean, grad_var, dv, dprecision, dqk, again,
+                    gm, gs, by_noise, by_decay, decay, process, slot, channel,
+                    q_token, k_token, v_token, p_token, gm_token, gv_token, G * V, 2 * G * K, V,
+                    K, P, WINDOW, SPACING, 1, EVEN, VARIANCE, PTX,
+                )  # fmt: skip
+            for i in range(windows):
+                gm, gs, by_noise, by_decay = back_through(
+                    start + (windows - 1 - i) * WINDOW, states, q, k, v, precision, grad_mean, grad_var, dv, dprecision,
+                    dqk, again, gm, gs, by_noise, by_decay, decay, process, slot, channel,
+                    q_token, k_token, v_token, p_token, gm_token, gv_token, G * V, 2 * G * K, V,
+                    K, P, WINDOW, SPACING, WINDOW, EVEN, VARIANCE, PTX,
+                )  # fmt: skip
+            tl.debug_barrier()
+        # The dynamics' share takes the place of the adjoints it came from.
+        tl.store(leaving + index * 2 * plane + at, by_decay, mask=inside)
+        tl.store(leaving + (index * 2 + 1) * plane + at, by_noise, mask=inside)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    precision: Tensor,
+    log_decay: Tensor,
+    process_noise: Tensor,
+    kept: Tensor,
+    segments: Segments | None,
+    grad_mean: Tensor,
+    grad_var: Tensor | None,
+    grad_last_mean: Tensor,
+    grad_last_var: Tensor,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, precision, log_decay, process_noise and the prior's mean and variance."""
+    (batch, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
+    like = dict(dtype=torch.float32, device=v.device)
+    kinds = [x.dtype for x in (q, k, log_decay, process_noise)]
+    q, k, v, precision, grad_mean = rows(q), rows(k), rows(v), rows(precision), rows(grad_mean)
+    variance = grad_var is not None
+    grad_var = rows(grad_var) if grad_var is not None else grad_mean
+    log_decay, process_noise = log_decay.contiguous(), process_noise.contiguous()
+    width = padded(slots)
+
+    # One round of warps: a tile and every `splits`-th block of channels each.
+    resident = _RESIDENT * multiprocessors(v.device)
+    cut = plan(batch, length, max(64, triton.cdiv(batch * length * heads, resident)), segments, q)
+    size = block(slots, 8)
+    splits = min(triton.cdiv(channels, size), channels // (2 * slots), resident // (cut.count * heads))
+    splits = max(1, splits)  # and their sums of dq and dk no larger than the values
+
+    common = dict(K=slots, P=width, PACKED=segments is not None)
+    cells = dict(SPACING=SPACING, VARIANCE=variance, PTX=hardware(), num_warps=1, **common)
+    strides = [stride for x in (q, k, v, precision, grad_mean, grad_var) for stride in x.stride()[1:3]]
+    maps = torch.empty(cut.count, 4, heads, channels, width, **like)
+    few = block(slots, 4)
+    _map_adjoints[cut.count * triton.cdiv(channels, few), heads](
+        q, k, v, precision, log_decay, process_noise, kept, grad_mean, grad_var, maps, cut.table,
+        length, cut.size, cut.tiles, *strides, heads, channels, heads // shared,
+        BLOCK=few, EVEN=channels % few == 0, **cells,
+    )  # fmt: skip
+    leaving = torch.empty(cut.count, 2, heads, channels, width, **like)
+    prior_mean, prior_var = torch.empty(grad_last_mean.shape, **like), torch.empty(grad_last_var.shape, **like)
+    _enter_adjoints[len(prior_mean), heads, triton.cdiv(channels, few)](
+        maps, leaving, grad_last_mean, grad_last_var, prior_mean, prior_var, cut.bounds, cut.tiles,
+        *grad_last_mean.stride(), *grad_last_var.stride(), heads, channels, BLOCK=few, num_warps=4, **common,
+    )  # fmt: skip
+    del maps
+
+    tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
+    dv = tokens(v.shape, dtype=v.dtype, device=v.device)
+    dprecision = tokens(v.shape, dtype=precision.dtype, device=v.device)
+    dqk = tokens(splits, batch, length, shared, heads // shared, slots, 2, **like)
+    states = torch.empty(cut.count * splits, heads, SPACING // _WINDOW, 2, size, width, **like)
+    _gradients[cut.count * splits, heads](
+        q, k, v, precision, log_decay, process_noise, kept, states, leaving, grad_mean, grad_var, dv, dprecision, dqk,
+        cut.table, length, cut.size, cut.tiles, splits, batch * length, *strides, heads, channels, heads // shared,
+        BLOCK=size, WINDOW=_WINDOW, EVEN=channels % size == 0, **cells,
+    )  # fmt: skip
+    del states
+    ddynamics = leaving.sum(0)[..., :slots].transpose(-1, -2)  # `_gradients` left them where the adjoints were
+    sums = (*dqk.sum((0, 4)).unbind(-1), *ddynamics.unbind(0))
+    dq, dk, ddecay, dnoise = (
+        torch.empty(x.shape, dtype=kind, device=x.device).copy_(x) for x, kind in zip(sums, kinds, strict=True)
+    )
+    return dq, dk, dv, dprecision, ddecay, dnoise, prior_mean, prior_var
