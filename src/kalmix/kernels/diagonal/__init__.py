@@ -9,10 +9,11 @@ Arguments are checked by the op before they arrive. `belief` is always there; it
 
 import torch
 
-from kalmix.kernels.diagonal import chunked, reference
+from kalmix.kernels.diagonal import chunked, fused, reference
 from kalmix.kernels.kernel import Kernel
 
 KERNELS = (
+    Kernel("triton", fused.diagonal, devices=("cuda",), max_key_width=128, triton=True),
     Kernel(
         "chunked",
         chunked.diagonal,

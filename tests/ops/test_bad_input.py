@@ -1,0 +1,141 @@
+"""What happens with bad input: the table of what was tried. Each is one clear sentence that names the argument."""
+
+import pytest
+import torch
+
+import kalmix
+from kalmix import ArgumentError, DesignError, DiagonalBelief, KernelError, Segments, designs, ops
+
+B, T, H, G, K, V = 2, 5, 1, 2, 3, 4
+
+
+def signals(**changes):
+    torch.manual_seed(0)
+    good = {
+        "q": torch.randn(B, T, H, K),
+        "k": torch.randn(B, T, H, K),
+        "v": torch.randn(B, T, G, V),
+        "precision": torch.rand(B, T, G, V),
+        "log_decay": -torch.rand(G, K, V),
+        "process_noise": torch.rand(G, K, V),
+    }
+    return good | changes
+
+
+def belief(n=B, g=G, k=K, v=V, dtype=torch.float32, variance=1.0):
+    return DiagonalBelief(torch.zeros(n, g, k, v, dtype=dtype), torch.full((n, g, k, v), variance, dtype=dtype))
+
+
+def one_bad(name, value):
+    x = signals()[name].clone()
+    x.view(-1)[-1] = value
+    return {name: x}
+
+
+BAD = {
+    "q without heads": ({"q": torch.randn(B, T, K)}, "`q` is [2, 5, 3], but must be [B, T, H, K]"),
+    "k of another width": ({"k": torch.randn(B, T, H, K + 1)}, "`k` is [2, 5, 1, 4], but must be [B=2, T=5, H=1, K=3]"),
+    "v of another length": ({"v": torch.randn(B, T + 1, G, V)}, "`v`"),
+    "precision of another width": ({"precision": torch.rand(B, T, G, V + 1)}, "`precision`"),
+    "log_decay of other heads": ({"log_decay": -torch.rand(G + 1, K, V)}, "`log_decay`"),
+    "process_noise transposed": ({"process_noise": torch.rand(G, V, K)}, "`process_noise`"),
+    "heads that do not divide": (
+        {"q": torch.randn(B, T, 3, K), "k": torch.randn(B, T, 3, K)},
+        "`v` is of 2 heads, but must be of a multiple of the 3 key heads",
+    ),
+    "q of integers": ({"q": torch.ones(B, T, H, K, dtype=torch.int64)}, "`q` is torch.int64"),
+    "k of another dtype": ({"k": torch.randn(B, T, H, K, dtype=torch.float64)}, "`k` is torch.float64"),
+    "half precision noise": ({"process_noise": torch.rand(G, K, V).half()}, "`process_noise` is torch.float16"),
+    "v on another device": ({"v": torch.randn(B, T, G, V, device="meta")}, "`v` is on meta, but must be on cpu"),
+    "a list for k": ({"k": [[1.0]]}, "`k` is list, but must be a tensor"),
+    "negative precision": (one_bad("precision", -1e-3), "`precision` is as low as -0.001, but must be at least 0"),
+    "negative noise": (one_bad("process_noise", -1.0), "`process_noise` is as low as -1"),
+    "positive log-decay": (one_bad("log_decay", 0.5), "`log_decay` is as high as 0.5, but must be at most 0"),
+    "NaN in q": (one_bad("q", float("nan")), "`q` is not finite"),
+    "infinite v": (one_bad("v", float("inf")), "`v` is not finite"),
+    "infinite precision": (one_bad("precision", float("inf")), "`precision` is not finite"),
+    "belief of another batch": ({"belief": belief(n=3)}, "`belief.mean` is [3, 2, 3, 4]"),
+    "belief of another width": ({"belief": belief(v=V + 1)}, "`belief.mean`"),
+    "belief of another dtype": ({"belief": belief(dtype=torch.float64)}, "`belief.mean` is torch.float64"),
+    "belief with negative variance": ({"belief": belief(variance=-1.0)}, "`belief.variance`"),
+    "a tensor for a belief": ({"belief": torch.zeros(B, G, K, V)}, "`belief` is Tensor"),
+    "a mask for segments": ({"segments": torch.ones(B, T)}, "`segments` is Tensor, but must be kalmix.Segments"),
+    "segments beyond the batch": ({"segments": Segments(torch.tensor([[2, 0, 3]], dtype=torch.int32))}, "`segments`"),
+    "segments beyond the end": ({"segments": Segments(torch.tensor([[0, 0, 6]], dtype=torch.int32))}, "`segments`"),
+    "noise that is neither": ({"process_noise": torch.rand(B, T, G, K)}, "`process_noise`"),
+}
+
+
+@pytest.mark.parametrize("kernel", [None, "reference", "chunked"])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_signals(case, kernel):
+    changes, message = BAD[case]
+    with pytest.raises(ArgumentError) as caught:
+        ops.diagonal(**signals(**changes), kernel=kernel)
+    assert message in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value)
+
+
+BAD_SEGMENTS = {
+    "floats": lambda: Segments.of(torch.zeros(1, 3)),
+    "two columns": lambda: Segments.of(torch.zeros(1, 2, dtype=torch.int32)),
+    "negative": lambda: Segments.of(torch.tensor([[0, -1, 3]])),
+    "backwards": lambda: Segments.of(torch.tensor([[0, 3, 1]])),
+    "overlapping": lambda: Segments.of(torch.tensor([[0, 0, 3], [1, 0, 5], [0, 2, 4]])),
+    "lengths for cu_seqlens": lambda: Segments.packed(torch.tensor([3, 2])),
+    "cu_seqlens decreasing": lambda: Segments.packed(torch.tensor([0, 4, 3])),
+    "cu_seqlens 2-D": lambda: Segments.packed(torch.tensor([[0, 4]])),
+    "mask with a hole": lambda: Segments.padded(torch.tensor([[1, 1, 0], [1, 0, 1]])),
+    "mask 1-D": lambda: Segments.padded(torch.tensor([1, 1, 0])),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SEGMENTS)
+def test_bad_segments(case):
+    with pytest.raises(ArgumentError):
+        BAD_SEGMENTS[case]()
+
+
+def test_bad_kernels():
+    with pytest.raises(KernelError, match="no kernel 'cuda'; it has triton, chunked, reference"):
+        ops.diagonal(**signals(), kernel="cuda")
+    wide = {"q": torch.randn(B, T, H, 130), "k": torch.randn(B, T, H, 130)}
+    wide |= {"log_decay": -torch.rand(G, 130, V), "process_noise": torch.rand(G, 130, V)}
+    with pytest.raises(KernelError, match=r"keys are 130 wide, it takes at most 128; use 'reference'|not on cpu"):
+        ops.diagonal(**signals(**wide), kernel="triton")
+    per_token = {"log_decay": -torch.rand(B, T, G, K, V)}
+    with pytest.raises(KernelError, match="only transitions that are the same at every token; use 'reference'"):
+        ops.diagonal(**signals(**per_token), kernel="chunked")
+    assert ops.diagonal(**signals(**per_token)).mean.shape == (B, T, G, V)  # unpinned, the reference serves it
+
+
+def test_bad_designs():
+    with pytest.raises(DesignError, match="lacks precision"):
+        kalmix.filter(designs.KLA, *(signals()[x] for x in "qkv"), log_decay=signals()["log_decay"],
+                      process_noise=signals()["process_noise"])  # fmt: skip
+    with pytest.raises(DesignError, match="does not take gain"):
+        kalmix.filter(designs.KLA, **signals(), gain=signals()["v"])
+    with pytest.raises(DesignError, match="not per 'token'"):
+        designs.Transition(decay="token")  # type: ignore[arg-type]
+    with pytest.raises(DesignError):
+        kalmix.oracle(designs.KLA, **signals(), angle=signals()["v"])
+
+
+def test_values_are_not_looked_at_while_compiling():
+    compiled = torch.compile(lambda x: ops.diagonal(**x, kernel="reference").mean, fullgraph=True, backend="eager")
+    assert compiled(signals(**one_bad("precision", -1e-3))).shape == (B, T, G, V)
+
+
+def test_nothing_and_empty_segments_pass_the_belief_through():
+    prior = belief(variance=2.0)
+    none = {name: x[:, :0] if x.ndim == 4 else x for name, x in signals().items()}
+    got = ops.diagonal(**none, belief=prior, variance=True)
+    assert got.mean.shape == got.variance.shape == (B, 0, G, V)
+    assert all(torch.equal(x, y) for x, y in zip(got.belief, prior, strict=True))
+    empty = Segments.of(torch.tensor([[0, 0, 0], [1, 5, 5], [1, 2, 2]]))
+    got = ops.diagonal(**signals(), belief=belief(n=3, variance=2.0), segments=empty)
+    assert float(got.mean.abs().max()) == 0
+    assert torch.equal(got.belief.variance, belief(n=3, variance=2.0).variance)
+    no_rows = Segments.of(torch.zeros(0, 3, dtype=torch.int32))
+    assert ops.diagonal(**signals(), segments=no_rows).belief.mean.shape == (0, G, K, V)
