@@ -17,6 +17,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.data import Dataset
 from transformers import (
     AutoTokenizer,
@@ -31,7 +32,7 @@ from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.text import Corpus, load, train_tokenizer
 from kalmix.training.checkpoints import newest
 from kalmix.training.data import Blocks, mark, pretrained, stream
-from kalmix.training.recipe import FILE, Recipe
+from kalmix.training.recipe import Recipe
 from kalmix.training.schedule import Schedule, interruptible
 from kalmix.training.trainer import FilterTrainer, arguments, tensorboard
 
@@ -75,7 +76,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
     """
     here = PartialState()
     output = Path(broadcast_object_list([str(output)])[0])
-    if not resume and (output / FILE).exists():
+    if not resume and ((output / HISTORY).exists() or newest(output / "checkpoints")):
         raise ArgumentError(
             "output", got=f"{str(output)!r}, which holds a run", needs="a new folder, or that run resumed"
         )
@@ -84,7 +85,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
     set_seed(recipe.seed)
     corpus = load(recipe.text)
     with here.main_process_first():
-        tokenizer = _tokenizer(recipe, corpus, output / "model")
+        fresh = here.is_main_process and not resume
+        tokenizer = _tokenizer(recipe, corpus, output / "model", fresh=fresh)
     end = mark(tokenizer)
     model = build(recipe, len(tokenizer), end)
     seen, unseen = stream(tokenizer, corpus.training), stream(tokenizer, corpus.held_out)
@@ -104,8 +106,12 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
     )
     trainer.remove_callback(PrinterCallback)
     checkpoint = newest(output / "checkpoints") if resume else None
-    with interruptible(schedule):
-        result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    try:
+        with interruptible(schedule):
+            result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    except BackendCompilerFailed as error:
+        reason = str(error).splitlines()[0]
+        raise ArgumentError("compile", got=f"asked for where it fails ({reason})", needs="left out") from error
     return _ended(trainer, output, corpus, tokenizer, seconds=result.metrics["train_runtime"])
 
 
@@ -127,9 +133,9 @@ def build(recipe: Recipe, vocabulary: int, end: int) -> KalmixForCausalLM:
     return KalmixForCausalLM(config)
 
 
-def _tokenizer(recipe: Recipe, corpus: Corpus, folder: Path) -> PreTrainedTokenizerFast:
-    """The run's tokenizer: the one it saved, so that a resumed run or another process has the same; else a new one."""
-    if (folder / "tokenizer.json").exists():
+def _tokenizer(recipe: Recipe, corpus: Corpus, folder: Path, *, fresh: bool) -> PreTrainedTokenizerFast:
+    """A new tokenizer, saved to `folder`; or the one there, so that a resumed run or another process has the same."""
+    if not fresh and (folder / "tokenizer.json").exists():
         return AutoTokenizer.from_pretrained(folder)
     tokenizer = pretrained(train_tokenizer(corpus.training, recipe.tokens, vocabulary=recipe.vocabulary))
     tokenizer.save_pretrained(folder)
