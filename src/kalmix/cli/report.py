@@ -17,7 +17,7 @@ from kalmix.training.reading import read
 from kalmix.training.run import Run
 from kalmix.training.sampling import generate
 
-PASSAGE = 300  # characters of held-out text in the pictures
+PASSAGE = 200  # characters of held-out text in the pictures
 
 
 def report(run: Run, console: Console) -> None:

@@ -32,7 +32,7 @@ def attention_maps(
     rows = -(-len(maps) // columns)
     side = 5.2 if len(tokens) <= LABELLED else 4.2
     with picture(path, (side * columns + 0.6, side * rows + 0.5), rows, columns) as (figure, axes):
-        norm = PowerNorm(0.5, 0, float(np.quantile(maps, 0.999)))
+        norm = PowerNorm(0.5, 0, float(np.quantile(maps, 0.995)))
         for panel, values, name in zip(axes, maps, names, strict=False):
             panel.imshow(_causal(values), cmap=WEIGHT, norm=norm)
             panel.set_title(name)

@@ -65,8 +65,8 @@ def loss_curve(
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """An exponential average over about a thirtieth of the run, without the pull of its start."""
-    keep, total, weight, out = 1 - 1 / max(1.0, len(values) / 30), 0.0, 0.0, np.empty_like(values)
+    """An exponential average over about a sixtieth of the run, without the pull of its start."""
+    keep, total, weight, out = 1 - 1 / max(1.0, len(values) / 60), 0.0, 0.0, np.empty_like(values)
     for index, value in enumerate(values):
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
         out[index] = total / weight

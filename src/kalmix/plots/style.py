@@ -83,6 +83,5 @@ def label_tokens(axes: Axes, tokens: Sequence[str]) -> None:
 
 def visible(token: str) -> str:
     """A token with its white space made visible, and nothing that a font or mathtext would trip over."""
-    shown = token.replace("\n", "⏎").replace("\t", "⇥")
-    shown = shown.replace(" ", "·") if not shown.strip() else shown.replace(" ", "\u2009")
+    shown = token.translate({ord(" "): "·", ord("\n"): "⏎", ord("\t"): "⇥"})
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in shown).replace("$", r"\$")
