@@ -7,11 +7,12 @@ from os import PathLike
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colorbar import Colorbar
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import LogNorm
 from numpy.typing import ArrayLike
 
 from kalmix.plots.style import COLOURS, GAIN, INK, MUTED, VARIANCE, label_tokens, picture, width_for
+
+TINY = 1e-30  # stands in for zero on logarithmic scales
 
 
 def posterior_variance(
@@ -63,28 +64,30 @@ def beliefs(
         top.bar(range(len(bits)), np.nan_to_num(bits), width=0.8, color=COLOURS[0])
         top.set(title="Surprisal", ylabel="bits")
         top.grid(axis="x", visible=False)
+        top.tick_params(axis="x", length=0)
         # Layers differ in scale, so each row is shown relative to its own typical value.
-        relative = spread / np.median(spread, axis=1, keepdims=True).clip(min=np.finfo(float).tiny)
-        reach = float(np.clip(np.quantile(np.abs(np.log(relative.clip(1e-30))), 0.98), 0.05, 7.0))
-        ends = [float(np.exp(end)) for end in (-reach, 0, reach)]
-        bar = _strip(middle, relative, names, VARIANCE, LogNorm(ends[0], ends[2]))
-        bar.set_ticks(ends, labels=[f"{end:.2g}\N{MULTIPLICATION SIGN}" for end in ends])
+        relative = spread / np.median(spread, axis=1, keepdims=True).clip(min=TINY)
+        _strip(middle, relative, names, VARIANCE, "{:.2g}\N{MULTIPLICATION SIGN}")
         middle.set_title("Predictive variance, relative to the layer's median")
-        _strip(bottom, written, names, GAIN, Normalize(0, max(1e-12, float(np.quantile(written, 0.99)))))
+        _strip(bottom, written, names, GAIN, "{:.2g}")
         bottom.set_title("Write gain")
         bottom.set_xlim(-0.5, len(tokens) - 0.5)
         label_tokens(bottom, tokens)
     return path
 
 
-def _strip(axes: Axes, values: np.ndarray, names: Sequence[str], colours: str, norm: Normalize) -> Colorbar:
-    image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
+def _strip(axes: Axes, values: np.ndarray, names: Sequence[str], colours: str, form: str) -> None:
+    """One row a layer, coloured by the logarithm: what fades from token to token keeps its contrast."""
+    low, high = np.quantile(values.clip(min=TINY), (0.02, 0.98))
+    norm = LogNorm(float(low), float(max(high, 1.01 * low)))
+    image = axes.imshow(values.clip(min=TINY), aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(length=0)
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
     bar = axes.figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03, aspect=10)
+    ticks = [float(tick) for tick in np.geomspace(low, max(high, 1.01 * low), 3)]
+    bar.set_ticks(ticks, labels=[form.format(tick) for tick in ticks])
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=7, colors=MUTED)
     bar.ax.minorticks_off()
-    return bar

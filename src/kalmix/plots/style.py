@@ -82,6 +82,7 @@ def label_tokens(axes: Axes, tokens: Sequence[str]) -> None:
 
 
 def visible(token: str) -> str:
-    """A token with its white space made visible, and nothing that a font or mathtext would trip over."""
+    """A token, cut if long, with its white space made visible and nothing that a font or mathtext would trip over."""
     shown = token.translate({ord(" "): "·", ord("\n"): "⏎", ord("\t"): "⇥"})
+    shown = shown if len(shown) <= 14 else shown[:13] + "…"
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in shown).replace("$", r"\$")
