@@ -116,9 +116,8 @@ def _backward(ctx, grad_mean, grad_var, grad_last_mean, grad_last_var, _):
     if grad_mean is None:
         grad_mean = v.new_zeros(()).expand(v.shape)
     nothing = kept.new_zeros(()).expand(ctx.belief)
-    grad_last_mean, grad_last_var = (nothing if x is None else x for x in (grad_last_mean, grad_last_var))
-    grads = _gradients(*signals, kept, rows, grad_mean, grad_var if ctx.variance else None, grad_last_mean, grad_last_var)
-    return *grads, None, None, None
+    last = (nothing if x is None else x for x in (grad_last_mean, grad_last_var))
+    return *_gradients(*signals, kept, rows, grad_mean, grad_var if ctx.variance else None, *last), None, None, None
 
 
 _filter.register_autograd(_backward, setup_context=_setup)

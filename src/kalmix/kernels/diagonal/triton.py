@@ -34,7 +34,8 @@ from kalmix.segments import Segments
 
 LOOSE = ["length", "size", "tiles"]  # numbers that must not compile a kernel anew
 STRIDES = [f"{tensor}_{axis}" for tensor in ("mean", "var") for axis in "ngkv"]
-_RESIDENT = 32  # warps of the forward kernels that fit on a multiprocessor: 64 registers a thread
+WINDOW = 4  # tokens whose signals are on their way while as many are worked on
+_RESIDENT = 32  # warps a multiprocessor is kept busy with
 
 
 class Plan(NamedTuple):
@@ -58,12 +59,12 @@ class Plan(NamedTuple):
     single: bool
 
 
-def plan(batch: int, length: int, size: int, segments: Segments | None, like: Tensor) -> Plan:
-    """Cut every sequence into tiles of `size` tokens, rounded up to whole spacings."""
-    size = triton.cdiv(size, SPACING) * SPACING
+def plan(batch: int, length: int, size: int, segments: Segments | None, placeholder: Tensor) -> Plan:
+    """Cut every sequence into tiles of `size` tokens, rounded up to whole spacings; offsets inside one fit 32 bits."""
+    size = min(triton.cdiv(size, SPACING) * SPACING, 1 << 15)
     if segments is None:
         tiles = triton.cdiv(length, size)
-        return Plan(size, tiles, batch * tiles, like, like, tiles == 1)
+        return Plan(size, tiles, batch * tiles, placeholder, placeholder, tiles == 1)
     cut = segments.tiles(batch, length, size)
     tokens = (segments.rows[:, 2] - segments.rows[:, 1]).long()
     pieces, kept = (tokens + size - 1) // size, (tokens + SPACING - 1) // SPACING
@@ -101,7 +102,7 @@ def block(slots: int, cells: int) -> int:
 
 
 def rows(x: Tensor) -> Tensor:
-    """`x` `[B, T, heads, width]`, copied unless a token is a fixed stride after the one before, its width contiguous."""
+    """`x` `[B, T, heads, width]`, copied unless its rows are contiguous and its tokens one stride apart."""
     steady = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
     return x if steady else x.contiguous()
 
@@ -115,11 +116,12 @@ def hardware() -> bool:
 def reciprocal(x, PTX: tl.constexpr):
     # One instruction, right to the last bit but one; division takes eight, and there is one a cell and token.
     if PTX:
-        return tl.inline_asm_elementwise(
+        inverse = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return 1.0 / x
+        inverse = 1.0 / x
+    return inverse
 
 
 @triton.jit
@@ -127,13 +129,14 @@ def tile_of(table, index, length, size, tiles, SPACING: tl.constexpr, PACKED: tl
     """A tile's sequence, first token in the batch, tokens, whether it is its sequence's last, its first kept belief."""
     if PACKED:
         row = table + index.to(tl.int64) * 5
-        return tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32), tl.load(row + 3) != 0, tl.load(row + 4)
+        sequence, token, count = tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32)
+        last, kept = tl.load(row + 3) != 0, tl.load(row + 4)
     else:
         sequence = (index // tiles).to(tl.int64)
-        within = index % tiles
-        first = within * size
-        slot = sequence * tl.cdiv(length, SPACING) + first // SPACING
-        return sequence, sequence * length + first, tl.minimum(length - first, size), within == tiles - 1, slot
+        first = index % tiles * size
+        token, count, last = sequence * length + first, tl.minimum(length - first, size), first + size >= length
+        kept = sequence * tl.cdiv(length, SPACING) + first // SPACING
+    return sequence, token, count, last, kept
 
 
 @triton.jit
@@ -150,7 +153,7 @@ def belief_of(base, n, head, channel, slot, n_stride, g_stride, k_stride, v_stri
 
 @triton.jit
 def dynamics_of(log_decay, noise, head, channel, V, K: tl.constexpr, P: tl.constexpr):
-    """Decay and process noise `[channels, slots]` from contiguous `[G, K, V]`; cells outside neither move nor matter."""
+    """Decay and process noise `[channels, slots]` from contiguous `[G, K, V]`; cells outside it hold still."""
     slot = tl.arange(0, P)
     inside = (channel < V)[:, None] & (slot < K)[None, :]
     at = head * K * V + slot[None, :] * V + channel[:, None]
@@ -159,51 +162,75 @@ def dynamics_of(log_decay, noise, head, channel, V, K: tl.constexpr, P: tl.const
 
 
 @triton.jit
-def key_at(base, slot, channel, K: tl.constexpr, P: tl.constexpr):
-    """A token's key or query `[channels, slots]`, held by every channel's threads: no exchange between them."""
+def keys_at(start, end, base, stride, slot, channel, K: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr):
+    """Keys or queries `[1, slots]` of the tokens [start, start + WINDOW); past the end, the last again.
+
+    Every channel's threads load them, so that nothing is exchanged.
+    """
     spread = tl.max_contiguous(slot[None, :] + tl.zeros_like(channel)[:, None], [1, 4])
-    if K == P:
-        return tl.load(base + spread)
-    else:
-        return tl.load(base + spread, mask=spread < K, other=0.0)
+    loaded = ()
+    for i in tl.static_range(WINDOW):
+        row = base + tl.minimum(start + i, end - 1) * stride
+        if K == P:
+            loaded += (tl.load(row + spread),)
+        else:
+            loaded += (tl.load(row + spread, mask=spread < K, other=0.0),)
+    return loaded
 
 
 @triton.jit
-def value_at(base, channel, V, EVEN: tl.constexpr):
-    """A token's value, precision or output gradient, `[channels, 1]`; 0 past the last channel."""
-    if EVEN:
-        return tl.load(base + channel)[:, None]
-    else:
-        return tl.load(base + channel, mask=channel < V, other=0.0)[:, None]
+def values_at(start, end, base, stride, channel, V, EVEN: tl.constexpr, WINDOW: tl.constexpr):
+    """Values, precisions or output gradients `[channels, 1]` of as many tokens; 0 past the last channel."""
+    loaded = ()
+    for i in tl.static_range(WINDOW):
+        row = base + tl.minimum(start + i, end - 1) * stride
+        if EVEN:
+            loaded += (tl.load(row + channel)[:, None],)
+        else:
+            loaded += (tl.load(row + channel, mask=channel < V, other=0.0)[:, None],)
+    return loaded
 
 
 @triton.jit
 def step(mean, var, key, precision, value, decay, noise, PTX: tl.constexpr):
-    """One token (equations 16 and 20 as moments): posterior mean and variance, their ratio r to the predicted ones, and
-    the surprise that moves the mean."""
+    """One token (equations 16 and 20 as moments).
+
+    Returns posterior mean and variance, the ratio of posterior to predicted variance, and the surprise: what the
+    posterior variance turns into a correction of the mean.
+    """
     predicted = decay * decay * var + noise
     write = key * precision
-    shrink = reciprocal(1.0 + key * write * predicted, PTX)  # posterior over predicted variance
+    shrink = reciprocal(1.0 + key * write * predicted, PTX)
     var = predicted * shrink
     carried = decay * mean
     surprise = write * (value - key * carried)
     return carried + var * surprise, var, shrink, surprise
 
 
+@triton.jit
+def map_token(gain, information, score, floor, offset, key, value, weight, decay, noise, PTX: tl.constexpr):
+    """A tile's five numbers, one token later."""
+    key, value, weight = key.to(tl.float32), value.to(tl.float32), weight.to(tl.float32)
+    offset, floor, shrink, surprise = step(offset, floor, key, weight, value, decay, noise, PTX)
+    before = decay * gain
+    gain = before * shrink
+    return gain, information + before * gain * (key * (key * weight)), score + gain * surprise, floor, offset
+
+
 @triton.jit(do_not_specialize=LOOSE)
 def _map_tiles(
     k, v, precision, log_decay, noise, maps, table,
     length, size, tiles, k_token, k_head, v_token, v_head, p_token, p_head, G, V, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    PTX: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, PACKED: tl.constexpr,
+    EVEN: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK)
     index = tl.program_id(0) // blocks
     head = tl.program_id(1)
     channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     slot = tl.arange(0, P)
-    sequence, token, count, last, kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
-    if last:
+    _sequence, token, count, last, _kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
+    if last or count == 0:  # nothing comes after it to be entered
         return
     decay, noise = dynamics_of(log_decay, noise, head, channel, V, K, P)
     k += token * k_token + head // SHARE * k_head
@@ -214,23 +241,26 @@ def _map_tiles(
     gain = tl.full([BLOCK, P], 1.0, tl.float32)
     information = tl.zeros([BLOCK, P], tl.float32)
     score = tl.zeros([BLOCK, P], tl.float32)
-    next_key = key_at(k, slot, channel, K, P)
-    next_value = value_at(v, channel, V, EVEN)
-    next_precision = value_at(precision, channel, V, EVEN)
-    for t in tl.range(count, loop_unroll_factor=2):
-        more = (t + 1 < count).to(tl.int32)  # the last token is loaded once more rather than masked
-        key, value, weight = next_key.to(tl.float32), next_value.to(tl.float32), next_precision.to(tl.float32)
-        k += more * k_token
-        v += more * v_token
-        precision += more * p_token
-        next_key = key_at(k, slot, channel, K, P)
-        next_value = value_at(v, channel, V, EVEN)
-        next_precision = value_at(precision, channel, V, EVEN)
-        offset, floor, shrink, surprise = step(offset, floor, key, weight, value, decay, noise, PTX)
-        before = decay * gain
-        gain = before * shrink
-        information += before * gain * (key * (key * weight))
-        score += gain * surprise
+    next_keys = keys_at(0, count, k, k_token, slot, channel, K, P, WINDOW)
+    next_values = values_at(0, count, v, v_token, channel, V, EVEN, WINDOW)
+    next_weights = values_at(0, count, precision, p_token, channel, V, EVEN, WINDOW)
+    whole = count // WINDOW * WINDOW
+    for start in range(0, whole, WINDOW):
+        keys, values, weights = next_keys, next_values, next_weights
+        next_keys = keys_at(start + WINDOW, count, k, k_token, slot, channel, K, P, WINDOW)
+        next_values = values_at(start + WINDOW, count, v, v_token, channel, V, EVEN, WINDOW)
+        next_weights = values_at(start + WINDOW, count, precision, p_token, channel, V, EVEN, WINDOW)
+        for i in tl.static_range(WINDOW):
+            gain, information, score, floor, offset = map_token(
+                gain, information, score, floor, offset, keys[i], values[i], weights[i], decay, noise, PTX
+            )
+    for t in range(whole, count):
+        keys = keys_at(t, count, k, k_token, slot, channel, K, P, 1)
+        values = values_at(t, count, v, v_token, channel, V, EVEN, 1)
+        weights = values_at(t, count, precision, p_token, channel, V, EVEN, 1)
+        gain, information, score, floor, offset = map_token(
+            gain, information, score, floor, offset, keys[0], values[0], weights[0], decay, noise, PTX
+        )
     inside = (channel < V)[:, None] & (slot < P)[None, :]
     plane = G * V * P
     maps += index.to(tl.int64) * 5 * plane + cell_offsets(head, channel, V, P)
@@ -274,13 +304,29 @@ def _enter_tiles(
         x = gain * x * through + floor
 
 
+@triton.jit
+def read_token(
+    t, mean, var, query, key, value, weight, read_mean, read_var, channel, V, G, decay, noise,
+    VARIANCE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One token with its outputs."""
+    query, key, value, weight = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32), weight.to(tl.float32)
+    mean, var, _shrink, _surprise = step(mean, var, key, weight, value, decay, noise, PTX)
+    at = t * (G * V) + channel
+    tl.store(read_mean + at, tl.sum(query * mean, 1).to(read_mean.dtype.element_ty), mask=channel < V)
+    if VARIANCE:
+        tl.store(read_var + at, tl.sum(query * query * var, 1), mask=channel < V)
+    return mean, var
+
+
 @triton.jit(do_not_specialize=[*LOOSE, *STRIDES])
 def _read_out(
     q, k, v, precision, log_decay, noise, entry_mean, entry_var, read_mean, read_var, last_mean, last_var, kept, table,
     length, size, tiles, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head,
     mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V, SHARE,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, SINGLE: tl.constexpr, VARIANCE: tl.constexpr, KEEP: tl.constexpr, PTX: tl.constexpr,
+    EVEN: tl.constexpr, WINDOW: tl.constexpr, SINGLE: tl.constexpr, VARIANCE: tl.constexpr, KEEP: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK)
     index = tl.program_id(0) // blocks
@@ -298,37 +344,41 @@ def _read_out(
     k += token * k_token + head // SHARE * k_head
     v += token * v_token + head * v_head
     precision += token * p_token + head * p_head
-    read_mean += (token * G + head) * V + channel
-    read_var += (token * G + head) * V + channel
+    read_mean += (token * G + head) * V
+    read_var += (token * G + head) * V
     plane = G * V * P
     kept += kept_slot * 2 * plane + cell_offsets(head, channel, V, P)
-    next_query = key_at(q, slot, channel, K, P)
-    next_key = key_at(k, slot, channel, K, P)
-    next_value = value_at(v, channel, V, EVEN)
-    next_precision = value_at(precision, channel, V, EVEN)
     for group in range(0, count, SPACING):
         if KEEP:
             tl.store(kept, mean, mask=inside)
             tl.store(kept + plane, var, mask=inside)
             kept += 2 * plane
-        for t in tl.range(group, tl.minimum(group + SPACING, count), loop_unroll_factor=2):
-            more = (t + 1 < count).to(tl.int32)  # the last token is loaded once more rather than masked
-            query, key = next_query.to(tl.float32), next_key.to(tl.float32)
-            value, weight = next_value.to(tl.float32), next_precision.to(tl.float32)
-            q += more * q_token
-            k += more * k_token
-            v += more * v_token
-            precision += more * p_token
-            next_query = key_at(q, slot, channel, K, P)
-            next_key = key_at(k, slot, channel, K, P)
-            next_value = value_at(v, channel, V, EVEN)
-            next_precision = value_at(precision, channel, V, EVEN)
-            mean, var, shrink, surprise = step(mean, var, key, weight, value, decay, noise, PTX)
-            tl.store(read_mean, tl.sum(query * mean, 1).to(read_mean.dtype.element_ty), mask=channel < V)
-            read_mean += G * V
-            if VARIANCE:
-                tl.store(read_var, tl.sum(query * query * var, 1), mask=channel < V)
-                read_var += G * V
+        end = tl.minimum(group + SPACING, count)
+        whole = group + (end - group) // WINDOW * WINDOW
+        next_queries = keys_at(group, count, q, q_token, slot, channel, K, P, WINDOW)
+        next_keys = keys_at(group, count, k, k_token, slot, channel, K, P, WINDOW)
+        next_values = values_at(group, count, v, v_token, channel, V, EVEN, WINDOW)
+        next_weights = values_at(group, count, precision, p_token, channel, V, EVEN, WINDOW)
+        for start in range(group, whole, WINDOW):
+            queries, keys, values, weights = next_queries, next_keys, next_values, next_weights
+            next_queries = keys_at(start + WINDOW, count, q, q_token, slot, channel, K, P, WINDOW)
+            next_keys = keys_at(start + WINDOW, count, k, k_token, slot, channel, K, P, WINDOW)
+            next_values = values_at(start + WINDOW, count, v, v_token, channel, V, EVEN, WINDOW)
+            next_weights = values_at(start + WINDOW, count, precision, p_token, channel, V, EVEN, WINDOW)
+            for i in tl.static_range(WINDOW):
+                mean, var = read_token(
+                    start + i, mean, var, queries[i], keys[i], values[i], weights[i], read_mean, read_var,
+                    channel, V, G, decay, noise, VARIANCE, PTX,
+                )  # fmt: skip
+        for t in range(whole, end):
+            queries = keys_at(t, count, q, q_token, slot, channel, K, P, 1)
+            keys = keys_at(t, count, k, k_token, slot, channel, K, P, 1)
+            values = values_at(t, count, v, v_token, channel, V, EVEN, 1)
+            weights = values_at(t, count, precision, p_token, channel, V, EVEN, 1)
+            mean, var = read_token(
+                t, mean, var, queries[0], keys[0], values[0], weights[0], read_mean, read_var,
+                channel, V, G, decay, noise, VARIANCE, PTX,
+            )  # fmt: skip
     if last:
         at = (sequence * G + head) * K * V + slot[None, :] * V + channel[:, None]
         tl.store(last_mean + at, mean, mask=real)
@@ -360,35 +410,35 @@ def forward(
     resident = _RESIDENT * multiprocessors(v.device)
     cut = plan(batch, length, tile_size(length, batch * heads * blocks, resident), segments, q)
 
-    like = dict(dtype=torch.float32, device=v.device)
-    if segments is None:
-        read_mean, read_var = torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty(v.shape if variance else 0, **like)
-        last_mean, last_var = torch.empty(mean.shape, **like), torch.empty(var.shape, **like)
-    else:  # tokens outside every segment read out 0, and an empty one ends with its prior
-        read_mean, read_var = torch.zeros_like(v, memory_format=torch.contiguous_format), torch.zeros(v.shape if variance else 0, **like)
-        last_mean, last_var = (x.clone(memory_format=torch.contiguous_format) for x in (mean, var))
+    like = {"dtype": torch.float32, "device": v.device}
+    tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment read out 0
+    read_mean = tokens(v.shape, dtype=v.dtype, device=v.device)
+    read_var = tokens(v.shape if variance else 0, **like)
+    last_mean, last_var = torch.empty(mean.shape, **like), torch.empty(var.shape, **like)
+    if segments is not None:  # an empty one ends with its prior
+        last_mean.copy_(mean)
+        last_var.copy_(var)
 
-    common = dict(K=slots, P=width, PACKED=segments is not None)
-    cells = dict(BLOCK=size, SPACING=SPACING, EVEN=channels % size == 0, PTX=hardware(), num_warps=1, **common)
+    common = {"K": slots, "P": width, "PACKED": segments is not None}
+    cells = {"BLOCK": size, "EVEN": channels % size == 0, "SPACING": SPACING, "WINDOW": WINDOW, "PTX": hardware()}
     strides = (*k.stride()[1:3], *v.stride()[1:3], *precision.stride()[1:3])
     entry_mean, entry_var = mean, var
     if not cut.single:
         maps = torch.empty(cut.count, 5, heads, channels, width, **like)
         _map_tiles[cut.count * blocks, heads](
             k, v, precision, log_decay, process_noise, maps, cut.table, length, cut.size, cut.tiles,
-            *strides, heads, channels, heads // shared, **cells,
+            *strides, heads, channels, heads // shared, num_warps=1, **cells, **common,
         )  # fmt: skip
         entries = torch.empty(cut.count, 2, heads, channels, width, **like)
-        few = block(slots, 4)
-        _enter_tiles[len(mean), heads, triton.cdiv(channels, few)](
+        _enter_tiles[len(mean), heads, blocks](
             maps, entries, mean, var, cut.bounds, cut.tiles, *mean.stride(), *var.stride(), heads, channels,
-            BLOCK=few, num_warps=4, **common,
+            BLOCK=size, num_warps=4, **common,
         )  # fmt: skip
         entry_mean, entry_var = (x.transpose(-1, -2) for x in entries.unbind(1))
     _read_out[cut.count * blocks, heads](
         q, k, v, precision, log_decay, process_noise, entry_mean, entry_var, read_mean, read_var, last_mean, last_var,
         kept, cut.table, length, cut.size, cut.tiles, *q.stride()[1:3], *strides,
         *entry_mean.stride(), *entry_var.stride(), heads, channels, heads // shared,
-        SINGLE=cut.single, VARIANCE=variance, KEEP=kept.numel() > 0, **cells,
+        SINGLE=cut.single, VARIANCE=variance, KEEP=kept.numel() > 0, num_warps=1, **cells, **common,
     )  # fmt: skip
     return read_mean, read_var, last_mean, last_var

@@ -25,24 +25,44 @@ from kalmix.kernels.diagonal.fused import SPACING, padded
 from kalmix.kernels.diagonal.triton import (
     LOOSE,
     STRIDES,
+    WINDOW,
     belief_of,
     block,
     cell_offsets,
     dynamics_of,
     hardware,
-    key_at,
+    keys_at,
     multiprocessors,
     plan,
     reciprocal,
     rows,
     step,
     tile_of,
-    value_at,
+    values_at,
 )
 from kalmix.segments import Segments
 
-_WINDOW = 4  # tokens whose beliefs are held in registers
 _RESIDENT = 8  # warps of `_gradients` that fit on a multiprocessor: all the registers a thread can have
+
+
+@triton.jit
+def adjoint_token(
+    t, mean, var, by_mean, by_var, adjoint_mean, adjoint_var, query, key, value, weight, grad, grad_var, gv_token,
+    channel, V, decay, noise, EVEN: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One token later: the belief, its derivatives by the entry belief, and the adjoints of that."""
+    query, key, value, weight = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32), weight.to(tl.float32)
+    mean, var, shrink, surprise = step(mean, var, key, weight, value, decay, noise, PTX)
+    slope = decay * shrink
+    by_mean *= slope
+    by_var = slope * by_var + by_mean * by_mean * surprise
+    asked = query * grad.to(tl.float32)
+    adjoint_mean += by_mean * asked
+    adjoint_var += by_var * asked
+    if VARIANCE:
+        grads = values_at(t, t + 1, grad_var, gv_token, channel, V, EVEN, 1)
+        adjoint_var += by_mean * by_mean * (query * query * grads[0].to(tl.float32))
+    return mean, var, by_mean, by_var, adjoint_mean, adjoint_var
 
 
 @triton.jit(do_not_specialize=LOOSE)
@@ -51,20 +71,22 @@ def _map_adjoints(
     length, size, tiles, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head, gm_token, gm_head,
     gv_token, gv_head, G, V, SHARE,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
+    EVEN: tl.constexpr, WINDOW: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK)
     index = tl.program_id(0) // blocks
     head = tl.program_id(1)
     channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     slot = tl.arange(0, P)
-    sequence, token, count, last, kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
+    _sequence, token, count, _last, kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
+    if count == 0:
+        return
     inside = (channel < V)[:, None] & (slot < P)[None, :]
     plane = G * V * P
     at = cell_offsets(head, channel, V, P)
     kept += kept_slot * 2 * plane + at
-    mean = tl.load(kept, mask=inside & (count > 0), other=0.0)
-    var = tl.load(kept + plane, mask=inside & (count > 0), other=0.0)
+    mean = tl.load(kept, mask=inside, other=0.0)
+    var = tl.load(kept + plane, mask=inside, other=0.0)
     decay, noise = dynamics_of(log_decay, noise, head, channel, V, K, P)
     q += token * q_token + head // SHARE * q_head
     k += token * k_token + head // SHARE * k_head
@@ -76,36 +98,36 @@ def _map_adjoints(
     by_var = tl.zeros([BLOCK, P], tl.float32)
     adjoint_mean = tl.zeros([BLOCK, P], tl.float32)
     adjoint_var = tl.zeros([BLOCK, P], tl.float32)
-    next_query = key_at(q, slot, channel, K, P)
-    next_key = key_at(k, slot, channel, K, P)
-    next_value = value_at(v, channel, V, EVEN)
-    next_precision = value_at(precision, channel, V, EVEN)
-    next_grad = value_at(grad_mean, channel, V, EVEN)
-    for t in range(count):
-        more = (t + 1 < count).to(tl.int32)  # the last token is loaded once more rather than masked
-        query, key = next_query.to(tl.float32), next_key.to(tl.float32)
-        value, weight, grad = next_value.to(tl.float32), next_precision.to(tl.float32), next_grad.to(tl.float32)
-        q += more * q_token
-        k += more * k_token
-        v += more * v_token
-        precision += more * p_token
-        grad_mean += more * gm_token
-        next_query = key_at(q, slot, channel, K, P)
-        next_key = key_at(k, slot, channel, K, P)
-        next_value = value_at(v, channel, V, EVEN)
-        next_precision = value_at(precision, channel, V, EVEN)
-        next_grad = value_at(grad_mean, channel, V, EVEN)
-        mean, var, shrink, surprise = step(mean, var, key, weight, value, decay, noise, PTX)
-        slope = decay * shrink
-        by_mean *= slope
-        by_var = slope * by_var + by_mean * by_mean * surprise
-        asked = query * grad
-        adjoint_mean += by_mean * asked
-        adjoint_var += by_var * asked
-        if VARIANCE:
-            asked_var = value_at(grad_var, channel, V, EVEN).to(tl.float32)
-            adjoint_var += by_mean * by_mean * (query * query * asked_var)
-            grad_var += gv_token
+    next_queries = keys_at(0, count, q, q_token, slot, channel, K, P, WINDOW)
+    next_keys = keys_at(0, count, k, k_token, slot, channel, K, P, WINDOW)
+    next_values = values_at(0, count, v, v_token, channel, V, EVEN, WINDOW)
+    next_weights = values_at(0, count, precision, p_token, channel, V, EVEN, WINDOW)
+    next_grads = values_at(0, count, grad_mean, gm_token, channel, V, EVEN, WINDOW)
+    whole = count // WINDOW * WINDOW
+    for start in range(0, whole, WINDOW):
+        queries, keys, values, weights, grads = next_queries, next_keys, next_values, next_weights, next_grads
+        next_queries = keys_at(start + WINDOW, count, q, q_token, slot, channel, K, P, WINDOW)
+        next_keys = keys_at(start + WINDOW, count, k, k_token, slot, channel, K, P, WINDOW)
+        next_values = values_at(start + WINDOW, count, v, v_token, channel, V, EVEN, WINDOW)
+        next_weights = values_at(start + WINDOW, count, precision, p_token, channel, V, EVEN, WINDOW)
+        next_grads = values_at(start + WINDOW, count, grad_mean, gm_token, channel, V, EVEN, WINDOW)
+        for i in tl.static_range(WINDOW):
+            mean, var, by_mean, by_var, adjoint_mean, adjoint_var = adjoint_token(
+                start + i, mean, var, by_mean, by_var, adjoint_mean, adjoint_var,
+                queries[i], keys[i], values[i], weights[i], grads[i], grad_var, gv_token,
+                channel, V, decay, noise, EVEN, VARIANCE, PTX,
+            )  # fmt: skip
+    for t in range(whole, count):
+        queries = keys_at(t, count, q, q_token, slot, channel, K, P, 1)
+        keys = keys_at(t, count, k, k_token, slot, channel, K, P, 1)
+        values = values_at(t, count, v, v_token, channel, V, EVEN, 1)
+        weights = values_at(t, count, precision, p_token, channel, V, EVEN, 1)
+        grads = values_at(t, count, grad_mean, gm_token, channel, V, EVEN, 1)
+        mean, var, by_mean, by_var, adjoint_mean, adjoint_var = adjoint_token(
+            t, mean, var, by_mean, by_var, adjoint_mean, adjoint_var,
+            queries[0], keys[0], values[0], weights[0], grads[0], grad_var, gv_token,
+            channel, V, decay, noise, EVEN, VARIANCE, PTX,
+        )  # fmt: skip
     maps += index.to(tl.int64) * 4 * plane + at
     tl.store(maps, adjoint_mean, mask=inside)
     tl.store(maps + plane, adjoint_var, mask=inside)
@@ -149,29 +171,12 @@ def _enter_adjoints(
 
 
 @triton.jit
-def load_window(
-    start, end, k, v, precision, slot, channel, k_token, v_token, p_token, V,
-    K: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Keys, values and precisions of the tokens [start, start + WINDOW); from `end` on, of the last."""
-    signals = ()
-    for i in tl.static_range(WINDOW):
-        t = tl.minimum(start + i, end - 1)
-        signals = signals + (
-            key_at(k + t * k_token, slot, channel, K, P),
-            value_at(v + t * v_token, channel, V, EVEN),
-            value_at(precision + t * p_token, channel, V, EVEN),
-        )
-    return signals
-
-
-@triton.jit
 def back_through(
     start, states, q, k, v, precision, grad_mean, grad_var, dv, dprecision, dqk, again,
     gm, gs, by_noise, by_decay, decay, noise, slot, channel,
     q_token, k_token, v_token, p_token, gm_token, gv_token, out_token, dqk_token, V,
-    K: tl.constexpr, P: tl.constexpr, EVERY: tl.constexpr, SPACING: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr,
-    VARIANCE: tl.constexpr, PTX: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, EVERY: tl.constexpr, SPACING: tl.constexpr, WINDOW: tl.constexpr,
+    EVEN: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Back through the tokens [start, start + WINDOW) of a tile, from a belief stored at most EVERY tokens before."""
     states += start % SPACING // EVERY * 2 * channel.shape[0] * slot.shape[0]
@@ -179,36 +184,34 @@ def back_through(
     var = tl.load(states + channel.shape[0] * slot.shape[0])
     if WINDOW < EVERY:
         for t in range(start // EVERY * EVERY, start):
-            key = key_at(k + t * k_token, slot, channel, K, P).to(tl.float32)
-            value = value_at(v + t * v_token, channel, V, EVEN).to(tl.float32)
-            weight = value_at(precision + t * p_token, channel, V, EVEN).to(tl.float32)
-            mean, var, shrink, surprise = step(mean, var, key, weight, value, decay, noise, PTX)
-    signals, before = (), ()
+            keys = keys_at(t, t + 1, k, k_token, slot, channel, K, P, 1)
+            values = values_at(t, t + 1, v, v_token, channel, V, EVEN, 1)
+            weights = values_at(t, t + 1, precision, p_token, channel, V, EVEN, 1)
+            key, value, weight = keys[0].to(tl.float32), values[0].to(tl.float32), weights[0].to(tl.float32)
+            mean, var, _shrink, _surprise = step(mean, var, key, weight, value, decay, noise, PTX)
+    # All loads together, ahead of the stores that they could not overtake.
+    end = start + WINDOW
+    queries = keys_at(start, end, q, q_token, slot, channel, K, P, WINDOW)
+    keys = keys_at(start, end, k, k_token, slot, channel, K, P, WINDOW)
+    values = values_at(start, end, v, v_token, channel, V, EVEN, WINDOW)
+    weights = values_at(start, end, precision, p_token, channel, V, EVEN, WINDOW)
+    grads = values_at(start, end, grad_mean, gm_token, channel, V, EVEN, WINDOW)
     pair = tl.arange(0, 2)[None, :]
     real = (slot < K)[:, None] & (pair >= 0)
-    sums = dqk + 2 * slot[:, None] + pair
-    for i in tl.static_range(WINDOW):  # all loads together, ahead of the stores that they could not overtake
-        t = start + i
-        signals = signals + (
-            key_at(q + t * q_token, slot, channel, K, P),
-            key_at(k + t * k_token, slot, channel, K, P),
-            value_at(v + t * v_token, channel, V, EVEN),
-            value_at(precision + t * p_token, channel, V, EVEN),
-            value_at(grad_mean + t * gm_token, channel, V, EVEN),
-            tl.load(sums + t * dqk_token, mask=real, other=0.0),
-        )
+    sums = dqk + start * dqk_token + 2 * slot[:, None] + pair
+    before, others = (), ()
     for i in tl.static_range(WINDOW):
-        key, value = signals[6 * i + 1].to(tl.float32), signals[6 * i + 2].to(tl.float32)
-        weight = signals[6 * i + 3].to(tl.float32)
-        before = before + (mean, var)
-        mean, var, shrink, surprise = step(mean, var, key, weight, value, decay, noise, PTX)
+        others += (tl.load(sums + i * dqk_token, mask=real, other=0.0),)
+    for i in tl.static_range(WINDOW):
+        key, value, weight = keys[i].to(tl.float32), values[i].to(tl.float32), weights[i].to(tl.float32)
+        before += (mean, var)
+        mean, var, _shrink, _surprise = step(mean, var, key, weight, value, decay, noise, PTX)
     for i in tl.static_range(WINDOW - 1, -1, -1):
         t = start + i
         after = mean
         mean, var = before[2 * i], before[2 * i + 1]
-        query, key = signals[6 * i].to(tl.float32), signals[6 * i + 1].to(tl.float32)
-        value, weight = signals[6 * i + 2].to(tl.float32), signals[6 * i + 3].to(tl.float32)
-        grad = signals[6 * i + 4].to(tl.float32)
+        query, key, value = queries[i].to(tl.float32), keys[i].to(tl.float32), values[i].to(tl.float32)
+        weight, grad = weights[i].to(tl.float32), grads[i].to(tl.float32)
 
         predicted = decay * decay * var + noise
         write = key * weight
@@ -221,14 +224,15 @@ def back_through(
         gm += query * grad
         dquery = grad * after
         if VARIANCE:
-            asked = value_at(grad_var + t * gv_token, channel, V, EVEN).to(tl.float32)
+            asks = values_at(t, t + 1, grad_var, gv_token, channel, V, EVEN, 1)
+            asked = asks[0].to(tl.float32)
             gs += query * query * asked
             dquery += 2.0 * query * asked * posterior
-        # mean' = carried + gain error with gain = posterior write; posterior = predicted / (1 + key^2 weight predicted)
+        # mean' = carried + gain error; gain = posterior write; posterior = predicted / (1 + key write predicted)
         dgain = gm * error
         derror = gm * gain
         part = gs * posterior
-        dwrite = posterior * (dgain * shrink - key * part)  # what the gain takes back is left out before it cancels
+        dwrite = posterior * (dgain * shrink - key * part)  # 1 - key gain is `shrink`: nothing cancels
         dkey = weight * dwrite - gain * (part + dgain * gain) - carried * derror
         dpredicted = (gs + dgain * write) * shrink * shrink
         by_noise += dpredicted
@@ -236,19 +240,19 @@ def back_through(
         gs = decay * decay * dpredicted
         by_decay += 2.0 * var * gs + mean * gm
 
-        tl.store(dv + t * out_token + channel, tl.sum(derror, 1).to(dv.dtype.element_ty), mask=channel < V)
-        tl.store(dprecision + t * out_token + channel, tl.sum(key * dwrite, 1).to(dprecision.dtype.element_ty), mask=channel < V)
-        others = tl.where(again, signals[6 * i + 5], 0.0)  # of the channels before
-        total = others + tl.sum(tl.join(dquery, dkey), 0)
-        tl.store(sums + t * dqk_token, total, mask=real)
+        to = t * out_token + channel
+        tl.store(dv + to, tl.sum(derror, 1).to(dv.dtype.element_ty), mask=channel < V)
+        tl.store(dprecision + to, tl.sum(key * dwrite, 1).to(dprecision.dtype.element_ty), mask=channel < V)
+        both = tl.sum(tl.join(dquery, dkey), 0) + tl.where(again, others[i], 0.0)  # and those of the channels before
+        tl.store(sums + i * dqk_token, both, mask=real)
     return gm, gs, by_noise, by_decay
 
 
 @triton.jit(do_not_specialize=[*LOOSE, "splits", "tokens"])
 def _gradients(
     q, k, v, precision, log_decay, noise, kept, states, leaving, grad_mean, grad_var, dv, dprecision, dqk, table,
-    length, size, tiles, splits, tokens, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head, gm_token, gm_head,
-    gv_token, gv_head, G, V, SHARE,
+    length, size, tiles, splits, tokens, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head,
+    gm_token, gm_head, gv_token, gv_head, G, V, SHARE,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, WINDOW: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -256,7 +260,7 @@ def _gradients(
     split = tl.program_id(0) % splits
     head = tl.program_id(1)
     slot = tl.arange(0, P)
-    sequence, token, count, last, kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
+    _sequence, token, count, _last, kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
     plane = G * V * P
     index = index.to(tl.int64)
     q += token * q_token + head // SHARE * q_head
@@ -288,19 +292,20 @@ def _gradients(
             start, end = group * SPACING, tl.minimum(count, (group + 1) * SPACING)
             windows = (end - start) // WINDOW
             to = states
-            ahead = load_window(start, end, k, v, precision, slot, channel, k_token, v_token, p_token, V, K, P, WINDOW, EVEN)
+            next_keys = keys_at(start, end, k, k_token, slot, channel, K, P, WINDOW)
+            next_values = values_at(start, end, v, v_token, channel, V, EVEN, WINDOW)
+            next_weights = values_at(start, end, precision, p_token, channel, V, EVEN, WINDOW)
             for window in range(start, end, WINDOW):
                 tl.store(to, mean)
                 tl.store(to + BLOCK * P, var)
                 to += 2 * BLOCK * P
-                here = ahead
-                ahead = load_window(
-                    window + WINDOW, end, k, v, precision, slot, channel, k_token, v_token, p_token, V, K, P, WINDOW, EVEN
-                )
+                keys, values, weights = next_keys, next_values, next_weights
+                next_keys = keys_at(window + WINDOW, end, k, k_token, slot, channel, K, P, WINDOW)
+                next_values = values_at(window + WINDOW, end, v, v_token, channel, V, EVEN, WINDOW)
+                next_weights = values_at(window + WINDOW, end, precision, p_token, channel, V, EVEN, WINDOW)
                 for i in tl.static_range(WINDOW):
-                    key, value = here[3 * i].to(tl.float32), here[3 * i + 1].to(tl.float32)
-                    weight = here[3 * i + 2].to(tl.float32)
-                    mean, var, shrink, surprise = step(mean, var, key, weight, value, decay, process, PTX)
+                    key, value, weight = keys[i].to(tl.float32), values[i].to(tl.float32), weights[i].to(tl.float32)
+                    mean, var, _shrink, _surprise = step(mean, var, key, weight, value, decay, process, PTX)
             tl.debug_barrier()  # what one thread stored another may load
             for i in range(end - start - windows * WINDOW):
                 gm, gs, by_noise, by_decay = back_through(
@@ -335,10 +340,10 @@ def backward(
     grad_var: Tensor | None,
     grad_last_mean: Tensor,
     grad_last_var: Tensor,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, precision, log_decay, process_noise and the prior's mean and variance."""
     (batch, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
-    like = dict(dtype=torch.float32, device=v.device)
+    like = {"dtype": torch.float32, "device": v.device}
     kinds = [x.dtype for x in (q, k, log_decay, process_noise)]
     q, k, v, precision, grad_mean = rows(q), rows(k), rows(v), rows(precision), rows(grad_mean)
     variance = grad_var is not None
@@ -353,15 +358,15 @@ def backward(
     splits = min(triton.cdiv(channels, size), channels // (2 * slots), resident // (cut.count * heads))
     splits = max(1, splits)  # and their sums of dq and dk no larger than the values
 
-    common = dict(K=slots, P=width, PACKED=segments is not None)
-    cells = dict(SPACING=SPACING, VARIANCE=variance, PTX=hardware(), num_warps=1, **common)
+    common = {"K": slots, "P": width, "PACKED": segments is not None}
+    cells = {"SPACING": SPACING, "WINDOW": WINDOW, "VARIANCE": variance, "PTX": hardware()}
     strides = [stride for x in (q, k, v, precision, grad_mean, grad_var) for stride in x.stride()[1:3]]
     maps = torch.empty(cut.count, 4, heads, channels, width, **like)
     few = block(slots, 4)
     _map_adjoints[cut.count * triton.cdiv(channels, few), heads](
         q, k, v, precision, log_decay, process_noise, kept, grad_mean, grad_var, maps, cut.table,
         length, cut.size, cut.tiles, *strides, heads, channels, heads // shared,
-        BLOCK=few, EVEN=channels % few == 0, **cells,
+        BLOCK=few, EVEN=channels % few == 0, num_warps=1, **cells, **common,
     )  # fmt: skip
     leaving = torch.empty(cut.count, 2, heads, channels, width, **like)
     prior_mean, prior_var = torch.empty(grad_last_mean.shape, **like), torch.empty(grad_last_var.shape, **like)
@@ -375,11 +380,11 @@ def backward(
     dv = tokens(v.shape, dtype=v.dtype, device=v.device)
     dprecision = tokens(v.shape, dtype=precision.dtype, device=v.device)
     dqk = tokens(splits, batch, length, shared, heads // shared, slots, 2, **like)
-    states = torch.empty(cut.count * splits, heads, SPACING // _WINDOW, 2, size, width, **like)
+    states = torch.empty(cut.count * splits, heads, SPACING // WINDOW, 2, size, width, **like)
     _gradients[cut.count * splits, heads](
         q, k, v, precision, log_decay, process_noise, kept, states, leaving, grad_mean, grad_var, dv, dprecision, dqk,
         cut.table, length, cut.size, cut.tiles, splits, batch * length, *strides, heads, channels, heads // shared,
-        BLOCK=size, WINDOW=_WINDOW, EVEN=channels % size == 0, **cells,
+        BLOCK=size, EVEN=channels % size == 0, num_warps=1, **cells, **common,
     )  # fmt: skip
     del states
     ddynamics = leaving.sum(0)[..., :slots].transpose(-1, -2)  # `_gradients` left them where the adjoints were

@@ -1,0 +1,180 @@
+"""What only the Triton kernel can get wrong: how it cuts time and channels, what it keeps, how it meets torch.
+
+On a machine without a GPU the kernels run in Triton's interpreter, at sizes it can bear.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kalmix.beliefs import DiagonalBelief
+from kalmix.kernels.diagonal import fused, reference
+from kalmix.kernels.diagonal import triton as kernels
+from kalmix.segments import Segments
+from kalmix.testing.budgets import budgets, relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ("q", "k", "v", "precision", "log_decay", "process_noise", "mean", "var")
+HALF = torch.bfloat16
+
+
+def arguments(batch, length, heads, slots, channels, sequences=None, dtype=torch.float32):
+    """Signals and a prior, by name: keys of length one, precision between 0 and 4."""
+    draw = torch.Generator().manual_seed(0)
+    shared, own = heads
+    cells, tokens = (own, slots, channels), (batch, length, own, channels)
+    q, k = (torch.randn(batch, length, shared, slots, generator=draw) for _ in range(2))
+    q, k = (torch.nn.functional.normalize(x, dim=-1).to(dtype) for x in (q, k))
+    v, precision = torch.randn(tokens, generator=draw).to(dtype), 4 * torch.rand(tokens, generator=draw)
+    log_decay, noise = -0.2 * torch.rand(cells, generator=draw), 0.1 * torch.rand(cells, generator=draw)
+    belief = (batch if sequences is None else sequences, *cells)
+    mean, var = torch.randn(belief, generator=draw), 0.1 + torch.rand(belief, generator=draw)
+    values = (q, k, v, precision, log_decay, noise, mean, var)
+    return {name: x.to(DEVICE) for name, x in zip(NAMES, values, strict=True)}
+
+
+def answer(function, inputs, segments, variance):
+    """Outputs, and gradients of their sum, weighted by numbers that every dtype holds."""
+    leaves = [x.detach().requires_grad_() for x in inputs.values()]
+    mean, var, belief = function(*leaves[:6], DiagonalBelief(*leaves[6:]), segments, variance)
+    outputs = [x for x in (mean, var, *belief) if x is not None]
+    draw = torch.Generator().manual_seed(1)
+    weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
+    return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, leaves, weights))
+
+
+def check(inputs, segments=None, variance=True):
+    """Outputs and gradients agree with the float64 recursion, within what rounding its inputs would do to it."""
+    segments = None if segments is None else Segments(segments.rows.to(DEVICE))
+    got = answer(fused.diagonal, inputs, segments, variance)
+    exact = {name: x.double() for name, x in inputs.items()}
+    want = answer(reference.diagonal, exact, segments, variance)
+    allowed = budgets(
+        lambda moved: answer(reference.diagonal, moved, segments, variance),
+        exact,
+        torch.float32,
+        [x.dtype for x in got],
+    )
+    outputs = ["mean", *["variance"] * variance, "last mean", "last variance", *(f"d {name}" for name in NAMES)]
+    for name, x, y, budget in zip(outputs, got, want, allowed, strict=True):
+        error = relative_error(x, y) if y.norm() > 0 else float(x.norm())
+        assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
+
+
+RUNS = Segments.of(torch.tensor([[0, 3, 103], [1, 0, 10], [0, 103, 136], [1, 50, 50], [1, 60, 140]]))
+SHAPES = [  # batch, tokens, (key heads, value heads), slots, channels, segments, variance, dtype
+    (1, 133, (1, 2), 3, 3, None, True, torch.float32),  # several tiles, an odd last one
+    (2, 143, (1, 1), 5, 9, RUNS, True, torch.float32),  # tiles of runs, gaps between them, an empty one
+    (
+        1,
+        37,
+        (2, 2),
+        17,
+        20,
+        None,
+        False,
+        torch.float32,
+    ),  # blocks of channels added up, one of them ragged
+    (1, 37, (1, 1), 2, 130, None, True, torch.float32),  # blocks of channels in several sums
+    (1, 1, (1, 1), 32, 8, None, False, torch.float32),  # one token, nothing padded
+    (1, 36, (1, 1), 8, 32, None, False, HALF),
+]
+if DEVICE == "cuda":  # every class of launch: slots, dtypes, few and many programs, one tile and many, long sequences
+    widths = [(1, 9), (8, 64), (13, 33), (16, 128), (32, 96), (33, 40), (48, 24), (64, 48), (100, 20), (128, 24)]
+    SHAPES += [(2, 200, (1, 1), *width, None, True, torch.float32) for width in widths]
+    SHAPES += [(2, 143, (2, 4), *width, RUNS, False, torch.float32) for width in widths]
+    SHAPES += [
+        (2, 200, (1, 1), *width, None, variance, dtype)
+        for width in ((5, 20), (16, 64), (32, 50), (64, 32), (128, 8))
+        for variance, dtype in ((True, torch.float16), (False, HALF))
+    ]
+    SHAPES += [(64, 150, (1, 1), 32, 512, None, False, torch.float32), (200, 100, (1, 1), 16, 256, None, True, HALF)]
+    SHAPES += [(1, 3000, (1, 1), 32, 64, None, True, torch.float32)]
+
+
+@pytest.mark.parametrize(("batch", "length", "heads", "slots", "channels", "segments", "variance", "dtype"), SHAPES)
+def test_agrees_with_the_recursion(batch, length, heads, slots, channels, segments, variance, dtype):
+    sequences = None if segments is None else segments.count
+    check(arguments(batch, length, heads, slots, channels, sequences, dtype), segments, variance)
+
+
+@pytest.mark.parametrize(
+    ("signal", "value"),
+    [
+        ("process_noise", 0.0),
+        ("process_noise", 1e3),
+        ("precision", 0.0),
+        ("precision", 1e4),
+        ("log_decay", -30.0),
+        ("log_decay", 0.0),
+    ],
+)
+def test_holds_at_the_ends_of_the_range(signal, value):
+    length, slots, channels = (300, 32, 40) if DEVICE == "cuda" else (40, 3, 4)
+    inputs = arguments(1, length, (1, 1), slots, channels)
+    check({**inputs, signal: torch.full_like(inputs[signal], value)})
+
+
+def test_sixty_four_thousand_tokens():
+    """No tile ends where another does not begin: a filter that holds everything forgets nothing, however long."""
+    length = 65_536 if DEVICE == "cuda" else 256
+    inputs = arguments(1, length, (1, 1), 2, 3)
+    inputs["log_decay"], inputs["process_noise"] = (torch.zeros_like(inputs["log_decay"]) for _ in range(2))
+    signals, prior = list(inputs.values())[:6], DiagonalBelief(inputs["mean"], inputs["var"])
+    belief = fused.diagonal(*signals, prior, None, False).belief
+    _, k, v, precision, _, _, mean, var = (x.double() for x in inputs.values())
+    information = 1 / var + torch.einsum("bthk,btgv->bgkv", k**2, precision)
+    score = mean / var + torch.einsum("bthk,btgv->bgkv", k, precision * v)
+    assert relative_error(belief.variance, 1 / information) < length * torch.finfo(torch.float32).eps
+    assert relative_error(belief.mean, score / information) < length * torch.finfo(torch.float32).eps
+
+
+def test_two_runs_give_the_same_bits():
+    inputs = arguments(1, 70, (1, 2), 4, 6)
+    first, second = (answer(fused.diagonal, inputs, None, True) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_keeps_a_belief_every_32_tokens_and_nothing_longer():
+    inputs = {name: x.requires_grad_() for name, x in arguments(1, 70, (1, 1), 4, 6).items()}
+    belief, saved = DiagonalBelief(inputs["mean"], inputs["var"]), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        fused.diagonal(*list(inputs.values())[:6], belief, None, True)
+    owned = {x.data_ptr() for x in inputs.values()}
+    kept = [x for x in saved if x.data_ptr() not in owned]
+    assert [x.numel() for x in kept] == [3 * 2 * 4 * 6]
+
+
+def test_slices_of_a_projection_are_read_in_place():
+    q, k, v = torch.randn(2, 5, 1, 12).split(4, dim=-1)
+    assert all(kernels.rows(x).data_ptr() == x.data_ptr() for x in (q, k, v))
+    turned = torch.randn(2, 4, 1, 5).transpose(1, 3)
+    assert kernels.rows(turned).is_contiguous()
+    inputs = arguments(2, 9, (1, 1), 4, 4)
+    whole = torch.cat([inputs["q"], inputs["k"], inputs["v"]], dim=-1)
+    sliced = dict(zip(NAMES, (*whole.split(4, dim=-1), *list(inputs.values())[3:]), strict=True))
+    for x, y in zip(
+        answer(fused.diagonal, sliced, None, True), answer(fused.diagonal, inputs, None, True), strict=True
+    ):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 1000, 2048, 65_536])
+@pytest.mark.parametrize("warps", [1, 62, 496, 2111, 5000])
+def test_tiles_fill_the_machine_and_no_more(length, warps, resident=4224):
+    size = kernels.tile_size(length, warps, resident)
+    tiles = -(-length // size)
+    assert 1 <= size <= length
+    assert tiles == 1 or size >= 64
+    assert tiles * warps <= 4 * resident or tiles == 1
+    assert tiles == 1 or not resident < tiles * warps < 1.5 * resident, "a second round for a few"
+
+
+def test_meets_the_dispatcher_as_an_operator_should():
+    inputs = arguments(1, 34, (1, 2), 3, 4)
+    leaves = [x.requires_grad_() for x in inputs.values()]
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for rows in (None, torch.tensor([[0, 2, 30]], dtype=torch.int32, device=DEVICE)):
+        for variance, keep in ((True, True), (False, False)):
+            torch.library.opcheck(fused._filter, (*leaves, rows, variance, keep), test_utils=checks)
