@@ -22,9 +22,14 @@ class ProgressBar(TrainerCallback):
         self._last: dict[str, float] = {}
         self._lines = 0
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
         if not state.is_world_process_zero:
             return
+        weights = sum(value.numel() for value in given["model"].parameters())
+        tokens = sum(map(len, (block["input_ids"] for block in given["train_dataloader"].dataset)))
+        self.console.print(f"{weights:,} parameters to fit to {tokens:,} tokens, on {args.device}", soft_wrap=True)
         columns = (SpinnerColumn(), BarColumn(30), TaskProgressColumn(), TextColumn("{task.fields[told]}"))
         self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.bar.start()

@@ -49,17 +49,19 @@ def run(
         given |= {"text": text and str(Path(text).resolve()), "layers": parse_layers(layers)}
         given["minutes"] = MINUTES if steps is None and minutes is None else minutes
         recipe, output = Recipe(**given), output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
-    from accelerate import PartialState
     from transformers.utils import logging
 
     from kalmix.cli.progress import ProgressBar
     from kalmix.cli.report import report
     from kalmix.training.run import train
+    from kalmix.training.trainer import processes
 
     logging.disable_progress_bar()
     console = Console(highlight=False)
+    first = processes().is_main_process
+    if first:
+        console.print(f"reading {recipe.text or 'the documentation of this Python installation'}", soft_wrap=True)
     ended = train(recipe, output, resume=resume, callbacks=[ProgressBar(console)])
-    first = PartialState().is_main_process
     if not ended.finished:
         if first:
             console.print(f"interrupted after {ended.steps} steps; nothing is lost. To go on:", soft_wrap=True)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
@@ -34,9 +33,9 @@ from kalmix.training.checkpoints import newest
 from kalmix.training.data import Blocks, mark, pretrained, stream
 from kalmix.training.recipe import Recipe
 from kalmix.training.schedule import Schedule, interruptible
-from kalmix.training.trainer import FilterTrainer, arguments, tensorboard
+from kalmix.training.trainer import FilterTrainer, arguments, processes, tensorboard
 
-LOOK = 16384  # tokens of held-out text a look during training reads, at most
+LOOK = 8192  # tokens of held-out text a look during training reads, at most
 HISTORY = "history.json"
 
 
@@ -74,7 +73,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
         ArgumentError: the text, a mixer or a size will not do; the loss is no longer finite; `output` holds a run
             already (without `resume`), or a finished one (with it).
     """
-    here = PartialState()
+    here = processes()
     output = Path(broadcast_object_list([str(output)])[0])
     if not resume and ((output / HISTORY).exists() or newest(output / "checkpoints")):
         raise ArgumentError(

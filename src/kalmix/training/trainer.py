@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -18,6 +19,11 @@ from kalmix.training.recipe import Recipe
 from kalmix.training.schedule import Schedule
 
 FOREVER = 10**9  # steps of a run that only the clock ends
+
+
+def processes() -> PartialState:
+    """The processes that train together: those of `torchrun`, or this one alone."""
+    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 class FilterTrainer(Trainer):
