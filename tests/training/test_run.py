@@ -100,6 +100,15 @@ def test_minutes_end_a_run_with_the_rate_at_zero(recipe, tmp_path: Path) -> None
     assert rates[-1] < 0.25 * max(rates)
 
 
+def test_minutes_are_counted_over_all_sessions(recipe, tmp_path: Path) -> None:
+    part = train(recipe(steps=None, minutes=0.05), tmp_path, callbacks=[Kill(6)])
+    rest = train(recipe(steps=None, minutes=0.05), tmp_path, resume=True)
+    progress = [row["progress"] for row in json.loads((tmp_path / "history.json").read_text())]
+    assert (part.finished, rest.finished) == (False, True)
+    assert 0 < progress[5] < progress[-1] == 1
+    assert progress == sorted(progress)
+
+
 def test_a_rate_that_diverges_is_said_so(recipe, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="diverged"):
         train(recipe(rate=1e30, warmup=0.0), tmp_path)
