@@ -96,6 +96,11 @@ def tile_size(length: int, warps: int, resident: int) -> int:
     return triton.cdiv(length, pieces)
 
 
+def ragged(length: int, segments: Segments | None) -> bool:
+    """Whether a sequence may end within a window: code that compiles only where it must."""
+    return segments is not None or length % WINDOW > 0
+
+
 def block(slots: int, cells: int) -> int:
     """Channels a warp at so many cells a thread."""
     return max(1, 32 * cells // padded(slots))
@@ -222,7 +227,7 @@ def _map_tiles(
     k, v, precision, log_decay, noise, maps, table,
     length, size, tiles, k_token, k_head, v_token, v_head, p_token, p_head, G, V, SHARE,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr,
+    EVEN: tl.constexpr, RAGGED: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK)
     index = tl.program_id(0) // blocks
@@ -254,13 +259,14 @@ def _map_tiles(
             gain, information, score, floor, offset = map_token(
                 gain, information, score, floor, offset, keys[i], values[i], weights[i], decay, noise, PTX
             )
-    for t in range(whole, count):
-        keys = keys_at(t, count, k, k_token, slot, channel, K, P, 1)
-        values = values_at(t, count, v, v_token, channel, V, EVEN, 1)
-        weights = values_at(t, count, precision, p_token, channel, V, EVEN, 1)
-        gain, information, score, floor, offset = map_token(
-            gain, information, score, floor, offset, keys[0], values[0], weights[0], decay, noise, PTX
-        )
+    if RAGGED:
+        for t in range(whole, count):
+            keys = keys_at(t, count, k, k_token, slot, channel, K, P, 1)
+            values = values_at(t, count, v, v_token, channel, V, EVEN, 1)
+            weights = values_at(t, count, precision, p_token, channel, V, EVEN, 1)
+            gain, information, score, floor, offset = map_token(
+                gain, information, score, floor, offset, keys[0], values[0], weights[0], decay, noise, PTX
+            )
     inside = (channel < V)[:, None] & (slot < P)[None, :]
     plane = G * V * P
     maps += index.to(tl.int64) * 5 * plane + cell_offsets(head, channel, V, P)
@@ -325,8 +331,8 @@ def _read_out(
     length, size, tiles, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head,
     mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V, SHARE,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, WINDOW: tl.constexpr, SINGLE: tl.constexpr, VARIANCE: tl.constexpr, KEEP: tl.constexpr,
-    PTX: tl.constexpr,
+    EVEN: tl.constexpr, RAGGED: tl.constexpr, WINDOW: tl.constexpr, SINGLE: tl.constexpr, VARIANCE: tl.constexpr,
+    KEEP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK)
     index = tl.program_id(0) // blocks
@@ -370,15 +376,16 @@ def _read_out(
                     start + i, mean, var, queries[i], keys[i], values[i], weights[i], read_mean, read_var,
                     channel, V, G, decay, noise, VARIANCE, PTX,
                 )  # fmt: skip
-        for t in range(whole, end):
-            queries = keys_at(t, count, q, q_token, slot, channel, K, P, 1)
-            keys = keys_at(t, count, k, k_token, slot, channel, K, P, 1)
-            values = values_at(t, count, v, v_token, channel, V, EVEN, 1)
-            weights = values_at(t, count, precision, p_token, channel, V, EVEN, 1)
-            mean, var = read_token(
-                t, mean, var, queries[0], keys[0], values[0], weights[0], read_mean, read_var,
-                channel, V, G, decay, noise, VARIANCE, PTX,
-            )  # fmt: skip
+        if RAGGED:
+            for t in range(whole, end):
+                queries = keys_at(t, count, q, q_token, slot, channel, K, P, 1)
+                keys = keys_at(t, count, k, k_token, slot, channel, K, P, 1)
+                values = values_at(t, count, v, v_token, channel, V, EVEN, 1)
+                weights = values_at(t, count, precision, p_token, channel, V, EVEN, 1)
+                mean, var = read_token(
+                    t, mean, var, queries[0], keys[0], values[0], weights[0], read_mean, read_var,
+                    channel, V, G, decay, noise, VARIANCE, PTX,
+                )  # fmt: skip
     if last:
         at = (sequence * G + head) * K * V + slot[None, :] * V + channel[:, None]
         tl.store(last_mean + at, mean, mask=real)
@@ -420,7 +427,8 @@ def forward(
         last_var.copy_(var)
 
     common = {"K": slots, "P": width, "PACKED": segments is not None}
-    cells = {"BLOCK": size, "EVEN": channels % size == 0, "SPACING": SPACING, "WINDOW": WINDOW, "PTX": hardware()}
+    even, uneven = channels % size == 0, ragged(length, segments)
+    cells = {"BLOCK": size, "EVEN": even, "RAGGED": uneven, "SPACING": SPACING, "WINDOW": WINDOW, "PTX": hardware()}
     strides = (*k.stride()[1:3], *v.stride()[1:3], *precision.stride()[1:3])
     entry_mean, entry_var = mean, var
     if not cut.single:

@@ -34,6 +34,7 @@ from kalmix.kernels.diagonal.triton import (
     keys_at,
     multiprocessors,
     plan,
+    ragged,
     reciprocal,
     rows,
     step,
@@ -71,7 +72,7 @@ def _map_adjoints(
     length, size, tiles, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head, gm_token, gm_head,
     gv_token, gv_head, G, V, SHARE,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, WINDOW: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
+    EVEN: tl.constexpr, RAGGED: tl.constexpr, WINDOW: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK)
     index = tl.program_id(0) // blocks
@@ -117,17 +118,18 @@ def _map_adjoints(
                 queries[i], keys[i], values[i], weights[i], grads[i], grad_var, gv_token,
                 channel, V, decay, noise, EVEN, VARIANCE, PTX,
             )  # fmt: skip
-    for t in range(whole, count):
-        queries = keys_at(t, count, q, q_token, slot, channel, K, P, 1)
-        keys = keys_at(t, count, k, k_token, slot, channel, K, P, 1)
-        values = values_at(t, count, v, v_token, channel, V, EVEN, 1)
-        weights = values_at(t, count, precision, p_token, channel, V, EVEN, 1)
-        grads = values_at(t, count, grad_mean, gm_token, channel, V, EVEN, 1)
-        mean, var, by_mean, by_var, adjoint_mean, adjoint_var = adjoint_token(
-            t, mean, var, by_mean, by_var, adjoint_mean, adjoint_var,
-            queries[0], keys[0], values[0], weights[0], grads[0], grad_var, gv_token,
-            channel, V, decay, noise, EVEN, VARIANCE, PTX,
-        )  # fmt: skip
+    if RAGGED:
+        for t in range(whole, count):
+            queries = keys_at(t, count, q, q_token, slot, channel, K, P, 1)
+            keys = keys_at(t, count, k, k_token, slot, channel, K, P, 1)
+            values = values_at(t, count, v, v_token, channel, V, EVEN, 1)
+            weights = values_at(t, count, precision, p_token, channel, V, EVEN, 1)
+            grads = values_at(t, count, grad_mean, gm_token, channel, V, EVEN, 1)
+            mean, var, by_mean, by_var, adjoint_mean, adjoint_var = adjoint_token(
+                t, mean, var, by_mean, by_var, adjoint_mean, adjoint_var,
+                queries[0], keys[0], values[0], weights[0], grads[0], grad_var, gv_token,
+                channel, V, decay, noise, EVEN, VARIANCE, PTX,
+            )  # fmt: skip
     maps += index.to(tl.int64) * 4 * plane + at
     tl.store(maps, adjoint_mean, mask=inside)
     tl.store(maps + plane, adjoint_var, mask=inside)
@@ -254,7 +256,7 @@ def _gradients(
     length, size, tiles, splits, tokens, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head,
     gm_token, gm_head, gv_token, gv_head, G, V, SHARE,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, WINDOW: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, RAGGED: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
@@ -307,13 +309,14 @@ def _gradients(
                     key, value, weight = keys[i].to(tl.float32), values[i].to(tl.float32), weights[i].to(tl.float32)
                     mean, var, _shrink, _surprise = step(mean, var, key, weight, value, decay, process, PTX)
             tl.debug_barrier()  # what one thread stored another may load
-            for i in range(end - start - windows * WINDOW):
-                gm, gs, by_noise, by_decay = back_through(
-                    end - 1 - i, states, q, k, v, precision, grad_mean, grad_var, dv, dprecision, dqk, again,
-                    gm, gs, by_noise, by_decay, decay, process, slot, channel,
-                    q_token, k_token, v_token, p_token, gm_token, gv_token, G * V, 2 * G * K, V,
-                    K, P, WINDOW, SPACING, 1, EVEN, VARIANCE, PTX,
-                )  # fmt: skip
+            if RAGGED:
+                for i in range(end - start - windows * WINDOW):
+                    gm, gs, by_noise, by_decay = back_through(
+                        end - 1 - i, states, q, k, v, precision, grad_mean, grad_var, dv, dprecision, dqk, again,
+                        gm, gs, by_noise, by_decay, decay, process, slot, channel,
+                        q_token, k_token, v_token, p_token, gm_token, gv_token, G * V, 2 * G * K, V,
+                        K, P, WINDOW, SPACING, 1, EVEN, VARIANCE, PTX,
+                    )  # fmt: skip
             for i in range(windows):
                 gm, gs, by_noise, by_decay = back_through(
                     start + (windows - 1 - i) * WINDOW, states, q, k, v, precision, grad_mean, grad_var, dv, dprecision,
@@ -359,14 +362,14 @@ def backward(
     splits = max(1, splits)  # and their sums of dq and dk no larger than the values
 
     common = {"K": slots, "P": width, "PACKED": segments is not None}
-    cells = {"SPACING": SPACING, "WINDOW": WINDOW, "VARIANCE": variance, "PTX": hardware()}
+    cells = {"SPACING": SPACING, "RAGGED": ragged(length, segments), "VARIANCE": variance, "PTX": hardware()}
     strides = [stride for x in (q, k, v, precision, grad_mean, grad_var) for stride in x.stride()[1:3]]
     maps = torch.empty(cut.count, 4, heads, channels, width, **like)
     few = block(slots, 4)
     _map_adjoints[cut.count * triton.cdiv(channels, few), heads](
         q, k, v, precision, log_decay, process_noise, kept, grad_mean, grad_var, maps, cut.table,
         length, cut.size, cut.tiles, *strides, heads, channels, heads // shared,
-        BLOCK=few, EVEN=channels % few == 0, num_warps=1, **cells, **common,
+        BLOCK=few, EVEN=channels % few == 0, WINDOW=WINDOW // 2, num_warps=1, **cells, **common,
     )  # fmt: skip
     leaving = torch.empty(cut.count, 2, heads, channels, width, **like)
     prior_mean, prior_var = torch.empty(grad_last_mean.shape, **like), torch.empty(grad_last_var.shape, **like)
@@ -384,7 +387,7 @@ def backward(
     _gradients[cut.count * splits, heads](
         q, k, v, precision, log_decay, process_noise, kept, states, leaving, grad_mean, grad_var, dv, dprecision, dqk,
         cut.table, length, cut.size, cut.tiles, splits, batch * length, *strides, heads, channels, heads // shared,
-        BLOCK=size, EVEN=channels % size == 0, num_warps=1, **cells, **common,
+        BLOCK=size, EVEN=channels % size == 0, WINDOW=WINDOW, num_warps=1, **cells, **common,
     )  # fmt: skip
     del states
     ddynamics = leaving.sum(0)[..., :slots].transpose(-1, -2)  # `_gradients` left them where the adjoints were
