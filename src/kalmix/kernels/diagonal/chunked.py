@@ -24,7 +24,8 @@ from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 TILE = 16  # tokens of a tile
-CELLS = 1 << 18  # cells stepped at once: a few such arrays fit the cache
+CELLS = 1 << 18  # cells stepped at once on a CPU: a few such arrays fit the cache
+CELLS_ELSEWHERE = 1 << 22  # elsewhere: enough to hide that every step is a launch
 FAN = 16  # tiles of a group, where the graph must not grow with their number
 
 State = tuple[Tensor, Tensor]  # mean and variance of cells, or the adjoints of these
@@ -375,7 +376,7 @@ class _Grid:
     def __init__(self, v: Tensor, cells: torch.Size, lanes: int, tiles: int) -> None:
         self.batch, self.length, self.device = v.shape[0], v.shape[1], v.device
         self.heads, self.lanes, self.size, self.count = cells[0], lanes, _tile(self.length), tiles
-        room = CELLS // (lanes * cells.numel())
+        room = (CELLS if v.device.type == "cpu" else CELLS_ELSEWHERE) // (lanes * cells.numel())
         width = tiles if torch.compiler.is_compiling() else min(tiles, room) if room >= 4 else 1
         self.blocks = [slice(i, min(i + width, tiles)) for i in range(0, tiles, width)]
 
