@@ -115,9 +115,14 @@ def bench(op: str, shape: tuple[int, ...], device: str, dtype: torch.dtype, erro
     held = sum(leaf.numel() * leaf.element_size() for leaf in [*x.values(), *upstream])  # while a call runs
     rows = {}
     for name, run in candidates(op, x, compiled).items():
-        back = measure(partial(backward, run, x, upstream), device)  # first, so that its first call is the first
-        with torch.no_grad():
-            ahead = measure(partial(run, x), device)
+        try:
+            back = measure(partial(backward, run, x, upstream), device)  # first, so that its first call is the first
+            with torch.no_grad():
+                ahead = measure(partial(run, x), device)
+        except torch.OutOfMemoryError:
+            print(f"{shape!s:>24} {name}: out of memory")
+            torch.cuda.empty_cache()
+            continue
         rows[name] = _row(name, shape, dtype, ahead, back) | {
             # Against what any implementation holds: inputs, outputs, and the gradients of both.
             "peak_ratio": (back.peak + held) / (2 * held),

@@ -80,7 +80,9 @@ class _Diagonal(torch.autograd.Function):
         kept = (torch.cat(parts) for parts in zip(*entries, strict=True))
         ctx.save_for_backward(q, k, v, precision, log_decay, process_noise, mean, rows, *kept)
         read_mean, *read_var = (grid.paste(parts) for parts in zip(*reads, strict=True))
-        return read_mean.to(v.dtype), *(read_var or [v.new_empty(0)]), *after
+        if read_mean.dtype != v.dtype:  # a cast that changes nothing returns its input, whose gradient torch 2.11 loses
+            read_mean = read_mean.to(v.dtype)
+        return read_mean, *(read_var or [v.new_empty(0)]), *after
 
     @staticmethod
     @once_differentiable
@@ -477,7 +479,7 @@ class _Runs(_Grid):
         return nothing, nothing
 
     def arrivals(self, block: slice, carry: State, fresh: State, maps: _Map | None, backwards: bool = False) -> State:
-        anew, owner = self.fresh[backwards][block], self.tiles.sequence[block]
+        anew, owner = self.fresh[int(backwards)][block], self.tiles.sequence[block]
         fresh = fresh[0][owner], fresh[1][owner]
         if maps is not None:  # a tile that starts anew forgets what came before
             mean, var = maps(fresh)
@@ -487,7 +489,7 @@ class _Runs(_Grid):
         return torch.where(anew, fresh[0], mean), torch.where(anew, fresh[1], var)
 
     def settle(self, block: slice, ends: State, states: State, backwards: bool = False) -> State:
-        tile = self.ends[backwards] - block.start
+        tile = self.ends[int(backwards)] - block.start
         inside = ((tile >= 0) & (tile < block.stop - block.start))[:, None, None, None]
         tile = tile.clamp(0, block.stop - block.start - 1)
         return torch.where(inside, states[0][tile], ends[0]), torch.where(inside, states[1][tile], ends[1])
