@@ -75,7 +75,7 @@ def trials(small: bool) -> Iterator[Trial]:
         for slots in (16, 32):
             yield Trial(1, 65_536, 96, slots)
             yield Trial(1, 65_536, 96, slots, log_decay=0.0, process_noise=0.0)
-            yield Trial(16, 4096, 496, slots)
+            yield Trial(4, 4096, 496, slots)
         yield Trial(64, 512, 512, 32)
 
 

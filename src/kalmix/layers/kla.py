@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -94,32 +94,30 @@ class KLA(Mixer):
         if state is not None:
             check_state(state, KLAState, x.shape[0] if segments is None else segments.count)
         belief, window = (None, None) if state is None else state
-        owner = None if segments is None else segments.owner(*x.shape[:2])
-        z, gate = self.in_proj(keep_owned(x, owner)).chunk(2, dim=-1)
-        z, window = self.conv(z, window, segments, owner)
-        z = F.silu(z)
-        q, k, v, noise = self._signals(z)
-        log_decay, process_noise = self.dynamics(belief_dtype(v.dtype))
+        signals, (z, gate), window = self.signals(x, window, segments)
         with torch.autocast(x.device.type, enabled=False):
             mean, var, belief = ops.diagonal(
-                *(q[:, :, None], k[:, :, None], v[:, :, None]),
-                precision=observation_precision(noise)[:, :, None],
-                log_decay=log_decay,
-                process_noise=process_noise,
-                belief=belief,
-                variance=variance,
-                segments=segments,
-                kernel=self.kernel,
+                **signals, belief=belief, variance=variance, segments=segments, kernel=self.kernel
             )
         read = Filtered(mean[:, :, 0], None if var is None else var[:, :, 0], KLAState(belief, window))
         return read, (self.skip.to(z.dtype) * z, F.silu(gate))
 
-    def _signals(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query, key `[B, T, slots]`, both of length 1, value and raw noise `[B, T, channels]`."""
-        signals = self.signal_proj(z)
-        q, k, rest = signals.split([self.slots, self.slots, signals.shape[-1] - 2 * self.slots], dim=-1)
+    def signals(
+        self, x: Tensor, window: Tensor | None = None, segments: Segments | None = None
+    ) -> tuple[dict[str, Any], tuple[Tensor, Tensor], Tensor]:
+        """What tokens `x` `[B, T, D]` supply: the arguments of `kalmix.ops.diagonal` (one head), what skip and gate
+        take (both `[B, T, channels]`), and the convolution's window after them."""
+        owner = None if segments is None else segments.owner(*x.shape[:2])
+        z, gate = self.in_proj(keep_owned(x, owner)).chunk(2, dim=-1)
+        z, after = self.conv(z, window, segments, owner)
+        z = F.silu(z)
+        projected = self.signal_proj(z)
+        q, k, rest = projected.split([self.slots, self.slots, projected.shape[-1] - 2 * self.slots], dim=-1)
         v, noise = (rest if self.value_proj is None else self.value_proj(rest)).chunk(2, dim=-1)
-        return unit(q), unit(k), v, noise
+        log_decay, process_noise = self.dynamics(belief_dtype(v.dtype))
+        per_token = {"q": unit(q), "k": unit(k), "v": v, "precision": observation_precision(noise)}
+        signals = {name: signal[:, :, None] for name, signal in per_token.items()}
+        return signals | {"log_decay": log_decay, "process_noise": process_noise}, (z, gate), after
 
     def emit(self, readout: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """Skip, gate and output projection."""

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from kalmix import ops
 from kalmix.errors import ArgumentError
 from kalmix.layers import KLA
-from kalmix.layers.parametrize import observation_precision
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.data import mark
 
@@ -99,9 +98,5 @@ def _gain(layer: KLA, x: Tensor) -> Tensor:
 
 def _weights(layer: KLA, x: Tensor) -> Tensor:
     """How much of each token's value is in each token's read-out, `[T, T]`, averaged over channels."""
-    z = torch.nn.functional.silu(layer.conv(layer.in_proj(x).chunk(2, dim=-1)[0])[0])
-    q, k, v, noise = layer._signals(z)
-    q, k, v, precision = (signal[:, :, None] for signal in (q, k, v, observation_precision(noise)))
-    log_decay, process_noise = layer.dynamics(torch.float32)
-    matrix = ops.diagonal_matrix(q, k, v, precision=precision, log_decay=log_decay, process_noise=process_noise)
+    matrix = ops.diagonal_matrix(**layer.signals(x)[0])
     return matrix.weights[0].abs().mean((0, 1))
