@@ -25,7 +25,7 @@ def main() -> None:
                 points = [(row["shape"][1], row[quantity] / scale) for row in rows if row[quantity] > 0]
                 axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=name)
             axis.set(xlabel="tokens", title=label)
-        axes[0].legend()
+        drawing.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
         drawing.suptitle(f"{results['hardware']}: batch {batch}, {channels} channels, {slots} slots")
     print(f"wrote {file.with_suffix('.png')}")
 
