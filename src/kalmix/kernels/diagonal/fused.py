@@ -6,15 +6,9 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
+from kalmix.kernels.diagonal.scratch import SPACING, padded
 from kalmix.segments import Segments
 from kalmix.types import Filtered
-
-SPACING = 32  # tokens from one belief kept for the backward pass to the next
-
-
-def padded(slots: int) -> int:
-    """Slots a channel takes in scratch memory: a power of two, four at least."""
-    return max(4, 1 << (int(slots) - 1).bit_length())
 
 
 def diagonal(

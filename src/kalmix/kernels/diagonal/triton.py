@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from kalmix.kernels.diagonal.fused import SPACING, padded
+from kalmix.kernels.diagonal.scratch import SPACING, padded
 from kalmix.segments import Segments
 
 LOOSE = ["length", "size", "tiles"]  # numbers that must not compile a kernel anew

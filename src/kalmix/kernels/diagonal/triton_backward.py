@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.kernels.diagonal.fused import SPACING, padded
+from kalmix.kernels.diagonal.scratch import SPACING, padded
 from kalmix.kernels.diagonal.triton import (
     LOOSE,
     STRIDES,
