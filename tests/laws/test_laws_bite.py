@@ -70,5 +70,5 @@ def test_the_law_catches(wrong, monkeypatch):
     table = tuple(replace(k, function=wrong) if k is reference else k for k in kernels)
     monkeypatch.setattr(ops._diagonal, "KERNELS", table)
     monkeypatch.setitem(OPS, "diagonal", Op(ops.diagonal, table))
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+    with pytest.raises(AssertionError):
         LAWS[WRONG[wrong]](Case("diagonal", "reference"))
