@@ -13,7 +13,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, NonFiniteError
 
 _EVERYWHERE: ContextVar[bool] = ContextVar("kalmix_checks", default=False)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +61,7 @@ def check_range(name: str, tensor: Tensor, *, least: float | None = None, most: 
         return
     low, high = (float(x) for x in tensor.detach().aminmax())  # NaN passes through aminmax
     if not (-float("inf") < low <= high < float("inf")):
-        raise ArgumentError(name, got="not finite", needs="finite")
+        raise NonFiniteError(name)
     if least is not None and low < least:
         raise ArgumentError(name, got=f"as low as {low:g}", needs=f"at least {least:g}")
     if most is not None and high > most:

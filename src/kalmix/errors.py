@@ -9,6 +9,13 @@ class ArgumentError(ValueError):
         self.name = name
 
 
+class NonFiniteError(ArgumentError):
+    """A signal holds NaN or infinity: in training, a sign that it diverged."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, got="not finite", needs="finite")
+
+
 class KernelError(ValueError):
     """No kernel, or not the pinned one, can serve a call."""
 

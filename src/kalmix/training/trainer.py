@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, NonFiniteError
 from kalmix.training.optimizer import parameter_groups
 from kalmix.training.recipe import Recipe
 from kalmix.training.schedule import Schedule
@@ -58,9 +58,7 @@ class FilterTrainer(Trainer):
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         try:
             return super().compute_loss(*args, **options)
-        except ArgumentError as error:
-            if "not finite" not in str(error):
-                raise
+        except NonFiniteError as error:
             raise self._diverged() from error  # a filter refuses such signals before there is a loss
 
     def _diverged(self) -> ArgumentError:
