@@ -8,7 +8,7 @@ one recurrence algebra, a kernel is one way to compute it. One law: filtering is
 from kalmix import designs, ops
 from kalmix._filtering import filter
 from kalmix._oracle import oracle
-from kalmix.beliefs import DiagonalBelief
+from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief
 from kalmix.checks import checks
 from kalmix.designs import Design
 from kalmix.errors import ArgumentError, DesignError, KernelError
@@ -20,11 +20,13 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "Belief",
+    "DenseBelief",
     "Design",
     "DesignError",
     "DiagonalBelief",
     "Filtered",
     "KernelError",
+    "PointBelief",
     "Segments",
     "checks",
     "designs",

@@ -6,9 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kalmix import ops
 from kalmix.designs import Design
+from kalmix.errors import DesignError
+from kalmix.ops import OPS
 from kalmix.types import Filtered, belief_dtype
+
+Signals = dict[str, Any]
 
 
 def filter(  # noqa: A001 - it is what the library does
@@ -29,24 +32,58 @@ def filter(  # noqa: A001 - it is what the library does
         design: what is assumed, from `kalmix.designs` or your own.
         q, k: `[B, T, H, K]`; v: `[B, T, G, V]`.
         belief, variance, segments, kernel: as the op takes them.
-        signals: what the design takes beside q, k, v (`design.signals`), as the op takes them.
+        signals: what the design takes beside q, k, v (`design.signals`): variances and log-decays, `[B, T, G]` or as
+            the op takes them. `reset` is `[B, T, G]`, times the identity, or a diagonal `[B, T, G, K]`.
 
     Raises:
-        DesignError: a signal is missing or not the design's.
+        DesignError: a signal is missing or not the design's, or the design has no variance, or no op for a matrix.
         ArgumentError: as the op raises it.
     """
+    options = {"belief": belief, "segments": segments, "kernel": kernel}
+    if design.uncertain:
+        options["variance"] = variance
+    elif variance:
+        design.check(signals, variance)
+    return OPS[design.op].function(q, k, v, **lower(design, k, v, signals), **options)
+
+
+def lower(design: Design, k: Tensor, v: Tensor, signals: Signals) -> Signals:
+    """The signals of a design as its op takes them: noises become gains (Table 1 of Memory by Design).
+
+    Raises:
+        DesignError: a signal is missing or not the design's, or no op takes its transition.
+    """
+    signals = {name: x for name, x in signals.items() if x is not None}
     design.check(signals)
-    options = {"belief": belief, "variance": variance, "segments": segments, "kernel": kernel}
-    return _LOWER[design.op](design, q, k, v, signals, options)
+    if "matrix" in signals:
+        raise DesignError("no op takes a transition by a matrix; kalmix.oracle does")
+    return _LOWER[design.op](k, v, signals)
 
 
-def _lower_diagonal(
-    design: Design, q: Tensor, k: Tensor, v: Tensor, signals: dict[str, Tensor], options: dict[str, Any]
-) -> Filtered:
+def _lower_additive(k: Tensor, v: Tensor, signals: Signals) -> Signals:
+    """Equation 19: the gain is omega = write_variance / (write_variance + r^2)."""
+    variance, noise = signals.pop("write_variance"), signals.pop("obs_noise")
+    return signals | {"gain": variance / (variance + noise)}
+
+
+def _lower_delta(k: Tensor, v: Tensor, signals: Signals) -> Signals:
+    """Equation 17: the gain is eta = reset / (r^2 + reset |k|^2); of a diagonal reset, that vector times k."""
+    reset, noise = signals.pop("reset"), signals.pop("obs_noise")
+    key = k.to(belief_dtype(k.dtype)).repeat_interleave(v.shape[2] // k.shape[2], 2)
+    if reset.ndim == 3:
+        return signals | {"gain": reset / (noise + reset * key.square().sum(-1))}
+    return signals | {"gain": reset * key / (noise[..., None] + (reset * key.square()).sum(-1, keepdim=True))}
+
+
+def _lower_diagonal(k: Tensor, v: Tensor, signals: Signals) -> Signals:
     """A transition that holds, or does not diffuse, is one whose log-decay, or noise, is zero."""
     still = v.new_zeros((), dtype=belief_dtype(v.dtype)).expand(v.shape[2], k.shape[3], v.shape[3])
-    dynamics = {"log_decay": still, "process_noise": still}
-    return ops.diagonal(q, k, v, **(dynamics | signals), **options)
+    return {"log_decay": still, "process_noise": still} | signals
 
 
-_LOWER = {"diagonal": _lower_diagonal}
+def _lower_dense(k: Tensor, v: Tensor, signals: Signals) -> Signals:
+    """Noises are the op's own."""
+    return {"process_noise": v.new_zeros((), dtype=belief_dtype(v.dtype)).expand(v.shape[:3])} | signals
+
+
+_LOWER = {"additive": _lower_additive, "delta": _lower_delta, "diagonal": _lower_diagonal, "dense": _lower_dense}

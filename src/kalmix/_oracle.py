@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.beliefs import DiagonalBelief
+from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief
 from kalmix.designs import Design
 from kalmix.segments import Segments
 from kalmix.types import Filtered
+
+Token = dict[str, Tensor]
 
 
 class Recursion(NamedTuple):
@@ -24,7 +26,10 @@ class Recursion(NamedTuple):
     prior: Callable[..., Any]
     predict: Callable[..., Any]
     update: Callable[..., Any]
-    read: Callable[..., tuple[Tensor, Tensor]]
+    read: Callable[..., tuple[Tensor, Tensor | None]]
+
+
+# Cells: `[G, K, V]` independent Gaussians.
 
 
 def _prior_cells(k: Tensor, v: Tensor) -> DiagonalBelief:
@@ -32,27 +37,116 @@ def _prior_cells(k: Tensor, v: Tensor) -> DiagonalBelief:
     return DiagonalBelief(k.new_zeros(shape), k.new_ones(shape))
 
 
-def _predict_cells(belief: DiagonalBelief, token: dict[str, Tensor]) -> DiagonalBelief:
-    """Equation 7: z ~ N(a z, p)."""
+def _predict_cells(belief: DiagonalBelief, token: Token) -> DiagonalBelief:
+    """Equation 7 of Kalman Linear Attention: z ~ N(a z, p)."""
     decay = token["log_decay"].exp() if "log_decay" in token else 1.0
     noise = token.get("process_noise", 0.0)
     return DiagonalBelief(decay * belief.mean, decay**2 * belief.variance + noise)
 
 
-def _update_cells(belief: DiagonalBelief, token: dict[str, Tensor]) -> DiagonalBelief:
+def _update_cells(belief: DiagonalBelief, token: Token) -> DiagonalBelief:
     """Equation 9 by Table 5's gain P k / (k P k + 1/precision), written so that precision may be 0."""
     key, value, precision = token["k"][..., None], token["v"][..., None, :], token["precision"][..., None, :]
     gain = belief.variance * key * precision / (1 + key * belief.variance * key * precision)
     return DiagonalBelief(belief.mean + gain * (value - key * belief.mean), (1 - gain * key) * belief.variance)
 
 
-def _read_cells(belief: DiagonalBelief, token: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _read_cells(belief: DiagonalBelief, token: Token) -> tuple[Tensor, Tensor]:
     """Algorithm 1, lines 12 and 14."""
     query = token["q"][..., None]
     return (query * belief.mean).sum(-2), (query**2 * belief.variance).sum(-2)
 
 
-RECURSIONS = {"diagonal": Recursion(_prior_cells, _predict_cells, _update_cells, _read_cells)}
+# Memories: a matrix `[K, V]` a head, columns alike; equations of Memory by Design.
+
+
+def _transition(token: Token) -> Tensor:
+    """A, `[G, K, K]`."""
+    if "matrix" in token:
+        return token["matrix"]
+    width = token["k"].shape[-1]
+    if "angle" in token:  # appendix D: pairs (j, j + K / 2), observed rows first
+        turn = torch.diag_embed(token["angle"].cos()), torch.diag_embed(token["angle"].sin())
+        matrix = torch.cat([torch.cat([turn[0], -turn[1]], -1), torch.cat([turn[1], turn[0]], -1)], -2)
+    else:
+        matrix = torch.eye(width, dtype=torch.float64, device=token["k"].device).expand(len(token["k"]), width, width)
+    if "log_decay" not in token:
+        return matrix
+    decay = token["log_decay"].exp()  # a head `[G]`, a key `[G, K]` or a pair `[G, K / 2]`
+    decay = decay[:, None] if decay.ndim == 1 else decay
+    return decay.repeat(1, width // decay.shape[1])[..., None] * matrix
+
+
+def _diffusion(token: Token) -> Tensor | float:
+    """l^2 D, `[G, K, K]`: every row diffuses or, of pairs, the observed ones."""
+    if "process_noise" not in token:
+        return 0.0
+    rows = torch.ones_like(token["k"])
+    if "angle" in token:
+        rows[:, rows.shape[1] // 2 :] = 0
+    return token["process_noise"][:, None, None] * torch.diag_embed(rows)
+
+
+def _condition(mean: Tensor, covariance: Tensor, token: Token) -> DenseBelief:
+    """Equations 10 to 13: the memory seen along the key."""
+    key, value = token["k"][..., None], token["v"][..., None, :]
+    warped = covariance @ key
+    gain = warped / (token["obs_noise"][:, None, None] + key.mT @ warped)
+    return DenseBelief(mean + gain @ (value - key.mT @ mean), covariance - gain @ warped.mT)
+
+
+def _prior_memory(k: Tensor, v: Tensor) -> PointBelief:
+    return PointBelief(k.new_zeros(*k.shape, v.shape[-1]))
+
+
+def _predict_memory(belief: PointBelief, token: Token) -> PointBelief:
+    return PointBelief(_transition(token) @ belief.mean)
+
+
+def _update_reset(belief: PointBelief, token: Token) -> PointBelief:
+    """Proposition 2: the predicted covariance is `reset`, times the identity or a diagonal, whatever it was."""
+    reset = token["reset"] if token["reset"].ndim == 2 else token["reset"][:, None]
+    covariance = torch.diag_embed(reset.expand_as(token["k"]))
+    return PointBelief(_condition(belief.mean, covariance, token).mean)
+
+
+def _update_input(belief: PointBelief, token: Token) -> PointBelief:
+    """Equations 23 to 25: what the token writes is estimated from its value alone."""
+    weight = token["write_variance"] / (token["write_variance"] + token["obs_noise"])
+    return PointBelief(belief.mean + token["k"][..., None] * (weight[:, None] * token["v"])[..., None, :])
+
+
+def _read_memory(belief: PointBelief | DenseBelief, token: Token) -> tuple[Tensor, None]:
+    """Equation 8."""
+    return (token["q"][..., None].mT @ belief.mean)[:, 0], None
+
+
+def _prior_dense(k: Tensor, v: Tensor) -> DenseBelief:
+    return DenseBelief(_prior_memory(k, v).mean, torch.diag_embed(torch.ones_like(k)))
+
+
+def _predict_dense(belief: DenseBelief, token: Token) -> DenseBelief:
+    """Equation 9."""
+    move = _transition(token)
+    return DenseBelief(move @ belief.mean, move @ belief.covariance @ move.mT + _diffusion(token))
+
+
+def _update_dense(belief: DenseBelief, token: Token) -> DenseBelief:
+    return _condition(*belief, token)
+
+
+def _read_dense(belief: DenseBelief, token: Token) -> tuple[Tensor, Tensor]:
+    """Equation 8, and the variance that all columns share: q'P q."""
+    query = token["q"][..., None]
+    return _read_memory(belief, token)[0], (query.mT @ belief.covariance @ query)[:, 0]
+
+
+RECURSIONS = {
+    "additive": Recursion(_prior_memory, _predict_memory, _update_input, _read_memory),
+    "delta": Recursion(_prior_memory, _predict_memory, _update_reset, _read_memory),
+    "diagonal": Recursion(_prior_cells, _predict_cells, _update_cells, _read_cells),
+    "dense": Recursion(_prior_dense, _predict_dense, _update_dense, _read_dense),
+}
 
 
 def oracle(
@@ -72,22 +166,24 @@ def oracle(
         design: what is assumed.
         q, k: `[B, T, H, K]`; v: `[B, T, G, V]`; any floating dtype, computed in float64.
         belief: prior with leading axis N, the design's default if absent.
-        variance: also return the variance of the read-out, `[B, T, G, V]`.
+        variance: also return the variance of the read-out, `[B, T, G, V]`, or `[B, T, G, 1]` where one serves all.
         segments: which tokens form which sequence; each batch row one if absent.
         signals: what the design takes beside q, k, v (`design.signals`), per token `[B, T, ...]` or, for
-            transitions per cell, time-invariant `[G, K, V]`.
+            transitions per cell, time-invariant `[G, K, V]`. A `matrix` is `[B, T, G, K, K]`.
 
     Returns:
         `Filtered`, all float64. Complexity: O(T) Python steps a sequence.
 
     Raises:
-        DesignError: a signal is missing or not the design's.
+        DesignError: a signal is missing or not the design's, or the design has no variance.
     """
-    design.check(signals)
+    signals = {name: x for name, x in signals.items() if x is not None}
+    design.check(signals, variance)
     recursion = RECURSIONS[design.op]
     groups = v.shape[2] // k.shape[2]
     q, k = (x.double().repeat_interleave(groups, dim=2) for x in (q, k))
-    everywhere = {name: x.double() for name, x in signals.items() if x.ndim == 3 and name in design.transition.signals}
+    invariant = [name for name in design.transition.signals if design.evidence.of == "cell" and signals[name].ndim == 3]
+    everywhere = {name: signals[name].double() for name in invariant}
     per_token = {"q": q, "k": k, "v": v.double()}
     per_token |= {name: x.double() for name, x in signals.items() if name not in everywhere}
 
@@ -104,10 +200,12 @@ def oracle(
             means[row, t], variances[row, t] = recursion.read(state, token)
         finals.append(state)
 
-    def lay_out(reads: dict[tuple[int, int], Tensor]) -> Tensor:
-        nothing = v.new_zeros(v.shape[2:], dtype=torch.float64)
+    def lay_out(reads: dict[tuple[int, int], Any], width: int) -> Tensor:
+        nothing = v.new_zeros(v.shape[2], width, dtype=torch.float64)
         tokens = [reads.get((b, t), nothing) for b in range(v.shape[0]) for t in range(v.shape[1])]
-        return torch.stack(tokens).reshape(v.shape) if tokens else v.double()
+        return (torch.stack(tokens) if tokens else nothing[:0]).reshape(*v.shape[:3], width)
 
     final = type(finals[0])(*(torch.stack(leaf) for leaf in zip(*finals, strict=True))) if finals else belief
-    return Filtered(lay_out(means), lay_out(variances) if variance else None, final)
+    shared = design.covariance.kept == "dense"  # one variance serves all columns
+    spread = lay_out(variances, 1 if shared else v.shape[3]) if variance else None
+    return Filtered(lay_out(means, v.shape[3]), spread, final)

@@ -28,11 +28,32 @@ def _detach(belief: _B) -> _B:
     return type(belief)(*(leaf.detach() for leaf in belief))
 
 
+class PointBelief(NamedTuple):
+    """A memory without doubt: `mean` `[N, G, K, V]`."""
+
+    mean: Tensor
+
+    take = _take
+    to = _to
+    detach = _detach
+
+
 class DiagonalBelief(NamedTuple):
     """Independent Gaussians, one a cell: `mean` and `variance`, both `[N, G, K, V]`."""
 
     mean: Tensor
     variance: Tensor
+
+    take = _take
+    to = _to
+    detach = _detach
+
+
+class DenseBelief(NamedTuple):
+    """Gaussian columns that share a covariance: `mean` `[N, G, K, V]`, `covariance` `[N, G, K, K]`, symmetric."""
+
+    mean: Tensor
+    covariance: Tensor
 
     take = _take
     to = _to

@@ -16,7 +16,8 @@ from torch import Tensor
 from kalmix.errors import ArgumentError, NonFiniteError
 
 _EVERYWHERE: ContextVar[bool] = ContextVar("kalmix_checks", default=False)
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SINGLES = (torch.float32, torch.bfloat16, torch.float16)  # what is computed in float32
+FLOATS = (torch.float64, *SINGLES)
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def test_explain_alone_lists_all(kalmix) -> None:
 
 
 def _check(**changes: object) -> doctor.Check:
-    facts = {"op": "diagonal", "kernel": "chunked", "device": "cpu", "dtype": "float32", "quantity": "mean"}
+    facts = {"problem": "diagonal", "kernel": "chunked", "device": "cpu", "dtype": "float32", "quantity": "mean"}
     return doctor.Check(**{**facts, "error": 1e-7, "budget": 1e-6, "ok": True, "note": "", **changes})
 
 

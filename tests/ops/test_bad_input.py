@@ -105,7 +105,7 @@ def test_bad_kernels():
     with pytest.raises(KernelError, match=r"keys are 130 wide, it takes at most 128; use 'reference'|not on cpu"):
         ops.diagonal(**signals(**wide), kernel="triton")
     per_token = {"log_decay": -torch.rand(B, T, G, K, V)}
-    with pytest.raises(KernelError, match="only transitions that are the same at every token; use 'reference'"):
+    with pytest.raises(KernelError, match="does not serve dynamics that differ from token to token; use 'reference'"):
         ops.diagonal(**signals(**per_token), kernel="chunked")
     assert ops.diagonal(**signals(**per_token)).mean.shape == (B, T, G, V)  # unpinned, the reference serves it
 
@@ -116,7 +116,7 @@ def test_bad_designs():
                       process_noise=signals()["process_noise"])  # fmt: skip
     with pytest.raises(DesignError, match="does not take gain"):
         kalmix.filter(designs.KLA, **signals(), gain=signals()["v"])
-    with pytest.raises(DesignError, match="not per 'token'"):
+    with pytest.raises(DesignError, match="not 'token'"):
         designs.Transition(decay="token")  # type: ignore[arg-type]
     with pytest.raises(DesignError):
         kalmix.oracle(designs.KLA, **signals(), angle=signals()["v"])

@@ -47,7 +47,7 @@ def _verdicts(checks: Sequence[Check]) -> Table:
             continue
         verdict = "[green]ok[/]" if check.ok else f"[bold red]off[/] {escape(check.note)}"
         numbers = (f"{check.error:.1e}", f"{check.budget:.1e}")
-        table.add_row(check.op, check.kernel, check.device, check.dtype, check.quantity, *numbers, verdict)
+        table.add_row(check.problem, check.kernel, check.device, check.dtype, check.quantity, *numbers, verdict)
     return table
 
 

@@ -1,6 +1,34 @@
 """Designs: what is assumed, as data. The parts, and the catalogue of published rows."""
 
-from kalmix.designs.catalogue import CATALOGUE, KLA
+from kalmix.designs.catalogue import (
+    BAYESIAN,
+    CATALOGUE,
+    DELTANET,
+    GATED_DELTANET,
+    GLA,
+    KDA,
+    KLA,
+    LINEAR_ATTENTION,
+    LONGHORN,
+    MAMBA2,
+    RETNET,
+)
 from kalmix.designs.parts import Covariance, Design, Evidence, Transition
 
-__all__ = ["CATALOGUE", "KLA", "Covariance", "Design", "Evidence", "Transition"]
+__all__ = [
+    "BAYESIAN",
+    "CATALOGUE",
+    "DELTANET",
+    "GATED_DELTANET",
+    "GLA",
+    "KDA",
+    "KLA",
+    "LINEAR_ATTENTION",
+    "LONGHORN",
+    "MAMBA2",
+    "RETNET",
+    "Covariance",
+    "Design",
+    "Evidence",
+    "Transition",
+]

@@ -2,6 +2,85 @@
 
 from kalmix.designs.parts import Covariance, Design, Evidence, Transition
 
+_TABLE = "Memory by Design (Dowling et al., 2026), Table 1"
+
+LINEAR_ATTENTION = Design(
+    name="linear-attention",
+    transition=Transition(),
+    evidence=Evidence(of="input"),
+    covariance=Covariance(kept="none"),
+    equations=f"19, {_TABLE}",
+    citation="Katharopoulos, Vyas, Pappas, Fleuret. Transformers are RNNs: Fast Autoregressive Transformers with "
+    "Linear Attention. ICML 2020",
+)
+
+RETNET = Design(
+    name="retnet",
+    transition=Transition(decay="head"),
+    evidence=Evidence(of="input"),
+    covariance=Covariance(kept="none"),
+    equations=f"19, {_TABLE}",
+    citation="Sun, Dong, Huang, Ma, Xia, Xue, Wang, Wei. Retentive Network: A Successor to Transformer for Large "
+    "Language Models. arXiv:2307.08621, 2023",
+)
+
+GLA = Design(
+    name="gla",
+    transition=Transition(decay="key"),
+    evidence=Evidence(of="input"),
+    covariance=Covariance(kept="none"),
+    equations=f"19, {_TABLE}",
+    citation="Yang, Wang, Shen, Panda, Kim. Gated Linear Attention Transformers with Hardware-Efficient Training. "
+    "ICML 2024 (the diagonal form)",
+)
+
+MAMBA2 = Design(
+    name="mamba2",
+    transition=Transition(decay="head"),
+    evidence=Evidence(of="input"),
+    covariance=Covariance(kept="none"),
+    equations=f"19, {_TABLE}",
+    citation="Dao, Gu. Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State "
+    "Space Duality. ICML 2024",
+)
+
+DELTANET = Design(
+    name="deltanet",
+    transition=Transition(),
+    evidence=Evidence(of="memory"),
+    covariance=Covariance(kept="reset"),
+    equations=f"17, {_TABLE}",
+    citation="Schlag, Irie, Schmidhuber. Linear Transformers Are Secretly Fast Weight Programmers. ICML 2021; Yang, "
+    "Wang, Zhang, Shen, Kim. Parallelizing Linear Transformers with the Delta Rule over Sequence Length. NeurIPS 2024",
+)
+
+GATED_DELTANET = Design(
+    name="gated-deltanet",
+    transition=Transition(decay="head"),
+    evidence=Evidence(of="memory"),
+    covariance=Covariance(kept="reset"),
+    equations=f"17, {_TABLE}",
+    citation="Yang, Kautz, Hatamizadeh. Gated Delta Networks: Improving Mamba2 with Delta Rule. ICLR 2025",
+)
+
+KDA = Design(
+    name="kda",
+    transition=Transition(decay="key"),
+    evidence=Evidence(of="memory"),
+    covariance=Covariance(kept="reset"),
+    equations=f"17, {_TABLE}",
+    citation="Kimi Team. Kimi Linear: An Expressive, Efficient Attention Architecture. arXiv:2510.26692, 2025",
+)
+
+LONGHORN = Design(
+    name="longhorn",
+    transition=Transition(),
+    evidence=Evidence(of="memory", columns=True),
+    covariance=Covariance(kept="reset"),
+    equations=f"17, {_TABLE}",
+    citation="Liu, Wang, Wu, Feng, Stone, Liu. Longhorn: State Space Models are Amortized Online Learners. ICLR 2025",
+)
+
 KLA = Design(
     name="kla",
     transition=Transition(decay="cell", diffusion=True),
@@ -12,4 +91,19 @@ KLA = Design(
     "Filtering For Efficient Language Modelling and State Tracking. arXiv:2602.10743, 2026",
 )
 
-CATALOGUE = {design.name: design for design in (KLA,)}
+BAYESIAN = Design(
+    name="bayesian",
+    transition=Transition(decay="key", diffusion=True, rotation=True),
+    evidence=Evidence(of="memory"),
+    covariance=Covariance(kept="dense"),
+    equations="5 and 6 (model), 9 to 13 (update), 29 to 31 (in chunks)",
+    citation="Dowling, Jeon, Savin, Park. Memory by Design: Probabilistic Sequence Layers. 2026",
+)
+
+_ROWS = (
+    *(LINEAR_ATTENTION, RETNET, GLA, MAMBA2),
+    *(DELTANET, GATED_DELTANET, KDA, LONGHORN),
+    *(KLA, BAYESIAN),
+)
+
+CATALOGUE = {design.name: design for design in _ROWS}

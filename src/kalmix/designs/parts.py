@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from kalmix.errors import DesignError
 
-Decay = Literal["none", "cell"]
+Decay = Literal["none", "head", "key", "cell", "matrix"]
+Observed = Literal["cell", "memory", "input"]
+Kept = Literal["none", "reset", "diagonal", "dense"]
+
+
+def _check_choice(what: str, value: Any, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise DesignError(f"{what} is one of {', '.join(map(repr, get_args(choices)))}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -20,31 +27,47 @@ class Transition:
     """How the state moves between tokens.
 
     Attributes:
-        decay: what has a decay of its own: "none" (the state holds) or every "cell" (key, channel).
+        decay: what has a decay of its own: "none" (the state holds), every value "head", every "key" of a head, or
+            every "cell" (key, channel). "matrix": the token gives a whole matrix (`kalmix.oracle` only).
         diffusion: whether process noise is added.
+        rotation: whether keys may turn in pairs, where the token gives an `angle`: row j of the first half with row
+            j of the second, with one decay a head or a pair. Only the first half is observed, and diffuses.
     """
 
     decay: Decay = "none"
     diffusion: bool = False
+    rotation: bool = False
 
     def __post_init__(self) -> None:
-        if self.decay not in get_args(Decay):
-            raise DesignError(f"a transition decays per {' or '.join(get_args(Decay))}, not per {self.decay!r}")
+        _check_choice("a transition's decay", self.decay, Decay)
+        if self.rotation and self.decay in ("cell", "matrix"):
+            raise DesignError(f"pairs of keys cannot turn where the transition is per {self.decay}")
 
     @property
     def signals(self) -> tuple[str, ...]:
-        return ("log_decay",) * (self.decay != "none") + ("process_noise",) * self.diffusion
+        moved = {"none": (), "matrix": ("matrix",)}.get(self.decay, ("log_decay",))
+        return (*moved, *("process_noise",) * self.diffusion)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Signals it may go without."""
+        return ("angle",) * self.rotation
 
     @property
     def statement(self) -> str:
-        moved = "z_{t-1}" if self.decay == "none" else "a z_{t-1}"
-        return f"z_t = {moved}" + (" + w_t,  w_t ~ N(0, p)" if self.diffusion else "")
+        if self.decay == "cell":
+            return "z_t = a z_{t-1}" + (" + w_t,  w_t ~ N(0, p)" if self.diffusion else "")
+        names = {"none": "", "head": "a_t ", "key": "diag(a_t) ", "matrix": "A_t "}
+        moved = names[self.decay] + "[R(angle_t)] " * self.rotation + "S_{t-1}"
+        return f"S_t = {moved}" + (" + W_t,  W_t ~ N(0, l_t^2 I) a column" if self.diffusion else "")
 
     @property
     def describe(self) -> str:
-        if self.decay == "none":
-            return "holds still, and diffuses" if self.diffusion else "holds still"
-        return f"Ornstein-Uhlenbeck per {self.decay}" if self.diffusion else f"decays per {self.decay}, without noise"
+        if self.decay == "cell" and self.diffusion:
+            return "Ornstein-Uhlenbeck per cell"
+        words = {"none": "holds still", "matrix": "moves by a matrix"}.get(self.decay, f"decays per {self.decay}")
+        words += " or turns in pairs" if self.rotation else ""
+        return words + (", and diffuses" if self.diffusion else "")
 
 
 @dataclass(frozen=True)
@@ -52,26 +75,39 @@ class Evidence:
     """What a token says of the state.
 
     Attributes:
-        of: "cell": every cell (key n, channel d) by itself is seen through its key, with the token's precision.
+        of: "memory": the value is the memory `S` read out along the key. "cell": every cell (key n, channel d) by
+            itself is seen through its key, with the token's precision. "input": the value is seen of what this token
+            adds to the memory, never of the memory itself.
+        columns: whether every column of the value has a noise of its own: give columns as value heads of width 1
+            that share a key head.
     """
 
-    of: Literal["cell"] = "cell"
+    of: Observed = "cell"
+    columns: bool = False
 
     def __post_init__(self) -> None:
-        if self.of != "cell":
-            raise DesignError(f"evidence is of each 'cell', not of {self.of!r}")
+        _check_choice("what evidence is of", self.of, Observed)
 
     @property
     def signals(self) -> tuple[str, ...]:
-        return ("precision",)
+        return {"cell": ("precision",), "memory": ("obs_noise",), "input": ("write_variance", "obs_noise")}[self.of]
 
     @property
     def statement(self) -> str:
-        return "v_d = k_n z_nd + noise,  noise ~ N(0, 1 / precision_d)"
+        return {
+            "cell": "v_d = k_n z_nd + noise,  noise ~ N(0, 1 / precision_d)",
+            "memory": "v = S'k + noise,  noise ~ N(0, r^2 I)",
+            "input": "S_t = .. + k x',  x ~ N(0, write_variance I);  v = x + noise,  noise ~ N(0, r^2 I)",
+        }[self.of]
 
     @property
     def describe(self) -> str:
-        return "each cell is observed by itself, through its key"
+        words = {
+            "cell": "each cell is observed by itself, through its key",
+            "memory": "the memory is observed along the key",
+            "input": "what is written is observed, not the memory",
+        }[self.of]
+        return words + (", each column with its own noise" if self.columns else "")
 
 
 @dataclass(frozen=True)
@@ -79,25 +115,85 @@ class Covariance:
     """What is kept of the uncertainty.
 
     Attributes:
-        kept: "diagonal": one variance a cell, exact where cells are observed by themselves.
+        kept: "none"; "reset": the predicted covariance is forgotten and set to the token's `reset` (times identity,
+            or a diagonal), an approximation; "diagonal": one variance a cell, exact where cells are observed by
+            themselves; "dense": one matrix between keys, shared by the columns of a head, exact.
     """
 
-    kept: Literal["diagonal"] = "diagonal"
+    kept: Kept = "diagonal"
 
     def __post_init__(self) -> None:
-        if self.kept != "diagonal":
-            raise DesignError(f"a covariance is kept 'diagonal', not {self.kept!r}")
+        _check_choice("the covariance kept", self.kept, Kept)
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        return ("reset",) if self.kept == "reset" else ()
 
     @property
     def statement(self) -> str:
-        return "z_nd | v_1..t ~ N(mu_nd, s_nd)"
+        return {
+            "none": "E[S | v_1..t] = M",
+            "reset": "S | v_1..t-1 ~ N(A M, reset I) a column, whatever was seen",
+            "diagonal": "z_nd | v_1..t ~ N(mu_nd, s_nd)",
+            "dense": "S | v_1..t ~ N(M, P) a column",
+        }[self.kept]
 
     @property
     def describe(self) -> str:
-        return "one variance a cell"
+        return {
+            "none": "none",
+            "reset": "reset at every token",
+            "diagonal": "one variance a cell",
+            "dense": "one matrix a head",
+        }[self.kept]
 
 
-_OPS = {("cell", "diagonal"): "diagonal"}  # the op that filters a kind of evidence and covariance exactly
+class _Algebra:
+    """An op: the transitions it takes, and its update in words of Table 1 of the Bayesian Layer."""
+
+    def __init__(self, op: str, decays: str, diffuses: bool, rotates: bool, update: str) -> None:
+        self.op, self.decays, self.diffuses, self.rotates, self.update = op, decays.split(), diffuses, rotates, update
+
+    def refuses(self, transition: Transition) -> str | None:
+        if transition.decay not in self.decays:
+            return f"its transition may be {' or '.join(self.decays)}, not {transition.decay}"
+        if transition.diffusion and not self.diffuses:
+            return "process noise would change nothing, as no covariance is carried"
+        return "it does not turn keys" if transition.rotation and not self.rotates else None
+
+
+# The op that filters a kind of evidence with a kind of covariance.
+_ALGEBRAS = {
+    ("input", "none"): _Algebra(
+        "additive",
+        "none head key",
+        diffuses=False,
+        rotates=False,
+        update="M_t = A M_{t-1} + w k v',  w = write_variance / (write_variance + r^2)",
+    ),
+    ("memory", "reset"): _Algebra(
+        "delta",
+        "none head key",
+        diffuses=False,
+        rotates=False,
+        update="M_t = A M_{t-1} + h k (v - (A M_{t-1})'k)',  h = reset / (r^2 + reset |k|^2)",
+    ),
+    ("cell", "diagonal"): _Algebra(
+        "diagonal",
+        "none cell",
+        diffuses=True,
+        rotates=False,
+        update="1 / s_t = 1 / (a^2 s + p) + k_n^2 precision_d,  mu_t = a mu + s_t k_n precision_d (v_d - k_n a mu)",
+    ),
+    ("memory", "dense"): _Algebra(
+        "dense",
+        "none head key matrix",
+        diffuses=True,
+        rotates=True,
+        update="u = Pb k,  b = 1 / (r^2 + k'u),  M_t = A M_{t-1} + b u (v - (A M_{t-1})'k)',  "
+        "P_t = Pb - b u u',  Pb = A P_{t-1} A' + l^2 I",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -109,6 +205,9 @@ class Design:
         transition, evidence, covariance: its parts.
         equations: where the source states its update.
         citation: the source.
+
+    Raises:
+        DesignError: no op filters this combination; says why.
     """
 
     name: str
@@ -119,27 +218,53 @@ class Design:
     citation: str = ""
 
     def __post_init__(self) -> None:
-        if (self.evidence.of, self.covariance.kept) not in _OPS:
-            raise DesignError(f"no op filters evidence of {self.evidence.of} with covariance {self.covariance.kept}")
+        pair = (self.evidence.of, self.covariance.kept)
+        if pair not in _ALGEBRAS:
+            legal = ", ".join(f"{of} with {kept}" for of, kept in _ALGEBRAS)
+            raise DesignError(f"no op filters evidence of {pair[0]} with covariance {pair[1]}; there are {legal}")
+        refusal = self._algebra.refuses(self.transition)
+        if refusal is not None:
+            raise DesignError(f"`{self.op}` filters evidence of {pair[0]} with covariance {pair[1]}, but {refusal}")
+
+    @property
+    def _algebra(self) -> _Algebra:
+        return _ALGEBRAS[self.evidence.of, self.covariance.kept]
 
     @property
     def op(self) -> str:
         """The recurrence algebra that filters it."""
-        return _OPS[self.evidence.of, self.covariance.kept]
+        return self._algebra.op
+
+    @property
+    def update(self) -> str:
+        """The filter that follows from it, as a formula."""
+        return self._algebra.update
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether its belief knows how sure it is, so that a read-out has a variance."""
+        return self.covariance.kept in ("diagonal", "dense")
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """The signals it takes beside q, k and v."""
-        return (*self.transition.signals, *self.evidence.signals)
+        """The signals it needs beside q, k and v."""
+        return (*self.transition.signals, *self.evidence.signals, *self.covariance.signals)
 
-    def check(self, given: Mapping[str, object]) -> None:
-        """Check the names of the signals given.
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """The signals it takes, but may go without."""
+        return self.transition.optional
+
+    def check(self, given: Mapping[str, object], variance: bool = False) -> None:
+        """Check the names of the signals given, and whether there is a variance to ask for.
 
         Raises:
-            DesignError: one is missing, or one is not this design's.
+            DesignError: a signal is missing or not this design's, or there is no variance.
         """
         missing = [name for name in self.signals if given.get(name) is None]
-        strange = [name for name in given if name not in self.signals]
+        strange = [name for name in given if name not in (*self.signals, *self.optional)]
         if missing or strange:
             wrong = f"lacks {', '.join(missing)}" if missing else f"does not take {', '.join(strange)}"
             raise DesignError(f"design {self.name!r} {wrong}; its signals are {', '.join(self.signals)}")
+        if variance and not self.uncertain:
+            raise DesignError(f"design {self.name!r} has no variance: its covariance is {self.covariance.describe}")

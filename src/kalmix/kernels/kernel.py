@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kalmix.checks import FLOATS
 from kalmix.kernels import library
 from kalmix.types import Filtered
 
@@ -22,7 +23,7 @@ class Call:
     dtype: torch.dtype
     key_width: int
     value_width: int
-    token_dependent: bool = False
+    needs: frozenset[str] = frozenset()  # what only some kernels serve, in words
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,20 @@ class Kernel:
         devices: device types it serves; empty for all.
         dtypes: dtypes of q, k, v it serves.
         max_key_width: the widest key it serves; `None` for any.
-        token_dependent: whether it takes transitions that differ from token to token.
+        serves: what it serves of that which only some kernels do (`Call.needs`).
         triton: whether it needs Triton.
+        rounds_products: whether products of half-precision signals are rounded to their dtype again on the way, as
+            tensor cores take them; its budget then is that dtype's, not float32's.
     """
 
     name: str
     function: Callable[..., Filtered]
     devices: tuple[str, ...] = ()
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes: tuple[torch.dtype, ...] = FLOATS
     max_key_width: int | None = None
-    token_dependent: bool = False
+    serves: frozenset[str] = frozenset()
     triton: bool = False
+    rounds_products: bool = False
 
     def refuses(self, call: Call) -> str | None:
         """Why this kernel cannot serve `call`, or `None` if it can."""
@@ -58,9 +62,8 @@ class Kernel:
             return f"it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {call.dtype}"
         if self.max_key_width is not None and call.key_width > self.max_key_width:
             return f"keys are {call.key_width} wide, it takes at most {self.max_key_width}"
-        if call.token_dependent and not self.token_dependent:
-            return "it takes only transitions that are the same at every token"
-        return None
+        beyond = sorted(call.needs - self.serves)
+        return f"it does not serve {' or '.join(beyond)}" if beyond else None
 
     def interpretable(self, call: Call) -> bool:
         """Whether only Triton's interpreter could serve `call`: a debugger, so never chosen unasked."""

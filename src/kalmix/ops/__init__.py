@@ -3,8 +3,14 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kalmix.kernels import additive as _additive_kernels
+from kalmix.kernels import delta as _delta_kernels
+from kalmix.kernels import dense as _dense_kernels
 from kalmix.kernels import diagonal as _diagonal_kernels
 from kalmix.kernels.kernel import Kernel
+from kalmix.ops._additive import additive
+from kalmix.ops._delta import delta
+from kalmix.ops._dense import dense
 from kalmix.ops._diagonal import diagonal
 from kalmix.ops._diagonal_forms import KalmanMatrix, diagonal_fft, diagonal_matrix
 from kalmix.types import Filtered
@@ -17,6 +23,11 @@ class Op(NamedTuple):
     kernels: tuple[Kernel, ...]
 
 
-OPS = {"diagonal": Op(diagonal, _diagonal_kernels.KERNELS)}
+OPS = {
+    "additive": Op(additive, _additive_kernels.KERNELS),
+    "delta": Op(delta, _delta_kernels.KERNELS),
+    "diagonal": Op(diagonal, _diagonal_kernels.KERNELS),
+    "dense": Op(dense, _dense_kernels.KERNELS),
+}
 
-__all__ = ["OPS", "KalmanMatrix", "Op", "diagonal", "diagonal_fft", "diagonal_matrix"]
+__all__ = ["OPS", "KalmanMatrix", "Op", "additive", "delta", "dense", "diagonal", "diagonal_fft", "diagonal_matrix"]

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
-from kalmix.checks import FLOATS, check_kind, check_range, check_shape
-from kalmix.errors import ArgumentError
 from kalmix.kernels.diagonal import KERNELS
 from kalmix.kernels.kernel import Call
 from kalmix.kernels.select import select
-from kalmix.ops.arguments import check_heads, check_segments
+from kalmix.ops.arguments import check_belief, check_segments, check_signal, check_tokens, copied
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
+
+DYNAMICS = ("G K V", "B T G K V")
 
 
 def diagonal(
@@ -64,52 +64,23 @@ def diagonal(
 
     Complexity: O(T K V) work; memory for training O(T (K + V) + T K V / chunk) except in "reference".
     """
-    sizes: dict[str, int] = {}
-    check_shape("q", q, "B T H K", sizes)
-    check_shape("k", k, "B T H K", sizes)
-    check_shape("v", v, "B T G V", sizes)
-    check_shape("precision", precision, "B T G V", sizes)
-    check_heads(sizes)
-    dynamics = {"log_decay": log_decay, "process_noise": process_noise}
-    for name, signal in dynamics.items():
-        check_shape(name, signal, "B T G K V" if getattr(signal, "ndim", 3) == 5 else "G K V", sizes)
-    check_kind("q", q, FLOATS, q.device)
-    carried = belief_dtype(q.dtype)
-    for name, signal in (("k", k), ("v", v)):
-        check_kind(name, signal, (q.dtype,), q.device)
-    for name, signal in (("precision", precision), *dynamics.items()):
-        check_kind(name, signal, (q.dtype, carried), q.device)
-
+    sizes = check_tokens(q, k, v)
+    check_signal("precision", precision, ("B T G V",), sizes, v, least=0.0)
+    check_signal("log_decay", log_decay, DYNAMICS, sizes, v, most=0.0)
+    check_signal("process_noise", process_noise, DYNAMICS, sizes, v, least=0.0)
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
-    if belief is None:
-        shape = tuple(sizes[x] for x in "NGKV")
-        zero, one = q.new_zeros((), dtype=carried), q.new_ones((), dtype=carried)
-        belief = DiagonalBelief(zero.expand(shape), one.expand(shape))
-    elif not isinstance(belief, DiagonalBelief):
-        raise ArgumentError("belief", got=type(belief).__name__, needs="a DiagonalBelief")
-    for name, part in zip(("belief.mean", "belief.variance"), belief, strict=True):
-        check_shape(name, part, "N G K V", sizes)
-        check_kind(name, part, (carried,), q.device)
+    belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K V"), sizes)
 
-    for name, signal in (("q", q), ("k", k), ("v", v), ("belief.mean", belief.mean)):
-        check_range(name, signal)
-    check_range("precision", precision, least=0.0)
-    check_range("log_decay", log_decay, most=0.0)
-    check_range("process_noise", process_noise, least=0.0)
-    check_range("belief.variance", belief.variance, least=0.0)
-
-    token_dependent = log_decay.ndim == 5 or process_noise.ndim == 5
-    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], token_dependent=token_dependent)
+    varying = {"dynamics that differ from token to token"} if log_decay.ndim == 5 or process_noise.ndim == 5 else set()
+    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], needs=frozenset(varying))
     chosen = select("diagonal", KERNELS, call, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
-        return _nothing(v, carried, belief, variance)
+        spread = torch.zeros_like(v, dtype=belief.mean.dtype) if variance else None
+        return Filtered(torch.zeros_like(v), spread, copied(belief))
     return chosen.function(q, k, v, precision, log_decay, process_noise, belief, segments, variance)
 
 
-def _nothing(v: Tensor, dtype: torch.dtype, belief: DiagonalBelief, variance: bool) -> Filtered:
-    """No tokens, no heads or no sequences: zeros, and the belief passed through (as a new tensor)."""
-    return Filtered(
-        torch.zeros_like(v),
-        torch.zeros_like(v, dtype=dtype) if variance else None,
-        DiagonalBelief(belief.mean.clone(), belief.variance.clone()),
-    )
+def default_prior(v: Tensor, sizes: dict[str, int]) -> DiagonalBelief:
+    """Mean 0 and variance 1."""
+    shape, dtype = tuple(sizes[x] for x in "NGKV"), belief_dtype(v.dtype)
+    return DiagonalBelief(*(v.new_full((), x, dtype=dtype).expand(shape) for x in (0.0, 1.0)))

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kalmix.beliefs import DiagonalBelief
-from kalmix.checks import FLOATS, check_kind, check_range, check_shape, check_values
+from kalmix.checks import check_kind, check_range, check_shape, check_values
 from kalmix.errors import ArgumentError
-from kalmix.ops.arguments import check_heads
+from kalmix.ops._diagonal import default_prior
+from kalmix.ops.arguments import check_belief, check_signal, check_tokens
 from kalmix.types import Filtered, belief_dtype
 
 
@@ -54,7 +55,9 @@ def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_deca
 
     Complexity: O(T log(T) K V) work, O(T K V) memory.
     """
-    sizes = _check(q, v, precision, log_decay)
+    sizes = check_tokens(q, q, v)
+    check_signal("precision", precision, ("B T G V",), sizes, v, least=0.0)
+    check_signal("log_decay", log_decay, ("G K V",), sizes, v, most=0.0)
     check_shape("k", k, "H K", sizes)
     check_kind("k", k, (q.dtype,), q.device)
     check_range("k", k)
@@ -120,20 +123,13 @@ def diagonal_matrix(
 
     Complexity: O(T^2 K V) work; memory O(T^2 V + T K V), to differentiate O(T^2 K V).
     """
-    sizes = _check(q, v, precision, log_decay)
-    check_shape("k", k, "B T H K", sizes)
-    check_shape("process_noise", process_noise, "G K V", sizes)
-    check_kind("k", k, (q.dtype,), q.device)
-    check_range("k", k)
-    check_range("process_noise", process_noise, least=0.0)
-    length, group, dtype = sizes["T"], sizes["G"] // sizes["H"], belief_dtype(q.dtype)
-    check_kind("process_noise", process_noise, (q.dtype, dtype), q.device)
-    cells = (sizes["B"], *log_decay.shape)
-    mean, var = belief or DiagonalBelief(q.new_zeros(cells, dtype=dtype), q.new_ones(cells, dtype=dtype))
+    sizes = check_tokens(q, k, v)
+    check_signal("precision", precision, ("B T G V",), sizes, v, least=0.0)
+    check_signal("log_decay", log_decay, ("G K V",), sizes, v, most=0.0)
+    check_signal("process_noise", process_noise, ("G K V",), sizes, v, least=0.0)
     sizes["N"] = sizes["B"]
-    for name, part in (("belief.mean", mean), ("belief.variance", var)):
-        check_shape(name, part, "N G K V", sizes)
-        check_kind(name, part, (dtype,), q.device)
+    mean, var = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K V"), sizes)
+    length, group, dtype, cells = sizes["T"], sizes["G"] // sizes["H"], mean.dtype, mean.shape
 
     queries, keys = (x.to(dtype).repeat_interleave(group, 2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
     decay, noise, precision = log_decay.to(dtype).exp(), process_noise.to(dtype), precision.to(dtype)[..., None, :]
@@ -151,24 +147,6 @@ def diagonal_matrix(
         initial.append((query * mean).sum(2))
     weights = torch.cat(rows, 2).transpose(2, 3)
     return KalmanMatrix(weights, torch.stack(initial, 1) if initial else torch.zeros_like(v, dtype=dtype))
-
-
-def _check(q: Tensor, v: Tensor, precision: Tensor, log_decay: Tensor) -> dict[str, int]:
-    """What both forms share; returns the sizes."""
-    sizes: dict[str, int] = {}
-    signals = (("q", q, "B T H K"), ("v", v, "B T G V"), ("precision", precision, "B T G V"))
-    for name, signal, layout in (*signals, ("log_decay", log_decay, "G K V")):
-        check_shape(name, signal, layout, sizes)
-    check_heads(sizes)
-    check_kind("q", q, FLOATS, q.device)
-    check_kind("v", v, (q.dtype,), q.device)
-    for name, signal in (("precision", precision), ("log_decay", log_decay)):
-        check_kind(name, signal, (q.dtype, belief_dtype(q.dtype)), q.device)
-    check_range("q", q)
-    check_range("v", v)
-    check_range("precision", precision, least=0.0)
-    check_range("log_decay", log_decay, most=0.0)
-    return sizes
 
 
 def _convolve(kernel: Tensor, signal: Tensor) -> Tensor:

@@ -1,12 +1,48 @@
-"""Checks that every op shares."""
+"""Checks that ops share."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any, TypeVar
 
-from kalmix.checks import check_kind, check_values
+import torch
+from torch import Tensor
+
+from kalmix.checks import FLOATS, check_kind, check_range, check_shape, check_values
 from kalmix.errors import ArgumentError
 from kalmix.segments import Segments
+from kalmix.types import belief_dtype
+
+B = TypeVar("B", bound=tuple)
+
+
+def check_tokens(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    """Check what every op takes: q, k `[B, T, H, K]` and v `[B, T, G, V]`, of one dtype; returns the sizes."""
+    sizes: dict[str, int] = {}
+    for name, signal, layout in (("q", q, "B T H K"), ("k", k, "B T H K"), ("v", v, "B T G V")):
+        check_shape(name, signal, layout, sizes)
+    check_heads(sizes)
+    check_kind("q", q, FLOATS, q.device)
+    for name, signal in (("q", q), ("k", k), ("v", v)):
+        check_kind(name, signal, (q.dtype,), q.device)
+        check_range(name, signal)
+    return sizes
+
+
+def check_signal(
+    name: str,
+    signal: Tensor,
+    layouts: tuple[str, ...],
+    sizes: dict[str, int],
+    like: Tensor,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+) -> None:
+    """Check a signal that has one of `layouts`, in the dtype of `like` or of its belief, between two bounds."""
+    fits = [layout for layout in layouts if len(layout.split()) == getattr(signal, "ndim", 0)]
+    check_shape(name, signal, fits[0] if fits else layouts[0], sizes)
+    check_kind(name, signal, (like.dtype, belief_dtype(like.dtype)), like.device)
+    check_range(name, signal, least=least, most=most)
 
 
 def check_heads(sizes: dict[str, int]) -> None:
@@ -31,3 +67,22 @@ def check_segments(segments: Segments | None, batch: int, length: int, device: t
                 needs=f"within batch {batch} and length {length}",
             )
     return segments.count
+
+
+def check_belief(belief: Any, prior: B, layouts: tuple[str, ...], sizes: dict[str, int]) -> B:
+    """The belief given, checked against `prior`, its default (of the right type, dtype and device); else `prior`."""
+    if belief is None:
+        return prior
+    kind = type(prior)
+    if not isinstance(belief, kind):
+        raise ArgumentError("belief", got=type(belief).__name__, needs=f"a {kind.__name__}")
+    for field, part, default, layout in zip(prior._fields, belief, prior, layouts, strict=True):  # type: ignore[attr-defined]
+        check_shape(f"belief.{field}", part, layout, sizes)
+        check_kind(f"belief.{field}", part, (default.dtype,), default.device)
+        check_range(f"belief.{field}", part, least=0.0 if field == "variance" else None)
+    return belief
+
+
+def copied(belief: B) -> B:
+    """The belief passed through, as new tensors."""
+    return type(belief)(*(part.clone() for part in belief))

@@ -3,7 +3,8 @@
 A stable algorithm is as wrong as the exact one would be had its inputs been rounded a few times over (mixed
 stability). So the budget of an output is how far the float64 oracle moves when every input moves by one
 rounding of the precision computed in, times a small constant for the few roundings each token costs, plus
-the rounding of the output's own dtype.
+the rounding of the output's own dtype. A kernel whose tensor cores take products in half precision rounds each of
+them about once more, and independently: that is allowed for in the same way.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 ROUNDINGS = 16  # operations on the path of one token through a cell: about a dozen, and the sum over slots
+PRODUCT_ROUNDINGS = 2  # to half precision: of a product of signals, and of what it is multiplied with
 DRAWS = 3
 
 Tensors = dict[str, Tensor]
@@ -41,6 +43,7 @@ def budgets(
     inputs: Tensors,
     computed: torch.dtype,
     returned: Sequence[torch.dtype],
+    products: torch.dtype | None = None,
 ) -> list[float]:
     """The budget of each output of `exact`, relative and norm-wise.
 
@@ -49,12 +52,15 @@ def budgets(
         inputs: float64 tensors.
         computed: the dtype that a kernel computes in.
         returned: the dtype of each output.
+        products: the dtype that it rounds products to on the way, if it does.
     """
-    epsilon = torch.finfo(computed).eps
     want = exact(inputs)
-    moved = [exact(rounded(inputs, epsilon, draw)) for draw in range(DRAWS)]
-    return [
-        ROUNDINGS * (epsilon + max(relative_error(outputs[i], want[i]) for outputs in moved))
-        + torch.finfo(returned[i]).eps
-        for i in range(len(want))
-    ]
+    allowed = [torch.finfo(dtype).eps for dtype in returned]
+    for dtype, times in ((computed, ROUNDINGS), (products, PRODUCT_ROUNDINGS)):
+        if dtype is None:
+            continue
+        epsilon = torch.finfo(dtype).eps
+        moved = [exact(rounded(inputs, epsilon, draw)) for draw in range(DRAWS)]
+        for i in range(len(want)):
+            allowed[i] += times * (epsilon + max(relative_error(outputs[i], want[i]) for outputs in moved))
+    return allowed

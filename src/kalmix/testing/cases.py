@@ -1,4 +1,4 @@
-"""Problems to try a kernel on: for each op, a design the oracle knows and random signals for it."""
+"""Problems to try a kernel on: designs the oracle knows, and random signals for them."""
 
 from __future__ import annotations
 
@@ -9,46 +9,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix import designs
+from kalmix import _filtering, designs
 from kalmix._oracle import oracle
-from kalmix.beliefs import DiagonalBelief
+from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief
 from kalmix.designs import Design
+from kalmix.kernels.kernel import Call, Kernel
 from kalmix.ops import OPS
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 
 Tensors = dict[str, Tensor]
-PER_TOKEN = {"q", "k", "v", "precision"}
+Draw = Callable[[Callable[..., Tensor], int, dict[str, int]], Tensors]  # (normal, sequences, sizes B T H G K V)
+HALVES = {"q", "k", "v", "precision"}  # signals in the case's dtype, the rest in the belief's
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What differs between ops: the design that specifies it, its signals and its belief.
+    """What differs between ops, and between the transitions of an op.
 
     Attributes:
-        design: the most general design of the op.
-        draw: random signals and a random prior, float64, from (generator, sequences, sizes B T H G K V).
+        design: a design of the op.
+        draw: random signals and a random prior, float64.
         belief: the belief type; a prior's tensors are the signals named "prior.<field>".
-        variances: fields of the belief that may not be negative.
         idle: signals that say nothing: no evidence, no decay, no noise.
+        silent: the signal that is no evidence where it is 0.
+        needs: what it asks of a kernel that only some serve.
+        invariant: signals without a token axis.
+        sure: signals of near-certain evidence under which variances must stay positive.
+        slack: how negative an eigenvalue of the covariance may be without process noise, relative to the largest.
     """
 
     design: Design
-    draw: Callable[[torch.Generator, int, dict[str, int]], Tensors]
+    draw: Draw
     belief: type
-    variances: tuple[str, ...]
     idle: dict[str, float]
+    silent: str
+    needs: frozenset[str] = frozenset()
+    invariant: tuple[str, ...] = ()
+    sure: tuple[dict[str, float], ...] = ()
+    slack: float = 0.0
+
+    def spectrum(self, belief: Any) -> Tensor:
+        """The variances of a belief: of its cells, or the eigenvalues of its covariance."""
+        if self.belief is DiagonalBelief:
+            return belief.variance
+        return torch.linalg.eigvalsh(_symmetric(belief.covariance.double()))
 
 
-def _draw_diagonal(generator: torch.Generator, sequences: int, size: dict[str, int]) -> Tensors:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    b, t, h, g, k, v = (size[x] for x in "BTHGKV")
-    return {
-        "q": normal(b, t, h, k),
-        "k": normal(b, t, h, k) / k**0.5,
-        "v": normal(b, t, g, v),
+def _draw_cells(normal: Callable[..., Tensor], sequences: int, size: dict[str, int]) -> Tensors:
+    b, t, g, k, v = (size[x] for x in "BTGKV")
+    return _draw_tokens(normal, size) | {
         "precision": normal(b, t, g, v).exp(),
         "log_decay": -0.2 * normal(g, k, v).exp(),
         "process_noise": 0.1 * normal(g, k, v).exp(),
@@ -57,22 +67,123 @@ def _draw_diagonal(generator: torch.Generator, sequences: int, size: dict[str, i
     }
 
 
+def _draw_tokens(normal: Callable[..., Tensor], size: dict[str, int]) -> Tensors:
+    b, t, h, g, k, v = (size[x] for x in "BTHGKV")
+    return {"q": normal(b, t, h, k), "k": normal(b, t, h, k) / k**0.5, "v": normal(b, t, g, v)}
+
+
+def _draw_memory(**signals: str) -> Draw:
+    """Signals of a memory, each "B T G" or so: log-decays negative, angles any, the rest positive."""
+
+    def draw(normal: Callable[..., Tensor], sequences: int, size: dict[str, int]) -> Tensors:
+        drawn = _draw_tokens(normal, size)
+        for name, layout in signals.items():
+            x = normal(*((size | {"P": size["K"] // 2})[letter] for letter in layout.split()))
+            drawn[name] = x if name == "angle" else _SCALES.get(name, 1.0) * x.exp()
+        drawn["prior.mean"] = normal(sequences, *(size[x] for x in "GKV"))
+        return drawn
+
+    return draw
+
+
+_SCALES = {"log_decay": -0.2, "process_noise": 0.1}
+
+
+def _draw_dense(**signals: str) -> Draw:
+    draw_memory = _draw_memory(**signals)
+
+    def draw(normal: Callable[..., Tensor], sequences: int, size: dict[str, int]) -> Tensors:
+        if "angle" in signals:
+            size = size | {"K": size["K"] + size["K"] % 2}
+        drawn, width = draw_memory(normal, sequences, size), size["K"]
+        root = normal(sequences, size["G"], width, width) / width**0.5
+        drawn["prior.covariance"] = root @ root.mT + 0.1 * torch.eye(width, dtype=root.dtype)
+        if "angle" in signals:  # the second half is hidden
+            for name in ("q", "k"):
+                drawn[name][..., width // 2 :] = 0
+        return drawn
+
+    return draw
+
+
+def _symmetric(x: Tensor) -> Tensor:
+    return (x + x.mT) / 2
+
+
+_STILL = {"k": 0.0, "log_decay": 0.0}
+_DENSE_SURE = tuple(
+    {"obs_noise": 1e-5, "log_decay": decay, "process_noise": noise}
+    for decay, noise in ((0.0, 0.0), (0.0, 1e-6), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e-6))
+)
+
 PROBLEMS = {
+    "additive": Problem(
+        design=designs.MAMBA2,
+        draw=_draw_memory(obs_noise="B T G", write_variance="B T G", log_decay="B T G"),
+        belief=PointBelief,
+        idle=_STILL,
+        silent="k",
+    ),
+    "additive-keys": Problem(
+        design=designs.GLA,
+        draw=_draw_memory(obs_noise="B T G", write_variance="B T G", log_decay="B T G K"),
+        belief=PointBelief,
+        idle=_STILL,
+        silent="k",
+    ),
+    "delta": Problem(
+        design=designs.GATED_DELTANET,
+        draw=_draw_memory(obs_noise="B T G", reset="B T G", log_decay="B T G"),
+        belief=PointBelief,
+        idle=_STILL,
+        silent="k",
+    ),
+    "delta-keys": Problem(
+        design=designs.KDA,
+        draw=_draw_memory(obs_noise="B T G", reset="B T G K", log_decay="B T G K"),
+        belief=PointBelief,
+        idle=_STILL,
+        silent="k",
+    ),
     "diagonal": Problem(
         design=designs.KLA,
-        draw=_draw_diagonal,
+        draw=_draw_cells,
         belief=DiagonalBelief,
-        variances=("variance",),
         idle={"precision": 0.0, "log_decay": 0.0, "process_noise": 0.0},
+        silent="precision",
+        invariant=("log_decay", "process_noise"),
+        sure=tuple(
+            {"precision": 1e4, "log_decay": decay, "process_noise": noise}
+            for decay, noise in ((0.0, 0.0), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e3))
+        ),
+    ),
+    "dense": Problem(
+        design=designs.BAYESIAN,
+        draw=_draw_dense(obs_noise="B T G", process_noise="B T G", log_decay="B T G K"),
+        belief=DenseBelief,
+        idle=_STILL | {"process_noise": 0.0},
+        silent="k",
+        sure=_DENSE_SURE,
+        slack=1e-7,
+    ),
+    "dense-turning": Problem(
+        design=designs.BAYESIAN,
+        draw=_draw_dense(obs_noise="B T G", process_noise="B T G", log_decay="B T G P", angle="B T G P"),
+        belief=DenseBelief,
+        idle=_STILL | {"process_noise": 0.0, "angle": 0.0},
+        silent="k",
+        needs=frozenset({"rotations"}),
+        sure=_DENSE_SURE,
+        slack=1e-7,
     ),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel of one op on one device in one dtype, and the sizes to try. Widths are odd on purpose."""
+    """One kernel on one problem on one device in one dtype, and the sizes to try. Widths are odd on purpose."""
 
-    op: str
+    name: str
     kernel: str
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
@@ -85,23 +196,43 @@ class Case:
     seed: int = 0
 
     def __str__(self) -> str:
-        return f"{self.op}-{self.kernel}-{self.device}-{str(self.dtype).removeprefix('torch.')}"
+        return f"{self.name}-{self.kernel}-{self.device}-{str(self.dtype).removeprefix('torch.')}"
 
     def having(self, **changes: Any) -> Case:
         return replace(self, **changes)
 
     @property
     def problem(self) -> Problem:
-        return PROBLEMS[self.op]
+        return PROBLEMS[self.name]
+
+    @property
+    def op(self) -> str:
+        return self.problem.design.op
+
+    @property
+    def row(self) -> Kernel:
+        """The kernel's row in the table of its op."""
+        return next(kernel for kernel in OPS[self.op].kernels if kernel.name == self.kernel)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the kernel cannot serve this case, if it cannot."""
+        return self.row.refuses(Call(self.device, self.dtype, self.key_width, self.value_width, self.problem.needs))
 
     @property
     def carried(self) -> torch.dtype:
         return belief_dtype(self.dtype)
 
     @property
+    def products(self) -> torch.dtype | None:
+        """The dtype that the kernel rounds products to on the way, if it does."""
+        return self.dtype if self.row.rounds_products and self.dtype != self.carried else None
+
+    @property
     def quantities(self) -> list[str]:
         """What `outputs` lists."""
-        return ["mean", "variance", *(f"belief.{field}" for field in self.problem.belief._fields)]
+        read = ["mean", "variance"] if self.problem.design.uncertain else ["mean"]
+        return [*read, *(f"belief.{field}" for field in self.problem.belief._fields)]
 
     def segments(self, rows: list[tuple[int, int, int]]) -> Segments:
         return Segments.of(torch.tensor(rows, dtype=torch.int32, device=self.device))
@@ -115,8 +246,12 @@ class Case:
         """Signals and a prior, in this case's dtypes, on its device."""
         sizes = dict(zip("BTHGKV", self.sizes, strict=True))
         generator = torch.Generator().manual_seed(self.seed)
-        drawn = self.problem.draw(generator, self.batch if sequences is None else sequences, sizes)
-        dtypes = {name: self.dtype if name in PER_TOKEN else self.carried for name in drawn}
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        drawn = self.problem.draw(normal, self.batch if sequences is None else sequences, sizes)
+        dtypes = {name: self.dtype if name in HALVES else self.carried for name in drawn}
         return {name: x.to(self.device, dtypes[name]) for name, x in drawn.items()}
 
     @property
@@ -125,35 +260,55 @@ class Case:
 
     def _arguments(self, inputs: Tensors) -> dict[str, Any]:
         signals: dict[str, Any] = {name: x for name, x in inputs.items() if not name.startswith("prior.")}
-        priors = [inputs[f"prior.{field}"] for field in self.problem.belief._fields if f"prior.{field}" in inputs]
+        fields = [field for field in self.problem.belief._fields if f"prior.{field}" in inputs]
+        # A covariance is symmetric, and so is its gradient: only that part of it is anybody's business.
+        priors = [(_symmetric if field == "covariance" else _same)(inputs[f"prior.{field}"]) for field in fields]
+        signals["variance"] = self.problem.design.uncertain
         return signals | {"belief": self.problem.belief(*priors) if priors else None}
 
     def run(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
         """The kernel's answer."""
-        arguments = self._arguments(inputs)
-        return OPS[self.op].function(**arguments, variance=True, segments=segments, kernel=self.kernel)
+        return _filtering.filter(self.problem.design, **self._arguments(inputs), segments=segments, kernel=self.kernel)
 
     def specify(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
         """The oracle's answer, float64."""
-        arguments = self._arguments(inputs)
-        return oracle(self.problem.design, **arguments, variance=True, segments=segments)
+        return oracle(self.problem.design, **self._arguments(inputs), segments=segments)
+
+    def per_token(self, name: str) -> bool:
+        """Whether a signal has a token axis."""
+        return not name.startswith("prior.") and name not in self.problem.invariant
+
+    def tokens(self, inputs: Tensors, start: int, stop: int) -> Tensors:
+        """The signals of some tokens; everything that is not per token stays."""
+        return {name: x[:, start:stop] if self.per_token(name) else x for name, x in inputs.items()}
+
+    def one_sequence(self, inputs: Tensors, n: int, row: int, start: int, stop: int) -> Tensors:
+        """The signals and the prior of one run alone."""
+        part = self.tokens(inputs, start, stop)
+        alone = {name: x[row : row + 1] if self.per_token(name) else x for name, x in part.items()}
+        return alone | {name: x[n : n + 1] for name, x in inputs.items() if name.startswith("prior.")}
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def cases(devices: list[str], dtypes: tuple[torch.dtype, ...], **sizes: int) -> list[Case]:
+    """Every kernel on every problem of its op that it serves."""
+    tried = [
+        Case(name, kernel.name, device, dtype, **sizes)
+        for name, problem in PROBLEMS.items()
+        for kernel in OPS[problem.design.op].kernels
+        for device in devices
+        for dtype in dtypes
+    ]
+    return [case for case in tried if case.refusal is None]
 
 
 def outputs(filtered: Filtered) -> list[Tensor]:
-    """Mean, variance and the belief's tensors, in a row."""
+    """Mean, variance if there is one, and the belief's tensors, in a row."""
     read = [filtered.mean] if filtered.variance is None else [filtered.mean, filtered.variance]
     return [*read, *filtered.belief]
-
-
-def tokens(inputs: Tensors, start: int, stop: int) -> Tensors:
-    """The signals of some tokens; everything that is not per token stays."""
-    return {name: x[:, start:stop] if name in PER_TOKEN else x for name, x in inputs.items()}
-
-
-def one_sequence(inputs: Tensors, n: int, row: int, start: int, stop: int) -> Tensors:
-    """The signals and the prior of one run alone."""
-    alone = {name: x[row : row + 1] if name in PER_TOKEN else x for name, x in tokens(inputs, start, stop).items()}
-    return alone | {name: x[n : n + 1] for name, x in inputs.items() if name.startswith("prior.")}
 
 
 def with_prior(inputs: Tensors, belief: Any) -> Tensors:

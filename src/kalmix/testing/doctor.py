@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from kalmix.kernels.kernel import Call
 from kalmix.ops import OPS
 from kalmix.testing import measure
-from kalmix.testing.cases import Case
+from kalmix.testing.cases import PROBLEMS, Case
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -19,12 +18,13 @@ class Check(NamedTuple):
     """One kernel on one device in one dtype: its worst quantity, or why it was not tried.
 
     Attributes:
+        problem: an op, and the transitions it is tried with.
         quantity: the output or gradient that used most of its budget.
         error, budget: relative to float64, norm-wise.
         ok: within budget; `None` if not tried, and then `note` says why.
     """
 
-    op: str
+    problem: str
     kernel: str
     device: str
     dtype: str
@@ -40,19 +40,18 @@ def devices() -> list[str]:
 
 
 def check_all() -> Iterator[Check]:
-    """Check every kernel of every op on every device in every dtype it takes."""
-    for op, (_, kernels) in OPS.items():
-        for kernel in kernels:
+    """Check every kernel on every problem of its op, on every device, in every dtype it takes."""
+    for name, problem in PROBLEMS.items():
+        for kernel in OPS[problem.design.op].kernels:
             for device in devices():
                 for dtype in DTYPES:
-                    case = Case(op, kernel.name, device, dtype, length=37, key_width=5, value_width=11)
-                    refusal = kernel.refuses(Call(device, dtype, case.key_width, case.value_width))
-                    yield check(case, refusal)
+                    case = Case(name, kernel.name, device, dtype, length=37, key_width=5, value_width=11)
+                    yield check(case, case.refusal)
 
 
 def check(case: Case, refusal: str | None = None) -> Check:
     """Check one kernel: forward and gradients, whole and packed."""
-    named = (case.op, case.kernel, case.device, str(case.dtype).removeprefix("torch."))
+    named = (case.name, case.kernel, case.device, str(case.dtype).removeprefix("torch."))
     if refusal is not None:
         return Check(*named, "", 0.0, 0.0, None, refusal)
     rows = case.packing()

@@ -39,7 +39,7 @@ def specified(case: Case, inputs: Tensors, segments: Segments | None = None) -> 
         return outputs(case.specify(x, segments and segments.cpu()))
 
     dtypes = [case.dtype] + [case.carried] * (len(case.quantities) - 1)
-    return specify(exact(inputs)), budgets(specify, exact(inputs), case.carried, dtypes)
+    return specify(exact(inputs)), budgets(specify, exact(inputs), case.carried, dtypes, case.products)
 
 
 def compare(names: list[str], got: list[Tensor], want: list[Tensor], allowed: list[float]) -> list[Measured]:
@@ -62,7 +62,8 @@ def gradients(case: Case, inputs: Tensors, segments: Segments | None = None) -> 
         for y in outputs(case.run(inputs, segments))
     ]
     specify = partial(pull_back, partial(case.specify, segments=segments and segments.cpu()), weights)
-    allowed = budgets(specify, exact(inputs), case.carried, [x.dtype for x in inputs.values()])
+    dtypes = [x.dtype for x in inputs.values()]
+    allowed = budgets(specify, exact(inputs), case.carried, dtypes, case.products)
     got = pull_back(partial(case.run, segments=segments), weights, inputs)
     return compare([f"d {name}" for name in inputs], got, specify(exact(inputs)), allowed)
 

@@ -7,22 +7,12 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
-import torch
-
+from kalmix.checks import SINGLES
 from kalmix.kernels.diagonal import chunked, fused, reference
 from kalmix.kernels.kernel import Kernel
 
 KERNELS = (
-    Kernel("triton", fused.diagonal, devices=("cuda",), max_key_width=128, triton=True),
-    Kernel(
-        "chunked",
-        chunked.diagonal,
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    ),
-    Kernel(
-        "reference",
-        reference.diagonal,
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        token_dependent=True,
-    ),
+    Kernel("triton", fused.diagonal, devices=("cuda",), dtypes=SINGLES, max_key_width=128, triton=True),
+    Kernel("chunked", chunked.diagonal),
+    Kernel("reference", reference.diagonal, serves=frozenset({"dynamics that differ from token to token"})),
 )

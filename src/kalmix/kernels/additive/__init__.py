@@ -1,0 +1,13 @@
+"""The kernels of the op `additive`, best first.
+
+Each module exports the same function, and none imports another:
+
+    additive(q, k, v, log_decay, gain, belief, segments) -> Filtered
+
+Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
+"""
+
+from kalmix.kernels.additive import reference
+from kalmix.kernels.kernel import Kernel
+
+KERNELS = (Kernel("reference", reference.additive),)

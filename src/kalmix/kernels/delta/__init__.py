@@ -1,0 +1,13 @@
+"""The kernels of the op `delta`, best first.
+
+Each module exports the same function, and none imports another:
+
+    delta(q, k, v, gain, log_decay, belief, segments) -> Filtered
+
+Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
+"""
+
+from kalmix.kernels.delta import reference
+from kalmix.kernels.kernel import Kernel
+
+KERNELS = (Kernel("reference", reference.delta, serves=frozenset({"value heads of width 1"})),)

@@ -1,0 +1,13 @@
+"""The kernels of the op `dense`, best first.
+
+Each module exports the same function, and none imports another:
+
+    dense(q, k, v, obs_noise, process_noise, log_decay, angle, belief, segments, variance) -> Filtered
+
+Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
+"""
+
+from kalmix.kernels.dense import reference
+from kalmix.kernels.kernel import Kernel
+
+KERNELS = (Kernel("reference", reference.dense, serves=frozenset({"rotations"})),)
