@@ -91,7 +91,9 @@ def test_explain_says_what_a_design_assumes(kalmix, name: str) -> None:
     design, told = designs.CATALOGUE[name], kalmix("explain", name.upper().replace("-", "_"))
     assert told.status == 0, told.errors
     said = " ".join(told.output.split())
-    for fact in (design.transition.statement, design.evidence.describe, design.op, design.equations, design.citation):
+    formulas = (design.transition.statement, design.evidence.statement, design.covariance.statement, design.update)
+    statements = [part for formula in formulas for part in formula.replace(";", ",").split(",  ")]
+    for fact in (*statements, design.evidence.describe, design.op, design.equations, design.citation):
         assert " ".join(fact.split()) in said
 
 

@@ -35,8 +35,12 @@ def _plain(name: str) -> str:
 def _catalogue() -> Table:
     table = Table("design", "transition", "evidence", "covariance", "op", box=box.SIMPLE_HEAD)
     for row in CATALOGUE.values():
-        table.add_row(row.name, row.transition.describe, row.evidence.describe, row.covariance.describe, row.op)
+        table.add_row(row.name, row.transition.describe, _evidence(row), row.covariance.kept, row.op)
     return table
+
+
+def _evidence(design: Design) -> str:
+    return design.evidence.of + ", by column" * design.evidence.columns
 
 
 def _card(design: Design) -> Table:
@@ -45,9 +49,16 @@ def _card(design: Design) -> Table:
     table.add_column()
     for name in ("transition", "evidence", "covariance"):
         part = getattr(design, name)
-        table.add_row(name, f"{part.describe}\n[cyan]{escape(part.statement)}[/]")
+        table.add_row(name, f"{part.describe}\n{_formula(part.statement)}")
+    table.add_row("update", _formula(design.update))
     table.add_row("op", f"kalmix.ops.{design.op}")
-    table.add_row("signals", ", ".join(("q", "k", "v", *design.signals)))
+    optional = (f"{name} (optional)" for name in design.optional)
+    table.add_row("signals", ", ".join(("q", "k", "v", *design.signals, *optional)))
     table.add_row("equations", design.equations)
     table.add_row("citation", design.citation)
     return table
+
+
+def _formula(statements: str) -> str:
+    """One statement a line."""
+    return "\n".join(f"[cyan]{escape(line)}[/]" for line in statements.replace(";  ", ",  ").split(",  "))

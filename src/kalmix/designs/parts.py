@@ -190,8 +190,8 @@ _ALGEBRAS = {
         "none head key matrix",
         diffuses=True,
         rotates=True,
-        update="u = Pb k,  b = 1 / (r^2 + k'u),  M_t = A M_{t-1} + b u (v - (A M_{t-1})'k)',  "
-        "P_t = Pb - b u u',  Pb = A P_{t-1} A' + l^2 I",
+        update="Pb = A P_{t-1} A' + l^2 I,  u = Pb k,  b = 1 / (r^2 + k'u),  "
+        "M_t = A M_{t-1} + b u (v - (A M_{t-1})'k)',  P_t = Pb - b u u'",
     ),
 }
 
