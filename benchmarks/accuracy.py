@@ -1,6 +1,7 @@
 """Compare every launch configuration of every kernel with float64, at real sizes and at the edges of what is legal.
 
     python benchmarks/accuracy.py                 # this machine: a GPU if there is one, else the CPU (small sizes)
+    python benchmarks/accuracy.py --start 62      # from trial 62 on: each is numbered from 0 where it is printed
 
 Forward and all gradients, norm-wise, each against its computed budget (`kalmix.testing.budgets`). The exact answer is
 the chunked kernel's in float64, which the laws hold to the oracle. Exit status 1 if anything is off.
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -99,11 +101,13 @@ def main() -> None:
     parser.add_argument("--op", choices=OPS, default="diagonal")
     parser.add_argument("--kernel", default="triton" if torch.cuda.is_available() else "chunked")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--start", type=int, default=0, help="number of the first trial")
     arguments = parser.parse_args()
     kernel = next(kernel for kernel in OPS[arguments.op].kernels if kernel.name == arguments.kernel)
     tried = off = 0
     worst = Measured("nothing", 0.0, 1.0)
-    for trial in trials(small=arguments.device == "cpu"):
+    every = enumerate(trials(small=arguments.device == "cpu"))
+    for number, trial in islice(every, arguments.start, None):
         if kernel.refuses(Call(arguments.device, trial.dtype, trial.slots, trial.channels)) is not None:
             continue
         found = measure(trial, arguments.op, arguments.kernel, arguments.device)
@@ -112,7 +116,8 @@ def main() -> None:
         tried += 1
         off += not most.ok
         print(
-            f"{'ok ' if most.ok else 'OFF'} {most.quantity:<18} {most.error:.1e} of {most.budget:.1e}  {trial}",
+            f"{number:>2} {'ok ' if most.ok else 'OFF'} {most.quantity:<18} {most.error:.1e} of {most.budget:.1e}",
+            trial,
             flush=True,
         )
     print(f"{tried} calls tried, {off} off; closest to its budget: {worst}")
