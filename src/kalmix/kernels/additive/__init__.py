@@ -7,7 +7,10 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
-from kalmix.kernels.additive import reference
+from kalmix.kernels.additive import chunked, reference
 from kalmix.kernels.kernel import Kernel
 
-KERNELS = (Kernel("reference", reference.additive),)
+KERNELS = (
+    Kernel("chunked", chunked.additive),
+    Kernel("reference", reference.additive),
+)

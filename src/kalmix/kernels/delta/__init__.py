@@ -7,7 +7,10 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
-from kalmix.kernels.delta import reference
+from kalmix.kernels.delta import chunked, reference
 from kalmix.kernels.kernel import Kernel
 
-KERNELS = (Kernel("reference", reference.delta, serves=frozenset({"value heads of width 1"})),)
+KERNELS = (
+    Kernel("chunked", chunked.delta, serves=frozenset({"value heads of width 1"})),
+    Kernel("reference", reference.delta, serves=frozenset({"value heads of width 1"})),
+)

@@ -1,0 +1,149 @@
+"""`delta` in chunks: torch only, all chunks at once but for the memory carried from one to the next.
+
+Inside a chunk the errors that tokens correct solve a unit triangular system, linear in the memory that enters (the WY
+form, with any vector gain), so a chunk is an affine map of the memory. Training keeps the memory that enters each chunk
+and recomputes the rest: O(T (K + V) + T K V / CHUNK).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kalmix.beliefs import PointBelief
+from kalmix.kernels.primitives.chunks import Chunks
+from kalmix.kernels.primitives.decays import Decays
+from kalmix.kernels.primitives.scan import State
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+CHUNK = 64  # tokens of a chunk
+
+
+def delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor,
+    log_decay: Tensor | None,
+    belief: PointBelief,
+    segments: Segments | None,
+) -> Filtered:
+    """Equations 17 and 31 of Memory by Design, with a backward of its own. See `kalmix.ops.delta`."""
+    rows = None if segments is None else segments.rows
+    mean, after = _Delta.apply(q, k, v, gain, log_decay, belief.mean, rows)
+    return Filtered(mean, None, PointBelief(after))
+
+
+class _Delta(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gain: Tensor,
+        log_decay: Tensor | None,
+        mean: Tensor,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        chunks = Chunks.of(v, q.shape[2], rows, CHUNK)
+        x = _tokens(chunks, q, k, v, gain, log_decay, mean)
+        advance = _Advance(x.decays.path, -(x.leaving.mT @ x.expected), x.leaving.mT @ x.unexpected)
+        (entry,), (after,) = chunks.scan(advance, (chunks.states(mean),))
+        read = chunks.paste((x.q * x.decays.since) @ entry + x.weights @ x.errors(entry))
+        ctx.save_for_backward(q, k, v, gain, log_decay, mean, rows, entry)
+        if read.dtype != v.dtype:  # a cast that changes nothing returns its input, whose gradient torch 2.11 loses
+            read = read.to(v.dtype)
+        return read, after.flatten(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_read: Tensor, to_after: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, gain, log_decay, mean, rows, entry = ctx.saved_tensors
+        chunks = Chunks.of(v, q.shape[2], rows, CHUNK)
+        x = _tokens(chunks, q, k, v, gain, log_decay, mean)
+        arriving_q, arriving_k = x.q * x.decays.since, x.k * x.decays.since
+        to_read, errors = chunks.cut(to_read, mean.dtype), x.errors(entry)
+        to_errors = x.weights.mT @ to_read
+        to_entry = arriving_q.mT @ to_read - x.expected.mT @ to_errors
+        retreat = _Advance(x.decays.path, -(x.expected.mT @ x.leaving), to_entry)
+        (to_exit,), (before,) = chunks.scan(retreat, (chunks.states(to_after),), backwards=True)
+
+        to_errors = to_errors + x.leaving @ to_exit
+        to_v = torch.linalg.solve_triangular(x.coupling.mT, to_errors, upper=True, unitriangular=True)
+        to_arriving_q, to_arriving_k, to_leaving = to_read @ entry.mT, -(to_v @ entry.mT), errors @ to_exit.mT
+        to_q, to_write, levels_q = x.decays.products_backward(x.q, x.write, to_read @ errors.mT)
+        to_k, onto_write, levels_k = x.decays.products_backward(x.k, x.write, -(to_v @ errors.mT).tril(-1))
+        to_q = torch.addcmul(to_q, to_arriving_q, x.decays.since)
+        to_k = torch.addcmul(to_k, to_arriving_k, x.decays.since)
+        to_write = torch.addcmul(to_write + onto_write, to_leaving, x.decays.until)
+        dlog_decay = None
+        if log_decay is not None:
+            arriving = torch.addcmul(to_arriving_q * arriving_q, to_arriving_k, arriving_k)
+            carried = x.decays.path * (to_exit * entry).sum(-1, keepdim=True)
+            to_decay = x.decays.backward(arriving, to_leaving * x.leaving, carried, levels_q, levels_k)
+            dlog_decay = chunks.paste(to_decay).reshape(log_decay.shape).to(log_decay.dtype)
+        if gain.ndim == 4:
+            dgain = chunks.paste(to_write)
+        else:
+            dgain = chunks.paste((to_write * x.k).sum(-1, keepdim=True)).squeeze(-1)
+            to_k = torch.addcmul(to_k, to_write, x.gain)
+        dq, dk = (chunks.paste(y.sum(3, keepdim=True)).to(q.dtype) for y in (to_q, to_k))
+        return dq, dk, chunks.paste(to_v).to(v.dtype), dgain.to(gain.dtype), dlog_decay, before.flatten(1, 2), None
+
+
+class _Tokens(NamedTuple):
+    """Tokens by chunks, and what forward and backward both make of them."""
+
+    q: Tensor
+    k: Tensor
+    gain: Tensor
+    write: Tensor  # [..., L, K], along which errors are written
+    decays: Decays
+    leaving: Tensor  # `write` as it is left in the memory that leaves the chunk
+    weights: Tensor  # [..., L, L], of errors in what is read
+    coupling: Tensor  # [..., L, L], of errors in later errors
+    unexpected: Tensor  # [..., L, V], the errors had the memory been 0
+    expected: Tensor  # [..., L, K], which products with the memory that enters are expected
+
+    def errors(self, entry: Tensor) -> Tensor:
+        """What tokens correct, `[..., L, V]`."""
+        return self.unexpected - self.expected @ entry
+
+
+def _tokens(
+    chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, gain: Tensor, log_decay: Tensor | None, mean: Tensor
+) -> _Tokens:
+    vector = gain.ndim == 4
+    q, k, v, gain = (chunks.cut(x, mean.dtype) for x in (q, k, v, gain if vector else gain[..., None]))
+    decays, write = Decays(chunks.cut_decay(log_decay, mean)), gain if vector else gain * k
+    coupling = decays.products(k, write).tril(-1)
+    right = torch.cat([v, (k * decays.since).expand(*v.shape[:-1], -1)], -1)
+    solved = torch.linalg.solve_triangular(coupling, right, upper=False, unitriangular=True)
+    unexpected, expected = solved.split([v.shape[-1], k.shape[-1]], -1)
+    weights, leaving = decays.products(q, write), write * decays.until
+    return _Tokens(q, k, gain, write, decays, leaving, weights, coupling, unexpected, expected)
+
+
+class _Advance(NamedTuple):
+    """What a chunk does to the memory, or to its adjoint."""
+
+    path: Tensor  # [..., K or 1, 1]
+    turn: Tensor  # [..., K, K]
+    write: Tensor  # [..., K, V]
+
+    def __call__(self, state: State) -> State:
+        return (torch.addcmul(self.write + self.turn @ state[0], self.path, state[0]),)
+
+    def then(self, after: _Advance) -> _Advance:
+        turn = torch.addcmul(after.turn @ self.turn, after.path, self.turn) + after.turn * self.path.mT
+        return _Advance(self.path * after.path, turn, *after((self.write,)))
+
+    def restarted(self, anew: Tensor, fresh: State) -> _Advance:
+        """Where `anew`, whatever comes is taken for `fresh`."""
+        path, turn = (x.masked_fill(anew, 0.0) for x in (self.path, self.turn))
+        return _Advance(path, turn, torch.where(anew, self(fresh)[0], self.write))
