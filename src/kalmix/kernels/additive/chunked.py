@@ -74,15 +74,16 @@ class _Additive(torch.autograd.Function):
         to_q, to_k, levels = x.decays.products_backward(x.q, x.k, to_read @ x.written.mT)
         to_q = torch.addcmul(to_q, to_arriving, x.decays.since)
         to_k = torch.addcmul(to_k, to_leaving, x.decays.until)
-        grads = [y.sum(3, keepdim=True) for y in (to_q, to_k)] + [to_written if gain is None else to_written * x.gain]
-        dq, dk, dv = (chunks.paste(y).to(q.dtype) for y in grads)
         dlog_decay = dgain = None
         if log_decay is not None:
             carried = x.decays.path * (to_exit * entry).sum(-1, keepdim=True)
             to_decay = x.decays.backward(to_arriving * x.arriving, to_leaving * x.leaving, carried, levels)
             dlog_decay = chunks.paste(to_decay).reshape(log_decay.shape).to(log_decay.dtype)
-        if gain is not None:
+        to_v = to_written
+        if x.gain is not None:
             dgain = chunks.paste((to_written * x.v).sum(-1, keepdim=True)).squeeze(-1).to(gain.dtype)
+            to_v = to_written * x.gain
+        dq, dk, dv = (chunks.paste(y).to(v.dtype) for y in (to_q.sum(3, keepdim=True), to_k.sum(3, keepdim=True), to_v))
         return dq, dk, dv, dlog_decay, dgain, before.flatten(1, 2), None
 
 

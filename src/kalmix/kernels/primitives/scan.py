@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +11,9 @@ from torch.nn.functional import pad
 FAN = 16  # maps of a group, where the graph must not grow with their number
 
 State = tuple[Tensor, ...]
-_Map = TypeVar(
-    "_Map", bound=tuple
-)  # `map(state)` applies it, `map.then(after)` composes; a 1 and zeros: changes nothing
 
 
-def scan(maps: _Map, state: State) -> State:
+def scan(maps: Any, state: State) -> State:
     """The states before each of P maps, applied one after another: tensors `[lanes, ...]` become `[lanes, P, ...]`.
 
     `maps` is a named tuple of tensors `[lanes, P, ...]` with `__call__` and `then`, and changes nothing where its
