@@ -19,9 +19,9 @@ def scan(maps: Any, state: State) -> State:
     `maps` is a named tuple of tensors `[lanes, P, ...]` with `__call__` and `then`, and changes nothing where its
     first tensor is 1 and all else 0. O(P) launches; a compiler sees a graph that grows with the logarithm of P.
     """
-    if not torch.compiler.is_compiling():
-        return _walk(maps, state)
     count = maps[0].shape[1]
+    if count <= FAN or not torch.compiler.is_compiling():
+        return _walk(maps, state)
     return tuple(x[:, :count] for x in _climb(maps, state))
 
 
@@ -33,10 +33,7 @@ def _walk(maps: Any, state: State) -> State:
 
 
 def _climb(maps: Any, state: State) -> State:
-    """As `_walk`, after padding with maps that change nothing, by groups.
-
-    Two levels at least, so that the graph is the same for any P up to the square of a group.
-    """
+    """As `_walk`, by groups, padded with maps that change nothing: one graph for any P up to the square of a group."""
     kind, lanes, groups = type(maps), maps[0].shape[0], -(-maps[0].shape[1] // FAN)
     maps = _filled(maps, groups * FAN)
     columns = [kind(*(x[:, i::FAN] for x in maps)) for i in range(FAN)]  # one map of every group
