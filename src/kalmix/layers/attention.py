@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_owned, take, to
-from kalmix.layers.parts import RMSNorm
+from kalmix.layers.parts import RMSNorm, rotate
 from kalmix.segments import Segments
-from kalmix.types import Filtered, belief_dtype
+from kalmix.types import Filtered
 
 
 class AttentionState(NamedTuple):
@@ -82,7 +82,7 @@ class Attention(Mixer):
         mine = position if owner is None else position[owner.clamp(min=0), token]  # [B, T]
 
         q, k, v = self._heads(keep_owned(x, owner))
-        q, k = self._rotate(self.query_norm(q), mine), self._rotate(self.key_norm(k), mine)
+        q, k = (rotate(x, mine, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
         keys, values = (x if owner is None else _rows(x, row) for x in (k, v))
         if state is None:
             same = None if owner is None else owner[:, :, None] == owner[:, None, :]
@@ -108,15 +108,6 @@ class Attention(Mixer):
         x = self.in_proj(x).unflatten(-1, (-1, self.width))
         q, k, v = x.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         return q, k, v
-
-    def _rotate(self, x: Tensor, position: Tensor) -> Tensor:
-        """Rotary positions: `x` `[B, T, heads, width]` turned by `position` `[B, T]`, in float32 inside."""
-        half = self.width // 2
-        frequency = self.rotary_base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-        angle = (position[..., None] * frequency)[:, :, None]
-        cos, sin = angle.cos(), angle.sin()
-        real, imaginary = x.to(belief_dtype(x.dtype)).chunk(2, dim=-1)
-        return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1).to(x.dtype)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         """SDPA in the layout `[B, T, heads, width]`; `visible` `[B, T, S]`, causal if absent."""

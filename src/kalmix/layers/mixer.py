@@ -27,7 +27,7 @@ class Mixer(nn.Module):
     output projection: a sample of the output is `emit` of a sample of the read-out.
     """
 
-    has_posterior: ClassVar[bool] = False  # whether `read` has a variance to give
+    has_posterior: bool = False  # whether `read` has a variance to give
     fuses_mlp: ClassVar[bool] = False  # whether the layer gates its output and so needs no MLP behind it
 
     def __init__(self, hidden_size: int) -> None:

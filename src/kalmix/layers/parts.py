@@ -6,14 +6,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kalmix.layers.mixer import keep_owned
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 
 
+def widen(x: Tensor) -> Tensor:
+    """`x` in the dtype of a belief: float32 from half precision, else as it is."""
+    return x.to(belief_dtype(x.dtype))
+
+
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
     """`x` scaled to length 1 along its last axis, in float32 inside; QK norm. The zero vector stays zero."""
-    wide = x.to(belief_dtype(x.dtype))
+    wide = widen(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
+    """Rotary positions: `x` `[B, T, heads, width]` turned by `position` `[B, T]`, in float32 inside; width is even.
+
+    Columns turn in pairs (j, j + width / 2), by base^(-2 j / width) radians a position.
+    """
+    half = x.shape[-1] // 2
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = (position[..., None] * frequency)[:, :, None]
+    cos, sin = angle.cos(), angle.sin()
+    real, imaginary = widen(x).chunk(2, dim=-1)
+    return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1).to(x.dtype)
+
+
+def low_rank(inputs: int, rank: int, outputs: int, bias: bool) -> nn.Sequential:
+    """A linear map through `rank` numbers, with a bias behind it or not."""
+    return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias))
 
 
 def draw(mean: Tensor, variance: Tensor) -> Tensor:
@@ -25,8 +49,8 @@ def draw(mean: Tensor, variance: Tensor) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """RMS norm in the dtype of its input, whatever its weight is in: mixed dtypes would leave PyTorch's fused path."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width, eps=1e-6)
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__(width, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., width]`, scaled to a root mean square of `weight`."""
@@ -39,15 +63,18 @@ class ShortConvolution(nn.Module):
     Its state is the window: the last `size - 1` inputs of each sequence, `[N, size - 1, C]`, zeros before any.
     """
 
-    def __init__(self, channels: int, size: int = 4) -> None:
+    def __init__(self, channels: int, size: int = 4, bias: bool = False) -> None:
         super().__init__()
         self.channels, self.size = channels, size
         self.weight = nn.Parameter(torch.empty(channels, size))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform within 1 / sqrt(size), as PyTorch draws convolutions."""
+        """Uniform within 1 / sqrt(size), as PyTorch draws convolutions; the bias is 0."""
         nn.init.uniform_(self.weight, -(self.size**-0.5), self.size**-0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(
         self,
@@ -69,8 +96,13 @@ class ShortConvolution(nn.Module):
             return x, window
         if segments is None:
             history = torch.cat([window, x], dim=1)
-            return self._slide(history), history[:, x.shape[1] :]
-        return self._segmented(x, window, segments, segments.owner(*x.shape[:2]) if owner is None else owner)
+            return self._shift(self._slide(history)), history[:, x.shape[1] :]
+        owner = segments.owner(*x.shape[:2]) if owner is None else owner
+        output, window = self._segmented(x, window, segments, owner)
+        return self._shift(output, owner), window
+
+    def _shift(self, output: Tensor, owner: Tensor | None = None) -> Tensor:
+        return output if self.bias is None else keep_owned(output + self.bias.to(output.dtype), owner)
 
     def _slide(self, history: Tensor, keep: list[Tensor] | None = None) -> Tensor:
         """The convolution of `[N, L + size - 1, C]`, `[N, L, C]`; `keep` masks what each tap may see."""
