@@ -5,13 +5,38 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kalmix.layers import KLA, Attention, Mixer
+from kalmix import designs
+from kalmix.layers import (
+    GLA,
+    KDA,
+    KLA,
+    Attention,
+    BayesianLayer,
+    DeltaNet,
+    Designed,
+    GatedDeltaNet,
+    LinearAttention,
+    Mamba2,
+    Mixer,
+    RetNet,
+)
 
 LAYERS: dict[str, Callable[[], Mixer]] = {
     "kla": lambda: KLA(12, slots=4),
     "kla-low-rank": lambda: KLA(12, slots=3, rank=2, expand=2),
     "kla-noise-free": lambda: KLA(12, slots=4, process_noise=False),
     "kla-zoh": lambda: KLA(12, slots=4, discretization="zoh"),
+    "bayesian": lambda: BayesianLayer(12, heads=2, head_dim=3),
+    "bayesian-turning": lambda: BayesianLayer(12, heads=2, head_dim=3, groups=3, rotations=True, conv=0),
+    "deltanet": lambda: DeltaNet(12, heads=2, head_dim=3, negative_eigenvalues=True),
+    "gated-deltanet": lambda: GatedDeltaNet(12, heads=4, key_heads=2, head_dim=3),
+    "kda": lambda: KDA(12, heads=2, head_dim=3, expand_v=2, conv=2),
+    "linear-attention": lambda: LinearAttention(12, heads=2),
+    "retnet": lambda: RetNet(12, heads=3),
+    "gla": lambda: GLA(12, heads=2, conv=3, rank=2),
+    "mamba2": lambda: Mamba2(12, heads=4, groups=2, state_dim=5),
+    "design-cells": lambda: Designed(12, design=designs.KLA, heads=2, head_dim=3),
+    "design-columns": lambda: Designed(12, design="longhorn", heads=2, head_dim=3, gate=None),
     "attention": lambda: Attention(12, heads=3),
     "attention-grouped": lambda: Attention(16, heads=4, kv_heads=2),
 }

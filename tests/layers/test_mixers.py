@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kalmix import ArgumentError, Segments
+from kalmix.designs import Covariance, Design, Evidence, Transition
 from kalmix.layers import MIXERS, Mixer, mixer_class
 
 # A float32 layer sums a few dozen terms of size about 1 in another order: some hundred roundings of 6e-8.
@@ -136,15 +137,53 @@ def test_wrong_arguments(layer, call, says):
 
 
 def test_registry():
-    assert set(MIXERS) == {"kla", "attention"}
+    papers = {"kla", "bayesian", "deltanet", "gated-deltanet", "kda", "linear-attention", "retnet", "gla", "mamba2"}
+    assert set(MIXERS) == papers | {"attention", "design"}
     with pytest.raises(ArgumentError, match=r"'mamba9'.*'kla'"):
         mixer_class("mamba9", {})
     with pytest.raises(ArgumentError, match=r"'heads'.*'slots'"):
         mixer_class("kla", {"heads": 2})
-    for name, options in {
-        "kla": [{"slots": 0}, {"expand": 0.5}, {"rank": 0}, {"discretization": "euler"}],
-        "attention": [{"heads": 5}, {"kv_heads": 3, "heads": 2}, {"heads": 0}],
-    }.items():
-        for option in options:
-            with pytest.raises(ArgumentError):
-                MIXERS[name](12, **option)
+    with pytest.raises(ArgumentError, match="'design' of 'design'"):
+        mixer_class("design", {})
+
+
+@pytest.mark.parametrize("size", [1, 7, 12, 48])
+@pytest.mark.parametrize("name", [name for name in MIXERS if name != "attention"])
+def test_defaults_for_any_width(name, size):
+    options = {"design": "bayesian"} if name == "design" else {}
+    layer = MIXERS[name](size, **options)
+    assert layer(tokens(layer, 1, 3))[0].shape == (1, 3, size)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("kla", {"slots": 0}),
+        ("kla", {"expand": 0.5}),
+        ("kla", {"rank": 0}),
+        ("kla", {"discretization": "euler"}),
+        ("attention", {"heads": 5}),
+        ("attention", {"kv_heads": 3, "heads": 2}),
+        ("attention", {"heads": 0}),
+        ("deltanet", {"heads": 0}),
+        ("deltanet", {"head_dim": 2.5}),
+        ("deltanet", {"expand_v": 0.0}),
+        ("deltanet", {"expand_v": 1.5, "head_dim": 3}),
+        ("deltanet", {"conv": -1}),
+        ("gated-deltanet", {"heads": 4, "key_heads": 3}),
+        ("kda", {"gate": "tanh"}),
+        ("retnet", {"head_dim": 3}),
+        ("gla", {"rank": 0}),
+        ("mamba2", {"heads": 3, "groups": 2}),
+        ("mamba2", {"state_dim": 0}),
+        ("bayesian", {"groups": 0}),
+        ("bayesian", {"heads": 1, "head_dim": 2, "groups": 3}),
+        ("design", {"design": "resnet"}),
+        ("design", {"design": {"transition": {}}}),
+        ("design", {"design": {"transition": {"mood": "dark"}, "evidence": {}, "covariance": {}}}),
+        ("design", {"design": Design("m", Transition("matrix"), Evidence("memory"), Covariance("dense"))}),
+    ],
+)
+def test_wrong_options(name, option):
+    with pytest.raises(ArgumentError):
+        MIXERS[name](12, **option)

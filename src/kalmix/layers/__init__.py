@@ -7,25 +7,68 @@ from typing import Any
 
 from kalmix.errors import ArgumentError
 from kalmix.layers.attention import Attention, AttentionState
+from kalmix.layers.bayesian import BayesianLayer
+from kalmix.layers.deltanet import DeltaNet
+from kalmix.layers.designed import Designed
+from kalmix.layers.gated_deltanet import GatedDeltaNet
+from kalmix.layers.gla import GLA
+from kalmix.layers.kda import KDA
 from kalmix.layers.kla import KLA, KLAState
+from kalmix.layers.linear_attention import LinearAttention
+from kalmix.layers.mamba2 import Mamba2
+from kalmix.layers.memory import MemoryState
 from kalmix.layers.mixer import Mixer
+from kalmix.layers.retnet import RetNet
 
-MIXERS: dict[str, type[Mixer]] = {"kla": KLA, "attention": Attention}
+MIXERS: dict[str, type[Mixer]] = {
+    "kla": KLA,
+    "bayesian": BayesianLayer,
+    "deltanet": DeltaNet,
+    "gated-deltanet": GatedDeltaNet,
+    "kda": KDA,
+    "linear-attention": LinearAttention,
+    "retnet": RetNet,
+    "gla": GLA,
+    "mamba2": Mamba2,
+    "attention": Attention,
+    "design": Designed,
+}
 
 
 def mixer_class(name: str, options: dict[str, Any]) -> type[Mixer]:
     """The layer called `name`, if it takes `options`.
 
     Raises:
-        ArgumentError: no such layer, or an option it does not have; says which there are.
+        ArgumentError: no such layer, an option it does not have, or one that it must be given; says which there are.
     """
     if name not in MIXERS:
         raise ArgumentError("mixer", got=repr(name), needs=f"one of {', '.join(map(repr, MIXERS))}")
-    known = [option for option in inspect.signature(MIXERS[name]).parameters if option != "hidden_size"]
+    known = {n: option for n, option in inspect.signature(MIXERS[name]).parameters.items() if n != "hidden_size"}
     for option in options:
         if option not in known:
             raise ArgumentError(f"option of {name!r}", got=repr(option), needs=f"one of {', '.join(map(repr, known))}")
+    for n, option in known.items():
+        if option.default is option.empty and n not in options:
+            raise ArgumentError(f"option {n!r} of {name!r}", got="absent", needs="given")
     return MIXERS[name]
 
 
-__all__ = ["KLA", "MIXERS", "Attention", "AttentionState", "KLAState", "Mixer", "mixer_class"]
+__all__ = [
+    "GLA",
+    "KDA",
+    "KLA",
+    "MIXERS",
+    "Attention",
+    "AttentionState",
+    "BayesianLayer",
+    "DeltaNet",
+    "Designed",
+    "GatedDeltaNet",
+    "KLAState",
+    "LinearAttention",
+    "Mamba2",
+    "MemoryState",
+    "Mixer",
+    "RetNet",
+    "mixer_class",
+]

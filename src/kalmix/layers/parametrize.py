@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.layers.mixer import check_choice
-from kalmix.types import belief_dtype
+from kalmix.layers.parts import low_rank, widen
 
 _KNEE = 8.0
 DISCRETIZATIONS = ("ou", "zoh")
@@ -27,9 +28,19 @@ def positive(raw: Tensor) -> Tensor:
     return torch.where(size <= _KNEE, raw, bent).exp()
 
 
+def noise_variance(raw: Tensor, floor: float = 1e-4) -> Tensor:
+    """Variance softplus(raw) + floor of a noise, in the dtype of a belief (appendix D of the Bayesian Layer)."""
+    return F.softplus(widen(raw)) + floor
+
+
 def observation_precision(raw: Tensor, floor: float = 1e-4) -> Tensor:
     """Precision 1 / (softplus(raw) + floor) of a value: positive and at most 1 / floor; float32 inside."""
-    return 1 / (F.softplus(raw.to(belief_dtype(raw.dtype))) + floor)
+    return 1 / noise_variance(raw, floor)
+
+
+def inverse_softplus(value: Tensor) -> Tensor:
+    """The number whose softplus is `value` > 0."""
+    return value + torch.log(-torch.expm1(-value))
 
 
 def discretize_ou(rate: Tensor, diffusion: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,3 +93,110 @@ class CellDynamics(nn.Module):
         discretize = discretize_ou if self.discretization == "ou" else discretize_zoh
         log_decay, noise = discretize(rate, positive(self.log_diffusion.to(dtype)), step)
         return log_decay[None], noise[None]
+
+
+class Noise(nn.Module):
+    """Variances that a token sets: softplus(project(x) + bias) + floor, `[B, T, outputs]`, in the dtype of a belief.
+
+    Args:
+        hidden_size: D.
+        outputs: how many.
+        initial: what they are near to before training.
+        floor: what they stay above.
+    """
+
+    def __init__(self, hidden_size: int, outputs: int, *, initial: float, floor: float) -> None:
+        super().__init__()
+        self.initial, self.floor = initial, floor
+        self.proj = nn.Linear(hidden_size, outputs, bias=False)
+        self.bias = nn.Parameter(torch.empty(outputs))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The bias whose softplus is `initial`; the projection resets itself."""
+        nn.init.constant_(self.bias, float(inverse_softplus(torch.tensor(self.initial))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of tokens `x` `[B, T, D]`."""
+        return noise_variance(self.proj(x) + self.bias, self.floor)
+
+
+class StepDynamics(nn.Module):
+    """What is learned of a `StepDecay` beside its projection, kept in float32 by models.
+
+    Rates are exp(log_rate) (`A_log` in published code), initially uniform in (least, 16); the bias (`dt_bias`) makes
+    steps log-uniform in [0.001, 0.1]; frequencies are uniform in (0, 2 pi) radians a step of 1, absent where nothing
+    turns. All are flat, as vectors take no weight decay.
+    """
+
+    def __init__(self, rates: int, steps: int, *, least: float, turns: bool) -> None:
+        super().__init__()
+        self.least = least
+        self.log_rate = nn.Parameter(torch.empty(rates))
+        self.step_bias = nn.Parameter(torch.empty(steps))
+        self.frequency = nn.Parameter(torch.empty(rates)) if turns else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The published initial values."""
+        with torch.no_grad():
+            self.log_rate.uniform_(max(self.least, 1e-4), 16).log_()
+            step = torch.empty_like(self.step_bias).uniform_(math.log(0.001), math.log(0.1)).exp()
+            self.step_bias.copy_(inverse_softplus(step))
+            if self.frequency is not None:
+                self.frequency.uniform_(0, 2 * math.pi)
+
+
+class Stepped(NamedTuple):
+    """What a token's step makes of learned rates, in the dtype of a belief.
+
+    Attributes:
+        log_decay: below 0, `[B, T, G]` or `[B, T, G, K]`.
+        step: positive, as the log-decay or with a last axis of 1.
+        angle: radians, as the log-decay; `None` where nothing turns.
+    """
+
+    log_decay: Tensor
+    step: Tensor
+    angle: Tensor | None
+
+
+class StepDecay(nn.Module):
+    """Decays of which the token sets the step: log_decay = -rate * step, step = softplus(project(x) + bias).
+
+    As published for Mamba-2, Gated DeltaNet and KDA. Angles are frequency * step: together, the eigenvalue
+    exp((-rate + i frequency) step) of an oscillator watched after an irregular time.
+
+    Args:
+        hidden_size: D.
+        rates, steps: their shapes: `(G,)` or, where one of them is per key, `(G, K)` and the other `(G, 1)`.
+        least: of the initial rates; the most is 16.
+        rank: of the projection to steps; full if absent.
+        turns: whether there are frequencies.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        rates: tuple[int, ...],
+        steps: tuple[int, ...] | None = None,
+        *,
+        least: float = 0.0,
+        rank: int | None = None,
+        turns: bool = False,
+    ) -> None:
+        super().__init__()
+        self.rates, self.steps = rates, rates if steps is None else steps
+        outputs = math.prod(self.steps)
+        self.proj = (
+            nn.Linear(hidden_size, outputs, bias=False) if rank is None else low_rank(hidden_size, rank, outputs, False)
+        )
+        self.dynamics = StepDynamics(math.prod(rates), outputs, least=least, turns=turns)
+
+    def forward(self, x: Tensor) -> Stepped:
+        """Of tokens `x` `[B, T, D]`."""
+        raw, learned = widen(self.proj(x)), self.dynamics
+        step = F.softplus(raw + learned.step_bias.to(raw.dtype)).unflatten(-1, self.steps)
+        rate = learned.log_rate.to(raw.dtype).exp().view(self.rates)
+        angle = None if learned.frequency is None else learned.frequency.to(raw.dtype).view(self.rates) * step
+        return Stepped(-rate * step, step, angle)

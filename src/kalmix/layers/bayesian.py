@@ -1,0 +1,89 @@
+"""The Bayesian Layer: a memory that knows how sure it is of every direction, and writes where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kalmix import ops
+from kalmix.errors import ArgumentError
+from kalmix.layers.memory import Heads, MemoryLayer
+from kalmix.layers.mixer import check_positive
+from kalmix.layers.parametrize import Noise, StepDecay
+from kalmix.types import Filtered
+
+OBS_NOISE = {"initial": 1.0, "floor": 1e-4}
+PROCESS_NOISE = {"initial": 0.01, "floor": 1e-6}
+
+
+class BayesianLayer(MemoryLayer):
+    """The Bayesian Layer of Memory by Design (Dowling et al., 2026): Proposition 1 in the place of a delta rule.
+
+    The token sets both noises, softplus and a floor (appendix D), and by a step per head how far the transition goes:
+    radius exp(-rate step) and angle frequency * step, with a rate and a frequency learned per key (appendix G's
+    A_radius, A_angle and W_A). All else is as in `GatedDeltaNet`, sizes included, so that it can take its place.
+
+    Args:
+        hidden_size: D.
+        heads, head_dim, expand_v: heads, key width, value width over key width; see `Heads.of`.
+        groups: observation noises a head, each for as many columns of its values; a covariance each, too.
+        rotations: whether keys turn: each is then the visible half of a pair, which doubles the rows of the memory.
+        conv: taps of the short convolution, 0 for none.
+        gate: of the output, "silu" or "sigmoid"; `None` for none.
+        norm_eps: of the output norm.
+        kernel: pin a kernel of `kalmix.ops.dense`.
+
+    Cost: O(T K (K + V)) a head and the projections; the state is `[G, K, V]`, `[G, K, K]` and the convolution's window.
+    """
+
+    has_posterior = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        heads: int | None = None,
+        head_dim: int | None = None,
+        expand_v: float = 2.0,
+        groups: int = 1,
+        rotations: bool = False,
+        conv: int = 4,
+        gate: str | None = "silu",
+        norm_eps: float = 1e-5,
+        kernel: str | None = None,
+    ) -> None:
+        whole = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, share=0.75)
+        check_positive("groups", groups)
+        if whole.value_width % groups:
+            raise ArgumentError("groups", got=groups, needs=f"a divisor of the {whole.value_width} columns of a head")
+        sizes = whole._replace(heads=whole.heads * groups, value_width=whole.value_width // groups)
+        options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
+        super().__init__(hidden_size, sizes, norm_width=whole.value_width, **options)
+        self.groups, self.rotations = groups, rotations
+        self.decay = StepDecay(hidden_size, (whole.heads, whole.key_width), (whole.heads, 1), turns=rotations)
+        self.process_noise = Noise(hidden_size, whole.heads, **PROCESS_NOISE)
+        self.obs_noise = Noise(hidden_size, sizes.heads, **OBS_NOISE)
+
+    def dynamics_parameters(self) -> Iterator[nn.Parameter]:
+        """Rates, frequencies and the bias of steps."""
+        return self.decay.dynamics.parameters()
+
+    def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Unit vectors; of pairs, the hidden halves are neither written nor read."""
+        q, k = super().address(q, k)
+        width = self.sizes.key_width if self.rotations else 0
+        return F.pad(q, (0, width)), F.pad(k, (0, width))
+
+    def signals(self, x: Tensor) -> dict[str, Tensor]:
+        """Noises `[B, T, G]`; log-decays and, if keys turn, angles `[B, T, G, K]`. Groups differ in obs_noise only."""
+        moved = self.decay(x)
+        shared = {"log_decay": moved.log_decay, "angle": moved.angle, "process_noise": self.process_noise(x)}
+        grouped = {n: s.repeat_interleave(self.groups, dim=2) for n, s in shared.items() if s is not None}
+        return grouped | {"obs_noise": self.obs_noise(x)}
+
+    def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
+        """`kalmix.ops.dense`."""
+        return ops.dense(q, k, v, **arguments)

@@ -1,0 +1,129 @@
+"""A layer for any design: what a paper assumes, or what you do, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from kalmix._filtering import filter as filter_by
+from kalmix.designs import CATALOGUE, Covariance, Design, Evidence, Transition
+from kalmix.errors import ArgumentError
+from kalmix.layers.memory import Heads, MemoryLayer
+from kalmix.layers.parametrize import CellDynamics, Noise, StepDecay, observation_precision
+from kalmix.types import Filtered
+
+PARTS = {"transition": Transition, "evidence": Evidence, "covariance": Covariance}
+# Variances that a token sets: what they are near to before training, and what they stay above.
+VARIANCES = {
+    "obs_noise": {"initial": 1.0, "floor": 1e-4},
+    "write_variance": {"initial": 1.0, "floor": 1e-4},
+    "reset": {"initial": 1.0, "floor": 1e-4},
+    "process_noise": {"initial": 0.01, "floor": 1e-6},
+}
+
+
+class Designed(MemoryLayer):
+    """Any design as a layer: every signal it needs is made from the token, within what the design admits.
+
+    Decays are `StepDecay` (of cells `CellDynamics`, time-invariant), variances softplus and a floor, q and k unit
+    vectors. Optional signals are not made: keys do not turn. Where a design gives each column its own noise, columns
+    are value heads.
+
+    Args:
+        hidden_size: D.
+        design: a `Design`, the name of one in the catalogue, or a mapping of its fields and parts, as
+            `dataclasses.asdict` gives: what a configuration can hold.
+        heads, head_dim, expand_v: value heads, key width, value width over key width; see `Heads.of`.
+        key_heads: key heads, a divisor of `heads`; as many if absent.
+        conv: taps of the short convolution, 0 for none.
+        gate: of the output, "silu" or "sigmoid"; `None` for none.
+        norm_eps: of the output norm.
+        kernel: pin a kernel of the design's op.
+
+    Raises:
+        ArgumentError: `design` names none, or no op filters it.
+        DesignError: its parts do not fit together.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        design: Design | str | Mapping[str, Any],
+        heads: int | None = None,
+        key_heads: int | None = None,
+        head_dim: int | None = None,
+        expand_v: float = 1.0,
+        conv: int = 4,
+        gate: str | None = "silu",
+        norm_eps: float = 1e-5,
+        kernel: str | None = None,
+    ) -> None:
+        design = as_design(design)
+        if design.transition.decay == "matrix":
+            raise ArgumentError(
+                "design", got=f"{design.name!r}, which moves by a matrix", needs="one that an op filters"
+            )
+        sizes = whole = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, key_heads=key_heads)
+        if design.evidence.columns:
+            sizes = whole._replace(heads=whole.values, value_width=1)
+        options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
+        super().__init__(hidden_size, sizes, norm_width=whole.value_width, **options)
+        self.design, self.has_posterior = design, design.uncertain
+        self.dynamics = self.decay = self.precision_proj = None
+        names = list(design.signals)
+        if design.evidence.of == "cell":
+            cells, diffuses = sizes.heads * sizes.key_width, design.transition.diffusion
+            self.dynamics = CellDynamics(cells, sizes.value_width, process_noise=diffuses)
+            self.precision_proj = nn.Linear(hidden_size, sizes.values, bias=False)
+            names.clear()
+        elif "log_decay" in names:
+            per_key = design.transition.decay == "key"
+            rates, steps = ((sizes.heads, sizes.key_width), (sizes.heads, 1)) if per_key else ((sizes.heads,), None)
+            self.decay = StepDecay(hidden_size, rates, steps)
+        variances = {n: Noise(hidden_size, sizes.heads, **VARIANCES[n]) for n in names if n in VARIANCES}
+        self.variances = nn.ModuleDict(variances)
+
+    def dynamics_parameters(self) -> Iterator[nn.Parameter]:
+        """What is learned of the transition beside its projection."""
+        held = self.dynamics if self.decay is None else self.decay.dynamics
+        return iter(()) if held is None else held.parameters()
+
+    def signals(self, x: Tensor) -> dict[str, Tensor]:
+        """Those of the design: `[B, T, G]`, log-decays per key `[B, T, G, K]`, of cells as `kalmix.ops.diagonal`."""
+        signals = {name: noise(x) for name, noise in self.variances.items()}
+        if self.decay is not None:
+            signals["log_decay"] = self.decay(x).log_decay
+        if self.dynamics is not None and self.precision_proj is not None:
+            precision = observation_precision(self.precision_proj(x)).unflatten(-1, (self.sizes.heads, -1))
+            log_decay, noise = (s.view(*self.sizes[1:]) for s in self.dynamics(precision.dtype))
+            made = {"precision": precision, "log_decay": log_decay, "process_noise": noise}
+            signals |= {name: signal for name, signal in made.items() if name in self.design.signals}
+        return signals
+
+    def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
+        """`kalmix.filter` under the design."""
+        return filter_by(self.design, q, k, v, **arguments)
+
+
+def as_design(given: Any) -> Design:
+    """The design given, named or spelled out.
+
+    Raises:
+        ArgumentError: it is none.
+        DesignError: its parts do not fit together.
+    """
+    if isinstance(given, Design):
+        return given
+    if isinstance(given, str) and given in CATALOGUE:
+        return CATALOGUE[given]
+    needs = f"a Design, a mapping of {', '.join(PARTS)}, or one of {', '.join(map(repr, CATALOGUE))}"
+    if not isinstance(given, Mapping) or not PARTS.keys() <= given.keys():
+        raise ArgumentError("design", got=repr(given), needs=needs)
+    try:
+        parts = {name: part(**given[name]) for name, part in PARTS.items()}
+        return Design(**{"name": "your own", **given, **parts})
+    except TypeError as error:
+        raise ArgumentError("design", got=f"{given!r} ({error})", needs=needs) from None

@@ -1,0 +1,53 @@
+"""Gated DeltaNet: DeltaNet whose memory decays, by as much as the token says."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kalmix.layers.deltanet import DeltaLayer
+from kalmix.layers.memory import Heads
+from kalmix.layers.parametrize import StepDecay
+
+
+class GatedDeltaNet(DeltaLayer):
+    """Gated DeltaNet (Yang et al., 2025): a gain and a decay per head, gated output.
+
+    Omitted sizes are as published: keys take 3/4 of D, values twice that, so that a layer has about 6 D^2 weights.
+
+    Args:
+        hidden_size: D.
+        heads, head_dim, expand_v: value heads, key width, value width over key width; see `Heads.of`.
+        key_heads: key heads, a divisor of `heads`; as many if absent.
+        conv: taps of the short convolution, 0 for none.
+        gate: of the output, "silu" or "sigmoid"; `None` for none.
+        negative_eigenvalues: gains up to 2.
+        norm_eps: of the output norm.
+        kernel: pin a kernel of `kalmix.ops.delta`.
+
+    Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and the convolution's window.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        heads: int | None = None,
+        key_heads: int | None = None,
+        head_dim: int | None = None,
+        expand_v: float = 2.0,
+        conv: int = 4,
+        gate: str | None = "silu",
+        negative_eigenvalues: bool = False,
+        norm_eps: float = 1e-5,
+        kernel: str | None = None,
+    ) -> None:
+        sizes = Heads.of(
+            hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, key_heads=key_heads, share=0.75
+        )
+        options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
+        super().__init__(hidden_size, sizes, negative_eigenvalues=negative_eigenvalues, **options)
+        self.decay = StepDecay(hidden_size, (sizes.heads,))
+
+    def signals(self, x: Tensor) -> dict[str, Tensor]:
+        """Gain and log-decay, `[B, T, G]`."""
+        return super().signals(x) | {"log_decay": self.decay(x).log_decay}

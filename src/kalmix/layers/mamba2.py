@@ -1,0 +1,89 @@
+"""Mamba-2: a state space whose heads share what they read and write along."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kalmix import ops
+from kalmix.layers.memory import Heads, MemoryLayer
+from kalmix.layers.mixer import check_positive
+from kalmix.layers.parametrize import StepDecay
+from kalmix.types import Filtered
+
+
+class Mamba2(MemoryLayer):
+    """Mamba-2 (Dao and Gu, 2024): a block in itself, with no MLP behind it.
+
+        C, B, v = SiLU(conv(project(x)));  M_t = exp(-rate step_t) M_{t-1} + step_t B_t v_t'
+        y = out(norm((M_t' C_t + skip * v) * SiLU(gate(x))))
+
+    C and B (q and k) are shared by the heads of a group, by default by all; the norm is over a group and behind the
+    gate; the skip (`D` in published code) is a scale per head, initially 1.
+
+    Args:
+        hidden_size: D.
+        heads, head_dim: of v; about `expand * D` columns in all, a power of two up to 64 a head if absent.
+        groups: key heads, a divisor of `heads`.
+        state_dim: width of B and C; 128, or D where that is less, if absent.
+        expand: columns of v over D, where `heads` or `head_dim` are absent.
+        conv: taps of the short convolution, 0 for none.
+        norm_eps: of the output norm.
+        kernel: pin a kernel of `kalmix.ops.additive`.
+
+    Cost: O(T state_dim) a column and the projections; the state is `[G, state_dim, V]` and the convolution's window.
+    """
+
+    fuses_mlp = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        heads: int | None = None,
+        head_dim: int | None = None,
+        groups: int = 1,
+        state_dim: int | None = None,
+        expand: float = 2.0,
+        conv: int = 4,
+        norm_eps: float = 1e-5,
+        kernel: str | None = None,
+    ) -> None:
+        values = Heads.of(
+            hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, key_heads=groups, share=expand, widest=64
+        )
+        state_dim = min(128, hidden_size) if state_dim is None else state_dim
+        check_positive("state_dim", state_dim)
+        sizes = values._replace(key_width=state_dim)
+        width = sizes.values // groups
+        options = {"conv": conv, "gate": "silu", "norm_eps": norm_eps, "kernel": kernel}
+        super().__init__(hidden_size, sizes, conv_bias=True, norm_width=width, **options)
+        self.decay = StepDecay(hidden_size, (sizes.heads,), least=1.0)
+        self.skip = nn.Parameter(torch.empty(sizes.heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The parameters this module holds itself; its parts reset themselves."""
+        nn.init.ones_(self.skip)
+
+    def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """C and B as they are, without a scale."""
+        return q, k
+
+    def signals(self, x: Tensor) -> dict[str, Tensor]:
+        """Log-decays and, as gains, the steps, `[B, T, G]`."""
+        stepped = self.decay(x)
+        return {"log_decay": stepped.log_decay, "gain": stepped.step}
+
+    def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
+        """`kalmix.ops.additive`, and the skip."""
+        found = ops.additive(q, k, v, **arguments)
+        return found._replace(mean=found.mean + self.skip.to(v.dtype)[:, None] * v)
+
+    def emit(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
+        """Gate, then norm, then projection."""
+        gate, mean = context
+        assert gate is not None
+        return super().emit(readout * gate, (None, mean))
