@@ -54,7 +54,7 @@ class _Delta(torch.autograd.Function):
         x = _tokens(chunks, q, k, v, gain, log_decay, mean)
         advance = _Advance(x.decays.path, -(x.leaving.mT @ x.expected), x.leaving.mT @ x.unexpected)
         (entry,), (after,) = chunks.scan(advance, (chunks.states(mean),))
-        read = chunks.paste((x.q * x.decays.since) @ entry + x.weights @ x.errors(entry))
+        read = chunks.paste(x.arriving[0] @ entry + x.weights @ x.errors(entry))
         ctx.save_for_backward(q, k, v, gain, log_decay, mean, rows, entry)
         if read.dtype != v.dtype:  # a cast that changes nothing returns its input, whose gradient torch 2.11 loses
             read = read.to(v.dtype)
@@ -66,31 +66,30 @@ class _Delta(torch.autograd.Function):
         q, k, v, gain, log_decay, mean, rows, entry = ctx.saved_tensors
         chunks = Chunks.of(v, q.shape[2], rows, CHUNK)
         x = _tokens(chunks, q, k, v, gain, log_decay, mean)
-        arriving_q, arriving_k = x.q * x.decays.since, x.k * x.decays.since
         to_read, errors = chunks.cut(to_read, mean.dtype), x.errors(entry)
         to_errors = x.weights.mT @ to_read
-        to_entry = arriving_q.mT @ to_read - x.expected.mT @ to_errors
+        to_entry = x.arriving[0].mT @ to_read - x.expected.mT @ to_errors
         retreat = _Advance(x.decays.path, -(x.expected.mT @ x.leaving), to_entry)
         (to_exit,), (before,) = chunks.scan(retreat, (chunks.states(to_after),), backwards=True)
 
         to_errors = to_errors + x.leaving @ to_exit
         to_v = torch.linalg.solve_triangular(x.coupling.mT, to_errors, upper=True, unitriangular=True)
-        to_arriving_q, to_arriving_k, to_leaving = to_read @ entry.mT, -(to_v @ entry.mT), errors @ to_exit.mT
-        to_q, to_write, levels_q = x.decays.products_backward(x.q, x.write, to_read @ errors.mT)
-        to_k, onto_write, levels_k = x.decays.products_backward(x.k, x.write, -(to_v @ errors.mT).tril(-1))
-        to_q = torch.addcmul(to_q, to_arriving_q, x.decays.since)
-        to_k = torch.addcmul(to_k, to_arriving_k, x.decays.since)
-        to_write = torch.addcmul(to_write + onto_write, to_leaving, x.decays.until)
+        reads = torch.stack([to_read, -to_v])  # of q and of k
+        to_arriving, to_leaving, to_pairs = reads @ entry.mT, errors @ to_exit.mT, reads @ errors.mT
+        to_pairs[1].diagonal(dim1=-2, dim2=-1).zero_()  # no error is a part of itself
+        to_rows, to_write, levels = x.decays.products_backward(x.rows, x.write, to_pairs)
+        to_q, to_k = torch.addcmul(to_rows, to_arriving, x.decays.since)
+        to_write = torch.addcmul(to_write, to_leaving, x.decays.until)
         dlog_decay = None
         if log_decay is not None:
-            arriving = torch.addcmul(to_arriving_q * arriving_q, to_arriving_k, arriving_k)
+            arriving, leaving = (to_arriving * x.arriving).sum(0), to_leaving * x.leaving
             carried = x.decays.path * (to_exit * entry).sum(-1, keepdim=True)
-            to_decay = x.decays.backward(arriving, to_leaving * x.leaving, carried, levels_q, levels_k)
+            to_decay = x.decays.backward(arriving, leaving, carried, levels)
             dlog_decay = chunks.paste(to_decay).reshape(log_decay.shape).to(log_decay.dtype)
         if gain.ndim == 4:
             dgain = chunks.paste(to_write)
         else:
-            dgain = chunks.paste((to_write * x.k).sum(-1, keepdim=True)).squeeze(-1)
+            dgain = chunks.paste((to_write * x.rows[1]).sum(-1, keepdim=True)).squeeze(-1)
             to_k = torch.addcmul(to_k, to_write, x.gain)
         dq, dk = (chunks.paste(y.sum(3, keepdim=True)).to(q.dtype) for y in (to_q, to_k))
         return dq, dk, chunks.paste(to_v).to(v.dtype), dgain.to(gain.dtype), dlog_decay, before.flatten(1, 2), None
@@ -99,11 +98,11 @@ class _Delta(torch.autograd.Function):
 class _Tokens(NamedTuple):
     """Tokens by chunks, and what forward and backward both make of them."""
 
-    q: Tensor
-    k: Tensor
+    rows: Tensor  # [2, ..., L, K], q and k
     gain: Tensor
     write: Tensor  # [..., L, K], along which errors are written
     decays: Decays
+    arriving: Tensor  # `rows` as they meet the memory that enters the chunk
     leaving: Tensor  # `write` as it is left in the memory that leaves the chunk
     weights: Tensor  # [..., L, L], of errors in what is read
     coupling: Tensor  # [..., L, L], of errors in later errors
@@ -120,13 +119,14 @@ def _tokens(
 ) -> _Tokens:
     vector = gain.ndim == 4
     q, k, v, gain = (chunks.cut(x, mean.dtype) for x in (q, k, v, gain if vector else gain[..., None]))
-    decays, write = Decays(chunks.cut_decay(log_decay, mean)), gain if vector else gain * k
-    coupling = decays.products(k, write).tril(-1)
-    right = torch.cat([v, (k * decays.since).expand(*v.shape[:-1], -1)], -1)
+    decays, write, rows = Decays(chunks.cut_decay(log_decay, mean)), gain if vector else gain * k, torch.stack([q, k])
+    arriving, leaving = rows * decays.since, write * decays.until
+    weights, coupling = decays.products(rows, write)
+    coupling = coupling.tril(-1)
+    right = torch.cat([v, arriving[1].expand(*v.shape[:-1], -1)], -1)
     solved = torch.linalg.solve_triangular(coupling, right, upper=False, unitriangular=True)
     unexpected, expected = solved.split([v.shape[-1], k.shape[-1]], -1)
-    weights, leaving = decays.products(q, write), write * decays.until
-    return _Tokens(q, k, gain, write, decays, leaving, weights, coupling, unexpected, expected)
+    return _Tokens(rows, gain, write, decays, arriving, leaving, weights, coupling, unexpected, expected)
 
 
 class _Advance(NamedTuple):

@@ -9,6 +9,8 @@ between, gathered by the same halves.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -28,48 +30,53 @@ class Decays:
     def __init__(self, log_decay: Tensor) -> None:
         since, until = log_decay.exp(), torch.ones_like(log_decay)
         self.levels: list[tuple[Tensor, Tensor]] = []
-        while 1 << len(self.levels) < log_decay.shape[-2]:
-            (since_early, since_late), (until_early, until_late) = (
-                _halves(x, len(self.levels)) for x in (since, until)
-            )
-            self.levels.append((since_late, until_early))
-            since = _joined(since_early, since_late * since_early[..., -1:, :])
-            until = _joined(until_early * since_late[..., -1:, :], until_late)
+        for level in range(log_decay.shape[-2].bit_length() - 1):
+            late, early = _half(since, level, 1), _half(until, level, 0)
+            self.levels.append((late, early))
+            first, second = _half(since, level, 0), _half(until, level, 1)
+            since = _joined(first, late * first[..., -1:, :])
+            until = _joined(early * late[..., -1:, :], second)
         self.since, self.until, self.path = since, until, since[..., -1:, :].mT
         self.matrix = _between(since, self.levels) if log_decay.shape[-1] == 1 else None
 
     def products(self, x: Tensor, y: Tensor) -> Tensor:
-        """`sum_k x_tk (decay of k from s to t) y_sk` for s <= t, else 0: `[..., L, K]` twice to `[..., L, L]`."""
+        """`sum_k x_tk (decay of k from s to t) y_sk` for s <= t, else 0: `[..., L, K]` twice to `[..., L, L]`.
+
+        x may have one more axis, the first: several rows a token.
+        """
         if self.matrix is not None:
             return (x @ y.mT) * self.matrix
-        heads = torch.broadcast_shapes(x.shape[:-2], self.since.shape[:-2])
-        out = x.new_zeros(*heads, x.shape[-2], x.shape[-2])
-        out.diagonal(dim1=-2, dim2=-1).copy_((x * y).sum(-1))
-        for level, (late, early) in enumerate(self.levels):
-            rows, columns = _halves(x, level)[1] * late, _halves(y, level)[0] * early
+        heads = torch.broadcast_shapes(x.shape[:-1], self.since.shape[:-1])
+        out = torch.diag_embed((x * y).sum(-1).expand(heads))
+        for level, (rows, columns) in enumerate(self._facing(x, y)):
             _corners(out, level).copy_(rows @ columns.mT)
         return out
 
     def products_backward(self, x: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Logs]:
         """Gradients for x, y and the logarithms of the levels, from one `[..., L, L]` for `products`."""
+        axes = self.since.ndim
         if self.matrix is not None:
             gradient = gradient * self.matrix
-            pairs = gradient * (x @ y.mT)
+            pairs = _folded(gradient * (x @ y.mT), axes)
             corners = [_corners(pairs, level) for level in range(len(self.levels))]
-            logs = [(pair.sum(-1, keepdim=True), pair.sum(-2)[..., None]) for pair in corners]
-            return gradient @ y, gradient.mT @ x, logs
-        diagonal, logs = gradient.diagonal(dim1=-2, dim2=-1)[..., None], []
-        to_x, to_y = diagonal * y, diagonal * x
-        for level, (late, early) in enumerate(self.levels):
-            corner = _corners(gradient, level)
-            rows, columns = _halves(x, level)[1] * late, _halves(y, level)[0] * early
-            to_rows, to_columns = corner @ columns, corner.mT @ rows
-            _halves(to_x, level)[1].addcmul_(to_rows, late)
-            _halves(to_y, level)[0].addcmul_(to_columns, early)
-            logs.append((to_rows.mul_(rows), to_columns.mul_(columns)))
+            logs = [(corner.sum(-1, keepdim=True), corner.sum(-2)[..., None]) for corner in corners]
+            return gradient @ y, _folded(gradient.mT @ x, axes), logs
+        diagonal = gradient.diagonal(dim1=-2, dim2=-1)[..., None]
+        to_x, to_y, logs = diagonal * y, _folded(diagonal * x, axes), []
+        for level, (rows, columns) in enumerate(self._facing(x, y)):
+            corner, (late, early) = _corners(gradient, level), self.levels[level]
+            to_rows, to_columns = corner @ columns, _folded(corner.mT @ rows, axes + 1)
+            _half(to_x, level, 1).addcmul_(to_rows, late)
+            _half(to_y, level, 0).addcmul_(to_columns, early)
+            logs.append((_folded(to_rows * rows, axes + 1), to_columns * columns))
         return to_x, to_y, logs
 
-    def backward(self, arriving: Tensor, leaving: Tensor, carried: Tensor, *levels: Logs) -> Tensor:
+    def _facing(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of every level the later halves of x and the earlier ones of y, decayed to the boundary between them."""
+        for level, (late, early) in enumerate(self.levels):
+            yield _half(x, level, 1) * late, _half(y, level, 0) * early
+
+    def backward(self, arriving: Tensor, leaving: Tensor, carried: Tensor, levels: Logs) -> Tensor:
         """The gradient for log-decays, `[..., L, K or 1]`.
 
         Args:
@@ -77,18 +84,16 @@ class Decays:
             carried: `[..., K, 1]`, what was multiplied by `path`, times its gradient.
             levels: from `products_backward`.
         """
-        since, until, end = (
-            x.sum_to_size(*x.shape[:-1], self.since.shape[-1]) for x in (arriving, leaving, carried.mT)
-        )
+        width = self.since.shape[-1]
+        since, until, end = (x.sum_to_size(*x.shape[:-1], width) for x in (arriving, leaving, carried.mT))
         since, until = since.clone(), until.clone()
         since[..., -1:, :] += end
-        for level in reversed(range(len(self.levels))):
-            (since_early, since_late), until_early = _halves(since, level), _halves(until, level)[0]
-            since_early[..., -1:, :] += since_late.sum(-2, keepdim=True)
-            since_late[..., -1:, :] += until_early.sum(-2, keepdim=True)
-            for logs in levels:
-                since_late += logs[level][0]
-                until_early += logs[level][1]
+        for level, (to_late, to_early) in reversed(list(enumerate(levels))):
+            late, early = _half(since, level, 1), _half(until, level, 0)
+            _half(since, level, 0)[..., -1:, :] += late.sum(-2, keepdim=True)
+            late[..., -1:, :] += early.sum(-2, keepdim=True)
+            late += to_late
+            early += to_early
         return since
 
 
@@ -100,10 +105,14 @@ def _between(since: Tensor, levels: list[tuple[Tensor, Tensor]]) -> Tensor:
     return matrix
 
 
-def _halves(x: Tensor, level: int) -> tuple[Tensor, Tensor]:
-    """The earlier and the later halves of blocks of tokens: `[..., L, K]` to twice `[..., blocks, 2^level, K]`."""
-    early, late = x.unflatten(-2, (-1, 2, 1 << level)).unbind(-3)
-    return early, late
+def _half(x: Tensor, level: int, which: int) -> Tensor:
+    """A view of the earlier (0) or later (1) halves of blocks: `[..., L, K]` to `[..., blocks, 2^level, K]`."""
+    return x.unflatten(-2, (-1, 2, 1 << level)).select(-3, which)
+
+
+def _folded(x: Tensor, axes: int) -> Tensor:
+    """Summed over the first axis if it is one more than `axes`."""
+    return x.sum(0) if x.ndim > axes else x
 
 
 def _joined(early: Tensor, late: Tensor) -> Tensor:
