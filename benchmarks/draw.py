@@ -17,7 +17,7 @@ def main() -> None:
     for row in results["rows"]:
         curves[row["kernel"]].append(row)
     panels = {"forward_ms": "forward, ms", "both_ms": "forward + backward, ms", "both_peak": "peak memory of both, MiB"}
-    batch, _, channels, slots = results["rows"][0]["shape"]
+    batch, _, *widths = results["rows"][0]["shape"]
     with picture(file.with_suffix(".png"), (11, 3.4), columns=3) as (drawing, axes):
         for axis, (quantity, label) in zip(axes, panels.items(), strict=True):
             for name, rows in curves.items():
@@ -26,7 +26,7 @@ def main() -> None:
                 axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=name)
             axis.set(xlabel="tokens", title=label)
         drawing.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
-        drawing.suptitle(f"{results['hardware']}: batch {batch}, {channels} channels, {slots} slots")
+        drawing.suptitle(f"{results['hardware']}: batch {batch}, {' x '.join(map(str, widths))}")
     print(f"wrote {file.with_suffix('.png')}")
 
 

@@ -26,32 +26,10 @@ from kalmix.kernels.kernel import Call
 from kalmix.ops import OPS
 from peers import PEERS
 from timing import Timing, measure
+from workloads import COLUMNS, CURVES, SHAPES, UNCERTAIN, Signals, signals
 
-# (batch, length, channels, slots): those of the authors' models, and one that a CPU can bear.
-SHAPES = {
-    "cuda": [(8, 2048, 496, 32), (4, 2048, 1360, 32), (1, 16384, 1360, 32), (8, 2048, 128, 16)],
-    "cpu": [(1, 2048, 128, 16), (1, 16384, 128, 16), (1, 65536, 128, 16)],
-}
-CURVE = {"cuda": (1, 960, 16, 2**17), "cpu": (1, 128, 16, 2**16)}  # batch, channels, slots, longest
+PEER_DTYPE = {"diagonal": torch.float32}  # what peers take; bfloat16 where not said
 STEP_BY_STEP = {"cuda": 1024, "cpu": 4096}  # where `reference` stops: beyond, it only takes patience and memory
-Signals = dict[str, Tensor]
-
-
-def signals(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Signals:
-    """Signals as a KLA layer supplies them at initialisation: normalised keys, decays over three decades."""
-    batch, length, channels, slots = shape
-    torch.manual_seed(0)
-    unit = partial(torch.nn.functional.normalize, dim=-1)
-    step = torch.empty(1, slots, channels, device=device).uniform_(-6.9, -2.3).exp()
-    x = {
-        "q": unit(torch.randn(batch, length, 1, slots, device=device)).to(dtype),
-        "k": unit(torch.randn(batch, length, 1, slots, device=device)).to(dtype),
-        "v": torch.randn(batch, length, 1, channels, device=device).to(dtype),
-        "precision": 1 / (torch.nn.functional.softplus(torch.randn(batch, length, 1, channels, device=device)) + 1e-4),
-        "log_decay": -step,
-        "process_noise": -0.01 / 2 * torch.expm1(-2 * step),
-    }
-    return {name: leaf.requires_grad_() for name, leaf in x.items()}
 
 
 def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signals], tuple[Tensor, ...]]]:
@@ -68,28 +46,26 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
         found[kernel.name] = run
         if compiled and kernel.name == "chunked":
             found["chunked, compiled"] = torch.compile(run, fullgraph=True)
-    if device == "cuda" and dtype == torch.float32:
-        found |= PEERS[op]()
-    return found
+    return found | (PEERS[op]() if device == "cuda" and dtype == PEER_DTYPE.get(op, torch.bfloat16) else {})
 
 
 def _ours(op: str, kernel: str, x: Signals) -> tuple[Tensor, ...]:
-    filtered = OPS[op].function(**x, variance=True, kernel=kernel)
-    return filtered.mean, filtered.variance  # type: ignore[return-value]
+    if op in UNCERTAIN:
+        return OPS[op].function(**x, variance=True, kernel=kernel)[:2]
+    return (OPS[op].function(**x, kernel=kernel).mean,)
 
 
 def backward(run: Callable[[Signals], tuple[Tensor, ...]], x: Signals, upstream: list[Tensor]) -> tuple[Tensor, ...]:
-    results = run(x)
-    return torch.autograd.grad(
-        results, list(x.values()), [w.view_as(y) for w, y in zip(upstream, results, strict=True)]
-    )
+    results = run(x)  # a peer may have less to say: then it is asked for less
+    weights = [w.view_as(y) for w, y in zip(upstream, results, strict=False)]
+    return torch.autograd.grad(results, list(x.values()), weights, allow_unused=True)
 
 
 def accuracy(
     op: str, shape: tuple[int, ...], device: str, dtype: torch.dtype
 ) -> dict[str, tuple[float, dict[str, float]]]:
     """Forward and per-gradient errors against float64, norm-wise, of every candidate."""
-    x = signals(shape, device, dtype)
+    x = signals(op, shape, device, dtype)
     exact = {name: leaf.detach().double().requires_grad_() for name, leaf in x.items()}
     want = _ours(op, "chunked", exact)
     upstream = [torch.randn_like(y) for y in want]
@@ -97,6 +73,8 @@ def accuracy(
     found = {}
     for name, run in candidates(op, x, compiled=False).items():
         got = [y.detach() for y in run(x)]
+        if len(got) < len(want):
+            continue
         forward = max(_error(y.view_as(w), w) for y, w in zip(got, want, strict=True))
         d_got = dict(zip(x, backward(run, x, [w.to(y.dtype) for w, y in zip(upstream, got, strict=True)]), strict=True))
         found[name] = forward, {key: _error(d_got[key], d_want[key]) for key in x}
@@ -109,21 +87,20 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 def bench(op: str, shape: tuple[int, ...], device: str, dtype: torch.dtype, errors: bool, compiled: bool) -> list[dict]:
     """Rows of results for one shape: forward, and forward with backward."""
-    x = signals(shape, device, dtype)
-    v = x["v"].detach()
-    upstream = [torch.ones_like(v), torch.ones_like(v, dtype=torch.float32)]  # of the mean, of the variance
+    x = signals(op, shape, device, dtype)
+    runs = candidates(op, x, compiled)
+    upstream = [torch.ones_like(x["v"].detach())]  # of the mean, of the variance
+    if op in UNCERTAIN:
+        width = x["v"].shape[3] if op == "diagonal" else 1
+        upstream.append(torch.ones(*x["v"].shape[:3], width, device=device))
     held = sum(leaf.numel() * leaf.element_size() for leaf in [*x.values(), *upstream])  # while a call runs
+    # Backward first, so that its first call is the first.
+    backs = measure({name: partial(backward, run, x, upstream) for name, run in runs.items()}, device)
+    with torch.no_grad():
+        aheads = measure({name: partial(runs[name], x) for name in backs}, device)
     rows = {}
-    for name, run in candidates(op, x, compiled).items():
-        try:
-            back = measure(partial(backward, run, x, upstream), device)  # first, so that its first call is the first
-            with torch.no_grad():
-                ahead = measure(partial(run, x), device)
-        except torch.OutOfMemoryError:
-            print(f"{shape!s:>24} {name}: out of memory")
-            torch.cuda.empty_cache()
-            continue
-        rows[name] = _row(name, shape, dtype, ahead, back) | {
+    for name, back in backs.items():
+        rows[name] = _row(name, shape, dtype, aheads[name], back) | {
             # Against what any implementation holds: inputs, outputs, and the gradients of both.
             "peak_ratio": (back.peak + held) / (2 * held),
         }
@@ -146,7 +123,7 @@ def _show(row: dict) -> None:
     worst = max(row["gradient_errors"].values(), default=float("nan"))
     error = float("nan") if row["error"] is None else row["error"]
     print(
-        f"{row['shape']!s:>24} {row['dtype']:>8} {row['kernel']:<17} {row['forward_ms']:9.3f} {row['both_ms']:9.3f} "
+        f"{row['shape']!s:>24} {row['dtype']:>8} {row['kernel']:<20} {row['forward_ms']:9.3f} {row['both_ms']:9.3f} "
         f"{row['both_peak'] / 2**20:8.1f} {row['peak_ratio']:6.2f} {row['first_call_s']:6.1f} "
         f"{error:7.1e} {worst:7.1e}",
         flush=True,
@@ -154,8 +131,8 @@ def _show(row: dict) -> None:
 
 
 HEADER = (
-    f"{'(B, T, channels, slots)':>24} {'dtype':>8} {'kernel':<17} {'fwd ms':>9} {'f+b ms':>9} {'peak MiB':>8} "
-    f"{'ratio':>6} {'1st s':>6} {'error':>7} {'d error':>7}"
+    f"{'dtype':>8} {'kernel':<20} {'fwd ms':>9} {'f+b ms':>9} {'peak MiB':>8} {'ratio':>6} {'1st s':>6} "
+    f"{'error':>7} {'d error':>7}"
 )
 
 
@@ -178,20 +155,19 @@ def main() -> None:
     arguments = parser.parse_args()
     device = arguments.device
 
-    print(f"{hardware(device)}; torch {torch.__version__}; kalmix {kalmix.__version__}\n{HEADER}")
+    print(f"{hardware(device)}; torch {torch.__version__}; kalmix {kalmix.__version__}")
+    print(f"{COLUMNS[arguments.op]:>24} {HEADER}")
     rows: list[dict] = []
     dtypes = [getattr(torch, name) for name in arguments.dtype or ["float32"]]
     if arguments.curves:
-        batch, channels, slots, longest = CURVE[device]
-        lengths = [2**n for n in range(8, longest.bit_length())]
-        for length in lengths:
-            rows += bench(arguments.op, (batch, length, channels, slots), device, dtypes[0], False, arguments.compile)
+        batch, longest, *width = CURVES[arguments.op][device]
+        for length in [2**n for n in range(8, longest.bit_length())]:
+            rows += bench(arguments.op, (batch, length, *width), device, dtypes[0], False, arguments.compile)
     else:
         for dtype in dtypes:
-            for shape in SHAPES[device]:
-                rows += bench(
-                    arguments.op, shape, device, dtype, True, arguments.compile and shape == SHAPES[device][0]
-                )
+            shapes = SHAPES[arguments.op][device]
+            for shape in shapes:
+                rows += bench(arguments.op, shape, device, dtype, True, arguments.compile and shape == shapes[0])
 
     arguments.output.mkdir(parents=True, exist_ok=True)
     slug = re.sub(r"[^a-z0-9]+", "-", hardware(device).lower()).strip("-")

@@ -27,4 +27,39 @@ def diagonal() -> dict[str, Run]:
     return {"kla (CUDA)": adapt("cuda"), "kla (Triton)": adapt("triton")}
 
 
-PEERS = {"diagonal": diagonal}
+def additive() -> dict[str, Run]:
+    """flash-linear-attention's chunked kernels for a decay a head."""
+    if find_spec("fla") is None:
+        return {}
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return {"fla simple_gla": lambda x: chunk_simple_gla(x["q"], x["k"], x["v"], g=x["log_decay"], scale=1.0)[:1]}
+
+
+def delta() -> dict[str, Run]:
+    """flash-linear-attention's chunked gated delta rule."""
+    if find_spec("fla") is None:
+        return {}
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def run(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        q, k, v, decay, gain = (x[name] for name in ("q", "k", "v", "log_decay", "gain"))
+        return chunk_gated_delta_rule(q, k, v, g=decay, beta=gain, scale=1.0)[:1]
+
+    return {"fla gated_delta_rule": run}
+
+
+def dense() -> dict[str, Run]:
+    """The same delta rule, on the same keys and values: what a memory without a covariance costs."""
+
+    def without_covariance(run: Run) -> Run:
+        def called(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            held = {"log_decay": x["log_decay"][..., 0].detach(), "gain": 1 / (1 + x["obs_noise"].detach())}
+            return run(x | held)
+
+        return called
+
+    return {f"{name}, no covariance": without_covariance(run) for name, run in delta().items()}
+
+
+PEERS = {"additive": additive, "delta": delta, "diagonal": diagonal, "dense": dense}

@@ -20,14 +20,27 @@ class Timing(NamedTuple):
     first: float
 
 
-def measure(call: Callable[[], object], device: str, budget: float = 1.0) -> Timing:
-    """Time `call`, after warming it up, for about `budget` seconds."""
-    first = _first_call(call, device)
-    peak = _peak_cuda(call) if device == "cuda" else _peak_cpu(call)
-    return Timing(_cuda_ms(call, budget) if device == "cuda" else _cpu_ms(call, budget), peak, first)
+def measure(calls: dict[str, Callable[[], object]], device: str, budget: float = 1.0) -> dict[str, Timing]:
+    """Time `calls`, after warming them up, for about `budget` seconds each; those that run out of memory are left out.
+
+    On a CPU they take turns, so that what else the machine does, and what the allocator keeps, is shared by all.
+    """
+    ready = {}
+    for name, call in calls.items():
+        try:
+            first = _seconds(call, device)
+            peak = _peak_cuda(call) if device == "cuda" else _peak_cpu(call)
+            ready[name] = Timing(_cuda_ms(call, budget) if device == "cuda" else 0.0, peak, first)
+        except torch.OutOfMemoryError:
+            print(f"    ({name}: out of memory)")
+            torch.cuda.empty_cache()
+    if device == "cuda":
+        return ready
+    times = _cpu_ms([calls[name] for name in ready], budget)
+    return {name: timing._replace(ms=ms) for (name, timing), ms in zip(ready.items(), times, strict=True)}
 
 
-def _first_call(call: Callable[[], object], device: str) -> float:
+def _seconds(call: Callable[[], object], device: str) -> float:
     start = time.perf_counter()
     call()
     if device == "cuda":
@@ -65,14 +78,12 @@ def _cuda_ms(call: Callable[[], object], budget: float) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def _cpu_ms(call: Callable[[], object], budget: float) -> float:
-    times: list[float] = []
-    deadline = time.perf_counter() + budget
-    while len(times) < 3 or time.perf_counter() < deadline:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times) * 1e3
+def _cpu_ms(calls: list[Callable[[], object]], budget: float) -> list[float]:
+    rounds: list[list[float]] = []
+    deadline = time.perf_counter() + budget * len(calls)
+    while len(rounds) < 3 or time.perf_counter() < deadline:
+        rounds.append([_seconds(call, "cpu") for call in calls])
+    return [min(times) * 1e3 for times in zip(*rounds, strict=True)]
 
 
 def _peak_cuda(call: Callable[[], object]) -> int:

@@ -1,0 +1,77 @@
+"""What to time each op on: shapes, and signals as its layers supply them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Signals = dict[str, Tensor]
+Shape = tuple[int, int, int, int]
+unit = partial(F.normalize, dim=-1)
+
+# `diagonal`: (batch, tokens, channels, slots), the authors' models, and one that a CPU can bear.
+CELLS = {
+    "cuda": [(8, 2048, 496, 32), (4, 2048, 1360, 32), (1, 16384, 1360, 32), (8, 2048, 128, 16)],
+    "cpu": [(1, 2048, 128, 16), (1, 16384, 128, 16), (1, 65536, 128, 16)],
+}
+# The rest: (batch, tokens, heads, width).
+MEMORIES = {
+    "cuda": [(4, 4096, 16, 128), (8, 2048, 8, 128), (4, 4096, 4, 256), (1, 16384, 16, 128)],
+    "cpu": [(1, 2048, 4, 64), (1, 16384, 4, 64)],
+}
+SHAPES = {"diagonal": CELLS, "additive": MEMORIES, "delta": MEMORIES, "dense": MEMORIES}
+CURVES = {  # the longest of each curve
+    op: {"cuda": (1, 2**17, 960, 16), "cpu": (1, 2**16, 128, 16)}
+    if op == "diagonal"
+    else {"cuda": (1, 2**16, 16, 128), "cpu": (1, 2**14, 4, 64)}
+    for op in SHAPES
+}
+COLUMNS = {op: "(B, T, channels, slots)" if op == "diagonal" else "(B, T, heads, width)" for op in SHAPES}
+
+
+def cells(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
+    """As KLA supplies them at initialisation: normalised keys, decays over three decades."""
+    batch, length, channels, slots = shape
+    step = torch.empty(1, slots, channels, device=device).uniform_(-6.9, -2.3).exp()
+    return {
+        "q": unit(torch.randn(batch, length, 1, slots, device=device)).to(dtype),
+        "k": unit(torch.randn(batch, length, 1, slots, device=device)).to(dtype),
+        "v": torch.randn(batch, length, 1, channels, device=device).to(dtype),
+        "precision": 1 / (F.softplus(torch.randn(batch, length, 1, channels, device=device)) + 1e-4),
+        "log_decay": -step,
+        "process_noise": -0.01 / 2 * torch.expm1(-2 * step),
+    }
+
+
+def memory(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
+    """Normalised keys and queries, and a decay a head, as Mamba-2 and Gated DeltaNet supply them."""
+    batch, length, heads, width = shape
+    q, k, v = (torch.randn(batch, length, heads, width, device=device) for _ in range(3))
+    step = torch.empty(heads, device=device).uniform_(-6.9, -2.3).exp() * torch.rand(heads, device=device) * 16
+    log_decay = -step * F.softplus(torch.randn(batch, length, heads, device=device))
+    return {"q": unit(q).to(dtype), "k": unit(k).to(dtype), "v": v.to(dtype), "log_decay": log_decay}
+
+
+def delta(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
+    """As Gated DeltaNet: a gain between 0 and 1."""
+    return memory(shape, device, dtype) | {"gain": torch.rand(shape[:3], device=device)}
+
+
+def dense(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
+    """As the Bayesian Layer: noises that differ from token to token, a decay a key."""
+    x = memory(shape, device, dtype)
+    noises = (F.softplus(torch.randn(shape[:3], device=device) - shift) + 1e-3 for shift in (0, 4))
+    decays = x["log_decay"][..., None] * torch.rand(*shape, device=device)
+    return x | dict(zip(("obs_noise", "process_noise"), noises, strict=True)) | {"log_decay": decays}
+
+
+DRAW = {"diagonal": cells, "additive": memory, "delta": delta, "dense": dense}
+UNCERTAIN = {"diagonal", "dense"}  # ops with a variance of the read-out
+
+
+def signals(op: str, shape: Shape, device: str, dtype: torch.dtype) -> Signals:
+    torch.manual_seed(0)
+    return {name: x.requires_grad_() for name, x in DRAW[op](shape, device, dtype).items()}
