@@ -10,7 +10,7 @@ try:
 except ImportError:
     sys.exit("the command line needs typer and rich: pip install 'kalmix[all]'")
 
-from kalmix.cli import doctor, explain, generate, inspect, train
+from kalmix.cli import bench, doctor, explain, generate, inspect, train
 
 app = typer.Typer(
     name="kalmix",
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 for command in (train, generate, inspect, explain, doctor):
     app.command(name=command.__name__.rpartition(".")[2])(command.run)
+app.add_typer(bench.app)
 
 
 def main() -> None:

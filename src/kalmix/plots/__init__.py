@@ -2,6 +2,7 @@
 
 from kalmix.plots.attention import attention_maps
 from kalmix.plots.beliefs import beliefs, posterior_variance
+from kalmix.plots.collision import Sweep, mechanism, sweeps
 from kalmix.plots.curves import loss_curve
 
-__all__ = ["attention_maps", "beliefs", "loss_curve", "posterior_variance"]
+__all__ = ["Sweep", "attention_maps", "beliefs", "loss_curve", "mechanism", "posterior_variance", "sweeps"]

@@ -1,0 +1,15 @@
+"""`kalmix bench`: the experiments of the papers, one a command."""
+
+from __future__ import annotations
+
+import typer
+
+from kalmix.cli import collision
+
+app = typer.Typer(name="bench", help="The experiments of the papers, one a command.", no_args_is_help=True)
+app.command(name="collision")(collision.run)
+
+
+@app.callback()
+def _group() -> None:
+    """A group, even while it has one command."""

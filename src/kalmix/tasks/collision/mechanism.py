@@ -1,0 +1,172 @@
+"""The deterministic experiment, appendix E.4: seed six identities, boost B, flood A, and ask at B after every write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import kalmix
+from kalmix.beliefs import DenseBelief
+from kalmix.designs import BAYESIAN, DELTANET, LINEAR_ATTENTION, Design, Transition
+
+A, B = 0, 1  # the colliding identities; those after them are orthogonal to both and to each other
+HOLDING = replace(BAYESIAN, transition=Transition(diffusion=True))  # the Bayesian Layer with A_t = I
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The hyperparameters of E.4.1: sizes, repetitions, and variances."""
+
+    width: int = 16
+    identities: int = 6
+    seeds: int = 2
+    boost: int = 40
+    flood: int = 60
+    prior: float = 3.0
+    process_noise: float = 0.05
+    obs_noise: float = 0.05
+
+    @property
+    def boosted(self) -> int:
+        """How many writes there are before the flood."""
+        return self.seeds * self.identities + self.boost
+
+    def schedule(self) -> list[int]:
+        """The identity of every write."""
+        return list(range(self.identities)) * self.seeds + [B] * self.boost + [A] * self.flood
+
+    def addresses(self, overlap: Tensor) -> Tensor:
+        """Unit keys `[n, identities, width]` of overlaps `[n]`: e1, rho e1 + sqrt(1 - rho^2) e2, then e3, e4, ..."""
+        keys = torch.eye(self.identities, self.width, dtype=overlap.dtype).repeat(len(overlap), 1, 1)
+        keys[:, B, 0], keys[:, B, 1] = overlap, (1 - overlap.square()).sqrt()
+        return keys
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A model of panel (a): a design, its variances, and what it keeps of a covariance after each write, if any."""
+
+    design: Design
+    signals: dict[str, float]
+    keep: Callable[[Tensor], Tensor] | None = None
+
+
+def rules(setting: Setting) -> dict[str, Rule]:
+    """The models compared: one write gain where it is constant, one prior where it is not."""
+    reset, noise = setting.process_noise, {"obs_noise": setting.obs_noise}
+    dense = noise | {"process_noise": setting.process_noise}
+    return {
+        "linear attention": Rule(LINEAR_ATTENTION, noise | {"write_variance": reset}),
+        "DeltaNet-style": Rule(DELTANET, noise | {"reset": reset}),
+        "covariance reset": Rule(HOLDING, dense, torch.zeros_like),  # predicted next: l^2 I
+        "diagonal ablation": Rule(HOLDING, dense, lambda P: torch.diag_embed(P.diagonal(dim1=-2, dim2=-1))),
+        "Bayesian Layer": Rule(HOLDING, dense, lambda P: P),
+    }
+
+
+class Trace(NamedTuple):
+    """What a rule believed, before the first write and after each of T, under n overlaps; float64.
+
+    Attributes:
+        keys: `[n, identities, K]`.
+        mean: `[T + 1, n, K, V]`.
+        covariance: `[T + 1, n, K, K]` as kept; `None` for a rule without.
+        gain: `[T, n]` scalar write gain g_t = beta_t k_t'u_t, what a write takes of its own surprise.
+    """
+
+    keys: Tensor
+    mean: Tensor
+    covariance: Tensor | None
+    gain: Tensor
+
+    def logits(self, asked: int = B) -> Tensor:
+        """The read-out M_t'k at an identity's key, `[T + 1, n, V]`."""
+        return torch.einsum("tnkv,nk->tnv", self.mean, self.keys[:, asked])
+
+    def retrieval(self) -> Tensor:
+        """Equation 46, `[T + 1, n]`: the softmax over B and A alone of the read-out at k_B."""
+        logits = self.logits()
+        return (logits[..., B] - logits[..., A]).sigmoid()
+
+    def margin(self) -> Tensor:
+        """Equation 20, `[T + 1, n]`: p_B - p_A, from -1 to 1."""
+        return 2 * self.retrieval() - 1
+
+    def uncertainty(self, first: int, second: int | None = None) -> Tensor:
+        """k'P_t k of an identity's key, or k'P_t k_2 of two, `[T + 1, n]`."""
+        assert self.covariance is not None
+        keys = self.keys[:, first], self.keys[:, first if second is None else second]
+        return torch.einsum("nk,tnkl,nl->tn", keys[0], self.covariance, keys[1])
+
+
+def trace(rule: Rule, setting: Setting, overlap: Tensor, **signals: Tensor) -> Trace:
+    """Run a rule through the schedule, one token a call: the belief that leaves enters the next.
+
+    Args:
+        overlap: `[n]` float64, each a run of its own.
+        signals: `[n]` instead of the rule's variances of these names.
+    """
+    count, keys = len(overlap), setting.addresses(overlap)
+    values = torch.eye(setting.identities, dtype=overlap.dtype)
+    given = {name: overlap.new_full((count,), value) for name, value in rule.signals.items()} | signals
+    token: dict[str, Any] = {name: value[:, None, None] for name, value in given.items()}
+    belief = _prior(setting, overlap, rule.keep) if rule.keep else None
+    means = [overlap.new_zeros(count, setting.width, setting.identities)]
+    kept = [belief.covariance[:, 0]] if belief else []
+    for identity in setting.schedule():
+        key = keys[:, None, None, identity]
+        value = values[identity].expand(count, 1, 1, -1)
+        belief = kalmix.filter(rule.design, key, key, value, belief=belief, **token).belief
+        if rule.keep:
+            belief = belief._replace(covariance=rule.keep(belief.covariance))
+            kept.append(belief.covariance[:, 0])
+        means.append(belief.mean[:, 0])
+    covariance = torch.stack(kept) if kept else None
+    return Trace(keys, torch.stack(means), covariance, _gain(given, setting, keys, covariance))
+
+
+def _prior(setting: Setting, like: Tensor, keep: Callable[[Tensor], Tensor]) -> DenseBelief:
+    shape = (len(like), 1, setting.width)
+    covariance = setting.prior * torch.eye(setting.width, dtype=like.dtype).expand(*shape, -1)
+    return DenseBelief(like.new_zeros(*shape, setting.identities), keep(covariance))
+
+
+def _gain(given: dict[str, Tensor], setting: Setting, keys: Tensor, covariance: Tensor | None) -> Tensor:
+    """g = s / (r^2 + s), where s = k'(P + l^2 I)k is the variance the rule predicted along the key it wrote."""
+    written = keys[:, setting.schedule()].transpose(0, 1)  # [T, n, K]
+    if covariance is None:
+        spread = given["reset" if "reset" in given else "write_variance"].expand(written.shape[:2])
+    else:
+        spread = torch.einsum("tnk,tnkl,tnl->tn", written, covariance[:-1], written) + given["process_noise"]
+    return spread / (given["obs_noise"] + spread)
+
+
+def retrievals(setting: Setting, overlap: Tensor) -> dict[str, Tensor]:
+    """Every rule's final retrieval at B, `[n]`, by overlap (Figure 6, right, and the table of E.4.3)."""
+    return {name: trace(rule, setting, overlap).retrieval()[-1] for name, rule in rules(setting).items()}
+
+
+class Swept(NamedTuple):
+    """The gain-matched control of E.4.2, one entry a constant prior: its gain, last margin, and first write below 0."""
+
+    prior: Tensor
+    gain: Tensor
+    margin: Tensor
+    crossing: Tensor
+
+
+def sweep(setting: Setting, overlap: float, prior: Tensor) -> Swept:
+    """No constant predicted covariance `prior` times I does what a propagated one does; crossing 0: never."""
+    rule = rules(setting)["DeltaNet-style"]
+    ran = trace(rule, setting, torch.full_like(prior, overlap), reset=prior)
+    return Swept(prior, ran.gain[-1], ran.margin()[-1], crossing(ran, setting))
+
+
+def crossing(ran: Trace, setting: Setting) -> Tensor:
+    """The first write of the flood (counted from 1) after which A is preferred at B, `[n]`; 0: none."""
+    below = ran.margin()[setting.boosted + 1 :] < 0
+    return torch.where(below.any(0), below.int().argmax(0) + setting.boosted + 1, 0)

@@ -1,0 +1,167 @@
+"""Sequences to learn recall from: writes that give an address and a value, then queries that give an address alone.
+
+`Pairs` (appendix E.5.1) collides addresses two by two; `Crowd` (E.5.4) draws more of them than fit into memory. Both
+draw everything from the generator they are given, on its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WIDTH = 16  # of the addresses that memory sees
+
+
+class Episode(NamedTuple):
+    """A batch of sequences whose last Q tokens are queries.
+
+    Attributes:
+        tokens: `[B, T, inputs]`: whether it is a query, the raw address, the value (0 at queries).
+        addresses: `[B, T, 16]` unit addresses, both key and query of every memory.
+        targets: int64 `[B, Q]`, the label written at the address.
+        distractors: int64 `[B, Q]`, the label of the address that collides with it; `None` where none is meant to.
+    """
+
+    tokens: Tensor
+    addresses: Tensor
+    targets: Tensor
+    distractors: Tensor | None
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Targets B_i and distractors A_i, in planes of their own, with rho between them (E.5.1).
+
+    Identity 2i is B_i, with address e_{2i}; identity 2i + 1 is A_i, with rho_i e_{2i} + sqrt(1 - rho_i^2) e_{2i+1}.
+    Every sequence shuffles which label belongs to which identity.
+    """
+
+    pairs: int = WIDTH // 2
+    boost: int = 4
+
+    @property
+    def labels(self) -> int:
+        return 2 * self.pairs
+
+    @property
+    def inputs(self) -> int:
+        return 1 + WIDTH + self.labels
+
+    def draw(self, count: int, flood: int, overlap: tuple[float, float], generator: torch.Generator) -> Episode:
+        """`count` sequences: seed all, boost the B_i, write each A_i `flood` times, ask for the B_i in random order.
+
+        Overlaps are uniform in `overlap`, one a pair. T = 2 pairs + pairs (boost + flood) + pairs.
+        """
+        device = generator.device
+        rho = torch.rand(count, self.pairs, generator=generator, device=device) * (overlap[1] - overlap[0]) + overlap[0]
+        label = _shuffled(count, self.labels, generator)
+        pair = torch.arange(self.pairs, device=device)
+        fixed = torch.cat([(2 * pair).repeat_interleave(self.boost), (2 * pair + 1).repeat_interleave(flood)])
+        asked = 2 * _shuffled(count, self.pairs, generator)
+        seeded = _shuffled(count, self.labels, generator)
+        identity = torch.cat([seeded, fixed.expand(count, -1), asked], 1)
+        addresses = self.addresses(rho).gather(1, identity[..., None].expand(-1, -1, WIDTH))
+        values = F.one_hot(label.gather(1, identity), self.labels).float()
+        return Episode(
+            tokens=_tokens(addresses, values, self.pairs),
+            addresses=addresses,
+            targets=label.gather(1, asked),
+            distractors=label.gather(1, asked + 1),
+        )
+
+    def addresses(self, rho: Tensor) -> Tensor:
+        """Unit addresses `[B, 2 pairs, 16]` of the identities, for overlaps `[B, pairs]`."""
+        target = torch.eye(self.pairs, device=rho.device)[..., None] * rho.new_tensor([1.0, 0.0])  # [pair, plane, 2]
+        shift = torch.stack([rho, (1 - rho.square()).sqrt()], -1)[:, :, None]  # [B, pair, 1, 2]
+        distractor = torch.eye(self.pairs, device=rho.device)[..., None] * shift
+        both = torch.stack([target.expand_as(distractor), distractor], 2)  # [B, pair, 2, plane, 2]
+        return F.pad(both.flatten(3).flatten(1, 2), (0, WIDTH - self.labels))
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Random addresses, far more than a memory of 16 rows can tell apart (E.5.4).
+
+    Raw addresses are 64 wide, of random direction; memory sees them through one frozen projection with orthonormal
+    rows, renormalised. Labels are drawn with replacement.
+    """
+
+    labels: int = 64
+    raw: int = 64
+    queries: int = 8
+
+    @property
+    def inputs(self) -> int:
+        return 1 + self.raw + self.labels
+
+    def draw(self, count: int, writes: int, generator: torch.Generator) -> Episode:
+        """`count` sequences: `writes` associations, then 8 of their addresses, without replacement."""
+        device = generator.device
+        written = F.normalize(torch.randn(count, writes, self.raw, generator=generator, device=device), dim=-1)
+        label = torch.randint(self.labels, (count, writes), generator=generator, device=device)
+        asked = _shuffled(count, writes, generator)[:, : self.queries]
+        order = torch.cat([torch.arange(writes, device=device).expand(count, -1), asked], 1)
+        raw = written.gather(1, order[..., None].expand(-1, -1, self.raw))
+        values = F.one_hot(label.gather(1, order), self.labels).float()
+        return Episode(
+            tokens=_tokens(raw, values, self.queries),
+            addresses=F.normalize(raw @ self.projection().to(device).mT, dim=-1),
+            targets=label.gather(1, asked),
+            distractors=None,
+        )
+
+    def projection(self) -> Tensor:
+        """R `[16, raw]` with orthonormal rows: the same always, whatever the seed of a run."""
+        rows = torch.randn(self.raw, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return torch.linalg.qr(rows).Q.mT.float()
+
+
+def _shuffled(count: int, size: int, generator: torch.Generator) -> Tensor:
+    """`count` random permutations of `size`."""
+    return torch.rand(count, size, generator=generator, device=generator.device).argsort(1)
+
+
+def _tokens(addresses: Tensor, values: Tensor, queries: int) -> Tensor:
+    asks = torch.arange(addresses.shape[1], device=addresses.device) >= addresses.shape[1] - queries
+    asks = asks[:, None].expand(len(addresses), -1, 1).float()
+    return torch.cat([asks, addresses, values * (1 - asks)], -1)
+
+
+def beside(episodes: Sequence[Episode]) -> Episode:
+    """Episodes of one shape stacked, one a member of a `Recaller`."""
+    distractors = [episode.distractors for episode in episodes if episode.distractors is not None]
+    return Episode(
+        tokens=torch.stack([episode.tokens for episode in episodes]),
+        addresses=torch.stack([episode.addresses for episode in episodes]),
+        targets=torch.stack([episode.targets for episode in episodes]),
+        distractors=torch.stack(distractors) if distractors else None,
+    )
+
+
+def scores(logits: Tensor, episode: Episode) -> dict[str, Tensor]:
+    """How well labels were recalled, a mean over queries for each member, `[M]`.
+
+    Args:
+        logits: `[M, B, Q, labels]`.
+        episode: with a leading axis M.
+
+    Returns:
+        "accuracy"; "cross_entropy"; where distractors are meant "margin", p_B - p_A of the softmax over target and
+        distractor alone (equation 20; E.5.5 defines another, over all labels).
+    """
+    right = logits.argmax(-1) == episode.targets
+    found = {"accuracy": right.float().mean((1, 2)), "cross_entropy": cross_entropy(logits, episode)}
+    if episode.distractors is not None:
+        target, distractor = (logits.gather(-1, x[..., None]) for x in (episode.targets, episode.distractors))
+        found["margin"] = (2 * (target - distractor).sigmoid() - 1).mean((1, 2, 3))
+    return found
+
+
+def cross_entropy(logits: Tensor, episode: Episode) -> Tensor:
+    """The loss, a mean over queries for each member, `[M]`."""
+    return F.cross_entropy(logits.movedim(-1, 1), episode.targets, reduction="none").mean((1, 2))

@@ -1,0 +1,91 @@
+"""Finished cells as JSON lines, and running those that are missing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kalmix.tasks.collision.models import Recaller
+from kalmix.training.collision.protocol import STUDIES, Cell, Protocol
+from kalmix.training.collision.trainer import Tell, coordinates, test, train
+from kalmix.training.provenance import provenance
+
+Row = dict[str, Any]
+Follow = Callable[[str, str], Tell]
+
+
+class Results:
+    """Rows in a file, one a line: each a cell with its scores. A line that a crash cut off is no result."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def rows(self, protocol: Protocol) -> dict[Cell, Row]:
+        """The cells that were run as `protocol` says; of several runs, the last."""
+        found = {}
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
+            try:
+                row = json.loads(line)
+                cell, same = Cell(row["study"], row["model"], row["seed"]), row["protocol"] == asdict(protocol)
+            except (ValueError, LookupError, TypeError):
+                continue
+            if same:
+                found[cell] = row
+        return found
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Write rows behind those there."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(("" if whole else "\n") + "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run(
+    cells: Iterable[Cell],
+    protocol: Protocol,
+    results: Results,
+    device: torch.device,
+    follow: Follow = lambda study, model: lambda done, loss: None,
+) -> dict[Cell, Row]:
+    """Run the cells that `results` lacks, the seeds of a model side by side, and give the rows of all that were asked.
+
+    Args:
+        follow: called with study and model as each begins; what it returns is told the part done and the mean loss.
+
+    Raises:
+        NonFiniteError: a loss diverged.
+    """
+    asked = list(dict.fromkeys(cells))
+    known = results.rows(protocol)
+    for (study, model), group in groupby([c for c in asked if c not in known], lambda c: (c.study, c.model)):
+        seeds = [cell.seed for cell in group]
+        results.add(_learn(study, model, seeds, protocol, device, follow(study, model)))
+    known = results.rows(protocol)
+    return {cell: known[cell] for cell in asked}
+
+
+def _learn(study: str, model: str, seeds: list[int], protocol: Protocol, device: torch.device, tell: Tell) -> list[Row]:
+    """Train and test; a row a seed."""
+    began, what = time.monotonic(), STUDIES[study]
+    recaller = Recaller(model, what.task.inputs, what.task.labels, seeds).to(device)
+    loss = train(recaller, what, seeds, protocol, device, tell)
+    scores = [(coordinates(at), test(recaller, what, at, protocol, device)) for at in what.tests]
+    shared = {"protocol": asdict(protocol), "beside": len(seeds), "seconds": round(time.monotonic() - began, 1)}
+    return [
+        {
+            **asdict(Cell(study, model, seed)),
+            **shared,
+            **provenance(device),
+            "loss": float(loss[member]),
+            "scores": [at | {name: float(score[member]) for name, score in of.items()} for at, of in scores],
+        }
+        for member, seed in enumerate(seeds)
+    ]
