@@ -7,7 +7,12 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
-from kalmix.kernels.dense import reference
+from kalmix.kernels.dense import chunked, reference
 from kalmix.kernels.kernel import Kernel
 
-KERNELS = (Kernel("reference", reference.dense, serves=frozenset({"rotations"})),)
+_ROTATIONS = frozenset({"rotations"})
+
+KERNELS = (
+    Kernel("chunked", chunked.dense, serves=_ROTATIONS),
+    Kernel("reference", reference.dense, serves=_ROTATIONS),
+)

@@ -1,0 +1,212 @@
+"""`dense` in tiles of tokens, exact and parallel inside a tile: torch only.
+
+Only beliefs step from tile to tile; all else is done for several tiles of a sequence at once. The steps of a long
+sequence would be a long graph: they are a custom op that loops inside. Training keeps the beliefs before every 8 tiles
+(`lanes`) and computes the rest again: its memory is O(T (K + V) + T K (K + V) / 128).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import DenseBelief
+from kalmix.kernels.dense.lanes import Lanes
+from kalmix.kernels.dense.outlook import Tokens, look, look_back
+from kalmix.kernels.dense.tile import (
+    Crossing,
+    State,
+    Tile,
+    advance,
+    crossing,
+    gains,
+    pull_back,
+    symmetric,
+    turned,
+    variance_of,
+)
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+Signals = tuple[Tensor | None, ...]  # in the order of `Tokens`
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    obs_noise: Tensor,
+    process_noise: Tensor,
+    log_decay: Tensor | None,
+    angle: Tensor | None,
+    belief: DenseBelief,
+    segments: Segments | None,
+    variance: bool,
+) -> Filtered:
+    """Proposition 1 of Memory by Design, tile by tile, with a backward of its own. See `kalmix.ops.dense`."""
+    tensors = (q, k, v, obs_noise, process_noise, log_decay, angle, *belief)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    rows = None if segments is None else segments.rows
+    mean, var, *after = _filter(*tensors, rows, variance, keep)
+    return Filtered(mean, var if variance else None, DenseBelief(*after[:2]))
+
+
+class _Block:
+    """A few steps of all lanes: R tiles, those of a step side by side."""
+
+    def __init__(self, lanes: Lanes, steps: range, signals: Signals) -> None:
+        self.places, self.counts = lanes.places(steps), [lanes.counts[j] for j in steps]
+        cut = (None if x is None else lanes.cut(self.places, x, float(i == 3)) for i, x in enumerate(signals))
+        self.tokens = Tokens(*cut)  # type: ignore[arg-type]
+        self.outlook = look(self.tokens)
+
+    def advance(self, state: State) -> tuple[Tile, State]:
+        """All tiles, and the beliefs of all lanes after them."""
+        tiles = []
+        for outlook, v, count in zip(
+            self._each(self.outlook), self.tokens.v.split(self.counts), self.counts, strict=True
+        ):
+            tile, after = advance(outlook, v, _first(count, state))
+            tiles.append(tile)
+            state = _joined(after, state)
+        return Tile(*(torch.cat(x) for x in zip(*tiles, strict=True))), state
+
+    def retreat(self, crossings: Crossing, state: State) -> tuple[State, State]:
+        """The adjoints of the beliefs after every tile, before they turn, and of all lanes' before the first."""
+        steps = zip(self._each(self.outlook), self._each(crossings), self.counts, strict=True)
+        passed = []
+        for outlook, cross, count in reversed(list(steps)):
+            passed.append(turned(_first(count, state), None if outlook.turn is None else -outlook.turn))
+            state = _joined(cross(passed[-1]), state)
+        to_mean, to_covariance = (torch.cat(x[::-1]) for x in zip(*passed, strict=True))
+        return (to_mean, to_covariance), state
+
+    def _each(self, tiles: Any) -> list[Any]:
+        """Of R tiles, those of each step."""
+        parts = ([None] * len(self.counts) if x is None else x.split(self.counts) for x in tiles)
+        return [type(tiles)(*step) for step in zip(*parts, strict=True)]
+
+
+def _first(count: int, state: State) -> State:
+    return state[0][:count], state[1][:count]
+
+
+def _joined(first: State, state: State) -> State:
+    """The first lanes anew, the others as they are."""
+    count = len(first[0])
+    return first if count == len(state[0]) else (_spliced(first[0], state[0]), _spliced(first[1], state[1]))
+
+
+def _spliced(first: Tensor, lanes: Tensor) -> Tensor:
+    return torch.cat([first, lanes[len(first) :]])
+
+
+@torch.library.custom_op("kalmix::dense_chunked", mutates_args=())
+def _filter(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    obs_noise: Tensor,
+    process_noise: Tensor,
+    log_decay: Tensor | None,
+    angle: Tensor | None,
+    mean: Tensor,
+    covariance: Tensor,
+    rows: Tensor | None,
+    variance: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    signals = (q, k, v, obs_noise, process_noise, log_decay, angle)
+    lanes = Lanes(v, mean, rows)
+    state = lanes.sort(mean), lanes.sort(covariance)
+    read_mean, read_variance = lanes.blank(v), lanes.blank(v[..., : int(variance)])
+    count = Lanes.kept(v, mean, rows) if keep else 0
+    kept, filled = (mean.new_zeros(count, *mean.shape[1:]), mean.new_zeros(count, *covariance.shape[1:])), 0
+    for steps in lanes.blocks():
+        block = _Block(lanes, steps, signals)
+        if keep:
+            for onto, x in zip(kept, _first(block.counts[0], state), strict=True):
+                onto[filled : filled + len(x)] = x
+            filled += block.counts[0]
+        tile, state = block.advance(state)
+        along = gains(block.outlook, tile)
+        lanes.paste(block.places, read_mean, block.outlook.queries @ tile.mean + along @ tile.surprise)
+        if variance:
+            lanes.paste(block.places, read_variance, variance_of(block.outlook, tile, along))
+    reads = lanes.pasted(read_mean, v.dtype), lanes.pasted(read_variance, mean.dtype)
+    return *reads, lanes.unsort(state[0]), lanes.unsort(state[1]), *kept
+
+
+@_filter.register_fake
+def _(q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, rows, variance, keep):
+    count = Lanes.kept(v, mean, rows) if keep else 0
+    shapes = (*v.shape[:3], int(variance)), mean.shape, covariance.shape
+    shapes += tuple((count, *x.shape[1:]) for x in (mean, covariance))
+    return torch.empty_like(v, memory_format=torch.contiguous_format), *(mean.new_empty(shape) for shape in shapes)
+
+
+@torch.library.custom_op("kalmix::dense_chunked_backward", mutates_args=())
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    obs_noise: Tensor,
+    process_noise: Tensor,
+    log_decay: Tensor | None,
+    angle: Tensor | None,
+    means: Tensor,
+    covariances: Tensor,
+    rows: Tensor | None,
+    grad_mean: Tensor,
+    grad_variance: Tensor,
+    grad_last_mean: Tensor,
+    grad_last_covariance: Tensor,
+) -> list[Tensor]:
+    signals = (q, k, v, obs_noise, process_noise, log_decay, angle)
+    lanes = Lanes(v, grad_last_mean, rows)
+    state = lanes.sort(grad_last_mean), symmetric(lanes.sort(grad_last_covariance))
+    given = [x for x in signals if x is not None]
+    grads = [lanes.blank(x) for x in given]
+    blocks = lanes.blocks()
+    end = sum(lanes.counts[steps[0]] for steps in blocks)
+    for steps in reversed(blocks):
+        block = _Block(lanes, steps, signals)
+        begin = end - block.counts[0]
+        tile, _ = block.advance((means[begin:end], covariances[begin:end]))
+        end, along = begin, gains(block.outlook, tile)
+        to_mean, to_variance = lanes.cut(block.places, grad_mean), lanes.cut(block.places, grad_variance)
+        arguments = block.outlook, tile, along, to_mean, to_variance
+        after, state = block.retreat(crossing(*arguments), state)
+        back = look_back(block.tokens, *pull_back(*arguments, after))
+        for onto, x in zip(grads, (x for x in back if x is not None), strict=True):
+            lanes.paste(block.places, onto, x)
+    pasted = [lanes.pasted(onto, x.dtype) for onto, x in zip(grads, given, strict=True)]
+    return [*pasted, lanes.unsort(state[0]), lanes.unsort(state[1])]
+
+
+@_gradients.register_fake
+def _(q, k, v, obs_noise, process_noise, log_decay, angle, means, covariances, rows, *grads):
+    given = (q, k, v, obs_noise, process_noise, log_decay, angle, *grads[2:])
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given if x is not None]
+
+
+def _setup(ctx, inputs, output):
+    *signals, mean, covariance, rows, _, _ = inputs
+    ctx.save_for_backward(*signals, *output[4:], rows)
+    ctx.mark_non_differentiable(*output[4:])
+    ctx.set_materialize_grads(False)
+    ctx.shapes = signals[2].shape, (*signals[2].shape[:3], 1), mean.shape, covariance.shape
+
+
+def _backward(ctx, *adjoints):
+    tensors = ctx.saved_tensors
+    nothing = tensors[7].new_zeros(())
+    given = zip(adjoints[:4], ctx.shapes, strict=True)
+    adjoints = [nothing.expand(shape) if x is None or not x.numel() else x for x, shape in given]
+    grads = iter(_gradients(*tensors, *adjoints))
+    return *(None if x is None else next(grads) for x in tensors[:7]), *grads, None, None, None
+
+
+_filter.register_autograd(_backward, setup_context=_setup)

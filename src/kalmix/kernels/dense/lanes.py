@@ -1,0 +1,88 @@
+"""Sequences as lanes of tiles that advance together, the longest first, so that those under way are always the first.
+
+Packed, padded and whole sequences differ in nothing but where the tokens of a tile lie. No step is spent on a sequence
+that has ended, as far as that can be known without waiting for a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmix.segments import Segments
+
+TILE = 16  # tokens that share a factorisation; in float32, 32 would not always stay positive definite
+STEPS = 8  # tiles of a lane that are prepared at once; only the belief before them is kept for the backward
+ROOM = 1 << 24  # numbers in the largest array of what is prepared
+
+
+class Lanes:
+    """N sequences of `[B, T]` tokens, for beliefs `[N, G, K, V]`; step j takes the j-th tile of `counts[j]` lanes."""
+
+    def __init__(self, v: Tensor, mean: Tensor, rows: Tensor | None) -> None:
+        self.tokens, self.heads, self.dtype = v.shape[:2], v.shape[2], mean.dtype
+        self.size, self.counts, self.steps = _plan(v, mean, rows)
+        row, start, stop = (
+            (Segments.whole(v.shape[0], v.shape[1], v.device).rows if rows is None else rows).long().unbind(1)
+        )
+        tiles = (stop - start + self.size - 1) // self.size
+        self.order = tiles.argsort(descending=True, stable=True)
+        begin = row * self.tokens[1]
+        self.begin, self.end = (begin + start)[self.order], (begin + stop)[self.order]
+        if rows is not None and v.device.type == "cpu":  # look
+            under_way = (tiles > torch.arange(len(self.counts))[:, None]).sum(1)
+            self.counts = [count for count in under_way.tolist() if count]
+
+    @staticmethod
+    def kept(v: Tensor, mean: Tensor, rows: Tensor | None) -> int:
+        """How many beliefs there are before blocks, at most."""
+        _, counts, steps = _plan(v, mean, rows)
+        return sum(counts[::steps])
+
+    def blocks(self) -> list[range]:
+        """All steps, `steps` at a time."""
+        count = len(self.counts)
+        return [range(j, min(j + self.steps, count)) for j in range(0, count, self.steps)]
+
+    def sort(self, states: Tensor) -> Tensor:
+        """States `[N, ...]` in the order of the lanes."""
+        return states.index_select(0, self.order)
+
+    def unsort(self, states: Tensor) -> Tensor:
+        return torch.empty_like(states).index_copy_(0, self.order, states)
+
+    def places(self, block: range) -> Tensor:
+        """Where the tokens of a block's R tiles lie in the flattened batch, `[R, L]`; B T where there is none."""
+        within = torch.arange(self.size, device=self.begin.device)
+        places = torch.cat([self.begin[: self.counts[j], None] + j * self.size + within for j in block])
+        end = torch.cat([self.end[: self.counts[j], None] for j in block])
+        return torch.where(places < end, places, self.tokens.numel())
+
+    def cut(self, places: Tensor, x: Tensor, absent: float = 0.0) -> Tensor:
+        """`[B, T, H or G, *]` to `[R, G, L, *]`."""
+        here = places < self.tokens.numel()
+        x = x.flatten(0, 1)[torch.where(here, places, 0)].to(self.dtype)
+        x = torch.where(here.view(*here.shape, *(1,) * (x.ndim - 2)), x, absent)
+        return x.repeat_interleave(self.heads // x.shape[2], 2).transpose(1, 2).contiguous()
+
+    def blank(self, like: Tensor) -> Tensor:
+        """Zeros to paste `[B, T, *]` onto, and one row more for what belongs nowhere."""
+        return like.new_zeros(self.tokens.numel() + 1, *like.shape[2:], dtype=self.dtype)
+
+    def paste(self, places: Tensor, onto: Tensor, x: Tensor) -> None:
+        """`[R, G, L, *]` onto `blank`; value heads that share a key head add up."""
+        x = x.transpose(1, 2).flatten(0, 1).unflatten(1, (onto.shape[1], -1)).sum(2)
+        onto.index_copy_(0, places.flatten(), x)
+
+    def pasted(self, onto: Tensor, dtype: torch.dtype) -> Tensor:
+        """What was pasted, `[B, T, *]`."""
+        return onto[:-1].unflatten(0, self.tokens).to(dtype)
+
+
+def _plan(v: Tensor, mean: Tensor, rows: Tensor | None) -> tuple[int, list[int], int]:
+    """Tokens of a tile, lanes under way at each step (at most), and steps of a block."""
+    (batch, length), (sequences, heads, width) = v.shape[:2], mean.shape[:3]
+    size = min(TILE, 1 << (int(length) - 1).bit_length())  # `Decays` halves it
+    steps, tiles = -(-length // size), batch * length // size + sequences
+    counts = [sequences if rows is None else min(sequences, tiles // (j + 1)) for j in range(steps)]
+    return size, counts, max(1, min(STEPS, ROOM // (sequences * heads * width * width)))

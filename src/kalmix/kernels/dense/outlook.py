@@ -1,0 +1,190 @@
+"""What a tile of tokens does to a belief that is not known yet, and the way back to the tokens.
+
+With A_{t:s} the product of the transitions after token s up to t, and N_t the noise that has come in since the tile
+began, every covariance of what is read or left with what is seen has a part from the belief before the tile, by
+A_{t:0}, and a part from the noise, by A_{t:s} N_s. Pairs of rows that turn are looked at from the tile's beginning:
+their keys, queries and noise are turned back. The 2 x 2 blocks of that noise are kept as two diagonals, of a row with
+itself and with its partner.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix.kernels.primitives.decays import Decays
+
+
+class Tokens(NamedTuple):
+    """The tokens of R tiles, in the belief's dtype, or adjoints of them. An absent one has noise 1 and is 0 else."""
+
+    q: Tensor  # [R, G, L, K]
+    k: Tensor  # [R, G, L, K]
+    v: Tensor  # [R, G, L, V]
+    obs_noise: Tensor  # [R, G, L]
+    process_noise: Tensor  # [R, G, L]
+    log_decay: Tensor | None  # [R, G, L], or [R, G, L, K or K / 2]
+    angle: Tensor | None  # [R, G, L, K / 2]
+
+
+class Outlook(NamedTuple):
+    """R tiles seen from the beliefs before them, or adjoints of this."""
+
+    queries: Tensor  # [R, G, L, K], A_{t:0}' q_t
+    keys: Tensor  # [R, G, L, K], A_{t:0}' k_t
+    decay: Tensor  # [R, G, K, 1], A_{L:0}
+    seen: Tensor  # [R, G, L, L], covariance of what is seen, had the belief none; symmetric
+    read: Tensor  # [R, G, L, L], of what is read with what was seen until then; lower triangular
+    spread: Tensor  # [R, G, L, 1], variance of what is read
+    left: Tensor  # [R, G, K, L], covariance of the state after the tile with what was seen
+    noise: Tensor  # [R, G, K, K], of the state after the tile
+    turn: Tensor | None  # [R, G, K / 2, 1], the angle of pairs after the tile
+
+
+class _Path(NamedTuple):
+    """What both ways need; pairs turned back."""
+
+    asked: Tensor  # [2, R, G, L, K], k and q
+    decays: Decays
+    square: Tensor  # [R, G, L, 1, 1 or K], the decay of a variance at each token
+    shape: Tensor  # [R, G, L, 2, K], the blocks of noise 1; [1, 1] without turns
+    noise: Tensor  # [R, G, L, 1 or 2, 1 or K], N_t
+    warped: Tensor  # [R, G, L, K], N_t k_t
+
+
+def look(tokens: Tokens) -> Outlook:
+    """All that can be said of R tiles at once, before their beliefs are known."""
+    path = _path(tokens)
+    q = path.asked[1]
+    (keys, queries), (seen, read) = path.asked * path.decays.since, path.decays.products(path.asked, path.warped)
+    heads, width = q.shape[:2], q.shape[3]
+    return Outlook(
+        queries=queries,
+        keys=keys,
+        decay=path.decays.path.expand(*heads, width, 1),
+        seen=seen + seen.tril(-1).mT + torch.diag_embed(tokens.obs_noise),
+        read=read,
+        spread=(_times(path.noise, q) * q).sum(-1, keepdim=True),
+        left=(path.warped * path.decays.until).mT,
+        noise=_matrix(path.noise[..., -1, :, :].expand(*heads, -1, width)),
+        turn=None if tokens.angle is None else tokens.angle.sum(-2)[..., None],
+    )
+
+
+def look_back(tokens: Tokens, to: Outlook, to_v: Tensor) -> Tokens:
+    """The adjoint of `look`, beside that of the values."""
+    path = _path(tokens)
+    k, q = path.asked
+    since, until, to_left = path.decays.since, path.decays.until, to.left.mT
+    to_obs = to.seen.diagonal(dim1=-2, dim2=-1)
+    to_pairs = torch.stack([2 * to.seen.tril() - torch.diag_embed(to_obs), to.read])
+    (to_k, to_q), to_warped, levels = path.decays.products_backward(path.asked, path.warped, to_pairs)
+    to_warped = to_warped + to_left * until
+    to_noise = to_warped[..., None, :] * _images(k, path.noise)
+    to_noise += (to.spread * q)[..., None, :] * _images(q, path.noise)
+    to_noise[..., -1, :, :] += _diagonals(to.noise, path.noise)
+    to_process, to_squares = _gathered_back(path, to_noise)
+    to_k = to_k + _times(path.noise, to_warped) + since * to.keys
+    to_q = to_q + 2 * to.spread * _times(path.noise, q) + since * to.queries
+
+    to_log_decay = to_angle = None
+    if tokens.log_decay is not None:
+        arriving = (to.keys * k + to.queries * q) * since
+        leaving = to_left * path.warped * until
+        to_log_decay = to_squares + path.decays.backward(arriving, leaving, to.decay * path.decays.path, levels)
+        if tokens.log_decay.ndim == 3:
+            to_log_decay = to_log_decay.squeeze(-1)
+        elif tokens.angle is not None:
+            seen, hidden = to_log_decay.chunk(2, -1)
+            to_log_decay = seen + hidden
+    if tokens.angle is not None and to.turn is not None:
+        angle = tokens.angle.cumsum(-2)
+        to_angle = _slope_of_shape(to_process * tokens.process_noise[..., None, None], angle)
+        to_angle -= slope(to_q.mT, q.mT).mT + slope(to_k.mT, k.mT).mT
+        to_angle = to_angle.flip(-2).cumsum(-2).flip(-2) + to.turn.mT
+        to_q, to_k = (turn(x.mT, angle.mT).mT for x in (to_q, to_k))
+    return Tokens(to_q, to_k, to_v, to_obs, (to_process * path.shape).sum((-1, -2)), to_log_decay, to_angle)
+
+
+def turn(rows: Tensor, angle: Tensor) -> Tensor:
+    """Every pair of rows of `[..., K, *]` turned by its angle, `[..., K / 2, *]`."""
+    (seen, hidden), cos, sin = rows.chunk(2, -2), angle.cos(), angle.sin()
+    return torch.cat([cos * seen - sin * hidden, sin * seen + cos * hidden], -2)
+
+
+def slope(to: Tensor, turned: Tensor) -> Tensor:
+    """The adjoint of the angle by which pairs of rows were turned, `[..., K / 2, *]`, from that of the turned rows."""
+    (to_seen, to_hidden), (seen, hidden) = to.chunk(2, -2), turned.chunk(2, -2)
+    return to_hidden * seen - to_seen * hidden
+
+
+def _path(tokens: Tokens) -> _Path:
+    asked, log_decay, shape = torch.stack([tokens.k, tokens.q]), tokens.log_decay, tokens.q.new_ones(1, 1)
+    if tokens.angle is not None:
+        angle = tokens.angle.cumsum(-2)
+        asked, shape = turn(asked.mT, -angle.mT).mT, _shape(angle)
+    if log_decay is None:
+        log_decay = torch.zeros_like(tokens.obs_noise)
+    if log_decay.ndim == 3:
+        log_decay = log_decay[..., None]
+    elif log_decay.shape[-1] < asked.shape[-1]:
+        log_decay = log_decay.repeat(1, 1, 1, 2)
+    square = log_decay.exp().square()[..., None, :]
+    noise = _gathered(square, tokens.process_noise[..., None, None] * shape)
+    return _Path(asked, Decays(log_decay), square, shape, noise, _times(noise, asked[0]))
+
+
+def _gathered(square: Tensor, process: Tensor) -> Tensor:
+    """The noise since the tile began, after every token."""
+    sums = [process[:, :, 0].expand(torch.broadcast_shapes(process[:, :, 0].shape, square[:, :, 0].shape))]
+    for t in range(1, process.shape[2]):
+        sums.append(torch.addcmul(process[:, :, t], square[:, :, t], sums[-1]))
+    return torch.stack(sums, 2)
+
+
+def _gathered_back(path: _Path, to_noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The adjoints of the noise at every token and of the log-decays of `square`, the latter `[R, G, L, 1 or K]`."""
+    sums = [to_noise[:, :, -1]]
+    for t in range(to_noise.shape[2] - 1, 0, -1):
+        sums.append(torch.addcmul(to_noise[:, :, t - 1], path.square[:, :, t], sums[-1]))
+    to_process = torch.stack(sums[::-1], 2)
+    to_squares = torch.zeros_like(to_process)
+    to_squares[:, :, 1:] = 2 * path.square[:, :, 1:] * path.noise[:, :, :-1] * to_process[:, :, 1:]
+    return to_process, to_squares.sum_to_size(path.square.shape).squeeze(-2)
+
+
+def _shape(angle: Tensor) -> Tensor:
+    """The blocks of unit noise on observed rows, turned back by `[..., K / 2]`: `[..., 2, K]`."""
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([torch.cat([cos * cos, sin * sin], -1), (-cos * sin).repeat(1, 1, 1, 2)], -2)
+
+
+def _slope_of_shape(to: Tensor, angle: Tensor) -> Tensor:
+    """The adjoint of the angle in `_shape`."""
+    (seen, cross), (hidden, same) = (x.unbind(-2) for x in to.chunk(2, -1))
+    return (hidden - seen) * (2 * angle).sin() - (cross + same) * (2 * angle).cos()
+
+
+def _images(x: Tensor, noise: Tensor) -> Tensor:
+    """Rows, and where noise has blocks their partners: `[..., K]` to `[..., 1 or 2, K]`."""
+    return torch.stack([x, x.roll(x.shape[-1] // 2, -1)][: noise.shape[-2]], -2)
+
+
+def _times(noise: Tensor, x: Tensor) -> Tensor:
+    return (noise * _images(x, noise)).sum(-2)
+
+
+def _matrix(noise: Tensor) -> Tensor:
+    """Blocks `[..., 1 or 2, K]` as a matrix `[..., K, K]`."""
+    whole = torch.diag_embed(noise[..., 0, :])
+    if noise.shape[-2] == 2:
+        whole = whole + torch.diag_embed(noise[..., 1, :]).roll(noise.shape[-1] // 2, -1)
+    return whole
+
+
+def _diagonals(matrix: Tensor, noise: Tensor) -> Tensor:
+    """The adjoint of `_matrix`."""
+    partners = matrix.roll(matrix.shape[-1] // 2, -1)
+    return torch.stack([x.diagonal(dim1=-2, dim2=-1) for x in (matrix, partners)][: noise.shape[-2]], -2)

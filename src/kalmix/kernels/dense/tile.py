@@ -1,0 +1,156 @@
+"""Tiles of tokens once the beliefs before them are known: the filter, exact and parallel inside, and its adjoint.
+
+What a tile sees is Gaussian, with a covariance C = L L' whose factor replaces the recursion over tokens: row t of
+L^{-1} (v - keys mean) is the surprise of token t given those before it, and what is read or left moves along it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix.kernels.dense.outlook import Outlook, slope, turn
+
+State = tuple[Tensor, Tensor]  # mean [n, G, K, V] and covariance [n, G, K, K], or the adjoints of these
+
+
+class Tile(NamedTuple):
+    """R tiles and the beliefs before them."""
+
+    mean: Tensor  # [R, G, K, V]
+    covariance: Tensor  # [R, G, K, K]
+    warped: Tensor  # [R, G, K, L], covariance keys'
+    whiten: Tensor  # [R, G, L, L], L^{-1}
+    surprise: Tensor  # [R, G, L, V], independent, of variance 1 a column
+    gain: Tensor  # [R, G, K, L], of the state after the tile, along surprise
+
+
+class Crossing(NamedTuple):
+    """How the adjoint of a belief crosses R tiles: with F the filter's own transition,
+    dM = F' dM' + mean and dP = F' dP' F + F' dM' mixed' + covariance, made symmetric."""
+
+    transition: Tensor  # [R, G, K, K], F
+    mixed: Tensor  # [R, G, K, V]
+    mean: Tensor  # [R, G, K, V]
+    covariance: Tensor  # [R, G, K, K]
+
+    def __call__(self, after: State) -> State:
+        back = self.transition.mT
+        to_mean = back @ after[0]
+        to_covariance = back @ after[1] @ self.transition + to_mean @ self.mixed.mT + self.covariance
+        return to_mean + self.mean, symmetric(to_covariance)
+
+
+def advance(outlook: Outlook, v: Tensor, before: State) -> tuple[Tile, State]:
+    """The filter over R tiles side by side, and the beliefs after them."""
+    mean, covariance = before
+    warped = covariance @ outlook.keys.mT
+    whiten = _whitening(outlook.keys @ warped + outlook.seen)
+    gain = (outlook.decay * warped + outlook.left) @ whiten.mT
+    surprise = whiten @ (v - outlook.keys @ mean)
+    tile = Tile(mean, covariance, warped, whiten, surprise, gain)
+    return tile, turned(_after(outlook, tile), outlook.turn)
+
+
+def gains(outlook: Outlook, tile: Tile) -> Tensor:
+    """Of what is read, along surprise, `[R, G, L, L]`, lower triangular."""
+    return ((outlook.queries @ tile.warped + outlook.read) @ tile.whiten.mT).tril()
+
+
+def variance_of(outlook: Outlook, tile: Tile, gains: Tensor) -> Tensor:
+    """Of what is read, `[R, G, L, 1]`; without process noise a sum of squares."""
+    gains = gains @ tile.whiten
+    read = outlook.queries - gains @ outlook.keys
+    spread = (read @ tile.covariance * read).sum(-1, keepdim=True)
+    spread += outlook.spread + (gains * (gains @ outlook.seen - 2 * outlook.read)).sum(-1, keepdim=True)
+    return spread.clamp(min=0)  # rounding
+
+
+def crossing(outlook: Outlook, tile: Tile, gains: Tensor, to_mean: Tensor, to_variance: Tensor) -> Crossing:
+    """From the adjoints of what is read, `[R, G, L, V]` and `[R, G, L, 1]`."""
+    seen = tile.whiten @ outlook.keys
+    read = outlook.queries - gains @ seen  # by this row, what is read moves with the belief before the tile
+    transition = torch.diag_embed(outlook.decay.squeeze(-1)) - tile.gain @ seen
+    along = (to_mean @ tile.surprise.mT).tril() @ seen + to_variance * read
+    return Crossing(transition, seen.mT @ tile.surprise, read.mT @ to_mean, read.mT @ along)
+
+
+def pull_back(
+    outlook: Outlook, tile: Tile, gains: Tensor, to_mean: Tensor, to_variance: Tensor, after: State
+) -> tuple[Outlook, Tensor]:
+    """The adjoints of outlooks and of values, from those of what is read and of the beliefs after (before they turn).
+
+    It takes no derivative of the factorisation: gains are the best there are, so that to first order what they weigh
+    does not move with them.
+    """
+    to_state, to_covariance = after
+    by_read, by_left = (to_mean @ tile.surprise.mT).tril(), to_state @ tile.surprise.mT
+    of_read, of_left = to_variance * gains, to_covariance @ tile.gain
+    to_seen = gains.mT @ (of_read - by_read) + tile.gain.mT @ (of_left - by_left)
+    to_seen = tile.whiten.mT @ symmetric(to_seen) @ tile.whiten
+    to_read, to_left = ((by - 2 * of) @ tile.whiten for by, of in ((by_read, of_read), (by_left, of_left)))
+    to_v = tile.whiten.mT @ (gains.mT @ to_mean + tile.gain.mT @ to_state)
+
+    by_keys = 2 * to_seen @ outlook.keys + to_read.mT @ outlook.queries + (outlook.decay * to_left).mT
+    by_queries = to_read @ outlook.keys + 2 * to_variance * outlook.queries
+    by_decay = to_state * tile.mean, to_left * tile.warped, 2 * to_covariance * tile.covariance * outlook.decay.mT
+    to_turn = None
+    if outlook.turn is not None:
+        mean, covariance = _after(outlook, tile)
+        by_turn = slope(to_state, mean), 2 * slope(to_covariance, covariance)
+        to_turn = sum(x.sum(-1, keepdim=True) for x in by_turn)
+    return Outlook(
+        queries=by_queries @ tile.covariance + to_mean @ tile.mean.mT,
+        keys=by_keys @ tile.covariance - to_v @ tile.mean.mT,
+        decay=sum(x.sum(-1, keepdim=True) for x in by_decay),  # type: ignore[arg-type]
+        seen=to_seen,
+        read=to_read,
+        spread=to_variance,
+        left=to_left,
+        noise=to_covariance,
+        turn=to_turn,  # type: ignore[arg-type]
+    ), to_v
+
+
+def turned(state: State, angle: Tensor | None) -> State:
+    """Beliefs, or adjoints of them, with every pair of rows turned."""
+    if angle is None:
+        return state
+    return turn(state[0], angle), symmetric(turn(turn(state[1], angle).mT, angle))
+
+
+def symmetric(x: Tensor) -> Tensor:
+    return (x + x.mT) / 2
+
+
+def _after(outlook: Outlook, tile: Tile) -> State:
+    """The beliefs after the tiles, before they turn.
+
+    With g the gain of the state, F = A - g keys, and noises w of the state and e of what is seen, the covariance is
+    F P F' + Cov(w - g e): Joseph's form, as in `variance_of`. The difference of large covariances would lose what
+    little variance certain evidence leaves, and what became negative by that the next tiles would amplify.
+    """
+    gain, decay = tile.gain @ tile.whiten, outlook.decay
+    moved = decay * tile.covariance - gain @ tile.warped.mT
+    seen = moved @ outlook.keys.mT + outlook.left - gain @ outlook.seen
+    covariance = moved * decay.mT + outlook.noise - gain @ outlook.left.mT - seen @ gain.mT
+    return decay * tile.mean + tile.gain @ tile.surprise, symmetric(covariance)
+
+
+def _whitening(seen: Tensor) -> Tensor:
+    """The inverse of the lower Cholesky factor of `[..., L, L]`.
+
+    Where rounding leaves no factor, since the noise is less than the dtype resolves beside the belief's variance, the
+    noise is raised to that. What has no factor even so tells nothing.
+    """
+    factor, failed = torch.linalg.cholesky_ex(seen)
+    eye = torch.eye(seen.shape[-1], dtype=seen.dtype, device=seen.device)
+    if seen.device.type == "cpu" and not failed.any():
+        return torch.linalg.solve_triangular(factor, eye, upper=False)
+    resolved = len(eye) * (len(eye) + 1) * torch.finfo(seen.dtype).eps  # Higham, Accuracy and Stability, theorem 10.7
+    raised, lost = torch.linalg.cholesky_ex(seen + resolved * eye * seen)
+    failed, lost = (failed > 0)[..., None, None], ((failed > 0) & (lost > 0))[..., None, None]
+    factor = torch.where(lost, eye, torch.where(failed, raised, factor))
+    return torch.where(lost, 0, torch.linalg.solve_triangular(factor, eye, upper=False))
