@@ -34,7 +34,7 @@ def rounded(inputs: Tensors, epsilon: float, draw: int) -> Tensors:
     moved = {}
     for name, x in inputs.items():
         wobble = (torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(x.device) * epsilon
-        moved[name] = x + (x.abs() + 1) * wobble if name == "log_decay" else x + x * wobble
+        moved[name] = (x + (x.abs() + 1) * wobble).clamp(max=0.0) if name == "log_decay" else x + x * wobble
     return moved
 
 
