@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kalmix.tasks.collision.models import OBS_NOISE, PRIOR, RESET, UPDATES, Recaller
-from kalmix.tasks.collision.sequences import Crowd, Episode, Pairs, beside, scores
+from kalmix.tasks.collision.sequences import Crowd, Episode, Pairs, beside, projection, scores
 from kalmix.training.collision.protocol import STUDIES, Protocol
 from kalmix.training.collision.trainer import _clip, train
 from kalmix.training.collision.trainer import test as judge
@@ -78,8 +78,8 @@ def test_crowds_ask_for_what_was_written():
     assert all(len(set(row.tolist())) == 8 for row in where)
     assert torch.equal(episode.targets, labels[:, :48].argmax(-1).gather(1, where))
     assert labels[:, 48:].eq(0).all() and episode.distractors is None
-    assert torch.allclose(CROWD.projection() @ CROWD.projection().mT, torch.eye(16), atol=1e-6)
-    seen = torch.nn.functional.normalize(raw @ CROWD.projection().mT, dim=-1)
+    assert torch.allclose(projection(64) @ projection(64).mT, torch.eye(16), atol=1e-6)
+    seen = torch.nn.functional.normalize(raw @ projection(64).mT, dim=-1)
     assert torch.allclose(seen, episode.addresses, atol=1e-6)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -110,15 +111,17 @@ class Crowd:
         values = F.one_hot(label.gather(1, order), self.labels).float()
         return Episode(
             tokens=_tokens(raw, values, self.queries),
-            addresses=F.normalize(raw @ self.projection().to(device).mT, dim=-1),
+            addresses=F.normalize(raw @ projection(self.raw).to(device).mT, dim=-1),
             targets=label.gather(1, asked),
             distractors=None,
         )
 
-    def projection(self) -> Tensor:
-        """R `[16, raw]` with orthonormal rows: the same always, whatever the seed of a run."""
-        rows = torch.randn(self.raw, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        return torch.linalg.qr(rows).Q.mT.float()
+
+@cache
+def projection(raw: int) -> Tensor:
+    """R `[16, raw]` with orthonormal rows: the same always, whatever the seed of a run."""
+    rows = torch.randn(raw, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.linalg.qr(rows).Q.mT.float()
 
 
 def _shuffled(count: int, size: int, generator: torch.Generator) -> Tensor:
