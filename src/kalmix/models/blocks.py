@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, is_dataclass
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -35,6 +36,17 @@ def layer_specs(layers: Any, hidden_size: int) -> list[LayerSpec]:
     if not isinstance(layers, list | tuple) or not layers:
         raise ArgumentError("layers", got=repr(layers), needs="a list of mixer names or mappings, one a block")
     return [_spec(entry, hidden_size) for entry in layers]
+
+
+def plain_layers(layers: Any) -> Any:
+    """The same list as JSON can hold it: options that are dataclasses, such as a `Design`, spelled out as mappings."""
+    if not isinstance(layers, list | tuple):
+        return layers
+
+    def plain(value: Any) -> Any:
+        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+    return [{k: plain(v) for k, v in entry.items()} if isinstance(entry, dict) else entry for entry in layers]
 
 
 def _spec(entry: Any, hidden_size: int) -> LayerSpec:
@@ -97,11 +109,11 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + mixer(norm(x)), then the same with an MLP if there is one."""
 
-    def __init__(self, hidden_size: int, spec: LayerSpec) -> None:
+    def __init__(self, hidden_size: int, spec: LayerSpec, norm_eps: float = 1e-6) -> None:
         super().__init__()
-        self.norm = RMSNorm(hidden_size)
+        self.norm = RMSNorm(hidden_size, norm_eps)
         self.mixer = mixer_class(spec.mixer, spec.options)(hidden_size, **spec.options)
-        self.mlp_norm = RMSNorm(hidden_size) if spec.mlp else None
+        self.mlp_norm = RMSNorm(hidden_size, norm_eps) if spec.mlp else None
         self.mlp = MLP(hidden_size, spec.mlp) if spec.mlp else None
 
     def forward(

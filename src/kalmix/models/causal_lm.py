@@ -49,6 +49,7 @@ class LanguageModel(nn.Module):
         layers: a list of mixer names or mappings, one a block: see `layer_specs`.
         tie_word_embeddings: let the head share the embedding's weight.
         propagate: "mean", or "sample": in training, blocks but the last pass on one sample of their posterior.
+        norm_eps: of the norms before mixers, MLPs and head.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class LanguageModel(nn.Module):
         *,
         tie_word_embeddings: bool = False,
         propagate: str = "mean",
+        norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
         check_choice("propagate", propagate, PROPAGATIONS)
@@ -67,8 +69,8 @@ class LanguageModel(nn.Module):
         self.propagate = propagate
         self.gradient_checkpointing = False
         self.embed_tokens: nn.Module = nn.Embedding(vocab_size, hidden_size)
-        self.blocks = nn.ModuleList(Block(hidden_size, spec) for spec in specs)
-        self.norm = RMSNorm(hidden_size)
+        self.blocks = nn.ModuleList(Block(hidden_size, spec, norm_eps) for spec in specs)
+        self.norm = RMSNorm(hidden_size, norm_eps)
         self.lm_head: nn.Module = nn.Linear(hidden_size, vocab_size, bias=False)
         if tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

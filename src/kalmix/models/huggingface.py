@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from kalmix.errors import ArgumentError
 from kalmix.layers.mixer import check_choice, check_positive
-from kalmix.models.blocks import layer_specs
+from kalmix.models.blocks import layer_specs, plain_layers
 from kalmix.models.cache import LAYER_TYPE, belief_layers
 from kalmix.models.causal_lm import EMBEDDING_STD, PROPAGATIONS, LanguageModel, Traced
 from kalmix.models.losses import cross_entropy, marginal_likelihood, next_tokens
@@ -39,7 +39,9 @@ class KalmixConfig(PreTrainedConfig):
         layers: one entry a block: a mixer's name ("kla", "attention") or a mapping of its options, such as
             `{"mixer": "attention", "heads": 4}`; `"mlp"` sets the width of the block's MLP (0 for none). So
             `["attention"] * 12` is a GPT, `["kla"] * 12` a KLA and `["attention"] * 11 + ["kla"]` the paper's hybrid.
+            A `Design` among the options is spelled out.
         tie_word_embeddings: share the embedding's weight with the head.
+        norm_eps: of the norms before mixers, MLPs and head.
         propagate: what blocks pass on in training: "mean", or one "sample" of their posterior (section 5.5).
         loss: "cross-entropy" on the posterior mean, or "marginal" likelihood under the last layer's posterior
             (equations 24 and 25).
@@ -58,6 +60,7 @@ class KalmixConfig(PreTrainedConfig):
     hidden_size: int = 512
     layers: list = field(default_factory=lambda: ["kla"] * 12)
     tie_word_embeddings: bool = False
+    norm_eps: float = 1e-6
     propagate: str = "mean"
     loss: str = "cross-entropy"
     loss_samples: int = 10
@@ -69,6 +72,7 @@ class KalmixConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         layer_specs(self.layers, self.hidden_size)
+        self.layers = plain_layers(self.layers)
         check_choice("loss", self.loss, LOSSES)
         check_choice("propagate", self.propagate, PROPAGATIONS)
         for name in ("vocab_size", "loss_samples", "loss_samples_at_once"):
@@ -145,6 +149,7 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
             config.layers,
             tie_word_embeddings=config.tie_word_embeddings,
             propagate=config.propagate,
+            norm_eps=config.norm_eps,
         )
         self.post_init()
 
