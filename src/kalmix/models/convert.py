@@ -1,0 +1,165 @@
+"""Checkpoints of other libraries, as models of ours with the same logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kalmix.errors import ArgumentError
+from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM
+
+# What flash-linear-attention's `GatedDeltaNetConfig` says where a config.json says nothing.
+DEFAULTS: dict[str, Any] = {
+    **{"vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 21, "norm_eps": 1e-6},
+    **{"num_heads": 6, "num_v_heads": None, "head_dim": 256, "expand_v": 2.0},
+    **{"use_gate": True, "output_gate_activation": "swish", "use_short_conv": True, "conv_size": 4},
+    **{"hidden_ratio": 4, "intermediate_size": None, "allow_neg_eigval": False, "tie_word_embeddings": False},
+    **{"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2},
+}
+# What must be so, as our model is; a key that a config lacks is so.
+REQUIRED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gated_deltanet",),
+    "attn": (None,),
+    "attnres_block_size": (None,),
+    "hidden_act": ("swish", "silu"),
+    "conv_bias": (False,),
+    "norm_first": (False,),
+}
+GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
+# Our weight of a block: theirs, one below the other.
+BLOCK = {
+    "norm.weight": ("attn_norm.weight",),
+    "mixer.qkv_proj.weight": ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"),
+    "mixer.conv.weight": ("attn.q_conv1d.weight", "attn.k_conv1d.weight", "attn.v_conv1d.weight"),
+    "mixer.gain_proj.weight": ("attn.b_proj.weight",),
+    "mixer.decay.proj.weight": ("attn.a_proj.weight",),
+    "mixer.decay.dynamics.log_rate": ("attn.A_log",),
+    "mixer.decay.dynamics.step_bias": ("attn.dt_bias",),
+    "mixer.gate_proj.weight": ("attn.g_proj.weight",),
+    "mixer.norm.weight": ("attn.o_norm.weight",),
+    "mixer.out_proj.weight": ("attn.o_proj.weight",),
+    "mlp_norm.weight": ("mlp_norm.weight",),
+    "mlp.in_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.out_proj.weight": ("mlp.down_proj.weight",),
+}
+MODEL = {
+    "model.embed_tokens.weight": ("model.embeddings.weight",),
+    "model.norm.weight": ("model.norm.weight",),
+    "model.lm_head.weight": ("lm_head.weight",),
+}
+
+
+def load_gated_deltanet(folder: str | Path) -> KalmixForCausalLM:
+    """A Gated DeltaNet language model of flash-linear-attention, from a folder with its config.json and safetensors.
+
+    Args:
+        folder: what its `save_pretrained` left: one file `model.safetensors`, or several and their index.
+
+    Returns:
+        The model in evaluation mode, float32, with the same logits.
+
+    Raises:
+        ArgumentError: a file is missing or damaged; else as `convert_gated_deltanet`.
+    """
+    folder = Path(folder)
+    config = _json(folder / "config.json")
+    index = folder / "model.safetensors.index.json"
+    names = sorted(set(_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            weights |= load_file(folder / name)
+        except (OSError, SafetensorError) as error:
+            raise ArgumentError(
+                "folder", got=f"without a sound {name} ({error})", needs="a whole checkpoint"
+            ) from error
+    return convert_gated_deltanet(config, weights)
+
+
+def convert_gated_deltanet(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> KalmixForCausalLM:
+    """The same from what the files hold: flash-linear-attention's config and state dict, in its names.
+
+    Checkpoints from before March 2025 are understood too: they keep the two halves of the MLP's input in one matrix
+    and a parameter `D` that nothing reads.
+
+    Raises:
+        ArgumentError: the config asks for what our model does not do, or a weight is missing, unknown or of another
+            shape; names the key.
+    """
+    model = KalmixForCausalLM(gated_deltanet_config(config))
+    left = {name: weight for name, weight in weights.items() if not name.endswith(".attn.D")}
+    state: dict[str, Tensor] = {}
+    for name, target in model.state_dict().items():
+        sources = _sources(name, left)
+        if name == "model.lm_head.weight" and model.config.tie_word_embeddings:
+            state[name] = state["model.embed_tokens.weight"]
+            left.pop(sources[0], None)
+            continue
+        for source in sources:
+            if source not in left:
+                raise ArgumentError("weights", got=f"without {source!r}", needs="all of a Gated DeltaNet")
+        taken = torch.cat([left.pop(source) for source in sources])
+        taken = taken.squeeze(1) if name.endswith("conv.weight") else taken
+        if taken.shape != target.shape:
+            got = f"{list(taken.shape)} in {' and '.join(map(repr, sources))}"
+            raise ArgumentError("weights", got=got, needs=f"{list(target.shape)}, as the config says")
+        state[name] = taken
+    if left:
+        raise ArgumentError("weights", got=f"with {min(left)!r}", needs="those of a Gated DeltaNet as configured")
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def gated_deltanet_config(config: Mapping[str, Any]) -> KalmixConfig:
+    """Our configuration of the same model.
+
+    Raises:
+        ArgumentError: a key asks for what our model does not do.
+    """
+    for key, values in REQUIRED.items():
+        if config.get(key, values[0]) not in values:
+            raise ArgumentError(f"config[{key!r}]", got=repr(config[key]), needs=" or ".join(map(repr, values)))
+    its = DEFAULTS | {key: value for key, value in config.items() if key in DEFAULTS}
+    if its["output_gate_activation"] not in GATES:
+        got = repr(its["output_gate_activation"])
+        raise ArgumentError("config['output_gate_activation']", got=got, needs=" or ".join(map(repr, GATES)))
+    width = int(its["hidden_size"] * (its["hidden_ratio"] or 4) * 2 / 3)
+    layer = {
+        "mixer": "gated-deltanet",
+        "heads": its["num_v_heads"] or its["num_heads"],
+        "key_heads": its["num_heads"],
+        "head_dim": its["head_dim"],
+        "expand_v": its["expand_v"],
+        "conv": its["conv_size"] if its["use_short_conv"] else 0,
+        "gate": GATES[its["output_gate_activation"]] if its["use_gate"] else None,
+        "negative_eigenvalues": its["allow_neg_eigval"],
+        "norm_eps": its["norm_eps"],
+        "mlp": its["intermediate_size"] or -(-width // 256) * 256,
+    }
+    same = ("vocab_size", "hidden_size", "norm_eps", "tie_word_embeddings")
+    tokens = ("pad_token_id", "bos_token_id", "eos_token_id")
+    return KalmixConfig(layers=[layer] * its["num_hidden_layers"], **{key: its[key] for key in (*same, *tokens)})
+
+
+def _sources(name: str, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """What they call our weight `name`, in pieces."""
+    if name in MODEL:
+        return MODEL[name]
+    index, part = name.removeprefix("model.blocks.").split(".", 1)
+    sources = tuple(f"model.layers.{index}.{source}" for source in BLOCK[part])
+    merged = part == "mlp.in_proj.weight" and sources[1] not in weights
+    return sources[:1] if merged else sources
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError("folder", got=f"without a readable {path.name} ({error})", needs="a checkpoint") from error
