@@ -1,0 +1,273 @@
+"""Memory layers against what their papers say, written out token by token in float64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kalmix import designs
+from kalmix.layers import (
+    GLA,
+    KDA,
+    BayesianLayer,
+    DeltaNet,
+    Designed,
+    GatedDeltaNet,
+    LinearAttention,
+    Mamba2,
+    MemoryState,
+    RetNet,
+)
+from kalmix.layers.memory import Heads
+from kalmix.layers.parametrize import StepDecay
+
+from .conftest import shake
+
+D, T = 12, 7
+CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def made(layer):
+    torch.manual_seed(0)
+    layer = layer.double()
+    shake(layer)
+    return layer, torch.randn(1, T, D, dtype=torch.float64)
+
+
+def linear(x, module):
+    return x @ module.weight.T + (0 if module.bias is None else module.bias)
+
+
+def projected(layer, x):
+    """Queries, keys and values before they are addressed, `[T, heads, width]`."""
+    mixed = linear(x[0], layer.qkv_proj)
+    if layer.conv is not None:
+        taps = layer.conv.weight.shape[1]
+        past = torch.cat([mixed.new_zeros(taps - 1, mixed.shape[1]), mixed])
+        rows = [sum(past[t + tap] * layer.conv.weight[:, tap] for tap in range(taps)) for t in range(T)]
+        mixed = torch.stack(rows) + (0 if layer.conv.bias is None else layer.conv.bias)
+        mixed = mixed * mixed.sigmoid()
+    h, g, k, v = layer.sizes
+    q, key, value = mixed.split([h * k, h * k, g * v], -1)
+    return *(a.reshape(T, h, k).repeat_interleave(g // h, 1) for a in (q, key)), value.reshape(T, g, v)
+
+
+def unit(x):
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def stepped(decay: StepDecay, raw):
+    step = F.softplus(raw + decay.dynamics.step_bias)
+    return step, decay.dynamics.log_rate.exp()
+
+
+def walk(q, k, v, decay, gain, *, corrects):
+    """M = decay M + gain k (v - [corrects] M'k)'; M'q, `[T, G, V]`; decay is `[T, G or 1, K or 1]`."""
+    memory, reads = torch.zeros(k.shape[1], k.shape[2], v.shape[2], dtype=torch.float64), []
+    for t in range(T):
+        memory = decay[t][..., None] * memory
+        error = v[t] - (torch.einsum("gkv,gk->gv", memory, k[t]) if corrects else 0)
+        memory = memory + torch.einsum("gk,gv->gkv", gain[t][:, None] * k[t], error)
+        reads.append(torch.einsum("gkv,gk->gv", memory, q[t]))
+    return torch.stack(reads)
+
+
+def emitted(layer, reads, gate):
+    normed = reads / (reads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.norm.weight
+    return linear(normed.reshape(T, -1) * gate, layer.out_proj)
+
+
+def silu(x):
+    return x * x.sigmoid()
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_deltanet(negative):
+    layer, x = made(DeltaNet(D, heads=2, head_dim=3, negative_eigenvalues=negative))
+    q, k, v = projected(layer, x)
+    gain = (2 if negative else 1) * linear(x[0], layer.gain_proj).sigmoid()
+    one = torch.ones(T, 1, 1, dtype=torch.float64)
+    reads = walk(unit(q) / math.sqrt(3), unit(k), v, one, gain, corrects=True)
+    torch.testing.assert_close(layer(x)[0][0], emitted(layer, reads, 1), **CLOSE)
+
+
+def test_gated_deltanet_with_grouped_values():
+    layer, x = made(GatedDeltaNet(D, heads=4, key_heads=2, head_dim=3))
+    q, k, v = projected(layer, x)
+    step, rate = stepped(layer.decay, linear(x[0], layer.decay.proj))
+    gain = linear(x[0], layer.gain_proj).sigmoid()
+    reads = walk(unit(q) / math.sqrt(3), unit(k), v, (-rate * step).exp()[..., None], gain, corrects=True)
+    gate = silu(linear(x[0], layer.gate_proj))
+    torch.testing.assert_close(layer(x)[0][0], emitted(layer, reads, gate), **CLOSE)
+
+
+def test_kda():
+    layer, x = made(KDA(D, heads=2, head_dim=3, expand_v=2))
+    q, k, v = projected(layer, x)
+    low, high = layer.decay.proj
+    step, rate = stepped(layer.decay, linear(linear(x[0], low), high))
+    decay = (-rate[:, None] * step.reshape(T, 2, 3)).exp()
+    gain = linear(x[0], layer.gain_proj).sigmoid()
+    reads = walk(unit(q) / math.sqrt(3), unit(k), v, decay, gain, corrects=True)
+    low, high = layer.gate_proj
+    gate = linear(linear(x[0], low), high).sigmoid()
+    torch.testing.assert_close(layer(x)[0][0], emitted(layer, reads, gate), **CLOSE)
+
+
+def test_gla():
+    layer, x = made(GLA(D, heads=2, rank=2))
+    q, k, v = projected(layer, x)
+    low, high = layer.decay_proj
+    decay = linear(linear(x[0], low), high).sigmoid().pow(1 / 16).reshape(T, 2, 3)
+    reads = walk(q / math.sqrt(3), k, v, decay, torch.ones(T, 2, dtype=torch.float64), corrects=False)
+    gate = silu(linear(x[0], layer.gate_proj))
+    torch.testing.assert_close(layer(x)[0][0], emitted(layer, reads, gate), **CLOSE)
+
+
+def test_linear_attention_is_a_weighted_mean():
+    layer, x = made(LinearAttention(D, heads=2))
+    q, k, v = projected(layer, x)
+    weights = torch.einsum("tgk,sgk->gts", F.elu(q) + 1, F.elu(k) + 1).tril()
+    means = torch.einsum("gts,sgv->tgv", weights / (weights.sum(-1, keepdim=True) + 1e-6), v)
+    torch.testing.assert_close(layer(x)[0][0], linear(means.reshape(T, -1), layer.out_proj), **CLOSE)
+
+
+def test_retnet_is_decayed_rotary_attention():
+    """Equation 5 of the paper: weights gamma^(t - s) Re(q e^{i t theta} conj(k e^{i s theta})) / sqrt(K)."""
+    layer, x = made(RetNet(D, heads=3))
+    q, k, v = projected(layer, x)
+    time, theta = torch.arange(T, dtype=torch.float64), 10000.0 ** (-torch.arange(2, dtype=torch.float64) / 2)
+    turn = torch.polar(torch.ones(T, 1, 2, dtype=torch.float64), (time[:, None] * theta)[:, None])
+    q, k = (torch.complex(a[..., :2], a[..., 2:]) * turn for a in (q, k))
+    weights = torch.einsum("tgk,sgk->gts", q, k.conj()).real / 2
+    gamma = 1 - 2.0 ** (-5 - torch.arange(3, dtype=torch.float64))
+    fading = gamma[:, None, None] ** (time[:, None] - time).clamp(min=0)
+    reads = torch.einsum("gts,sgv->tgv", (weights * fading).tril(), v)
+    gate = silu(linear(x[0], layer.gate_proj))
+    expected = emitted(layer, reads, gate)
+    torch.testing.assert_close(layer(x)[0][0], expected, rtol=1e-5, atol=1e-6)  # angles are float32
+
+
+def test_mamba2():
+    layer, x = made(Mamba2(D, heads=4, groups=2, state_dim=5))
+    c, b, v = projected(layer, x)
+    step, rate = stepped(layer.decay, linear(x[0], layer.decay.proj))
+    reads = walk(c, b, v, (-rate * step).exp()[..., None], step, corrects=False) + layer.skip[:, None] * v
+    gated = (reads.reshape(T, -1) * silu(linear(x[0], layer.gate_proj))).reshape(T, 2, -1)
+    normed = gated / (gated.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    expected = linear(normed.reshape(T, -1) * layer.norm.weight.repeat(2), layer.out_proj)
+    torch.testing.assert_close(layer(x)[0][0], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_bayesian_layer(groups):
+    """The Kalman filter of each group, in its information form: precisions add up, and the past fades."""
+    layer, x = made(BayesianLayer(D, heads=2, head_dim=3, groups=groups))
+    q, k, v = projected(layer, x)
+    step, rate = stepped(layer.decay, linear(x[0], layer.decay.proj))
+    decay = (-rate.reshape(2, 3) * step[..., None]).exp().repeat_interleave(groups, 1)
+    process = F.softplus(linear(x[0], layer.process_noise.proj) + layer.process_noise.bias) + 1e-6
+    noise = F.softplus(linear(x[0], layer.obs_noise.proj) + layer.obs_noise.bias) + 1e-4
+    q, k, eye = unit(q) / math.sqrt(3), unit(k), torch.eye(3, dtype=torch.float64)
+    reads, spreads = torch.zeros_like(v), torch.zeros_like(v)
+    for g in range(layer.sizes.heads):
+        mean, covariance = torch.zeros(3, v.shape[2], dtype=torch.float64), eye
+        for t in range(T):
+            fade = torch.diag(decay[t, g])
+            predicted = fade @ covariance @ fade + process[t, g // groups] * eye
+            covariance = torch.linalg.inv(torch.linalg.inv(predicted) + torch.outer(k[t, g], k[t, g]) / noise[t, g])
+            evidence = torch.outer(k[t, g], v[t, g]) / noise[t, g]
+            mean = covariance @ (torch.linalg.solve(predicted, fade @ mean) + evidence)
+            reads[t, g], spreads[t, g] = mean.T @ q[t, g], q[t, g] @ covariance @ q[t, g]
+    (mean, variance, _), _ = layer.read(x, variance=True)
+    torch.testing.assert_close(mean[0], reads.reshape(T, -1), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(variance[0], spreads.reshape(T, -1), rtol=1e-8, atol=1e-10)
+    gate = silu(linear(x[0], layer.gate_proj))
+    expected = emitted(layer, reads.reshape(T, 2, -1), gate)
+    torch.testing.assert_close(layer(x)[0][0], expected, rtol=1e-8, atol=1e-10)
+
+
+def test_still_rotations_change_nothing():
+    """At frequency 0 hidden halves stay hidden: the layer is the one that does not turn."""
+    turning, x = made(BayesianLayer(D, heads=2, head_dim=3, rotations=True))
+    torch.nn.init.zeros_(turning.decay.dynamics.frequency)
+    plain = BayesianLayer(D, heads=2, head_dim=3).double()
+    plain.load_state_dict({n: w for n, w in turning.state_dict().items() if "frequency" not in n})
+    got, expected = turning.filter(x, variance=True), plain.filter(x, variance=True)
+    torch.testing.assert_close(got.mean, expected.mean, **CLOSE)
+    torch.testing.assert_close(got.variance, expected.variance, **CLOSE)
+
+
+def test_variance_is_that_of_samples():
+    """What the output norm does to a variance is right for wide heads, sure and unsure ones: against 4,000 samples."""
+    torch.manual_seed(0)
+    layer = BayesianLayer(32, heads=2, head_dim=64)
+    x = torch.randn(1, 6, 32)
+    found, context = layer.read(x, variance=True)
+    for certainty in (1e-3, 1.0, 1e3):
+        gate, mean = context[0], certainty * found.mean
+        draws = mean + found.variance.sqrt() * torch.randn(4000, *mean.shape)
+        spread = layer.emit(draws, (gate, mean)).var(0)
+        stated = layer.emit_variance(found.variance, (gate, mean))
+        # 4,000 samples know a variance to sqrt(2 / 4000) = 2%, the worst of 192 to 4 of these; 128 columns a head make
+        # their mean square what it is expected to be to sqrt(2 / 128) = 13%, to the first order in both directions.
+        torch.testing.assert_close(stated, spread, rtol=0.2, atol=1e-12)
+        assert abs((stated / spread).log().mean()) < 0.03
+
+
+def test_designed_layer_is_the_papers():
+    """Gated DeltaNet's design has one gain, reset / (noise + reset): at equal noises the layer is the paper's."""
+    paper, x = made(GatedDeltaNet(D, heads=2, head_dim=3, expand_v=1))
+    layer, _ = made(Designed(D, design="gated-deltanet", heads=2, head_dim=3))
+    shared = {n: w for n, w in paper.state_dict().items() if "gain_proj" not in n}
+    assert not layer.load_state_dict(shared, strict=False).unexpected_keys
+    for name, noise in layer.variances.items():
+        torch.nn.init.zeros_(noise.proj.weight)
+        torch.nn.init.constant_(noise.bias, {"reset": 0.3, "obs_noise": 0.3}[name])
+    torch.nn.init.zeros_(paper.gain_proj.weight)
+    squares = unit(projected(paper, x)[1]).square().sum(-1)  # a little less than 1
+    assert (1 - squares < 1e-4).all()
+    torch.testing.assert_close(layer(x)[0], paper(x)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", list(designs.CATALOGUE))
+def test_every_design_is_a_layer(name):
+    """By name, by value and spelled out."""
+    design = designs.CATALOGUE[name]
+    spelled = {part: vars(getattr(design, part)) for part in ("transition", "evidence", "covariance")}
+    answers = []
+    for given in (name, design, spelled):
+        torch.manual_seed(0)
+        layer = Designed(D, design=given, heads=2, head_dim=3)
+        x = torch.randn(1, 4, D, generator=torch.Generator().manual_seed(1))
+        found = layer.filter(x, variance=True)
+        assert (found.variance is not None) == design.uncertain == layer.has_posterior
+        answers.append(found.mean)
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+
+
+def test_published_sizes():
+    assert Heads.of(1024, heads=None, head_dim=None, expand_v=2.0, share=0.75) == (6, 6, 128, 256)
+    assert Heads.of(1024, heads=4, head_dim=256, expand_v=1.0) == (4, 4, 256, 256)
+    assert Heads.of(64, heads=None, head_dim=None, expand_v=1.0) == (4, 4, 16, 16)
+    assert Mamba2(256).sizes == (1, 8, 128, 64)
+    weights = sum(p.numel() for p in GatedDeltaNet(1024).parameters())
+    assert abs(weights / 1024**2 - 6) < 0.05
+
+
+def test_slow_parameters():
+    slow = {id(p) for p in BayesianLayer(D, rotations=True).dynamics_parameters()}
+    assert len(slow) == 3
+    assert not list(GatedDeltaNet(D).dynamics_parameters())
+    assert len(list(Designed(D, design="bayesian").dynamics_parameters())) == 2
+    assert len(list(Designed(D, design="kla").dynamics_parameters())) == 3
+    assert not list(Designed(D, design="deltanet").dynamics_parameters())
+
+
+def test_positions_go_on():
+    """A state is where the next token is."""
+    layer, x = made(RetNet(D, heads=3))
+    _, state = layer(x)
+    assert isinstance(state, MemoryState) and state.carried.tolist() == [T]
+    assert layer(x, state)[1].carried.tolist() == [2 * T]
