@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from kalmix.checks import check_range
 from kalmix.designs import Design
 from kalmix.errors import DesignError
 from kalmix.ops import OPS
@@ -32,8 +34,9 @@ def filter(  # noqa: A001 - it is what the library does
         design: what is assumed, from `kalmix.designs` or your own.
         q, k: `[B, T, H, K]`; v: `[B, T, G, V]`.
         belief, variance, segments, kernel: as the op takes them.
-        signals: what the design takes beside q, k, v (`design.signals`): variances and log-decays, `[B, T, G]` or as
-            the op takes them. `reset` is `[B, T, G]`, times the identity, or a diagonal `[B, T, G, K]`.
+        signals: what the design takes beside q, k, v (`design.signals`): variances (`obs_noise`, `write_variance`
+            and `reset` > 0) and log-decays, `[B, T, G]` or as the op takes them. `reset` is `[B, T, G]`, times the
+            identity, or a diagonal `[B, T, G, K]`.
 
     Raises:
         DesignError: a signal is missing or not the design's, or the design has no variance, or no op for a matrix.
@@ -62,16 +65,16 @@ def lower(design: Design, k: Tensor, v: Tensor, signals: Signals) -> Signals:
 
 def _lower_additive(k: Tensor, v: Tensor, signals: Signals) -> Signals:
     """Equation 19: the gain is omega = write_variance / (write_variance + r^2)."""
-    variance, noise = signals.pop("write_variance"), signals.pop("obs_noise")
-    return signals | {"gain": variance / (variance + noise)}
+    variance, noise = _positive("write_variance", signals), _positive("obs_noise", signals)
+    return signals | {"gain": 1 / (1 + noise / variance)}  # so written, the gradients do not cancel
 
 
 def _lower_delta(k: Tensor, v: Tensor, signals: Signals) -> Signals:
     """Equation 17: the gain is eta = reset / (r^2 + reset |k|^2); of a diagonal reset, that vector times k."""
-    reset, noise = signals.pop("reset"), signals.pop("obs_noise")
+    reset, noise = _positive("reset", signals), _positive("obs_noise", signals)
     key = k.to(belief_dtype(k.dtype)).repeat_interleave(v.shape[2] // k.shape[2], 2)
     if reset.ndim == 3:
-        return signals | {"gain": reset / (noise + reset * key.square().sum(-1))}
+        return signals | {"gain": 1 / (noise / reset + key.square().sum(-1))}
     return signals | {"gain": reset * key / (noise[..., None] + (reset * key.square()).sum(-1, keepdim=True))}
 
 
@@ -84,6 +87,11 @@ def _lower_diagonal(k: Tensor, v: Tensor, signals: Signals) -> Signals:
 def _lower_dense(k: Tensor, v: Tensor, signals: Signals) -> Signals:
     """Noises are the op's own."""
     return {"process_noise": v.new_zeros((), dtype=belief_dtype(v.dtype)).expand(v.shape[:3])} | signals
+
+
+def _positive(name: str, signals: Signals) -> Tensor:
+    check_range(name, signals[name], least=torch.finfo(torch.float32).tiny)
+    return signals.pop(name)
 
 
 _LOWER = {"additive": _lower_additive, "delta": _lower_delta, "diagonal": _lower_diagonal, "dense": _lower_dense}
