@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kalmix.beliefs import PointBelief
+from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
 from kalmix.kernels.primitives.decays import Decays
 from kalmix.kernels.primitives.scan import State
@@ -32,9 +33,8 @@ def additive(
     segments: Segments | None,
 ) -> Filtered:
     """Equation 19 of Memory by Design, with a backward of its own. See `kalmix.ops.additive`."""
-    rows = None if segments is None else segments.rows
-    mean, after = _Additive.apply(q, k, v, log_decay, gain, belief.mean, rows)
-    return Filtered(mean, None, PointBelief(after))
+    width = v.shape[2] * max(k.shape[3], v.shape[3])
+    return in_blocks(_Additive, (q, k, v, log_decay, gain), belief, segments, width, CHUNK)
 
 
 class _Additive(torch.autograd.Function):
@@ -50,11 +50,11 @@ class _Additive(torch.autograd.Function):
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         chunks = Chunks.of(v, q.shape[2], rows, CHUNK)
-        x = _tokens(chunks, q, k, v, log_decay, gain, mean)
+        x = _tokens(chunks, q, k, v, log_decay, gain, mean.dtype)
         advance = _Advance(x.decays.path, x.leaving.mT @ x.written)
         (entry,), (after,) = chunks.scan(advance, (chunks.states(mean),))
         read = chunks.paste(x.arriving @ entry + x.weights @ x.written)
-        ctx.save_for_backward(q, k, v, log_decay, gain, mean, rows, entry)
+        ctx.save_for_backward(q, k, v, log_decay, gain, rows, entry)
         if read.dtype != v.dtype:  # a cast that changes nothing returns its input, whose gradient torch 2.11 loses
             read = read.to(v.dtype)
         return read, after.flatten(1, 2)
@@ -62,10 +62,10 @@ class _Additive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_read: Tensor, to_after: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, log_decay, gain, mean, rows, entry = ctx.saved_tensors
+        q, k, v, log_decay, gain, rows, entry = ctx.saved_tensors
         chunks = Chunks.of(v, q.shape[2], rows, CHUNK)
-        x = _tokens(chunks, q, k, v, log_decay, gain, mean)
-        to_read = chunks.cut(to_read, mean.dtype)
+        x = _tokens(chunks, q, k, v, log_decay, gain, entry.dtype)
+        to_read = chunks.cut(to_read, entry.dtype)
         retreat = _Advance(x.decays.path, x.arriving.mT @ to_read)
         (to_exit,), (before,) = chunks.scan(retreat, (chunks.states(to_after),), backwards=True)
 
@@ -102,11 +102,11 @@ class _Tokens(NamedTuple):
 
 
 def _tokens(
-    chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, mean: Tensor
+    chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, dtype: torch.dtype
 ) -> _Tokens:
-    q, k, v = (chunks.cut(x, mean.dtype) for x in (q, k, v))
-    gain = None if gain is None else chunks.cut(gain[..., None], mean.dtype)
-    decays = Decays(chunks.cut_decay(log_decay, mean))
+    q, k, v = (chunks.cut(x, dtype) for x in (q, k, v))
+    gain = None if gain is None else chunks.cut(gain[..., None], dtype)
+    decays = Decays(chunks.cut_decay(log_decay, k))
     written, weights = v if gain is None else gain * v, decays.products(q, k)
     return _Tokens(q, k, v, gain, written, decays, q * decays.since, k * decays.until, weights)
 

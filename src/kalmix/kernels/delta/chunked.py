@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kalmix.beliefs import PointBelief
+from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
 from kalmix.kernels.primitives.decays import Decays
 from kalmix.kernels.primitives.scan import State
@@ -33,9 +34,8 @@ def delta(
     segments: Segments | None,
 ) -> Filtered:
     """Equations 17 and 31 of Memory by Design, with a backward of its own. See `kalmix.ops.delta`."""
-    rows = None if segments is None else segments.rows
-    mean, after = _Delta.apply(q, k, v, gain, log_decay, belief.mean, rows)
-    return Filtered(mean, None, PointBelief(after))
+    width = v.shape[2] * max(k.shape[3], v.shape[3])
+    return in_blocks(_Delta, (q, k, v, gain, log_decay), belief, segments, width, CHUNK)
 
 
 class _Delta(torch.autograd.Function):
@@ -51,11 +51,11 @@ class _Delta(torch.autograd.Function):
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         chunks = Chunks.of(v, q.shape[2], rows, CHUNK)
-        x = _tokens(chunks, q, k, v, gain, log_decay, mean)
+        x = _tokens(chunks, q, k, v, gain, log_decay, mean.dtype)
         advance = _Advance(x.decays.path, -(x.leaving.mT @ x.expected), x.leaving.mT @ x.unexpected)
         (entry,), (after,) = chunks.scan(advance, (chunks.states(mean),))
         read = chunks.paste(x.arriving[0] @ entry + x.weights @ x.errors(entry))
-        ctx.save_for_backward(q, k, v, gain, log_decay, mean, rows, entry)
+        ctx.save_for_backward(q, k, v, gain, log_decay, rows, entry)
         if read.dtype != v.dtype:  # a cast that changes nothing returns its input, whose gradient torch 2.11 loses
             read = read.to(v.dtype)
         return read, after.flatten(1, 2)
@@ -63,10 +63,10 @@ class _Delta(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_read: Tensor, to_after: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, gain, log_decay, mean, rows, entry = ctx.saved_tensors
+        q, k, v, gain, log_decay, rows, entry = ctx.saved_tensors
         chunks = Chunks.of(v, q.shape[2], rows, CHUNK)
-        x = _tokens(chunks, q, k, v, gain, log_decay, mean)
-        to_read, errors = chunks.cut(to_read, mean.dtype), x.errors(entry)
+        x = _tokens(chunks, q, k, v, gain, log_decay, entry.dtype)
+        to_read, errors = chunks.cut(to_read, entry.dtype), x.errors(entry)
         to_errors = x.weights.mT @ to_read
         to_entry = x.arriving[0].mT @ to_read - x.expected.mT @ to_errors
         retreat = _Advance(x.decays.path, -(x.expected.mT @ x.leaving), to_entry)
@@ -115,11 +115,11 @@ class _Tokens(NamedTuple):
 
 
 def _tokens(
-    chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, gain: Tensor, log_decay: Tensor | None, mean: Tensor
+    chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, gain: Tensor, log_decay: Tensor | None, dtype: torch.dtype
 ) -> _Tokens:
     vector = gain.ndim == 4
-    q, k, v, gain = (chunks.cut(x, mean.dtype) for x in (q, k, v, gain if vector else gain[..., None]))
-    decays, write, rows = Decays(chunks.cut_decay(log_decay, mean)), gain if vector else gain * k, torch.stack([q, k])
+    q, k, v, gain = (chunks.cut(x, dtype) for x in (q, k, v, gain if vector else gain[..., None]))
+    decays, write, rows = Decays(chunks.cut_decay(log_decay, k)), gain if vector else gain * k, torch.stack([q, k])
     arriving, leaving = rows * decays.since, write * decays.until
     weights, coupling = decays.products(rows, write)
     coupling = coupling.tril(-1)
