@@ -7,10 +7,12 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
-from kalmix.kernels.additive import chunked, reference
+from kalmix.kernels.additive import chunked, fused, reference
 from kalmix.kernels.kernel import Kernel
+from kalmix.kernels.primitives.fused_memory import SERVED
 
 KERNELS = (
+    Kernel("triton", fused.additive, **SERVED),
     Kernel("chunked", chunked.additive),
     Kernel("reference", reference.additive),
 )

@@ -7,10 +7,12 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
-from kalmix.kernels.delta import chunked, reference
+from kalmix.kernels.delta import chunked, fused, reference
 from kalmix.kernels.kernel import Kernel
+from kalmix.kernels.primitives.fused_memory import SERVED
 
 KERNELS = (
+    Kernel("triton", fused.delta, **SERVED),
     Kernel("chunked", chunked.delta, serves=frozenset({"value heads of width 1"})),
     Kernel("reference", reference.delta, serves=frozenset({"value heads of width 1"})),
 )

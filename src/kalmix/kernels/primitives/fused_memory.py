@@ -1,0 +1,145 @@
+"""Linear memories in Triton as custom ops: the one implementation behind the Triton rows of `additive` and `delta`.
+
+The kernels are imported when they first run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import PointBelief
+from kalmix.checks import SINGLES
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+SERVED: dict[str, Any] = {  # what the rows say of themselves
+    "devices": ("cuda",),
+    "dtypes": SINGLES,
+    "max_key_width": 256,
+    "triton": True,
+    "rounds_products": True,
+}
+
+
+def filter_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor | None,
+    log_decay: Tensor | None,
+    belief: PointBelief,
+    segments: Segments | None,
+    corrects: bool,
+) -> Filtered:
+    """`kalmix.ops.delta` or, if it does not correct, `kalmix.ops.additive`.
+
+    Gradients are exact; for them it keeps a memory every `tile_size` tokens and, of corrections, their errors and the
+    inverses they came from.
+    """
+    tensors = (q, k, v, gain, log_decay, belief.mean)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    mean, last, *_ = _filter(*tensors, None if segments is None else segments.rows, corrects, keep)
+    return Filtered(mean, None, PointBelief(last))
+
+
+def tile_size(length: int, dtype: torch.dtype) -> int:
+    """Tokens a tile: small where there are few, and in float32, whose tiles take twice the room."""
+    if length <= 64:
+        return 16
+    return 32 if dtype == torch.float32 else 64
+
+
+def _kept_shapes(
+    k: Tensor, v: Tensor, rows: Tensor | None, corrects: bool, keep: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Of memories at tile entries, errors, and inverses."""
+    batch, length, heads, width = v.shape
+    size = tile_size(length, v.dtype)
+    count = batch * ((length + size - 1) // size) if rows is None else batch * length // size + rows.shape[0]
+    states = (count, heads, k.shape[3], width) if keep else (0,)
+    return states, v.shape if keep and corrects else (0,), (*v.shape[:3], size) if keep and corrects else (0,)
+
+
+@torch.library.custom_op("kalmix::memory_triton", mutates_args=())
+def _filter(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor | None,
+    log_decay: Tensor | None,
+    prior: Tensor,
+    rows: Tensor | None,
+    corrects: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from kalmix.kernels.primitives.triton_filter import forward
+
+    segments = None if rows is None else Segments(rows)
+    with torch.cuda.device_of(v):
+        mean, last, *kept = forward(q, k, v, gain, log_decay, prior, segments, corrects, tile_size(v.shape[1], v.dtype))
+    shapes = _kept_shapes(k, v, rows, corrects, keep)
+    states, errors, inverses = (
+        x if x.shape == shape else v.new_empty(shape) for x, shape in zip(kept, shapes, strict=True)
+    )
+    return mean, last, states, errors, inverses
+
+
+@_filter.register_fake
+def _(q, k, v, gain, log_decay, prior, rows, corrects, keep):
+    kept = (v.new_empty(shape) for shape in _kept_shapes(k, v, rows, corrects, keep))
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device), prior.new_empty(prior.shape), *kept
+
+
+@torch.library.custom_op("kalmix::memory_triton_backward", mutates_args=())
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor | None,
+    log_decay: Tensor | None,
+    states: Tensor,
+    errors: Tensor,
+    inverses: Tensor,
+    rows: Tensor | None,
+    grad_mean: Tensor,
+    grad_last: Tensor,
+    corrects: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from kalmix.kernels.primitives.triton_filter_backward import backward
+
+    segments = None if rows is None else Segments(rows)
+    kept, size = (states, errors, inverses), tile_size(v.shape[1], v.dtype)
+    with torch.cuda.device_of(v):
+        return backward(q, k, v, gain, log_decay, *kept, segments, grad_mean, grad_last, corrects, size)
+
+
+@_gradients.register_fake
+def _(q, k, v, gain, log_decay, states, errors, inverses, rows, grad_mean, grad_last, corrects):
+    grads = (q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, gain, log_decay))
+    return *(x.contiguous() for x in grads), grad_last.new_empty(grad_last.shape)
+
+
+def _setup(ctx, inputs, output):
+    *signals, prior, rows, corrects, _ = inputs
+    ctx.save_for_backward(*signals, *output[2:], rows)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+    ctx.prior, ctx.corrects = (prior.shape, prior.dtype), corrects
+
+
+def _backward(ctx, grad_mean, grad_last, *_):
+    *signals, states, errors, inverses, rows = ctx.saved_tensors
+    _q, _k, v, gain, log_decay = signals
+    shape, dtype = ctx.prior
+    grad_mean = v.new_zeros(()).expand(v.shape) if grad_mean is None else grad_mean
+    grad_last = v.new_zeros((), dtype=dtype).expand(shape) if grad_last is None else grad_last
+    grads = _gradients(*signals, states, errors, inverses, rows, grad_mean, grad_last, ctx.corrects)
+    dq, dk, dv, dgain, ddecay, dprior = grads
+    dgain, ddecay = (None if x is None else grad for x, grad in ((gain, dgain), (log_decay, ddecay)))
+    return dq, dk, dv, dgain, ddecay, dprior, None, None, None
+
+
+_filter.register_autograd(_backward, setup_context=_setup)
