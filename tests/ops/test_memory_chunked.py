@@ -1,0 +1,192 @@
+"""Chunked `additive` and `delta` are the token recursion: same answers, less memory, a graph that does not grow."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import PointBelief
+from kalmix.kernels import additive, delta
+from kalmix.kernels.primitives import blocks
+from kalmix.segments import Segments
+from kalmix.types import belief_dtype
+
+MODULES = {"additive": additive, "delta": delta}
+WAYS = [  # op, what has a decay, what has a gain
+    *(("additive", decay, gain) for decay, gain in ((None, None), (None, "head"), ("head", None), ("key", "head"))),
+    *(("delta", decay, gain) for decay, gain in ((None, "head"), ("head", "key"), ("key", "head"), ("key", "key"))),
+]
+LENGTH = 61
+PACKED = Segments.packed(torch.tensor([0, 13, 13, 14, 40, 61]))  # one run empty
+GAPS = Segments.of(torch.tensor([[0, 3, 17], [2, 0, 61], [0, 20, 35], [1, 5, 5], [1, 30, 60]]))  # and out of order
+PADDED = Segments.padded(torch.arange(61).expand(3, 61) >= torch.tensor([[0], [17], [60]]))
+RUNS = {"whole": None, "packed": PACKED, "gaps": GAPS, "padded": PADDED}
+
+
+def arguments(way, batch=1, length=LENGTH, heads=(1, 1), key=3, value=5, sequences=None, dtype=torch.float64):
+    """Signals and a prior, by name: log-decays to -1, keys of about unit length, gains within the stable range."""
+    op, decay, gain = way
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=draw, dtype=torch.float64)
+
+    tokens = (batch, length, heads[1])
+    values = {
+        "q": normal(batch, length, heads[0], key),
+        "k": normal(batch, length, heads[0], key) / key**0.5,
+        "v": normal(*tokens, value),
+        "log_decay": {None: None, "head": -uniform(*tokens), "key": -uniform(*tokens, key)}[decay],
+        "gain": {None: None, "head": uniform(*tokens), "key": 0.5 * normal(*tokens, key) / key**0.5}[gain],
+        "belief.mean": normal(batch if sequences is None else sequences, heads[1], key, value),
+    }
+    wide = belief_dtype(dtype)
+    return op, {name: x.to(dtype if name in "qkv" else wide) for name, x in values.items() if x is not None}
+
+
+def call(kernel, op, args, segments=None):
+    q, k, v, log_decay, gain, mean = (args.get(x) for x in ("q", "k", "v", "log_decay", "gain", "belief.mean"))
+    signals = (log_decay, gain) if op == "additive" else (gain, log_decay)
+    module = getattr(MODULES[op], kernel)
+    return getattr(module, op)(q, k, v, *signals, PointBelief(mean), segments)
+
+
+def answer(function, args):
+    """Outputs and gradients by name; the loss weighs mean and final belief at random."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in args.items()}
+    mean, variance, belief = function(leaves)
+    assert variance is None
+    outputs = {"mean": mean, "final mean": belief.mean}
+    draw = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype) for x in outputs.values()]
+    grads = torch.autograd.grad(list(outputs.values()), list(leaves.values()), weights)
+    return {name: x.detach() for name, x in outputs.items()} | {
+        f"d {name}": x for name, x in zip(leaves, grads, strict=True)
+    }
+
+
+def check(op, args, segments=None, tolerance=1e-10):
+    got, want = (answer(lambda x: call(kernel, op, x, segments), args) for kernel in ("chunked", "reference"))  # noqa: B023
+    for name, x in want.items():
+        assert got[name].dtype == x.dtype and got[name].shape == x.shape, name
+        assert float((got[name] - x).norm()) <= tolerance * float(x.norm()), name
+    return got
+
+
+@pytest.fixture(params=[(64, 1 << 19), (4, 1 << 19), (8, 1)], ids=["chunk", "chunks", "blocks"])
+def cut(request, monkeypatch):
+    """One chunk, many, and blocks of few."""
+    chunk, room = request.param
+    for module in MODULES.values():
+        monkeypatch.setattr(module.chunked, "CHUNK", chunk)
+    monkeypatch.setattr(blocks, "ROOM", room)
+    monkeypatch.setattr(blocks, "RUNS", 1)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (2, 4)], ids=str)
+def test_agrees_with_the_recursion(cut, way, heads):
+    for length in (1, 2, LENGTH):
+        check(*arguments(way, 2, length, heads))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("runs", ["packed", "gaps", "padded"])
+def test_agrees_on_segments(cut, way, runs):
+    segments = RUNS[runs]
+    batch = 1 if runs == "packed" else 3
+    got = check(*arguments(way, batch, heads=(1, 2), sequences=segments.count), segments)
+    outside = segments.owner(batch, LENGTH) < 0
+    assert all(not x[outside].any() for name, x in got.items() if x.shape[:2] == outside.shape and "belief" not in name)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way[1]], ids=str)
+@pytest.mark.parametrize("decay", [0.0, -30.0, -1e3, "mixed"])
+def test_agrees_however_strong_the_decay(cut, way, decay):
+    """Relative to each gradient's own size, which is e^-30 where all decays are."""
+    op, args = arguments(way, 2)
+    if decay == "mixed":
+        index = torch.arange(args["log_decay"].numel()).view_as(args["log_decay"])
+        args["log_decay"] = args["log_decay"].masked_fill(index % 7 == 0, -30.0).masked_fill(index % 11 == 0, -1e3)
+    else:
+        args["log_decay"] = torch.full_like(args["log_decay"], decay)
+    check(op, args)
+    narrow = {name: x.float() for name, x in args.items()}
+    got, want = (
+        answer(lambda x: call(kernel, op, x), y)  # noqa: B023
+        for kernel, y in (("chunked", narrow), ("reference", {name: x.double() for name, x in narrow.items()}))
+    )
+    for name, x in want.items():
+        # A token rounds what it passes on about 8 times; what passes in a chunk grows by sums over LENGTH tokens.
+        assert float((got[name] - x).norm()) <= 8 * LENGTH * torch.finfo(torch.float32).eps * float(x.norm()), name
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_takes_expanded_and_strided_inputs(cut, way):
+    op, args = arguments(way, 2, heads=(2, 2))
+    strided = {name: x.transpose(0, -1).contiguous().transpose(0, -1) for name, x in args.items()}
+    strided["belief.mean"] = torch.zeros((), dtype=torch.float64).expand_as(args["belief.mean"])
+    strided["v"] = args["v"][:, :1].expand_as(args["v"])
+    check(op, strided)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("runs", ["whole", "packed"])
+def test_training_keeps_no_memory_per_token(way, runs):
+    """Beyond its inputs one memory a chunk, so not T x K x V."""
+    segments = RUNS[runs] and Segments.packed(torch.tensor([0, 100, 512]))
+    op, args = arguments(way, 1, 512, key=16, value=16, sequences=segments and segments.count)
+    leaves = {name: x.requires_grad_() for name, x in args.items()}
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.data_ptr()] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        call("chunked", op, leaves, segments)
+    chunks = 512 // 64 + (segments.count if segments else 0)
+    assert sum(kept.values()) <= sum(x.numel() for x in leaves.values()) + chunks * 16 * 16 + 6
+
+
+class Counting:
+    """A compiler back end that counts the operations of the graphs it is given, forward and backward."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, module, inputs):
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def count(graph, _):
+            self.sizes.append(len(graph.graph.nodes))
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=count, bw_compiler=count)(module, inputs)
+
+
+@pytest.mark.parametrize(
+    ("way", "runs"), [(("additive", "head", "head"), "whole"), (("delta", "key", "head"), "gaps")], ids=str
+)
+def test_the_graph_does_not_grow_with_the_sequence(way, runs, monkeypatch):
+    """Some chunks or many, in groups: the same graph, and the same answers as without a compiler."""
+    monkeypatch.setattr(MODULES[way[0]].chunked, "CHUNK", 2)
+    segments, sizes = RUNS[runs], []
+    for length in (61, 149):
+        op, args = arguments(way, 3, length, sequences=segments and segments.count)
+        torch._dynamo.reset()
+        backend = Counting()
+        compiled = torch.compile(
+            lambda x: call("chunked", op, x, segments),  # noqa: B023
+            fullgraph=True,
+            backend=backend,
+            dynamic=False,
+        )
+        got, want = (answer(function, args) for function in (compiled, lambda x: call("chunked", op, x, segments)))  # noqa: B023
+        for name, x in want.items():
+            torch.testing.assert_close(got[name], x, rtol=1e-11, atol=1e-11, msg=name)
+        sizes.append(backend.sizes)
+    assert len(sizes[0]) == 2 and sizes[0] == sizes[1]
