@@ -1,0 +1,98 @@
+"""Small signals of a memory, good and bad, for the ops that filter one."""
+
+import torch
+
+from kalmix import DiagonalBelief, PointBelief, Segments
+
+B, T, H, G, K, V = 2, 5, 1, 2, 3, 4
+
+
+def signals(**changes):
+    """What both ops take, and any gain they both take."""
+    draw = torch.Generator().manual_seed(0)
+    good = {
+        "q": torch.randn(B, T, H, K, generator=draw),
+        "k": torch.randn(B, T, H, K, generator=draw),
+        "v": torch.randn(B, T, G, V, generator=draw),
+        "log_decay": -torch.rand(B, T, G, generator=draw),
+        "gain": torch.rand(B, T, G, generator=draw),
+    }
+    return good | changes
+
+
+def belief(n=B, g=G, k=K, v=V, dtype=torch.float32):
+    return PointBelief(torch.ones(n, g, k, v, dtype=dtype))
+
+
+def one_bad(name, value):
+    x = signals()[name].clone()
+    x.view(-1)[-1] = value
+    return {name: x}
+
+
+BAD = {
+    "q without heads": ({"q": torch.randn(B, T, K)}, "`q` is [2, 5, 3], but must be [B, T, H, K]"),
+    "k of another width": ({"k": torch.randn(B, T, H, K + 1)}, "`k` is [2, 5, 1, 4], but must be [B=2, T=5, H=1, K=3]"),
+    "v of another length": ({"v": torch.randn(B, T + 1, G, V)}, "`v` is [2, 6, 2, 4]"),
+    "heads that do not divide": (
+        {"q": torch.randn(B, T, 3, K), "k": torch.randn(B, T, 3, K)},
+        "`v` is of 2 heads, but must be of a multiple of the 3 key heads",
+    ),
+    "q of integers": ({"q": torch.ones(B, T, H, K, dtype=torch.int64)}, "`q` is torch.int64"),
+    "k of another dtype": ({"k": torch.randn(B, T, H, K, dtype=torch.float64)}, "`k` is torch.float64"),
+    "v on another device": ({"v": torch.randn(B, T, G, V, device="meta")}, "`v` is on meta, but must be on cpu"),
+    "a list for k": ({"k": [[1.0]]}, "`k` is list, but must be a tensor"),
+    "NaN in q": (one_bad("q", float("nan")), "`q` is not finite"),
+    "infinite v": (one_bad("v", float("inf")), "`v` is not finite"),
+    "log_decay of other heads": ({"log_decay": -torch.rand(B, T, G + 1)}, "`log_decay` is [2, 5, 3]"),
+    "log_decay per value": ({"log_decay": -torch.rand(B, T, G, V)}, "`log_decay` is [2, 5, 2, 4]"),
+    "log_decay without time": ({"log_decay": -torch.rand(G, K)}, "`log_decay` is [2, 3]"),
+    "half precision log-decay": ({"log_decay": -torch.rand(B, T, G).half()}, "`log_decay` is torch.float16"),
+    "log-decay elsewhere": ({"log_decay": torch.zeros(B, T, G, device="meta")}, "`log_decay` is on meta"),
+    "positive log-decay": (one_bad("log_decay", 0.5), "`log_decay` is as high as 0.5, but must be at most 0"),
+    "a decay without limit": (one_bad("log_decay", -float("inf")), "`log_decay` is not finite"),
+    "gain of other heads": ({"gain": torch.rand(B, T, 1)}, "`gain` is [2, 5, 1], but must be [B=2, T=5, G=2]"),
+    "gain of integers": ({"gain": torch.ones(B, T, G, dtype=torch.int32)}, "`gain` is torch.int32"),
+    "gain elsewhere": ({"gain": torch.ones(B, T, G, device="meta")}, "`gain` is on meta"),
+    "NaN in gain": (one_bad("gain", float("nan")), "`gain` is not finite"),
+    "a number for gain": ({"gain": 0.5}, "`gain` is float, but must be a tensor"),
+    "belief of another batch": ({"belief": belief(n=3)}, "`belief.mean` is [3, 2, 3, 4]"),
+    "belief of another width": ({"belief": belief(v=V + 1)}, "`belief.mean` is [2, 2, 3, 5]"),
+    "belief of another dtype": ({"belief": belief(dtype=torch.float64)}, "`belief.mean` is torch.float64"),
+    "belief elsewhere": ({"belief": PointBelief(belief().mean.to("meta"))}, "`belief.mean` is on meta"),
+    "NaN in the belief": ({"belief": PointBelief(belief().mean * float("nan"))}, "`belief.mean` is not finite"),
+    "belief of another op": (
+        {"belief": DiagonalBelief(belief().mean, belief().mean)},
+        "`belief` is DiagonalBelief, but must be a PointBelief",
+    ),
+    "a tensor for a belief": ({"belief": torch.zeros(B, G, K, V)}, "`belief` is Tensor"),
+    "a mask for segments": ({"segments": torch.ones(B, T)}, "`segments` is Tensor, but must be kalmix.Segments"),
+    "segments beyond the batch": ({"segments": Segments(torch.tensor([[2, 0, 3]], dtype=torch.int32))}, "`segments`"),
+    "segments beyond the end": ({"segments": Segments(torch.tensor([[0, 0, 6]], dtype=torch.int32))}, "`segments`"),
+    "one belief for two segments": (
+        {"belief": belief(n=1), "segments": Segments.of(torch.tensor([[0, 0, 2], [1, 0, 5]]))},
+        "`belief.mean` is [1, 2, 3, 4], but must be [N=2, G=2, K=3, V=4]",
+    ),
+}
+
+
+def check_refusal(error, message):
+    """One sentence, a `ValueError`, that names the argument."""
+    assert message in str(error)
+    assert isinstance(error, ValueError)
+    assert "\n" not in str(error)
+
+
+def check_nothing(op, kernel):
+    """No tokens, no sequences or none with tokens: the belief passes through, gradients included."""
+    none = {name: x[:, :0] for name, x in signals().items()}
+    got = op(**none, belief=belief(), kernel=kernel)
+    assert got.mean.shape == (B, 0, G, V) and got.variance is None
+    assert torch.equal(got.belief.mean, belief().mean)
+    empty = Segments.of(torch.tensor([[0, 0, 0], [1, 5, 5], [1, 2, 2]]))
+    prior = belief(n=3).mean.requires_grad_()
+    got = op(**signals(), belief=PointBelief(prior), segments=empty, kernel=kernel)
+    assert not got.mean.any() and torch.equal(got.belief.mean, prior)
+    assert torch.equal(torch.autograd.grad(got.belief.mean.sum(), prior)[0], torch.ones_like(prior))
+    no_rows = Segments.of(torch.zeros(0, 3, dtype=torch.int32))
+    assert op(**signals(), segments=no_rows, kernel=kernel).belief.mean.shape == (0, G, K, V)

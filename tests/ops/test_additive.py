@@ -1,0 +1,54 @@
+"""`additive`: closed forms, and the table of bad input that was tried."""
+
+import pytest
+import torch
+from memories import BAD, B, G, K, T, V, belief, check_nothing, check_refusal, signals
+
+from kalmix import ArgumentError, KernelError, ops
+
+KERNELS = ["reference", "chunked"]
+ONLY_HERE = {
+    "a gain per key": ({"gain": torch.rand(B, T, G, K)}, "`gain` is [2, 5, 2, 3], but must be [B=2, T=5, G=2]")
+}
+TABLE = BAD | ONLY_HERE
+
+
+@pytest.mark.parametrize("kernel", [None, *KERNELS])
+@pytest.mark.parametrize("case", TABLE)
+def test_bad_signals(case, kernel):
+    changes, message = TABLE[case]
+    with pytest.raises(ArgumentError) as caught:
+        ops.additive(**signals(**changes), kernel=kernel)
+    check_refusal(caught.value, message)
+
+
+def test_unknown_kernels():
+    with pytest.raises(KernelError, match=r"`additive` has no kernel 'fast'; it has .*chunked, reference"):
+        ops.additive(**signals(), kernel="fast")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nothing_passes_the_belief_through(kernel):
+    check_nothing(ops.additive, kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_decay_it_is_causal_linear_attention(kernel):
+    x = {name: y.double() for name, y in signals(log_decay=None).items() if y is not None}
+    scores = torch.einsum("bthk,bshk->bts", x["q"], x["k"]).tril()
+    want = torch.einsum("bts,bsg,bsgv->btgv", scores, x["gain"], x["v"])
+    got = ops.additive(**x, kernel=kernel)
+    torch.testing.assert_close(got.mean, want, rtol=1e-12, atol=1e-12)
+    memory = torch.einsum("bshk,bsg,bsgv->bgkv", x["k"], x["gain"], x["v"])
+    torch.testing.assert_close(got.belief.mean, memory, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_absent_is_one(kernel):
+    x = signals()
+    prior = belief()
+    given = x | {"log_decay": torch.zeros(B, T, G, K), "gain": torch.ones(B, T, G)}
+    got = ops.additive(**{name: x[name] for name in "qkv"}, belief=prior, kernel=kernel)
+    want = ops.additive(**given, belief=prior, kernel=kernel)
+    torch.testing.assert_close(got.mean, want.mean)
+    assert got.mean.shape == (B, T, G, V)
