@@ -156,7 +156,7 @@ def test_mamba2():
     reads = walk(c, b, v, (-rate * step).exp()[..., None], step, corrects=False) + layer.skip[:, None] * v
     gated = (reads.reshape(T, -1) * silu(linear(x[0], layer.gate_proj))).reshape(T, 2, -1)
     normed = gated / (gated.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    expected = linear(normed.reshape(T, -1) * layer.norm.weight.repeat(2), layer.out_proj)
+    expected = linear(normed.reshape(T, -1) * layer.norm_scale, layer.out_proj)
     torch.testing.assert_close(layer(x)[0][0], expected, **CLOSE)
 
 

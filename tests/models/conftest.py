@@ -1,15 +1,24 @@
-"""Tiny models of every kind: pure attention (GPT), pure KLA, and hybrids."""
+"""Tiny models of every kind: pure attention (GPT), pure KLA, hybrids, and every other mixer."""
 
 import pytest
 import torch
 
+from kalmix.designs import Covariance, Design, Evidence, Transition
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 
 VOCABULARY = 40
+DESIGN = Design("own", Transition("head", diffusion=True), Evidence("memory"), Covariance("dense"))
+# Read-outs near 0 are magnified by an output norm, their rounding with them: a larger epsilon keeps that in bounds.
+CALM = {"heads": 1, "head_dim": 8, "norm_eps": 0.01}
 LAYERS = {
     "gpt": ["attention", {"mixer": "attention", "heads": 4, "kv_heads": 2}],
     "kla": ["kla", {"mixer": "kla", "slots": 4, "mlp": 24}],
     "hybrid": [{"mixer": "attention", "heads": 2}, "kla"],
+    "bayesian": [{"mixer": "bayesian", **CALM}, {"mixer": "bayesian", **CALM, "rotations": True, "mlp": 8}],
+    "delta": [{"mixer": "gated-deltanet", **CALM}, {"mixer": "kda", **CALM}],
+    "ungated": [{"mixer": "deltanet", **CALM}, "linear-attention"],
+    "additive": [{"mixer": "retnet", **CALM}, {"mixer": "gla", **CALM, "conv": 2}],
+    "space": [{"mixer": "mamba2", "state_dim": 6}, {"mixer": "design", "design": DESIGN, **CALM}],
 }
 
 

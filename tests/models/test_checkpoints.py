@@ -25,6 +25,8 @@ def test_bit_equal(tmp_path, model, tie):
     assert again.config.to_dict() | {"_name_or_path": ""} == model.config.to_dict() | {"_name_or_path": ""}
     for (name, old), (_, new) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
         assert torch.equal(old, new), name
+    for parameter in again.parameters():  # out of the file's memory, whose alignment decides how sums are vectorised
+        parameter.data = parameter.data.clone()
     assert torch.equal(again(tokens(2, 5)).logits, model(tokens(2, 5)).logits)
     assert (again.model.lm_head.weight is again.model.embed_tokens.weight) == tie
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is KalmixForCausalLM

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix import ops
@@ -56,17 +57,17 @@ class Mamba2(MemoryLayer):
         )
         state_dim = min(128, hidden_size) if state_dim is None else state_dim
         check_positive("state_dim", state_dim)
-        sizes = values._replace(key_width=state_dim)
-        width = sizes.values // groups
         options = {"conv": conv, "gate": "silu", "norm_eps": norm_eps, "kernel": kernel}
-        super().__init__(hidden_size, sizes, conv_bias=True, norm_width=width, **options)
-        self.decay = StepDecay(hidden_size, (sizes.heads,), least=1.0)
-        self.skip = nn.Parameter(torch.empty(sizes.heads))
+        super().__init__(hidden_size, values._replace(key_width=state_dim), conv_bias=True, norm_width=0, **options)
+        self.decay = StepDecay(hidden_size, (values.heads,), least=1.0)
+        self.skip = nn.Parameter(torch.empty(values.heads))
+        self.norm_scale = nn.Parameter(torch.empty(values.values))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The parameters this module holds itself; its parts reset themselves."""
         nn.init.ones_(self.skip)
+        nn.init.ones_(self.norm_scale)
 
     def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """C and B as they are, without a scale."""
@@ -82,8 +83,9 @@ class Mamba2(MemoryLayer):
         found = ops.additive(q, k, v, **arguments)
         return found._replace(mean=found.mean + self.skip.to(v.dtype)[:, None] * v)
 
-    def emit(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
-        """Gate, then norm, then projection."""
-        gate, mean = context
-        assert gate is not None
-        return super().emit(readout * gate, (None, mean))
+    def emit(self, readout: Tensor, context: tuple[Any, Tensor]) -> Tensor:
+        """Gate, then the norm of each group, then projection."""
+        gate, _ = context
+        gated = (readout * gate).unflatten(-1, (self.sizes.key_heads, -1))
+        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.norm_eps).flatten(-2)
+        return self.out_proj(normed * self.norm_scale.to(normed.dtype))

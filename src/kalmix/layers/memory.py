@@ -174,7 +174,7 @@ class MemoryLayer(Mixer):
 
     def read(
         self, x: Tensor, state: MemoryState | None = None, segments: Segments | None = None, variance: bool = False
-    ) -> tuple[Filtered, tuple[Tensor | None, Tensor]]:
+    ) -> tuple[Filtered, tuple[Any, Tensor]]:
         """What the queries read out of the memory, `[B, T, G * V]`, independent between columns."""
         if state is not None:
             check_state(state, MemoryState, x.shape[0] if segments is None else segments.count)
@@ -191,13 +191,13 @@ class MemoryLayer(Mixer):
         mean, var = mean.flatten(2), None if var is None else var.expand_as(mean).flatten(2)
         return Filtered(mean, var, MemoryState(belief, carried)), (gate, mean)
 
-    def emit(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
+    def emit(self, readout: Tensor, context: tuple[Any, Tensor]) -> Tensor:
         """Output norm, gate, output projection. Samples are normalised each by its own size."""
         gate, _ = context
         found = readout if self.norm is None else self.norm(self._split(readout)).flatten(-2)
         return self.out_proj(found if gate is None else found * gate)
 
-    def emit_variance(self, variance: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
+    def emit_variance(self, variance: Tensor, context: tuple[Any, Tensor]) -> Tensor:
         """Through norm, gate and projection, each squared; columns are independent.
 
         The norm divides a sample by its own root mean square, which is random. Here its mean square is replaced by

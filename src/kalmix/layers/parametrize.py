@@ -38,11 +38,6 @@ def observation_precision(raw: Tensor, floor: float = 1e-4) -> Tensor:
     return 1 / noise_variance(raw, floor)
 
 
-def inverse_softplus(value: Tensor) -> Tensor:
-    """The number whose softplus is `value` > 0."""
-    return value + torch.log(-torch.expm1(-value))
-
-
 def discretize_ou(rate: Tensor, diffusion: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     """The Ornstein-Uhlenbeck process dz = -rate z dt + c dW, observed every `step`: exact, equation 8.
 
@@ -114,7 +109,7 @@ class Noise(nn.Module):
 
     def reset_parameters(self) -> None:
         """The bias whose softplus is `initial`; the projection resets itself."""
-        nn.init.constant_(self.bias, float(inverse_softplus(torch.tensor(self.initial))))
+        nn.init.constant_(self.bias, math.log(math.expm1(self.initial)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Of tokens `x` `[B, T, D]`."""
@@ -141,8 +136,7 @@ class StepDynamics(nn.Module):
         """The published initial values."""
         with torch.no_grad():
             self.log_rate.uniform_(max(self.least, 1e-4), 16).log_()
-            step = torch.empty_like(self.step_bias).uniform_(math.log(0.001), math.log(0.1)).exp()
-            self.step_bias.copy_(inverse_softplus(step))
+            self.step_bias.uniform_(math.log(0.001), math.log(0.1)).exp_().expm1_().log_()  # of a step, by softplus
             if self.frequency is not None:
                 self.frequency.uniform_(0, 2 * math.pi)
 
