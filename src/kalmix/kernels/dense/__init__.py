@@ -7,12 +7,14 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
-from kalmix.kernels.dense import chunked, reference
+from kalmix.checks import SINGLES
+from kalmix.kernels.dense import chunked, fused, reference
 from kalmix.kernels.kernel import Kernel
 
 _ROTATIONS = frozenset({"rotations"})
 
 KERNELS = (
+    Kernel("triton", fused.dense, devices=("cuda",), dtypes=SINGLES, max_key_width=128, triton=True),
     Kernel("chunked", chunked.dense, serves=_ROTATIONS),
     Kernel("reference", reference.dense, serves=_ROTATIONS),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kalmix.segments import Segments
 
-TILE = 16  # tokens that share a factorisation; in float32, 32 would not always stay positive definite
+TILE = 16  # tokens that share a factorisation, half as many where keys are narrower: float32 wants few beside its rank
 STEPS = 8  # tiles of a lane that are prepared at once; only the belief before them is kept for the backward
 ROOM = 1 << 24  # numbers in the largest array of what is prepared
 
@@ -82,7 +82,7 @@ class Lanes:
 def _plan(v: Tensor, mean: Tensor, rows: Tensor | None) -> tuple[int, list[int], int]:
     """Tokens of a tile, lanes under way at each step (at most), and steps of a block."""
     (batch, length), (sequences, heads, width) = v.shape[:2], mean.shape[:3]
-    size = min(TILE, 1 << (int(length) - 1).bit_length())  # `Decays` halves it
+    size = min(TILE if width >= TILE else TILE // 2, 1 << (int(length) - 1).bit_length())  # `Decays` halves it
     steps, tiles = -(-length // size), batch * length // size + sequences
     counts = [sequences if rows is None else min(sequences, tiles // (j + 1)) for j in range(steps)]
     return size, counts, max(1, min(STEPS, ROOM // (sequences * heads * width * width)))

@@ -1,0 +1,324 @@
+"""`dense`: bad input, and what its tiled kernel promises beyond the laws."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kalmix import ArgumentError, DenseBelief, KernelError, Segments, ops
+from kalmix.kernels.dense import chunked, lanes, reference
+from kalmix.testing.budgets import relative_error
+
+B, T, H, G, K, V = 2, 5, 1, 2, 4, 3
+
+
+def signals(**changes):
+    torch.manual_seed(0)
+    good = {
+        "q": torch.randn(B, T, H, K),
+        "k": torch.randn(B, T, H, K),
+        "v": torch.randn(B, T, G, V),
+        "obs_noise": torch.rand(B, T, G) + 0.1,
+        "process_noise": torch.rand(B, T, G),
+        "log_decay": -torch.rand(B, T, G, K),
+    }
+    return good | changes
+
+
+def belief(n=B, g=G, k=K, v=V, dtype=torch.float32):
+    return DenseBelief(torch.zeros(n, g, k, v, dtype=dtype), torch.eye(k, dtype=dtype).expand(n, g, k, k))
+
+
+def one_bad(name, value):
+    x = signals()[name].clone()
+    x.view(-1)[-1] = value
+    return {name: x}
+
+
+def wide(k):
+    return {name: torch.randn(B, T, H, k) for name in "qk"}
+
+
+NO_DECAY = {"log_decay": None}
+BAD = {
+    "q without heads": ({"q": torch.randn(B, T, K)}, "`q` is [2, 5, 4], but must be [B, T, H, K]"),
+    "k of another width": ({"k": torch.randn(B, T, H, K + 1)}, "`k` is [2, 5, 1, 5], but must be [B=2, T=5, H=1, K=4]"),
+    "v of another length": ({"v": torch.randn(B, T + 1, G, V)}, "`v`"),
+    "heads that do not divide": (
+        {"q": torch.randn(B, T, 3, K), "k": torch.randn(B, T, 3, K)},
+        "`v` is of 2 heads, but must be of a multiple of the 3 key heads",
+    ),
+    "obs_noise a column": ({"obs_noise": torch.rand(B, T, G, V)}, "`obs_noise` is [2, 5, 2, 3], but must be"),
+    "process_noise a key": ({"process_noise": torch.rand(B, T, G, K)}, "`process_noise` is [2, 5, 2, 4], but must be"),
+    "log_decay of other keys": ({"log_decay": -torch.rand(B, T, G, K + 1)}, "`log_decay` is [2, 5, 2, 5]"),
+    "log_decay of all tokens": ({"log_decay": -torch.rand(G, K)}, "`log_decay`"),
+    "log_decay a pair without turns": ({"log_decay": -torch.rand(B, T, G, K // 2)}, "`log_decay` is [2, 5, 2, 2]"),
+    "log_decay a key with turns": ({"angle": torch.rand(B, T, G, K // 2)}, "`log_decay` is [2, 5, 2, 4], but must be"),
+    "angle a key": (NO_DECAY | {"angle": torch.rand(B, T, G, K)}, "`angle` is [2, 5, 2, 4], but must be"),
+    "turns of an odd width": (
+        NO_DECAY | wide(3) | {"angle": torch.rand(B, T, G, 1)},
+        "`q` is 3 wide, but must be an even number of key rows where they turn",
+    ),
+    "q of integers": ({"q": torch.ones(B, T, H, K, dtype=torch.int64)}, "`q` is torch.int64"),
+    "k of another dtype": ({"k": torch.randn(B, T, H, K, dtype=torch.float64)}, "`k` is torch.float64"),
+    "half precision noise": ({"obs_noise": torch.rand(B, T, G).half()}, "`obs_noise` is torch.float16"),
+    "v on another device": ({"v": torch.randn(B, T, G, V, device="meta")}, "`v` is on meta, but must be on cpu"),
+    "no noise": (one_bad("obs_noise", 0.0), "`obs_noise` is as low as 0, but must be at least"),
+    "negative noise": (one_bad("process_noise", -1e-3), "`process_noise` is as low as -0.001, but must be at least 0"),
+    "positive log-decay": (one_bad("log_decay", 0.5), "`log_decay` is as high as 0.5, but must be at most 0"),
+    "NaN in q": (one_bad("q", float("nan")), "`q` is not finite"),
+    "infinite obs_noise": (one_bad("obs_noise", float("inf")), "`obs_noise` is not finite"),
+    "infinite angle": (
+        NO_DECAY | {"angle": torch.full((B, T, G, K // 2), float("inf"))},
+        "`angle` is not finite",
+    ),
+    "belief of another batch": ({"belief": belief(n=3)}, "`belief.mean` is [3, 2, 4, 3]"),
+    "belief of another dtype": ({"belief": belief(dtype=torch.float64)}, "`belief.mean` is torch.float64"),
+    "covariance of other keys": (
+        {"belief": DenseBelief(belief().mean, belief(k=K + 1).covariance)},
+        "`belief.covariance` is [2, 2, 5, 5], but must be [N=2, G=2, K=4, K=4]",
+    ),
+    "NaN in the covariance": (
+        {"belief": DenseBelief(belief().mean, belief().covariance * float("nan"))},
+        "`belief.covariance` is not finite",
+    ),
+    "a tensor for a belief": ({"belief": torch.zeros(B, G, K, V)}, "`belief` is Tensor, but must be a DenseBelief"),
+    "a mask for segments": ({"segments": torch.ones(B, T)}, "`segments` is Tensor, but must be kalmix.Segments"),
+    "segments beyond the end": ({"segments": Segments(torch.tensor([[0, 0, 6]], dtype=torch.int32))}, "`segments`"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_signals(case):
+    changes, message = BAD[case]
+    for kernel in (None, "reference", "chunked"):
+        with pytest.raises(ArgumentError) as caught:
+            ops.dense(**signals(**changes), kernel=kernel)
+        assert message in str(caught.value)
+        assert isinstance(caught.value, ValueError)
+        assert "\n" not in str(caught.value)
+
+
+def test_bad_kernel():
+    with pytest.raises(KernelError, match=r"`dense` has no kernel 'cuda'; it has .*chunked, reference"):
+        ops.dense(**signals(), kernel="cuda")
+
+
+# The tiled kernel.
+
+PACKED = Segments.packed(torch.tensor([0, 13, 13, 14, 40, 61]))  # one run empty
+GAPS = Segments.of(torch.tensor([[0, 3, 17], [2, 0, 61], [0, 20, 35], [1, 5, 5], [1, 30, 60]]))  # and out of order
+PADDED = Segments.padded(torch.arange(61).expand(3, 61) >= torch.tensor([[0], [17], [60]]))
+PADDED_RIGHT = Segments.padded(torch.arange(61).expand(3, 61) < torch.tensor([[61], [16], [0]]))
+SEGMENTS = {"packed": PACKED, "gaps": GAPS, "left": PADDED, "right": PADDED_RIGHT}
+
+
+def arguments(batch=1, length=13, heads=(1, 2), width=4, decay="key", sequences=None, dtype=torch.float64, seed=0):
+    """Signals and a prior, by name; decays "none", a "head", a "key", or turning a "pair"."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    shape, n = (batch, length, heads[1]), batch if sequences is None else sequences
+    root = normal(n, heads[1], width, width) / width**0.5
+    made = {
+        **{name: normal(batch, length, heads[0], width) / width**0.5 for name in "qk"},
+        "v": normal(*shape, 3),
+        "obs_noise": 0.1 + normal(*shape).exp(),
+        "process_noise": 0.1 * normal(*shape).square(),
+        "log_decay": -0.1 * normal(*shape, *{"key": (width,), "pair": (width // 2,)}.get(decay, ())).square(),
+        "angle": normal(*shape, width // 2),
+        "mean": normal(n, heads[1], width, 3),
+        "covariance": root @ root.mT,
+    }
+    absent = {"none": ("log_decay", "angle"), "pair": ()}.get(decay, ("angle",))
+    return {name: None if name in absent else x.to(dtype) for name, x in made.items()}
+
+
+def answer(kernel, args, segments=None, dtype=None):
+    """Outputs and gradients by name, of a random function of them; only a covariance's symmetric part is anyone's."""
+    leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in args.items() if x is not None}
+    *given, mean, covariance = (leaves.get(name) for name in args)
+    got = kernel.dense(*given, DenseBelief(mean, (covariance + covariance.mT) / 2), segments, True)
+    outputs = {"mean": got.mean, "variance": got.variance, "final mean": got.belief.mean}
+    outputs["final covariance"] = got.belief.covariance
+    draw = torch.Generator().manual_seed(1)
+    loss = sum((x.double() * torch.randn(x.shape, generator=draw, dtype=torch.float64)).sum() for x in outputs.values())
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return {name: x.detach() for name, x in outputs.items()}, dict(zip(leaves, grads, strict=True))
+
+
+def check(args, segments=None, tolerance=1e-10):
+    got, expected = (answer(kernel, args, segments) for kernel in (chunked, reference))
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, x in theirs.items():
+            assert ours[name].dtype == x.dtype and ours[name].shape == x.shape, name
+            torch.testing.assert_close(ours[name], x, rtol=0, atol=tolerance * float(1 + x.abs().max()), msg=name)
+    return got
+
+
+@pytest.fixture(params=[(16, 8, 1 << 24), (32, 8, 1 << 24), (4, 3, 1 << 24), (8, 8, 1)], ids="8 16 2 room".split())
+def tiling(request, monkeypatch):
+    """Tiles of 8, 16, 2 and 4 tokens (keys are narrow here); in the last case without room for two at once."""
+    for name, value in zip(("TILE", "STEPS", "ROOM"), request.param, strict=True):
+        monkeypatch.setattr(lanes, name, value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "decay"),
+    [(1, 1, (1, 1), "key"), (2, 13, (1, 3), "head"), (1, 150, (2, 4), "pair"), (3, 64, (1, 1), "none")],
+)
+def test_agrees_with_reference(tiling, batch, length, heads, decay):
+    check(arguments(batch, length, heads, decay=decay))
+
+
+@pytest.mark.parametrize(("name", "decay"), [("packed", "pair"), ("gaps", "key"), ("left", "none"), ("right", "head")])
+def test_agrees_on_segments(tiling, name, decay):
+    segments, batch = SEGMENTS[name], 1 if name == "packed" else 3
+    args = arguments(batch, 61, sequences=segments.count, decay=decay)
+    outputs, grads = check(args, segments)
+    outside = segments.owner(batch, 61) < 0
+    tokens = [grads[x] for x in grads if x not in ("mean", "covariance")]
+    assert all((x[outside] == 0).all() for x in (outputs["mean"], outputs["variance"], *tokens))
+
+
+EXTREMES = [
+    {"process_noise": 0.0},
+    {"process_noise": 1e3},
+    {"log_decay": -30.0},
+    {"log_decay": -1e3},
+    {"k": 0.0},
+    {"covariance": 0.0},
+    {"obs_noise": 1e-5},
+    {"obs_noise": 1e6},
+    {"obs_noise": 1e-5, "process_noise": 0.0, "log_decay": 0.0},
+]
+
+
+@pytest.mark.parametrize("decay", ["key", "pair"])
+@pytest.mark.parametrize("extreme", EXTREMES, ids=str)
+def test_agrees_at_extremes(extreme, decay):
+    args = arguments(2, 40, decay=decay)
+    args |= {name: torch.full_like(args[name], value) for name, value in extreme.items()}
+    _, grads = check(args, tolerance=1e-9)
+    assert all(torch.isfinite(x).all() for x in grads.values())
+
+
+def test_one_strong_decay_spares_the_others():
+    """Relative decays: had a tile's sums of logarithms been subtracted, the weak ones would lose their digits."""
+    args = arguments(1, 48, decay="key", dtype=torch.float32)
+    args["log_decay"][:, 3] = -1e4
+    got, grads = answer(chunked, args)
+    exact, exact_grads = answer(reference, args, dtype=torch.float64)
+    for name, x in (exact | exact_grads).items():
+        assert relative_error((got | grads)[name], x) < 48 * 16 * torch.finfo(torch.float32).eps, name
+
+
+LONG = [(obs, noise, decay) for obs in (1e-5, 1e-3) for noise, decay in ((0.0, 0.0), (1e-6, 0.0), (1e-6, -1e-3))]
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["still", "turning"])
+def test_covariance_stays_positive_for_100000_tokens(turns):
+    """All of certain evidence, repeated or random, at once; without process noise, to rounding of the prior."""
+    length, piece, width, draw = 100_000, 25_000, 8, torch.Generator().manual_seed(0)
+    setting = torch.tensor(LONG).repeat(2, 1)  # repeated keys, then random ones
+    obs, noise, decay = (x.expand(piece, 1, -1).permute(2, 0, 1) for x in setting.mT[:, None, None, :])
+    shape = (len(setting), piece, 1)
+    same = torch.randn(width, generator=draw)
+    final = None
+    for _ in range(0, length, piece):
+        k = torch.randn(*shape, width, generator=draw)
+        k[: len(LONG)] = same
+        angle = None
+        if turns:
+            k[..., width // 2 :] = 0
+            angle = torch.randn(*shape, width // 2, generator=draw)
+        k = k / k.norm(dim=-1, keepdim=True)
+        v = torch.randn(*shape, 1, generator=draw)
+        given = {"obs_noise": obs, "process_noise": noise, "log_decay": decay, "angle": angle, "belief": final}
+        got = ops.dense(k, k, v, **given, variance=True, kernel="chunked")
+        final = got.belief
+        lowest = torch.linalg.eigvalsh(final.covariance.double())[:, 0, 0]
+        assert torch.isfinite(got.mean).all() and float(got.variance.min()) >= 0
+        noisy = setting[:, 1] > 0
+        assert float(lowest[~noisy].min()) >= -1e-7
+        assert float(lowest[noisy].min()) > 0
+
+
+@pytest.mark.parametrize("noise", [1e-9, 1e-12, 1e-30])
+def test_noise_below_rounding_is_survived(noise):
+    """No factor of C exists in float32: the noise counts as what float32 resolves, and nothing blows up."""
+    args = arguments(2, 200, width=8, decay="none", dtype=torch.float32)
+    args["k"] = args["k"][:, :1].expand_as(args["k"])
+    args |= {"obs_noise": torch.full_like(args["obs_noise"], noise), "process_noise": args["process_noise"] * 0}
+    args["v"] = args["v"][:, :1].expand_as(args["v"])
+    got, grads = answer(chunked, args)
+    assert all(bool(torch.isfinite(x).all()) for x in (got | grads).values())
+    key, value = args["k"][:, 0].repeat_interleave(2, 1), args["v"][:, 0]
+    learned = torch.einsum("bgkv,bgk->bgv", got["final mean"], key)
+    assert float((learned - value).abs().max()) < 1e-3  # the same thing 200 times is known
+    assert float(torch.linalg.eigvalsh(got["final covariance"]).min()) > -1e-5
+
+
+@pytest.mark.parametrize("segments", [None, Segments.packed(torch.tensor([0, 100, 512]))], ids=["whole", "packed"])
+def test_training_keeps_few_beliefs(segments):
+    """One every 128 tokens of a sequence, and the inputs."""
+    args = arguments(1, 512, (1, 1), 16, sequences=segments and segments.count)
+    leaves = {name: x.requires_grad_() for name, x in args.items() if x is not None}
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.data_ptr()] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        *given, mean, covariance = (leaves.get(name) for name in args)
+        chunked.dense(*given, DenseBelief(mean, covariance), segments, True)
+    beliefs = 4 if segments is None else 2 + 2 + 1 + 1  # at most: 34 tiles, of two runs while both can be under way
+    inputs = sum(x.numel() for x in leaves.values())
+    assert sum(kept.values()) <= inputs + beliefs * 16 * (16 + 3) + (0 if segments is None else 6)
+
+
+def test_the_graph_does_not_grow_with_the_sequence():
+    sizes = []
+
+    def count(graph, _):
+        sizes.append(len(graph.graph.nodes))
+        return graph.forward
+
+    for length in (32, 512):
+        torch._dynamo.reset()
+        compiled = torch.compile(chunked.dense, fullgraph=True, backend=count, dynamic=False)
+        *given, mean, covariance = arguments(1, length).values()
+        got = compiled(*given, DenseBelief(mean, covariance), None, True)
+        want = chunked.dense(*given, DenseBelief(mean, covariance), None, True)
+        torch.testing.assert_close(got.mean, want.mean)
+    assert len(sizes) == 2 and sizes[0] == sizes[1]
+
+
+def test_a_gradient_that_is_not_symmetric_counts_as_its_symmetric_part():
+    args = arguments(1, 20)
+    *given, mean, covariance = args.values()
+    prior = DenseBelief(mean, covariance.requires_grad_())
+    upper = torch.randn(4, 4, dtype=torch.float64).triu(1)
+    grads = []
+    for weight in (upper, (upper + upper.mT) / 2):
+        after = chunked.dense(*given, prior, None, False).belief.covariance
+        grads.append(torch.autograd.grad((after * weight).sum(), covariance)[0])
+    torch.testing.assert_close(*grads)
+    assert torch.equal(grads[0], grads[0].mT)
+
+
+def test_certain_evidence_costs_no_more_accuracy_than_token_by_token():
+    """In float32, where the noise is 1e-5 of the prior's variance and many tokens see few keys."""
+    errors = {chunked: [0.0] * 4, reference: [0.0] * 4}
+    for seed in range(6):
+        args = arguments(2, 64, width=8, decay="key", dtype=torch.float32, seed=seed)
+        args |= {"obs_noise": torch.full_like(args["obs_noise"], 1e-5), "process_noise": args["process_noise"] * 1e-5}
+        exact, _ = answer(reference, args, dtype=torch.float64)
+        for kernel, off in errors.items():
+            got, _ = answer(kernel, args)
+            for i, name in enumerate(exact):
+                off[i] += relative_error(got[name], exact[name])
+    assert all(tiled <= 2 * stepped for tiled, stepped in zip(*errors.values(), strict=True)), errors
