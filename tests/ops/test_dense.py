@@ -158,7 +158,7 @@ def check(args, segments=None, tolerance=1e-10):
     return got
 
 
-@pytest.fixture(params=[(16, 8, 1 << 24), (32, 8, 1 << 24), (4, 3, 1 << 24), (8, 8, 1)], ids="8 16 2 room".split())
+@pytest.fixture(params=[(16, 8, 1 << 24), (32, 8, 1 << 24), (4, 3, 1 << 24), (8, 8, 1)], ids=["8", "16", "2", "room"])
 def tiling(request, monkeypatch):
     """Tiles of 8, 16, 2 and 4 tokens (keys are narrow here); in the last case without room for two at once."""
     for name, value in zip(("TILE", "STEPS", "ROOM"), request.param, strict=True):
