@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-FAN = 16  # maps of a group, where the graph must not grow with their number
+FAN = 8  # maps of a group, where the graph must not grow with their number
 
 State = tuple[Tensor, ...]
 
