@@ -27,7 +27,7 @@ AXES = {
     "crowding": (("writes", {}, "addresses in a memory of 16 rows", (16, 64)),),
 }
 LEVELS = {"boost": "47", "flood": "57", "slope": "16", "gain": "42"}  # drawn, by equation
-DRAWN = {"recall": ("margin",), "crowding": ("cross_entropy", "accuracy")}
+SCORES = {"recall": ("margin", "accuracy"), "crowding": ("cross_entropy", "accuracy")}  # shown; the first is drawn
 Scores = list[dict[str, Any]]
 
 
@@ -61,13 +61,11 @@ def learned(study: str, rows: Sequence[dict[str, Any]], output: Path, console: C
     for axis, held, heading, trained in AXES[study]:
         tests = {name: [_along(row["scores"], axis, held) for row in rows if row["model"] == name] for name in models}
         at = [score[axis] for score in next(iter(tests.values()))[0]]
-        for score in ("margin", "cross_entropy", "accuracy"):
-            if all(score in test for test in rows[0]["scores"]):
-                curves = {name: _over_seeds(seeds, score) for name, seeds in tests.items()}
-                title = score.replace("_", " ")
-                console.print(_sweep(f"{title} by {heading}", at, curves))
-                if score in DRAWN[study]:
-                    panels.append(plots.Sweep(title, heading, title, at, curves, trained, doubling=axis != "overlap"))
+        for score in SCORES[study]:
+            curves, title = {name: _over_seeds(seeds, score) for name, seeds in tests.items()}, score.replace("_", " ")
+            console.print(_sweep(f"{title} by {heading}", at, curves))
+            if score == SCORES[study][0]:
+                panels.append(plots.Sweep(heading, title, at, curves, trained, doubling=axis != "overlap"))
     path = output / f"{study}.png"
     plots.sweeps(path, panels)
     return [path]
@@ -87,10 +85,8 @@ def _over_seeds(seeds: Sequence[Scores], score: str) -> torch.Tensor:
 def _sweep(title: str, at: Sequence[float], curves: dict[str, torch.Tensor]) -> Table:
     table = _table(title, "", *curves)
     for index, where in enumerate(at):
-        cells = [curve[:, index].tolist() for curve in curves.values()]
-        best = max(cells)[0] if "entropy" not in title else min(cells)[0]
-        shown = [f"{'[bold]' * (mean == best)}{mean:.3f} ± {spread:.3f}" for mean, spread in cells]
-        table.add_row(f"{where:g}", *shown)
+        cells = (curve[:, index].tolist() for curve in curves.values())
+        table.add_row(f"{where:g}", *(f"{mean:.2f} ± {spread:.2f}" for mean, spread in cells))
     return table
 
 

@@ -19,21 +19,18 @@ class Sweep(NamedTuple):
     """One panel: what was measured against what was varied.
 
     Attributes:
-        title, across, up: the headings of the panel and its axes.
+        across, up: what the axes are of.
         at: `[n]` what was varied.
         curves: `[2, n]` mean and standard deviation over seeds, by model.
         trained: the range of `at` that training saw.
-        level: where a dotted line is drawn, and what it means.
         doubling: whether `at` is drawn by its logarithm.
     """
 
-    title: str
     across: str
     up: str
     at: Sequence[float]
     curves: Curves
     trained: tuple[float, float]
-    level: tuple[float, str] | None = None
     doubling: bool = False
 
 
@@ -43,8 +40,6 @@ def sweeps(path: str | PathLike[str], panels: Sequence[Sweep]) -> str | PathLike
         for panel, area in zip(panels, axes, strict=True):
             area.axvspan(*panel.trained, color=FAINT, alpha=0.6, linewidth=0)
             area.annotate("seen in training", (panel.trained[0], 0.02), (3, 0), **_INSIDE, color=MUTED, fontsize=7)
-            if panel.level:
-                _level(area, *panel.level)
             for colour, (name, curve) in zip(COLOURS, panel.curves.items(), strict=False):
                 mean, spread = np.asarray(curve, float)
                 area.plot(panel.at, mean, color=colour, marker="o", markersize=3, label=name)
@@ -52,7 +47,7 @@ def sweeps(path: str | PathLike[str], panels: Sequence[Sweep]) -> str | PathLike
             if panel.doubling:
                 area.set_xscale("log", base=2)
                 area.set_xticks(panel.at, [f"{x:g}" for x in panel.at])
-            area.set(title=panel.title, xlabel=panel.across, ylabel=panel.up)
+            area.set(xlabel=panel.across, ylabel=panel.up)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", labelcolor=INK)
     return path
 

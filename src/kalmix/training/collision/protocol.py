@@ -39,7 +39,7 @@ class Protocol:
             raise ArgumentError("rate", got=self.rate, needs="positive")
 
 
-PRESETS = {"laptop": Protocol(steps=200, batch=32, rate=3e-3, tests=64), "paper": Protocol()}
+PRESETS = {"laptop": Protocol(steps=250, batch=16, rate=3e-3, tests=32), "paper": Protocol()}
 
 
 @dataclass(frozen=True)
