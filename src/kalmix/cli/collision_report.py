@@ -83,10 +83,10 @@ def _over_seeds(seeds: Sequence[Scores], score: str) -> torch.Tensor:
 
 
 def _sweep(title: str, at: Sequence[float], curves: dict[str, torch.Tensor]) -> Table:
-    table = _table(title, "", *curves)
+    table = _table(title, "", *(name.replace("-", " ") for name in curves))
     for index, where in enumerate(at):
         cells = (curve[:, index].tolist() for curve in curves.values())
-        table.add_row(f"{where:g}", *(f"{mean:.2f} ± {spread:.2f}" for mean, spread in cells))
+        table.add_row(f"{where:g}", *(f"{mean:.2f}±{spread:.2f}" for mean, spread in cells))
     return table
 
 
