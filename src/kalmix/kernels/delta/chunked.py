@@ -2,7 +2,8 @@
 
 Inside a chunk the errors that tokens correct solve a unit triangular system, linear in the memory that enters (the WY
 form, with any vector gain), so a chunk is an affine map of the memory. Training keeps the memory that enters each chunk
-and recomputes the rest: O(T (K + V) + T K V / CHUNK).
+and recomputes the rest: O(T (K + V) + T K V / CHUNK). Work is O(K (CHUNK + K + V)) a token and value head: value heads
+of width 1 pay for a K x K map all the same.
 """
 
 from __future__ import annotations
