@@ -322,3 +322,12 @@ def test_certain_evidence_costs_no_more_accuracy_than_token_by_token():
             for i, name in enumerate(exact):
                 off[i] += relative_error(got[name], exact[name])
     assert all(tiled <= 2 * stepped for tiled, stepped in zip(*errors.values(), strict=True)), errors
+
+
+def test_autocast_does_not_reach_the_covariance():
+    args = arguments(1, 40, dtype=torch.float32)
+    want = answer(chunked, args)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = answer(chunked, args)
+    for ours, theirs in zip(got, want, strict=True):
+        assert all(torch.equal(ours[name], x) for name, x in theirs.items())

@@ -124,17 +124,18 @@ def _filter(
     read_mean, read_variance = lanes.blank(v), lanes.blank(v[..., : int(variance)])
     count = Lanes.kept(v, mean, rows) if keep else 0
     kept, filled = (mean.new_zeros(count, *mean.shape[1:]), mean.new_zeros(count, *covariance.shape[1:])), 0
-    for steps in lanes.blocks():
-        block = _Block(lanes, steps, signals)
-        if keep:
-            for onto, x in zip(kept, _first(block.counts[0], state), strict=True):
-                onto[filled : filled + len(x)] = x
-            filled += block.counts[0]
-        tile, state = block.advance(state)
-        along = gains(block.outlook, tile)
-        lanes.paste(block.places, read_mean, block.outlook.queries @ tile.mean + along @ tile.surprise)
-        if variance:
-            lanes.paste(block.places, read_variance, variance_of(block.outlook, tile, along))
+    with torch.autocast(v.device.type, enabled=False):
+        for steps in lanes.blocks():
+            block = _Block(lanes, steps, signals)
+            if keep:
+                for onto, x in zip(kept, _first(block.counts[0], state), strict=True):
+                    onto[filled : filled + len(x)] = x
+                filled += block.counts[0]
+            tile, state = block.advance(state)
+            along = gains(block.outlook, tile)
+            lanes.paste(block.places, read_mean, block.outlook.queries @ tile.mean + along @ tile.surprise)
+            if variance:
+                lanes.paste(block.places, read_variance, variance_of(block.outlook, tile, along))
     reads = lanes.pasted(read_mean, v.dtype), lanes.pasted(read_variance, mean.dtype)
     return *reads, lanes.unsort(state[0]), lanes.unsort(state[1]), *kept
 
@@ -171,17 +172,18 @@ def _gradients(
     grads = [lanes.blank(x) for x in given]
     blocks = lanes.blocks()
     end = sum(lanes.counts[steps[0]] for steps in blocks)
-    for steps in reversed(blocks):
-        block = _Block(lanes, steps, signals)
-        begin = end - block.counts[0]
-        tile, _ = block.advance((means[begin:end], covariances[begin:end]))
-        end, along = begin, gains(block.outlook, tile)
-        to_mean, to_variance = lanes.cut(block.places, grad_mean), lanes.cut(block.places, grad_variance)
-        arguments = block.outlook, tile, along, to_mean, to_variance
-        after, state = block.retreat(crossing(*arguments), state)
-        back = look_back(block.tokens, *pull_back(*arguments, after))
-        for onto, x in zip(grads, (x for x in back if x is not None), strict=True):
-            lanes.paste(block.places, onto, x)
+    with torch.autocast(v.device.type, enabled=False):
+        for steps in reversed(blocks):
+            block = _Block(lanes, steps, signals)
+            begin = end - block.counts[0]
+            tile, _ = block.advance((means[begin:end], covariances[begin:end]))
+            end, along = begin, gains(block.outlook, tile)
+            to_mean, to_variance = lanes.cut(block.places, grad_mean), lanes.cut(block.places, grad_variance)
+            arguments = block.outlook, tile, along, to_mean, to_variance
+            after, state = block.retreat(crossing(*arguments), state)
+            back = look_back(block.tokens, *pull_back(*arguments, after))
+            for onto, x in zip(grads, (x for x in back if x is not None), strict=True):
+                lanes.paste(block.places, onto, x)
     pasted = [lanes.pasted(onto, x.dtype) for onto, x in zip(grads, given, strict=True)]
     return [*pasted, lanes.unsort(state[0]), lanes.unsort(state[1])]
 

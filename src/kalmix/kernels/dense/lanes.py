@@ -21,28 +21,30 @@ class Lanes:
 
     def __init__(self, v: Tensor, mean: Tensor, rows: Tensor | None) -> None:
         self.tokens, self.heads, self.dtype = v.shape[:2], v.shape[2], mean.dtype
-        self.size, self.counts, self.steps = _plan(v, mean, rows)
-        row, start, stop = (
-            (Segments.whole(v.shape[0], v.shape[1], v.device).rows if rows is None else rows).long().unbind(1)
-        )
+        self.size, self.together = _tile(v, mean), _together(v, mean)
+        runs = Segments.whole(v.shape[0], v.shape[1], v.device).rows if rows is None else rows
+        row, start, stop = runs.long().unbind(1)
         tiles = (stop - start + self.size - 1) // self.size
         self.order = tiles.argsort(descending=True, stable=True)
         begin = row * self.tokens[1]
         self.begin, self.end = (begin + start)[self.order], (begin + stop)[self.order]
+        self.counts = [_under_way(j, v, mean, rows) for j in range(-(-self.tokens[1] // self.size))]
         if rows is not None and v.device.type == "cpu":  # look
-            under_way = (tiles > torch.arange(len(self.counts))[:, None]).sum(1)
-            self.counts = [count for count in under_way.tolist() if count]
+            counts = (tiles > torch.arange(len(self.counts))[:, None]).sum(1)
+            self.counts = [count for count in counts.tolist() if count]
 
     @staticmethod
     def kept(v: Tensor, mean: Tensor, rows: Tensor | None) -> int:
         """How many beliefs there are before blocks, at most."""
-        _, counts, steps = _plan(v, mean, rows)
-        return sum(counts[::steps])
+        steps, together = -(-v.shape[1] // _tile(v, mean)), _together(v, mean)
+        if rows is None:
+            return mean.shape[0] * -(-steps // together)
+        return sum(_under_way(j, v, mean, rows) for j in range(0, steps, together))
 
     def blocks(self) -> list[range]:
-        """All steps, `steps` at a time."""
+        """All steps, a few at a time."""
         count = len(self.counts)
-        return [range(j, min(j + self.steps, count)) for j in range(0, count, self.steps)]
+        return [range(j, min(j + self.together, count)) for j in range(0, count, self.together)]
 
     def sort(self, states: Tensor) -> Tensor:
         """States `[N, ...]` in the order of the lanes."""
@@ -79,10 +81,22 @@ class Lanes:
         return onto[:-1].unflatten(0, self.tokens).to(dtype)
 
 
-def _plan(v: Tensor, mean: Tensor, rows: Tensor | None) -> tuple[int, list[int], int]:
-    """Tokens of a tile, lanes under way at each step (at most), and steps of a block."""
-    (batch, length), (sequences, heads, width) = v.shape[:2], mean.shape[:3]
-    size = min(TILE if width >= TILE else TILE // 2, 1 << (int(length) - 1).bit_length())  # `Decays` halves it
-    steps, tiles = -(-length // size), batch * length // size + sequences
-    counts = [sequences if rows is None else min(sequences, tiles // (j + 1)) for j in range(steps)]
-    return size, counts, max(1, min(STEPS, ROOM // (sequences * heads * width * width)))
+def _tile(v: Tensor, mean: Tensor) -> int:
+    """Tokens of a tile: a power of two, which `Decays` halves."""
+    most = TILE if mean.shape[2] >= TILE else TILE // 2
+    return most if v.shape[1] >= most else 1 << (int(v.shape[1]) - 1).bit_length()
+
+
+def _together(v: Tensor, mean: Tensor) -> int:
+    """Steps of a block."""
+    sequences, heads, width = mean.shape[:3]
+    return max(1, min(STEPS, ROOM // (sequences * heads * width * width)))
+
+
+def _under_way(step: int, v: Tensor, mean: Tensor, rows: Tensor | None) -> int:
+    """Lanes at a step, at most: with so many tiles each, there are no more than all tiles allow."""
+    sequences = mean.shape[0]
+    if rows is None:
+        return sequences
+    tiles = v.shape[0] * v.shape[1] // _tile(v, mean) + sequences
+    return min(sequences, tiles // (step + 1))
