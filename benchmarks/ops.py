@@ -35,7 +35,7 @@ STEP_BY_STEP = {"cuda": 1024, "cpu": 4096}  # where `reference` stops: beyond, i
 def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signals], tuple[Tensor, ...]]]:
     """Our kernels that can serve, and the peers that can be imported."""
     device, dtype = x["q"].device.type, x["q"].dtype
-    call = Call(device, dtype, x["q"].shape[-1], x["v"].shape[-1])
+    call = Call(device, dtype, x["q"].shape[-1], x["v"].shape[-1], x["v"].shape[1])
     found: dict[str, Callable[[Signals], tuple[Tensor, ...]]] = {}
     for kernel in OPS[op].kernels:
         if kernel.interpretable(call) or kernel.refuses(call) is not None:

@@ -44,7 +44,7 @@ def signals(design, width=V):
 
 
 def kernels(op):
-    call = Call("cpu", torch.float64, K, V)
+    call = Call("cpu", torch.float64, K, V, T)
     return [kernel.name for kernel in OPS[op].kernels if kernel.refuses(call) is None]
 
 

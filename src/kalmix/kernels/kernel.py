@@ -23,6 +23,7 @@ class Call:
     dtype: torch.dtype
     key_width: int
     value_width: int
+    tokens: int
     needs: frozenset[str] = frozenset()  # what only some kernels serve, in words
 
 
@@ -35,6 +36,7 @@ class Kernel:
         function: the kernel itself; a Triton row imports Triton when it runs, not before.
         devices: device types it serves; empty for all.
         dtypes: dtypes of q, k, v it serves.
+        pays_from: how many tokens it takes to be worth more than the rows after it.
         max_key_width: the widest key it serves; `None` for any.
         serves: what it serves of that which only some kernels do (`Call.needs`).
         triton: whether it needs Triton.
@@ -46,6 +48,7 @@ class Kernel:
     function: Callable[..., Filtered]
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = FLOATS
+    pays_from: int = 1
     max_key_width: int | None = None
     serves: frozenset[str] = frozenset()
     triton: bool = False

@@ -1,4 +1,4 @@
-"""Choosing a kernel: the first row that can serve, or the pinned one, or a sentence why not."""
+"""Choosing a kernel: the first row that can serve and pays, or the pinned one, or a sentence why not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kalmix.kernels.kernel import Call, Kernel
 
 
 def select(op: str, kernels: tuple[Kernel, ...], call: Call, pinned: str | None = None) -> Kernel:
-    """The kernel that serves `call`: `pinned` by name, else the first of `kernels` (best first) that can.
+    """The kernel that serves `call`: `pinned` by name, else the first of `kernels` (best first) that can and pays.
 
     Raises:
         KernelError: `pinned` is unknown or cannot serve, or nothing can; names one that can.
@@ -15,7 +15,7 @@ def select(op: str, kernels: tuple[Kernel, ...], call: Call, pinned: str | None 
     able = [kernel for kernel in kernels if not kernel.interpretable(call) and kernel.refuses(call) is None]
     if pinned is None:
         if able:
-            return able[0]
+            return next((kernel for kernel in able if kernel.pays_from <= call.tokens), able[-1])
         reasons = "; ".join(f"{kernel.name}: {kernel.refuses(call)}" for kernel in kernels)
         raise KernelError(f"no kernel of `{op}` can serve this call ({reasons})")
     names = [kernel.name for kernel in kernels]

@@ -58,7 +58,7 @@ def additive(
         check_signal("gain", gain, (PER_HEAD,), sizes, v)
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V",), sizes)
-    chosen = select("additive", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"]), kernel)
+    chosen = select("additive", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"]), kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         return Filtered(torch.zeros_like(v), None, copied(belief))
     return chosen.function(q, k, v, log_decay, gain, belief, segments)

@@ -59,7 +59,7 @@ def delta(
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V",), sizes)
     needs = frozenset({"value heads of width 1"} if sizes["V"] == 1 else ())
-    chosen = select("delta", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"], needs), kernel)
+    chosen = select("delta", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs), kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         return Filtered(torch.zeros_like(v), None, copied(belief))
     return chosen.function(q, k, v, gain, log_decay, belief, segments)

@@ -84,7 +84,7 @@ def dense(
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K K"), sizes)
     needs = frozenset({"rotations"} if angle is not None else ())
-    chosen = select("dense", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"], needs), kernel)
+    chosen = select("dense", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs), kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v[..., :1], dtype=belief.mean.dtype) if variance else None
         return Filtered(torch.zeros_like(v), spread, copied(belief))

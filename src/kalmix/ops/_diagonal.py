@@ -72,7 +72,7 @@ def diagonal(
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K V"), sizes)
 
     varying = {"dynamics that differ from token to token"} if log_decay.ndim == 5 or process_noise.ndim == 5 else set()
-    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], needs=frozenset(varying))
+    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs=frozenset(varying))
     chosen = select("diagonal", KERNELS, call, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v, dtype=belief.mean.dtype) if variance else None

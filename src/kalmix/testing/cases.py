@@ -217,7 +217,8 @@ class Case:
     @property
     def refusal(self) -> str | None:
         """Why the kernel cannot serve this case, if it cannot."""
-        return self.row.refuses(Call(self.device, self.dtype, self.key_width, self.value_width, self.problem.needs))
+        widths = (self.key_width, self.value_width)
+        return self.row.refuses(Call(self.device, self.dtype, *widths, self.length, self.problem.needs))
 
     @property
     def carried(self) -> torch.dtype:

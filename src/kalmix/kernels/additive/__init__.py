@@ -13,6 +13,6 @@ from kalmix.kernels.primitives.fused_memory import SERVED
 
 KERNELS = (
     Kernel("triton", fused.additive, **SERVED),
-    Kernel("chunked", chunked.additive),
+    Kernel("chunked", chunked.additive, pays_from=16),
     Kernel("reference", reference.additive),
 )

@@ -13,6 +13,6 @@ from kalmix.kernels.primitives.fused_memory import SERVED
 
 KERNELS = (
     Kernel("triton", fused.delta, **SERVED),
-    Kernel("chunked", chunked.delta, serves=frozenset({"value heads of width 1"})),
+    Kernel("chunked", chunked.delta, pays_from=16, serves=frozenset({"value heads of width 1"})),
     Kernel("reference", reference.delta, serves=frozenset({"value heads of width 1"})),
 )

@@ -13,6 +13,6 @@ from kalmix.kernels.kernel import Kernel
 
 KERNELS = (
     Kernel("triton", fused.diagonal, devices=("cuda",), dtypes=SINGLES, max_key_width=128, triton=True),
-    Kernel("chunked", chunked.diagonal),
+    Kernel("chunked", chunked.diagonal, pays_from=16),
     Kernel("reference", reference.diagonal, serves=frozenset({"dynamics that differ from token to token"})),
 )
