@@ -19,7 +19,7 @@ from kalmix.layers import (
     MemoryState,
     RetNet,
 )
-from kalmix.layers.memory import Heads
+from kalmix.layers.heads import Heads
 from kalmix.layers.parametrize import StepDecay
 
 from .conftest import shake

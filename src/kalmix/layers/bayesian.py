@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from kalmix import ops
 from kalmix.errors import ArgumentError
-from kalmix.layers.memory import Heads, MemoryLayer
+from kalmix.layers.heads import Heads
+from kalmix.layers.memory import MemoryLayer
 from kalmix.layers.mixer import check_positive
-from kalmix.layers.parametrize import Noise, StepDecay
+from kalmix.layers.parametrize import VARIANCES, Noise, StepDecay
 from kalmix.types import Filtered
-
-OBS_NOISE = {"initial": 1.0, "floor": 1e-4}
-PROCESS_NOISE = {"initial": 0.01, "floor": 1e-6}
 
 
 class BayesianLayer(MemoryLayer):
@@ -64,8 +62,8 @@ class BayesianLayer(MemoryLayer):
         super().__init__(hidden_size, sizes, norm_width=whole.value_width, **options)
         self.groups, self.rotations = groups, rotations
         self.decay = StepDecay(hidden_size, (whole.heads, whole.key_width), (whole.heads, 1), turns=rotations)
-        self.process_noise = Noise(hidden_size, whole.heads, **PROCESS_NOISE)
-        self.obs_noise = Noise(hidden_size, sizes.heads, **OBS_NOISE)
+        self.process_noise = Noise(hidden_size, whole.heads, **VARIANCES["process_noise"])
+        self.obs_noise = Noise(hidden_size, sizes.heads, **VARIANCES["obs_noise"])
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """Rates, frequencies and the bias of steps."""

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from kalmix import ops
-from kalmix.layers.memory import Heads, MemoryLayer
+from kalmix.layers.heads import Heads
+from kalmix.layers.memory import MemoryLayer
 from kalmix.layers.parts import widen
 from kalmix.types import Filtered
 

@@ -10,18 +10,12 @@ from torch import Tensor, nn
 from kalmix._filtering import filter as filter_by
 from kalmix.designs import CATALOGUE, Covariance, Design, Evidence, Transition
 from kalmix.errors import ArgumentError
-from kalmix.layers.memory import Heads, MemoryLayer
-from kalmix.layers.parametrize import CellDynamics, Noise, StepDecay, observation_precision
+from kalmix.layers.heads import Heads
+from kalmix.layers.memory import MemoryLayer
+from kalmix.layers.parametrize import VARIANCES, CellDynamics, Noise, StepDecay, observation_precision
 from kalmix.types import Filtered
 
 PARTS = {"transition": Transition, "evidence": Evidence, "covariance": Covariance}
-# Variances that a token sets: what they are near to before training, and what they stay above.
-VARIANCES = {
-    "obs_noise": {"initial": 1.0, "floor": 1e-4},
-    "write_variance": {"initial": 1.0, "floor": 1e-4},
-    "reset": {"initial": 1.0, "floor": 1e-4},
-    "process_noise": {"initial": 0.01, "floor": 1e-6},
-}
 
 
 class Designed(MemoryLayer):

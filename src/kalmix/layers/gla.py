@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kalmix import ops
-from kalmix.layers.memory import Heads, MemoryLayer
+from kalmix.layers.heads import Heads
+from kalmix.layers.memory import MemoryLayer
 from kalmix.layers.mixer import check_positive
 from kalmix.layers.parts import low_rank, widen
 from kalmix.types import Filtered

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kalmix.layers.deltanet import DeltaLayer
-from kalmix.layers.memory import Heads
+from kalmix.layers.heads import Heads
 from kalmix.layers.parametrize import StepDecay
 
 

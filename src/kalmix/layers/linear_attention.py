@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kalmix import ops
-from kalmix.layers.memory import Heads, MemoryLayer
+from kalmix.layers.heads import Heads
+from kalmix.layers.memory import MemoryLayer
 from kalmix.layers.parts import widen
 from kalmix.types import Filtered
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix import ops
-from kalmix.layers.memory import Heads, MemoryLayer
+from kalmix.layers.heads import Heads
+from kalmix.layers.memory import MemoryLayer
 from kalmix.layers.mixer import check_positive
 from kalmix.layers.parametrize import StepDecay
 from kalmix.types import Filtered

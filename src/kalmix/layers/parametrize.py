@@ -14,6 +14,13 @@ from kalmix.layers.parts import low_rank, widen
 
 _KNEE = 8.0
 DISCRETIZATIONS = ("ou", "zoh")
+# Variances that a token sets (see `Noise`): what they are near to before training, and what they stay above.
+VARIANCES = {
+    "obs_noise": {"initial": 1.0, "floor": 1e-4},
+    "write_variance": {"initial": 1.0, "floor": 1e-4},
+    "reset": {"initial": 1.0, "floor": 1e-4},
+    "process_noise": {"initial": 0.01, "floor": 1e-6},
+}
 
 
 def positive(raw: Tensor) -> Tensor:

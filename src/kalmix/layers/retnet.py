@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kalmix import ops
 from kalmix.errors import ArgumentError
-from kalmix.layers.memory import Heads, MemoryLayer
+from kalmix.layers.heads import Heads
+from kalmix.layers.memory import MemoryLayer
 from kalmix.layers.parts import rotate
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
