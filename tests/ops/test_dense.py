@@ -221,7 +221,7 @@ LONG = [(obs, noise, decay) for obs in (1e-5, 1e-3) for noise, decay in ((0.0, 0
 @pytest.mark.parametrize("turns", [False, True], ids=["still", "turning"])
 def test_covariance_stays_positive_for_100000_tokens(turns):
     """All of certain evidence, repeated or random, at once; without process noise, to rounding of the prior."""
-    length, piece, width, draw = 100_000, 25_000, 8, torch.Generator().manual_seed(0)
+    length, piece, width, draw = 100_000, 25_000, 16, torch.Generator().manual_seed(0)
     setting = torch.tensor(LONG).repeat(2, 1)  # repeated keys, then random ones
     obs, noise, decay = (x.expand(piece, 1, -1).permute(2, 0, 1) for x in setting.mT[:, None, None, :])
     shape = (len(setting), piece, 1)
