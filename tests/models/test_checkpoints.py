@@ -63,8 +63,9 @@ def test_fresh_process(tmp_path):
     assert module.count("\n") == 1 and "from kalmix.models import" in module
 
 
-def test_half_precision_keeps_dynamics(tmp_path):
-    build("kla").save_pretrained(tmp_path)
+@pytest.mark.parametrize("layers", ["kla", "bayesian", "delta", "space"])
+def test_half_precision_keeps_dynamics(tmp_path, layers):
+    build(layers).save_pretrained(tmp_path)
     half = KalmixForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for name, parameter in half.named_parameters():
         assert parameter.dtype == (torch.float32 if ".dynamics." in name else torch.bfloat16), name

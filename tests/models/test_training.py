@@ -5,7 +5,7 @@ import torch
 
 from kalmix.models.losses import cross_entropy
 
-from .conftest import build, tokens
+from .conftest import LAYERS, build, tokens
 
 
 def gradients(model, seed=0, **inputs):
@@ -50,10 +50,13 @@ def test_full_graph():
     assert_equal(eager, again, rtol=1e-5, atol=1e-6)
 
 
-def test_learns():
-    """A sequence is learnt by heart in a few steps, by either loss."""
+@pytest.mark.parametrize("layers", LAYERS)
+def test_learns(layers):
+    """A sequence is learnt by heart in a few steps, by either loss where the last layer has a posterior."""
     for options in ({}, {"loss": "marginal", "loss_samples": 2}):
-        model = build("hybrid", **options).train()
+        model = build(layers, **options).train()
+        if options and not model.model.last.mixer.has_posterior:
+            continue
         ids = tokens(2, 12)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses = []
