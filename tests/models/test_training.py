@@ -105,6 +105,17 @@ def test_mixed_precision():
         assert (got[name] - gradient).norm() < 0.1 * gradient.norm() + 1e-4, name
 
 
+@pytest.mark.parametrize("layers", ["bayesian", "delta", "ungated", "additive", "space"])
+def test_mixed_precision_of_memories(layers):
+    model = build(layers).train()
+    ids = tokens(2, 8)
+    exact = model(input_ids=ids, labels=ids).loss.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        rough, got = gradients(model, input_ids=ids, labels=ids)
+    assert abs(float(rough - exact)) < 0.02 * float(exact)
+    assert all(torch.isfinite(gradient).all() for gradient in got.values())
+
+
 def test_accumulation_counts_targets():
     """Two halves with the whole batch's count add up to the whole."""
     model = build("hybrid")
