@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from kalmix.checks import FLOATS
 from kalmix.kernels import library
@@ -53,6 +55,13 @@ class Kernel:
     serves: frozenset[str] = frozenset()
     triton: bool = False
     rounds_products: bool = False
+
+    def __call__(self, q: Tensor, *arguments: Any) -> Filtered:
+        """Run it in the dtypes given: a filter stays out of autocast, which would round its beliefs."""
+        if q.device.type == "meta":  # which autocast does not know
+            return self.function(q, *arguments)
+        with torch.autocast(q.device.type, enabled=False):
+            return self.function(q, *arguments)
 
     def refuses(self, call: Call) -> str | None:
         """Why this kernel cannot serve `call`, or `None` if it can."""

@@ -61,7 +61,7 @@ def additive(
     chosen = select("additive", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"]), kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         return Filtered(torch.zeros_like(v), None, copied(belief))
-    return chosen.function(q, k, v, log_decay, gain, belief, segments)
+    return chosen(q, k, v, log_decay, gain, belief, segments)
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> PointBelief:

@@ -62,4 +62,4 @@ def delta(
     chosen = select("delta", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs), kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         return Filtered(torch.zeros_like(v), None, copied(belief))
-    return chosen.function(q, k, v, gain, log_decay, belief, segments)
+    return chosen(q, k, v, gain, log_decay, belief, segments)

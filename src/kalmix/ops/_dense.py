@@ -88,7 +88,7 @@ def dense(
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v[..., :1], dtype=belief.mean.dtype) if variance else None
         return Filtered(torch.zeros_like(v), spread, copied(belief))
-    return chosen.function(q, k, v, obs_noise, process_noise, log_decay, angle, belief, segments, variance)
+    return chosen(q, k, v, obs_noise, process_noise, log_decay, angle, belief, segments, variance)
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> DenseBelief:

@@ -77,7 +77,7 @@ def diagonal(
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v, dtype=belief.mean.dtype) if variance else None
         return Filtered(torch.zeros_like(v), spread, copied(belief))
-    return chosen.function(q, k, v, precision, log_decay, process_noise, belief, segments, variance)
+    return chosen(q, k, v, precision, log_decay, process_noise, belief, segments, variance)
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> DiagonalBelief:

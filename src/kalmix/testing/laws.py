@@ -207,6 +207,15 @@ def half_precision_inputs_keep_float32_beliefs(case: Case) -> None:
         assert_within(measure.gradients(half, half.inputs()), str(dtype))
 
 
+def autocast_changes_nothing(case: Case) -> None:
+    """A filter computes in the dtypes it is given: autocast would round its belief."""
+    inputs = case.inputs()
+    want = outputs(case.run(inputs))
+    with torch.autocast(case.device, dtype=torch.bfloat16):
+        got = outputs(case.run(inputs))
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
 LAWS: dict[str, Law] = {
     law.__name__: law
     for law in (
@@ -223,6 +232,7 @@ LAWS: dict[str, Law] = {
         compiles_to_one_graph,
         strides_do_not_matter,
         half_precision_inputs_keep_float32_beliefs,
+        autocast_changes_nothing,
     )
 }
 
