@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kalmix import designs
+from kalmix.designs import Covariance, Design, Evidence, Transition
 from kalmix.layers import (
     GLA,
     KDA,
@@ -245,6 +246,16 @@ def test_every_design_is_a_layer(name):
         assert (found.variance is not None) == design.uncertain == layer.has_posterior
         answers.append(found.mean)
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+
+
+@pytest.mark.parametrize("decay", ["none", "cell"])
+@pytest.mark.parametrize("diffusion", [False, True])
+def test_cells_that_stay_or_move(decay, diffusion):
+    """Nothing is learned that the design does not ask for."""
+    design = Design("cells", Transition(decay, diffusion), Evidence("cell"), Covariance("diagonal"))
+    layer, x = made(Designed(D, design=design, heads=2, head_dim=3))
+    layer(x)[0].square().sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
 def test_published_sizes():

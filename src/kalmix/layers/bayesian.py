@@ -79,8 +79,10 @@ class BayesianLayer(MemoryLayer):
         """Noises `[B, T, G]`; log-decays and, if keys turn, angles `[B, T, G, K]`. Groups differ in obs_noise only."""
         moved = self.decay(x)
         shared = {"log_decay": moved.log_decay, "angle": moved.angle, "process_noise": self.process_noise(x)}
-        grouped = {n: s.repeat_interleave(self.groups, dim=2) for n, s in shared.items() if s is not None}
-        return grouped | {"obs_noise": self.obs_noise(x)}
+        signals = {name: signal for name, signal in shared.items() if signal is not None}
+        if self.groups > 1:
+            signals = {name: signal.repeat_interleave(self.groups, dim=2) for name, signal in signals.items()}
+        return signals | {"obs_noise": self.obs_noise(x)}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """`kalmix.ops.dense`."""

@@ -67,15 +67,16 @@ class Designed(MemoryLayer):
         super().__init__(hidden_size, sizes, norm_width=whole.value_width, **options)
         self.design, self.has_posterior = design, design.uncertain
         self.dynamics = self.decay = self.precision_proj = None
-        names = list(design.signals)
+        names, moved = list(design.signals), design.transition
         if design.evidence.of == "cell":
-            cells, diffuses = sizes.heads * sizes.key_width, design.transition.diffusion
-            self.dynamics = CellDynamics(cells, sizes.value_width, process_noise=diffuses)
-            self.precision_proj = nn.Linear(hidden_size, sizes.values, bias=False)
             names.clear()
-        elif "log_decay" in names:
-            per_key = design.transition.decay == "key"
-            rates, steps = ((sizes.heads, sizes.key_width), (sizes.heads, 1)) if per_key else ((sizes.heads,), None)
+            self.precision_proj = nn.Linear(hidden_size, sizes.values, bias=False)
+            if moved.signals:
+                cells = sizes.heads * sizes.key_width
+                self.dynamics = CellDynamics(cells, sizes.value_width, process_noise=moved.diffusion)
+        elif moved.decay != "none":
+            one, per_key = (sizes.heads,), moved.decay == "key"
+            rates, steps = ((*one, sizes.key_width), (*one, 1)) if per_key else (one, one)
             self.decay = StepDecay(hidden_size, rates, steps)
         variances = {n: Noise(hidden_size, sizes.heads, **VARIANCES[n]) for n in names if n in VARIANCES}
         self.variances = nn.ModuleDict(variances)
@@ -90,11 +91,12 @@ class Designed(MemoryLayer):
         signals = {name: noise(x) for name, noise in self.variances.items()}
         if self.decay is not None:
             signals["log_decay"] = self.decay(x).log_decay
-        if self.dynamics is not None and self.precision_proj is not None:
-            precision = observation_precision(self.precision_proj(x)).unflatten(-1, (self.sizes.heads, -1))
-            log_decay, noise = (s.view(*self.sizes[1:]) for s in self.dynamics(precision.dtype))
-            made = {"precision": precision, "log_decay": log_decay, "process_noise": noise}
-            signals |= {name: signal for name, signal in made.items() if name in self.design.signals}
+        if self.precision_proj is not None:
+            precision = observation_precision(self.precision_proj(x))
+            signals["precision"] = precision.unflatten(-1, (self.sizes.heads, -1))
+            if self.dynamics is not None:
+                moved = zip(("log_decay", "process_noise"), self.dynamics(precision.dtype), strict=True)
+                signals |= {n: s.view(*self.sizes[1:]) for n, s in moved if n in self.design.signals}
         return signals
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:

@@ -19,7 +19,7 @@ VARIANCES = {
     "obs_noise": {"initial": 1.0, "floor": 1e-4},
     "write_variance": {"initial": 1.0, "floor": 1e-4},
     "reset": {"initial": 1.0, "floor": 1e-4},
-    "process_noise": {"initial": 0.01, "floor": 1e-6},
+    "process_noise": {"initial": 0.001, "floor": 1e-6},
 }
 
 
