@@ -7,14 +7,22 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
+from kalmix.checks import SINGLES
 from kalmix.kernels.dense import chunked, fused, reference
 from kalmix.kernels.kernel import Kernel
-from kalmix.kernels.primitives.fused_memory import SERVED
 
 _ROTATIONS = frozenset({"rotations"})
 
 KERNELS = (
-    Kernel("triton", fused.dense, **(SERVED | {"max_key_width": 128})),
+    Kernel(
+        "triton",
+        fused.dense,
+        devices=("cuda",),
+        dtypes=SINGLES,
+        max_key_width=128,
+        triton=True,
+        rounds_products=True,  # those of the mean
+    ),
     Kernel("chunked", chunked.dense, pays_from=32, serves=_ROTATIONS),
     Kernel("reference", reference.dense, serves=_ROTATIONS),
 )

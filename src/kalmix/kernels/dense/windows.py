@@ -1,0 +1,9 @@
+"""How the Triton kernels of `dense` cut time and lay out covariances, known also where Triton is not."""
+
+BLOCK = 16  # tokens whose update of the covariance is one product; longer ones lose its positivity in float32
+WINDOW = 64  # tokens from one covariance kept for the backward pass to the next
+
+
+def padded(width: int) -> int:
+    """Rows of a covariance in scratch memory: a power of two, 16 at least."""
+    return max(16, 1 << (int(width) - 1).bit_length())

@@ -1,0 +1,147 @@
+"""What only the Triton kernel can get wrong: how it cuts time, how wide it is, what it keeps, how it meets torch.
+
+On a machine without a GPU the kernels run in Triton's interpreter, at sizes it can bear.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kalmix.beliefs import DenseBelief
+from kalmix.kernels.dense import fused, reference
+from kalmix.kernels.dense.windows import WINDOW, padded
+from kalmix.segments import Segments
+from kalmix.testing.budgets import budgets, relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ("q", "k", "v", "obs_noise", "process_noise", "log_decay", "mean", "covariance")
+HALF = torch.bfloat16
+
+
+def arguments(batch, length, heads, widths, decay="key", sequences=None, dtype=torch.float32):
+    """Signals and a prior, by name; log-decays one a key, one a head, or none."""
+    draw = torch.Generator().manual_seed(0)
+    (shared, own), (width, values) = heads, widths
+
+    def normal(*shape):
+        return torch.randn(shape, generator=draw)
+
+    q, k = (normal(batch, length, shared, width) / width**0.5 for _ in range(2))
+    tokens, belief = (batch, length, own), (batch if sequences is None else sequences, own, width)
+    root = normal(*belief, width) / width**0.5
+    inputs = {
+        "q": q.to(dtype),
+        "k": k.to(dtype),
+        "v": normal(*tokens, values).to(dtype),
+        "obs_noise": normal(*tokens).exp(),
+        "process_noise": 0.1 * normal(*tokens).exp(),
+        "log_decay": -0.2 * normal(*tokens, *[width] * (decay == "key")).exp(),
+        "mean": normal(*belief, values),
+        "covariance": root @ root.mT + 0.1 * torch.eye(width),
+    }
+    return {name: x.to(DEVICE) for name, x in inputs.items() if name != "log_decay" or decay != "none"}
+
+
+def answer(function, inputs, segments, variance):
+    """Outputs, and gradients of their sum, weighted by numbers that every dtype holds."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    q, k, v, obs_noise, process_noise, log_decay, mean, covariance = (leaves.get(name) for name in NAMES)
+    belief = DenseBelief(mean, (covariance + covariance.mT) / 2)
+    result = function(q, k, v, obs_noise, process_noise, log_decay, None, belief, segments, variance)
+    outputs = [x for x in (result.variance, *result.belief, result.mean) if x is not None]
+    draw = torch.Generator().manual_seed(1)
+    weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
+    return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(leaves.values()), weights))
+
+
+def check(inputs, segments=None, variance=True):
+    """Outputs and gradients agree with the float64 recursion, within what rounding its inputs would do to it."""
+    segments = None if segments is None else Segments(segments.rows.to(DEVICE))
+    got = answer(fused.dense, inputs, segments, variance)
+    exact = {name: x.double() for name, x in inputs.items()}
+    want = answer(reference.dense, exact, segments, variance)
+    allowed = budgets(
+        lambda moved: answer(reference.dense, moved, segments, variance),
+        exact,
+        torch.float32,
+        [x.dtype for x in got],
+        HALF if inputs["k"].dtype == HALF else None,
+    )
+    outputs = [*["variance"] * variance, "last mean", "last covariance", "mean", *(f"d {name}" for name in inputs)]
+    for name, x, y, budget in zip(outputs, got, want, allowed, strict=True):
+        error = relative_error(x, y) if y.norm() > 0 else float(x.norm())
+        assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
+
+
+RUNS = Segments.of(torch.tensor([[0, 3, 30], [1, 0, 9], [0, 30, 36], [1, 20, 20], [1, 21, 38]]))
+LONG_RUNS = Segments.of(torch.tensor([[0, 3, 103], [1, 0, 10], [0, 103, 136], [1, 50, 50], [1, 60, 140]]))
+SHAPES = [  # batch, tokens, (key heads, value heads), (key, value width), decay, segments, variance, dtype
+    (1, 67, (1, 1), (3, 2), "key", None, True, torch.float32),  # two windows, an odd last block
+    (2, 39, (1, 2), (3, 2), "head", RUNS, False, torch.float32),  # blocks of runs, gaps between them, an empty one
+    (1, 18, (1, 1), (20, 3), "none", None, True, HALF),  # more than one block of keys, not all there
+]
+if DEVICE == "cuda":  # every class of launch: widths, decays, dtypes, variance or not
+    SHAPES += [
+        (2, 143, (1, 2), (width, 16), decay, LONG_RUNS, variance, torch.float32)
+        for width in (5, 16, 20, 32, 64, 100, 128)
+        for decay in ("none", "head", "key")
+        for variance in (True, False)
+    ]
+    SHAPES += [(1, 130, (2, 2), (width, width), "key", None, False, HALF) for width in (16, 32, 64, 128)]
+
+
+@pytest.mark.parametrize(("batch", "length", "heads", "widths", "decay", "segments", "variance", "dtype"), SHAPES)
+def test_agrees_with_the_recursion(batch, length, heads, widths, decay, segments, variance, dtype):
+    sequences = None if segments is None else segments.count
+    check(arguments(batch, length, heads, widths, decay, sequences, dtype), segments, variance)
+
+
+@pytest.mark.parametrize(
+    ("signal", "value"), [("process_noise", 0.0), ("obs_noise", 1e-2), ("obs_noise", 1e4), ("log_decay", 0.0)]
+)
+def test_holds_at_the_ends_of_the_range(signal, value):
+    length, width = (200, 64) if DEVICE == "cuda" else (20, 3)
+    inputs = arguments(1, length, (1, 1), (width, 2))
+    check({**inputs, signal: torch.full_like(inputs[signal], value)}, variance=False)
+
+
+@pytest.mark.parametrize("value", [-30.0, -1e3])
+def test_forgets_everything_without_a_nan(value):
+    inputs = arguments(1, 20, (1, 1), (3, 2))
+    got = answer(fused.dense, inputs | {"log_decay": torch.full_like(inputs["log_decay"], value)}, None, True)
+    assert all(bool(torch.isfinite(x).all()) for x in got)
+
+
+def test_stays_positive_under_sure_and_repeated_evidence():
+    length, width = (100_000, 128) if DEVICE == "cuda" else (80, 3)
+    inputs = arguments(1, length, (1, 1), (width, 1), "none")
+    key = inputs["k"][:, :1] / inputs["k"][:, :1].norm()
+    inputs |= {"k": key.expand_as(inputs["k"]), "obs_noise": torch.full_like(inputs["obs_noise"], 1e-5)}
+    eye = torch.eye(width, device=DEVICE).expand(1, 1, width, width)
+    for noise, least in ((0.0, -1e-7), (1e-6, 1e-9)):
+        process = torch.full_like(inputs["process_noise"], noise)
+        signals = (inputs["q"], inputs["k"], inputs["obs_noise"], process, None, eye, None, False, False)
+        last = fused._gains(*signals)[2].double()
+        assert float(torch.linalg.eigvalsh((last + last.mT) / 2).min()) > least
+
+
+def test_keeps_a_covariance_every_64_tokens_and_the_gains():
+    inputs = {name: x.requires_grad_() for name, x in arguments(1, 67, (1, 1), (3, 2)).items()}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        names = ("q", "k", "obs_noise", "process_noise", "log_decay", "covariance")
+        fused._gains(*(inputs[name] for name in names), None, False, True)
+    owned = {x.data_ptr() for x in inputs.values()}
+    kept = [x.numel() for x in saved if x.data_ptr() not in owned]
+    assert sorted(kept) == sorted([67 * 3, 67, -(-67 // WINDOW) * padded(3) ** 2])
+
+
+def test_meets_the_dispatcher_as_an_operator_should():
+    inputs = arguments(1, 18, (1, 2), (3, 2))
+    names = ("q", "k", "obs_noise", "process_noise", "log_decay", "covariance")
+    leaves = [inputs[name].requires_grad_() for name in names]
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for rows in (None, torch.tensor([[0, 2, 14]], dtype=torch.int32, device=DEVICE)):
+        for variance, keep in ((True, True), (False, False)):
+            torch.library.opcheck(fused._gains, (*leaves, rows, variance, keep), test_utils=checks)
