@@ -1,4 +1,4 @@
-"""The command line: `kalmix train`, `generate`, `inspect`, `explain` and `doctor`."""
+"""The command line: `kalmix train`, `generate`, `inspect`, `explain`, `bench` and `doctor`."""
 
 from kalmix.cli.app import main
 
