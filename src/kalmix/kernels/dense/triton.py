@@ -19,6 +19,9 @@ lie in windows of 64 tokens; the backward pass starts from a covariance at the e
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +38,31 @@ COUNTS = [*LOOSE, "G", "SHARE"]  # numbers that must not compile a kernel anew
 def decay_kind(log_decay: Tensor | None) -> int:
     """0 for no decay, 1 for one a head, 2 for one a key."""
     return 0 if log_decay is None else log_decay.ndim - 2
+
+
+class Launch(NamedTuple):
+    """A kernel to run."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+_COMPILED: set[Any] = set()
+
+
+def launch(steps: list[Launch]) -> None:
+    """Run kernels one after another; new ones are compiled first, side by side, or the first call would take long."""
+    types = [[x.dtype for x in step.arguments if isinstance(x, Tensor)] for step in steps]
+    new = tuple((id(x.kernel), *x.options.values(), *kinds) for x, kinds in zip(steps, types, strict=True))
+    if new not in _COMPILED and not knobs.runtime.interpret:
+        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+            for kernel, grid, arguments, options in steps:
+                kernel.warmup(*arguments, grid=grid, **options)
+        _COMPILED.add(new)
+    for kernel, grid, arguments, options in steps:
+        kernel[grid](*arguments, **options)
 
 
 def splits() -> bool:
@@ -328,7 +356,7 @@ def forward(
     cut, lanes = cut_tokens(batch, length, WINDOW, segments, k), padded(width)
     blocks = cut.count * (WINDOW // BLOCK)
     shape = {"K": width, "P": lanes, "BLOCK": BLOCK, "WINDOW": WINDOW, "PACKED": segments is not None}
-    shape["VARIANCE"] = variance
+    shape |= {"VARIANCE": variance, "DECAY": kind}
 
     def scratch(*sizes: int) -> Tensor:
         return torch.empty(blocks, heads, *sizes, **like)
@@ -337,30 +365,26 @@ def forward(
     queries, asked = (scratch(BLOCK, lanes) if variance else keys for _ in range(2))
     innovations, edges = scratch(BLOCK, BLOCK), scratch(2, lanes)
     strides = (*q.stride()[1:3], *k.stride()[1:3])
-    _prepare[blocks, heads](
+    steps = []
+    steps.append(Launch(_prepare, (blocks, heads), (
         q, k, obs_noise, process_noise, logs, keys, queries, noises, innovations, edges, cut.table, length, cut.tiles,
-        *strides, heads, heads // shared, DECAY=kind, num_warps=warps(lanes), **shape,
-    )  # fmt: skip
+        *strides, heads, heads // shared,
+    ), dict(num_warps=1, **shape)))  # fmt: skip
     last = torch.empty(covariance.shape, **like)
-    _advance[cut.sequences, heads](
+    steps.append(Launch(_advance, (cut.sequences, heads), (
         obs_noise, keys, queries, noises, innovations, edges, covariance, projected, asked, kept, last, cut.runs,
-        length, cut.tiles, *covariance.stride(), heads, KEEP=kept.numel() > 0, DECAY=kind, SPLIT=splits(),
-        num_warps=chain_warps(lanes), num_stages=1, **shape,
-    )  # fmt: skip
+        length, cut.tiles, *covariance.stride(), heads,
+    ), dict(KEEP=kept.numel() > 0, SPLIT=splits(), num_warps=chain_warps(lanes), num_stages=1, **shape)))  # fmt: skip
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
     gain = tokens(batch, length, heads, width, **like)
     scale = torch.empty(batch, length, heads, **like)
     read = tokens(batch, length, heads, 1, **like) if variance else torch.empty(0, **like)
-    _gains[blocks, heads](
+    steps.append(Launch(_gains, (blocks, heads), (
         q, k, obs_noise, process_noise, logs, projected, asked, gain, scale, read, cut.table, length, cut.tiles,
-        *strides, heads, heads // shared, DECAY=kind, num_warps=warps(lanes), **shape,
-    )  # fmt: skip
+        *strides, heads, heads // shared,
+    ), dict(num_warps=1, **shape)))  # fmt: skip
+    launch(steps)
     return gain, read, last, scale
-
-
-def warps(lanes: int) -> int:
-    """Warps that step through a block token by token."""
-    return max(1, lanes // 128)
 
 
 def chain_warps(lanes: int) -> int:

@@ -32,15 +32,16 @@ from torch import Tensor
 
 from kalmix.kernels.dense.triton import (
     COUNTS,
+    Launch,
     block_of,
     chain_warps,
     decay_kind,
     decay_of,
     faded,
+    launch,
     narrow_product,
     product,
     splits,
-    warps,
 )
 from kalmix.kernels.dense.windows import BLOCK, WINDOW, padded
 from kalmix.kernels.primitives.triton_tiles import cut_tokens, rows, run_of, tile_of
@@ -340,7 +341,7 @@ def backward(
     shape = {"K": width, "P": lanes, "BLOCK": BLOCK, "WINDOW": WINDOW, "PACKED": segments is not None}
     shape |= {"VARIANCE": variance, "DECAY": kind}
     strides = (*q.stride()[1:3], *k.stride()[1:3])
-    many, few = warps(lanes), chain_warps(lanes)
+    few, steps = chain_warps(lanes), []
 
     def scratch(*sizes: int) -> Tensor:
         return torch.empty(blocks, heads, *sizes, **like)
@@ -348,32 +349,33 @@ def backward(
     keys, writes, local, exits = (scratch(BLOCK, lanes) for _ in range(4))
     asked = scratch(BLOCK, lanes) if variance else keys
     coefficients, edges, spreads = scratch(3, BLOCK, BLOCK), scratch(lanes), scratch(lanes)
-    _gather[blocks, heads](
+    steps.append(Launch(_gather, (blocks, heads), (
         q, k, logs, gain, scale, grad_gain, keys, writes, local, asked, coefficients, edges, cut.table, length,
-        cut.tiles, *strides, heads, heads // shared, SPLIT=splits(), num_warps=many, **shape,
-    )  # fmt: skip
+        cut.tiles, *strides, heads, heads // shared,
+    ), dict(SPLIT=splits(), num_warps=1, **shape)))  # fmt: skip
     balance = torch.empty(cut.count, heads, lanes, **like)
     grad_prior = torch.empty(grad_last.shape, **like)
-    _retreat[cut.sequences, heads](
+    steps.append(Launch(_retreat, (cut.sequences, heads), (
         keys, writes, local, asked, grad_read, edges, kept, grad_last, exits, spreads, balance, grad_prior, cut.runs,
-        length, cut.tiles, heads, SPLIT=splits(), num_warps=few, num_stages=1, **shape,
-    )  # fmt: skip
+        length, cut.tiles, heads,
+    ), dict(SPLIT=splits(), num_warps=few, num_stages=1, **shape)))  # fmt: skip
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
     dk = tokens(batch, length, heads, width, **like)
     dq = tokens(batch, length, heads, width, **like) if variance else dk
     grad_obs, grad_process = (tokens(batch, length, heads, **like) for _ in range(2))
     changes, noises, flows, queries = keys, writes, local, asked  # what they held is spent
     gathered = scratch(lanes)
-    _pull_back[blocks, heads](
+    steps.append(Launch(_pull_back, (blocks, heads), (
         q, k, process_noise, logs, gain, scale, grad_gain, grad_read, coefficients, exits, spreads,
         dk, dq, grad_obs, grad_process, changes, queries, noises, gathered, flows, cut.table, length, cut.tiles,
-        *strides, heads, heads // shared, num_warps=many, **shape,
-    )  # fmt: skip
+        *strides, heads, heads // shared,
+    ), dict(num_warps=1, **shape)))  # fmt: skip
     grad_decay = torch.empty(0, **like) if log_decay is None else tokens(log_decay.shape, **like)
-    _finish[cut.count, heads](
+    steps.append(Launch(_finish, (cut.count, heads), (
         q, k, logs, kept, changes, queries, noises, gathered, edges, flows, balance, dk, dq, grad_decay, cut.table,
-        length, cut.tiles, *strides, heads, heads // shared, SPLIT=splits(), num_warps=few, num_stages=1, **shape,
-    )  # fmt: skip
+        length, cut.tiles, *strides, heads, heads // shared,
+    ), dict(SPLIT=splits(), num_warps=few, num_stages=1, **shape)))  # fmt: skip
+    launch(steps)
 
     by_group = (batch, length, shared, heads // shared, width)
     by_query = dq.view(by_group).sum(3) if variance else torch.zeros(k.shape, **like)
