@@ -14,6 +14,11 @@ from kalmix.kernels.primitives.triton_memory import carry, read, solve
 from kalmix.kernels.primitives.triton_tiles import Cut, cut_tokens, precision, rows
 from kalmix.segments import Segments
 
+# Columns worked on at a time, also of narrow matrices: Triton 3.6 on Hopper gets a product of 64 rows wrong whose left
+# factor is itself a product, of another width. In `fold` and `unfold`, which hold many tiles at once, none is.
+BLOCK = 64
+FOLDED = {"BLOCK": 32, "num_warps": 4, "num_stages": 1}
+
 
 class Signals(NamedTuple):
     """Signals as the kernels read them: rows contiguous, decays per key folded in.
@@ -24,7 +29,10 @@ class Signals(NamedTuple):
         gain, log_decay: contiguous `[B, T, G]` where they are a number a token, else a placeholder.
         entering, leaving, across: of decays per head, `triton_decays.pace`; else what stands for it, or a placeholder.
         scores, corrections: S and N of decays per key, `[B, T, G, SIZE]`, or placeholders.
-        flags: what the kernels compile for.
+        cut: the tiles.
+        decays, keyed: whether there are decays per head, per key.
+        gains, vector: whether there are gains that are a number a token, a vector.
+        sizes: what kernels of both passes compile for.
     """
 
     q: Tensor
@@ -63,11 +71,10 @@ def prepare(
     gains, decays = gain is not None and not vector, log_decay is not None and not keyed
     writes = rows(gain) if vector else k
     per_token = gain.contiguous() if gains else q
-    block = min(64, max(16, triton.next_power_of_2(max(keys, width))))
     sizes = {
         "K": keys,
         "V": width,
-        "BLOCK": block,
+        "BLOCK": BLOCK,
         "SIZE": size,
         "PACKED": segments is not None,
         "PRECISION": precision(v.dtype),
@@ -90,12 +97,11 @@ def prepare(
         scores = torch.empty(*shape, size, **like)
         corrections = torch.empty(*shape, size, dtype=torch.float32, device=v.device) if corrects else scores
         across = torch.empty(cut.count, heads, keys, dtype=torch.float32, device=v.device)
-        whole = max(16, triton.next_power_of_2(keys))
-        fold[cut.count, heads, size // 16](
+        fold[cut.count, heads](
             *inputs, per_token, log_decay_rows, q, k, writes, across, scores, corrections, cut.table, length, cut.tiles,
             *strides(*inputs, log_decay_rows), heads, heads // inputs[0].shape[2], heads // inputs[2].shape[2],
-            K=keys, WIDTH=whole, SIZE=size, PACKED=segments is not None, GAINS=gains, CORRECTS=corrects,
-            PRECISION=sizes["PRECISION"], num_warps=4 if whole > 64 else 2,
+            K=keys, SIZE=size, PACKED=segments is not None, GAINS=gains, CORRECTS=corrects,
+            PRECISION=sizes["PRECISION"], **FOLDED,
         )  # fmt: skip
     found = (q, k, writes, per_token, log_decay_rows, entering, leaving, across, scores, corrections)
     return Signals(*found, cut, decays, keyed, gains, vector, sizes)
@@ -105,17 +111,19 @@ def strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[1:3]]
 
 
-def columns(sequences: int, heads: int, width: int, block: int) -> int:
-    """Columns of a memory a program carries: few enough that there are programs for every multiprocessor."""
-    values = min(block, max(16, triton.next_power_of_2(width)))
+def carried(sequences: int, heads: int, sizes: dict[str, Any], dtype: torch.dtype, signals: int) -> dict[str, int]:
+    """How a memory is carried: columns a program, and tiles on their way while one is worked on.
+
+    Few columns, so that there are programs for every multiprocessor and shared memory for the next tiles: of `signals`
+    as wide as a key, of two as wide as the columns, and the memory itself, twice as much where products are split.
+    """
+    keys, width = triton.cdiv(sizes["K"], sizes["BLOCK"]) * sizes["BLOCK"], sizes["V"]
+    values = min(sizes["BLOCK"], max(16, triton.next_power_of_2(width)), 32 if keys > 128 else 64)
     while values > 32 and sequences * heads * triton.cdiv(width, values) < 128:
         values //= 2
-    return values
-
-
-def stages(dtype: torch.dtype, keys: int) -> int:
-    """Tiles on their way while one is worked on, as shared memory allows."""
-    return 1 if dtype == torch.float32 and keys > 64 else 2
+    room = 232_448 // dtype.itemsize // (2 if dtype == torch.float32 else 1) - keys * values
+    stages = room // (sizes["SIZE"] * (signals * keys + 2 * values))
+    return {"VALUES": values, "STAGES": max(1, min(3, stages))}
 
 
 def forward(
@@ -147,15 +155,15 @@ def forward(
             s.k, s.writes, v, s.gain, s.log_decay, s.entering, s.corrections, inverses, fast, free, *tiles,
             *strides(s.k, s.writes, v), heads, share, own, **kinds, GIVEN=s.keyed, num_warps=4, **s.sizes,
         )  # fmt: skip
-    values = columns(cut.sequences, heads, width, s.sizes["BLOCK"])
-    carry[cut.sequences, heads, triton.cdiv(width, values)](
+    plan = carried(cut.sequences, heads, s.sizes, v.dtype, 2)
+    carry[cut.sequences, heads, triton.cdiv(width, plan["VALUES"])](
         s.writes, fast, free, errors, states, prior, last, s.leaving, s.across, cut.runs, length, cut.tiles,
         *strides(s.writes, free), *prior.stride(), heads, own,
-        VALUES=values, DECAYS=s.decays, KEYED=s.keyed, SCALED=s.decays or (s.gains and not s.keyed), CORRECTS=corrects,
-        STAGES=stages(v.dtype, keys), num_warps=4, **s.sizes,
+        DECAYS=s.decays, KEYED=s.keyed, SCALED=s.decays or (s.gains and not s.keyed), CORRECTS=corrects,
+        num_warps=4, **plan, **s.sizes,
     )  # fmt: skip
     mean = (torch.empty if segments is None else torch.zeros)(v.shape, **like)
-    values = min(128, max(16, triton.next_power_of_2(width)))
+    values = BLOCK if width <= BLOCK else 2 * BLOCK
     read[cut.count, heads, triton.cdiv(width, values)](
         s.q, s.writes, errors, s.gain, s.log_decay, s.scores, states, mean, *tiles,
         *strides(s.q, s.writes, errors), heads, share, own,

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kalmix.kernels.primitives.triton_filter import columns, prepare, stages, strides
+from kalmix.kernels.primitives.triton_filter import BLOCK, FOLDED, carried, prepare, strides
 from kalmix.kernels.primitives.triton_keys import unfold
 from kalmix.kernels.primitives.triton_memory import read
 from kalmix.kernels.primitives.triton_memory_backward import carry_back, gradients, pair_gradients, solve_back
@@ -48,16 +48,15 @@ def backward(
         )  # fmt: skip
     adjoints = torch.empty(states.shape, **like)
     dprior = torch.empty(grad_last.shape, dtype=grad_last.dtype, device=v.device)
-    values = columns(cut.sequences, heads, width, s.sizes["BLOCK"])
-    carry_back[cut.sequences, heads, triton.cdiv(width, values)](
+    plan = carried(cut.sequences, heads, s.sizes, v.dtype, 3)
+    carry_back[cut.sequences, heads, triton.cdiv(width, plan["VALUES"])](
         s.q, s.k, fast, free, grad_mean, dv, adjoints, grad_last, dprior, s.entering, s.across,
         cut.runs, length, cut.tiles, *strides(s.q, s.k, grad_mean), *grad_last.stride(), heads, share,
-        VALUES=values, DECAYS=s.decays, KEYED=s.keyed, CORRECTS=corrects,
-        STAGES=stages(v.dtype, keys), num_warps=4, **s.sizes,
+        DECAYS=s.decays, KEYED=s.keyed, CORRECTS=corrects, num_warps=4, **plan, **s.sizes,
     )  # fmt: skip
     if not corrects:
         errors = v
-        wide = min(128, max(16, triton.next_power_of_2(width)))
+        wide = BLOCK if width <= BLOCK else 2 * BLOCK
         read[cut.count, heads, triton.cdiv(width, wide)](
             s.q, s.writes, grad_mean, s.gain, s.log_decay, s.scores, adjoints, dv, *tiles,
             *strides(s.q, s.writes, grad_mean), heads, share, own,
@@ -82,16 +81,18 @@ def backward(
     gradients[cut.count, heads, parts](
         *signals, states, adjoints, dscores, dcorrections, *found, dgain, dacross,
         *tiles, batch * length, *strides(*signals[:5]), *orders,
-        KEYED=s.keyed, VECTOR=s.vector, CORRECTS=corrects, num_warps=4, **kinds, **s.sizes,
+        KEYED=s.keyed, VECTOR=s.vector, CORRECTS=corrects, num_warps=4, num_stages=2, **kinds, **s.sizes,
     )  # fmt: skip
     if s.keyed:
+        sizes = {name: x for name, x in s.sizes.items() if name != "V"} | FOLDED
+        parts = triton.cdiv(keys, FOLDED["BLOCK"])
+        dgain = tokens(parts, *shape, **float32)
         inputs = (rows(q), rows(k), rows(gain) if s.vector else rows(k))
-        unfold[cut.count * (size // 16), heads, parts](
-            *inputs, s.gain, s.log_decay, s.q, s.k, s.writes, s.across, *found, dacross,
-            dscores, dcorrections, dq, dk, dwrites, dgain, ddecay, *tiles, batch * length,
+        unfold[cut.count, heads, parts](
+            *inputs, s.gain, s.log_decay, s.across, *found, dacross, dscores, dcorrections,
+            dq, dk, dwrites, dgain, ddecay, *tiles, batch * length,
             *strides(*inputs, s.log_decay), heads, group, heads // inputs[2].shape[2],
-            K=keys, BLOCK=s.sizes["BLOCK"], SIZE=size, PACKED=segments is not None, GAINS=s.gains, VECTOR=s.vector,
-            CORRECTS=corrects, PRECISION=s.sizes["PRECISION"], num_warps=2,
+            GAINS=s.gains, VECTOR=s.vector, CORRECTS=corrects, **sizes,
         )  # fmt: skip
     if group > 1:
         dq, dk = (x.unflatten(2, (shared, group)).sum(3).to(q.dtype) for x in (dq, dk))

@@ -24,6 +24,7 @@ import triton.language as tl
 from kalmix.kernels.primitives.triton_decays import between, between_transposed, elapsed
 from kalmix.kernels.primitives.triton_tiles import (
     LOOSE,
+    levels_of,
     load_columns,
     load_per_token,
     load_rows,
@@ -37,31 +38,18 @@ from kalmix.kernels.primitives.triton_tiles import (
 
 
 @triton.jit
-def inverse_of(lower, count, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + lower)^-1 for strictly lower triangular `[SIZE, SIZE]` float32, 0 beyond `count`.
+def inverse_of(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + lower)^-1 for strictly lower triangular `[SIZE, SIZE]` float32, block by block.
 
-    Substitution inside blocks of 16, all at once; then, with D their inverses and F = D (lower without the blocks),
-    F^4 = 0 and the inverse is (I - F)(I + F^2) D.
+    With X the inverses of the diagonal blocks of h rows and B what `lower` has between neighbours, those of blocks of
+    2 h rows are X - X B X.
     """
-    BLOCKS: tl.constexpr = SIZE // 16
-    row, block = tl.arange(0, 16), tl.arange(0, BLOCKS)
-    same = (block[:, None] == block[None, :])[:, None, :, None]
-    grid = tl.reshape(lower, (BLOCKS, 16, BLOCKS, 16))
-    inside = -tl.sum(tl.where(same, grid, 0.0), axis=2)
-    for i in range(2, tl.minimum(count, 16)):  # beyond it, rows are those of the identity
-        here = (row == i)[None, :, None]
-        mine = tl.sum(tl.where(here, inside, 0.0), axis=1)
-        mine += tl.sum(mine[:, :, None] * inside, axis=1)
-        inside = tl.where(here, mine[:, None, :], inside)
-    inside += (row[:, None] == row[None, :]).to(tl.float32)[None, :, :]
-    inverse = tl.reshape(tl.where(same, inside[:, :, None, :], 0.0), (SIZE, SIZE))
-    if BLOCKS > 1:
-        outside = tl.reshape(tl.where(same, 0.0, grid), (SIZE, SIZE))
-        across = product(inverse, outside, PRECISION)
-        twice = inverse
-        if BLOCKS > 2:
-            twice += product(product(across, across, PRECISION), inverse, PRECISION)
-        inverse = twice - product(across, twice, PRECISION)
+    t = tl.arange(0, SIZE)
+    apart = t[:, None] ^ t[None, :]
+    inverse = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, lower, 0.0)
+    for level in range(1, levels_of(SIZE)):
+        neighbours = tl.where(apart >> level == 1, lower, 0.0)
+        inverse -= product(product(inverse, neighbours, PRECISION), inverse, PRECISION)
     return inverse
 
 
@@ -97,7 +85,7 @@ def solve(
         if GAINS:
             lower *= load_per_token(gain + row, count, G, SIZE)[None, :]
         lower = tl.where(t[:, None] > t[None, :], lower, 0.0)
-    inverse = inverse_of(lower, count, SIZE, PRECISION).to(KIND)
+    inverse = inverse_of(lower, SIZE, PRECISION).to(KIND)
     store_rows(inverses + row * SIZE, G * SIZE, count, t, inverse, SIZE, SIZE)
     for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)

@@ -20,6 +20,7 @@ from kalmix.kernels.primitives.triton_tiles import (
     load_columns,
     load_per_token,
     load_rows,
+    load_state,
     load_state_transposed,
     product,
     run_of,
@@ -246,8 +247,9 @@ def gradients(
         if CORRECTS:
             wanted = load_rows(grad_values + row * V, G * V, count, column, V, SIZE)
             by_key = product(wanted, state, PRECISION, by_key)
-        if DECAYS or KEYED:
-            by_state += tl.sum(state.to(tl.float32) * adjoint.to(tl.float32), 0)
+        if DECAYS or KEYED:  # loaded again: what a product reads in flight must have no other reader
+            held = load_state(states, key, column, K, V).to(tl.float32)
+            by_state += tl.sum(held * load_state(adjoints, key, column, K, V).to(tl.float32), 1)
     by_key = -by_key
     if KEYED:
         tl.store(dlog_decay + (index.to(tl.int64) * G + head) * K + key, by_state, mask=key < K)

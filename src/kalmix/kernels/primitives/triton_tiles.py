@@ -55,6 +55,12 @@ def rows(x: Tensor) -> Tensor:
     return x if steady else x.contiguous()
 
 
+@triton.constexpr_function
+def levels_of(size):
+    """How often a tile halves until its pieces are single tokens."""
+    return size.bit_length() - 1
+
+
 @triton.jit
 def tile_of(table, index, length, tiles, SIZE: tl.constexpr, PACKED: tl.constexpr):
     """A tile's first token in the batch (int64), and its tokens."""

@@ -1,0 +1,149 @@
+"""What only the Triton kernels of `additive` and `delta` can get wrong: tiles, levels, launches, how they meet torch.
+
+On a machine without a GPU the kernels run in Triton's interpreter, at sizes it can bear.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kalmix import ops
+from kalmix.beliefs import PointBelief
+from kalmix.errors import KernelError
+from kalmix.kernels.primitives import fused_memory
+from kalmix.ops import OPS
+from kalmix.segments import Segments
+from kalmix.testing.budgets import budgets, relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLOAT, HALF = torch.float32, torch.bfloat16
+RUNS = Segments.of(torch.tensor([[0, 2, 69], [1, 0, 7], [0, 69, 70], [1, 7, 7], [1, 9, 52]]))
+
+
+def arguments(gain, decay, batch, length, heads, keys, width, sequences=None, dtype=FLOAT):
+    """Signals and a prior, by name, with what there is none of left out: keys of length one, log-decays above -0.3."""
+    draw = torch.Generator().manual_seed(0)
+    shared, own = heads
+    shape = (batch, length, own)
+    q, k = (torch.randn(batch, length, shared, keys, generator=draw) for _ in range(2))
+    q, k = (torch.nn.functional.normalize(x, dim=-1).to(dtype) for x in (q, k))
+    strength, fade = torch.rand(shape, generator=draw), -0.3 * torch.rand(*shape, keys, generator=draw)
+    inputs = {
+        "q": q,
+        "k": k,
+        "v": torch.randn(*shape, width, generator=draw).to(dtype),
+        "gain": strength if gain == "head" else strength[..., None] * k.float().repeat_interleave(own // shared, 2),
+        "log_decay": fade[..., 0] if decay == "head" else fade,
+        "mean": torch.randn(batch if sequences is None else sequences, own, keys, width, generator=draw),
+    }
+    absent = {name for name, kind in (("gain", gain), ("log_decay", decay)) if kind is None}
+    return {name: x.to(DEVICE) for name, x in inputs.items() if name not in absent}
+
+
+def answer(op, kernel, inputs, segments):
+    """Outputs, and gradients of their sum, weighted by numbers that every dtype holds."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    signals = {name: x for name, x in leaves.items() if name != "mean"}
+    mean, _, belief = OPS[op].function(**signals, belief=PointBelief(leaves["mean"]), segments=segments, kernel=kernel)
+    outputs = [mean, belief.mean]
+    draw = torch.Generator().manual_seed(1)
+    weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
+    return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(leaves.values()), weights))
+
+
+def check(op, inputs, segments=None):
+    """Outputs and gradients agree with the float64 recursion, within what rounding its inputs would do to it."""
+    segments = None if segments is None else Segments(segments.rows.to(DEVICE))
+    got = answer(op, "triton", inputs, segments)
+    exact = {name: x.double() for name, x in inputs.items()}
+    want = answer(op, "reference", exact, segments)
+    dtype = inputs["q"].dtype
+    allowed = budgets(
+        lambda moved: answer(op, "reference", moved, segments),
+        exact,
+        torch.float32,
+        [x.dtype for x in got],
+        dtype if dtype != FLOAT else None,
+    )
+    for name, x, y, budget in zip(["mean", "last", *(f"d {x}" for x in inputs)], got, want, allowed, strict=True):
+        error = relative_error(x, y) if y.norm() > 0 else float(x.norm())
+        assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
+
+
+SHAPES = [  # op, gain, decay, batch, tokens, (key heads, value heads), key width, value width, segments, dtype
+    ("additive", None, None, 1, 70, (1, 1), 5, 3, None, FLOAT),  # tiles of 32, an odd last one
+    ("additive", "head", "head", 2, 70, (1, 2), 3, 4, RUNS, FLOAT),  # tiles of runs, gaps, an empty one
+    ("additive", "head", "key", 1, 70, (1, 1), 70, 66, None, HALF),  # tiles of 64, several blocks of columns
+    ("delta", "head", None, 1, 1, (1, 1), 2, 3, None, FLOAT),
+    ("delta", "head", "head", 1, 70, (2, 2), 17, 130, None, FLOAT),
+    ("delta", "vector", "head", 1, 70, (1, 2), 70, 5, None, HALF),
+    ("delta", "head", "key", 2, 70, (1, 1), 4, 5, RUNS, FLOAT),
+    ("delta", "vector", "key", 1, 70, (1, 2), 5, 4, None, FLOAT),
+]
+if DEVICE == "cuda":  # every class of launch: widths, dtypes, kinds of gain and decay, tiles of each size
+    WIDTHS = [(3, 5), (16, 16), (24, 40), (32, 200), (64, 64), (100, 50), (128, 128), (200, 130), (256, 256), (256, 64)]
+    GAINS = {"additive": (None, "head"), "delta": ("head", "vector")}
+    KINDS = [*product(["additive"], (None, "head"), (None, "head", "key"))]
+    KINDS += [*product(["delta"], ("head", "vector"), (None, "head", "key"))]
+    SHAPES += [
+        (*kind, 2, 150, (1, 2), *widths, RUNS if place % 2 else None, (FLOAT, HALF, torch.float16)[(place + i) % 3])
+        for place, widths in enumerate(WIDTHS)
+        for i, kind in enumerate(KINDS)
+    ]
+    SHAPES += [("delta", "head", "head", 40, 140, (4, 4), *widths, None, HALF) for widths in ((64, 64), (128, 128))]
+
+
+@pytest.mark.parametrize(
+    ("op", "gain", "decay", "batch", "length", "heads", "keys", "width", "segments", "dtype"), SHAPES
+)
+def test_agrees_with_the_recursion(op, gain, decay, batch, length, heads, keys, width, segments, dtype):
+    sequences = None if segments is None else segments.count
+    check(op, arguments(gain, decay, batch, length, heads, keys, width, sequences, dtype), segments)
+
+
+@pytest.mark.parametrize("decay", ["head", "key"])
+@pytest.mark.parametrize(("every", "least"), [(1, -30.0), (7, -1e3)])
+def test_forgetting_all_costs_no_digits(decay, every, least):
+    """Also of what decays a little next to a token that forgets everything, and of the gradients of both."""
+    inputs = arguments("head", decay, 1, 40, (1, 1), 3, 4)
+    inputs["log_decay"][:, ::every] = least
+    check("delta", inputs)
+
+
+def test_a_repeated_key_is_corrected_stably():
+    """Where every product of keys is 1 the powers of a triangle grow like binomials; its inverse does not."""
+    inputs = arguments("head", None, 1, 70, (1, 1), 3, 4)
+    inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
+    inputs["gain"] = torch.ones_like(inputs["gain"])
+    check("delta", inputs)
+
+
+@pytest.mark.parametrize("op", ["additive", "delta"])
+def test_keeps_a_memory_a_tile_and_what_corrected_it(op):
+    inputs = {name: x.requires_grad_() for name, x in arguments("head", "head", 1, 70, (1, 1), 4, 6).items()}
+    belief, saved = PointBelief(inputs.pop("mean")), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        OPS[op].function(**inputs, belief=belief, kernel="triton")
+    owned = {x.data_ptr() for x in inputs.values()}
+    kept = sorted(x.numel() for x in saved if x.data_ptr() not in owned and x.numel() > 0)
+    assert kept == sorted([3 * 4 * 6, 70 * 6, 70 * 32] if op == "delta" else [3 * 4 * 6])
+
+
+def test_refuses_value_heads_of_width_one():
+    inputs = arguments("head", "head", 1, 4, (1, 1), 3, 1)
+    with pytest.raises(KernelError, match="width 1"):
+        ops.delta(**{name: x for name, x in inputs.items() if name != "mean"}, kernel="triton")
+
+
+def test_meets_the_dispatcher_as_an_operator_should():
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for gain, decay, corrects, rows in (
+        ("head", "key", True, None),
+        (None, None, False, torch.tensor([[0, 2, 17]], dtype=torch.int32, device=DEVICE)),
+    ):
+        inputs = {name: x.requires_grad_() for name, x in arguments(gain, decay, 1, 18, (1, 2), 3, 4).items()}
+        signals = [inputs.get(name) for name in ("q", "k", "v", "gain", "log_decay", "mean")]
+        torch.library.opcheck(fused_memory._filter, (*signals, rows, corrects, True), test_utils=checks)
