@@ -79,12 +79,13 @@ LONG_RUNS = Segments.of(torch.tensor([[0, 3, 103], [1, 0, 10], [0, 103, 136], [1
 SHAPES = [  # batch, tokens, (key heads, value heads), (key, value width), decay, segments, variance, dtype
     (1, 67, (1, 1), (3, 2), "key", None, True, torch.float32),  # two windows, an odd last block
     (2, 39, (1, 2), (3, 2), "head", RUNS, False, torch.float32),  # blocks of runs, gaps between them, an empty one
-    (1, 18, (1, 1), (20, 3), "none", None, True, HALF),  # more than one block of keys, not all there
+    (1, 18, (1, 1), (20, 3), "none", None, True, HALF),  # more keys than tokens in a block
+    (1, 18, (1, 1), (130, 1), "head", None, True, torch.float32),  # a covariance in memory, by bands
 ]
 if DEVICE == "cuda":  # every class of launch: widths, decays, dtypes, variance or not
     SHAPES += [
         (2, 143, (1, 2), (width, 16), decay, LONG_RUNS, variance, torch.float32)
-        for width in (5, 16, 20, 32, 64, 100, 128)
+        for width in (5, 16, 20, 32, 64, 100, 128, 200, 256)
         for decay in ("none", "head", "key")
         for variance in (True, False)
     ]

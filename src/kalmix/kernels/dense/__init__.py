@@ -19,7 +19,7 @@ KERNELS = (
         fused.dense,
         devices=("cuda",),
         dtypes=SINGLES,
-        max_key_width=128,
+        max_key_width=256,
         triton=True,
         rounds_products=True,  # those of the mean
     ),

@@ -19,108 +19,30 @@ lie in windows of 64 tokens; the backward pass starts from a covariance at the e
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
-from kalmix.kernels.dense.windows import BLOCK, WINDOW, padded
-from kalmix.kernels.primitives.triton_tiles import LOOSE, cut_tokens, rows, run_of, tile_of
+from kalmix.kernels.dense.triton_parts import (
+    COUNTS,
+    Launch,
+    block_of,
+    chain_warps,
+    decay_kind,
+    decay_of,
+    faded,
+    inverse_cholesky,
+    launch,
+    narrow_product,
+    product,
+    splits,
+    token_warps,
+)
+from kalmix.kernels.dense.triton_wide import advance_wide
+from kalmix.kernels.dense.windows import BAND, BLOCK, NARROW, STRIP, WINDOW, padded
+from kalmix.kernels.primitives.triton_tiles import cut_tokens, rows, run_of
 from kalmix.segments import Segments
-
-COUNTS = [*LOOSE, "G", "SHARE"]  # numbers that must not compile a kernel anew
-
-
-def decay_kind(log_decay: Tensor | None) -> int:
-    """0 for no decay, 1 for one a head, 2 for one a key."""
-    return 0 if log_decay is None else log_decay.ndim - 2
-
-
-class Launch(NamedTuple):
-    """A kernel to run."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-_COMPILED: set[Any] = set()
-
-
-def launch(steps: list[Launch]) -> None:
-    """Run kernels one after another; new ones are compiled first, side by side, or the first call would take long."""
-    types = [[x.dtype for x in step.arguments if isinstance(x, Tensor)] for step in steps]
-    new = tuple((id(x.kernel), *x.options.values(), *kinds) for x, kinds in zip(steps, types, strict=True))
-    if new not in _COMPILED and not knobs.runtime.interpret:
-        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
-            for kernel, grid, arguments, options in steps:
-                kernel.warmup(*arguments, grid=grid, **options)
-        _COMPILED.add(new)
-    for kernel, grid, arguments, options in steps:
-        kernel[grid](*arguments, **options)
-
-
-def splits() -> bool:
-    """Whether tensor cores that take bfloat16 are there to use."""
-    return torch.version.cuda is not None and not knobs.runtime.interpret
-
-
-@triton.jit
-def block_of(table, index, length, tiles, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr):
-    """A block's first token in the batch (int64), and its tokens; none if its window ends before it."""
-    first = index % (WINDOW // BLOCK) * BLOCK
-    token, count = tile_of(table, index // (WINDOW // BLOCK), length, tiles, WINDOW, PACKED)
-    return token + first, tl.minimum(count - first, BLOCK)
-
-
-@triton.jit
-def decay_of(log_decay, at, lane, K: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr):
-    """Decay of one token, `[P]`."""
-    if DECAY == 2:
-        logs = tl.load(log_decay + at * K + lane, mask=lane < K, other=0.0).to(tl.float32)
-    elif DECAY == 1:
-        logs = tl.load(log_decay + at).to(tl.float32) + tl.zeros([P], tl.float32)
-    else:
-        logs = tl.zeros([P], tl.float32)
-    return tl.exp(logs)
-
-
-@triton.jit
-def thirds(x):
-    """A float32 as the sum of three bfloat16, whose layout in registers is that of the sums of products."""
-    bits = x.to(tl.uint32, bitcast=True)
-    first = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    x -= (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    bits = x.to(tl.uint32, bitcast=True)
-    second = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    x -= (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    third = (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return first, second, third
-
-
-@triton.jit
-def product(a, b, SPLIT: tl.constexpr, c=None):
-    """a b (+ c) in float32: from bfloat16 thirds, all but the three least of their nine products, or straight.
-
-    Add it to a large number afterwards: tensor cores drop what lies below the last bit of the sum so far.
-    """
-    if SPLIT:
-        a1, a2, a3 = thirds(a)
-        b1, b2, b3 = thirds(b)
-        c = tl.dot(a3, b1, c)
-        c = tl.dot(a2, b2, c)
-        c = tl.dot(a1, b3, c)
-        c = tl.dot(a2, b1, c)
-        c = tl.dot(a1, b2, c)
-        c = tl.dot(a1, b1, c)
-    else:
-        c = tl.dot(a, b, c, input_precision="ieee")
-    return c
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -169,82 +91,6 @@ def _prepare(
     tl.store(noises + slot * (BLOCK * P) + row[:, None] * P + lane[None, :], carried)
     tl.store(edges + slot * 2 * P + lane, reach)
     tl.store(edges + slot * 2 * P + P + lane, noise)
-
-
-@triton.jit
-def narrow_product(a, b, SPLIT: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr):
-    """a b of `[BLOCK, P]` and `[P, BLOCK]`, every warp summing a part of P."""
-    PARTS: tl.constexpr = P // 16
-    a = tl.permute(tl.reshape(a, (BLOCK, PARTS, 16)), (1, 0, 2))
-    parts = product(a, tl.reshape(b, (PARTS, 16, BLOCK)), SPLIT)
-    return tl.sum(parts, 0)
-
-
-@triton.jit
-def faded(state, edge, i, j, DECAY: tl.constexpr):
-    """A state `[keys, keys]` after a block whose decays lie at `edge`."""
-    if DECAY == 2:
-        state = state * tl.load(edge + i)[:, None] * tl.load(edge + j)[None, :]
-    elif DECAY == 1:
-        all_keys = tl.load(edge)
-        state *= all_keys * all_keys
-    return state
-
-
-@triton.jit
-def pick(x, where_true):
-    return tl.sum(tl.where(where_true, x, 0.0), 0)
-
-
-@triton.jit
-def inverse_cholesky(C, floor, BLOCK: tl.constexpr):
-    """L^-1 of C = L L', `[BLOCK, BLOCK]`, by elimination in place; no pivot lies below the least noise, `floor`.
-
-    Four rows at a time: what they do to each other takes six numbers, what they do to the rest four products. A row
-    V of the result so far is in place of what it eliminated; f says how often it is taken from the rows below.
-    """
-    row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
-    line = tl.arange(0, BLOCK)
-    pivots = tl.zeros([BLOCK], tl.float32)
-    for j in range(0, BLOCK, 4):
-        g0 = tl.sum(tl.where(column == j, C, 0.0), 1)
-        g1 = tl.sum(tl.where(column == j + 1, C, 0.0), 1)
-        g2 = tl.sum(tl.where(column == j + 2, C, 0.0), 1)
-        g3 = tl.sum(tl.where(column == j + 3, C, 0.0), 1)
-        inside = (line >= j) & (line < j + 4)
-        v0 = tl.where(inside, (line == j).to(tl.float32), tl.sum(tl.where(row == j, C, 0.0), 0))
-        v1 = tl.where(inside, (line == j + 1).to(tl.float32), tl.sum(tl.where(row == j + 1, C, 0.0), 0))
-        v2 = tl.where(inside, (line == j + 2).to(tl.float32), tl.sum(tl.where(row == j + 2, C, 0.0), 0))
-        v3 = tl.where(inside, (line == j + 3).to(tl.float32), tl.sum(tl.where(row == j + 3, C, 0.0), 0))
-        d0 = tl.maximum(pick(g0, line == j), floor)
-        c10, c20, c30 = pick(g0, line == j + 1), pick(g0, line == j + 2), pick(g0, line == j + 3)
-        c21, c31, c32 = pick(g1, line == j + 2), pick(g1, line == j + 3), pick(g2, line == j + 3)
-        d1, d2, d3 = pick(g1, line == j + 1), pick(g2, line == j + 2), pick(g3, line == j + 3)
-        i0 = 1.0 / d0
-        l10, l20, l30 = c10 * i0, c20 * i0, c30 * i0
-        d1 = tl.maximum(d1 - l10 * c10, floor)
-        i1 = 1.0 / d1
-        c21, c31 = c21 - l20 * c10, c31 - l30 * c10
-        l21, l31 = c21 * i1, c31 * i1
-        d2 = tl.maximum(d2 - l20 * c20 - l21 * c21, floor)
-        i2 = 1.0 / d2
-        c32 = c32 - l30 * c20 - l31 * c21
-        l32 = c32 * i2
-        d3 = tl.maximum(d3 - l30 * c30 - l31 * c31 - l32 * c32, floor)
-        v1 -= l10 * v0
-        v2 -= l20 * v0 + l21 * v1
-        v3 -= l30 * v0 + l31 * v1 + l32 * v2
-        f0 = tl.where(line > j, g0 * i0, 0.0)
-        f1 = tl.where(line > j + 1, (g1 - f0 * c10) * i1, 0.0)
-        f2 = tl.where(line > j + 2, (g2 - f0 * c20 - f1 * c21) * i2, 0.0)
-        f3 = tl.where(line > j + 3, (g3 - f0 * c30 - f1 * c31 - f2 * c32) * (1.0 / d3), 0.0)
-        C = tl.where((column >= j) & (column < j + 4) & (row > column), 0.0, C)
-        C -= f0[:, None] * v0[None, :] + f1[:, None] * v1[None, :]
-        C -= f2[:, None] * v2[None, :] + f3[:, None] * v3[None, :]
-        pivots = tl.where(line == j, d0, tl.where(line == j + 1, d1, pivots))
-        pivots = tl.where(line == j + 2, d2, tl.where(line == j + 3, d3, pivots))
-    unit = tl.where(row > column, C, tl.where(row == column, 1.0, 0.0))
-    return unit * (1.0 / tl.sqrt(pivots))[:, None]
 
 
 @triton.jit(do_not_specialize=[*COUNTS, "n_stride", "g_stride", "i_stride", "j_stride"])
@@ -369,12 +215,21 @@ def forward(
     steps.append(Launch(_prepare, (blocks, heads), (
         q, k, obs_noise, process_noise, logs, keys, queries, noises, innovations, edges, cut.table, length, cut.tiles,
         *strides, heads, heads // shared,
-    ), dict(num_warps=1, **shape)))  # fmt: skip
+    ), dict(num_warps=token_warps(lanes), **shape)))  # fmt: skip
     last = torch.empty(covariance.shape, **like)
-    steps.append(Launch(_advance, (cut.sequences, heads), (
-        obs_noise, keys, queries, noises, innovations, edges, covariance, projected, asked, kept, last, cut.runs,
-        length, cut.tiles, *covariance.stride(), heads,
-    ), dict(KEEP=kept.numel() > 0, SPLIT=splits(), num_warps=chain_warps(lanes), num_stages=1, **shape)))  # fmt: skip
+    options = {"KEEP": kept.numel() > 0, "SPLIT": splits(), "num_warps": chain_warps(lanes), "num_stages": 1, **shape}
+    if lanes > NARROW:
+        last = torch.nn.functional.pad(covariance, (0, lanes - width) * 2).contiguous()
+        products = torch.empty(*last.shape[:2], BLOCK, lanes, **like)
+        steps.append(Launch(advance_wide, (cut.sequences, heads), (
+            obs_noise, keys, queries, noises, innovations, edges, projected, asked, kept, last, products, cut.runs,
+            length, cut.tiles, heads,
+        ), {"BAND": BAND, "STRIP": STRIP, **options}))  # fmt: skip
+    else:
+        steps.append(Launch(_advance, (cut.sequences, heads), (
+            obs_noise, keys, queries, noises, innovations, edges, covariance, projected, asked, kept, last, cut.runs,
+            length, cut.tiles, *covariance.stride(), heads,
+        ), options))  # fmt: skip
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
     gain = tokens(batch, length, heads, width, **like)
     scale = torch.empty(batch, length, heads, **like)
@@ -382,11 +237,6 @@ def forward(
     steps.append(Launch(_gains, (blocks, heads), (
         q, k, obs_noise, process_noise, logs, projected, asked, gain, scale, read, cut.table, length, cut.tiles,
         *strides, heads, heads // shared,
-    ), dict(num_warps=1, **shape)))  # fmt: skip
+    ), dict(num_warps=token_warps(lanes), **shape)))  # fmt: skip
     launch(steps)
-    return gain, read, last, scale
-
-
-def chain_warps(lanes: int) -> int:
-    """Warps that share a covariance."""
-    return 8 if lanes > 64 else 4
+    return gain, read, last[..., :width, :width].contiguous(), scale

@@ -2,6 +2,8 @@
 
 BLOCK = 16  # tokens whose update of the covariance is one product; longer ones lose its positivity in float32
 WINDOW = 64  # tokens from one covariance kept for the backward pass to the next
+NARROW = 128  # rows of a covariance, at most, that is kept in registers as it steps through time
+BAND, STRIP = 128, 64  # rows and columns of a wider one that are in registers at a time
 
 
 def padded(width: int) -> int:
