@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
 from kalmix.kernels.diagonal import chunked, reference
+from kalmix.kernels.primitives import blocks
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 
@@ -67,11 +68,13 @@ def check(args, segments=None, variance=True, tolerance=1e-10):
     return got
 
 
-@pytest.fixture(params=[(16, 1 << 18), (5, 1 << 18), (3, 200), (7, 1)], ids=["one block", "tile 5", "blocks", "narrow"])
+@pytest.fixture(params=[(16, 1 << 19), (5, 1 << 19), (3, 400), (7, 1)], ids=["one block", "tile 5", "blocks", "narrow"])
 def tiling(request, monkeypatch):
     """Tiles and blocks of several sizes; "narrow" leaves no room for tiles side by side."""
-    for name, value in zip(("TILE", "CELLS"), request.param, strict=True):
-        monkeypatch.setattr(chunked, name, value)
+    tile, room = request.param
+    monkeypatch.setattr(chunked, "TILE", tile)
+    monkeypatch.setattr(blocks, "ROOM", room)
+    monkeypatch.setattr(blocks, "RUNS", 1)
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def additive(
     segments: Segments | None,
 ) -> Filtered:
     """Equation 19 of Memory by Design, with a backward of its own. See `kalmix.ops.additive`."""
-    width = v.shape[2] * max(k.shape[3], v.shape[3])
-    return in_blocks(_Additive, (q, k, v, log_decay, gain), belief, segments, width, CHUNK)
+    entries = CHUNK * v.shape[2] * max(k.shape[3], v.shape[3])
+    return in_blocks(_Additive.apply, (q, k, v, log_decay, gain), belief, segments, entries, CHUNK)
 
 
 class _Additive(torch.autograd.Function):
@@ -122,7 +122,3 @@ class _Advance(NamedTuple):
 
     def then(self, after: _Advance) -> _Advance:
         return _Advance(self.path * after.path, *after((self.write,)))
-
-    def restarted(self, anew: Tensor, fresh: State) -> _Advance:
-        """Where `anew`, whatever comes is taken for `fresh`."""
-        return _Advance(self.path.masked_fill(anew, 0.0), torch.where(anew, self(fresh)[0], self.write))

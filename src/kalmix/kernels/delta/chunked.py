@@ -35,8 +35,8 @@ def delta(
     segments: Segments | None,
 ) -> Filtered:
     """Equations 17 and 31 of Memory by Design, with a backward of its own. See `kalmix.ops.delta`."""
-    width = v.shape[2] * max(k.shape[3], v.shape[3])
-    return in_blocks(_Delta, (q, k, v, gain, log_decay), belief, segments, width, CHUNK)
+    entries = CHUNK * v.shape[2] * max(k.shape[3], v.shape[3])
+    return in_blocks(_Delta.apply, (q, k, v, gain, log_decay), belief, segments, entries, CHUNK)
 
 
 class _Delta(torch.autograd.Function):
@@ -143,8 +143,3 @@ class _Advance(NamedTuple):
     def then(self, after: _Advance) -> _Advance:
         turn = torch.addcmul(after.turn @ self.turn, after.path, self.turn) + after.turn * self.path.mT
         return _Advance(self.path * after.path, turn, *after((self.write,)))
-
-    def restarted(self, anew: Tensor, fresh: State) -> _Advance:
-        """Where `anew`, whatever comes is taken for `fresh`."""
-        path, turn = (x.masked_fill(anew, 0.0) for x in (self.path, self.turn))
-        return _Advance(path, turn, torch.where(anew, self(fresh)[0], self.write))

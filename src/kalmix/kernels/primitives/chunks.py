@@ -2,8 +2,8 @@
 
 `Chunks.of` takes the geometry of a call; `cut` and `paste` lay tokens out by chunks and back; `scan` carries states
 through maps of chunks, forwards or backwards. A lane is what chunks follow one another in: a batch row or, for packed
-runs, all runs end to end, where the first chunk of a run starts from a state of its own. All shapes are static, and
-nothing looks at values.
+runs, all runs end to end, where the first chunk of a run starts from a state of its own. Where looking at values would
+wait for a GPU, or break a graph, as many chunks are taken as the runs could need.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Chunks:
         return Chunks(v, key_heads, size) if rows is None else _Runs(v, key_heads, size, Segments(rows))
 
     def __init__(self, v: Tensor, key_heads: int, size: int) -> None:
-        self.batch, self.length = v.shape[:2]
+        self.batch, self.length, self.device = *v.shape[:2], v.device
         self.key_heads, self.size = key_heads, size
         self.lanes, self.count = self.batch, -(-self.length // size)
+        self.linked = self.count > 1  # whether states pass from chunk to chunk
 
     def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`[B, T, H or G, *]` to `[lanes, P, H, 1 or G / H, L, *]`, zero where there is no token."""
@@ -50,6 +51,12 @@ class Chunks:
             return like.new_zeros(()).expand(self.lanes, self.count, 1, 1, self.size, 1)
         return self.cut(log_decay if log_decay.ndim == 4 else log_decay[..., None], like.dtype)
 
+    def here(self, position: int) -> Tensor | None:
+        """Which chunks have a token at `position`, `[P, 1, 1, 1, 1]`; `None` for all."""
+        if (self.count - 1) * self.size + position < self.length:
+            return None
+        return _column(torch.arange(self.count, device=self.device) < self.count - 1)
+
     def states(self, x: Tensor) -> Tensor:
         """States `[N, G, *]`, one a sequence, as `[N, H, G / H, *]`."""
         return x.unflatten(1, (self.key_heads, -1))
@@ -58,7 +65,8 @@ class Chunks:
         """What arrives at each chunk from the one before it (backwards, after it), and what is left in the end.
 
         Args:
-            maps: of each chunk, tensors `[lanes, P, H, G / H, ...]`: see `scan`. They also need `restarted`.
+            maps: of each chunk, tensors `[lanes, P, H, G / H, ...]`: see `scan`. The last of them are what it makes of
+                a state of zeros.
             states: `[N, H, G / H, ...]`, what every sequence starts (backwards, ends) with.
 
         Returns:
@@ -85,37 +93,49 @@ class _Runs(Chunks):
 
     def __init__(self, v: Tensor, key_heads: int, size: int, segments: Segments) -> None:
         super().__init__(v, key_heads, size)
-        self.tiles = tiles = segments.tiles(self.batch, self.length, size)
-        self.lanes, self.count = 1, tiles.token.shape[0]
+        tiles = segments.tiles(self.batch, self.length, size)
         pieces = (segments.rows[:, 2] - segments.rows[:, 1] + size - 1) // size
+        self.lanes, self.count, self.linked = 1, tiles.token.shape[0], True
+        if v.device.type == "cpu" and not torch.compiler.is_compiling():  # else as many as there could be
+            self.count = max(1, int(pieces.sum()))
+        self.sequence, token, count, first = (x[: self.count] for x in tiles[:4])
         self.ends = torch.where(pieces > 0, tiles.last - pieces + 1, -1), tiles.last  # of runs, their first and last
-        index = torch.arange(self.count, device=v.device)
-        final = (tiles.last[tiles.sequence] == index) & (tiles.count > 0)
-        self.anew = tiles.first, final  # which chunks start from a state of their own
+        final = (tiles.last[self.sequence] == torch.arange(self.count, device=v.device)) & (count > 0)
+        self.anew = first, final  # which chunks start from a state of their own
         position = torch.arange(size, device=v.device)
-        self.here = position < tiles.count[:, None]
-        self.index = tiles.token[:, None] + position  # of tokens `[P, L]`, in the flattened batch
+        self.inside = position < count[:, None]
+        self.index = token[:, None] + position  # of tokens `[P, L]`, in the flattened batch
 
     def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        x = x.flatten(0, 1)[torch.where(self.here, self.index, 0)].to(dtype)
-        return self._chunked(torch.where(self.here[..., None, None], x, 0.0)[None])
+        x = x.flatten(0, 1)[torch.where(self.inside, self.index, 0)].to(dtype)
+        return self._chunked(torch.where(self.inside[..., None, None], x, 0.0)[None])
+
+    def here(self, position: int) -> Tensor | None:
+        return _column(self.inside[:, position])
 
     def paste(self, x: Tensor) -> Tensor:
         x, total = self._tokens(x)[0].flatten(0, 1), self.batch * self.length
         flat = x.new_zeros(total + 1, *x.shape[1:])  # what belongs nowhere goes to the extra row
-        flat = flat.index_copy(0, torch.where(self.here, self.index, total).flatten(), x)
+        flat = flat.index_copy(0, torch.where(self.inside, self.index, total).flatten(), x)
         return flat[:total].unflatten(0, (self.batch, self.length))
 
     def scan(self, maps: Any, states: State, backwards: bool = False) -> tuple[State, State]:
         anew, end = self.anew[int(backwards)], self.ends[1 - int(backwards)]
-        fresh = tuple(x[self.tiles.sequence][None] for x in states)
+        fresh = tuple(x[self.sequence][None] for x in states)
         before = tuple(torch.zeros_like(x[:1]) for x in states)
-        carried = self._carry(maps.restarted(_column(anew)[None], fresh), before, backwards)
+        carried = self._carry(_restarted(maps, _column(anew)[None], fresh), before, backwards)
         arriving = tuple(torch.where(_column(anew), own, x) for own, x in zip(fresh, carried, strict=True))
         last = end.clamp(min=0)
         left = type(maps)(*(x[0, last] for x in maps))(tuple(x[0, last] for x in arriving))
         after = tuple(torch.where(_column(end >= 0), new, old) for new, old in zip(left, states, strict=True))
         return arriving, after
+
+
+def _restarted(maps: Any, anew: Tensor, fresh: State) -> Any:
+    """Where `anew`, whatever comes is taken for `fresh`."""
+    made, count = maps(fresh), len(maps) - len(fresh)
+    paths = (x.masked_fill(anew, 0.0) for x in maps[:count])
+    return type(maps)(*paths, *(torch.where(anew, x, y) for x, y in zip(made, maps[count:], strict=True)))
 
 
 def _column(flag: Tensor) -> Tensor:
