@@ -152,10 +152,14 @@ def test_sure_observations_keep_small_gradients_accurate():
         assert (grads[name].double() - x).abs().max() <= 1e-4 * x.abs().max(), name
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("segments", [None, Segments.packed(torch.tensor([0, 100, 256]))], ids=["whole", "packed"])
-def test_training_keeps_no_state_per_token(segments):
+def test_training_keeps_no_state_per_token(segments, compiled):
+    """Nor may a compiler, which sees forward and backward together and cuts between them where least is kept."""
     args = arguments(1, 256, slots=16, channels=16, sequences=segments and segments.count)
     leaves = [x.requires_grad_() for x in args.values()]
+    torch._dynamo.reset()
+    run = torch.compile(chunked.diagonal, backend="aot_eager_decomp_partition") if compiled else chunked.diagonal
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -163,10 +167,11 @@ def test_training_keeps_no_state_per_token(segments):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        chunked.diagonal(*leaves[:6], DiagonalBelief(*leaves[6:]), segments, True)
+        run(*leaves[:6], DiagonalBelief(*leaves[6:]), segments, True)
     tiles = 256 // chunked.TILE + (segments.count if segments else 0)
     inputs = sum(x.numel() for x in leaves)
-    assert sum(kept.values()) <= inputs + 2 * tiles * 16 * 16 + 6
+    copies = 2 if compiled else 1  # a compiler may keep inputs as tiles, too, and beliefs with their first product
+    assert sum(kept.values()) <= copies * (inputs + 2 * tiles * 16 * 16) + 6 < 256 * 16 * 16
 
 
 class Counting:

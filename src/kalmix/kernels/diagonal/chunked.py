@@ -194,17 +194,21 @@ class _Retreat(NamedTuple):
         )
 
 
-def _update(dynamics: _Dynamics, token: _Token, mean: Tensor, var: Tensor) -> tuple[Tensor, ...]:
-    """Mean and variance after a token; 1 + k^2 precision predicted variance, by which it divides the latter;
-    k^2 precision; and k precision (value - k predicted mean)."""
-    scale = (token.k * token.k) * token.precision
+def _evidence(token: _Token) -> tuple[Tensor, Tensor]:
+    """k^2 precision, and k precision value."""
+    return (token.k * token.k) * token.precision, token.k * (token.precision * token.value)
+
+
+def _update(dynamics: _Dynamics, scale: Tensor, seen: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, ...]:
+    """Mean and variance after a token, given its evidence; 1 + scale times predicted variance, by which it divides the
+    latter; and k precision (value - k predicted mean)."""
     var = torch.addcmul(dynamics.noise, dynamics.square, var)
     grown = torch.addcmul(_one(var), scale, var)
     var.div_(grown)
     mean = dynamics.decay * mean
-    surprise = (token.k * (token.precision * token.value)).addcmul_(scale, mean, value=-1)
+    surprise = torch.addcmul(seen, scale, mean, value=-1)
     mean.addcmul_(var, surprise)
-    return mean, var, grown, scale, surprise
+    return mean, var, grown, surprise
 
 
 def _advances(dynamics: _Dynamics, tokens: list[_Token]) -> _Advance:
@@ -213,7 +217,8 @@ def _advances(dynamics: _Dynamics, tokens: list[_Token]) -> _Advance:
     path = torch.ones_like(mean)
     for token in tokens:
         here = dynamics.at(token)
-        mean, var, grown, scale, surprise = _update(here, token, mean, var)
+        scale, seen = _evidence(token)
+        mean, var, grown, surprise = _update(here, scale, seen, mean, var)
         before = here.decay * path
         path = before / grown
         weight.addcmul_(before.mul_(path), scale)
@@ -227,7 +232,7 @@ def _filter(
     """The read-outs `[lanes, P, H, G / H, L, V]` and the beliefs after all tiles."""
     (mean, var), means, variances = entry, [], []
     for token in tokens:
-        mean, var = _update(dynamics.at(token), token, mean, var)[:2]
+        mean, var = _update(dynamics.at(token), *_evidence(token), mean, var)[:2]
         means.append(_over_slots(token.q, mean))
         if variance:
             variances.append(_over_slots(token.q * token.q, var))
@@ -251,7 +256,9 @@ def _replay(
     tilt, to_mean, to_var = (torch.zeros_like(mean) for _ in range(3))
     for i, token in enumerate(tokens):
         here = dynamics.at(token)
-        mean, var, grown, _, surprise = _update(here, token, mean, var)
+        write = token.k * token.precision
+        # `_evidence` in another order: a compiler that found these steps in `_filter` would keep them all from there.
+        mean, var, grown, surprise = _update(here, token.k * write, write * token.value, mean, var)
         shrink = grown.reciprocal_()
         trace.append(_Step(mean, var, shrink))
         if link:
