@@ -20,7 +20,7 @@ class Timing(NamedTuple):
     first: float
 
 
-def measure(calls: dict[str, Callable[[], object]], device: str, budget: float = 1.0) -> dict[str, Timing]:
+def measure(calls: dict[str, Callable[[], object]], device: str, budget: float = 2.0) -> dict[str, Timing]:
     """Time `calls`, after warming them up, for about `budget` seconds each; those that run out of memory are left out.
 
     On a CPU they take turns, so that what else the machine does, and what the allocator keeps, is shared by all.
