@@ -148,11 +148,15 @@ class Covariance:
         }[self.kept]
 
 
+@dataclass(frozen=True)
 class _Algebra:
-    """An op: the transitions it takes, and its update in words of Table 1 of the Bayesian Layer."""
+    """An op: the transitions it takes, and its update as Table 1 of Memory by Design has it."""
 
-    def __init__(self, op: str, decays: str, diffuses: bool, rotates: bool, update: str) -> None:
-        self.op, self.decays, self.diffuses, self.rotates, self.update = op, decays.split(), diffuses, rotates, update
+    op: str
+    decays: tuple[Decay, ...]
+    update: str
+    diffuses: bool = False
+    rotates: bool = False
 
     def refuses(self, transition: Transition) -> str | None:
         if transition.decay not in self.decays:
@@ -166,32 +170,27 @@ class _Algebra:
 _ALGEBRAS = {
     ("input", "none"): _Algebra(
         "additive",
-        "none head key",
-        diffuses=False,
-        rotates=False,
-        update="M_t = A M_{t-1} + w k v',  w = write_variance / (write_variance + r^2)",
+        ("none", "head", "key"),
+        "M_t = A M_{t-1} + w k v',  w = write_variance / (write_variance + r^2)",
     ),
     ("memory", "reset"): _Algebra(
         "delta",
-        "none head key",
-        diffuses=False,
-        rotates=False,
-        update="M_t = A M_{t-1} + h k (v - (A M_{t-1})'k)',  h = reset / (r^2 + reset |k|^2)",
+        ("none", "head", "key"),
+        "M_t = A M_{t-1} + h k (v - (A M_{t-1})'k)',  h = reset / (r^2 + reset |k|^2)",
     ),
     ("cell", "diagonal"): _Algebra(
         "diagonal",
-        "none cell",
+        ("none", "cell"),
+        "1 / s_t = 1 / (a^2 s + p) + k_n^2 precision_d,  mu_t = a mu + s_t k_n precision_d (v_d - k_n a mu)",
         diffuses=True,
-        rotates=False,
-        update="1 / s_t = 1 / (a^2 s + p) + k_n^2 precision_d,  mu_t = a mu + s_t k_n precision_d (v_d - k_n a mu)",
     ),
     ("memory", "dense"): _Algebra(
         "dense",
-        "none head key matrix",
+        ("none", "head", "key", "matrix"),
+        "Pb = A P_{t-1} A' + l^2 I,  u = Pb k,  b = 1 / (r^2 + k'u),  "
+        "M_t = A M_{t-1} + b u (v - (A M_{t-1})'k)',  P_t = Pb - b u u'",
         diffuses=True,
         rotates=True,
-        update="Pb = A P_{t-1} A' + l^2 I,  u = Pb k,  b = 1 / (r^2 + k'u),  "
-        "M_t = A M_{t-1} + b u (v - (A M_{t-1})'k)',  P_t = Pb - b u u'",
     ),
 }
 

@@ -15,7 +15,7 @@ from kalmix.layers.parts import low_rank, widen
 _KNEE = 8.0
 DISCRETIZATIONS = ("ou", "zoh")
 # Variances that a token sets (see `Noise`): what they are near to before training, and what they stay above. Beside a
-# prior of 1, an observation of noise 4 says little: of the small models tried, those that begin so learn fastest.
+# prior of 1, an observation of noise 4 says little: a memory that begins so is not filled by its first tokens.
 VARIANCES = {
     "obs_noise": {"initial": 4.0, "floor": 1e-4},
     "write_variance": {"initial": 4.0, "floor": 1e-4},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,34 +117,25 @@ _DENSE_SURE = tuple(
     for decay, noise in ((0.0, 0.0), (0.0, 1e-6), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e-6))
 )
 
+_POINT = partial(Problem, belief=PointBelief, idle=_STILL, silent="k")
+_DENSE = partial(Problem, belief=DenseBelief, silent="k", sure=_DENSE_SURE, slack=1e-7)
+
 PROBLEMS = {
-    "additive": Problem(
+    "additive": _POINT(
         design=designs.MAMBA2,
         draw=_draw_memory(obs_noise="B T G", write_variance="B T G", log_decay="B T G"),
-        belief=PointBelief,
-        idle=_STILL,
-        silent="k",
     ),
-    "additive-keys": Problem(
+    "additive-keys": _POINT(
         design=designs.GLA,
         draw=_draw_memory(obs_noise="B T G", write_variance="B T G", log_decay="B T G K"),
-        belief=PointBelief,
-        idle=_STILL,
-        silent="k",
     ),
-    "delta": Problem(
+    "delta": _POINT(
         design=designs.GATED_DELTANET,
         draw=_draw_memory(obs_noise="B T G", reset="B T G", log_decay="B T G"),
-        belief=PointBelief,
-        idle=_STILL,
-        silent="k",
     ),
-    "delta-keys": Problem(
+    "delta-keys": _POINT(
         design=designs.KDA,
         draw=_draw_memory(obs_noise="B T G", reset="B T G K", log_decay="B T G K"),
-        belief=PointBelief,
-        idle=_STILL,
-        silent="k",
     ),
     "diagonal": Problem(
         design=designs.KLA,
@@ -157,24 +149,16 @@ PROBLEMS = {
             for decay, noise in ((0.0, 0.0), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e3))
         ),
     ),
-    "dense": Problem(
+    "dense": _DENSE(
         design=designs.BAYESIAN,
         draw=_draw_dense(obs_noise="B T G", process_noise="B T G", log_decay="B T G K"),
-        belief=DenseBelief,
         idle=_STILL | {"process_noise": 0.0},
-        silent="k",
-        sure=_DENSE_SURE,
-        slack=1e-7,
     ),
-    "dense-turning": Problem(
+    "dense-turning": _DENSE(
         design=designs.BAYESIAN,
         draw=_draw_dense(obs_noise="B T G", process_noise="B T G", log_decay="B T G P", angle="B T G P"),
-        belief=DenseBelief,
         idle=_STILL | {"process_noise": 0.0, "angle": 0.0},
-        silent="k",
         needs=frozenset({"rotations"}),
-        sure=_DENSE_SURE,
-        slack=1e-7,
     ),
 }
 
