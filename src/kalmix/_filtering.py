@@ -26,7 +26,7 @@ def filter(  # noqa: A001 - it is what the library does
     variance: bool = False,
     segments: Any = None,
     kernel: str | None = None,
-    **signals: Tensor,
+    **signals: Any,
 ) -> Filtered:
     """Filter a sequence under a design: lower it to its op, with that op's contract.
 
@@ -36,7 +36,7 @@ def filter(  # noqa: A001 - it is what the library does
         belief, variance, segments, kernel: as the op takes them.
         signals: what the design takes beside q, k, v (`design.signals`): variances (`obs_noise`, `write_variance`
             and `reset` > 0) and log-decays, `[B, T, G]` or as the op takes them. `reset` is `[B, T, G]`, times the
-            identity, or a diagonal `[B, T, G, K]`.
+            identity, or a diagonal `[B, T, G, K]`. Also the design's options (`design.options`), as its op takes them.
 
     Raises:
         DesignError: a signal is missing or not the design's, or the design has no variance, or no op for a matrix.
@@ -89,9 +89,21 @@ def _lower_dense(k: Tensor, v: Tensor, signals: Signals) -> Signals:
     return {"process_noise": v.new_zeros((), dtype=belief_dtype(v.dtype)).expand(v.shape[:3])} | signals
 
 
+def _lower_ridge(k: Tensor, v: Tensor, signals: Signals) -> Signals:
+    """A token weighs the inverse of its noise."""
+    gain = 1 / _positive("obs_noise", signals)
+    return signals | {"gain": gain}
+
+
 def _positive(name: str, signals: Signals) -> Tensor:
     check_range(name, signals[name], least=torch.finfo(torch.float32).tiny)
     return signals.pop(name)
 
 
-_LOWER = {"additive": _lower_additive, "delta": _lower_delta, "diagonal": _lower_diagonal, "dense": _lower_dense}
+_LOWER = {
+    "additive": _lower_additive,
+    "delta": _lower_delta,
+    "diagonal": _lower_diagonal,
+    "dense": _lower_dense,
+    "ridge": _lower_ridge,
+}

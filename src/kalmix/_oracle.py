@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief
+from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief, RidgeBelief
 from kalmix.designs import Design
 from kalmix.segments import Segments
+from kalmix.solvers import Adaptive
 from kalmix.types import Filtered
 
-Token = dict[str, Tensor]
+Token = dict[str, Any]
 
 
 class Recursion(NamedTuple):
@@ -141,11 +142,46 @@ def _read_dense(belief: DenseBelief, token: Token) -> tuple[Tensor, Tensor]:
     return _read_memory(belief, token)[0], (query.mT @ belief.covariance @ query)[:, 0]
 
 
+# Memories in information form: weighted sums over the past. Equations of Gated KalmaNet.
+
+
+def _prior_ridge(k: Tensor, v: Tensor) -> RidgeBelief:
+    return RidgeBelief(_prior_memory(k, v).mean, torch.diag_embed(torch.zeros_like(k)))
+
+
+def _predict_ridge(belief: RidgeBelief, token: Token) -> RidgeBelief:
+    share = token["log_decay"].exp()[:, None, None] if "log_decay" in token else 1.0
+    return RidgeBelief(share * belief.cross, share * belief.gram)
+
+
+def _update_ridge(belief: RidgeBelief, token: Token) -> RidgeBelief:
+    key, value, noise = token["k"][..., None], token["v"][..., None, :], token["obs_noise"][:, None, None]
+    return RidgeBelief(belief.cross + key @ value / noise, belief.gram + key @ key.mT / noise)
+
+
+def _read_ridge(belief: RidgeBelief, token: Token) -> tuple[Tensor, Tensor]:
+    """Equation 3, solved exactly whatever the solver, and 0 where an adaptive ridge has nothing to go by."""
+    query, gram, ridge = token["q"], belief.gram, token.get("ridge", Adaptive())
+    if isinstance(ridge, Adaptive):
+        square = gram.square().sum((-2, -1))
+        something = square > 1e-20
+        norm = torch.where(something, square, 1.0).sqrt()
+        level = torch.where(something, ridge.factor * norm, torch.inf)
+    else:
+        level = torch.full_like(query[:, 0], ridge.value)
+    weight = torch.where(level < torch.inf, level, 1.0)[:, None, None]
+    x = torch.linalg.solve(gram + weight * torch.eye(query.shape[1]).to(gram), query)
+    x = torch.where((level < torch.inf)[:, None], x, 0.0)
+    mixed = x if token.get("mix") is None else torch.lerp(query, x, token["mix"][:, None])
+    return (mixed[:, None] @ belief.cross)[:, 0], (query * x).sum(-1, keepdim=True)
+
+
 RECURSIONS = {
     "additive": Recursion(_prior_memory, _predict_memory, _update_input, _read_memory),
     "delta": Recursion(_prior_memory, _predict_memory, _update_reset, _read_memory),
     "diagonal": Recursion(_prior_cells, _predict_cells, _update_cells, _read_cells),
     "dense": Recursion(_prior_dense, _predict_dense, _update_dense, _read_dense),
+    "ridge": Recursion(_prior_ridge, _predict_ridge, _update_ridge, _read_ridge),
 }
 
 
@@ -158,7 +194,7 @@ def oracle(
     belief: Any = None,
     variance: bool = False,
     segments: Segments | None = None,
-    **signals: Tensor,
+    **signals: Any,
 ) -> Filtered:
     """Filter any design by its definition.
 
@@ -169,7 +205,8 @@ def oracle(
         variance: also return the variance of the read-out, `[B, T, G, V]`, or `[B, T, G, 1]` where one serves all.
         segments: which tokens form which sequence; each batch row one if absent.
         signals: what the design takes beside q, k, v (`design.signals`), per token `[B, T, ...]` or, for
-            transitions per cell, time-invariant `[G, K, V]`. A `matrix` is `[B, T, G, K, K]`.
+            transitions per cell, time-invariant `[G, K, V]`. A `matrix` is `[B, T, G, K, K]`. Also the design's options
+            (`design.options`), of which a solver changes nothing: the solution is exact.
 
     Returns:
         `Filtered`, all float64. Complexity: O(T) Python steps a sequence.
@@ -179,11 +216,11 @@ def oracle(
     """
     signals = {name: x for name, x in signals.items() if x is not None}
     design.check(signals, variance)
-    recursion = RECURSIONS[design.op]
+    recursion, told = RECURSIONS[design.op], {name: signals.pop(name) for name in design.options if name in signals}
     groups = v.shape[2] // k.shape[2]
     q, k = (x.double().repeat_interleave(groups, dim=2) for x in (q, k))
     invariant = [name for name in design.transition.signals if design.evidence.of == "cell" and signals[name].ndim == 3]
-    everywhere = {name: signals[name].double() for name in invariant}
+    everywhere = told | {name: signals[name].double() for name in invariant}
     per_token = {"q": q, "k": k, "v": v.double()}
     per_token |= {name: x.double() for name, x in signals.items() if name not in everywhere}
 
@@ -206,6 +243,6 @@ def oracle(
         return (torch.stack(tokens) if tokens else nothing[:0]).reshape(*v.shape[:3], width)
 
     final = type(finals[0])(*(torch.stack(leaf) for leaf in zip(*finals, strict=True))) if finals else belief
-    shared = design.covariance.kept == "dense"  # one variance serves all columns
+    shared = design.covariance.kept in ("dense", "information")  # one variance serves all columns
     spread = lay_out(variances, 1 if shared else v.shape[3]) if variance else None
     return Filtered(lay_out(means, v.shape[3]), spread, final)

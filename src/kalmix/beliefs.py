@@ -58,3 +58,14 @@ class DenseBelief(NamedTuple):
     take = _take
     to = _to
     detach = _detach
+
+
+class RidgeBelief(NamedTuple):
+    """Weighted sums over the past: `cross` `[N, G, K, V]` of keys and values, `gram` `[N, G, K, K]` of keys alone."""
+
+    cross: Tensor
+    gram: Tensor
+
+    take = _take
+    to = _to
+    detach = _detach

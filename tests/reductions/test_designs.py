@@ -7,11 +7,12 @@ import kalmix
 from kalmix.designs import CATALOGUE, Covariance, Design, Evidence, Transition
 from kalmix.errors import DesignError
 from kalmix.kernels.kernel import Call
-from kalmix.ops import OPS
+from kalmix.ops import OPS, Exact
 from kalmix.testing.cases import outputs
 
 MEMORY, DENSE, RESET = Evidence(of="memory"), Covariance(kept="dense"), Covariance(kept="reset")
 CELLS, DIAGONAL = Evidence(of="cell"), Covariance(kept="diagonal")
+INFORMATION = Covariance(kept="information")
 OWN = [
     Design("still-cells", Transition(), CELLS, DIAGONAL),
     Design("diffusing-cells", Transition(diffusion=True), CELLS, DIAGONAL),
@@ -19,8 +20,10 @@ OWN = [
     Design("least-squares", Transition(), MEMORY, DENSE),
     Design("forgetting-least-squares", Transition(decay="head"), MEMORY, DENSE),
     Design("random-walk", Transition(diffusion=True), MEMORY, DENSE),
+    Design("ridge-regression", Transition(), MEMORY, INFORMATION),
 ]
 B, T, H, G, K, V = 2, 11, 2, 4, 3, 5
+TOLD = {"ridge": {"solver": Exact()}}  # options with which an op is exact
 
 
 def signals(design, width=V):
@@ -58,7 +61,8 @@ def test_filter_agrees_with_the_oracle(design):
     names = [name for name in kernels(design.op) if name in ("reference", "chunked")]
     assert "reference" in names
     for kernel in names:
-        got = outputs(kalmix.filter(design, **leaves, variance=design.uncertain, kernel=kernel))
+        told = {"variance": design.uncertain, "kernel": kernel} | TOLD.get(design.op, {})
+        got = outputs(kalmix.filter(design, **leaves, **told))
         assert all(float((x - y).detach().abs().max()) < 1e-10 for x, y in zip(got, want, strict=True))
         d_got = torch.autograd.grad(got, list(leaves.values()), weights)
         assert all(float((x - y).norm() / y.norm()) < 1e-10 for x, y in zip(d_got, gradients, strict=True))
@@ -78,7 +82,7 @@ def test_the_catalogue_is_the_table_of_the_papers():
     ops = {name: design.op for name, design in CATALOGUE.items()}
     additive = dict.fromkeys(("linear-attention", "retnet", "gla", "mamba2"), "additive")
     delta = dict.fromkeys(("deltanet", "gated-deltanet", "kda", "longhorn"), "delta")
-    assert ops == additive | delta | {"kla": "diagonal", "bayesian": "dense"}
+    assert ops == additive | delta | {"kla": "diagonal", "bayesian": "dense", "gated-kalmanet": "ridge"}
     assert all(design.citation and design.equations for design in CATALOGUE.values())
 
 
@@ -86,6 +90,8 @@ ILLEGAL = [
     ((Transition(), Evidence(of="input"), DENSE), "no op filters evidence of input with covariance dense"),
     ((Transition(), CELLS, DENSE), "no op filters evidence of cell with covariance dense"),
     ((Transition(diffusion=True), MEMORY, RESET), "process noise would change nothing"),
+    ((Transition(diffusion=True), MEMORY, INFORMATION), "it takes no process noise"),
+    ((Transition(decay="forgetting"), MEMORY, DENSE), "its transition may be none or head or key or matrix"),
     ((Transition(decay="cell"), MEMORY, DENSE), "its transition may be none or head or key or matrix, not cell"),
     ((Transition(decay="key"), CELLS, DIAGONAL), "its transition may be none or cell, not key"),
     ((Transition(rotation=True), MEMORY, RESET), "it does not turn keys"),
@@ -139,5 +145,5 @@ def test_missing_and_strange_signals_are_named(design):
 def test_default_priors_are_the_oracles():
     for design in CATALOGUE.values():
         given = signals(design)
-        got, want = kalmix.filter(design, **given), kalmix.oracle(design, **given)
+        got, want = kalmix.filter(design, **given, **TOLD.get(design.op, {})), kalmix.oracle(design, **given)
         assert float((got.mean - want.mean).abs().max()) < 1e-12

@@ -100,10 +100,19 @@ BAYESIAN = Design(
     citation="Dowling, Jeon, Savin, Park. Memory by Design: Probabilistic Sequence Layers. 2026",
 )
 
+GATED_KALMANET = Design(
+    name="gated-kalmanet",
+    transition=Transition(decay="forgetting"),
+    evidence=Evidence(of="memory"),
+    covariance=Covariance(kept="information"),
+    equations="3 (regression), (CH) and 55 (recurrences and solution)",
+    citation="Gated KalmaNet: A Fading Memory Layer Through Test-Time Ridge Regression. CVPR 2026, arXiv:2511.21016",
+)
+
 _ROWS = (
     *(LINEAR_ATTENTION, RETNET, GLA, MAMBA2),
     *(DELTANET, GATED_DELTANET, KDA, LONGHORN),
-    *(KLA, BAYESIAN),
+    *(KLA, BAYESIAN, GATED_KALMANET),
 )
 
 CATALOGUE = {design.name: design for design in _ROWS}

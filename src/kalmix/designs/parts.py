@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 
 from kalmix.errors import DesignError
 
-Decay = Literal["none", "head", "key", "cell", "matrix"]
+Decay = Literal["none", "head", "key", "cell", "matrix", "forgetting"]
 Observed = Literal["cell", "memory", "input"]
-Kept = Literal["none", "reset", "diagonal", "dense"]
+Kept = Literal["none", "reset", "diagonal", "dense", "information"]
 
 
 def _check_choice(what: str, value: Any, choices: Any) -> None:
@@ -28,7 +28,8 @@ class Transition:
 
     Attributes:
         decay: what has a decay of its own: "none" (the state holds), every value "head", every "key" of a head, or
-            every "cell" (key, channel). "matrix": the token gives a whole matrix (`kalmix.oracle` only).
+            every "cell" (key, channel). "matrix": the token gives a whole matrix (`kalmix.oracle` only). "forgetting":
+            the state holds, but of what was known of it a head keeps a share.
         diffusion: whether process noise is added.
         rotation: whether keys may turn in pairs, where the token gives an `angle`: row j of the first half with row
             j of the second, with one decay a head or a pair. Only the first half is observed, and diffuses.
@@ -40,7 +41,7 @@ class Transition:
 
     def __post_init__(self) -> None:
         _check_choice("a transition's decay", self.decay, Decay)
-        if self.rotation and self.decay in ("cell", "matrix"):
+        if self.rotation and self.decay in ("cell", "matrix", "forgetting"):
             raise DesignError(f"pairs of keys cannot turn where the transition is per {self.decay}")
 
     @property
@@ -57,6 +58,8 @@ class Transition:
     def statement(self) -> str:
         if self.decay == "cell":
             return "z_t = a z_{t-1}" + (" + w_t,  w_t ~ N(0, p)" if self.diffusion else "")
+        if self.decay == "forgetting":
+            return "S_t = S_{t-1},  information so far times a_t"
         names = {"none": "", "head": "a_t ", "key": "diag(a_t) ", "matrix": "A_t "}
         moved = names[self.decay] + "[R(angle_t)] " * self.rotation + "S_{t-1}"
         return f"S_t = {moved}" + (" + W_t,  W_t ~ N(0, l_t^2 I) a column" if self.diffusion else "")
@@ -65,7 +68,8 @@ class Transition:
     def describe(self) -> str:
         if self.decay == "cell" and self.diffusion:
             return "Ornstein-Uhlenbeck per cell"
-        words = {"none": "holds still", "matrix": "moves by a matrix"}.get(self.decay, f"decays per {self.decay}")
+        words = {"none": "holds still", "matrix": "moves by a matrix", "forgetting": "holds still, forgotten per head"}
+        words = words.get(self.decay, f"decays per {self.decay}")
         words += " or turns in pairs" if self.rotation else ""
         return words + (", and diffuses" if self.diffusion else "")
 
@@ -117,7 +121,8 @@ class Covariance:
     Attributes:
         kept: "none"; "reset": the predicted covariance is forgotten and set to the token's `reset` (times identity,
             or a diagonal), an approximation; "diagonal": one variance a cell, exact where cells are observed by
-            themselves; "dense": one matrix between keys, shared by the columns of a head, exact.
+            themselves; "dense": one matrix between keys, shared by the columns of a head, exact; "information": its
+            inverse but for the prior, a ridge, which is set anew at every token.
     """
 
     kept: Kept = "diagonal"
@@ -136,6 +141,7 @@ class Covariance:
             "reset": "S | v_1..t-1 ~ N(A M, reset I) a column, whatever was seen",
             "diagonal": "z_nd | v_1..t ~ N(mu_nd, s_nd)",
             "dense": "S | v_1..t ~ N(M, P) a column",
+            "information": "S | v_1..t ~ N((H + ridge I)^-1 U, (H + ridge I)^-1) a column",
         }[self.kept]
 
     @property
@@ -145,6 +151,7 @@ class Covariance:
             "reset": "reset at every token",
             "diagonal": "one variance a cell",
             "dense": "one matrix a head",
+            "information": "the inverse of one matrix a head",
         }[self.kept]
 
 
@@ -156,13 +163,16 @@ class _Algebra:
     decays: tuple[Decay, ...]
     update: str
     diffuses: bool = False
+    undiffused: str = "process noise would change nothing, as no covariance is carried"
     rotates: bool = False
+    optional: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     def refuses(self, transition: Transition) -> str | None:
         if transition.decay not in self.decays:
             return f"its transition may be {' or '.join(self.decays)}, not {transition.decay}"
         if transition.diffusion and not self.diffuses:
-            return "process noise would change nothing, as no covariance is carried"
+            return self.undiffused
         return "it does not turn keys" if transition.rotation and not self.rotates else None
 
 
@@ -191,6 +201,15 @@ _ALGEBRAS = {
         "M_t = A M_{t-1} + b u (v - (A M_{t-1})'k)',  P_t = Pb - b u u'",
         diffuses=True,
         rotates=True,
+    ),
+    ("memory", "information"): _Algebra(
+        "ridge",
+        ("none", "forgetting"),
+        "H_t = a H_{t-1} + k k' / r^2,  U_t = a U_{t-1} + k v' / r^2,  x = (H_t + ridge I)^-1 q,  "
+        "mean = U_t' (mix x + (1 - mix) q)",
+        undiffused="it takes no process noise",
+        optional=("mix",),
+        options=("ridge", "solver"),
     ),
 }
 
@@ -242,7 +261,7 @@ class Design:
     @property
     def uncertain(self) -> bool:
         """Whether its belief knows how sure it is, so that a read-out has a variance."""
-        return self.covariance.kept in ("diagonal", "dense")
+        return self.covariance.kept in ("diagonal", "dense", "information")
 
     @property
     def signals(self) -> tuple[str, ...]:
@@ -252,7 +271,12 @@ class Design:
     @property
     def optional(self) -> tuple[str, ...]:
         """The signals it takes, but may go without."""
-        return self.transition.optional
+        return (*self.transition.optional, *self._algebra.optional)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What its op may be told that no token supplies."""
+        return self._algebra.options
 
     def check(self, given: Mapping[str, object], variance: bool = False) -> None:
         """Check the names of the signals given, and whether there is a variance to ask for.
@@ -261,7 +285,7 @@ class Design:
             DesignError: a signal is missing or not this design's, or there is no variance.
         """
         missing = [name for name in self.signals if given.get(name) is None]
-        strange = [name for name in given if name not in (*self.signals, *self.optional)]
+        strange = [name for name in given if name not in (*self.signals, *self.optional, *self.options)]
         if missing or strange:
             wrong = f"lacks {', '.join(missing)}" if missing else f"does not take {', '.join(strange)}"
             raise DesignError(f"design {self.name!r} {wrong}; its signals are {', '.join(self.signals)}")

@@ -7,12 +7,15 @@ from kalmix.kernels import additive as _additive_kernels
 from kalmix.kernels import delta as _delta_kernels
 from kalmix.kernels import dense as _dense_kernels
 from kalmix.kernels import diagonal as _diagonal_kernels
+from kalmix.kernels import ridge as _ridge_kernels
 from kalmix.kernels.kernel import Kernel
 from kalmix.ops._additive import additive
 from kalmix.ops._delta import delta
 from kalmix.ops._dense import dense
 from kalmix.ops._diagonal import diagonal
 from kalmix.ops._diagonal_forms import KalmanMatrix, diagonal_fft, diagonal_matrix
+from kalmix.ops._ridge import ridge
+from kalmix.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
 from kalmix.types import Filtered
 
 
@@ -28,6 +31,24 @@ OPS = {
     "delta": Op(delta, _delta_kernels.KERNELS),
     "diagonal": Op(diagonal, _diagonal_kernels.KERNELS),
     "dense": Op(dense, _dense_kernels.KERNELS),
+    "ridge": Op(ridge, _ridge_kernels.KERNELS),
 }
 
-__all__ = ["OPS", "KalmanMatrix", "Op", "additive", "delta", "dense", "diagonal", "diagonal_fft", "diagonal_matrix"]
+__all__ = [
+    "OPS",
+    "Adaptive",
+    "Chebyshev",
+    "ConjugateGradient",
+    "Exact",
+    "Fixed",
+    "KalmanMatrix",
+    "Op",
+    "Sketch",
+    "additive",
+    "delta",
+    "dense",
+    "diagonal",
+    "diagonal_fft",
+    "diagonal_matrix",
+    "ridge",
+]

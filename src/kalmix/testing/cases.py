@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from kalmix import _filtering, designs
 from kalmix._oracle import oracle
-from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief
+from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief, RidgeBelief
 from kalmix.designs import Design
 from kalmix.kernels.kernel import Call, Kernel
 from kalmix.ops import OPS
 from kalmix.segments import Segments
+from kalmix.solvers import Adaptive, Chebyshev
 from kalmix.types import Filtered, belief_dtype
 
 Tensors = dict[str, Tensor]
@@ -38,6 +39,7 @@ class Problem:
         invariant: signals without a token axis.
         sure: signals of near-certain evidence under which variances must stay positive.
         slack: how negative an eigenvalue of the covariance may be without process noise, relative to the largest.
+        options: of the design, a solver that converges to every dtype's rounding among them.
     """
 
     design: Design
@@ -49,12 +51,19 @@ class Problem:
     invariant: tuple[str, ...] = ()
     sure: tuple[dict[str, float], ...] = ()
     slack: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
 
     def spectrum(self, belief: Any) -> Tensor:
         """The variances of a belief: of its cells, or the eigenvalues of its covariance."""
         if self.belief is DiagonalBelief:
             return belief.variance
-        return torch.linalg.eigvalsh(_symmetric(belief.covariance.double()))
+        matrix = belief.gram if self.belief is RidgeBelief else belief.covariance
+        return torch.linalg.eigvalsh(_symmetric(matrix.double()))
+
+    def learned(self, more: Any, less: Any) -> Any:
+        """What a belief is surer of than another, as a belief: variances it has lost, or information it has gained."""
+        pairs = zip(more, less, strict=True) if self.belief is RidgeBelief else zip(less, more, strict=True)
+        return self.belief(*(x - y for x, y in pairs))
 
 
 def _draw_cells(normal: Callable[..., Tensor], sequences: int, size: dict[str, int]) -> Tensors:
@@ -105,6 +114,14 @@ def _draw_dense(**signals: str) -> Draw:
         return drawn
 
     return draw
+
+
+def _draw_ridge(normal: Callable[..., Tensor], sequences: int, size: dict[str, int]) -> Tensors:
+    drawn = _draw_memory(obs_noise="B T G", log_decay="B T G")(normal, sequences, size)
+    g, width = size["G"], size["K"]
+    root = normal(sequences, g, width, width) / width**0.5
+    prior = {"prior.cross": drawn.pop("prior.mean"), "prior.gram": root @ root.mT}
+    return drawn | {"mix": normal(*(size[x] for x in "BTG")).sigmoid()} | prior
 
 
 def _symmetric(x: Tensor) -> Tensor:
@@ -159,6 +176,16 @@ PROBLEMS = {
         draw=_draw_dense(obs_noise="B T G", process_noise="B T G", log_decay="B T G P", angle="B T G P"),
         idle=_STILL | {"process_noise": 0.0, "angle": 0.0},
         needs=frozenset({"rotations"}),
+    ),
+    "ridge": Problem(
+        design=designs.GATED_KALMANET,
+        draw=_draw_ridge,
+        belief=RidgeBelief,
+        idle=_STILL,
+        silent="k",
+        sure=({"obs_noise": 1e-5, "log_decay": 0.0}, {"obs_noise": 1e-5, "log_decay": -30.0}),
+        slack=1e-6,
+        options={"ridge": Adaptive(2.0), "solver": Chebyshev(16)},  # 2 * 0.101^16 = 2e-16
     ),
 }
 
@@ -247,9 +274,10 @@ class Case:
         signals: dict[str, Any] = {name: x for name, x in inputs.items() if not name.startswith("prior.")}
         fields = [field for field in self.problem.belief._fields if f"prior.{field}" in inputs]
         # A covariance is symmetric, and so is its gradient: only that part of it is anybody's business.
-        priors = [(_symmetric if field == "covariance" else _same)(inputs[f"prior.{field}"]) for field in fields]
+        squares = ("covariance", "gram")
+        priors = [(_symmetric if field in squares else _same)(inputs[f"prior.{field}"]) for field in fields]
         signals["variance"] = self.problem.design.uncertain
-        return signals | {"belief": self.problem.belief(*priors) if priors else None}
+        return signals | self.problem.options | {"belief": self.problem.belief(*priors) if priors else None}
 
     def run(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
         """The kernel's answer."""

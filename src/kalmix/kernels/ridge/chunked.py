@@ -1,0 +1,116 @@
+"""`ridge` in chunks: torch only. Of a chunk's systems only H before it is written out, but for an exact solver.
+
+Memory for training is that of `additive`, three times over.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import PointBelief, RidgeBelief
+from kalmix.kernels.additive import chunked as memory
+from kalmix.kernels.primitives.blocks import in_blocks
+from kalmix.kernels.primitives.chunks import Chunks
+from kalmix.kernels.primitives.decays import Decays
+from kalmix.kernels.primitives.scan import State
+from kalmix.kernels.ridge.assembly import assemble
+from kalmix.kernels.ridge.systems import scale_of, solve
+from kalmix.segments import Segments
+from kalmix.solvers import Exact, Ridge, Sketch, Solver
+from kalmix.types import Filtered
+
+CHUNK = 32  # tokens of a chunk
+
+
+def ridge(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor | None,
+    mix: Tensor | None,
+    ridge: Ridge,
+    solver: Solver,
+    belief: RidgeBelief,
+    segments: Segments | None,
+    variance: bool,
+) -> Filtered:
+    """Gated KalmaNet, all chunks at once, gradients by one more solve. See `kalmix.ops.ridge`."""
+    options = (ridge, solver, belief, segments, variance)
+    return assemble(memory.additive, _solutions, q, k, v, log_decay, gain, mix, *options)
+
+
+def _solutions(
+    rhs: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor | None,
+    norm: Tensor,
+    gram: Tensor,
+    rows: Tensor | None,
+    ridge: Ridge,
+    solver: Solver,
+) -> Tensor:
+    """S^{-1} rhs, both `[B, T, G, K]`."""
+
+    def block(
+        rhs: Tensor, k: Tensor, log_decay: Tensor | None, gain: Tensor | None, norm: Tensor, gram: Tensor,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        chunks = Chunks.of(rhs, k.shape[2], rows, CHUNK)
+        keys, scale = chunks.cut(k, rhs.dtype), scale_of(ridge, chunks.cut(norm[..., None], rhs.dtype))
+        decays = Decays(chunks.cut_decay(log_decay, keys))
+        written = keys if gain is None else keys * chunks.cut(gain[..., None], rhs.dtype)
+        advance = _Advance(decays.path, (keys * decays.until).mT @ written)
+        (entry,), (after,) = chunks.scan(advance, (chunks.states(gram),))
+        assert decays.matrix is not None
+        systems = _Chunk(entry, keys, written, scale.inverse * decays.matrix, scale.inverse * decays.since, scale.shift)
+        x = scale.inverse * solve(solver, systems, chunks.cut(rhs, rhs.dtype), scale.rho)
+        return chunks.paste(x), after.flatten(1, 2)
+
+    within = solver.solver if isinstance(solver, Sketch) else solver
+    widest = k.shape[3] ** 2 if isinstance(within, Exact) else k.shape[3]
+    segments = None if rows is None else Segments(rows)
+    entries = CHUNK * norm.shape[2] * widest
+    return in_blocks(block, (rhs, k, log_decay, gain, norm), PointBelief(gram), segments, entries, CHUNK).mean
+
+
+class _Chunk(NamedTuple):
+    """The systems of a chunk's L tokens, scaled: H before the chunk, and what its tokens wrote since."""
+
+    gram: Tensor  # [..., K, K]
+    keys: Tensor  # [..., L, K]
+    written: Tensor  # [..., L, K]
+    weights: Tensor  # [..., L, L], of what each token wrote, at each token
+    since: Tensor  # [..., L, 1], of `gram`
+    shift: Tensor | float  # [..., L, 1]
+
+    def apply(self, x: Tensor) -> Tensor:
+        recent = (self.weights * (x @ self.keys.mT)) @ self.written
+        return self.since * (x @ self.gram) + recent + self.shift * x
+
+    def matrix(self) -> Tensor:
+        pairs = torch.einsum("...ts,...si,...sj->...tij", self.weights, self.keys, self.written)
+        eye = torch.eye(self.keys.shape[-1], dtype=pairs.dtype, device=pairs.device)
+        shift = self.shift[..., None] if isinstance(self.shift, Tensor) else self.shift
+        return self.since[..., None] * self.gram[..., None, :, :] + pairs + shift * eye
+
+    def within(self, basis: Tensor) -> _Chunk:
+        parts = (basis.mT @ self.gram @ basis, self.keys @ basis, self.written @ basis)
+        return _Chunk(*parts, *self[3:])
+
+
+class _Advance(NamedTuple):
+    """What a chunk does to H."""
+
+    path: Tensor
+    write: Tensor
+
+    def __call__(self, state: State) -> State:
+        return (torch.addcmul(self.write, self.path, state[0]),)
+
+    def then(self, after: _Advance) -> _Advance:
+        return _Advance(self.path * after.path, *after((self.write,)))

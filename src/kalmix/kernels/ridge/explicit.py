@@ -1,0 +1,100 @@
+"""Solving with systems written out, differentiably: by one more solve, or back through the iteration itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kalmix.kernels.ridge.systems import Matrices, Scale, chebyshev_weights, solve
+from kalmix.solvers import Chebyshev, Solver
+
+
+def solution(solver: Solver, gram: Tensor, ridge: Tensor, scale: Scale, rhs: Tensor) -> Tensor:
+    """What `solver` takes for (H + ridge I)^{-1} rhs: `[..., K, K]`, `[..., 1]` twice over, `[..., K]`.
+
+    Gradients reach H, the ridge and `rhs`; unrolled ones also what the solver makes of the spectrum.
+    """
+    unrolled = solver.iterations if isinstance(solver, Chebyshev) and solver.backward == "unrolled" else 0
+    inverse = scale.inverse if unrolled else scale.inverse.detach()
+    shift = torch.where(inverse > 0, ridge * inverse, torch.as_tensor(scale.shift).to(ridge).detach())
+    matrix = gram * inverse[..., None] + torch.diag_embed(shift.expand_as(rhs))
+    if unrolled:
+        rho = torch.as_tensor(scale.rho).to(rhs).expand(*rhs.shape[:-1], 1)
+        return _Unrolled.apply(matrix, rhs, rho, unrolled) * inverse
+    return _Implicit.apply(matrix, rhs, scale.rho, solver) * inverse
+
+
+class _Implicit(torch.autograd.Function):
+    """Lemma 2 and equation 12: the gradient of the right side is one more solve, that of S minus its product with x."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, rhs: Tensor, rho: Tensor | float, solver: Solver) -> Tensor:
+        x = solve(solver, Matrices(matrix), rhs, rho)
+        ctx.rho, ctx.solver = rho, solver
+        ctx.save_for_backward(matrix, x)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        matrix, x = ctx.saved_tensors
+        to_rhs = solve(ctx.solver, Matrices(matrix), to_x, ctx.rho)
+        return -to_rhs[..., None] * x[..., None, :], to_rhs, None, None
+
+
+class _Unrolled(torch.autograd.Function):
+    r"""Algorithm 2 of Gated KalmaNet: the iteration run backwards beside its adjoint.
+
+    Forwards, with S scaled to a spectrum in [1 - rho, 1 + rho], w_0 = 2, x_{-1} = 0 and x_0 = q,
+
+        w_i = 4 / (4 - rho^2 w_{i-1}),   x_i = w_i (x_{i-1} - S x_{i-1} + q) - (w_i - 1) x_{i-2},
+
+    which gives x_{i-2} from the two after it (in equations 49 and 50 the last term is subtracted, and the weight of the
+    first guess is 1, not what equation 52 leaves in its place). Rounding errors grow by 1 / sqrt(w_i - 1) a step, 1.3
+    at a ridge of 0.02, so that a pair of iterates is kept every `KEPT`. Beyond the paper there is the gradient for rho,
+    through the weights: the whole is that of the unrolled iteration.
+    """
+
+    KEPT = 5
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, rhs: Tensor, rho: Tensor, iterations: int) -> Tensor:
+        before, x, kept = torch.zeros_like(rhs), rhs, []
+        for i, weight in enumerate(chebyshev_weights(rho, iterations)):
+            if i % _Unrolled.KEPT == 0:
+                kept += [before, x]
+            image = Matrices(matrix).apply(x)
+            before, x = x, weight * (x - image + rhs) - (weight - 1) * before
+        ctx.iterations = iterations
+        ctx.save_for_backward(matrix, rhs, rho, before, x, *kept)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        matrix, rhs, rho, before, x, *kept = ctx.saved_tensors
+        apply, weights = Matrices(matrix).apply, chebyshev_weights(rho, ctx.iterations)
+        to_matrix, to_rhs = torch.zeros_like(matrix), torch.zeros_like(rhs)
+        to_rho, to_next_weight = torch.zeros_like(rho), torch.zeros_like(rho)
+        after, to_after = torch.zeros_like(rho), torch.zeros_like(to_x)  # the weight and the adjoint of one step later
+        for i in reversed(range(ctx.iterations)):  # x is x_{i+1}, before is x_i
+            weight, pair = weights[i], divmod(i, _Unrolled.KEPT)
+            if pair[1] == 0:
+                before = kept[2 * pair[0] + 1]
+            pull = before - apply(before) + rhs
+            earlier = (weight * pull - x) / (weight - 1) if pair[1] else kept[2 * pair[0]]
+            to_matrix -= (weight * to_x)[..., None] * before[..., None, :]
+            to_rhs += weight * to_x
+            to_weight = (to_x * (pull - earlier)).sum(-1, keepdim=True) + to_next_weight
+            last = weights[i - 1] if i else 2.0
+            to_rho += to_weight * weight**2 * rho * last / 2
+            to_next_weight = to_weight * weight**2 * rho**2 / 4
+            to_before = weight * (to_x - apply(to_x))
+            if i + 1 < ctx.iterations:
+                to_before -= (after - 1) * to_after
+            after, to_after, to_x = weight, to_x, to_before
+            before, x = earlier, before
+        return to_matrix, to_rhs + to_x, to_rho, None

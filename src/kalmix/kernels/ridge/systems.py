@@ -1,0 +1,140 @@
+"""Regularised normal equations S = H + ridge I of tokens, scaled to a spectrum about 1, and how solvers solve them.
+
+With m the middle of the spectrum [ridge, ridge + ||H||_F], S / m has its spectrum in [1 - rho, 1 + rho]; a solver sees
+only S / m. For an adaptive ridge rho is the same for every token, and nothing overflows however small H is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from kalmix.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Ridge, Sketch, Solver
+
+NOTHING = 1e-10  # a norm of H below which nothing has been written: gradients, like 1 / ||H||^3, are still float32
+Rho = Tensor | float
+
+
+class Scale(NamedTuple):
+    """How tokens `[..., 1]` are scaled."""
+
+    inverse: Tensor  # 1 / m, 0 where there is nothing
+    shift: Tensor | float  # ridge / m
+    rho: Rho
+
+
+def scale_of(ridge: Ridge, norm: Tensor) -> Scale:
+    """The scale of systems whose H has Frobenius norm `norm`."""
+    if isinstance(ridge, Adaptive):
+        middle, something = ridge.factor + 0.5, norm > NOTHING
+        inverse = torch.where(something, 1 / torch.where(something, middle * norm, 1.0), 0.0)
+        return Scale(inverse, ridge.factor / middle, 0.5 / middle)
+    inverse = 1 / (ridge.value + norm / 2)
+    return Scale(inverse, ridge.value * inverse, norm / 2 * inverse)
+
+
+def ridge_of(ridge: Ridge, norm: Tensor) -> Tensor:
+    """lambda, differentiable in the norm of H."""
+    return ridge.factor * norm if isinstance(ridge, Adaptive) else torch.full_like(norm, ridge.value)
+
+
+def norm_of(square: Tensor) -> Tensor:
+    """The root of a squared norm, 0 with gradient 0 where there is nothing."""
+    something = square > NOTHING**2
+    return torch.where(something, torch.where(something, square, 1.0).sqrt(), 0.0)
+
+
+class System(Protocol):
+    """S / m of some tokens."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """S x / m, `[..., K]`."""
+        ...
+
+    def matrix(self) -> Tensor:
+        """`[..., K, K]`."""
+        ...
+
+    def within(self, basis: Tensor) -> Self:
+        """Restricted to a subspace, given an orthonormal basis `[K, dim]`."""
+        ...
+
+
+class Matrices(NamedTuple):
+    """Systems written out."""
+
+    entries: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        return (self.entries @ x[..., None])[..., 0]
+
+    def matrix(self) -> Tensor:
+        return self.entries
+
+    def within(self, basis: Tensor) -> Matrices:
+        return Matrices(basis.mT @ self.entries @ basis)
+
+
+def solve(solver: Solver, system: System, rhs: Tensor, rho: Rho) -> Tensor:
+    """What `solver` takes for m S^{-1} rhs, `[..., K]`."""
+    if isinstance(solver, Chebyshev):
+        return chebyshev(system.apply, rhs, rho, solver.iterations)
+    if isinstance(solver, ConjugateGradient):
+        return conjugate_gradient(system.apply, rhs, solver.iterations)
+    if isinstance(solver, Exact):
+        return torch.cholesky_solve(rhs[..., None], torch.linalg.cholesky_ex(system.matrix())[0])[..., 0]
+    basis = basis_of(solver, rhs)
+    return solve(solver.solver, system.within(basis), rhs @ basis, rho) @ basis.mT
+
+
+def chebyshev(apply: Callable[[Tensor], Tensor], rhs: Tensor, rho: Rho, iterations: int) -> Tensor:
+    """Algorithm 1 of Gated KalmaNet, for a spectrum in [1 - rho, 1 + rho]."""
+    before, x = torch.zeros_like(rhs), rhs
+    for weight in chebyshev_weights(rho, iterations):
+        before, x = x, x - weight * (apply(x) - rhs) + (weight - 1) * (x - before)
+    return x
+
+
+def chebyshev_weights(rho: Rho, iterations: int) -> list[Rho]:
+    """The weight of every iteration, between 1 and 2."""
+    weights: list[Rho] = []
+    for _ in range(iterations):
+        weights.append(4 / (4 - rho**2 * (weights[-1] if weights else 2.0)))
+    return weights
+
+
+def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, iterations: int) -> Tensor:
+    """Hestenes and Stiefel's, from 0; a token whose residual has vanished stays where it is."""
+    x, residual, direction = torch.zeros_like(rhs), rhs, rhs
+    square = residual.square().sum(-1, keepdim=True)
+    for _ in range(iterations):
+        image = apply(direction)
+        step = _ratio(square, (direction * image).sum(-1, keepdim=True))
+        x, residual, last = x + step * direction, residual - step * image, square
+        square = residual.square().sum(-1, keepdim=True)
+        direction = residual + _ratio(square, last) * direction
+    return x
+
+
+def _ratio(above: Tensor, below: Tensor) -> Tensor:
+    some = below > 0
+    return torch.where(some, above / torch.where(some, below, 1.0), 0.0)
+
+
+def basis_of(sketch: Sketch, like: Tensor) -> Tensor:
+    """The orthonormal basis `[K, dim]` of a sketch, in the dtype and on the device of `like` `[..., K]`.
+
+    A subsampled randomised cosine transform: `dim` evenly spread cosines of keys with random signs.
+    """
+    width = like.shape[-1]
+    dim = min(sketch.dim, width)
+    key, column = (torch.arange(n, dtype=torch.float64, device=like.device) for n in (width, dim))
+    frequency = (column * width / dim).floor()
+    cosines = torch.cos((key[:, None] + 0.5) * frequency * math.pi / width)
+    signs = torch.where(torch.sin((key + 1) * (12.9898 + sketch.seed)) < 0, -1.0, 1.0)
+    length = torch.where(frequency == 0, 1.0, 2.0).div(width).sqrt()
+    return (signs[:, None] * cosines * length).to(like.dtype)
