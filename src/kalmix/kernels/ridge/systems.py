@@ -135,6 +135,7 @@ def basis_of(sketch: Sketch, like: Tensor) -> Tensor:
     key, column = (torch.arange(n, dtype=torch.float64, device=like.device) for n in (width, dim))
     frequency = (column * width / dim).floor()
     cosines = torch.cos((key[:, None] + 0.5) * frequency * math.pi / width)
+    one = torch.ones_like(frequency)
     signs = torch.where(torch.sin((key + 1) * (12.9898 + sketch.seed)) < 0, -1.0, 1.0)
-    length = torch.where(frequency == 0, 1.0, 2.0).div(width).sqrt()
+    length = (torch.where(frequency == 0, one, 2 * one) / width).sqrt()
     return (signs[:, None] * cosines * length).to(like.dtype)
