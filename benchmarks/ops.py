@@ -1,9 +1,11 @@
 """Time every kernel of an op, and peers where importable, in one run, with their accuracy against float64.
 
     python benchmarks/ops.py                      # this machine: a GPU if there is one, else the CPU
+    python benchmarks/ops.py --op delta --dtype bfloat16 --decay key
     python benchmarks/ops.py --curves             # time and memory against length (Figures 4 and 9 of KLA)
 
-Prints a table and writes benchmarks/results/<date>-<hardware>-<op>[-curves].json (or under --output).
+Prints a table, on a GPU row by row as they are measured, and writes
+benchmarks/results/<date>-<hardware>-<op>[-keys][-curves].json (or under --output) after every shape.
 `python benchmarks/draw.py FILE` draws the curves.
 """
 
@@ -16,6 +18,7 @@ import platform
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -26,10 +29,14 @@ from kalmix.kernels.kernel import Call
 from kalmix.ops import OPS
 from peers import PEERS
 from timing import Timing, measure
-from workloads import COLUMNS, CURVES, SHAPES, UNCERTAIN, Signals, signals
+from workloads import COLUMNS, CURVES, SHAPES, UNCERTAIN, Shape, Signals, signals
 
 PEER_DTYPE = {"diagonal": torch.float32}  # what peers take; bfloat16 where not said
-STEP_BY_STEP = {"cuda": 1024, "cpu": 4096}  # where `reference` stops: beyond, it only takes patience and memory
+# The longest that kernels are given which go step by step: beyond, they only take patience and memory.
+LONGEST = {
+    "cuda": {"reference": 1024, "chunked dense": 4096},
+    "cpu": {"reference": 4096},
+}
 
 
 def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signals], tuple[Tensor, ...]]]:
@@ -40,7 +47,8 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
     for kernel in OPS[op].kernels:
         if kernel.interpretable(call) or kernel.refuses(call) is not None:
             continue
-        if kernel.name == "reference" and x["q"].shape[1] > STEP_BY_STEP[device]:
+        longest = LONGEST[device].get(kernel.name, LONGEST[device].get(f"{kernel.name} {op}"))
+        if longest is not None and x["q"].shape[1] > longest:
             continue
         run = partial(_ours, op, kernel.name)
         found[kernel.name] = run
@@ -61,57 +69,64 @@ def backward(run: Callable[[Signals], tuple[Tensor, ...]], x: Signals, upstream:
     return torch.autograd.grad(results, list(x.values()), weights, allow_unused=True)
 
 
-def accuracy(
-    op: str, shape: tuple[int, ...], device: str, dtype: torch.dtype
-) -> dict[str, tuple[float, dict[str, float]]]:
-    """Forward and per-gradient errors against float64, norm-wise, of every candidate."""
-    x = signals(op, shape, device, dtype)
-    exact = {name: leaf.detach().double().requires_grad_() for name, leaf in x.items()}
-    want = _ours(op, "chunked", exact)
-    upstream = [torch.randn_like(y) for y in want]
-    d_want = dict(zip(x, backward(partial(_ours, op, "chunked"), exact, upstream), strict=True))
-    found = {}
-    for name, run in candidates(op, x, compiled=False).items():
+class Truth:
+    """What float64 answers to the same inputs, forward and backward, for candidates to be held against."""
+
+    def __init__(self, op: str, x: Signals) -> None:
+        exactly = partial(_ours, op, "chunked")
+        exact = {name: leaf.detach().double().requires_grad_() for name, leaf in x.items()}
+        with torch.no_grad():
+            self.want = exactly(exact)
+        self.upstream = [torch.randn_like(y) for y in self.want]
+        self.gradients = dict(zip(x, backward(exactly, exact, self.upstream), strict=True))
+
+    def errors(self, run: Callable[[Signals], tuple[Tensor, ...]], x: Signals) -> tuple[float | None, dict[str, float]]:
+        """Of the outputs, the worst, and of each gradient, norm-wise; none of a peer that has less to say."""
         got = [y.detach() for y in run(x)]
-        if len(got) < len(want):
-            continue
-        forward = max(_error(y.view_as(w), w) for y, w in zip(got, want, strict=True))
-        d_got = dict(zip(x, backward(run, x, [w.to(y.dtype) for w, y in zip(upstream, got, strict=True)]), strict=True))
-        found[name] = forward, {key: _error(d_got[key], d_want[key]) for key in x}
-    return found
+        if len(got) < len(self.want):
+            return None, {}
+        weights = [w.to(y.dtype) for w, y in zip(self.upstream, got, strict=True)]
+        gradients = dict(zip(x, backward(run, x, weights), strict=True))
+        forward = max(_error(y.view_as(w), w) for y, w in zip(got, self.want, strict=True))
+        return forward, {name: _error(gradients[name], self.gradients[name]) for name in x}
 
 
 def _error(got: Tensor, want: Tensor) -> float:
     return float((got.detach().double() - want.detach()).norm() / want.detach().norm())
 
 
-def bench(op: str, shape: tuple[int, ...], device: str, dtype: torch.dtype, errors: bool, compiled: bool) -> list[dict]:
-    """Rows of results for one shape: forward, and forward with backward."""
-    x = signals(op, shape, device, dtype)
+def bench(
+    op: str, decay: str, shape: Shape, device: str, dtype: torch.dtype, errors: bool, compiled: bool
+) -> list[dict]:
+    """Rows of results for one shape, each printed when it is measured: forward, and forward with backward."""
+    x = signals(op, decay, shape, device, dtype)
     runs = candidates(op, x, compiled)
     upstream = [torch.ones_like(x["v"].detach())]  # of the mean, of the variance
     if op in UNCERTAIN:
         width = x["v"].shape[3] if op == "diagonal" else 1
         upstream.append(torch.ones(*x["v"].shape[:3], width, device=device))
     held = sum(leaf.numel() * leaf.element_size() for leaf in [*x.values(), *upstream])  # while a call runs
-    # Backward first, so that its first call is the first.
-    backs = measure({name: partial(backward, run, x, upstream) for name, run in runs.items()}, device)
-    with torch.no_grad():
-        aheads = measure({name: partial(runs[name], x) for name in backs}, device)
-    rows = {}
-    for name, back in backs.items():
-        rows[name] = _row(name, shape, dtype, aheads[name], back) | {
-            # Against what any implementation holds: inputs, outputs, and the gradients of both.
-            "peak_ratio": (back.peak + held) / (2 * held),
-        }
-    exact = accuracy(op, shape, device, dtype) if errors else {}
-    for name, row in rows.items():
-        row["error"], row["gradient_errors"] = exact.get(name, (None, {}))
-        _show(row)
-    return list(rows.values())
+    rows: list[dict] = []
+    truth = None
+    # On a CPU candidates take turns, so all are measured before any is told.
+    for names in [[name] for name in runs] if device == "cuda" else [list(runs)]:
+        # Backward first, so that its first call is the first.
+        backs = measure({name: partial(backward, runs[name], x, upstream) for name in names}, device)
+        with torch.no_grad():
+            aheads = measure({name: partial(runs[name], x) for name in backs}, device)
+        truth = truth or (Truth(op, x) if errors else None)
+        for name, back in backs.items():
+            row = _row(name, shape, dtype, aheads[name], back) | {
+                # Against what any implementation holds: inputs, outputs, and the gradients of both.
+                "peak_ratio": (back.peak + held) / (2 * held),
+            }
+            row["error"], row["gradient_errors"] = truth.errors(runs[name], x) if truth else (None, {})
+            _show(row)
+            rows.append(row)
+    return rows
 
 
-def _row(name: str, shape: tuple[int, ...], dtype: torch.dtype, ahead: Timing, back: Timing) -> dict:
+def _row(name: str, shape: Shape, dtype: torch.dtype, ahead: Timing, back: Timing) -> dict:
     return {
         "kernel": name, "shape": shape, "dtype": str(dtype).removeprefix("torch."),
         "forward_ms": ahead.ms, "both_ms": back.ms, "forward_peak": ahead.peak, "both_peak": back.peak,
@@ -149,6 +164,7 @@ def main() -> None:
     parser.add_argument("--op", choices=OPS, default="diagonal")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--decay", choices=["head", "key"], default="head", help="what has a decay, in a memory")
     parser.add_argument("--curves", action="store_true", help="time and memory against length instead")
     parser.add_argument("--compile", action="store_true", help="also the chunked kernel under torch.compile")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
@@ -156,26 +172,29 @@ def main() -> None:
     device = arguments.device
 
     print(f"{hardware(device)}; torch {torch.__version__}; kalmix {kalmix.__version__}")
-    print(f"{COLUMNS[arguments.op]:>24} {HEADER}")
-    rows: list[dict] = []
+    print(f"{COLUMNS[arguments.op]:>24} {HEADER}", flush=True)
     dtypes = [getattr(torch, name) for name in arguments.dtype or ["float32"]]
     if arguments.curves:
-        batch, longest, *width = CURVES[arguments.op][device]
-        for length in [2**n for n in range(8, longest.bit_length())]:
-            rows += bench(arguments.op, (batch, length, *width), device, dtypes[0], False, arguments.compile)
+        batch, longest, *sizes = CURVES[arguments.op][device]
+        shapes = [(batch, 2**n, *sizes) for n in range(8, longest.bit_length())]
+        dtypes = dtypes[:1]
     else:
-        for dtype in dtypes:
-            shapes = SHAPES[arguments.op][device]
-            for shape in shapes:
-                rows += bench(arguments.op, shape, device, dtype, True, arguments.compile and shape == shapes[0])
-
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    slug = re.sub(r"[^a-z0-9]+", "-", hardware(device).lower()).strip("-")
-    suffix = "-curves" if arguments.curves else ""
-    file = arguments.output / f"{datetime.date.today()}-{slug}-{arguments.op}{suffix}.json"
+        shapes = SHAPES[arguments.op][device]
+    file = arguments.output / f"{datetime.date.today()}-{_about(arguments)}.json"
     about = {"hardware": hardware(device), "torch": torch.__version__, "kalmix": kalmix.__version__}
-    file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    rows: list[dict] = []
+    for dtype, shape in product(dtypes, shapes):
+        compiled = arguments.compile and (arguments.curves or shape == shapes[0])
+        rows += bench(arguments.op, arguments.decay, shape, device, dtype, not arguments.curves, compiled)
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     print(f"wrote {file}")
+
+
+def _about(arguments: argparse.Namespace) -> str:
+    machine = re.sub(r"[^a-z0-9]+", "-", hardware(arguments.device).lower()).strip("-")
+    keys = "-keys" if arguments.decay == "key" and arguments.op != "diagonal" else ""
+    return f"{machine}-{arguments.op}{keys}{'-curves' if arguments.curves else ''}"
 
 
 if __name__ == "__main__":

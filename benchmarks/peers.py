@@ -42,33 +42,42 @@ def _fla() -> bool:
 
 
 def additive() -> dict[str, Run]:
-    """flash-linear-attention's chunked kernels for a decay a head."""
+    """flash-linear-attention's chunked kernels for a decay a head, and for a decay a key."""
     if not _fla():
         return {}
+    from fla.ops.gla import chunk_gla
     from fla.ops.simple_gla import chunk_simple_gla
 
-    return {"fla simple_gla": lambda x: chunk_simple_gla(x["q"], x["k"], x["v"], g=x["log_decay"], scale=1.0)[:1]}
+    def run(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        by_decay = chunk_simple_gla if x["log_decay"].ndim == 3 else chunk_gla
+        return by_decay(x["q"], x["k"], x["v"], g=x["log_decay"], scale=1.0)[:1]
+
+    return {"fla": run}
 
 
 def delta() -> dict[str, Run]:
-    """flash-linear-attention's chunked gated delta rule."""
+    """flash-linear-attention's chunked gated delta rule, and for a decay a key its KDA."""
     if not _fla():
         return {}
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
 
     def run(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
         q, k, v, decay, gain = (x[name] for name in ("q", "k", "v", "log_decay", "gain"))
-        return chunk_gated_delta_rule(q, k, v, g=decay, beta=gain, scale=1.0)[:1]
+        by_decay = chunk_gated_delta_rule if decay.ndim == 3 else chunk_kda
+        return by_decay(q, k, v, g=decay, beta=gain, scale=1.0)[:1]
 
-    return {"fla gated_delta_rule": run}
+    return {"fla": run}
 
 
 def dense() -> dict[str, Run]:
-    """The same delta rule, on the same keys and values: what a memory without a covariance costs."""
+    """The gated delta rule, a decay a head, on the same keys and values: what a memory without a covariance costs."""
 
     def without_covariance(run: Run) -> Run:
         def called(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            held = {"log_decay": x["log_decay"][..., 0].detach(), "gain": 1 / (1 + x["obs_noise"].detach())}
+            held = {"log_decay": x["log_decay"].detach(), "gain": 1 / (1 + x["obs_noise"].detach())}
+            if held["log_decay"].ndim == 4:
+                held["log_decay"] = held["log_decay"][..., 0]
             return run(x | held)
 
         return called

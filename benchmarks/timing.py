@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+LONG = 0.1  # seconds, of a call that is not captured
+BUDGET = {"cuda": 0.5, "cpu": 2.0}  # seconds; a GPU has one job at a time, a CPU many
+
 
 class Timing(NamedTuple):
     """Milliseconds a call (a GPU's median, a CPU's minimum), peak bytes added, and the first call's seconds."""
@@ -20,8 +23,8 @@ class Timing(NamedTuple):
     first: float
 
 
-def measure(calls: dict[str, Callable[[], object]], device: str, budget: float = 2.0) -> dict[str, Timing]:
-    """Time `calls`, after warming them up, for about `budget` seconds each; those that run out of memory are left out.
+def measure(calls: dict[str, Callable[[], object]], device: str) -> dict[str, Timing]:
+    """Time `calls`, after warming them up, for about `BUDGET` seconds each; those that run out of memory are left out.
 
     On a CPU they take turns, so that what else the machine does, and what the allocator keeps, is shared by all.
     """
@@ -30,13 +33,13 @@ def measure(calls: dict[str, Callable[[], object]], device: str, budget: float =
         try:
             first = _seconds(call, device)
             peak = _peak_cuda(call) if device == "cuda" else _peak_cpu(call)
-            ready[name] = Timing(_cuda_ms(call, budget) if device == "cuda" else 0.0, peak, first)
+            ready[name] = Timing(_cuda_ms(call) if device == "cuda" else 0.0, peak, first)
         except torch.OutOfMemoryError:
             print(f"    ({name}: out of memory)")
             torch.cuda.empty_cache()
     if device == "cuda":
         return ready
-    times = _cpu_ms([calls[name] for name in ready], budget)
+    times = _cpu_ms([calls[name] for name in ready])
     return {name: timing._replace(ms=ms) for (name, timing), ms in zip(ready.items(), times, strict=True)}
 
 
@@ -48,10 +51,23 @@ def _seconds(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def _cuda_ms(call: Callable[[], object], budget: float) -> float:
-    """Median device time of graph replays, so that launches of small kernels do not count; plain calls if a graph
-    cannot be captured."""
-    replay = call
+def _cuda_ms(call: Callable[[], object]) -> float:
+    """Median device time of graph replays, so that launches of small kernels do not count; of plain calls if a graph
+    cannot be captured, or would take long to: a call that takes long has launches by the ten thousand."""
+    replay = call if _seconds(call, "cuda") > LONG else _captured(call)
+    times: list[float] = []
+    deadline = time.perf_counter() + BUDGET["cuda"]
+    while len(times) < 3 or (time.perf_counter() < deadline and len(times) < 200):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], object]:
     try:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -62,25 +78,16 @@ def _cuda_ms(call: Callable[[], object], budget: float) -> float:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-        replay = graph.replay
     except RuntimeError as error:
         print(f"    (no CUDA graph: {str(error).splitlines()[0][:80]})")
         torch.cuda.synchronize()
-    times = []
-    deadline = time.perf_counter() + budget
-    while len(times) < 10 or (time.perf_counter() < deadline and len(times) < 200):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
+        return call
+    return graph.replay
 
 
-def _cpu_ms(calls: list[Callable[[], object]], budget: float) -> list[float]:
+def _cpu_ms(calls: list[Callable[[], object]]) -> list[float]:
     rounds: list[list[float]] = []
-    deadline = time.perf_counter() + budget * len(calls)
+    deadline = time.perf_counter() + BUDGET["cpu"] * len(calls)
     while len(rounds) < 3 or time.perf_counter() < deadline:
         rounds.append([_seconds(call, "cpu") for call in calls])
     return [min(times) * 1e3 for times in zip(*rounds, strict=True)]

@@ -61,17 +61,19 @@ def delta(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
 
 
 def dense(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
-    """As the Bayesian Layer: noises that differ from token to token, a decay a key."""
-    x = memory(shape, device, dtype)
+    """As the Bayesian Layer: noises that differ from token to token."""
     noises = (F.softplus(torch.randn(shape[:3], device=device) - shift) + 1e-3 for shift in (0, 4))
-    decays = x["log_decay"][..., None] * torch.rand(*shape, device=device)
-    return x | dict(zip(("obs_noise", "process_noise"), noises, strict=True)) | {"log_decay": decays}
+    return memory(shape, device, dtype) | dict(zip(("obs_noise", "process_noise"), noises, strict=True))
 
 
 DRAW = {"diagonal": cells, "additive": memory, "delta": delta, "dense": dense}
 UNCERTAIN = {"diagonal", "dense"}  # ops with a variance of the read-out
 
 
-def signals(op: str, shape: Shape, device: str, dtype: torch.dtype) -> Signals:
+def signals(op: str, decay: str, shape: Shape, device: str, dtype: torch.dtype) -> Signals:
+    """Leaves; `decay` is "head" or "key" (GLA, KDA, the Bayesian Layer), which `diagonal` has no say in."""
     torch.manual_seed(0)
-    return {name: x.requires_grad_() for name, x in DRAW[op](shape, device, dtype).items()}
+    x = DRAW[op](shape, device, dtype)
+    if decay == "key" and op != "diagonal":
+        x["log_decay"] = x["log_decay"][..., None] * torch.rand(*shape, device=device)
+    return {name: leaf.requires_grad_() for name, leaf in x.items()}
