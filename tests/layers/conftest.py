@@ -15,11 +15,13 @@ from kalmix.layers import (
     DeltaNet,
     Designed,
     GatedDeltaNet,
+    GatedKalmaNet,
     LinearAttention,
     Mamba2,
     Mixer,
     RetNet,
 )
+from kalmix.ops import Fixed
 
 LAYERS: dict[str, Callable[[], Mixer]] = {
     "kla": lambda: KLA(12, slots=4),
@@ -30,6 +32,11 @@ LAYERS: dict[str, Callable[[], Mixer]] = {
     "bayesian-turning": lambda: BayesianLayer(12, heads=2, head_dim=3, groups=3, rotations=True, conv=0),
     "deltanet": lambda: DeltaNet(12, heads=2, head_dim=3, negative_eigenvalues=True),
     "gated-deltanet": lambda: GatedDeltaNet(12, heads=4, key_heads=2, head_dim=3),
+    # A ridge of 0.1 magnifies roundings by its condition number, 11 at most; the published 0.02 would by 51.
+    "gated-kalmanet": lambda: GatedKalmaNet(12, heads=4, key_heads=2, head_dim=3, ridge=0.1),
+    "gated-kalmanet-bare": lambda: GatedKalmaNet(
+        12, heads=2, head_dim=3, expand_v=2, decay=False, gain=None, mix=False, gate=None, ridge=Fixed(0.25)
+    ),
     "kda": lambda: KDA(12, heads=2, head_dim=3, expand_v=2, conv=2),
     "linear-attention": lambda: LinearAttention(12, heads=2),
     "retnet": lambda: RetNet(12, heads=3),
@@ -38,6 +45,7 @@ LAYERS: dict[str, Callable[[], Mixer]] = {
     "design-cells": lambda: Designed(12, design=designs.KLA, heads=2, head_dim=3),
     "design-columns": lambda: Designed(12, design="longhorn", heads=2, head_dim=3, gate=None),
     "attention": lambda: Attention(12, heads=3),
+    "attention-narrow": lambda: Attention(12, heads=2, kv_heads=1, head_dim=4),
     "attention-grouped": lambda: Attention(16, heads=4, kv_heads=2),
 }
 

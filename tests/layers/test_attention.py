@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from kalmix import Segments
@@ -10,17 +11,19 @@ from kalmix.layers import Attention
 from .conftest import shake
 
 
-def test_against_the_formula():
+@pytest.mark.parametrize(("width", "options"), [(16, {}), (12, {"head_dim": 4, "norm_eps": 1e-3, "rotary_base": 1e3})])
+def test_against_the_formula(width, options):
     torch.manual_seed(0)
-    layer = Attention(16, heads=4, kv_heads=2).double()
+    layer = Attention(width, heads=4, kv_heads=2, **options).double()
+    eps, base = options.get("norm_eps", 1e-6), options.get("rotary_base", 1e4)
     shake(layer)
-    x = torch.randn(1, 6, 16, dtype=torch.float64)
+    x = torch.randn(1, 6, width, dtype=torch.float64)
     q, k, v = (x @ layer.in_proj.weight.T)[0].split([16, 8, 8], dim=-1)
     found = []
     for head in range(4):
         rows = []
         for t in range(6):
-            turn = lambda u, norm, s: rotate(unit_rms(u) * norm.weight, s)  # noqa: E731
+            turn = lambda u, norm, s: rotate(unit_rms(u, eps) * norm.weight, s, base)  # noqa: E731
             query = turn(q[t, 4 * head : 4 * head + 4], layer.query_norm, t)
             part = slice(4 * (head // 2), 4 * (head // 2) + 4)
             scores = torch.stack([query @ turn(k[s, part], layer.key_norm, s) / math.sqrt(4) for s in range(t + 1)])
@@ -30,13 +33,13 @@ def test_against_the_formula():
     torch.testing.assert_close(layer(x)[0][0], expected, rtol=1e-6, atol=1e-6)  # angles are float32
 
 
-def unit_rms(u: torch.Tensor) -> torch.Tensor:
-    return u / (u.square().mean() + 1e-6).sqrt()
+def unit_rms(u: torch.Tensor, eps: float) -> torch.Tensor:
+    return u / (u.square().mean() + eps).sqrt()
 
 
-def rotate(u: torch.Tensor, position: int) -> torch.Tensor:
+def rotate(u: torch.Tensor, position: int, base: float) -> torch.Tensor:
     z = torch.complex(u[:2], u[2:])
-    angle = position * 10000.0 ** (-torch.arange(2, dtype=torch.float64) / 2)
+    angle = position * base ** (-torch.arange(2, dtype=torch.float64) / 2)
     z = z * torch.polar(torch.ones_like(angle), angle)
     return torch.cat([z.real, z.imag])
 

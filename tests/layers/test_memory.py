@@ -1,5 +1,6 @@
 """Memory layers against what their papers say, written out token by token in float64."""
 
+import json
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from kalmix.layers import (
     DeltaNet,
     Designed,
     GatedDeltaNet,
+    GatedKalmaNet,
     LinearAttention,
     Mamba2,
     MemoryState,
@@ -22,6 +24,8 @@ from kalmix.layers import (
 )
 from kalmix.layers.heads import Heads
 from kalmix.layers.parametrize import StepDecay
+from kalmix.layers.spelling import as_ridge, as_solver, spell
+from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
 
 from .conftest import shake
 
@@ -161,6 +165,86 @@ def test_mamba2():
     torch.testing.assert_close(layer(x)[0][0], expected, **CLOSE)
 
 
+GKA = {"heads": 4, "key_heads": 2, "head_dim": 3, "solver": Exact()}
+ABLATIONS = [
+    {},
+    {"decay": False},
+    {"gain": "squared"},
+    {"gain": None},
+    {"mix": False},
+    {"gate": None},
+    {"ridge": Fixed(0.25)},
+    {"expand_v": 2, "conv": 3, "ridge": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", ABLATIONS, ids=str)
+def test_gated_kalmanet(options):
+    """At every token the weighted ridge regression of equation 3, solved from the whole history."""
+    layer, x = made(GatedKalmaNet(D, **(GKA | options)))
+    q, k, v = projected(layer, x)
+    q, k = (a / (a.norm(dim=-1, keepdim=True) + 1e-6) for a in (q, k))
+    none = torch.zeros(T, 4, dtype=torch.float64)
+    fade, gain, mix = none, none + 1, none + 1
+    if layer.decay is not None:
+        step, rate = stepped(layer.decay, linear(x[0], layer.decay.proj))
+        fade = -rate * step
+    if layer.gain is not None:
+        gain = linear(x[0], layer.gain_proj).sigmoid()
+        gain = (gain + 1e-6) ** 2 if layer.gain == "squared" else gain
+    if layer.mix_proj is not None:
+        mix = linear(x[0], layer.mix_proj).sigmoid()
+    reads, spreads = torch.zeros_like(v), torch.zeros_like(v)
+    for g in range(4):
+        for t in range(T):
+            weights = gain[: t + 1, g] * torch.stack([fade[s + 1 : t + 1, g].sum().exp() for s in range(t + 1)])
+            keys, values = k[: t + 1, g], v[: t + 1, g]
+            gram = keys.T @ (weights[:, None] * keys)
+            ridge = as_ridge(layer.ridge)
+            strength = ridge.factor * gram.norm() if isinstance(ridge, Adaptive) else ridge.value
+            solution = torch.linalg.solve(gram + strength * torch.eye(3, dtype=torch.float64), q[t, g])
+            query = mix[t, g] * solution + (1 - mix[t, g]) * q[t, g]
+            reads[t, g] = (weights[:, None] * values).T @ (keys @ query)
+            spreads[t, g] = q[t, g] @ solution
+    (mean, variance, _), _ = layer.read(x, variance=True)
+    torch.testing.assert_close(mean[0], reads.reshape(T, -1), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(variance[0], spreads.reshape(T, -1), rtol=1e-8, atol=1e-10)
+    gate = 1 if layer.gate_proj is None else silu(linear(x[0], layer.gate_proj))
+    torch.testing.assert_close(layer(x)[0][0], emitted(layer, reads, gate), rtol=1e-8, atol=1e-10)
+
+
+def test_gated_kalmanet_iterates():
+    """As published: 30 iterations, within their bound of the exact solution."""
+    layer, x = made(GatedKalmaNet(D, heads=2, head_dim=3))
+    exact = GatedKalmaNet(D, heads=2, head_dim=3, solver="exact").double()
+    exact.load_state_dict(layer.state_dict())
+    assert layer.solver == Chebyshev(30) and layer.ridge == Adaptive(0.02)
+    (got, _, _), _ = layer.read(x)
+    (want, _, _), _ = exact.read(x)
+    assert 0 < (got - want).abs().max() < 2 * 0.754**30 * 51 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Adaptive(0.1),
+        Fixed(2.0),
+        Chebyshev(7, "unrolled"),
+        ConjugateGradient(5),
+        Exact(),
+        Sketch(4, ConjugateGradient(3), seed=2),
+    ],
+)
+def test_spelled_out_and_back(value):
+    """Through JSON, and from as little as the value needs."""
+    back = as_ridge if isinstance(value, Adaptive | Fixed) else as_solver
+    spelled = json.loads(json.dumps(spell(value)))
+    assert back(spelled) == back(value) == value
+    if not isinstance(value, Sketch):  # which has no default number of directions
+        assert back(spelled["name"]) == type(value)()
+    assert as_ridge(0.1) == Adaptive(0.1)
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 def test_bayesian_layer(groups):
     """The Kalman filter of each group, in its information form: precisions add up, and the past fades."""
@@ -262,6 +346,8 @@ def test_published_sizes():
     assert Heads.of(1024, heads=None, head_dim=None, expand_v=2.0, share=0.75) == (6, 6, 128, 256)
     assert Heads.of(1024, heads=4, head_dim=256, expand_v=1.0) == (4, 4, 256, 256)
     assert Heads.of(64, heads=None, head_dim=None, expand_v=1.0) == (4, 4, 16, 16)
+    assert GatedKalmaNet(1024).sizes == (8, 8, 128, 128)
+    assert GatedKalmaNet(2560).sizes == (20, 20, 128, 128)
     assert Mamba2(256).sizes == (1, 8, 128, 64)
     weights = sum(p.numel() for p in GatedDeltaNet(1024).parameters())
     assert abs(weights / 1024**2 - 6) < 0.05

@@ -6,6 +6,7 @@ import torch
 from kalmix import ArgumentError, Segments
 from kalmix.designs import Covariance, Design, Evidence, Transition
 from kalmix.layers import MIXERS, Mixer, mixer_class
+from kalmix.ops import Exact
 
 # A float32 layer sums a few dozen terms of size about 1 in another order: some hundred roundings of 6e-8.
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
@@ -105,13 +106,13 @@ def test_half_precision(layer):
         y, state = layer(x)
     assert (y - exact).abs().max() < 0.05 * exact.abs().max()
     if layer.has_posterior:
-        assert state.belief.mean.dtype == torch.float32
+        assert state.belief[0].dtype == torch.float32
     half = layer.to(torch.bfloat16)
     y, state = half(x.bfloat16())
     assert y.dtype == torch.bfloat16
     assert (y - exact).abs().max() < 0.08 * exact.abs().max()
     if layer.has_posterior:
-        assert state.belief.mean.dtype == torch.float32
+        assert state.belief[0].dtype == torch.float32
 
 
 def test_double_precision(layer):
@@ -138,7 +139,7 @@ def test_wrong_arguments(layer, call, says):
 
 def test_registry():
     papers = {"kla", "bayesian", "deltanet", "gated-deltanet", "kda", "linear-attention", "retnet", "gla", "mamba2"}
-    assert set(MIXERS) == papers | {"attention", "design"}
+    assert set(MIXERS) == papers | {"gated-kalmanet", "attention", "design"}
     with pytest.raises(ArgumentError, match=r"'mamba9'.*'kla'"):
         mixer_class("mamba9", {})
     with pytest.raises(ArgumentError, match=r"'heads'.*'slots'"):
@@ -165,6 +166,7 @@ def test_defaults_for_any_width(name, size):
         ("attention", {"heads": 5}),
         ("attention", {"kv_heads": 3, "heads": 2}),
         ("attention", {"heads": 0}),
+        ("attention", {"heads": 2, "head_dim": 3}),
         ("deltanet", {"heads": 0}),
         ("deltanet", {"head_dim": 2.5}),
         ("deltanet", {"expand_v": 0.0}),
@@ -176,6 +178,16 @@ def test_defaults_for_any_width(name, size):
         ("gla", {"rank": 0}),
         ("mamba2", {"heads": 3, "groups": 2}),
         ("mamba2", {"state_dim": 0}),
+        ("gated-kalmanet", {"gain": "linear"}),
+        ("gated-kalmanet", {"ridge": 0}),
+        ("gated-kalmanet", {"ridge": True}),
+        ("gated-kalmanet", {"ridge": {"factor": 0.1}}),
+        ("gated-kalmanet", {"ridge": {"name": "fixed", "factor": 0.1}}),
+        ("gated-kalmanet", {"ridge": Exact()}),
+        ("gated-kalmanet", {"solver": "newton"}),
+        ("gated-kalmanet", {"solver": 30}),
+        ("gated-kalmanet", {"solver": {"name": "chebyshev", "iterations": 0}}),
+        ("gated-kalmanet", {"solver": {"name": "sketch"}}),
         ("bayesian", {"groups": 0}),
         ("bayesian", {"heads": 1, "head_dim": 2, "groups": 3}),
         ("design", {"design": "resnet"}),

@@ -11,6 +11,7 @@ from kalmix.layers.bayesian import BayesianLayer
 from kalmix.layers.deltanet import DeltaNet
 from kalmix.layers.designed import Designed
 from kalmix.layers.gated_deltanet import GatedDeltaNet
+from kalmix.layers.gated_kalmanet import GatedKalmaNet
 from kalmix.layers.gla import GLA
 from kalmix.layers.kda import KDA
 from kalmix.layers.kla import KLA, KLAState
@@ -23,6 +24,7 @@ from kalmix.layers.retnet import RetNet
 MIXERS: dict[str, type[Mixer]] = {
     "kla": KLA,
     "bayesian": BayesianLayer,
+    "gated-kalmanet": GatedKalmaNet,
     "deltanet": DeltaNet,
     "gated-deltanet": GatedDeltaNet,
     "kda": KDA,
@@ -64,6 +66,7 @@ __all__ = [
     "DeltaNet",
     "Designed",
     "GatedDeltaNet",
+    "GatedKalmaNet",
     "KLAState",
     "LinearAttention",
     "Mamba2",

@@ -38,15 +38,24 @@ class Attention(Mixer):
 
     Args:
         hidden_size: D.
-        heads: query heads; one for every 64 columns if absent. D / heads must be even.
+        heads: query heads; one for every 64 columns if absent.
         kv_heads: key and value heads, a divisor of `heads`; as many if absent.
+        head_dim: width of a head, even; D / heads if absent.
         rotary_base: the slowest rotation turns once in about 2 pi times this many tokens.
+        norm_eps: of the QK norm.
 
     Cost: O(T (S + T)) for T tokens after S; the state grows with them. Packed sequences take a `[T, T]` mask.
     """
 
     def __init__(
-        self, hidden_size: int, *, heads: int | None = None, kv_heads: int | None = None, rotary_base: float = 10000.0
+        self,
+        hidden_size: int,
+        *,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rotary_base: float = 10000.0,
+        norm_eps: float = 1e-6,
     ) -> None:
         super().__init__(hidden_size)
         if heads is None:
@@ -54,14 +63,20 @@ class Attention(Mixer):
         kv_heads = heads if kv_heads is None else kv_heads
         check_positive("heads", heads)
         check_positive("kv_heads", kv_heads)
-        if hidden_size % (2 * heads):
-            raise ArgumentError("heads", got=heads, needs=f"a number that cuts {hidden_size} columns into even widths")
+        if head_dim is None:
+            if hidden_size % (2 * heads):
+                needs = f"a number that cuts {hidden_size} columns into even widths"
+                raise ArgumentError("heads", got=heads, needs=needs)
+            head_dim = hidden_size // heads
+        check_positive("head_dim", head_dim)
+        if head_dim % 2:
+            raise ArgumentError("head_dim", got=head_dim, needs="an even number")
         if heads % kv_heads:
             raise ArgumentError("kv_heads", got=kv_heads, needs=f"a divisor of the {heads} heads")
-        self.heads, self.kv_heads, self.width, self.rotary_base = heads, kv_heads, hidden_size // heads, rotary_base
+        self.heads, self.kv_heads, self.width, self.rotary_base = heads, kv_heads, head_dim, rotary_base
         self.in_proj = nn.Linear(hidden_size, (heads + 2 * kv_heads) * self.width, bias=False)
-        self.query_norm, self.key_norm = RMSNorm(self.width), RMSNorm(self.width)
-        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.query_norm, self.key_norm = RMSNorm(self.width, norm_eps), RMSNorm(self.width, norm_eps)
+        self.out_proj = nn.Linear(heads * self.width, hidden_size, bias=False)
 
     def read(
         self, x: Tensor, state: AttentionState | None = None, segments: Segments | None = None, variance: bool = False
