@@ -4,17 +4,22 @@ import pytest
 import torch
 
 from kalmix.designs import Covariance, Design, Evidence, Transition
-from kalmix.models import KalmixConfig, KalmixForCausalLM
+from kalmix.models import KalmixConfig, KalmixForCausalLM, hybrid_layers
+from kalmix.ops import Chebyshev, Fixed
 
 VOCABULARY = 40
 DESIGN = Design("own", Transition("head", diffusion=True), Evidence("memory"), Covariance("dense"))
 # Read-outs near 0 are magnified by an output norm, their rounding with them: a larger epsilon keeps that in bounds.
 CALM = {"heads": 1, "head_dim": 8, "norm_eps": 0.01}
+# So does a linear system, by its condition number: 3 at this ridge (51 at the published 0.02: see test_exact.py).
+RIDGE = {"mixer": "gated-kalmanet", **CALM, "ridge": 0.5}
 LAYERS = {
     "gpt": ["attention", {"mixer": "attention", "heads": 4, "kv_heads": 2}],
     "kla": ["kla", {"mixer": "kla", "slots": 4, "mlp": 24}],
     "hybrid": [{"mixer": "attention", "heads": 2}, "kla"],
     "bayesian": [{"mixer": "bayesian", **CALM}, {"mixer": "bayesian", **CALM, "rotations": True, "mlp": 8}],
+    "ridge": [RIDGE, {**RIDGE, "gain": "squared", "solver": Chebyshev(20), "ridge": Fixed(0.5)}],
+    "ridge-hybrid": hybrid_layers(RIDGE, blocks=2, attention_at=[1]),
     "delta": [{"mixer": "gated-deltanet", **CALM}, {"mixer": "kda", **CALM}],
     "ungated": [{"mixer": "deltanet", **CALM}, "linear-attention"],
     "additive": [{"mixer": "retnet", **CALM}, {"mixer": "gla", **CALM, "conv": 2}],

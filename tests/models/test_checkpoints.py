@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kalmix import ArgumentError
-from kalmix.models import KalmixConfig, KalmixForCausalLM
+from kalmix.models import KalmixConfig, KalmixForCausalLM, hybrid_layers
+from kalmix.ops import Chebyshev, Fixed, Sketch
 
 from .conftest import build, tokens
 
@@ -63,7 +64,7 @@ def test_fresh_process(tmp_path):
     assert module.count("\n") == 1 and "from kalmix.models import" in module
 
 
-@pytest.mark.parametrize("layers", ["kla", "bayesian", "delta", "space"])
+@pytest.mark.parametrize("layers", ["kla", "bayesian", "ridge", "delta", "space"])
 def test_half_precision_keeps_dynamics(tmp_path, layers):
     build(layers).save_pretrained(tmp_path)
     half = KalmixForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -140,6 +141,33 @@ def test_defaults():
         assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.1)
     assert (kla.mixer.skip == 1).all() and (kla.mixer.dynamics.log_rate == 0).all()
     assert config.num_hidden_layers == 3 and KalmixConfig().num_hidden_layers == 12
+
+
+def test_gated_kalmanet_as_published():
+    """The smallest model of table 4, and the hybrid of section M."""
+    with torch.device("meta"):
+        model = KalmixForCausalLM(KalmixConfig(vocab_size=32000, hidden_size=1024, layers=["gated-kalmanet"] * 28))
+    assert model.num_parameters() == pytest.approx(440e6, rel=0.03)
+    layers = hybrid_layers()
+    assert layers.count("gated-kalmanet") == 26 and layers.count("attention") == 4
+    assert [place for place, name in enumerate(layers) if name == "attention"] == [6, 14, 22, 29]
+    assert KalmixConfig(layers=layers).num_hidden_layers == 30
+    mine = hybrid_layers("kla", blocks=3, attention_at=[0], attention={"mixer": "attention", "heads": 2})
+    assert mine == [{"mixer": "attention", "heads": 2}, "kla", "kla"]
+    for wrong in ({"blocks": 0}, {"attention_at": [30]}, {"attention_at": [-1]}, {"attention_at": [3, 3]}):
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+            hybrid_layers(**wrong)
+
+
+def test_solvers_are_spelled_out():
+    """A configuration holds values as JSON does, and the layers read them back."""
+    entry = {"mixer": "gated-kalmanet", "heads": 1, "ridge": Fixed(2.0), "solver": Sketch(4, Chebyshev(7))}
+    config = KalmixConfig(vocab_size=9, hidden_size=8, layers=[entry])
+    again = KalmixConfig(**json.loads(config.to_json_string()))
+    assert again.layers == config.layers
+    assert config.layers[0]["ridge"] == {"name": "fixed", "value": 2.0}
+    mixer = KalmixForCausalLM(again).model.mixers[0]
+    assert (mixer.ridge, mixer.solver) == (Fixed(2.0), Sketch(4, Chebyshev(7)))
 
 
 def test_resized_vocabulary():

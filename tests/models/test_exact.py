@@ -6,6 +6,7 @@ from transformers import DataCollatorWithFlattening
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from kalmix import ArgumentError
+from kalmix.models import hybrid_layers
 
 from .conftest import build, tokens
 
@@ -22,6 +23,23 @@ def test_split_prompt(model, cuts):
         parts.append(model(ids[:, start:stop], past_key_values=cache).logits)
         assert cache.get_seq_length() == stop
     torch.testing.assert_close(torch.cat(parts, 1), whole, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention_at", [(), (1,)])
+def test_split_ridge_as_published(attention_at):
+    """Condition numbers up to 51 and a small epsilon magnify rounding: in float64, little is left of it."""
+    model = build(hybrid_layers(blocks=3, attention_at=attention_at)).double()
+    ids = tokens(2, 40)
+    whole = model(ids).logits
+    cache, parts = DynamicCache(config=model.config), []
+    cache.activate_past_recording()
+    for start, stop in ((0, 17), (17, 18), (18, 21), (21, 40)):
+        if start == 18:
+            model(tokens(2, 9, seed=3), past_key_values=cache)
+            cache.crop(-9)
+        parts.append(model(ids[:, start:stop], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-9, rtol=0)
 
 
 @torch.no_grad()

@@ -105,7 +105,7 @@ def test_mixed_precision():
         assert (got[name] - gradient).norm() < 0.1 * gradient.norm() + 1e-4, name
 
 
-@pytest.mark.parametrize("layers", ["bayesian", "delta", "ungated", "additive", "space"])
+@pytest.mark.parametrize("layers", ["bayesian", "ridge", "ridge-hybrid", "delta", "ungated", "additive", "space"])
 def test_mixed_precision_of_memories(layers):
     model = build(layers).train()
     ids = tokens(2, 8)

@@ -6,11 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kalmix.models.blocks import hybrid_layers
     from kalmix.models.cache import BeliefLayer, restore, snapshot
     from kalmix.models.causal_lm import LanguageModel
     from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM, KalmixOutput
 
 _HOMES = {
+    "hybrid_layers": "blocks",
     "BeliefLayer": "cache",
     "snapshot": "cache",
     "restore": "cache",
@@ -25,6 +27,7 @@ __all__ = [
     "KalmixForCausalLM",
     "KalmixOutput",
     "LanguageModel",
+    "hybrid_layers",
     "restore",
     "snapshot",
 ]

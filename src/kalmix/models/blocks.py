@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers import mixer_class
 from kalmix.layers.mixer import check_positive
 from kalmix.layers.parts import RMSNorm, draw
+from kalmix.layers.spelling import is_spelled, spell
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -38,12 +40,44 @@ def layer_specs(layers: Any, hidden_size: int) -> list[LayerSpec]:
     return [_spec(entry, hidden_size) for entry in layers]
 
 
+def hybrid_layers(
+    mixer: str | dict[str, Any] = "gated-kalmanet",
+    *,
+    blocks: int = 30,
+    attention_at: Sequence[int] = (6, 14, 22, 29),
+    attention: str | dict[str, Any] = "attention",
+) -> list[str | dict[str, Any]]:
+    """A list of layers in which attention takes the place of `mixer` at some positions.
+
+    As it is, the hybrid of Gated KalmaNet's section M: 26 blocks of it and 4 of attention, with QK norm.
+
+    Args:
+        mixer, attention: entries of a model's list of layers, as `layer_specs` takes them.
+        blocks: how many layers there are.
+        attention_at: positions of attention, from 0.
+
+    Raises:
+        ArgumentError: `blocks` is no positive integer, or a position is not one of a block or is there twice.
+    """
+    check_positive("blocks", blocks)
+    places = set(attention_at)
+    if not places <= set(range(blocks)) or len(places) != len(attention_at):
+        raise ArgumentError("attention_at", got=repr(attention_at), needs=f"different positions from 0 to {blocks - 1}")
+    entries = (attention if place in places else mixer for place in range(blocks))
+    return [entry if isinstance(entry, str) else dict(entry) for entry in entries]
+
+
 def plain_layers(layers: Any) -> Any:
-    """The same list as JSON can hold it: options that are dataclasses, such as a `Design`, spelled out as mappings."""
+    """The same list as JSON can hold it: options that are dataclasses, such as a `Design`, spelled out as mappings.
+
+    Ridges and solvers as `kalmix.layers.spelling` spells them.
+    """
     if not isinstance(layers, list | tuple):
         return layers
 
     def plain(value: Any) -> Any:
+        if is_spelled(value):
+            return spell(value)
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
     return [{k: plain(v) for k, v in entry.items()} if isinstance(entry, dict) else entry for entry in layers]
