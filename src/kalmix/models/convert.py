@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
+from kalmix.models.convert_kalmanet import convert_gated_kalmanet, gated_kalmanet_config, load_gated_kalmanet
+from kalmix.models.foreign import TIED, convolution, fill, read_checkpoint, require
 from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM
+
+__all__ = [
+    "convert_gated_deltanet",
+    "convert_gated_kalmanet",
+    "gated_deltanet_config",
+    "gated_kalmanet_config",
+    "load_gated_deltanet",
+    "load_gated_kalmanet",
+]
 
 # What flash-linear-attention's `GatedDeltaNetConfig` says where a config.json says nothing.
 DEFAULTS: dict[str, Any] = {
@@ -68,19 +75,7 @@ def load_gated_deltanet(folder: str | Path) -> KalmixForCausalLM:
     Raises:
         ArgumentError: a file is missing or damaged; else as `convert_gated_deltanet`.
     """
-    folder = Path(folder)
-    config = _json(folder / "config.json")
-    index = folder / "model.safetensors.index.json"
-    names = sorted(set(_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    weights: dict[str, Tensor] = {}
-    for name in names:
-        try:
-            weights |= load_file(folder / name)
-        except (OSError, SafetensorError) as error:
-            raise ArgumentError(
-                "folder", got=f"without a sound {name} ({error})", needs="a whole checkpoint"
-            ) from error
-    return convert_gated_deltanet(config, weights)
+    return convert_gated_deltanet(*read_checkpoint(folder))
 
 
 def convert_gated_deltanet(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> KalmixForCausalLM:
@@ -94,26 +89,9 @@ def convert_gated_deltanet(config: Mapping[str, Any], weights: Mapping[str, Tens
             shape; names the key.
     """
     model = KalmixForCausalLM(gated_deltanet_config(config))
-    left = {name: weight for name, weight in weights.items() if not name.endswith(".attn.D")}
-    state: dict[str, Tensor] = {}
-    for name, target in model.state_dict().items():
-        sources = _sources(name, left)
-        if name == "model.lm_head.weight" and model.config.tie_word_embeddings:
-            state[name] = state["model.embed_tokens.weight"]
-            left.pop(sources[0], None)
-            continue
-        for source in sources:
-            if source not in left:
-                raise ArgumentError("weights", got=f"without {source!r}", needs="all of a Gated DeltaNet")
-        taken = torch.cat([left.pop(source) for source in sources])
-        taken = taken.squeeze(1) if name.endswith("conv.weight") else taken
-        if taken.shape != target.shape:
-            got = f"{list(taken.shape)} in {' and '.join(map(repr, sources))}"
-            raise ArgumentError("weights", got=got, needs=f"{list(target.shape)}, as the config says")
-        state[name] = taken
-    if left:
-        raise ArgumentError("weights", got=f"with {min(left)!r}", needs="those of a Gated DeltaNet as configured")
-    model.load_state_dict(state)
+    read = {name: weight for name, weight in weights.items() if not name.endswith(".attn.D")}
+    tied = TIED if model.config.tie_word_embeddings else None
+    fill(model, read, lambda name: _sources(name, read), "Gated DeltaNet", convolution, tied)
     return model.eval()
 
 
@@ -123,9 +101,7 @@ def gated_deltanet_config(config: Mapping[str, Any]) -> KalmixConfig:
     Raises:
         ArgumentError: a key asks for what our model does not do.
     """
-    for key, values in REQUIRED.items():
-        if config.get(key, values[0]) not in values:
-            raise ArgumentError(f"config[{key!r}]", got=repr(config[key]), needs=" or ".join(map(repr, values)))
+    require(config, REQUIRED)
     its = DEFAULTS | {key: value for key, value in config.items() if key in DEFAULTS}
     if its["output_gate_activation"] not in GATES:
         got = repr(its["output_gate_activation"])
@@ -156,10 +132,3 @@ def _sources(name: str, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
     sources = tuple(f"model.layers.{index}.{source}" for source in BLOCK[part])
     merged = part == "mlp.in_proj.weight" and sources[1] not in weights
     return sources[:1] if merged else sources
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError("folder", got=f"without a readable {path.name} ({error})", needs="a checkpoint") from error

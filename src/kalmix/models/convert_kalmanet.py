@@ -1,0 +1,213 @@
+"""Released checkpoints of Gated KalmaNet (awslabs/hybrid-model-factory), as models of ours with the same logits.
+
+They are Qwen3 models in which Gated KalmaNet took the place of some attention layers ("hybrid_qwen3"). What differs
+from our layer, and how it is taken over exactly:
+
+- their write gate scales key and value both, so that its square enters the state: `gain="squared"`;
+- they scale what is read by 1 / sqrt(head_dim) before the output norm: our epsilon is head_dim times theirs;
+- queries may be more than keys and values (grouped-query attention left them so), with gates for each: the weights
+  of shared keys and values are repeated, since a state of ours belongs to a query head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from kalmix.errors import ArgumentError
+from kalmix.models.foreign import TIED, convolution, fill, read_checkpoint, require
+from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM
+
+# What `HybridQwen3Config` and its `GKAConfig` say where a config.json says nothing.
+DEFAULTS: dict[str, Any] = {
+    **{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6},
+    **{"tie_word_embeddings": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
+}
+GKA_DEFAULTS: dict[str, Any] = {
+    **{"use_alpha_connection": True, "use_forgetting_gate": True, "use_beta_gate": True, "use_gate": True},
+    **{"gla_rescale": True, "num_iter": 30, "ridge_strength": 0.02, "conv_size": 4, "norm_eps": 1e-6},
+}
+# What must be so, as our model is; a key that a config lacks is so. The rest changes no output.
+REQUIRED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("hybrid_qwen3",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "use_sliding_window": (False,),
+}
+GKA_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "solver_type": ("chebyshev",),
+    "use_v_conv": (True,),
+    "kv_proj_rank": (None,),
+}
+KINDS = {"*": "attention", "full_attention": "attention", "GKA": "gated-kalmanet"}
+BLOCK = {
+    "norm.weight": ("input_layernorm.weight",),
+    "mlp_norm.weight": ("post_attention_layernorm.weight",),
+    "mlp.in_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.out_proj.weight": ("mlp.down_proj.weight",),
+}
+MIXERS = {
+    "gated-kalmanet": {
+        "qkv_proj.weight": ("gka.q_proj.weight", "gka.k_proj.weight", "gka.v_proj.weight"),
+        "conv.weight": ("gka.q_conv1d.weight", "gka.k_conv1d.weight", "gka.v_conv1d.weight"),
+        "gain_proj.weight": ("gka.b_proj.weight",),
+        "gain_proj.bias": ("gka.b_proj.bias",),
+        "mix_proj.weight": ("gka.alpha_proj.weight",),
+        "mix_proj.bias": ("gka.alpha_proj.bias",),
+        "decay.proj.weight": ("gka.a_proj.weight",),
+        "decay.dynamics.log_rate": ("gka.A_log",),
+        "decay.dynamics.step_bias": ("gka.dt_bias",),
+        "gate_proj.weight": ("gka.g_proj.weight",),
+        "norm.weight": ("gka.o_norm.weight",),
+        "out_proj.weight": ("gka.o_proj.weight",),
+    },
+    "attention": {
+        "in_proj.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        "query_norm.weight": ("self_attn.q_norm.weight",),
+        "key_norm.weight": ("self_attn.k_norm.weight",),
+        "out_proj.weight": ("self_attn.o_proj.weight",),
+    },
+}
+MODEL = {
+    "model.embed_tokens.weight": ("model.embed_tokens.weight",),
+    "model.norm.weight": ("model.norm.weight",),
+    "model.lm_head.weight": ("lm_head.weight",),
+}
+_FADING = re.compile(r"\.gka\.(a_proj\.weight|A_log|dt_bias)$")
+_SHARED = re.compile(r"\.gka\.([kv])_(proj|conv1d)\.weight$")
+
+
+class _Heads(NamedTuple):
+    """Of a released layer: queries, and the keys and values that they share."""
+
+    queries: int
+    shared: int
+
+
+def load_gated_kalmanet(folder: str | Path) -> KalmixForCausalLM:
+    """A released Gated KalmaNet language model, from a folder with its config.json and safetensors.
+
+    Returns:
+        The model in evaluation mode, float32, with the same logits.
+
+    Raises:
+        ArgumentError: a file is missing or damaged; else as `convert_gated_kalmanet`.
+    """
+    return convert_gated_kalmanet(*read_checkpoint(folder))
+
+
+def convert_gated_kalmanet(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> KalmixForCausalLM:
+    """The same from what the files hold: their config and state dict, in their names.
+
+    Raises:
+        ArgumentError: the config asks for what our model does not do, or a weight is missing, unknown or of another
+            shape; names the key.
+    """
+    model = KalmixForCausalLM(gated_kalmanet_config(config))
+    if not _settings(config)["use_forgetting_gate"]:  # theirs are there all the same
+        weights = {name: weight for name, weight in weights.items() if not _FADING.search(name)}
+    mixers = [entry["mixer"] for entry in model.config.layers]
+    tied = TIED if model.config.tie_word_embeddings else None
+    fill(model, weights, partial(_sources, mixers), "Gated KalmaNet", partial(_prepare, _heads(config)), tied)
+    return model.eval()
+
+
+def gated_kalmanet_config(config: Mapping[str, Any]) -> KalmixConfig:
+    """Our configuration of the same model.
+
+    Raises:
+        ArgumentError: a key asks for what our model does not do.
+    """
+    require(config, REQUIRED)
+    given = config.get("gka_config") or {}
+    require(given, GKA_REQUIRED, "config['gka_config']")
+    its, gka, heads = DEFAULTS | _known(config, DEFAULTS), _settings(config), _heads(config)
+    if gka["use_forgetting_gate"] and not given.get("use_forgetting_gate_kk", True):
+        needs = "True, for keys are forgotten with their values"
+        raise ArgumentError("config['gka_config']['use_forgetting_gate_kk']", got="False", needs=needs)
+    kalmanet = {
+        "mixer": "gated-kalmanet",
+        "heads": heads.queries,
+        "head_dim": its["head_dim"],
+        "decay": gka["use_forgetting_gate"],
+        "gain": "squared" if gka["use_beta_gate"] else None,
+        "mix": gka["use_alpha_connection"],
+        "ridge": gka["ridge_strength"],
+        "solver": {"name": "chebyshev", "iterations": gka["num_iter"]},
+        "conv": gka["conv_size"],
+        "gate": "silu" if gka["use_gate"] else None,
+        "norm_eps": gka["norm_eps"] * (its["head_dim"] if gka["gla_rescale"] else 1),
+        "mlp": its["intermediate_size"],
+    }
+    attention = {
+        "mixer": "attention",
+        "heads": heads.queries,
+        "kv_heads": heads.shared,
+        "head_dim": its["head_dim"],
+        "rotary_base": _rotary_base(config),
+        "norm_eps": its["rms_norm_eps"],
+        "mlp": its["intermediate_size"],
+    }
+    entries = {"gated-kalmanet": kalmanet, "attention": attention}
+    same = ("vocab_size", "hidden_size", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+    layers = [dict(entries[kind]) for kind in _kinds(config, its["num_hidden_layers"])]
+    return KalmixConfig(layers=layers, norm_eps=its["rms_norm_eps"], **{key: its[key] for key in same})
+
+
+def _known(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key in defaults}
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return GKA_DEFAULTS | _known(config.get("gka_config") or {}, GKA_DEFAULTS)
+
+
+def _heads(config: Mapping[str, Any]) -> _Heads:
+    queries = config.get("num_attention_heads", DEFAULTS["num_attention_heads"])
+    shared = config.get("num_key_value_heads", DEFAULTS["num_key_value_heads"]) or queries
+    if queries % shared:
+        raise ArgumentError("config['num_key_value_heads']", got=shared, needs=f"a divisor of {queries}")
+    return _Heads(queries, shared)
+
+
+def _kinds(config: Mapping[str, Any], blocks: int) -> list[str]:
+    """The mixer of each block."""
+    pattern = config.get("hybrid_override_pattern")
+    theirs = pattern.split("-") if pattern else config.get("layer_types") or ["*"] * blocks
+    if len(theirs) != blocks:
+        raise ArgumentError("config['layer_types']", got=f"{len(theirs)} of them", needs=f"{blocks}, one a layer")
+    for kind in theirs:
+        if kind not in KINDS:
+            raise ArgumentError("config['layer_types']", got=f"with {kind!r}", needs=" and ".join(map(repr, KINDS)))
+    return [KINDS[kind] for kind in theirs]
+
+
+def _rotary_base(config: Mapping[str, Any]) -> float:
+    rope = {"rope_theta": config.get("rope_theta", 10000.0)}
+    rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    require(rope, {"rope_type": ("default",)}, "config['rope_parameters']")
+    return float(rope["rope_theta"])
+
+
+def _sources(mixers: list[str], name: str) -> tuple[str, ...]:
+    """What they call our weight `name`, in pieces."""
+    if name in MODEL:
+        return MODEL[name]
+    index, part = name.removeprefix("model.blocks.").split(".", 1)
+    names = BLOCK.get(part) or MIXERS[mixers[int(index)]][part.removeprefix("mixer.")]
+    return tuple(f"model.layers.{index}.{source}" for source in names)
+
+
+def _prepare(heads: _Heads, name: str, weight: Tensor) -> Tensor:
+    """Their weight as a piece of ours: keys and values once for every query that reads them."""
+    weight = convolution(name, weight)
+    if not _SHARED.search(name) or weight.shape[0] % heads.shared:
+        return weight
+    return weight.unflatten(0, (heads.shared, -1)).repeat_interleave(heads.queries // heads.shared, 0).flatten(0, 1)
