@@ -96,11 +96,11 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 
 def bench(
-    op: str, decay: str, shape: Shape, device: str, dtype: torch.dtype, errors: bool, compiled: bool
+    op: str, decay: str, shape: Shape, device: str, dtype: torch.dtype, errors: bool, compiled: bool, only: str
 ) -> list[dict]:
     """Rows of results for one shape, each printed when it is measured: forward, and forward with backward."""
     x = signals(op, decay, shape, device, dtype)
-    runs = candidates(op, x, compiled)
+    runs = {name: run for name, run in candidates(op, x, compiled).items() if re.search(only, name)}
     upstream = [torch.ones_like(x["v"].detach())]  # of the mean, of the variance
     if op in UNCERTAIN:
         width = x["v"].shape[3] if op == "diagonal" else 1
@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--decay", choices=["head", "key"], default="head", help="what has a decay, in a memory")
+    parser.add_argument("--only", default="", metavar="REGEX", help="kernels and peers whose name matches")
     parser.add_argument("--curves", action="store_true", help="time and memory against length instead")
     parser.add_argument("--compile", action="store_true", help="also the chunked kernel under torch.compile")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
@@ -185,7 +186,9 @@ def main() -> None:
     rows: list[dict] = []
     for dtype, shape in product(dtypes, shapes):
         compiled = arguments.compile and (arguments.curves or shape == shapes[0])
-        rows += bench(arguments.op, arguments.decay, shape, device, dtype, not arguments.curves, compiled)
+        rows += bench(
+            arguments.op, arguments.decay, shape, device, dtype, not arguments.curves, compiled, arguments.only
+        )
         arguments.output.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     print(f"wrote {file}")
