@@ -224,6 +224,22 @@ def test_gated_kalmanet_iterates():
     assert 0 < (got - want).abs().max() < 2 * 0.754**30 * 51 * want.abs().max()
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-12, 1e-4])
+@pytest.mark.parametrize("ridge", [0.02, Fixed(0.25)])
+def test_tokens_of_almost_nothing(size, ridge):
+    """Zero and tiny keys, first or later, leave outputs, variances and gradients finite."""
+    torch.manual_seed(0)
+    layer = GatedKalmaNet(D, heads=2, head_dim=3, ridge=ridge)
+    x = torch.randn(2, T, D)
+    x[0, :4] *= size
+    x[1, 3:] *= size
+    x.requires_grad_()
+    found = layer.filter(x, variance=True)
+    (found.mean.square().sum() + found.variance.sum()).backward()
+    assert found.mean.isfinite().all() and found.variance.isfinite().all()
+    assert x.grad.isfinite().all() and all(p.grad.isfinite().all() for p in layer.parameters())
+
+
 @pytest.mark.parametrize(
     "value",
     [
