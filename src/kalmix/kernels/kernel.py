@@ -40,6 +40,7 @@ class Kernel:
         dtypes: dtypes of q, k, v it serves.
         pays_from: how many tokens it takes to be worth more than the rows after it.
         max_key_width: the widest key it serves; `None` for any.
+        max_single_width: the widest it serves computing in single precision, which all dtypes but bfloat16 ask for.
         serves: what it serves of that which only some kernels do (`Call.needs`).
         triton: whether it needs Triton.
         rounds_products: whether products of half-precision signals are rounded to their dtype again on the way, as
@@ -52,6 +53,7 @@ class Kernel:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     pays_from: int = 1
     max_key_width: int | None = None
+    max_single_width: int | None = None
     serves: frozenset[str] = frozenset()
     triton: bool = False
     rounds_products: bool = False
@@ -74,6 +76,9 @@ class Kernel:
             return f"it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {call.dtype}"
         if self.max_key_width is not None and call.key_width > self.max_key_width:
             return f"keys are {call.key_width} wide, it takes at most {self.max_key_width}"
+        single = self.max_single_width if call.dtype != torch.bfloat16 else None
+        if single is not None and call.key_width > single:
+            return f"keys are {call.key_width} wide, it takes at most {single} but in bfloat16"
         beyond = sorted(call.needs - self.serves)
         return f"it does not serve {' or '.join(beyond)}" if beyond else None
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from kalmix.beliefs import RidgeBelief
 from kalmix.errors import ArgumentError
 from kalmix.kernels.kernel import Call
-from kalmix.kernels.ridge import KERNELS, UNROLLED
+from kalmix.kernels.ridge import KERNELS, needs_of
 from kalmix.kernels.select import select
 from kalmix.ops.arguments import check_belief, check_segments, check_signal, check_tokens, copied
 from kalmix.segments import Segments
@@ -87,9 +87,8 @@ def ridge(
         check_signal("mix", mix, PER_HEAD, sizes, v, least=0.0, most=1.0)
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K K"), sizes)
-    unrolled = isinstance(solver, Chebyshev) and solver.backward == UNROLLED.split()[0]
-    needs = frozenset({UNROLLED} if unrolled else ())
-    chosen = select("ridge", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs), kernel)
+    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs_of(solver))
+    chosen = select("ridge", KERNELS, call, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v[..., :1], dtype=belief.gram.dtype) if variance else None
         return Filtered(torch.zeros_like(v), spread, copied(belief))

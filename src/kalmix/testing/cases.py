@@ -185,7 +185,7 @@ PROBLEMS = {
         silent="k",
         sure=({"obs_noise": 1e-5, "log_decay": 0.0}, {"obs_noise": 1e-5, "log_decay": -30.0}),
         slack=1e-6,
-        options={"ridge": Adaptive(2.0), "solver": Chebyshev(16)},  # 2 * 0.101^16 = 2e-16
+        options={"ridge": Adaptive(10.0), "solver": Chebyshev(10)},  # 2 * 0.024^10 = 1e-16
     ),
 }
 

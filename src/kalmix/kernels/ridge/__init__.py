@@ -7,12 +7,33 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
+from kalmix.checks import SINGLES
 from kalmix.kernels.kernel import Kernel
-from kalmix.kernels.ridge import chunked, reference
+from kalmix.kernels.ridge import chunked, fused, reference
+from kalmix.solvers import Chebyshev, ConjugateGradient, Exact, Sketch, Solver
 
 UNROLLED = "unrolled gradients"
+_OTHERS = {ConjugateGradient: "conjugate gradients", Exact: "exact solutions", Sketch: "sketches"}
+
+
+def needs_of(solver: Solver) -> frozenset[str]:
+    """What a solver asks of a kernel that only some serve."""
+    if isinstance(solver, Chebyshev):
+        return frozenset({UNROLLED} if solver.backward == "unrolled" else ())
+    return frozenset({_OTHERS[type(solver)]})
+
 
 KERNELS = (
-    Kernel("chunked", chunked.ridge, pays_from=8),
-    Kernel("reference", reference.ridge, serves=frozenset({UNROLLED})),
+    Kernel(
+        "triton",
+        fused.ridge,
+        devices=("cuda",),
+        dtypes=SINGLES,
+        max_key_width=256,
+        max_single_width=128,
+        triton=True,
+        rounds_products=True,
+    ),
+    Kernel("chunked", chunked.ridge, pays_from=8, serves=frozenset(_OTHERS.values())),
+    Kernel("reference", reference.ridge, serves=frozenset({UNROLLED, *_OTHERS.values()})),
 )
