@@ -82,6 +82,7 @@ def test_a_finished_cell_is_not_run_again(kalmix, tmp_path: Path, monkeypatch: p
         ("--steps 0", "`steps` is 0"),
         ("--batch -1", "`batch` is -1"),
         ("--tests 0", "`tests` is 0"),
+        ("--queries ask", "write or read"),
         ("--overlap 1", "below 1"),
         ("--device tpu", "cpu or cuda"),
     ],

@@ -118,10 +118,20 @@ def test_updates_are_those_of_table_2(name):
     k = torch.randn(1, 7, 1, 16, generator=generator()).double()
     v = torch.randn(1, 7, 2, 16, generator=generator(1)).double()
     raw = torch.randn(1, 7, 2, UPDATES[name].numbers, generator=generator(2)).double()
-    got = UPDATES[name].read(k / 4, v, raw)
+    got = UPDATES[name].read(k / 4, k / 4, v, raw)
     for head in range(2):
         want = written(name, k[0, :, 0] / 4, v[0, :, head], raw[0, :, head])
         assert torch.allclose(got[0, :, head], want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("queries_write", [True, False])
+@pytest.mark.parametrize("name", ["deltanet", "bayesian"])
+def test_a_query_can_be_kept_from_writing(name, queries_write):
+    """Then asking twice at one address gives one answer."""
+    episode = beside([PAIRS.draw(2, 1, (0.6, 0.8), generator())])
+    twice = Episode(*(torch.cat([x[:, :, :-1], x[:, :, -2:-1]], 2) for x in episode[:2]), *episode[2:])
+    logits = Recaller(name, 33, 16, [0], queries_write)(twice)
+    assert torch.allclose(logits[:, :, -1], logits[:, :, -2], atol=1e-5) is not queries_write
 
 
 @pytest.mark.parametrize("name", ["gla", "bayesian"])

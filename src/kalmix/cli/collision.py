@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kalmix.cli import collision_report as report
+from kalmix.cli import options
 from kalmix.errors import ArgumentError
 from kalmix.tasks.collision.mechanism import Setting
 from kalmix.tasks.collision.models import UPDATES
@@ -32,18 +32,20 @@ def run(
     steps: Annotated[int | None, typer.Option(help="Of training; as the preset says if absent.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences a step; as the preset says if absent.")] = None,
     tests: Annotated[int | None, typer.Option(help="Sequences a test; as the preset says if absent.")] = None,
+    queries: Annotated[str, typer.Option(help="Whether they write, as other tokens do, or read alone.")] = "write",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     output: Annotated[Path, typer.Option(help="For numbers and pictures; what it holds is not run again.")] = Path(
         "runs/collision"
     ),
 ) -> None:
     """Collisions of addresses (section 4.1 of Memory by Design): mechanism, learned recall, crowding."""
-    wanted, named = _names("parts", parts, PARTS), _names("models", models, tuple(UPDATES))
+    wanted = options.names("parts", parts, PARTS)
+    named = options.names("models", models, tuple(UPDATES))
     if seeds < 1:
         raise ArgumentError("seeds", got=seeds, needs="at least 1")
     if not 0 <= overlap < 1:
         raise ArgumentError("overlap", got=overlap, needs="at least 0 and below 1")
-    protocol, where = _protocol(preset, steps=steps, batch=batch, tests=tests), _device(device)
+    protocol, where = _protocol(preset, steps=steps, batch=batch, tests=tests), options.device(device)
     console = Console(highlight=False)
     output.mkdir(parents=True, exist_ok=True)
     written = report.mechanism(Setting(), overlap, output, console) if "mechanism" in wanted else []
@@ -57,27 +59,10 @@ def run(
         console.print(f"  {path}", soft_wrap=True)
 
 
-def _names(option: str, given: str, known: tuple[str, ...]) -> list[str]:
-    """Those of `known` that were asked for, in their order."""
-    asked = [name.strip() for name in given.split(",")]
-    for name in asked:
-        if name not in known:
-            raise ArgumentError(option, got=repr(given), needs=f"some of {','.join(known)}")
-    return [name for name in known if name in asked]
-
-
-def _protocol(preset: str, **changes: int | None) -> Protocol:
+def _protocol(preset: str, **changes: int | str | None) -> Protocol:
     if preset not in PRESETS:
         raise ArgumentError("preset", got=repr(preset), needs=f"one of {', '.join(PRESETS)}")
     return replace(PRESETS[preset], **{name: value for name, value in changes.items() if value is not None})
-
-
-def _device(name: str | None) -> torch.device:
-    if name not in (None, "cpu", "cuda"):
-        raise ArgumentError("device", got=repr(name), needs="cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("device", got="'cuda', which this machine lacks", needs="cpu")
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from kalmix.tasks.collision.mechanism import HOLDING
 from kalmix.tasks.collision.sequences import WIDTH, Episode
 
 HIDDEN, HEADS, LAYERS, MLP = 64, 4, 2, 128
+GROUPS = 32  # of sequences, in which weights are multiplied
 OBS_NOISE, RESET, PRIOR = 0.05, 0.05, 3.0
 
 
@@ -30,38 +31,38 @@ class Update(NamedTuple):
     Attributes:
         numbers: that a head takes from a token.
         bias: about which they start.
-        read: keys `[B, T, 1, 16]`, which are the queries too, values `[B, T, G, 16]` and those numbers, any real,
-            `[B, T, G, numbers]`, to the read-out `[B, T, G, 16]`.
+        read: addresses that are asked and addresses that are written, each `[B, T, 1, 16]`, values `[B, T, G, 16]`
+            and those numbers, any real, `[B, T, G, numbers]`, to the read-out `[B, T, G, 16]`.
     """
 
     numbers: int
     bias: float
-    read: Callable[[Tensor, Tensor, Tensor], Tensor]
+    read: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def _linear_attention(k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
-    return kalmix.ops.additive(k, k, v).mean
+def _linear_attention(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
+    return kalmix.ops.additive(q, k, v).mean
 
 
-def _gla(k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
-    return kalmix.ops.additive(k, k, v, log_decay=F.logsigmoid(raw)).mean
+def _gla(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
+    return kalmix.ops.additive(q, k, v, log_decay=F.logsigmoid(raw)).mean
 
 
-def _deltanet(k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
-    return kalmix.ops.delta(k, k, v, gain=raw[..., 0].sigmoid()).mean
+def _deltanet(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
+    return kalmix.ops.delta(q, k, v, gain=raw[..., 0].sigmoid()).mean
 
 
-def _reset(k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
+def _reset(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
     still = v.new_tensor(1.0).expand(v.shape[:3])
-    return kalmix.filter(DELTANET, k, k, v, reset=RESET * still, obs_noise=OBS_NOISE * still).mean
+    return kalmix.filter(DELTANET, q, k, v, reset=RESET * still, obs_noise=OBS_NOISE * still).mean
 
 
-def _bayesian(k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
+def _bayesian(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
     shape, eye = (v.shape[0], v.shape[2]), torch.eye(WIDTH, dtype=v.dtype, device=v.device)
     prior = DenseBelief(v.new_zeros(()).expand(*shape, WIDTH, v.shape[3]), (PRIOR * eye).expand(*shape, -1, -1))
     process = F.softplus(raw[..., 0])
     noise = torch.full_like(process, OBS_NOISE)
-    return kalmix.filter(HOLDING, k, k, v, process_noise=process, obs_noise=noise, belief=prior).mean
+    return kalmix.filter(HOLDING, q, k, v, process_noise=process, obs_noise=noise, belief=prior).mean
 
 
 _AS_RESET = math.log(math.expm1(RESET))  # softplus of it is what the ablation resets to
@@ -85,9 +86,14 @@ class Affine(nn.Module):
         self.bias = nn.Parameter(torch.zeros(len(drawn), 1, out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[M, B, T, wide]` to `[M, B, T, out]`."""
-        y = x.flatten(1, 2) @ self.weight
-        return (y if self.bias is None else y + self.bias).unflatten(1, x.shape[1:3])
+        """`[M, B, T, wide]` to `[M, B, T, out]`.
+
+        In groups of sequences: the weight's gradient is one product a group, then a sum, where a single product over
+        all tokens would leave a GPU with one tile of work a member.
+        """
+        groups = math.gcd(x.shape[1], GROUPS)
+        y = x.unflatten(1, (groups, -1)).flatten(2, 3) @ self.weight[:, None]
+        return (y if self.bias is None else y + self.bias[:, None]).view(*x.shape[:3], -1)
 
 
 class Norm(nn.Module):
@@ -117,12 +123,13 @@ class Block(nn.Module):
         if self.raw is not None and self.raw.bias is not None:
             nn.init.constant_(self.raw.bias, update.bias)
 
-    def forward(self, x: Tensor, addresses: Tensor) -> Tensor:
-        """`[M, B, T, D]`, with addresses `[M, B, T, 16]`."""
+    def forward(self, x: Tensor, asked: Tensor, written: Tensor) -> Tensor:
+        """`[M, B, T, D]`, with addresses `[M, B, T, 16]` to read at and to write at."""
         signal = self.norm(x)
-        keys, values = addresses.flatten(0, 1)[:, :, None], self._heads(self.value(signal))
+        values = self._heads(self.value(signal))
         raw = values[..., :0] if self.raw is None else self._heads(self.raw(signal))
-        read = self.update.read(keys, values, raw)
+        queries, keys = (addresses.flatten(0, 1)[:, :, None] for addresses in (asked, written))
+        read = self.update.read(queries, keys, values, raw)
         x = x + self.out(read.flatten(2).unflatten(0, x.shape[:2]))
         gate, value = self.mlp_in(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.mlp_out(F.silu(gate) * value)
@@ -139,10 +146,12 @@ class Recaller(nn.Module):
         inputs: width of the tokens.
         labels: classes.
         seeds: of the members' weights, M of them; a member does not depend on those beside it.
+        queries_write: whether what a model makes of a query is written at its address, before it is read.
     """
 
-    def __init__(self, name: str, inputs: int, labels: int, seeds: Sequence[int]) -> None:
+    def __init__(self, name: str, inputs: int, labels: int, seeds: Sequence[int], queries_write: bool = True) -> None:
         super().__init__()
+        self.queries_write = queries_write
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.members = len(generators)
         self.embed = Affine(inputs, HIDDEN, generators)
@@ -152,7 +161,10 @@ class Recaller(nn.Module):
 
     def forward(self, episode: Episode) -> Tensor:
         """Logits at the queries, `[M, B, Q, labels]`, of an episode whose tensors have a leading axis M."""
+        queries, written = episode.targets.shape[2], episode.addresses
+        if not self.queries_write:
+            written = F.pad(written[:, :, :-queries], (0, 0, 0, queries))  # a key of 0 writes nothing
         x = self.embed(episode.tokens)
         for block in self.blocks:
-            x = block(x, episode.addresses)
-        return self.head(self.norm(x[:, :, -episode.targets.shape[2] :]))
+            x = block(x, episode.addresses, written)
+        return self.head(self.norm(x[:, :, -queries:]))

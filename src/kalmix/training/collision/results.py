@@ -75,7 +75,8 @@ def run(
 def _learn(study: str, model: str, seeds: list[int], protocol: Protocol, device: torch.device, tell: Tell) -> list[Row]:
     """Train and test; a row a seed."""
     began, what = time.monotonic(), STUDIES[study]
-    recaller = Recaller(model, what.task.inputs, what.task.labels, seeds).to(device)
+    writing = protocol.queries == "write"
+    recaller = Recaller(model, what.task.inputs, what.task.labels, seeds, queries_write=writing).to(device)
     loss = train(recaller, what, seeds, protocol, device, tell)
     scores = [(coordinates(at), test(recaller, what, at, protocol, device)) for at in what.tests]
     shared = {"protocol": asdict(protocol), "beside": len(seeds), "seconds": round(time.monotonic() - began, 1)}
