@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from kalmix.cli import collision
+from kalmix.cli import collision, solvers
 
 app = typer.Typer(name="bench", help="The experiments of the papers, one a command.", no_args_is_help=True)
 app.command(name="collision")(collision.run)
+app.command(name="solvers")(solvers.run)
 
 
 @app.callback()
 def _group() -> None:
-    """A group, even while it has one command."""
+    """A group."""

@@ -1,0 +1,61 @@
+"""Curves of the studies of solvers, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kalmix.plots.style import COLOURS, INK, MUTED, picture
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves of one pair of axes, y drawn by its logarithm.
+
+    Attributes:
+        title, across, up: what it shows, and of what its axes are.
+        curves: x and y, by name.
+        faint: the same, dashed, in the colours of `curves` from the first on, not in the legend.
+        levels: heights to mark, by name.
+        doubling: whether x is drawn by its logarithm too.
+        marked: whether points are.
+    """
+
+    title: str
+    across: str
+    up: str
+    curves: Mapping[str, tuple[ArrayLike, ArrayLike]]
+    faint: Sequence[tuple[ArrayLike, ArrayLike]] = ()
+    levels: Mapping[str, float] = field(default_factory=dict)
+    doubling: bool = False
+    marked: bool = False
+
+
+def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) -> str | PathLike[str]:
+    """Draw panels row by row, each with its legend."""
+    rows = -(-len(drawn) // columns)
+    with picture(path, (0.4 + 3.9 * columns, 0.3 + 3.3 * rows), rows=rows, columns=columns) as (_, axes):
+        for area in axes[len(drawn) :]:
+            area.set_axis_off()
+        for panel, area in zip(drawn, axes, strict=False):
+            marker = {"marker": "o", "markersize": 3} if panel.marked else {}
+            for colour, (name, (x, y)) in zip(COLOURS, panel.curves.items(), strict=False):
+                area.plot(np.asarray(x, float), np.asarray(y, float), color=colour, label=name, **marker)
+            for colour, (x, y) in zip(COLOURS, panel.faint, strict=False):
+                area.plot(
+                    np.asarray(x, float), np.asarray(y, float), color=colour, linestyle="--", linewidth=1, **marker
+                )
+            for name, level in panel.levels.items():
+                area.axhline(level, color=MUTED, linewidth=1, linestyle=":")
+                where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+                area.annotate(name, (1, level), (-2, 3), **where, ha="right", color=MUTED, fontsize=7)
+            area.set_yscale("log")
+            if panel.doubling:
+                area.set_xscale("log")
+            area.set(title=panel.title, xlabel=panel.across, ylabel=panel.up)
+            area.legend(fontsize=7, labelcolor=INK)
+    return path
