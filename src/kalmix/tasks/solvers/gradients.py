@@ -98,15 +98,16 @@ def explicit(
 
     def solve(systems: Systems, rhs: Tensor) -> Tensor:
         *_, x = SOLVERS[solver](systems, rhs, iterations, arithmetic)
-        return x
+        return x / systems.norm
 
     if unrolled:
         x = solve(systems, rhs)
     else:
         with torch.no_grad():
             x = solve(systems, rhs)
-        x = _Implicit.apply(rhs - systems.apply(x, ARITHMETICS["float32"]), x, partial(solve, systems.detach()))
-    x = (x / systems.norm).flatten(1, 2)
+        left = rhs - systems.norm * systems.apply(x, ARITHMETICS["float32"])
+        x = _Implicit.apply(left, x, partial(solve, systems.detach()))
+    x = x.flatten(1, 2)
     mean = (x @ keys.mT).tril() @ values
     return mean.unflatten(0, q.shape[::2][:2]).transpose(1, 2)
 
