@@ -1,0 +1,84 @@
+"""`kalmix bench solvers`, end to end and tiny; what is done is not done again; mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kalmix.tasks.solvers.conditions import Conditions
+from kalmix.tasks.solvers.convergence import Convergence
+from kalmix.tasks.solvers.gradients import Gradients
+from kalmix.tasks.solvers.reversal import Reversal
+from kalmix.training.solvers import PRESETS, STUDIES, Cell, Results, run
+
+PNG = b"\x89PNG\r\n"
+TINY = {
+    "residual": Convergence(1, 8, 8, 12),
+    "gradient": Gradients(vocabulary=9, length=8, heads=1, width=8, layers=(1, 2), iterations=3, scales=(1.0, 10.0)),
+    "condition": Conditions(1, 8, 8),
+    "reversal": Reversal(1, 8, 8, 12),
+    "precision": Convergence(1, 8, 8, 12),
+}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "laptop", TINY)
+
+
+def test_studies_are_run_printed_and_drawn_once(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = kalmix("bench", "solvers", "--device", "cpu", "--output", tmp_path)
+    assert told.status == 0, told.errors
+    for name in STUDIES:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
+        assert f"{name}  seed 0" in told.output
+    for words in ("largest residual norm", "relative error of gradients", "tokens above the bound", "run backwards"):
+        assert words in told.output
+    lines = (tmp_path / "results.jsonl").read_text()
+    rows = [json.loads(line) for line in lines.splitlines()]
+    assert [row["study"] for row in rows] == list(STUDIES)
+    assert rows[0]["setting"]["length"] == 8 and rows[0]["versions"]["torch"] and rows[0]["device"]
+    assert "commit" in rows[0]
+
+    def failing(*given: object) -> None:
+        raise AssertionError("run again")
+
+    for name in STUDIES:
+        monkeypatch.setitem(STUDIES, name, failing)
+    again = kalmix("bench", "solvers", "--study", "condition", "--device", "cpu", "--output", tmp_path)
+    assert again.status == 0, again.errors
+    assert "tokens above the bound" in again.output
+    assert (tmp_path / "results.jsonl").read_text() == lines
+
+
+def test_another_seed_is_added_and_a_cut_line_is_no_result(tmp_path: Path) -> None:
+    results = Results(tmp_path / "new" / "results.jsonl")
+    cells = [Cell("condition", TINY["condition"], seed) for seed in (0, 1)]
+    run(cells[:1], results, torch.device("cpu"))
+    rows = run(cells, results, torch.device("cpu"))
+    assert [json.loads(line)["seed"] for line in results.path.read_text().splitlines()] == [0, 1]
+    results.path.write_text(results.path.read_text()[:-99])
+    assert run(cells, results, torch.device("cpu"))[1]["found"] == rows[1]["found"]
+    assert json.loads(results.path.read_text().splitlines()[-1])["seed"] == 1
+    other = Cell("condition", Conditions(1, 4, 8), 0)
+    assert run([other], results, torch.device("cpu"))[0]["setting"]["length"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--study residuals", "residual,gradient,condition,reversal,precision"),
+        ("--preset desktop", "laptop, paper"),
+        ("--seeds 0", "`seeds` is 0"),
+        ("--device tpu", "cpu or cuda"),
+    ],
+)
+def test_a_mistake_is_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
+    told = kalmix("bench", "solvers", "--output", tmp_path / "out", *options.split())
+    assert told.status == 2
+    assert says in told.errors
+    assert "Traceback" not in told.output + told.errors
+    assert not (tmp_path / "out").exists()
