@@ -1,4 +1,4 @@
-"""Language models of any mixers. Names resolve when touched: transformers is imported only for what needs it."""
+"""Models of any mixers. Names resolve when touched: transformers, or timm, is imported only for what needs it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kalmix.models.cache import BeliefLayer, restore, snapshot
     from kalmix.models.causal_lm import LanguageModel
     from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM, KalmixOutput
+    from kalmix.models.vision import VisionModel, gkavision_tiny
 
 _HOMES = {
     "hybrid_layers": "blocks",
@@ -20,6 +21,8 @@ _HOMES = {
     "KalmixConfig": "huggingface",
     "KalmixForCausalLM": "huggingface",
     "KalmixOutput": "huggingface",
+    "VisionModel": "vision",
+    "gkavision_tiny": "vision",
 }
 __all__ = [
     "BeliefLayer",

@@ -1,0 +1,224 @@
+"""Image classifiers: the published sizes, windows, any mixer, `timm`."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from kalmix.errors import ArgumentError
+from kalmix.layers import KLA, GatedDeltaNet, GatedKalmaNet, RetNet
+from kalmix.models.vision import VisionModel, gated_kalmanet, gkavision_tiny
+from kalmix.models.vision_blocks import DropPath, TokenBlock, WindowAttention, Windows
+
+TINY = {"width": 16, "stem_width": 8, "depths": (1, 1, 3, 2), "heads": (2, 4), "windows": (4, 2), "num_classes": 5}
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_sizes_are_the_published_ones():
+    """31.8 million parameters; MambaVision-T without its mixers has 29,218,888."""
+    with torch.device("meta"):
+        assert count(gkavision_tiny()) == 31_803_624
+        assert count(gkavision_tiny(mixer=lambda width: gated_kalmanet(width, gate="silu"))) == 32_418_024
+        assert count(gkavision_tiny(mixer=lambda width: nn.Identity())) == 29_218_888
+        assert [count(gated_kalmanet(width)) for width in (320, 640)] == [215_896, 860_576]
+        memories = [m for m in gkavision_tiny().modules() if isinstance(m, GatedKalmaNet)]
+        assert [(m.sizes.heads, m.sizes.key_width, m.sizes.value_width) for m in memories] == (
+            [(10, 16, 16)] * 4 + [(20, 16, 16)] * 2
+        )
+        assert all(m.conv.size == 3 and m.gate is None and m.gain == "sigmoid" for m in memories)
+    with torch.no_grad():
+        maps = gkavision_tiny().forward_features(torch.zeros(1, 3, 224, 224))
+    assert maps.shape == (1, 640, 7, 7)
+
+
+def test_memory_comes_first_in_a_stage():
+    kinds = [type(block.mixer) for block in VisionModel(**TINY).modules() if isinstance(block, TokenBlock)]
+    assert kinds == [GatedKalmaNet, GatedKalmaNet, WindowAttention, GatedKalmaNet, WindowAttention]
+    kinds = [type(block.mixer) for block in VisionModel(**TINY, mixer=None).modules() if isinstance(block, TokenBlock)]
+    assert kinds == [WindowAttention] * 5
+
+
+def test_stochastic_depth_grows():
+    rates = [m.rate for m in VisionModel(**TINY, drop_path_rate=0.3).modules() if isinstance(m, DropPath)]
+    torch.testing.assert_close(torch.tensor(rates), torch.linspace(0, 0.3, 7))
+    drop, x = DropPath(0.25), torch.ones(4000, 2, 3)
+    torch.manual_seed(0)
+    kept = drop(x)
+    assert ((kept == 0) | (kept == 1 / 0.75)).all() and (kept == kept[:, :1, :1]).all()
+    assert abs(kept.mean() - 1) < 0.05
+    assert drop.eval()(x) is x
+
+
+def test_windows():
+    """A window never sees another; rows are read in order, and a map is put together as it was."""
+
+    class Read(nn.Module):
+        def forward(self, x):
+            return x.cumsum(1), None
+
+    block = TokenBlock(2, Read(), 2, 0.0)
+    block.norm, block.mlp = nn.Identity(), nn.Sequential(nn.Identity())
+    block.mlp_norm = nn.Module()
+    block.forward = lambda x: block.mixer(x)[0]
+    x = torch.randn(3, 2, 5, 7)
+    y = Windows(3, [block])(x)
+    assert y.shape == x.shape
+    for top in range(0, 5, 3):
+        for left in range(0, 7, 3):
+            window = x[:, :, top : top + 3, left : left + 3]
+            padded = nn.functional.pad(window, (0, 3 - window.shape[3], 0, 3 - window.shape[2]))
+            read = padded.flatten(2).cumsum(2).view_as(padded)[..., : window.shape[2], : window.shape[3]]
+            torch.testing.assert_close(y[:, :, top : top + 3, left : left + 3], read)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (40, 72), (1, 1)])
+@pytest.mark.parametrize("mixer", [gated_kalmanet, KLA, GatedDeltaNet, None])
+def test_any_mixer_any_size(mixer, size):
+    torch.manual_seed(0)
+    model = VisionModel(**TINY, mixer=mixer, in_chans=2).eval()
+    images = torch.randn(2, 2, *size)
+    logits = model(images)
+    assert logits.shape == (2, 5) and logits.isfinite().all()
+    torch.testing.assert_close(model(images.to(memory_format=torch.channels_last)), logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(images[1:]), logits[1:], rtol=1e-4, atol=1e-5)  # images do not see each other
+    model(images).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def cross_entropy(model: nn.Module) -> torch.Tensor:
+    torch.manual_seed(1)
+    return nn.functional.cross_entropy(model(torch.randn(10, 3, 64, 64)).float(), torch.arange(10) % 5)
+
+
+def test_compiles_to_one_graph():
+    torch.manual_seed(0)
+
+    def mixer(width):
+        return RetNet(width) if width == 64 else WindowAttention(width, 4)
+
+    model = VisionModel(**{**TINY, "depths": (1, 1, 2, 1)}, mixer=mixer, drop_path_rate=0.0)
+    exact = cross_entropy(model)
+    exact.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    compiled = cross_entropy(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    compiled.backward()
+    torch.testing.assert_close(compiled, exact)
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        assert (p.grad - gradient).norm() < 1e-3 * gradient.norm() + 1e-6
+
+
+def test_learns_in_mixed_precision():
+    """A few images are learnt by heart."""
+    torch.manual_seed(0)
+    model = VisionModel(**TINY, drop_path_rate=0.0)
+    exact = cross_entropy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = cross_entropy(model)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert abs(losses[0] - float(exact.detach())) < 0.05 and losses[-1] < losses[0] / 4, losses
+
+
+def test_another_classifier():
+    model = VisionModel(**TINY)
+    model.reset_classifier(3)
+    assert model.num_classes == 3 and model(torch.randn(2, 3, 64, 64)).shape == (2, 3)
+    model.reset_classifier(0)
+    assert model(torch.randn(2, 3, 64, 64)).shape == (2, model.num_features)
+    with pytest.raises(ArgumentError, match="global_pool"):
+        model.reset_classifier(3, "max")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"depths": (1, 1, 1)}, "depths"), ({"windows": (0, 7)}, "windows"), ({"heads": (3, 4)}, "heads")],
+)
+def test_sizes_that_do_not_fit(options, says):
+    with pytest.raises(ArgumentError, match=says):
+        VisionModel(**{**TINY, **options})
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_timm_is_imported_only_with_vision_models():
+    run(
+        """
+import sys, types
+timm = types.ModuleType("timm")
+timm.__spec__ = __import__("importlib.machinery").machinery.ModuleSpec("timm", None)
+sys.modules["timm"] = timm
+import kalmix, kalmix.models, kalmix.layers
+assert "kalmix.models.vision_timm" not in sys.modules and "kalmix.models.vision" not in sys.modules
+"""
+    )
+
+
+def test_a_broken_timm_is_only_warned_of(tmp_path):
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    said = run(
+        f"""
+import sys, warnings
+sys.path.insert(0, {str(tmp_path)!r})
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import kalmix.models.vision
+print([str(warning.message) for warning in told if "nms" in str(warning.message)])
+"""
+    )
+    assert "timm is installed, but cannot be imported" in said
+
+
+def test_registers_where_timm_is(tmp_path):
+    """Against a stand-in that keeps what it is told; the test below asks the real one."""
+    (tmp_path / "timm").mkdir()
+    (tmp_path / "timm" / "__init__.py").write_text("")
+    (tmp_path / "timm" / "models.py").write_text(
+        """
+made = {}
+generate_default_cfgs = dict
+def register_model(function):
+    return made.setdefault(function.__name__, function)
+def build_model_with_cfg(kind, name, pretrained, feature_cfg, **options):
+    assert name == "gkavision_tiny" and not pretrained
+    return kind(**options)
+"""
+    )
+    run(
+        f"""
+import sys, torch
+sys.path.insert(0, {str(tmp_path)!r})
+from kalmix.models import gkavision_tiny
+from timm.models import made
+with torch.device("meta"):
+    model = made["gkavision_tiny"](num_classes=7, in_chans=1, drop_rate=0.1, drop_path_rate=0.1)
+assert model.head.out_features == 7 and model.drop.p == 0.1 and model.stem[0].in_channels == 1
+"""
+    )
+
+
+def test_in_timm():
+    timm = pytest.importorskip("timm", reason="timm is in an extra of its own, as it brings another torch")
+    assert timm.list_models("gkavision*") == ["gkavision_tiny"]
+    model = timm.create_model("gkavision_tiny", num_classes=7, drop_rate=0.0, drop_path_rate=0.1).eval()
+    assert isinstance(model, VisionModel) and model.get_classifier().out_features == 7
+    assert timm.data.resolve_model_data_config(model)["input_size"] == (3, 224, 224)
+    maps = timm.create_model("gkavision_tiny", features_only=True).eval()
+    with torch.no_grad():
+        assert [x.shape[1:] for x in maps(torch.zeros(1, 3, 64, 64))] == [(80 << n, 16 >> n, 16 >> n) for n in range(4)]
+    with pytest.raises(RuntimeError, match="No pretrained weights"):
+        timm.create_model("gkavision_tiny", pretrained=True)
