@@ -28,11 +28,16 @@ from kalmix.training.solvers.results import Row
 def residual(rows: Sequence[Row], path: Path, console: Console) -> Path:
     """Figures 1a and 9: the largest residual norm by iteration, the largest over seeds too."""
     curves = merged(rows, "residual", max)
+    medians = merged(rows, "median", mean)
     for name in ROUNDED:
         shown = by_iteration(f"largest residual norm of any token, {name}, by iterations", ("a", "solver"))
         for curve in select(curves, arithmetic=name):
             add_iterations(shown, (f"{curve['factor']:g}", curve["solver"]), curve["residual"])
         console.print(shown)
+    shown = by_iteration(f"median residual norm, a = {FACTOR:g}, by iterations", ("arithmetic", "solver"))
+    for curve in select(medians, factor=FACTOR):
+        add_iterations(shown, (curve["arithmetic"], curve["solver"]), curve["median"])
+    console.print(shown)
     across, up = "iterations", "largest residual norm"
     solvers = [
         plots.Panel(
@@ -44,7 +49,7 @@ def residual(rows: Sequence[Row], path: Path, console: Console) -> Path:
     for name in ROUNDED:
         lines = lines_by(select(curves, arithmetic=name, solver="Chebyshev"), "factor")
         faint = list(lines_by(select(curves, arithmetic=name, solver="CG"), "factor").values())
-        strengths.append(plots.Panel(f"Chebyshev (CG dashed) by a, {name}", across, up, lines, faint))
+        strengths.append(plots.Panel(f"Chebyshev (CG dashed), {name}", across, up, lines, faint))
     plots.panels(path, [*solvers, *strengths])
     return path
 

@@ -57,5 +57,5 @@ def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) 
             if panel.doubling:
                 area.set_xscale("log")
             area.set(title=panel.title, xlabel=panel.across, ylabel=panel.up)
-            area.legend(fontsize=7, labelcolor=INK)
+            area.legend(fontsize=7, labelcolor=INK, frameon=True, framealpha=0.85, edgecolor="none")
     return path

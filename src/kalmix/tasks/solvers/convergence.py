@@ -45,7 +45,7 @@ SOLVERS = {"Chebyshev": _chebyshev, "CG": _conjugate, "CG + 1e-5": _published}
 
 
 def residuals(setting: Convergence, seed: int, device: torch.device, tell: Tell) -> dict[str, Any]:
-    """The largest ||S x_i - q||_2 of any token, S = H / ||H||_F + a I, |q| = 1, by iteration; random keys.
+    """The largest and the median ||S x_i - q||_2 of all tokens, S = H / ||H||_F + a I, |q| = 1; random keys.
 
     The iteration runs as its arithmetic says; S x_i - q is computed in float64, from what was not rounded.
     """
@@ -57,8 +57,10 @@ def residuals(setting: Convergence, seed: int, device: torch.device, tell: Tell)
         arithmetic, truth = ARITHMETICS[name], systems.strengthened(factor)
         rounded = truth.to(arithmetic.dtype)
         iterates = SOLVERS[solver](rounded, rhs.to(arithmetic.dtype), setting.iterations, arithmetic)
-        largest = [float((truth.apply(x.double()) - rhs).norm(dim=-1).max()) for x in iterates]
-        curves.append({"solver": solver, "arithmetic": name, "factor": factor, "residual": largest})
+        norms = [(truth.apply(x.double()) - rhs).norm(dim=-1) for x in iterates]
+        largest, median = ([float(of(x)) for x in norms] for of in (torch.max, torch.median))
+        case = {"solver": solver, "arithmetic": name, "factor": factor}
+        curves.append(case | {"residual": largest, "median": median})
     return {"curves": curves}
 
 

@@ -65,9 +65,10 @@ def variants(setting: Gradients) -> list[Variant]:
     theirs = f"CG {count} + 1e-5"
     return [
         op("exact", Exact()),
-        *(op(*of) for of in ours.items()),
+        op(f"Chebyshev {count}", Chebyshev(count)),
         op(f"Chebyshev {2 * count}", Chebyshev(2 * count)),
         written(f"Chebyshev {count}, unrolled", "Chebyshev", unrolled=True),
+        op(f"CG {count}", ConjugateGradient(count)),
         written(theirs, "CG + 1e-5"),
         *(written(name, name.split()[0], ROUNDED) for name in ours),
         written(theirs, "CG + 1e-5", ROUNDED),
