@@ -30,6 +30,8 @@ __all__ = [
     "KalmixForCausalLM",
     "KalmixOutput",
     "LanguageModel",
+    "VisionModel",
+    "gkavision_tiny",
     "hybrid_layers",
     "restore",
     "snapshot",
