@@ -50,12 +50,13 @@ def tile_size(length: int, width: int, dtype: torch.dtype) -> int:
 
 
 def _kept_shapes(k: Tensor, prior: Tensor, mixes: bool, rows: Tensor | None) -> tuple[tuple[int, ...], ...]:
-    """Of solutions that are not what is read, norms, and H at the entry of every tile."""
+    """Of solutions that are not what is read, norms, and H at the entry of every tile, in two parts."""
     (batch, length, _, width), heads = k.shape, prior.shape[1]
     size = tile_size(length, width, k.dtype)
     tiles = batch * ((length + size - 1) // size) if rows is None else batch * length // size + rows.shape[0]
-    tokens = (batch, length, heads)
-    return (*tokens, width) if mixes else (0,), tokens, (tiles, heads, width, width)
+    tokens, states = (batch, length, heads), (tiles, heads, width, width)
+    low = states if k.dtype == torch.bfloat16 and width <= 128 else (0,)
+    return (*tokens, width) if mixes else (0,), tokens, states, low
 
 
 @torch.library.custom_op("kalmix::ridge_triton", mutates_args=())
@@ -70,7 +71,7 @@ def _regress(
     adaptive: bool,
     level: float,
     iterations: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.kernels.ridge.triton import forward
 
     size = tile_size(k.shape[1], k.shape[3], k.dtype)
@@ -80,10 +81,10 @@ def _regress(
 
 @_regress.register_fake
 def _(q, k, log_decay, gain, mix, prior, rows, adaptive, level, iterations):
-    solution, norms, states = _kept_shapes(k, prior, mix is not None, rows)
+    solution, norms, high, low = _kept_shapes(k, prior, mix is not None, rows)
     single = {"dtype": torch.float32, "device": k.device}
     reads = k.new_empty(*norms, k.shape[3]), torch.empty(*norms, 1, **single), torch.empty(prior.shape, **single)
-    return *reads, k.new_empty(solution), torch.empty(norms, **single), torch.empty(states, **single)
+    return *reads, k.new_empty(solution), torch.empty(norms, **single), k.new_empty(high), k.new_empty(low)
 
 
 @torch.library.custom_op("kalmix::ridge_triton_backward", mutates_args=())
@@ -95,7 +96,8 @@ def _gradients(
     mix: Tensor | None,
     solution: Tensor,
     norms: Tensor,
-    states: Tensor,
+    high: Tensor,
+    low: Tensor,
     rows: Tensor | None,
     grad_mixed: Tensor,
     grad_read: Tensor | None,
@@ -106,14 +108,14 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.kernels.ridge.triton_backward import backward
 
-    kept, grads = (solution, norms, states), (grad_mixed, grad_read, grad_last)
+    kept, grads = (solution, norms, high, low), (grad_mixed, grad_read, grad_last)
     size = tile_size(k.shape[1], k.shape[3], k.dtype)
     with torch.cuda.device_of(k):
         return backward(q, k, log_decay, gain, mix, *kept, rows, *grads, adaptive, level, iterations, size)
 
 
 @_gradients.register_fake
-def _(q, k, log_decay, gain, mix, solution, norms, states, rows, grad_mixed, grad_read, grad_last, *options):
+def _(q, k, log_decay, gain, mix, solution, norms, high, low, rows, grad_mixed, grad_read, grad_last, *options):
     given = (k.new_empty(0) if x is None else x for x in (q, k, log_decay, gain, mix))
     return *(x.new_empty(x.shape) for x in given), grad_last.new_empty(grad_last.shape)
 
@@ -128,10 +130,11 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, grad_mixed, grad_read, grad_last, *_):
-    *signals, solution, norms, states, rows = ctx.saved_tensors
+    *signals, solution, norms, high, low, rows = ctx.saved_tensors
     grad_mixed = solution.new_zeros(()).expand(solution.shape) if grad_mixed is None else grad_mixed
     grad_last = norms.new_zeros(()).expand(ctx.prior) if grad_last is None else grad_last
-    grads = _gradients(*signals, solution, norms, states, rows, grad_mixed, grad_read, grad_last, *ctx.options)
+    kept = (solution, norms, high, low)
+    grads = _gradients(*signals, *kept, rows, grad_mixed, grad_read, grad_last, *ctx.options)
     given = (None if x is None else grad for x, grad in zip(signals, grads, strict=False))
     return *given, grads[5], None, None, None, None
 

@@ -6,8 +6,8 @@ With y = S^{-1} dx, Lemma 2 and equation 13 of Gated KalmaNet give what a token'
 
 and the adjoint of H after a token is that of all later ones, decayed: Lambda_s = sum_{t >= s} A(t, s) dH_t. Then
 dk_s = 2 g_s Lambda_s k_s, dg_s = k_s'Lambda_s k_s, and the log-decay's gradient is <Lambda_t, H_t> less what the token
-wrote, gathered inside a tile from its end. There are three launches: `resolve`, all tiles at once; `retreat`, the
-adjoint from tile to tile; `pull_back`, all tiles at once.
+wrote, gathered inside a tile from its end. There are five launches, all tiles at once but for `retreat`, the adjoint
+from tile to tile: `aim` (dx), `solve`, `settle` (dq and w), `retreat`, `pull_back`.
 """
 
 from __future__ import annotations
@@ -18,91 +18,83 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.kernels.primitives.triton_decays import between, between_transposed, elapsed
-from kalmix.kernels.primitives.triton_filter import carried, strides
+from kalmix.kernels.primitives.triton_filter import strides
 from kalmix.kernels.primitives.triton_tiles import (
     LOOSE,
     load_columns,
     load_per_token,
     load_rows,
-    load_state,
     product,
     rows,
     run_of,
     store_rows,
-    store_state,
     tile_of,
 )
 from kalmix.kernels.ridge.systems import NOTHING
-from kalmix.kernels.ridge.triton import REFRESH, options, scales, solved, tiles_of
+from kalmix.kernels.ridge.triton_solve import load_square, shape_of, solve_all, store_square
 
 
-@triton.jit(do_not_specialize=[*LOOSE, "iterations"])
-def resolve(
-    q, k, log_decay, gain, mix, states, solution, norms, to_mixed, to_read, adjoint, to_q, to_mix, spreads, entering,
-    written, carried_, across, table, length, tiles, iterations, level, q_token, q_head, k_token, k_head, m_token,
-    m_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, DECAYS: tl.constexpr,
-    GAINS: tl.constexpr, MIXES: tl.constexpr, READS: tl.constexpr, ADAPTIVE: tl.constexpr, NOTHING: tl.constexpr,
-    REFRESH: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=LOOSE)
+def aim(
+    q, mix, to_mixed, to_read, to_x, table, length, tiles, q_token, q_head, m_token, m_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, MIXES: tl.constexpr,
+    READS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile's tokens: y, w, dq and dmix; and how w H adds up: at the entry, and on each token written."""
-    KIND: tl.constexpr = adjoint.dtype.element_ty
+    """dx of a tile's tokens."""
     index, head = tl.program_id(0), tl.program_id(1)
     token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
-    slot = index.to(tl.int64) * G + head
-    if count <= 0:
-        return
-    row = token * G + head
+    row, column = token * G + head, tl.arange(0, P)
+    given = load_rows(to_mixed + token * m_token + head * m_head, m_token, count, column, K, SIZE).to(tl.float32)
+    if MIXES:
+        given *= load_per_token(mix + row, count, G, SIZE)[:, None]
+    if READS:
+        query = load_rows(q + token * q_token + head // SHARE * q_head, q_token, count, column, K, SIZE)
+        given += load_per_token(to_read + row, count, G, SIZE)[:, None] * query.to(tl.float32)
+    store_rows(to_x + row * K, G * K, count, column, given, K, SIZE)
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def settle(
+    q, log_decay, gain, mix, solution, adjoint, norms, to_mixed, to_read, to_q, to_mix, spreads, entering, written,
+    carried, across, table, length, tiles, level, q_token, q_head, m_token, m_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, DECAYS: tl.constexpr,
+    GAINS: tl.constexpr, MIXES: tl.constexpr, READS: tl.constexpr, ADAPTIVE: tl.constexpr, NOTHING: tl.constexpr,
+):  # fmt: skip
+    """dq, dmix and w of a tile's tokens; and how w H adds up: at the entry, and on each token written."""
+    index, head = tl.program_id(0), tl.program_id(1)
+    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    row, slot = token * G + head, index.to(tl.int64) * G + head
     t, column = tl.arange(0, SIZE), tl.arange(0, P)
-    k = load_rows(k + token * k_token + head // SHARE * k_head, k_token, count, column, K, SIZE).to(KIND)
-    q += token * q_token + head // SHARE * q_head
-    states += slot * K * K
-    gram = load_state(states, column, column, K, K).to(KIND)
+    y = load_rows(adjoint + row * K, G * K, count, column, K, SIZE).to(tl.float32)
+    x = load_rows(solution + row * K, G * K, count, column, K, SIZE).to(tl.float32)
     decays, fade = tl.where(t[:, None] >= t[None, :], 1.0, 0.0), tl.full([SIZE], 1.0, tl.float32)
     if DECAYS:
         since, total = elapsed(log_decay, token, count, head, G, SIZE)
         decays, fade = between(since, SIZE), tl.exp(since.to(tl.float32))
         tl.store(across + slot, tl.exp(total.to(tl.float32)))
-    weight = tl.full([SIZE], 1.0, tl.float32)
-    if GAINS:
-        weight = load_per_token(gain + row, count, G, SIZE)
-    norm = load_per_token(norms + row, count, G, SIZE)
-    inverse, shift, rho = scales(norm, level, ADAPTIVE, NOTHING)
-
-    to_x = load_rows(to_mixed + token * m_token + head * m_head, m_token, count, column, K, SIZE).to(tl.float32)
-    if MIXES:
-        to_x *= load_per_token(mix + row, count, G, SIZE)[:, None]
-    if READS:
-        query = load_rows(q, q_token, count, column, K, SIZE).to(tl.float32)
-        to_x += load_per_token(to_read + row, count, G, SIZE)[:, None] * query
-    y = solved(
-        to_x, states, gram, k, tl.trans(k), decays * weight[None, :] * inverse[:, None], fade * inverse, shift, rho,
-        iterations, K, P, REFRESH, PRECISION,
-    ) * inverse[:, None]  # fmt: skip
-    store_rows(adjoint + row * K, G * K, count, column, y, K, SIZE)
-    x = load_rows(solution + row * K, G * K, count, column, K, SIZE).to(tl.float32)
-    spread = tl.zeros([SIZE], tl.float32)
-    if ADAPTIVE:
-        spread -= level * tl.sum(x * y, 1) / tl.where(norm > NOTHING, norm, 1.0)
-        tl.store(spreads + row + t * G, spread, mask=t < count)
-        faded = fade * spread
-        tl.store(written + row + t * G, weight * tl.sum(decays * faded[:, None], 0), mask=t < count)
-        tl.store(carried_ + slot, tl.sum(fade * faded, 0))
     tl.store(entering + row + t * G, fade, mask=t < count)
-    to_query = y
+    if ADAPTIVE:
+        norm = load_per_token(norms + row, count, G, SIZE)
+        spread = -level * tl.sum(x * y, 1) / tl.where(norm > NOTHING, norm, 1.0)
+        tl.store(spreads + row + t * G, spread, mask=t < count)
+        again = tl.sum(decays * (fade * spread)[:, None], 0)
+        if GAINS:
+            again *= load_per_token(gain + row, count, G, SIZE)
+        tl.store(written + row + t * G, again, mask=t < count)
+        tl.store(carried + slot, tl.sum(fade * fade * spread, 0))
     if READS:
-        to_query += load_per_token(to_read + row, count, G, SIZE)[:, None] * x
+        y += load_per_token(to_read + row, count, G, SIZE)[:, None] * x
     if MIXES:
         given = load_rows(to_mixed + token * m_token + head * m_head, m_token, count, column, K, SIZE).to(tl.float32)
-        query = load_rows(q, q_token, count, column, K, SIZE).to(tl.float32)
-        to_query += (1.0 - load_per_token(mix + row, count, G, SIZE))[:, None] * given
+        query = load_rows(q + token * q_token + head // SHARE * q_head, q_token, count, column, K, SIZE).to(tl.float32)
+        y += (1.0 - load_per_token(mix + row, count, G, SIZE))[:, None] * given
         tl.store(to_mix + row + t * G, tl.sum(given * (x - query), 1), mask=t < count)
-    store_rows(to_q + row * K, G * K, count, column, to_query, K, SIZE)
+    store_rows(to_q + row * K, G * K, count, column, y, K, SIZE)
 
 
 @triton.jit(do_not_specialize=LOOSE)
 def retreat(
-    k, solution, adjoint, states, entering, written, carried_, adjoints, to_last, to_prior, across, runs, length, tiles,
+    k, solution, adjoint, states, entering, written, carried, adjoints, to_last, to_prior, across, runs, length, tiles,
     k_token, k_head, last_n, last_g, last_i, last_j, G, SHARE,
     K: tl.constexpr, P: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
     DECAYS: tl.constexpr, ADAPTIVE: tl.constexpr, PRECISION: tl.constexpr,
@@ -122,7 +114,7 @@ def retreat(
         count = tl.minimum(tokens - i * SIZE, SIZE)
         at, slot = token + i * SIZE, (tile + i) * G + head
         base = (at * G + head) * K
-        store_state(adjoints + slot * K * K, row, column, state, K, K)
+        store_square(adjoints + slot * K * K, row, column, state, K, P)
         if DECAYS:
             state *= tl.load(across + slot)
         half = -0.5 * load_per_token(entering + at * G + head, count, G, SIZE)[:, None]
@@ -136,8 +128,8 @@ def retreat(
             right = (load_rows(k + at * k_token, k_token, count, column, K, SIZE).to(tl.float32) * weight).to(KIND)
             left = load_columns(k + at * k_token, k_token, count, row, K, SIZE).to(KIND)
             state = product(left, right, PRECISION, state)
-            state += tl.load(carried_ + slot) * load_state(states + slot * K * K, row, column, K, K)
-    store_state(to_prior + (sequence * G + head) * K * K, row, column, state, K, K)
+            state += tl.load(carried + slot) * load_square(states + slot * K * K, row, column, K, P).to(tl.float32)
+    store_square(to_prior + (sequence * G + head) * K * K, row, column, state, K, P)
 
 
 @triton.jit(do_not_specialize=LOOSE)
@@ -171,7 +163,7 @@ def pull_back(
     if GAINS:
         weight = load_per_token(gain + row, count, G, SIZE)
     key = load_rows(k, k_token, count, column, K, SIZE).to(KIND)
-    turned = product(key, load_state(adjoints, column, column, K, K), PRECISION) * left[:, None]
+    turned = product(key, load_square(adjoints, column, column, K, P), PRECISION) * left[:, None]
     ahead = tl.sum(weight * tl.sum(turned * load_rows(k, k_token, count, column, K, SIZE).to(tl.float32), 1), 0)
     x = load_rows(solution, G * K, count, column, K, SIZE)
     y = load_rows(adjoint, G * K, count, column, K, SIZE)
@@ -181,7 +173,7 @@ def pull_back(
     turned = product((-0.5 * later * by_x).to(KIND), y, PRECISION, turned)
     if ADAPTIVE:
         spread = load_per_token(spreads + row, count, G, SIZE)
-        entry = load_state(states, column, column, K, K).to(KIND)
+        entry = load_square(states, column, column, K, P)
         turned += tl.sum(later * (spread * fade)[None, :], 1)[:, None] * product(key, entry, PRECISION)
         both = product((later * spread[None, :]).to(KIND), tl.trans(later.to(KIND)), PRECISION)
         again = load_columns(k, k_token, count, column, K, SIZE).to(KIND)
@@ -192,7 +184,7 @@ def pull_back(
     if GAINS:
         tl.store(to_gain + row + t * G, said, mask=t < count)
     if DECAYS:
-        entry = load_state(states, column, column, K, K).to(KIND)
+        entry = load_square(states, column, column, K, P)
         image = product(load_rows(solution, G * K, count, column, K, SIZE), entry, PRECISION)
         own = tl.sum(image * load_rows(adjoint, G * K, count, column, K, SIZE).to(tl.float32), 1) * fade
         own += tl.sum(later * by_x * by_y * weight[:, None], 0)
@@ -200,7 +192,9 @@ def pull_back(
         if ADAPTIVE:
             norm = load_per_token(norms + row, count, G, SIZE)
             held += load_per_token(spreads + row, count, G, SIZE) * norm * norm
-        far = load_state(adjoints, column, column, K, K).to(tl.float32) * load_state(states, column, column, K, K)
+        far = load_square(adjoints, column, column, K, P).to(tl.float32) * load_square(states, column, column, K, P).to(
+            tl.float32
+        )
         ahead += across * tl.sum(tl.sum(far, 1), 0)
         found = tl.sum(tl.where(t[None, :] >= t[:, None], held[None, :], 0.0), 1) + ahead
         tl.store(to_decay + row + t * G, found, mask=t < count)
@@ -214,8 +208,9 @@ def backward(
     mix: Tensor | None,
     solution: Tensor,
     norms: Tensor,
-    states: Tensor,
-    rows_: Tensor | None,
+    high: Tensor,
+    low: Tensor,
+    segments: Tensor | None,
     to_mixed: Tensor,
     to_read: Tensor | None,
     to_last: Tensor,
@@ -226,41 +221,48 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, log_decay, gain, mix (of size 0 where there is none) and the prior."""
     (batch, length, shared, width), heads = k.shape, solution.shape[2]
-    cut, q, k, to_mixed = tiles_of(k, rows_, size), rows(q), rows(k), rows(to_mixed)
-    to_last = (to_last + to_last.mT) / 2
+    s = shape_of(k, heads, segments, size)
+    q, k, to_mixed, to_last = rows(q), rows(k), rows(to_mixed), (to_last + to_last.mT) / 2
     like, single = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
-    tokens = torch.empty if rows_ is None else torch.zeros  # tokens outside every segment have no gradient
+    tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
     log_decay, gain, mix = (None if x is None else x.contiguous() for x in (log_decay, gain, mix))
-    given, kinds = options(k, rows_ is not None, size), {"DECAYS": log_decay is not None, "ADAPTIVE": adaptive}
-    adjoint = tokens(batch, length, heads, width, **like)
-    summed = k.dtype if heads == shared else torch.float32  # over the value heads that share a key
-    to_q, to_k = (tokens(batch, length, heads, width, dtype=summed, device=k.device) for _ in range(2))
+    log, weight, share = (k if x is None else x for x in (log_decay, gain, mix))
+    decays = {"DECAYS": log_decay is not None}
+    kinds, uses = {"GAINS": gain is not None, "ADAPTIVE": adaptive, **decays}, {"READS": to_read is not None}
+    uses["MIXES"] = mix is not None
+    compiled = {name: x for name, x in s.compiled.items() if name != "PRECISION"}
     numbers = (batch, length, heads)
-    spreads, entering, written = (torch.empty(numbers, **single) for _ in range(3))
+    to_read = k if to_read is None else to_read.contiguous()
+    to_x = to_mixed
+    if any(uses.values()):
+        to_x = torch.empty(solution.shape, **like)
+        aim[s.grid](
+            q, share, to_mixed, to_read, to_x, *s.tiles, *strides(q, to_mixed), heads, s.share, **uses, **compiled
+        )
+    adjoint = tokens(*numbers, width, **like)
+    solve_all(s, to_x, k, log_decay, gain, high, low, norms, adjoint, adaptive, level, iterations)
+    summed = k.dtype if heads == shared else torch.float32  # over the value heads that share a key
+    to_q, to_k = (tokens(*numbers, width, dtype=summed, device=k.device) for _ in range(2))
+    spreads, entering, written = torch.empty(3, *numbers, **single)
     to_mix, to_gain, to_decay = (
         tokens(numbers, **single) if x is not None else q.new_empty(0) for x in (mix, gain, log_decay)
     )
-    at_entry, across = torch.empty(2, cut.count, heads, **single)
-    adjoints = torch.empty(cut.count, heads, width, width, **like)
-    log = k if log_decay is None else log_decay
-    weight = k if gain is None else gain
-    resolve[cut.count, heads](
-        q, k, log, weight, k if mix is None else mix, states, solution, norms, to_mixed,
-        k if to_read is None else to_read.contiguous(), adjoint, to_q, to_mix, spreads, entering, written, at_entry,
-        across, cut.table, length, cut.tiles, iterations, level, *strides(q, k, to_mixed), heads, heads // shared,
-        GAINS=gain is not None, MIXES=mix is not None, READS=to_read is not None, NOTHING=NOTHING, REFRESH=REFRESH,
-        **kinds, **given,
+    carried, across = torch.empty(2, s.cut.count, heads, **single)
+    settle[s.grid](
+        q, log, weight, share, solution, adjoint, norms, to_mixed, to_read, to_q, to_mix, spreads, entering, written,
+        carried, across, *s.tiles, level, *strides(q, to_mixed), heads, s.share,
+        NOTHING=NOTHING, **uses, **kinds, **compiled,
     )  # fmt: skip
+    adjoints = torch.empty(s.cut.count, heads, width, width, **like)
     to_prior = torch.empty(to_last.shape, **single)
-    plan = carried(cut.sequences, heads, {"K": width, "V": width, "BLOCK": 64, "SIZE": size}, k.dtype, 6)
-    retreat[cut.sequences, heads, triton.cdiv(width, plan["VALUES"])](
-        k, solution, adjoint, states, entering, written, at_entry, adjoints, to_last, to_prior, across, cut.runs,
-        length, cut.tiles, *strides(k), *to_last.stride(), heads, heads // shared,
-        VALUES=plan["VALUES"], **kinds, **given | {"num_warps": 4},
+    retreat[s.cut.sequences, heads, triton.cdiv(s.lanes, s.strip)](
+        k, solution, adjoint, high, entering, written, carried, adjoints, to_last, to_prior, across, s.cut.runs,
+        length, s.cut.tiles, *strides(k), *to_last.stride(), heads, s.share,
+        VALUES=s.strip, ADAPTIVE=adaptive, **decays, **s.compiled | {"num_warps": 4},
     )  # fmt: skip
-    pull_back[cut.count, heads](
-        k, log, weight, states, solution, adjoint, norms, spreads, adjoints, to_k, to_gain, to_decay, cut.table, length,
-        cut.tiles, *strides(k), heads, heads // shared, GAINS=gain is not None, **kinds, **given,
+    pull_back[s.grid](
+        k, log, weight, high, solution, adjoint, norms, spreads, adjoints, to_k, to_gain, to_decay, *s.tiles,
+        *strides(k), heads, s.share, **kinds, **s.compiled | {"num_warps": 8},
     )  # fmt: skip
     if heads != shared:
         to_q, to_k = (x.unflatten(2, (shared, -1)).sum(3).to(k.dtype) for x in (to_q, to_k))

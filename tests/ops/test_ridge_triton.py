@@ -1,0 +1,121 @@
+"""What only the Triton kernels of `ridge` can get wrong: tiles, widths, what is absent, what they keep.
+
+On a machine without a GPU they run in Triton's interpreter, at sizes it can bear.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kalmix.beliefs import RidgeBelief
+from kalmix.kernels.ridge import fused, reference
+from kalmix.ops import Adaptive, Chebyshev, Fixed
+from kalmix.segments import Segments
+from kalmix.testing.budgets import budgets, relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16
+NAMES = ("q", "k", "v", "log_decay", "gain", "mix", "cross", "gram")
+CONVERGED = {Adaptive(0.5): Chebyshev(14), Adaptive(0.02): Chebyshev(60), Fixed(0.25): Chebyshev(40)}
+
+
+def arguments(
+    batch: int,
+    length: int,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    without: tuple[str, ...] = (),
+    sequences: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
+    """Signals and a prior, by name."""
+    draw = torch.Generator().manual_seed(0)
+    (shared, own), (width, values) = heads, widths
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    q, k = (torch.nn.functional.normalize(normal(batch, length, shared, width), dim=-1) for _ in range(2))
+    tokens, belief = (batch, length, own), (batch if sequences is None else sequences, own, width)
+    root = normal(*belief, width) / width
+    inputs = {
+        "q": q.to(dtype),
+        "k": k.to(dtype),
+        "v": normal(*tokens, values).to(dtype),
+        "log_decay": -0.1 * normal(*tokens).exp(),
+        "gain": normal(*tokens).sigmoid(),
+        "mix": normal(*tokens).sigmoid(),
+        "cross": normal(*belief, values) / width,
+        "gram": root @ root.mT,
+    }
+    return {name: x.to(DEVICE) for name, x in inputs.items() if name not in without}
+
+
+def answer(function: Any, inputs: dict[str, Tensor], segments: Segments | None, strength: Any) -> list[Tensor]:
+    """Outputs, and gradients of their sum, weighted by numbers that every dtype holds."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    *signals, cross, gram = (leaves.get(name) for name in NAMES)
+    assert cross is not None and gram is not None
+    belief, options = RidgeBelief(cross, (gram + gram.mT) / 2), (strength, CONVERGED[strength])
+    result = function(*signals, *options, belief, segments, True)
+    outputs = [result.variance, *result.belief, result.mean]
+    draw = torch.Generator().manual_seed(1)
+    weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
+    return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(leaves.values()), weights))
+
+
+RUNS = Segments.of(torch.tensor([[0, 3, 30], [1, 0, 9], [0, 30, 36], [1, 20, 20], [1, 21, 38]]))
+LONG_RUNS = Segments.of(torch.tensor([[0, 3, 203], [1, 0, 10], [0, 203, 236], [1, 50, 50], [1, 60, 240]]))
+STRONG, USUAL, MESA = Adaptive(0.5), Adaptive(0.02), Fixed(0.25)
+SHAPES = [  # batch, tokens, (key heads, value heads), (key, value width), absent signals, segments, ridge, dtype
+    (1, 37, (1, 2), (3, 5), (), None, STRONG, torch.float32),  # three tiles, the last one odd; shared keys
+    (2, 38, (1, 1), (4, 3), ("mix", "log_decay"), RUNS, STRONG, torch.float32),
+    (1, 18, (1, 1), (17, 16), ("gain",), None, STRONG, HALF),
+    (1, 18, (1, 1), (5, 4), ("gain", "mix", "log_decay"), None, MESA, torch.float32),
+]
+ON_GPU = [
+    (2, 300, (heads, 2), (width, values), without, segments, strength, dtype)
+    for dtype in (HALF, torch.float32)
+    for width, values in ((16, 16), (32, 48), (40, 40), (64, 64), (96, 128), (128, 128), (200, 128), (256, 256))
+    for heads, without, segments, strength in (
+        (2, (), None, USUAL),
+        (1, (), LONG_RUNS, MESA),
+        (2, ("mix", "gain", "log_decay"), None, USUAL),
+    )
+    if width <= 128 or dtype == HALF
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES + ON_GPU if DEVICE == "cuda" else SHAPES, ids=str)
+def test_it_agrees_with_the_reference(shape: tuple[Any, ...]) -> None:
+    """Outputs and gradients against the float64 recursion, within what rounding its inputs would do to it."""
+    batch, length, heads, widths, without, segments, strength, dtype = shape
+    inputs = arguments(batch, length, heads, widths, without, None if segments is None else segments.count, dtype)
+    segments = None if segments is None else Segments(segments.rows.to(DEVICE))
+    got = answer(fused.ridge, inputs, segments, strength)
+    exact = {name: x.double() for name, x in inputs.items()}
+    want = answer(reference.ridge, exact, segments, strength)
+    allowed = budgets(
+        lambda moved: answer(reference.ridge, moved, segments, strength),
+        exact,
+        torch.float32,
+        [x.dtype for x in got],
+        HALF if dtype == HALF else None,
+    )
+    outputs = ["variance", "cross", "gram", "mean", *(f"d {name}" for name in inputs)]
+    for name, x, y, budget in zip(outputs, got, want, allowed, strict=True):
+        error = relative_error(x, y) if y.norm() > 0 else float(x.norm())
+        assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
+
+
+def test_nothing_written_makes_no_nan() -> None:
+    inputs = arguments(1, 20, (1, 1), (4, 4))
+    inputs["k"][:, :18] = 0
+    inputs |= {name: torch.zeros_like(inputs[name]) for name in ("cross", "gram")}
+    assert all(bool(torch.isfinite(x).all()) for x in answer(fused.ridge, inputs, None, USUAL))
