@@ -54,6 +54,8 @@ def _card(design: Design) -> Table:
     table.add_row("op", f"kalmix.ops.{design.op}")
     optional = (f"{name} (optional)" for name in design.optional)
     table.add_row("signals", ", ".join(("q", "k", "v", *design.signals, *optional)))
+    if design.options:
+        table.add_row("options", ", ".join(design.options))
     table.add_row("equations", design.equations)
     table.add_row("citation", design.citation)
     return table

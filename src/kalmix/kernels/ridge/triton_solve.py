@@ -110,8 +110,8 @@ def scales(norm, level, ADAPTIVE: tl.constexpr, NOTHING: tl.constexpr):
 def images(d, gram, k, keys, weights, fade, onto, PRECISION: tl.constexpr):
     """`onto` + (fade d) H_0 + (weights (d k')) k, rows d in the dtype of `gram`."""
     KIND: tl.constexpr = gram.dtype
-    pairs = product(d, keys, PRECISION) * weights
     onto = product((d.to(tl.float32) * fade[:, None]).to(KIND), gram, PRECISION, onto)
+    pairs = product(d, keys, PRECISION) * weights
     return product(pairs.to(KIND), k, PRECISION, onto)
 
 
