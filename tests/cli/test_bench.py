@@ -68,8 +68,9 @@ def test_a_finished_cell_is_not_run_again(kalmix, tmp_path: Path, monkeypatch: p
     (tmp_path / "results.jsonl").write_text(first[: len(first) * 3 // 4])  # a crash in the middle of the second row
     assert kalmix(*asked, "--seeds", 2).status == 0
     assert learned[2:] == [[1]]
-    assert kalmix(*asked, "--seeds", 1, "--steps", 3).status == 0  # another protocol is another cell
-    assert learned[3:] == [[0]]
+    for other in (("--steps", 3), ("--queries", "write")):  # another protocol is another cell
+        assert kalmix(*asked, "--seeds", 1, *other).status == 0
+    assert learned[3:] == [[0], [0]]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_finished_cell_is_not_run_again(kalmix, tmp_path: Path, monkeypatch: p
         ("--steps 0", "`steps` is 0"),
         ("--batch -1", "`batch` is -1"),
         ("--tests 0", "`tests` is 0"),
-        ("--queries ask", "write or read"),
+        ("--queries ask", "read or write"),
         ("--overlap 1", "below 1"),
         ("--device tpu", "cpu or cuda"),
     ],

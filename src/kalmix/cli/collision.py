@@ -32,7 +32,7 @@ def run(
     steps: Annotated[int | None, typer.Option(help="Of training; as the preset says if absent.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences a step; as the preset says if absent.")] = None,
     tests: Annotated[int | None, typer.Option(help="Sequences a test; as the preset says if absent.")] = None,
-    queries: Annotated[str, typer.Option(help="Whether they write, as other tokens do, or read alone.")] = "write",
+    queries: Annotated[str, typer.Option(help="read alone, or write first, as other tokens do.")] = "read",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     output: Annotated[Path, typer.Option(help="For numbers and pictures; what it holds is not run again.")] = Path(
         "runs/collision"
@@ -45,7 +45,8 @@ def run(
         raise ArgumentError("seeds", got=seeds, needs="at least 1")
     if not 0 <= overlap < 1:
         raise ArgumentError("overlap", got=overlap, needs="at least 0 and below 1")
-    protocol, where = _protocol(preset, steps=steps, batch=batch, tests=tests), options.device(device)
+    protocol = _protocol(preset, steps=steps, batch=batch, tests=tests, queries=queries)
+    where = options.device(device)
     console = Console(highlight=False)
     output.mkdir(parents=True, exist_ok=True)
     written = report.mechanism(Setting(), overlap, output, console) if "mechanism" in wanted else []

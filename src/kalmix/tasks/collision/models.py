@@ -149,7 +149,7 @@ class Recaller(nn.Module):
         queries_write: whether what a model makes of a query is written at its address, before it is read.
     """
 
-    def __init__(self, name: str, inputs: int, labels: int, seeds: Sequence[int], queries_write: bool = True) -> None:
+    def __init__(self, name: str, inputs: int, labels: int, seeds: Sequence[int], queries_write: bool = False) -> None:
         super().__init__()
         self.queries_write = queries_write
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]

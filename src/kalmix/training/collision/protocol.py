@@ -22,7 +22,7 @@ class Protocol:
         steps: of AdamW, betas 0.9 and 0.999.  batch: sequences a step and seed.
         rate, decay, clip: learning rate, weight decay, largest gradient norm of a seed.
         tests: sequences a condition.
-        queries: "write", as any other token, or "read" alone; the paper does not say which.
+        queries: "read" alone, or "write" first, as any other token; the paper does not say which.
     """
 
     steps: int = 2500
@@ -31,14 +31,14 @@ class Protocol:
     decay: float = 1e-4
     clip: float = 1.0
     tests: int = 1024
-    queries: str = "write"
+    queries: str = "read"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "tests"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, got=getattr(self, name), needs="at least 1")
-        if self.queries not in ("write", "read"):
-            raise ArgumentError("queries", got=repr(self.queries), needs="write or read")
+        if self.queries not in ("read", "write"):
+            raise ArgumentError("queries", got=repr(self.queries), needs="read or write")
         if not 0 < self.rate < float("inf"):
             raise ArgumentError("rate", got=self.rate, needs="positive")
 
