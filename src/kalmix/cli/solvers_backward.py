@@ -40,7 +40,7 @@ def gradient(rows: Sequence[Row], path: Path, console: Console) -> Path:
         for solver in (solver for name, solver in groups if name == arithmetic):
             of = select(found, arithmetic=arithmetic, solver=solver)
             curves[solver] = [row["layers"] for row in of], [row["parameters"] for row in of]
-        drawn.append(plots.Panel(arithmetic, "layers", up, curves, marked=True))
+        drawn.append(plots.Panel(arithmetic, "layers", up, curves, marked=True, apart=True))
     curves = {}
     for solver in solvers:
         of = [row for row in select(scaled, solver=solver) if row["scale"] is not None]

@@ -49,7 +49,7 @@ def residual(rows: Sequence[Row], path: Path, console: Console) -> Path:
     for name in ROUNDED:
         lines = lines_by(select(curves, arithmetic=name, solver="Chebyshev"), "factor")
         faint = list(lines_by(select(curves, arithmetic=name, solver="CG"), "factor").values())
-        strengths.append(plots.Panel(f"Chebyshev (CG dashed), {name}", across, up, lines, faint))
+        strengths.append(plots.Panel(f"by a (CG dashed), {name}", across, up, lines, faint))
     plots.panels(path, [*solvers, *strengths])
     return path
 

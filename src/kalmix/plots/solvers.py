@@ -23,6 +23,7 @@ class Panel:
         levels: heights to mark, by name.
         doubling: whether x is drawn by its logarithm too.
         marked: whether points are.
+        apart: whether the legend stands above the curves.
     """
 
     title: str
@@ -33,12 +34,13 @@ class Panel:
     levels: Mapping[str, float] = field(default_factory=dict)
     doubling: bool = False
     marked: bool = False
+    apart: bool = False
 
 
 def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) -> str | PathLike[str]:
     """Draw panels row by row, each with its legend."""
     rows = -(-len(drawn) // columns)
-    with picture(path, (0.4 + 3.9 * columns, 0.3 + 3.3 * rows), rows=rows, columns=columns) as (_, axes):
+    with picture(path, (0.4 + 4.1 * columns, 0.3 + 3.3 * rows), rows=rows, columns=columns) as (_, axes):
         for area in axes[len(drawn) :]:
             area.set_axis_off()
         for panel, area in zip(drawn, axes, strict=False):
@@ -54,8 +56,12 @@ def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) 
                 where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
                 area.annotate(name, (1, level), (-2, 3), **where, ha="right", color=MUTED, fontsize=7)
             area.set_yscale("log")
+            if panel.apart:
+                low, high = area.get_ylim()
+                area.set_ylim(low, high * (high / low) ** (0.09 * len(panel.curves)))
             if panel.doubling:
                 area.set_xscale("log")
             area.set(title=panel.title, xlabel=panel.across, ylabel=panel.up)
-            area.legend(fontsize=7, labelcolor=INK, frameon=True, framealpha=0.85, edgecolor="none")
+            place = {"loc": "upper right"} if panel.apart else {}
+            area.legend(fontsize=7, labelcolor=INK, frameon=True, framealpha=0.85, edgecolor="none", **place)
     return path

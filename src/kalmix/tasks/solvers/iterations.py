@@ -46,16 +46,24 @@ class Conjugate(NamedTuple):
 
 
 def conjugate_gradient(
-    systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arithmetic, epsilon: float = 0.0
+    systems: Systems,
+    rhs: Tensor,
+    iterations: int,
+    arithmetic: Arithmetic,
+    epsilon: float = 0.0,
+    norm: Tensor | float = 1.0,
 ) -> Iterator[Conjugate]:
-    """Hestenes and Stiefel's, from 0, with `epsilon` added to both divisors; a token whose residual is 0 stays."""
+    """Hestenes and Stiefel's, from 0, with `epsilon` added to both divisors; a token whose residual is 0 stays.
+
+    With an `epsilon` it matters how long H is: the iterates are `norm` times those for `norm` times these systems.
+    """
     x, residual, stored = torch.zeros_like(rhs), rhs, arithmetic.stored
     direction, square = residual, residual.square().sum(-1, keepdim=True)
     yield Conjugate(x, *[torch.ones_like(square)] * 3)
     for _ in range(iterations):
         image = systems.apply(direction, arithmetic)
         curvature = (direction * image).sum(-1, keepdim=True)
-        step = _ratio(square, curvature + epsilon)
+        step = _ratio(square, curvature + epsilon / norm)
         x, residual, last = stored(x + step * direction), stored(residual - step * image), square
         square = residual.square().sum(-1, keepdim=True)
         turn = _ratio(square, last + epsilon)
