@@ -11,13 +11,17 @@ from torch import Tensor
 from kalmix.kernels.primitives.triton_decays import pace
 from kalmix.kernels.primitives.triton_keys import fold
 from kalmix.kernels.primitives.triton_memory import carry, read, solve
+from kalmix.kernels.primitives.triton_pieces import join
 from kalmix.kernels.primitives.triton_tiles import Cut, cut_tokens, precision, rows
 from kalmix.segments import Segments
 
 # Columns worked on at a time, also of narrow matrices: Triton 3.6 on Hopper gets a product of 64 rows wrong whose left
-# factor is itself a product, of another width. In `fold` and `unfold`, which hold many tiles at once, none is.
+# factor is itself a product, of another width.
 BLOCK = 64
-FOLDED = {"BLOCK": 32, "num_warps": 4, "num_stages": 1}
+PIECE = 16  # tokens that decays per key are folded over first
+# Of decays per key, the fastest that agreed with float64: 32 columns at a time, Triton 3.6 on Hopper gets `fold` wrong.
+FOLD = {"BLOCK": 16, "num_warps": 1, "num_stages": 1}
+JOIN = {"BLOCK": 128, "num_warps": 8, "num_stages": 1}
 
 
 class Signals(NamedTuple):
@@ -29,6 +33,7 @@ class Signals(NamedTuple):
         gain, log_decay: contiguous `[B, T, G]` where they are a number a token, else a placeholder.
         entering, leaving, across: of decays per head, `triton_decays.pace`; else what stands for it, or a placeholder.
         scores, corrections: S and N of decays per key, `[B, T, G, SIZE]`, or placeholders.
+        pieces: of decays per key, q, k and w as folded into pieces, and the decay across each, `[pieces, G, K]`.
         cut: the tiles.
         decays, keyed: whether there are decays per head, per key.
         gains, vector: whether there are gains that are a number a token, a vector.
@@ -45,6 +50,7 @@ class Signals(NamedTuple):
     across: Tensor
     scores: Tensor
     corrections: Tensor
+    pieces: tuple[Tensor, ...]
     cut: Cut
     decays: bool
     keyed: bool
@@ -89,22 +95,37 @@ def prepare(
             log_decay_rows, per_token, entering, leaving, across, cut.table, length, cut.tiles, heads,
             SIZE=size, PACKED=segments is not None, GAINS=gains, num_warps=1,
         )  # fmt: skip
+    pieces: tuple[Tensor, ...] = ()
     if keyed:
         log_decay_rows, inputs = rows(log_decay), (q, k, writes)
-        like, shape = {"dtype": v.dtype, "device": v.device}, (batch, length, heads)
-        q, writes = (torch.empty(*shape, keys, **like) for _ in range(2))
-        k = torch.empty_like(q) if corrects else q
+        shape, like, float32 = (batch, length, heads), {"dtype": v.dtype, "device": v.device}, torch.float32
+        folded = [torch.empty(*shape, keys, **like) for _ in range(3 if corrects else 2)]
+        q, k, writes = folded[0], folded[1] if corrects else folded[0], folded[-1]
         scores = torch.empty(*shape, size, **like)
-        corrections = torch.empty(*shape, size, dtype=torch.float32, device=v.device) if corrects else scores
-        across = torch.empty(cut.count, heads, keys, dtype=torch.float32, device=v.device)
-        fold[cut.count, heads](
-            *inputs, per_token, log_decay_rows, q, k, writes, across, scores, corrections, cut.table, length, cut.tiles,
+        corrections = torch.empty(*shape, size, dtype=float32, device=v.device) if corrects else scores
+        across = torch.empty(cut.count, heads, keys, dtype=float32, device=v.device)
+        parts, paths = size // PIECE, across
+        if parts > 1:
+            folded = [torch.empty_like(x) for x in folded]
+            paths = torch.empty(cut.count * parts, heads, keys, dtype=float32, device=v.device)
+        pieces = (folded[0], folded[1] if corrects else folded[0], folded[-1], paths)
+        tiles, kinds = (cut.table, length, cut.tiles), keyed_sizes(sizes)
+        fold[cut.count * parts, heads](
+            *inputs, per_token, log_decay_rows, *pieces, scores, corrections, *tiles,
             *strides(*inputs, log_decay_rows), heads, heads // inputs[0].shape[2], heads // inputs[2].shape[2],
-            K=keys, SIZE=size, PACKED=segments is not None, GAINS=gains, CORRECTS=corrects,
-            PRECISION=sizes["PRECISION"], **FOLDED,
+            GAINS=gains, CORRECTS=corrects, **kinds, **FOLD,
         )  # fmt: skip
-    found = (q, k, writes, per_token, log_decay_rows, entering, leaving, across, scores, corrections)
+        if parts > 1:
+            join[cut.count, heads](
+                *pieces, q, k, writes, across, scores, corrections, *tiles, heads, CORRECTS=corrects, **kinds, **JOIN
+            )
+    found = (q, k, writes, per_token, log_decay_rows, entering, leaving, across, scores, corrections, pieces)
     return Signals(*found, cut, decays, keyed, gains, vector, sizes)
+
+
+def keyed_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Of `Signals.sizes`, what kernels of decays per key compile for."""
+    return {name: sizes[name] for name in ("K", "SIZE", "PACKED", "PRECISION")}
 
 
 def strides(*tensors: Tensor) -> list[int]:
@@ -139,7 +160,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Means, the last memory, and of tiles: the memory at their entry, errors and inverses (empty if it adds only)."""
     (batch, length, heads, width), keys = v.shape, k.shape[3]
-    s = prepare(q, k, v, gain, log_decay, segments, corrects, size)
+    s = prepare(q, k, v, gain, log_decay, segments, corrects, size)._replace(pieces=())
     cut, v, own = s.cut, rows(v), heads // s.writes.shape[2]
     tiles, share = (cut.table, length, cut.tiles), heads // s.q.shape[2]
     like = {"dtype": v.dtype, "device": v.device}

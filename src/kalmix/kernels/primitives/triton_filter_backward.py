@@ -6,12 +6,16 @@ import torch
 import triton
 from torch import Tensor
 
-from kalmix.kernels.primitives.triton_filter import BLOCK, FOLDED, carried, prepare, strides
+from kalmix.kernels.primitives.triton_filter import BLOCK, PIECE, carried, keyed_sizes, prepare, strides
 from kalmix.kernels.primitives.triton_keys import unfold
 from kalmix.kernels.primitives.triton_memory import read
 from kalmix.kernels.primitives.triton_memory_backward import carry_back, gradients, pair_gradients, solve_back
+from kalmix.kernels.primitives.triton_pieces import part
 from kalmix.kernels.primitives.triton_tiles import rows
 from kalmix.segments import Segments
+
+PART = {"BLOCK": 64, "num_warps": 4, "num_stages": 1}
+UNFOLD = {"BLOCK": 32, "num_warps": 1, "num_stages": 1}
 
 
 def backward(
@@ -84,18 +88,27 @@ def backward(
         KEYED=s.keyed, VECTOR=s.vector, CORRECTS=corrects, num_warps=4, num_stages=2, **kinds, **s.sizes,
     )  # fmt: skip
     if s.keyed:
-        sizes = {name: x for name, x in s.sizes.items() if name != "V"} | FOLDED
-        parts = triton.cdiv(keys, FOLDED["BLOCK"])
+        kinds = keyed_sizes(s.sizes) | {"CORRECTS": corrects}
+        pieces, whole = size // PIECE, found
+        if pieces > 1:
+            shares, found = torch.empty_like(s.pieces[3]), torch.empty_like(whole)
+            part[cut.count, heads, triton.cdiv(keys, PART["BLOCK"])](
+                *s.pieces, s.across, *whole, dacross, dscores, dcorrections, *found, shares, *tiles, heads,
+                **kinds, **PART,
+            )  # fmt: skip
+        else:
+            shares = s.across * dacross
+        parts = triton.cdiv(keys, UNFOLD["BLOCK"])
         dgain = tokens(parts, *shape, **float32)
         inputs = (rows(q), rows(k), rows(gain) if s.vector else rows(k))
-        unfold[cut.count, heads, parts](
-            *inputs, s.gain, s.log_decay, s.across, *found, dacross, dscores, dcorrections,
+        unfold[cut.count * pieces, heads, parts](
+            *inputs, s.gain, s.log_decay, *found, shares, dscores, dcorrections,
             dq, dk, dwrites, dgain, ddecay, *tiles, batch * length,
             *strides(*inputs, s.log_decay), heads, group, heads // inputs[2].shape[2],
-            GAINS=s.gains, VECTOR=s.vector, CORRECTS=corrects, **sizes,
+            GAINS=s.gains, VECTOR=s.vector, **kinds, **UNFOLD,
         )  # fmt: skip
     if group > 1:
         dq, dk = (x.unflatten(2, (shared, group)).sum(3).to(q.dtype) for x in (dq, dk))
     dgain = v.new_empty(0) if gain is None else dwrites if s.vector else dgain.sum(0).to(gain.dtype)
-    ddecay = v.new_empty(0) if log_decay is None else ddecay.sum(0).to(log_decay.dtype)
+    ddecay = v.new_empty(0) if log_decay is None else (ddecay[0] if s.keyed else ddecay.sum(0)).to(log_decay.dtype)
     return dq, dk, dv, dgain, ddecay, dprior
