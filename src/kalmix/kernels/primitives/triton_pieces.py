@@ -122,7 +122,7 @@ def part(
     K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, CORRECTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile's pieces, some columns, from those of the tile; `shared` is that of the log-decay across each.
+    """Gradients of pieces, some columns, from those of their tile; `shared` is that of the log-decay across each.
 
     Shares of a piece's decay are sums over the tokens before, or after it: products with ones and zeros, too.
     """
