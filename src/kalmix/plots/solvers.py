@@ -62,6 +62,12 @@ def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) 
             if panel.doubling:
                 area.set_xscale("log")
             area.set(title=panel.title, xlabel=panel.across, ylabel=panel.up)
-            place = {"loc": "upper right"} if panel.apart else {}
-            area.legend(fontsize=7, labelcolor=INK, frameon=True, framealpha=0.85, edgecolor="none", **place)
+            area.legend(
+                loc="upper right" if panel.apart else "best",
+                fontsize=7,
+                labelcolor=INK,
+                frameon=True,
+                framealpha=0.85,
+                edgecolor="none",
+            )
     return path
