@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 Run = Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
@@ -85,4 +86,30 @@ def dense() -> dict[str, Run]:
     return {f"{name}, no covariance": without_covariance(run) for name, run in delta().items()}
 
 
-PEERS = {"additive": additive, "delta": delta, "diagonal": diagonal, "dense": dense}
+def ridge() -> dict[str, Run]:
+    """The authors' of Gated KalmaNet, MesaNet, whose ridge is fixed, and the gated delta rule, which solves nothing.
+
+    The authors' is the folder `gated_kalmanet/ops` of github.com/awslabs/hybrid-model-factory, as a package `gka_ops`.
+    """
+    found: dict[str, Run] = {}
+    if _fla():
+        from fla.ops.mesa_net import chunk_mesa_net
+
+        def mesa(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            ridge = x["k"].new_full(x["k"].shape[2:], 0.25, dtype=torch.float32)
+            return chunk_mesa_net(*(x[n] for n in ("q", "k", "v", "log_decay", "gain")), ridge, max_CG_iteration=30)[:1]
+
+        found = {f"{name} delta": run for name, run in delta().items()} | {"fla mesa_net": mesa}
+    if _fla() and find_spec("gka_ops") is not None:
+        from gka_ops.chebyshev.gka_chebyshev_solve import gka_chebyshev_gla
+
+        def authors(x: dict[str, Tensor]) -> tuple[Tensor, ...]:  # their gate scales keys and values
+            gate, decay = x["gain"].sqrt()[..., None], x["log_decay"]
+            q, k, v = x["q"], (gate * x["k"]).to(x["k"].dtype), (gate * x["v"]).to(x["v"].dtype)
+            return gka_chebyshev_gla(q, k, v, x["mix"].to(q.dtype), decay, decay, 1.0)[:1]
+
+        found["gka (authors)"] = authors
+    return found
+
+
+PEERS = {"additive": additive, "delta": delta, "diagonal": diagonal, "dense": dense, "ridge": ridge}

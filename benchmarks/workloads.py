@@ -22,7 +22,8 @@ MEMORIES = {
     "cuda": [(4, 4096, 16, 128), (8, 2048, 8, 128), (4, 4096, 4, 256), (1, 16384, 16, 128)],
     "cpu": [(1, 2048, 4, 64), (1, 16384, 4, 64)],
 }
-SHAPES = {"diagonal": CELLS, "additive": MEMORIES, "delta": MEMORIES, "dense": MEMORIES}
+RIDGES = MEMORIES | {"cuda": [*MEMORIES["cuda"][:3], (4, 4096, 10, 64)]}
+SHAPES = {"diagonal": CELLS, "additive": MEMORIES, "delta": MEMORIES, "dense": MEMORIES, "ridge": RIDGES}
 CURVES = {  # the longest of each curve
     op: {"cuda": (1, 2**17, 960, 16), "cpu": (1, 2**16, 128, 16)}
     if op == "diagonal"
@@ -66,7 +67,12 @@ def dense(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
     return memory(shape, device, dtype) | dict(zip(("obs_noise", "process_noise"), noises, strict=True))
 
 
-DRAW = {"diagonal": cells, "additive": memory, "delta": delta, "dense": dense}
+def ridge(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
+    """As Gated KalmaNet: Gated DeltaNet's signals, and a share of the solution between 0 and 1."""
+    return delta(shape, device, dtype) | {"mix": torch.rand(shape[:3], device=device)}
+
+
+DRAW = {"diagonal": cells, "additive": memory, "delta": delta, "dense": dense, "ridge": ridge}
 UNCERTAIN = {"diagonal", "dense"}  # ops with a variance of the read-out
 
 
@@ -74,6 +80,6 @@ def signals(op: str, decay: str, shape: Shape, device: str, dtype: torch.dtype) 
     """Leaves; `decay` is "head" or "key" (GLA, KDA, the Bayesian Layer), which `diagonal` has no say in."""
     torch.manual_seed(0)
     x = DRAW[op](shape, device, dtype)
-    if decay == "key" and op != "diagonal":
+    if decay == "key" and op not in ("diagonal", "ridge"):
         x["log_decay"] = x["log_decay"][..., None] * torch.rand(*shape, device=device)
     return {name: leaf.requires_grad_() for name, leaf in x.items()}
