@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from kalmix.plots.style import COLOURS, INK, MUTED, picture
@@ -61,6 +62,8 @@ def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) 
                 area.set_ylim(low, high * (high / low) ** (0.09 * len(panel.curves)))
             if panel.doubling:
                 area.set_xscale("log")
+            else:
+                area.xaxis.set_major_locator(MaxNLocator(integer=True))
             area.set(title=panel.title, xlabel=panel.across, ylabel=panel.up)
             area.legend(
                 loc="upper right" if panel.apart else "best",
