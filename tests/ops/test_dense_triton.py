@@ -75,12 +75,14 @@ def check(inputs, segments=None, variance=True):
 
 
 RUNS = Segments.of(torch.tensor([[0, 3, 30], [1, 0, 9], [0, 30, 36], [1, 20, 20], [1, 21, 38]]))
+SHORT_RUNS = Segments.of(torch.tensor([[0, 1, 4], [0, 4, 9]]))
 LONG_RUNS = Segments.of(torch.tensor([[0, 3, 103], [1, 0, 10], [0, 103, 136], [1, 50, 50], [1, 60, 140]]))
 SHAPES = [  # batch, tokens, (key heads, value heads), (key, value width), decay, segments, variance, dtype
     (1, 67, (1, 1), (3, 2), "key", None, True, torch.float32),  # two windows, an odd last block
     (2, 39, (1, 2), (3, 2), "head", RUNS, False, torch.float32),  # blocks of runs, gaps between them, an empty one
     (1, 18, (1, 1), (20, 3), "none", None, True, HALF),  # more keys than tokens in a block
-    (1, 18, (1, 1), (130, 1), "head", None, True, torch.float32),  # a covariance in memory, by bands
+    (1, 19, (1, 1), (130, 1), "head", None, True, torch.float32),  # a covariance too wide for one program
+    (1, 9, (1, 2), (130, 1), "key", SHORT_RUNS, False, torch.float32),  # the same of runs
 ]
 if DEVICE == "cuda":  # every class of launch: widths, decays, dtypes, variance or not
     SHAPES += [
@@ -114,8 +116,9 @@ def test_forgets_everything_without_a_nan(value):
     assert all(bool(torch.isfinite(x).all()) for x in got)
 
 
-def test_stays_positive_under_sure_and_repeated_evidence():
-    length, width = (100_000, 128) if DEVICE == "cuda" else (80, 3)
+@pytest.mark.parametrize("width", [128, 256] if DEVICE == "cuda" else [3, 130])
+def test_stays_positive_under_sure_and_repeated_evidence(width):
+    length = 100_000 if DEVICE == "cuda" else 80
     inputs = arguments(1, length, (1, 1), (width, 1), "none")
     key = inputs["k"][:, :1] / inputs["k"][:, :1].norm()
     inputs |= {"k": key.expand_as(inputs["k"]), "obs_noise": torch.full_like(inputs["obs_noise"], 1e-5)}

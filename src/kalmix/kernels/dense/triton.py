@@ -14,7 +14,8 @@ and only P K~' and what follows from it is sequential. So there are three launch
 3. `_gains`: the gain and the variance of every token from these, by the recursion inside its block, at once.
 
 Decays are multiplied up token by token or run from the entry on: never the exponential of a positive number. Blocks
-lie in windows of 64 tokens; the backward pass starts from a covariance at the entry of each.
+lie in windows of 64 tokens; the backward pass starts from a covariance at the entry of each. Covariances too wide for
+a program's registers are for `triton_wide`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from kalmix.kernels.dense.triton_parts import (
     splits,
     token_warps,
 )
-from kalmix.kernels.dense.triton_wide import advance_wide
-from kalmix.kernels.dense.windows import BAND, BLOCK, NARROW, STRIP, WINDOW, padded
+from kalmix.kernels.dense.triton_wide import forward_wide
+from kalmix.kernels.dense.windows import BLOCK, NARROW, WINDOW, padded
 from kalmix.kernels.primitives.triton_tiles import cut_tokens, rows, run_of
 from kalmix.segments import Segments
 
@@ -195,6 +196,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gains `[B, T, G, K]`, read-out variances `[B, T, G, 1]`, final covariance, innovation variances `[B, T, G]`."""
     (batch, length, shared, width), heads = k.shape, obs_noise.shape[2]
+    if width > NARROW:
+        return forward_wide(q, k, obs_noise, process_noise, log_decay, covariance, segments, variance, kept)
     like = {"dtype": torch.float32, "device": k.device}
     q, k = rows(q), rows(k)
     obs_noise, process_noise = obs_noise.contiguous(), process_noise.contiguous()
@@ -218,18 +221,10 @@ def forward(
     ), dict(num_warps=token_warps(lanes), **shape)))  # fmt: skip
     last = torch.empty(covariance.shape, **like)
     options = {"KEEP": kept.numel() > 0, "SPLIT": splits(), "num_warps": chain_warps(lanes), "num_stages": 1, **shape}
-    if lanes > NARROW:
-        last = torch.nn.functional.pad(covariance, (0, lanes - width) * 2).contiguous()
-        products = torch.empty(*last.shape[:2], BLOCK, lanes, **like)
-        steps.append(Launch(advance_wide, (cut.sequences, heads), (
-            obs_noise, keys, queries, noises, innovations, edges, projected, asked, kept, last, products, cut.runs,
-            length, cut.tiles, heads,
-        ), {"BAND": BAND, "STRIP": STRIP, **options}))  # fmt: skip
-    else:
-        steps.append(Launch(_advance, (cut.sequences, heads), (
-            obs_noise, keys, queries, noises, innovations, edges, covariance, projected, asked, kept, last, cut.runs,
-            length, cut.tiles, *covariance.stride(), heads,
-        ), options))  # fmt: skip
+    steps.append(Launch(_advance, (cut.sequences, heads), (
+        obs_noise, keys, queries, noises, innovations, edges, covariance, projected, asked, kept, last, cut.runs,
+        length, cut.tiles, *covariance.stride(), heads,
+    ), options))  # fmt: skip
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
     gain = tokens(batch, length, heads, width, **like)
     scale = torch.empty(batch, length, heads, **like)
@@ -239,4 +234,4 @@ def forward(
         *strides, heads, heads // shared,
     ), dict(num_warps=token_warps(lanes), **shape)))  # fmt: skip
     launch(steps)
-    return gain, read, last[..., :width, :width].contiguous(), scale
+    return gain, read, last, scale

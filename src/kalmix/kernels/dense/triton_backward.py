@@ -33,6 +33,7 @@ from torch import Tensor
 from kalmix.kernels.dense.triton_parts import (
     COUNTS,
     Launch,
+    as_inputs,
     block_of,
     chain_warps,
     decay_kind,
@@ -44,8 +45,8 @@ from kalmix.kernels.dense.triton_parts import (
     splits,
     token_warps,
 )
-from kalmix.kernels.dense.triton_wide import retreat_wide
-from kalmix.kernels.dense.windows import BAND, BLOCK, NARROW, STRIP, WINDOW, padded
+from kalmix.kernels.dense.triton_wide_backward import backward_wide
+from kalmix.kernels.dense.windows import BLOCK, NARROW, WINDOW, padded
 from kalmix.kernels.primitives.triton_tiles import cut_tokens, rows, run_of, tile_of
 from kalmix.segments import Segments
 
@@ -254,19 +255,19 @@ def _pull_back(
 @triton.jit(do_not_specialize=COUNTS)
 def _finish(
     q, k, log_decay, kept, changes, queries, noises, gathered, edges, flows, balance, dk, dq, grad_decay, table,
-    part, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     window, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, count = tile_of(table, window, length, tiles, WINDOW, PACKED)
     PIECES: tl.constexpr = WINDOW // BLOCK
-    i, j, row = tl.program_id(2) * BAND + tl.arange(0, BAND), tl.arange(0, P), tl.arange(0, BLOCK)
+    i, j, row = tl.arange(0, P), tl.arange(0, P), tl.arange(0, BLOCK)
     k += token * k_token + head // SHARE * k_head
     q += token * q_token + head // SHARE * q_head
     turn, whole = row[None, :] * P + i[:, None], row[None, :] * P + j[:, None]
     state = tl.load(kept + (window * G + head) * (P * P) + i[:, None] * P + j[None, :])
-    spare = tl.zeros([BAND], tl.float32)  # process noise that is not on its diagonal
+    spare = tl.zeros([P], tl.float32)  # process noise that is not on its diagonal
     if DECAY:
         flow = tl.load(balance + (window * G + head) * P + i)
     blocks = tl.cdiv(count, BLOCK).to(tl.int32)
@@ -282,9 +283,9 @@ def _finish(
             reach = tl.exp(tl.cumsum(logs, 1))
         elif DECAY == 1:
             logs = tl.load(log_decay + first + at, mask=t < count, other=0.0).to(tl.float32)
-            reach = tl.exp(tl.cumsum(logs, 0))[None, :] + tl.zeros([BAND, BLOCK], tl.float32)
+            reach = tl.exp(tl.cumsum(logs, 0))[None, :] + tl.zeros([P, BLOCK], tl.float32)
         else:
-            reach = tl.full([BAND, BLOCK], 1.0, tl.float32)
+            reach = tl.full([P, BLOCK], 1.0, tl.float32)
         change, of_band = tl.load(changes + base + whole), tl.load(changes + base + turn)
         by_key = tl.load(dk + first * K + to, mask=live, other=0.0)
         by_key += reach * (product(state, change, SPLIT) + spare[:, None] * of_band)
@@ -307,8 +308,7 @@ def _finish(
             if DECAY == 2:
                 tl.store(grad_decay + first * K + to, before, mask=live)
             else:
-                to = grad_decay + tl.program_id(2) * part + first + at
-                tl.store(to, tl.sum(tl.where(live, before, 0.0), 0), mask=t < count)
+                tl.store(grad_decay + first + at, tl.sum(tl.where(live, before, 0.0), 0), mask=t < count)
         if block + 1 < blocks:
             write, turned = tl.load(noises + base + row[:, None] * P + j[None, :]), tl.load(noises + base + turn)
             state = faded(state, edges + slot * P, i, j, DECAY) - product(turned, write, SPLIT)
@@ -332,6 +332,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, obs_noise, process_noise, log_decay and the prior's covariance."""
     (batch, length, shared, width), heads = k.shape, obs_noise.shape[2]
+    if width > NARROW:
+        signals = (q, k, obs_noise, process_noise, log_decay)
+        return backward_wide(*signals, gain, scale, kept, segments, grad_gain, grad_read, grad_last)
     like = {"dtype": torch.float32, "device": k.device}
     kinds = [x.dtype for x in (q, k, obs_noise, process_noise, k if log_decay is None else log_decay)]
     q, k, variance = rows(q), rows(k), grad_read is not None
@@ -359,18 +362,10 @@ def backward(
     balance = torch.empty(cut.count, heads, lanes, **like)
     options = {"SPLIT": splits(), "num_warps": chain_warps(lanes), "num_stages": 1, **shape}
     grad_prior = torch.empty(grad_last.shape, **like)
-    if lanes > NARROW:
-        grad_prior = torch.nn.functional.pad(grad_last, (0, lanes - width) * 2).contiguous()
-        products = torch.empty(*grad_last.shape[:2], BLOCK, lanes, **like)
-        steps.append(Launch(retreat_wide, (cut.sequences, heads), (
-            keys, writes, local, asked, grad_read, edges, kept, grad_prior, exits, spreads, balance, products, cut.runs,
-            length, cut.tiles, heads,
-        ), {"BAND": BAND, "STRIP": STRIP, **options}))  # fmt: skip
-    else:
-        steps.append(Launch(_retreat, (cut.sequences, heads), (
-            keys, writes, local, asked, grad_read, edges, kept, grad_last, exits, spreads, balance, grad_prior,
-            cut.runs, length, cut.tiles, heads,
-        ), options))  # fmt: skip
+    steps.append(Launch(_retreat, (cut.sequences, heads), (
+        keys, writes, local, asked, grad_read, edges, kept, grad_last, exits, spreads, balance, grad_prior,
+        cut.runs, length, cut.tiles, heads,
+    ), options))  # fmt: skip
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
     dk = tokens(batch, length, heads, width, **like)
     dq = tokens(batch, length, heads, width, **like) if variance else dk
@@ -382,18 +377,12 @@ def backward(
         dk, dq, grad_obs, grad_process, changes, queries, noises, gathered, flows, cut.table, length, cut.tiles,
         *strides, heads, heads // shared,
     ), dict(num_warps=token_warps(lanes), **shape)))  # fmt: skip
-    bands = triton.cdiv(lanes, STRIP) if lanes > NARROW else 1
-    grad_decay = torch.empty(1, 0, **like)
-    if log_decay is not None:  # that of a head is summed over bands of keys
-        grad_decay = tokens(bands if kind == 1 else 1, *log_decay.shape, **like)
-    steps.append(Launch(_finish, (cut.count, heads, bands), (
+    grad_decay = torch.empty(0, **like) if log_decay is None else tokens(log_decay.shape, **like)
+    steps.append(Launch(_finish, (cut.count, heads), (
         q, k, logs, kept, changes, queries, noises, gathered, edges, flows, balance, dk, dq, grad_decay, cut.table,
-        batch * length * heads, length, cut.tiles, *strides, heads, heads // shared,
-    ), {"BAND": lanes // bands, **options}))  # fmt: skip
+        length, cut.tiles, *strides, heads, heads // shared,
+    ), options))  # fmt: skip
     launch(steps)
 
-    by_group = (batch, length, shared, heads // shared, width)
-    by_query = dq.view(by_group).sum(3) if variance else torch.zeros(k.shape, **like)
-    sums = (by_query, dk.view(by_group).sum(3), grad_obs, grad_process, grad_decay.sum(0))
-    by_query, by_key, by_obs, by_process, by_decay = (x.to(kind) for x, kind in zip(sums, kinds, strict=True))
-    return by_query, by_key, by_obs, by_process, by_decay, grad_prior[..., :width, :width].contiguous()
+    grads = (dq if variance else None, dk, grad_obs, grad_process, grad_decay)
+    return *as_inputs(grads, kinds, shared), grad_prior

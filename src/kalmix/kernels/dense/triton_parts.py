@@ -46,6 +46,17 @@ def launch(steps: list[Launch]) -> None:
         kernel[grid](*arguments, **options)
 
 
+def as_inputs(
+    grads: tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor], kinds: list[torch.dtype], shared: int
+) -> list[Tensor]:
+    """Gradients a value head, as those of q (0 where there is none), k and the rest: summed over groups, in dtypes."""
+    by_query, by_key, *rest = grads
+    by_group = by_key.unflatten(2, (shared, -1))
+    summed = by_group.sum(3)
+    first = torch.zeros_like(summed) if by_query is None else by_query.view(by_group.shape).sum(3)
+    return [x.to(kind) for x, kind in zip((first, summed, *rest), kinds, strict=True)]
+
+
 def splits() -> bool:
     """Whether tensor cores that take bfloat16 are there to use."""
     return torch.version.cuda is not None and not knobs.runtime.interpret

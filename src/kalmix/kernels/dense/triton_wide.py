@@ -1,137 +1,183 @@
-"""The two sequential passes of `dense` in Triton for covariances too wide for registers: they stay in memory.
+"""`dense` in Triton, forward, for covariances too wide for a program's registers: bands of rows, a program each.
 
-The same algebra as `triton._advance` and `triton_backward._retreat`, over bands of rows.
+Token by token, in float32, a covariance that stays in the registers of the programs that share it:
+
+    u = Pb k,    s = r^2 + k'u,    c = u / s,    P = Pb - u u' / s,    Pb = A P A + l^2 I
+
+They need u of all bands, and tell each other: for two tokens at once, since telling takes long. The difference is
+rounded alike on both sides of the diagonal: where evidence is certain and keys repeat, what is not symmetric grows.
+Process noise is gathered apart and reaches the diagonal every 64 tokens, where the covariance is kept for the backward
+pass; what is small beside the prior would be rounded away at every token.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kalmix.kernels.dense.triton_parts import COUNTS, faded, inverse_cholesky, narrow_product, product
-from kalmix.kernels.primitives.triton_tiles import run_of
+from kalmix.kernels.dense.triton_bands import (
+    bands,
+    by_columns,
+    columns,
+    dot,
+    faded,
+    layout,
+    load,
+    meeting,
+    outer,
+    seat,
+    times,
+    vector,
+    zero_by_columns,
+)
+from kalmix.kernels.dense.triton_parts import COUNTS, Launch, decay_kind, launch
+from kalmix.kernels.dense.windows import WINDOW, padded
+from kalmix.kernels.primitives.triton_tiles import cut_tokens, rows, run_of
+from kalmix.segments import Segments
+
+
+@triton.jit
+def _told(
+    k, obs_noise, process_noise, log_decay, first, t, count, i, j, k_token, G, K: tl.constexpr, DECAY: tl.constexpr
+):
+    """What a token tells the covariance, as it is in memory; nothing if it is not there."""
+    at, there = first + t * G, t < count
+    key, own = load(k + t * k_token, j, K, there), load(k + t * k_token, i, K, there)
+    observed, noise = tl.load(obs_noise + at, mask=there, other=1.0), tl.load(process_noise + at, mask=there, other=0.0)
+    if DECAY == 2:
+        logs, own_logs = load(log_decay + at * K, j, K, there), load(log_decay + at * K, i, K, there)
+    elif DECAY == 1:
+        logs = tl.load(log_decay + at, mask=there, other=0.0)
+        own_logs = logs
+    else:
+        logs, own_logs = 0.0, 0.0
+    return key, own, observed, noise, logs, own_logs
+
+
+@triton.jit
+def _understood(told, DECAY: tl.constexpr):
+    """The same in float32, and decays for their logarithms."""
+    key, own, observed, noise, logs, own_logs = told
+    if DECAY:
+        decay, own_decay = tl.exp(logs.to(tl.float32)), tl.exp(own_logs.to(tl.float32))
+    else:
+        decay, own_decay = 1.0, 1.0
+    return key.to(tl.float32), own.to(tl.float32), observed.to(tl.float32), noise.to(tl.float32), decay, own_decay
+
+
+@triton.jit
+def _through(state, own_decay, decay, x, DECAY: tl.constexpr):
+    """A state that decays, times a vector by columns."""
+    if DECAY == 2:
+        seen = own_decay * times(state, decay * x)
+    elif DECAY == 1:
+        seen = (decay * decay) * times(state, x)
+    else:
+        seen = times(state, x)
+    return seen
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def advance_wide(
-    obs_noise, keys, queries, noises, innovations, edges, projected, asked, kept, states, scratch, runs,
-    length, tiles, G,
-    K: tl.constexpr, P: tl.constexpr, BAND: tl.constexpr, STRIP: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PACKED: tl.constexpr, KEEP: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr,
+def _advance(
+    q, k, obs_noise, process_noise, log_decay, states, kept, gain, scale, read, places, tickets, runs, part, length,
+    tiles, q_token, q_head, k_token, k_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, BAND: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
+    PACKED: tl.constexpr, KEEP: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sequence, head, band = seat(tickets, G, P // BAND)
     tile, token, count = run_of(runs, sequence, length, tiles, PACKED)
-    PIECES: tl.constexpr = WINDOW // BLOCK
-    row, band, strip = tl.arange(0, BLOCK), tl.arange(0, BAND), tl.arange(0, STRIP)
+    i, j = band * BAND + tl.arange(0, BAND), columns(P, COLUMNS)
+    square, diagonal = i[:, None, None] * P + j[None, :, :], i[:, None, None] == j[None, :, :]
+    places += (sequence * G + head) * (4 * P)
     states += (sequence * G + head) * (P * P)
-    scratch += (sequence * G + head) * (BLOCK * P)
-    for block in range(tl.cdiv(count, BLOCK)):
-        slot = (tile * PIECES + block) * G + head
-        base, edge = slot * (BLOCK * P), edges + slot * 2 * P
-        C = tl.load(innovations + slot * (BLOCK * BLOCK) + row[:, None] * BLOCK + row[None, :])
-        t = block * BLOCK + row
-        observed = tl.load(obs_noise + (token + t) * G + head, mask=t < count, other=float("inf")).to(tl.float32)
-        for start in range(0, P, BAND):
-            i = start + band
-            rows_of = row[None, :] * P + i[:, None]
-            seen = tl.zeros([BAND, BLOCK], tl.float32)
-            answer = tl.zeros([BAND, BLOCK], tl.float32)
-            for left in range(0, P, STRIP):
-                j = left + strip
-                state = tl.load(states + i[:, None] * P + j[None, :])
-                if KEEP and block % PIECES == 0:
-                    to = kept + ((tile + block // PIECES) * G + head) * (P * P)
-                    tl.store(to + i[:, None] * P + j[None, :], state)
-                seen += product(state, tl.load(keys + base + row[None, :] * P + j[:, None]), SPLIT)
-                if VARIANCE:
-                    answer += product(state, tl.load(queries + base + row[None, :] * P + j[:, None]), SPLIT)
-            tl.store(projected + base + rows_of, seen)
-            if VARIANCE:
-                tl.store(asked + base + rows_of, answer)
-            key = tl.load(keys + base + row[:, None] * P + i[None, :])
-            C += narrow_product(key, seen, SPLIT, BLOCK, BAND)
-        root = inverse_cholesky(C, tl.min(observed, 0), BLOCK)
-        tl.debug_barrier()  # what one thread stored another may load
-        for start in range(0, P, BAND):
-            i = start + band
-            rows_of = row[None, :] * P + i[:, None]
-            seen = tl.load(projected + base + rows_of) * tl.load(edge + i)[:, None] + tl.load(noises + base + rows_of)
-            tl.store(scratch + rows_of, product(seen, tl.trans(root), SPLIT))
-        tl.debug_barrier()
-        for start in range(0, P, BAND):
-            i = start + band
-            write = tl.load(scratch + row[None, :] * P + i[:, None])
-            gathered = tl.load(edge + P + i)
-            for left in range(0, P, STRIP):
-                j = left + strip
-                state = faded(tl.load(states + i[:, None] * P + j[None, :]), edge, i, j, DECAY)
-                state += tl.where(i[:, None] == j[None, :], gathered[:, None], 0.0)
-                state -= product(write, tl.load(scratch + row[:, None] * P + j[None, :]), SPLIT)
-                tl.store(states + i[:, None] * P + j[None, :], state)
-        tl.debug_barrier()
+    k += token * k_token + head // SHARE * k_head
+    q += token * q_token + head // SHARE * q_head
+    first = token * G + head
+    state = tl.load(states + square)
+    zero = zero_by_columns(state, i)
+    spare = tl.zeros([BAND], tl.float32)  # process noise that is still to be added to the diagonal
+    one = _told(k, obs_noise, process_noise, log_decay, first, 0, count, i, j, k_token, G, K, DECAY)
+    two = _told(k, obs_noise, process_noise, log_decay, first, 1, count, i, j, k_token, G, K, DECAY)
+    for t in range(0, count, 2):
+        if t % WINDOW == 0:
+            state += tl.where(diagonal, spare[:, None, None], 0.0)
+            spare = tl.zeros([BAND], tl.float32)
+            if KEEP:
+                tl.store(kept + ((tile + t // WINDOW) * G + head) * (P * P) + square, state)
+        key, own, observed, noise, decay, own_decay = _understood(one, DECAY)
+        next_key, next_own, next_observed, next_noise, next_decay, next_own_decay = _understood(two, DECAY)
+        one = _told(k, obs_noise, process_noise, log_decay, first, t + 2, count, i, j, k_token, G, K, DECAY)
+        two = _told(k, obs_noise, process_noise, log_decay, first, t + 3, count, i, j, k_token, G, K, DECAY)
+        before = own_decay * own_decay * spare + noise
+        spare = next_own_decay * next_own_decay * before + next_noise
+        own_reach, reach = own_decay * next_own_decay, decay * next_decay
+
+        # both through the covariance before the first; the second then less what the first tells
+        seen = _through(state, own_decay, decay, key, DECAY) + before * own
+        next_seen = _through(state, own_reach, reach, next_key, DECAY) + spare * next_own
+        turned, next_turned = by_columns(seen, next_seen, zero, places, band, t // 2, P, BAND)
+        total = observed + tl.maximum(dot(key, turned), 0.0)
+        inverse = 1.0 / total
+        gains = turned * inverse
+        seen, turned = next_own_decay * seen, next_decay * turned
+        shared = dot(next_key, turned) * inverse
+        rest = dot(next_key, next_turned) - shared * shared * total
+        next_total = next_observed + tl.maximum(rest, 0.0)
+        next_inverse = 1.0 / next_total
+        next_seen -= shared * seen
+        next_turned -= shared * turned
+        both = t + tl.arange(0, 2)
+        if VARIANCE:
+            query, asking = vector(q + t * q_token, j, K, True), vector(q + t * q_token, i, K, True)
+            answer = asking * (_through(state, own_decay, decay, query, DECAY) + before * asking)
+            known = dot(query, gains)
+            there = t + 1 < count
+            query, asking = vector(q + (t + 1) * q_token, j, K, there), vector(q + (t + 1) * q_token, i, K, there)
+            next_answer = asking * (_through(state, own_reach, reach, query, DECAY) + spare * asking)
+            shared, next_known = dot(query, turned), dot(query, next_turned)
+            less, next_less = known * known * total, shared * shared * inverse + next_known * next_known * next_inverse
+            answers = tl.sum(tl.join(answer, next_answer), 0) - tl.where(band == 0, tl.join(less, next_less), 0.0)
+            tl.store(read + band * part + first + both * G, answers, mask=both < count)
+        state = faded(state, own_reach, reach, DECAY)
+        root, next_root = tl.rsqrt(total), tl.rsqrt(next_total)
+        state = state - outer(seen * root, turned * root) - outer(next_seen * next_root, next_turned * next_root)
+        to = (first + both * G)[None, None, :] * K + j[:, :, None]
+        live = (j < K)[:, :, None] & (both < count)[None, None, :] & (band == 0)
+        tl.store(gain + to, tl.join(gains, next_turned * next_inverse), mask=live)
+        tl.store(scale + first + both * G, tl.join(total, next_total), mask=both < count)
+    state += tl.where(diagonal, spare[:, None, None], 0.0)
+    tl.store(states + square, state)
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def retreat_wide(
-    keys, writes, local, asked, grad_read, edges, kept, adjoints, exits, spreads, balance, scratch, runs,
-    length, tiles, G,
-    K: tl.constexpr, P: tl.constexpr, BAND: tl.constexpr, STRIP: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    tile, token, count = run_of(runs, sequence, length, tiles, PACKED)
-    PIECES: tl.constexpr = WINDOW // BLOCK
-    row, band, strip = tl.arange(0, BLOCK), tl.arange(0, BAND), tl.arange(0, STRIP)
-    adjoints += (sequence * G + head) * (P * P)
-    scratch += (sequence * G + head) * (BLOCK * P)
-    blocks = tl.cdiv(count, BLOCK)
-    for back in range(blocks):
-        block = blocks - 1 - back
-        slot = (tile * PIECES + block) * G + head
-        base, edge = slot * (BLOCK * P), edges + slot * P
-        every = tl.arange(0, P)
-        tl.store(spreads + slot * P + every, tl.load(adjoints + every * P + every))
-        twice = tl.zeros([BLOCK, BLOCK], tl.float32)
-        for start in range(0, P, BAND):
-            i = start + band
-            leaving = tl.zeros([BAND, BLOCK], tl.float32)
-            for left in range(0, P, STRIP):
-                j = left + strip
-                adjoint = tl.load(adjoints + i[:, None] * P + j[None, :])
-                leaving += product(adjoint, tl.load(writes + base + row[None, :] * P + j[:, None]), SPLIT)
-            tl.store(exits + base + row[None, :] * P + i[:, None], leaving)
-            write = tl.load(writes + base + row[:, None] * P + i[None, :])
-            twice += narrow_product(write, leaving, SPLIT, BLOCK, BAND)
-        tl.debug_barrier()  # what one thread stored another may load
-        for start in range(0, P, BAND):
-            i = start + band
-            rows_of = row[None, :] * P + i[:, None]
-            change = tl.load(local + base + rows_of) - tl.load(exits + base + rows_of) * tl.load(edge + i)[:, None]
-            change += product(tl.load(keys + base + rows_of), 0.5 * twice, SPLIT)
-            tl.store(scratch + rows_of, change)
-        tl.debug_barrier()
-        for start in range(0, P, BAND):
-            i = start + band
-            rows_of = row[None, :] * P + i[:, None]
-            change, turned = tl.load(scratch + rows_of), tl.load(keys + base + rows_of)
-            flow = tl.zeros([BAND], tl.float32)
-            for left in range(0, P, STRIP):
-                j = left + strip
-                square, columns_of = i[:, None] * P + j[None, :], row[:, None] * P + j[None, :]
-                moved = product(change, tl.load(keys + base + columns_of), SPLIT)
-                moved = product(turned, tl.load(scratch + columns_of), SPLIT, moved)
-                if VARIANCE:
-                    t = block * BLOCK + row
-                    weight = tl.load(grad_read + (token + t) * G + head, mask=t < count, other=0.0).to(tl.float32)
-                    query = tl.load(asked + base + rows_of) * weight[None, :]
-                    moved = product(query, tl.load(asked + base + columns_of), SPLIT, moved)
-                adjoint = faded(tl.load(adjoints + square), edge, i, j, DECAY) + moved
-                tl.store(adjoints + square, adjoint)
-                if (DECAY > 0) and block % PIECES == 0:
-                    state = tl.load(kept + ((tile + block // PIECES) * G + head) * (P * P) + square)
-                    flow += tl.sum(adjoint * state, 1)
-            if (DECAY > 0) and block % PIECES == 0:
-                tl.store(balance + ((tile + block // PIECES) * G + head) * P + i, flow)
-        tl.debug_barrier()
+def forward_wide(
+    q: Tensor,
+    k: Tensor,
+    obs_noise: Tensor,
+    process_noise: Tensor,
+    log_decay: Tensor | None,
+    covariance: Tensor,
+    segments: Segments | None,
+    variance: bool,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `triton.forward`."""
+    (batch, length, shared, width), heads = k.shape, obs_noise.shape[2]
+    like = {"dtype": torch.float32, "device": k.device}
+    q, k, logs = rows(q), rows(k), k if log_decay is None else log_decay.contiguous()
+    cut, lanes = cut_tokens(batch, length, WINDOW, segments, k), padded(width)
+    states = torch.zeros(*covariance.shape[:2], lanes, lanes, **like)
+    states[..., :width, :width] = (covariance + covariance.mT) / 2
+    tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
+    gain, scale = tokens(batch, length, heads, width, **like), torch.empty(batch, length, heads, **like)
+    read = tokens(bands(lanes), batch, length, heads, 1, **like) if variance else torch.empty(1, 0, **like)
+    launch([Launch(_advance, (cut.sequences, heads, bands(lanes)), (
+        q, k, obs_noise.contiguous(), process_noise.contiguous(), logs, states, kept, gain, scale, read,
+        *meeting(states), cut.runs, batch * length * heads, length, cut.tiles, *q.stride()[1:3], *k.stride()[1:3],
+        heads, heads // shared,
+    ), {
+        "K": width, "WINDOW": WINDOW, "PACKED": segments is not None, "KEEP": kept.numel() > 0,
+        "DECAY": decay_kind(log_decay), "VARIANCE": variance, **layout(lanes),
+    })])  # fmt: skip
+    return gain, read.sum(0).clamp_min_(0), states[..., :width, :width].contiguous(), scale

@@ -2,8 +2,9 @@
 
 BLOCK = 16  # tokens whose update of the covariance is one product; longer ones lose its positivity in float32
 WINDOW = 64  # tokens from one covariance kept for the backward pass to the next
-NARROW = 128  # rows of a covariance, at most, that is kept in registers as it steps through time
-BAND, STRIP = 128, 64  # rows and columns of a wider one that are in registers at a time
+NARROW = 128  # rows of a covariance, at most, that one program has in registers as it steps through time
+BAND = 64  # rows of a wider one that a program has
+NEAR = 16  # tokens whose signals are called for ahead of time
 
 
 def padded(width: int) -> int:
