@@ -65,6 +65,15 @@ def precision(rows: Sequence[Row], path: Path, console: Console) -> Path:
         for curve in select(of, solver="Chebyshev") + select(of, solver="CG", arithmetic="bfloat16 products"):
             add_iterations(shown, (f"{curve['factor']:g}", curve["solver"], curve["arithmetic"]), curve["error"])
         console.print(shown)
+    shown = by_iteration(
+        f"relative error of the read-out of random values, a = {FACTOR:g}", ("keys", "arithmetic", "solver")
+    )
+    for number, curve in enumerate(rows[0]["found"]["curves"]):
+        if curve["factor"] == FACTOR:
+            seeds = [dict(row["found"]["curves"][number]["read"]) for row in rows]
+            cells = (mean(read[i] for read in seeds) for i in seeds[0])
+            shown.add_row(curve["keys"], curve["arithmetic"], curve["solver"], *(f"{cell:.1e}" for cell in cells))
+    console.print(shown)
     console.print(_enough(curves))
     across, up = "iterations", "relative error"
     drawn = []

@@ -15,6 +15,7 @@ from kalmix.tasks.solvers.tokens import KINDS, Tokens, draw
 
 Tell = Callable[[float, str], None]
 FACTORS = (0.01, 0.02, 0.05, 0.1)  # strengths of the ridge, a (section K)
+READ = (5, 10, 15, 20, 25, 30, 40, 60)  # iterations after which read-outs are judged
 ROUNDED = ("float32", "bfloat16 products", "bfloat16 throughout")
 
 
@@ -67,7 +68,9 @@ def residuals(setting: Convergence, seed: int, device: torch.device, tell: Tell)
 def precisions(setting: Convergence, seed: int, device: torch.device, tell: Tell) -> dict[str, Any]:
     """Errors of x_i against a float64 Cholesky solution, by iteration, of keys and queries that are bfloat16 numbers.
 
-    `error` is ||X_i - X|| / ||X|| over all tokens, `worst` the largest |x_i - x| / |x| of any.
+    `error` is ||X_i - X|| / ||X|| over all tokens, `worst` the largest |x_i - x| / |x| of any. `read` is the error of
+    the read-out U'x of independent normal values, whose expected square is x'H x: the root of the sum of
+    (x_i - x)'H (x_i - x) over that of x'H x, at the iterations `READ`.
     """
     cases = [(k, f) for k in KINDS for f in setting.factors]
     curves = []
@@ -77,14 +80,22 @@ def precisions(setting: Convergence, seed: int, device: torch.device, tell: Tell
         systems, rhs = _systems(Tokens(*(x.bfloat16().double() for x in tokens[:2])))
         truth = systems.strengthened(factor)
         x = truth.exact(rhs)
+        bare = truth.strengthened(0.0)
+
+        def energy(x: Tensor, bare: Systems = bare) -> Tensor:  # x is ||H|| times the solution
+            return (x * bare.apply(x) / bare.norm).sum()
+
+        whole = energy(x)
         for name in ROUNDED:
             arithmetic = ARITHMETICS[name]
             rounded, given = truth.to(arithmetic.dtype), rhs.to(arithmetic.dtype)
             for solver in ("Chebyshev", "CG"):
                 off = [y.double() - x for y in SOLVERS[solver](rounded, given, setting.iterations, arithmetic)]
+                read = [[i, float((energy(off[i]) / whole).sqrt())] for i in READ if i < len(off)]
                 curves.append(
                     {
                         **{"keys": keys, "solver": solver, "arithmetic": name, "factor": factor},
+                        "read": read,
                         "error": [float(y.norm() / x.norm()) for y in off],
                         "worst": [float((y.norm(dim=-1) / x.norm(dim=-1)).max()) for y in off],
                     }
