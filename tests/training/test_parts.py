@@ -174,6 +174,25 @@ class TestReading:
         assert torch.equal(weights, weights.tril())
         assert bool((weights.diagonal(dim1=1, dim2=2) > 0).all())
 
+    @pytest.mark.parametrize("mixer", ["bayesian", "gated-kalmanet"])
+    def test_gains_of_memories_are_what_a_token_takes_away(self, tokenizer, mixer: str) -> None:
+        """Of the variance at its own key: asked of the layer's op token by token, with and without the token."""
+        network, text = model((mixer,)), "twelve bytes"
+        found = read(network, tokenizer, text)
+        assert bool(((found.gain > 0) & (found.gain < 1)).all()) and bool((found.variance > 0).all())
+        if mixer == "gated-kalmanet":  # whose adaptive ridge moves with the token, so that the two are not comparable
+            return
+        layer = network.model.blocks[0].mixer
+        ids = torch.tensor(tokenizer("<|endoftext|>" + text, add_special_tokens=False)["input_ids"])
+        inner = network.model
+        x = inner(inner.embed_tokens(ids[None]), remember=True).signals[0]
+        _, k, v, _ = layer.project(x, None, None, None)
+        signals, silent = layer.signals(x), k.clone()
+        silent[:, 5] = 0
+        after, before = (layer.op(k, keys, v, **signals, variance=True).variance for keys in (k, silent))
+        want = (1 - after / before)[0, 5].mean()
+        torch.testing.assert_close(found.gain[0, 4], want.float().detach(), rtol=1e-4, atol=1e-5)
+
     def test_a_model_without_beliefs_is_refused(self, tokenizer) -> None:
-        with pytest.raises(ArgumentError, match="Kalman belief"):
+        with pytest.raises(ArgumentError, match="how sure it is"):
             read(model(("attention",)), tokenizer, "text")

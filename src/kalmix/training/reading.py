@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kalmix import ops
 from kalmix.errors import ArgumentError
-from kalmix.layers import KLA
+from kalmix.layers import KLA, MIXERS
+from kalmix.layers.memory import MemoryLayer
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.data import mark
 
@@ -24,10 +25,12 @@ class Reading(NamedTuple):
         surprisal: `[T]` bits each token cost, given all before it.
         names: the layers, by place in the model and mixer, L of them.
         variance: `[L, T]` predictive variance: of the layer's output at the token, averaged over its columns.
-        gain: `[L, T]` write gain: the part of a cell's variance that the token took away, 1 - s' / s~ with s~ the
-            variance before its evidence and s' after, averaged over cells. 0: ignored; 1: taken at its word.
-        weights: `[L, T, T]` the Kalman attention map (appendix E.4): the size of a token's (column's) part in what is
-            read out at another (row), averaged over channels; `None` unless asked for.
+        gain: `[L, T]` write gain: the part of the variance that the token took away of what it observed, 1 - s' / s~
+            with s~ the variance before its evidence and s' after, averaged over cells, or of what stands at its key
+            over heads. 0: ignored; 1: taken at its word.
+        weights: of KLA's layers, as many as there are, `[L, T, T]` the Kalman attention map (appendix E.4): the size
+            of a token's (column's) part in what is read out at another (row), averaged over channels; `None` unless
+            asked for.
     """
 
     tokens: list[str]
@@ -43,7 +46,7 @@ def read(model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str
     """Read `text` from its beginning, as one sequence; with `weights`, memory grows as L T^2 channels.
 
     Raises:
-        ArgumentError: the text is empty, or no layer of the model holds a Kalman belief.
+        ArgumentError: the text is empty, or no layer of the model knows how sure it is.
     """
     ids, tokens = _tokens(tokenizer, text)
     inner = model.model
@@ -52,17 +55,22 @@ def read(model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str
     nats = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
     names, variance, gain, maps = [], [], [], []
     for place, (block, signal, belief) in enumerate(zip(inner.blocks, traced.signals, traced.beliefs, strict=True), 1):
-        if not isinstance(block.mixer, KLA):
+        layer = block.mixer
+        of_cells = isinstance(layer, KLA)
+        if of_cells:
+            found = _gain(layer, signal)
+        elif isinstance(layer, MemoryLayer) and layer.has_posterior and getattr(layer, "precision_proj", None) is None:
+            found = _leverage(layer, signal)
+        else:
             continue
         names.append(f"layer {place}")
         variance.append(belief.variance[0, 1:].mean(-1).cpu())
-        gain.append(_gain(block.mixer, signal)[1:].cpu())
-        if weights:
-            maps.append(_weights(block.mixer, signal)[1:, 1:].cpu())
+        gain.append(found[1:].cpu())
+        if weights and of_cells:
+            maps.append(_weights(layer, signal)[1:, 1:].cpu())
     if not names:
-        raise ArgumentError(
-            "model", got="without a layer that holds a Kalman belief", needs="a model with a 'kla' layer"
-        )
+        known = ", ".join(repr(name) for name, mixer in MIXERS.items() if mixer.has_posterior)
+        raise ArgumentError("model", got="without a layer that knows how sure it is", needs=f"a layer of {known}")
     return Reading(
         tokens, nats / math.log(2), names, torch.stack(variance), torch.stack(gain), torch.stack(maps) if maps else None
     )
@@ -94,6 +102,19 @@ def _gain(layer: KLA, x: Tensor) -> Tensor:
         before = state.belief.variance
         gains.append(1 - (before / expected).mean())
     return torch.stack(gains)
+
+
+def _leverage(layer: MemoryLayer, x: Tensor) -> Tensor:
+    """The write gain of each token at its own key, `[T]`: with s' the variance there and r^2 the noise, s' / r^2.
+
+    For 1 / s' = 1 / s~ + 1 / r^2. Of a regression it is the token's leverage.
+    """
+    _, k, v, _ = layer.project(x, None, None, None)
+    signals: dict[str, Any] = layer.signals(x)
+    after = layer.op(k, k, v, **signals, variance=True).variance
+    assert after is not None
+    weight = 1 / signals["obs_noise"] if "obs_noise" in signals else signals.get("gain", torch.ones(()))
+    return (weight * after[..., 0])[0].mean(-1)
 
 
 def _weights(layer: KLA, x: Tensor) -> Tensor:
