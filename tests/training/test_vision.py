@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
+from transformers import TrainerCallback
 
 from kalmix.errors import ArgumentError
 from kalmix.training.vision import build, load, train
@@ -31,6 +32,25 @@ def test_learns_digits(tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
     with pytest.raises(ArgumentError, match="holds a run"):
         train(SMALL, tmp_path / "run")
+
+
+def test_resumes(tmp_path):
+    """A run that was cut off behind its first epoch ends as if it had not been."""
+
+    class CutOff(TrainerCallback):
+        def on_save(self, args, state, control, **_):
+            raise KeyboardInterrupt
+
+    recipe = replace(SMALL, width=8, batch=128, epochs=2)
+    whole = train(recipe, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "cut", callbacks=[CutOff()])
+    with pytest.raises(ArgumentError, match="resumed"):
+        train(recipe, tmp_path / "cut")
+    again = train(recipe, tmp_path / "cut", resume=True)
+    assert again.accuracy == whole.accuracy
+    for name, value in whole.model.state_dict().items():
+        torch.testing.assert_close(again.model.state_dict()[name], value, rtol=0, atol=0)
 
 
 def test_the_default_recipe_builds_the_published_model():

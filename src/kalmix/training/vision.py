@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -27,6 +28,7 @@ from kalmix.layers import mixer_class
 from kalmix.models.vision import VisionModel, gated_kalmanet
 from kalmix.training import vision_data
 from kalmix.training.optimizer import parameter_groups
+from kalmix.training.trainer import processes
 from kalmix.training.vision_recipe import VisionRecipe
 
 WEIGHTS, HISTORY = "model.safetensors", "history.json"
@@ -54,16 +56,19 @@ def train(
 ) -> VisionRun:
     """Train as `recipe` says, into `output`; with `resume`, go on from the newest checkpoint there.
 
-    Runs under `torchrun` as it is.
+    Runs under `torchrun` as it is (the first process says where `output` is).
 
     Raises:
         ArgumentError: no images, no such mixer, sizes that do not fit, a loss that is no longer finite, or an output
             folder that holds a run already.
     """
+    processes()
+    output = Path(broadcast_object_list([str(output)])[0])
     checkpoints = output / "checkpoints"
     checkpoint = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
     if (output / HISTORY).exists() or (checkpoint and not resume):
-        raise ArgumentError("output", got=f"{str(output)!r}, which holds a run", needs="a new folder")
+        got = f"{str(output)!r}, which holds a run"
+        raise ArgumentError("output", got=got, needs="a new folder, or that of an unfinished run, resumed")
     set_seed(recipe.seed)
     seen, unseen = vision_data.load(recipe)
     model = build(recipe, len(seen.classes), seen.channels)
