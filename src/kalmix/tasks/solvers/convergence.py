@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix.tasks.solvers.iterations import PUBLISHED, chebyshev, conjugate_gradient
+from kalmix.tasks.solvers.iterations import PUBLISHED, by_residuals, chebyshev, conjugate_gradient
 from kalmix.tasks.solvers.systems import ARITHMETICS, Arithmetic, Systems
 from kalmix.tasks.solvers.tokens import KINDS, Tokens, draw
 
@@ -30,10 +30,6 @@ class Convergence:
     factors: tuple[float, ...] = FACTORS
 
 
-def _chebyshev(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arithmetic) -> Iterator[Tensor]:
-    yield from chebyshev(systems, rhs, iterations, arithmetic)
-
-
 def _conjugate(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arithmetic) -> Iterator[Tensor]:
     yield from (at.x for at in conjugate_gradient(systems, rhs, iterations, arithmetic))
 
@@ -42,7 +38,7 @@ def _published(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arith
     yield from (at.x for at in conjugate_gradient(systems, rhs, iterations, arithmetic, PUBLISHED))
 
 
-SOLVERS = {"Chebyshev": _chebyshev, "CG": _conjugate, "CG + 1e-5": _published}
+SOLVERS = {"Chebyshev": chebyshev, "Chebyshev by residuals": by_residuals, "CG": _conjugate, "CG + 1e-5": _published}
 
 
 def residuals(setting: Convergence, seed: int, device: torch.device, tell: Tell) -> dict[str, Any]:
@@ -89,7 +85,7 @@ def precisions(setting: Convergence, seed: int, device: torch.device, tell: Tell
         for name in ROUNDED:
             arithmetic = ARITHMETICS[name]
             rounded, given = truth.to(arithmetic.dtype), rhs.to(arithmetic.dtype)
-            for solver in ("Chebyshev", "CG"):
+            for solver in ("Chebyshev", "Chebyshev by residuals", "CG"):
                 off = [y.double() - x for y in SOLVERS[solver](rounded, given, setting.iterations, arithmetic)]
                 read = [[i, float((energy(off[i]) / whole).sqrt())] for i in READ if i < len(off)]
                 curves.append(

@@ -36,6 +36,19 @@ def chebyshev(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arithm
         yield x
 
 
+def by_residuals(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arithmetic) -> Iterator[Tensor]:
+    """The same iterates, the residual carried along: what S multiplies, and rounding spoils, are vanishing steps."""
+    middle, stored = systems.factor + 0.5, arithmetic.stored
+    step = stored(rhs / middle)
+    x, residual = step, rhs
+    yield x
+    for weight in chebyshev_weights(radius(systems.factor), iterations):
+        residual = stored(residual - systems.apply(step, arithmetic))
+        step = stored(weight / middle * residual + (weight - 1) * step)
+        x = stored(x + step)
+        yield x
+
+
 class Conjugate(NamedTuple):
     """Where conjugate gradients are after some iterations, and what the last one divided by (1 before the first)."""
 
