@@ -63,7 +63,7 @@ def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) 
             if panel.doubling:
                 area.set_xscale("log")
             else:
-                area.xaxis.set_major_locator(MaxNLocator(integer=True))
+                area.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
             area.set(title=panel.title, xlabel=panel.across, ylabel=panel.up)
             area.legend(
                 loc="upper right" if panel.apart else "best",
