@@ -25,7 +25,7 @@ def test_imports_neither_triton_nor_transformers():
         + FILTERS
         + """
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
-strange = new & {"triton", "transformers", "typer", "rich", "matplotlib", "tokenizers", "datasets", "accelerate"}
+strange = new & {"triton", "transformers", "typer", "rich", "matplotlib", "tokenizers", "datasets", "accelerate", "timm"}
 assert not strange, strange
 """
     )

@@ -115,8 +115,9 @@ def build(recipe: VisionRecipe, classes: int, channels: int) -> VisionModel:
     )
 
 
-def load(folder: Path) -> VisionModel:
+def load(folder: str | Path) -> VisionModel:
     """The model that a run left in `folder`, in evaluation mode."""
+    folder = Path(folder)
     weights = load_file(folder / WEIGHTS)
     model = build(VisionRecipe.load(folder), len(weights["head.bias"]), weights["stem.0.weight"].shape[1])
     model.load_state_dict(weights)
