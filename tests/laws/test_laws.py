@@ -17,7 +17,12 @@ def test_every_op_has_a_problem_and_every_kernel_is_tried():
     assert tried == {(op, kernel.name) for op, (_, kernels) in OPS.items() for kernel in kernels}
 
 
-TRIED = [pytest.param(case, law, id=f"{case}-{name}") for case in CASES for name, law in laws(case).items()]
+TRIED = [
+    pytest.param(case, law, id=f"{case}-{name}")
+    for case in CASES
+    for name, law in laws(case).items()
+    if (name, case.dtype) != ("compiles_to_one_graph", torch.float64)  # the same graph again
+]
 
 
 @pytest.mark.parametrize(("case", "law"), TRIED)

@@ -17,9 +17,9 @@ from kalmix.kernels.primitives.chunks import Chunks
 from kalmix.kernels.primitives.decays import Decays
 from kalmix.kernels.primitives.scan import State
 from kalmix.kernels.ridge.assembly import assemble
-from kalmix.kernels.ridge.systems import scale_of, solve
+from kalmix.kernels.ridge.systems import packed, scale_of, solve, unpacked
 from kalmix.segments import Segments
-from kalmix.solvers import Exact, Ridge, Sketch, Solver
+from kalmix.solvers import Adaptive, Exact, Fixed, Ridge, Sketch, Solver
 from kalmix.types import Filtered
 
 CHUNK = 32  # tokens of a chunk
@@ -55,13 +55,33 @@ def _solutions(
     solver: Solver,
 ) -> Tensor:
     """S^{-1} rhs, both `[B, T, G, K]`."""
+    fixed = isinstance(ridge, Fixed)
+    options = (fixed, float(ridge.value if fixed else ridge.factor), packed(solver))
+    return _solve(rhs, k, log_decay, gain, norm, gram, rows, *options)
+
+
+@torch.library.custom_op("kalmix::ridge_chunked", mutates_args=())
+def _solve(
+    rhs: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor | None,
+    norm: Tensor,
+    gram: Tensor,
+    rows: Tensor | None,
+    fixed: bool,
+    level: float,
+    code: list[int],
+) -> Tensor:
+    """An operator, or a compiler would see every iteration."""
+    solver, strength = unpacked(code), Fixed(level) if fixed else Adaptive(level)
 
     def block(
         rhs: Tensor, k: Tensor, log_decay: Tensor | None, gain: Tensor | None, norm: Tensor, gram: Tensor,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         chunks = Chunks.of(rhs, k.shape[2], rows, CHUNK)
-        keys, scale = chunks.cut(k, rhs.dtype), scale_of(ridge, chunks.cut(norm[..., None], rhs.dtype))
+        keys, scale = chunks.cut(k, rhs.dtype), scale_of(strength, chunks.cut(norm[..., None], rhs.dtype))
         decays = Decays(chunks.cut_decay(log_decay, keys))
         written = keys if gain is None else keys * chunks.cut(gain[..., None], rhs.dtype)
         advance = _Advance(decays.path, (keys * decays.until).mT @ written)
@@ -76,6 +96,11 @@ def _solutions(
     segments = None if rows is None else Segments(rows)
     entries = CHUNK * norm.shape[2] * widest
     return in_blocks(block, (rhs, k, log_decay, gain, norm), PointBelief(gram), segments, entries, CHUNK).mean
+
+
+@_solve.register_fake
+def _(rhs, k, log_decay, gain, norm, gram, rows, fixed, level, code):
+    return rhs.new_empty(rhs.shape)
 
 
 class _Chunk(NamedTuple):

@@ -139,3 +139,18 @@ def basis_of(sketch: Sketch, like: Tensor) -> Tensor:
     signs = torch.where(torch.sin((key + 1) * (12.9898 + sketch.seed)) < 0, -1.0, 1.0)
     length = (torch.where(frequency == 0, one, 2 * one) / width).sqrt()
     return (signs[:, None] * cosines * length).to(like.dtype)
+
+
+def packed(solver: Solver) -> list[int]:
+    """A solver as an operator takes it, but for how gradients go back: kind, iterations; of a sketch dim and seed."""
+    within = solver.solver if isinstance(solver, Sketch) else solver
+    kind = (Chebyshev, ConjugateGradient, Exact).index(type(within))
+    sketch = [solver.dim, solver.seed] if isinstance(solver, Sketch) else []
+    return [kind, 0 if isinstance(within, Exact) else within.iterations, *sketch]
+
+
+def unpacked(code: list[int]) -> Solver:
+    """The solver again."""
+    kind, iterations, *sketch = code
+    within = Exact() if kind == 2 else ConjugateGradient(iterations) if kind == 1 else Chebyshev(iterations)
+    return Sketch(sketch[0], within, sketch[1]) if sketch else within
