@@ -64,7 +64,8 @@ def precision(rows: Sequence[Row], path: Path, console: Console) -> Path:
             f"relative error of the solution, {keys} keys, by iterations", ("a", "solver", "arithmetic")
         )
         of = select(curves, keys=keys)
-        for curve in select(of, solver="Chebyshev") + select(of, arithmetic="bfloat16 products")[1:]:
+        others = [curve for curve in select(of, arithmetic="bfloat16 products") if curve["solver"] != "Chebyshev"]
+        for curve in select(of, solver="Chebyshev") + others:
             add_iterations(shown, (f"{curve['factor']:g}", curve["solver"], curve["arithmetic"]), curve["error"])
         console.print(shown)
     shown = by_iteration(

@@ -86,16 +86,15 @@ def precisions(setting: Convergence, seed: int, device: torch.device, tell: Tell
             arithmetic = ARITHMETICS[name]
             rounded, given = truth.to(arithmetic.dtype), rhs.to(arithmetic.dtype)
             for solver in ("Chebyshev", "Chebyshev by residuals", "CG"):
-                off = [y.double() - x for y in SOLVERS[solver](rounded, given, setting.iterations, arithmetic)]
-                read = [[i, float((energy(off[i]) / whole).sqrt())] for i in READ if i < len(off)]
-                curves.append(
-                    {
-                        **{"keys": keys, "solver": solver, "arithmetic": name, "factor": factor},
-                        "read": read,
-                        "error": [float(y.norm() / x.norm()) for y in off],
-                        "worst": [float((y.norm(dim=-1) / x.norm(dim=-1)).max()) for y in off],
-                    }
-                )
+                case = {"keys": keys, "solver": solver, "arithmetic": name, "factor": factor}
+                error, worst, read = [], [], []
+                for i, y in enumerate(SOLVERS[solver](rounded, given, setting.iterations, arithmetic)):
+                    off = y.double() - x
+                    error.append(float(off.norm() / x.norm()))
+                    worst.append(float((off.norm(dim=-1) / x.norm(dim=-1)).max()))
+                    if i in READ:
+                        read.append([i, float((energy(off) / whole).sqrt())])
+                curves.append(case | {"read": read, "error": error, "worst": worst})
     return {"curves": curves}
 
 
