@@ -19,12 +19,16 @@ def solution(solver: Solver, gram: Tensor, ridge: Tensor, scale: Scale, rhs: Ten
     """
     unrolled = solver.iterations if isinstance(solver, Chebyshev) and solver.backward == "unrolled" else 0
     inverse = scale.inverse if unrolled else scale.inverse.detach()
-    shift = torch.where(inverse > 0, ridge * inverse, torch.as_tensor(scale.shift).to(ridge).detach())
+    shift = torch.where(inverse > 0, ridge * inverse, _number(scale.shift, ridge).detach())
     matrix = gram * inverse[..., None] + torch.diag_embed(shift.expand_as(rhs))
     if unrolled:
-        rho = torch.as_tensor(scale.rho).to(rhs).expand(*rhs.shape[:-1], 1)
+        rho = _number(scale.rho, rhs).expand(*rhs.shape[:-1], 1)
         return _Unrolled.apply(matrix, rhs, rho, unrolled) * inverse
     return _Implicit.apply(matrix, rhs, scale.rho, solver) * inverse
+
+
+def _number(x: Tensor | float, like: Tensor) -> Tensor:
+    return torch.as_tensor(x, dtype=like.dtype, device=like.device)
 
 
 class _Implicit(torch.autograd.Function):
