@@ -232,6 +232,11 @@ class Case:
         return self.row.refuses(Call(self.device, self.dtype, *widths, self.length, self.problem.needs))
 
     @property
+    def interpreted(self) -> bool:
+        """Whether Triton's interpreter runs it: in numpy, so always to the same bits, and slowly."""
+        return self.row.triton and self.device == "cpu"
+
+    @property
     def carried(self) -> torch.dtype:
         return belief_dtype(self.dtype)
 
