@@ -27,7 +27,7 @@ from torch import Tensor
 
 import kalmix
 from kalmix.kernels.kernel import Call
-from kalmix.ops import OPS, Chebyshev
+from kalmix.ops import OPS, Chebyshev, ConjugateGradient
 from peers import PEERS
 from timing import Timing, measure
 from workloads import COLUMNS, CURVES, SHAPES, UNCERTAIN, Shape, Signals, signals
@@ -56,6 +56,7 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
         found[kernel.name] = run
         if op == "ridge":  # as accurate in half precision: see docs/solvers.md
             found[f"{kernel.name}, 24 iterations"] = partial(run, solver=Chebyshev(24))
+            found[f"{kernel.name}, 14 CG"] = partial(run, solver=ConjugateGradient(14))
         if compiled and kernel.name == "chunked":
             found["chunked, compiled"] = torch.compile(run, fullgraph=True)
     return found | (PEERS[op]() if device == "cuda" and dtype == PEER_DTYPE.get(op, torch.bfloat16) else {})

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from kalmix.beliefs import RidgeBelief
 from kalmix.kernels.ridge import fused, reference
-from kalmix.ops import Adaptive, Chebyshev, Fixed
+from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Fixed
 from kalmix.segments import Segments
 from kalmix.testing.budgets import budgets, relative_error
 
@@ -23,6 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16
 NAMES = ("q", "k", "v", "log_decay", "gain", "mix", "cross", "gram")
 CONVERGED = {Adaptive(0.5): Chebyshev(14), Adaptive(0.02): Chebyshev(60), Fixed(0.25): Chebyshev(40)}
+CONVERGED |= {Adaptive(0.3): ConjugateGradient(20)}
 
 
 def arguments(
@@ -72,11 +73,13 @@ def answer(function: Any, inputs: dict[str, Tensor], segments: Segments | None, 
 
 RUNS = Segments.of(torch.tensor([[0, 3, 30], [1, 0, 9], [0, 30, 36], [1, 20, 20], [1, 21, 38]]))
 LONG_RUNS = Segments.of(torch.tensor([[0, 3, 203], [1, 0, 10], [0, 203, 236], [1, 50, 50], [1, 60, 240]]))
-STRONG, USUAL, MESA = Adaptive(0.5), Adaptive(0.02), Fixed(0.25)
+STRONG, USUAL, MESA, CONJUGATE = Adaptive(0.5), Adaptive(0.02), Fixed(0.25), Adaptive(0.3)
 SHAPES = [  # batch, tokens, (key heads, value heads), (key, value width), absent signals, segments, ridge, dtype
     (1, 37, (1, 2), (3, 5), (), None, STRONG, torch.float32),  # three tiles, the last one odd; shared keys
     (2, 38, (1, 1), (4, 3), ("mix", "log_decay"), RUNS, STRONG, torch.float32),
     (1, 18, (1, 1), (17, 16), ("gain",), None, STRONG, HALF),
+    (1, 18, (1, 1), (17, 16), ("mix",), None, CONJUGATE, HALF),
+    (1, 18, (1, 1), (5, 4), (), None, CONJUGATE, torch.float32),
     (1, 18, (1, 1), (5, 4), ("gain", "mix", "log_decay"), None, MESA, torch.float32),
 ]
 ON_GPU = [
@@ -87,6 +90,7 @@ ON_GPU = [
         (2, (), None, USUAL),
         (1, (), LONG_RUNS, MESA),
         (2, ("mix", "gain", "log_decay"), None, USUAL),
+        (2, ("mix",), None, CONJUGATE),
     )
     if width <= 128 or dtype == HALF
 ]

@@ -31,6 +31,7 @@ KERNELS = (
         dtypes=SINGLES,
         max_key_width=256,
         max_single_width=128,
+        serves=frozenset({_OTHERS[ConjugateGradient]}),
         triton=True,
         rounds_products=True,
     ),

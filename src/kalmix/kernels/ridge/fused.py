@@ -8,7 +8,7 @@ from torch import Tensor
 from kalmix.beliefs import PointBelief, RidgeBelief
 from kalmix.kernels.additive import fused as memory
 from kalmix.segments import Segments
-from kalmix.solvers import Adaptive, Chebyshev, Ridge, Solver
+from kalmix.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
 from kalmix.types import Filtered
 
 
@@ -29,13 +29,14 @@ def ridge(
 
     Implicit gradients, for which it keeps the solutions and an H every tile of at most 64 tokens.
     """
-    assert isinstance(solver, Chebyshev)
+    assert isinstance(solver, Chebyshev | ConjugateGradient)
     dtype = v.dtype
     if dtype == torch.float16:  # whose range 1 / ||H|| leaves
         q, k, v = (x.float() for x in (q, k, v))
     level = ridge.factor if isinstance(ridge, Adaptive) else ridge.value
     rows = None if segments is None else segments.rows
-    options = (rows, isinstance(ridge, Adaptive), float(level), solver.iterations)
+    conjugate = isinstance(solver, ConjugateGradient)
+    options = (rows, isinstance(ridge, Adaptive), float(level), conjugate, solver.iterations)
     mixed, read, gram, *_ = _regress(q, k, log_decay, gain, mix, belief.gram, *options)
     own = k if k.shape[2] == v.shape[2] else k.repeat_interleave(v.shape[2] // k.shape[2], 2)
     mean, _, cross = memory.additive(mixed, own, v, log_decay, gain, PointBelief(belief.cross), segments)
@@ -70,17 +71,18 @@ def _regress(
     rows: Tensor | None,
     adaptive: bool,
     level: float,
+    conjugate: bool,
     iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.kernels.ridge.triton import forward
 
     size = tile_size(k.shape[1], k.shape[3], k.dtype)
     with torch.cuda.device_of(k):
-        return forward(q, k, log_decay, gain, mix, prior, rows, adaptive, level, iterations, size)
+        return forward(q, k, log_decay, gain, mix, prior, rows, adaptive, level, conjugate, iterations, size)
 
 
 @_regress.register_fake
-def _(q, k, log_decay, gain, mix, prior, rows, adaptive, level, iterations):
+def _(q, k, log_decay, gain, mix, prior, rows, adaptive, level, conjugate, iterations):
     solution, norms, high, low = _kept_shapes(k, prior, mix is not None, rows)
     single = {"dtype": torch.float32, "device": k.device}
     reads = k.new_empty(*norms, k.shape[3]), torch.empty(*norms, 1, **single), torch.empty(prior.shape, **single)
@@ -104,6 +106,7 @@ def _gradients(
     grad_last: Tensor,
     adaptive: bool,
     level: float,
+    conjugate: bool,
     iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.kernels.ridge.triton_backward import backward
@@ -111,7 +114,8 @@ def _gradients(
     kept, grads = (solution, norms, high, low), (grad_mixed, grad_read, grad_last)
     size = tile_size(k.shape[1], k.shape[3], k.dtype)
     with torch.cuda.device_of(k):
-        return backward(q, k, log_decay, gain, mix, *kept, rows, *grads, adaptive, level, iterations, size)
+        options = (adaptive, level, conjugate, iterations)
+        return backward(q, k, log_decay, gain, mix, *kept, rows, *grads, *options, size)
 
 
 @_gradients.register_fake
@@ -121,12 +125,12 @@ def _(q, k, log_decay, gain, mix, solution, norms, high, low, rows, grad_mixed, 
 
 
 def _setup(ctx, inputs, output):
-    *signals, prior, rows, adaptive, level, iterations = inputs
+    *signals, prior, rows, adaptive, level, conjugate, iterations = inputs
     mixed, _, _, *kept = output
     ctx.save_for_backward(*signals, mixed if signals[4] is None else kept[0], *kept[1:], rows)
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)
-    ctx.prior, ctx.options = prior.shape, (adaptive, level, iterations)
+    ctx.prior, ctx.options = prior.shape, (adaptive, level, conjugate, iterations)
 
 
 def _backward(ctx, grad_mixed, grad_read, grad_last, *_):
@@ -136,7 +140,7 @@ def _backward(ctx, grad_mixed, grad_read, grad_last, *_):
     kept = (solution, norms, high, low)
     grads = _gradients(*signals, *kept, rows, grad_mixed, grad_read, grad_last, *ctx.options)
     given = (None if x is None else grad for x, grad in zip(signals, grads, strict=False))
-    return *given, grads[5], None, None, None, None
+    return *given, grads[5], None, None, None, None, None
 
 
 _regress.register_autograd(_backward, setup_context=_setup)

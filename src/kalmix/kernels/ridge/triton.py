@@ -135,6 +135,7 @@ def forward(
     segments: Tensor | None,
     adaptive: bool,
     level: float,
+    conjugate: bool,
     iterations: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -172,7 +173,7 @@ def forward(
         k, log, weight, high, squares, norms, *s.tiles, *strides(k), heads, s.share, parts, **kinds, **s.compiled,
     )  # fmt: skip
     solution = tokens(batch, length, heads, width, **like)
-    solve_all(s, q, k, log_decay, gain, high, low, norms, solution, adaptive, level, iterations)
+    solve_all(s, q, k, log_decay, gain, high, low, norms, solution, adaptive, level, conjugate, iterations)
     mixed = solution if mix is None else tokens(solution.shape, **like)
     read = tokens(batch, length, heads, 1, **single)
     blend[s.grid](

@@ -216,6 +216,7 @@ def backward(
     to_last: Tensor,
     adaptive: bool,
     level: float,
+    conjugate: bool,
     iterations: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -240,7 +241,7 @@ def backward(
             q, share, to_mixed, to_read, to_x, *s.tiles, *strides(q, to_mixed), heads, s.share, **uses, **compiled
         )
     adjoint = tokens(*numbers, width, **like)
-    solve_all(s, to_x, k, log_decay, gain, high, low, norms, adjoint, adaptive, level, iterations)
+    solve_all(s, to_x, k, log_decay, gain, high, low, norms, adjoint, adaptive, level, conjugate, iterations)
     summed = k.dtype if heads == shared else torch.float32  # over the value heads that share a key
     to_q, to_k = (tokens(*numbers, width, dtype=summed, device=k.device) for _ in range(2))
     spreads, entering, written = torch.empty(3, *numbers, **single)

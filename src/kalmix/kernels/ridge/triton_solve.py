@@ -1,8 +1,8 @@
-"""Solving all tokens of a tile at once, in Triton: Chebyshev iteration that keeps x, its last step d and residual r.
+"""Solving all tokens of a tile at once, in Triton: iterations that keep x, a direction d and the residual r.
 
-The products subtract S d from r in place. Steps are rounded to the inputs' dtype, as tensor cores take them. What that,
-and H_0 so rounded, make of the residual is put right once, after `REFRESH` iterations, from S x in full: the errors
-of steps that come later are as small as they are.
+Directions are rounded to the inputs' dtype, as tensor cores take them, and r is what they leave of it. What H_0, so
+rounded, makes of r is put right once, from S x in full: the errors of steps that come later are as small as they are.
+Chebyshev iteration goes on from there; conjugate gradients, which by then may have nothing left to go by, start again.
 """
 
 from __future__ import annotations
@@ -127,13 +127,45 @@ def iterate(x, d, r, weight, gram, k, keys, weights, fade, shift, rho, iteration
     return x, d, r, weight
 
 
+@triton.jit
+def descend(x, r, gram, k, keys, weights, fade, shift, iterations, PRECISION: tl.constexpr):
+    """So many conjugate gradients; `weights` and `fade` are those of -S / m."""
+    KIND: tl.constexpr = gram.dtype
+    d, square = r.to(KIND), tl.sum(r * r, 1)
+    for _ in range(iterations):
+        wide = d.to(tl.float32)
+        change = images(d, gram, k, keys, weights, fade, -shift[:, None] * wide, PRECISION)
+        curve = -tl.sum(wide * change, 1)
+        step = tl.where(curve > 0, square / tl.where(curve > 0, curve, 1.0), 0.0)[:, None]
+        x += step * wide
+        r += step * change
+        left = tl.sum(r * r, 1)
+        ratio = tl.where(square > 0, left / tl.where(square > 0, square, 1.0), 0.0)
+        d, square = (r + ratio[:, None] * wide).to(KIND), left
+    return x, r
+
+
+@triton.jit
+def residual(x, rhs, gram, rest, k, keys, weights, fade, shift, PRECISION: tl.constexpr):
+    """rhs - S x / m in full: of x, H_0 and what lies between them in two parts each."""
+    KIND: tl.constexpr = gram.dtype
+    above = x.to(KIND)
+    below = (x - above.to(tl.float32)).to(KIND)
+    r = product(below, gram, PRECISION, product(above, rest, PRECISION))
+    r = fade[:, None] * product(above, gram, PRECISION, r)
+    pairs = product(above, keys, PRECISION, product(below, keys, PRECISION)) * weights
+    some = pairs.to(KIND)
+    r = product((pairs - some.to(tl.float32)).to(KIND), k, PRECISION, product(some, k, PRECISION, r))
+    return r + (rhs - shift[:, None] * x)
+
+
 @triton.jit(do_not_specialize=[*LOOSE, "iterations"])
 def solve(
     rhs, k, log_decay, gain, high, low, norms, solution, table, length, tiles, iterations, level,
     rhs_token, rhs_head, k_token, k_head, G, RHS_SHARE, SHARE,
     K: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, DECAYS: tl.constexpr,
-    GAINS: tl.constexpr, ADAPTIVE: tl.constexpr, SPLITS: tl.constexpr, NOTHING: tl.constexpr, REFRESH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GAINS: tl.constexpr, ADAPTIVE: tl.constexpr, SPLITS: tl.constexpr, CONJUGATE: tl.constexpr, NOTHING: tl.constexpr,
+    REFRESH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """S^{-1} rhs of a tile's tokens."""
     KIND: tl.constexpr = high.dtype.element_ty
@@ -155,25 +187,30 @@ def solve(
     if GAINS:
         weights *= load_per_token(gain + row, count, G, SIZE)[None, :]
 
-    d = load_rows(rhs, rhs_token, count, column, K, SIZE).to(KIND)
-    x = d.to(tl.float32)
-    r = load_rows(rhs, rhs_token, count, column, K, SIZE).to(tl.float32) - shift[:, None] * x
-    r = images(d, gram, k, keys, weights, fade, r, PRECISION)
-    weight = rho * 0.0 + 2.0
-    if SPLITS:
-        first = tl.minimum(iterations, REFRESH)
-        x, d, r, weight = iterate(x, d, r, weight, gram, k, keys, weights, fade, shift, rho, first, PRECISION)
-        above = x.to(KIND)
-        below = (x - above.to(tl.float32)).to(KIND)
-        rest = load_square(low + slot * K * K, column, column, K, P)
-        r = product(below, gram, PRECISION, product(above, rest, PRECISION))
-        r = fade[:, None] * product(above, gram, PRECISION, r)
-        pairs = product(above, keys, PRECISION, product(below, keys, PRECISION)) * weights
-        some = pairs.to(KIND)
-        r = product((pairs - some.to(tl.float32)).to(KIND), k, PRECISION, product(some, k, PRECISION, r))
-        r += load_rows(rhs, rhs_token, count, column, K, SIZE).to(tl.float32) - shift[:, None] * x
-        iterations -= first
-    x, d, r, weight = iterate(x, d, r, weight, gram, k, keys, weights, fade, shift, rho, iterations, PRECISION)
+    r = load_rows(rhs, rhs_token, count, column, K, SIZE).to(tl.float32)
+    if CONJUGATE:
+        x = tl.zeros([SIZE, P], tl.float32)
+        if SPLITS:
+            first = (iterations + 1) // 2
+            x, r = descend(x, r, gram, k, keys, weights, fade, shift, first, PRECISION)
+            rest = load_square(low + slot * K * K, column, column, K, P)
+            again = load_rows(rhs, rhs_token, count, column, K, SIZE).to(tl.float32)
+            r = residual(x, again, gram, rest, k, keys, weights, fade, shift, PRECISION)
+            iterations -= first
+        x, r = descend(x, r, gram, k, keys, weights, fade, shift, iterations, PRECISION)
+    else:
+        d = r.to(KIND)
+        x = d.to(tl.float32)
+        r = images(d, gram, k, keys, weights, fade, r - shift[:, None] * x, PRECISION)
+        weight = rho * 0.0 + 2.0
+        if SPLITS:
+            first = tl.minimum(iterations, REFRESH)
+            x, d, r, weight = iterate(x, d, r, weight, gram, k, keys, weights, fade, shift, rho, first, PRECISION)
+            rest = load_square(low + slot * K * K, column, column, K, P)
+            again = load_rows(rhs, rhs_token, count, column, K, SIZE).to(tl.float32)
+            r = residual(x, again, gram, rest, k, keys, weights, fade, shift, PRECISION)
+            iterations -= first
+        x, d, r, weight = iterate(x, d, r, weight, gram, k, keys, weights, fade, shift, rho, iterations, PRECISION)
     store_rows(solution + row * K, G * K, count, column, x * inverse[:, None], K, SIZE)
 
 
@@ -189,6 +226,7 @@ def solve_all(
     solution: Tensor,
     adaptive: bool,
     level: float,
+    conjugate: bool,
     iterations: int,
 ) -> None:
     """S^{-1} rhs into `solution` `[B, T, G, K]`; `rhs` has as many heads, or those of the keys."""
@@ -196,6 +234,6 @@ def solve_all(
     solve[s.grid](
         rhs, k, k if log_decay is None else log_decay, k if gain is None else gain, high, low, norms, solution,
         *s.tiles, iterations, level, *strides(rhs, k), heads, heads // rhs.shape[2], s.share,
-        DECAYS=log_decay is not None, GAINS=gain is not None, ADAPTIVE=adaptive, SPLITS=s.splits, NOTHING=NOTHING,
-        REFRESH=REFRESH, **s.compiled,
+        DECAYS=log_decay is not None, GAINS=gain is not None, ADAPTIVE=adaptive, SPLITS=s.splits, CONJUGATE=conjugate,
+        NOTHING=NOTHING, REFRESH=REFRESH, **s.compiled,
     )  # fmt: skip
