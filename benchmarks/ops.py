@@ -54,7 +54,7 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
             continue
         run = partial(_ours, op, kernel.name)
         found[kernel.name] = run
-        if op == "ridge":  # as accurate in half precision: see docs/solvers.md
+        if op == "ridge":  # about enough in half precision: see docs/solvers.md
             found[f"{kernel.name}, 24 iterations"] = partial(run, solver=Chebyshev(24))
             found[f"{kernel.name}, 14 CG"] = partial(run, solver=ConjugateGradient(14))
         if compiled and kernel.name == "chunked":

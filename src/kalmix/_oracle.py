@@ -15,7 +15,7 @@ from torch import Tensor
 from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief, RidgeBelief
 from kalmix.designs import Design
 from kalmix.segments import Segments
-from kalmix.solvers import Adaptive
+from kalmix.solvers import NOTHING, Adaptive
 from kalmix.types import Filtered
 
 Token = dict[str, Any]
@@ -164,7 +164,7 @@ def _read_ridge(belief: RidgeBelief, token: Token) -> tuple[Tensor, Tensor]:
     query, gram, ridge = token["q"], belief.gram, token.get("ridge", Adaptive())
     if isinstance(ridge, Adaptive):
         square = gram.square().sum((-2, -1))
-        something = square > 1e-20
+        something = square > NOTHING**2
         norm = torch.where(something, square, 1.0).sqrt()
         level = torch.where(something, ridge.factor * norm, torch.inf)
     else:

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from kalmix.errors import ArgumentError
 
+NOTHING = 1e-10  # a norm of H below which nothing has been written: gradients, like 1 / ||H||^3, are still float32
 Backward = Literal["implicit", "unrolled"]
 
 
@@ -73,8 +74,8 @@ class ConjugateGradient:
     """Conjugate gradients, from 0, with nothing added to divisors.
 
     In float32 as accurate as Cholesky after a few dozen iterations; where products are rounded to bfloat16 `Chebyshev`,
-    with its residual carried along, is the more accurate (docs/solvers.md), unless it starts again halfway from a
-    residual in full, as in Triton: then it needs about half as many iterations.
+    with its residual carried along, is the more accurate (docs/solvers.md). There Triton starts again halfway, from a
+    residual in full.
     """
 
     iterations: int = 30

@@ -16,7 +16,7 @@ from kalmix.beliefs import PointBelief
 from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
 from kalmix.kernels.primitives.decays import Decays
-from kalmix.kernels.primitives.scan import State
+from kalmix.kernels.primitives.scan import Writes
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -51,7 +51,7 @@ class _Additive(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         chunks = Chunks.of(v, q.shape[2], rows, CHUNK)
         x = _tokens(chunks, q, k, v, log_decay, gain, mean.dtype)
-        advance = _Advance(x.decays.path, x.leaving.mT @ x.written)
+        advance = Writes(x.decays.path, x.leaving.mT @ x.written)
         (entry,), (after,) = chunks.scan(advance, (chunks.states(mean),))
         read = chunks.paste(x.arriving @ entry + x.weights @ x.written)
         ctx.save_for_backward(q, k, v, log_decay, gain, rows, entry)
@@ -66,7 +66,7 @@ class _Additive(torch.autograd.Function):
         chunks = Chunks.of(v, q.shape[2], rows, CHUNK)
         x = _tokens(chunks, q, k, v, log_decay, gain, entry.dtype)
         to_read = chunks.cut(to_read, entry.dtype)
-        retreat = _Advance(x.decays.path, x.arriving.mT @ to_read)
+        retreat = Writes(x.decays.path, x.arriving.mT @ to_read)
         (to_exit,), (before,) = chunks.scan(retreat, (chunks.states(to_after),), backwards=True)
 
         to_arriving, to_leaving = to_read @ entry.mT, x.written @ to_exit.mT
@@ -109,16 +109,3 @@ def _tokens(
     decays = Decays(chunks.cut_decay(log_decay, k))
     written, weights = v if gain is None else gain * v, decays.products(q, k)
     return _Tokens(q, k, v, gain, written, decays, q * decays.since, k * decays.until, weights)
-
-
-class _Advance(NamedTuple):
-    """What a chunk does to the memory, or to its adjoint."""
-
-    path: Tensor  # [..., K or 1, 1]
-    write: Tensor  # [..., K, V]
-
-    def __call__(self, state: State) -> State:
-        return (torch.addcmul(self.write, self.path, state[0]),)
-
-    def then(self, after: _Advance) -> _Advance:
-        return _Advance(self.path * after.path, *after((self.write,)))

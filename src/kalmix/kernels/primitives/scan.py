@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,19 @@ from torch.nn.functional import pad
 FAN = 8  # maps of a group, where the graph must not grow with their number
 
 State = tuple[Tensor, ...]
+
+
+class Writes(NamedTuple):
+    """What chunks do to a memory that only adds, or to its adjoint: it decays and something is written."""
+
+    path: Tensor  # [..., K or 1, 1]
+    write: Tensor  # [..., K, V]
+
+    def __call__(self, state: State) -> State:
+        return (torch.addcmul(self.write, self.path, state[0]),)
+
+    def then(self, after: Writes) -> Writes:
+        return Writes(self.path * after.path, *after((self.write,)))
 
 
 def scan(maps: Any, state: State) -> State:

@@ -15,7 +15,7 @@ from kalmix.kernels.additive import chunked as memory
 from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
 from kalmix.kernels.primitives.decays import Decays
-from kalmix.kernels.primitives.scan import State
+from kalmix.kernels.primitives.scan import Writes
 from kalmix.kernels.ridge.assembly import assemble
 from kalmix.kernels.ridge.systems import packed, scale_of, solve, unpacked
 from kalmix.segments import Segments
@@ -84,7 +84,7 @@ def _solve(
         keys, scale = chunks.cut(k, rhs.dtype), scale_of(strength, chunks.cut(norm[..., None], rhs.dtype))
         decays = Decays(chunks.cut_decay(log_decay, keys))
         written = keys if gain is None else keys * chunks.cut(gain[..., None], rhs.dtype)
-        advance = _Advance(decays.path, (keys * decays.until).mT @ written)
+        advance = Writes(decays.path, (keys * decays.until).mT @ written)
         (entry,), (after,) = chunks.scan(advance, (chunks.states(gram),))
         assert decays.matrix is not None
         systems = _Chunk(entry, keys, written, scale.inverse * decays.matrix, scale.inverse * decays.since, scale.shift)
@@ -126,16 +126,3 @@ class _Chunk(NamedTuple):
     def within(self, basis: Tensor) -> _Chunk:
         parts = (basis.mT @ self.gram @ basis, self.keys @ basis, self.written @ basis)
         return _Chunk(*parts, *self[3:])
-
-
-class _Advance(NamedTuple):
-    """What a chunk does to H."""
-
-    path: Tensor
-    write: Tensor
-
-    def __call__(self, state: State) -> State:
-        return (torch.addcmul(self.write, self.path, state[0]),)
-
-    def then(self, after: _Advance) -> _Advance:
-        return _Advance(self.path * after.path, *after((self.write,)))

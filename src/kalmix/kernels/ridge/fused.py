@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief, RidgeBelief
 from kalmix.kernels.additive import fused as memory
+from kalmix.kernels.ridge.tiles import in_two_parts, tile_size
 from kalmix.segments import Segments
 from kalmix.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
 from kalmix.types import Filtered
@@ -43,20 +44,13 @@ def ridge(
     return Filtered(mean.to(dtype), read if variance else None, RidgeBelief(cross.mean, gram))
 
 
-def tile_size(length: int, width: int, dtype: torch.dtype) -> int:
-    """Tokens a tile: 64 for tensor cores, of which narrow keys leave most idle; half as many in float32."""
-    if length <= 64:
-        return 16
-    return 64 if dtype == torch.bfloat16 and width > 32 else 32
-
-
 def _kept_shapes(k: Tensor, prior: Tensor, mixes: bool, rows: Tensor | None) -> tuple[tuple[int, ...], ...]:
     """Of solutions that are not what is read, norms, and H at the entry of every tile, in two parts."""
     (batch, length, _, width), heads = k.shape, prior.shape[1]
     size = tile_size(length, width, k.dtype)
     tiles = batch * ((length + size - 1) // size) if rows is None else batch * length // size + rows.shape[0]
     tokens, states = (batch, length, heads), (tiles, heads, width, width)
-    low = states if k.dtype == torch.bfloat16 and width <= 128 else (0,)
+    low = states if in_two_parts(width, k.dtype) else (0,)
     return (*tokens, width) if mixes else (0,), tokens, states, low
 
 

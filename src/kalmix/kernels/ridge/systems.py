@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from kalmix.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Ridge, Sketch, Solver
+from kalmix.solvers import NOTHING, Adaptive, Chebyshev, ConjugateGradient, Exact, Ridge, Sketch, Solver
 
-NOTHING = 1e-10  # a norm of H below which nothing has been written: gradients, like 1 / ||H||^3, are still float32
 Rho = Tensor | float
 
 
@@ -113,14 +112,15 @@ def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, iteration
     square = residual.square().sum(-1, keepdim=True)
     for _ in range(iterations):
         image = apply(direction)
-        step = _ratio(square, (direction * image).sum(-1, keepdim=True))
+        step = ratio(square, (direction * image).sum(-1, keepdim=True))
         x, residual, last = x + step * direction, residual - step * image, square
         square = residual.square().sum(-1, keepdim=True)
-        direction = residual + _ratio(square, last) * direction
+        direction = residual + ratio(square, last) * direction
     return x
 
 
-def _ratio(above: Tensor, below: Tensor) -> Tensor:
+def ratio(above: Tensor, below: Tensor) -> Tensor:
+    """A quotient, 0 where there is nothing to divide by."""
     some = below > 0
     return torch.where(some, above / torch.where(some, below, 1.0), 0.0)
 

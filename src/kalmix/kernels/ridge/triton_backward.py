@@ -30,8 +30,8 @@ from kalmix.kernels.primitives.triton_tiles import (
     store_rows,
     tile_of,
 )
-from kalmix.kernels.ridge.systems import NOTHING
 from kalmix.kernels.ridge.triton_solve import load_square, shape_of, solve_all, store_square
+from kalmix.solvers import NOTHING
 
 
 @triton.jit(do_not_specialize=LOOSE)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,8 +26,9 @@ from kalmix.kernels.primitives.triton_tiles import (
     store_rows,
     tile_of,
 )
-from kalmix.kernels.ridge.systems import NOTHING
+from kalmix.kernels.ridge.tiles import in_two_parts
 from kalmix.segments import Segments
+from kalmix.solvers import NOTHING
 
 REFRESH = 10
 
@@ -67,9 +67,8 @@ def shape_of(k: Tensor, heads: int, segments: Tensor | None, size: int) -> Shape
         strip //= 2
     compiled = {"K": width, "P": lanes, "SIZE": size, "PACKED": segments is not None, "PRECISION": precision(k.dtype)}
     compiled |= {"num_warps": 4 if lanes <= 128 else 8, "num_stages": 1}
-    splits = k.dtype == torch.bfloat16 and lanes <= 128  # shared memory holds no second part of wider ones
     tiles = (cut.table, length, cut.tiles)
-    return Shape(cut, (cut.count, heads), tiles, heads // shared, lanes, strip, splits, compiled)
+    return Shape(cut, (cut.count, heads), tiles, heads // shared, lanes, strip, in_two_parts(width, k.dtype), compiled)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.kernels.ridge.systems import chebyshev_weights
+from kalmix.kernels.ridge.systems import chebyshev_weights, ratio
 from kalmix.tasks.solvers.systems import Arithmetic, Systems
 
 PUBLISHED = 1e-5  # what MesaNet's kernels (flash-linear-attention) add to both divisors of conjugate gradients
@@ -76,17 +76,12 @@ def conjugate_gradient(
     for _ in range(iterations):
         image = systems.apply(direction, arithmetic)
         curvature = (direction * image).sum(-1, keepdim=True)
-        step = _ratio(square, curvature + epsilon / norm)
+        step = ratio(square, curvature + epsilon / norm)
         x, residual, last = stored(x + step * direction), stored(residual - step * image), square
         square = residual.square().sum(-1, keepdim=True)
-        turn = _ratio(square, last + epsilon)
+        turn = ratio(square, last + epsilon)
         direction = stored(residual + turn * direction)
         yield Conjugate(x, curvature, last, turn)
-
-
-def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    some = below > 0
-    return torch.where(some, above / torch.where(some, below, 1.0), 0.0)
 
 
 def backwards(

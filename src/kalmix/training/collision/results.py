@@ -2,50 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from kalmix.tasks.collision.models import Recaller
 from kalmix.training.collision.protocol import STUDIES, Cell, Protocol
 from kalmix.training.collision.trainer import Tell, coordinates, test, train
+from kalmix.training.lines import Lines, Row
 from kalmix.training.provenance import provenance
 
-Row = dict[str, Any]
 Follow = Callable[[str, str], Tell]
 
 
-class Results:
-    """Rows in a file, one a line: each a cell with its scores. A line that a crash cut off is no result."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
+class Results(Lines):
+    """Each row a cell with its scores."""
 
     def rows(self, protocol: Protocol) -> dict[Cell, Row]:
         """The cells that were run as `protocol` says; of several runs, the last."""
         found = {}
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
+        for row in self.read():
             try:
-                row = json.loads(line)
                 cell, same = Cell(row["study"], row["model"], row["seed"]), row["protocol"] == asdict(protocol)
             except (ValueError, LookupError, TypeError):
                 continue
             if same:
                 found[cell] = row
         return found
-
-    def add(self, rows: Iterable[Row]) -> None:
-        """Write rows behind those there."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(("" if whole else "\n") + "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run(

@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from kalmix.tasks.solvers.convergence import Tell
+from kalmix.training.lines import Lines, Row
 from kalmix.training.provenance import provenance
 from kalmix.training.solvers.protocol import STUDIES, Cell
 
-Row = dict[str, Any]
 Follow = Callable[[str, int], Tell]
 
 
-class Results:
-    """Rows in a file, one a line: each a cell with what it found. A line that a crash cut off is no result."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
+class Results(Lines):
+    """Each row a cell with what it found."""
 
     def find(self, cell: Cell) -> Row | None:
         """The row of a cell; of several, the last."""
         found, asked = None, cell.written()
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and asked.items() <= row.items():
+        for row in self.read():
+            if asked.items() <= row.items():
                 found = row
         return found
-
-    def add(self, row: Row) -> None:
-        """Write a row behind those there."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(("" if whole else "\n") + json.dumps(row) + "\n")
 
 
 def run(
@@ -64,6 +47,6 @@ def run(
             seconds = round(time.monotonic() - began, 1)
             tell(1.0, f"{seconds:g} s")
             row = {**cell.written(), "seconds": seconds, **provenance(device), "found": found}
-            results.add(row)
+            results.add([row])
         rows.append(row)
     return rows
