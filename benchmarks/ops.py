@@ -54,6 +54,8 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
             continue
         run = partial(_ours, op, kernel.name)
         found[kernel.name] = run
+        if op == "dense":  # as a layer in training asks, and as its peer answers
+            found[f"{kernel.name}, mean alone"] = partial(run, variance=False)
         if op == "ridge":  # about enough in half precision: see docs/solvers.md
             found[f"{kernel.name}, 24 iterations"] = partial(run, solver=Chebyshev(24))
             found[f"{kernel.name}, 14 CG"] = partial(run, solver=ConjugateGradient(14))
@@ -63,9 +65,10 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
 
 
 def _ours(op: str, kernel: str, x: Signals, **options: Any) -> tuple[Tensor, ...]:
-    if op in UNCERTAIN:
-        return OPS[op].function(**x, **options, variance=True, kernel=kernel)[:2]
-    return (OPS[op].function(**x, **options, kernel=kernel).mean,)
+    if op not in UNCERTAIN:
+        return (OPS[op].function(**x, **options, kernel=kernel).mean,)
+    result = OPS[op].function(**x, **{"variance": True} | options, kernel=kernel)
+    return (result.mean,) if result.variance is None else (result.mean, result.variance)
 
 
 def backward(run: Callable[[Signals], tuple[Tensor, ...]], x: Signals, upstream: list[Tensor]) -> tuple[Tensor, ...]:
@@ -78,24 +81,25 @@ class Truth:
     """What float64 answers to the same inputs, forward and backward, for candidates to be held against."""
 
     def __init__(self, op: str, x: Signals) -> None:
-        exactly = partial(_ours, op, "chunked", **CONVERGED.get(op, {}))
-        exact = {name: leaf.detach().double().requires_grad_() for name, leaf in x.items()}
+        self.exactly = partial(_ours, op, "chunked", **CONVERGED.get(op, {}))
+        self.exact = {name: leaf.detach().double().requires_grad_() for name, leaf in x.items()}
         with torch.no_grad():
-            self.want = exactly(exact)
+            self.want = self.exactly(self.exact)
         self.upstream = [torch.randn_like(y) for y in self.want]
-        self.gradients = dict(zip(x, backward(exactly, exact, self.upstream), strict=True))
+        self.gradients: dict[int, tuple[Tensor, ...]] = {}  # by how many of the outputs are asked for
 
     def errors(self, run: Callable[[Signals], tuple[Tensor, ...]], x: Signals) -> tuple[float | None, dict[str, float]]:
-        """Of the outputs, the worst, and of each gradient, norm-wise; none of a peer that says or asks less."""
+        """Of the outputs given, the worst, and of each gradient through them, norm-wise; none of another question."""
         got = [y.detach() for y in run(x)]
-        if len(got) < len(self.want):
-            return None, {}
-        weights = [w.to(y.dtype) for w, y in zip(self.upstream, got, strict=True)]
+        weights = [w.to(y.dtype) for w, y in zip(self.upstream, got, strict=False)]
         gradients = dict(zip(x, backward(run, x, weights), strict=True))
-        if any(gradient is None for gradient in gradients.values()):  # it answers another question
+        if any(gradient is None for gradient in gradients.values()):
             return None, {}
-        forward = max(_error(y.view_as(w), w) for y, w in zip(got, self.want, strict=True))
-        return forward, {name: _error(gradients[name], self.gradients[name]) for name in x}
+        if len(got) not in self.gradients:
+            self.gradients[len(got)] = backward(lambda y: self.exactly(y)[: len(got)], self.exact, self.upstream)
+        forward = max(_error(y.view_as(w), w) for y, w in zip(got, self.want, strict=False))
+        wanted = dict(zip(x, self.gradients[len(got)], strict=True))
+        return forward, {name: _error(gradients[name], wanted[name]) for name in x}
 
 
 def _error(got: Tensor, want: Tensor) -> float:
