@@ -1,0 +1,33 @@
+"""How honest a variance is, and a scale fitted to held-out errors that makes it honest on average."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+LEVELS = (0.5, 0.8, 0.9, 0.95)
+
+
+def fit_scale(error: Tensor, variance: Tensor) -> float:
+    """The number that variances are to be multiplied by: the mean of error^2 / variance, likeliest if all is Gaussian.
+
+    Fit it on trajectories that nothing was learned from, report on others.
+
+    Args:
+        error: `[..., d]` of an estimate, real.
+        variance: `[...]` claimed for each row of it, positive.
+    """
+    return float((error.square() / variance[..., None]).mean())
+
+
+def coverage(error: Tensor, variance: Tensor, levels: Sequence[float] = LEVELS) -> list[float]:
+    """The part of errors inside the central interval of each level of a Gaussian of that variance; honest: the levels.
+
+    Args:
+        error: `[..., d]`; variance: `[...]`.
+    """
+    size = (error / variance[..., None].sqrt()).abs()
+    bounds = torch.special.ndtri((1 + torch.tensor(levels, dtype=torch.float64)) / 2)
+    return [float((size <= bound).double().mean()) for bound in bounds]
