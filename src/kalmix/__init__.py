@@ -8,7 +8,7 @@ one recurrence algebra, a kernel is one way to compute it. One law: filtering is
 from kalmix import designs, ops
 from kalmix._filtering import filter
 from kalmix._oracle import oracle
-from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief, RidgeBelief
+from kalmix.beliefs import DenseBelief, DiagonalBelief, HistoryBelief, PointBelief, RidgeBelief
 from kalmix.checks import checks
 from kalmix.designs import Design
 from kalmix.errors import ArgumentError, DesignError, KernelError
@@ -25,6 +25,7 @@ __all__ = [
     "DesignError",
     "DiagonalBelief",
     "Filtered",
+    "HistoryBelief",
     "KernelError",
     "PointBelief",
     "RidgeBelief",

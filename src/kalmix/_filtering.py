@@ -95,6 +95,11 @@ def _lower_ridge(k: Tensor, v: Tensor, signals: Signals) -> Signals:
     return signals | {"gain": gain}
 
 
+def _lower_attend(k: Tensor, v: Tensor, signals: Signals) -> Signals:
+    """Dynamics and noises are the op's own."""
+    return signals
+
+
 def _positive(name: str, signals: Signals) -> Tensor:
     check_range(name, signals[name], least=torch.finfo(torch.float32).tiny)
     return signals.pop(name)
@@ -106,4 +111,5 @@ _LOWER = {
     "diagonal": _lower_diagonal,
     "dense": _lower_dense,
     "ridge": _lower_ridge,
+    "attend": _lower_attend,
 }

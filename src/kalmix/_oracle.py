@@ -7,12 +7,15 @@ three functions (predict, update, read), textbook formulas, and it imports no op
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import factorial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief, RidgeBelief
+from kalmix.beliefs import DenseBelief, DiagonalBelief, HistoryBelief, PointBelief, RidgeBelief
 from kalmix.designs import Design
 from kalmix.segments import Segments
 from kalmix.solvers import NOTHING, Adaptive
@@ -176,12 +179,83 @@ def _read_ridge(belief: RidgeBelief, token: Token) -> tuple[Tensor, Tensor]:
     return (mixed[:, None] @ belief.cross)[:, 0], (query * x).sum(-1, keepdim=True)
 
 
+# Histories: what was seen, each token pulled forward by its lag. Section 3.6 of Attention as an Adaptive Filter.
+
+
+def _prior_history(k: Tensor, v: Tensor) -> HistoryBelief:
+    nothing = k.new_zeros(0, dtype=torch.float64)
+    return HistoryBelief(k.new_zeros(0, *k.shape), v.new_zeros(0, *v.shape), nothing, nothing.long())
+
+
+def _keep_history(belief: HistoryBelief, token: Token) -> HistoryBelief:
+    """Nothing is predicted ahead of time; slots that hold nothing are dropped."""
+    return HistoryBelief(*(leaf[belief.positions >= 0] for leaf in belief))
+
+
+def _update_history(belief: HistoryBelief, token: Token) -> HistoryBelief:
+    seen = len(belief.times) > 0
+    time = token["times"] if "times" in token else belief.times[-1] + 1 if seen else belief.times.new_zeros(())
+    position = belief.positions[-1] + 1 if seen else belief.positions.new_zeros(())
+    now = (token["k"], token["v"], time, position)
+    longer = (torch.cat([leaf, x[None]]) for leaf, x in zip(belief, now, strict=True))
+    window = token.get("window")
+    return HistoryBelief(*(leaf if window is None else leaf[-window:] for leaf in longer))
+
+
+def _spread(dynamics: Any, lag: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """After each lag `[S]`: the decay, the variance of what was seen then, and that with the query noise, `[S, H]`."""
+    rate, lag = -dynamics.log_decay.double(), lag[:, None]
+    y = 2 * rate * lag
+    terms = [(-1.0) ** n / factorial(n + 1) for n in range(16)]
+    series = (y[..., None] ** torch.arange(16, device=y.device) * y.new_tensor(terms)).sum(
+        -1
+    )  # (1 - e^-y) / y, y small
+    far = torch.where(y > 0.1, y, 1.0)
+    grown = lag * torch.where(y > 0.1, -torch.expm1(-far) / far, series)
+    decay = (-rate * lag).exp()
+    certain = dynamics.process_noise.double() * grown + dynamics.key_noise.double() * decay**2
+    return decay, certain, certain + dynamics.query_noise.double()
+
+
+def _pulled(x: Tensor, frequency: Tensor, decay: Tensor, lag: Tensor) -> Tensor:
+    """e^{lambda lag} x of complex pairs `[S, G, 2 C]`, as complex numbers `[S, G, C]`."""
+    turn = torch.polar(torch.ones((), dtype=torch.float64), lag[:, None, None] * frequency.double())
+    turn = (decay[..., None] * turn).repeat_interleave(x.shape[1] // frequency.shape[0], 1)
+    return turn * torch.complex(*x.chunk(2, -1))
+
+
+def _read_history(belief: HistoryBelief, token: Token) -> tuple[Tensor, Tensor]:
+    """Weights, estimate and total precision of the tokens seen, the last of which asks."""
+    names = ("log_decay", "frequency", "process_noise", "key_noise", "query_noise")
+    keys = SimpleNamespace(**{name: token[name] for name in names})
+    values = token.get("value_dynamics") or keys
+
+    def number(name: str, absent: float) -> Any:
+        x = token.get(name, absent)
+        return x.double() if isinstance(x, Tensor) else x
+
+    lag = belief.times[-1] - belief.times
+    decay, _, variance = _spread(keys, lag)
+    pulled = _pulled(belief.keys, keys.frequency, decay + number("floor", 0.0), lag)
+    residual = torch.complex(*token["q"].chunk(2, -1)) - pulled
+    square = torch.view_as_real(residual).square().sum((-2, -1)) / variance / number("nu", 1.0)
+    log_weight = -square if token.get("weight") == "exponential" else -square.log1p()
+    decay, certain, variance = _spread(values, lag)
+    shares = (number("temperature", 1.0) * (log_weight - variance.log())).softmax(0)
+    pulled = _pulled(belief.values, values.frequency, decay, lag)
+    groups = token["v"].shape[0] // token["k"].shape[0]
+    mean = (shares.repeat_interleave(groups, 1)[..., None] * pulled).sum(0)
+    precision = (log_weight.exp() / certain).sum(0).repeat_interleave(groups)
+    return torch.cat([mean.real, mean.imag], -1), 1 / precision[:, None]
+
+
 RECURSIONS = {
     "additive": Recursion(_prior_memory, _predict_memory, _update_input, _read_memory),
     "delta": Recursion(_prior_memory, _predict_memory, _update_reset, _read_memory),
     "diagonal": Recursion(_prior_cells, _predict_cells, _update_cells, _read_cells),
     "dense": Recursion(_prior_dense, _predict_dense, _update_dense, _read_dense),
     "ridge": Recursion(_prior_ridge, _predict_ridge, _update_ridge, _read_ridge),
+    "attend": Recursion(_prior_history, _keep_history, _update_history, _read_history),
 }
 
 
@@ -205,8 +279,9 @@ def oracle(
         variance: also return the variance of the read-out, `[B, T, G, V]`, or `[B, T, G, 1]` where one serves all.
         segments: which tokens form which sequence; each batch row one if absent.
         signals: what the design takes beside q, k, v (`design.signals`), per token `[B, T, ...]` or, for
-            transitions per cell, time-invariant `[G, K, V]`. A `matrix` is `[B, T, G, K, K]`. Also the design's options
-            (`design.options`), of which a solver changes nothing: the solution is exact.
+            transitions per cell, time-invariant `[G, K, V]`, or in time `[H]` and `[H, C]`. A `matrix` is
+            `[B, T, G, K, K]`. Also the design's options (`design.options`), of which a solver changes nothing: the
+            solution is exact.
 
     Returns:
         `Filtered`, all float64. Complexity: O(T) Python steps a sequence.
@@ -218,8 +293,12 @@ def oracle(
     design.check(signals, variance)
     recursion, told = RECURSIONS[design.op], {name: signals.pop(name) for name in design.options if name in signals}
     groups = v.shape[2] // k.shape[2]
-    q, k = (x.double().repeat_interleave(groups, dim=2) for x in (q, k))
+    q, k = q.double(), k.double()
+    if design.evidence.of != "state":  # of which value heads have none of their own
+        q, k = (x.repeat_interleave(groups, dim=2) for x in (q, k))
     invariant = [name for name in design.transition.signals if design.evidence.of == "cell" and signals[name].ndim == 3]
+    if design.evidence.of == "state":
+        invariant = list(design.signals)
     everywhere = told | {name: signals[name].double() for name in invariant}
     per_token = {"q": q, "k": k, "v": v.double()}
     per_token |= {name: x.double() for name, x in signals.items() if name not in everywhere}
@@ -230,7 +309,7 @@ def oracle(
         if belief is None:
             state = recursion.prior(k.new_zeros(k.shape[2:]), per_token["v"].new_zeros(v.shape[2:]))
         else:
-            state = type(belief)(*(leaf[n].double() for leaf in belief))
+            state = type(belief)(*(leaf[n].double() if leaf.is_floating_point() else leaf[n] for leaf in belief))
         for t in range(start, stop):
             token = everywhere | {name: x[row, t] for name, x in per_token.items()}
             state = recursion.update(recursion.predict(state, token), token)
@@ -242,7 +321,14 @@ def oracle(
         tokens = [reads.get((b, t), nothing) for b in range(v.shape[0]) for t in range(v.shape[1])]
         return (torch.stack(tokens) if tokens else nothing[:0]).reshape(*v.shape[:3], width)
 
-    final = type(finals[0])(*(torch.stack(leaf) for leaf in zip(*finals, strict=True))) if finals else belief
-    shared = design.covariance.kept in ("dense", "information")  # one variance serves all columns
+    final = type(finals[0])(*(_stacked(leaf) for leaf in zip(*finals, strict=True))) if finals else belief
+    shared = design.covariance.kept in ("dense", "information", "lag")  # one variance serves all columns
     spread = lay_out(variances, 1 if shared else v.shape[3]) if variance else None
     return Filtered(lay_out(means, v.shape[3]), spread, final)
+
+
+def _stacked(leaves: tuple[Tensor, ...]) -> Tensor:
+    """One a sequence; of histories the shorter begin with slots that hold nothing."""
+    longest = max(x.shape[0] for x in leaves)
+    nothing = 0.0 if leaves[0].is_floating_point() else -1
+    return torch.stack([pad(x, (0, 0) * (x.ndim - 1) + (longest - x.shape[0], 0), value=nothing) for x in leaves])

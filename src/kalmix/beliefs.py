@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 _B = TypeVar("_B", bound=tuple)
@@ -69,3 +70,50 @@ class RidgeBelief(NamedTuple):
     take = _take
     to = _to
     detach = _detach
+
+
+class HistoryBelief(NamedTuple):
+    """All that was seen, or what a window still shows of it, in S slots that may be empty.
+
+    Attributes:
+        keys: `[N, S, H, K]`, as they were given.
+        values: `[N, S, G, V]`, as they were given.
+        times: float64 `[N, S]`, so that a clock's seconds lose nothing.
+        positions: int64 `[N, S]`, which token of its sequence a slot holds, counted from 0; -1 where it holds none,
+            and then nothing is to be made of its key, value and time. They grow from slot to slot.
+
+    Sequences packed into one row share its slots, uncopied, each with its own positions.
+    """
+
+    keys: Tensor
+    values: Tensor
+    times: Tensor
+    positions: Tensor
+
+    take = _take
+    detach = _detach
+
+    def to(self, *args: Any, **kwargs: Any) -> HistoryBelief:
+        """As `Tensor.to`; times and positions keep their dtypes."""
+        keys, values = (x.to(*args, **kwargs) for x in self[:2])
+        return HistoryBelief(keys, values, self.times.to(keys.device), self.positions.to(keys.device))
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many tokens each sequence holds, `[N]`."""
+        return (self.positions >= 0).sum(1)
+
+    def newest(self, count: int) -> HistoryBelief:
+        """The last `count` tokens of every sequence, side by side in the last slots."""
+        slots = self.positions.argsort(dim=1, stable=True)[
+            :, self.positions.shape[1] - count :
+        ]  # empty ones come first
+        row = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        return HistoryBelief(*(leaf[row, slots] for leaf in self))
+
+    def compact(self) -> HistoryBelief:
+        """As many slots as the longest sequence holds tokens, 0 in empty ones; looks at values: a GPU is waited for."""
+        keys, values, times, positions = self.newest(int(self.lengths.max()) if self.positions.numel() else 0)
+        held = positions >= 0
+        keys, values = (torch.where(held[..., None, None], x, 0) for x in (keys, values))
+        return HistoryBelief(keys, values, torch.where(held, times, 0), positions)

@@ -1,6 +1,7 @@
 """Designs: what is assumed, as data. The parts, and the catalogue of published rows."""
 
 from kalmix.designs.catalogue import (
+    AFA,
     BAYESIAN,
     CATALOGUE,
     DELTANET,
@@ -17,6 +18,7 @@ from kalmix.designs.catalogue import (
 from kalmix.designs.parts import Covariance, Design, Evidence, Transition
 
 __all__ = [
+    "AFA",
     "BAYESIAN",
     "CATALOGUE",
     "DELTANET",

@@ -109,10 +109,19 @@ GATED_KALMANET = Design(
     citation="Gated KalmaNet: A Fading Memory Layer Through Test-Time Ridge Regression. CVPR 2026, arXiv:2511.21016",
 )
 
+AFA = Design(
+    name="afa",
+    transition=Transition(decay="time", diffusion=True),
+    evidence=Evidence(of="state"),
+    covariance=Covariance(kept="lag"),
+    equations="section 3.6 and Algorithm 1, as DESIGN.md has them",
+    citation="Racioppo. Attention as an Adaptive Filter. arXiv:2509.04154, 2025",
+)
+
 _ROWS = (
     *(LINEAR_ATTENTION, RETNET, GLA, MAMBA2),
     *(DELTANET, GATED_DELTANET, KDA, LONGHORN),
-    *(KLA, BAYESIAN, GATED_KALMANET),
+    *(KLA, BAYESIAN, GATED_KALMANET, AFA),
 )
 
 CATALOGUE = {design.name: design for design in _ROWS}

@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 
 from kalmix.errors import DesignError
 
-Decay = Literal["none", "head", "key", "cell", "matrix", "forgetting"]
-Observed = Literal["cell", "memory", "input"]
-Kept = Literal["none", "reset", "diagonal", "dense", "information"]
+Decay = Literal["none", "head", "key", "cell", "matrix", "forgetting", "time"]
+Observed = Literal["cell", "memory", "input", "state"]
+Kept = Literal["none", "reset", "diagonal", "dense", "information", "lag"]
 
 
 def _check_choice(what: str, value: Any, choices: Any) -> None:
@@ -29,7 +29,8 @@ class Transition:
     Attributes:
         decay: what has a decay of its own: "none" (the state holds), every value "head", every "key" of a head, or
             every "cell" (key, channel). "matrix": the token gives a whole matrix (`kalmix.oracle` only). "forgetting":
-            the state holds, but of what was known of it a head keeps a share.
+            the state holds, but of what was known of it a head keeps a share. "time": the state, a complex vector a
+            head, decays and turns in continuous time, by one law for all tokens.
         diffusion: whether process noise is added.
         rotation: whether keys may turn in pairs, where the token gives an `angle`: row j of the first half with row
             j of the second, with one decay a head or a pair. Only the first half is observed, and diffuses.
@@ -41,18 +42,19 @@ class Transition:
 
     def __post_init__(self) -> None:
         _check_choice("a transition's decay", self.decay, Decay)
-        if self.rotation and self.decay in ("cell", "matrix", "forgetting"):
+        if self.rotation and self.decay in ("cell", "matrix", "forgetting", "time"):
             raise DesignError(f"pairs of keys cannot turn where the transition is per {self.decay}")
 
     @property
     def signals(self) -> tuple[str, ...]:
-        moved = {"none": (), "matrix": ("matrix",)}.get(self.decay, ("log_decay",))
+        named = {"none": (), "matrix": ("matrix",), "time": ("log_decay", "frequency")}
+        moved = named.get(self.decay, ("log_decay",))
         return (*moved, *("process_noise",) * self.diffusion)
 
     @property
     def optional(self) -> tuple[str, ...]:
         """Signals it may go without."""
-        return ("angle",) * self.rotation
+        return (*("angle",) * self.rotation, *("times",) * (self.decay == "time"))
 
     @property
     def statement(self) -> str:
@@ -60,6 +62,10 @@ class Transition:
             return "z_t = a z_{t-1}" + (" + w_t,  w_t ~ N(0, p)" if self.diffusion else "")
         if self.decay == "forgetting":
             return "S_t = S_{t-1},  information so far times a_t"
+        if self.decay == "time":
+            return "dz = (log_decay + i frequency) z dt" + (
+                " + dw,  w_t ~ N(0, process_noise t)" if self.diffusion else ""
+            )
         names = {"none": "", "head": "a_t ", "key": "diag(a_t) ", "matrix": "A_t "}
         moved = names[self.decay] + "[R(angle_t)] " * self.rotation + "S_{t-1}"
         return f"S_t = {moved}" + (" + W_t,  W_t ~ N(0, l_t^2 I) a column" if self.diffusion else "")
@@ -69,6 +75,7 @@ class Transition:
         if self.decay == "cell" and self.diffusion:
             return "Ornstein-Uhlenbeck per cell"
         words = {"none": "holds still", "matrix": "moves by a matrix", "forgetting": "holds still, forgotten per head"}
+        words |= {"time": "decays and turns in time"}
         words = words.get(self.decay, f"decays per {self.decay}")
         words += " or turns in pairs" if self.rotation else ""
         return words + (", and diffuses" if self.diffusion else "")
@@ -81,7 +88,8 @@ class Evidence:
     Attributes:
         of: "memory": the value is the memory `S` read out along the key. "cell": every cell (key n, channel d) by
             itself is seen through its key, with the token's precision. "input": the value is seen of what this token
-            adds to the memory, never of the memory itself.
+            adds to the memory, never of the memory itself. "state": the value is the state itself, and so, for
+            comparison, are key and query.
         columns: whether every column of the value has a noise of its own: give columns as value heads of width 1
             that share a key head.
     """
@@ -94,7 +102,12 @@ class Evidence:
 
     @property
     def signals(self) -> tuple[str, ...]:
-        return {"cell": ("precision",), "memory": ("obs_noise",), "input": ("write_variance", "obs_noise")}[self.of]
+        return {
+            "cell": ("precision",),
+            "memory": ("obs_noise",),
+            "input": ("write_variance", "obs_noise"),
+            "state": ("key_noise", "query_noise"),
+        }[self.of]
 
     @property
     def statement(self) -> str:
@@ -102,6 +115,7 @@ class Evidence:
             "cell": "v_d = k_n z_nd + noise,  noise ~ N(0, 1 / precision_d)",
             "memory": "v = S'k + noise,  noise ~ N(0, r^2 I)",
             "input": "S_t = .. + k x',  x ~ N(0, write_variance I);  v = x + noise,  noise ~ N(0, r^2 I)",
+            "state": "v, k = z + noise,  noise ~ N(0, key_noise I);  q = z + noise,  noise ~ N(0, query_noise I)",
         }[self.of]
 
     @property
@@ -110,6 +124,7 @@ class Evidence:
             "cell": "each cell is observed by itself, through its key",
             "memory": "the memory is observed along the key",
             "input": "what is written is observed, not the memory",
+            "state": "the state is observed itself, and compared with what earlier tokens make of it",
         }[self.of]
         return words + (", each column with its own noise" if self.columns else "")
 
@@ -122,7 +137,8 @@ class Covariance:
         kept: "none"; "reset": the predicted covariance is forgotten and set to the token's `reset` (times identity,
             or a diagonal), an approximation; "diagonal": one variance a cell, exact where cells are observed by
             themselves; "dense": one matrix between keys, shared by the columns of a head, exact; "information": its
-            inverse but for the prior, a ridge, which is set anew at every token.
+            inverse but for the prior, a ridge, which is set anew at every token; "lag": none, as that of each earlier
+            token is known in closed form from how long ago it was, their errors taken as independent.
     """
 
     kept: Kept = "diagonal"
@@ -142,6 +158,8 @@ class Covariance:
             "diagonal": "z_nd | v_1..t ~ N(mu_nd, s_nd)",
             "dense": "S | v_1..t ~ N(M, P) a column",
             "information": "S | v_1..t ~ N((H + ridge I)^-1 U, (H + ridge I)^-1) a column",
+            "lag": "z_i | v_j ~ N(e^(lambda tau) v_j, V I),  "
+            "V = process_noise kappa + key_noise E^2 + query_noise,  E = e^(log_decay tau)",
         }[self.kept]
 
     @property
@@ -152,6 +170,7 @@ class Covariance:
             "diagonal": "one variance a cell",
             "dense": "one matrix a head",
             "information": "the inverse of one matrix a head",
+            "lag": "in closed form, by the lag",
         }[self.kept]
 
 
@@ -211,6 +230,14 @@ _ALGEBRAS = {
         optional=("mix",),
         options=("ridge", "solver"),
     ),
+    ("state", "lag"): _Algebra(
+        "attend",
+        ("time",),
+        "r_ij = |q_i - e^(lambda tau) k_j|^2 / V,  weight = 1 / (1 + r_ij / nu),  "
+        "mean_i = sum_j A_ij e^(lambda tau) v_j,  A_ij ~ (weight / V)^temperature",
+        diffuses=True,
+        options=("nu", "temperature", "value_dynamics", "weight", "window", "floor"),
+    ),
 }
 
 
@@ -261,7 +288,7 @@ class Design:
     @property
     def uncertain(self) -> bool:
         """Whether its belief knows how sure it is, so that a read-out has a variance."""
-        return self.covariance.kept in ("diagonal", "dense", "information")
+        return self.covariance.kept in ("diagonal", "dense", "information", "lag")
 
     @property
     def signals(self) -> tuple[str, ...]:

@@ -56,9 +56,10 @@ class Designed(MemoryLayer):
         kernel: str | None = None,
     ) -> None:
         design = as_design(design)
-        if design.transition.decay == "matrix":
+        if design.transition.decay in ("matrix", "time"):
+            moved = design.transition.describe
             raise ArgumentError(
-                "design", got=f"{design.name!r}, which moves by a matrix", needs="one that an op filters"
+                "design", got=f"{design.name!r}, which {moved}", needs="of a memory or of cells, per token"
             )
         sizes = whole = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, key_heads=key_heads)
         if design.evidence.columns:

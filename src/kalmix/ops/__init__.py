@@ -4,12 +4,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kalmix.kernels import additive as _additive_kernels
+from kalmix.kernels import attend as _attend_kernels
 from kalmix.kernels import delta as _delta_kernels
 from kalmix.kernels import dense as _dense_kernels
 from kalmix.kernels import diagonal as _diagonal_kernels
 from kalmix.kernels import ridge as _ridge_kernels
+from kalmix.kernels.attend.dynamics import Dynamics
 from kalmix.kernels.kernel import Kernel
 from kalmix.ops._additive import additive
+from kalmix.ops._attend import attend
 from kalmix.ops._delta import delta
 from kalmix.ops._dense import dense
 from kalmix.ops._diagonal import diagonal
@@ -32,6 +35,7 @@ OPS = {
     "diagonal": Op(diagonal, _diagonal_kernels.KERNELS),
     "dense": Op(dense, _dense_kernels.KERNELS),
     "ridge": Op(ridge, _ridge_kernels.KERNELS),
+    "attend": Op(attend, _attend_kernels.KERNELS),
 }
 
 __all__ = [
@@ -39,12 +43,14 @@ __all__ = [
     "Adaptive",
     "Chebyshev",
     "ConjugateGradient",
+    "Dynamics",
     "Exact",
     "Fixed",
     "KalmanMatrix",
     "Op",
     "Sketch",
     "additive",
+    "attend",
     "delta",
     "dense",
     "diagonal",

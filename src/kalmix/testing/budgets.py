@@ -17,6 +17,7 @@ from torch import Tensor
 ROUNDINGS = 16  # operations on the path of one token through a cell: about a dozen, and the sum over slots
 PRODUCT_ROUNDINGS = 2  # to half precision: of a product of signals, and of what it is multiplied with
 DRAWS = 3
+DATA = {"times", "prior.times", "prior.positions"}  # taken as they are: nothing rounds them, no gradient reaches them
 
 Tensors = dict[str, Tensor]
 
@@ -33,6 +34,9 @@ def rounded(inputs: Tensors, epsilon: float, draw: int) -> Tensors:
     generator = torch.Generator().manual_seed(draw)
     moved = {}
     for name, x in inputs.items():
+        if name in DATA:
+            moved[name] = x
+            continue
         wobble = (torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(x.device) * epsilon
         moved[name] = (x + (x.abs() + 1) * wobble).clamp(max=0.0) if name == "log_decay" else x + x * wobble
     return moved

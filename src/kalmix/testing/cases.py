@@ -12,12 +12,13 @@ from torch import Tensor
 
 from kalmix import _filtering, designs
 from kalmix._oracle import oracle
-from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief, RidgeBelief
+from kalmix.beliefs import DenseBelief, DiagonalBelief, HistoryBelief, PointBelief, RidgeBelief
 from kalmix.designs import Design
 from kalmix.kernels.kernel import Call, Kernel
 from kalmix.ops import OPS
 from kalmix.segments import Segments
 from kalmix.solvers import Adaptive, Chebyshev
+from kalmix.testing.budgets import DATA
 from kalmix.types import Filtered, belief_dtype
 
 Tensors = dict[str, Tensor]
@@ -34,7 +35,8 @@ class Problem:
         draw: random signals and a random prior, float64.
         belief: the belief type; a prior's tensors are the signals named "prior.<field>".
         idle: signals that say nothing: no evidence, no decay, no noise.
-        silent: the signal that is no evidence where it is 0.
+        silent: the signal that is no evidence where it is 0; `None` where every token says something, as a belief that
+            is a history keeps them all.
         needs: what it asks of a kernel that only some serve.
         invariant: signals without a token axis.
         sure: signals of near-certain evidence under which variances must stay positive.
@@ -46,7 +48,7 @@ class Problem:
     draw: Draw
     belief: type
     idle: dict[str, float]
-    silent: str
+    silent: str | None
     needs: frozenset[str] = frozenset()
     invariant: tuple[str, ...] = ()
     sure: tuple[dict[str, float], ...] = ()
@@ -124,6 +126,24 @@ def _draw_ridge(normal: Callable[..., Tensor], sequences: int, size: dict[str, i
     return drawn | {"mix": normal(*(size[x] for x in "BTG")).sigmoid()} | prior
 
 
+def _draw_history(normal: Callable[..., Tensor], sequences: int, size: dict[str, int]) -> Tensors:
+    """Times that stand still and go on, after a history with room to spare."""
+    b, t, h, g, width = (size[x] for x in "BTHGK")
+    width += width % 2
+    slots = torch.tensor([[0, 1, 2, 3, 4], [-1, 0, -1, 1, 2], [-1, -1, -1, -1, -1]])[torch.arange(sequences) % 3]
+    noises = ("process_noise", "key_noise", "query_noise")
+    return _draw_tokens(normal, size | {"K": width, "V": width}) | {
+        "log_decay": -0.2 * normal(h).exp(),
+        "frequency": normal(h, width // 2),
+        **{name: normal(h).exp() for name in noises},
+        "times": (normal(b, t) + 0.5).clamp(min=0).cumsum(1),
+        "prior.keys": normal(sequences, 5, h, width),
+        "prior.values": normal(sequences, 5, g, width),
+        "prior.times": -normal(sequences, 5).abs().cumsum(1).flip(1),
+        "prior.positions": slots,
+    }
+
+
 def _symmetric(x: Tensor) -> Tensor:
     return (x + x.mT) / 2
 
@@ -134,7 +154,22 @@ _DENSE_SURE = tuple(
     for decay, noise in ((0.0, 0.0), (0.0, 1e-6), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e-6))
 )
 
+_HISTORY_SURE = tuple(
+    {"key_noise": 1e-5, "query_noise": 0.0, "log_decay": decay, "process_noise": noise}
+    for decay, noise in ((0.0, 0.0), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e-6))
+)
+
 _POINT = partial(Problem, belief=PointBelief, idle=_STILL, silent="k")
+_HISTORY = partial(
+    Problem,
+    design=designs.AFA,
+    draw=_draw_history,
+    belief=HistoryBelief,
+    idle={},
+    silent=None,
+    invariant=("log_decay", "frequency", "process_noise", "key_noise", "query_noise"),
+    sure=_HISTORY_SURE,
+)
 _DENSE = partial(Problem, belief=DenseBelief, silent="k", sure=_DENSE_SURE, slack=1e-7)
 
 PROBLEMS = {
@@ -186,6 +221,11 @@ PROBLEMS = {
         sure=({"obs_noise": 1e-5, "log_decay": 0.0}, {"obs_noise": 1e-5, "log_decay": -30.0}),
         slack=1e-6,
         options={"ridge": Adaptive(10.0), "solver": Chebyshev(10)},  # 2 * 0.024^10 = 1e-16
+    ),
+    "attend": _HISTORY(),
+    "attend-window": _HISTORY(
+        options={"weight": "exponential", "window": 6, "nu": 2.0, "temperature": 0.7, "floor": 0.1},
+        sure=({"key_noise": 1e-5, "query_noise": 1.0, "log_decay": -1e-3, "process_noise": 0.0},),
     ),
 }
 
@@ -269,6 +309,7 @@ class Case:
 
         drawn = self.problem.draw(normal, self.batch if sequences is None else sequences, sizes)
         dtypes = {name: self.dtype if name in HALVES else self.carried for name in drawn}
+        dtypes |= {name: x.dtype for name, x in drawn.items() if name in DATA}
         return {name: x.to(self.device, dtypes[name]) for name, x in drawn.items()}
 
     @property
@@ -326,7 +367,12 @@ def cases(devices: list[str], dtypes: tuple[torch.dtype, ...], **sizes: int) -> 
 def outputs(filtered: Filtered) -> list[Tensor]:
     """Mean, variance if there is one, and the belief's tensors, in a row."""
     read = [filtered.mean] if filtered.variance is None else [filtered.mean, filtered.variance]
-    return [*read, *filtered.belief]
+    return [*read, *parts(filtered.belief)]
+
+
+def parts(belief: Any) -> list[Tensor]:
+    """A belief's tensors; of a history only slots that hold something, as how many are spare is nobody's business."""
+    return list(belief.compact() if isinstance(belief, HistoryBelief) else belief)
 
 
 def with_prior(inputs: Tensors, belief: Any) -> Tensors:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kalmix.segments import Segments
-from kalmix.testing.budgets import Tensors, budgets, relative_error
+from kalmix.testing.budgets import DATA, Tensors, budgets, relative_error
 from kalmix.testing.cases import Case, outputs
 from kalmix.types import Filtered
 
@@ -28,8 +28,14 @@ class Measured(NamedTuple):
 
 
 def exact(inputs: Tensors) -> Tensors:
-    """The very numbers a kernel was given, in float64 on the CPU."""
-    return {name: x.detach().double().cpu() for name, x in inputs.items()}
+    """The very numbers a kernel was given, in float64 on the CPU; integers as they are."""
+    cpu = {name: x.detach().cpu() for name, x in inputs.items()}
+    return {name: x.double() if x.is_floating_point() else x for name, x in cpu.items()}
+
+
+def learnable(inputs: Tensors) -> Tensors:
+    """The inputs that gradients reach."""
+    return {name: x for name, x in inputs.items() if name not in DATA}
 
 
 def specified(case: Case, inputs: Tensors, segments: Segments | None = None) -> tuple[list[Tensor], list[float]]:
@@ -62,14 +68,15 @@ def gradients(case: Case, inputs: Tensors, segments: Segments | None = None) -> 
         for y in outputs(case.run(inputs, segments))
     ]
     specify = partial(pull_back, partial(case.specify, segments=segments and segments.cpu()), weights)
-    dtypes = [x.dtype for x in inputs.values()]
+    dtypes = [x.dtype for x in learnable(inputs).values()]
     allowed = budgets(specify, exact(inputs), case.carried, dtypes, case.products)
     got = pull_back(partial(case.run, segments=segments), weights, inputs)
-    return compare([f"d {name}" for name in inputs], got, specify(exact(inputs)), allowed)
+    return compare([f"d {name}" for name in learnable(inputs)], got, specify(exact(inputs)), allowed)
 
 
 def pull_back(run: Callable[[Tensors], Filtered], weights: list[Tensor], inputs: Tensors) -> list[Tensor]:
-    """Gradients of sum(weights * outputs) for every input."""
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
-    loss = torch.stack([(w.to(y) * y).sum().double() for w, y in zip(weights, outputs(run(leaves)), strict=True)]).sum()
+    """Gradients of sum(weights * outputs) for every input that they reach."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in learnable(inputs).items()}
+    found = outputs(run(inputs | leaves))
+    loss = torch.stack([(w.to(y) * y).sum().double() for w, y in zip(weights, found, strict=True)]).sum()
     return list(torch.autograd.grad(loss, list(leaves.values())))

@@ -1,0 +1,105 @@
+"""What is assumed of a state between two tokens: how far it decays and turns, and how unsure it gets.
+
+Functions of the lag (DESIGN.md, the mathematics of `attend`), safe where there is no decay, and their derivatives.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+NEAR = 0.5  # below it, derivatives of kappa are summed as series
+TERMS = 14  # of them: exact to float64 there
+
+
+class Dynamics(NamedTuple):
+    """dz = (log_decay + i frequency) z dt + dw, seen through noise: one model a head.
+
+    Attributes:
+        log_decay: `[H]`, natural log per unit of time, <= 0.
+        frequency: `[H, C]`, radians per unit of time, one a complex channel.
+        process_noise: `[H]`, variance that diffusion adds per unit of time, >= 0.
+        key_noise: `[H]`, variance of what is pulled forward when it was seen, >= 0.
+        query_noise: `[H]`, variance of what it is compared with, >= 0; not both noises 0.
+    """
+
+    log_decay: Tensor
+    frequency: Tensor
+    process_noise: Tensor
+    key_noise: Tensor
+    query_noise: Tensor
+
+
+class Weighing(NamedTuple):
+    """How what is pulled forward is weighed.
+
+    Attributes:
+        nu: `[H]`, how many variances a residual may have before its token loses half its weight.
+        temperature: `[H]`, what the score is multiplied by.
+        floor: `[H]`, added to the decay of keys.
+        rational: whether weights fall as 1 / (1 + r / nu), else as exp(-r / nu).
+        window: how many tokens a query looks at, itself included; all if `None`.
+        causal: whether it looks at no later ones.
+    """
+
+    nu: Tensor
+    temperature: Tensor
+    floor: Tensor
+    rational: bool
+    window: int | None
+    causal: bool
+
+
+def turns(times: Tensor, frequency: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Cosine and sine of what channels `[H, C]` have turned by at times `[L, S]`, float64: `[L, S, H, C]`."""
+    angle = times[..., None, None] * frequency.double()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def turned(x: Tensor, turn: tuple[Tensor, ...], forward: bool) -> Tensor:
+    """Complex pairs `[..., H, 2 C]` (the first C real) turned forward, or back."""
+    (cos, sin), (real, imaginary) = turn, x.chunk(2, -1)
+    sin = sin if forward else -sin
+    return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
+
+
+def kappa(rate: Tensor, lag: Tensor) -> Tensor:
+    """What unit diffusion has grown to after a lag >= 0: (1 - exp(-2 rate lag)) / (2 rate), or the lag at rate 0."""
+    return _Kappa.apply(rate, lag)
+
+
+def grown(rate: Tensor, lag: Tensor) -> Tensor:
+    """`kappa`, without its derivative."""
+    y = 2 * rate * lag
+    return lag * torch.where(y > 0, -torch.expm1(-y) / torch.where(y > 0, y, 1.0), 1.0)
+
+
+def grown_slope(rate: Tensor, lag: Tensor) -> Tensor:
+    """The derivative of `kappa` for the rate, -lag^2 at rate 0."""
+    y = 2 * rate * lag
+    series, factorial = torch.zeros_like(y), 1.0
+    small = y.clamp(max=NEAR)
+    coefficients = []
+    for n in range(1, TERMS + 1):  # of the derivative of (1 - e^-y) / y
+        factorial *= n + 1
+        coefficients.append((-1.0) ** n * n / factorial)
+    for coefficient in reversed(coefficients):
+        series = series * small + coefficient
+    far = torch.where(y > NEAR, y, 1.0)
+    return 2 * lag.square() * torch.where(y > NEAR, ((-far).exp() * (1 + far) - 1) / far.square(), series)
+
+
+class _Kappa(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rate: Tensor, lag: Tensor) -> Tensor:
+        ctx.save_for_backward(rate, lag)
+        return grown(rate, lag)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_kappa: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rate, lag = ctx.saved_tensors
+        return (to_kappa * grown_slope(rate, lag)).sum_to_size(rate.shape), None

@@ -1,0 +1,112 @@
+"""Where queries and keys of a call lie: lanes, in which the queries are the last of the keys.
+
+A lane is a sequence: its history, and then a batch row. Sequences packed into one row share that row as their lane,
+unless they have histories: then each has a lane of its own, with a copy of the row. `rank` says in one number what a
+query sees: a token's position in its sequence, sequences `FAR` apart.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import HistoryBelief
+from kalmix.segments import Segments
+
+FAR = 1 << 40  # between the ranks of two sequences
+NOWHERE = -(1 << 60)  # the rank of a slot without a token: such see one another, and nothing else sees them
+
+
+class Lanes(NamedTuple):
+    """L lanes of S keys, the last T of which have queries.
+
+    Attributes:
+        q: `[L, T, H, K]`, k: `[L, S, H, K]` and v: `[L, S, G, V]`, in the dtype of the belief.
+        times: float64 `[L, S]`, since the earliest of the lane.
+        rank: int64 `[L, S]`; a causal query sees keys whose rank is at most its own, by less than a window.
+        after: the belief after the call.
+        owner: the sequence of each token of the call, `[B, T]`, -1 for none; `None` where a row is a sequence.
+        copied: whether rows were copied, a lane for every sequence.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    times: Tensor
+    rank: Tensor
+    after: HistoryBelief
+    owner: Tensor | None
+    copied: bool
+
+    def paste(self, x: Tensor) -> Tensor:
+        """What queries read, `[L, T, H, *]`, at their tokens, `[B, T, H, *]`; 0 at tokens of no sequence."""
+        if self.owner is None:
+            return x
+        if self.copied:
+            x = x[self.owner.clamp(min=0), torch.arange(x.shape[1], device=x.device)]
+        return torch.where((self.owner >= 0)[..., None, None], x, 0)
+
+
+def lay_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    times: Tensor | None,
+    belief: HistoryBelief,
+    segments: Segments | None,
+    window: int | None,
+) -> Lanes:
+    """The lanes of a call. Gradients reach q, k, v and the prior; no host sync; nothing is copied that may stay."""
+    dtype, device, (batch, length) = belief.keys.dtype, k.device, k.shape[:2]
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    owner = None if segments is None else segments.owner(batch, length)
+    sequence = torch.arange(batch, device=device)[:, None] if owner is None else owner.clamp(min=0)
+    position, clock = _places(belief, segments, sequence, length)
+    now = clock if times is None else times.detach().double()
+    if owner is not None:
+        inside = owner >= 0
+        q, k, v = (torch.where(inside[..., None, None], x, 0) for x in (q, k, v))
+        position, now = torch.where(inside, position, -1), torch.where(inside, now, 0)
+    row = HistoryBelief(k, v, now, position)
+
+    own = row if segments is None or owner is None else _dealt(row, segments, owner)
+    past = belief.positions.shape[1] > 0
+    after = HistoryBelief(*(torch.cat(x, 1) for x in zip(belief, own, strict=True))) if past else own
+    copied = segments is not None and past
+    if segments is not None and copied:
+        q = q[segments.rows[:, 0].long()]
+    if owner is not None and not copied:
+        lanes = row
+    else:
+        lanes, sequence = after, torch.arange(after.positions.shape[0], device=device)[:, None]
+    held = lanes.positions >= 0
+    rank = torch.where(held, sequence * FAR + lanes.positions, NOWHERE)
+    first = torch.where(held, lanes.times, torch.inf).amin(1, keepdim=True)
+    since = torch.where(held, lanes.times - first, 0)
+    if window is not None and after.positions.shape[1] > window:
+        after = after.newest(window)
+    return Lanes(q, lanes.keys, lanes.values, since, rank, after, owner, copied)
+
+
+def _places(belief: HistoryBelief, segments: Segments | None, sequence: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Positions, and times where none are given, of tokens that belong to the sequences `[B, T]`: both go on."""
+    positions, times, count = belief.positions, belief.times, belief.positions.shape[0]
+    seen, clock = positions.new_zeros(count), times.new_zeros(count)
+    if positions.shape[1]:
+        seen = positions.amax(1) + 1
+        clock = torch.where(seen > 0, torch.where(positions >= 0, times, -torch.inf).amax(1) + 1, 0)
+    start = 0 if segments is None else segments.rows[:, 1].long()[sequence]
+    within = torch.arange(length, device=positions.device) - start
+    return seen[sequence] + within, clock[sequence] + within
+
+
+def _dealt(row: HistoryBelief, segments: Segments, owner: Tensor) -> HistoryBelief:
+    """To each sequence the row it lies in, with its own positions; one row serves all without copies."""
+    index, count = segments.rows[:, 0].long(), segments.count
+    keys, values, times, positions, owner = (
+        x.expand(count, *x.shape[1:]) if x.shape[0] == 1 else x[index] for x in (*row, owner)
+    )
+    mine = owner == torch.arange(count, device=owner.device)[:, None]
+    return HistoryBelief(keys, values, times, torch.where(mine, positions, -1))

@@ -1,0 +1,45 @@
+"""`attend`, written out: all queries against all keys at once, for tests and for float64. Memory O(T^2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import HistoryBelief
+from kalmix.kernels.attend.assembly import assemble
+from kalmix.kernels.attend.dynamics import Dynamics, Weighing
+from kalmix.kernels.attend.scores import Model, Rules, Scores
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Dynamics,
+    values: Dynamics | None,
+    weighing: Weighing,
+    times: Tensor | None,
+    belief: HistoryBelief,
+    segments: Segments | None,
+    variance: bool,
+) -> Filtered:
+    """Adaptive Filter Attention, any autograd. See `kalmix.ops.attend`."""
+    return assemble(_attend, q, k, v, keys, values, weighing, times, belief, segments, variance)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, times: Tensor, rank: Tensor, numbers: Tensor, rules: Rules, variance: bool
+) -> tuple[Tensor, Tensor | None]:
+    tokens = q.shape[1]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    lag = (times[:, -tokens:, None] - times[:, None]).to(q.dtype)[:, None]
+    squares = q.square().sum(-1)[..., None], k.square().sum(-1)[..., None, :]
+    scores = Scores.of(Model.of(numbers), rules, lag, q @ k.mT, *squares)
+    hidden = ~rules.sees(rank[:, -tokens:], rank)
+    weights = scores.score.masked_fill(hidden, -torch.inf).log_softmax(-1) + scores.log_reach
+    read = (weights.exp() @ v).transpose(1, 2)
+    if not variance:
+        return read, None
+    return read, scores.log_precision().masked_fill(hidden, -torch.inf).logsumexp(-1).transpose(1, 2)

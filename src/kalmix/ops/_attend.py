@@ -1,0 +1,189 @@
+"""The op `attend`: everything seen, pulled forward through linear dynamics and averaged (Adaptive Filter Attention)."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import HistoryBelief
+from kalmix.checks import check_kind, check_range, check_shape, check_values
+from kalmix.errors import ArgumentError
+from kalmix.kernels.attend import KERNELS
+from kalmix.kernels.attend.dynamics import Dynamics, Weighing
+from kalmix.kernels.kernel import Call
+from kalmix.kernels.select import select
+from kalmix.ops.arguments import check_belief, check_segments, check_signal, check_tokens, copied
+from kalmix.segments import Segments
+from kalmix.types import Filtered, belief_dtype
+
+Weight = Literal["rational", "exponential"]
+CLOCKS = (torch.float64, torch.float32, torch.int64, torch.int32)
+HISTORY = ("N S H K", "N S G V", "N S", "N S")
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    frequency: Tensor,
+    process_noise: Tensor,
+    key_noise: Tensor,
+    query_noise: Tensor,
+    nu: Tensor | float = 1.0,
+    temperature: Tensor | float = 1.0,
+    times: Tensor | None = None,
+    value_dynamics: Dynamics | None = None,
+    weight: Weight = "rational",
+    window: int | None = None,
+    floor: Tensor | float = 0.0,
+    causal: bool = True,
+    belief: HistoryBelief | None = None,
+    variance: bool = False,
+    segments: Segments | None = None,
+    kernel: str | None = None,
+) -> Filtered:
+    r"""Adaptive Filter Attention with one decay and one noise a head: the isotropic form, its Algorithm 1.
+
+    Every token is a look at a complex state that decays, turns and diffuses, dz = (-a + i w) z dt + dw. For a query at
+    t_i a token at t_j is pulled forward by the lag tau = t_i - t_j, and counts the less, the less sure that makes it
+    and the less its key then looks like the query:
+
+        E = exp(-a tau),   kappa = (1 - E^2) / (2 a),   V = process_noise kappa + key_noise E^2 + query_noise
+        r = |q_i - (E + floor) e^{i w tau} k_j|^2 / V,   weight = 1 / (1 + r / nu), or exp(-r / nu)
+        A_ij = softmax_j (temperature log(weight / V))
+        mean_i = sum_j A_ij E e^{i w tau} v_j
+        variance_i = 1 / sum_j weight / (process_noise kappa + key_noise E^2)
+
+    What is pulled forward is averaged as if its errors were independent. That is so without process noise, where the
+    answer is exact (a Kalman filter without prior, weights aside); with it they share the noise of the way, the mean is
+    not the best one and the variance too small. The variance leaves the temperature out.
+
+    Args:
+        q: `[B, T, H, 2 C]` what tokens are compared with, C complex channels, the first C columns real parts, the last
+            C imaginary. Not scaled.
+        k: `[B, T, H, 2 C]` what is seen of the state, to be compared; same dtype as `q`.
+        v: `[B, T, G, 2 D]` what is seen of the state, to be averaged; same dtype as `q`; value head g is averaged as
+            key head g // (G / H) says. D is C unless values have dynamics of their own.
+        log_decay: `[H]`, -a, natural log per unit of time, <= 0; 0 holds.
+        frequency: `[H, C]`, w, radians per unit of time.
+        process_noise: `[H]` variance that diffusion adds per unit of time, >= 0.
+        key_noise: `[H]` variance of what is seen, >= 0; > 0 where a variance is asked for.
+        query_noise: `[H]` variance of what it is compared with, >= 0; not both noises 0.
+        nu: a number > 0, or one a head `[H]`.
+        temperature: a number > 0, or one a head `[H]`.
+        times: `[B, T]` when tokens were seen, float64, float32 or integers, not decreasing in a sequence, nor before
+            the belief's; no gradient reaches them. One unit a token if absent, going on from the belief.
+        value_dynamics: `Dynamics` of the values, by which E, w and V of what is averaged are meant; those above,
+            which the residual r always has, if absent.
+        weight: "rational" or "exponential".
+        window: how many tokens a query sees, itself included; all if absent.
+        floor: added to the decay of keys, >= 0, a number, or one a head `[H]`.
+        causal: whether queries see no later tokens. If they do, lags may be negative, E more than 1 and kappa is taken
+            without its sign; there is no belief then, neither before nor after.
+        belief: what was seen before; nothing if absent. N is B, or the number of segments.
+        variance: also return the variance of the estimate.
+        segments: which tokens form which sequence; each batch row one sequence if absent.
+        kernel: a kernel's name; chosen by device and dtype if absent.
+
+    Returns:
+        `Filtered` with mean `[B, T, G, 2 D]` in the dtype of `v`, variance `[B, T, G, 1]` in the dtype of the belief
+        (or `None`), and the `HistoryBelief` after the last token, float32 (float64 if the inputs are), of which a
+        window keeps as many tokens as it shows; `None` where not causal.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
+        KernelError: the pinned kernel cannot serve the call.
+
+    Complexity: O(T (S + T) (C + D)) work after S tokens, or O(T window (C + D)); memory O(S + T) except in "reference".
+    """
+    sizes = check_tokens(q, k, v)
+    given = Dynamics(log_decay, frequency, process_noise, key_noise, query_noise)
+    sizes["C"], sizes["D"] = (_pairs(name, x) for name, x in (("q", q), ("v", v)))
+    _check_dynamics("", given, "H C", sizes, v, sure=variance and value_dynamics is None)
+    if value_dynamics is not None:
+        if not isinstance(value_dynamics, Dynamics):
+            raise ArgumentError("value_dynamics", got=type(value_dynamics).__name__, needs="kalmix.ops.Dynamics")
+        _check_dynamics("value_dynamics.", value_dynamics, "H D", sizes, v, sure=variance)
+    elif sizes["C"] != sizes["D"]:
+        raise ArgumentError(
+            "value_dynamics", got="absent", needs=f"given, as values are {v.shape[3]} wide, not {q.shape[3]}"
+        )
+    tiny = torch.finfo(torch.float32).tiny
+    named = (("nu", nu, tiny), ("temperature", temperature, tiny), ("floor", floor, 0.0))
+    nus, temperatures, floors = (_per_head(name, x, sizes, v, least) for name, x, least in named)
+    if weight not in get_args(Weight):
+        raise ArgumentError("weight", got=repr(weight), needs=" or ".join(map(repr, get_args(Weight))))
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ArgumentError("window", got=repr(window), needs="a positive integer")
+    if not causal and belief is not None:
+        raise ArgumentError("belief", got="given", needs="absent where queries see what is to come")
+    sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
+    belief = check_belief(belief, default_prior(v, sizes), HISTORY, sizes)
+    sizes.pop("S", None)
+    if times is not None:
+        _check_times(times, belief, segments, sizes)
+    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
+    chosen = select("attend", KERNELS, call, kernel)
+    if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
+        spread = torch.zeros_like(v[..., :1], dtype=belief.keys.dtype) if variance else None
+        return Filtered(torch.zeros_like(v), spread, copied(belief) if causal else None)
+    weighing = Weighing(nus, temperatures, floors, weight == "rational", window, causal)
+    return chosen(q, k, v, given, value_dynamics, weighing, times, belief, segments, variance)
+
+
+def default_prior(v: Tensor, sizes: dict[str, int]) -> HistoryBelief:
+    """Nothing seen."""
+    count, dtype = sizes["N"], belief_dtype(v.dtype)
+    keys, values = (v.new_zeros(count, 0, *(sizes[x] for x in layout), dtype=dtype) for layout in ("HK", "GV"))
+    nothing = v.new_zeros(count, 0, dtype=torch.float64)
+    return HistoryBelief(keys, values, nothing, nothing.long())
+
+
+def _pairs(name: str, x: Tensor) -> int:
+    if x.shape[3] % 2:
+        raise ArgumentError(name, got=f"{x.shape[3]} wide", needs="of even width, pairs of real and imaginary parts")
+    return x.shape[3] // 2
+
+
+def _check_dynamics(
+    prefix: str, dynamics: Dynamics, channels: str, sizes: dict[str, int], like: Tensor, *, sure: bool
+) -> None:
+    """Check each part, and that what is looked at is never certain, nor, if `sure`, seen without noise."""
+    tiny = torch.finfo(torch.float32).tiny
+    check_signal(f"{prefix}log_decay", dynamics.log_decay, ("H",), sizes, like, most=0.0)
+    check_signal(f"{prefix}frequency", dynamics.frequency, (channels,), sizes, like)
+    check_signal(f"{prefix}process_noise", dynamics.process_noise, ("H",), sizes, like, least=0.0)
+    check_signal(f"{prefix}key_noise", dynamics.key_noise, ("H",), sizes, like, least=tiny if sure else 0.0)
+    check_signal(f"{prefix}query_noise", dynamics.query_noise, ("H",), sizes, like, least=0.0)
+    check_range(f"{prefix}key_noise + query_noise", dynamics.key_noise + dynamics.query_noise, least=tiny)
+
+
+def _per_head(name: str, x: Tensor | float, sizes: dict[str, int], like: Tensor, least: float) -> Tensor:
+    """A number, or one a head, as `[H]`."""
+    if isinstance(x, Tensor):
+        check_signal(name, x, ("H",), sizes, like, least=least)
+        return x
+    if isinstance(x, bool) or not isinstance(x, int | float) or not least <= x < float("inf"):
+        raise ArgumentError(name, got=repr(x), needs=f"a number of at least {least:g}, or one a head")
+    return like.new_full((sizes["H"],), float(x), dtype=belief_dtype(like.dtype))
+
+
+def _check_times(times: Tensor, belief: HistoryBelief, segments: Segments | None, sizes: dict[str, int]) -> None:
+    check_shape("times", times, "B T", sizes)
+    check_kind("times", times, CLOCKS, belief.times.device)
+    if not check_values(times) or times.numel() == 0:
+        return
+    check_range("times", times)
+    segments = Segments.whole(sizes["B"], sizes["T"], times.device) if segments is None else segments
+    owner, now = segments.owner(sizes["B"], sizes["T"]), times.detach().double()
+    back = (now.diff(dim=1) < 0) & (owner[:, 1:] == owner[:, :-1]) & (owner[:, 1:] >= 0)
+    row, start, stop = segments.rows.long().unbind(1)
+    going = stop > start
+    first = now[row[going], start[going]][:, None]
+    early = (belief.positions[going] >= 0) & (belief.times[going].detach() > first)
+    if bool(back.any()) or bool(early.any()):
+        raise ArgumentError("times", got="decreasing", needs="not to decrease in a sequence, nor from the belief's on")
