@@ -1,0 +1,370 @@
+"""What is particular to `attend`: every form against a double loop, its limits, times, windows, and its belief."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from math import expm1, factorial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kalmix import ArgumentError, HistoryBelief, Segments
+from kalmix.kernels.attend import chunked
+from kalmix.kernels.attend.dynamics import grown_slope, kappa
+from kalmix.kernels.primitives import blocks
+from kalmix.ops import Dynamics, attend
+from kalmix.types import Filtered
+
+KERNELS = ("chunked", "reference")
+NAMES = Dynamics._fields
+NUMBERS = ("nu", "temperature", "floor")
+Signals = dict[str, Tensor]
+
+
+def _signals(length: int = 11, channels: int = 3, heads: int = 2, groups: int = 2, own: int | None = None) -> Signals:
+    """Irregular times, two of them equal, value heads in groups; `own`: values this wide have dynamics of theirs."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def dynamics(width: int) -> list[Tensor]:
+        return [-0.3 * normal(heads).exp(), normal(heads, width), *(normal(heads).exp() for _ in range(3))]
+
+    width = 2 * (own or channels)
+    tokens = {"q": normal(2, length, heads, 2 * channels), "k": normal(2, length, heads, 2 * channels)}
+    signals = (
+        tokens | {"v": normal(2, length, heads * groups, width)} | dict(zip(NAMES, dynamics(channels), strict=True))
+    )
+    if own:
+        signals |= {f"value.{name}": x for name, x in zip(NAMES, dynamics(own), strict=True)}
+    steps = normal(2, length).abs()
+    steps[:, length // 2] = 0
+    numbers = (1 + normal(heads).exp(), 0.6 + 0.3 * normal(heads).exp(), 0.1 * normal(heads).exp())
+    return signals | dict(zip(NUMBERS, numbers, strict=True)) | {"times": steps.cumsum(1)}
+
+
+def _run(x: Signals, **options: Any) -> Filtered:
+    given = {name: y for name, y in x.items() if not name.startswith("value.")}
+    if "value.log_decay" in x:
+        given["value_dynamics"] = Dynamics(*(x[f"value.{name}"] for name in NAMES))  # type: ignore[assignment]
+    return attend(**(given | options))  # type: ignore[arg-type]
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return torch.complex(*x.chunk(2, -1))
+
+
+def _moved(x: Signals, prefix: str, h: int, lag: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """After a lag, perhaps negative: decay, turn, and variance without and with the query noise."""
+    rate, frequency, process, key, query = (x.get(prefix + name, x[name])[h] for name in NAMES)
+    rate = -rate
+    y, decay = 2 * rate * lag, (-rate * lag).exp()
+    near = sum((-y) ** n / factorial(n + 1) for n in range(20))  # (1 - e^-y) / y
+    grown = lag * (near if abs(float(y.detach())) < 0.1 else -torch.expm1(-y) / y)
+    certain = process * grown.abs() + key * decay**2
+    return decay, torch.polar(torch.ones((), dtype=torch.float64), frequency * lag), certain, certain + query
+
+
+def _double_loop(x: Signals, weight: str = "rational", window: int | None = None, causal: bool = True) -> list[Tensor]:
+    """Mean and variance by the formulas of `attend`, pair by pair."""
+    (batch, length, heads, _), groups = x["q"].shape, x["v"].shape[2] // x["q"].shape[2]
+    means, variances = [], []
+    for b, i, h in product(range(batch), range(length), range(heads)):
+        scores, moved, precision = [], [], torch.zeros((), dtype=torch.float64)
+        for j in range(length):
+            if abs(i - j) >= (window or length) or (j > i and causal):
+                continue
+            lag = x["times"][b, i] - x["times"][b, j]
+            decay, turn, _, variance = _moved(x, "", h, lag)
+            residual = _pairs(x["q"][b, i, h]) - (decay + x["floor"][h]) * turn * _pairs(x["k"][b, j, h])
+            square = torch.view_as_real(residual).square().sum() / variance / x["nu"][h]
+            log_weight = -square.log1p() if weight == "rational" else -square
+            decay, turn, certain, variance = _moved(x, "value.", h, lag)
+            scores.append(x["temperature"][h] * (log_weight - variance.log()))
+            moved.append(decay * turn * _pairs(x["v"][b, j, h * groups : (h + 1) * groups]))
+            precision = precision + log_weight.exp() / certain
+        mean = (torch.stack(scores).softmax(0)[:, None, None] * torch.stack(moved)).sum(0)
+        means.append(torch.cat([mean.real, mean.imag], -1))
+        variances.append((1 / precision).expand(groups, 1))
+    return [torch.stack(found).reshape(*x["v"].shape[:3], -1) for found in (means, variances)]
+
+
+def _leaves(x: Signals) -> Signals:
+    return x | {name: y.clone().requires_grad_() for name, y in x.items() if name != "times"}
+
+
+def _gradients(found: list[Tensor], leaves: Signals) -> list[Tensor]:
+    weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype) for y in found]
+    return list(torch.autograd.grad(found, [y for y in leaves.values() if y.requires_grad], weights))
+
+
+def _reads(found: Filtered) -> list[Tensor]:
+    assert found.variance is not None
+    return [found.mean, found.variance]
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each kernel; tiles so small that there are many."""
+    monkeypatch.setattr(chunked, "QUERIES", 4)
+    monkeypatch.setattr(blocks, "ROOM", 1)
+    return request.param
+
+
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "one token": ({"length": 1}, {}),
+    "exponential": ({}, {"weight": "exponential"}),
+    "values of their own": ({"own": 2}, {}),
+    "values of their own, exponential": ({"own": 2}, {"weight": "exponential"}),
+    "window": ({}, {"window": 3}),
+    "two-sided": ({}, {"causal": False}),
+    "two-sided, values of their own": ({"own": 2, "length": 7}, {"causal": False, "weight": "exponential"}),
+    "two-sided window": ({"own": 2}, {"causal": False, "window": 3}),
+}
+
+
+@pytest.mark.parametrize("still", [False, True], ids=["decay", "no decay"])
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_the_double_loop(form: str, still: bool, kernel: str) -> None:
+    drawn, options = FORMS[form]
+    x = _signals(**({"length": 8} | drawn))
+    if still:
+        x |= {name: torch.zeros_like(y) for name, y in x.items() if name.endswith("log_decay")}
+    leaves = _leaves(x)
+    want, got = _double_loop(leaves, **options), _reads(_run(leaves, variance=True, kernel=kernel, **options))
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    for ours, theirs in zip(_gradients(got, leaves), _gradients(want, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+
+
+def test_without_process_noise_it_is_a_kalman_filter(kernel: str) -> None:
+    """Unit weights, no query noise, no prior: a mode at a time, one measurement after another."""
+    x = _signals(length=20, groups=1)
+    nothing = torch.zeros_like(x["log_decay"])
+    x |= {"process_noise": nothing, "query_noise": nothing, "floor": nothing, "nu": nothing + 1e16}
+    x["temperature"] = nothing + 1
+    found = _run(x, variance=True, kernel=kernel)
+    mean, variance = _pairs(x["v"][:, 0]), x["key_noise"].expand(2, -1)
+    for t in range(20):
+        if t:
+            lag = (x["times"][:, t] - x["times"][:, t - 1])[:, None]
+            decay = (x["log_decay"] * lag).exp()
+            mean = mean * torch.polar(decay[..., None].expand_as(mean), lag[..., None] * x["frequency"])
+            variance = variance * decay**2
+            gain = variance / (variance + x["key_noise"])
+            mean, variance = mean + gain[..., None] * (_pairs(x["v"][:, t]) - mean), (1 - gain) * variance
+        torch.testing.assert_close(_pairs(found.mean[:, t]), mean, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(_reads(found)[1][:, t, :, 0], variance, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("nu", "error"), [(50.0, 1e-4), (500.0, 1e-6)])
+def test_without_decay_and_process_noise_it_approaches_rotary_attention(nu: float, error: float, kernel: str) -> None:
+    x = _signals(length=40, channels=8, groups=1)
+    x |= {name: F.normalize(x[name], dim=-1) for name in "qkv"}
+    nothing = torch.zeros_like(x["log_decay"])
+    x |= {"log_decay": nothing, "process_noise": nothing, "floor": nothing, "nu": nothing + nu}
+    x |= {"key_noise": nothing + 0.9, "query_noise": nothing + 1.3, "temperature": nothing + 1}
+    angle = x["times"][..., None, None] * x["frequency"]
+
+    def turn(y: Tensor, angle: Tensor) -> Tensor:
+        y = _pairs(y) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([y.real, y.imag], -1)
+
+    turned = (turn(x[name], -angle).transpose(1, 2) for name in "qkv")
+    want = F.scaled_dot_product_attention(*turned, is_causal=True, scale=2 / (nu * 2.2 + 2))
+    assert float((_run(x, kernel=kernel).mean - turn(want.transpose(1, 2), angle)).abs().max()) < error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_shift_of_all_times_changes_nothing(dtype: torch.dtype, kernel: str) -> None:
+    """Nor do times like a clock's cost precision."""
+    x = {name: y if name == "times" else y.to(dtype) for name, y in _signals(own=2).items()}
+    x["times"] = (16 * x["times"]).round() / 16
+    before, after = (_run(x | {"times": x["times"] + shift}, variance=True, kernel=kernel) for shift in (0.0, 2.0**31))
+    for ours, theirs in zip(_reads(after), _reads(before), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_future_never_matters(kernel: str) -> None:
+    x, now = _signals(), 6
+    other = {name: y.clone() for name, y in x.items()}
+    for name in "qkv":
+        other[name][:, now:] += 1
+    other["times"][:, now:] += 0.5
+    before, after = (_reads(_run(y, variance=True, kernel=kernel)) for y in (x, other))
+    assert all(torch.equal(y[:, :now], z[:, :now]) for y, z in zip(before, after, strict=True))
+    assert not torch.equal(before[0][:, now], after[0][:, now])
+
+
+def test_a_vanishing_decay_is_none(kernel: str) -> None:
+    def answer(decay: float) -> list[Tensor]:
+        leaves = _leaves(_signals() | {"log_decay": torch.full((2,), decay, dtype=torch.float64)})
+        found = _reads(_run(leaves, variance=True, kernel=kernel))
+        return [*found, *_gradients(found, leaves)]
+
+    for none, little in zip(answer(0.0), answer(-1e-10), strict=True):
+        torch.testing.assert_close(little, none, rtol=1e-8, atol=1e-8)
+
+
+def test_long_sequences_stay_finite_in_float32() -> None:
+    """From no decay to so much that nothing is left of the past, a head each, with and without noise to hide it."""
+    x = _signals(length=4096, channels=1, heads=3, groups=1)
+    x = {name: y[:1] if y.ndim == 4 or name == "times" else y for name, y in x.items()}
+    x = {name: y if name == "times" else y.float() for name, y in x.items()}
+    x |= {"log_decay": torch.tensor([0.0, -1e-3, -30.0]), "process_noise": torch.tensor([0.0, 1.0, 0.0])}
+    leaves = _leaves(x)
+    found = _reads(_run(leaves, variance=True, kernel="chunked"))
+    assert all(bool(torch.isfinite(y).all()) for y in (*found, *_gradients(found, leaves)))
+
+
+def test_what_diffusion_grows_to() -> None:
+    rate = torch.tensor([0.0, 1e-12, 1e-3, 0.1, 0.24999, 0.25001, 3.0, 400.0], dtype=torch.float64)
+    lag = torch.tensor([[0.0], [1e-6], [1.0], [1e4]], dtype=torch.float64)
+    exact = [
+        [float(t) if a * t == 0 else -expm1(-2 * a * t) / (2 * a) for a in rate.tolist()] for t in lag[:, 0].tolist()
+    ]
+    torch.testing.assert_close(kappa(rate, lag), torch.tensor(exact, dtype=torch.float64), rtol=1e-14, atol=0)
+    torch.testing.assert_close(grown_slope(rate, lag)[:, 0], -(lag[:, 0] ** 2), rtol=1e-14, atol=0)
+    torch.testing.assert_close(grown_slope(rate, lag)[:, 4], grown_slope(rate, lag)[:, 5], rtol=1e-3, atol=0)
+    smooth = rate[2:].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda a: kappa(a, lag[:3]), (smooth,), eps=1e-6, atol=1e-8)
+    single = grown_slope(rate.float(), lag.float()).double()
+    torch.testing.assert_close(single, grown_slope(rate, lag), rtol=4e-6, atol=0)
+
+
+def test_one_more_observation_never_raises_the_variance(kernel: str) -> None:
+    x = _signals()
+    left = {
+        name: y if y.ndim < 2 or name == "frequency" else y[:, [t for t in range(11) if t != 4]]
+        for name, y in x.items()
+    }
+    more, less = (_reads(_run(y, variance=True, kernel=kernel))[1] for y in (x, left))
+    assert bool((more[:, 5:] <= less[:, 4:]).all()) and bool((more[:, 5:] < less[:, 4:]).any())
+
+
+def test_times_go_on_from_the_belief(kernel: str) -> None:
+    """One a token where none are given, in every sequence by itself."""
+    x = _signals()
+    del x["times"]
+    whole = _run(x | {"times": torch.arange(11).expand(2, 11)}, kernel=kernel)
+    head = _run({name: y[:, :5] if y.ndim == 4 else y for name, y in x.items()}, kernel=kernel)
+    tail = _run({name: y[:, 5:] if y.ndim == 4 else y for name, y in x.items()}, belief=head.belief, kernel=kernel)
+    torch.testing.assert_close(torch.cat([head.mean, tail.mean], 1), whole.mean, rtol=1e-12, atol=1e-12)
+    assert torch.equal(tail.belief.times, whole.belief.times)
+    packed = _run(x, segments=Segments.of(torch.tensor([[1, 2, 9], [0, 0, 5]])), kernel=kernel)
+    torch.testing.assert_close(packed.mean[0, :5], head.mean[0], rtol=1e-12, atol=1e-12)
+    assert packed.belief.compact().times.tolist() == [list(range(7)), [0, 0, *range(5)]]
+
+
+def test_a_window_bounds_the_belief(kernel: str) -> None:
+    x, window = _signals(), 4
+    prior, reads = None, []
+    for t in range(11):
+        now = {name: y[:, t : t + 1] if y.ndim == 4 or name == "times" else y for name, y in x.items()}
+        mean, _, prior = _run(now, window=window, belief=prior, kernel=kernel)
+        assert prior.keys.shape[1] == min(t + 1, window)
+        reads.append(mean)
+    assert prior is not None and prior.positions.tolist() == [[7, 8, 9, 10]] * 2
+    torch.testing.assert_close(torch.cat(reads, 1), _run(x, window=window, kernel=kernel).mean, rtol=1e-12, atol=1e-12)
+
+
+def test_packed_sequences_share_the_slots_of_their_row(kernel: str) -> None:
+    x = {name: y[:1] if y.ndim == 4 or name == "times" else y for name, y in _signals().items()}
+    belief = _run(x, segments=Segments.packed(torch.tensor([0, 3, 3, 11])), kernel=kernel).belief
+    assert isinstance(belief, HistoryBelief) and belief.keys.stride(0) == 0
+    assert belief.lengths.tolist() == [3, 0, 8]
+    last = belief.take(torch.tensor([2])).compact()
+    assert torch.equal(last.keys[0], x["k"][0, 3:]) and torch.equal(last.times[0], x["times"][0, 3:])
+    half = last.to(torch.bfloat16)
+    assert (
+        half.keys.dtype == torch.bfloat16 and half.times.dtype == torch.float64 and half.positions.dtype == torch.int64
+    )
+
+
+def test_tiles_keep_nothing_of_a_pair() -> None:
+    """For training, beside inputs: turned ones, what was read, and two numbers a query."""
+    leaves, kept = _leaves(_signals(length=512, groups=1)), {}
+
+    def keep(y: Tensor) -> Tensor:
+        kept[y.untyped_storage().data_ptr()] = y.untyped_storage().nbytes() // 8
+        return y
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda y: y):
+        _run(leaves, variance=True, kernel="chunked")
+    assert sum(kept.values()) < 30 * leaves["q"].numel() < 2 * 2 * 512 * 512
+
+
+class Counting:
+    """A compiler back end that counts the operations of the graphs it is given, forward and backward."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def count(graph: Any, _: Any) -> Any:
+            self.sizes.append(len(graph.graph.nodes))
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=count, bw_compiler=count)(module, inputs)
+
+
+def test_the_graph_does_not_grow_with_the_sequence() -> None:
+    sizes = []
+    for length in (64, 256):
+        torch.compiler.reset()
+        counting, leaves = Counting(), _leaves(_signals(length=length))
+        run = torch.compile(partial(_run, kernel="chunked"), fullgraph=True, backend=counting, dynamic=False)
+        run(leaves).mean.sum().backward()
+        sizes.append(counting.sizes)
+    assert len(sizes[0]) == 2 and sizes[0] == sizes[1]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "odd width": ({"q": torch.zeros(2, 3, 2, 5), "k": torch.zeros(2, 3, 2, 5)}, "`q` is 5 wide"),
+    "odd values": ({"v": torch.zeros(2, 3, 2, 3)}, "`v` is 3 wide"),
+    "values of another width": ({"v": torch.zeros(2, 3, 2, 6)}, "`value_dynamics` is absent"),
+    "value dynamics as a tuple": ({"value_dynamics": ()}, "`value_dynamics` is tuple"),
+    "growth": ({"log_decay": torch.ones(2)}, "`log_decay` is as high as 1"),
+    "frequencies of another width": ({"frequency": torch.zeros(2, 3)}, "`frequency`"),
+    "negative noise": ({"query_noise": -torch.ones(2)}, "`query_noise` is as low as -1"),
+    "no noise": ({"key_noise": torch.zeros(2), "query_noise": torch.zeros(2)}, "`key_noise + query_noise`"),
+    "a sure variance": ({"key_noise": torch.zeros(2), "variance": True}, "`key_noise` is as low as 0"),
+    "no nu": ({"nu": 0.0}, "`nu` is 0.0"),
+    "a temperature a channel": ({"temperature": torch.ones(4)}, "`temperature`"),
+    "a negative floor": ({"floor": -0.1}, "`floor` is -0.1"),
+    "another weight": ({"weight": "student"}, "`weight` is 'student'"),
+    "no window": ({"window": 0}, "`window` is 0"),
+    "a belief on both sides": ({"causal": False, "belief": ()}, "`belief` is given"),
+    "times back": ({"times": torch.tensor([[0.0, 2.0, 1.0]]).expand(2, 3)}, "`times` is decreasing"),
+    "times of another length": ({"times": torch.zeros(2, 4)}, "`times` is [2, 4]"),
+    "times in half precision": ({"times": torch.zeros(2, 3).half()}, "`times` is torch.float16"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case: str) -> None:
+    changes, message = BAD[case]
+    good: dict[str, Any] = {name: torch.zeros(2, 3, 2, 4) for name in "qkv"}
+    good |= {"log_decay": -torch.ones(2), "frequency": torch.ones(2, 2)}
+    good |= {name: torch.ones(2) for name in ("process_noise", "key_noise", "query_noise")}
+    attend(**good)
+    with pytest.raises(ArgumentError) as caught:
+        attend(**(good | changes))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_times_before_the_beliefs_are_refused() -> None:
+    x = _signals()
+    belief = _run(x).belief
+    with pytest.raises(ArgumentError, match="`times` is decreasing"):
+        _run(x, belief=belief)
