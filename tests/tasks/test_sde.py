@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kalmix import ArgumentError
-from kalmix.tasks.sde.calibration import LEVELS, coverage, fit_scale
 from kalmix.tasks.sde.co2 import series, windows
 from kalmix.tasks.sde.independence import pooled
+from kalmix.tasks.sde.scores import LEVELS, coverage, fit_scale
 from kalmix.tasks.sde.systems import SPIRAL, System, drift_of
 from kalmix.tasks.sde.trajectories import Sampling, embedding, simulate, splits
 

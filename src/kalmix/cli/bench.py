@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from kalmix.cli import collision, solvers
+from kalmix.cli import collision, sde, solvers
 
 app = typer.Typer(name="bench", help="The experiments of the papers, one a command.", no_args_is_help=True)
 app.command(name="collision")(collision.run)
+app.command(name="sde")(sde.run)
 app.command(name="solvers")(solvers.run)
 
 

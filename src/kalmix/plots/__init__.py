@@ -4,16 +4,22 @@ from kalmix.plots.attention import attention_maps
 from kalmix.plots.beliefs import beliefs, posterior_variance
 from kalmix.plots.collision import Sweep, mechanism, sweeps
 from kalmix.plots.curves import loss_curve
+from kalmix.plots.sde import Clouds, Path2D, clouds, paths, ratios
 from kalmix.plots.solvers import Panel, panels
 
 __all__ = [
+    "Clouds",
     "Panel",
+    "Path2D",
     "Sweep",
     "attention_maps",
     "beliefs",
+    "clouds",
     "loss_curve",
     "mechanism",
     "panels",
+    "paths",
     "posterior_variance",
+    "ratios",
     "sweeps",
 ]

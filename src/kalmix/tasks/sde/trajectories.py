@@ -67,6 +67,10 @@ class Trajectories(NamedTuple):
     state: Tensor | None = None
     outlying: Tensor | None = None
 
+    def take(self, index: Tensor) -> Trajectories:
+        """Those of these numbers, in that order."""
+        return Trajectories(self.times[index], self.measured[index], *(x if x is None else x[index] for x in self[2:]))
+
 
 class Splits(NamedTuple):
     """Independent trajectories to learn from, to choose by, and to be judged on."""

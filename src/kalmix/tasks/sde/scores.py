@@ -1,4 +1,4 @@
-"""How honest a variance is, and a scale fitted to held-out errors that makes it honest on average."""
+"""How good predictions are, how honest a variance is, and a scale from held-out errors that makes it so on average."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kalmix.tasks.sde.trajectories import Trajectories
+
 LEVELS = (0.5, 0.8, 0.9, 0.95)
+Errors = dict[str, float]
+
+
+def errors(predicted: Tensor, seen: Trajectories) -> Errors:
+    """Mean squared errors a row of predictions `[B, T - 1, d]` of all tokens but the first, each from those before it.
+
+    `measurement`: of what was measured, outliers among it; `state`: of the truth, where it is known.
+    """
+    truths = {"measurement": seen.measured, "state": seen.state}
+    return {name: float((predicted - x[:, 1:]).square().mean()) for name, x in truths.items() if x is not None}
 
 
 def fit_scale(error: Tensor, variance: Tensor) -> float:

@@ -1,0 +1,72 @@
+"""How models learn, presets of it, and the cells of the experiment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kalmix.errors import ArgumentError
+from kalmix.tasks.sde.models import MODELS
+from kalmix.tasks.sde.settings import SETTINGS
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a model learns, and on how much; the defaults are the paper's where it says (section 4.3).
+
+    Attributes:
+        epochs: over the training trajectories.  batch: trajectories a step.
+        rate, clip: learning rate of Adam, falling to nothing along a half cosine; largest norm of the gradient.
+        channels, heads: D, in which measurements are embedded, and heads of a layer.
+        train, validation, test: trajectories; a real series has its own.
+
+    Raises:
+        ArgumentError: a number makes no sense.
+    """
+
+    epochs: int = 300
+    batch: int = 32
+    rate: float = 1e-2
+    clip: float = 1.0
+    channels: int = 128
+    heads: int = 2
+    train: int = 256
+    validation: int = 64
+    test: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch", "channels", "heads", "train", "validation", "test"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(name, got=getattr(self, name), needs="at least 1")
+        if not 0 < self.rate < float("inf"):
+            raise ArgumentError("rate", got=self.rate, needs="positive")
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Of the splits."""
+        return self.train, self.validation, self.test
+
+
+PRESETS = {"laptop": Protocol(epochs=100, train=128, validation=32, test=128), "paper": Protocol()}
+
+REFERENCES = "references"  # a cell's model that stands for all who learn nothing
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model in one setting, for one seed: the unit that is never run twice.
+
+    Attributes:
+        model: of `MODELS`, or `REFERENCES`: all that learn nothing.
+
+    Raises:
+        ArgumentError: there is no such setting or model.
+    """
+
+    setting: str
+    model: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name, known in (("setting", SETTINGS), ("model", (*MODELS, REFERENCES))):
+            if getattr(self, name) not in known:
+                raise ArgumentError(name, got=repr(getattr(self, name)), needs=f"one of {', '.join(known)}")

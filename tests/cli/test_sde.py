@@ -1,0 +1,60 @@
+"""`kalmix bench sde`, end to end and tiny; what is done is not done again; mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kalmix.training.sde import PRESETS, Protocol
+
+PNG = b"\x89PNG\r\n"
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "laptop", Protocol(epochs=1, batch=4, channels=8, train=4, validation=2, test=2))
+
+
+def test_models_are_trained_compared_and_drawn_once(kalmix, tmp_path: Path) -> None:
+    asked = ("bench", "sde", "--settings", "figure-1b,co2", "--models", "softmax-2", "--seeds", 2, "--device", "cpu")
+    told = kalmix(*asked, "--output", tmp_path)
+    assert told.status == 0, told.errors
+    for words in ("4.98", "53.18", "figure-1b  softmax-2  seed 1  error", "smoother", "over last", "±"):
+        assert words in told.output
+    pictures = ("errors", "paths-softmax-2", "maps-figure-1b", "maps-co2")
+    for name in pictures:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
+        assert f"{name}.png" in told.output
+    lines = (tmp_path / "results.jsonl").read_text()
+    rows = [json.loads(line) for line in lines.splitlines()]
+    assert [(row["setting"], row["model"], row["seed"]) for row in rows] == [
+        (setting, model, seed)
+        for setting in ("figure-1b", "co2")
+        for model in ("references", "softmax-2")
+        for seed in (0, 1)
+    ]
+    assert rows[0]["versions"]["torch"] and rows[0]["device"] and "commit" in rows[0]
+    again = kalmix(*asked, "--output", tmp_path)
+    assert again.status == 0 and "error 0" not in again.output
+    assert (tmp_path / "results.jsonl").read_text() == lines
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--settings figure-2", "figure-1a,figure-1b"),
+        ("--models rnn", "softmax,softmax-2"),
+        ("--preset desktop", "laptop, paper"),
+        ("--seeds 0", "`seeds` is 0"),
+        ("--epochs 0", "`epochs` is 0"),
+        ("--device tpu", "cpu or cuda"),
+    ],
+)
+def test_a_mistake_is_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
+    told = kalmix("bench", "sde", "--output", tmp_path / "out", *options.split())
+    assert told.status == 2
+    assert says in told.errors
+    assert "Traceback" not in told.output + told.errors
+    assert not (tmp_path / "out").exists()
