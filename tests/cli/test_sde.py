@@ -21,7 +21,15 @@ def test_models_are_trained_compared_and_drawn_once(kalmix, tmp_path: Path) -> N
     asked = ("bench", "sde", "--settings", "figure-1b,co2", "--models", "softmax-2", "--seeds", 2, "--device", "cpu")
     told = kalmix(*asked, "--output", tmp_path)
     assert told.status == 0, told.errors
-    for words in ("4.98", "53.18", "figure-1b  softmax-2  seed 1  error", "smoother", "over last", "±"):
+    for words in (
+        "4.98",
+        "53.18",
+        "a scale a token",
+        "figure-1b  softmax-2  seed 1  error",
+        "smoother",
+        "over last",
+        "±",
+    ):
         assert words in told.output
     pictures = ("errors", "paths-softmax-2", "maps-figure-1b", "maps-co2")
     for name in pictures:

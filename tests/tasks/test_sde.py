@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from kalmix import ArgumentError
+from kalmix.tasks.sde.calibration import MODE, calibration, estimate
 from kalmix.tasks.sde.co2 import series, windows
 from kalmix.tasks.sde.independence import pooled
 from kalmix.tasks.sde.scores import LEVELS, coverage, fit_scale
@@ -16,7 +18,7 @@ from kalmix.tasks.sde.systems import SPIRAL, System, drift_of
 from kalmix.tasks.sde.trajectories import Sampling, embedding, simulate, splits
 
 PAPER = System(SPIRAL, 0.3, 0.5, step=0.01)
-MODE = System(((-0.1,),), 0.3, 0.5)  # a mode of it, its rotation undone
+DECAYING = System(((-0.1,),), 0.3, 0.5)  # a mode of it, its rotation undone
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -156,9 +158,9 @@ def test_without_process_noise_pooling_is_a_kalman_filter() -> None:
 def test_pooling_errs_as_it_is_said_to() -> None:
     """Against simulation, and the optimum against generalised least squares."""
     at = Sampling(12, 0.5, irregular=True).times(1, generator())[0]
-    found = pooled(MODE, at)
-    matrix, covariance = (x[..., 0, 0] for x in MODE.transition((at[-1] - at).clamp(min=0)))
-    own = MODE.obs_noise * matrix.square()
+    found = pooled(DECAYING, at)
+    matrix, covariance = (x[..., 0, 0] for x in DECAYING.transition((at[-1] - at).clamp(min=0)))
+    own = DECAYING.obs_noise * matrix.square()
     index = torch.arange(12)
     joint = covariance[torch.maximum(index[:, None], index)] + own.diag()
     assert found.optimal[-1] == pytest.approx(1 / float(torch.linalg.inv(joint).sum()), rel=1e-9)
@@ -166,10 +168,10 @@ def test_pooling_errs_as_it_is_said_to() -> None:
     count = 40_000
     state = torch.zeros(count, dtype=torch.float64)
     seen = []
-    steps = zip(*(x[:, 0, 0].tolist() for x in MODE.transition(at.diff(prepend=at[:1]))), strict=True)
+    steps = zip(*(x[:, 0, 0].tolist() for x in DECAYING.transition(at.diff(prepend=at[:1]))), strict=True)
     for move, variance in steps:
         state = move * state + variance**0.5 * torch.randn(count, generator=generator(len(seen))).double()
-        seen.append(state + MODE.obs_noise**0.5 * torch.randn(count, generator=generator(99 + len(seen))).double())
+        seen.append(state + DECAYING.obs_noise**0.5 * torch.randn(count, generator=generator(99 + len(seen))).double())
     weights = 1 / (covariance + own)
     estimate = (weights * matrix) @ torch.stack(seen) / weights.sum()
     assert (estimate - state).square().mean() == pytest.approx(float(found.actual[-1]), rel=0.03)
@@ -177,7 +179,7 @@ def test_pooling_errs_as_it_is_said_to() -> None:
 
 def test_pooling_is_several_times_worse_than_the_optimum_and_does_not_know() -> None:
     """The paper's mode, after its 102 measurements; the figures of docs/sde.md."""
-    found = pooled(MODE, torch.arange(102).double() / 10)
+    found = pooled(DECAYING, torch.arange(102).double() / 10)
     assert found.actual[-1] / found.optimal[-1] == pytest.approx(4.98, abs=0.01)
     assert found.actual[-1] / found.claimed[-1] == pytest.approx(53.2, abs=0.1)
     assert (found.actual / found.optimal).mean() == pytest.approx(3.03, abs=0.01)
@@ -191,7 +193,24 @@ def test_a_fitted_scale_covers_held_out_errors() -> None:
     assert max(coverage(test, claimed)) < 0.25
     scale = fit_scale(held_out, claimed)
     assert scale == pytest.approx(53, rel=0.1)
+    by_place = fit_scale(held_out.view(500, 4, 2), claimed.view(500, 4), dim=0)
+    assert by_place.shape == (4,) and by_place.mean() == pytest.approx(float(scale), rel=1e-9)
     assert coverage(test, scale * claimed) == pytest.approx(LEVELS, abs=0.02)
+
+
+def test_attention_is_the_pooled_estimate_and_a_fitted_scale_makes_it_honest_where_it_is_fitted() -> None:
+    system = System(drift_of([MODE]), 0.3, 0.5)
+    drawn = simulate(system, Sampling(irregular=True), 2, generator())
+    believed = estimate(system, drawn)
+    for one in range(2):
+        claimed = pooled(replace(system, drift=((MODE.real,),)), drawn.times[one]).claimed
+        assert torch.allclose(believed.covariance[one, :, 1, 1], claimed, rtol=1e-6)
+    covered = calibration(0.3, 0.5, trajectories=100)
+    assert covered["claimed"][2] < 0.45  # what is said to hold for 90%
+    assert covered["kalman"] == pytest.approx(LEVELS, abs=0.02)
+    assert covered["one scale"][2] == pytest.approx(0.9, abs=0.03) and covered["one scale, late"][2] < 0.82
+    for whose in ("a scale a token", "a scale a token, late"):
+        assert covered[whose] == pytest.approx(LEVELS, abs=0.04)
 
 
 def test_carbon_dioxide_is_in_windows_that_do_not_meet() -> None:

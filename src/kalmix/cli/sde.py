@@ -41,7 +41,7 @@ def run(
         raise ArgumentError("seeds", got=seeds, needs="at least 1")
     protocol = PRESETS[preset] if epochs is None else replace(PRESETS[preset], epochs=epochs)
     where, console, results = options.device(device), Console(highlight=False), Results(output / "results.jsonl")
-    report.pooling(wanted, console)
+    report.unlearned(wanted, console)
     every = range(seeds)
     cells = [Cell(setting, model, seed) for setting in wanted for model in (REFERENCES, *named) for seed in every]
     with _progress(console) as follow:

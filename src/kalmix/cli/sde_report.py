@@ -12,35 +12,38 @@ from rich.console import Console
 from rich.table import Table
 
 from kalmix import plots
+from kalmix.tasks.sde.calibration import MODE, calibration
 from kalmix.tasks.sde.independence import pooled
-from kalmix.tasks.sde.settings import SETTINGS, Simulated
+from kalmix.tasks.sde.scores import LEVELS
+from kalmix.tasks.sde.settings import PUBLISHED, SETTINGS, Simulated
 from kalmix.tasks.sde.systems import System
 from kalmix.tasks.sde.trajectories import Trajectories
 from kalmix.training.lines import Row
 from kalmix.training.sde import REFERENCES, Cell, Protocol, Results, learned
 
 OPTIMUM = "kalman"  # whose error others are divided by, where there is one
-DECAY = -0.1  # real part of the eigenvalues of the paper's system
 Errors = dict[str, dict[str, list[float]]]  # by predictor and truth, one a seed
 
 
-def pooling(settings: Sequence[str], console: Console) -> None:
-    """What weighing observations as if they were independent costs, with nothing learned."""
-    table = _table("one mode of the system, regular times, estimate of the last state: mean squared error")
-    for name in ("over the optimum", "over what is claimed", "over the optimum, mean of all tokens"):
-        table.add_column(name, justify="right")
-    noises = {}
-    for name in settings:
-        setting = SETTINGS[name]
-        if isinstance(setting, Simulated):
-            noises.setdefault((setting.system.process_noise, setting.system.obs_noise), setting.sampling)
-    for (process, obs), sampling in noises.items():
-        times = torch.arange(sampling.length, dtype=torch.float64) * sampling.interval
-        found = pooled(System(((DECAY,),), process, obs), times)
+def unlearned(settings: Sequence[str], console: Console) -> None:
+    """What weighing observations as if they were independent costs, and what its variance is worth, by noises."""
+    named = [setting for setting in map(SETTINGS.get, settings) if isinstance(setting, Simulated)]
+    noises = dict.fromkeys((setting.system.process_noise, setting.system.obs_noise) for setting in named)
+    costs = _table("attention that knows the system, last of 102 tokens: mean squared error, over")
+    for name in ("the optimum", "what is claimed", "the optimum, all tokens"):
+        costs.add_column(name, justify="right")
+    honest = _table("how often the state is inside the interval of each level")
+    for level in LEVELS:
+        honest.add_column(f"{level:.0%}", justify="right")
+    times = torch.arange(PUBLISHED.length, dtype=torch.float64) * PUBLISHED.interval
+    for process, obs in noises:
+        name = f"{process:g}, {obs:g}"
+        found = pooled(System(((MODE.real,),), process, obs), times)
         ratio, boast = found.actual / found.optimal, found.actual / found.claimed
-        cells = (float(ratio[-1]), float(boast[-1]), float(ratio.mean()))
-        table.add_row(f"process {process:g}, measurement {obs:g}", *(f"{cell:.2f}" for cell in cells))
-    if noises:
+        costs.add_row(name, *(f"{float(cell):.2f}" for cell in (ratio[-1], boast[-1], ratio.mean())))
+        for whose, covered in calibration(process, obs).items():
+            honest.add_row(f"{name}: {whose}", *(f"{part:.1%}" for part in covered))
+    for table in (costs, honest) if noises else ():
         console.print(table)
 
 

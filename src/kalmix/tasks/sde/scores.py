@@ -22,16 +22,17 @@ def errors(predicted: Tensor, seen: Trajectories) -> Errors:
     return {name: float((predicted - x[:, 1:]).square().mean()) for name, x in truths.items() if x is not None}
 
 
-def fit_scale(error: Tensor, variance: Tensor) -> float:
-    """The number that variances are to be multiplied by: the mean of error^2 / variance, likeliest if all is Gaussian.
+def fit_scale(error: Tensor, variance: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
+    """What variances are to be multiplied by: the mean of error^2 / variance, the likeliest scale of Gaussian errors.
 
     Fit it on trajectories that nothing was learned from, report on others.
 
     Args:
         error: `[..., d]` of an estimate, real.
         variance: `[...]` claimed for each row of it, positive.
+        dim: of `variance`, over which a scale is shared; all if absent.
     """
-    return float((error.square() / variance[..., None]).mean())
+    return (error.square().mean(-1) / variance).mean(dim)
 
 
 def coverage(error: Tensor, variance: Tensor, levels: Sequence[float] = LEVELS) -> list[float]:

@@ -23,14 +23,12 @@ class Learned(NamedTuple):
     Attributes:
         model: with the weights that did best in validation.
         rows: `[d, D]` the embedding it learned in.
-        scale: of its tokens, the standard deviation of what was measured in training.
         validation: error of the next measurement after each epoch.
         kept: weights by how many epochs there had been: before the first, after a tenth of them, and, last, the best.
     """
 
     model: Predictor
     rows: Tensor
-    scale: float
     validation: list[float]
     kept: dict[int, State]
 
@@ -38,12 +36,12 @@ class Learned(NamedTuple):
     def predict(self, seen: Trajectories, batch: int) -> Tensor:
         """The next measurement after each token but the last, `[B, T - 1, d]` float64 on the CPU."""
         parts = self.batches(seen, torch.arange(len(seen.times)).split(batch))
-        return self.scale * torch.cat([_predict(self.model, x, at) @ self.rows.mT for x, at in parts]).double().cpu()
+        return torch.cat([_predict(self.model, x, at) @ self.rows.mT for x, at in parts]).double().cpu()
 
     def batches(self, seen: Trajectories, indices: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Tokens `[b, T, D]` and their times `[b, T]`, as the model takes them, of these trajectories."""
         for index in indices:
-            yield (seen.measured[index] / self.scale).to(self.rows) @ self.rows, seen.times[index].to(self.rows)
+            yield seen.measured[index].to(self.rows) @ self.rows, seen.times[index].to(self.rows)
 
 
 def begin(name: str, given: Splits, protocol: Protocol, seed: int, device: torch.device) -> Learned:
@@ -52,7 +50,7 @@ def begin(name: str, given: Splits, protocol: Protocol, seed: int, device: torch
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = MODELS[name](protocol.channels, protocol.heads).to(device)
-    return Learned(model, rows, float(given.train.measured.std()), [], {0: _copied(model)})
+    return Learned(model, rows, [], {0: _copied(model)})
 
 
 def learn(name: str, given: Splits, protocol: Protocol, seed: int, device: torch.device, tell: Tell) -> Learned:
