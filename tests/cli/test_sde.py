@@ -27,7 +27,7 @@ def test_models_are_trained_compared_and_drawn_once(kalmix, tmp_path: Path) -> N
         "a scale a token",
         "figure-1b  softmax-2  seed 1  error",
         "smoother",
-        "over last",
+        "over structural",
         "±",
     ):
         assert words in told.output

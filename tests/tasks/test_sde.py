@@ -141,7 +141,7 @@ def test_an_embedding_keeps_lengths_and_is_read_back() -> None:
         (lambda: Sampling(outliers=1.5), "outliers"),
         (lambda: pooled(PAPER, times(0, 1)), "system"),
         (lambda: windows(9, 8), "length"),
-        (lambda: windows(9, 500), "weeks"),
+        (lambda: windows(9, 500), "span"),
     ],
 )
 def test_nonsense_raises(make, name: str) -> None:
@@ -224,5 +224,5 @@ def test_carbon_dioxide_is_in_windows_that_do_not_meet() -> None:
         assert not part.times[:, 0].any() and not part.measured[:, 0].any()
         assert part.times.diff(dim=1).min() > 0.01
         assert 1 < part.times.diff(dim=1).max() / part.times.diff(dim=1).min() < 30
-    assert parts.train.measured.std() == pytest.approx(1)
+    assert parts.train.measured.std() == pytest.approx(1, abs=0.02)
     assert not torch.equal(parts.train.times[0], parts.train.times[1])

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from kalmix.diffusions import sample_backwards
+from kalmix.tasks.sde.co2 import windows
 from kalmix.tasks.sde.references import Gaussian, kalman
+from kalmix.tasks.sde.scores import errors
+from kalmix.tasks.sde.structural import structural
 from kalmix.tasks.sde.systems import SPIRAL, System, drift_of
 from kalmix.tasks.sde.trajectories import Sampling, simulate
 
@@ -79,6 +82,17 @@ def test_more_is_known_the_more_is_seen_and_of_outliers() -> None:
     plain_error, *errors = (float((of.mean - drawn.state)[:, 1:].square().mean()) for of in (plain.filtered, *knowing))
     assert errors == sorted(errors, reverse=True)
     assert plain_error > 10 * errors[1]
+
+
+def test_a_structural_model_of_carbon_dioxide_beats_the_last_measurement() -> None:
+    """And no measurement to come, nor its own, is in a prediction."""
+    seen = windows().test.take(torch.tensor([0, 20]))
+    predicted = structural(seen)
+    assert errors(predicted, seen)["measurement"] < 0.5 * errors(seen.measured[:, :-1], seen)["measurement"]
+    changed = seen.measured.clone()
+    changed[:, 30:] += 1
+    other = structural(seen._replace(measured=changed))
+    assert torch.allclose(other[:, :30], predicted[:, :30]) and (other[:, 30] - predicted[:, 30]).abs().min() > 0.1
 
 
 def test_drawing_backwards_gives_the_smoothers_trajectories() -> None:

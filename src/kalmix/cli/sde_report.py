@@ -21,7 +21,7 @@ from kalmix.tasks.sde.trajectories import Trajectories
 from kalmix.training.lines import Row
 from kalmix.training.sde import REFERENCES, Cell, Protocol, Results, learned
 
-OPTIMUM = "kalman"  # whose error others are divided by, where there is one
+REFERENCE = ("kalman", "structural")  # whose error others are divided by
 Errors = dict[str, dict[str, list[float]]]  # by predictor and truth, one a seed
 
 
@@ -52,9 +52,9 @@ def errors(rows: Mapping[Cell, Row], output: Path, console: Console) -> Path:
     drawn = {}
     for setting in dict.fromkeys(cell.setting for cell in rows):
         found = _collected([row for cell, row in rows.items() if cell.setting == setting])
-        best = found.get(OPTIMUM, found["last"])["measurement"]
+        (whose,) = (name for name in REFERENCE if name in found)
+        best = found[whose]["measurement"]
         over = {name: _over(truths["measurement"], best) for name, truths in found.items() if "measurement" in truths}
-        whose = OPTIMUM if OPTIMUM in found else "last"
         table = _table(f"{setting}: mean squared error of what comes next")
         for column in ("measurement", f"over {whose}", "state"):
             table.add_column(column, justify="right")

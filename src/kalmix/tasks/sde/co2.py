@@ -12,7 +12,8 @@ from kalmix.errors import ArgumentError
 from kalmix.tasks.sde.trajectories import Splits, Trajectories
 
 SHARES = (0.7, 0.15)  # of the measurements, to train and to validate; the rest, the latest, are the test
-DAYS = 365.25
+YEAR = 365.25 / 7  # weeks
+SPREAD = 3.0  # parts per million: about the standard deviation of what windows rise by
 
 
 def series() -> tuple[Tensor, Tensor]:
@@ -23,35 +24,52 @@ def series() -> tuple[Tensor, Tensor]:
     from statsmodels.datasets import co2
 
     table: Any = co2.load_pandas().data
-    weeks = table["co2"].dropna()
-    days = (weeks.index - weeks.index[0]).days.to_numpy()
-    return torch.tensor(days, dtype=torch.float64) / DAYS, torch.tensor(weeks.to_numpy(), dtype=torch.float64)
+    seen = table["co2"].dropna()
+    days = (seen.index - seen.index[0]).days.to_numpy()
+    return torch.tensor(days, dtype=torch.float64) / (7 * YEAR), torch.tensor(seen.to_numpy(), dtype=torch.float64)
 
 
-def windows(length: int = 64, weeks: int = 128, stride: int = 8, seed: int = 0) -> Splits:
-    """Windows of so many successive weeks of the series, split by time, of which `length` are kept, `[B, length, 1]`.
+def weeks(times: Tensor) -> Tensor:
+    """Which week each time in years is, int64."""
+    return (times * YEAR).round().long()
+
+
+def training() -> tuple[Tensor, Tensor]:
+    """The training years as they were, times and values over `SPREAD`."""
+    times, values = series()
+    stop = _ends(len(times))[0]
+    return times[:stop], values[:stop] / SPREAD
+
+
+def windows(length: int = 64, span: int = 128, stride: int = 8, seed: int = 0) -> Splits:
+    """Windows of `span` successive measurements of the series, split by time, `length` of them kept, `[B, length, 1]`.
 
     No measurement is in two splits. Which are kept (the first always is) is drawn anew for every window, so that times
     are irregular everywhere, not only in the early years, where the gaps are. What is measured is how far it is above
-    the first of its window, so that a window is not told by how much carbon dioxide there was in its decade, in
-    standard deviations of that in training. `times` start at 0 in every window.
+    the first of its window, over `SPREAD`, so that a window is not told by how much carbon dioxide there was in its
+    decade. `times` start at 0 in every window.
 
     Raises:
         ArgumentError: more are to be kept than there are, or a split is shorter than a window.
     """
-    if not 1 <= length <= weeks:
-        raise ArgumentError("length", got=length, needs=f"between 1 and the {weeks} weeks of a window")
+    if not 1 <= length <= span:
+        raise ArgumentError("length", got=length, needs=f"between 1 and the {span} of a window")
     times, values = series()
-    ends = [round(share * len(times)) for share in (SHARES[0], sum(SHARES), 1.0)]
-    if min(stop - start for start, stop in pairwise([0, *ends])) < weeks:
-        raise ArgumentError("weeks", got=weeks, needs="no more than the shortest split has")
+    parts = list(pairwise([0, *_ends(len(times))]))
+    if min(stop - start for start, stop in parts) < span:
+        raise ArgumentError("span", got=span, needs="no more than the shortest split has")
     generator = torch.Generator().manual_seed(seed)
     found = []
-    for start, stop in pairwise([0, *ends]):
-        whole = times[start:stop].unfold(0, weeks, stride), values[start:stop].unfold(0, weeks, stride)
+    for start, stop in parts:
+        whole = times[start:stop].unfold(0, span, stride), values[start:stop].unfold(0, span, stride) / SPREAD
         order = torch.rand(whole[0].shape, generator=generator)
         order[:, 0] = -1
         kept = order.argsort(1)[:, :length].sort(1).values
-        found.append([x.gather(1, kept) - x[:, :1] for x in whole])
-    scale = found[0][1].std()
-    return Splits(*(Trajectories(time, (rise / scale)[..., None]) for time, rise in found))
+        time, rise = (x.gather(1, kept) - x[:, :1] for x in whole)
+        found.append(Trajectories(time, rise[..., None]))
+    return Splits(*found)
+
+
+def _ends(count: int) -> list[int]:
+    """Where each split ends."""
+    return [round(share * count) for share in (SHARES[0], sum(SHARES), 1.0)]

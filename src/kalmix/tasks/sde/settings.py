@@ -12,6 +12,7 @@ import torch
 from kalmix.tasks.sde import co2
 from kalmix.tasks.sde.references import kalman
 from kalmix.tasks.sde.scores import Errors, errors
+from kalmix.tasks.sde.structural import structural
 from kalmix.tasks.sde.systems import SPIRAL, System
 from kalmix.tasks.sde.trajectories import Sampling, Splits, Trajectories, splits
 
@@ -60,8 +61,8 @@ class CarbonDioxide:
         return co2.windows(seed=seed)
 
     def references(self, seen: Trajectories) -> dict[str, Errors]:
-        """Errors of the last measurement."""
-        return _last(seen)
+        """Errors of the last measurement, and of a structural model of the series."""
+        return _last(seen) | {"structural": errors(structural(seen), seen)}
 
     def written(self) -> dict[str, Any]:
         """As a line in a file has it."""
