@@ -10,6 +10,7 @@ from kalmix.layers import (
     GLA,
     KDA,
     KLA,
+    AdaptiveFilterAttention,
     Attention,
     BayesianLayer,
     DeltaNet,
@@ -36,6 +37,10 @@ LAYERS: dict[str, Callable[[], Mixer]] = {
     "gated-kalmanet": lambda: GatedKalmaNet(12, heads=4, key_heads=2, head_dim=3, ridge=0.1),
     "gated-kalmanet-bare": lambda: GatedKalmaNet(
         12, heads=2, head_dim=3, expand_v=2, decay=False, gain=None, mix=False, gate=None, ridge=Fixed(0.25)
+    ),
+    "afa": lambda: AdaptiveFilterAttention(12, heads=2, head_dim=3, predict=None),
+    "afa-parts": lambda: AdaptiveFilterAttention(
+        12, iterations=2, value_dynamics=True, window=4, floor=True, normalize=True, predict="gate", confidence=True
     ),
     "kda": lambda: KDA(12, heads=2, head_dim=3, expand_v=2, conv=2),
     "linear-attention": lambda: LinearAttention(12, heads=2),

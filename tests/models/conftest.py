@@ -20,6 +20,7 @@ LAYERS = {
     "bayesian": [{"mixer": "bayesian", **CALM}, {"mixer": "bayesian", **CALM, "rotations": True, "mlp": 8}],
     "ridge": [RIDGE, {**RIDGE, "gain": "squared", "solver": Chebyshev(20), "ridge": Fixed(0.5)}],
     "ridge-hybrid": hybrid_layers(RIDGE, blocks=2, attention_at=[1]),
+    "filters": [{"mixer": "afa", "predict": "gate"}, {"mixer": "afa", "window": 5, "iterations": 2}],
     "delta": [{"mixer": "gated-deltanet", **CALM}, {"mixer": "kda", **CALM}],
     "ungated": [{"mixer": "deltanet", **CALM}, "linear-attention"],
     "additive": [{"mixer": "retnet", **CALM}, {"mixer": "gla", **CALM, "conv": 2}],

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from kalmix.errors import ArgumentError
+from kalmix.layers.afa import AdaptiveFilterAttention
 from kalmix.layers.attention import Attention, AttentionState
 from kalmix.layers.bayesian import BayesianLayer
 from kalmix.layers.deltanet import DeltaNet
@@ -25,6 +26,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "kla": KLA,
     "bayesian": BayesianLayer,
     "gated-kalmanet": GatedKalmaNet,
+    "afa": AdaptiveFilterAttention,
     "deltanet": DeltaNet,
     "gated-deltanet": GatedDeltaNet,
     "kda": KDA,
@@ -60,6 +62,7 @@ __all__ = [
     "KDA",
     "KLA",
     "MIXERS",
+    "AdaptiveFilterAttention",
     "Attention",
     "AttentionState",
     "BayesianLayer",

@@ -50,7 +50,7 @@ class Mixer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no posterior")
 
     def filter(
-        self, x: Tensor, state: Any = None, segments: Segments | None = None, variance: bool = False
+        self, x: Tensor, state: Any = None, segments: Segments | None = None, variance: bool = False, **when: Any
     ) -> Filtered:
         """All a layer knows, in output space.
 
@@ -60,6 +60,7 @@ class Mixer(nn.Module):
             segments: which tokens form which sequence; each batch row one sequence if absent. Tokens outside every
                 sequence change nothing and give 0.
             variance: also give the marginal variance of each output, float32, where the layer has a posterior.
+            when: what `read` takes beside, for layers that ask when tokens were seen.
 
         Returns:
             `Filtered` with mean `[B, T, D]`, variance `[B, T, D]` or `None`, and as belief the layer's state.
@@ -68,12 +69,14 @@ class Mixer(nn.Module):
             ArgumentError: `x` or the state has another shape or type than the layer takes.
         """
         check_shape("x", x, "B T D", {"D": self.hidden_size})
-        (mean, var, state), context = self.read(x, state, segments, variance and self.has_posterior)
+        (mean, var, state), context = self.read(x, state, segments, variance and self.has_posterior, **when)
         return Filtered(self.emit(mean, context), None if var is None else self.emit_variance(var, context), state)
 
-    def forward(self, x: Tensor, state: Any = None, segments: Segments | None = None) -> tuple[Tensor, Any]:
+    def forward(
+        self, x: Tensor, state: Any = None, segments: Segments | None = None, **when: Any
+    ) -> tuple[Tensor, Any]:
         """The output `[B, T, D]` and the state after the last token; see `filter`."""
-        mean, _, state = self.filter(x, state, segments)
+        mean, _, state = self.filter(x, state, segments, **when)
         return mean, state
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kalmix.layers.mixer import check_choice
 from kalmix.layers.parts import low_rank, widen
+from kalmix.ops import Dynamics
 
 _KNEE = 8.0
 DISCRETIZATIONS = ("ou", "zoh")
@@ -21,6 +22,12 @@ VARIANCES = {
     "write_variance": {"initial": 4.0, "floor": 1e-4},
     "reset": {"initial": 4.0, "floor": 1e-4},
     "process_noise": {"initial": 0.001, "floor": 1e-6},
+}
+# Of states (see `StateDynamics`), per unit of time and per look: a token counts half as much after about 20 others.
+STATE_VARIANCES = {
+    "process_noise": {"initial": 0.1, "floor": 1e-6},
+    "key_noise": {"initial": 1.0, "floor": 1e-4},
+    "query_noise": {"initial": 1.0, "floor": 1e-4},
 }
 
 
@@ -202,3 +209,53 @@ class StepDecay(nn.Module):
         rate = learned.log_rate.to(raw.dtype).exp().view(self.rates)
         angle = None if learned.frequency is None else learned.frequency.to(raw.dtype).view(self.rates) * step
         return Stepped(-rate * step, step, angle)
+
+
+class StateDynamics(nn.Module):
+    """Learned dynamics of states, time-invariant: H heads of C complex channels, as ops that pull states forward take.
+
+    Per head the logarithms (see `positive`) of a rate, initially log-uniform in [0.001, 0.1], and of a step, 1, which
+    scales all that happens in a unit of time; and raw `STATE_VARIANCES`. Frequencies come in pairs of either sign, as
+    those of real systems do (section 4.2 of Adaptive Filter Attention), initially those of rotary positions.
+
+    Args:
+        heads, channels: H and C.
+        rotary_base: the slowest channel turns once in about 2 pi times this many units of time; `None`: none turns.
+    """
+
+    def __init__(self, heads: int, channels: int, rotary_base: float | None) -> None:
+        super().__init__()
+        self.channels, self.rotary_base = channels, rotary_base
+        self.log_rate = nn.Parameter(torch.empty(heads))
+        self.log_step = nn.Parameter(torch.empty(heads))
+        self.process_noise = nn.Parameter(torch.empty(heads))
+        self.key_noise = nn.Parameter(torch.empty(heads))
+        self.query_noise = nn.Parameter(torch.empty(heads))
+        turning = 0 if rotary_base is None else -(-channels // 2)
+        self.frequency = nn.Parameter(torch.empty(heads, turning)) if turning else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The initial values above."""
+        nn.init.uniform_(self.log_rate, math.log(0.001), math.log(0.1))
+        nn.init.zeros_(self.log_step)
+        for name, variance in STATE_VARIANCES.items():
+            nn.init.constant_(self.get_parameter(name), math.log(math.expm1(variance["initial"])))
+        if self.frequency is not None and self.rotary_base is not None:
+            pairs = self.frequency.shape[1]
+            with torch.no_grad():
+                self.frequency.copy_(self.rotary_base ** (-torch.arange(pairs) / pairs))
+
+    def forward(self, dtype: torch.dtype) -> Dynamics:
+        """The dynamics of all heads, in the dtype of a belief."""
+        step = positive(self.log_step.to(dtype))
+        process, key, query = (
+            noise_variance(self.get_parameter(name).to(dtype), variance["floor"])
+            for name, variance in STATE_VARIANCES.items()
+        )
+        if self.frequency is None:
+            frequency = step.new_zeros(*step.shape, self.channels)
+        else:
+            turn = self.frequency.to(dtype)
+            frequency = torch.cat([turn, -turn], -1)[:, : self.channels] * step[:, None]
+        return Dynamics(-positive(self.log_rate.to(dtype)) * step, frequency, process * step, key, query)

@@ -138,7 +138,7 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
     accepts_loss_kwargs = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _tied_weights_keys = {"model.lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["dynamics"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["dynamics", "value_dynamics"]  # noqa: RUF012
     _supports_sdpa = True
 
     def __init__(self, config: KalmixConfig) -> None:

@@ -1,0 +1,133 @@
+"""Adaptive Filter Attention (AFA): attention as filtering, every token pulled forward to every later one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from kalmix import ops
+from kalmix.beliefs import HistoryBelief
+from kalmix.layers.heads import Heads
+from kalmix.layers.mixer import check_choice, check_positive
+from kalmix.layers.parametrize import StateDynamics
+from kalmix.layers.parts import unit, widen
+from kalmix.layers.trajectory import Doubt, TrajectoryLayer
+from kalmix.ops import Dynamics
+from kalmix.ops._attend import Weight
+from kalmix.segments import Segments
+from kalmix.types import Filtered, belief_dtype
+
+
+class AdaptiveFilterAttention(TrajectoryLayer):
+    """Adaptive Filter Attention (Racioppo, arXiv:2509.04154), Algorithm 1 with its misprints mended.
+
+        z_i = sum_j A_ij e^{(-a + i w) (t_i - t_j)} v_j,   A_ij = softmax_j (temperature log(weight_ij / V(t_i - t_j)))
+
+    with V the variance by which the dynamics carry a look at t_j to t_i and weight_ij its robust weight, given how far
+    the query at i is from the key carried from j: see `kalmix.ops.attend`, and `TrajectoryLayer` for what follows.
+
+    Its posterior is the one of looks whose errors are independent: exact without process noise and with unit weights,
+    else overconfident (docs/afa.md says by how much, and how to calibrate it).
+
+    Args:
+        hidden_size: D.
+        heads, head_dim: heads, and complex channels of each; see `Heads.of`: 2 heads head_dim is about D if absent.
+        rotary_base: of initial frequencies; see `StateDynamics`.
+        iterations: K >= 1, of the reweighted estimate, with shared weights (section 2.4): each but the last moves the
+            query towards the estimate of its key, by as much as the residual takes of an estimate.
+        value_dynamics: whether values have dynamics and noises of their own.
+        weight: "rational" or "exponential".
+        window: how many tokens a query sees; all if absent.
+        floor: whether a learned number >= 0, at first 0.01, is added to the decay of keys.
+        normalize: whether queries and keys are unit vectors (section 3.7).
+        predict: "step": the state one step ahead, as published; "gate": as much of it as a gate says (section 3.1);
+            `None`: the estimate itself.
+        confidence: whether a gate of the total precision weighs the estimate (appendix B.2).
+        kernel: pin a kernel of `kalmix.ops.attend`.
+
+    Cost: O(K T (S + T) H C) for T tokens after S, and the projections; the state holds every key and value, or those of
+    the window.
+    """
+
+    has_posterior = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        heads: int | None = None,
+        head_dim: int | None = None,
+        rotary_base: float = 10000.0,
+        iterations: int = 1,
+        value_dynamics: bool = False,
+        weight: str = "rational",
+        window: int | None = None,
+        floor: bool = False,
+        normalize: bool = False,
+        predict: str | None = "step",
+        confidence: bool = False,
+        kernel: str | None = None,
+    ) -> None:
+        check_positive("iterations", iterations)
+        check_positive("window", 1 if window is None else window)
+        check_choice("weight", weight, get_args(Weight))
+        sizes = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, widest=64)
+        options = {"rotary_base": rotary_base, "predict": predict, "confidence": confidence, "kernel": kernel}
+        super().__init__(hidden_size, sizes, **options)
+        heads, channels = sizes.heads, sizes.key_width
+        self.iterations, self.weight, self.window, self.normalize = iterations, weight, window, normalize
+        self.value_dynamics = StateDynamics(heads, channels, rotary_base) if value_dynamics else None
+        self.doubt = Doubt(heads, nu=1.0 if normalize else 2.0 * channels, floor=floor)
+
+    def dynamics_parameters(self) -> Iterator[nn.Parameter]:
+        """Rates, steps, frequencies and noises of keys and values."""
+        own = () if self.value_dynamics is None else self.value_dynamics.parameters()
+        return chain(super().dynamics_parameters(), own)
+
+    def states(self, dtype: torch.dtype) -> Dynamics:
+        """The dynamics of values."""
+        return (self.dynamics if self.value_dynamics is None else self.value_dynamics)(dtype)
+
+    def estimate(self, q: Tensor, k: Tensor, v: Tensor, variance: bool, belief: Any, **where: Any) -> Filtered:
+        """`kalmix.ops.attend`, after the iterations that move the query."""
+        own = None if self.value_dynamics is None else self.value_dynamics(belief_dtype(v.dtype))
+        return self._attend(q, k, v, own, variance, belief, **where)
+
+    def weights(self, x: Tensor, times: Tensor | None = None) -> Tensor:
+        """How much of each token (column) is in the estimate at another (row), `[B, H, T, T]`, decay included.
+
+        For pictures: tokens `[B, T, D]` are their own values here, in T channels that do not turn. Memory O(T^2).
+        """
+        q, k, _ = self.project(x)
+        length, heads = x.shape[1], self.sizes.heads
+        own = self.states(belief_dtype(x.dtype))._replace(frequency=widen(q).new_zeros(heads, length))
+        themselves = torch.eye(length, 2 * length, dtype=q.dtype, device=q.device)[:, None]
+        v = themselves.expand(x.shape[0], length, heads, 2 * length)
+        return self._attend(q, k, v, own, times=times).mean[..., :length].transpose(1, 2)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        own: Dynamics | None,
+        variance: bool = False,
+        belief: HistoryBelief | None = None,
+        segments: Segments | None = None,
+        times: Tensor | None = None,
+    ) -> Filtered:
+        dtype = belief_dtype(q.dtype)
+        q, k = (unit(q), unit(k)) if self.normalize else (q, k)
+        rules: dict[str, Any] = self.dynamics(dtype)._asdict() | self.doubt(dtype)
+        rules |= {"weight": self.weight, "window": self.window, "kernel": self.kernel}
+        taken = torch.sigmoid(self.residual.to(dtype))[:, None]
+        for _ in range(self.iterations - 1):
+            seen = None if belief is None else belief._replace(values=belief.keys)
+            found = ops.attend(q, k, k, belief=seen, times=times, segments=segments, **rules).mean
+            q = (q + taken * (found - q)).to(q.dtype)
+        rules |= {"value_dynamics": own, "variance": variance}
+        return ops.attend(q, k, v, belief=belief, times=times, segments=segments, **rules)

@@ -1,0 +1,279 @@
+"""What layers share whose tokens are looks at a trajectory: projections, the inner residual, prediction, output."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kalmix.beliefs import HistoryBelief
+from kalmix.checks import check_shape
+from kalmix.errors import ArgumentError
+from kalmix.kernels.attend.dynamics import kappa, turned
+from kalmix.layers.heads import Heads
+from kalmix.layers.mixer import Mixer, check_choice, check_state, keep_owned
+from kalmix.layers.parametrize import StateDynamics, positive
+from kalmix.layers.parts import draw, widen
+from kalmix.ops import Dynamics
+from kalmix.segments import Segments
+from kalmix.types import Filtered, belief_dtype
+
+PREDICTIONS = ("step", "gate")
+
+
+class Passage(NamedTuple):
+    """What becomes of a state in the time to come: `[..., H, 1]`, and of a channel `[..., H, C]`."""
+
+    decay: Tensor
+    turn: tuple[Tensor, Tensor]
+    noise: Tensor
+
+    @classmethod
+    def of(cls, dynamics: Dynamics, lag: Tensor) -> Passage:
+        """After lags `[...]`."""
+        angle = dynamics.frequency * lag[..., None, None]
+        decay, grown = (dynamics.log_decay * lag[..., None]).exp(), kappa(-dynamics.log_decay, lag[..., None])
+        return cls(decay[..., None], (angle.cos(), angle.sin()), (dynamics.process_noise * grown)[..., None])
+
+    def __call__(self, state: Tensor) -> Tensor:
+        """The state `[..., H, 2 C]` by then, without its noise."""
+        return self.decay * turned(state, self.turn, forward=True)
+
+
+class Doubt(nn.Module):
+    """How heads doubt what they see, learned: arguments of ops, `[H]` each.
+
+    Args:
+        heads: H.
+        nu: the residual, in variances, that halves a token's weight, at first.
+        floor: whether there is a number >= 0, at first 0.01, that is added to the decay of keys.
+
+    The temperature of scores is 1 at first. It and nu are learned as logarithms (see `positive`).
+    """
+
+    def __init__(self, heads: int, nu: float, floor: bool = False) -> None:
+        super().__init__()
+        self.nu = nu
+        self.log_nu = nn.Parameter(torch.empty(heads))
+        self.log_temperature = nn.Parameter(torch.empty(heads))
+        self.floor = nn.Parameter(torch.empty(heads)) if floor else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The initial values above."""
+        nn.init.constant_(self.log_nu, math.log(self.nu))
+        nn.init.zeros_(self.log_temperature)
+        if self.floor is not None:
+            nn.init.constant_(self.floor, math.log(math.expm1(0.01)))
+
+    def forward(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """`nu`, `temperature` and, if there is one, `floor`."""
+        said = {"nu": positive(self.log_nu.to(dtype)), "temperature": positive(self.log_temperature.to(dtype))}
+        return said if self.floor is None else said | {"floor": F.softplus(self.floor.to(dtype))}
+
+
+class Confidence(nn.Module):
+    """A gate a head and token, of how much was seen (appendix B.2): sigmoid(w log(total precision) + b).
+
+    Of the logarithm, as the precision itself grows with the length of what was seen. Initially w = 1 and b = 2: shut
+    by half where the precision is 0.14.
+    """
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.empty(heads)) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The initial values above."""
+        nn.init.ones_(self.weight)
+        nn.init.constant_(self.bias, 2.0)
+
+    def forward(self, variance: Tensor) -> Tensor:
+        """The gate `[B, T, H, 1]`, given one over the total precision in the same shape; 1 where that is 0."""
+        seen = variance.clamp(min=torch.finfo(variance.dtype).tiny).log()[..., 0]
+        return torch.sigmoid(self.bias - self.weight * seen)[..., None]
+
+
+class Foresight(nn.Module):
+    """How much of a prediction, how much of the estimate to give, a token and channel (the end of section 3.1).
+
+    g = sigmoid(a' log(1 + |r|^2) + b), with r what the estimate differs by from what the token itself shows, `[C]`.
+    Initially a = 0 and b = 2: a prediction, mostly.
+    """
+
+    def __init__(self, heads: int, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.empty(heads, channels)) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The initial values above."""
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, 2.0)
+
+    def forward(self, estimate: Tensor, shown: Tensor) -> Tensor:
+        """The gate `[B, T, H, C]`, given both as `[B, T, H, 2 C]`."""
+        real, imaginary = (estimate - shown).chunk(2, -1)
+        surprise = torch.log1p(real.square() + imaginary.square())
+        return torch.sigmoid((surprise * self.weight).sum(-1, keepdim=True) + self.bias)
+
+
+class TrajectoryLayer(Mixer):
+    """A mixer whose tokens are noisy looks at complex states that decay, turn and diffuse, and which says what is next:
+
+        q, k, v = project(x);   z = estimate(q, k, v);   z = (1 - g) v + g z
+        y = out(e^{(-a + i w) ahead} z)
+
+    H heads of C complex channels, held as pairs: the first C columns of a head real, the last C imaginary. Projections
+    have biases, which is all that a constant drift, a delay of measurements or their bias would ask for (sections 3.9
+    and 3.10). A subclass writes `estimate`, and may have parameters `dynamics` of other shapes.
+
+    The read-out is the state to come, its variance that of the real or of the imaginary part: half of the complex one.
+
+    Args:
+        hidden_size: D.
+        sizes: of the heads; of `key_width` complex channels.
+        rotary_base: of `StateDynamics`.
+        predict: "step" one step ahead, or as `Foresight`'s "gate" says; `None`: the estimate itself.
+        confidence: whether the estimate's part is `Confidence`'s, too.
+        kernel: pin a kernel of the op.
+    """
+
+    remembers: ClassVar[type] = HistoryBelief  # what the state is
+
+    def __init__(
+        self,
+        hidden_size: int,
+        sizes: Heads,
+        *,
+        rotary_base: float = 10000.0,
+        predict: str | None = "step",
+        confidence: bool = False,
+        kernel: str | None = None,
+    ) -> None:
+        super().__init__(hidden_size)
+        if predict is not None:
+            check_choice("predict", predict, PREDICTIONS)
+        self.sizes, self.predict, self.kernel = sizes, predict, kernel
+        columns = 2 * sizes.keys
+        self.in_proj = nn.Linear(hidden_size, 3 * columns)
+        self.dynamics = StateDynamics(sizes.heads, sizes.key_width, rotary_base)
+        self.residual = nn.Parameter(torch.empty(sizes.heads))
+        self.confidence = Confidence(sizes.heads) if confidence else None
+        self.foresight = Foresight(sizes.heads, sizes.key_width) if predict == "gate" else None
+        self.out_proj = nn.Linear(columns, hidden_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Half of the residual is the estimate; parts reset themselves."""
+        nn.init.zeros_(self.residual)
+
+    @abstractmethod
+    def estimate(self, q: Tensor, k: Tensor, v: Tensor, variance: bool, belief: Any, **where: Any) -> Filtered:
+        """What is known of the state at each token, as `kalmix.ops.attend` says it; `where` is segments and times."""
+
+    def states(self, dtype: torch.dtype) -> Dynamics:
+        """The dynamics of what is estimated."""
+        return self.dynamics(dtype)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of tokens `[B, T, D]`, each `[B, T, H, 2 C]`."""
+        q, k, v = (part.unflatten(-1, (self.sizes.heads, -1)) for part in self.in_proj(x).chunk(3, -1))
+        return q, k, v
+
+    def dynamics_parameters(self) -> Iterator[nn.Parameter]:
+        """Rates, steps, frequencies and noises."""
+        return self.dynamics.parameters()
+
+    def read(
+        self,
+        x: Tensor,
+        state: Any = None,
+        segments: Segments | None = None,
+        variance: bool = False,
+        times: Tensor | None = None,
+        ahead: Tensor | None = None,
+    ) -> tuple[Filtered, Tensor | None]:
+        """The state to come, `[B, T, H * 2 C]`, independent between columns.
+
+        Args:
+            x, state, segments, variance: as every layer takes them.
+            times: `[B, T]` when tokens were seen, as `kalmix.ops.attend` takes them; one unit a token if absent.
+            ahead: `[B, T]` how long after its token each prediction is for, >= 0; one unit if absent.
+        """
+        if state is not None:
+            check_state(state, self.remembers, x.shape[0] if segments is None else segments.count)
+        if ahead is not None:
+            check_shape("ahead", ahead, "B T", {"B": x.shape[0], "T": x.shape[1]})
+        owner = None if segments is None else segments.owner(*x.shape[:2])
+        q, k, v = self.project(keep_owned(x, owner))
+        with torch.autocast(x.device.type, enabled=False):
+            sure = variance or self.confidence is not None
+            known = self.estimate(q, k, v, sure, belief=state, segments=segments, times=times)
+            mean, spread = self._advance(known, v, ahead)
+        mean = keep_owned(mean.flatten(2), owner)
+        if not variance or spread is None:
+            return Filtered(mean, None, known.belief), owner
+        half = (spread / 2).expand(*v.shape[:3], self.sizes.key_width)
+        return Filtered(mean, keep_owned(torch.cat([half, half], -1).flatten(2), owner), known.belief), owner
+
+    def _advance(self, known: Filtered, v: Tensor, ahead: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The state to come, `[B, T, H, 2 C]` in the dtype of `v`, and its complex variance, `[B, T, H, 1 or C]`."""
+        dtype = belief_dtype(v.dtype)
+        shown, spread = widen(v), known.variance
+        taken = torch.sigmoid(self.residual.to(dtype))[:, None]
+        kept = 1 - taken
+        if self.confidence is not None and spread is not None:
+            taken = taken * self.confidence(spread)
+        estimate = kept * shown + taken * widen(known.mean)
+        spread = None if spread is None else taken.square() * spread
+        if self.predict is None:
+            return estimate.to(v.dtype), spread
+        passage = Passage.of(self.states(dtype), estimate.new_ones(()) if ahead is None else ahead.to(dtype))
+        then = passage(estimate)
+        if self.foresight is None:
+            return then.to(v.dtype), None if spread is None else passage.decay.square() * spread + passage.noise
+        gate, (cos, sin) = self.foresight(estimate, shown), passage.turn
+        mean = estimate + torch.cat([gate, gate], -1) * (then - estimate)
+        if spread is not None:
+            reach = (1 - gate + gate * passage.decay * cos).square() + (gate * passage.decay * sin).square()
+            spread = reach * spread + gate.square() * passage.noise
+        return mean.to(v.dtype), spread
+
+    def emit(self, readout: Tensor, context: Tensor | None) -> Tensor:
+        """The output projection; 0 at tokens of no sequence, which `context` tells."""
+        return keep_owned(self.out_proj(readout), context)
+
+    def emit_variance(self, variance: Tensor, context: Tensor | None) -> Tensor:
+        """Through the output projection, squared; exact, as columns are independent."""
+        with torch.autocast(variance.device.type, enabled=False):
+            return F.linear(variance, self.out_proj.weight.to(variance.dtype).square())
+
+    def pull(self, x: Tensor, ahead: Tensor) -> Tensor:
+        """What each token alone says of what is seen after `ahead` `[B, T]`: `[B, T, D]`, in output space."""
+        v = widen(self.project(x)[2])
+        return self.out_proj(Passage.of(self.states(v.dtype), ahead.to(v.dtype))(v).flatten(2).to(x.dtype))
+
+    def sample(
+        self, x: Tensor, state: Any = None, segments: Segments | None = None, *, count: int = 1, **when: Tensor
+    ) -> Tensor:
+        """Draw what may be seen next, `[count, B, T, D]`: the state to come and the noise of a look (appendix B.1).
+
+        The two have the complex variance e^{-2 a ahead} / precision + process_noise kappa + key_noise, if the estimate
+        is taken whole: half of it for real, half for imaginary parts. `when` is `times` and `ahead`.
+
+        Raises:
+            ArgumentError: the layer has no posterior.
+        """
+        if not self.has_posterior:
+            raise ArgumentError("sample", got=f"asked of {type(self).__name__}", needs="a layer with a posterior")
+        (mean, variance, _), context = self.read(x, state, segments, True, **when)
+        assert variance is not None
+        look = self.states(variance.dtype).key_noise.repeat_interleave(2 * self.sizes.key_width) / 2
+        return self.emit(draw(mean.expand(count, *mean.shape), (variance + look).expand(count, *mean.shape)), context)
