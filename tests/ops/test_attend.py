@@ -3,109 +3,38 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
-from math import expm1, factorial
+from math import expm1
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from histories import (
+    Signals,
+    arguments,
+    check_same,
+    double_loop,
+    gradients,
+    leaves,
+    paired,
+    reads,
+    signals,
+    tokens,
+)
 from torch import Tensor
 
 from kalmix import ArgumentError, HistoryBelief, Segments
 from kalmix.kernels.attend import chunked
 from kalmix.kernels.attend.dynamics import grown_slope, kappa
 from kalmix.kernels.primitives import blocks
-from kalmix.ops import Dynamics, attend
+from kalmix.ops import attend
 from kalmix.types import Filtered
 
 KERNELS = ("chunked", "reference")
-NAMES = Dynamics._fields
-NUMBERS = ("nu", "temperature", "floor")
-Signals = dict[str, Tensor]
-
-
-def _signals(length: int = 11, channels: int = 3, heads: int = 2, groups: int = 2, own: int | None = None) -> Signals:
-    """Irregular times, two of them equal, value heads in groups; `own`: values this wide have dynamics of theirs."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    def dynamics(width: int) -> list[Tensor]:
-        return [-0.3 * normal(heads).exp(), normal(heads, width), *(normal(heads).exp() for _ in range(3))]
-
-    width = 2 * (own or channels)
-    tokens = {"q": normal(2, length, heads, 2 * channels), "k": normal(2, length, heads, 2 * channels)}
-    signals = (
-        tokens | {"v": normal(2, length, heads * groups, width)} | dict(zip(NAMES, dynamics(channels), strict=True))
-    )
-    if own:
-        signals |= {f"value.{name}": x for name, x in zip(NAMES, dynamics(own), strict=True)}
-    steps = normal(2, length).abs()
-    steps[:, length // 2] = 0
-    numbers = (1 + normal(heads).exp(), 0.6 + 0.3 * normal(heads).exp(), 0.1 * normal(heads).exp())
-    return signals | dict(zip(NUMBERS, numbers, strict=True)) | {"times": steps.cumsum(1)}
 
 
 def _run(x: Signals, **options: Any) -> Filtered:
-    given = {name: y for name, y in x.items() if not name.startswith("value.")}
-    if "value.log_decay" in x:
-        given["value_dynamics"] = Dynamics(*(x[f"value.{name}"] for name in NAMES))  # type: ignore[assignment]
-    return attend(**(given | options))  # type: ignore[arg-type]
-
-
-def _pairs(x: Tensor) -> Tensor:
-    return torch.complex(*x.chunk(2, -1))
-
-
-def _moved(x: Signals, prefix: str, h: int, lag: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """After a lag, perhaps negative: decay, turn, and variance without and with the query noise."""
-    rate, frequency, process, key, query = (x.get(prefix + name, x[name])[h] for name in NAMES)
-    rate = -rate
-    y, decay = 2 * rate * lag, (-rate * lag).exp()
-    near = sum((-y) ** n / factorial(n + 1) for n in range(20))  # (1 - e^-y) / y
-    grown = lag * (near if abs(float(y.detach())) < 0.1 else -torch.expm1(-y) / y)
-    certain = process * grown.abs() + key * decay**2
-    return decay, torch.polar(torch.ones((), dtype=torch.float64), frequency * lag), certain, certain + query
-
-
-def _double_loop(x: Signals, weight: str = "rational", window: int | None = None, causal: bool = True) -> list[Tensor]:
-    """Mean and variance by the formulas of `attend`, pair by pair."""
-    (batch, length, heads, _), groups = x["q"].shape, x["v"].shape[2] // x["q"].shape[2]
-    means, variances = [], []
-    for b, i, h in product(range(batch), range(length), range(heads)):
-        scores, moved, precision = [], [], torch.zeros((), dtype=torch.float64)
-        for j in range(length):
-            if abs(i - j) >= (window or length) or (j > i and causal):
-                continue
-            lag = x["times"][b, i] - x["times"][b, j]
-            decay, turn, _, variance = _moved(x, "", h, lag)
-            residual = _pairs(x["q"][b, i, h]) - (decay + x["floor"][h]) * turn * _pairs(x["k"][b, j, h])
-            square = torch.view_as_real(residual).square().sum() / variance / x["nu"][h]
-            log_weight = -square.log1p() if weight == "rational" else -square
-            decay, turn, certain, variance = _moved(x, "value.", h, lag)
-            scores.append(x["temperature"][h] * (log_weight - variance.log()))
-            moved.append(decay * turn * _pairs(x["v"][b, j, h * groups : (h + 1) * groups]))
-            precision = precision + log_weight.exp() / certain
-        mean = (torch.stack(scores).softmax(0)[:, None, None] * torch.stack(moved)).sum(0)
-        means.append(torch.cat([mean.real, mean.imag], -1))
-        variances.append((1 / precision).expand(groups, 1))
-    return [torch.stack(found).reshape(*x["v"].shape[:3], -1) for found in (means, variances)]
-
-
-def _leaves(x: Signals) -> Signals:
-    return x | {name: y.clone().requires_grad_() for name, y in x.items() if name != "times"}
-
-
-def _gradients(found: list[Tensor], leaves: Signals) -> list[Tensor]:
-    weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype) for y in found]
-    return list(torch.autograd.grad(found, [y for y in leaves.values() if y.requires_grad], weights))
-
-
-def _reads(found: Filtered) -> list[Tensor]:
-    assert found.variance is not None
-    return [found.mean, found.variance]
+    return attend(**(arguments(x) | options))
 
 
 @pytest.fixture(params=KERNELS)
@@ -133,25 +62,23 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_it_is_the_double_loop(form: str, still: bool, kernel: str) -> None:
     drawn, options = FORMS[form]
-    x = _signals(**({"length": 8} | drawn))
+    x = signals(**({"length": 6} | drawn))
     if still:
         x |= {name: torch.zeros_like(y) for name, y in x.items() if name.endswith("log_decay")}
-    leaves = _leaves(x)
-    want, got = _double_loop(leaves, **options), _reads(_run(leaves, variance=True, kernel=kernel, **options))
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-    for ours, theirs in zip(_gradients(got, leaves), _gradients(want, leaves), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+    given = leaves(x)
+    want, got = double_loop(given, **options), reads(_run(given, variance=True, kernel=kernel, **options))
+    check_same(got, want, 1e-10)
+    check_same(gradients(got, given), gradients(want, given), 1e-8)
 
 
 def test_without_process_noise_it_is_a_kalman_filter(kernel: str) -> None:
     """Unit weights, no query noise, no prior: a mode at a time, one measurement after another."""
-    x = _signals(length=20, groups=1)
+    x = signals(length=20, groups=1)
     nothing = torch.zeros_like(x["log_decay"])
     x |= {"process_noise": nothing, "query_noise": nothing, "floor": nothing, "nu": nothing + 1e16}
     x["temperature"] = nothing + 1
     found = _run(x, variance=True, kernel=kernel)
-    mean, variance = _pairs(x["v"][:, 0]), x["key_noise"].expand(2, -1)
+    mean, variance = paired(x["v"][:, 0]), x["key_noise"].expand(2, -1)
     for t in range(20):
         if t:
             lag = (x["times"][:, t] - x["times"][:, t - 1])[:, None]
@@ -159,14 +86,14 @@ def test_without_process_noise_it_is_a_kalman_filter(kernel: str) -> None:
             mean = mean * torch.polar(decay[..., None].expand_as(mean), lag[..., None] * x["frequency"])
             variance = variance * decay**2
             gain = variance / (variance + x["key_noise"])
-            mean, variance = mean + gain[..., None] * (_pairs(x["v"][:, t]) - mean), (1 - gain) * variance
-        torch.testing.assert_close(_pairs(found.mean[:, t]), mean, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(_reads(found)[1][:, t, :, 0], variance, rtol=1e-9, atol=1e-9)
+            mean, variance = mean + gain[..., None] * (paired(x["v"][:, t]) - mean), (1 - gain) * variance
+        torch.testing.assert_close(paired(found.mean[:, t]), mean, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(reads(found)[1][:, t, :, 0], variance, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("nu", "error"), [(50.0, 1e-4), (500.0, 1e-6)])
 def test_without_decay_and_process_noise_it_approaches_rotary_attention(nu: float, error: float, kernel: str) -> None:
-    x = _signals(length=40, channels=8, groups=1)
+    x = signals(length=40, channels=8, groups=1)
     x |= {name: F.normalize(x[name], dim=-1) for name in "qkv"}
     nothing = torch.zeros_like(x["log_decay"])
     x |= {"log_decay": nothing, "process_noise": nothing, "floor": nothing, "nu": nothing + nu}
@@ -174,7 +101,7 @@ def test_without_decay_and_process_noise_it_approaches_rotary_attention(nu: floa
     angle = x["times"][..., None, None] * x["frequency"]
 
     def turn(y: Tensor, angle: Tensor) -> Tensor:
-        y = _pairs(y) * torch.polar(torch.ones_like(angle), angle)
+        y = paired(y) * torch.polar(torch.ones_like(angle), angle)
         return torch.cat([y.real, y.imag], -1)
 
     turned = (turn(x[name], -angle).transpose(1, 2) for name in "qkv")
@@ -185,29 +112,29 @@ def test_without_decay_and_process_noise_it_approaches_rotary_attention(nu: floa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_shift_of_all_times_changes_nothing(dtype: torch.dtype, kernel: str) -> None:
     """Nor do times like a clock's cost precision."""
-    x = {name: y if name == "times" else y.to(dtype) for name, y in _signals(own=2).items()}
+    x = {name: y if name == "times" else y.to(dtype) for name, y in signals(own=2).items()}
     x["times"] = (16 * x["times"]).round() / 16
     before, after = (_run(x | {"times": x["times"] + shift}, variance=True, kernel=kernel) for shift in (0.0, 2.0**31))
-    for ours, theirs in zip(_reads(after), _reads(before), strict=True):
+    for ours, theirs in zip(reads(after), reads(before), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_the_future_never_matters(kernel: str) -> None:
-    x, now = _signals(), 6
+    x, now = signals(), 6
     other = {name: y.clone() for name, y in x.items()}
     for name in "qkv":
         other[name][:, now:] += 1
     other["times"][:, now:] += 0.5
-    before, after = (_reads(_run(y, variance=True, kernel=kernel)) for y in (x, other))
+    before, after = (reads(_run(y, variance=True, kernel=kernel)) for y in (x, other))
     assert all(torch.equal(y[:, :now], z[:, :now]) for y, z in zip(before, after, strict=True))
     assert not torch.equal(before[0][:, now], after[0][:, now])
 
 
 def test_a_vanishing_decay_is_none(kernel: str) -> None:
     def answer(decay: float) -> list[Tensor]:
-        leaves = _leaves(_signals() | {"log_decay": torch.full((2,), decay, dtype=torch.float64)})
-        found = _reads(_run(leaves, variance=True, kernel=kernel))
-        return [*found, *_gradients(found, leaves)]
+        given = leaves(signals() | {"log_decay": torch.full((2,), decay, dtype=torch.float64)})
+        found = reads(_run(given, variance=True, kernel=kernel))
+        return [*found, *gradients(found, given)]
 
     for none, little in zip(answer(0.0), answer(-1e-10), strict=True):
         torch.testing.assert_close(little, none, rtol=1e-8, atol=1e-8)
@@ -215,13 +142,13 @@ def test_a_vanishing_decay_is_none(kernel: str) -> None:
 
 def test_long_sequences_stay_finite_in_float32() -> None:
     """From no decay to so much that nothing is left of the past, a head each, with and without noise to hide it."""
-    x = _signals(length=4096, channels=1, heads=3, groups=1)
+    x = signals(length=4096, channels=1, heads=3, groups=1)
     x = {name: y[:1] if y.ndim == 4 or name == "times" else y for name, y in x.items()}
     x = {name: y if name == "times" else y.float() for name, y in x.items()}
     x |= {"log_decay": torch.tensor([0.0, -1e-3, -30.0]), "process_noise": torch.tensor([0.0, 1.0, 0.0])}
-    leaves = _leaves(x)
-    found = _reads(_run(leaves, variance=True, kernel="chunked"))
-    assert all(bool(torch.isfinite(y).all()) for y in (*found, *_gradients(found, leaves)))
+    given = leaves(x)
+    found = reads(_run(given, variance=True, kernel="chunked"))
+    assert all(bool(torch.isfinite(y).all()) for y in (*found, *gradients(found, given)))
 
 
 def test_what_diffusion_grows_to() -> None:
@@ -240,22 +167,22 @@ def test_what_diffusion_grows_to() -> None:
 
 
 def test_one_more_observation_never_raises_the_variance(kernel: str) -> None:
-    x = _signals()
+    x = signals()
     left = {
         name: y if y.ndim < 2 or name == "frequency" else y[:, [t for t in range(11) if t != 4]]
         for name, y in x.items()
     }
-    more, less = (_reads(_run(y, variance=True, kernel=kernel))[1] for y in (x, left))
+    more, less = (reads(_run(y, variance=True, kernel=kernel))[1] for y in (x, left))
     assert bool((more[:, 5:] <= less[:, 4:]).all()) and bool((more[:, 5:] < less[:, 4:]).any())
 
 
 def test_times_go_on_from_the_belief(kernel: str) -> None:
     """One a token where none are given, in every sequence by itself."""
-    x = _signals()
+    x = signals()
     del x["times"]
     whole = _run(x | {"times": torch.arange(11).expand(2, 11)}, kernel=kernel)
-    head = _run({name: y[:, :5] if y.ndim == 4 else y for name, y in x.items()}, kernel=kernel)
-    tail = _run({name: y[:, 5:] if y.ndim == 4 else y for name, y in x.items()}, belief=head.belief, kernel=kernel)
+    head = _run(tokens(x, 0, 5), kernel=kernel)
+    tail = _run(tokens(x, 5, 11), belief=head.belief, kernel=kernel)
     torch.testing.assert_close(torch.cat([head.mean, tail.mean], 1), whole.mean, rtol=1e-12, atol=1e-12)
     assert torch.equal(tail.belief.times, whole.belief.times)
     packed = _run(x, segments=Segments.of(torch.tensor([[1, 2, 9], [0, 0, 5]])), kernel=kernel)
@@ -264,11 +191,10 @@ def test_times_go_on_from_the_belief(kernel: str) -> None:
 
 
 def test_a_window_bounds_the_belief(kernel: str) -> None:
-    x, window = _signals(), 4
+    x, window = signals(), 4
     prior, reads = None, []
     for t in range(11):
-        now = {name: y[:, t : t + 1] if y.ndim == 4 or name == "times" else y for name, y in x.items()}
-        mean, _, prior = _run(now, window=window, belief=prior, kernel=kernel)
+        mean, _, prior = _run(tokens(x, t, t + 1), window=window, belief=prior, kernel=kernel)
         assert prior.keys.shape[1] == min(t + 1, window)
         reads.append(mean)
     assert prior is not None and prior.positions.tolist() == [[7, 8, 9, 10]] * 2
@@ -276,7 +202,7 @@ def test_a_window_bounds_the_belief(kernel: str) -> None:
 
 
 def test_packed_sequences_share_the_slots_of_their_row(kernel: str) -> None:
-    x = {name: y[:1] if y.ndim == 4 or name == "times" else y for name, y in _signals().items()}
+    x = {name: y[:1] if y.ndim == 4 or name == "times" else y for name, y in signals().items()}
     belief = _run(x, segments=Segments.packed(torch.tensor([0, 3, 3, 11])), kernel=kernel).belief
     assert isinstance(belief, HistoryBelief) and belief.keys.stride(0) == 0
     assert belief.lengths.tolist() == [3, 0, 8]
@@ -290,15 +216,15 @@ def test_packed_sequences_share_the_slots_of_their_row(kernel: str) -> None:
 
 def test_tiles_keep_nothing_of_a_pair() -> None:
     """For training, beside inputs: turned ones, what was read, and two numbers a query."""
-    leaves, kept = _leaves(_signals(length=512, groups=1)), {}
+    given, kept = leaves(signals(length=512, groups=1)), {}
 
     def keep(y: Tensor) -> Tensor:
         kept[y.untyped_storage().data_ptr()] = y.untyped_storage().nbytes() // 8
         return y
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda y: y):
-        _run(leaves, variance=True, kernel="chunked")
-    assert sum(kept.values()) < 30 * leaves["q"].numel() < 2 * 2 * 512 * 512
+        _run(given, variance=True, kernel="chunked")
+    assert sum(kept.values()) < 30 * given["q"].numel() < 2 * 2 * 512 * 512
 
 
 class Counting:
@@ -322,9 +248,9 @@ def test_the_graph_does_not_grow_with_the_sequence() -> None:
     sizes = []
     for length in (64, 256):
         torch.compiler.reset()
-        counting, leaves = Counting(), _leaves(_signals(length=length))
+        counting, given = Counting(), leaves(signals(length=length))
         run = torch.compile(partial(_run, kernel="chunked"), fullgraph=True, backend=counting, dynamic=False)
-        run(leaves).mean.sum().backward()
+        run(given).mean.sum().backward()
         sizes.append(counting.sizes)
     assert len(sizes[0]) == 2 and sizes[0] == sizes[1]
 
@@ -364,7 +290,7 @@ def test_bad_arguments(case: str) -> None:
 
 
 def test_times_before_the_beliefs_are_refused() -> None:
-    x = _signals()
+    x = signals()
     belief = _run(x).belief
     with pytest.raises(ArgumentError, match="`times` is decreasing"):
         _run(x, belief=belief)

@@ -13,6 +13,9 @@ from kalmix.kernels.attend.dynamics import Dynamics
 from kalmix.kernels.kernel import Kernel
 from kalmix.ops._additive import additive
 from kalmix.ops._attend import attend
+from kalmix.ops._attend_corotating import attend_corotating
+from kalmix.ops._attend_forms import attend_channels, attend_radial
+from kalmix.ops._attend_separable import SeparablePrecision, attend_separable
 from kalmix.ops._delta import delta
 from kalmix.ops._dense import dense
 from kalmix.ops._diagonal import diagonal
@@ -48,9 +51,14 @@ __all__ = [
     "Fixed",
     "KalmanMatrix",
     "Op",
+    "SeparablePrecision",
     "Sketch",
     "additive",
     "attend",
+    "attend_channels",
+    "attend_corotating",
+    "attend_radial",
+    "attend_separable",
     "delta",
     "dense",
     "diagonal",

@@ -20,7 +20,6 @@ from kalmix.types import Filtered, belief_dtype
 
 Weight = Literal["rational", "exponential"]
 CLOCKS = (torch.float64, torch.float32, torch.int64, torch.int32)
-HISTORY = ("N S H K", "N S G V", "N S", "N S")
 
 
 def attend(
@@ -100,39 +99,111 @@ def attend(
 
     Complexity: O(T (S + T) (C + D)) work after S tokens, or O(T window (C + D)); memory O(S + T) except in "reference".
     """
-    sizes = check_tokens(q, k, v)
-    given = Dynamics(log_decay, frequency, process_noise, key_noise, query_noise)
-    sizes["C"], sizes["D"] = (_pairs(name, x) for name, x in (("q", q), ("v", v)))
-    _check_dynamics("", given, "H C", sizes, v, sure=variance and value_dynamics is None)
+    sizes, given = check_tokens(q, k, v), Dynamics(log_decay, frequency, process_noise, key_noise, query_noise)
+    check_channels(q, v, sizes)
+    check_dynamics("", given, ("H", "H C", "H"), sizes, v, sure=variance and value_dynamics is None)
     if value_dynamics is not None:
-        if not isinstance(value_dynamics, Dynamics):
-            raise ArgumentError("value_dynamics", got=type(value_dynamics).__name__, needs="kalmix.ops.Dynamics")
-        _check_dynamics("value_dynamics.", value_dynamics, "H D", sizes, v, sure=variance)
+        check_dynamics("value_dynamics.", value_dynamics, ("H", "H D", "H"), sizes, v, sure=variance)
     elif sizes["C"] != sizes["D"]:
-        raise ArgumentError(
-            "value_dynamics", got="absent", needs=f"given, as values are {v.shape[3]} wide, not {q.shape[3]}"
-        )
-    tiny = torch.finfo(torch.float32).tiny
-    named = (("nu", nu, tiny), ("temperature", temperature, tiny), ("floor", floor, 0.0))
-    nus, temperatures, floors = (_per_head(name, x, sizes, v, least) for name, x, least in named)
+        needs = f"given, as values are {v.shape[3]} wide, not {q.shape[3]}"
+        raise ArgumentError("value_dynamics", got="absent", needs=needs)
+    weighing = weighing_of(nu, temperature, floor, weight, window, causal, ("H", "H", "H"), sizes, v)
+    belief = check_history(belief, times, segments, causal, sizes, v)
+    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
+    chosen = select("attend", KERNELS, call, kernel)
+    if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
+        return nothing_read(v, belief, causal, 1 if variance else None)
+    return chosen(q, k, v, given, value_dynamics, weighing, times, belief, segments, variance)
+
+
+def check_channels(q: Tensor, v: Tensor, sizes: dict[str, int]) -> None:
+    """Check that columns are pairs; binds C and D, how many there are of keys and of values."""
+    for name, x, letter in (("q", q, "C"), ("v", v, "D")):
+        sizes[letter], odd = divmod(x.shape[3], 2)
+        if odd:
+            raise ArgumentError(name, got=f"{x.shape[3]} wide", needs="of even width, real parts and imaginary ones")
+
+
+def check_dynamics(
+    prefix: str, dynamics: Dynamics, layouts: tuple[str, ...], sizes: dict[str, int], like: Tensor, *, sure: bool
+) -> None:
+    """Check dynamics: layouts of decays, of frequencies and of noises; `sure` if what was seen may not be certain."""
+    if not isinstance(dynamics, Dynamics):
+        raise ArgumentError(prefix.rstrip("."), got=type(dynamics).__name__, needs="kalmix.ops.Dynamics")
+    (decays, frequencies, noises), tiny = layouts, torch.finfo(torch.float32).tiny
+    check_signal(f"{prefix}log_decay", dynamics.log_decay, (decays,), sizes, like, most=0.0)
+    check_signal(f"{prefix}frequency", dynamics.frequency, (frequencies,), sizes, like)
+    check_signal(f"{prefix}process_noise", dynamics.process_noise, (noises,), sizes, like, least=0.0)
+    check_signal(f"{prefix}key_noise", dynamics.key_noise, (noises,), sizes, like, least=tiny if sure else 0.0)
+    check_signal(f"{prefix}query_noise", dynamics.query_noise, (noises,), sizes, like, least=0.0)
+    check_range(f"{prefix}key_noise + query_noise", dynamics.key_noise + dynamics.query_noise, least=tiny)
+
+
+def weighing_of(
+    nu: Tensor | float,
+    temperature: Tensor | float,
+    floor: Tensor | float,
+    weight: str,
+    window: int | None,
+    causal: bool,
+    layouts: tuple[str, ...],
+    sizes: dict[str, int],
+    like: Tensor,
+) -> Weighing:
+    """How tokens are weighed, checked; numbers for all heads are spread out to their layouts."""
     if weight not in get_args(Weight):
         raise ArgumentError("weight", got=repr(weight), needs=" or ".join(map(repr, get_args(Weight))))
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ArgumentError("window", got=repr(window), needs="a positive integer")
+
+    def given(name: str, x: Tensor | float, layout: str, least: float) -> Tensor:
+        if isinstance(x, Tensor):
+            check_signal(name, x, (layout,), sizes, like, least=least)
+            return x
+        if isinstance(x, bool) or not isinstance(x, int | float) or not least <= x < float("inf"):
+            raise ArgumentError(name, got=repr(x), needs=f"a number of at least {least:g}, or a tensor of them")
+        return like.new_full([sizes[letter] for letter in layout.split()], x, dtype=belief_dtype(like.dtype))
+
+    tiny = torch.finfo(torch.float32).tiny
+    nus, temperatures = given("nu", nu, layouts[0], tiny), given("temperature", temperature, layouts[1], tiny)
+    floors = given("floor", floor, layouts[2], 0.0)
+    return Weighing(nus, temperatures, floors, weight == "rational", window, causal)
+
+
+def check_history(
+    belief: HistoryBelief | None,
+    times: Tensor | None,
+    segments: Segments | None,
+    causal: bool,
+    sizes: dict[str, int],
+    like: Tensor,
+) -> HistoryBelief:
+    """The belief given, or nothing seen, checked with the times that go on from it; binds N."""
     if not causal and belief is not None:
         raise ArgumentError("belief", got="given", needs="absent where queries see what is to come")
-    sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
-    belief = check_belief(belief, default_prior(v, sizes), HISTORY, sizes)
-    sizes.pop("S", None)
+    sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], like.device)
+    belief = check_belief(belief, default_prior(like, sizes), ("N S H K", "N S G V", "N S", "N S"), sizes)
+    sizes.pop("S", None)  # a history may be empty
     if times is not None:
-        _check_times(times, belief, segments, sizes)
-    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
-    chosen = select("attend", KERNELS, call, kernel)
-    if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
-        spread = torch.zeros_like(v[..., :1], dtype=belief.keys.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), spread, copied(belief) if causal else None)
-    weighing = Weighing(nus, temperatures, floors, weight == "rational", window, causal)
-    return chosen(q, k, v, given, value_dynamics, weighing, times, belief, segments, variance)
+        check_shape("times", times, "B T", sizes)
+        check_kind("times", times, CLOCKS, like.device)
+        check_range("times", times)
+        if check_values(times) and min(sizes.values()) > 0 and _decreasing(times.detach().double(), belief, segments):
+            raise ArgumentError(
+                "times", got="decreasing", needs="not to decrease in a sequence, nor from its belief on"
+            )
+    return belief
+
+
+def _decreasing(times: Tensor, belief: HistoryBelief, segments: Segments | None) -> bool:
+    batch, length = times.shape
+    segments = Segments.whole(batch, length, times.device) if segments is None else segments
+    owner = segments.owner(batch, length)
+    back = (times.diff(dim=1) < 0) & (owner[:, 1:] == owner[:, :-1]) & (owner[:, 1:] >= 0)
+    going = segments.rows[:, 2] > segments.rows[:, 1]
+    row, start, _ = segments.rows[going].long().unbind(1)
+    early = (belief.positions[going] >= 0) & (belief.times[going].detach() > times[row, start][:, None])
+    return bool(back.any()) or bool(early.any())
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> HistoryBelief:
@@ -143,47 +214,7 @@ def default_prior(v: Tensor, sizes: dict[str, int]) -> HistoryBelief:
     return HistoryBelief(keys, values, nothing, nothing.long())
 
 
-def _pairs(name: str, x: Tensor) -> int:
-    if x.shape[3] % 2:
-        raise ArgumentError(name, got=f"{x.shape[3]} wide", needs="of even width, pairs of real and imaginary parts")
-    return x.shape[3] // 2
-
-
-def _check_dynamics(
-    prefix: str, dynamics: Dynamics, channels: str, sizes: dict[str, int], like: Tensor, *, sure: bool
-) -> None:
-    """Check each part, and that what is looked at is never certain, nor, if `sure`, seen without noise."""
-    tiny = torch.finfo(torch.float32).tiny
-    check_signal(f"{prefix}log_decay", dynamics.log_decay, ("H",), sizes, like, most=0.0)
-    check_signal(f"{prefix}frequency", dynamics.frequency, (channels,), sizes, like)
-    check_signal(f"{prefix}process_noise", dynamics.process_noise, ("H",), sizes, like, least=0.0)
-    check_signal(f"{prefix}key_noise", dynamics.key_noise, ("H",), sizes, like, least=tiny if sure else 0.0)
-    check_signal(f"{prefix}query_noise", dynamics.query_noise, ("H",), sizes, like, least=0.0)
-    check_range(f"{prefix}key_noise + query_noise", dynamics.key_noise + dynamics.query_noise, least=tiny)
-
-
-def _per_head(name: str, x: Tensor | float, sizes: dict[str, int], like: Tensor, least: float) -> Tensor:
-    """A number, or one a head, as `[H]`."""
-    if isinstance(x, Tensor):
-        check_signal(name, x, ("H",), sizes, like, least=least)
-        return x
-    if isinstance(x, bool) or not isinstance(x, int | float) or not least <= x < float("inf"):
-        raise ArgumentError(name, got=repr(x), needs=f"a number of at least {least:g}, or one a head")
-    return like.new_full((sizes["H"],), float(x), dtype=belief_dtype(like.dtype))
-
-
-def _check_times(times: Tensor, belief: HistoryBelief, segments: Segments | None, sizes: dict[str, int]) -> None:
-    check_shape("times", times, "B T", sizes)
-    check_kind("times", times, CLOCKS, belief.times.device)
-    if not check_values(times) or times.numel() == 0:
-        return
-    check_range("times", times)
-    segments = Segments.whole(sizes["B"], sizes["T"], times.device) if segments is None else segments
-    owner, now = segments.owner(sizes["B"], sizes["T"]), times.detach().double()
-    back = (now.diff(dim=1) < 0) & (owner[:, 1:] == owner[:, :-1]) & (owner[:, 1:] >= 0)
-    row, start, stop = segments.rows.long().unbind(1)
-    going = stop > start
-    first = now[row[going], start[going]][:, None]
-    early = (belief.positions[going] >= 0) & (belief.times[going].detach() > first)
-    if bool(back.any()) or bool(early.any()):
-        raise ArgumentError("times", got="decreasing", needs="not to decrease in a sequence, nor from the belief's on")
+def nothing_read(v: Tensor, belief: HistoryBelief, causal: bool, columns: int | None) -> Filtered:
+    """The answer where there is no token; `columns` of the variance, if one is asked for."""
+    spread = None if columns is None else v.new_zeros(*v.shape[:3], columns, dtype=belief.keys.dtype)
+    return Filtered(torch.zeros_like(v), spread, copied(belief) if causal else None)

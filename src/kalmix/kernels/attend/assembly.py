@@ -9,11 +9,11 @@ from torch import Tensor
 from kalmix.beliefs import HistoryBelief
 from kalmix.kernels.attend.dynamics import Dynamics, Weighing, turned, turns
 from kalmix.kernels.attend.lanes import lay_out
-from kalmix.kernels.attend.scores import numbers_of, rules_of
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
-# (q, k, v, times, rank, numbers, rules, variance) -> what was read, as `v`, and log of the precision `[L, T, H]`
+# (q, k, v, times, rank, keys, values, weighing, variance) -> what was read, `[L, T, H, V]`, and its variance if asked
+# for, `[L, T, H, 1]` or one a column of a value head; v is `[L, S, H, V]`, the value heads of a key head side by side.
 Core = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -40,13 +40,12 @@ def assemble(
         turn = turns(lanes.times, values.frequency, dtype)
     turn = tuple(x[..., None, :] for x in turn)  # the same for all value heads of a key head
     value = turned(lanes.v.unflatten(2, (heads, -1)), turn, forward=False)
-    numbers, rules = numbers_of(keys, values, weighing, dtype), rules_of(values, weighing)
-    read, log_precision = core(query, key, value.flatten(3), lanes.times, lanes.rank, numbers, rules, variance)
+    where = (lanes.times, lanes.rank)
+    read, spread = core(query, key, value.flatten(3), *where, keys, values, weighing, variance)
     mean = turned(read.unflatten(3, value.shape[3:]), _last(turn, tokens), forward=True).flatten(2, 3)
-    spread = None
-    if log_precision is not None:
-        spread = lanes.paste((-log_precision).exp().repeat_interleave(v.shape[2] // heads, 2)[..., None])
-    return Filtered(lanes.paste(mean).to(v.dtype), spread, lanes.after if rules.causal else None)
+    if spread is not None:
+        spread = lanes.paste(spread.repeat_interleave(v.shape[2] // heads, 2))
+    return Filtered(lanes.paste(mean).to(v.dtype), spread, lanes.after if weighing.causal else None)
 
 
 def _last(turn: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:

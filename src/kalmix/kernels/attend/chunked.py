@@ -15,7 +15,7 @@ from torch import Tensor
 from kalmix.beliefs import HistoryBelief
 from kalmix.kernels.attend.assembly import assemble
 from kalmix.kernels.attend.dynamics import Dynamics, Weighing
-from kalmix.kernels.attend.scores import Model, Rules, Scores
+from kalmix.kernels.attend.scores import Model, Rules, Scores, numbers_of, rules_of
 from kalmix.kernels.primitives import blocks
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -40,10 +40,19 @@ def attend(
 
 
 def _core(
-    q: Tensor, k: Tensor, v: Tensor, times: Tensor, rank: Tensor, numbers: Tensor, rules: Rules, variance: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    times: Tensor,
+    rank: Tensor,
+    keys: Dynamics,
+    values: Dynamics | None,
+    weighing: Weighing,
+    variance: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    numbers, rules = numbers_of(keys, values, weighing, q.dtype), rules_of(values, weighing)
     read, _, log_precision = _attend(q, k, v, times, rank, numbers, *rules, variance)
-    return read, log_precision if variance else None
+    return read, (-log_precision[..., None]).exp() if variance else None
 
 
 class _Lanes(NamedTuple):
@@ -66,11 +75,8 @@ class _Lanes(NamedTuple):
         return (slice(i, min(i + QUERIES, self.q.shape[2])) for i in range(0, self.q.shape[2], QUERIES))
 
     def keys_of(self, queries: slice) -> Iterator[slice]:
-        """Tiles of the keys that `queries` may see: among the keys of the call, those before them in a window."""
-        length = self.k.shape[2]
-        past = length - self.q.shape[2]
-        stop = past + queries.stop if self.rules.causal else length
-        start = 0 if past else max(0, queries.start + 1 - self.rules.window)
+        """Tiles of the keys that `queries` may see."""
+        start, stop = self.rules.reach(queries, self.q.shape[2], self.k.shape[2])
         room = blocks.ROOM if self.q.device.type == "cpu" else blocks.ROOM_ELSEWHERE
         size = max(QUERIES, room // (self.q.shape[0] * self.q.shape[1] * QUERIES))
         return (slice(i, min(i + size, stop)) for i in range(start, stop, size))

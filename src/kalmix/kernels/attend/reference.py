@@ -8,7 +8,7 @@ from torch import Tensor
 from kalmix.beliefs import HistoryBelief
 from kalmix.kernels.attend.assembly import assemble
 from kalmix.kernels.attend.dynamics import Dynamics, Weighing
-from kalmix.kernels.attend.scores import Model, Rules, Scores
+from kalmix.kernels.attend.scores import Model, Scores, numbers_of, rules_of
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -30,16 +30,25 @@ def attend(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, times: Tensor, rank: Tensor, numbers: Tensor, rules: Rules, variance: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    times: Tensor,
+    rank: Tensor,
+    keys: Dynamics,
+    values: Dynamics | None,
+    weighing: Weighing,
+    variance: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    tokens = q.shape[1]
+    tokens, rules = q.shape[1], rules_of(values, weighing)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     lag = (times[:, -tokens:, None] - times[:, None]).to(q.dtype)[:, None]
     squares = q.square().sum(-1)[..., None], k.square().sum(-1)[..., None, :]
-    scores = Scores.of(Model.of(numbers), rules, lag, q @ k.mT, *squares)
+    scores = Scores.of(Model.of(numbers_of(keys, values, weighing, q.dtype)), rules, lag, q @ k.mT, *squares)
     hidden = ~rules.sees(rank[:, -tokens:], rank)
     weights = scores.score.masked_fill(hidden, -torch.inf).log_softmax(-1) + scores.log_reach
     read = (weights.exp() @ v).transpose(1, 2)
     if not variance:
         return read, None
-    return read, scores.log_precision().masked_fill(hidden, -torch.inf).logsumexp(-1).transpose(1, 2)
+    log_precision = scores.log_precision().masked_fill(hidden, -torch.inf).logsumexp(-1, keepdim=True)
+    return read, (-log_precision).exp().transpose(1, 2)

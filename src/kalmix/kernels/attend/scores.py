@@ -48,6 +48,12 @@ class Rules(NamedTuple):
             return behind.abs() < self.window
         return (behind >= 0) & (behind < self.window)
 
+    def reach(self, queries: slice, tokens: int, slots: int) -> tuple[int, int]:
+        """From where to where in a lane of slots, the last of them tokens with queries, some queries may see keys."""
+        past = slots - tokens  # may have empty slots, so that a window may reach further back
+        start = 0 if past else max(0, queries.start + 1 - self.window)
+        return start, past + queries.stop if self.causal else slots
+
 
 def rules_of(values: Dynamics | None, weighing: Weighing) -> Rules:
     window = FAR // 2 if weighing.window is None else weighing.window
@@ -108,6 +114,12 @@ class Spread:
             return variance.log()
         return variance.log() + 2 * self.noise.rate * self.away * self.ahead
 
+    def factors(self, floor: Tensor) -> tuple[Tensor | float, Tensor]:
+        """What a query, and what a key pulled forward to it, are multiplied by."""
+        if self.ahead is None:
+            return 1.0, self.decay + floor
+        return self.decay.where(self.ahead, 1.0), (self.decay + floor).where(~self.ahead, 1 + floor * self.decay)
+
     def pull_back(self, to_certain: Tensor | float, to_whole: Tensor, to_log: Tensor, to_decay: Tensor) -> Tensor:
         """Gradients of the noise, `[4, H]`, given those of the two variances, of what `log` adds, and of the decay."""
         least = torch.finfo(self.decay.dtype).tiny
@@ -157,9 +169,7 @@ class Scores:
         lag = lag.clamp(min=0) if rules.causal else lag
         near = Spread.after(model.keys, lag.abs(), ahead)
         far = near if rules.shared else Spread.after(model.values, lag.abs(), ahead)
-        factors = 1.0, near.decay + model.floor
-        if ahead is not None:
-            factors = near.decay.where(ahead, 1.0), factors[1].where(~ahead, 1 + model.floor * near.decay)
+        factors = near.factors(model.floor)
         residual = factors[0] ** 2 * of_query + factors[1] ** 2 * of_key - 2 * factors[0] * factors[1] * gram
         residual = residual + (residual.clamp(min=0) - residual).detach()  # below 0 by rounding alone
         whole = near.whole + residual / model.nu
