@@ -1,0 +1,104 @@
+"""Noise along a direction that moves with the state, against the covariance of its own differential equation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kalmix import ArgumentError
+from kalmix.ops import attend, attend_corotating
+
+F64, LENGTH, CHANNELS = torch.float64, 7, 3
+
+
+def _signals(heads: int = 2) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=F64)
+
+    tokens = {name: normal(1, LENGTH, heads, 2 * CHANNELS) for name in ("q", "k", "v", "direction")}
+    noises = {name: normal(heads, 2).exp() for name in ("process_noise", "key_noise", "query_noise")}
+    times = {"times": normal(1, LENGTH).abs().cumsum(1)}
+    return tokens | noises | times | {"log_decay": -0.3 * normal(heads).exp(), "frequency": normal(heads, CHANNELS)}
+
+
+def _covariance(x: dict[str, Tensor], h: int, p: Tensor, lag: Tensor) -> Tensor:
+    """Of what is pulled forward by a lag, `[C, C]`: noise at every moment of the way, along what p was then or across
+    it, carried to its end and summed by quadrature."""
+    eye, at = torch.eye(CHANNELS, dtype=torch.complex128), p[:, None] @ p[None].conj()
+
+    def noise(name: str, ago: Tensor) -> Tensor:
+        flow = torch.exp(torch.complex(torch.zeros_like(x["frequency"][h]), -x["frequency"][h] * ago)).diag()
+        then = flow @ at @ flow.mH  # the direction turns with the state, and keeps its length
+        along, across = x[name][h]
+        carry = torch.exp(torch.complex(x["log_decay"][h].expand(CHANNELS), x["frequency"][h]) * ago).diag()
+        return carry @ (across * (eye - then) + along * then) @ carry.mH
+
+    nodes, weights = (torch.from_numpy(y) for y in np.polynomial.legendre.leggauss(30))
+    way = sum(w * lag / 2 * noise("process_noise", lag / 2 * (1 + y)) for y, w in zip(nodes, weights, strict=True))
+    return way + noise("key_noise", lag) + noise("query_noise", torch.zeros((), dtype=F64))
+
+
+def test_the_estimate_is_the_most_likely_state() -> None:
+    """Generalised least squares over what was pulled forward, with whole covariance matrices."""
+    x = _signals()
+    found = attend_corotating(**x, nu=1e14).mean
+    for i in range(LENGTH):
+        for h in range(2):
+            p = torch.complex(*x["direction"][0, i, h].chunk(2))
+            information, evidence = torch.zeros(CHANNELS, CHANNELS), torch.zeros(CHANNELS)
+            for j in range(i + 1):
+                lag = x["times"][0, i] - x["times"][0, j]
+                precision = torch.linalg.inv(_covariance(x, h, p / p.abs().square().sum().sqrt(), lag))
+                carry = torch.exp(torch.complex(x["log_decay"][h].expand(CHANNELS), x["frequency"][h]) * lag)
+                information = information + precision
+                evidence = evidence + precision @ (carry * torch.complex(*x["v"][0, j, h].chunk(2)))
+            want = torch.linalg.solve(information, evidence)
+            torch.testing.assert_close(torch.complex(*found[0, i, h].chunk(2)), want, atol=1e-10, rtol=0)
+
+
+def test_one_noise_in_all_directions_is_attend() -> None:
+    x = _signals()
+    both = {name: x[name][:, :1].expand(-1, 2) for name in ("process_noise", "key_noise", "query_noise")}
+    direction = x.pop("direction")
+    got = attend_corotating(**(x | both), direction=direction, nu=2.0, window=3, variance=True)
+    want = attend(**(x | {name: y[:, 0] for name, y in both.items()}), nu=2.0, window=3, variance=True)
+    torch.testing.assert_close(got.mean, want.mean, atol=1e-12, rtol=0)
+    torch.testing.assert_close(got.variance, want.variance.expand_as(got.variance))
+
+
+def test_without_a_direction_all_is_across_and_going_on_is_one_call() -> None:
+    x = _signals()
+    nowhere = attend_corotating(**(x | {"direction": 0 * x["direction"]}))
+    across = {name: x[name][:, 1] for name in ("process_noise", "key_noise", "query_noise")}
+    rest = {name: y for name, y in x.items() if name != "direction"}
+    torch.testing.assert_close(nowhere.mean, attend(**(rest | across)).mean)
+    whole, belief, parts = attend_corotating(**x, variance=True), None, []
+    for cut in (slice(0, 3), slice(3, LENGTH)):
+        now = {name: y[:, cut] if y.shape[:2] == (1, LENGTH) else y for name, y in x.items()}
+        part = attend_corotating(**now, belief=belief, variance=True)
+        belief, parts = part.belief, [*parts, part]
+    for n in range(2):
+        torch.testing.assert_close(torch.cat([part[n] for part in parts], 1), whole[n])
+    assert (whole.variance > 0).all()
+
+
+def test_gradients_reach_everything() -> None:
+    x = {name: y[:, :3] if y.shape[:2] == (1, LENGTH) else y for name, y in _signals(1).items()}
+    x = {name: y.requires_grad_(name != "times") for name, y in x.items()}
+    learned = [y for name, y in x.items() if name != "times"]
+    assert torch.autograd.gradcheck(
+        lambda *ys: (
+            attend_corotating(**dict(zip([n for n in x if n != "times"], ys, strict=True)), times=x["times"]).mean
+        ),
+        learned,
+    )
+
+
+def test_a_direction_must_be_of_the_state() -> None:
+    x = _signals()
+    with pytest.raises(ArgumentError, match="direction"):
+        attend_corotating(**(x | {"direction": x["direction"][..., 1:]}))

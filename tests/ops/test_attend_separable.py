@@ -1,0 +1,107 @@
+"""Precisions that are sums of two exponentials: how wrong that is, and the filter in linear time that it makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kalmix import ArgumentError
+from kalmix.kernels.attend.dynamics import kappa
+from kalmix.ops import Dynamics, SeparablePrecision, attend_channels, attend_separable
+
+F64 = torch.float64
+WORST = {
+    -0.1: 0.002,
+    -0.5: 0.074,
+    -0.9: 0.538,
+    2.0: 0.173,
+    10.0: 0.565,
+}  # of first variance / last - 1; see docs/afa.md
+
+
+def _precision(dynamics: Dynamics, lag: Tensor) -> Tensor:
+    """What the separable one stands for."""
+    grown = dynamics.process_noise * kappa(-dynamics.log_decay, lag)
+    return 1 / (grown + dynamics.key_noise * (2 * dynamics.log_decay * lag).exp() + dynamics.query_noise)
+
+
+def _signals(heads: int = 2, channels: int = 3, length: int = 9) -> dict[str, Tensor]:
+    """Irregular times, two of them equal, and a channel that does not decay."""
+    draw = torch.Generator().manual_seed(0)
+    rate, *noises = (torch.rand(heads, channels, generator=draw, dtype=F64) for _ in range(4))
+    rate[0, 0] = 0
+    steps = torch.rand(2, length, generator=draw, dtype=F64)
+    steps[:, length // 2] = 0
+    signals = dict(zip(Dynamics._fields, (-rate, 4 * torch.rand_like(rate) - 2, *noises), strict=True))
+    v = torch.randn(2, length, heads, 2 * channels, generator=draw, dtype=F64)
+    return {"v": v, "times": steps.cumsum(1) + 50, **signals}
+
+
+@pytest.mark.parametrize(("ratio", "worst"), WORST.items())
+@pytest.mark.parametrize("query_noise", [0.0, 0.05])
+def test_the_precision_is_too_low_by_a_known_share(ratio: float, worst: float, query_noise: float) -> None:
+    """The share depends on the ratio alone: here the variance ends at 1, and begins at 1 + ratio."""
+    numbers = (-0.4, 0.0, 0.8 * (1 - query_noise), 1 + ratio - query_noise, query_noise)
+    dynamics = Dynamics(*(torch.tensor(x, dtype=F64) for x in numbers))
+    lag = torch.linspace(0, 600, 100_001, dtype=F64)
+    short = 1 - SeparablePrecision.of(dynamics).after(lag) / _precision(dynamics, lag)
+    assert float(short.min()) > -1e-12
+    assert float(short.max()) == pytest.approx(worst, abs=6e-4)
+    assert float(short[0]) == pytest.approx(0, abs=1e-14) and float(short[-1]) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("rate", "process_noise"), [(0.3, 0.7), (0.0, 0.7), (0.3, 0.0), (0.0, 0.0)])
+def test_the_precision_has_the_right_slope_whatever_decays(rate: float, process_noise: float) -> None:
+    dynamics = Dynamics(*(torch.tensor(x, dtype=F64) for x in (-rate, 0.0, process_noise, 0.9, 0.4)))
+    lag = torch.tensor([0.0, 1e-6], dtype=F64)
+    near, exact = SeparablePrecision.of(dynamics).after(lag), _precision(dynamics, lag)
+    torch.testing.assert_close(near, exact, rtol=1e-11, atol=0)
+
+
+def test_against_a_double_loop() -> None:
+    x = _signals()
+    found = attend_separable(**x)
+    precision = SeparablePrecision.of(Dynamics(*(x[name] for name in Dynamics._fields)))
+    z, rate = torch.complex(*x["v"].chunk(2, -1)), torch.complex(x["log_decay"], x["frequency"])
+    for i in range(x["v"].shape[1]):
+        lag = (x["times"][:, i, None] - x["times"][:, : i + 1])[..., None, None]
+        known = precision.after(lag)
+        mean = (known * (rate * lag).exp() * z[:, : i + 1]).sum(1) / known.sum(1)
+        torch.testing.assert_close(found.mean[:, i], torch.cat([mean.real, mean.imag], -1), atol=1e-12, rtol=0)
+        torch.testing.assert_close(found.variance[:, i], (1 / known.sum(1)).repeat(1, 1, 2))
+
+
+def test_where_the_precision_is_exact_so_is_the_filter() -> None:
+    """The tensor form without doubt, where variances begin as they end; else it is not."""
+    x = _signals()
+    x["log_decay"] = x["log_decay"] - 0.2
+    settled = {"key_noise": x["process_noise"] / (-2 * x["log_decay"])}
+    for given, exact in ((x | settled, True), (x, False)):
+        want = attend_channels(given["v"], given["v"], **given, nu=1e12).mean
+        assert (float((attend_separable(**given).mean - want).abs().max()) < 1e-10) == exact
+
+
+def test_long_sequences_do_not_overflow() -> None:
+    """The paper's factors are exp(2 a t): over 4,096 tokens, e^4096."""
+    x = {name: y.float() for name, y in _signals(1, 1).items()}
+    x |= {"log_decay": torch.full((1, 1), -0.5), "v": torch.ones(1, 4096, 1, 2)}
+    del x["times"]
+    found = attend_separable(**x)
+    assert found.mean.isfinite().all() and found.mean.dtype == torch.float32
+
+
+def test_gradients_reach_everything() -> None:
+    x = _signals(1, 2, 5)
+    times = x.pop("times")
+    x["log_decay"] = x["log_decay"] - 0.1
+    leaves = [y.requires_grad_() for y in x.values()]
+    assert torch.autograd.gradcheck(
+        lambda *ys: attend_separable(**dict(zip(x, ys, strict=True)), times=times)[:2], leaves
+    )
+
+
+def test_times_may_not_decrease() -> None:
+    x = _signals()
+    with pytest.raises(ArgumentError, match="times"):
+        attend_separable(**(x | {"times": -x["times"]}))
