@@ -11,6 +11,7 @@ from kalmix.layers import (
     KDA,
     KLA,
     AdaptiveFilterAttention,
+    AFATransformerBlock,
     Attention,
     BayesianLayer,
     DeltaNet,
@@ -20,6 +21,8 @@ from kalmix.layers import (
     LinearAttention,
     Mamba2,
     Mixer,
+    RadialTangentialAttention,
+    RecurrentFilterAttention,
     RetNet,
 )
 from kalmix.ops import Fixed
@@ -42,6 +45,10 @@ LAYERS: dict[str, Callable[[], Mixer]] = {
     "afa-parts": lambda: AdaptiveFilterAttention(
         12, iterations=2, value_dynamics=True, window=4, floor=True, normalize=True, predict="gate", confidence=True
     ),
+    "rt-afa": lambda: RadialTangentialAttention(12, heads=2, head_dim=3),
+    "rt-afa-parts": lambda: RadialTangentialAttention(12, window=4, predict="gate"),
+    "recurrent-afa": lambda: RecurrentFilterAttention(12, heads=2, head_dim=3, iterations=2, predict="gate"),
+    "afa-transformer": lambda: AFATransformerBlock(12, window=4),
     "kda": lambda: KDA(12, heads=2, head_dim=3, expand_v=2, conv=2),
     "linear-attention": lambda: LinearAttention(12, heads=2),
     "retnet": lambda: RetNet(12, heads=3),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from kalmix import ArgumentError, Segments
 from kalmix.designs import Covariance, Design, Evidence, Transition
@@ -95,7 +96,8 @@ def test_states_move(layer):
     moved = state.to(torch.float64)
     assert type(moved) is type(state)
     twice = state.take(torch.tensor([2, 0, 0]))
-    torch.testing.assert_close(twice[-1], state[-1][[2, 0, 0]])
+    for leaf, taken in zip(tree_leaves(state), tree_leaves(twice), strict=True):
+        torch.testing.assert_close(taken, leaf[[2, 0, 0]])
 
 
 def test_half_precision(layer):
@@ -139,7 +141,7 @@ def test_wrong_arguments(layer, call, says):
 
 def test_registry():
     papers = {"kla", "bayesian", "deltanet", "gated-deltanet", "kda", "linear-attention", "retnet", "gla", "mamba2"}
-    papers |= {"gated-kalmanet", "afa"}
+    papers |= {"gated-kalmanet", "afa", "rt-afa", "recurrent-afa", "afa-transformer"}
     assert set(MIXERS) == papers | {"attention", "design"}
     with pytest.raises(ArgumentError, match=r"'mamba9'.*'kla'"):
         mixer_class("mamba9", {})
@@ -190,6 +192,13 @@ def test_defaults_for_any_width(name, size):
         ("gated-kalmanet", {"solver": {"name": "chebyshev", "iterations": 0}}),
         ("gated-kalmanet", {"solver": {"name": "sketch"}}),
         ("bayesian", {"groups": 0}),
+        ("afa", {"weight": "linear"}),
+        ("afa", {"window": 0}),
+        ("afa", {"iterations": 0}),
+        ("afa", {"predict": "always"}),
+        ("rt-afa", {"head_dim": 0}),
+        ("recurrent-afa", {"iterations": True}),
+        ("afa-transformer", {"mlp_width": 0}),
         ("bayesian", {"heads": 1, "head_dim": 2, "groups": 3}),
         ("design", {"design": "resnet"}),
         ("design", {"design": {"transition": {}}}),

@@ -64,12 +64,12 @@ def test_fresh_process(tmp_path):
     assert module.count("\n") == 1 and "from kalmix.models import" in module
 
 
-@pytest.mark.parametrize("layers", ["kla", "bayesian", "ridge", "delta", "space"])
+@pytest.mark.parametrize("layers", ["kla", "bayesian", "ridge", "filters", "delta", "space"])
 def test_half_precision_keeps_dynamics(tmp_path, layers):
     build(layers).save_pretrained(tmp_path)
     half = KalmixForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for name, parameter in half.named_parameters():
-        assert parameter.dtype == (torch.float32 if ".dynamics." in name else torch.bfloat16), name
+        assert parameter.dtype == (torch.float32 if "dynamics." in name else torch.bfloat16), name
     out = half(tokens(1, 5), labels=tokens(1, 5))
     assert out.logits.dtype == torch.bfloat16 and torch.isfinite(out.loss)
     half.save_pretrained(tmp_path / "half")

@@ -7,6 +7,7 @@ from typing import Any
 
 from kalmix.errors import ArgumentError
 from kalmix.layers.afa import AdaptiveFilterAttention
+from kalmix.layers.afa_transformer import AFATransformerBlock, AFATransformerState
 from kalmix.layers.attention import Attention, AttentionState
 from kalmix.layers.bayesian import BayesianLayer
 from kalmix.layers.deltanet import DeltaNet
@@ -20,6 +21,8 @@ from kalmix.layers.linear_attention import LinearAttention
 from kalmix.layers.mamba2 import Mamba2
 from kalmix.layers.memory import MemoryState
 from kalmix.layers.mixer import Mixer
+from kalmix.layers.radial_tangential import RadialTangentialAttention
+from kalmix.layers.recurrent_afa import RecurrentFilterAttention, RunningEstimate
 from kalmix.layers.retnet import RetNet
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -27,6 +30,9 @@ MIXERS: dict[str, type[Mixer]] = {
     "bayesian": BayesianLayer,
     "gated-kalmanet": GatedKalmaNet,
     "afa": AdaptiveFilterAttention,
+    "rt-afa": RadialTangentialAttention,
+    "recurrent-afa": RecurrentFilterAttention,
+    "afa-transformer": AFATransformerBlock,
     "deltanet": DeltaNet,
     "gated-deltanet": GatedDeltaNet,
     "kda": KDA,
@@ -62,6 +68,8 @@ __all__ = [
     "KDA",
     "KLA",
     "MIXERS",
+    "AFATransformerBlock",
+    "AFATransformerState",
     "AdaptiveFilterAttention",
     "Attention",
     "AttentionState",
@@ -75,6 +83,9 @@ __all__ = [
     "Mamba2",
     "MemoryState",
     "Mixer",
+    "RadialTangentialAttention",
+    "RecurrentFilterAttention",
     "RetNet",
+    "RunningEstimate",
     "mixer_class",
 ]

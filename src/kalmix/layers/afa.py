@@ -92,10 +92,19 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         """The dynamics of values."""
         return (self.dynamics if self.value_dynamics is None else self.value_dynamics)(dtype)
 
-    def estimate(self, q: Tensor, k: Tensor, v: Tensor, variance: bool, belief: Any, **where: Any) -> Filtered:
+    def estimate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        variance: bool,
+        belief: Any,
+        segments: Segments | None,
+        times: Tensor | None,
+    ) -> Filtered:
         """`kalmix.ops.attend`, after the iterations that move the query."""
         own = None if self.value_dynamics is None else self.value_dynamics(belief_dtype(v.dtype))
-        return self._attend(q, k, v, own, variance, belief, **where)
+        return self._attend(q, k, v, own, variance, belief, segments, times)
 
     def weights(self, x: Tensor, times: Tensor | None = None) -> Tensor:
         """How much of each token (column) is in the estimate at another (row), `[B, H, T, T]`, decay included.

@@ -100,8 +100,11 @@ def check_state(state: Any, kind: type, sequences: int) -> None:
     """Check that a state is of the layer's own kind, with one entry a sequence."""
     if not isinstance(state, kind):
         raise ArgumentError("state", got=f"a {type(state).__name__}", needs=f"a {kind.__name__}")
-    if state[-1].shape[0] != sequences:
-        raise ArgumentError("state", got=f"of {state[-1].shape[0]} sequences", needs=f"of {sequences}, as the input")
+    leaf: Any = state
+    while not isinstance(leaf, Tensor):
+        leaf = leaf[-1]
+    if leaf.shape[0] != sequences:
+        raise ArgumentError("state", got=f"of {leaf.shape[0]} sequences", needs=f"of {sequences}, as the input")
 
 
 def take(state: Any, index: Tensor) -> Any:

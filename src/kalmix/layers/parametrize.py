@@ -221,16 +221,17 @@ class StateDynamics(nn.Module):
     Args:
         heads, channels: H and C.
         rotary_base: the slowest channel turns once in about 2 pi times this many units of time; `None`: none turns.
+        parts: into how many parts noise falls, each of its own variance: noises are `[H, *parts]`.
     """
 
-    def __init__(self, heads: int, channels: int, rotary_base: float | None) -> None:
+    def __init__(self, heads: int, channels: int, rotary_base: float | None, parts: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.channels, self.rotary_base = channels, rotary_base
         self.log_rate = nn.Parameter(torch.empty(heads))
         self.log_step = nn.Parameter(torch.empty(heads))
-        self.process_noise = nn.Parameter(torch.empty(heads))
-        self.key_noise = nn.Parameter(torch.empty(heads))
-        self.query_noise = nn.Parameter(torch.empty(heads))
+        self.process_noise = nn.Parameter(torch.empty(heads, *parts))
+        self.key_noise = nn.Parameter(torch.empty(heads, *parts))
+        self.query_noise = nn.Parameter(torch.empty(heads, *parts))
         turning = 0 if rotary_base is None else -(-channels // 2)
         self.frequency = nn.Parameter(torch.empty(heads, turning)) if turning else None
         self.reset_parameters()
@@ -258,4 +259,5 @@ class StateDynamics(nn.Module):
         else:
             turn = self.frequency.to(dtype)
             frequency = torch.cat([turn, -turn], -1)[:, : self.channels] * step[:, None]
-        return Dynamics(-positive(self.log_rate.to(dtype)) * step, frequency, process * step, key, query)
+        process = process * step.view(-1, *[1] * (process.ndim - 1))
+        return Dynamics(-positive(self.log_rate.to(dtype)) * step, frequency, process, key, query)

@@ -46,7 +46,7 @@ class Passage(NamedTuple):
 
 
 class Doubt(nn.Module):
-    """How heads doubt what they see, learned: arguments of ops, `[H]` each.
+    """How heads doubt what they see, learned: arguments of ops, `[H]` each, or `[H, parts]` where nu has parts.
 
     Args:
         heads: H.
@@ -56,17 +56,20 @@ class Doubt(nn.Module):
     The temperature of scores is 1 at first. It and nu are learned as logarithms (see `positive`).
     """
 
-    def __init__(self, heads: int, nu: float, floor: bool = False) -> None:
+    def __init__(self, heads: int, nu: float | tuple[float, ...], floor: bool = False) -> None:
         super().__init__()
         self.nu = nu
-        self.log_nu = nn.Parameter(torch.empty(heads))
-        self.log_temperature = nn.Parameter(torch.empty(heads))
+        parts = len(nu) if isinstance(nu, tuple) else 0
+        self.log_nu, self.log_temperature = (
+            nn.Parameter(torch.empty(heads, parts) if parts else torch.empty(heads)) for _ in range(2)
+        )
         self.floor = nn.Parameter(torch.empty(heads)) if floor else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The initial values above."""
-        nn.init.constant_(self.log_nu, math.log(self.nu))
+        with torch.no_grad():
+            self.log_nu.copy_(torch.tensor(self.nu).log())
         nn.init.zeros_(self.log_temperature)
         if self.floor is not None:
             nn.init.constant_(self.floor, math.log(math.expm1(0.01)))
@@ -132,14 +135,14 @@ class TrajectoryLayer(Mixer):
 
     H heads of C complex channels, held as pairs: the first C columns of a head real, the last C imaginary. Projections
     have biases, which is all that a constant drift, a delay of measurements or their bias would ask for (sections 3.9
-    and 3.10). A subclass writes `estimate`, and may have parameters `dynamics` of other shapes.
+    and 3.10). A subclass writes `estimate`.
 
     The read-out is the state to come, its variance that of the real or of the imaginary part: half of the complex one.
 
     Args:
         hidden_size: D.
         sizes: of the heads; of `key_width` complex channels.
-        rotary_base: of `StateDynamics`.
+        rotary_base, parts: of `StateDynamics`.
         predict: "step" one step ahead, or as `Foresight`'s "gate" says; `None`: the estimate itself.
         confidence: whether the estimate's part is `Confidence`'s, too.
         kernel: pin a kernel of the op.
@@ -153,6 +156,7 @@ class TrajectoryLayer(Mixer):
         sizes: Heads,
         *,
         rotary_base: float = 10000.0,
+        parts: tuple[int, ...] = (),
         predict: str | None = "step",
         confidence: bool = False,
         kernel: str | None = None,
@@ -163,7 +167,7 @@ class TrajectoryLayer(Mixer):
         self.sizes, self.predict, self.kernel = sizes, predict, kernel
         columns = 2 * sizes.keys
         self.in_proj = nn.Linear(hidden_size, 3 * columns)
-        self.dynamics = StateDynamics(sizes.heads, sizes.key_width, rotary_base)
+        self.dynamics = StateDynamics(sizes.heads, sizes.key_width, rotary_base, parts)
         self.residual = nn.Parameter(torch.empty(sizes.heads))
         self.confidence = Confidence(sizes.heads) if confidence else None
         self.foresight = Foresight(sizes.heads, sizes.key_width) if predict == "gate" else None
@@ -175,8 +179,17 @@ class TrajectoryLayer(Mixer):
         nn.init.zeros_(self.residual)
 
     @abstractmethod
-    def estimate(self, q: Tensor, k: Tensor, v: Tensor, variance: bool, belief: Any, **where: Any) -> Filtered:
-        """What is known of the state at each token, as `kalmix.ops.attend` says it; `where` is segments and times."""
+    def estimate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        variance: bool,
+        belief: Any,
+        segments: Segments | None,
+        times: Tensor | None,
+    ) -> Filtered:
+        """What is known of the state at each token, as `kalmix.ops.attend` says it."""
 
     def states(self, dtype: torch.dtype) -> Dynamics:
         """The dynamics of what is estimated."""
@@ -215,31 +228,36 @@ class TrajectoryLayer(Mixer):
         q, k, v = self.project(keep_owned(x, owner))
         with torch.autocast(x.device.type, enabled=False):
             sure = variance or self.confidence is not None
-            known = self.estimate(q, k, v, sure, belief=state, segments=segments, times=times)
-            mean, spread = self._advance(known, v, ahead)
+            known = self.estimate(q, k, v, sure, state, segments, times)
+            mean, spread = self._advance(*self.settle(known, v), v, ahead)
         mean = keep_owned(mean.flatten(2), owner)
         if not variance or spread is None:
             return Filtered(mean, None, known.belief), owner
         half = (spread / 2).expand(*v.shape[:3], self.sizes.key_width)
         return Filtered(mean, keep_owned(torch.cat([half, half], -1).flatten(2), owner), known.belief), owner
 
-    def _advance(self, known: Filtered, v: Tensor, ahead: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The state to come, `[B, T, H, 2 C]` in the dtype of `v`, and its complex variance, `[B, T, H, 1 or C]`."""
-        dtype = belief_dtype(v.dtype)
-        shown, spread = widen(v), known.variance
-        taken = torch.sigmoid(self.residual.to(dtype))[:, None]
-        kept = 1 - taken
-        if self.confidence is not None and spread is not None:
-            taken = taken * self.confidence(spread)
-        estimate = kept * shown + taken * widen(known.mean)
-        spread = None if spread is None else taken.square() * spread
+    def settle(self, known: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The inner residual: the estimate that goes on, and its complex variance, `[B, T, H, 1 or C]`."""
+        taken = torch.sigmoid(self.residual.to(belief_dtype(v.dtype)))[:, None]
+        kept, spread = 1 - taken, known.variance
+        if spread is not None:
+            spread = spread[..., : self.sizes.key_width]  # of imaginary parts it is the same
+            taken = taken if self.confidence is None else taken * self.confidence(spread)
+            spread = taken.square() * spread
+        return kept * widen(v) + taken * widen(known.mean), spread
+
+    def _advance(
+        self, estimate: Tensor, spread: Tensor | None, v: Tensor, ahead: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The state to come, `[B, T, H, 2 C]` in the dtype of `v`, and its complex variance."""
+        dtype = estimate.dtype
         if self.predict is None:
             return estimate.to(v.dtype), spread
         passage = Passage.of(self.states(dtype), estimate.new_ones(()) if ahead is None else ahead.to(dtype))
         then = passage(estimate)
         if self.foresight is None:
             return then.to(v.dtype), None if spread is None else passage.decay.square() * spread + passage.noise
-        gate, (cos, sin) = self.foresight(estimate, shown), passage.turn
+        gate, (cos, sin) = self.foresight(estimate, widen(v)), passage.turn
         mean = estimate + torch.cat([gate, gate], -1) * (then - estimate)
         if spread is not None:
             reach = (1 - gate + gate * passage.decay * cos).square() + (gate * passage.decay * sin).square()

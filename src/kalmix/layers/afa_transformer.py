@@ -1,0 +1,143 @@
+"""The transformer that Adaptive Filter Attention suggests: magnitudes and directions filtered apart, then an MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kalmix import ops
+from kalmix.beliefs import HistoryBelief
+from kalmix.layers.heads import Heads
+from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_owned, take, to
+from kalmix.layers.parametrize import StateDynamics
+from kalmix.layers.parts import widen
+from kalmix.layers.trajectory import Doubt
+from kalmix.segments import Segments
+from kalmix.types import Filtered, belief_dtype
+
+EPS = 1e-6  # in the length of what is divided by it
+
+
+class AFATransformerState(NamedTuple):
+    """What was seen: `magnitude`, one real channel a head, and `direction`."""
+
+    magnitude: HistoryBelief
+    direction: HistoryBelief
+
+    take = take
+    to = to
+    detach = detach
+
+
+class Attending(nn.Module):
+    """Algorithm 1 without projections, residual and prediction: q, k and v are given, of H heads and C channels."""
+
+    def __init__(self, heads: int, channels: int, rotary_base: float | None) -> None:
+        super().__init__()
+        self.dynamics, self.doubt = StateDynamics(heads, channels, rotary_base), Doubt(heads, nu=1.0)
+
+    def forward(self, signals: Iterable[Tensor], **where: Any) -> Filtered:
+        """`kalmix.ops.attend` of q, k and v, `[B, T, H, 2 C]` each."""
+        q, k, v = signals
+        dtype = belief_dtype(v.dtype)
+        return ops.attend(q, k, v, **self.dynamics(dtype)._asdict(), **self.doubt(dtype), **where)
+
+
+class AFATransformerBlock(Mixer):
+    """The AFA transformer (Algorithm 3, its misprints mended), a block in itself: its MLP comes with it.
+
+        q, k, v = project(x);   m = |.|,  u = scale . / |.|  of each
+        direction = u_v + attend(u_q, u_k, u_v);   z = attend(m_q, m_k, m_v) scale' direction / |direction|
+        y = W_2 ReLU(W_1 out(z))
+
+    Per head: Norm, Attention, Add & Norm, in the eigenbasis. Magnitudes are real, do not turn, and have dynamics and
+    noises of their own. The paper adds y to x, as a model's block does for every mixer.
+
+    Args:
+        hidden_size: D.
+        heads, head_dim: heads, and complex channels of each; see `Heads.of`.
+        rotary_base: of initial frequencies of directions; see `StateDynamics`.
+        window: how many tokens a query sees; all if absent.
+        mlp_width: of the MLP; 4 D if absent.
+        kernel: pin a kernel of `kalmix.ops.attend`.
+
+    Cost: O(T (S + T) H C) for T tokens after S, and the projections; the state holds every key and value.
+    """
+
+    fuses_mlp = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        heads: int | None = None,
+        head_dim: int | None = None,
+        rotary_base: float = 10000.0,
+        window: int | None = None,
+        mlp_width: int | None = None,
+        kernel: str | None = None,
+    ) -> None:
+        super().__init__(hidden_size)
+        check_positive("window", 1 if window is None else window)
+        check_positive("mlp_width", 1 if mlp_width is None else mlp_width)
+        sizes = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, widest=64)
+        columns, width = 2 * sizes.keys, 4 * hidden_size if mlp_width is None else mlp_width
+        self.sizes, self.window, self.kernel = sizes, window, kernel
+        self.in_proj = nn.Linear(hidden_size, 3 * columns)
+        self.magnitude = Attending(sizes.heads, 1, None)
+        self.direction = Attending(sizes.heads, sizes.key_width, rotary_base)
+        self.before, self.after = (nn.Parameter(torch.empty(sizes.heads)) for _ in range(2))
+        self.out_proj = nn.Linear(columns, hidden_size)
+        self.mlp_in, self.mlp_out = nn.Linear(hidden_size, width), nn.Linear(width, hidden_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Both scales of directions are 1; parts reset themselves."""
+        nn.init.ones_(self.before)
+        nn.init.ones_(self.after)
+
+    def dynamics_parameters(self) -> Iterator[nn.Parameter]:
+        """Rates, steps, frequencies and noises of magnitudes and of directions."""
+        return chain(self.magnitude.dynamics.parameters(), self.direction.dynamics.parameters())
+
+    def read(
+        self,
+        x: Tensor,
+        state: AFATransformerState | None = None,
+        segments: Segments | None = None,
+        variance: bool = False,
+        times: Tensor | None = None,
+    ) -> tuple[Filtered, Tensor | None]:
+        """The states as filtered, `[B, T, H * 2 C]`; `times` as `kalmix.ops.attend` takes them."""
+        if state is not None:
+            check_state(state, AFATransformerState, x.shape[0] if segments is None else segments.count)
+        owner = None if segments is None else segments.owner(*x.shape[:2])
+        parts = [part.unflatten(-1, (self.sizes.heads, -1)) for part in self.in_proj(keep_owned(x, owner)).chunk(3, -1)]
+        where = {"segments": segments, "times": times, "window": self.window, "kernel": self.kernel}
+        with torch.autocast(x.device.type, enabled=False):
+            lengths = [_length(part) for part in parts]
+            units = [_scaled(part, length, self.before) for part, length in zip(parts, lengths, strict=True)]
+            real = (F.pad(length, (0, 1)).to(x.dtype) for x, length in zip(parts, lengths, strict=True))
+            magnitude = self.magnitude(real, belief=None if state is None else state.magnitude, **where)
+            direction = self.direction(units, belief=None if state is None else state.direction, **where)
+            towards = widen(units[2]) + widen(direction.mean)
+            z = widen(magnitude.mean[..., :1]) * _scaled(towards, _length(towards), self.after)
+        after = AFATransformerState(magnitude.belief, direction.belief)
+        return Filtered(keep_owned(z.flatten(2).to(parts[0].dtype), owner), None, after), owner
+
+    def emit(self, readout: Tensor, context: Tensor | None) -> Tensor:
+        """Output projection and MLP; 0 at tokens of no sequence, which `context` tells."""
+        return keep_owned(self.mlp_out(F.relu(self.mlp_in(self.out_proj(readout)))), context)
+
+
+def _length(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(widen(x), dim=-1, keepdim=True)
+
+
+def _scaled(x: Tensor, length: Tensor, scale: Tensor) -> Tensor:
+    return (scale.to(length.dtype)[:, None] * x / (length + EPS)).to(x.dtype)

@@ -1,0 +1,166 @@
+"""Recurrent Adaptive Filter Attention: a Kalman filter that doubts looks it did not expect, in constant memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kalmix.checks import check_shape, check_values
+from kalmix.errors import ArgumentError
+from kalmix.kernels.primitives.steps import owners, walk
+from kalmix.layers.heads import Heads
+from kalmix.layers.mixer import check_positive, detach, take
+from kalmix.layers.parts import widen
+from kalmix.layers.trajectory import Doubt, Passage, TrajectoryLayer
+from kalmix.ops import Dynamics
+from kalmix.segments import Segments
+from kalmix.types import Filtered, belief_dtype
+
+
+class RunningEstimate(NamedTuple):
+    """What is known of the states of a sequence after its last token.
+
+    Attributes:
+        mean: `[N, 2, H, 2 C]`, of the states that keys and that values look at.
+        precision: `[N, 1, H, 1]` of either, one over the complex variance of a channel; 0: nothing was seen.
+        time: float64 `[N, 1, 1, 1]`, when that was.
+    """
+
+    mean: Tensor
+    precision: Tensor
+    time: Tensor
+
+    take = take
+    detach = detach
+
+    def to(self, *args: Any, **kwargs: Any) -> RunningEstimate:
+        """As `Tensor.to`; times keep their dtype."""
+        mean, precision = (x.to(*args, **kwargs) for x in self[:2])
+        return RunningEstimate(mean, precision, self.time.to(mean.device))
+
+
+class RecurrentFilterAttention(TrajectoryLayer):
+    r"""The recurrent form of Adaptive Filter Attention (appendix B.4, Algorithm 4), its errors mended.
+
+    A Kalman filter of the states that keys and values look at, one token after the other, in which a token counts by
+    how far its query is from what was expected of its key. With R = key_noise + query_noise, for each token, and
+    `iterations` times from z = z-:
+
+        z- = e^{(-a + i w) tau} z,   1 / p- = e^{-2 a tau} / p + process_noise kappa(tau)
+        w = (1 + |q - z_k|^2 / ((1 / p- + R) nu))^-temperature
+        p = p- + w / R,   z = z- + step (w / (p R)) ((k, v) - z-)
+
+    The first token of a sequence is taken whole. With unit weights (nu without end) and full steps it is the Kalman
+    filter with a flat prior, however often it iterates; its variance is then calibrated. The other forms have no
+    process noise in common between their looks, this one has.
+
+    Args:
+        hidden_size: D.
+        heads, head_dim: heads, and complex channels of each; see `Heads.of`.
+        rotary_base: of initial frequencies; see `StateDynamics`.
+        iterations: K >= 1, of the weight, from the estimate that it leads to.
+        predict: "step": the state one step ahead, as published; "gate" as in `AdaptiveFilterAttention`; `None`: the
+            estimate itself.
+
+    Cost: O(K T H C), T steps one after the other, in torch; the state is 4 H C numbers, whatever T.
+    """
+
+    has_posterior = True
+    remembers = RunningEstimate
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        heads: int | None = None,
+        head_dim: int | None = None,
+        rotary_base: float = 10000.0,
+        iterations: int = 1,
+        predict: str | None = "step",
+    ) -> None:
+        check_positive("iterations", iterations)
+        sizes = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, widest=64)
+        super().__init__(hidden_size, sizes, rotary_base=rotary_base, predict=predict)
+        self.iterations = iterations
+        self.doubt = Doubt(sizes.heads, nu=2.0 * sizes.key_width)
+
+    def reset_parameters(self) -> None:
+        """Steps are nearly full: 0.98."""
+        nn.init.constant_(self.residual, 4.0)
+
+    def states(self, dtype: torch.dtype) -> Dynamics:
+        """The dynamics, both noises of a look in one."""
+        known = self.dynamics(dtype)
+        return known._replace(key_noise=known.key_noise + known.query_noise)
+
+    def settle(self, known: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As it is: the residual is the step."""
+        return widen(known.mean), known.variance
+
+    def estimate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        variance: bool,
+        belief: RunningEstimate | None,
+        segments: Segments | None,
+        times: Tensor | None,
+    ) -> Filtered:
+        """The filter above, token by token."""
+        dtype, (batch, length, heads, width) = belief_dtype(v.dtype), v.shape
+        count = batch if segments is None else segments.count
+        if belief is None:
+            nothing = v.new_zeros(count, 2, heads, width, dtype=dtype)
+            belief = RunningEstimate(nothing, nothing[:, :1, :, :1], v.new_zeros(count, 1, 1, 1, dtype=torch.float64))
+        if min(count, batch, length) == 0:
+            return Filtered(torch.zeros_like(v), v.new_zeros(*v.shape[:3], 1, dtype=dtype), belief)
+        if times is not None:
+            check_shape("times", times, "B T", {"B": batch, "T": length})
+            times = times.detach().double()
+        looks = torch.stack([k, v], 2).to(dtype)  # [B, T, 2, H, 2 C]
+        now = [None] * length if times is None else times[..., None, None, None].unbind(1)
+        tokens = zip(q.to(dtype)[:, :, None].unbind(1), looks.unbind(1), now, strict=True)
+        reads, after = walk(_Step(self, dtype), belief, tokens, owners(segments, batch, length))
+        return Filtered(reads[0].to(v.dtype), reads[1], after)
+
+
+class _Step:
+    """A step of the filter, for one dtype."""
+
+    def __init__(self, layer: RecurrentFilterAttention, dtype: torch.dtype) -> None:
+        self.states, self.iterations = layer.states(dtype), layer.iterations
+        doubt = layer.doubt(dtype)
+        self.noise, self.nu, self.temperature, self.part = (
+            x[:, None] for x in (self.states.key_noise, *doubt.values(), torch.sigmoid(layer.residual.to(dtype)))
+        )
+        self.unit = Passage.of(self.states, torch.ones_like(self.noise[0, 0]))
+
+    def __call__(
+        self, belief: RunningEstimate, query: Tensor, look: Tensor, now: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], RunningEstimate]:
+        mean, precision, time = belief
+        seen = precision > 0
+        passage = self.unit
+        if now is None:
+            now = torch.where(seen[:, :, :1], time + 1, 0)
+        else:
+            lag = torch.where(seen[:, :, :1], now - time, 0)
+            if check_values(lag) and bool((lag < 0).any()):
+                raise ArgumentError("times", got="decreasing", needs="not to decrease in a sequence")
+            passage = Passage.of(self.states, lag[:, :, 0, 0].to(mean.dtype))
+        before = passage(mean)
+        # One over a variance, 0 where nothing is known, and so nothing divided by 0.
+        prior = torch.where(seen, precision / (passage.decay.square() + passage.noise * precision), 0)
+        expected = prior / (1 + self.noise * prior)
+        part = torch.where(seen, self.part, 1.0)
+        guess, weight = before, torch.ones_like(prior)
+        for _ in range(self.iterations):
+            far = (query - guess[:, :1]).square().sum(-1, keepdim=True) * expected
+            weight = (1 + far / self.nu) ** -self.temperature
+            gain = weight / (weight + self.noise * prior)
+            guess = before + part * gain * (look - before)
+        posterior = prior + weight / self.noise
+        return (guess[:, 1], 1 / posterior[:, 0]), RunningEstimate(guess, posterior, now)

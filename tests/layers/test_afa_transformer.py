@@ -1,0 +1,39 @@
+"""The AFA transformer against Algorithm 3, mended, in complex numbers."""
+
+import torch
+
+from kalmix.layers import AFATransformerBlock
+
+from .conftest import shake
+from .test_afa import kappa, pairs, seen
+
+
+def attended(core, q, k, v, times):
+    """Algorithm 1's core for one sequence, complex `[T, H, C]`."""
+    (log_decay, frequency, process, key, query), doubt = core.dynamics(torch.float64), core.doubt(torch.float64)
+    lag = (times[0, :, None] - times[0]).clamp(min=0)[..., None]  # [T, T, 1]
+    decay = torch.exp(log_decay * lag)
+    noise = process * kappa(-log_decay, lag) + key * decay**2 + query
+    move = torch.exp((log_decay[:, None] + 1j * frequency) * lag[..., None])
+    far = (q[:, None] - move * k).abs().square().sum(-1)
+    score = -doubt["temperature"] * torch.log(noise + far / doubt["nu"])
+    later = torch.ones(lag.shape[:2], dtype=torch.bool).triu(1)[..., None]
+    score = score.masked_fill(later, -torch.inf)
+    return (score.softmax(1)[..., None] * move * v).sum(1)
+
+
+def test_against_the_equations():
+    torch.manual_seed(0)
+    layer = AFATransformerBlock(10, heads=2, head_dim=3).double()
+    shake(layer)
+    x, times, _ = seen()
+    parts = [pairs(part.unflatten(-1, (2, -1)))[0] for part in layer.in_proj(x).chunk(3, -1)]
+    sizes = [part.abs().square().sum(-1, keepdim=True).sqrt() for part in parts]
+    units = [layer.before[:, None] * part / (size + 1e-6) for part, size in zip(parts, sizes, strict=True)]
+    magnitude = attended(layer.magnitude, *(size + 0j for size in sizes), times)
+    towards = units[2] + attended(layer.direction, *units, times)
+    length = towards.abs().square().sum(-1, keepdim=True).sqrt()
+    z = magnitude.real * layer.after[:, None] * towards / (length + 1e-6)
+    read = torch.cat([z.real, z.imag], -1).flatten(1)
+    y = layer.mlp_out(torch.relu(layer.mlp_in(layer.out_proj(read))))
+    torch.testing.assert_close(layer(x, times=times)[0][0], y, rtol=1e-9, atol=1e-9)

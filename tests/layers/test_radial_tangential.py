@@ -1,0 +1,32 @@
+"""The radial-tangential layer: its op, the residual, and the step ahead."""
+
+import torch
+
+from kalmix import ops
+from kalmix.layers import RadialTangentialAttention
+
+from .conftest import shake
+from .test_afa import pairs, seen
+
+
+def test_against_its_op():
+    torch.manual_seed(0)
+    layer = RadialTangentialAttention(10, heads=2, head_dim=3).double()
+    shake(layer)
+    x, times, ahead = seen()
+    q, k, v = layer.project(x)
+    dynamics, doubt = layer.dynamics(torch.float64), layer.doubt(torch.float64)
+    assert dynamics.key_noise.shape == doubt["nu"].shape == (2, 2)
+    known = ops.attend_radial(q, k, v, **dynamics._asdict(), **doubt, times=times, variance=True)
+    taken = torch.sigmoid(layer.residual)[:, None]
+    rate = dynamics.log_decay[:, None] + 1j * dynamics.frequency
+    estimate = pairs((1 - taken) * v + taken * known.mean)
+    read = torch.exp(rate * ahead[..., None, None]) * estimate
+    decay = torch.exp(2 * dynamics.log_decay * ahead[..., None])[..., None]
+    noise = (dynamics.process_noise @ torch.tensor([1.0, 2.0], dtype=torch.float64) / 3)[:, None]
+    grown = noise * (1 - decay) / (-2 * dynamics.log_decay)[:, None]
+    spread = decay * taken**2 * known.variance[..., :3] + grown
+
+    (mean, variance, _), _ = layer.read(x, variance=True, times=times, ahead=ahead)
+    torch.testing.assert_close(pairs(mean.unflatten(-1, (2, -1))), read)
+    torch.testing.assert_close(variance.unflatten(-1, (2, -1)), torch.cat([spread, spread], -1) / 2)
