@@ -1,0 +1,143 @@
+"""An adaptive filter over images: a convolution whose kernel follows from dynamics, and that doubts what differs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kalmix.checks import check_shape
+from kalmix.errors import ArgumentError
+from kalmix.kernels.attend.dynamics import kappa
+from kalmix.layers.mixer import check_positive
+from kalmix.layers.parametrize import positive
+from kalmix.layers.parts import widen
+
+SIDES = ("left", "right", "below", "above")  # where a neighbour may lie, in the order of parameters
+
+
+def crossing(
+    rate: Tensor, frequency: Tensor, process_noise: Tensor, key_noise: Tensor, query_noise: Tensor, path: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""What becomes of a complex state on its way across a plane (Adaptive Filter Attention, B.6).
+
+    A path leads |x| along one axis and |y| along the other, each a diffusion of its own, that of the side it comes
+    from. What the first adds decays along the second; V is the mean of the two orders:
+
+        E_x = exp(-a_x |x|),   kappa_x = (1 - E_x^2) / (2 a_x),   and so for y;   E = E_x E_y
+        V = s_x kappa_x (1 + E_y^2) / 2 + s_y kappa_y (1 + E_x^2) / 2 + key_noise E^2 + query_noise
+        angle = w_x |x| + w_y |y|
+
+    Two of the paper's misprints are mended: it multiplies the two variances, so that a straight path has none, and
+    takes the noise of one side with the decay of the other. Along an axis this is `kalmix.ops.attend`.
+
+    Args:
+        rate: `[4, H]`, a >= 0, of `SIDES`: x > 0 comes from the left, y > 0 from below.
+        frequency: `[4, H, C]`, w.
+        process_noise: `[4, H]`, s >= 0.
+        key_noise, query_noise: `[H]`, >= 0, not both 0.
+        path: `[H, P, 2]`, x and y of P paths.
+
+    Returns:
+        E `[H, P]`, the angle `[H, P, C]`, and V `[H, P]`.
+    """
+    side = torch.where(path > 0, 0, 1) + torch.tensor([0, 2], device=path.device)  # [H, P, 2]
+    head = torch.arange(path.shape[0], device=path.device)[:, None, None]
+    far = path.abs()
+    decay = torch.exp(-rate[side, head] * far)
+    grown = far * kappa(rate[side, head] * far, torch.ones_like(far))  # gradients reach the path, too
+    added = process_noise[side, head] * grown * (1 + decay.flip(-1).square()) / 2
+    reach = decay.prod(-1)
+    variance = added.sum(-1) + key_noise[:, None] * reach.square() + query_noise[:, None]
+    return reach, (frequency[side, head] * far[..., None]).sum(2), variance
+
+
+class FilterConv2d(nn.Module):
+    r"""Every pixel estimated from those around it: Adaptive Filter Attention over the plane (B.6).
+
+        z = in(x);   y_i = out(sum_j A_ij E e^{i angle} z_j),   A_ij = softmax_j -log(V + |z_i - E e^{i angle} z_j|^2)
+
+    Pixels j are those of a square around i that lie in the image; E, angle and V are those of their `crossing`, along
+    axes that a head turns, stretches and shifts (T and b of the paper). Where z is small beside V nothing is doubted:
+    the paper's form, a depthwise convolution with Gabor filters of exponential envelope, flat without decay and process
+    noise. Doubt, as sequences have it, lets a pixel leave out those of another kind; no convolution can.
+
+    Args:
+        in_channels, out_channels: of images.
+        kernel_size: of the square, odd.
+        heads: H, with dynamics of their own.
+        head_dim: C, complex channels of a head.
+
+    Cost: O(n^2 H C) a pixel and the projections, n the kernel's size; as much memory for training.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: int, *, heads: int = 4, head_dim: int = 2
+    ) -> None:
+        super().__init__()
+        sizes = {"in_channels": in_channels, "out_channels": out_channels, "heads": heads, "head_dim": head_dim}
+        for name, size in (sizes | {"kernel_size": kernel_size}).items():
+            check_positive(name, size)
+        if kernel_size % 2 == 0:
+            raise ArgumentError("kernel_size", got=kernel_size, needs="odd, so that a pixel is in the middle")
+        self.in_channels, self.kernel_size, self.heads = in_channels, kernel_size, heads
+        self.in_proj = nn.Conv2d(in_channels, 2 * heads * head_dim, 1)
+        self.log_rate = nn.Parameter(torch.empty(4, heads))
+        self.frequency = nn.Parameter(torch.empty(4, heads, head_dim))
+        self.log_process_noise = nn.Parameter(torch.empty(4, heads))
+        self.log_key_noise = nn.Parameter(torch.empty(heads))
+        self.log_query_noise = nn.Parameter(torch.empty(heads))
+        self.axes = nn.Parameter(torch.empty(heads, 2, 2))
+        self.shift = nn.Parameter(torch.empty(heads, 2))
+        self.out_proj = nn.Conv2d(2 * heads * head_dim, out_channels, 1)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Rates log-uniform in [0.05, 1], noises so small that there is doubt at once, and the image's axes."""
+        nn.init.uniform_(self.log_rate, math.log(0.05), 0.0)
+        nn.init.normal_(self.frequency, std=0.3)
+        for noise in (self.log_process_noise, self.log_key_noise, self.log_query_noise):
+            nn.init.constant_(noise, math.log(0.02))
+        with torch.no_grad():
+            self.axes.copy_(torch.eye(2))
+        nn.init.zeros_(self.shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of images `[B, in_channels, Y, X]`, as `[B, out_channels, Y, X]`.
+
+        Raises:
+            ArgumentError: images of another shape.
+        """
+        check_shape("x", x, "B C Y X", {"C": self.in_channels})
+        z = self.in_proj(x)
+        with torch.autocast(x.device.type, enabled=False):
+            estimate = self.estimate(widen(z))
+        return self.out_proj(estimate.to(z.dtype))
+
+    def estimate(self, z: Tensor) -> Tensor:
+        """The state at every pixel, given what is seen there: both `[B, H 2 C, Y, X]`, a head's real parts first."""
+        reach, angle, variance = self.crossing(z.dtype)
+        cos, sin = ((reach[..., None] * turn).mT[..., None] for turn in (angle.cos(), angle.sin()))
+        real, imaginary = self._around(z).chunk(2, 2)  # [B, H, C, P, Y X]
+        carried = torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], 2)
+        own = z.flatten(2).unflatten(1, (self.heads, -1))[:, :, :, None]
+        score = -torch.log(variance[..., None] + (own - carried).square().sum(2))
+        seen = self._around(torch.ones_like(z[:1, : self.heads]))[:, :, 0] > 0
+        weights = score.masked_fill(~seen, -torch.inf).softmax(2)
+        return (weights[:, :, None] * carried).sum(3).reshape(z.shape)
+
+    def crossing(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Reach, angle and variance of the ways from the pixels of the square, row by row, to its middle."""
+        steps = torch.arange(self.kernel_size, device=self.axes.device, dtype=dtype) - self.kernel_size // 2
+        up, right = torch.meshgrid(steps, -steps, indexing="ij")  # rows count downwards
+        path = torch.stack([right, up], -1).flatten(0, 1) @ self.axes.to(dtype).mT + self.shift.to(dtype)[:, None]
+        logs = (self.log_rate, self.log_process_noise, self.log_key_noise, self.log_query_noise)
+        rate, process, key, query = (positive(x.to(dtype)) for x in logs)
+        return crossing(rate, self.frequency.to(dtype), process, key, query, path)
+
+    def _around(self, x: Tensor) -> Tensor:
+        """The square around every pixel of `[B, H C, Y, X]`, 0 outside the image: `[B, H, C, P, Y X]`."""
+        around = F.unfold(x, self.kernel_size, padding=self.kernel_size // 2)
+        return around.view(x.shape[0], self.heads, -1, self.kernel_size**2, around.shape[-1])
