@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from kalmix import ArgumentError
-from kalmix.layers.filter_conv2d import FilterConv2d, crossing
+from kalmix.layers import FilterConv2d
+from kalmix.layers.filter_conv2d import crossing
 from kalmix.ops import attend
 
 from .conftest import shake

@@ -141,7 +141,7 @@ def test_wrong_arguments(layer, call, says):
 
 def test_registry():
     papers = {"kla", "bayesian", "deltanet", "gated-deltanet", "kda", "linear-attention", "retnet", "gla", "mamba2"}
-    papers |= {"gated-kalmanet", "afa", "rt-afa", "recurrent-afa", "afa-transformer"}
+    papers |= {"gated-kalmanet", "afa", "rt-afa", "recurrent-afa", "afa-transformer", "controlled-afa"}
     assert set(MIXERS) == papers | {"attention", "design"}
     with pytest.raises(ArgumentError, match=r"'mamba9'.*'kla'"):
         mixer_class("mamba9", {})
@@ -199,6 +199,7 @@ def test_defaults_for_any_width(name, size):
         ("rt-afa", {"head_dim": 0}),
         ("recurrent-afa", {"iterations": True}),
         ("afa-transformer", {"mlp_width": 0}),
+        ("controlled-afa", {"rank": 0}),
         ("bayesian", {"heads": 1, "head_dim": 2, "groups": 3}),
         ("design", {"design": "resnet"}),
         ("design", {"design": {"transition": {}}}),

@@ -10,8 +10,10 @@ from kalmix.layers.afa import AdaptiveFilterAttention
 from kalmix.layers.afa_transformer import AFATransformerBlock, AFATransformerState
 from kalmix.layers.attention import Attention, AttentionState
 from kalmix.layers.bayesian import BayesianLayer
+from kalmix.layers.controlled_filter import ControlledFilter
 from kalmix.layers.deltanet import DeltaNet
 from kalmix.layers.designed import Designed
+from kalmix.layers.filter_conv2d import FilterConv2d
 from kalmix.layers.gated_deltanet import GatedDeltaNet
 from kalmix.layers.gated_kalmanet import GatedKalmaNet
 from kalmix.layers.gla import GLA
@@ -33,6 +35,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "rt-afa": RadialTangentialAttention,
     "recurrent-afa": RecurrentFilterAttention,
     "afa-transformer": AFATransformerBlock,
+    "controlled-afa": ControlledFilter,
     "deltanet": DeltaNet,
     "gated-deltanet": GatedDeltaNet,
     "kda": KDA,
@@ -74,8 +77,10 @@ __all__ = [
     "Attention",
     "AttentionState",
     "BayesianLayer",
+    "ControlledFilter",
     "DeltaNet",
     "Designed",
+    "FilterConv2d",
     "GatedDeltaNet",
     "GatedKalmaNet",
     "KLAState",

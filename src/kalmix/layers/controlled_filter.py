@@ -1,0 +1,120 @@
+"""Adaptive Filter Attention that steers what it estimates: a planner's waypoints, reached at least cost."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kalmix.kernels.attend.dynamics import kappa
+from kalmix.layers.afa import AdaptiveFilterAttention
+from kalmix.layers.mixer import check_positive
+from kalmix.layers.parametrize import positive
+
+
+def authority(rate: Tensor, duration: Tensor, worth: Tensor) -> Tensor:
+    """The share beta of the way to a waypoint that a mode is taken at least cost (Adaptive Filter Attention, B.5).
+
+    For dx = ((-a + i w) x + b u) dt the controls that minimise q |x(T) - waypoint|^2 + r int |u|^2 end at
+
+        x(T) = (1 - beta) e^{(-a + i w) T} x(0) + beta waypoint
+        beta = c g / (1 + c g),   g = (1 - e^{-2 a T}) / (2 a)
+
+    Args:
+        rate: a >= 0.
+        duration: T >= 0.
+        worth: c = q |b|^2 / r >= 0.
+
+    All broadcast.
+    """
+    gained = worth * kappa(rate, duration)
+    return gained / (1 + gained)
+
+
+def control(
+    start: Tensor, waypoint: Tensor, at: Tensor, *, rate: Tensor, frequency: Tensor, duration: Tensor, worth: Tensor
+) -> Tensor:
+    """The control that does so, b u(t) of the end of `authority`: what is added to dx / dt at time t.
+
+        b u(t) = c / (1 + c g) (waypoint - e^{(-a + i w) T} start) e^{(-a - i w) (T - t)}
+
+    Args:
+        start, waypoint: complex states.
+        at: t, from 0 to T.
+        rate, frequency, duration, worth: a, w, T and c.
+
+    All broadcast.
+    """
+    pole = torch.complex(-rate, frequency)
+    missed = waypoint - (pole * duration).exp() * start
+    return worth * (1 - authority(rate, duration, worth)) * missed * (pole.conj() * (duration - at)).exp()
+
+
+class Steering(nn.Module):
+    """Where states should be, a linear map of low rank over all heads, and what it is worth a channel to get there.
+
+    At first that is e^-2: about an eighth of the way in a unit of time.
+    """
+
+    def __init__(self, heads: int, channels: int, rank: int) -> None:
+        super().__init__()
+        columns = 2 * heads * channels
+        self.look, self.plan = nn.Linear(columns, rank, bias=False), nn.Linear(rank, columns, bias=False)
+        self.log_worth = nn.Parameter(torch.empty(heads, channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The initial worth; parts reset themselves."""
+        nn.init.constant_(self.log_worth, -2.0)
+
+    def forward(self, then: Tensor, rate: Tensor, duration: Tensor) -> Tensor:
+        """States `[B, T, H, 2 C]` after a duration `[B, T]`, or of one for all, given where they come to by themselves.
+
+        `rate` is `[H]`, of their decay; all are in the dtype of a belief.
+        """
+        look, plan = (part.weight.to(then.dtype).mT for part in (self.look, self.plan))
+        waypoint = (then.flatten(2) @ look @ plan).view_as(then)
+        beta = authority(rate[:, None], duration[..., None, None], positive(self.log_worth.to(then.dtype)))
+        return then + torch.cat([beta, beta], -1) * (waypoint - then)
+
+
+class ControlledFilter(AdaptiveFilterAttention):
+    """Adaptive Filter Attention whose states are steered on their way: model-predictive control of one step (B.5).
+
+        z' = e^{(-a + i w) ahead} z;   y = out((1 - beta) z' + beta plan(z'))
+
+    The filter says where a state is, its dynamics where it would go, a planner where it should be, and the closed form
+    of `authority` how far it pays to go there. What is steered by is known, so the variance is that of a state let go.
+
+    Args:
+        hidden_size: D.
+        heads, head_dim, rotary_base, window, kernel: as `AdaptiveFilterAttention` has them.
+        rank: of the planner.
+
+    Cost: that of `AdaptiveFilterAttention`, and O(T H C rank).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        heads: int | None = None,
+        head_dim: int | None = None,
+        rotary_base: float = 10000.0,
+        window: int | None = None,
+        rank: int = 8,
+        kernel: str | None = None,
+    ) -> None:
+        check_positive("rank", rank)
+        super().__init__(
+            hidden_size, heads=heads, head_dim=head_dim, rotary_base=rotary_base, window=window, kernel=kernel
+        )
+        self.steering = Steering(self.sizes.heads, self.sizes.key_width, rank)
+
+    def _advance(
+        self, estimate: Tensor, spread: Tensor | None, v: Tensor, ahead: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The state to come, steered, and its complex variance."""
+        then, spread = super()._advance(estimate, spread, v, ahead)
+        duration = estimate.new_ones(()) if ahead is None else ahead.to(estimate.dtype)
+        steered = self.steering(then.to(estimate.dtype), -self.states(estimate.dtype).log_decay, duration)
+        return steered.to(v.dtype), spread
