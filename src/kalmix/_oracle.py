@@ -210,8 +210,8 @@ def _spread(dynamics: Any, lag: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     series = (y[..., None] ** torch.arange(16, device=y.device) * y.new_tensor(terms)).sum(
         -1
     )  # (1 - e^-y) / y, y small
-    far = torch.where(y > 0.1, y, 1.0)
-    grown = lag * torch.where(y > 0.1, -torch.expm1(-far) / far, series)
+    far = torch.where(y > 0.5, y, 1.0)
+    grown = lag * torch.where(y > 0.5, -torch.expm1(-far) / far, series)
     decay = (-rate * lag).exp()
     certain = dynamics.process_noise.double() * grown + dynamics.key_noise.double() * decay**2
     return decay, certain, certain + dynamics.query_noise.double()

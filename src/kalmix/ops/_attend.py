@@ -82,7 +82,8 @@ def attend(
         window: how many tokens a query sees, itself included; all if absent.
         floor: added to the decay of keys, >= 0, a number, or one a head `[H]`.
         causal: whether queries see no later tokens. If they do, lags may be negative, E more than 1 and kappa is taken
-            without its sign; there is no belief then, neither before nor after.
+            without its sign; there is no belief then, neither before nor after. What is far ahead outweighs all else
+            under a temperature below 1/2.
         belief: what was seen before; nothing if absent. N is B, or the number of segments.
         variance: also return the variance of the estimate.
         segments: which tokens form which sequence; each batch row one sequence if absent.

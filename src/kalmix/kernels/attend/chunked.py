@@ -74,22 +74,29 @@ class _Lanes(NamedTuple):
     def queries(self) -> Iterator[slice]:
         return (slice(i, min(i + QUERIES, self.q.shape[2])) for i in range(0, self.q.shape[2], QUERIES))
 
-    def keys_of(self, queries: slice) -> Iterator[slice]:
-        """Tiles of the keys that `queries` may see."""
+    def keys_of(self, queries: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Tiles of keys, and where queries do not see them; where looking is free, none that they see nothing of."""
         start, stop = self.rules.reach(queries, self.q.shape[2], self.k.shape[2])
+        own = self._own(queries)
         room = blocks.ROOM if self.q.device.type == "cpu" else blocks.ROOM_ELSEWHERE
         size = max(QUERIES, room // (self.q.shape[0] * self.q.shape[1] * QUERIES))
-        return (slice(i, min(i + size, stop)) for i in range(start, stop, size))
+        for i in range(start, stop, size):
+            keys = slice(i, min(i + size, stop))
+            seen = self.rules.sees(self.rank[:, own], self.rank[:, keys])
+            if seen.device.type != "cpu" or bool(seen.any()):
+                yield keys, ~seen
 
-    def scores(self, queries: slice, keys: slice) -> tuple[Scores, Tensor]:
-        """The scores of a tile, and where they count for nothing."""
-        past = self.k.shape[2] - self.q.shape[2]
-        own = slice(past + queries.start, past + queries.stop)
+    def scores(self, queries: slice, keys: slice) -> Scores:
+        """The scores of a tile."""
         q, k = self.q[:, :, queries], self.k[:, :, keys]
-        lag = (self.times[:, own, None] - self.times[:, None, keys]).to(q.dtype)[:, None]
+        lag = (self.times[:, self._own(queries), None] - self.times[:, None, keys]).to(q.dtype)[:, None]
         squares = q.square().sum(-1)[..., None], k.square().sum(-1)[..., None, :]
-        scores = Scores.of(self.model, self.rules, lag, q @ k.mT, *squares)
-        return scores, ~self.rules.sees(self.rank[:, own], self.rank[:, keys])
+        return Scores.of(self.model, self.rules, lag, q @ k.mT, *squares)
+
+    def _own(self, queries: slice) -> slice:
+        """The slots of queries."""
+        past = self.k.shape[2] - self.q.shape[2]
+        return slice(past + queries.start, past + queries.stop)
 
 
 @torch.library.custom_op("kalmix::attend_chunked", mutates_args=())
@@ -112,8 +119,8 @@ def _attend(
     for queries in lanes.queries():
         top = precision = lanes.q.new_full((*lanes.q.shape[:2], queries.stop - queries.start), -torch.inf)
         total, read = torch.zeros_like(top), 0.0
-        for keys in lanes.keys_of(queries):
-            scores, hidden = lanes.scores(queries, keys)
+        for keys, hidden in lanes.keys_of(queries):
+            scores = lanes.scores(queries, keys)
             score = scores.score.masked_fill(hidden, -torch.inf)
             before, top = top, torch.maximum(top, score.amax(-1))
             known = top.clamp(min=torch.finfo(top.dtype).min)[..., None]  # nothing seen yet is no NaN
@@ -164,8 +171,8 @@ def _attend_backward(
     to_q, to_k, to_v = (torch.zeros_like(x) for x in lanes[:3])
     to_numbers = torch.zeros_like(numbers)
     for queries in lanes.queries():
-        for keys in lanes.keys_of(queries):
-            scores, hidden = lanes.scores(queries, keys)
+        for keys, hidden in lanes.keys_of(queries):
+            scores = lanes.scores(queries, keys)
             query, key, value = lanes.q[:, :, queries], lanes.k[:, :, keys], lanes.v[:, :, keys]
             log_weight = scores.score.masked_fill(hidden, -torch.inf) - total[:, :, queries]
             reached, arrived = (log_weight + scores.log_reach).exp(), to_read[:, :, queries]
