@@ -80,6 +80,7 @@ LONG_RUNS = Segments.of(torch.tensor([[0, 3, 103], [1, 0, 10], [0, 103, 136], [1
 SHAPES = [  # batch, tokens, (key heads, value heads), (key, value width), decay, segments, variance, dtype
     (1, 67, (1, 1), (3, 2), "key", None, True, torch.float32),  # two windows, an odd last block
     (2, 39, (1, 2), (3, 2), "head", RUNS, False, torch.float32),  # blocks of runs, gaps between them, an empty one
+    (1, 67, (1, 1), (3, 2), "head", None, True, torch.float32),  # the same, of products
     (1, 18, (1, 1), (20, 3), "none", None, True, HALF),  # more keys than tokens in a block
     (1, 19, (1, 1), (130, 1), "head", None, True, torch.float32),  # a covariance too wide for one program
     (1, 9, (1, 2), (130, 1), "key", SHORT_RUNS, False, torch.float32),  # the same of runs

@@ -96,7 +96,9 @@ def _gradients(
 
 @_gradients.register_fake
 def _(q, k, obs_noise, process_noise, log_decay, gain, scale, kept, rows, grad_gain, grad_read, grad_last):
-    like = (q, k, obs_noise, process_noise, k.new_empty(0) if log_decay is None else log_decay, grad_last)
+    nothing = k.new_empty(0)
+    by_query, by_decay = nothing if grad_read is None else q, nothing if log_decay is None else log_decay
+    like = (by_query, k, obs_noise, process_noise, by_decay, grad_last)
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like)
 
 
@@ -115,9 +117,10 @@ def _backward(ctx, grad_gain, grad_read, grad_last, _, __):
         grad_gain = torch.zeros_like(gain)
     if grad_last is None:
         grad_last = gain.new_zeros(ctx.belief)
-    grads = _gradients(*signals, gain, scale, kept, rows, grad_gain, grad_read if ctx.variance else None, grad_last)
-    *direct, by_decay, by_prior = grads
-    return *direct, None if signals[4] is None else by_decay, by_prior, None, None, None
+    asked = grad_read if ctx.variance else None
+    by_query, *direct, by_decay, by_prior = _gradients(*signals, gain, scale, kept, rows, grad_gain, asked, grad_last)
+    by_query, by_decay = None if asked is None else by_query, None if signals[4] is None else by_decay
+    return by_query, *direct, by_decay, by_prior, None, None, None
 
 
 _gains.register_autograd(_backward, setup_context=_setup)

@@ -9,13 +9,14 @@ enters a block, A(t, s) the decay from token s to token t and N_t the process no
 
 and only P K~' and what follows from it is sequential. So there are three launches:
 
-1. `_prepare`: what the noises and decays of every block come to, at once;
+1. `prepare`: what the noises and decays of every block come to, at once;
 2. `_advance`: the covariance from block to block, noting P k~ of every token;
-3. `_gains`: the gain and the variance of every token from these, by the recursion inside its block, at once.
+3. `gains`: the gain and the variance of every token from these, of all blocks at once.
 
-Decays are multiplied up token by token or run from the entry on: never the exponential of a positive number. Blocks
-lie in windows of 64 tokens; the backward pass starts from a covariance at the entry of each. Covariances too wide for
-a program's registers are for `triton_wide`.
+What all blocks do at once, `triton_blocks` does by products where decays are one a head, and `triton_tokens` token by
+token where they are one a key. Decays never are the exponential of a positive number. Blocks lie in windows of 64
+tokens; the backward pass starts from a covariance at the entry of each. Covariances too wide for a program's registers
+are for `triton_wide`.
 """
 
 from __future__ import annotations
@@ -25,73 +26,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kalmix.kernels.dense import triton_blocks, triton_tokens
 from kalmix.kernels.dense.triton_parts import (
     COUNTS,
     Launch,
-    block_of,
     chain_warps,
     decay_kind,
-    decay_of,
     faded,
     inverse_cholesky,
     launch,
     narrow_product,
     product,
     splits,
-    token_warps,
 )
 from kalmix.kernels.dense.triton_wide import forward_wide
 from kalmix.kernels.dense.windows import BLOCK, NARROW, WINDOW, padded
 from kalmix.kernels.primitives.triton_tiles import cut_tokens, rows, run_of
 from kalmix.segments import Segments
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def _prepare(
-    q, k, obs_noise, process_noise, log_decay, keys, queries, noises, innovations, edges, table, length, tiles,
-    q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    DECAY: tl.constexpr, VARIANCE: tl.constexpr,
-):  # fmt: skip
-    index, head = tl.program_id(0), tl.program_id(1)
-    token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
-    if count <= 0:
-        return
-    lane, row = tl.arange(0, P), tl.arange(0, BLOCK)
-    slot = index.to(tl.int64) * G + head
-    k += token * k_token + head // SHARE * k_head
-    q += token * q_token + head // SHARE * q_head
-    keys += slot * (BLOCK * P) + lane[None, :]
-    queries += slot * (BLOCK * P) + lane[None, :]
-    innovations += slot * (BLOCK * BLOCK)
-    reach = tl.full([P], 1.0, tl.float32)
-    noise = tl.zeros([P], tl.float32)
-    carried = tl.zeros([BLOCK, P], tl.float32)
-    column, beyond = tl.arange(0, BLOCK)[None, :], row[:, None] >= count  # tokens there are none of say nothing
-    identity = (row[:, None] == column).to(tl.float32)
-    tl.store(innovations + row[:, None] * BLOCK + column, identity, mask=beyond | (column >= count))
-    tl.store(keys + row[:, None] * P, carried, mask=beyond & (lane >= 0)[None, :])
-    if VARIANCE:
-        tl.store(queries + row[:, None] * P, carried, mask=beyond & (lane >= 0)[None, :])
-    for t in range(count):
-        at = (token + t) * G + head
-        key = tl.load(k + t * k_token + lane, mask=lane < K, other=0.0).to(tl.float32)
-        decay = decay_of(log_decay, at, lane, K, P, DECAY)
-        reach *= decay
-        noise = decay * decay * noise + tl.load(process_noise + at).to(tl.float32)
-        now = row == t
-        carried = tl.where(now[:, None], (noise * key)[None, :], carried * decay[None, :])
-        line = tl.sum(carried * key[None, :], 1)
-        line = tl.where(now, line + tl.load(obs_noise + at).to(tl.float32), line)
-        tl.store(innovations + t * BLOCK + row, line, mask=row <= t)
-        tl.store(innovations + row * BLOCK + t, line, mask=row < t)
-        tl.store(keys + t * P, (key * reach)[None, :])
-        if VARIANCE:
-            query = tl.load(q + t * q_token + lane, mask=lane < K, other=0.0).to(tl.float32)
-            tl.store(queries + t * P, (query * reach)[None, :])
-    tl.store(noises + slot * (BLOCK * P) + row[:, None] * P + lane[None, :], carried)
-    tl.store(edges + slot * 2 * P + lane, reach)
-    tl.store(edges + slot * 2 * P + P + lane, noise)
 
 
 @triton.jit(do_not_specialize=[*COUNTS, "n_stride", "g_stride", "i_stride", "j_stride"])
@@ -142,47 +93,6 @@ def _advance(
     tl.store(last + (sequence * G + head) * (K * K) + i[:, None] * K + j[None, :], state, mask=inside)
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def _gains(
-    q, k, obs_noise, process_noise, log_decay, projected, asked, gain, scale, read, table, length, tiles,
-    q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    DECAY: tl.constexpr, VARIANCE: tl.constexpr,
-):  # fmt: skip
-    index, head = tl.program_id(0), tl.program_id(1)
-    token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
-    lane, row = tl.arange(0, P), tl.arange(0, BLOCK)
-    slot = index.to(tl.int64) * G + head
-    k += token * k_token + head // SHARE * k_head
-    q += token * q_token + head // SHARE * q_head
-    projected += slot * (BLOCK * P) + lane
-    asked += slot * (BLOCK * P) + lane
-    reach = tl.full([P], 1.0, tl.float32)
-    noise = tl.zeros([P], tl.float32)
-    written = tl.zeros([BLOCK, P], tl.float32)  # the gain of every token so far, decayed
-    scales = tl.zeros([BLOCK], tl.float32)
-    for t in range(count):
-        at = (token + t) * G + head
-        key = tl.load(k + t * k_token + lane, mask=lane < K, other=0.0).to(tl.float32)
-        decay = decay_of(log_decay, at, lane, K, P, DECAY)
-        reach *= decay
-        noise = decay * decay * noise + tl.load(process_noise + at).to(tl.float32)
-        written *= decay[None, :]
-        known = scales * tl.sum(written * key[None, :], 1)
-        warped = reach * tl.load(projected + t * P) + noise * key - tl.sum(written * known[:, None], 0)
-        total = tl.load(obs_noise + at).to(tl.float32) + tl.maximum(tl.sum(key * warped, 0), 0.0)
-        this = warped / total
-        tl.store(gain + at * K + lane, this, mask=lane < K)
-        tl.store(scale + at, total)
-        written = tl.where((row == t)[:, None], this[None, :], written)
-        scales = tl.where(row == t, total, scales)
-        if VARIANCE:
-            query = tl.load(q + t * q_token + lane, mask=lane < K, other=0.0).to(tl.float32)
-            known = scales * tl.sum(written * query[None, :], 1)
-            spread = reach * tl.load(asked + t * P) + noise * query - tl.sum(written * known[:, None], 0)
-            tl.store(read + at, tl.maximum(tl.sum(query * spread, 0), 0.0))
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -205,7 +115,11 @@ def forward(
     cut, lanes = cut_tokens(batch, length, WINDOW, segments, k), padded(width)
     blocks = cut.count * (WINDOW // BLOCK)
     shape = {"K": width, "P": lanes, "BLOCK": BLOCK, "WINDOW": WINDOW, "PACKED": segments is not None}
-    shape |= {"VARIANCE": variance, "DECAY": kind}
+    shape |= {"VARIANCE": variance}
+    if kind == 2:  # decays one a key
+        stages, options = triton_tokens, triton_tokens.options(lanes) | shape
+    else:
+        stages, options = triton_blocks, triton_blocks.options(kind, lanes) | shape
 
     def scratch(*sizes: int) -> Tensor:
         return torch.empty(blocks, heads, *sizes, **like)
@@ -215,23 +129,23 @@ def forward(
     innovations, edges = scratch(BLOCK, BLOCK), scratch(2, lanes)
     strides = (*q.stride()[1:3], *k.stride()[1:3])
     steps = []
-    steps.append(Launch(_prepare, (blocks, heads), (
+    steps.append(Launch(stages.prepare, (blocks, heads), (
         q, k, obs_noise, process_noise, logs, keys, queries, noises, innovations, edges, cut.table, length, cut.tiles,
         *strides, heads, heads // shared,
-    ), dict(num_warps=token_warps(lanes), **shape)))  # fmt: skip
+    ), options))  # fmt: skip
     last = torch.empty(covariance.shape, **like)
-    options = {"KEEP": kept.numel() > 0, "SPLIT": splits(), "num_warps": chain_warps(lanes), "num_stages": 1, **shape}
+    chain = {"KEEP": kept.numel() > 0, "SPLIT": splits(), "num_warps": chain_warps(lanes), "num_stages": 1, **shape}
     steps.append(Launch(_advance, (cut.sequences, heads), (
         obs_noise, keys, queries, noises, innovations, edges, covariance, projected, asked, kept, last, cut.runs,
         length, cut.tiles, *covariance.stride(), heads,
-    ), options))  # fmt: skip
+    ), chain | {"DECAY": kind}))  # fmt: skip
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
     gain = tokens(batch, length, heads, width, **like)
     scale = torch.empty(batch, length, heads, **like)
     read = tokens(batch, length, heads, 1, **like) if variance else torch.empty(0, **like)
-    steps.append(Launch(_gains, (blocks, heads), (
+    steps.append(Launch(stages.gains, (blocks, heads), (
         q, k, obs_noise, process_noise, logs, projected, asked, gain, scale, read, cut.table, length, cut.tiles,
         *strides, heads, heads // shared,
-    ), dict(num_warps=token_warps(lanes), **shape)))  # fmt: skip
+    ), options))  # fmt: skip
     launch(steps)
     return gain, read, last, scale

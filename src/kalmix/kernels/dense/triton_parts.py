@@ -49,12 +49,14 @@ def launch(steps: list[Launch]) -> None:
 def as_inputs(
     grads: tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor], kinds: list[torch.dtype], shared: int
 ) -> list[Tensor]:
-    """Gradients a value head, as those of q (0 where there is none), k and the rest: summed over groups, in dtypes."""
+    """Gradients a value head as those of q (empty if there is none), k and the rest: summed over groups, in dtypes."""
     by_query, by_key, *rest = grads
-    by_group = by_key.unflatten(2, (shared, -1))
-    summed = by_group.sum(3)
-    first = torch.zeros_like(summed) if by_query is None else by_query.view(by_group.shape).sum(3)
-    return [x.to(kind) for x, kind in zip((first, summed, *rest), kinds, strict=True)]
+
+    def summed(grad: Tensor) -> Tensor:
+        return grad if grad.shape[2] == shared else grad.unflatten(2, (shared, -1)).sum(3)
+
+    first = by_key.new_empty(0) if by_query is None else summed(by_query)
+    return [x.to(kind) for x, kind in zip((first, summed(by_key), *rest), kinds, strict=True)]
 
 
 def splits() -> bool:
@@ -71,18 +73,6 @@ def block_of(table, index, length, tiles, BLOCK: tl.constexpr, WINDOW: tl.conste
 
 
 @triton.jit
-def decay_of(log_decay, at, lane, K: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr):
-    """Decay of one token, `[P]`."""
-    if DECAY == 2:
-        logs = tl.load(log_decay + at * K + lane, mask=lane < K, other=0.0).to(tl.float32)
-    elif DECAY == 1:
-        logs = tl.load(log_decay + at).to(tl.float32) + tl.zeros([P], tl.float32)
-    else:
-        logs = tl.zeros([P], tl.float32)
-    return tl.exp(logs)
-
-
-@triton.jit
 def thirds(x):
     """A float32 as the sum of three bfloat16, whose layout in registers is that of the sums of products."""
     bits = x.to(tl.uint32, bitcast=True)
@@ -96,22 +86,25 @@ def thirds(x):
 
 
 @triton.jit
+def parts_of(x):
+    """The bfloat16 that add up to a factor: three, or itself."""
+    return (x,) if x.dtype == tl.bfloat16 else thirds(x.to(tl.float32))
+
+
+@triton.jit
 def product(a, b, SPLIT: tl.constexpr, c=None):
-    """a b (+ c) in float32: from bfloat16 thirds, all but the three least of their nine products, or straight.
+    """a b (+ c) in float32: from bfloat16 parts, all but the three least of nine products of thirds, or straight.
 
     Add it to a large number afterwards: tensor cores drop what lies below the last bit of the sum so far.
     """
     if SPLIT:
-        a1, a2, a3 = thirds(a)
-        b1, b2, b3 = thirds(b)
-        c = tl.dot(a3, b1, c)
-        c = tl.dot(a2, b2, c)
-        c = tl.dot(a1, b3, c)
-        c = tl.dot(a2, b1, c)
-        c = tl.dot(a1, b2, c)
-        c = tl.dot(a1, b1, c)
+        of_a, of_b = parts_of(a), parts_of(b)
+        for less in tl.static_range(3):
+            for i in tl.static_range(3 - less):
+                if (2 - less - i < len(of_a)) and (i < len(of_b)):
+                    c = tl.dot(of_a[2 - less - i], of_b[i], c)
     else:
-        c = tl.dot(a, b, c, input_precision="ieee")
+        c = tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
     return c
 
 
@@ -141,8 +134,8 @@ def pick(x, where_true):
 
 
 @triton.jit
-def inverse_cholesky(C, floor, BLOCK: tl.constexpr):
-    """L^-1 of C = L L', `[BLOCK, BLOCK]`, by elimination in place; no pivot lies below the least noise, `floor`.
+def eliminate(C, floor, BLOCK: tl.constexpr):
+    """U^-1 and s of C = U diag(s) U', U unit lower triangular `[BLOCK, BLOCK]`; no pivot in s lies below `floor`.
 
     Four rows at a time: what they do to each other takes six numbers, what they do to the rest four products. A row
     V of the result so far is in place of what it eliminated; f says how often it is taken from the rows below.
@@ -187,13 +180,14 @@ def inverse_cholesky(C, floor, BLOCK: tl.constexpr):
         C -= f2[:, None] * v2[None, :] + f3[:, None] * v3[None, :]
         pivots = tl.where(line == j, d0, tl.where(line == j + 1, d1, pivots))
         pivots = tl.where(line == j + 2, d2, tl.where(line == j + 3, d3, pivots))
-    unit = tl.where(row > column, C, tl.where(row == column, 1.0, 0.0))
+    return tl.where(row > column, C, tl.where(row == column, 1.0, 0.0)), pivots
+
+
+@triton.jit
+def inverse_cholesky(C, floor, BLOCK: tl.constexpr):
+    """L^-1 of C = L L', `[BLOCK, BLOCK]`; no pivot lies below the least noise, `floor`."""
+    unit, pivots = eliminate(C, floor, BLOCK)
     return unit * (1.0 / tl.sqrt(pivots))[:, None]
-
-
-def token_warps(lanes: int) -> int:
-    """Warps that step through a block token by token."""
-    return max(1, lanes // 128)
 
 
 def chain_warps(lanes: int) -> int:
