@@ -13,8 +13,9 @@ from kalmix.kernels.attend.dynamics import Dynamics
 from kalmix.kernels.kernel import Kernel
 from kalmix.ops._additive import additive
 from kalmix.ops._attend import attend
+from kalmix.ops._attend_channels import attend_channels
 from kalmix.ops._attend_corotating import attend_corotating
-from kalmix.ops._attend_forms import attend_channels, attend_radial
+from kalmix.ops._attend_radial import attend_radial
 from kalmix.ops._attend_separable import SeparablePrecision, attend_separable
 from kalmix.ops._delta import delta
 from kalmix.ops._dense import dense

@@ -102,12 +102,7 @@ def attend(
     """
     sizes, given = check_tokens(q, k, v), Dynamics(log_decay, frequency, process_noise, key_noise, query_noise)
     check_channels(q, v, sizes)
-    check_dynamics("", given, ("H", "H C", "H"), sizes, v, sure=variance and value_dynamics is None)
-    if value_dynamics is not None:
-        check_dynamics("value_dynamics.", value_dynamics, ("H", "H D", "H"), sizes, v, sure=variance)
-    elif sizes["C"] != sizes["D"]:
-        needs = f"given, as values are {v.shape[3]} wide, not {q.shape[3]}"
-        raise ArgumentError("value_dynamics", got="absent", needs=needs)
+    check_models(given, value_dynamics, ("H", "H C", "H"), sizes, v, sure=variance)
     weighing = weighing_of(nu, temperature, floor, weight, window, causal, ("H", "H", "H"), sizes, v)
     belief = check_history(belief, times, segments, causal, sizes, v)
     call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
@@ -138,6 +133,24 @@ def check_dynamics(
     check_signal(f"{prefix}key_noise", dynamics.key_noise, (noises,), sizes, like, least=tiny if sure else 0.0)
     check_signal(f"{prefix}query_noise", dynamics.query_noise, (noises,), sizes, like, least=0.0)
     check_range(f"{prefix}key_noise + query_noise", dynamics.key_noise + dynamics.query_noise, least=tiny)
+
+
+def check_models(
+    keys: Dynamics,
+    values: Dynamics | None,
+    layouts: tuple[str, ...],
+    sizes: dict[str, int],
+    like: Tensor,
+    *,
+    sure: bool,
+) -> None:
+    """Check the dynamics of keys and, where these differ or channels do, of values, whose D channels stand for C."""
+    check_dynamics("", keys, layouts, sizes, like, sure=sure and values is None)
+    if values is not None:
+        check_dynamics("value_dynamics.", values, tuple(x.replace("C", "D") for x in layouts), sizes, like, sure=sure)
+    elif sizes["C"] != sizes["D"]:
+        needs = f"given, as values are {sizes['V']} wide, not {sizes['K']}"
+        raise ArgumentError("value_dynamics", got="absent", needs=needs)
 
 
 def weighing_of(
