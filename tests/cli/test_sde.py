@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
+from kalmix.cli import sde_report
 from kalmix.training.sde import PRESETS, Protocol
 
 PNG = b"\x89PNG\r\n"
@@ -15,33 +17,23 @@ PNG = b"\x89PNG\r\n"
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "laptop", Protocol(epochs=1, batch=4, channels=8, train=4, validation=2, test=2))
+    monkeypatch.setattr(sde_report, "calibration", functools.partial(sde_report.calibration, trajectories=10))
 
 
 def test_models_are_trained_compared_and_drawn_once(kalmix, tmp_path: Path) -> None:
-    asked = ("bench", "sde", "--settings", "figure-1b,co2", "--models", "softmax-2", "--seeds", 2, "--device", "cpu")
+    asked = ("bench", "sde", "--settings", "figure-1b", "--models", "afa,softmax-2", "--seeds", 2, "--device", "cpu")
     told = kalmix(*asked, "--output", tmp_path)
     assert told.status == 0, told.errors
-    for words in (
-        "4.98",
-        "53.18",
-        "a scale a token",
-        "figure-1b  softmax-2  seed 1  error",
-        "smoother",
-        "over structural",
-        "±",
-    ):
+    for words in ("4.98", "53.18", "a scale a token", "softmax-2  seed 1  error", "smoother", "over kalman", "±"):
         assert words in told.output
-    pictures = ("errors", "paths-softmax-2", "maps-figure-1b", "maps-co2")
+    pictures = ("errors", "pulled", "paths-afa", "paths-softmax-2", "maps-figure-1b")
     for name in pictures:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
         assert f"{name}.png" in told.output
     lines = (tmp_path / "results.jsonl").read_text()
     rows = [json.loads(line) for line in lines.splitlines()]
     assert [(row["setting"], row["model"], row["seed"]) for row in rows] == [
-        (setting, model, seed)
-        for setting in ("figure-1b", "co2")
-        for model in ("references", "softmax-2")
-        for seed in (0, 1)
+        ("figure-1b", model, seed) for model in ("references", "afa", "softmax-2") for seed in (0, 1)
     ]
     assert rows[0]["versions"]["torch"] and rows[0]["device"] and "commit" in rows[0]
     again = kalmix(*asked, "--output", tmp_path)
@@ -53,7 +45,7 @@ def test_models_are_trained_compared_and_drawn_once(kalmix, tmp_path: Path) -> N
     ("options", "says"),
     [
         ("--settings figure-2", "figure-1a,figure-1b"),
-        ("--models rnn", "softmax,softmax-2"),
+        ("--models rnn", "afa,rt-afa,recurrent-afa,softmax,softmax-2"),
         ("--preset desktop", "laptop, paper"),
         ("--seeds 0", "`seeds` is 0"),
         ("--epochs 0", "`epochs` is 0"),

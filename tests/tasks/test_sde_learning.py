@@ -11,7 +11,7 @@ import torch
 
 from kalmix import ArgumentError, plots
 from kalmix.errors import NonFiniteError
-from kalmix.tasks.sde.models import MODELS
+from kalmix.tasks.sde.models import MODELS, Filtering
 from kalmix.tasks.sde.scores import errors
 from kalmix.tasks.sde.settings import SETTINGS
 from kalmix.tasks.sde.trajectories import Trajectories
@@ -46,7 +46,25 @@ def test_models_know_when_but_not_what_is_to_come(name: str) -> None:
     assert (model(x, times[:, :-1], longer)[:, 3] - got[:, 3]).abs().max() > 1e-4
     maps = model.maps(x, times[:, :-1], ahead)
     assert maps.shape[1:] == (2, 7, 7) and not maps.triu(1).any()
-    assert torch.allclose(maps.sum(-1), torch.ones(maps.shape[:-1]), atol=1e-6)
+    if name.startswith("softmax"):
+        assert torch.allclose(maps.sum(-1), torch.ones(maps.shape[:-1]), atol=1e-6)
+
+
+def test_what_is_pulled_forward_and_weighed_is_the_prediction() -> None:
+    """Of AFA: the map's rows times what tokens say on their own, where the estimate is taken whole."""
+    torch.manual_seed(0)
+    model = MODELS["afa"](16, 1)
+    assert isinstance(model, Filtering)
+    torch.nn.init.constant_(model.layer.residual, 50.0)  # no token is added to its own estimate
+    torch.nn.init.zeros_(model.layer.out_proj.bias)
+    x, times = torch.randn(2, 7, 16), torch.rand(2, 7).cumsum(1)
+    predicted = model(x, times, torch.zeros(2, 7))
+    rate = -model.layer.states(torch.float32).log_decay
+    for at in (0, 3, 6):
+        faded = torch.exp(-rate * (times[:, at, None] - times[:, : at + 1]))  # which the map has in it, too
+        weights = model.maps(x, times, times)[0, :, at, : at + 1] / faded
+        pooled = (weights[..., None] * model.pulled(x, times, at)).sum(1)
+        assert torch.allclose(pooled, predicted[:, at], atol=1e-5)
 
 
 def test_a_model_learns_to_beat_the_last_measurement() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
+from typing import NamedTuple
 
 import torch
 from rich import box
@@ -14,12 +15,13 @@ from rich.table import Table
 from kalmix import plots
 from kalmix.tasks.sde.calibration import MODE, calibration
 from kalmix.tasks.sde.independence import pooled
+from kalmix.tasks.sde.models import Filtering
 from kalmix.tasks.sde.scores import LEVELS
 from kalmix.tasks.sde.settings import PUBLISHED, SETTINGS, Simulated
 from kalmix.tasks.sde.systems import System
 from kalmix.tasks.sde.trajectories import Trajectories
 from kalmix.training.lines import Row
-from kalmix.training.sde import REFERENCES, Cell, Protocol, Results, learned
+from kalmix.training.sde import REFERENCES, Cell, Learned, Protocol, Results, learned
 
 REFERENCE = ("kalman", "structural")  # whose error others are divided by
 Errors = dict[str, dict[str, list[float]]]  # by predictor and truth, one a seed
@@ -68,46 +70,63 @@ def errors(rows: Mapping[Cell, Row], output: Path, console: Console) -> Path:
 
 
 def pictures(rows: Mapping[Cell, Row], protocol: Protocol, results: Results, output: Path) -> list[Path]:
-    """What models of the first seed predict of a trajectory, a picture a model, and attend to in it, one a setting."""
-    written = []
-    models = {cell.model: None for cell in rows if cell.model != REFERENCES}
-    for model in models:
-        shown = []
-        for cell in rows:
-            setting = SETTINGS[cell.setting]
-            if cell.model == model and cell.seed == 0 and isinstance(setting, Simulated):
-                seen, predicted = _one(cell, protocol, results)[:2]
-                assert seen.state is not None
-                shown.append(plots.Path2D(cell.setting, seen.state[0], seen.measured[0], predicted[0]))
-        if shown:
-            written.append(Path(plots.paths(output / f"paths-{model}.png", shown[:3])))
+    """Figures 1, 2 and 3 of one test trajectory a setting, by the models of the first seed; the files written."""
+    written, paths, clouds = [], {}, []
     for setting in dict.fromkeys(cell.setting for cell in rows):
-        maps, names, times = [], [], torch.zeros(0)
-        for model in models:
-            seen, _, weights = _one(Cell(setting, model, 0), protocol, results)
-            maps.extend(weights)
-            names.extend(f"{model}, layer {place}" for place in range(1, 1 + len(weights)))
-            times = seen.times[0, :-1]
+        maps, times = {}, torch.zeros(0)
+        for cell in (cell for cell in rows if cell.setting == setting and cell.seed == 0 and cell.model != REFERENCES):
+            shown = _Shown.of(cell, protocol, results)
+            maps |= {f"{cell.model}, layer {place}": weights for place, weights in enumerate(shown.maps(), 1)}
+            times = shown.seen.times[0, :-1]
+            if shown.seen.state is not None:
+                state, measured = shown.seen.state[0], shown.seen.measured[0]
+                drawn = plots.Path2D(setting, state, measured, shown.learned.predict(shown.seen, 1)[0])
+                paths.setdefault(cell.model, []).append(drawn)
+                clouds.extend(() if clouds else shown.clouds())
+        labels = ["" if token % 10 else f"{time:.2g}" for token, time in enumerate(times.tolist())]
         if maps:
-            labels = ["" if token % 10 else f"{time:.2g}" for token, time in enumerate(times.tolist())]
-            title = f"Attention, {setting}"
-            written.append(
-                Path(
-                    plots.attention_maps(output / f"maps-{setting}.png", torch.stack(maps), labels, names, title=title)
-                )
-            )
+            path = output / f"maps-{setting}.png"
+            plots.attention_maps(path, torch.stack([*maps.values()]), labels, [*maps], title=f"Attention, {setting}")
+            written.append(path)
+    for model, drawn in paths.items():
+        written.append(Path(plots.paths(output / f"paths-{model}.png", drawn[:3])))
+    if clouds:
+        written.append(Path(plots.clouds(output / "pulled.png", clouds)))
     return written
 
 
-@torch.no_grad()
-def _one(cell: Cell, protocol: Protocol, results: Results) -> tuple[Trajectories, torch.Tensor, torch.Tensor]:
-    """The first test trajectory, its predictions `[1, T - 1, d]` and the maps `[layers, T - 1, T - 1]` behind them."""
-    given = SETTINGS[cell.setting].draw(protocol.sizes, cell.seed)
-    model, first = learned(cell, given, protocol, results, torch.device("cpu")), torch.tensor([0])
-    seen = given.test.take(first)
-    (x, times), *_ = model.batches(seen, [first])
-    maps = model.model.maps(x[:, :-1], times[:, :-1], times.diff(dim=1))[:, 0]
-    return seen, model.predict(seen, 1), maps
+class _Shown(NamedTuple):
+    """A model, the first test trajectory of its setting, and its tokens and their times as the model takes them."""
+
+    learned: Learned
+    seen: Trajectories
+    tokens: torch.Tensor
+    times: torch.Tensor
+
+    @staticmethod
+    def of(cell: Cell, protocol: Protocol, results: Results) -> _Shown:
+        given, first = SETTINGS[cell.setting].draw(protocol.sizes, cell.seed), torch.tensor([0])
+        found = learned(cell, given, protocol, results, torch.device("cpu"))
+        ((tokens, times),) = found.batches(given.test, [first])
+        return _Shown(found, given.test.take(first), tokens, times)
+
+    @torch.no_grad()
+    def maps(self) -> torch.Tensor:
+        """By layer, `[layers, T - 1, T - 1]`."""
+        return self.learned.model.maps(self.tokens[:, :-1], self.times[:, :-1], self.times.diff(dim=1))[:, 0]
+
+    @torch.no_grad()
+    def clouds(self) -> list[plots.Clouds]:
+        """What a filter pulls forward to four times, at every stage of its learning that is kept."""
+        model, stages = self.learned.model, []
+        if not isinstance(model, Filtering) or self.seen.state is None:
+            return stages
+        at = [part * (len(self.seen.state[0]) - 1) // 4 for part in range(1, 5)]
+        for epochs, weights in sorted(self.learned.kept.items()):
+            model.load_state_dict(weights)
+            pulled = [(model.pulled(self.tokens, self.times, then) @ self.learned.rows.mT)[0] for then in at]
+            stages.append(plots.Clouds(f"after {epochs} epochs", self.seen.state[0], at, pulled))
+        return stages
 
 
 def _collected(rows: Sequence[Row]) -> Errors:

@@ -23,12 +23,14 @@ class Learned(NamedTuple):
     Attributes:
         model: with the weights that did best in validation.
         rows: `[d, D]` the embedding it learned in.
+        unit: of its times, the mean interval between measurements in training.
         validation: error of the next measurement after each epoch.
         kept: weights by how many epochs there had been: before the first, after a tenth of them, and, last, the best.
     """
 
     model: Predictor
     rows: Tensor
+    unit: float
     validation: list[float]
     kept: dict[int, State]
 
@@ -41,7 +43,7 @@ class Learned(NamedTuple):
     def batches(self, seen: Trajectories, indices: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Tokens `[b, T, D]` and their times `[b, T]`, as the model takes them, of these trajectories."""
         for index in indices:
-            yield seen.measured[index].to(self.rows) @ self.rows, seen.times[index].to(self.rows)
+            yield seen.measured[index].to(self.rows) @ self.rows, (seen.times[index] / self.unit).to(self.rows)
 
 
 def begin(name: str, given: Splits, protocol: Protocol, seed: int, device: torch.device) -> Learned:
@@ -50,7 +52,7 @@ def begin(name: str, given: Splits, protocol: Protocol, seed: int, device: torch
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = MODELS[name](protocol.channels, protocol.heads).to(device)
-    return Learned(model, rows, [], {0: _copied(model)})
+    return Learned(model, rows, float(given.train.times.diff(dim=1).mean()), [], {0: _copied(model)})
 
 
 def learn(name: str, given: Splits, protocol: Protocol, seed: int, device: torch.device, tell: Tell) -> Learned:
