@@ -29,7 +29,7 @@ class Protocol:
     clip: float = 1.0
     channels: int = 128
     heads: int = 2
-    train: int = 256
+    train: int = 128
     validation: int = 64
     test: int = 256
 
@@ -46,7 +46,7 @@ class Protocol:
         return self.train, self.validation, self.test
 
 
-PRESETS = {"laptop": Protocol(epochs=100, train=128, validation=32, test=128), "paper": Protocol()}
+PRESETS = {"laptop": Protocol(epochs=100, validation=32, test=128), "paper": Protocol()}
 
 REFERENCES = "references"  # a cell's model that stands for all who learn nothing
 
