@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix import ArgumentError
-from kalmix.ops import attend, attend_corotating
+from kalmix.ops import attend, attend_corotating, attend_radial
 
 F64, LENGTH, CHANNELS = torch.float64, 7, 3
 
@@ -68,6 +68,21 @@ def test_one_noise_in_all_directions_is_attend() -> None:
     want = attend(**(x | {name: y[:, 0] for name, y in both.items()}), nu=2.0, window=3, variance=True)
     torch.testing.assert_close(got.mean, want.mean, atol=1e-12, rtol=0)
     torch.testing.assert_close(got.variance, want.variance.expand_as(got.variance))
+
+
+def test_along_the_state_it_is_what_attend_radial_steps_by() -> None:
+    """Undoubted, and with its length and direction taken apart as there."""
+    x = _signals() | {"nu": 1e12}
+    x.pop("direction")
+    own = x["v"] / x["v"].norm(dim=-1, keepdim=True)
+    mean = attend_corotating(**x, direction=3 * x["v"]).mean
+    real, imaginary = own.chunk(2, -1)
+    length = (own * mean).sum(-1, keepdim=True)
+    other = torch.cat([-imaginary, real], -1)
+    across = mean - length * own - (other * mean).sum(-1, keepdim=True) * other
+    ahead = x["v"] + across
+    want = attend_radial(**x).mean
+    torch.testing.assert_close(length * ahead / ahead.norm(dim=-1, keepdim=True), want, atol=1e-9, rtol=0)
 
 
 def test_without_a_direction_all_is_across_and_going_on_is_one_call() -> None:
