@@ -27,9 +27,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from kalmix.kernels.diagonal.scratch import SPACING, padded
+from kalmix.kernels.primitives.triton_ptx import hardware, reciprocal
 from kalmix.segments import Segments
 
 LOOSE = ["length", "size", "tiles"]  # numbers that must not compile a kernel anew
@@ -110,23 +110,6 @@ def rows(x: Tensor) -> Tensor:
     """`x` `[B, T, heads, width]`, copied unless its rows are contiguous and its tokens one stride apart."""
     steady = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
     return x if steady else x.contiguous()
-
-
-def hardware() -> bool:
-    """Whether kernels are compiled for an NVIDIA GPU, so that PTX may be used."""
-    return not knobs.runtime.interpret and torch.version.cuda is not None
-
-
-@triton.jit
-def reciprocal(x, PTX: tl.constexpr):
-    # One instruction, right to the last bit but one; division takes eight, and there is one a cell and token.
-    if PTX:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        inverse = 1.0 / x
-    return inverse
 
 
 @triton.jit

@@ -30,17 +30,16 @@ from kalmix.kernels.diagonal.triton import (
     block,
     cell_offsets,
     dynamics_of,
-    hardware,
     keys_at,
     multiprocessors,
     plan,
     ragged,
-    reciprocal,
     rows,
     step,
     tile_of,
     values_at,
 )
+from kalmix.kernels.primitives.triton_ptx import hardware, reciprocal
 from kalmix.segments import Segments
 
 _RESIDENT = 8  # warps of `_gradients` that fit on a multiprocessor: all the registers a thread can have

@@ -1,0 +1,151 @@
+"""The Triton row of `attend`: custom ops around the kernels, which are imported when they first run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import HistoryBelief
+from kalmix.kernels.attend.cuts import block_size, strips_of, traits_of
+from kalmix.kernels.attend.dynamics import Dynamics, Weighing
+from kalmix.kernels.attend.lanes import lay_out
+from kalmix.kernels.attend.scores import Rules, numbers_of, rules_of
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Dynamics,
+    values: Dynamics | None,
+    weighing: Weighing,
+    times: Tensor | None,
+    belief: HistoryBelief,
+    segments: Segments | None,
+    variance: bool,
+) -> Filtered:
+    """Adaptive Filter Attention as flash attention: tensor cores, and nothing kept of a pair. See `kalmix.ops.attend`.
+
+    Products are taken in bfloat16 if the inputs are, else in float32.
+    """
+    lanes = lay_out(q, k, v, times, belief, segments, weighing.window)
+    plain = segments is None and belief.positions.shape[1] == 0
+    given = (q, k, v) if plain else (lanes.q, lanes.k, lanes.v)  # the same, but rounded less often
+    moves = keys if values is None else values
+    rules, numbers = rules_of(values, weighing), numbers_of(keys, values, weighing, torch.float32)
+    dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
+    options = (*rules, not plain or weighing.window is not None, variance, dtype)
+    mean, certainty, *_ = _average(*given, keys.frequency, moves.frequency, lanes.times, lanes.rank, numbers, *options)
+    spread = None
+    if variance:
+        spread = lanes.paste((-certainty).exp().repeat_interleave(v.shape[2] // k.shape[2], 2)[..., None])
+    return Filtered(lanes.paste(mean).to(v.dtype), spread, lanes.after if rules.causal else None)
+
+
+@torch.library.custom_op("kalmix::attend_triton", mutates_args=())
+def _average(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    frequency: Tensor,
+    frequency_of_values: Tensor,
+    times: Tensor,
+    rank: Tensor,
+    numbers: Tensor,
+    shared: bool,
+    rational: bool,
+    causal: bool,
+    window: int,
+    masked: bool,
+    variance: bool,
+    dtype: torch.dtype,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
+    """The mean `[L, T, G, V]`, log of the precision `[L, T, H]` or `[0]`, and what is kept: see `triton.forward`."""
+    from kalmix.kernels.attend.triton import forward
+
+    rules = Rules(shared, rational, causal, window)
+    with torch.cuda.device_of(k):
+        return forward(q, k, v, frequency, frequency_of_values, times, rank, numbers, rules, masked, variance, dtype)
+
+
+@_average.register_fake
+def _(q, k, v, _, __, times, rank, numbers, shared, rational, causal, window, masked, variance, dtype):
+    (count, tokens, heads, width), (_, slots, own, value_width) = q.shape, v.shape
+    single = {"dtype": torch.float32, "device": q.device}
+    block, surveys = block_size(slots), []
+    for length in (tokens, slots):
+        blocks = (length + block - 1) // block
+        traits = torch.empty(count, heads, traits_of(shared), blocks * block, **single)
+        surveys += [traits, times.new_empty(count, blocks), rank.new_empty(count, blocks, 2)]
+    certainty = torch.empty((count, tokens, heads) if variance else (0,), **single)
+    parts, strip = strips_of(value_width, dtype)
+    turned = [
+        v.new_empty(shape, dtype=dtype)
+        for shape in (
+            (count, tokens, heads, width),
+            (count, slots, heads, width),
+            (count, slots, own * parts, strip),
+        )
+    ]
+    totals = torch.empty(count, own * parts, surveys[0].shape[3], **single)
+    return v.new_empty(count, tokens, own, value_width), certainty, *turned, totals, *surveys
+
+
+@torch.library.custom_op("kalmix::attend_triton_backward", mutates_args=())
+def _gradients(
+    to_mean: Tensor,
+    to_certainty: Tensor,
+    kept: list[Tensor],
+    frequency: Tensor,
+    frequency_of_values: Tensor,
+    times: Tensor,
+    rank: Tensor,
+    numbers: Tensor,
+    shared: bool,
+    rational: bool,
+    causal: bool,
+    window: int,
+    masked: bool,
+    variance: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, in `dtype`, of frequencies and of numbers; `kept` is all that `_average` returns."""
+    from kalmix.kernels.attend.triton_backward import backward
+
+    rules, frequencies = Rules(shared, rational, causal, window), (frequency, frequency_of_values)
+    with torch.cuda.device_of(times):
+        return backward(to_mean, to_certainty, kept, *frequencies, times, rank, numbers, rules, masked, variance, dtype)
+
+
+@_gradients.register_fake
+def _(to_mean, _, kept, frequency, frequency_of_values, times, rank, numbers, *options):
+    q, k = kept[2:4]
+    v = k.new_empty(*k.shape[:2], *to_mean.shape[2:])
+    given = (x.new_empty(x.shape, dtype=options[-1]) for x in (q, k, v))
+    return *given, *(x.new_empty(x.shape) for x in (frequency, frequency_of_values, numbers))
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*output, *inputs[3:8])
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+    ctx.options = inputs[8:-1]
+
+
+def _pull_back(ctx, to_mean, to_certainty, *_):
+    *kept, frequency, frequency_of_values, times, rank, numbers = ctx.saved_tensors
+    to_mean, to_certainty = (
+        torch.zeros_like(x) if grad is None else grad for x, grad in zip(kept, (to_mean, to_certainty), strict=False)
+    )
+    frequencies = (frequency, frequency_of_values)
+    *found, to_numbers = _gradients(
+        to_mean, to_certainty, kept, *frequencies, times, rank, numbers, *ctx.options, kept[0].dtype
+    )
+    return *found, None, None, to_numbers, *[None] * 7
+
+
+_average.register_autograd(_pull_back, setup_context=_keep)

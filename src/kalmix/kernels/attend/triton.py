@@ -1,0 +1,219 @@
+"""`attend` in Triton, forward: the softmax of flash attention, with scores that fall as powers of distances.
+
+A program has a tile of queries, and goes through keys: first whole blocks before its own, whose lags are put together
+from those of their tokens (see `triton_lanes`), then those next to it. Keys that no query sees are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kalmix.kernels.attend.cuts import block_size, strips_of
+from kalmix.kernels.attend.scores import Rules
+from kalmix.kernels.attend.triton_lanes import (
+    LOOSE,
+    all_seen,
+    block_ranks,
+    blocks_in_sight,
+    hidden,
+    meet,
+    rows_of,
+    surveyed,
+    tokens_of,
+)
+from kalmix.kernels.attend.triton_scores import HEADROOM, LN2, LOG2E, load_model, precisions, scored
+from kalmix.kernels.attend.triton_turns import turned
+from kalmix.kernels.primitives.triton_ptx import hardware
+from kalmix.kernels.primitives.triton_tiles import load_rows, precision, product, store_rows
+
+LEAST = tl.constexpr(-3e38)  # below every score
+
+
+@triton.jit
+def reach(weight, score, far, ahead, model, CAUSAL: tl.constexpr):
+    """Weights, 2^score, times the decay of values; ahead of a query that is more than 1, if their product is not."""
+    if CAUSAL:
+        reached = weight * far[1]
+    else:
+        log_reach = LOG2E * model[1][0] * far[0]
+        reached = tl.exp2(score + tl.where(ahead, log_reach, -log_reach))
+    return reached
+
+
+@triton.jit
+def take(
+    read, total, top, sure, query, asking, k, v, times, rank, kept, start, ends, kept_ranks, first, high, low,
+    slots, kept_blocks, window, H, G, model,
+    K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
+    DIRECT: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The sums of a tile of queries, with the keys from `first` on added."""
+    first = tl.multiple_of(first, N)
+    count = slots - first if DIRECT else N  # before the last block all slots are there
+    key = load_rows(k + first * H * K, H * K, count, tl.arange(0, P), K, N)
+    gram = product(query, tl.trans(key), PRECISION)
+    block = first // BLOCK
+    held = tokens_of(kept, times, rank, first + tl.arange(0, N), 0, kept_blocks * BLOCK, slots, 0, SHARED)
+    near, far, ahead = meet(asking, held, start, ends + block, model, DIRECT, True, CAUSAL, SHARED)
+    found = scored(gram, asking[0], held[0], near, far, ahead, model, SHARED, RATIONAL, CAUSAL, PTX)
+    whole = False
+    if MASKED:
+        high_0, low_0 = block_ranks(kept_ranks, block)
+        whole = all_seen(high, low, high_0, low_0, window, CAUSAL)
+    score = hidden(model[3] * found[0], asking, held, whole, slots, window, DIRECT, MASKED, CAUSAL)
+    before, top = top, tl.maximum(top, tl.max(score, 1))
+    score -= top[:, None]
+    weight, left = tl.exp2(score), tl.exp2(before - top)
+    total = total * left + tl.sum(weight, 1)
+    value = load_rows(v + first * G * V, G * V, count, tl.arange(0, W), V, N)
+    reached = reach(weight, score, far, ahead, model, CAUSAL)
+    read = product(reached.to(value.dtype), value, PRECISION, read * left[:, None])
+    if VARIANCE:
+        added = precisions(found, far, ahead, RATIONAL, CAUSAL, PTX)
+        sure += tl.sum(tl.where(score > float("-inf"), added, 0.0), 1)
+    return read, total, top, sure
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def average(
+    q, k, v, times, rank, asked, starts, asked_ranks, kept, ends, kept_ranks, numbers, read_out, totals, precision,
+    tokens, slots, asked_blocks, kept_blocks, window, H, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    VARIANCE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """What a tile of queries reads, one lane and value head; the longest tiles first."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    value_head, lane = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, start, past = value_head // SHARE, tile * M, slots - tokens
+    model = load_model(numbers, head, H)
+    place = (lane * tokens + start) * G + value_head
+    q += ((lane * tokens + start) * H + head) * K
+    k += (lane * slots * H + head) * K
+    v += (lane * slots * G + value_head) * V
+    times += lane * slots
+    rank += lane * slots
+    at, block = start + tl.arange(0, M), start // BLOCK
+    room = asked_blocks * BLOCK
+    asked += (lane * H + head) * rows_of(SHARED) * room
+    kept += (lane * H + head) * rows_of(SHARED) * kept_blocks * BLOCK
+    starts += lane * asked_blocks + block
+    ends += lane * kept_blocks
+    kept_ranks += lane * kept_blocks * 2
+    query = load_rows(q, H * K, tokens - start, tl.arange(0, P), K, M)
+    asking = tokens_of(asked, times, rank, at, past, room, slots, 1, SHARED)
+    read, sure = tl.zeros([M, W], tl.float32), tl.zeros([M], tl.float32)
+    total, top = tl.zeros([M], tl.float32), tl.full([M], LEAST, tl.float32)
+    begin, stop, near = 0, slots, 0
+    if CAUSAL:
+        stop, near = tl.minimum(past + start + M, slots), (past + block * BLOCK) // BLOCK * BLOCK
+    high, low = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    if MASKED:
+        high, low = block_ranks(asked_ranks + lane * asked_blocks * 2, block)
+        from_block, to_block = blocks_in_sight(kept_ranks, high, low, kept_blocks, window, False, CAUSAL)
+        begin, stop = from_block * BLOCK, tl.minimum(stop, to_block * BLOCK)
+    CLOSE: tl.constexpr = N // 2 if N > 16 else N  # so much more is there to say of a pair whose lag is computed anew
+    if CAUSAL:
+        for first in tl.range(begin, near, N, num_stages=STAGES):
+            read, total, top, sure = take(
+                read, total, top, sure, query, asking, k, v, times, rank, kept, starts, ends, kept_ranks, first, high,
+                low, slots, kept_blocks, window, H, G, model, K, P, V, W, BLOCK, N, SHARED, RATIONAL,
+                CAUSAL, MASKED, VARIANCE, False, PRECISION, PTX,
+            )  # fmt: skip
+    for first in tl.range(tl.maximum(begin, near), stop, CLOSE, num_stages=1):
+        read, total, top, sure = take(
+            read, total, top, sure, query, asking, k, v, times, rank, kept, starts, ends, kept_ranks, first, high,
+            low, slots, kept_blocks, window, H, G, model, K, P, V, W, BLOCK, CLOSE, SHARED, RATIONAL,
+            CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
+        )  # fmt: skip
+    total = tl.where(at < tokens, total, 1.0)
+    store_rows(read_out + place * V, G * V, tokens - start, tl.arange(0, W), read / total[:, None], V, M)
+    whole_total = tl.where(at < tokens, top + tl.log2(total), -LEAST)
+    tl.store(totals + (lane * G + value_head) * room + at, whole_total)
+    if VARIANCE:
+        row = (lane * tokens + at) * H + head
+        tl.store(precision + row, LN2 * (tl.log2(sure) + HEADROOM), mask=(at < tokens) & (value_head % SHARE == 0))
+
+
+class Shape(NamedTuple):
+    """How the kernels of a call are launched.
+
+    Attributes:
+        grid: what follows the number of tiles: value heads, lanes.
+        sizes: the numbers that follow a kernel's tensors.
+        compiled: what all kernels compile for.
+    """
+
+    grid: tuple[int, int]
+    sizes: tuple[int, ...]
+    compiled: dict[str, Any]
+
+
+def shape_of(q: Tensor, k: Tensor, v: Tensor, rules: Rules, masked: bool, variance: bool) -> Shape:
+    (count, tokens, heads, width), (_, slots, own, value_width) = q.shape, v.shape
+    block = block_size(slots)
+    sizes = (
+        tokens,
+        slots,
+        triton.cdiv(tokens, block),
+        triton.cdiv(slots, block),
+        rules.window,
+        heads,
+        own,
+        own // heads,
+    )
+    compiled = {
+        "K": width, "P": max(16, triton.next_power_of_2(width)),
+        "V": value_width, "W": max(16, triton.next_power_of_2(value_width)),
+        "BLOCK": block, "SHARED": rules.shared, "RATIONAL": rules.rational, "CAUSAL": rules.causal,
+        "MASKED": masked, "VARIANCE": variance, "PRECISION": precision(k.dtype), "PTX": hardware(),
+    }  # fmt: skip
+    return Shape((own, count), sizes, compiled)
+
+
+def tiles_ahead(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
+    """Queries and keys of a tile, by what of the widest rows registers and shared memory hold."""
+    wide = max(compiled["P"], compiled["W"])
+    if compiled["BLOCK"] == 16:
+        return {"M": 16, "N": 16, "STAGES": 1, "num_warps": 1}
+    if dtype == torch.float32:
+        return {"M": 64, "N": 32, "STAGES": 2, "num_warps": 8}
+    return {"M": 128, "N": 64 if wide <= 128 else 32, "STAGES": 2, "num_warps": 8}
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, frequency: Tensor, frequency_of_values: Tensor, times: Tensor, rank: Tensor,
+    numbers: Tensor, rules: Rules, masked: bool, variance: bool, dtype: torch.dtype,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
+    """The mean, log of the precision, and, kept: q, k and v as they are turned, in `dtype`, values in strips; log of
+    sums of weights; what is known of queries, and of keys."""
+    times, rank, numbers = (x.contiguous() for x in (times, rank, numbers))
+    q, k = (turned(x, times, frequency, False, dtype) for x in (q, k))
+    turned_v = turned(v, times, frequency_of_values, False, dtype)
+    strips, width = strips_of(v.shape[3], dtype)
+    spare = strips * width - v.shape[3]
+    value = pad(turned_v, (0, spare)).unflatten(3, (strips, width)).flatten(2, 3)
+    s = shape_of(q, k, value, rules, masked, variance)
+    block, tokens = s.compiled["BLOCK"], q.shape[1]
+    asked = surveyed(q, times, rank, numbers, block, False, rules.shared)
+    kept = surveyed(k, times, rank, numbers, block, True, rules.shared)
+    single = {"dtype": torch.float32, "device": q.device}
+    read = torch.empty(*q.shape[:2], *value.shape[2:], dtype=dtype, device=v.device)
+    totals = torch.empty(*s.grid[::-1], asked.blocks * block, **single)
+    certainty = torch.empty(q.shape[:3] if variance else (0,), **single)
+    launch = tiles_ahead(s.compiled, dtype)
+    average[triton.cdiv(tokens, launch["M"]), *s.grid](
+        q, k, value, times, rank, *asked, *kept, numbers, read, totals, certainty, *s.sizes, **s.compiled, **launch,
+    )  # fmt: skip
+    whole = read.unflatten(2, (-1, strips)).flatten(3)[..., : v.shape[3]]
+    mean = turned(whole, times, frequency_of_values, True, v.dtype)
+    return mean, certainty, q, k, value, totals, *asked, *kept

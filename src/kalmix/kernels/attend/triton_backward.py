@@ -1,0 +1,373 @@
+"""`attend` in Triton, backward: scores are computed again, tile by tile, and nothing is kept of a pair.
+
+Two launches: `to_queries`, a tile of queries through all keys, as forwards, which also adds up the gradients of the
+numbers of its head, one sum a program; and `to_keys`, a tile of keys through all queries, tiles lying the other way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kalmix.kernels.attend.scores import Rules
+from kalmix.kernels.attend.triton import reach, shape_of
+from kalmix.kernels.attend.triton_lanes import (
+    LOOSE,
+    all_seen,
+    block_ranks,
+    blocks_in_sight,
+    hidden,
+    meet,
+    rows_of,
+    tokens_of,
+)
+from kalmix.kernels.attend.triton_scores import (
+    HEADROOM,
+    LN2,
+    LOG2E,
+    load_model,
+    of_noise,
+    precisions,
+    pull_back,
+    scored,
+)
+from kalmix.kernels.attend.triton_turns import turned_back
+from kalmix.kernels.primitives.triton_tiles import load_rows, product, store_rows
+
+NUMBERS = tl.constexpr(11)
+
+
+@triton.jit
+def derive(
+    gram, to_reached, query, key, start, end, model, totals, shares, to_sure, whole, slots, window,
+    DIRECT: tl.constexpr, QUERIES_FIRST: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """A tile's weights of values; gradients as `pull_back` has them, of log temperature and of values' log decay; lags.
+
+    Those of scores add up to nothing for every query, so it is their distance from the sum that temperature multiplies.
+    """
+    near, far, ahead = meet(query, key, start, end, model, DIRECT, QUERIES_FIRST, CAUSAL, SHARED)
+    found = scored(gram, query[0], key[0], near, far, ahead, model, SHARED, RATIONAL, CAUSAL, PTX)
+    share = model[3] * found[0] - totals
+    score = hidden(share, query, key, whole, slots, window, DIRECT, MASKED, CAUSAL)
+    weight = tl.exp2(score)
+    reached = reach(weight, score, far, ahead, model, CAUSAL)
+    to_reach = reached * to_reached
+    to_score = to_reach - weight * shares
+    part = 0.0
+    if VARIANCE:
+        part = tl.where(score > float("-inf"), precisions(found, far, ahead, RATIONAL, CAUSAL, PTX) * to_sure, 0.0)
+    back = pull_back(
+        to_score, part, gram, query[0], key[0], near, ahead, model, found, SHARED, RATIONAL, CAUSAL, VARIANCE, PTX,
+    )  # fmt: skip
+    return reached, back, to_score * share, to_reach, near, far, ahead
+
+
+@triton.jit
+def of_numbers(
+    sums, back, to_temperature, to_reach, near, far, ahead, model, SHARED: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """A tile's gradients of numbers, added to those of its queries."""
+    _gram, _size, _size_0, to_query, to_key, to_nu, to_whole, to_apart, to_certain, to_weight = back
+    rate, process, key, query, rate_0, process_0, key_0, query_0, nu, temperature, floor = sums
+    to_decay, to_floor = to_key, to_key
+    if not CAUSAL:
+        to_decay = tl.where(ahead, to_query + model[4] * to_key, to_key)
+        to_floor = tl.where(ahead, near[1] * to_key, to_key)
+    to_log = -far[0] * to_reach
+    if not CAUSAL:
+        to_log = tl.where(ahead, -to_log - 2.0 * far[0] * to_weight, to_log)
+    if SHARED:
+        more = of_noise(near, model[0], to_decay, to_whole, to_certain, ahead, CAUSAL)
+        rate += tl.sum(more[0] + to_log, 1)
+    else:
+        more = of_noise(near, model[0], to_decay, to_whole, 0.0, ahead, CAUSAL)
+        rate += tl.sum(more[0], 1)
+        other = of_noise(far, model[1], 0.0, to_apart, to_certain, ahead, CAUSAL)
+        rate_0 += tl.sum(other[0] + to_log, 1)
+        process_0 += tl.sum(other[1], 1)
+        key_0 += tl.sum(other[2], 1)
+        query_0 += tl.sum(other[3], 1)
+    process += tl.sum(more[1], 1)
+    key += tl.sum(more[2], 1)
+    query += tl.sum(more[3], 1)
+    nu -= 0.5 * model[2] * tl.sum(to_nu, 1)
+    temperature += LN2 / model[3] * tl.sum(to_temperature, 1)
+    floor += tl.sum(to_floor, 1)
+    return rate, process, key, query, rate_0, process_0, key_0, query_0, nu, temperature, floor
+
+
+@triton.jit
+def pull_queries(
+    to_q, own, sums, query, to_read, asking, totals, shares, to_sure, k, v, times, rank, kept, start, ends, kept_ranks,
+    first, high, low, slots, kept_blocks, window, H, G, model,
+    K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
+    DIRECT: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile of queries, of their sizes, and of numbers, with the keys from `first` on added."""
+    first = tl.multiple_of(first, N)
+    count = slots - first if DIRECT else N
+    key = load_rows(k + first * H * K, H * K, count, tl.arange(0, P), K, N)
+    value = load_rows(v + first * G * V, G * V, count, tl.arange(0, W), V, N)
+    gram, to_reached = product(query, tl.trans(key), PRECISION), product(to_read, tl.trans(value), PRECISION)
+    block, whole = first // BLOCK, False
+    held = tokens_of(kept, times, rank, first + tl.arange(0, N), 0, kept_blocks * BLOCK, slots, 0, SHARED)
+    if MASKED:
+        high_0, low_0 = block_ranks(kept_ranks, block)
+        whole = all_seen(high, low, high_0, low_0, window, CAUSAL)
+    _reached, back, to_temperature, to_reach, near, far, ahead = derive(
+        gram, to_reached, asking, held, start, ends + block, model, totals, shares, to_sure, whole, slots, window,
+        DIRECT, True, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
+    )  # fmt: skip
+    sums = of_numbers(sums, back, to_temperature, to_reach, near, far, ahead, model, SHARED, CAUSAL)
+    to_q = product(back[0].to(key.dtype), key, PRECISION, to_q)
+    return to_q, own + tl.sum(back[1], 1), sums
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def to_queries(
+    q, k, v, times, rank, asked, starts, asked_ranks, kept, ends, kept_ranks, numbers, mean, to_mean, to_read, totals,
+    shares, certainty, to_certainty, to_q, to_numbers,
+    tokens, slots, asked_blocks, kept_blocks, window, H, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    VARIANCE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile of queries and, through them, of numbers; notes <mean, its gradient> (`shares`)."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    value_head, lane = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, start, past = value_head // SHARE, tile * M, slots - tokens
+    model = load_model(numbers, head, H)
+    token = lane * tokens + start
+    place = token * G + value_head
+    q += (token * H + head) * K
+    k += (lane * slots * H + head) * K
+    v += (lane * slots * G + value_head) * V
+    times += lane * slots
+    rank += lane * slots
+    at, block = start + tl.arange(0, M), start // BLOCK
+    room = asked_blocks * BLOCK
+    asked += (lane * H + head) * rows_of(SHARED) * room
+    kept += (lane * H + head) * rows_of(SHARED) * kept_blocks * BLOCK
+    starts += lane * asked_blocks + block
+    ends += lane * kept_blocks
+    kept_ranks += lane * kept_blocks * 2
+    here = (lane * G + value_head) * room + at
+    column = tl.arange(0, W)
+    outcome = load_rows(mean + place * V, G * V, tokens - start, column, V, M).to(tl.float32)
+    arrived = load_rows(to_mean + place * V, G * V, tokens - start, column, V, M).to(tl.float32)
+    share = tl.sum(outcome * arrived, 1)
+    tl.store(shares + here, share)
+    total = tl.load(totals + here)[:, None]
+    to_sure = tl.zeros([M], tl.float32)
+    if VARIANCE:
+        row, asked_here = (lane * tokens + at) * H + head, (at < tokens) & (value_head % SHARE == 0)
+        known = tl.load(certainty + row, mask=asked_here, other=0.0)
+        to_sure = tl.load(to_certainty + row, mask=asked_here, other=0.0) * tl.exp2(HEADROOM - LOG2E * known)
+    query = load_rows(q, H * K, tokens - start, tl.arange(0, P), K, M)
+    arrived = load_rows(to_read + place * V, G * V, tokens - start, column, V, M)
+    asking = tokens_of(asked, times, rank, at, past, room, slots, 1, SHARED)
+    found, own, none = tl.zeros([M, P], tl.float32), tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+    sums = none, none, none, none, none, none, none, none, none, none, none
+    begin, stop, near = 0, slots, 0
+    if CAUSAL:
+        stop, near = tl.minimum(past + start + M, slots), (past + block * BLOCK) // BLOCK * BLOCK
+    high, low = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    if MASKED:
+        high, low = block_ranks(asked_ranks + lane * asked_blocks * 2, block)
+        from_block, to_block = blocks_in_sight(kept_ranks, high, low, kept_blocks, window, False, CAUSAL)
+        begin, stop = from_block * BLOCK, tl.minimum(stop, to_block * BLOCK)
+    CLOSE: tl.constexpr = N // 2 if N > 16 else N
+    if CAUSAL:
+        for first in tl.range(begin, near, N, num_stages=STAGES):
+            found, own, sums = pull_queries(
+                found, own, sums, query, arrived, asking, total, share[:, None], to_sure[:, None], k, v, times, rank,
+                kept, starts, ends, kept_ranks, first, high, low, slots, kept_blocks, window, H, G, model,
+                K, P, V, W, BLOCK, N, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, False, PRECISION, PTX,
+            )  # fmt: skip
+    for first in tl.range(tl.maximum(begin, near), stop, CLOSE, num_stages=1):
+        found, own, sums = pull_queries(
+            found, own, sums, query, arrived, asking, total, share[:, None], to_sure[:, None], k, v, times, rank,
+            kept, starts, ends, kept_ranks, first, high, low, slots, kept_blocks, window, H, G, model,
+            K, P, V, W, BLOCK, CLOSE, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
+        )  # fmt: skip
+    again = load_rows(q, H * K, tokens - start, tl.arange(0, P), K, M).to(tl.float32)
+    found += own[:, None] * again
+    store_rows(to_q + place * K, G * K, tokens - start, tl.arange(0, P), found, K, M)
+    to_numbers += ((lane * tl.num_programs(0) + tile) * G + value_head) * NUMBERS
+    for i in tl.static_range(NUMBERS):
+        tl.store(to_numbers + i, tl.sum(sums[i], 0))
+
+
+@triton.jit
+def pull_keys(
+    to_k, to_v, own, key, value, holding, q, to_read, totals, shares, certainty, to_certainty, times, rank, asked,
+    starts, end, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window, H, G, sure, model,
+    K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
+    SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
+    DIRECT: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile of keys and values, and of keys' sizes, with the queries from `first` on added."""
+    first = tl.multiple_of(first, M)
+    query = load_rows(q + first * H * K, H * K, tokens - first, tl.arange(0, P), K, M)
+    arrived = load_rows(to_read + first * G * V, G * V, tokens - first, tl.arange(0, W), V, M)
+    gram, to_reached = product(key, tl.trans(query), PRECISION), product(value, tl.trans(arrived), PRECISION)
+    block, whole, at = first // BLOCK, False, first + tl.arange(0, M)
+    asking = tokens_of(asked, times, rank, at, past, asked_blocks * BLOCK, slots, 0, SHARED)
+    total, share = tl.load(totals + at)[None, :], tl.load(shares + at)[None, :]
+    to_sure = total
+    if VARIANCE:
+        known = tl.load(certainty + at * H, mask=at < tokens, other=0.0)
+        given = tl.load(to_certainty + at * H, mask=at < tokens, other=0.0) * sure
+        to_sure = (given * tl.exp2(HEADROOM - LOG2E * known))[None, :]
+    if MASKED:
+        high_0, low_0 = block_ranks(asked_ranks, block)
+        whole = all_seen(high_0, low_0, high, low, window, CAUSAL)
+    reached, back, _temperature, _to_reach, _near, _far, _ahead = derive(
+        gram, to_reached, asking, holding, starts + block, end, model, total, share, to_sure, whole, slots, window,
+        DIRECT, False, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
+    )  # fmt: skip
+    to_v = product(reached.to(value.dtype), arrived, PRECISION, to_v)
+    to_k = product(back[0].to(key.dtype), query, PRECISION, to_k)
+    return to_k, to_v, own + tl.sum(back[2], 1)
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def to_keys(
+    q, k, v, times, rank, asked, starts, asked_ranks, kept, ends, kept_ranks, numbers, to_read, totals, shares,
+    certainty, to_certainty, to_k, to_v,
+    tokens, slots, asked_blocks, kept_blocks, window, H, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    VARIANCE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile of keys and values, one lane and value head; the longest tiles first."""
+    start, value_head, lane = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, past, token = value_head // SHARE, slots - tokens, lane * slots + start
+    model = load_model(numbers, head, H)
+    q += (lane * tokens * H + head) * K
+    to_read += (lane * tokens * G + value_head) * V
+    k += (token * H + head) * K
+    v += (token * G + value_head) * V
+    times += lane * slots
+    rank += lane * slots
+    at, block, room = start + tl.arange(0, N), start // BLOCK, asked_blocks * BLOCK
+    asked += (lane * H + head) * rows_of(SHARED) * room
+    kept += (lane * H + head) * rows_of(SHARED) * kept_blocks * BLOCK
+    starts += lane * asked_blocks
+    ends += lane * kept_blocks + block
+    asked_ranks += lane * asked_blocks * 2
+    totals += (lane * G + value_head) * room
+    shares += (lane * G + value_head) * room
+    certainty += lane * tokens * H + head
+    to_certainty += lane * tokens * H + head
+    sure = tl.where(value_head % SHARE == 0, 1.0, 0.0)
+    key = load_rows(k, H * K, slots - start, tl.arange(0, P), K, N)
+    value = load_rows(v, G * V, slots - start, tl.arange(0, W), V, N)
+    holding = tokens_of(kept, times, rank, at, 0, kept_blocks * BLOCK, slots, 1, SHARED)
+    found, moved, own = tl.zeros([N, P], tl.float32), tl.zeros([N, W], tl.float32), tl.zeros([N], tl.float32)
+    begin, stop, far = 0, tokens, tokens
+    if CAUSAL:
+        begin = tl.maximum(start - past, 0) // M * M
+        far = tl.maximum(tl.cdiv((block + 1) * BLOCK - past, BLOCK), 0) * BLOCK
+    high, low = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    if MASKED:
+        high, low = block_ranks(kept_ranks + lane * kept_blocks * 2, block)
+        from_block, to_block = blocks_in_sight(asked_ranks, high, low, asked_blocks, window, True, CAUSAL)
+        begin, stop = tl.maximum(begin, from_block * BLOCK), tl.minimum(stop, to_block * BLOCK)
+    CLOSE: tl.constexpr = M // 2 if M > 16 else M
+    for first in tl.range(begin, tl.minimum(far, stop), CLOSE, num_stages=1):
+        found, moved, own = pull_keys(
+            found, moved, own, key, value, holding, q, to_read, totals, shares, certainty, to_certainty, times, rank,
+            asked, starts, ends, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window, H, G, sure,
+            model, K, P, V, W, BLOCK, CLOSE, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
+        )  # fmt: skip
+    if CAUSAL:
+        for first in tl.range(tl.maximum(begin, far), stop, M, num_stages=STAGES):
+            found, moved, own = pull_keys(
+                found, moved, own, key, value, holding, q, to_read, totals, shares, certainty, to_certainty, times,
+                rank, asked, starts, ends, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window,
+                H, G, sure, model, K, P, V, W, BLOCK, M, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE,
+                False, PRECISION, PTX,
+            )  # fmt: skip
+    again = load_rows(k, H * K, slots - start, tl.arange(0, P), K, N).to(tl.float32)
+    found += own[:, None] * again
+    store_rows(to_k + (token * G + value_head) * K, G * K, slots - start, tl.arange(0, P), found, K, N)
+    store_rows(to_v + (token * G + value_head) * V, G * V, slots - start, tl.arange(0, W), moved, V, N)
+
+
+def tiles_of_queries(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of `to_queries`: see `triton.tiles_ahead`."""
+    wide = max(compiled["P"], compiled["W"])
+    if compiled["BLOCK"] == 16:
+        return {"M": 16, "N": 16, "STAGES": 1, "num_warps": 1}
+    if dtype == torch.float32:
+        return {"M": 64, "N": 32, "STAGES": 1, "num_warps": 8}
+    return (
+        {"M": 128, "N": 32, "STAGES": 2, "num_warps": 8}
+        if wide <= 128
+        else {"M": 64, "N": 32, "STAGES": 2, "num_warps": 8}
+    )
+
+
+def tiles_of_keys(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of `to_keys`."""
+    wide = max(compiled["P"], compiled["W"])
+    if compiled["BLOCK"] == 16:
+        return {"M": 16, "N": 16, "STAGES": 1, "num_warps": 1}
+    if dtype == torch.float32:
+        return {"M": 32, "N": 64, "STAGES": 1, "num_warps": 8}
+    return {"M": 32, "N": 128 if wide <= 128 else 64, "STAGES": 2, "num_warps": 8}
+
+
+def backward(
+    to_mean: Tensor, to_certainty: Tensor, kept: list[Tensor], frequency: Tensor, frequency_of_values: Tensor,
+    times: Tensor, rank: Tensor, numbers: Tensor, rules: Rules, masked: bool, variance: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, in `dtype`, of both frequencies and of numbers."""
+    mean, certainty, q, k, v, totals, *surveys = kept
+    times, rank, numbers, to_certainty = (x.contiguous() for x in (times, rank, numbers, to_certainty))
+    s = shape_of(q, k, v, rules, masked, variance)
+    (count, tokens, heads, width), (_, slots, own, strip), values = q.shape, v.shape, to_mean.shape[3]
+    strips = own // to_mean.shape[2]
+    spare = strips * strip - values
+
+    def in_strips(x: Tensor) -> Tensor:
+        return (pad(x, (0, spare)) if spare else x).unflatten(3, (strips, strip)).flatten(2, 3).contiguous()
+
+    def whole(x: Tensor) -> Tensor:
+        return x.unflatten(2, (-1, strips)).flatten(3)[..., :values]
+
+    to_read, to_frequency_out = turned_back(to_mean, mean, times, frequency_of_values, True, v.dtype)
+    to_read = in_strips(to_read)
+    single = {"dtype": torch.float32, "device": q.device}
+    launch = tiles_of_queries(s.compiled, q.dtype)
+    tiles = triton.cdiv(tokens, launch["M"])
+    to_q = torch.empty(count, tokens, own, width, **single)
+    to_k = torch.empty(count, slots, own, width, **single)
+    to_v = torch.empty(v.shape, **single)
+    to_numbers = torch.empty(count * tiles, own, NUMBERS.value, **single)
+    shares = torch.empty_like(totals)
+    given = (q, k, v, times, rank, *surveys, numbers)
+    sums = (totals, shares, certainty, to_certainty)
+    to_queries[tiles, *s.grid](
+        *given, in_strips(mean), in_strips(to_mean), to_read, *sums, to_q, to_numbers, *s.sizes, **s.compiled, **launch
+    )
+    launch = tiles_of_keys(s.compiled, q.dtype)
+    to_keys[triton.cdiv(slots, launch["N"]), *s.grid](
+        *given, to_read, *sums, to_k, to_v, *s.sizes, **s.compiled, **launch
+    )
+    if own != heads:
+        to_q, to_k = (x.unflatten(2, (heads, -1)).sum(3) for x in (to_q, to_k))
+    to_q, to_frequency_q = turned_back(to_q, q, times, frequency, False, dtype)
+    to_k, to_frequency_k = turned_back(to_k, k, times, frequency, False, dtype)
+    to_v, to_frequency_v = turned_back(whole(to_v), whole(v), times, frequency_of_values, False, dtype)
+    to_numbers = to_numbers.sum(0).unflatten(0, (heads, -1)).sum(1).T
+    return to_q, to_k, to_v, to_frequency_q + to_frequency_k, to_frequency_out + to_frequency_v, to_numbers

@@ -1,0 +1,212 @@
+"""Blocks of queries and of keys, in Triton: where they meet, who sees whom, and over which lags.
+
+A block of keys is met at the time of its last token, a block of queries at that of its first: between tokens that see
+each other, in different blocks, lie both. `survey` notes of every token its size and its lag to there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kalmix.kernels.attend import lanes
+from kalmix.kernels.attend.cuts import traits_of
+from kalmix.kernels.attend.triton_scores import after, between, joined
+from kalmix.kernels.primitives.triton_tiles import load_rows
+
+NOWHERE = tl.constexpr(lanes.NOWHERE)
+OUTSIDE = tl.constexpr(2 * lanes.NOWHERE)  # the rank of what is no slot: nothing sees it
+BLOCKS = tl.constexpr(128)  # looked through at once
+LOOSE = ["tokens", "slots", "asked_blocks", "kept_blocks", "window"]  # numbers that must not compile a kernel anew
+
+
+class Survey(NamedTuple):
+    """What is known of queries, or keys, in blocks.
+
+    Attributes:
+        traits: float32 `[L, H, rows, tokens]`, padded to whole blocks: size, and a lag as `after` has it; where values
+            have dynamics of their own, the last three of theirs, too.
+        met: float64 `[L, blocks]`, the time a block is met at.
+        ranks: int64 `[L, blocks, 2]`, the least and the greatest rank in a block.
+    """
+
+    traits: Tensor
+    met: Tensor
+    ranks: Tensor
+
+    @property
+    def blocks(self) -> int:
+        return self.met.shape[1]
+
+
+rows_of = triton.constexpr_function(traits_of)
+
+
+@triton.jit(do_not_specialize=["tokens", "slots", "first", "blocks"])
+def survey(
+    x, times, rank, numbers, traits, met, ranks, tokens, slots, first, blocks, x_token, x_head, H,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """A block of one lane and head, met at its last token, or its first."""
+    block, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    start, t = block * BLOCK, tl.arange(0, BLOCK)
+    count = tokens - start
+    at = lane * slots + first + start + t
+    time = tl.load(times + at, mask=t < count, other=0.0)
+    own = tl.load(rank + at, mask=t < count, other=OUTSIDE)
+    held = own > NOWHERE
+    chosen = tl.max(tl.where(held, t, -1), 0) if LAST else tl.min(tl.where(held, t, BLOCK), 0)
+    meeting = tl.sum(tl.where(t == chosen, time, 0.0), 0)
+    lag = tl.where(held, tl.maximum(between(meeting, time) if LAST else between(time, meeting), 0.0), 0.0)
+    row = load_rows(x + (lane * tokens + start) * x_token + head * x_head, x_token, count, tl.arange(0, P), K, BLOCK)
+    row = row.to(tl.float32)
+    room = blocks * BLOCK
+    traits += (lane * H + head) * rows_of(SHARED) * room + start + t
+    tl.store(traits, 0.5 * tl.sum(row * row, 1))
+    _lag, decay, grown, slope = after(tl.load(numbers + head), lag)
+    tl.store(traits + room, lag)
+    tl.store(traits + 2 * room, decay)
+    tl.store(traits + 3 * room, grown)
+    tl.store(traits + 4 * room, slope)
+    if not SHARED:
+        _lag, decay, grown, slope = after(tl.load(numbers + 4 * H + head), lag)
+        tl.store(traits + 5 * room, decay)
+        tl.store(traits + 6 * room, grown)
+        tl.store(traits + 7 * room, slope)
+    if head == 0:
+        tl.store(met + lane * blocks + block, meeting)
+        ranks += (lane * blocks + block) * 2
+        # No query sees all of a block of keys that is not full; of queries those that are not there do not matter.
+        tl.store(ranks, tl.min(own if LAST else tl.where(t < count, own, -OUTSIDE), 0))
+        tl.store(ranks + 1, tl.max(own, 0))
+
+
+def surveyed(x: Tensor, times: Tensor, rank: Tensor, numbers: Tensor, block: int, last: bool, shared: bool) -> Survey:
+    """Of x `[L, tokens, H, K]`, whose tokens are the last of `times` and `rank`, `[L, S]`."""
+    count, tokens, heads, width = x.shape
+    blocks, slots, rows = triton.cdiv(tokens, block), times.shape[1], traits_of(shared)
+    found = Survey(
+        torch.empty(count, heads, rows, blocks * block, dtype=torch.float32, device=x.device),
+        torch.empty(count, blocks, dtype=torch.float64, device=x.device),
+        torch.empty(count, blocks, 2, dtype=torch.int64, device=x.device),
+    )
+    survey[blocks, heads, count](
+        x, times, rank, numbers, *found, tokens, slots, slots - tokens, blocks, x.stride(1), x.stride(2), heads,
+        K=width, P=triton.next_power_of_2(width), BLOCK=block, LAST=last, SHARED=shared, num_warps=4,
+    )  # fmt: skip
+    return found
+
+
+@triton.jit
+def seen_from(high, low, high_0, low_0, window, CAUSAL: tl.constexpr):
+    """Whether some query with a rank from `low` to `high` may see some key with one from `low_0` to `high_0`."""
+    return (high - low_0 > (-1 if CAUSAL else -window)) & (low - high_0 < window)
+
+
+@triton.jit
+def all_seen(high, low, high_0, low_0, window, CAUSAL: tl.constexpr):
+    """Whether all such queries see all such keys."""
+    return (low - high_0 > (-1 if CAUSAL else -window)) & (high - low_0 < window)
+
+
+@triton.jit
+def block_ranks(ranks, block):
+    return tl.load(ranks + 2 * block + 1), tl.load(ranks + 2 * block)
+
+
+@triton.jit
+def blocks_in_sight(ranks, high, low, blocks, window, ASKS: tl.constexpr, CAUSAL: tl.constexpr):
+    """From which to before which block something may be seen; `ASKS` if those blocks are of queries."""
+    first, stop = blocks, 0
+    for part in range(0, blocks, BLOCKS):
+        block = part + tl.arange(0, BLOCKS)
+        inside = block < blocks
+        low_0 = tl.load(ranks + 2 * block, mask=inside, other=0)
+        high_0 = tl.load(ranks + 2 * block + 1, mask=inside, other=0)
+        if ASKS:
+            seen = inside & seen_from(high_0, low_0, high, low, window, CAUSAL)
+        else:
+            seen = inside & seen_from(high, low, high_0, low_0, window, CAUSAL)
+        first = tl.minimum(first, tl.min(tl.where(seen, block, blocks), 0))
+        stop = tl.maximum(stop, tl.max(tl.where(seen, block + 1, 0), 0))
+    return first, stop
+
+
+@triton.jit
+def load_lags(traits, at, room, FIRST: tl.constexpr, AXIS: tl.constexpr):
+    return (
+        tl.expand_dims(tl.load(traits + room + at), AXIS),
+        tl.expand_dims(tl.load(traits + FIRST * room + at), AXIS),
+        tl.expand_dims(tl.load(traits + (FIRST + 1) * room + at), AXIS),
+        tl.expand_dims(tl.load(traits + (FIRST + 2) * room + at), AXIS),
+    )
+
+
+@triton.jit
+def tokens_of(traits, times, rank, at, first, room, slots, AXIS: tl.constexpr, SHARED: tl.constexpr):
+    """Size, lag, lag as values have it, time, rank and slot of the tokens at `at`; the first token has slot `first`."""
+    near = load_lags(traits, at, room, 2, AXIS)
+    far = near
+    if not SHARED:
+        far = load_lags(traits, at, room, 5, AXIS)
+    slot = first + at
+    time = tl.load(times + slot, mask=slot < slots, other=0.0)
+    own = tl.load(rank + slot, mask=slot < slots, other=OUTSIDE)
+    size = tl.expand_dims(tl.load(traits + at), AXIS)
+    return size, near, far, tl.expand_dims(time, AXIS), tl.expand_dims(own, AXIS), tl.expand_dims(slot, AXIS)
+
+
+@triton.jit
+def meet(
+    query, key, start, end, model,
+    DIRECT: tl.constexpr, QUERIES_FIRST: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """The lags of a tile's pairs, as keys and as values have them, and which are ahead.
+
+    Directly, or through where their blocks are met, which are looked up at `start` and `end`.
+    """
+    rate, rate_0 = model[0][0], model[1][0]
+    if DIRECT:
+        lag = between(query[3], key[3])
+        ahead = lag < 0
+        away = tl.maximum(lag, 0.0) if CAUSAL else tl.abs(lag)
+        near = after(rate, away)
+        far = near
+        if not SHARED:
+            far = after(rate_0, away)
+    else:
+        lag = tl.maximum(between(tl.load(start), tl.load(end)), 0.0)
+        ahead = lag < 0
+        near = through(query[1], after(rate, lag), key[1], QUERIES_FIRST)
+        far = near
+        if not SHARED:
+            far = through(query[2], after(rate_0, lag), key[2], QUERIES_FIRST)
+    return near, far, ahead
+
+
+@triton.jit
+def through(query, middle, key, QUERIES_FIRST: tl.constexpr):
+    """Three lags in a row, the middle one joined to what lies along the first axis of a tile, where it costs least."""
+    return joined(joined(query, middle), key) if QUERIES_FIRST else joined(query, joined(middle, key))
+
+
+@triton.jit
+def hidden(
+    score, query, key, whole, slots, window,
+    DIRECT: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Scores, -inf where the key is not seen; `whole` says that all are."""
+    if MASKED:
+        if not whole:
+            behind = query[4] - key[4]
+            score = tl.where((behind > (-1 if CAUSAL else -window)) & (behind < window), score, float("-inf"))
+    elif DIRECT:
+        seen = key[5] < slots
+        if CAUSAL:
+            seen = seen & (query[5] >= key[5])
+        score = tl.where(seen, score, float("-inf"))
+    return score

@@ -1,0 +1,108 @@
+"""Turning complex channels by what they move in a time, in Triton: the first half of a row real, the last imaginary.
+
+Angles are reduced to less than a turn in float64, so that late times are as exact as early ones.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kalmix.kernels.primitives.triton_tiles import load_per_token, load_rows, rows, store_rows
+
+TURN = tl.constexpr(2.0 * math.pi)
+SIZE = 32  # tokens of a program
+
+
+@triton.jit
+def cosine_and_sine(times, frequency, at, count, channel, C: tl.constexpr, SIZE: tl.constexpr):
+    """Of the angles of some tokens and channels, `[SIZE, channels]`."""
+    t = tl.arange(0, SIZE)
+    time = tl.load(times + at + t, mask=t < count, other=0.0)
+    turns = tl.load(frequency + channel, mask=channel < C, other=0.0).to(tl.float64) / TURN
+    angle = time[:, None] * turns[None, :]
+    angle = ((angle - tl.floor(angle + 0.5)) * TURN).to(tl.float32)
+    return tl.cos(angle), tl.sin(angle)
+
+
+@triton.jit(do_not_specialize=["length", "slots", "first"])
+def turn(
+    x, y, times, frequency, length, slots, first, x_token, x_head, sign, H, SHARE,
+    C: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """y = x turned forward (sign 1) or back (-1)."""
+    start, head, lane = tl.program_id(0) * SIZE, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    count, channel = length - start, tl.arange(0, P)
+    frequency += head // SHARE * C
+    cosine, sine = cosine_and_sine(times, frequency, lane * slots + first + start, count, channel, C, SIZE)
+    sine *= sign
+    token = lane * length + start
+    x += token * x_token + head * x_head
+    y += (token * H + head) * 2 * C
+    real = load_rows(x, x_token, count, channel, C, SIZE).to(tl.float32)
+    imaginary = load_rows(x + C, x_token, count, channel, C, SIZE).to(tl.float32)
+    store_rows(y, H * 2 * C, count, channel, real * cosine - imaginary * sine, C, SIZE)
+    store_rows(y + C, H * 2 * C, count, channel, imaginary * cosine + real * sine, C, SIZE)
+
+
+@triton.jit(do_not_specialize=["length", "slots", "first"])
+def turn_back(
+    to_y, y, to_x, to_frequency, times, frequency, length, slots, first, y_token, y_head, sign, H, SHARE,
+    C: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Gradients of x, and of frequencies through the tokens of a program."""
+    start, head, lane = tl.program_id(0) * SIZE, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    count, channel = length - start, tl.arange(0, P)
+    at = lane * slots + first + start
+    frequency += head // SHARE * C
+    cosine, sine = cosine_and_sine(times, frequency, at, count, channel, C, SIZE)
+    sine *= sign
+    token = lane * length + start
+    to_y += token * y_token + head * y_head
+    base = (token * H + head) * 2 * C
+    real = load_rows(to_y, y_token, count, channel, C, SIZE).to(tl.float32)
+    imaginary = load_rows(to_y + C, y_token, count, channel, C, SIZE).to(tl.float32)
+    store_rows(to_x + base, H * 2 * C, count, channel, real * cosine + imaginary * sine, C, SIZE)
+    store_rows(to_x + base + C, H * 2 * C, count, channel, imaginary * cosine - real * sine, C, SIZE)
+    real_y = load_rows(y + base, H * 2 * C, count, channel, C, SIZE).to(tl.float32)
+    imaginary_y = load_rows(y + base + C, H * 2 * C, count, channel, C, SIZE).to(tl.float32)
+    time = load_per_token(times + at, count, 1, SIZE) * sign
+    found = tl.sum((imaginary * real_y - real * imaginary_y) * time[:, None], 0)
+    part = ((lane * tl.num_programs(0) + tl.program_id(0)) * H + head) * C
+    tl.store(to_frequency + part + channel, found, mask=channel < C)
+
+
+def _launch(x: Tensor, times: Tensor, frequency: Tensor, forward: bool) -> tuple[tuple[int, ...], tuple, dict]:
+    """The grid, what of a launch follows the tensors, and what is compiled for."""
+    lanes, length, heads, width = x.shape
+    slots = times.shape[1]
+    grid = triton.cdiv(length, SIZE), heads, lanes
+    sign, share, channels = 1.0 if forward else -1.0, heads // frequency.shape[0], width // 2
+    where = (length, slots, slots - length, x.stride(1), x.stride(2), sign, heads, share)
+    return grid, where, {"C": channels, "P": triton.next_power_of_2(channels), "SIZE": SIZE, "num_warps": 4}
+
+
+def turned(x: Tensor, times: Tensor, frequency: Tensor, forward: bool, dtype: torch.dtype) -> Tensor:
+    """x `[L, T, heads, 2 C]`, by the last T of `times`, float64 `[L, S]`; frequency `[H, C]`, H dividing heads."""
+    x, times, frequency = rows(x), times.contiguous(), frequency.contiguous()
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    grid, where, compiled = _launch(x, times, frequency, forward)
+    turn[grid](x, y, times, frequency, *where, **compiled)
+    return y
+
+
+def turned_back(
+    to_y: Tensor, y: Tensor, times: Tensor, frequency: Tensor, forward: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x, in its dtype, and of frequency."""
+    to_y, y, times, frequency = rows(to_y), y.contiguous(), times.contiguous(), frequency.contiguous()
+    grid, where, compiled = _launch(to_y, times, frequency, forward)
+    to_x = torch.empty(y.shape, dtype=dtype, device=y.device)
+    parts = torch.empty(grid[2] * grid[0], *y.shape[2:3], y.shape[3] // 2, dtype=torch.float32, device=y.device)
+    turn_back[grid](to_y, y, to_x, parts, times, frequency, *where, **compiled)
+    to_frequency = parts.sum(0).unflatten(0, (frequency.shape[0], -1)).sum(1)
+    return to_x, to_frequency.to(frequency.dtype)
