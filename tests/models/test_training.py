@@ -25,7 +25,7 @@ def assert_equal(first, second, **close):
 @pytest.mark.parametrize("options", [{}, {"loss": "marginal", "loss_samples": 2}, {"propagate": "sample"}])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(options, reentrant):
-    model = build(["kla", "attention", "kla"], **options).train()
+    model = build(["kla", "afa", "attention", "kla"], **options).train()
     ids = tokens(2, 6)
     inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6])}
     plain = gradients(model, **inputs)

@@ -69,7 +69,8 @@ def read(model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str
         if weights and of_cells:
             maps.append(_weights(layer, signal)[1:, 1:].cpu())
     if not names:
-        known = ", ".join(repr(name) for name, mixer in MIXERS.items() if mixer.has_posterior)
+        shown = (KLA, MemoryLayer)
+        known = ", ".join(repr(n) for n, mixer in MIXERS.items() if mixer.has_posterior and issubclass(mixer, shown))
         raise ArgumentError("model", got="without a layer that knows how sure it is", needs=f"a layer of {known}")
     return Reading(
         tokens, nats / math.log(2), names, torch.stack(variance), torch.stack(gain), torch.stack(maps) if maps else None
