@@ -43,7 +43,7 @@ def crossing(
     Returns:
         E `[H, P]`, the angle `[H, P, C]`, and V `[H, P]`.
     """
-    side = torch.where(path > 0, 0, 1) + torch.tensor([0, 2], device=path.device)  # [H, P, 2]
+    side = torch.where(path > 0, 0, 1) + torch.arange(0, 4, 2, device=path.device)  # [H, P, 2]
     head = torch.arange(path.shape[0], device=path.device)[:, None, None]
     far = path.abs()
     decay = torch.exp(-rate[side, head] * far)
@@ -84,9 +84,9 @@ class FilterConv2d(nn.Module):
             raise ArgumentError("kernel_size", got=kernel_size, needs="odd, so that a pixel is in the middle")
         self.in_channels, self.kernel_size, self.heads = in_channels, kernel_size, heads
         self.in_proj = nn.Conv2d(in_channels, 2 * heads * head_dim, 1)
-        self.log_rate = nn.Parameter(torch.empty(4, heads))
-        self.frequency = nn.Parameter(torch.empty(4, heads, head_dim))
-        self.log_process_noise = nn.Parameter(torch.empty(4, heads))
+        self.log_rate = nn.Parameter(torch.empty(len(SIDES), heads))
+        self.frequency = nn.Parameter(torch.empty(len(SIDES), heads, head_dim))
+        self.log_process_noise = nn.Parameter(torch.empty(len(SIDES), heads))
         self.log_key_noise = nn.Parameter(torch.empty(heads))
         self.log_query_noise = nn.Parameter(torch.empty(heads))
         self.axes = nn.Parameter(torch.empty(heads, 2, 2))
