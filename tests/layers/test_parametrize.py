@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from kalmix.layers.parametrize import CellDynamics, discretize_ou, discretize_zoh, observation_precision, positive
+from kalmix.layers.parametrize import (
+    CellDynamics,
+    StateDynamics,
+    discretize_ou,
+    discretize_zoh,
+    observation_precision,
+    positive,
+)
 
 FAR = [s * x for s in (-1, 1) for x in (0.0, 1.0, 7.9, 8.1, 30.0, 50.0, 80.0, 1000.0)]
 
@@ -100,3 +107,35 @@ def test_observation_precision(raw):
     assert precision.dtype == torch.float32 and 0 < precision <= 1e4 * (1 + 1e-6)
     expected = 1 / (math.log1p(math.exp(float(x))) + 1e-4) if raw < 500 else 1 / float(x)
     assert float(precision) == pytest.approx(expected, rel=1e-5)
+
+
+def test_state_dynamics():
+    """Frequencies in pairs of either sign, rotary at first; a step scales what happens in a unit of time, no look."""
+    torch.manual_seed(0)
+    dynamics = StateDynamics(3, 5, 100.0, parts=(2,))
+    known = dynamics(torch.float32)
+    turn = 100.0 ** (-torch.arange(3) / 3)
+    torch.testing.assert_close(known.frequency, torch.cat([turn, -turn])[:5].expand(3, 5))
+    assert (known.log_decay <= -0.001).all() and (known.log_decay >= -0.1).all()
+    for noise, initial in zip(known[2:], (0.1, 1.0, 1.0), strict=True):
+        torch.testing.assert_close(noise, torch.full((3, 2), initial), rtol=1e-3, atol=0)
+    with torch.no_grad():
+        dynamics.log_step.fill_(math.log(2.0))
+    slower = dynamics(torch.float32)
+    for name in known._fields:
+        scale = 1.0 if name in ("key_noise", "query_noise") else 2.0
+        torch.testing.assert_close(getattr(slower, name), scale * getattr(known, name))
+    assert (StateDynamics(3, 5, None)(torch.float32).frequency == 0).all()
+
+
+@pytest.mark.parametrize("raw", [-80.0, 80.0])
+def test_state_dynamics_at_their_ends(raw):
+    """What an op admits, whatever was learned: signs and finite numbers, noises above their floors."""
+    dynamics = StateDynamics(2, 3, 100.0)
+    with torch.no_grad():
+        for parameter in dynamics.parameters():
+            parameter.fill_(raw)
+    known = dynamics(torch.float32)
+    assert all(torch.isfinite(part).all() for part in known)
+    assert (known.log_decay <= 0).all() and (known.process_noise >= 0).all()
+    assert (known.key_noise >= 1e-4).all() and (known.query_noise >= 1e-4).all()

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from kalmix import ops
 from kalmix.beliefs import HistoryBelief
-from kalmix.layers.heads import Heads
 from kalmix.layers.mixer import check_choice, check_positive
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.parts import unit, widen
-from kalmix.layers.trajectory import Doubt, TrajectoryLayer
+from kalmix.layers.trajectory import Doubt, TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics
 from kalmix.ops._attend import Weight
 from kalmix.segments import Segments
@@ -35,7 +34,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
 
     Args:
         hidden_size: D.
-        heads, head_dim: heads, and complex channels of each; see `Heads.of`: 2 heads head_dim is about D if absent.
+        heads, head_dim: heads, and complex channels of each; see `complex_heads`.
         rotary_base: of initial frequencies; see `StateDynamics`.
         iterations: K >= 1, of the reweighted estimate, with shared weights (section 2.4): each but the last moves the
             query towards the estimate of its key, by as much as the residual takes of an estimate.
@@ -75,7 +74,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         check_positive("iterations", iterations)
         check_positive("window", 1 if window is None else window)
         check_choice("weight", weight, get_args(Weight))
-        sizes = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, widest=64)
+        sizes = complex_heads(hidden_size, heads, head_dim)
         options = {"rotary_base": rotary_base, "predict": predict, "confidence": confidence, "kernel": kernel}
         super().__init__(hidden_size, sizes, **options)
         heads, channels = sizes.heads, sizes.key_width

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from kalmix import ops
 from kalmix.beliefs import HistoryBelief
-from kalmix.layers.heads import Heads
 from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_owned, take, to
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.parts import widen
-from kalmix.layers.trajectory import Doubt
+from kalmix.layers.trajectory import Doubt, complex_heads
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 
@@ -60,7 +59,7 @@ class AFATransformerBlock(Mixer):
 
     Args:
         hidden_size: D.
-        heads, head_dim: heads, and complex channels of each; see `Heads.of`.
+        heads, head_dim: heads, and complex channels of each; see `complex_heads`.
         rotary_base: of initial frequencies of directions; see `StateDynamics`.
         window: how many tokens a query sees; all if absent.
         mlp_width: of the MLP; 4 D if absent.
@@ -85,7 +84,7 @@ class AFATransformerBlock(Mixer):
         super().__init__(hidden_size)
         check_positive("window", 1 if window is None else window)
         check_positive("mlp_width", 1 if mlp_width is None else mlp_width)
-        sizes = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, widest=64)
+        sizes = complex_heads(hidden_size, heads, head_dim)
         columns, width = 2 * sizes.keys, 4 * hidden_size if mlp_width is None else mlp_width
         self.sizes, self.window, self.kernel = sizes, window, kernel
         self.in_proj = nn.Linear(hidden_size, 3 * columns)

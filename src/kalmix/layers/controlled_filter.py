@@ -110,11 +110,11 @@ class ControlledFilter(AdaptiveFilterAttention):
         )
         self.steering = Steering(self.sizes.heads, self.sizes.key_width, rank)
 
-    def _advance(
+    def advance(
         self, estimate: Tensor, spread: Tensor | None, v: Tensor, ahead: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The state to come, steered, and its complex variance."""
-        then, spread = super()._advance(estimate, spread, v, ahead)
+        then, spread = super().advance(estimate, spread, v, ahead)
         duration = estimate.new_ones(()) if ahead is None else ahead.to(estimate.dtype)
         steered = self.steering(then.to(estimate.dtype), -self.states(estimate.dtype).log_decay, duration)
         return steered.to(v.dtype), spread

@@ -30,9 +30,13 @@ def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
     half = x.shape[-1] // 2
     frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = (position[..., None] * frequency)[:, :, None]
-    cos, sin = angle.cos(), angle.sin()
-    real, imaginary = widen(x).chunk(2, dim=-1)
-    return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1).to(x.dtype)
+    return turn(widen(x), angle.cos(), angle.sin()).to(x.dtype)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Complex pairs `[..., 2 C]`, the first C columns real, turned by angles `[..., C]`, given as cosine and sine."""
+    real, imaginary = x.chunk(2, dim=-1)
+    return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
 
 
 def low_rank(inputs: int, rank: int, outputs: int, bias: bool) -> nn.Sequential:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from kalmix import ops
-from kalmix.layers.heads import Heads
 from kalmix.layers.mixer import check_positive
-from kalmix.layers.trajectory import Doubt, TrajectoryLayer
+from kalmix.layers.trajectory import Doubt, TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
@@ -28,7 +27,7 @@ class RadialTangentialAttention(TrajectoryLayer):
 
     Args:
         hidden_size: D.
-        heads, head_dim: heads, and complex channels of each; see `Heads.of`.
+        heads, head_dim: heads, and complex channels of each; see `complex_heads`.
         rotary_base: of initial frequencies; see `StateDynamics`.
         window: how many tokens a query sees; all if absent.
         predict: "step", "gate" or `None`, as in `AdaptiveFilterAttention`.
@@ -50,7 +49,7 @@ class RadialTangentialAttention(TrajectoryLayer):
         predict: str | None = "step",
     ) -> None:
         check_positive("window", 1 if window is None else window)
-        sizes = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, widest=64)
+        sizes = complex_heads(hidden_size, heads, head_dim)
         super().__init__(hidden_size, sizes, rotary_base=rotary_base, parts=(2,), predict=predict)
         self.window = window
         self.doubt = Doubt(sizes.heads, nu=(2.0, 2.0 * max(1, sizes.key_width - 1)))

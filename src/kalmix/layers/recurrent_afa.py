@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from kalmix.checks import check_shape, check_values
 from kalmix.errors import ArgumentError
 from kalmix.kernels.primitives.steps import owners, walk
-from kalmix.layers.heads import Heads
 from kalmix.layers.mixer import check_positive, detach, take
 from kalmix.layers.parts import widen
-from kalmix.layers.trajectory import Doubt, Passage, TrajectoryLayer
+from kalmix.layers.trajectory import Doubt, Passage, TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
@@ -58,7 +57,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
 
     Args:
         hidden_size: D.
-        heads, head_dim: heads, and complex channels of each; see `Heads.of`.
+        heads, head_dim: heads, and complex channels of each; see `complex_heads`.
         rotary_base: of initial frequencies; see `StateDynamics`.
         iterations: K >= 1, of the weight, from the estimate that it leads to.
         predict: "step": the state one step ahead, as published; "gate" as in `AdaptiveFilterAttention`; `None`: the
@@ -81,7 +80,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
         predict: str | None = "step",
     ) -> None:
         check_positive("iterations", iterations)
-        sizes = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, widest=64)
+        sizes = complex_heads(hidden_size, heads, head_dim)
         super().__init__(hidden_size, sizes, rotary_base=rotary_base, predict=predict)
         self.iterations = iterations
         self.doubt = Doubt(sizes.heads, nu=2.0 * sizes.key_width)

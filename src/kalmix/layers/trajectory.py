@@ -14,16 +14,21 @@ from torch import Tensor, nn
 from kalmix.beliefs import HistoryBelief
 from kalmix.checks import check_shape
 from kalmix.errors import ArgumentError
-from kalmix.kernels.attend.dynamics import kappa, turned
+from kalmix.kernels.attend.dynamics import kappa
 from kalmix.layers.heads import Heads
 from kalmix.layers.mixer import Mixer, check_choice, check_state, keep_owned
 from kalmix.layers.parametrize import StateDynamics, positive
-from kalmix.layers.parts import draw, widen
+from kalmix.layers.parts import draw, turn, widen
 from kalmix.ops import Dynamics
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 
 PREDICTIONS = ("step", "gate")
+
+
+def complex_heads(hidden_size: int, heads: int | None, head_dim: int | None) -> Heads:
+    """H heads of C complex channels; if absent, of up to 64, and as many real columns as D together. See `Heads.of`."""
+    return Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, widest=64)
 
 
 class Passage(NamedTuple):
@@ -42,7 +47,7 @@ class Passage(NamedTuple):
 
     def __call__(self, state: Tensor) -> Tensor:
         """The state `[..., H, 2 C]` by then, without its noise."""
-        return self.decay * turned(state, self.turn, forward=True)
+        return self.decay * turn(state, *self.turn)
 
 
 class Doubt(nn.Module):
@@ -135,7 +140,7 @@ class TrajectoryLayer(Mixer):
 
     H heads of C complex channels, held as pairs: the first C columns of a head real, the last C imaginary. Projections
     have biases, which is all that a constant drift, a delay of measurements or their bias would ask for (sections 3.9
-    and 3.10). A subclass writes `estimate`.
+    and 3.10). A subclass writes `estimate`, and may change how it is settled and advanced.
 
     The read-out is the state to come, its variance that of the real or of the imaginary part: half of the complex one.
 
@@ -229,7 +234,7 @@ class TrajectoryLayer(Mixer):
         with torch.autocast(x.device.type, enabled=False):
             sure = variance or self.confidence is not None
             known = self.estimate(q, k, v, sure, state, segments, times)
-            mean, spread = self._advance(*self.settle(known, v), v, ahead)
+            mean, spread = self.advance(*self.settle(known, v), v, ahead)
         mean = keep_owned(mean.flatten(2), owner)
         if not variance or spread is None:
             return Filtered(mean, None, known.belief), owner
@@ -246,7 +251,7 @@ class TrajectoryLayer(Mixer):
             spread = taken.square() * spread
         return kept * widen(v) + taken * widen(known.mean), spread
 
-    def _advance(
+    def advance(
         self, estimate: Tensor, spread: Tensor | None, v: Tensor, ahead: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The state to come, `[B, T, H, 2 C]` in the dtype of `v`, and its complex variance."""
