@@ -27,3 +27,11 @@ def test_train_vision(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert len(re.findall(r"epoch +\d+ +loss \d", said)) == 1
     assert float(re.search(r"accuracy ([0-9.]+)%$", said.strip())[1]) > 20
+
+
+def test_denoise_digits(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["denoise_digits.py", "--epochs", "4"])
+    runpy.run_path(str(EXAMPLES / "denoise_digits.py"), run_name="__main__")
+    before, alone, a_filter, two, together = (float(x) for x in re.findall(r": ([0-9.]+) ", capsys.readouterr().out))
+    assert together < alone < before / 2  # trained little, and already better than all that is linear
+    assert max(a_filter, two) < before
