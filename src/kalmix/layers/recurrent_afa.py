@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from kalmix.checks import check_shape, check_values
 from kalmix.errors import ArgumentError
 from kalmix.kernels.primitives.steps import owners, walk
+from kalmix.layers.doubt import Doubt
 from kalmix.layers.mixer import check_positive, detach, take
 from kalmix.layers.parts import widen
-from kalmix.layers.trajectory import Doubt, Passage, TrajectoryLayer, complex_heads
+from kalmix.layers.trajectory import Passage, TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype

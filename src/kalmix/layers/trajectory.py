@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
@@ -15,9 +14,10 @@ from kalmix.beliefs import HistoryBelief
 from kalmix.checks import check_shape
 from kalmix.errors import ArgumentError
 from kalmix.kernels.attend.dynamics import kappa
+from kalmix.layers.doubt import Confidence, Foresight
 from kalmix.layers.heads import Heads
 from kalmix.layers.mixer import Mixer, check_choice, check_state, keep_owned
-from kalmix.layers.parametrize import StateDynamics, positive
+from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.parts import draw, turn, widen
 from kalmix.ops import Dynamics
 from kalmix.segments import Segments
@@ -48,88 +48,6 @@ class Passage(NamedTuple):
     def __call__(self, state: Tensor) -> Tensor:
         """The state `[..., H, 2 C]` by then, without its noise."""
         return self.decay * turn(state, *self.turn)
-
-
-class Doubt(nn.Module):
-    """How heads doubt what they see, learned: arguments of ops, `[H]` each, or `[H, parts]` where nu has parts.
-
-    Args:
-        heads: H.
-        nu: the residual, in variances, that halves a token's weight, at first.
-        floor: whether there is a number >= 0, at first 0.01, that is added to the decay of keys.
-
-    The temperature of scores is 1 at first. It and nu are learned as logarithms (see `positive`).
-    """
-
-    def __init__(self, heads: int, nu: float | tuple[float, ...], floor: bool = False) -> None:
-        super().__init__()
-        self.nu = nu
-        parts = len(nu) if isinstance(nu, tuple) else 0
-        self.log_nu, self.log_temperature = (
-            nn.Parameter(torch.empty(heads, parts) if parts else torch.empty(heads)) for _ in range(2)
-        )
-        self.floor = nn.Parameter(torch.empty(heads)) if floor else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The initial values above."""
-        with torch.no_grad():
-            self.log_nu.copy_(torch.tensor(self.nu).log())
-        nn.init.zeros_(self.log_temperature)
-        if self.floor is not None:
-            nn.init.constant_(self.floor, math.log(math.expm1(0.01)))
-
-    def forward(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """`nu`, `temperature` and, if there is one, `floor`."""
-        said = {"nu": positive(self.log_nu.to(dtype)), "temperature": positive(self.log_temperature.to(dtype))}
-        return said if self.floor is None else said | {"floor": F.softplus(self.floor.to(dtype))}
-
-
-class Confidence(nn.Module):
-    """A gate a head and token, of how much was seen (appendix B.2): sigmoid(w log(total precision) + b).
-
-    Of the logarithm, as the precision itself grows with the length of what was seen. Initially w = 1 and b = 2: shut
-    by half where the precision is 0.14.
-    """
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(heads)) for _ in range(2))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The initial values above."""
-        nn.init.ones_(self.weight)
-        nn.init.constant_(self.bias, 2.0)
-
-    def forward(self, variance: Tensor) -> Tensor:
-        """The gate `[B, T, H, 1]`, given one over the total precision in the same shape; 1 where that is 0."""
-        seen = variance.clamp(min=torch.finfo(variance.dtype).tiny).log()[..., 0]
-        return torch.sigmoid(self.bias - self.weight * seen)[..., None]
-
-
-class Foresight(nn.Module):
-    """How much of a prediction, how much of the estimate to give, a token and channel (the end of section 3.1).
-
-    g = sigmoid(a' log(1 + |r|^2) + b), with r what the estimate differs by from what the token itself shows, `[C]`.
-    Initially a = 0 and b = 2: a prediction, mostly.
-    """
-
-    def __init__(self, heads: int, channels: int) -> None:
-        super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(heads, channels)) for _ in range(2))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The initial values above."""
-        nn.init.zeros_(self.weight)
-        nn.init.constant_(self.bias, 2.0)
-
-    def forward(self, estimate: Tensor, shown: Tensor) -> Tensor:
-        """The gate `[B, T, H, C]`, given both as `[B, T, H, 2 C]`."""
-        real, imaginary = (estimate - shown).chunk(2, -1)
-        surprise = torch.log1p(real.square() + imaginary.square())
-        return torch.sigmoid((surprise * self.weight).sum(-1, keepdim=True) + self.bias)
 
 
 class TrajectoryLayer(Mixer):
@@ -242,7 +160,10 @@ class TrajectoryLayer(Mixer):
         return Filtered(mean, keep_owned(torch.cat([half, half], -1).flatten(2), owner), known.belief), owner
 
     def settle(self, known: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The inner residual: the estimate that goes on, and its complex variance, `[B, T, H, 1 or C]`."""
+        """The inner residual: the estimate that goes on, and its complex variance, `[B, T, H, 1 or C]`.
+
+        What the token itself shows is taken as given: the variance is of what the filter adds.
+        """
         taken = torch.sigmoid(self.residual.to(belief_dtype(v.dtype)))[:, None]
         kept, spread = 1 - taken, known.variance
         if spread is not None:
