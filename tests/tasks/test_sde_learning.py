@@ -77,8 +77,16 @@ def test_a_model_learns_to_beat_the_last_measurement() -> None:
     assert references["kalman"]["measurement"] < missed["measurement"] < 0.7 * references["last"]["measurement"]
     assert references["smoother"]["state"] < references["kalman"]["state"] < missed["state"]
     assert len(found.validation) == 12 and list(found.kept)[:2] == [0, 2]
+
+
+def test_the_weights_that_did_best_in_validation_are_kept() -> None:
+    """They are the first, where what is learned is that every other measurement is turned round."""
+    protocol = replace(TINY, epochs=4)
+    given = SETTINGS["figure-1b"].draw(protocol.sizes, 0)
+    turned = torch.tensor([1.0, -1.0]).repeat(51)[:, None] * given.train.measured
+    found = learn("softmax", given._replace(train=given.train._replace(measured=turned)), protocol, 0, CPU, silent)
     best = 1 + found.validation.index(min(found.validation))
-    assert list(found.kept)[-1] == best
+    assert best < 4 and list(found.kept)[-1] == best
     check = errors(found.predict(given.validation, 64), given.validation)
     assert check["measurement"] == pytest.approx(min(found.validation), rel=1e-4)
 
