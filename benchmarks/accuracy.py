@@ -21,7 +21,7 @@ from kalmix import Segments
 from kalmix.ops import OPS
 from kalmix.testing.budgets import Tensors, budgets
 from kalmix.testing.cases import PROBLEMS, Case, outputs
-from kalmix.testing.measure import Measured, compare, pull_back
+from kalmix.testing.measure import Measured, compare, learnable, pull_back
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -102,26 +102,50 @@ def memories(problem: str, small: bool) -> Iterator[Trial]:
         yield trial(4, 4096, 128, 128, heads=(16, 16), dtype=torch.bfloat16)
 
 
+def histories(problem: str, small: bool) -> Iterator[Trial]:
+    """Trials of an op whose state is its history."""
+    trial = partial(Trial, problem)
+    long = 100 if small else 1024
+    for width in (2, 6, 16, 24, 32, 64, 100, 128, 256):
+        if small and width > 64:
+            continue
+        yield trial(2, 77, width, width)
+        yield trial(2, 330, width, width, packed=True)
+        for dtype in (torch.float32, *HALVES):
+            yield trial(2, long, width, width, heads=(2, 4), packed=width % 3 == 2, dtype=dtype)
+    edges: list[dict[str, float]] = [{"log_decay": 0.0}, {"log_decay": -30.0}, {"process_noise": 0.0}]
+    edges += [{"key_noise": 1e-5}, {"query_noise": 0.0}, {"frequency": 0.0}]
+    edges += [{"log_decay": 0.0, "process_noise": 0.0, "query_noise": 0.0}]
+    for edge in edges:
+        yield trial(2, long, 64, 64, set_to=edge)
+        yield trial(2, long, 48, 48, set_to=edge, packed=True)
+    if not small:
+        yield trial(1, 16_384, 128, 128)
+        yield trial(4, 4096, 128, 128, heads=(16, 16), dtype=torch.bfloat16)
+
+
 def trials(op: str, small: bool) -> list[Trial]:
     """Those of every problem of an op."""
     problems = [name for name, problem in PROBLEMS.items() if problem.design.op == op]
-    return [trial for name in problems for trial in (cells(small) if op == "diagonal" else memories(name, small))]
+    of = {"diagonal": lambda _, small: cells(small), "attend": histories}.get(op, memories)
+    return [trial for name in problems for trial in of(name, small)]
 
 
 def measure(trial: Trial, kernel: str, device: str) -> list[Measured]:
     case = trial.case(kernel, device)
     exactly = case.having(kernel="chunked", dtype=torch.float64)
     inputs, segments = trial.inputs(case)
-    exact = {name: x.double() for name, x in inputs.items()}
+    exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
     specify = lambda x: outputs(exactly.run(x, segments))  # noqa: E731
     got = outputs(case.run(inputs, segments))
-    allowed = budgets(specify, exact, case.carried, [y.dtype for y in got], case.products)
+    dtypes = [case.dtype] + [case.carried] * (len(got) - 1)
+    allowed = budgets(specify, exact, case.carried, dtypes, case.products)
     found = compare(case.quantities, got, specify(exact), allowed)
     weights = [torch.randn(y.shape, device=device).to(y.dtype) for y in got]
     pull = partial(pull_back, partial(exactly.run, segments=segments), weights)
-    allowed = budgets(pull, exact, case.carried, [x.dtype for x in inputs.values()], case.products)
+    allowed = budgets(pull, exact, case.carried, [x.dtype for x in learnable(inputs).values()], case.products)
     d_got = pull_back(partial(case.run, segments=segments), weights, inputs)
-    return found + compare([f"d {name}" for name in inputs], d_got, pull(exact), allowed)
+    return found + compare([f"d {name}" for name in learnable(inputs)], d_got, pull(exact), allowed)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix.checks import check_kind, check_range, check_shape
-from kalmix.kernels.attend.dynamics import Dynamics, turned, turns
+from kalmix.kernels.attend.dynamics import Dynamics, turned
 from kalmix.ops._additive import additive
 from kalmix.ops._attend import CLOCKS, check_channels, check_dynamics
 from kalmix.ops.arguments import check_tokens
@@ -105,9 +105,8 @@ def attend_separable(
         """The sum of what was `seen` `[B, T, H C, *]`, weighed by its precision, decayed by `log_decay` `[H, C, 2]`."""
         return additive(asked, ones, seen, log_decay=(log_decay * step).flatten(2, 3)).mean.unflatten(2, (heads, -1))
 
-    turn = turns(times, frequency, dtype)
-    still = turned(v.to(dtype), turn, forward=False).unflatten(-1, (2, -1)).transpose(-1, -2)  # [B, T, H, C, 2]
-    evidence = total(still.flatten(2, 3), fading + log_decay.to(dtype)[..., None])
-    known = total(ones[..., :1], fading)
-    mean = turned((evidence / known).transpose(-1, -2).flatten(3), turn, forward=True)
-    return Filtered(mean.to(v.dtype), (1 / known).expand_as(evidence).transpose(-1, -2).flatten(3), None)
+    still = turned(v.to(dtype), times, frequency, forward=False)
+    evidence = total(still.unflatten(-1, (2, -1)).mT.flatten(2, 3), fading + log_decay.to(dtype)[..., None])
+    known = total(ones[..., :1], fading)  # [B, T, H, C, 1]; evidence is [B, T, H, C, 2]
+    mean = turned((evidence / known).mT.flatten(3), times, frequency, forward=True)
+    return Filtered(mean.to(v.dtype), (1 / known).expand_as(evidence).mT.flatten(3), None)

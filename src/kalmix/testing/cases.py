@@ -126,21 +126,28 @@ def _draw_ridge(normal: Callable[..., Tensor], sequences: int, size: dict[str, i
     return drawn | {"mix": normal(*(size[x] for x in "BTG")).sigmoid()} | prior
 
 
-def _draw_history(normal: Callable[..., Tensor], sequences: int, size: dict[str, int]) -> Tensors:
-    """Times that stand still and go on, after a history with room to spare."""
-    b, t, h, g, width = (size[x] for x in "BTHGK")
+def _draw_looks(normal: Callable[..., Tensor], sequences: int, size: dict[str, int]) -> Tensors:
+    """Looks at a state at times that stand still and go on; nothing seen before."""
+    b, t, h, width = (size[x] for x in "BTHK")
     width += width % 2
-    slots = torch.tensor([[0, 1, 2, 3, 4], [-1, 0, -1, 1, 2], [-1, -1, -1, -1, -1]])[torch.arange(sequences) % 3]
     noises = ("process_noise", "key_noise", "query_noise")
     return _draw_tokens(normal, size | {"K": width, "V": width}) | {
         "log_decay": -0.2 * normal(h).exp(),
         "frequency": normal(h, width // 2),
         **{name: normal(h).exp() for name in noises},
         "times": (normal(b, t) + 0.5).clamp(min=0).cumsum(1),
+    }
+
+
+def _draw_history(normal: Callable[..., Tensor], sequences: int, size: dict[str, int]) -> Tensors:
+    """Looks after others, in slots of which some are to spare."""
+    drawn, h, g = _draw_looks(normal, sequences, size), size["H"], size["G"]
+    width, slots = drawn["k"].shape[3], torch.tensor([[0, 1, 2, 3, 4], [-1, 0, -1, 1, 2], [-1, -1, -1, -1, -1]])
+    return drawn | {
         "prior.keys": normal(sequences, 5, h, width),
         "prior.values": normal(sequences, 5, g, width),
         "prior.times": -normal(sequences, 5).abs().cumsum(1).flip(1),
-        "prior.positions": slots,
+        "prior.positions": slots[torch.arange(sequences) % 3],
     }
 
 
@@ -224,6 +231,7 @@ PROBLEMS = {
     ),
     "attend": _HISTORY(),
     "attend-window": _HISTORY(
+        draw=_draw_looks,
         options={"weight": "exponential", "window": 6, "nu": 2.0, "temperature": 0.7, "floor": 0.1},
         sure=({"key_noise": 1e-5, "query_noise": 1.0, "log_decay": -1e-3, "process_noise": 0.0},),
     ),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
-from kalmix.kernels.attend.dynamics import Dynamics, Weighing, turned, turns
+from kalmix.kernels.attend.dynamics import Dynamics, Weighing, turned
 from kalmix.kernels.attend.lanes import lay_out
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -32,21 +32,13 @@ def assemble(
 ) -> Filtered:
     """`attend` as its kernels have it, given what attends where states only decay."""
     lanes = lay_out(q, k, v, times, belief, segments, weighing.window)
-    dtype, tokens, heads = lanes.k.dtype, q.shape[1], k.shape[2]
-    turn = turns(lanes.times, keys.frequency, dtype)
-    query = turned(lanes.q, _last(turn, tokens), forward=False)
-    key = turned(lanes.k, turn, forward=False)
-    if values is not None:
-        turn = turns(lanes.times, values.frequency, dtype)
-    turn = tuple(x[..., None, :] for x in turn)  # the same for all value heads of a key head
-    value = turned(lanes.v.unflatten(2, (heads, -1)), turn, forward=False)
-    where = (lanes.times, lanes.rank)
-    read, spread = core(query, key, value.flatten(3), *where, keys, values, weighing, variance)
-    mean = turned(read.unflatten(3, value.shape[3:]), _last(turn, tokens), forward=True).flatten(2, 3)
+    times = lanes.times - lanes.times.mean(1, keepdim=True)  # small angles have the better gradients
+    now, heads, moved = times[:, -q.shape[1] :], k.shape[2], (keys if values is None else values).frequency
+    query = turned(lanes.q, now, keys.frequency, forward=False)
+    key = turned(lanes.k, times, keys.frequency, forward=False)
+    value = turned(lanes.v.unflatten(2, (heads, -1)), times, moved, forward=False)
+    read, spread = core(query, key, value.flatten(3), times, lanes.rank, keys, values, weighing, variance)
+    mean = turned(read.unflatten(3, value.shape[3:]), now, moved, forward=True).flatten(2, 3)
     if spread is not None:
         spread = lanes.paste(spread.repeat_interleave(v.shape[2] // heads, 2))
     return Filtered(lanes.paste(mean).to(v.dtype), spread, lanes.after if weighing.causal else None)
-
-
-def _last(turn: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:
-    return tuple(x[:, x.shape[1] - tokens :] for x in turn)

@@ -53,17 +53,46 @@ class Weighing(NamedTuple):
     causal: bool
 
 
-def turns(times: Tensor, frequency: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Cosine and sine of what channels `[H, C]` have turned by at times `[L, S]`, float64: `[L, S, H, C]`."""
-    angle = times[..., None, None] * frequency.double()
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+def turned(x: Tensor, times: Tensor, frequency: Tensor, *, forward: bool) -> Tensor:
+    """Complex pairs `[L, T, H, *, 2 C]` (the first C real) turned as in `times` `[L, T]`, float64, or back; `[H, C]`.
+
+    Angles are float64, and so is their gradient, a small difference of products that late times multiply; it is taken
+    where nothing turns, as there the products are those that were computed with.
+    """
+    frequency = frequency.view(frequency.shape[0], *(1,) * (x.ndim - 4), frequency.shape[1])
+    return _Turned.apply(x, times, frequency, forward)
 
 
-def turned(x: Tensor, turn: tuple[Tensor, ...], forward: bool) -> Tensor:
-    """Complex pairs `[..., H, 2 C]` (the first C real) turned forward, or back."""
-    (cos, sin), (real, imaginary) = turn, x.chunk(2, -1)
-    sin = sin if forward else -sin
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: Tensor, frequency: Tensor, forward: bool) -> Tensor:
+        y = _turn(x, times if forward else -times, frequency)
+        ctx.still_first = forward
+        ctx.save_for_backward(x if forward else y, times, frequency)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_y: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        still, times, frequency = ctx.saved_tensors
+        times = times if ctx.still_first else -times
+        to_x = _turn(to_y, -times, frequency)
+        pairs = (x.double().chunk(2, -1) for x in (still, to_x if ctx.still_first else to_y))
+        (real, imaginary), (to_real, to_imaginary) = pairs
+        to_angle = real * to_imaginary - imaginary * to_real
+        to_frequency = (to_angle * _column(times, still)).sum_to_size(frequency.shape)
+        return to_x, None, to_frequency.to(frequency.dtype), None
+
+
+def _turn(x: Tensor, times: Tensor, frequency: Tensor) -> Tensor:
+    angle = _column(times, x) * frequency.double()
+    (cos, sin), (real, imaginary) = (angle.cos().to(x.dtype), angle.sin().to(x.dtype)), x.chunk(2, -1)
     return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
+
+
+def _column(times: Tensor, x: Tensor) -> Tensor:
+    """Times `[L, T]`, to be broadcast along `x` `[L, T, ...]`."""
+    return times.view(*times.shape, *(1,) * (x.ndim - 2))
 
 
 def kappa(rate: Tensor, lag: Tensor) -> Tensor:
