@@ -52,9 +52,9 @@ class RecurrentFilterAttention(TrajectoryLayer):
         w = (1 + |q - z_k|^2 / ((1 / p- + R) nu))^-temperature
         p = p- + w / R,   z = z- + step (w / (p R)) ((k, v) - z-)
 
-    The first token of a sequence is taken whole. With unit weights (nu without end) and full steps it is the Kalman
-    filter with a flat prior, however often it iterates; its variance is then calibrated. The other forms have no
-    process noise in common between their looks, this one has.
+    The first token of a sequence is taken whole. Unlike the other forms this one knows that looks share the noise since
+    they were made: with unit weights (nu without end) and full steps it is the Kalman filter with a flat prior, however
+    often it iterates, and its variance is calibrated.
 
     Args:
         hidden_size: D.
