@@ -101,18 +101,23 @@ def test_agrees_with_the_recursion(batch, length, heads, widths, decay, segments
     check(arguments(batch, length, heads, widths, decay, sequences, dtype), segments, variance)
 
 
-@pytest.mark.parametrize(
-    ("signal", "value"), [("process_noise", 0.0), ("obs_noise", 1e-2), ("obs_noise", 1e4), ("log_decay", 0.0)]
+ENDS = [("process_noise", 0.0), ("obs_noise", 1e-2), ("log_decay", 0.0)]
+
+
+@pytest.mark.parametrize(  # where nothing is observed and decays are one a head, d process_noise is a trace: here, 0
+    ("signal", "value", "decay"),
+    [(*end, decay) for end in ENDS for decay in ("head", "key")] + [("obs_noise", 1e4, "key")],
 )
-def test_holds_at_the_ends_of_the_range(signal, value):
+def test_holds_at_the_ends_of_the_range(signal, value, decay):
     length, width = (200, 64) if DEVICE == "cuda" else (20, 3)
-    inputs = arguments(1, length, (1, 1), (width, 2))
+    inputs = arguments(1, length, (1, 1), (width, 2), decay)
     check({**inputs, signal: torch.full_like(inputs[signal], value)}, variance=False)
 
 
+@pytest.mark.parametrize("decay", ["head", "key"])
 @pytest.mark.parametrize("value", [-30.0, -1e3])
-def test_forgets_everything_without_a_nan(value):
-    inputs = arguments(1, 20, (1, 1), (3, 2))
+def test_forgets_everything_without_a_nan(value, decay):
+    inputs = arguments(1, 20, (1, 1), (3, 2), decay)
     got = answer(fused.dense, inputs | {"log_decay": torch.full_like(inputs["log_decay"], value)}, None, True)
     assert all(bool(torch.isfinite(x).all()) for x in got)
 
