@@ -62,7 +62,7 @@ def _average(
     variance: bool,
     dtype: torch.dtype,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """The mean `[L, T, G, V]`, log of the precision `[L, T, H]` or `[0]`, and what is kept: see `triton.forward`."""
     from kalmix.kernels.attend.triton import forward
@@ -91,8 +91,9 @@ def _(q, k, v, _, __, times, rank, numbers, shared, rational, causal, window, ma
             (count, slots, own * parts, strip),
         )
     ]
-    totals = torch.empty(count, own * parts, surveys[0].shape[3], **single)
-    return v.new_empty(count, tokens, own, value_width), certainty, *turned, totals, *surveys
+    read = torch.empty(count, tokens, own * parts, strip, **single)
+    totals = [torch.empty(count, own * parts, surveys[0].shape[3], **single) for _ in range(2)]
+    return v.new_empty(count, tokens, own, value_width), certainty, read, *turned, *totals, *surveys
 
 
 @torch.library.custom_op("kalmix::attend_triton_backward", mutates_args=())
@@ -113,7 +114,7 @@ def _gradients(
     variance: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in `dtype`, of frequencies and of numbers; `kept` is all that `_average` returns."""
+    """Gradients of q, k and v, in `dtype`, of frequencies and of numbers; `kept` is what follows the mean."""
     from kalmix.kernels.attend.triton_backward import backward
 
     rules, frequencies = Rules(shared, rational, causal, window), (frequency, frequency_of_values)
@@ -130,21 +131,18 @@ def _(to_mean, _, kept, frequency, frequency_of_values, times, rank, numbers, *o
 
 
 def _keep(ctx, inputs, output):
-    ctx.save_for_backward(*output, *inputs[3:8])
+    ctx.save_for_backward(*output[1:], *inputs[3:8])
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
-    ctx.options = inputs[8:-1]
+    ctx.shape, ctx.options = output[0].shape, (*inputs[8:-1], output[0].dtype)
 
 
 def _pull_back(ctx, to_mean, to_certainty, *_):
     *kept, frequency, frequency_of_values, times, rank, numbers = ctx.saved_tensors
-    to_mean, to_certainty = (
-        torch.zeros_like(x) if grad is None else grad for x, grad in zip(kept, (to_mean, to_certainty), strict=False)
-    )
+    to_mean = kept[0].new_zeros(ctx.shape) if to_mean is None else to_mean
+    to_certainty = torch.zeros_like(kept[0]) if to_certainty is None else to_certainty
     frequencies = (frequency, frequency_of_values)
-    *found, to_numbers = _gradients(
-        to_mean, to_certainty, kept, *frequencies, times, rank, numbers, *ctx.options, kept[0].dtype
-    )
+    *found, to_numbers = _gradients(to_mean, to_certainty, kept, *frequencies, times, rank, numbers, *ctx.options)
     return *found, None, None, to_numbers, *[None] * 7
 
 

@@ -27,7 +27,7 @@ from kalmix.kernels.attend.triton_lanes import (
     surveyed,
     tokens_of,
 )
-from kalmix.kernels.attend.triton_scores import HEADROOM, LN2, LOG2E, load_model, precisions, scored
+from kalmix.kernels.attend.triton_scores import LN2, LOG2E, load_model, precisions, scored
 from kalmix.kernels.attend.triton_turns import turned
 from kalmix.kernels.primitives.triton_ptx import hardware
 from kalmix.kernels.primitives.triton_tiles import load_rows, precision, product, store_rows
@@ -54,7 +54,11 @@ def take(
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
     DIRECT: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile of queries, with the keys from `first` on added."""
+    """The sums of a tile of queries, with the keys from `first` on added.
+
+    Weights are 2^(score - top), with tops whole numbers: so the same weight has the same digits whatever the top, and
+    the backward pass, which knows the last top, rounds reached weights as they were rounded here.
+    """
     first = tl.multiple_of(first, N)
     count = slots - first if DIRECT else N  # before the last block all slots are there
     key = load_rows(k + first * H * K, H * K, count, tl.arange(0, P), K, N)
@@ -68,7 +72,7 @@ def take(
         high_0, low_0 = block_ranks(kept_ranks, block)
         whole = all_seen(high, low, high_0, low_0, window, CAUSAL)
     score = hidden(model[3] * found[0], asking, held, whole, slots, window, DIRECT, MASKED, CAUSAL)
-    before, top = top, tl.maximum(top, tl.max(score, 1))
+    before, top = top, tl.maximum(top, tl.ceil(tl.max(score, 1)))
     score -= top[:, None]
     weight, left = tl.exp2(score), tl.exp2(before - top)
     total = total * left + tl.sum(weight, 1)
@@ -83,8 +87,8 @@ def take(
 
 @triton.jit(do_not_specialize=LOOSE)
 def average(
-    q, k, v, times, rank, asked, starts, asked_ranks, kept, ends, kept_ranks, numbers, read_out, totals, precision,
-    tokens, slots, asked_blocks, kept_blocks, window, H, G, SHARE,
+    q, k, v, times, rank, asked, starts, asked_ranks, kept, ends, kept_ranks, numbers, read_out, tops, totals,
+    precision, tokens, slots, asked_blocks, kept_blocks, window, H, G, SHARE,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     VARIANCE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
@@ -135,11 +139,12 @@ def average(
         )  # fmt: skip
     total = tl.where(at < tokens, total, 1.0)
     store_rows(read_out + place * V, G * V, tokens - start, tl.arange(0, W), read / total[:, None], V, M)
-    whole_total = tl.where(at < tokens, top + tl.log2(total), -LEAST)
-    tl.store(totals + (lane * G + value_head) * room + at, whole_total)
+    row = (lane * G + value_head) * room + at
+    tl.store(tops + row, tl.where(at < tokens, top, -LEAST))
+    tl.store(totals + row, total)
     if VARIANCE:
         row = (lane * tokens + at) * H + head
-        tl.store(precision + row, LN2 * (tl.log2(sure) + HEADROOM), mask=(at < tokens) & (value_head % SHARE == 0))
+        tl.store(precision + row, LN2 * tl.log2(sure), mask=(at < tokens) & (value_head % SHARE == 0))
 
 
 class Shape(NamedTuple):
@@ -192,10 +197,10 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, frequency: Tensor, frequency_of_values: Tensor, times: Tensor, rank: Tensor,
     numbers: Tensor, rules: Rules, masked: bool, variance: bool, dtype: torch.dtype,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
-    """The mean, log of the precision, and, kept: q, k and v as they are turned, in `dtype`, values in strips; log of
-    sums of weights; what is known of queries, and of keys."""
+    """The mean, log of the precision, and, kept: what is read before it is turned back, float32, and q, k and v as they
+    are turned, in `dtype`, values and what is read in strips; tops and sums of weights; surveys of queries and keys."""
     times, rank, numbers = (x.contiguous() for x in (times, rank, numbers))
     q, k = (turned(x, times, frequency, False, dtype) for x in (q, k))
     turned_v = turned(v, times, frequency_of_values, False, dtype)
@@ -207,13 +212,14 @@ def forward(
     asked = surveyed(q, times, rank, numbers, block, False, rules.shared)
     kept = surveyed(k, times, rank, numbers, block, True, rules.shared)
     single = {"dtype": torch.float32, "device": q.device}
-    read = torch.empty(*q.shape[:2], *value.shape[2:], dtype=dtype, device=v.device)
-    totals = torch.empty(*s.grid[::-1], asked.blocks * block, **single)
+    read = torch.empty(*q.shape[:2], *value.shape[2:], **single)
+    tops, totals = (torch.empty(*s.grid[::-1], asked.blocks * block, **single) for _ in range(2))
     certainty = torch.empty(q.shape[:3] if variance else (0,), **single)
     launch = tiles_ahead(s.compiled, dtype)
     average[triton.cdiv(tokens, launch["M"]), *s.grid](
-        q, k, value, times, rank, *asked, *kept, numbers, read, totals, certainty, *s.sizes, **s.compiled, **launch,
+        q, k, value, times, rank, *asked, *kept, numbers, read, tops, totals, certainty, *s.sizes, **s.compiled,
+        **launch,
     )  # fmt: skip
     whole = read.unflatten(2, (-1, strips)).flatten(3)[..., : v.shape[3]]
     mean = turned(whole, times, frequency_of_values, True, v.dtype)
-    return mean, certainty, q, k, value, totals, *asked, *kept
+    return mean, certainty, read, q, k, value, tops, totals, *asked, *kept

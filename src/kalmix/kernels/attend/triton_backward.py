@@ -27,7 +27,6 @@ from kalmix.kernels.attend.triton_lanes import (
     tokens_of,
 )
 from kalmix.kernels.attend.triton_scores import (
-    HEADROOM,
     LN2,
     LOG2E,
     load_model,
@@ -44,7 +43,7 @@ NUMBERS = tl.constexpr(11)
 
 @triton.jit
 def derive(
-    gram, to_reached, query, key, start, end, model, totals, shares, to_sure, whole, slots, window,
+    gram, to_reached, query, key, start, end, model, tops, shares, to_sure, whole, slots, window,
     DIRECT: tl.constexpr, QUERIES_FIRST: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +53,7 @@ def derive(
     """
     near, far, ahead = meet(query, key, start, end, model, DIRECT, QUERIES_FIRST, CAUSAL, SHARED)
     found = scored(gram, query[0], key[0], near, far, ahead, model, SHARED, RATIONAL, CAUSAL, PTX)
-    share = model[3] * found[0] - totals
+    share = model[3] * found[0] - tops
     score = hidden(share, query, key, whole, slots, window, DIRECT, MASKED, CAUSAL)
     weight = tl.exp2(score)
     reached = reach(weight, score, far, ahead, model, CAUSAL)
@@ -105,7 +104,7 @@ def of_numbers(
 
 @triton.jit
 def pull_queries(
-    to_q, own, sums, query, to_read, asking, totals, shares, to_sure, k, v, times, rank, kept, start, ends, kept_ranks,
+    to_q, own, sums, query, to_read, asking, tops, shares, to_sure, k, v, times, rank, kept, start, ends, kept_ranks,
     first, high, low, slots, kept_blocks, window, H, G, model,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
@@ -123,7 +122,7 @@ def pull_queries(
         high_0, low_0 = block_ranks(kept_ranks, block)
         whole = all_seen(high, low, high_0, low_0, window, CAUSAL)
     _reached, back, to_temperature, to_reach, near, far, ahead = derive(
-        gram, to_reached, asking, held, start, ends + block, model, totals, shares, to_sure, whole, slots, window,
+        gram, to_reached, asking, held, start, ends + block, model, tops, shares, to_sure, whole, slots, window,
         DIRECT, True, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
     )  # fmt: skip
     sums = of_numbers(sums, back, to_temperature, to_reach, near, far, ahead, model, SHARED, CAUSAL)
@@ -133,14 +132,14 @@ def pull_queries(
 
 @triton.jit(do_not_specialize=LOOSE)
 def to_queries(
-    q, k, v, times, rank, asked, starts, asked_ranks, kept, ends, kept_ranks, numbers, mean, to_mean, to_read, totals,
-    shares, certainty, to_certainty, to_q, to_numbers,
+    q, k, v, times, rank, asked, starts, asked_ranks, kept, ends, kept_ranks, numbers, read, to_read, tops, shares,
+    certainty, to_certainty, to_q, to_numbers,
     tokens, slots, asked_blocks, kept_blocks, window, H, G, SHARE,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     VARIANCE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of queries and, through them, of numbers; notes <mean, its gradient> (`shares`)."""
+    """Gradients of a tile of queries and, through them, of numbers; notes <what is read, its gradient> (`shares`)."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     value_head, lane = tl.program_id(1), tl.program_id(2).to(tl.int64)
     head, start, past = value_head // SHARE, tile * M, slots - tokens
@@ -161,16 +160,15 @@ def to_queries(
     kept_ranks += lane * kept_blocks * 2
     here = (lane * G + value_head) * room + at
     column = tl.arange(0, W)
-    outcome = load_rows(mean + place * V, G * V, tokens - start, column, V, M).to(tl.float32)
-    arrived = load_rows(to_mean + place * V, G * V, tokens - start, column, V, M).to(tl.float32)
-    share = tl.sum(outcome * arrived, 1)
+    outcome = load_rows(read + place * V, G * V, tokens - start, column, V, M)
+    share = tl.sum(outcome * load_rows(to_read + place * V, G * V, tokens - start, column, V, M).to(tl.float32), 1)
     tl.store(shares + here, share)
-    total = tl.load(totals + here)[:, None]
+    top = tl.load(tops + here)[:, None]
     to_sure = tl.zeros([M], tl.float32)
     if VARIANCE:
         row, asked_here = (lane * tokens + at) * H + head, (at < tokens) & (value_head % SHARE == 0)
         known = tl.load(certainty + row, mask=asked_here, other=0.0)
-        to_sure = tl.load(to_certainty + row, mask=asked_here, other=0.0) * tl.exp2(HEADROOM - LOG2E * known)
+        to_sure = tl.load(to_certainty + row, mask=asked_here, other=0.0) * tl.exp2(-LOG2E * known)
     query = load_rows(q, H * K, tokens - start, tl.arange(0, P), K, M)
     arrived = load_rows(to_read + place * V, G * V, tokens - start, column, V, M)
     asking = tokens_of(asked, times, rank, at, past, room, slots, 1, SHARED)
@@ -188,13 +186,13 @@ def to_queries(
     if CAUSAL:
         for first in tl.range(begin, near, N, num_stages=STAGES):
             found, own, sums = pull_queries(
-                found, own, sums, query, arrived, asking, total, share[:, None], to_sure[:, None], k, v, times, rank,
+                found, own, sums, query, arrived, asking, top, share[:, None], to_sure[:, None], k, v, times, rank,
                 kept, starts, ends, kept_ranks, first, high, low, slots, kept_blocks, window, H, G, model,
                 K, P, V, W, BLOCK, N, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, False, PRECISION, PTX,
             )  # fmt: skip
     for first in tl.range(tl.maximum(begin, near), stop, CLOSE, num_stages=1):
         found, own, sums = pull_queries(
-            found, own, sums, query, arrived, asking, total, share[:, None], to_sure[:, None], k, v, times, rank,
+            found, own, sums, query, arrived, asking, top, share[:, None], to_sure[:, None], k, v, times, rank,
             kept, starts, ends, kept_ranks, first, high, low, slots, kept_blocks, window, H, G, model,
             K, P, V, W, BLOCK, CLOSE, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
         )  # fmt: skip
@@ -208,7 +206,7 @@ def to_queries(
 
 @triton.jit
 def pull_keys(
-    to_k, to_v, own, key, value, holding, q, to_read, totals, shares, certainty, to_certainty, times, rank, asked,
+    to_k, to_v, own, key, value, holding, q, to_read, tops, shares, certainty, to_certainty, times, rank, asked,
     starts, end, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window, H, G, sure, model,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
@@ -221,17 +219,17 @@ def pull_keys(
     gram, to_reached = product(key, tl.trans(query), PRECISION), product(value, tl.trans(arrived), PRECISION)
     block, whole, at = first // BLOCK, False, first + tl.arange(0, M)
     asking = tokens_of(asked, times, rank, at, past, asked_blocks * BLOCK, slots, 0, SHARED)
-    total, share = tl.load(totals + at)[None, :], tl.load(shares + at)[None, :]
-    to_sure = total
+    top, share = tl.load(tops + at)[None, :], tl.load(shares + at)[None, :]
+    to_sure = top
     if VARIANCE:
         known = tl.load(certainty + at * H, mask=at < tokens, other=0.0)
         given = tl.load(to_certainty + at * H, mask=at < tokens, other=0.0) * sure
-        to_sure = (given * tl.exp2(HEADROOM - LOG2E * known))[None, :]
+        to_sure = (given * tl.exp2(-LOG2E * known))[None, :]
     if MASKED:
         high_0, low_0 = block_ranks(asked_ranks, block)
         whole = all_seen(high_0, low_0, high, low, window, CAUSAL)
     reached, back, _temperature, _to_reach, _near, _far, _ahead = derive(
-        gram, to_reached, asking, holding, starts + block, end, model, total, share, to_sure, whole, slots, window,
+        gram, to_reached, asking, holding, starts + block, end, model, top, share, to_sure, whole, slots, window,
         DIRECT, False, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
     )  # fmt: skip
     to_v = product(reached.to(value.dtype), arrived, PRECISION, to_v)
@@ -241,7 +239,7 @@ def pull_keys(
 
 @triton.jit(do_not_specialize=LOOSE)
 def to_keys(
-    q, k, v, times, rank, asked, starts, asked_ranks, kept, ends, kept_ranks, numbers, to_read, totals, shares,
+    q, k, v, times, rank, asked, starts, asked_ranks, kept, ends, kept_ranks, numbers, to_read, tops, shares,
     certainty, to_certainty, to_k, to_v,
     tokens, slots, asked_blocks, kept_blocks, window, H, G, SHARE,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
@@ -264,7 +262,7 @@ def to_keys(
     starts += lane * asked_blocks
     ends += lane * kept_blocks + block
     asked_ranks += lane * asked_blocks * 2
-    totals += (lane * G + value_head) * room
+    tops += (lane * G + value_head) * room
     shares += (lane * G + value_head) * room
     certainty += lane * tokens * H + head
     to_certainty += lane * tokens * H + head
@@ -285,14 +283,14 @@ def to_keys(
     CLOSE: tl.constexpr = M // 2 if M > 16 else M
     for first in tl.range(begin, tl.minimum(far, stop), CLOSE, num_stages=1):
         found, moved, own = pull_keys(
-            found, moved, own, key, value, holding, q, to_read, totals, shares, certainty, to_certainty, times, rank,
+            found, moved, own, key, value, holding, q, to_read, tops, shares, certainty, to_certainty, times, rank,
             asked, starts, ends, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window, H, G, sure,
             model, K, P, V, W, BLOCK, CLOSE, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
         )  # fmt: skip
     if CAUSAL:
         for first in tl.range(tl.maximum(begin, far), stop, M, num_stages=STAGES):
             found, moved, own = pull_keys(
-                found, moved, own, key, value, holding, q, to_read, totals, shares, certainty, to_certainty, times,
+                found, moved, own, key, value, holding, q, to_read, tops, shares, certainty, to_certainty, times,
                 rank, asked, starts, ends, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window,
                 H, G, sure, model, K, P, V, W, BLOCK, M, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE,
                 False, PRECISION, PTX,
@@ -332,21 +330,20 @@ def backward(
     times: Tensor, rank: Tensor, numbers: Tensor, rules: Rules, masked: bool, variance: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, in `dtype`, of both frequencies and of numbers."""
-    mean, certainty, q, k, v, totals, *surveys = kept
+    certainty, read, q, k, v, tops, totals, *surveys = kept
     times, rank, numbers, to_certainty = (x.contiguous() for x in (times, rank, numbers, to_certainty))
     s = shape_of(q, k, v, rules, masked, variance)
     (count, tokens, heads, width), (_, slots, own, strip), values = q.shape, v.shape, to_mean.shape[3]
     strips = own // to_mean.shape[2]
-    spare = strips * strip - values
-
-    def in_strips(x: Tensor) -> Tensor:
-        return (pad(x, (0, spare)) if spare else x).unflatten(3, (strips, strip)).flatten(2, 3).contiguous()
 
     def whole(x: Tensor) -> Tensor:
         return x.unflatten(2, (-1, strips)).flatten(3)[..., :values]
 
-    to_read, to_frequency_out = turned_back(to_mean, mean, times, frequency_of_values, True, v.dtype)
-    to_read = in_strips(to_read)
+    to_read, to_frequency_out = turned_back(
+        to_mean, whole(read), times, frequency_of_values, True, v.dtype, totals[:, ::strips].contiguous()
+    )
+    to_read = pad(to_read, (0, strips * strip - values)) if strips * strip > values else to_read
+    to_read = to_read.unflatten(3, (strips, strip)).flatten(2, 3)
     single = {"dtype": torch.float32, "device": q.device}
     launch = tiles_of_queries(s.compiled, q.dtype)
     tiles = triton.cdiv(tokens, launch["M"])
@@ -354,12 +351,10 @@ def backward(
     to_k = torch.empty(count, slots, own, width, **single)
     to_v = torch.empty(v.shape, **single)
     to_numbers = torch.empty(count * tiles, own, NUMBERS.value, **single)
-    shares = torch.empty_like(totals)
+    shares = torch.empty_like(tops)
     given = (q, k, v, times, rank, *surveys, numbers)
-    sums = (totals, shares, certainty, to_certainty)
-    to_queries[tiles, *s.grid](
-        *given, in_strips(mean), in_strips(to_mean), to_read, *sums, to_q, to_numbers, *s.sizes, **s.compiled, **launch
-    )
+    sums = (tops, shares, certainty, to_certainty)
+    to_queries[tiles, *s.grid](*given, read, to_read, *sums, to_q, to_numbers, *s.sizes, **s.compiled, **launch)
     launch = tiles_of_keys(s.compiled, q.dtype)
     to_keys[triton.cdiv(slots, launch["N"]), *s.grid](
         *given, to_read, *sums, to_k, to_v, *s.sizes, **s.compiled, **launch
@@ -370,4 +365,5 @@ def backward(
     to_k, to_frequency_k = turned_back(to_k, k, times, frequency, False, dtype)
     to_v, to_frequency_v = turned_back(whole(to_v), whole(v), times, frequency_of_values, False, dtype)
     to_numbers = to_numbers.sum(0).unflatten(0, (heads, -1)).sum(1).T
-    return to_q, to_k, to_v, to_frequency_q + to_frequency_k, to_frequency_out + to_frequency_v, to_numbers
+    to_frequencies = (to_frequency_q + to_frequency_k).to(frequency.dtype), (to_frequency_out + to_frequency_v)
+    return to_q, to_k, to_v, to_frequencies[0], to_frequencies[1].to(frequency_of_values.dtype), to_numbers

@@ -20,7 +20,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 TINY = tl.constexpr(1.1754943508222875e-38)
 NEAR = tl.constexpr(0.5)  # below it, kappa and its derivative are summed as series
-HEADROOM = tl.constexpr(24)  # precisions are added up less so many powers of 2, as 1 / TINY leaves no room above it
 
 
 @triton.jit
@@ -145,12 +144,12 @@ def scored(
 
 @triton.jit
 def precisions(found, far, ahead, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, PTX: tl.constexpr):
-    """What tokens add to the total precision, less the headroom."""
+    """What tokens add to the total precision."""
     _score, whole, certain, _apart, residual, level = found
     weight = whole * reciprocal(level, PTX) if RATIONAL else tl.exp2(-LOG2E * residual * reciprocal(whole, PTX))
     if not CAUSAL:
         weight *= tl.where(ahead, far[1] * far[1], 1.0)
-    return weight * (tl.exp2(-1.0 * HEADROOM) * reciprocal(certain, PTX))
+    return weight * reciprocal(certain, PTX)
 
 
 @triton.jit

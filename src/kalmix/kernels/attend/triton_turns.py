@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.kernels.primitives.triton_tiles import load_per_token, load_rows, rows, store_rows
+from kalmix.kernels.primitives.triton_tiles import load_rows, rows, store_rows
 
 TURN = tl.constexpr(2.0 * math.pi)
 SIZE = 32  # tokens of a program
@@ -49,14 +49,18 @@ def turn(
     store_rows(y + C, H * 2 * C, count, channel, imaginary * cosine + real * sine, C, SIZE)
 
 
-@triton.jit(do_not_specialize=["length", "slots", "first"])
+@triton.jit(do_not_specialize=["length", "slots", "first", "room"])
 def turn_back(
-    to_y, y, to_x, to_frequency, times, frequency, length, slots, first, y_token, y_head, sign, H, SHARE,
-    C: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr,
+    to_y, still, totals, to_x, to_frequency, times, frequency, length, slots, first, y_token, y_head, sign, H, SHARE,
+    room, C: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, FORWARD: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x, and of frequencies through the tokens of a program."""
+    """Gradients of x, and of frequencies through the tokens of a program; forward, of x times its total.
+
+    That of frequencies is taken where nothing turns: there the products are those that were computed with. And only
+    differences of times matter, so they are taken from the middle of the lane, where what cancels is small.
+    """
     start, head, lane = tl.program_id(0) * SIZE, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    count, channel = length - start, tl.arange(0, P)
+    count, channel, t = length - start, tl.arange(0, P), tl.arange(0, SIZE)
     at = lane * slots + first + start
     frequency += head // SHARE * C
     cosine, sine = cosine_and_sine(times, frequency, at, count, channel, C, SIZE)
@@ -64,14 +68,24 @@ def turn_back(
     token = lane * length + start
     to_y += token * y_token + head * y_head
     base = (token * H + head) * 2 * C
-    real = load_rows(to_y, y_token, count, channel, C, SIZE).to(tl.float32)
-    imaginary = load_rows(to_y + C, y_token, count, channel, C, SIZE).to(tl.float32)
-    store_rows(to_x + base, H * 2 * C, count, channel, real * cosine + imaginary * sine, C, SIZE)
-    store_rows(to_x + base + C, H * 2 * C, count, channel, imaginary * cosine - real * sine, C, SIZE)
-    real_y = load_rows(y + base, H * 2 * C, count, channel, C, SIZE).to(tl.float32)
-    imaginary_y = load_rows(y + base + C, H * 2 * C, count, channel, C, SIZE).to(tl.float32)
-    time = load_per_token(times + at, count, 1, SIZE) * sign
-    found = tl.sum((imaginary * real_y - real * imaginary_y) * time[:, None], 0)
+    given = load_rows(to_y, y_token, count, channel, C, SIZE).to(tl.float32)
+    given_0 = load_rows(to_y + C, y_token, count, channel, C, SIZE).to(tl.float32)
+    real, imaginary = given * cosine + given_0 * sine, given_0 * cosine - given * sine
+    time = tl.load(times + at + t, mask=t < count, other=0.0) - 0.5 * tl.load(times + (lane + 1) * slots - 1)
+    weight = sign * time.to(tl.float32)
+    if FORWARD:
+        total = tl.load(totals + (lane * H + head) * room + start + t, mask=t < count, other=1.0)
+        real, imaginary = (
+            (real / total[:, None]).to(to_x.dtype.element_ty),
+            (imaginary / total[:, None]).to(to_x.dtype.element_ty),
+        )
+        given, given_0 = real.to(tl.float32), imaginary.to(tl.float32)
+        weight *= total
+    store_rows(to_x + base, H * 2 * C, count, channel, real, C, SIZE)
+    store_rows(to_x + base + C, H * 2 * C, count, channel, imaginary, C, SIZE)
+    still_real = load_rows(still + base, H * 2 * C, count, channel, C, SIZE).to(tl.float32)
+    still_imaginary = load_rows(still + base + C, H * 2 * C, count, channel, C, SIZE).to(tl.float32)
+    found = tl.sum((given_0 * still_real - given * still_imaginary) * weight[:, None], 0)
     part = ((lane * tl.num_programs(0) + tl.program_id(0)) * H + head) * C
     tl.store(to_frequency + part + channel, found, mask=channel < C)
 
@@ -96,13 +110,23 @@ def turned(x: Tensor, times: Tensor, frequency: Tensor, forward: bool, dtype: to
 
 
 def turned_back(
-    to_y: Tensor, y: Tensor, times: Tensor, frequency: Tensor, forward: bool, dtype: torch.dtype
+    to_y: Tensor,
+    still: Tensor,
+    times: Tensor,
+    frequency: Tensor,
+    forward: bool,
+    dtype: torch.dtype,
+    totals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, in its dtype, and of frequency."""
-    to_y, y, times, frequency = rows(to_y), y.contiguous(), times.contiguous(), frequency.contiguous()
+    """Gradients of x, in its dtype, and of frequency, float64; `still` is y, or, forward, x.
+
+    Forward it is x times `totals`, `[L, heads, at least T]`, whose gradient is asked for, rounded as it is returned.
+    """
+    to_y, still, times, frequency = rows(to_y), still.contiguous(), times.contiguous(), frequency.contiguous()
     grid, where, compiled = _launch(to_y, times, frequency, forward)
-    to_x = torch.empty(y.shape, dtype=dtype, device=y.device)
-    parts = torch.empty(grid[2] * grid[0], *y.shape[2:3], y.shape[3] // 2, dtype=torch.float32, device=y.device)
-    turn_back[grid](to_y, y, to_x, parts, times, frequency, *where, **compiled)
-    to_frequency = parts.sum(0).unflatten(0, (frequency.shape[0], -1)).sum(1)
-    return to_x, to_frequency.to(frequency.dtype)
+    to_x = torch.empty(still.shape, dtype=dtype, device=still.device)
+    parts = torch.empty(grid[2] * grid[0], grid[1], still.shape[3] // 2, dtype=torch.float32, device=still.device)
+    known = still if totals is None else totals
+    compiled |= {"FORWARD": forward}
+    turn_back[grid](to_y, still, known, to_x, parts, times, frequency, *where, known.shape[2], **compiled)
+    return to_x, parts.sum(0, dtype=torch.float64).unflatten(0, (frequency.shape[0], -1)).sum(1)
