@@ -151,6 +151,22 @@ def test_long_sequences_stay_finite_in_float32() -> None:
     assert all(bool(torch.isfinite(y).all()) for y in (*found, *gradients(found, given)))
 
 
+@pytest.mark.parametrize("limit", [{"window": 2}, {"log_decay": torch.full((2,), -9.0)}], ids=["window", "decay"])
+def test_frequencies_learn_from_short_lags_at_late_times(limit: dict[str, Any], kernel: str) -> None:
+    """In float32, where what times multiply would drown what lags multiply."""
+    x = signals(length=300)
+    decay = {name: y.double() for name, y in limit.items() if name == "log_decay"}
+    window = {name: y for name, y in limit.items() if name == "window"}
+    x |= {"times": x["times"] + 1e6, **decay}
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        given = leaves({name: y if name == "times" else y.to(dtype) for name, y in x.items()})
+        mean = _run(given, kernel=kernel, **window).mean
+        weight = torch.randn(mean.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        found.append(torch.autograd.grad((weight.to(dtype) * mean).sum(), given["frequency"])[0].double())
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-5
+
+
 def test_what_diffusion_grows_to() -> None:
     rate = torch.tensor([0.0, 1e-12, 1e-3, 0.1, 0.24999, 0.25001, 3.0, 400.0], dtype=torch.float64)
     lag = torch.tensor([[0.0], [1e-6], [1.0], [1e4]], dtype=torch.float64)

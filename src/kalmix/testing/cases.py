@@ -130,8 +130,9 @@ def _draw_looks(normal: Callable[..., Tensor], sequences: int, size: dict[str, i
     """Looks at a state at times that stand still and go on; nothing seen before."""
     b, t, h, width = (size[x] for x in "BTHK")
     width += width % 2
-    noises = ("process_noise", "key_noise", "query_noise")
-    return _draw_tokens(normal, size | {"K": width, "V": width}) | {
+    noises, drawn = ("process_noise", "key_noise", "query_noise"), _draw_tokens(normal, size | {"K": width, "V": width})
+    return drawn | {
+        "q": drawn["q"] / width**0.5,
         "log_decay": -0.2 * normal(h).exp(),
         "frequency": normal(h, width // 2),
         **{name: normal(h).exp() for name in noises},

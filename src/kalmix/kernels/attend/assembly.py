@@ -14,6 +14,7 @@ from kalmix.types import Filtered
 
 # (q, k, v, times, rank, keys, values, weighing, variance) -> what was read, `[L, T, H, V]`, and its variance if asked
 # for, `[L, T, H, 1]` or one a column of a value head; v is `[L, S, H, V]`, the value heads of a key head side by side.
+# The gradient of frequencies is the core's: see `owed`.
 Core = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -32,10 +33,9 @@ def assemble(
 ) -> Filtered:
     """`attend` as its kernels have it, given what attends where states only decay."""
     lanes = lay_out(q, k, v, times, belief, segments, weighing.window)
-    times = lanes.times - lanes.times.mean(1, keepdim=True)  # small angles have the better gradients
-    now, heads, moved = times[:, -q.shape[1] :], k.shape[2], (keys if values is None else values).frequency
-    query = turned(lanes.q, now, keys.frequency, forward=False)
-    key = turned(lanes.k, times, keys.frequency, forward=False)
+    times = lanes.times
+    now, heads, moved = times[:, -q.shape[1] :], k.shape[2], (keys if values is None else values).frequency.detach()
+    query, key = (turned(x, t, keys.frequency.detach(), forward=False) for x, t in ((lanes.q, now), (lanes.k, times)))
     value = turned(lanes.v.unflatten(2, (heads, -1)), times, moved, forward=False)
     read, spread = core(query, key, value.flatten(3), times, lanes.rank, keys, values, weighing, variance)
     mean = turned(read.unflatten(3, value.shape[3:]), now, moved, forward=True).flatten(2, 3)

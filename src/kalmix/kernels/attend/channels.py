@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.kernels.attend.assembly import assemble
-from kalmix.kernels.attend.dynamics import Dynamics, Weighing
+from kalmix.kernels.attend.dynamics import Dynamics, Weighing, owed
 from kalmix.kernels.attend.queries import some_at_a_time
-from kalmix.kernels.attend.scores import Noise, Spread, rules_of
+from kalmix.kernels.attend.scores import Noise, Spread, rules_of, variance_of
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -49,6 +49,7 @@ def _attend(
     of_keys, of_values = (_noise(x, dtype) for x in (keys, keys if values is None else values))
     nu, temperature, floor = (x.to(dtype)[:, None, None, None] for x in weighing[:3])
     width = of_values.rate.shape[-1]
+    slip, own_slip = (owed(x.frequency, dtype)[:, None, :, : x.frequency.shape[1]] for x in (keys, values or keys))
     q, k = (x.transpose(1, 2).unflatten(-1, (2, -1)) for x in (q, k))  # [L, H, t or s, 2, C]
     v = v.transpose(1, 2).unflatten(-1, (-1, 2, width))  # [L, H, s, value heads of a key head, 2, D]
 
@@ -60,6 +61,7 @@ def _attend(
         near = Spread.after(of_keys, lag.abs(), ahead)
         of_query, of_key = near.factors(floor)
         query, key = q[:, :, queries, None].unbind(-2), k[:, :, None, slots].unbind(-2)
+        key = key[0] - slip * lag * key[1], key[1] + slip * lag * key[0]
         square = sum((of_query * x - of_key * y) ** 2 for x, y in zip(query, key, strict=True))
         ratio = (square / near.whole).sum(-1, keepdim=True) / nu
         log_weight = -ratio.log1p() if rules.rational else -ratio
@@ -67,11 +69,15 @@ def _attend(
         hidden = ~rules.sees(rank[:, own], rank[:, slots])[..., None]
         scores = temperature * (log_weight - far.log(far.whole))
         weights = (scores.masked_fill(hidden, -torch.inf).log_softmax(-2) - of_values.rate * lag).exp()
-        mean = torch.einsum("lhtsd,lhsgxd->lthgxd", weights, v[:, :, slots]).flatten(3)
+        value = v[:, :, slots]
+        real, imaginary = value.unbind(-2)
+        late = torch.stack([-imaginary, real], -2)
+        mean = torch.einsum("lhtsd,lhsgxd->lthgxd", weights, value)
+        mean = (mean + torch.einsum("lhtsd,lhsgxd->lthgxd", own_slip * lag * weights, late)).flatten(3)
         if not variance:
             return (mean,)
         log_precision = (log_weight - far.log(far.certain)).masked_fill(hidden, -torch.inf).logsumexp(-2)
-        return mean, (-log_precision).exp().transpose(1, 2).repeat(1, 1, 1, 2)
+        return mean, variance_of(log_precision).transpose(1, 2).repeat(1, 1, 1, 2)
 
     entries = q.shape[0] * q.shape[1] * k.shape[2] * max(width, q.shape[-1])
     mean, *spread = some_at_a_time(read, rules, times[:, past:], k.shape[2], entries)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.kernels.attend.assembly import assemble
-from kalmix.kernels.attend.dynamics import Dynamics, Weighing
-from kalmix.kernels.attend.scores import Model, Rules, Scores, numbers_of, rules_of
+from kalmix.kernels.attend.dynamics import Dynamics, Weighing, quarter
+from kalmix.kernels.attend.scores import Model, Rules, Scores, numbers_of, rules_of, variance_of
 from kalmix.kernels.primitives import blocks
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -51,8 +51,9 @@ def _core(
     variance: bool,
 ) -> tuple[Tensor, Tensor | None]:
     numbers, rules = numbers_of(keys, values, weighing, q.dtype), rules_of(values, weighing)
-    read, _, log_precision = _attend(q, k, v, times, rank, numbers, *rules, variance)
-    return read, (-log_precision[..., None]).exp() if variance else None
+    turning = (x.frequency.to(q.dtype) for x in (keys, keys if values is None else values))
+    read, _, log_precision = _attend(q, k, v, times, rank, numbers, *turning, *rules, variance)
+    return read, variance_of(log_precision[..., None]) if variance else None
 
 
 class _Lanes(NamedTuple):
@@ -107,13 +108,18 @@ def _attend(
     times: Tensor,
     rank: Tensor,
     numbers: Tensor,
+    of_keys: Tensor,
+    of_values: Tensor,
     shared: bool,
     rational: bool,
     causal: bool,
     window: int,
     variance: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is read `[L, T, H, V]`, log of the sum of weights and log of the precision, `[L, T, H]`, or `[0]`."""
+    """What is read `[L, T, H, V]`, log of the sum of weights and log of the precision, `[L, T, H]`, or `[0]`.
+
+    All has turned already: the frequencies, of keys `[H, C]` and of values `[H, D]`, are here for their gradients.
+    """
     lanes = _Lanes.of(q, k, v, times, rank, numbers, Rules(shared, rational, causal, window))
     reads, totals, precisions = [], [], []
     for queries in lanes.queries():
@@ -138,7 +144,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(q, k, v, times, rank, numbers, shared, rational, causal, window, variance):
+def _(q, k, v, times, rank, numbers, of_keys, of_values, shared, rational, causal, window, variance):
     one = q.shape[:3]
     return q.new_empty(*one, v.shape[3]), q.new_empty(one), q.new_empty(one if variance else (0,))
 
@@ -156,20 +162,22 @@ def _attend_backward(
     times: Tensor,
     rank: Tensor,
     numbers: Tensor,
+    of_keys: Tensor,
+    of_values: Tensor,
     shared: bool,
     rational: bool,
     causal: bool,
     window: int,
     variance: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and numbers."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, numbers and frequencies."""
     lanes = _Lanes.of(q, k, v, times, rank, numbers, Rules(shared, rational, causal, window))
     share = (to_read * read).sum(-1).transpose(1, 2)[..., None]
     to_read, total = to_read.transpose(1, 2), total.transpose(1, 2)[..., None]
     if variance:
         to_precision, precision = (x.transpose(1, 2)[..., None] for x in (to_precision, precision))
     to_q, to_k, to_v = (torch.zeros_like(x) for x in lanes[:3])
-    to_numbers = torch.zeros_like(numbers)
+    to_numbers, to_of_keys, to_of_values = (torch.zeros_like(x) for x in (numbers, of_keys, of_values))
     for queries in lanes.queries():
         for keys, hidden in lanes.keys_of(queries):
             scores = lanes.scores(queries, keys)
@@ -187,26 +195,36 @@ def _attend_backward(
             to_q[:, :, queries] += to_gram @ key + 2 * to_query.sum(-1)[..., None] * query
             to_k[:, :, keys] += to_gram.mT @ query + 2 * to_key.sum(-2)[..., None] * key
             to_numbers += to_own
+            to_of_keys += _turning(query, (to_gram * scores.lag) @ key, of_keys)
+            to_of_values += _turning(arrived, (reached * scores.lag) @ value, of_values)
     to_q, to_k, to_v = (x.transpose(1, 2).contiguous() for x in (to_q, to_k, to_v))
-    return to_q, to_k, to_v, to_numbers
+    return to_q, to_k, to_v, to_numbers, to_of_keys, to_of_values
+
+
+def _turning(x: Tensor, late: Tensor, frequency: Tensor) -> Tensor:
+    """The gradient of frequencies `[H, C]` through x'y, where y turns on by its lag; `late` is the sum of lag y."""
+    heads, channels = frequency.shape
+    x, late = (y.unflatten(-1, (-1, 2 * channels)) for y in (x, late))  # value heads of a key head apart
+    return (x * quarter(late)).sum((0, 2, 3)).view(heads, 2, channels).sum(1)
 
 
 @_attend_backward.register_fake
-def _(to_read, to_precision, read, total, precision, q, k, v, times, rank, numbers, *rules):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, numbers))
+def _(to_read, to_precision, read, total, precision, q, k, v, times, rank, numbers, of_keys, of_values, *rules):
+    given = (q, k, v, numbers, of_keys, of_values)
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*output, *inputs[:6])
-    ctx.rules = inputs[6:]
+    ctx.save_for_backward(*output, *inputs[:8])
+    ctx.rules = inputs[8:]
 
 
 def _pull_back(ctx, to_read, _, to_precision):
     read, *_rest = saved = ctx.saved_tensors
     to_read = torch.zeros_like(read) if to_read is None else to_read
     to_precision = torch.zeros_like(saved[2]) if to_precision is None else to_precision
-    to_q, to_k, to_v, to_numbers = _attend_backward(to_read, to_precision, *saved, *ctx.rules)
-    return to_q, to_k, to_v, None, None, to_numbers, *[None] * len(ctx.rules)
+    to_q, to_k, to_v, *others = _attend_backward(to_read, to_precision, *saved, *ctx.rules)
+    return to_q, to_k, to_v, None, None, *others, *[None] * len(ctx.rules)
 
 
 _attend.register_autograd(_pull_back, setup_context=_save)

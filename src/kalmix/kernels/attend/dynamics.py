@@ -54,45 +54,28 @@ class Weighing(NamedTuple):
 
 
 def turned(x: Tensor, times: Tensor, frequency: Tensor, *, forward: bool) -> Tensor:
-    """Complex pairs `[L, T, H, *, 2 C]` (the first C real) turned as in `times` `[L, T]`, float64, or back; `[H, C]`.
-
-    Angles are float64, and so is their gradient, a small difference of products that late times multiply; it is taken
-    where nothing turns, as there the products are those that were computed with.
-    """
-    frequency = frequency.view(frequency.shape[0], *(1,) * (x.ndim - 4), frequency.shape[1])
-    return _Turned.apply(x, times, frequency, forward)
-
-
-class _Turned(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, times: Tensor, frequency: Tensor, forward: bool) -> Tensor:
-        y = _turn(x, times if forward else -times, frequency)
-        ctx.still_first = forward
-        ctx.save_for_backward(x if forward else y, times, frequency)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, to_y: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        still, times, frequency = ctx.saved_tensors
-        times = times if ctx.still_first else -times
-        to_x = _turn(to_y, -times, frequency)
-        pairs = (x.double().chunk(2, -1) for x in (still, to_x if ctx.still_first else to_y))
-        (real, imaginary), (to_real, to_imaginary) = pairs
-        to_angle = real * to_imaginary - imaginary * to_real
-        to_frequency = (to_angle * _column(times, still)).sum_to_size(frequency.shape)
-        return to_x, None, to_frequency.to(frequency.dtype), None
-
-
-def _turn(x: Tensor, times: Tensor, frequency: Tensor) -> Tensor:
-    angle = _column(times, x) * frequency.double()
-    (cos, sin), (real, imaginary) = (angle.cos().to(x.dtype), angle.sin().to(x.dtype)), x.chunk(2, -1)
+    """Complex pairs `[L, T, H, *, 2 C]`, the first C real, turned as in `times` `[L, T]`, float64, or turned back."""
+    heads, channels = frequency.shape
+    frequency = frequency.double().view(heads, *(1,) * (x.ndim - 4), channels)
+    angle = times.view(*times.shape, *(1,) * (x.ndim - 2)) * frequency
+    cos, sin = angle.cos().to(x.dtype), (angle.sin() if forward else -angle.sin()).to(x.dtype)
+    real, imaginary = x.chunk(2, -1)
     return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
 
 
-def _column(times: Tensor, x: Tensor) -> Tensor:
-    """Times `[L, T]`, to be broadcast along `x` `[L, T, ...]`."""
-    return times.view(*times.shape, *(1,) * (x.ndim - 2))
+def owed(frequency: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 with the gradient of frequencies, `[H, 1, 2 C]`: x + owed lag `quarter(x)` is x, which has turned already.
+
+    So written, that gradient is a sum of what lags multiply. Through `turned`, back from one time and forward to
+    another, it would be the small difference of what times multiply, and drown in rounding where lags are short.
+    """
+    return (frequency - frequency.detach()).to(dtype).repeat(1, 2)[:, None]
+
+
+def quarter(x: Tensor) -> Tensor:
+    """Complex pairs `[..., 2 C]` times i."""
+    real, imaginary = x.chunk(2, -1)
+    return torch.cat([-imaginary, real], -1)
 
 
 def kappa(rate: Tensor, lag: Tensor) -> Tensor:

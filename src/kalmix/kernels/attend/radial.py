@@ -11,9 +11,9 @@ from torch.nn.functional import normalize
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.kernels.attend.assembly import assemble
-from kalmix.kernels.attend.dynamics import Dynamics, Weighing
+from kalmix.kernels.attend.dynamics import Dynamics, Weighing, owed, quarter
 from kalmix.kernels.attend.queries import some_at_a_time
-from kalmix.kernels.attend.scores import Noise, Spread, rules_of
+from kalmix.kernels.attend.scores import Noise, Spread, rules_of, variance_of
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -53,8 +53,7 @@ def _attend(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     here = v[:, :, past:]
     unit = normalize(here, dim=-1)  # `[L, H, T, 2 C]`, as what is across it `other`, where real and imaginary swap
-    real, imaginary = unit.chunk(2, -1)
-    other = torch.cat([-imaginary, real], -1)
+    other, slip = quarter(unit), owed(dynamics.frequency, dtype)
 
     def read(queries: slice, slots: slice) -> tuple[Tensor, ...]:
         own = slice(past + queries.start, past + queries.stop)
@@ -72,12 +71,15 @@ def _attend(
         spreads = [Spread.after(Noise(rate, *noise[:3]), lag.abs(), ahead) for noise in (along, across)]
         of_query, of_key = spreads[0].factors(floor)
 
+        def products(x: Tensor, y: Tensor) -> Tensor:
+            return x @ y.mT + lag * ((slip * x) @ quarter(y).mT)
+
         def apart(x: Tensor) -> Tensor:
             """What of the residual lies along x, squared."""
-            return (of_query * (x * query).sum(-1, keepdim=True) - of_key * (x @ key.mT)).square()
+            return (of_query * (x * query).sum(-1, keepdim=True) - of_key * products(x, key)).square()
 
         squares = query.square().sum(-1, keepdim=True), key.square().sum(-1)[..., None, :]
-        whole = of_query**2 * squares[0] + of_key**2 * squares[1] - 2 * of_query * of_key * (query @ key.mT)
+        whole = of_query**2 * squares[0] + of_key**2 * squares[1] - 2 * of_query * of_key * products(query, key)
         radial = apart(u) + apart(iu)
         tangential = whole - radial
         tangential = tangential + (tangential.clamp(min=0) - tangential).detach()  # below 0 by rounding alone
@@ -88,9 +90,9 @@ def _attend(
             score = (noise[4] * (log_weight - spread.log(spread.whole))).masked_fill(hidden, -torch.inf)
             weights.append((score.log_softmax(-1) - rate * lag).exp())
             log_precision = (log_weight - spread.log(spread.certain)).masked_fill(hidden, -torch.inf)
-            variances.append((-log_precision.logsumexp(-1, keepdim=True)).exp())
-        length = (weights[0] * (u @ value.mT)).sum(-1, keepdim=True)
-        turned = weights[1] @ value
+            variances.append(variance_of(log_precision.logsumexp(-1, keepdim=True)))
+        length = (weights[0] * products(u, value)).sum(-1, keepdim=True)
+        turned = weights[1] @ value + slip * ((weights[1] * lag) @ quarter(value))
         turned = turned - (u * turned).sum(-1, keepdim=True) * u - (iu * turned).sum(-1, keepdim=True) * iu
         mean = length * normalize(here[:, :, queries] + turned, dim=-1)
         if not variance:

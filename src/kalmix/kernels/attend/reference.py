@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.kernels.attend.assembly import assemble
-from kalmix.kernels.attend.dynamics import Dynamics, Weighing
-from kalmix.kernels.attend.scores import Model, Scores, numbers_of, rules_of
+from kalmix.kernels.attend.dynamics import Dynamics, Weighing, owed, quarter
+from kalmix.kernels.attend.scores import Model, Scores, numbers_of, rules_of, variance_of
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -44,11 +44,15 @@ def _attend(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     lag = (times[:, -tokens:, None] - times[:, None]).to(q.dtype)[:, None]
     squares = q.square().sum(-1)[..., None], k.square().sum(-1)[..., None, :]
-    scores = Scores.of(Model.of(numbers_of(keys, values, weighing, q.dtype)), rules, lag, q @ k.mT, *squares)
+    gram = q @ k.mT + lag * ((owed(keys.frequency, q.dtype) * q) @ quarter(k).mT)
+    scores = Scores.of(Model.of(numbers_of(keys, values, weighing, q.dtype)), rules, lag, gram, *squares)
     hidden = ~rules.sees(rank[:, -tokens:], rank)
     weights = scores.score.masked_fill(hidden, -torch.inf).log_softmax(-1) + scores.log_reach
-    read = (weights.exp() @ v).transpose(1, 2)
+    own = owed((keys if values is None else values).frequency, q.dtype)
+    turning = quarter(v.unflatten(-1, (-1, own.shape[-1]))).flatten(-2)  # of each value head
+    late = (weights.exp() * lag) @ turning
+    read = (weights.exp() @ v + own.repeat(1, 1, v.shape[-1] // own.shape[-1]) * late).transpose(1, 2)
     if not variance:
         return read, None
     log_precision = scores.log_precision().masked_fill(hidden, -torch.inf).logsumexp(-1, keepdim=True)
-    return read, (-log_precision).exp().transpose(1, 2)
+    return read, variance_of(log_precision).transpose(1, 2)

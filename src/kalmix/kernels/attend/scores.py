@@ -7,6 +7,7 @@ to it instead, and what both sides are divided by is added to the logarithm of t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -211,6 +212,11 @@ class Scores:
         to_numbers = torch.cat([of_keys, of_values, others])
         to_gram = -2 * of_query * of_key * to_residual
         return to_gram, of_query**2 * to_residual, of_key**2 * to_residual, to_numbers
+
+
+def variance_of(log_precision: Tensor) -> Tensor:
+    """exp(-log_precision), or as much as its dtype holds where weights leave next to nothing."""
+    return (-log_precision).clamp(max=math.log(torch.finfo(log_precision.dtype).max) - 1).exp()
 
 
 def _per_head(x: Tensor) -> Tensor:
