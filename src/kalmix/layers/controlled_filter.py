@@ -33,7 +33,7 @@ def authority(rate: Tensor, duration: Tensor, worth: Tensor) -> Tensor:
 def control(
     start: Tensor, waypoint: Tensor, at: Tensor, *, rate: Tensor, frequency: Tensor, duration: Tensor, worth: Tensor
 ) -> Tensor:
-    """The control that does so, b u(t) of the end of `authority`: what is added to dx / dt at time t.
+    """The control that ends where `authority` says, b u(t): what is added to dx / dt at time t.
 
         b u(t) = c / (1 + c g) (waypoint - e^{(-a + i w) T} start) e^{(-a - i w) (T - t)}
 
