@@ -104,10 +104,9 @@ class HistoryBelief(NamedTuple):
         return (self.positions >= 0).sum(1)
 
     def newest(self, count: int) -> HistoryBelief:
-        """The last `count` tokens of every sequence, side by side in the last slots."""
-        slots = self.positions.argsort(dim=1, stable=True)[
-            :, self.positions.shape[1] - count :
-        ]  # empty ones come first
+        """The last `count` tokens of every sequence, or all, side by side in the last slots."""
+        empty_first = self.positions.argsort(dim=1, stable=True)
+        slots = empty_first[:, max(0, self.positions.shape[1] - count) :]
         row = torch.arange(slots.shape[0], device=slots.device)[:, None]
         return HistoryBelief(*(leaf[row, slots] for leaf in self))
 

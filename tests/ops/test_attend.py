@@ -222,6 +222,8 @@ def test_packed_sequences_share_the_slots_of_their_row(kernel: str) -> None:
     belief = _run(x, segments=Segments.packed(torch.tensor([0, 3, 3, 11])), kernel=kernel).belief
     assert isinstance(belief, HistoryBelief) and belief.keys.stride(0) == 0
     assert belief.lengths.tolist() == [3, 0, 8]
+    assert belief.newest(2).positions.tolist() == [[1, 2], [-1, -1], [6, 7]]
+    assert belief.newest(99).positions.shape == (3, 11)
     last = belief.take(torch.tensor([2])).compact()
     assert torch.equal(last.keys[0], x["k"][0, 3:]) and torch.equal(last.times[0], x["times"][0, 3:])
     half = last.to(torch.bfloat16)
