@@ -30,9 +30,9 @@ def attend(
 
     Products are taken in bfloat16 if the inputs are, else in float32.
     """
-    lanes = lay_out(q, k, v, times, belief, segments, weighing.window)
-    plain = segments is None and belief.positions.shape[1] == 0
-    given = (q, k, v) if plain else (lanes.q, lanes.k, lanes.v)  # the same, but rounded less often
+    plain = segments is None and belief.positions.shape[1] == 0  # rows are lanes, and queries stay as they are
+    lanes = lay_out(q[..., :0] if plain else q, k, v, times, belief, segments, weighing.window)
+    given = (q, k, v) if plain else (lanes.q, lanes.k, lanes.v)
     moves = keys if values is None else values
     rules, numbers = rules_of(values, weighing), numbers_of(keys, values, weighing, torch.float32)
     dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32

@@ -1,0 +1,142 @@
+"""What only the Triton kernels of `attend` can get wrong: blocks, tiles, widths, who is seen, which way they look.
+
+On a machine without a GPU they run in Triton's interpreter, at sizes it can bear.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kalmix.beliefs import HistoryBelief
+from kalmix.kernels.attend import fused, reference
+from kalmix.kernels.attend.dynamics import Weighing
+from kalmix.ops import Dynamics
+from kalmix.segments import Segments
+from kalmix.testing.budgets import budgets, relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16
+SIGNALS = ("q", "k", "v")
+DYNAMICS = ("log_decay", "frequency", "process_noise", "key_noise", "query_noise")
+WEIGHING = ("nu", "temperature", "floor")
+HISTORY = ("keys", "values")
+
+
+def arguments(
+    batch: int,
+    length: int,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    own: bool,
+    dtype: torch.dtype,
+    sequences: int,
+    history: int,
+) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """What gradients reach, by name; and times, those of the history and its positions, every third slot empty."""
+    draw = torch.Generator().manual_seed(0)
+    (shared, values), (width, value_width) = heads, widths
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    def dynamics(channels: int) -> tuple[Tensor, ...]:
+        return -0.1 * normal(shared).exp(), normal(shared, channels), *normal(3, shared).exp()
+
+    def look(*shape: int) -> Tensor:
+        return normal(*shape) / width**0.5
+
+    inputs = {
+        "q": look(batch, length, shared, width).to(dtype),
+        "k": look(batch, length, shared, width).to(dtype),
+        "v": normal(batch, length, values, value_width).to(dtype),
+        **dict(zip(DYNAMICS, dynamics(width // 2), strict=True)),
+        "nu": normal(shared).exp(),
+        "temperature": (0.3 * normal(shared)).exp(),
+        "floor": 0.1 * normal(shared).exp(),
+    }
+    if own:
+        inputs |= {f"{name} of values": x for name, x in zip(DYNAMICS, dynamics(value_width // 2), strict=True)}
+    if history:
+        inputs |= {"keys": look(sequences, history, shared, width)}
+        inputs |= {"values": normal(sequences, history, values, value_width)}
+    positions = torch.arange(history).expand(sequences, history).clone()
+    positions[:, ::3] = -1
+    times = (normal(batch, length) + 0.5).clamp(min=0).cumsum(1).double()
+    before = -normal(sequences, history).abs().cumsum(1).flip(1).double()
+    return {name: x.to(DEVICE) for name, x in inputs.items()}, (times, before, positions)
+
+
+def answer(
+    function: Any, inputs: dict[str, Tensor], when: tuple[Tensor, Tensor, Tensor], how: Any, segments: Segments | None
+) -> list[Tensor]:
+    """Outputs, and gradients of their sum, weighted by numbers that every dtype holds."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    q, k, v = (leaves[name] for name in SIGNALS)
+    times, before, positions = (x.to(DEVICE) for x in when)
+    count = len(positions)
+    kept = [leaves.get(name, x.new_zeros(count, 0, *x.shape[2:])) for name, x in zip(HISTORY, (k, v), strict=True)]
+    kept = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in kept]
+    own = [leaves[f"{name} of values"] for name in DYNAMICS] if "frequency of values" in leaves else None
+    moves, weighing = Dynamics(*(leaves[x] for x in DYNAMICS)), Weighing(*(leaves[x] for x in WEIGHING), *how[:3])
+    belief = HistoryBelief(*kept, before, positions)
+    result = function(q, k, v, moves, own and Dynamics(*own), weighing, times, belief, segments, how[3])
+    outputs = [x for x in result[:2] if x is not None]
+    draw = torch.Generator().manual_seed(1)
+    weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
+    return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(leaves.values()), weights))
+
+
+RUNS = Segments.of(torch.tensor([[0, 0, 13], [1, 3, 18], [0, 14, 36], [1, 20, 20], [1, 20, 36]]))
+LONG_RUNS = Segments.of(torch.tensor([[0, 0, 130], [0, 131, 300], [1, 3, 290], [1, 290, 290]]))
+PLAIN, VARYING = (True, None, True, False), (True, None, True, True)
+NARROW, AROUND = (False, 21, True, True), (False, 9, False, True)
+SHAPES = [  # batch, tokens, heads, widths, values move on their own, dtype, history, how, segments
+    (1, 37, (1, 1), (6, 6), False, torch.float32, 0, PLAIN, None),  # three blocks, the last one odd
+    (1, 37, (1, 2), (4, 10), True, torch.float32, 0, NARROW, None),
+    (2, 36, (1, 1), (4, 4), False, torch.float32, 0, VARYING, RUNS),
+    (2, 36, (1, 1), (4, 4), True, torch.float32, 7, VARYING, RUNS),
+    (1, 37, (1, 1), (4, 6), True, torch.float32, 0, AROUND, None),
+    (1, 20, (1, 1), (18, 18), False, HALF, 20, NARROW, None),
+    (1, 9, (1, 1), (4, 130), True, torch.float32, 0, PLAIN, None),  # values in two strips
+]
+ON_GPU = [
+    (2, 300, heads, widths, own, dtype, history, how, segments)
+    for dtype in (HALF, torch.float32)
+    for widths in ((16, 16), (32, 32), (40, 40), (64, 64), (96, 96), (128, 128), (200, 200), (256, 256))
+    for heads, own, history, how, segments in (
+        ((2, 2), False, 0, PLAIN, None),
+        ((1, 2), True, 0, VARYING, LONG_RUNS),
+        ((2, 2), False, 70, NARROW, None),
+        ((2, 2), True, 0, AROUND, None),
+    )
+    if widths[0] <= 128 or dtype == HALF
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES + ON_GPU if DEVICE == "cuda" else SHAPES, ids=str)
+def test_it_agrees_with_the_reference(shape: tuple[Any, ...]) -> None:
+    """Outputs and gradients against float64 written out, within what rounding the inputs would do to it."""
+    batch, length, heads, widths, own, dtype, history, how, segments = shape
+    sequences = batch if segments is None else segments.count
+    inputs, when = arguments(batch, length, heads, widths, own, dtype, sequences, history)
+    segments = None if segments is None else Segments(segments.rows.to(DEVICE))
+    got = answer(fused.attend, inputs, when, how, segments)
+    exact = {name: x.double() for name, x in inputs.items()}
+    want = answer(reference.attend, exact, when, how, segments)
+    allowed = budgets(
+        lambda moved: answer(reference.attend, moved, when, how, segments),
+        exact,
+        torch.float32,
+        [x.dtype for x in got],
+        HALF if dtype == HALF else None,
+    )
+    outputs = ["mean", *(["variance"] if how[3] else []), *(f"d {name}" for name in inputs)]
+    for name, x, y, budget in zip(outputs, got, want, allowed, strict=True):
+        error = relative_error(x, y)
+        assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
