@@ -232,6 +232,21 @@ def test_packed_sequences_share_the_slots_of_their_row(kernel: str) -> None:
     )
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_sequences_do_not_see_one_another_ahead(window: int | None, kernel: str) -> None:
+    x = signals()
+    options: dict[str, Any] = {"causal": False, "window": window, "variance": True, "kernel": kernel}
+    runs = [[1, 6, 11], [0, 2, 2], [1, 0, 6]]
+    packed = _run(x, segments=Segments.of(torch.tensor(runs)), **options)
+    assert packed.belief is None
+    for row, start, stop in runs[::2]:
+        part = tokens(x, start, stop)
+        alone = _run(
+            {name: y[row : row + 1] if y.ndim == 4 or name == "times" else y for name, y in part.items()}, **options
+        )
+        check_same([y[row : row + 1, start:stop] for y in reads(packed)], reads(alone), 1e-12)
+
+
 def test_tiles_keep_nothing_of_a_pair() -> None:
     """For training, beside inputs: turned ones, what was read, and two numbers a query."""
     given, kept = leaves(signals(length=512, groups=1)), {}
