@@ -154,7 +154,7 @@ def test_long_sequences_stay_finite_in_float32() -> None:
 @pytest.mark.parametrize("limit", [{"window": 2}, {"log_decay": torch.full((2,), -9.0)}], ids=["window", "decay"])
 def test_frequencies_learn_from_short_lags_at_late_times(limit: dict[str, Any], kernel: str) -> None:
     """In float32, where what times multiply would drown what lags multiply."""
-    x = signals(length=300)
+    x = signals(length=120)
     decay = {name: y.double() for name, y in limit.items() if name == "log_decay"}
     window = {name: y for name, y in limit.items() if name == "window"}
     x |= {"times": x["times"] + 1e6, **decay}
