@@ -36,7 +36,7 @@ CONVERGED = {"ridge": {"solver": Chebyshev(100)}}  # options with which an op's 
 PEER_DTYPE = {"diagonal": torch.float32}  # what peers take; bfloat16 where not said
 # The longest that kernels are given which go step by step: beyond, they only take patience and memory.
 LONGEST = {
-    "cuda": {"reference": 1024, "chunked dense": 4096},
+    "cuda": {"reference": 1024, "chunked dense": 4096, "reference attend": 16384},  # which is written out, at once
     "cpu": {"reference": 4096},
 }
 
@@ -49,7 +49,7 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
     for kernel in OPS[op].kernels:
         if kernel.interpretable(call) or kernel.refuses(call) is not None:
             continue
-        longest = LONGEST[device].get(kernel.name, LONGEST[device].get(f"{kernel.name} {op}"))
+        longest = LONGEST[device].get(f"{kernel.name} {op}", LONGEST[device].get(kernel.name))
         if longest is not None and x["q"].shape[1] > longest:
             continue
         run = partial(_ours, op, kernel.name)

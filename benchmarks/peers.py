@@ -7,6 +7,8 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 Run = Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
 
@@ -112,4 +114,15 @@ def ridge() -> dict[str, Run]:
     return found
 
 
-PEERS = {"additive": additive, "delta": delta, "diagonal": diagonal, "dense": dense, "ridge": ridge}
+def attend() -> dict[str, Run]:
+    """PyTorch's flash attention on the same queries, keys and values: dot products, and nothing that moves."""
+
+    def run(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        q, k, v = (x[name].transpose(1, 2) for name in "qkv")
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return (scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2),)
+
+    return {"sdpa (flash)": run}
+
+
+PEERS = {"additive": additive, "delta": delta, "diagonal": diagonal, "dense": dense, "ridge": ridge, "attend": attend}

@@ -23,7 +23,15 @@ MEMORIES = {
     "cpu": [(1, 2048, 4, 64), (1, 16384, 4, 64)],
 }
 RIDGES = MEMORIES | {"cuda": [*MEMORIES["cuda"][:3], (4, 4096, 10, 64)]}
-SHAPES = {"diagonal": CELLS, "additive": MEMORIES, "delta": MEMORIES, "dense": MEMORIES, "ridge": RIDGES}
+HISTORIES = MEMORIES | {"cuda": [(8, 2048, 8, 128), (1, 16384, 16, 128)]}
+SHAPES = {
+    "diagonal": CELLS,
+    "additive": MEMORIES,
+    "delta": MEMORIES,
+    "dense": MEMORIES,
+    "ridge": RIDGES,
+    "attend": HISTORIES,
+}
 CURVES = {  # the longest of each curve
     op: {"cuda": (1, 2**17, 960, 16), "cpu": (1, 2**16, 128, 16)}
     if op == "diagonal"
@@ -72,14 +80,25 @@ def ridge(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
     return delta(shape, device, dtype) | {"mix": torch.rand(shape[:3], device=device)}
 
 
-DRAW = {"diagonal": cells, "additive": memory, "delta": delta, "dense": dense, "ridge": ridge}
+def attend(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
+    """As Adaptive Filter Attention: normalised keys and queries, and one model a head."""
+    x, heads, channels = memory(shape, device, dtype), shape[2], shape[3] // 2
+    noises = ("process_noise", "key_noise", "query_noise", "nu")
+    return x | {
+        "log_decay": -torch.empty(heads, device=device).uniform_(-6.9, -2.3).exp(),
+        "frequency": torch.randn(heads, channels, device=device).mul(2).exp() * 1e-2,
+        **{name: F.softplus(torch.randn(heads, device=device)) for name in noises},
+    }
+
+
+DRAW = {"diagonal": cells, "additive": memory, "delta": delta, "dense": dense, "ridge": ridge, "attend": attend}
 UNCERTAIN = {"diagonal", "dense"}  # ops with a variance of the read-out
 
 
 def signals(op: str, decay: str, shape: Shape, device: str, dtype: torch.dtype) -> Signals:
-    """Leaves; `decay` is "head" or "key" (GLA, KDA, the Bayesian Layer), which `diagonal` has no say in."""
+    """Leaves; `decay` is "head" or "key" (GLA, KDA, the Bayesian Layer), which only memories have a say in."""
     torch.manual_seed(0)
     x = DRAW[op](shape, device, dtype)
-    if decay == "key" and op not in ("diagonal", "ridge"):
+    if decay == "key" and op not in ("diagonal", "ridge", "attend"):
         x["log_decay"] = x["log_decay"][..., None] * torch.rand(*shape, device=device)
     return {name: leaf.requires_grad_() for name, leaf in x.items()}

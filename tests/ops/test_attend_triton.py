@@ -81,11 +81,14 @@ def answer(
     times, before, positions = (x.to(DEVICE) for x in when)
     count = len(positions)
     kept = [leaves.get(name, x.new_zeros(count, 0, *x.shape[2:])) for name, x in zip(HISTORY, (k, v), strict=True)]
-    kept = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in kept]
-    own = [leaves[f"{name} of values"] for name in DYNAMICS] if "frequency of values" in leaves else None
-    moves, weighing = Dynamics(*(leaves[x] for x in DYNAMICS)), Weighing(*(leaves[x] for x in WEIGHING), *how[:3])
-    belief = HistoryBelief(*kept, before, positions)
-    result = function(q, k, v, moves, own and Dynamics(*own), weighing, times, belief, segments, how[3])
+    keys, values = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in kept)
+    moves = Dynamics._make(leaves[name] for name in DYNAMICS)
+    own = None
+    if "frequency of values" in leaves:
+        own = Dynamics._make(leaves[f"{name} of values"] for name in DYNAMICS)
+    weighing = Weighing._make((*(leaves[name] for name in WEIGHING), *how[:3]))
+    belief = HistoryBelief(keys, values, before, positions)
+    result = function(q, k, v, moves, own, weighing, times, belief, segments, how[3])
     outputs = [x for x in result[:2] if x is not None]
     draw = torch.Generator().manual_seed(1)
     weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
