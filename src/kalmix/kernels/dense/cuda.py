@@ -1,0 +1,114 @@
+"""The chains of `dense` in CUDA C++ for Hopper, compiled at first use by the NVRTC that torch comes with.
+
+What steps through time is products of 16 tokens' worth, each of which waits for the last. Triton moves what one gives
+through shared memory to where the next takes it; `tiles.cuh` chooses layouts that agree, and has warps do other things
+while tensor cores work. Everything else is parallel over blocks of tokens, and Triton's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HOPPER = (9, 0)
+_HERE = Path(__file__).parent
+_HEADER = "tiles.cuh"
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+Options = tuple[tuple[str, int], ...]
+
+
+def on_hopper(name: str, otherwise: Any, like: Tensor, lanes: int) -> Any:
+    """The kernel of `name`.cu for tensors beside `like` where it was compared with float64, or else Triton's.
+
+    That is on Hopper, where there is an NVRTC, and for covariances that fill a group of four warps or two.
+    """
+    hopper = torch.version.cuda is not None and like.is_cuda and torch.cuda.get_device_capability(like.device) == HOPPER
+    return _chain(name) if hopper and lanes in (64, 128) and library() is not None else otherwise
+
+
+class Chain:
+    """A kernel in CUDA C++, used as those of Triton are: `chain[grid](*arguments, **options)`.
+
+    Arguments are tensors and integers (64 bits there), options the constants it is compiled for. It runs on the current
+    device and stream; RuntimeError if it does not compile, or the driver refuses it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def warmup(self, *arguments: Tensor | int, grid: tuple[int, ...], **options: int) -> None:
+        """Compile."""
+        _loaded(self.name, tuple(options.items()), torch.cuda.current_device())
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        return partial(self._run, grid)
+
+    def _run(self, grid: tuple[int, int], *arguments: Tensor | int, **options: int) -> None:
+        kernel, threads, shared = _loaded(self.name, tuple(options.items()), torch.cuda.current_device())
+        values = [ctypes.c_int64(x.data_ptr() if isinstance(x, Tensor) else x) for x in arguments]
+        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _check(library().cuLaunchKernel(kernel, *grid, 1, threads, 1, 1, shared, stream, addresses, None))
+
+
+_chain = cache(Chain)
+
+
+@cache
+def library() -> Any:
+    """NVRTC and the driver, through the library by which torch knows them; None where there is none."""
+    try:
+        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
+    except OSError:
+        return None
+
+
+def compiled(nvrtc: Any, name: str, options: Options, architecture: str) -> bytes:
+    """Machine code of `name`.cu with options as macros; RuntimeError with what the compiler says if there is none."""
+    source, header = ((_HERE / file).read_bytes() for file in (f"{name}.cu", _HEADER))
+    flags = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{key}={int(value)}" for key, value in options)]
+    program = ctypes.c_void_p()
+    headers, names = (ctypes.c_char_p * 1)(header), (ctypes.c_char_p * 1)(_HEADER.encode())
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, f"{name}.cu".encode(), 1, headers, names)
+    failed = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*map(str.encode, flags)))
+    if failed:
+        raise RuntimeError(_bytes(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode())
+    code = _bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return code
+
+
+def _bytes(measure: Any, write: Any, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    measure(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    write(program, text)
+    return text.raw
+
+
+@cache
+def _loaded(name: str, options: Options, device: int) -> tuple[ctypes.c_void_p, int, int]:
+    """The kernel on the current device; the threads and the bytes of shared memory that it says it needs."""
+    driver, module, kernel, address = library(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
+    code = compiled(driver, name, options, "sm_{}{}a".format(*HOPPER))  # with what only Hopper has
+    torch.cuda.current_stream().query()  # the driver knows of torch's context from now on
+    _check(driver.cuModuleLoadData(ctypes.byref(module), code))
+    _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()))
+    needs = (ctypes.c_int * 2)()
+    _check(driver.cuModuleGetGlobal_v2(ctypes.byref(address), None, module, b"NEEDS"))
+    _check(driver.cuMemcpyDtoH_v2(needs, address, ctypes.sizeof(needs)))
+    threads, shared = needs
+    _check(driver.cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED, shared))
+    return kernel, threads, shared
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"the CUDA driver refuses a kernel of `dense`: error {status}")
