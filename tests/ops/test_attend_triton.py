@@ -106,6 +106,7 @@ SHAPES = [  # batch, tokens, heads, widths, values move on their own, dtype, his
     (2, 36, (1, 1), (4, 4), True, torch.float32, 7, VARYING, RUNS),
     (1, 37, (1, 1), (4, 6), True, torch.float32, 0, AROUND, None),
     (1, 20, (1, 1), (18, 18), False, HALF, 20, NARROW, None),
+    (1, 140, (1, 1), (4, 4), False, torch.float32, 0, PLAIN, None),  # blocks of many tiles
     (1, 9, (1, 1), (4, 130), True, torch.float32, 0, PLAIN, None),  # values in two strips
 ]
 ON_GPU = [

@@ -32,6 +32,7 @@ from kalmix.kernels.attend.triton_turns import turned
 from kalmix.kernels.primitives.triton_ptx import hardware
 from kalmix.kernels.primitives.triton_tiles import load_rows, precision, product, store_rows
 
+SMALL = {"M": 16, "N": 16, "STAGES": 1, "num_warps": 1}  # a launch for few tokens
 LEAST = tl.constexpr(-3e38)  # below every score
 
 
@@ -60,8 +61,9 @@ def take(
     the backward pass, which knows the last top, rounds reached weights as they were rounded here.
     """
     first = tl.multiple_of(first, N)
+    token = tl.cast(first, tl.int64)
     count = slots - first if DIRECT else N  # before the last block all slots are there
-    key = load_rows(k + first * H * K, H * K, count, tl.arange(0, P), K, N)
+    key = load_rows(k + token * H * K, H * K, count, tl.arange(0, P), K, N)
     gram = product(query, tl.trans(key), PRECISION)
     block = first // BLOCK
     held = tokens_of(kept, times, rank, first + tl.arange(0, N), 0, kept_blocks * BLOCK, slots, 0, SHARED)
@@ -76,7 +78,7 @@ def take(
     score -= top[:, None]
     weight, left = tl.exp2(score), tl.exp2(before - top)
     total = total * left + tl.sum(weight, 1)
-    value = load_rows(v + first * G * V, G * V, count, tl.arange(0, W), V, N)
+    value = load_rows(v + token * G * V, G * V, count, tl.arange(0, W), V, N)
     reached = reach(weight, score, far, ahead, model, CAUSAL)
     read = product(reached.to(value.dtype), value, PRECISION, read * left[:, None])
     if VARIANCE:
@@ -164,16 +166,8 @@ class Shape(NamedTuple):
 def shape_of(q: Tensor, k: Tensor, v: Tensor, rules: Rules, masked: bool, variance: bool) -> Shape:
     (count, tokens, heads, width), (_, slots, own, value_width) = q.shape, v.shape
     block = block_size(slots)
-    sizes = (
-        tokens,
-        slots,
-        triton.cdiv(tokens, block),
-        triton.cdiv(slots, block),
-        rules.window,
-        heads,
-        own,
-        own // heads,
-    )
+    blocks = (triton.cdiv(tokens, block), triton.cdiv(slots, block))
+    sizes = (tokens, slots, *blocks, rules.window, heads, own, own // heads)
     compiled = {
         "K": width, "P": max(16, triton.next_power_of_2(width)),
         "V": value_width, "W": max(16, triton.next_power_of_2(value_width)),
@@ -187,7 +181,7 @@ def tiles_ahead(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
     """Queries and keys of a tile, by what of the widest rows registers and shared memory hold."""
     wide = max(compiled["P"], compiled["W"])
     if compiled["BLOCK"] == 16:
-        return {"M": 16, "N": 16, "STAGES": 1, "num_warps": 1}
+        return SMALL
     if dtype == torch.float32:
         return {"M": 64, "N": 32, "STAGES": 2, "num_warps": 8}
     return {"M": 128, "N": 64 if wide <= 128 else 32, "STAGES": 2, "num_warps": 8}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kalmix.kernels.attend.scores import Rules
-from kalmix.kernels.attend.triton import reach, shape_of
+from kalmix.kernels.attend.triton import SMALL, reach, shape_of
 from kalmix.kernels.attend.triton_lanes import (
     LOOSE,
     all_seen,
@@ -49,7 +49,8 @@ def derive(
 ):  # fmt: skip
     """A tile's weights of values; gradients as `pull_back` has them, of log temperature and of values' log decay; lags.
 
-    Those of scores add up to nothing for every query, so it is their distance from the sum that temperature multiplies.
+    Those of scores add up to nothing for every query: so any number may be taken from what temperature multiplies, and
+    the top keeps it small. Weights are not divided by their sum: `to_reached` and `shares` are.
     """
     near, far, ahead = meet(query, key, start, end, model, DIRECT, QUERIES_FIRST, CAUSAL, SHARED)
     found = scored(gram, query[0], key[0], near, far, ahead, model, SHARED, RATIONAL, CAUSAL, PTX)
@@ -112,9 +113,10 @@ def pull_queries(
 ):  # fmt: skip
     """Gradients of a tile of queries, of their sizes, and of numbers, with the keys from `first` on added."""
     first = tl.multiple_of(first, N)
+    token = tl.cast(first, tl.int64)
     count = slots - first if DIRECT else N
-    key = load_rows(k + first * H * K, H * K, count, tl.arange(0, P), K, N)
-    value = load_rows(v + first * G * V, G * V, count, tl.arange(0, W), V, N)
+    key = load_rows(k + token * H * K, H * K, count, tl.arange(0, P), K, N)
+    value = load_rows(v + token * G * V, G * V, count, tl.arange(0, W), V, N)
     gram, to_reached = product(query, tl.trans(key), PRECISION), product(to_read, tl.trans(value), PRECISION)
     block, whole = first // BLOCK, False
     held = tokens_of(kept, times, rank, first + tl.arange(0, N), 0, kept_blocks * BLOCK, slots, 0, SHARED)
@@ -214,8 +216,9 @@ def pull_keys(
 ):  # fmt: skip
     """Gradients of a tile of keys and values, and of keys' sizes, with the queries from `first` on added."""
     first = tl.multiple_of(first, M)
-    query = load_rows(q + first * H * K, H * K, tokens - first, tl.arange(0, P), K, M)
-    arrived = load_rows(to_read + first * G * V, G * V, tokens - first, tl.arange(0, W), V, M)
+    token = tl.cast(first, tl.int64)
+    query = load_rows(q + token * H * K, H * K, tokens - first, tl.arange(0, P), K, M)
+    arrived = load_rows(to_read + token * G * V, G * V, tokens - first, tl.arange(0, W), V, M)
     gram, to_reached = product(key, tl.trans(query), PRECISION), product(value, tl.trans(arrived), PRECISION)
     block, whole, at = first // BLOCK, False, first + tl.arange(0, M)
     asking = tokens_of(asked, times, rank, at, past, asked_blocks * BLOCK, slots, 0, SHARED)
@@ -302,24 +305,20 @@ def to_keys(
 
 
 def tiles_of_queries(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of `to_queries`: see `triton.tiles_ahead`."""
+    """A tile of `to_queries`: see `triton.tiles_ahead`. Few keys, as much is computed of a pair."""
     wide = max(compiled["P"], compiled["W"])
     if compiled["BLOCK"] == 16:
-        return {"M": 16, "N": 16, "STAGES": 1, "num_warps": 1}
+        return SMALL
     if dtype == torch.float32:
         return {"M": 64, "N": 32, "STAGES": 1, "num_warps": 8}
-    return (
-        {"M": 128, "N": 32, "STAGES": 2, "num_warps": 8}
-        if wide <= 128
-        else {"M": 64, "N": 32, "STAGES": 2, "num_warps": 8}
-    )
+    return {"M": 128 if wide <= 128 else 64, "N": 32, "STAGES": 2, "num_warps": 8}
 
 
 def tiles_of_keys(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of `to_keys`."""
+    """A tile of `to_keys`, few queries."""
     wide = max(compiled["P"], compiled["W"])
     if compiled["BLOCK"] == 16:
-        return {"M": 16, "N": 16, "STAGES": 1, "num_warps": 1}
+        return SMALL
     if dtype == torch.float32:
         return {"M": 32, "N": 64, "STAGES": 1, "num_warps": 8}
     return {"M": 32, "N": 128 if wide <= 128 else 64, "STAGES": 2, "num_warps": 8}
