@@ -235,6 +235,10 @@ def pull_keys(
         gram, to_reached, asking, holding, starts + block, end, model, top, share, to_sure, whole, slots, window,
         DIRECT, False, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
     )  # fmt: skip
+    if (
+        first < 0
+    ):  # never: but what a branch may change is waited for, and of two sums under way ptxas would await each part
+        to_v, to_k = to_v * 0.0, to_k * 0.0
     to_v = product(reached.to(value.dtype), arrived, PRECISION, to_v)
     to_k = product(back[0].to(key.dtype), query, PRECISION, to_k)
     return to_k, to_v, own + tl.sum(back[2], 1)
