@@ -130,6 +130,7 @@ def test_sixty_four_thousand_tokens():
     assert relative_error(belief.mean, score / information) < length * torch.finfo(torch.float32).eps
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="numpy always gives the same bits")
 def test_two_runs_give_the_same_bits():
     inputs = arguments(1, 70, (1, 2), 4, 6)
     first, second = (answer(fused.diagonal, inputs, None, True) for _ in range(2))
