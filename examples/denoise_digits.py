@@ -9,6 +9,7 @@ place of a convolution, there are fewer weights.
 """
 
 import argparse
+import time
 
 import torch
 import torch.nn.functional as F
@@ -63,11 +64,13 @@ def main() -> None:
     print(f"squared error, held out: {F.mse_loss(noisy, held_out):.5f} of the noise, noise {given.noise:g}", flush=True)
     torch.manual_seed(given.seed)
     for name, (model, rate) in models().items():
+        began = time.perf_counter()
         train(model, rest, given.noise, rate, given.epochs)
+        seconds = time.perf_counter() - began
         with torch.no_grad():
             error = F.mse_loss(model(noisy), held_out)
         weights = sum(weight.numel() for weight in model.parameters())
-        print(f"{name:>24}: {error:.5f}   {weights} weights, seed {given.seed}", flush=True)
+        print(f"{name:>24}: {error:.5f}   {weights} weights, {seconds:.1f} s to train, seed {given.seed}", flush=True)
 
 
 if __name__ == "__main__":
