@@ -1,6 +1,6 @@
-"""The chains of `dense` in CUDA C++: who is to use them, and that they are called as Triton's are.
+"""The chains of `dense` in CUDA C++: who uses them, and that they are called as Triton's are.
 
-The op does not use them yet: that waits for a GPU beside which what they compute can be compared in the whole of it.
+What they compute is what test_dense_triton.py asks on a GPU of Hopper, where they serve.
 """
 
 import inspect
@@ -11,6 +11,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+
+from test_dense_triton import HALF, LONG_RUNS, arguments, check
 
 from kalmix.kernels.dense import cuda, triton, triton_backward
 
@@ -46,3 +48,13 @@ def test_serves_wide_covariances_on_hopper(lanes):
 def test_compiles(name, K, P, DECAY):
     options = {**OPTIONS, "K": K, "P": P, "DECAY": DECAY}
     assert cuda.compiled(cuda.library(), name, tuple(options.items()), "sm_90a").startswith(b"\x7fELF")
+
+
+@GPU
+@pytest.mark.parametrize(("decay", "variance"), [("head", True), ("key", False)])
+@pytest.mark.parametrize("width", [64, 100, 128])
+def test_triton_serves_where_there_is_no_hopper(monkeypatch, width, decay, variance):
+    for module in (triton, triton_backward):
+        monkeypatch.setattr(module, "on_hopper", lambda name, otherwise, like, lanes: otherwise)
+    check(arguments(2, 143, (1, 2), (width, 16), decay, LONG_RUNS.count), LONG_RUNS, variance)
+    check(arguments(1, 130, (2, 2), (width, width), decay, dtype=HALF), None, variance)

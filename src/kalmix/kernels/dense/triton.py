@@ -10,7 +10,7 @@ enters a block, A(t, s) the decay from token s to token t and N_t the process no
 and only P K~' and what follows from it is sequential. So there are three launches:
 
 1. `prepare`: what the noises and decays of every block come to, at once;
-2. `_advance`: the covariance from block to block, noting P k~ of every token;
+2. `_advance`: the covariance from block to block, noting P k~ of every token (on Hopper `advance.cu`);
 3. `gains`: the gain and the variance of every token from these, of all blocks at once.
 
 What all blocks do at once, `triton_blocks` does by products where decays are one a head, and `triton_tokens` token by
@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.kernels.dense import triton_blocks, triton_tokens
+from kalmix.kernels.dense.cuda import on_hopper
 from kalmix.kernels.dense.triton_parts import (
     COUNTS,
     Launch,
@@ -135,9 +136,9 @@ def forward(
     ), options))  # fmt: skip
     last = torch.empty(covariance.shape, **like)
     chain = {"KEEP": kept.numel() > 0, "SPLIT": splits(), "num_warps": chain_warps(lanes), "num_stages": 1, **shape}
-    steps.append(Launch(_advance, (cut.sequences, heads), (
-        obs_noise, keys, queries, noises, innovations, edges, covariance, projected, asked, kept, last, cut.runs,
-        length, cut.tiles, *covariance.stride(), heads,
+    steps.append(Launch(on_hopper("advance", _advance, k, lanes), (cut.sequences, heads), (
+        obs_noise.float(), keys, queries, noises, innovations, edges, covariance, projected, asked, kept, last,
+        cut.runs, length, cut.tiles, *covariance.stride(), heads,
     ), chain | {"DECAY": kind}))  # fmt: skip
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
     gain = tokens(batch, length, heads, width, **like)

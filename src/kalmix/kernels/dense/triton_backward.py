@@ -14,7 +14,7 @@ the mean there), E = W Q and Z = E A - E W' K~ / 2 - Y,
 where Y holds what the tokens of the block add. Only that is sequential. So there are four launches:
 
 1. `gather`: W and Y of every block, at once;
-2. `_retreat`: the adjoint from block to block, last to first, noting E;
+2. `_retreat`: the adjoint from block to block, last to first, noting E (on Hopper `retreat.cu`);
 3. `pull_back`: du of every token, and what follows without the covariance, of all blocks at once;
 4. `finish`: Pb du, from the covariance that the forward pass kept at the entry of a window, all windows at once.
 
@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.kernels.dense import triton_blocks, triton_tokens
+from kalmix.kernels.dense.cuda import on_hopper
 from kalmix.kernels.dense.triton_parts import (
     COUNTS,
     Launch,
@@ -149,7 +150,7 @@ def backward(
     balance = torch.empty(cut.count, heads, lanes, **like)
     chain = {"SPLIT": splits(), "num_warps": chain_warps(lanes), "num_stages": 1, "DECAY": kind, **shape}
     grad_prior = torch.empty(grad_last.shape, **like)
-    steps.append(Launch(_retreat, (cut.sequences, heads), (
+    steps.append(Launch(on_hopper("retreat", _retreat, k, lanes), (cut.sequences, heads), (
         keys, writes, local, asked, grad_read, edges, kept, grad_last, exits, spreads, balance, grad_prior,
         cut.runs, length, cut.tiles, heads,
     ), chain))  # fmt: skip
