@@ -1,4 +1,4 @@
-"""How the Triton kernels of `ridge` cut time, and what they keep of H."""
+"""How the Triton kernels of `ridge` cut time."""
 
 import torch
 
@@ -8,8 +8,3 @@ def tile_size(length: int, width: int, dtype: torch.dtype) -> int:
     if length <= 64:
         return 16
     return 64 if dtype == torch.bfloat16 and width > 32 else 32
-
-
-def in_two_parts(width: int, dtype: torch.dtype) -> bool:
-    """Whether H is kept rounded and what is left of it: shared memory holds no second part of wide ones."""
-    return dtype == torch.bfloat16 and width <= 128

@@ -1,12 +1,8 @@
-"""`ridge` in Triton, forward: the solution of every token's normal equations (its read-out is the op `additive`).
+"""`ridge` in Triton, forward: H and U from tile to tile, then every tile's solutions and what is read along them.
 
-H is a memory whose values are its keys. In a tile of tokens entered with H_0, with A(t, s) the decay from token s to
-token t, the systems of all its tokens are applied at once, rows d_t to rows S_t d_t:
-
-    S d = A(t, entry) d H_0 + ((d k') A(t, s) g_s)_{s <= t} k + ridge_t d
-
-There are four launches: `advance`, H from tile to tile, noting it at every entry; `measure`, the norms of tokens' H;
-`solve`; `blend`, what is read with. All but the first work on all tiles at once.
+H and U are memories whose values are the keys, and the values. There are two launches: `advance`, some columns of
+either a program, noting both at every tile's entry; `regress`, all tiles at once: the norm of every token's H, which
+decays twice as fast as H and whose square gains 2 g k'H k - g^2 |k|^4, the solutions, and U'x mixed with U'q.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.kernels.primitives.triton_decays import between, elapsed, pace
+from kalmix.kernels.primitives.triton_decays import pace
 from kalmix.kernels.primitives.triton_filter import strides
 from kalmix.kernels.primitives.triton_tiles import (
     LOOSE,
@@ -29,127 +25,173 @@ from kalmix.kernels.primitives.triton_tiles import (
     store_rows,
     tile_of,
 )
-from kalmix.kernels.ridge.triton_solve import (
-    images,
-    load_square,
-    shape_of,
-    solve_all,
-    store_square,
-)
+from kalmix.kernels.ridge.triton_solve import block_of, load_block, paths, shape_of, solve, store_block
+from kalmix.solvers import NOTHING
+
+
+@triton.jit
+def carry(
+    k, values, states, squares, leaving, across, prior, last, runs, length, tiles, part, k_token, v_token,
+    prior_n, prior_g, prior_i, prior_j, G,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUES: tl.constexpr, STRIPS: tl.constexpr, SIZE: tl.constexpr,
+    PACKED: tl.constexpr, DECAYS: tl.constexpr, SCALED: tl.constexpr, MEASURES: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a memory of one sequence and head, from tile to tile; squares of what it is at every entry."""
+    KIND: tl.constexpr = states.dtype.element_ty
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, column = tl.arange(0, P), part * VALUES + tl.arange(0, VALUES)
+    tile, token, tokens = run_of(runs, sequence, length, tiles, PACKED)
+    inside = (row < K)[:, None] & (column < V)[None, :]
+    prior += sequence * prior_n + head * prior_g
+    state = tl.load(prior + row[:, None] * prior_i + column[None, :] * prior_j, mask=inside, other=0.0)
+    for i in tl.range(0, tl.cdiv(tokens, SIZE), num_stages=STAGES):
+        count = tl.minimum(tokens - i * SIZE, SIZE)
+        at, slot = token + i * SIZE, (tile + i) * G + head
+        store_block(states + slot * K * V, row, column, state, K, V)
+        if MEASURES:
+            tl.store(squares + slot * STRIPS + part, tl.sum(tl.sum(state * state, 1), 0))
+        right = load_rows(values + at * v_token, v_token, count, column, V, SIZE)
+        left = load_columns(k + at * k_token, k_token, count, row, K, SIZE)
+        if DECAYS:
+            state *= tl.load(across + slot)
+        if SCALED:
+            wide = right.to(tl.float32) * load_per_token(leaving + at * G + head, count, G, SIZE)[:, None]
+            right = wide.to(KIND)
+            if right.dtype == tl.bfloat16:  # what is written in two parts: a solution multiplies its rounding
+                state = product(left, (wide - right.to(tl.float32)).to(KIND), PRECISION, state)
+        state = product(left, right, PRECISION, state)
+    store_block(last + (sequence * G + head) * K * V, row, column, state, K, V)
 
 
 @triton.jit(do_not_specialize=LOOSE)
 def advance(
-    k, leaving, across, prior, last, high, low, squares, runs, length, tiles, k_token, k_head,
-    prior_n, prior_g, prior_i, prior_j, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
-    DECAYS: tl.constexpr, SCALED: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    k, v, grams, crosses, squares, leaving, across, gram, cross, last_gram, last_cross, runs, length, tiles,
+    k_token, k_head, v_token, v_head, gram_n, gram_g, gram_i, gram_j, cross_n, cross_g, cross_i, cross_j, G, SHARE,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUES: tl.constexpr, STRIPS: tl.constexpr, SIZE: tl.constexpr,
+    PACKED: tl.constexpr, DECAYS: tl.constexpr, SCALED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of H of one sequence and head, from tile to tile: rounded to `high`, what is left of it to `low`."""
-    KIND: tl.constexpr = high.dtype.element_ty
-    sequence, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    row, column = tl.arange(0, P), part * VALUES + tl.arange(0, VALUES)
-    tile, token, tokens = run_of(runs, sequence, length, tiles, PACKED)
-    inside = (row < K)[:, None] & (column < K)[None, :]
-    prior += sequence * prior_n + head * prior_g
-    state = tl.load(prior + row[:, None] * prior_i + column[None, :] * prior_j, mask=inside, other=0.0)
+    """Some columns of H, or of U, of one sequence and head."""
+    head, part = tl.program_id(1), tl.program_id(2)
     k += head // SHARE * k_head
-    for i in tl.range(0, tl.cdiv(tokens, SIZE), num_stages=STAGES):
-        count = tl.minimum(tokens - i * SIZE, SIZE)
-        at, slot = token + i * SIZE, (tile + i) * G + head
-        above = state.to(KIND)
-        store_square(high + slot * K * K, row, column, above, K, P)
-        if SPLITS:
-            store_square(low + slot * K * K, row, column, state - above.to(tl.float32), K, P)
-        tl.store(squares + slot * tl.num_programs(2) + part, tl.sum(tl.sum(state * state, 1), 0))
-        right = load_rows(k + at * k_token, k_token, count, column, K, SIZE)
-        if SCALED:
-            weight = load_per_token(leaving + at * G + head, count, G, SIZE)[:, None]
-            right = (right.to(tl.float32) * weight).to(KIND)
-        if DECAYS:
-            state *= tl.load(across + slot)
-        state = product(load_columns(k + at * k_token, k_token, count, row, K, SIZE), right, PRECISION, state)
-    store_square(last + (sequence * G + head) * K * K, row, column, state, K, P)
+    if part < STRIPS:
+        carry(
+            k, k, grams, squares, leaving, across, gram, last_gram, runs, length, tiles, part, k_token, k_token,
+            gram_n, gram_g, gram_i, gram_j, G,
+            K, K, P, VALUES, STRIPS, SIZE, PACKED, DECAYS, SCALED, True, STAGES, PRECISION,
+        )  # fmt: skip
+    else:
+        carry(
+            k, v + head * v_head, crosses, squares, leaving, across, cross, last_cross, runs, length, tiles,
+            part - STRIPS, k_token, v_token, cross_n, cross_g, cross_i, cross_j, G,
+            K, V, P, VALUES, STRIPS, SIZE, PACKED, DECAYS, SCALED, False, STAGES, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=LOOSE)
 def measure(
-    k, log_decay, gain, high, squares, norms, table, length, tiles, k_token, k_head, G, SHARE, parts,
-    K: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, DECAYS: tl.constexpr,
-    GAINS: tl.constexpr, PRECISION: tl.constexpr,
+    k, log_decay, gain, grams, squares, norms, table, length, tiles, k_token, k_head, G, SHARE,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, STRIPS: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
+    DECAYS: tl.constexpr, GAINS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """||H||_F of a tile's tokens: its square decays twice as fast as H and gains 2 g k'H k - g^2 |k|^4."""
+    """||H||_F of a tile's tokens."""
     index, head = tl.program_id(0), tl.program_id(1)
     token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
     if count <= 0:
         return
     row, slot = token * G + head, index.to(tl.int64) * G + head
-    t, column = tl.arange(0, SIZE), tl.arange(0, P)
-    k += token * k_token + head // SHARE * k_head
-    before = 0.0
-    for part in range(parts):
-        before += tl.load(squares + slot * parts + part)
-    decays, fade = tl.where(t[:, None] >= t[None, :], 1.0, 0.0), tl.full([SIZE], 1.0, tl.float32)
-    if DECAYS:
-        since, _total = elapsed(log_decay, token, count, head, G, SIZE)
-        decays, fade = between(since, SIZE), tl.exp(since.to(tl.float32))
-    weight = tl.full([SIZE], 1.0, tl.float32)
-    if GAINS:
-        weight = load_per_token(gain + row, count, G, SIZE)
-    key = load_rows(k, k_token, count, column, K, SIZE)
-    nothing = tl.zeros([SIZE, P], tl.float32)
-    gram = load_square(high + slot * K * K, column, column, K, P)
-    image = images(key, gram, key, tl.trans(key), decays * weight[None, :], fade, nothing, PRECISION)
-    again = load_rows(k, k_token, count, column, K, SIZE).to(tl.float32)
-    own = tl.sum(again * again, 1) * weight
-    gained = 2.0 * weight * tl.sum(again * image, 1) - own * own
-    square = fade * fade * before + tl.sum(decays * decays * gained[None, :], 1)
+    t, lane = tl.arange(0, SIZE), tl.arange(0, P)
+    key = load_rows(k + token * k_token + head // SHARE * k_head, k_token, count, lane, K, SIZE)
+    gram = load_block(grams + slot * K * K, lane, lane, K, K)
+    decays, weight, fade = paths(log_decay, gain, token, count, head, G, SIZE, DECAYS, GAINS)
+    entry = 0.0
+    for part in range(STRIPS):
+        entry += tl.load(squares + slot * STRIPS + part)
+    pairs = product(key, tl.trans(key), PRECISION)
+    pairs *= pairs
+    own = tl.sum(tl.where(t[:, None] == t[None, :], pairs, 0.0), 1)
+    known = fade * tl.sum(key.to(tl.float32) * product(key, gram, PRECISION), 1)
+    known += tl.sum(pairs * decays * weight[None, :], 1)
+    gained = weight * (2.0 * known - weight * own)
+    square = fade * fade * entry + tl.sum(decays * decays * gained[None, :], 1)
     tl.store(norms + row + t * G, tl.sqrt(tl.maximum(square, 0.0)), mask=t < count)
 
 
-@triton.jit(do_not_specialize=LOOSE)
-def blend(
-    q, mix, solution, mixed, read, table, length, tiles, q_token, q_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, MIXES: tl.constexpr,
+@triton.jit(do_not_specialize=[*LOOSE, "iterations"])
+def regress(
+    q, k, v, log_decay, gain, mix, grams, crosses, norms, solution, mean, read, table, length, tiles,
+    iterations, level, q_token, q_head, k_token, k_head, v_token, v_head, G, SHARE,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    PACKED: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr, MIXES: tl.constexpr, ADAPTIVE: tl.constexpr,
+    CONJUGATE: tl.constexpr, NOTHING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """mix x + (1 - mix) q and q'x of a tile's tokens."""
+    """x, q'x and U'(mix x + (1 - mix) q) of a tile's tokens."""
+    KIND: tl.constexpr = grams.dtype.element_ty
     index, head = tl.program_id(0), tl.program_id(1)
     token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
-    row, t, column = token * G + head, tl.arange(0, SIZE), tl.arange(0, P)
+    if count <= 0:
+        return
+    row, slot = token * G + head, index.to(tl.int64) * G + head
+    t, lane = tl.arange(0, SIZE), tl.arange(0, P)
     q += token * q_token + head // SHARE * q_head
-    query = load_rows(q, q_token, count, column, K, SIZE).to(tl.float32)
-    x = load_rows(solution + row * K, G * K, count, column, K, SIZE).to(tl.float32)
+    k += token * k_token + head // SHARE * k_head
+    gram = load_block(grams + slot * K * K, lane, lane, K, K)
+    key = load_rows(k, k_token, count, lane, K, SIZE)
+    decays, weight, fade = paths(log_decay, gain, token, count, head, G, SIZE, DECAYS, GAINS)
+    norm = load_per_token(norms + row, count, G, SIZE)
+    query = load_rows(q, q_token, count, lane, K, SIZE).to(tl.float32)
+    weights = decays * weight[None, :]
+    x, weights, fade = solve(
+        query, gram, key, weights, fade, norm, level, iterations, ADAPTIVE, CONJUGATE, NOTHING, PRECISION
+    )
+    store_rows(solution + row * K, G * K, count, lane, x, K, SIZE)
+    query = load_rows(q, q_token, count, lane, K, SIZE).to(tl.float32)
     tl.store(read + row + t * G, tl.sum(query * x, 1), mask=t < count)
+
     if MIXES:
-        share = load_per_token(mix + row, count, G, SIZE)[:, None]
-        store_rows(mixed + row * K, G * K, count, column, share * x + (1.0 - share) * query, K, SIZE)
+        x = query + load_per_token(mix + row, count, G, SIZE)[:, None] * (x - query)
+    above = x.to(KIND)
+    below = (x - above.to(tl.float32)).to(KIND)
+    pairs = (product(above, tl.trans(key), PRECISION) * weights).to(KIND)
+    for start in range(0, V, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        cross = load_block(crosses + slot * K * V, lane, column, K, V)
+        answer = product(above, cross, PRECISION)
+        if cross.dtype == tl.bfloat16:  # x in two parts: where keys repeat, it is long beside what is read of it
+            answer = product(below, cross, PRECISION, answer)
+        value = load_rows(v + token * v_token + head * v_head, v_token, count, column, V, SIZE)
+        answer = product(pairs, value, PRECISION, answer * fade[:, None])
+        store_rows(mean + row * V, G * V, count, column, answer, V, SIZE)
 
 
 def forward(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     log_decay: Tensor | None,
     gain: Tensor | None,
     mix: Tensor | None,
-    prior: Tensor,
+    cross: Tensor,
+    gram: Tensor,
     segments: Tensor | None,
     adaptive: bool,
     level: float,
     conjugate: bool,
     iterations: int,
     size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x mixed, q'x, the last H, and, kept: x (if it is not what is mixed), norms, H at every tile's entry in two parts.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The mean, q'x, the last U and H; and, kept: x, norms, H and U at every tile's entry.
 
-    q and k are bfloat16 or float32.
+    q, k and v are bfloat16 or float32.
     """
-    (batch, length, _, width), heads = k.shape, prior.shape[1]
-    s = shape_of(k, heads, segments, size)
-    q, k = rows(q), rows(k)
+    (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
+    s = shape_of(k, v, segments, size)
+    q, k, v = rows(q), rows(k), rows(v)
     like, single = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
     log_decay, gain, mix = (None if x is None else x.contiguous() for x in (log_decay, gain, mix))
-    log, weight, decays = k if log_decay is None else log_decay, k if gain is None else gain, log_decay is not None
+    log, weight, share = (k if x is None else x for x in (log_decay, gain, mix))
+    decays = log_decay is not None
     leaving, across = weight, k
     if decays:
         entering, leaving = torch.empty(2, batch, length, heads, **single)
@@ -158,26 +200,24 @@ def forward(
             log, weight, entering, leaving, across, *s.tiles, heads,
             SIZE=size, PACKED=segments is not None, GAINS=gain is not None, num_warps=1,
         )  # fmt: skip
-    high = torch.empty(s.cut.count, heads, width, width, **like)
-    low = torch.empty_like(high) if s.splits else high.new_empty(0)
-    last, parts = torch.empty(prior.shape, **single), triton.cdiv(s.lanes, s.strip)
-    squares = torch.empty(s.cut.count, heads, parts, **single)
-    advance[s.cut.sequences, heads, parts](
-        k, leaving, across, prior, last, high, low, squares, s.cut.runs, length, s.cut.tiles, *strides(k),
-        *prior.stride(), heads, s.share, VALUES=s.strip, DECAYS=decays, SCALED=decays or gain is not None,
-        SPLITS=s.splits, STAGES=2, **s.compiled | {"num_warps": 4},
+    grams, crosses = (torch.empty(s.cut.count, heads, width, x, **like) for x in (width, values))
+    last_gram, last_cross = (torch.empty(x.shape, **single) for x in (gram, cross))
+    squares = torch.empty(s.cut.count, heads, s.strips[0], **single)
+    advance[s.cut.sequences, heads, s.strips[1]](
+        k, v, grams, crosses, squares, leaving, across, gram, cross, last_gram, last_cross, s.cut.runs, length,
+        s.cut.tiles, *strides(k, v), *gram.stride(), *cross.stride(), heads, s.share,
+        DECAYS=decays, SCALED=decays or gain is not None, **s.carried, **s.compiled,
     )  # fmt: skip
-    norms = tokens(batch, length, heads, **single)
+    solution, norms = tokens(batch, length, heads, width, **like), tokens(batch, length, heads, **single)
+    mean, read = tokens(v.shape, **like), tokens(batch, length, heads, 1, **single)
     kinds = {"DECAYS": decays, "GAINS": gain is not None}
     measure[s.grid](
-        k, log, weight, high, squares, norms, *s.tiles, *strides(k), heads, s.share, parts, **kinds, **s.compiled,
+        k, log, weight, grams, squares, norms, *s.tiles, *strides(k), heads, s.share, STRIPS=s.strips[0], **kinds,
+        **s.compiled, **s.solved,
     )  # fmt: skip
-    solution = tokens(batch, length, heads, width, **like)
-    solve_all(s, q, k, log_decay, gain, high, low, norms, solution, adaptive, level, conjugate, iterations)
-    mixed = solution if mix is None else tokens(solution.shape, **like)
-    read = tokens(batch, length, heads, 1, **single)
-    blend[s.grid](
-        q, k if mix is None else mix, solution, mixed, read, *s.tiles, *strides(q), heads, s.share,
-        MIXES=mix is not None, **{name: x for name, x in s.compiled.items() if name != "PRECISION"},
+    regress[s.grid](
+        q, k, v, log, weight, share, grams, crosses, norms, solution, mean, read, *s.tiles, iterations, level,
+        *strides(q, k, v), heads, s.share, BLOCK=block_of(s), MIXES=mix is not None, ADAPTIVE=adaptive,
+        CONJUGATE=conjugate, NOTHING=NOTHING, **kinds, **s.compiled, **s.solved,
     )  # fmt: skip
-    return mixed, read, last, solution.new_empty(0) if mix is None else solution, norms, high, low
+    return mean, read, last_cross, last_gram, solution, norms, grams, crosses

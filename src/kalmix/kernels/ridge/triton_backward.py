@@ -1,13 +1,18 @@
-r"""`ridge` in Triton, backward: one more solve a token, and the adjoint of H from tile to tile.
+r"""`ridge` in Triton, backward: one more solve a token, and the adjoints of H and U from tile to tile.
 
-With y = S^{-1} dx, Lemma 2 and equation 13 of Gated KalmaNet give what a token's solution says of its H,
+With dx~ the gradient of what U is read with, U_t d(mean)_t, and y = S^{-1} dx, Lemma 2 and equation 13 of Gated
+KalmaNet give what a token's solution says of its H,
 
     dH_t = -(y_t x_t' + x_t y_t') / 2 + w_t H_t,     w_t = -a x_t'y_t / ||H_t||_F, 0 for a fixed ridge
 
-and the adjoint of H after a token is that of all later ones, decayed: Lambda_s = sum_{t >= s} A(t, s) dH_t. Then
-dk_s = 2 g_s Lambda_s k_s, dg_s = k_s'Lambda_s k_s, and the log-decay's gradient is <Lambda_t, H_t> less what the token
-wrote, gathered inside a tile from its end. There are five launches, all tiles at once but for `retreat`, the adjoint
-from tile to tile: `aim` (dx), `solve`, `settle` (dq and w), `retreat`, `pull_back`.
+and the adjoint of H after a token is that of all later ones, decayed: Lambda_s = sum_{t >= s} A(t, s) dH_t; so is that
+of U, Mu_s, with dU_t = x~_t d(mean)_t'. Then
+
+    dk_s = g_s (2 Lambda_s k_s + Mu_s v_s),   dv_s = g_s Mu_s'k_s,   dg_s = k_s'(Lambda_s k_s + Mu_s v_s)
+
+and the log-decay's gradient is <Lambda_t, H_t> less what the token wrote, gathered inside a tile from its end; U's
+share is a sum over the pairs of tokens that a decay lies between. There are four launches, all tiles at once but for
+`retreat`, the adjoints from tile to tile: `resolve` (dq, y and w), `retreat`, `pull_values` (by U) and `pull_keys`.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.kernels.primitives.triton_decays import between, between_transposed, elapsed
+from kalmix.kernels.primitives.triton_decays import between_transposed, elapsed, pace
 from kalmix.kernels.primitives.triton_filter import strides
 from kalmix.kernels.primitives.triton_tiles import (
     LOOSE,
@@ -30,243 +35,351 @@ from kalmix.kernels.primitives.triton_tiles import (
     store_rows,
     tile_of,
 )
-from kalmix.kernels.ridge.triton_solve import load_square, shape_of, solve_all, store_square
+from kalmix.kernels.ridge.triton_solve import block_of, load_block, paths, shape_of, solve, store_block
 from kalmix.solvers import NOTHING
 
 
-@triton.jit(do_not_specialize=LOOSE)
-def aim(
-    q, mix, to_mixed, to_read, to_x, table, length, tiles, q_token, q_head, m_token, m_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, MIXES: tl.constexpr,
-    READS: tl.constexpr,
+@triton.jit(do_not_specialize=[*LOOSE, "iterations"])
+def resolve(
+    q, k, v, log_decay, gain, mix, grams, crosses, norms, solution, to_mean, to_read, adjoint, to_q, to_mix,
+    spreads, reads, written, carried, table, length, tiles, iterations, level,
+    q_token, q_head, k_token, k_head, v_token, v_head, m_token, m_head, G, SHARE,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
+    DECAYS: tl.constexpr, GAINS: tl.constexpr, MIXES: tl.constexpr, READS: tl.constexpr, ADAPTIVE: tl.constexpr,
+    CONJUGATE: tl.constexpr, NOTHING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile's tokens."""
+    """dq, dmix, y and w of a tile's tokens; how w H adds up, at the entry and on each token written; what U_0 gave."""
+    KIND: tl.constexpr = grams.dtype.element_ty
     index, head = tl.program_id(0), tl.program_id(1)
     token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
-    row, column = token * G + head, tl.arange(0, P)
-    given = load_rows(to_mixed + token * m_token + head * m_head, m_token, count, column, K, SIZE).to(tl.float32)
-    if MIXES:
-        given *= load_per_token(mix + row, count, G, SIZE)[:, None]
-    if READS:
-        query = load_rows(q + token * q_token + head // SHARE * q_head, q_token, count, column, K, SIZE)
-        given += load_per_token(to_read + row, count, G, SIZE)[:, None] * query.to(tl.float32)
-    store_rows(to_x + row * K, G * K, count, column, given, K, SIZE)
-
-
-@triton.jit(do_not_specialize=LOOSE)
-def settle(
-    q, log_decay, gain, mix, solution, adjoint, norms, to_mixed, to_read, to_q, to_mix, spreads, entering, written,
-    carried, across, table, length, tiles, level, q_token, q_head, m_token, m_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, DECAYS: tl.constexpr,
-    GAINS: tl.constexpr, MIXES: tl.constexpr, READS: tl.constexpr, ADAPTIVE: tl.constexpr, NOTHING: tl.constexpr,
-):  # fmt: skip
-    """dq, dmix and w of a tile's tokens; and how w H adds up: at the entry, and on each token written."""
-    index, head = tl.program_id(0), tl.program_id(1)
-    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    if count <= 0:
+        return
     row, slot = token * G + head, index.to(tl.int64) * G + head
-    t, column = tl.arange(0, SIZE), tl.arange(0, P)
-    y = load_rows(adjoint + row * K, G * K, count, column, K, SIZE).to(tl.float32)
-    x = load_rows(solution + row * K, G * K, count, column, K, SIZE).to(tl.float32)
-    decays, fade = tl.where(t[:, None] >= t[None, :], 1.0, 0.0), tl.full([SIZE], 1.0, tl.float32)
+    t, lane = tl.arange(0, SIZE), tl.arange(0, P)
+    q += token * q_token + head // SHARE * q_head
+    solution += row * K
+    to_q += row * K
+    key = load_rows(k + token * k_token + head // SHARE * k_head, k_token, count, lane, K, SIZE)
+    decays, weight, fade = paths(log_decay, gain, token, count, head, G, SIZE, DECAYS, GAINS)
+    weights = decays * weight[None, :]
+
+    given, asked = tl.zeros([SIZE, P], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
+    for start in range(0, V, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        grad = load_rows(to_mean + token * m_token + head * m_head, m_token, count, column, V, SIZE)
+        value = load_rows(v + token * v_token + head * v_head, v_token, count, column, V, SIZE)
+        cross = load_block(crosses + slot * K * V, lane, column, K, V)
+        given = product(grad, tl.trans(cross), PRECISION, given)
+        asked = product(grad, tl.trans(value), PRECISION, asked)
+    given *= fade[:, None]
+    x = load_rows(solution, G * K, count, lane, K, SIZE).to(tl.float32)
+    query = load_rows(q, q_token, count, lane, K, SIZE).to(tl.float32)
+    share = tl.full([SIZE], 1.0, tl.float32)
+    if MIXES:
+        share = load_per_token(mix + row, count, G, SIZE)
     if DECAYS:
-        since, total = elapsed(log_decay, token, count, head, G, SIZE)
-        decays, fade = between(since, SIZE), tl.exp(since.to(tl.float32))
-        tl.store(across + slot, tl.exp(total.to(tl.float32)))
-    tl.store(entering + row + t * G, fade, mask=t < count)
+        tl.store(reads + row + t * G, tl.sum(given * (query + share[:, None] * (x - query)), 1), mask=t < count)
+    given = product((asked * weights).to(KIND), key, PRECISION, given)
+    kept = (1.0 - share)[:, None] * given
+    if MIXES:
+        tl.store(to_mix + row + t * G, tl.sum(given * (x - query), 1), mask=t < count)
+        given *= share[:, None]
+    if READS:
+        said = load_per_token(to_read + row, count, G, SIZE)[:, None]
+        given += said * query
+        kept += said * x
+    if MIXES or READS:
+        store_rows(to_q, G * K, count, lane, kept, K, SIZE)
+
+    norm = load_per_token(norms + row, count, G, SIZE)
+    gram = load_block(grams + slot * K * K, lane, lane, K, K)
+    y, weights, fade = solve(
+        given, gram, key, weights, fade, norm, level, iterations, ADAPTIVE, CONJUGATE, NOTHING, PRECISION
+    )
+    store_rows(adjoint + row * K, G * K, count, lane, y, K, SIZE)
     if ADAPTIVE:
-        norm = load_per_token(norms + row, count, G, SIZE)
+        x = load_rows(solution, G * K, count, lane, K, SIZE).to(tl.float32)
         spread = -level * tl.sum(x * y, 1) / tl.where(norm > NOTHING, norm, 1.0)
         tl.store(spreads + row + t * G, spread, mask=t < count)
-        again = tl.sum(decays * (fade * spread)[:, None], 0)
-        if GAINS:
-            again *= load_per_token(gain + row, count, G, SIZE)
-        tl.store(written + row + t * G, again, mask=t < count)
+        tl.store(written + row + t * G, tl.sum(weights * (fade * spread)[:, None], 0), mask=t < count)
         tl.store(carried + slot, tl.sum(fade * fade * spread, 0))
-    if READS:
-        y += load_per_token(to_read + row, count, G, SIZE)[:, None] * x
-    if MIXES:
-        given = load_rows(to_mixed + token * m_token + head * m_head, m_token, count, column, K, SIZE).to(tl.float32)
-        query = load_rows(q + token * q_token + head // SHARE * q_head, q_token, count, column, K, SIZE).to(tl.float32)
-        y += (1.0 - load_per_token(mix + row, count, G, SIZE))[:, None] * given
-        tl.store(to_mix + row + t * G, tl.sum(given * (x - query), 1), mask=t < count)
-    store_rows(to_q + row * K, G * K, count, column, y, K, SIZE)
+    if MIXES or READS:
+        tl.debug_barrier()
+        y += load_rows(to_q, G * K, count, lane, K, SIZE).to(tl.float32)
+    store_rows(to_q, G * K, count, lane, y, K, SIZE)
 
 
 @triton.jit(do_not_specialize=LOOSE)
 def retreat(
-    k, solution, adjoint, states, entering, written, carried, adjoints, to_last, to_prior, across, runs, length, tiles,
-    k_token, k_head, last_n, last_g, last_i, last_j, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
-    DECAYS: tl.constexpr, ADAPTIVE: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, mix, grams, solution, adjoint, to_mean, entering, across, written, carried, gram_adjoints, cross_adjoints,
+    to_gram, to_cross, to_gram_prior, to_cross_prior, runs, length, tiles, q_token, q_head, k_token, k_head,
+    m_token, m_head, gram_n, gram_g, gram_i, gram_j, cross_n, cross_g, cross_i, cross_j, G, SHARE,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUES: tl.constexpr, STRIPS: tl.constexpr, SIZE: tl.constexpr,
+    PACKED: tl.constexpr, DECAYS: tl.constexpr, MIXES: tl.constexpr, ADAPTIVE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of Lambda of one sequence and head, from its end, noted as it is after every tile."""
-    KIND: tl.constexpr = adjoint.dtype.element_ty
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, column = tl.arange(0, P), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    """Some columns of Lambda, or of Mu, of one sequence and head, from its end, noted as it is after every tile."""
+    KIND: tl.constexpr = gram_adjoints.dtype.element_ty
+    sequence, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    lane = tl.arange(0, P)
     tile, token, tokens = run_of(runs, sequence, length, tiles, PACKED)
-    inside = (row < K)[:, None] & (column < K)[None, :]
-    to_last += sequence * last_n + head * last_g
-    state = tl.load(to_last + row[:, None] * last_i + column[None, :] * last_j, mask=inside, other=0.0)
+    last = tl.cdiv(tokens, SIZE) - 1
+    q += head // SHARE * q_head
     k += head // SHARE * k_head
-    count_of = tl.cdiv(tokens, SIZE)
-    for step in range(count_of):
-        i = count_of - 1 - step
-        count = tl.minimum(tokens - i * SIZE, SIZE)
-        at, slot = token + i * SIZE, (tile + i) * G + head
-        base = (at * G + head) * K
-        store_square(adjoints + slot * K * K, row, column, state, K, P)
-        if DECAYS:
-            state *= tl.load(across + slot)
-        half = -0.5 * load_per_token(entering + at * G + head, count, G, SIZE)[:, None]
-        y, x = adjoint + base, solution + base
-        right = (load_rows(x, G * K, count, column, K, SIZE).to(tl.float32) * half).to(KIND)
-        state = product(load_columns(y, G * K, count, row, K, SIZE), right, PRECISION, state)
-        right = (load_rows(y, G * K, count, column, K, SIZE).to(tl.float32) * half).to(KIND)
-        state = product(load_columns(x, G * K, count, row, K, SIZE), right, PRECISION, state)
-        if ADAPTIVE:
-            weight = load_per_token(written + at * G + head, count, G, SIZE)[:, None]
-            right = (load_rows(k + at * k_token, k_token, count, column, K, SIZE).to(tl.float32) * weight).to(KIND)
-            left = load_columns(k + at * k_token, k_token, count, row, K, SIZE).to(KIND)
-            state = product(left, right, PRECISION, state)
-            state += tl.load(carried + slot) * load_square(states + slot * K * K, row, column, K, P).to(tl.float32)
-    store_square(to_prior + (sequence * G + head) * K * K, row, column, state, K, P)
+    if part < STRIPS:
+        column = part * VALUES + tl.arange(0, VALUES)
+        inside = (lane < K)[:, None] & (column < K)[None, :]
+        to_gram += sequence * gram_n + head * gram_g
+        state = tl.load(to_gram + lane[:, None] * gram_i + column[None, :] * gram_j, mask=inside, other=0.0)
+        for step in tl.range(0, last + 1, num_stages=1):
+            i = last - step
+            count = tl.minimum(tokens - i * SIZE, SIZE)
+            at, slot = token + i * SIZE, (tile + i) * G + head
+            store_block(gram_adjoints + slot * K * K, lane, column, state, K, K)
+            half = tl.full([SIZE, 1], -0.5, tl.float32)
+            if DECAYS:
+                state *= tl.load(across + slot)
+                half *= load_per_token(entering + at * G + head, count, G, SIZE)[:, None]
+            y, x = adjoint + (at * G + head) * K, solution + (at * G + head) * K
+            right = (load_rows(x, G * K, count, column, K, SIZE).to(tl.float32) * half).to(KIND)
+            state = product(load_columns(y, G * K, count, lane, K, SIZE), right, PRECISION, state)
+            right = (load_rows(y, G * K, count, column, K, SIZE).to(tl.float32) * half).to(KIND)
+            state = product(load_columns(x, G * K, count, lane, K, SIZE), right, PRECISION, state)
+            if ADAPTIVE:
+                weight = load_per_token(written + at * G + head, count, G, SIZE)[:, None]
+                right = (load_rows(k + at * k_token, k_token, count, column, K, SIZE).to(tl.float32) * weight).to(KIND)
+                state = product(load_columns(k + at * k_token, k_token, count, lane, K, SIZE), right, PRECISION, state)
+                entry = load_block(grams + slot * K * K, lane, column, K, K)
+                state += tl.load(carried + slot) * entry.to(tl.float32)
+        store_block(to_gram_prior + (sequence * G + head) * K * K, lane, column, state, K, K)
+    else:
+        column = (part - STRIPS) * VALUES + tl.arange(0, VALUES)
+        inside = (lane < K)[:, None] & (column < V)[None, :]
+        to_cross += sequence * cross_n + head * cross_g
+        state = tl.load(to_cross + lane[:, None] * cross_i + column[None, :] * cross_j, mask=inside, other=0.0)
+        for step in tl.range(0, last + 1, num_stages=STAGES):
+            i = last - step
+            count = tl.minimum(tokens - i * SIZE, SIZE)
+            at, slot = token + i * SIZE, (tile + i) * G + head
+            store_block(cross_adjoints + slot * K * V, lane, column, state, K, V)
+            right = load_rows(to_mean + at * m_token + head * m_head, m_token, count, column, V, SIZE)
+            if DECAYS:
+                state *= tl.load(across + slot)
+                fade = load_per_token(entering + at * G + head, count, G, SIZE)[:, None]
+                right = (right.to(tl.float32) * fade).to(KIND)
+            reader = load_columns(solution + (at * G + head) * K, G * K, count, lane, K, SIZE)
+            if MIXES:
+                share = load_per_token(mix + at * G + head, count, G, SIZE)[None, :]
+                query = load_columns(q + at * q_token, q_token, count, lane, K, SIZE).to(tl.float32)
+                reader = (query + share * (reader.to(tl.float32) - query)).to(KIND)
+            state = product(reader, right, PRECISION, state)
+        store_block(to_cross_prior + (sequence * G + head) * K * V, lane, column, state, K, V)
+
+
+@triton.jit
+def spans(log_decay, gain, token, count, head, G, SIZE: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr):
+    """Of a tile: A(t, s) `[s, t]`, 0 where t < s; gains; A(t, entry), A(exit, s), A(exit, entry)."""
+    t = tl.arange(0, SIZE)
+    one = tl.full([SIZE], 1.0, tl.float32)
+    later, weight, fade, left, across = tl.where(t[:, None] <= t[None, :], 1.0, 0.0), one, one, one, 1.0
+    if DECAYS:
+        since, total = elapsed(log_decay, token, count, head, G, SIZE)
+        later, fade = between_transposed(since, SIZE), tl.exp(since.to(tl.float32))
+        left, across = tl.exp((total - since).to(tl.float32)), tl.exp(total.to(tl.float32))
+    if GAINS:
+        weight = load_per_token(gain + token * G + head, count, G, SIZE)
+    return later, weight, fade, left, across
 
 
 @triton.jit(do_not_specialize=LOOSE)
-def pull_back(
-    k, log_decay, gain, states, solution, adjoint, norms, spreads, adjoints, to_k, to_gain, to_decay, table, length,
+def pull_values(
+    q, k, v, log_decay, gain, mix, crosses, solution, to_mean, reads, adjoints, to_k, to_v, to_gain, to_decay,
+    table, length, tiles, q_token, q_head, k_token, k_head, v_token, v_head, m_token, m_head, G, SHARE,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
+    DECAYS: tl.constexpr, GAINS: tl.constexpr, MIXES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dv of a tile's tokens, and what dk, dgain and the log-decay's gradient have by U."""
+    KIND: tl.constexpr = adjoints.dtype.element_ty
+    index, head = tl.program_id(0), tl.program_id(1)
+    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    if count <= 0:
+        return
+    slot, row = index.to(tl.int64) * G + head, token * G + head
+    t, lane = tl.arange(0, SIZE), tl.arange(0, P)
+    q += token * q_token + head // SHARE * q_head
+    k += token * k_token + head // SHARE * k_head
+    later, weight, _fade, left, across = spans(log_decay, gain, token, count, head, G, SIZE, DECAYS, GAINS)
+    key = load_rows(k, k_token, count, lane, K, SIZE)
+    reader = load_rows(solution + row * K, G * K, count, lane, K, SIZE)
+    if MIXES:
+        share = load_per_token(mix + row, count, G, SIZE)[:, None]
+        query = load_rows(q, q_token, count, lane, K, SIZE).to(tl.float32)
+        reader = (query + share * (reader.to(tl.float32) - query)).to(KIND)
+    score = product(key, tl.trans(reader), PRECISION) * later
+    turned, asked = tl.zeros([SIZE, P], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
+    far = 0.0
+    for start in range(0, V, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        adjoint = load_block(adjoints + slot * K * V, lane, column, K, V)
+        grad = load_rows(to_mean + token * m_token + head * m_head, m_token, count, column, V, SIZE)
+        value = load_rows(v + token * v_token + head * v_head, v_token, count, column, V, SIZE)
+        turned = product(value, tl.trans(adjoint), PRECISION, turned)
+        asked = product(value, tl.trans(grad), PRECISION, asked)
+        found = product(key, adjoint, PRECISION) * left[:, None]
+        found = product(score.to(KIND), grad, PRECISION, found)
+        store_rows(to_v + row * V, G * V, count, column, found * weight[:, None], V, SIZE)
+        if DECAYS:
+            held = load_block(crosses + slot * K * V, lane, column, K, V).to(tl.float32)
+            held *= load_block(adjoints + slot * K * V, lane, column, K, V).to(tl.float32)
+            far += tl.sum(tl.sum(held, 1), 0)
+    turned *= left[:, None]
+    if DECAYS:
+        by_exit = weight * tl.sum(turned * load_rows(k, k_token, count, lane, K, SIZE).to(tl.float32), 1)
+        by_entry = load_per_token(reads + row, count, G, SIZE)
+        found = tl.sum(tl.where(t[None, :] >= t[:, None], by_entry[None, :], by_exit[None, :]), 1) + across * far
+        pairs = tl.where(t[:, None] < t[None, :], asked * score * weight[:, None], 0.0)
+        until = tl.where(t[:, None] >= t[None, :], 1.0, 0.0).to(KIND)
+        above = pairs.to(KIND)
+        pairs = product((pairs - above.to(tl.float32)).to(KIND), until, PRECISION, product(above, until, PRECISION))
+        found += tl.sum(tl.where(t[:, None] < t[None, :], pairs, 0.0), 0)
+        tl.store(to_decay + row + t * G, found, mask=t < count)
+    turned = product((asked * later).to(KIND), reader, PRECISION, turned)
+    if GAINS:
+        said = tl.sum(turned * load_rows(k, k_token, count, lane, K, SIZE).to(tl.float32), 1)
+        tl.store(to_gain + row + t * G, said, mask=t < count)
+    store_rows(to_k + row * K, G * K, count, lane, weight[:, None] * turned, K, SIZE)
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def pull_keys(
+    k, log_decay, gain, grams, norms, solution, adjoint, spreads, adjoints, to_k, to_gain, to_decay, table, length,
     tiles, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, DECAYS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, DECAYS: tl.constexpr,
     GAINS: tl.constexpr, ADAPTIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk, dgain and the log-decay's gradient of a tile's tokens."""
+    """dk, dgain and the log-decay's gradient of a tile's tokens, what they have by U given."""
     KIND: tl.constexpr = adjoint.dtype.element_ty
     index, head = tl.program_id(0), tl.program_id(1)
     token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
     if count <= 0:
         return
     slot, row = index.to(tl.int64) * G + head, token * G + head
-    t, column = tl.arange(0, SIZE), tl.arange(0, P)
+    t, lane = tl.arange(0, SIZE), tl.arange(0, P)
     k += token * k_token + head // SHARE * k_head
     solution += row * K
     adjoint += row * K
-    states += slot * K * K
+    to_k += row * K
+    grams += slot * K * K
     adjoints += slot * K * K
-    later = tl.where(t[:, None] <= t[None, :], 1.0, 0.0)  # [s, t]
-    fade, left = tl.full([SIZE], 1.0, tl.float32), tl.full([SIZE], 1.0, tl.float32)
-    across = 1.0
-    if DECAYS:
-        since, total = elapsed(log_decay, token, count, head, G, SIZE)
-        later, fade = between_transposed(since, SIZE), tl.exp(since.to(tl.float32))
-        left, across = tl.exp((total - since).to(tl.float32)), tl.exp(total.to(tl.float32))
-    weight = tl.full([SIZE], 1.0, tl.float32)
-    if GAINS:
-        weight = load_per_token(gain + row, count, G, SIZE)
-    key = load_rows(k, k_token, count, column, K, SIZE).to(KIND)
-    turned = product(key, load_square(adjoints, column, column, K, P), PRECISION) * left[:, None]
-    ahead = tl.sum(weight * tl.sum(turned * load_rows(k, k_token, count, column, K, SIZE).to(tl.float32), 1), 0)
-    x = load_rows(solution, G * K, count, column, K, SIZE)
-    y = load_rows(adjoint, G * K, count, column, K, SIZE)
-    by_x = product(key, load_columns(solution, G * K, count, column, K, SIZE), PRECISION)
-    by_y = product(key, load_columns(adjoint, G * K, count, column, K, SIZE), PRECISION)
+    later, weight, fade, left, across = spans(log_decay, gain, token, count, head, G, SIZE, DECAYS, GAINS)
+    key = load_rows(k, k_token, count, lane, K, SIZE)
+    turned = product(key, load_block(adjoints, lane, lane, K, K), PRECISION) * left[:, None]
+    leaving = tl.sum(weight * tl.sum(turned * load_rows(k, k_token, count, lane, K, SIZE).to(tl.float32), 1), 0)
+    x = load_rows(solution, G * K, count, lane, K, SIZE)
+    y = load_rows(adjoint, G * K, count, lane, K, SIZE)
+    by_x = product(key, tl.trans(x), PRECISION)
+    by_y = product(key, tl.trans(y), PRECISION)
+    own = tl.sum(later * by_x * by_y * weight[:, None], 0)
     turned = product((-0.5 * later * by_y).to(KIND), x, PRECISION, turned)
     turned = product((-0.5 * later * by_x).to(KIND), y, PRECISION, turned)
+    entry = load_block(grams, lane, lane, K, K)
     if ADAPTIVE:
         spread = load_per_token(spreads + row, count, G, SIZE)
-        entry = load_square(states, column, column, K, P)
         turned += tl.sum(later * (spread * fade)[None, :], 1)[:, None] * product(key, entry, PRECISION)
         both = product((later * spread[None, :]).to(KIND), tl.trans(later.to(KIND)), PRECISION)
-        again = load_columns(k, k_token, count, column, K, SIZE).to(KIND)
-        both *= product(key, again, PRECISION) * weight[None, :]
-        turned = product(both.to(KIND), load_rows(k, k_token, count, column, K, SIZE).to(KIND), PRECISION, turned)
-    said = tl.sum(turned * load_rows(k, k_token, count, column, K, SIZE).to(tl.float32), 1)
-    store_rows(to_k + row * K, G * K, count, column, 2.0 * weight[:, None] * turned, K, SIZE)
+        both *= product(key, tl.trans(key), PRECISION) * weight[None, :]
+        turned = product(both.to(KIND), key, PRECISION, turned)
+    said = tl.sum(turned * load_rows(k, k_token, count, lane, K, SIZE).to(tl.float32), 1)
+    turned = 2.0 * weight[:, None] * turned + load_rows(to_k, G * K, count, lane, K, SIZE).to(tl.float32)
+    store_rows(to_k, G * K, count, lane, turned, K, SIZE)
     if GAINS:
-        tl.store(to_gain + row + t * G, said, mask=t < count)
+        tl.store(to_gain + row + t * G, said + load_per_token(to_gain + row, count, G, SIZE), mask=t < count)
     if DECAYS:
-        entry = load_square(states, column, column, K, P)
-        image = product(load_rows(solution, G * K, count, column, K, SIZE), entry, PRECISION)
-        own = tl.sum(image * load_rows(adjoint, G * K, count, column, K, SIZE).to(tl.float32), 1) * fade
-        own += tl.sum(later * by_x * by_y * weight[:, None], 0)
+        image = product(x, entry, PRECISION)
+        own += tl.sum(image * load_rows(adjoint, G * K, count, lane, K, SIZE).to(tl.float32), 1) * fade
         held = 0.0 - own - weight * said
         if ADAPTIVE:
             norm = load_per_token(norms + row, count, G, SIZE)
             held += load_per_token(spreads + row, count, G, SIZE) * norm * norm
-        far = load_square(adjoints, column, column, K, P).to(tl.float32) * load_square(states, column, column, K, P).to(
-            tl.float32
-        )
-        ahead += across * tl.sum(tl.sum(far, 1), 0)
-        found = tl.sum(tl.where(t[None, :] >= t[:, None], held[None, :], 0.0), 1) + ahead
+        far = load_block(adjoints, lane, lane, K, K).to(tl.float32) * load_block(grams, lane, lane, K, K).to(tl.float32)
+        found = tl.sum(tl.where(t[None, :] >= t[:, None], held[None, :], 0.0), 1)
+        found += leaving + across * tl.sum(tl.sum(far, 1), 0) + load_per_token(to_decay + row, count, G, SIZE)
         tl.store(to_decay + row + t * G, found, mask=t < count)
 
 
 def backward(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     log_decay: Tensor | None,
     gain: Tensor | None,
     mix: Tensor | None,
     solution: Tensor,
     norms: Tensor,
-    high: Tensor,
-    low: Tensor,
+    grams: Tensor,
+    crosses: Tensor,
     segments: Tensor | None,
-    to_mixed: Tensor,
+    to_mean: Tensor,
     to_read: Tensor | None,
-    to_last: Tensor,
+    to_cross: Tensor,
+    to_gram: Tensor,
     adaptive: bool,
     level: float,
     conjugate: bool,
     iterations: int,
     size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, log_decay, gain, mix (of size 0 where there is none) and the prior."""
-    (batch, length, shared, width), heads = k.shape, solution.shape[2]
-    s = shape_of(k, heads, segments, size)
-    q, k, to_mixed, to_last = rows(q), rows(k), rows(to_mixed), (to_last + to_last.mT) / 2
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, log_decay, gain, mix (of size 0 where there is none) and the prior U and H."""
+    (batch, length, shared, width), heads = k.shape, v.shape[2]
+    s = shape_of(k, v, segments, size)
+    q, k, v, to_mean, to_gram = rows(q), rows(k), rows(v), rows(to_mean), (to_gram + to_gram.mT) / 2
     like, single = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
     log_decay, gain, mix = (None if x is None else x.contiguous() for x in (log_decay, gain, mix))
     log, weight, share = (k if x is None else x for x in (log_decay, gain, mix))
-    decays = {"DECAYS": log_decay is not None}
-    kinds, uses = {"GAINS": gain is not None, "ADAPTIVE": adaptive, **decays}, {"READS": to_read is not None}
-    uses["MIXES"] = mix is not None
-    compiled = {name: x for name, x in s.compiled.items() if name != "PRECISION"}
-    numbers = (batch, length, heads)
-    to_read = k if to_read is None else to_read.contiguous()
-    to_x = to_mixed
-    if any(uses.values()):
-        to_x = torch.empty(solution.shape, **like)
-        aim[s.grid](
-            q, share, to_mixed, to_read, to_x, *s.tiles, *strides(q, to_mixed), heads, s.share, **uses, **compiled
-        )
+    decays, numbers = {"DECAYS": log_decay is not None}, (batch, length, heads)
+    kinds = {"GAINS": gain is not None, "MIXES": mix is not None, "ADAPTIVE": adaptive, **decays}
+    entering, leaving = torch.empty(2, *numbers, **single)
+    across, carried = torch.empty(2, s.cut.count, heads, **single)
+    if log_decay is not None:
+        pace[s.grid](
+            log, weight, entering, leaving, across, *s.tiles, heads,
+            SIZE=size, PACKED=segments is not None, GAINS=gain is not None, num_warps=1,
+        )  # fmt: skip
     adjoint = tokens(*numbers, width, **like)
-    solve_all(s, to_x, k, log_decay, gain, high, low, norms, adjoint, adaptive, level, conjugate, iterations)
     summed = k.dtype if heads == shared else torch.float32  # over the value heads that share a key
     to_q, to_k = (tokens(*numbers, width, dtype=summed, device=k.device) for _ in range(2))
-    spreads, entering, written = torch.empty(3, *numbers, **single)
+    to_v, (spreads, reads, written) = tokens(v.shape, **like), torch.empty(3, *numbers, **single)
     to_mix, to_gain, to_decay = (
         tokens(numbers, **single) if x is not None else q.new_empty(0) for x in (mix, gain, log_decay)
     )
-    carried, across = torch.empty(2, s.cut.count, heads, **single)
-    settle[s.grid](
-        q, log, weight, share, solution, adjoint, norms, to_mixed, to_read, to_q, to_mix, spreads, entering, written,
-        carried, across, *s.tiles, level, *strides(q, to_mixed), heads, s.share,
-        NOTHING=NOTHING, **uses, **kinds, **compiled,
+    resolve[s.grid](
+        q, k, v, log, weight, share, grams, crosses, norms, solution, to_mean,
+        k if to_read is None else to_read.contiguous(), adjoint, to_q, to_mix, spreads, reads, written, carried,
+        *s.tiles, iterations, level, *strides(q, k, v, to_mean), heads, s.share,
+        BLOCK=block_of(s), READS=to_read is not None, CONJUGATE=conjugate, NOTHING=NOTHING, **kinds, **s.compiled,
+        **s.solved,
     )  # fmt: skip
-    adjoints = torch.empty(s.cut.count, heads, width, width, **like)
-    to_prior = torch.empty(to_last.shape, **single)
-    retreat[s.cut.sequences, heads, triton.cdiv(s.lanes, s.strip)](
-        k, solution, adjoint, high, entering, written, carried, adjoints, to_last, to_prior, across, s.cut.runs,
-        length, s.cut.tiles, *strides(k), *to_last.stride(), heads, s.share,
-        VALUES=s.strip, ADAPTIVE=adaptive, **decays, **s.compiled | {"num_warps": 4},
+    gram_adjoints, cross_adjoints = torch.empty_like(grams), torch.empty_like(crosses)
+    to_gram_prior, to_cross_prior = (torch.empty(x.shape, **single) for x in (to_gram, to_cross))
+    retreat[s.cut.sequences, heads, s.strips[1]](
+        q, k, share, grams, solution, adjoint, to_mean, entering, across, written, carried, gram_adjoints,
+        cross_adjoints, to_gram, to_cross, to_gram_prior, to_cross_prior, s.cut.runs, length, s.cut.tiles,
+        *strides(q, k, to_mean), *to_gram.stride(), *to_cross.stride(), heads, s.share,
+        MIXES=mix is not None, ADAPTIVE=adaptive, **decays, **s.carried, **s.compiled,
     )  # fmt: skip
-    pull_back[s.grid](
-        k, log, weight, high, solution, adjoint, norms, spreads, adjoints, to_k, to_gain, to_decay, *s.tiles,
-        *strides(k), heads, s.share, **kinds, **s.compiled | {"num_warps": 8},
+    gains, mixes = ({name: kinds[name]} for name in ("GAINS", "MIXES"))
+    pull_values[s.grid](
+        q, k, v, log, weight, share, crosses, solution, to_mean, reads, cross_adjoints, to_k, to_v, to_gain, to_decay,
+        *s.tiles, *strides(q, k, v, to_mean), heads, s.share, BLOCK=block_of(s), **decays, **gains, **mixes,
+        **s.compiled, **s.pulled,
+    )  # fmt: skip
+    pull_keys[s.grid](
+        k, log, weight, grams, norms, solution, adjoint, spreads, gram_adjoints, to_k, to_gain, to_decay, *s.tiles,
+        *strides(k), heads, s.share, ADAPTIVE=adaptive, **decays, **gains, **s.compiled, **s.pulled,
     )  # fmt: skip
     if heads != shared:
         to_q, to_k = (x.unflatten(2, (shared, -1)).sum(3).to(k.dtype) for x in (to_q, to_k))
     found = zip((to_decay, to_gain, to_mix), (log_decay, gain, mix), strict=True)
     to_decay, to_gain, to_mix = (x if like is None else x.to(like.dtype) for x, like in found)
-    return to_q, to_k, to_decay, to_gain, to_mix, to_prior
+    return to_q, to_k, to_v, to_decay, to_gain, to_mix, to_cross_prior, to_gram_prior
