@@ -12,7 +12,8 @@ from kalmix.tasks.solvers.conditions import Conditions
 from kalmix.tasks.solvers.convergence import Convergence
 from kalmix.tasks.solvers.gradients import Gradients
 from kalmix.tasks.solvers.reversal import Reversal
-from kalmix.training.solvers import PRESETS, STUDIES, Cell, Results, run
+from kalmix.training.cells import Results
+from kalmix.training.solvers import PRESETS, STUDIES, Cell, run
 
 PNG = b"\x89PNG\r\n"
 TINY = {
@@ -61,10 +62,10 @@ def test_another_seed_is_added_and_a_cut_line_is_no_result(tmp_path: Path) -> No
     rows = run(cells, results, torch.device("cpu"))
     assert [json.loads(line)["seed"] for line in results.path.read_text().splitlines()] == [0, 1]
     results.path.write_text(results.path.read_text()[:-99])
-    assert run(cells, results, torch.device("cpu"))[1]["found"] == rows[1]["found"]
+    assert run(cells, results, torch.device("cpu"))[cells[1]]["found"] == rows[cells[1]]["found"]
     assert json.loads(results.path.read_text().splitlines()[-1])["seed"] == 1
     other = Cell("condition", Conditions(1, 4, 8), 0)
-    assert run([other], results, torch.device("cpu"))[0]["setting"]["length"] == 4
+    assert run([other], results, torch.device("cpu"))[other]["setting"]["length"] == 4
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,8 @@ def test_a_seed_learns_the_same_again_and_divergence_is_told() -> None:
 
 def test_cells_are_run_once_and_their_models_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = Results(tmp_path / "results.jsonl")
-    cells = [Cell("outliers", model, 0) for model in (REFERENCES, "softmax")]
-    rows = run(cells, TINY, results, CPU)
+    cells = [Cell("outliers", model, 0, TINY) for model in (REFERENCES, "softmax")]
+    rows = run(cells, results, CPU)
     assert list(rows) == cells
     references, missed = (rows[cell]["errors"] for cell in cells)
     assert references["kalman, told"]["state"] < references["kalman"]["state"] < references["last"]["state"]
@@ -112,7 +112,7 @@ def test_cells_are_run_once_and_their_models_found_again(tmp_path: Path, monkeyp
     assert lines[1]["drawn"]["sampling"]["outliers"] == 0.12 and lines[1]["protocol"]["epochs"] == 2
 
     given = SETTINGS["outliers"].draw(TINY.sizes, 0)
-    again = learned(cells[1], given, TINY, results, CPU)
+    again = learned(cells[1], given, results, CPU)
     assert errors(again.predict(given.test, 4), given.test)["state"] == pytest.approx(
         missed["softmax"]["state"], rel=1e-5
     )
@@ -123,19 +123,19 @@ def test_cells_are_run_once_and_their_models_found_again(tmp_path: Path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr("kalmix.training.sde.results.learn", failing)
-        assert run(cells, TINY, results, CPU) == rows
+        assert run(cells, results, CPU) == rows
         with pytest.raises(AssertionError, match="learned again"):  # another protocol is another cell
-            run(cells[1:], replace(TINY, epochs=1), results, CPU)
-    results.weights(cells[1], TINY).unlink()
-    run(cells, TINY, results, CPU)
-    assert results.weights(cells[1], TINY).exists()
+            run([replace(cells[1], protocol=replace(TINY, epochs=1))], results, CPU)
+    results.weights(cells[1]).unlink()
+    run(cells, results, CPU)
+    assert results.weights(cells[1]).exists()
 
 
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: Cell("figure-2", "softmax", 0), "setting"),
-        (lambda: Cell("co2", "rnn", 0), "model"),
+        (lambda: Cell("figure-2", "softmax", 0, TINY), "setting"),
+        (lambda: Cell("co2", "rnn", 0, TINY), "model"),
         (lambda: Protocol(epochs=0), "epochs"),
         (lambda: Protocol(rate=0), "rate"),
     ],

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Annotated, TypeVar
 
 import torch
+import typer
 
 from kalmix.errors import ArgumentError
+
+_T = TypeVar("_T")
+
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")]
+Jobs = Annotated[int, typer.Option(help="Cells that are run at once, each in a process of its own.")]
+Seeds = Annotated[int, typer.Option(help="How many, from 0.")]
 
 
 def names(option: str, given: str, known: Sequence[str]) -> list[str]:
@@ -25,3 +33,17 @@ def device(name: str | None) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("device", got="'cuda', which this machine lacks", needs="cpu")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def preset(name: str, presets: Mapping[str, _T]) -> _T:
+    """A preset by name."""
+    if name not in presets:
+        raise ArgumentError("preset", got=repr(name), needs=f"one of {', '.join(presets)}")
+    return presets[name]
+
+
+def count(option: str, given: int) -> int:
+    """A number of things, of which there must be one."""
+    if given < 1:
+        raise ArgumentError(option, got=given, needs="at least 1")
+    return given

@@ -20,8 +20,8 @@ from kalmix.tasks.sde.scores import LEVELS
 from kalmix.tasks.sde.settings import PUBLISHED, SETTINGS, Simulated
 from kalmix.tasks.sde.systems import System
 from kalmix.tasks.sde.trajectories import Trajectories
-from kalmix.training.lines import Row
-from kalmix.training.sde import REFERENCES, Cell, Learned, Protocol, Results, learned
+from kalmix.training.cells import Row
+from kalmix.training.sde import REFERENCES, Cell, Learned, Results, learned
 
 REFERENCE = ("kalman", "structural")  # whose error others are divided by
 Errors = dict[str, dict[str, list[float]]]  # by predictor and truth, one a seed
@@ -69,13 +69,13 @@ def errors(rows: Mapping[Cell, Row], output: Path, console: Console) -> Path:
     )
 
 
-def pictures(rows: Mapping[Cell, Row], protocol: Protocol, results: Results, output: Path) -> list[Path]:
+def pictures(rows: Mapping[Cell, Row], results: Results, output: Path) -> list[Path]:
     """Figures 1, 2 and 3 of one test trajectory a setting, by the models of the first seed; the files written."""
     written, paths, clouds = [], {}, []
     for setting in dict.fromkeys(cell.setting for cell in rows):
         maps, times = {}, torch.zeros(0)
         for cell in (cell for cell in rows if cell.setting == setting and cell.seed == 0 and cell.model != REFERENCES):
-            shown = _Shown.of(cell, protocol, results)
+            shown = _Shown.of(cell, results)
             maps |= {f"{cell.model}, layer {place}": weights for place, weights in enumerate(shown.maps(), 1)}
             times = shown.seen.times[0, :-1]
             if shown.seen.state is not None:
@@ -104,9 +104,9 @@ class _Shown(NamedTuple):
     times: torch.Tensor
 
     @staticmethod
-    def of(cell: Cell, protocol: Protocol, results: Results) -> _Shown:
-        given, first = SETTINGS[cell.setting].draw(protocol.sizes, cell.seed), torch.tensor([0])
-        found = learned(cell, given, protocol, results, torch.device("cpu"))
+    def of(cell: Cell, results: Results) -> _Shown:
+        given, first = SETTINGS[cell.setting].draw(cell.protocol.sizes, cell.seed), torch.tensor([0])
+        found = learned(cell, given, results, torch.device("cpu"))
         ((tokens, times),) = found.batches(given.test, [first])
         return _Shown(found, given.test.take(first), tokens, times)
 

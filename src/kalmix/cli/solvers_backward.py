@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kalmix import plots
 from kalmix.cli.solvers_tables import FACTOR, averaged, mean, select, table_of
-from kalmix.training.solvers.results import Row
+from kalmix.training.cells import Row
 
 
 def gradient(rows: Sequence[Row], path: Path, console: Console) -> Path:

@@ -22,7 +22,7 @@ from kalmix.cli.solvers_tables import (
     table_of,
 )
 from kalmix.tasks.solvers.convergence import ROUNDED
-from kalmix.training.solvers.results import Row
+from kalmix.training.cells import Row
 
 CARRIED = "Chebyshev by residuals"  # the form that the Triton kernels have
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from kalmix.training.solvers.results import Row
+from kalmix.training.cells import Row
 
 SHOWN = (5, 10, 15, 20, 25, 30, 40, 60)  # iterations of a table
 FACTOR = 0.02  # the ridge of pictures that vary something else, the paper's default

@@ -1,7 +1,6 @@
 """The learned collision experiments (appendix E.5): train, ask beyond the training range, write one line a seed."""
 
 from kalmix.training.collision.protocol import PRESETS, STUDIES, Cell, Protocol
-from kalmix.training.collision.results import Follow, Results, run
-from kalmix.training.collision.trainer import Tell
+from kalmix.training.collision.results import run
 
-__all__ = ["PRESETS", "STUDIES", "Cell", "Follow", "Protocol", "Results", "Tell", "run"]
+__all__ = ["PRESETS", "STUDIES", "Cell", "Protocol", "run"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -89,8 +89,16 @@ class Cell:
     study: str
     model: str
     seed: int
+    protocol: Protocol
 
     def __post_init__(self) -> None:
         for name, known in (("study", STUDIES), ("model", UPDATES)):
             if getattr(self, name) not in known:
                 raise ArgumentError(name, got=repr(getattr(self, name)), needs=f"one of {', '.join(known)}")
+
+    def __str__(self) -> str:
+        return f"{self.study}  {self.model}"
+
+    def written(self) -> dict[str, Any]:
+        """As its line in a file names it."""
+        return asdict(self)

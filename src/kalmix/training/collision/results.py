@@ -1,78 +1,47 @@
-"""Finished cells as JSON lines, and running those that are missing."""
+"""Running the cells of the collision experiments, the seeds of a model side by side."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
-from itertools import groupby
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import torch
 
 from kalmix.tasks.collision.models import Recaller
-from kalmix.training.collision.protocol import STUDIES, Cell, Protocol
-from kalmix.training.collision.trainer import Tell, coordinates, test, train
-from kalmix.training.lines import Lines, Row
-from kalmix.training.provenance import provenance
-
-Follow = Callable[[str, str], Tell]
-
-
-class Results(Lines):
-    """Each row a cell with its scores."""
-
-    def rows(self, protocol: Protocol) -> dict[Cell, Row]:
-        """The cells that were run as `protocol` says; of several runs, the last."""
-        found = {}
-        for row in self.read():
-            try:
-                cell, same = Cell(row["study"], row["model"], row["seed"]), row["protocol"] == asdict(protocol)
-            except (ValueError, LookupError, TypeError):
-                continue
-            if same:
-                found[cell] = row
-        return found
+from kalmix.training import sweep
+from kalmix.training.cells import Results, Row
+from kalmix.training.collision.protocol import STUDIES, Cell
+from kalmix.training.collision.trainer import coordinates, test, train
+from kalmix.training.sweep import Tell
 
 
-def run(
-    cells: Iterable[Cell],
-    protocol: Protocol,
-    results: Results,
-    device: torch.device,
-    follow: Follow = lambda study, model: lambda done, loss: None,
-) -> dict[Cell, Row]:
-    """Run the cells that `results` lacks, the seeds of a model side by side, and give the rows of all that were asked.
+def run(cells: Iterable[Cell], results: Results, device: torch.device, **options: Any) -> dict[Cell, Row]:
+    """Run the cells that `results` lacks, and give the rows of all that were asked, in their order.
 
     Args:
-        follow: called with study and model as each begins; what it returns is told the part done and the mean loss.
+        cells, results, device: what to run, where to keep it, and on what.
+        options: jobs and follow, as `kalmix.training.sweep.run` takes them.
 
     Raises:
         NonFiniteError: a loss diverged.
     """
-    asked = list(dict.fromkeys(cells))
-    known = results.rows(protocol)
-    for (study, model), group in groupby([c for c in asked if c not in known], lambda c: (c.study, c.model)):
-        seeds = [cell.seed for cell in group]
-        results.add(_learn(study, model, seeds, protocol, device, follow(study, model)))
-    known = results.rows(protocol)
-    return {cell: known[cell] for cell in asked}
+    work = partial(learn, device=device)
+    return sweep.run(cells, results, work, device, together=lambda c: (c.study, c.model, c.protocol), **options)
 
 
-def _learn(study: str, model: str, seeds: list[int], protocol: Protocol, device: torch.device, tell: Tell) -> list[Row]:
-    """Train and test; a row a seed."""
-    began, what = time.monotonic(), STUDIES[study]
-    writing = protocol.queries == "write"
+def learn(cells: tuple[Cell, ...], tell: Tell, device: torch.device) -> list[Row]:
+    """Train and test cells that differ in their seeds."""
+    (study, model, protocol), seeds = (cells[0].study, cells[0].model, cells[0].protocol), [cell.seed for cell in cells]
+    what, writing = STUDIES[study], protocol.queries == "write"
     recaller = Recaller(model, what.task.inputs, what.task.labels, seeds, queries_write=writing).to(device)
-    loss = train(recaller, what, seeds, protocol, device, tell)
+    loss = train(recaller, what, seeds, protocol, device, lambda done, loss: tell(done, f"loss {loss:.3f}"))
     scores = [(coordinates(at), test(recaller, what, at, protocol, device)) for at in what.tests]
-    shared = {"protocol": asdict(protocol), "beside": len(seeds), "seconds": round(time.monotonic() - began, 1)}
     return [
         {
-            **asdict(Cell(study, model, seed)),
-            **shared,
-            **provenance(device),
+            "beside": len(seeds),
             "loss": float(loss[member]),
             "scores": [at | {name: float(score[member]) for name, score in of.items()} for at, of in scores],
         }
-        for member, seed in enumerate(seeds)
+        for member in range(len(seeds))
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from kalmix.errors import ArgumentError
 from kalmix.tasks.sde.models import MODELS
@@ -65,8 +66,16 @@ class Cell:
     setting: str
     model: str
     seed: int
+    protocol: Protocol
 
     def __post_init__(self) -> None:
         for name, known in (("setting", SETTINGS), ("model", (*MODELS, REFERENCES))):
             if getattr(self, name) not in known:
                 raise ArgumentError(name, got=repr(getattr(self, name)), needs=f"one of {', '.join(known)}")
+
+    def __str__(self) -> str:
+        return f"{self.setting}  {self.model}  seed {self.seed}"
+
+    def written(self) -> dict[str, Any]:
+        """As its line in a file names it."""
+        return {**asdict(self), "drawn": SETTINGS[self.setting].written()}

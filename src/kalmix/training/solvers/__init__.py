@@ -1,6 +1,6 @@
 """Running the numerical studies of solvers: what each measures at which size, and one line a finished one."""
 
 from kalmix.training.solvers.protocol import PRESETS, STUDIES, Cell, Preset
-from kalmix.training.solvers.results import Follow, Results, run
+from kalmix.training.solvers.results import run
 
-__all__ = ["PRESETS", "STUDIES", "Cell", "Follow", "Preset", "Results", "run"]
+__all__ = ["PRESETS", "STUDIES", "Cell", "Preset", "run"]

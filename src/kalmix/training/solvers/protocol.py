@@ -56,7 +56,9 @@ class Cell:
         if self.study not in STUDIES:
             raise ArgumentError("study", got=repr(self.study), needs=f"one of {', '.join(STUDIES)}")
 
+    def __str__(self) -> str:
+        return f"{self.study}  seed {self.seed}"
+
     def written(self) -> dict[str, Any]:
         """As its line in a file names it."""
-        sizes = {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self.setting).items()}
-        return {"study": self.study, "setting": sizes, "seed": self.seed}
+        return asdict(self)

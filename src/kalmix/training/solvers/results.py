@@ -1,52 +1,30 @@
-"""Finished studies as JSON lines, and running those that are missing."""
+"""Running the studies of solvers."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import torch
 
-from kalmix.tasks.solvers.convergence import Tell
-from kalmix.training.lines import Lines, Row
-from kalmix.training.provenance import provenance
+from kalmix.training import sweep
+from kalmix.training.cells import Results, Row
 from kalmix.training.solvers.protocol import STUDIES, Cell
-
-Follow = Callable[[str, int], Tell]
-
-
-class Results(Lines):
-    """Each row a cell with what it found."""
-
-    def find(self, cell: Cell) -> Row | None:
-        """The row of a cell; of several, the last."""
-        found, asked = None, cell.written()
-        for row in self.read():
-            if asked.items() <= row.items():
-                found = row
-        return found
+from kalmix.training.sweep import Tell
 
 
-def run(
-    cells: Iterable[Cell],
-    results: Results,
-    device: torch.device,
-    follow: Follow = lambda study, seed: lambda done, told: None,
-) -> list[Row]:
-    """Run the cells that `results` lacks and give the rows of all that were asked, in their order.
+def run(cells: Iterable[Cell], results: Results, device: torch.device, **options: Any) -> dict[Cell, Row]:
+    """Run the cells that `results` lacks, and give the rows of all that were asked, in their order.
 
     Args:
-        follow: called with study and seed as each begins; what it returns is told the part done and what comes next.
+        cells, results, device: what to run, where to keep it, and on what.
+        options: jobs and follow, as `kalmix.training.sweep.run` takes them.
     """
-    rows = []
-    for cell in cells:
-        row = results.find(cell)
-        if row is None:
-            began, tell = time.monotonic(), follow(cell.study, cell.seed)
-            found = STUDIES[cell.study](cell.setting, cell.seed, device, tell)
-            seconds = round(time.monotonic() - began, 1)
-            tell(1.0, f"{seconds:g} s")
-            row = {**cell.written(), "seconds": seconds, **provenance(device), "found": found}
-            results.add([row])
-        rows.append(row)
-    return rows
+    return sweep.run(cells, results, partial(study, device=device), device, **options)
+
+
+def study(cells: tuple[Cell, ...], tell: Tell, device: torch.device) -> list[Row]:
+    """What one study finds."""
+    (cell,) = cells
+    return [{"found": STUDIES[cell.study](cell.setting, cell.seed, device, tell)}]

@@ -1,0 +1,94 @@
+"""Cells, the pieces of an experiment that are run once, and their results as JSON lines."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from filelock import FileLock
+
+from kalmix.errors import ArgumentError
+
+Row = dict[str, Any]
+
+
+class Cell(Protocol):
+    """What is run once: a value that can be hashed, names itself by `str` and writes itself."""
+
+    def written(self) -> Row:
+        """All that makes it what it is, as its line holds it; cells that write the same are the same."""
+        ...
+
+
+class Results:
+    """Finished cells in a file, one a line, behind what they write: where they were run, and what was found.
+
+    Several processes may add to it at once. A line that a crash cut off is no row, and the next one starts behind it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> Iterator[Row]:
+        """All rows, oldest first; none where there is no file.
+
+        Raises:
+            ArgumentError: the file holds something else.
+        """
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        except UnicodeDecodeError:
+            raise self._foreign("which is no text") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                if not line.startswith("{"):
+                    raise self._foreign(f"whose line {number} is no JSON") from None
+                continue
+            if not isinstance(row, dict) or "versions" not in row:
+                raise self._foreign(f"whose line {number} is no result")
+            yield row
+
+    def rows(self, cells: Iterable[Any]) -> dict[Any, Row]:
+        """The rows of those cells that are there, in their order; of several, the last. One reading, however many."""
+        written = {cell: cell.written() for cell in cells}
+        names = {frozenset(what) for what in written.values()}
+        there: dict[str, Row] = {}
+        for row in self.read():
+            there |= {_told({name: row[name] for name in these}): row for these in names if these <= row.keys()}
+        told = {cell: _told(what) for cell, what in written.items()}
+        return {cell: there[name] for cell, name in told.items() if name in there}
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Write rows behind those there."""
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        with FileLock(self._beside("results")):
+            whole = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(("" if whole else "\n") + text)
+
+    def claim(self, cell: Cell) -> FileLock:
+        """What a process holds while it runs a cell, so that no other does; a process that dies gives it back."""
+        return FileLock(self._beside(digest(cell)))
+
+    def _beside(self, name: str) -> Path:
+        folder = self.path.parent / ".locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{name}.lock"
+
+    def _foreign(self, fault: str) -> ArgumentError:
+        return ArgumentError("results", got=f"{str(self.path)!r}, {fault}", needs="a file that `kalmix bench` wrote")
+
+
+def digest(cell: Cell) -> str:
+    """A name for files that belong to a cell."""
+    return hashlib.sha256(_told(cell.written()).encode()).hexdigest()[:16]
+
+
+def _told(written: Row) -> str:
+    """What cells are compared by: a tuple is what it is when read back."""
+    return json.dumps(written, sort_keys=True)

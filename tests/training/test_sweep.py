@@ -1,0 +1,175 @@
+"""A sweep runs each cell once, whatever kills it, however many run it, and says what is wrong with its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kalmix import ArgumentError
+from kalmix.training.cells import Results, digest
+from kalmix.training.sweep import CellError, run
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Square:
+    """What to square, and a setting that JSON does not hold as it is."""
+
+    number: int
+    sizes: tuple[int, ...] = (1, 2)
+
+    def written(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"square of {self.number}"
+
+
+def squared(cells, tell, notes: Path, seconds: float = 0.0):
+    """Squares, with a note of each that was begun."""
+    with notes.open("a") as file:
+        file.write("".join(f"{cell.number}\n" for cell in cells))
+    if any(cell.number < 0 for cell in cells):
+        raise ArgumentError("number", got=min(cell.number for cell in cells), needs="at least 0")
+    tell(0.5, "half")
+    time.sleep(seconds)
+    return [{"square": cell.number**2} for cell in cells]
+
+
+def places(folder: Path) -> tuple[Results, Path]:
+    return Results(folder / "results.jsonl"), folder / "notes"
+
+
+def test_cells_are_run_once_and_found_by_what_they_write(tmp_path: Path) -> None:
+    results, notes = places(tmp_path)
+    told = []
+
+    def follow(piece, pieces):
+        return lambda done, how: told.append((str(piece[0]), pieces, done, how))
+
+    cells = [Square(2), Square(3), Square(2)]
+    rows = run(cells, results, partial(squared, notes=notes), CPU, follow=follow)
+    assert [(cell.number, row["square"]) for cell, row in rows.items()] == [(2, 4), (3, 9)]
+    assert told == [(f"square of {n}", 2, done, "half") for n in (2, 3) for done in (0.5, 1.0)]
+    (first, _) = (json.loads(line) for line in results.path.read_text().splitlines())
+    assert first["sizes"] == [1, 2] and first["versions"]["torch"] and first["device"] and "commit" in first
+    again = run([*cells, Square(2, (1,))], results, partial(squared, notes=notes), CPU)
+    assert [row["square"] for row in again.values()] == [4, 9, 4]
+    assert notes.read_text().split() == ["2", "3", "2"]
+    assert len({digest(cell) for cell in again}) == 3
+
+
+def test_neighbours_are_run_together_and_what_of_them_is_missing_alone(tmp_path: Path) -> None:
+    results, _ = places(tmp_path)
+    pieces = []
+
+    def work(cells, tell):
+        pieces.append([cell.number for cell in cells])
+        return [{} for _ in cells]
+
+    def sizes(cell):
+        return cell.sizes
+
+    run([Square(1), Square(2), Square(3, ())], results, work, CPU, together=sizes)
+    run([Square(1), Square(4), Square(5), Square(3, ())], results, work, CPU, together=sizes)
+    assert pieces == [[1, 2], [3], [4, 5]]
+
+
+def test_a_cell_in_the_hands_of_another_sweep_is_waited_for(tmp_path: Path) -> None:
+    results, notes = places(tmp_path)
+    claim = results.claim(Square(1))
+    order = []
+
+    def work(cells, tell):
+        order.append(cells[0].number)
+        if cells[0].number == 2:  # the other sweep finishes meanwhile
+            results.add([{**Square(1).written(), "versions": {}, "square": "another's"}])
+            claim.release()
+        return [{"square": cells[0].number ** 2}]
+
+    with claim.acquire():
+        rows = run([Square(1), Square(2), Square(3)], results, work, CPU)
+    assert order == [2, 3]
+    assert [row["square"] for row in rows.values()] == ["another's", 4, 9]
+    assert not notes.exists()
+
+
+def test_several_processes_share_the_cells(tmp_path: Path) -> None:
+    results, notes = places(tmp_path)
+    done = []
+
+    def follow(piece, pieces):
+        return lambda part, how: done.append(piece[0].number) if part == 1 else None
+
+    work = partial(squared, notes=notes)
+    with pytest.raises(CellError, match="square of -1: `number` is -1"):
+        run([Square(n) for n in (0, 1, 2, 3, -1)], results, work, CPU, jobs=2, follow=follow)
+    assert {0, 1, 2} <= set(done) <= {0, 1, 2, 3}
+    rows = run([Square(n) for n in range(5)], results, work, CPU)
+    assert [row["square"] for row in rows.values()] == [0, 1, 4, 9, 16]
+    begun = [int(note) for note in notes.read_text().split()]
+    assert all(begun.count(number) == 1 for number in done)
+
+
+SWEEP = """
+import sys
+from functools import partial
+from pathlib import Path
+from training.test_sweep import CPU, Square, places, run, squared
+if __name__ == "__main__":
+    results, notes = places(Path(sys.argv[1]))
+    run([Square(n) for n in range(4)], results, partial(squared, notes=notes, seconds=0.3), CPU, jobs=int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("jobs", "how"), [(1, signal.SIGKILL), (2, signal.SIGINT)])
+def test_killing_a_sweep_loses_nothing_and_repeats_nothing(tmp_path: Path, jobs: int, how: signal.Signals) -> None:
+    script = tmp_path / "sweep.py"
+    script.write_text(SWEEP)
+    results, notes = places(tmp_path)
+    command = [sys.executable, str(script), str(tmp_path), str(jobs)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    first = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not results.path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(first.pid, how)
+    first.wait(timeout=30)
+    finished = {json.loads(line)["number"] for line in results.path.read_text().splitlines()}
+    assert 0 < len(finished) < 4
+    begun = notes.read_text().split()
+    rows = run([Square(n) for n in range(4)], results, partial(squared, notes=notes), CPU)
+    assert [row["square"] for row in rows.values()] == [0, 1, 4, 9]
+    written = [json.loads(line)["number"] for line in results.path.read_text().splitlines()]
+    assert sorted(written) == [0, 1, 2, 3]
+    repeated = {int(note) for note in notes.read_text().split()[len(begun) :]}
+    assert not repeated & finished
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\x89PNG\r\n\x1a\n\xff\xfe", "no text"),
+        (b"loss,step\n1,2\n", "line 1 is no JSON"),
+        (b'{"versions": {}}\n[1, 2]\n', "line 2 is no result"),
+        (b'{"loss": 1.0}\n', "line 1 is no result"),
+    ],
+)
+def test_another_file_is_refused_and_left_alone(tmp_path: Path, content: bytes, says: str) -> None:
+    results, notes = places(tmp_path)
+    results.path.write_bytes(content)
+    with pytest.raises(ArgumentError, match=says):
+        run([Square(1)], results, partial(squared, notes=notes), CPU)
+    assert results.path.read_bytes() == content and not notes.exists()
