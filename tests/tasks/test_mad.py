@@ -5,6 +5,7 @@ import pytest
 
 from kalmix import ArgumentError
 from kalmix.tasks import TASKS, make
+from kalmix.tasks.mad.draws import Draws
 
 from .rows import digest, ids, wanted
 
@@ -174,3 +175,20 @@ def test_the_least_that_can_be_drawn():
     make("mad/memorization", seed=0, train=3, test=3, vocab_size=3, seq_len=2)
     make("mad/compression", seed=0, train=3, test=3, vocab_size=2, seq_len=1)
     make("mad/selective-copying", seed=0, train=3, test=3, vocab_size=3, seq_len=4, num_tokens_to_copy=1)
+
+
+def test_draws_are_numpys():
+    """Whatever comes after what: the half of a word that is left over waits while fractions take whole ones."""
+    order = np.random.default_rng(1)
+    draws, want = Draws(7), np.random.default_rng(7)
+    for bound in order.choice([0, 1, 2, 3, 64, 1000, 2**20 + 1, 3 * 2**30, 2**32 - 1], 4000).tolist():
+        if bound:
+            assert draws.below(bound) == want.integers(bound)
+        else:
+            assert draws.fraction() == want.random()
+
+
+def test_long_recall_has_the_published_sizes():
+    data = make("recall/long", seed=0, train=1, test=20)
+    assert data.vocab_size == 256 and data.test.inputs.shape == (20, 2047)
+    assert 885 < (data.test.targets != -100).sum(1).mean() < 905

@@ -11,9 +11,8 @@ Tokens: keys, values, noise, in this order of ids. Noise comes as pairs among th
 
 from __future__ import annotations
 
-import numpy as np
-
 from kalmix.errors import ArgumentError
+from kalmix.tasks.mad.draws import Draws
 from kalmix.tasks.mad.settings import Instances, Settings, task
 from kalmix.tasks.metrics import IGNORED
 from kalmix.tasks.task import need
@@ -27,22 +26,22 @@ def instances(settings: Settings, seed: int) -> Instances:
     free = s.vocab_size - s.noise_vocab_size - (not s.multi_query)
     need(free >= 2, "vocab_size", s.vocab_size, f"at least {s.vocab_size - free + 2}, for a key and a value")
     keys = free // 2
-    rng = np.random.default_rng(seed)
-    below = rng.integers
+    draws = Draws(seed)
+    below = draws.below
 
     def draw(training: bool) -> tuple[list[int], list[int]]:
         pairs, held = s.seq_len // 2, {}
         certain = below(pairs)  # a pair that is not noise
         inputs, asked = [], []
         for pair in range(pairs - 1):
-            if s.frac_noise > 0 and pair != certain and rng.random() < s.frac_noise:
-                inputs += below(free, free + s.noise_vocab_size, size=2).tolist()
+            if s.frac_noise > 0 and pair != certain and draws.fraction() < s.frac_noise:
+                inputs += free + below(s.noise_vocab_size), free + below(s.noise_vocab_size)
                 asked += IGNORED, IGNORED
                 continue
-            key = int(below(keys))
+            key = below(keys)
             again = key in held
             if not again:
-                held[key] = int(below(keys, free))
+                held[key] = keys + below(free - keys)
             inputs += key, held[key]
             asked += IGNORED, held[key] if again and s.multi_query else IGNORED
         if not held:
