@@ -1,0 +1,88 @@
+"""What layers believe while they read: attention maps are derivatives, variances are those of the read-out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kalmix import ops
+from kalmix.layers import MIXERS, Mixer
+from kalmix.models import LanguageModel
+from kalmix.training.insight import attention, gain, look
+
+WIDTH, TOKENS = 8, 7
+SAYING = {
+    "kla": {"slots": 3},
+    "bayesian": {"heads": 2, "head_dim": 4},
+    "gated-kalmanet": {"heads": 2, "head_dim": 4},
+}
+
+
+def shaken(name: str, **options: object) -> Mixer:
+    torch.manual_seed(0)
+    mixer = MIXERS[name](WIDTH, **options).double()
+    for parameter in mixer.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return mixer
+
+
+def jacobian(mixer: Mixer, x: Tensor) -> Tensor:
+    """How each column of each read-out moves with the same column of each value: `[columns, T, T]`, by autograd."""
+    if hasattr(mixer, "project"):
+        q, k, v, _ = mixer.project(x, None, None, None)
+        moved = torch.autograd.functional.jacobian(lambda v: mixer.op(q, k, v, **mixer.signals(x)).mean[0], v)
+    else:
+        signals = mixer.signals(x)[0]
+        v = signals.pop("v")
+        moved = torch.autograd.functional.jacobian(lambda v: ops.diagonal(v=v, **signals).mean[0], v)
+    moved = moved[:, :, :, 0].detach()  # [T, G, V, T, G, V]
+    own = moved.diagonal(dim1=1, dim2=4).diagonal(dim1=1, dim2=3)  # [T, T, G, V]
+    assert torch.allclose(own.square().sum(), moved.square().sum())  # no column moves with another
+    return own.permute(2, 3, 0, 1)
+
+
+@pytest.mark.parametrize("name", SAYING)
+def test_attention_is_the_derivative_of_the_mean_by_the_values(name: str):
+    mixer = shaken(name, **SAYING[name])
+    x = torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        found = attention(mixer, x)
+    exact = jacobian(mixer, x)
+    if name == "kla":
+        torch.testing.assert_close(found, exact[0])
+    else:  # every column of a head alike
+        torch.testing.assert_close(found[:, None].expand_as(exact), exact)
+    assert found.abs().amax((1, 2)).min() > 1e-3
+
+
+def test_insight_of_every_layer_that_doubts():
+    """Those with a posterior, in their places; variances of the read-out, and what is behind gate and projection."""
+    layers = ["kla", "deltanet", "attention", {"mixer": "bayesian", "heads": 2}, "recurrent-afa"]
+    torch.manual_seed(0)
+    model, ids = LanguageModel(11, 16, layers).eval(), torch.randint(11, (TOKENS,))
+    hidden, found = look(model, ids, weights=True)
+    assert [insight.name for insight in found] == ["layer 1", "layer 4", "layer 5"]
+    traced = model(model.embed_tokens(ids[None]), beliefs=True)
+    torch.testing.assert_close(hidden, traced.hidden[0])
+    for insight, place in zip(found, (0, 3, 4), strict=True):
+        mixer, signal = model.mixers[place], traced.signals[place]
+        (_, variance, _), context = mixer.read(signal, None, None, True)
+        torch.testing.assert_close(insight.variance, variance[0].float())
+        torch.testing.assert_close(insight.output, mixer.emit_variance(variance, context)[0].mean(-1).float())
+        assert (insight.variance >= 0).all()
+    kla, bayesian, trajectory = found
+    assert kla.weights.shape == (16, TOKENS, TOKENS) and bayesian.weights.shape == (2, TOKENS, TOKENS)
+    assert trajectory.gain is trajectory.weights is None
+    assert look(model, ids)[1][0].weights is None
+
+
+@pytest.mark.parametrize("name", SAYING)
+def test_gain_is_what_a_token_takes_of_the_variance(name: str):
+    """A token that is seen again takes less, and none takes all of it."""
+    mixer = shaken(name, **SAYING[name]).float()
+    x = torch.randn(1, 1, WIDTH).expand(1, 20, WIDTH)
+    with torch.no_grad():
+        found = gain(mixer, x)
+    assert ((found > 0) & (found < 1)).all()
+    assert found[-1] < found[5]  # behind the convolution's four taps
