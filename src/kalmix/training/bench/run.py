@@ -1,0 +1,89 @@
+"""Running the cells of the benchmarks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from kalmix import tasks
+from kalmix.errors import NonFiniteError
+from kalmix.training import sweep
+from kalmix.training.bench.data import draw
+from kalmix.training.bench.layers import state_size
+from kalmix.training.bench.models import AutoEncoder, build
+from kalmix.training.bench.protocol import Cell
+from kalmix.training.bench.trainer import learn
+from kalmix.training.cells import Results, Row, digest
+from kalmix.training.sweep import Tell
+
+
+def run(cells: Iterable[Cell], results: Results, device: torch.device, **options: Any) -> dict[Cell, Row]:
+    """Run the cells that `results` lacks, and give the rows of all that were asked, in their order.
+
+    A run that takes minutes leaves checkpoints beside the results while it lasts, and goes on from them. A run that
+    diverges is finished: its row has `diverged` instead of scores.
+
+    Args:
+        cells, results, device: what to run, where to keep it, and on what.
+        options: jobs and follow, as `kalmix.training.sweep.run` takes them.
+
+    Raises:
+        ArgumentError: a cell's layer does not take the size that its shape gives it.
+    """
+    return sweep.run(cells, results, partial(find, results=results, device=device), device, **options)
+
+
+def find(cells: tuple[Cell, ...], tell: Tell, results: Results, device: torch.device) -> list[Row]:
+    """What a layer makes of a task: scores at the epoch that the protocol chooses, curves, sizes and speed."""
+    (cell,) = cells
+    drawn, from_last = draw(cell), tasks.task(cell.task).from_last
+    length = drawn.parts[0].test.inputs.shape[1]
+    checkpoints = results.path.parent / "checkpoints" / digest(cell)
+    with _one_core(device):
+        with torch.random.fork_rng():
+            torch.manual_seed(cell.seed)
+            model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=from_last)
+        mixer = (model.encoder if isinstance(model, AutoEncoder) else model).model.mixers[0]
+        sizes = {
+            "parameters": sum(x.numel() for x in model.parameters()),
+            "layer_parameters": sum(x.numel() for x in mixer.parameters()),
+            "state": state_size(mixer),
+        }
+        try:
+            judge = learn(cell, drawn, model.to(device), device, tell, checkpoints)
+        except NonFiniteError as error:
+            tell(1.0, f"diverged ({error})")
+            return [{**sizes, "diverged": str(error)}]
+    shutil.rmtree(checkpoints, ignore_errors=True)
+    epochs, tokens = len(judge.curves["loss"]), sum(part.train.inputs.size for part in drawn.parts)
+    chosen = judge.slices[cell.protocol.chosen]
+    return [
+        {
+            **sizes,
+            "score": judge.main,
+            "scores": {name: sum(part[name] for part in chosen) / len(chosen) for name in chosen[0]},
+            "slices": judge.slices,
+            "curves": {name: [float(f"{value:.6g}") for value in curve] for name, curve in judge.curves.items()},
+            "epochs": epochs,
+            "training_seconds": round(judge.seconds["training"], 2),
+            "judging_seconds": round(judge.seconds["judging"], 2),
+            "tokens_per_second": round(epochs * tokens / max(judge.seconds["training"], 1e-9)),
+        }
+    ]
+
+
+@contextmanager
+def _one_core(device: torch.device) -> Iterator[None]:
+    """On a CPU a cell takes one core, however many cells there are: sums are then in one order."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

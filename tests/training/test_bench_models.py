@@ -1,0 +1,134 @@
+"""Models of the benchmarks are as published; layers are matched in what they remember."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kalmix import ArgumentError
+from kalmix.training.bench import LAYERS, Cell, Part, Protocol, Shape
+from kalmix.training.bench.layers import layer, sized, state_size
+from kalmix.training.bench.models import AutoEncoder, Tagger, build, sinusoids
+from kalmix.training.bench.trainer import factor
+
+MAD = Shape(128, state=2048)  # Table 11 of Kalman Linear Attention
+ELSEWHERE = {"mamba-1", "mlstm", "rwkv-7", "attention"}
+GROWING = {"attention", "afa", "rt-afa", "afa-transformer", "controlled-afa"}
+UNSIZED = {"recurrent-afa", *GROWING}
+OWN = [name for name in LAYERS if LAYERS[name]["mixer"] not in ELSEWHERE - {"attention"}]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_every_layer_is_built_at_the_state_it_is_matched_to(name: str) -> None:
+    shape = replace(MAD, width=32, state=512)
+    model = build(16, shape, name, 8, from_last=False)
+    assert isinstance(model, Tagger)
+    assert model(torch.randint(16, (2, 8))).shape == (2, 8, 16)
+    size = state_size(model.model.mixers[0])
+    if name in GROWING:
+        assert size is None
+    elif name == "linear-attention":  # its sum of weights is one more column
+        assert size == 512 + 4 * 16
+    else:
+        assert name in UNSIZED or size == 512
+
+
+def test_sizes_are_those_of_table_11_and_of_table_3_of_memory_by_design() -> None:
+    assert MAD.layer("kla") == {"mixer": "kla", "slots": 8}
+    assert MAD.layer("gated-deltanet") == {"mixer": "gated-deltanet", "heads": 4, "head_dim": 16, "expand_v": 2.0}
+    assert MAD.layer("gla")["heads"] * MAD.layer("gla")["head_dim"] == 0.5 * 128
+    assert MAD.layer("mamba2") == {"mixer": "mamba2", "heads": 4, "head_dim": 32, "state_dim": 16}
+    assert MAD.layer("mamba-1") == {"mixer": "mamba-1", "expand": 1, "state_dim": 16}
+    theirs = Shape(128, depth=2, state=8192, values=2.0)
+    assert theirs.layer("bayesian")["head_dim"] == 32
+    assert theirs.layer("gated-deltanet") == {"mixer": "gated-deltanet", "heads": 4, "head_dim": 32, "expand_v": 2.0}
+    assert theirs.layer("kla-noise-free") == {"mixer": "kla", "process_noise": False, "slots": 32}
+    with pytest.raises(ArgumentError, match="`state`"):
+        sized(layer("kla"), 96, 1000, 4)
+
+
+def test_a_name_that_is_no_layer_meets_its_neighbours() -> None:
+    with pytest.raises(ArgumentError, match=r"'gated-delta-net'.*gated-deltanet"):
+        layer("gated-delta-net")
+
+
+def test_mads_model_is_as_published() -> None:
+    model = Tagger(16, Shape(128), "attention").model
+    heads = 128 * 16 + 16
+    own = 4 * 128 * 128 + sum(x.numel() for name, x in model.mixers[0].named_parameters() if "norm" in name)
+    assert sum(x.numel() for x in model.parameters()) == 16 * 128 + 128 + own + 128 + heads
+    assert float(model.embed_tokens.get_parameter("weight").detach().std()) == pytest.approx(0.02, rel=0.05)
+    head = model.lm_head
+    assert isinstance(head, torch.nn.Linear) and not head.bias.any()
+    assert float(head.weight.detach().abs().max()) == pytest.approx(128**-0.5, rel=0.05)  # as PyTorch draws it
+
+
+def test_the_autoencoder_knows_the_last_token_alone() -> None:
+    torch.manual_seed(0)
+    shape = Shape(32, decoder=(24, 12))
+    model = build(16, shape, "gated-deltanet", 6, from_last=True)
+    assert isinstance(model, AutoEncoder)
+    ids = torch.randint(16, (3, 6))
+    stream = model.encoder.stream(ids)
+    first, one, _, second, two, _, norm, last = model.decoder
+    x = F.gelu(one(first(stream[:, -1:] + sinusoids(6, 32))))
+    x = F.gelu(two(second(x)))
+    torch.testing.assert_close(model(ids), last(norm(x)))
+    assert one.get_parameter("weight").shape == (24, 32) and two.get_parameter("weight").shape == (12, 24)
+    assert sinusoids(6, 32)[3, 0] == pytest.approx(math.sin(3)) and sinusoids(6, 32)[3, 16] == pytest.approx(
+        math.cos(3)
+    )
+    assert sinusoids(6, 32)[3, 15] == pytest.approx(math.sin(3e-4))
+
+
+def test_zoologys_model_echoes_its_norm() -> None:
+    """h = mixer(LN1(r)); r = r + h; r = r + LN2(r), twice, then LN and the embedding's own rows."""
+    torch.manual_seed(0)
+    shape = Shape(16, depth=2, norm="layer", head="tied", echo=True, scaled=True, dropout=0.1)
+    model = build(40, shape, "gated-deltanet", 8, from_last=False).eval()
+    assert isinstance(model, Tagger)
+    ids = torch.randint(40, (2, 8))
+    r = model.model.embed_tokens(ids)
+    for block in model.model.blocks:
+        r = r + block.mixer(block.norm(r))[0]
+        r = r + block.mlp_norm(r)
+    assert isinstance(model.model.norm, torch.nn.LayerNorm) and isinstance(block.norm, torch.nn.LayerNorm)
+    table = model.model.embed_tokens.get_parameter("weight")
+    torch.testing.assert_close(model(ids), model.model.norm(r) @ table.T)
+    assert len(list(model.parameters())) == len({id(x) for x in model.parameters()})
+    mixer = model.model.mixers[0]
+    assert float(mixer.get_parameter("out_proj.weight").detach().std()) == pytest.approx(0.01, rel=0.15)
+    assert float(mixer.get_parameter("qkv_proj.weight").detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert float((model.train()(ids) - model.eval()(ids)).detach().abs().max()) > 1e-3
+
+
+def test_rates_follow_their_schedules() -> None:
+    cosine = Protocol(epochs=4, batch=8, rate=1e-3, schedule="cosine", least=1e-6)
+    assert [factor(cosine, step, 5) for step in (0, 4)] == [1, 1]
+    assert factor(cosine, 10, 5) == pytest.approx(0.5, abs=1e-3)
+    assert factor(cosine, 20, 5) == pytest.approx(1e-3)
+    warm = Protocol(epochs=4, batch=8, rate=1e-3, schedule="warmup", warmup=10)
+    assert [factor(warm, step, 5) for step in (0, 4, 9, 15)] == pytest.approx([0.1, 0.5, 1.0, 0.5])
+    assert factor(Protocol(epochs=4, batch=8, rate=1e-3), 19, 5) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Protocol(epochs=0, batch=1, rate=1), "`epochs`"),
+        (lambda: Protocol(epochs=1, batch=1, rate=0), "`rate`"),
+        (lambda: Protocol(epochs=1, batch=1, rate=1, schedule="linear"), "constant, cosine, warmup"),
+        (lambda: Protocol(epochs=1, batch=1, rate=1, chosen="first"), "loss, score, last"),
+        (lambda: Shape(0), "`width`"),
+        (lambda: Cell("mad/copying", (), "kla", MAD, Protocol(1, 1, 1), 0), "mad/selective-copying"),
+        (lambda: Cell("mqar", (Part.of(1, 1, frac_noise=0.1),), "kla", MAD, Protocol(1, 1, 1), 0), "frac_noise"),
+        (lambda: Cell("mqar", (Part.of(1, 1),), "kalman", MAD, Protocol(1, 1, 1), 0), "kla"),
+    ],
+)
+def test_nonsense_raises(make, says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        make()

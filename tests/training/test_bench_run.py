@@ -1,0 +1,104 @@
+"""Cells of the benchmarks learn, the same again from a seed, go on from a checkpoint, and say what came of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kalmix.training.bench import Cell, Part, Protocol, Shape, run, trainer
+from kalmix.training.bench.data import Batches, draw
+from kalmix.training.cells import Results
+
+CPU = torch.device("cpu")
+COPY = Cell(
+    "mad/selective-copying",
+    (Part.of(64, 32, seq_len=16, num_tokens_to_copy=2, vocab_size=6),),
+    "gated-deltanet",
+    Shape(16, state=64, heads=2),
+    Protocol(epochs=3, batch=24, rate=1e-2, clip=5.0),
+    0,
+)
+
+
+def found(cell: Cell, folder: Path) -> dict:
+    return run([cell], Results(folder / "results.jsonl"), CPU)[cell]
+
+
+def test_a_layer_learns_and_its_row_says_how(tmp_path: Path) -> None:
+    row = found(replace(COPY, protocol=replace(COPY.protocol, epochs=5)), tmp_path)
+    curves = row["curves"]
+    assert row["epochs"] == len(curves["loss"]) == len(curves["macro"]) == 5
+    assert curves["loss"][-1] < 0.7 * curves["loss"][0] and curves["test_loss"][-1] < curves["test_loss"][0]
+    assert row["score"] == "macro" and row["scores"]["macro"] == pytest.approx(max(curves["macro"]), rel=1e-5)
+    assert row["slices"]["last"][0]["micro"] == pytest.approx(curves["micro"][-1], rel=1e-5)
+    assert row["slices"]["loss"][0]["test_loss"] == pytest.approx(min(curves["test_loss"]), rel=1e-5)
+    assert row["state"] == 64 and row["parameters"] > row["layer_parameters"] > 0
+    assert row["tokens_per_second"] > 0 and row["peak_memory"] is None and row["mixer"]["head_dim"] == 4
+    assert row["parts"][0]["settings"]["frac_noise"] == 0 and not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_a_seed_learns_the_same_again_and_another_does_not(tmp_path: Path) -> None:
+    first, again = (found(COPY, tmp_path / name) for name in ("first", "again"))
+    assert first["curves"] == again["curves"] and first["slices"] == again["slices"]
+    assert first["curves"] != found(replace(COPY, seed=1), tmp_path / "first")["curves"]
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = found(COPY, tmp_path / "whole")
+    monkeypatch.setattr(trainer, "SAVED", 0.0)
+    judged = trainer.Judge._judged
+
+    def interrupted(judge, loss):
+        if len(judge.curves.get("loss", ())) == 2:
+            raise KeyboardInterrupt
+        return judged(judge, loss)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trainer.Judge, "_judged", interrupted)
+        found(COPY, tmp_path / "parts")
+    (kept,) = (tmp_path / "parts" / "checkpoints").iterdir()
+    steps = []
+    step = trainer.CellTrainer.training_step
+    monkeypatch.setattr(trainer.CellTrainer, "training_step", lambda *given: steps.append(1) or step(*given))
+    row = found(COPY, tmp_path / "parts")
+    assert len(steps) == 3  # one epoch
+    assert row["curves"] == whole["curves"] and row["slices"] == whole["slices"]
+    assert not kept.exists()
+
+
+def test_a_run_ends_when_it_is_good_enough_or_gets_no_better(tmp_path: Path) -> None:
+    stale = replace(COPY.protocol, epochs=50, rate=1e-9, patience=2)
+    assert found(replace(COPY, protocol=stale), tmp_path)["epochs"] == 3
+    assert found(replace(COPY, protocol=replace(stale, patience=None, enough=0.0)), tmp_path)["epochs"] == 1
+
+
+def test_a_run_that_diverges_is_finished(tmp_path: Path) -> None:
+    cell = replace(COPY, protocol=replace(COPY.protocol, rate=1e30, clip=0.0))
+    row = found(cell, tmp_path)
+    assert "not finite" in row["diverged"] and "scores" not in row
+    assert list(Results(tmp_path / "results.jsonl").rows([cell])) == [cell]
+
+
+def test_parts_share_no_batch_and_an_epoch_takes_every_row_once() -> None:
+    parts = (
+        Part.of(7, 3, vocab_size=40, input_seq_len=16, num_kv_pairs=2),
+        Part.of(5, 2, vocab_size=60, input_seq_len=24, num_kv_pairs=2),
+    )
+    cell = Cell("mqar", parts, "gated-deltanet", COPY.shape, COPY.protocol, 4)
+    drawn = draw(cell)
+    assert drawn.vocab_size == 60
+    batches = Batches(drawn, 4, shuffle=True, seed=0, device=CPU)
+    for epoch in (0, 1):
+        batches.set_epoch(epoch)
+        came = list(batches)
+        assert len(came) == len(batches) == 4
+        assert sorted(len(batch["inputs"]) for batch in came) == [1, 3, 4, 4]
+        for part, data in enumerate(drawn.parts):
+            length = data.train.inputs.shape[1]
+            rows = torch.cat([batch["inputs"] for batch in came if batch["inputs"].shape[1] == length])
+            assert sorted(rows.tolist()) == sorted(data.train.inputs.tolist()), part
+    firsts = [next(iter(batches))["inputs"].tolist() for batches.epoch in (0, 0, 1)]
+    assert firsts[0] == firsts[1] != firsts[2]
