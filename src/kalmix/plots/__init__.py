@@ -1,6 +1,6 @@
 """Pictures: each function takes arrays and a path, draws, and returns the path."""
 
-from kalmix.plots.attention import attention_maps
+from kalmix.plots.attention import attention_maps, channel_maps
 from kalmix.plots.beliefs import beliefs, posterior_variance
 from kalmix.plots.collision import Sweep, mechanism, sweeps
 from kalmix.plots.curves import loss_curve
@@ -14,6 +14,7 @@ __all__ = [
     "Sweep",
     "attention_maps",
     "beliefs",
+    "channel_maps",
     "clouds",
     "loss_curve",
     "mechanism",

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 INK, MUTED, FAINT = "#1f2933", "#7b8794", "#e4e7eb"
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#c026d3", "#ca8a04", "#0891b2", "#dc2626", "#4f46e5")
-VARIANCE, GAIN, WEIGHT = "Blues", "Oranges", "magma"
+VARIANCE, GAIN, WEIGHT, SIGN = "Blues", "Oranges", "magma", "RdBu_r"
 LABELLED = 128  # tokens: more labels than this would touch
 
 _STYLE: Any = {
