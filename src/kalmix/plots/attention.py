@@ -63,8 +63,8 @@ def channel_maps(
 def _panels(
     path: str | PathLike[str], tokens: Sequence[str], names: Sequence[str], title: str
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A square a name, up to three beside one another, with tokens at its sides where there is room for them."""
-    columns = min(3, len(names))
+    """A square a name, two or three beside one another, with tokens at its sides where there is room for them."""
+    columns = 2 if len(names) == 4 else min(3, len(names))
     rows = -(-len(names) // columns)
     side = 5.2 if len(tokens) <= LABELLED else 4.2
     with picture(path, (side * columns + 0.6, side * rows + 0.5), rows, columns) as (figure, axes):

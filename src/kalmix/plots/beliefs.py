@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 
 import numpy as np
@@ -17,7 +17,7 @@ TINY = 1e-30  # stands in for zero on logarithmic scales
 
 def posterior_variance(
     path: str | PathLike[str],
-    variance: ArrayLike,
+    variance: Iterable[ArrayLike],
     tokens: Sequence[str],
     names: Sequence[str],
     *,
@@ -28,23 +28,23 @@ def posterior_variance(
 
     Args:
         path: where to write.
-        variance: `[layers, tokens]`, positive; or `[layers, tokens, columns]`, of which the mean is drawn over a band
-            of the middle half.
+        variance: of each layer `[tokens]`, positive; or `[tokens, columns]`, of which the mean is drawn over a band of
+            the middle half.
         tokens: the text of each token.
         names: the name of each layer.
         marks: tokens to point out, by what they are: masks `[tokens]`, drawn as ticks below the lines.
         title: the heading.
     """
-    rows = np.asarray(variance, float)
     with picture(path, (width_for(len(tokens)), 4.2)) as (figure, (axes,)):
-        for row, name in zip(rows, names, strict=True):
+        for of_layer, name in zip(variance, names, strict=True):
+            row = np.asarray(of_layer, float)
             line = row if row.ndim == 1 else row.mean(-1)
             (drawn,) = axes.plot(line, label=name, drawstyle="steps-mid")
             if row.ndim == 2:
                 low, high = np.quantile(row.clip(min=TINY), (0.25, 0.75), axis=-1)
                 axes.fill_between(range(len(line)), low, high, step="mid", alpha=0.15, color=drawn.get_color())
         axes.set(title=title or "Posterior variance of the read-out", ylabel="variance", yscale="log")
-        axes.set_xlim(-0.5, rows.shape[1] - 0.5)
+        axes.set_xlim(-0.5, len(tokens) - 0.5)
         axes.grid(axis="x", visible=False)
         for level, (name, mask) in enumerate((marks or {}).items()):
             colour = COLOURS[(len(names) + level) % len(COLOURS)]

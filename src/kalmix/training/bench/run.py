@@ -14,6 +14,7 @@ from kalmix import tasks
 from kalmix.errors import NonFiniteError
 from kalmix.training import sweep
 from kalmix.training.bench.data import draw
+from kalmix.training.bench.kept import keep
 from kalmix.training.bench.layers import state_size
 from kalmix.training.bench.models import AutoEncoder, build
 from kalmix.training.bench.protocol import Cell
@@ -26,7 +27,7 @@ def run(cells: Iterable[Cell], results: Results, device: torch.device, **options
     """Run the cells that `results` lacks, and give the rows of all that were asked, in their order.
 
     A run that takes minutes leaves checkpoints beside the results while it lasts, and goes on from them. A run that
-    diverges is finished: its row has `diverged` instead of scores.
+    diverges is finished: its row has `diverged` instead of scores. The weights that a run ended with are kept.
 
     Args:
         cells, results, device: what to run, where to keep it, and on what.
@@ -59,6 +60,7 @@ def find(cells: tuple[Cell, ...], tell: Tell, results: Results, device: torch.de
         except NonFiniteError as error:
             tell(1.0, f"diverged ({error})")
             return [{**sizes, "diverged": str(error)}]
+    keep(cell, model, results)
     shutil.rmtree(checkpoints, ignore_errors=True)
     epochs, tokens = len(judge.curves["loss"]), sum(part.train.inputs.size for part in drawn.parts)
     chosen = judge.slices[cell.protocol.chosen]

@@ -1,0 +1,58 @@
+"""Trained models, kept beside the results of their cells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_model, save_model
+
+from kalmix import tasks
+from kalmix.errors import ArgumentError
+from kalmix.training.bench.data import Drawn
+from kalmix.training.bench.models import AutoEncoder, Shape, Tagger, build
+from kalmix.training.bench.protocol import Cell, Part, Protocol
+from kalmix.training.cells import Results, Row, digest
+
+
+def keep(cell: Cell, model: Tagger | AutoEncoder, results: Results) -> None:
+    """Write the weights that a cell ended with."""
+    file = _file(cell, results)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_model(model, str(file))
+
+
+def kept(results: Results) -> list[Cell]:
+    """The finished cells whose weights are there, oldest first."""
+    cells = [cell_of(row) for row in results.read() if "parts" in row]
+    return [cell for cell in dict.fromkeys(cells) if _file(cell, results).exists()]
+
+
+def restored(cell: Cell, drawn: Drawn, results: Results) -> Tagger | AutoEncoder:
+    """The model of a cell as it ended, on the CPU; `drawn` are its rows.
+
+    Raises:
+        ArgumentError: its weights are missing.
+    """
+    file, length = _file(cell, results), drawn.parts[0].test.inputs.shape[1]
+    if not file.exists():
+        raise ArgumentError("cell", got=f"{cell}, whose weights are missing", needs=f"one that wrote {file}")
+    model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=tasks.task(cell.task).from_last)
+    load_model(model, file)
+    return model.eval()
+
+
+def cell_of(row: Row) -> Cell:
+    """The cell that wrote a row."""
+    parts = tuple(Part.of(part["train"], part["test"], **part["settings"]) for part in row["parts"])
+    shape, protocol = Shape(**_tuples(row["shape"])), Protocol(**_tuples(row["protocol"]))
+    return Cell(row["task"], parts, row["layer"], shape, protocol, row["seed"])
+
+
+def _tuples(written: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists alone."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
+
+
+def _file(cell: Cell, results: Results) -> Path:
+    return results.path.parent / "models" / f"{digest(cell)}.safetensors"
