@@ -164,7 +164,8 @@ class Judge(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"curves": self.curves, "slices": self.slices, "seconds": self.seconds}}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        for name, value in state.stateful_callbacks["Judge"]["attributes"].items():  # of the checkpoint, or as it is
+        kept: Any = state.stateful_callbacks  # of the checkpoint, or as it is
+        for name, value in kept["Judge"]["attributes"].items():
             setattr(self, name, value)
 
     @property

@@ -1,0 +1,76 @@
+"""`kalmix bench mad`, `mqar` and `a5`: layers on the papers' synthetic benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kalmix.cli import bench_report as report
+from kalmix.cli import options
+from kalmix.cli.sweeping import progress
+from kalmix.errors import ArgumentError
+from kalmix.training.bench import presets
+from kalmix.training.bench import run as run_cells
+from kalmix.training.cells import Results
+
+HELP = {
+    "mad": "The six tasks of MAD, and long-context recall, by the protocol of Kalman Linear Attention.",
+    "mqar": "Multi-query associative recall: Zoology's, and those with one vocabulary of Memory by Design.",
+    "a5": "The word problem of the group A5: what a layer can keep track of.",
+}
+
+
+def command(bench: str) -> Callable[..., None]:
+    """The command of a benchmark."""
+
+    def run(
+        preset: Annotated[
+            str, typer.Option(help="laptop: minutes on two cores. paper: in full, for a GPU.")
+        ] = "laptop",
+        layer: Annotated[list[str] | None, typer.Option(help="By name, once a layer; the preset's if absent.")] = None,
+        task: Annotated[list[str] | None, typer.Option(help="By name, once a task; all if absent.")] = None,
+        seeds: options.Seeds = 1,
+        epochs: Annotated[int | None, typer.Option(help="At most; as the preset says if absent.")] = None,
+        jobs: options.Jobs = 1,
+        device: options.Device = None,
+        output: Annotated[Path | None, typer.Option(help="For results; what it holds is not run again.")] = None,
+    ) -> None:
+        studies = options.preset(preset, presets.BENCHES[bench])
+        if epochs is not None:
+            studies = tuple(replace(s, protocol=replace(s.protocol, epochs=epochs)) for s in studies)
+        cells = presets.cells(studies, task or (), layer or (), options.count("seeds", seeds))
+        where, console = options.device(device), Console(highlight=False)
+        output = Path("runs") / bench if output is None else output
+        results = Results(output / "results.jsonl")
+        with progress(console) as follow:
+            rows = run_cells(cells, results, where, jobs=options.count("jobs", jobs), follow=follow)
+        written = report.write(list(rows.values()), output, console)
+        for path in (results.path, *written):
+            console.print(f"  {path}", soft_wrap=True)
+
+    run.__doc__ = HELP[bench]
+    return run
+
+
+def report_on(
+    folders: Annotated[list[Path], typer.Argument(help="Outputs of `kalmix bench`.")],
+    output: Annotated[Path | None, typer.Option(help="For tables and pictures; the first folder if absent.")] = None,
+) -> None:
+    """What results of benchmarks say: tables (report.md, report.csv) and pictures, papers' figures beside ours."""
+    console, rows = Console(highlight=False), []
+    for folder in folders:
+        results = Results(folder / "results.jsonl")
+        if not results.path.exists():
+            raise ArgumentError("folders", got=f"{str(folder)!r}, without results.jsonl", needs="outputs of a bench")
+        rows += results.read()
+    known = [row for row in rows if "task" in row]
+    if len(known) < len(rows):
+        got = f"{len(rows) - len(known)} results of experiments"
+        raise ArgumentError("folders", got=got, needs="of mad, mqar or a5: the others report when they are run again")
+    for path in report.write(known, output or folders[0], console):
+        console.print(f"  {path}", soft_wrap=True)

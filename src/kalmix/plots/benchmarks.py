@@ -1,0 +1,89 @@
+"""Benchmarks: scores by width, by length and load, and how they were learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kalmix.plots.style import COLOURS, INK, MUTED, picture
+
+Curve = tuple[ArrayLike, ArrayLike, ArrayLike]  # x, y, and half the height of its bar
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Curves of one pair of axes, by name.
+
+    Attributes:
+        title, across, up: what it shows, and of what its axes are.
+        curves: x, y and standard error.
+        levels: heights to mark, by name: what papers print.
+        doubling: whether x is drawn by its logarithm.
+    """
+
+    title: str
+    across: str
+    up: str
+    curves: Mapping[str, Curve]
+    levels: Mapping[str, float]
+    doubling: bool = False
+
+
+def benchmark_lines(path: str | PathLike[str], drawn: Sequence[Lines], columns: int = 3) -> str | PathLike[str]:
+    """Draw panels row by row; a name has one colour in all of them."""
+    columns = min(columns, len(drawn))
+    rows = -(-len(drawn) // columns)
+    names = list(dict.fromkeys(name for panel in drawn for name in panel.curves))
+    colours = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
+    with picture(path, (0.6 + 4.1 * columns, 0.8 + 3.1 * rows), rows=rows, columns=columns) as (figure, axes):
+        for area in axes[len(drawn) :]:
+            area.set_axis_off()
+        handles = {}
+        for panel, area in zip(drawn, axes, strict=False):
+            for name, (x, y, error) in panel.curves.items():
+                x, y, error = (np.asarray(values, float) for values in (x, y, error))
+                marker = {"marker": "o", "markersize": 3} if len(x) < 12 else {}
+                (handles[name],) = area.plot(x, y, color=colours[name], **marker)
+                if np.isfinite(error).all():
+                    area.fill_between(x, y - error, y + error, color=colours[name], alpha=0.15, linewidth=0)
+            for name, level in panel.levels.items():
+                area.axhline(level, color=colours.get(name, MUTED), linewidth=1, linestyle=":")
+            if panel.doubling:
+                area.set_xscale("log", base=2)
+                area.xaxis.set_major_formatter("{x:g}")
+            area.set(title=panel.title, xlabel=panel.across, ylabel=panel.up)
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, labelcolor=INK, fontsize=8)
+    return path
+
+
+def heat_maps(
+    path: str | PathLike[str],
+    maps: Mapping[str, ArrayLike],
+    rows: Sequence[object],
+    columns: Sequence[object],
+    *,
+    down: str,
+    across: str,
+) -> str | PathLike[str]:
+    """Draw scores from 0 to 1, `[rows, columns]` a name, side by side; NaN is left white."""
+    with picture(path, (0.8 + 2.6 * len(maps), 2.9), columns=len(maps)) as (figure, axes):
+        shown = None
+        for area, (name, values) in zip(axes, maps.items(), strict=True):
+            grid = np.asarray(values, float)
+            shown = area.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+            for (row, column), value in np.ndenumerate(grid):
+                if np.isfinite(value):
+                    colour = "white" if value < 0.6 else INK
+                    area.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=7)
+            area.set_xticks(range(len(columns)), list(map(str, columns)))
+            area.set_yticks(range(len(rows)), list(map(str, rows)))
+            area.set(title=name, xlabel=across)
+            area.grid(visible=False)
+        axes[0].set_ylabel(down)
+        if shown is not None:
+            figure.colorbar(shown, ax=axes, shrink=0.9)
+    return path

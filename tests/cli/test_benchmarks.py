@@ -1,0 +1,120 @@
+"""`kalmix bench mad` and its like, end to end and tiny; nothing is run twice; mistakes are one line."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kalmix.training.bench import Part, Protocol, Shape, presets
+from kalmix.training.bench.presets import BENCHES, Study, cells
+from kalmix.training.bench.summary import Score, entries, printed
+
+PNG = b"\x89PNG\r\n"
+_COPY = Study(
+    "mad/selective-copying",
+    (Part.of(8, 4, seq_len=12, num_tokens_to_copy=2),),
+    (Shape(8, state=32, heads=2),),
+    Protocol(epochs=2, batch=4, rate=1e-3),
+    ("kla", "kla-noise-free"),
+)
+_RECALL = Study(
+    "mqar",
+    tuple(Part.of(8, 4, vocab_size=40, input_seq_len=n, num_kv_pairs=d) for n, d in ((16, 2), (24, 4))),
+    (Shape(8), Shape(16)),
+    Protocol(epochs=1, batch=4, rate=1e-3),
+    ("linear-attention",),
+    rates=(1e-3, 1e-2),
+)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BENCHES["mad"], "laptop", (_COPY, replace(_COPY, task="mad/fuzzy-recall")))
+    monkeypatch.setitem(BENCHES["mqar"], "laptop", (_RECALL,))
+
+
+def test_layers_are_compared_once_and_reported_with_their_papers(kalmix, tmp_path: Path) -> None:
+    asked = ("bench", "mad", "--task", "selective-copying", "--device", "cpu", "--output", tmp_path, "--seeds", 2)
+    told = kalmix(*asked)
+    assert told.status == 0, told.errors
+    for words in ("kla  seed 0  macro", "(4/4)", "90.67", "75.73", "±", "Figure 5a", "report.md", "8 x 1"):
+        assert words in told.output, words
+    lines = (tmp_path / "results.jsonl").read_text()
+    rows = [json.loads(line) for line in lines.splitlines()]
+    assert [(row["layer"], row["seed"]) for row in rows] == [
+        (layer, seed) for seed in (0, 1) for layer in ("kla", "kla-noise-free")
+    ]
+    again = kalmix(*asked)
+    assert again.status == 0 and "(4/4)" not in again.output
+    assert (tmp_path / "results.jsonl").read_text() == lines
+    other = kalmix(*asked, "--layer", "gla", "--layer", "kla", "--epochs", 1)
+    assert other.status == 0 and "(4/4)" in other.output  # other epochs are another cell
+    assert "| kla " in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "learning.png").read_bytes().startswith(PNG)
+
+    report = kalmix("bench", "report", tmp_path, "--output", tmp_path / "all")
+    assert report.status == 0 and "kla-noise-free" in report.output and "gla" in report.output
+    with (tmp_path / "all" / "report.csv").open() as file:
+        table = list(csv.DictReader(file))
+    ours = next(row for row in table if row["layer"] == "kla" and row["score"] == "macro")
+    assert (ours["seeds"], ours["paper percent"], ours["state"]) == ("2", "90.67", "32")
+
+
+def test_widths_and_loads_are_drawn_at_the_best_rate(kalmix, tmp_path: Path) -> None:
+    told = kalmix("bench", "mqar", "--device", "cpu", "--output", tmp_path)
+    assert told.status == 0, told.errors
+    for name in ("widths", "lengths", "learning"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert len(rows) == 4
+    for row in rows:
+        row["scores"][row["score"]] = row["protocol"]["rate"]
+    assert [entry.rows[0]["protocol"]["rate"] for entry in entries(rows)] == [1e-2, 1e-2]
+    rows[1] |= {"diverged": "loss"}
+    assert [entry.rows[0]["protocol"]["rate"] for entry in entries(rows)] == [1e-3, 1e-2]
+
+
+def test_scores_over_seeds() -> None:
+    assert str(Score.of([0.5])) == "50.0" and str(Score.of([0.5, 0.7])) == "60.0 ± 10.0"
+    assert printed("mad/compression", "kla-noise-free") == (72.91, "Kalman Linear Attention, Table 6")
+    assert printed("mqar", "kla") is None
+
+
+@pytest.mark.parametrize("preset", ["laptop", "paper"])
+@pytest.mark.parametrize("bench", presets.BENCHES)
+def test_presets_are_cells(bench: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    asked = cells(BENCHES[bench][preset], (), (), 1)
+    assert asked and len(set(asked)) == len(asked)
+    assert all(json.dumps(cell.written()) for cell in asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("mad --layer kalman", "such as kla"),
+        ("mad --task copying", "selective-copying"),
+        ("mad --preset desktop", "laptop, paper"),
+        ("mad --seeds 0", "`seeds` is 0"),
+        ("mqar --jobs 0", "`jobs` is 0"),
+        ("mad --epochs 0", "`epochs` is 0"),
+        ("a5 --device tpu", "cpu or cuda"),
+    ],
+)
+def test_a_mistake_is_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
+    told = kalmix("bench", *options.split(), "--output", tmp_path / "out")
+    assert told.status == 2
+    assert says in told.errors
+    assert "Traceback" not in told.output + told.errors
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_report_of_something_else_is_refused(kalmix, tmp_path: Path) -> None:
+    assert "without results.jsonl" in kalmix("bench", "report", tmp_path).errors
+    (tmp_path / "results.jsonl").write_text("step,loss\n")
+    told = kalmix("bench", "report", tmp_path)
+    assert told.status == 2 and "line 1 is no JSON" in told.errors
