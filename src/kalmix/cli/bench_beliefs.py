@@ -69,7 +69,7 @@ def draw(cell: Cell, results: Results, row: int) -> list[Path]:
     if not found:
         return []
     asked = test.targets[row] != IGNORED
-    later = np.isin(test.inputs[row], test.targets[row][asked]) & ~asked
+    named = np.isin(test.inputs[row], test.targets[row][asked])
     tokens, folder = [str(token) for token in test.inputs[row]], results.path.parent / "beliefs"
     name = f"{cell.task.replace('/', '-')}-{cell.layer}-{cell.seed}"
     title = f"{cell.layer} on {cell.task}"
@@ -79,19 +79,20 @@ def draw(cell: Cell, results: Results, row: int) -> list[Path]:
         [insight.variance for insight in found],
         tokens,
         [insight.name for insight in found],
-        marks={} if asked.all() else {"asked for later": later, "asked": asked},
+        marks={} if asked.all() else {"what is asked for": named, "where it is asked": asked},
         title=f"Posterior variance of the read-out: {title}",
     )
     written = [variance]
     for insight in found:
         if insight.weights is not None:
+            kind = "channel" if len(insight.weights) == insight.variance.shape[1] else "head"
             chosen = torch.randperm(len(insight.weights), generator=torch.Generator().manual_seed(0))[:MAPS].sort()[0]
             maps = folder / f"{name}-attention-{insight.name.replace(' ', '-')}.png"
             channel_maps(
                 maps,
                 insight.weights[chosen],
                 tokens,
-                [f"{insight.name}, {place}" for place in chosen.tolist()],
+                [f"{insight.name}, {kind} {place}" for place in chosen.tolist()],
                 title=f"Kalman attention: {title}",
             )
             written.append(maps)
