@@ -14,6 +14,7 @@ from kalmix.errors import ArgumentError
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.segments import Segments
 from kalmix.training.bench.baselines import BASELINES, MLSTM, RWKV7, Mamba1
+from kalmix.training.bench.models import Shape, build
 
 WIDTH, TOKENS = 16, 21
 
@@ -143,6 +144,8 @@ def test_a_model_of_them_begins_as_their_packages_say():
     assert 0.9e-3 < step.min() < step.max() < 0.11
     assert not mlstm.mlstm_cell.fgate.weight.any()
     assert mlstm.mlstm_cell.fgate.bias.min() == 3
+    scaled = build(9, Shape(WIDTH, scaled=True), "mamba-1", 8, from_last=False).model.mixers[0].inner
+    assert F.softplus(scaled.dt_proj.bias).max() < 0.11
     ids = torch.arange(8)[None]
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
@@ -175,6 +178,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.filterwarnings("ignore:According to Bo", "ignore:Triton is not supported")
 def test_rwkv_asks_for_a_gpu():
+    pytest.importorskip("fla")
     layer = RWKV7(WIDTH, head_dim=8)
     assert layer.state_size == 128
     with pytest.raises(ArgumentError, match="must be a GPU"):

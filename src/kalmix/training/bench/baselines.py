@@ -170,6 +170,7 @@ def _mamba(hidden_size: int, state_dim: int, expand: int, conv: int) -> nn.Modul
         use_mambapy=True,
     )
     module = mamba.MambaMixer(config, layer_idx=0)
+    module.dt_proj.bias._no_reinit = True  # as Mamba's own code marks it, for those who draw models anew
     if not conv:  # one tap, which is 1 and stays so
         nn.init.ones_(module.conv1d.weight.requires_grad_(False))
     return module

@@ -152,5 +152,5 @@ def _scale(model: LanguageModel, depth: int) -> None:
         if isinstance(part, nn.Linear):
             writes = name.endswith("out_proj")
             nn.init.normal_(part.weight, std=EMBEDDING_STD / (math.sqrt(2 * depth) if writes else 1.0))
-            if part.bias is not None:
+            if part.bias is not None and not getattr(part.bias, "_no_reinit", False):  # Mamba's steps keep theirs
                 nn.init.zeros_(part.bias)
