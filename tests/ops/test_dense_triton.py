@@ -9,8 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from kalmix.beliefs import DenseBelief
-from kalmix.kernels.dense import fused, reference
+from kalmix.kernels.dense import fused, reference, triton_parts
 from kalmix.kernels.dense.windows import WINDOW, padded
+from kalmix.kernels.primitives.fused_memory import tile_size
 from kalmix.segments import Segments
 from kalmix.testing.budgets import budgets, relative_error
 
@@ -131,27 +132,34 @@ def test_stays_positive_under_sure_and_repeated_evidence(width):
     eye = torch.eye(width, device=DEVICE).expand(1, 1, width, width)
     for noise, least in ((0.0, -1e-7), (1e-6, 1e-9)):
         process = torch.full_like(inputs["process_noise"], noise)
-        signals = (inputs["q"], inputs["k"], inputs["obs_noise"], process, None, eye, None, False, False)
-        last = fused._gains(*signals)[2].double()
+        belief = DenseBelief(inputs["mean"], eye)
+        signals = (inputs["q"], inputs["k"], inputs["v"], inputs["obs_noise"], process, None, None)
+        last = fused.dense(*signals, belief, None, False).belief.covariance.double()
         assert float(torch.linalg.eigvalsh((last + last.mT) / 2).min()) > least
 
 
-def test_keeps_a_covariance_every_64_tokens_and_the_gains():
+def test_keeps_a_covariance_and_a_mean_every_64_tokens_and_the_gains():
     inputs = {name: x.requires_grad_() for name, x in arguments(1, 67, (1, 1), (3, 2)).items()}
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        names = ("q", "k", "obs_noise", "process_noise", "log_decay", "covariance")
-        fused._gains(*(inputs[name] for name in names), None, False, True)
+        fused._filter(*(inputs[name] for name in NAMES), None, False, True)
     owned = {x.data_ptr() for x in inputs.values()}
-    kept = [x.numel() for x in saved if x.data_ptr() not in owned]
-    assert sorted(kept) == sorted([67 * 3, 67, -(-67 // WINDOW) * padded(3) ** 2])
+    kept = [x.numel() for x in saved if x.data_ptr() not in owned and x.numel()]
+    tile = tile_size(67, torch.float32)
+    means = [-(-67 // tile) * 3 * 2, 67 * 2, 67 * tile]  # at the entry of tiles; errors, and inverses they came from
+    assert sorted(kept) == sorted([67 * 3, 67, -(-67 // WINDOW) * padded(3) ** 2, *means])
 
 
 def test_meets_the_dispatcher_as_an_operator_should():
     inputs = arguments(1, 18, (1, 2), (3, 2))
-    names = ("q", "k", "obs_noise", "process_noise", "log_decay", "covariance")
-    leaves = [inputs[name].requires_grad_() for name in names]
+    leaves = [inputs[name].requires_grad_() for name in NAMES]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for rows in (None, torch.tensor([[0, 2, 14]], dtype=torch.int32, device=DEVICE)):
         for variance, keep in ((True, True), (False, False)):
-            torch.library.opcheck(fused._gains, (*leaves, rows, variance, keep), test_utils=checks)
+            torch.library.opcheck(fused._filter, (*leaves, rows, variance, keep), test_utils=checks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_long_sequences_go_stretch_by_stretch(monkeypatch, dtype):
+    monkeypatch.setattr(triton_parts, "LONG", 70)
+    check(arguments(2, 135, (1, 2), (3, 2), "head", dtype=dtype))

@@ -57,7 +57,7 @@ INLINE void invert_cholesky(float* square, float floor) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) advance(
-    const float* obs_noise, const float* keys, const float* queries, const float* noises, const float* innovations,
+    const float* obs_noise, const float* keys, const float* queries, const float* noises, float* innovations,
     const float* edges, const float* covariance, float* projected, float* asked, float* kept, float* last,
     const long long* runs, long long length, long long tiles, long long n_stride, long long g_stride,
     long long i_stride, long long j_stride, long long G) {
@@ -89,6 +89,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) advance(
             store(space.square, BLOCK, C);
             invert_cholesky(space.square, floor);
             space.result.raise();
+            __syncwarp();
+            store(innovations + slot(block) * SQUARE, BLOCK, load(space.square, BLOCK));
         }
         return;
     }

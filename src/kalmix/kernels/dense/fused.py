@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kalmix.beliefs import DenseBelief, PointBelief
-from kalmix.kernels.delta import fused as mean_pass
+from kalmix.beliefs import DenseBelief
 from kalmix.kernels.dense.windows import WINDOW, padded
+from kalmix.kernels.primitives.fused_memory import kept_shapes, tile_size
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -26,101 +26,122 @@ def dense(
 ) -> Filtered:
     """See `kalmix.ops.dense`. The gains, which depend on the covariance alone, and then `delta` with them.
 
-    Exact gradients, for which it keeps a covariance every 64 tokens and the gains.
+    Exact gradients, for which it keeps a covariance every 64 tokens, the gains, and what `delta` keeps.
     """
-    tensors = (q, k, obs_noise, process_noise, log_decay, belief.covariance)
+    tensors = (q, k, v, obs_noise, process_noise, log_decay, *belief)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    rows = None if segments is None else segments.rows
-    gain, read, last, _, _ = _gains(*tensors, rows, variance, keep)
-    mean, _, after = mean_pass.delta(q, k, v, gain, log_decay, PointBelief(belief.mean), segments)
-    return Filtered(mean, read if variance else None, DenseBelief(after.mean, last))
+    mean, read, *last = _filter(*tensors, None if segments is None else segments.rows, variance, keep)[:4]
+    return Filtered(mean, read if variance else None, DenseBelief(*last))
 
 
-def _kept_shape(k: Tensor, heads: int, rows: Tensor | None, keep: bool) -> tuple[int, ...]:
-    batch, length, _, width = k.shape
+def _kept_shapes(k: Tensor, v: Tensor, rows: Tensor | None, keep: bool) -> tuple[tuple[int, ...], ...]:
+    """Of gains, gains rounded to the dtype of k (if that is another), innovation variances, covariances; of memories
+    at tile entries, errors and inverses."""
+    (batch, length, heads, _), width = v.shape, k.shape[3]
+    if not keep:
+        return ((0,),) * 7
     whole = batch * ((length + WINDOW - 1) // WINDOW)
     count = whole if rows is None else batch * length // WINDOW + rows.shape[0]
-    return (count, heads, padded(width), padded(width)) if keep else (0,)
+    gains = (batch, length, heads, width)
+    rounded = (0,) if k.dtype == torch.float32 else gains
+    return gains, rounded, gains[:3], (count, heads, padded(width), padded(width)), *kept_shapes(k, v, rows, True, True)
 
 
 @torch.library.custom_op("kalmix::dense_triton", mutates_args=())
-def _gains(
+def _filter(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     obs_noise: Tensor,
     process_noise: Tensor,
     log_decay: Tensor | None,
+    mean: Tensor,
     covariance: Tensor,
     rows: Tensor | None,
     variance: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.kernels.dense.triton import forward
 
-    segments = None if rows is None else Segments(rows)
-    kept = torch.empty(_kept_shape(k, obs_noise.shape[2], rows, keep), dtype=torch.float32, device=k.device)
+    segments, shapes = None if rows is None else Segments(rows), _kept_shapes(k, v, rows, keep)
+    kept = torch.empty(shapes[3], dtype=torch.float32, device=k.device)
+    signals = (q, k, v, obs_noise, process_noise, log_decay)
     with torch.cuda.device_of(k):
-        out = forward(q, k, obs_noise, process_noise, log_decay, covariance, segments, variance, kept)
-    return *out, kept
+        read, after, last, found, results = forward(
+            *signals, mean, covariance, segments, variance, tile_size(v.shape[1], v.dtype), kept
+        )
+    pairs = zip((*found, *results[1:]), shapes, strict=True)
+    gain, rounded, scale, kept, *of_mean = (x if x.shape == shape else x.new_empty(shape) for x, shape in pairs)
+    states, errors, inverses = of_mean
+    return results.mean, read, after, last, gain, rounded, scale, kept, states, errors, inverses
 
 
-@_gains.register_fake
-def _(q, k, obs_noise, process_noise, log_decay, covariance, rows, variance, keep):
-    tokens, kept = tuple(obs_noise.shape), _kept_shape(k, obs_noise.shape[2], rows, keep)
-    shapes = ((*tokens, k.shape[3]), (*tokens, 1) if variance else (0,), covariance.shape, tokens, kept)
-    return tuple(torch.empty(shape, dtype=torch.float32, device=k.device) for shape in shapes)
+@_filter.register_fake
+def _(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep):
+    exact = torch.float32
+    dtypes = exact, k.dtype, exact, exact, v.dtype, v.dtype, v.dtype
+    read = k.new_empty((*v.shape[:3], 1) if variance else (0,), dtype=exact)
+    last = mean.new_empty(mean.shape), k.new_empty(covariance.shape, dtype=exact)
+    pairs = zip(_kept_shapes(k, v, rows, keep), dtypes, strict=True)
+    return v.new_empty(v.shape), read, *last, *(k.new_empty(shape, dtype=dtype) for shape, dtype in pairs)
 
 
 @torch.library.custom_op("kalmix::dense_triton_backward", mutates_args=())
 def _gradients(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     obs_noise: Tensor,
     process_noise: Tensor,
     log_decay: Tensor | None,
     gain: Tensor,
+    rounded: Tensor,
     scale: Tensor,
-    kept: Tensor,
+    covariances: Tensor,
+    states: Tensor,
+    errors: Tensor,
+    inverses: Tensor,
     rows: Tensor | None,
-    grad_gain: Tensor,
+    grad_mean: Tensor,
     grad_read: Tensor | None,
+    grad_after: Tensor,
     grad_last: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from kalmix.kernels.dense.triton import Kept
     from kalmix.kernels.dense.triton_backward import backward
+    from kalmix.kernels.primitives.triton_filter import Results
 
-    segments = None if rows is None else Segments(rows)
-    signals = (q, k, obs_noise, process_noise, log_decay)
+    segments, size = None if rows is None else Segments(rows), tile_size(v.shape[1], v.dtype)
+    found = Kept(gain, rounded if rounded.numel() else gain, scale, covariances)
+    grads = (grad_mean, grad_read, grad_after, grad_last)
+    signals, results = (q, k, v, obs_noise, process_noise, log_decay), Results(grad_mean, states, errors, inverses)
     with torch.cuda.device_of(k):
-        return backward(*signals, gain, scale, kept, segments, grad_gain, grad_read, grad_last)
+        return backward(*signals, found, results, segments, size, *grads)
 
 
 @_gradients.register_fake
-def _(q, k, obs_noise, process_noise, log_decay, gain, scale, kept, rows, grad_gain, grad_read, grad_last):
-    nothing = k.new_empty(0)
-    by_query, by_decay = nothing if grad_read is None else q, nothing if log_decay is None else log_decay
-    like = (by_query, k, obs_noise, process_noise, by_decay, grad_last)
+def _(q, k, v, obs_noise, process_noise, log_decay, *rest):
+    like = (q, k, v, obs_noise, process_noise, q.new_empty(0) if log_decay is None else log_decay, *rest[-2:])
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like)
 
 
 def _setup(ctx, inputs, output):
-    *signals, covariance, rows, variance, _ = inputs
-    gain, _, _, scale, kept = output
-    ctx.save_for_backward(*signals, gain, scale, kept, rows)
-    ctx.mark_non_differentiable(scale, kept)
+    *signals, mean, covariance, rows, variance, _ = inputs
+    ctx.save_for_backward(*signals, *output[4:], rows)
+    ctx.mark_non_differentiable(*output[4:])
     ctx.set_materialize_grads(False)
-    ctx.belief, ctx.variance = covariance.shape, variance
+    ctx.prior, ctx.dtype, ctx.variance = (mean.shape, covariance.shape), mean.dtype, variance
 
 
-def _backward(ctx, grad_gain, grad_read, grad_last, _, __):
-    *signals, gain, scale, kept, rows = ctx.saved_tensors
-    if grad_gain is None:
-        grad_gain = torch.zeros_like(gain)
-    if grad_last is None:
-        grad_last = gain.new_zeros(ctx.belief)
+def _backward(ctx, grad_mean, grad_read, grad_after, grad_last, *_):
+    *signals, rows = ctx.saved_tensors
+    v, (mean, covariance) = signals[2], ctx.prior
+    grad_mean = v.new_zeros(()).expand(v.shape) if grad_mean is None else grad_mean
+    grad_after = v.new_zeros((), dtype=ctx.dtype).expand(mean) if grad_after is None else grad_after
+    grad_last = v.new_zeros(covariance, dtype=torch.float32) if grad_last is None else grad_last
     asked = grad_read if ctx.variance else None
-    by_query, *direct, by_decay, by_prior = _gradients(*signals, gain, scale, kept, rows, grad_gain, asked, grad_last)
-    by_query, by_decay = None if asked is None else by_query, None if signals[4] is None else by_decay
-    return by_query, *direct, by_decay, by_prior, None, None, None
+    *direct, by_decay, by_mean, by_covariance = _gradients(*signals, rows, grad_mean, asked, grad_after, grad_last)
+    return *direct, None if signals[5] is None else by_decay, by_mean, by_covariance, None, None, None
 
 
-_gains.register_autograd(_backward, setup_context=_setup)
+_filter.register_autograd(_backward, setup_context=_setup)

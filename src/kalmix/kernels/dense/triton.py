@@ -1,4 +1,4 @@
-"""`dense` in Triton, forward: gains, read-out variance and final covariance (its mean is the op `delta`).
+"""`dense` in Triton, forward: gains, read-out variance and final covariance; with the gains, the means of `delta`.
 
 The covariance does not see the values, and steps through time in blocks of 16 tokens. With P the covariance that
 enters a block, A(t, s) the decay from token s to token t and N_t the process noise gathered since the entry,
@@ -11,7 +11,10 @@ and only P K~' and what follows from it is sequential. So there are three launch
 
 1. `prepare`: what the noises and decays of every block come to, at once;
 2. `_advance`: the covariance from block to block, noting P k~ of every token (on Hopper `advance.cu`);
-3. `gains`: the gain and the variance of every token from these, of all blocks at once.
+3. `gains`: the gain and the variance of every token from these and from L^-1, of all blocks at once.
+
+`_advance` has a program for each sequence and head, so that most of a GPU is idle. So long sequences are cut into
+stretches of time: while it advances through one, the gains and means of the one before are found beside it.
 
 What all blocks do at once, `triton_blocks` does by products where decays are one a head, and `triton_tokens` token by
 token where they are one a key. Decays never are the exponential of a positive number. Blocks lie in windows of 64
@@ -20,6 +23,9 @@ are for `triton_wide`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,19 +36,22 @@ from kalmix.kernels.dense import triton_blocks, triton_tokens
 from kalmix.kernels.dense.cuda import on_hopper
 from kalmix.kernels.dense.triton_parts import (
     COUNTS,
-    Launch,
-    chain_warps,
+    around,
+    chain_options,
     decay_kind,
     faded,
     inverse_cholesky,
-    launch,
     narrow_product,
     product,
     splits,
+    stretches,
 )
 from kalmix.kernels.dense.triton_wide import forward_wide
 from kalmix.kernels.dense.windows import BLOCK, NARROW, WINDOW, padded
-from kalmix.kernels.primitives.triton_tiles import cut_tokens, rows, run_of
+from kalmix.kernels.primitives.triton_filter import Results, blank
+from kalmix.kernels.primitives.triton_filter import forward as filter_tiles
+from kalmix.kernels.primitives.triton_launch import Launch
+from kalmix.kernels.primitives.triton_tiles import Cut, rows, run_of
 from kalmix.segments import Segments
 
 
@@ -85,7 +94,8 @@ def _advance(
                 query = tl.load(queries + base + turn)
                 tl.store(asked + base + turn, product(state, query, SPLIT) + spare[:, None] * query)
             C += narrow_product(key, seen, SPLIT, BLOCK, P)
-            root = inverse_cholesky(C, tl.min(observed, 0), BLOCK)
+            root = inverse_cholesky(C, tl.min(observed, 0), BLOCK)  # in place of what it comes from
+            tl.store(innovations + slot * (BLOCK * BLOCK) + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], root)
             write = product(seen * reach[:, None] + noise, tl.trans(root), SPLIT)
             state = faded(state, edge, i, j, DECAY)
             spare = spare * reach * reach + tl.load(edge + P + i)
@@ -94,59 +104,94 @@ def _advance(
     tl.store(last + (sequence * G + head) * (K * K) + i[:, None] * K + j[None, :], state, mask=inside)
 
 
+class Kept(NamedTuple):
+    """What the backward pass takes: gains `[B, T, G, K]`, in float32 and in the dtype of k, innovation variances
+    `[B, T, G]`, and covariances at the entry of windows `[windows, G, P, P]`, or none."""
+
+    gain: Tensor
+    rounded: Tensor
+    scale: Tensor
+    covariances: Tensor
+
+
 def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    obs_noise: Tensor,
+    process_noise: Tensor,
+    log_decay: Tensor | None,
+    mean: Tensor,
+    covariance: Tensor,
+    segments: Segments | None,
+    variance: bool,
+    size: int,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Kept, Results]:
+    """Read-out variances `[B, T, G, 1]`, final mean and covariance; what the backward pass takes; means and what theirs
+    does. Means are worked on in tiles of `size` tokens; covariances go to `kept` unless it is empty."""
+    signals, kind = (q, k, obs_noise, process_noise, log_decay), decay_kind(log_decay)
+    spans, packed = stretches(k, size, kind, segments), segments is not None
+    results = blank(k, v, sum(tiles.count for _, tiles in spans), size, True, packed)
+    if k.shape[3] > NARROW:
+        gain, read, last, scale = forward_wide(*signals, covariance, segments, variance, kept)
+        found, ready = Kept(gain, gain.to(k.dtype), scale, kept), [lambda: None]
+    else:
+        found, read, last, ready = _gains(*signals, covariance, [windows for windows, _ in spans], variance, kept)
+    states = results.states.split([tiles.count for _, tiles in spans])
+    for (_, tiles), entering, finish in zip(spans, states, ready, strict=True):
+        finish()
+        mean = filter_tiles(q, k, v, found.rounded, log_decay, mean, tiles, True, results._replace(states=entering))
+    return read, mean, last, found, results
+
+
+def _gains(
     q: Tensor,
     k: Tensor,
     obs_noise: Tensor,
     process_noise: Tensor,
     log_decay: Tensor | None,
     covariance: Tensor,
-    segments: Segments | None,
+    cuts: list[Cut],
     variance: bool,
     kept: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gains `[B, T, G, K]`, read-out variances `[B, T, G, 1]`, final covariance, innovation variances `[B, T, G]`."""
-    (batch, length, shared, width), heads = k.shape, obs_noise.shape[2]
-    if width > NARROW:
-        return forward_wide(q, k, obs_noise, process_noise, log_decay, covariance, segments, variance, kept)
-    like = {"dtype": torch.float32, "device": k.device}
+) -> tuple[Kept, Tensor, Tensor, list[Callable[[], None]]]:
+    """Gains, variances of what is read, and the last covariance, of stretches of time; the first two are there once
+    what is returned of their stretch was called."""
+    (batch, length, shared, width), heads, lanes = k.shape, obs_noise.shape[2], padded(k.shape[3])
+    like, kind, packed = {"dtype": torch.float32, "device": k.device}, decay_kind(log_decay), cuts[0].packed
+    tokens = torch.zeros if packed and len(cuts) == 1 else torch.empty  # those outside every segment write nothing
+    gain, scale = tokens(batch, length, heads, width, **like), torch.empty(batch, length, heads, **like)
+    rounded = gain if k.dtype == torch.float32 else tokens(gain.shape, dtype=k.dtype, device=k.device)
+    read = tokens(batch, length, heads, 1, **like) if variance else torch.empty(0, **like)
     q, k = rows(q), rows(k)
     obs_noise, process_noise = obs_noise.contiguous(), process_noise.contiguous()
-    kind, logs = decay_kind(log_decay), k if log_decay is None else log_decay.contiguous()
-    cut, lanes = cut_tokens(batch, length, WINDOW, segments, k), padded(width)
-    blocks = cut.count * (WINDOW // BLOCK)
-    shape = {"K": width, "P": lanes, "BLOCK": BLOCK, "WINDOW": WINDOW, "PACKED": segments is not None}
-    shape |= {"VARIANCE": variance}
+    logs, observed = k if log_decay is None else log_decay.contiguous(), obs_noise.float()
+    orders = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
+    shape = {"K": width, "P": lanes, "BLOCK": BLOCK, "WINDOW": WINDOW, "PACKED": packed, "VARIANCE": variance}
     if kind == 2:  # decays one a key
         stages, options = triton_tokens, triton_tokens.options(lanes) | shape
     else:
-        stages, options = triton_blocks, triton_blocks.options(kind, lanes) | shape
-
-    def scratch(*sizes: int) -> Tensor:
-        return torch.empty(blocks, heads, *sizes, **like)
-
-    keys, noises, projected = (scratch(BLOCK, lanes) for _ in range(3))
-    queries, asked = (scratch(BLOCK, lanes) if variance else keys for _ in range(2))
-    innovations, edges = scratch(BLOCK, BLOCK), scratch(2, lanes)
-    strides = (*q.stride()[1:3], *k.stride()[1:3])
-    steps = []
-    steps.append(Launch(stages.prepare, (blocks, heads), (
-        q, k, obs_noise, process_noise, logs, keys, queries, noises, innovations, edges, cut.table, length, cut.tiles,
-        *strides, heads, heads // shared,
-    ), options))  # fmt: skip
-    last = torch.empty(covariance.shape, **like)
-    chain = {"KEEP": kept.numel() > 0, "SPLIT": splits(), "num_warps": chain_warps(lanes), "num_stages": 1, **shape}
-    steps.append(Launch(on_hopper("advance", _advance, k, lanes), (cut.sequences, heads), (
-        obs_noise.float(), keys, queries, noises, innovations, edges, covariance, projected, asked, kept, last,
-        cut.runs, length, cut.tiles, *covariance.stride(), heads,
-    ), chain | {"DECAY": kind}))  # fmt: skip
-    tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
-    gain = tokens(batch, length, heads, width, **like)
-    scale = torch.empty(batch, length, heads, **like)
-    read = tokens(batch, length, heads, 1, **like) if variance else torch.empty(0, **like)
-    steps.append(Launch(stages.gains, (blocks, heads), (
-        q, k, obs_noise, process_noise, logs, projected, asked, gain, scale, read, cut.table, length, cut.tiles,
-        *strides, heads, heads // shared,
-    ), options))  # fmt: skip
-    launch(steps)
-    return gain, read, last, scale
+        stages, options = triton_blocks, triton_blocks.options(kind, lanes, splits()) | shape
+    across = {"DECAY": kind, "KEEP": kept.numel() > 0, **chain_options(lanes, splits()), **shape}
+    ready, advance = [], on_hopper("advance", _advance, k, lanes)
+    room = kept.split([cut.count for cut in cuts]) if kept.numel() else [kept] * len(cuts)
+    for cut, entering in zip(cuts, room, strict=True):
+        blocks, sizes = cut.count * (WINDOW // BLOCK), (cut.table, length, cut.tiles, *orders)
+        keys, noises, projected = (torch.empty(blocks, heads, BLOCK, lanes, **like) for _ in range(3))
+        queries, asked = (torch.empty_like(keys) if variance else keys for _ in range(2))
+        innovations = torch.empty(blocks, heads, BLOCK, BLOCK, **like)
+        edges, last = torch.empty(blocks, heads, 2, lanes, **like), torch.empty(covariance.shape, **like)
+        before = Launch(stages.prepare, (blocks * heads,), (
+            q, k, obs_noise, process_noise, logs, keys, queries, noises, innovations, edges, *sizes,
+        ), options)  # fmt: skip
+        chain = Launch(advance, (cut.sequences, heads), (
+            observed, keys, queries, noises, innovations, edges, covariance, projected, asked, entering, last,
+            cut.runs, length, cut.tiles, *covariance.stride(), heads,
+        ), across)  # fmt: skip
+        after = Launch(stages.gains, (blocks * heads,), (
+            q, k, obs_noise, process_noise, logs, innovations, projected, asked, gain, rounded, scale, read, *sizes,
+        ), options)  # fmt: skip
+        ready.append(around(before, chain, [after], alone=len(cuts) == 1))
+        covariance = last
+    return Kept(gain, rounded, scale, kept), read, covariance, ready

@@ -18,7 +18,9 @@ where Y holds what the tokens of the block add. Only that is sequential. So ther
 3. `pull_back`: du of every token, and what follows without the covariance, of all blocks at once;
 4. `finish`: Pb du, from the covariance that the forward pass kept at the entry of a window, all windows at once.
 
-As in `triton`, `triton_blocks` or `triton_tokens` have all but the second.
+As in `triton`, `triton_blocks` or `triton_tokens` have all but the second, and long sequences are cut into stretches:
+while `_retreat` is under way in one, the gradients of the gains of the one before, by which `delta` reads values, and
+its `gather` run beside it.
 
 A decay's gradient needs no product of Q and P: rescaling a row of the state, its key and its gain changes nothing.
 So with h = diag(Q P) after a token, diag(dPb Pb) = h + (dc c + dk k + dq q) / 2, and the gradient of its log-decay is
@@ -34,21 +36,25 @@ from torch import Tensor
 
 from kalmix.kernels.dense import triton_blocks, triton_tokens
 from kalmix.kernels.dense.cuda import on_hopper
+from kalmix.kernels.dense.triton import Kept
 from kalmix.kernels.dense.triton_parts import (
     COUNTS,
-    Launch,
-    as_inputs,
-    chain_warps,
+    around,
+    chain_options,
     decay_kind,
     faded,
-    launch,
     narrow_product,
     product,
     splits,
+    stretches,
 )
 from kalmix.kernels.dense.triton_wide_backward import backward_wide
 from kalmix.kernels.dense.windows import BLOCK, NARROW, WINDOW, padded
-from kalmix.kernels.primitives.triton_tiles import cut_tokens, rows, run_of
+from kalmix.kernels.primitives.triton_filter import Results
+from kalmix.kernels.primitives.triton_filter_backward import backward as to_signals
+from kalmix.kernels.primitives.triton_filter_backward import blank
+from kalmix.kernels.primitives.triton_launch import Launch
+from kalmix.kernels.primitives.triton_tiles import rows, run_of
 from kalmix.segments import Segments
 
 
@@ -104,82 +110,101 @@ def _retreat(
 def backward(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     obs_noise: Tensor,
     process_noise: Tensor,
     log_decay: Tensor | None,
-    gain: Tensor,
-    scale: Tensor,
-    kept: Tensor,
+    found: Kept,
+    results: Results,
     segments: Segments | None,
-    grad_gain: Tensor,
+    size: int,
+    grad_mean: Tensor,
     grad_read: Tensor | None,
+    grad_after: Tensor,
     grad_last: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, obs_noise, process_noise, log_decay and the prior's covariance."""
-    (batch, length, shared, width), heads = k.shape, obs_noise.shape[2]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of signals, that of log_decay of size 0 where there is none, and of the prior's mean and covariance."""
+    (_, length, shared, width), heads, lanes = k.shape, obs_noise.shape[2], padded(k.shape[3])
+    (gain, rounded, scale, kept), kind, variance = found, decay_kind(log_decay), grad_read is not None
+    spans, of_mean = stretches(k, size, kind, segments), (q, k, v, rounded, log_decay)
+    grads = blank(q, v, rounded, log_decay, segments is not None)
+    states = results.states.split([tiles.count for _, tiles in spans])
     if width > NARROW:
-        signals = (q, k, obs_noise, process_noise, log_decay)
-        return backward_wide(*signals, gain, scale, kept, segments, grad_gain, grad_read, grad_last)
+        through = (results, spans[0][1], grad_mean, grad_after, True, grads)
+        before, signals = to_signals(*of_mean, *through), (q, k, obs_noise, process_noise, log_decay)
+        own = backward_wide(*signals, gain, scale, kept, segments, grads.gain, grad_read, grad_last)
+        by_query, by_key, by_obs, by_process, by_decay, grad_last = own
+        dq, dk, dv, _, ddecay = grads.gathered(q, rounded, log_decay)
+        dq = dq + by_query if variance else dq
+        return dq, dk + by_key, dv, by_obs, by_process, ddecay + by_decay, before, grad_last
     like = {"dtype": torch.float32, "device": k.device}
-    kinds = [x.dtype for x in (q, k, obs_noise, process_noise, k if log_decay is None else log_decay)]
-    q, k, variance = rows(q), rows(k), grad_read is not None
-    grad_gain, process_noise = grad_gain.contiguous(), process_noise.contiguous()
     grad_last = ((grad_last + grad_last.mT) / 2).contiguous()
-    grad_read = grad_read.contiguous() if grad_read is not None else scale
-    kind, logs = decay_kind(log_decay), k if log_decay is None else log_decay.contiguous()
-    cut, lanes = cut_tokens(batch, length, WINDOW, segments, k), padded(width)
-    blocks = cut.count * (WINDOW // BLOCK)
-    shape = {"K": width, "P": lanes, "BLOCK": BLOCK, "WINDOW": WINDOW, "PACKED": segments is not None}
-    shape |= {"VARIANCE": variance}
-    sizes = (cut.table, length, cut.tiles, *q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
-    steps = []
-
-    def scratch(*sizes: int) -> Tensor:
-        return torch.empty(blocks, heads, *sizes, **like)
-
-    keys, writes, local, exits = (scratch(BLOCK, lanes) for _ in range(4))
-    asked = scratch(BLOCK, lanes) if variance else keys
-    coefficients, edges, spreads = scratch(3, BLOCK, BLOCK), scratch(lanes), scratch(lanes)
-    if kind == 2:  # decays one a key
-        gather, options = triton_tokens.gather, triton_tokens.options(lanes) | {"SPLIT": splits()}
-    else:
-        gather, options = triton_blocks.gather, triton_blocks.options(kind, lanes)
-    steps.append(Launch(gather, (blocks, heads), (
-        q, k, logs, gain, scale, grad_gain, keys, writes, local, asked, coefficients, edges, *sizes,
-    ), options | shape))  # fmt: skip
-    balance = torch.empty(cut.count, heads, lanes, **like)
-    chain = {"SPLIT": splits(), "num_warps": chain_warps(lanes), "num_stages": 1, "DECAY": kind, **shape}
-    grad_prior = torch.empty(grad_last.shape, **like)
-    steps.append(Launch(on_hopper("retreat", _retreat, k, lanes), (cut.sequences, heads), (
-        keys, writes, local, asked, grad_read, edges, kept, grad_last, exits, spreads, balance, grad_prior,
-        cut.runs, length, cut.tiles, heads,
-    ), chain))  # fmt: skip
+    to_read = scale if grad_read is None else grad_read.contiguous()
+    process_noise, logs = process_noise.contiguous(), k if log_decay is None else log_decay.contiguous()
+    q, k = rows(q), rows(k)
+    orders = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
-    alone = heads == shared and kind < 2  # else gradients are added up before they are rounded
-    dk = tokens(gain.shape, dtype=kinds[1] if alone else torch.float32, device=k.device)
-    dq = tokens(gain.shape, dtype=kinds[0] if alone else torch.float32, device=k.device) if variance else dk
     grad_obs, grad_process = (tokens(scale.shape, **like) for _ in range(2))
-    grad_decay = torch.empty(0, **like) if log_decay is None else tokens(log_decay.shape, **like)
-    changes, noises, flows, queries = keys, writes, local, asked  # what they held is spent
-    if kind == 2:
-        gathered = scratch(lanes)
-        steps.append(Launch(triton_tokens.pull_back, (blocks, heads), (
-            q, k, process_noise, logs, gain, scale, grad_gain, grad_read, coefficients, exits, spreads,
-            dk, dq, grad_obs, grad_process, changes, queries, noises, gathered, flows, *sizes,
-        ), triton_tokens.options(lanes) | shape))  # fmt: skip
-        steps.append(Launch(triton_tokens.finish, (cut.count, heads), (
-            q, k, logs, kept, changes, queries, noises, gathered, edges, flows, balance, dk, dq, grad_decay, *sizes,
-        ), triton_tokens.window_options(lanes) | shape))  # fmt: skip
+    grad_decay = tokens((0,) if log_decay is None else log_decay.shape, **like)
+    parts, shape = splits(k.dtype), {"K": width, "P": lanes, "BLOCK": BLOCK, "WINDOW": WINDOW, "VARIANCE": variance}
+    shape |= {"PACKED": spans[0][0].packed}
+    if kind == 2:  # decays one a key
+        stages, options = triton_tokens, triton_tokens.options(lanes) | shape
+        dk = tokens(gain.shape, **like)
+        dq = tokens(gain.shape, **like) if variance else dk
     else:
-        steps.append(Launch(triton_blocks.pull_back, (blocks, heads), (
-            q, k, process_noise, logs, gain, scale, grad_gain, grad_read, coefficients, exits, spreads,
-            grad_obs, grad_process, grad_decay, changes, *sizes,
-        ), options | shape))  # fmt: skip
-        steps.append(Launch(triton_blocks.finish, (cut.count, heads), (
-            q, k, process_noise, logs, gain, scale, grad_read, kept, changes, balance, grad_obs, dk, dq, grad_decay,
-            *sizes,
-        ), triton_blocks.window_options(kind, lanes) | shape))  # fmt: skip
-    launch(steps)
+        stages, options = triton_blocks, triton_blocks.options(kind, lanes, parts) | shape
+        dq, dk = grads.q, grads.k  # what they hold is added to
+    across = {"DECAY": kind, **chain_options(lanes, splits()), **shape}
+    ready, retreat = [], on_hopper("retreat", _retreat, k, lanes)
+    room = kept.split([windows.count for windows, _ in spans])
+    for (cut, tiles), entering, covariances in reversed(list(zip(spans, states, room, strict=True))):
+        through = (results._replace(states=entering), tiles, grad_mean, grad_after, True, grads)
+        grad_after = to_signals(*of_mean, *through)
 
-    grads = (dq if variance else None, dk, grad_obs, grad_process, grad_decay)
-    return *as_inputs(grads, kinds, shared), grad_prior
+        def scratch(*sizes: int, blocks: int = cut.count * (WINDOW // BLOCK)) -> Tensor:
+            return torch.empty(blocks, heads, *sizes, **like)
+
+        sizes = (cut.table, length, cut.tiles, *orders)
+        keys, writes, local, exits = (scratch(BLOCK, lanes) for _ in range(4))
+        asked = scratch(BLOCK, lanes) if variance else keys
+        coefficients, edges, spreads = scratch(3, BLOCK, BLOCK), scratch(lanes), scratch(lanes)
+        balance, grad_prior = torch.empty(cut.count, heads, lanes, **like), torch.empty(grad_last.shape, **like)
+        blocks, windows = (len(keys) * heads,), (cut.count * heads,)
+        changes, noises, flows, queries = keys, writes, local, asked  # what they held is spent
+        before = Launch(stages.gather, blocks, (
+            q, k, logs, gain, scale, grads.gain, keys, writes, local, asked, coefficients, edges, *sizes,
+        ), options | ({"SPLIT": parts} if kind == 2 else {}))  # fmt: skip
+        chain = Launch(retreat, (cut.sequences, heads), (
+            keys, writes, local, asked, to_read, edges, covariances, grad_last, exits, spreads, balance, grad_prior,
+            cut.runs, length, cut.tiles, heads,
+        ), across)  # fmt: skip
+        if kind == 2:
+            gathered = scratch(lanes)
+            after = [Launch(stages.pull_back, blocks, (
+                q, k, process_noise, logs, gain, scale, grads.gain, to_read, coefficients, exits, spreads,
+                dk, dq, grad_obs, grad_process, changes, queries, noises, gathered, flows, *sizes,
+            ), options), Launch(stages.finish, windows, (
+                q, k, logs, covariances, changes, queries, noises, gathered, edges, flows, balance, dk, dq, grad_decay,
+                *sizes,
+            ), triton_tokens.window_options(lanes) | shape)]  # fmt: skip
+        else:
+            after = [Launch(stages.pull_back, blocks, (
+                q, k, process_noise, logs, gain, scale, grads.gain, to_read, coefficients, exits, spreads,
+                grad_obs, grad_process, grad_decay, changes, *sizes,
+            ), options), Launch(stages.finish, windows, (
+                q, k, process_noise, logs, gain, scale, to_read, covariances, changes, balance, grad_obs, dk, dq,
+                grad_decay, *sizes,
+            ), triton_blocks.window_options(kind, lanes, parts) | shape)]  # fmt: skip
+        ready.append(around(before, chain, after, alone=len(spans) == 1))
+        grad_last = grad_prior
+    for finish in ready:
+        finish()
+    if kind == 2:
+        grads.k.add_(dk)
+        if variance:
+            grads.q.add_(dq)
+    dq, dk, dv, _, ddecay = grads.gathered(q, rounded, log_decay)
+    ddecay.add_(grad_decay.to(ddecay.dtype))
+    by_obs, by_process = (x.to(signal.dtype) for x, signal in ((grad_obs, obs_noise), (grad_process, process_noise)))
+    return dq, dk, dv, by_obs, by_process, ddecay, grad_after, grad_last

@@ -2,7 +2,7 @@
 
 Between two tokens s <= t then lies a number, D[t, s], and what the tokens of a block do to each other is a matrix. With
 c the gains, s their innovation variances and S[t, s] = D[t, s] k_t'c_s below the diagonal, the innovation covariance of
-a block is (I + S) diag(s) (I + S)'. What this leaves when it is eliminated makes the gains.
+a block is (I + S) diag(s) (I + S)' = L L'. The gains are made of what its rows leave, by L^-1.
 
 Backward, B = I - (I + S)^-1 is what k_t finds of what is left of the gain of token s. With R and O the same of q_t and
 w_t = (dc_t - (dc_t'c_t) k_t) / s_t, W what is left of the gains at the exit of the block, Q the adjoint of the
@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.kernels.dense.triton_parts import COUNTS, block_of, eliminate, product, splits
+from kalmix.kernels.dense.triton_parts import COUNTS, block_of, product
 from kalmix.kernels.dense.windows import CHUNK
 from kalmix.kernels.primitives.triton_decays import between, between_transposed, elapsed
 from kalmix.kernels.primitives.triton_tiles import (
@@ -31,23 +31,24 @@ from kalmix.kernels.primitives.triton_tiles import (
     load_columns,
     load_per_token,
     load_rows,
+    place_of,
     store_rows,
     tile_of,
 )
 
 
-def options(kind: int, lanes: int) -> dict[str, int]:
+def options(kind: int, lanes: int, parts: int) -> dict[str, int]:
     """How a block is compiled: so that the registers of 16 warps are there for each multiprocessor."""
-    return _products(kind, lanes) | {"num_warps": 1, "maxnreg": 128}
+    return _products(kind, lanes, parts) | {"num_warps": 1, "maxnreg": 128}
 
 
-def window_options(kind: int, lanes: int) -> dict[str, int]:
+def window_options(kind: int, lanes: int, parts: int) -> dict[str, int]:
     """How a window is compiled."""
-    return _products(kind, lanes) | {"num_warps": 4}
+    return _products(kind, lanes, parts) | {"num_warps": 4}
 
 
-def _products(kind: int, lanes: int) -> dict[str, int]:
-    return {"DECAY": kind, "SPLIT": splits(), "CHUNK": min(lanes, CHUNK), "num_stages": 1}
+def _products(kind: int, lanes: int, parts: int) -> dict[str, int]:
+    return {"DECAY": kind, "SPLIT": parts, "CHUNK": min(lanes, CHUNK), "num_stages": 1}
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def prepare(
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    index, head = tl.program_id(0), tl.program_id(1)
+    index, head, _part = place_of(G, 1)
     token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
     if count <= 0:
         return
@@ -151,12 +152,13 @@ def prepare(
 
 @triton.jit(do_not_specialize=COUNTS)
 def gains(
-    q, k, obs_noise, process_noise, log_decay, projected, asked, gain, scale, read, table, length, tiles,
+    q, k, obs_noise, process_noise, log_decay, innovations, projected, asked, gain, rounded, scale, read, table, length,
+    tiles,
     q_token, q_head, k_token, k_head, G, SHARE,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    index, head = tl.program_id(0), tl.program_id(1)
+    index, head, _part = place_of(G, 1)
     token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
     if count <= 0:
         return
@@ -166,30 +168,24 @@ def gains(
     since, _ = _elapsed(log_decay, token, count, head, G, BLOCK, DECAY)
     decays, reach = between(since, BLOCK), _fade(since)
     noise = _gathered(decays, load_per_token(process_noise + row, count, G, BLOCK))
-    C = tl.zeros([BLOCK, BLOCK], tl.float32)
-    alike = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for start in range(0, P, CHUNK):
-        lane = start + tl.arange(0, CHUNK)
-        key = load_rows(k, k_token, count, lane, K, BLOCK)
-        C += product(key, tl.load(projected + slot * (BLOCK * P) + t[None, :] * P + lane[:, None]), SPLIT)
-        alike += product(key, load_columns(k, k_token, count, lane, K, BLOCK), SPLIT)
+    inverse = tl.load(innovations + slot * (BLOCK * BLOCK) + t[:, None] * BLOCK + t[None, :])
+    root = _diagonal(inverse, BLOCK)
+    inverse = tl.where(_earlier(BLOCK), inverse / root[:, None], 0.0)
     observed = tl.load(obs_noise + row + t * G, mask=t < count, other=1.0).to(tl.float32)
-    C = reach[:, None] * C + _met_by_both(since, decays, noise, BLOCK) * alike
-    C += tl.where(_same(BLOCK), observed[:, None], 0.0)
-    inverse, pivots = eliminate(C, tl.min(tl.where(t < count, observed, float("inf")), 0), BLOCK)
-    total = tl.maximum(pivots, observed)
+    total = tl.maximum(1.0 / (root * root), observed)
     tl.store(scale + row + t * G, total, mask=t < count)
-    others = tl.where(_same(BLOCK), 0.0, inverse)
-    noisy = tl.where(_earlier(BLOCK), inverse * decays * noise[None, :], 0.0)
+    noisy = inverse * decays * noise[None, :]
     known = tl.zeros([BLOCK, BLOCK], tl.float32)
     answer = tl.zeros([BLOCK], tl.float32)
     for start in range(0, P, CHUNK):
         lane = start + tl.arange(0, CHUNK)
         flat = slot * (BLOCK * P) + t[:, None] * P + lane[None, :]
         key, seen = load_rows(k, k_token, count, lane, K, BLOCK), tl.load(projected + flat)
-        write = reach[:, None] * (seen + product(others, seen, SPLIT))
+        write = reach[:, None] * (seen + product(inverse, seen, SPLIT))
         write = (write + noise[:, None] * key.to(tl.float32) + product(noisy, key, SPLIT)) / total[:, None]
         store_rows(gain + row * K, G * K, count, lane, write, K, BLOCK)
+        if gain.dtype != rounded.dtype:
+            store_rows(rounded + row * K, G * K, count, lane, write, K, BLOCK)
         if VARIANCE:
             query = load_rows(q, q_token, count, lane, K, BLOCK)
             known += product(query, tl.trans(write), SPLIT)
@@ -208,7 +204,7 @@ def gather(
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    index, head = tl.program_id(0), tl.program_id(1)
+    index, head, _part = place_of(G, 1)
     token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
     if count <= 0:
         return
@@ -270,7 +266,7 @@ def pull_back(
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """du; gradients of the noises, and of a log-decay the share that its token has without the covariance."""
-    index, head = tl.program_id(0), tl.program_id(1)
+    index, head, _part = place_of(G, 1)
     token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
     if count <= 0:
         return
@@ -349,6 +345,12 @@ def _through(
     return seen, found
 
 
+@triton.jit
+def add_rows(base, stride, count, column, x, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    held = load_rows(base, stride, count, column, WIDTH, SIZE).to(tl.float32)
+    store_rows(base, stride, count, column, held + x, WIDTH, SIZE)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def finish(
     q, k, process_noise, log_decay, gain, scale, grad_read, kept, changes, balance, grad_obs, dk, dq, grad_decay, table,
@@ -356,8 +358,9 @@ def finish(
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """What a window's tokens find in the covariance at its entry, less what earlier ones took, is dk, dq."""
-    window, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """What a window's tokens find in the covariance at its entry, less what earlier ones took, comes to dk, dq."""
+    window, head, _part = place_of(G, 1)
+    window = window.to(tl.int64)
     token, count = tile_of(table, window, length, tiles, WINDOW, PACKED)
     if count <= 0:
         return
@@ -378,7 +381,7 @@ def finish(
     found = tl.where(_same(WINDOW), straight[:, None], -taken * found)
     seen = (reach * reach)[:, None] * seen + product(found, load_rows(gain, G * K, count, lane, K, WINDOW), SPLIT)
     seen += noise[:, None] * tl.load(changes[:, None] + lane[None, :], mask=(t < count)[:, None], other=0.0)
-    store_rows(dk + row * K, G * K, count, lane, seen, K, WINDOW)
+    add_rows(dk + row * K, G * K, count, lane, seen, K, WINDOW)
     moved = tl.sum(seen * load_rows(k, k_token, count, lane, K, WINDOW).to(tl.float32), 1)
     if VARIANCE:
         seen, found = _through(q + t * q_token, count, kept, gain, G, K, P, WINDOW, SPLIT, CHUNK)
@@ -386,7 +389,7 @@ def finish(
         found = product(-taken * found, load_rows(gain, G * K, count, lane, K, WINDOW), SPLIT)
         seen = (reach * reach)[:, None] * seen + noise[:, None] * query + found
         seen *= 2.0 * load_per_token(grad_read + row, count, G, WINDOW)[:, None]
-        store_rows(dq + row * K, G * K, count, lane, seen, K, WINDOW)
+        add_rows(dq + row * K, G * K, count, lane, seen, K, WINDOW)
         moved += tl.sum(seen * query, 1)
     if DECAY:
         change = load_per_token(grad_decay + row, count, G, WINDOW) - 0.5 * moved

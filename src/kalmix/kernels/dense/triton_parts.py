@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 import triton
@@ -11,7 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from kalmix.kernels.primitives.triton_tiles import LOOSE, tile_of
+from kalmix.kernels.dense.windows import LONG, NARROW, STRETCHES, WINDOW
+from kalmix.kernels.primitives.triton_launch import Launch, compiled, launch
+from kalmix.kernels.primitives.triton_tiles import LOOSE, Cut, cut_stretch, cut_tokens, tile_of
+from kalmix.segments import Segments
 
 COUNTS = [*LOOSE, "part", "G", "SHARE"]  # numbers that must not compile a kernel anew
 
@@ -21,29 +24,46 @@ def decay_kind(log_decay: Tensor | None) -> int:
     return 0 if log_decay is None else log_decay.ndim - 2
 
 
-class Launch(NamedTuple):
-    """A kernel to run."""
+def around(before: Launch, chain: Launch, after: list[Launch], alone: bool) -> Callable[[], None]:
+    """Run what comes before a chain, and the chain beside what the current stream has to do from then on, unless it is
+    alone; the result, once called, has the stream wait for it and runs what comes after.
 
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    The programs of a chain come first: they are few, and each wants a multiprocessor of its own.
+    """
+    compiled([before, chain, *after])
+    launch([before])
+    if alone or knobs.runtime.interpret:
+        launch([chain])
+        return partial(launch, after)
+    current, other = torch.cuda.current_stream(), _first(torch.cuda.current_device())
+    other.wait_stream(current)
+    with torch.cuda.stream(other):
+        launch([chain])
+    done = other.record_event()
+
+    def rest(_held: tuple[Launch, Launch] = (before, chain)) -> None:  # what they work on is not given away until then
+        current.wait_event(done)
+        launch(after)
+
+    return rest
 
 
-_COMPILED: set[Any] = set()
+@cache
+def _first(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
-def launch(steps: list[Launch]) -> None:
-    """Run kernels one after another; new ones are compiled first, side by side, or the first call would take long."""
-    types = [[x.dtype for x in step.arguments if isinstance(x, Tensor)] for step in steps]
-    new = tuple((id(x.kernel), *x.options.values(), *kinds) for x, kinds in zip(steps, types, strict=True))
-    if new not in _COMPILED and not knobs.runtime.interpret:
-        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
-            for kernel, grid, arguments, options in steps:
-                kernel.warmup(*arguments, grid=grid, **options)
-        _COMPILED.add(new)
-    for kernel, grid, arguments, options in steps:
-        kernel[grid](*arguments, **options)
+def stretches(k: Tensor, size: int, kind: int, segments: Segments | None) -> list[tuple[Cut, Cut]]:
+    """Windows of all sequences and tiles of `size` tokens: of one stretch of time after another, so that chains of the
+    next run beside what follows those of this one."""
+    batch, length = k.shape[:2]
+    if segments is not None or kind == 2 or length < LONG or k.shape[3] > NARROW:
+        return [(cut_tokens(batch, length, WINDOW, segments, k), cut_tokens(batch, length, size, segments, k))]
+    each = triton.cdiv(length, WINDOW * STRETCHES) * WINDOW
+    return [
+        (cut_stretch(*span, WINDOW, k.device), cut_stretch(*span, size, k.device))
+        for span in ((batch, length, start, min(start + each, length)) for start in range(0, length, each))
+    ]
 
 
 def as_inputs(
@@ -59,9 +79,11 @@ def as_inputs(
     return [x.to(kind) for x, kind in zip((first, summed(by_key), *rest), kinds, strict=True)]
 
 
-def splits() -> bool:
-    """Whether tensor cores that take bfloat16 are there to use."""
-    return torch.version.cuda is not None and not knobs.runtime.interpret
+def splits(ends_in: torch.dtype = torch.float32) -> int:
+    """Of how many bfloat16 a factor is the sum, where tensor cores take them: of three to the last bit, or, of what
+    ends in half precision, of two to 16 bits."""
+    cores = torch.version.cuda is not None and not knobs.runtime.interpret
+    return 0 if not cores else 3 if ends_in == torch.float32 else 2
 
 
 @triton.jit
@@ -73,36 +95,32 @@ def block_of(table, index, length, tiles, BLOCK: tl.constexpr, WINDOW: tl.conste
 
 
 @triton.jit
-def thirds(x):
-    """A float32 as the sum of three bfloat16, whose layout in registers is that of the sums of products."""
-    bits = x.to(tl.uint32, bitcast=True)
-    first = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    x -= (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    bits = x.to(tl.uint32, bitcast=True)
-    second = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    x -= (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    third = (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return first, second, third
-
-
-@triton.jit
-def parts_of(x):
-    """The bfloat16 that add up to a factor: three, or itself."""
-    return (x,) if x.dtype == tl.bfloat16 else thirds(x.to(tl.float32))
+def parts_of(x, PARTS: tl.constexpr):
+    """The bfloat16 that add up to a factor, if it is not one, in registers as the sums of products are."""
+    if x.dtype == tl.bfloat16:
+        parts = (x,)
+    else:
+        x = x.to(tl.float32)
+        parts = ()
+        for _ in tl.static_range(PARTS):
+            bits = x.to(tl.uint32, bitcast=True)
+            parts += ((bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True),)
+            x -= (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return parts
 
 
 @triton.jit
 def product(a, b, SPLIT: tl.constexpr, c=None):
-    """a b (+ c) in float32: from bfloat16 parts, all but the three least of nine products of thirds, or straight.
+    """a b (+ c) in float32: from bfloat16 parts, all but the least of their products, or straight.
 
     Add it to a large number afterwards: tensor cores drop what lies below the last bit of the sum so far.
     """
     if SPLIT:
-        of_a, of_b = parts_of(a), parts_of(b)
-        for less in tl.static_range(3):
-            for i in tl.static_range(3 - less):
-                if (2 - less - i < len(of_a)) and (i < len(of_b)):
-                    c = tl.dot(of_a[2 - less - i], of_b[i], c)
+        of_a, of_b = parts_of(a, SPLIT), parts_of(b, SPLIT)
+        for less in tl.static_range(SPLIT):
+            for i in tl.static_range(SPLIT - less):
+                if (SPLIT - 1 - less - i < len(of_a)) and (i < len(of_b)):
+                    c = tl.dot(of_a[SPLIT - 1 - less - i], of_b[i], c)
     else:
         c = tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
     return c
@@ -190,6 +208,6 @@ def inverse_cholesky(C, floor, BLOCK: tl.constexpr):
     return unit * (1.0 / tl.sqrt(pivots))[:, None]
 
 
-def chain_warps(lanes: int) -> int:
-    """Warps that share a covariance."""
-    return 8 if lanes > 64 else 4
+def chain_options(lanes: int, parts: int) -> dict[str, int]:
+    """How a chain is compiled."""
+    return {"SPLIT": parts, "num_warps": 8 if lanes > 64 else 4, "num_stages": 1}

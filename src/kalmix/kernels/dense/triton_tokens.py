@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.kernels.dense.triton_parts import COUNTS, block_of, chain_warps, faded, product, splits
-from kalmix.kernels.primitives.triton_tiles import tile_of
+from kalmix.kernels.dense.triton_parts import COUNTS, block_of, chain_options, faded, product, splits
+from kalmix.kernels.primitives.triton_tiles import place_of, tile_of
 
 
 def options(lanes: int) -> dict[str, int]:
@@ -20,7 +20,7 @@ def options(lanes: int) -> dict[str, int]:
 
 def window_options(lanes: int) -> dict[str, int]:
     """How a window is compiled, which a covariance steps through."""
-    return {"SPLIT": splits(), "num_warps": chain_warps(lanes), "num_stages": 1}
+    return chain_options(lanes, splits())
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def prepare(
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    index, head = tl.program_id(0), tl.program_id(1)
+    index, head, _part = place_of(G, 1)
     token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
     if count <= 0:
         return
@@ -79,12 +79,13 @@ def prepare(
 
 @triton.jit(do_not_specialize=COUNTS)
 def gains(
-    q, k, obs_noise, process_noise, log_decay, projected, asked, gain, scale, read, table, length, tiles,
+    q, k, obs_noise, process_noise, log_decay, innovations, projected, asked, gain, rounded, scale, read, table, length,
+    tiles,
     q_token, q_head, k_token, k_head, G, SHARE,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    index, head = tl.program_id(0), tl.program_id(1)
+    index, head, _part = place_of(G, 1)
     token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
     lane, row = tl.arange(0, P), tl.arange(0, BLOCK)
     slot = index.to(tl.int64) * G + head
@@ -108,6 +109,8 @@ def gains(
         total = tl.load(obs_noise + at).to(tl.float32) + tl.maximum(tl.sum(key * warped, 0), 0.0)
         this = warped / total
         tl.store(gain + at * K + lane, this, mask=lane < K)
+        if gain.dtype != rounded.dtype:
+            tl.store(rounded + at * K + lane, this.to(rounded.dtype.element_ty), mask=lane < K)
         tl.store(scale + at, total)
         written = tl.where((row == t)[:, None], this[None, :], written)
         scales = tl.where(row == t, total, scales)
@@ -125,7 +128,7 @@ def gather(
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    index, head = tl.program_id(0), tl.program_id(1)
+    index, head, _part = place_of(G, 1)
     token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
     if count <= 0:
         return
@@ -186,7 +189,7 @@ def pull_back(
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    index, head = tl.program_id(0), tl.program_id(1)
+    index, head, _part = place_of(G, 1)
     token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
     if count <= 0:
         return
@@ -276,7 +279,8 @@ def finish(
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     PACKED: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    window, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    window, head, _part = place_of(G, 1)
+    window = window.to(tl.int64)
     token, count = tile_of(table, window, length, tiles, WINDOW, PACKED)
     PIECES: tl.constexpr = WINDOW // BLOCK
     i, j, row = tl.arange(0, P), tl.arange(0, P), tl.arange(0, BLOCK)

@@ -32,8 +32,9 @@ from kalmix.kernels.dense.triton_bands import (
     vector,
     zero_by_columns,
 )
-from kalmix.kernels.dense.triton_parts import COUNTS, Launch, decay_kind, launch
+from kalmix.kernels.dense.triton_parts import COUNTS, decay_kind
 from kalmix.kernels.dense.windows import WINDOW, padded
+from kalmix.kernels.primitives.triton_launch import Launch, launch
 from kalmix.kernels.primitives.triton_tiles import cut_tokens, rows, run_of
 from kalmix.segments import Segments
 

@@ -3,6 +3,8 @@
 BLOCK = 16  # tokens whose update of the covariance is one product; longer ones lose its positivity in float32
 CHUNK = 32  # keys of a block's tokens that one warp has in registers, and one step of a window's products takes
 WINDOW = 64  # tokens from one covariance kept for the backward pass to the next
+LONG = 1024  # tokens from which on sequences are worked on in stretches of time
+STRETCHES = 2  # how many
 NARROW = 128  # rows of a covariance, at most, that one program has in registers as it steps through time
 BAND = 64  # rows of a wider one that a program has
 NEAR = 16  # tokens whose signals are called for ahead of time

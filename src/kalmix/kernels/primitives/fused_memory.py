@@ -52,7 +52,7 @@ def tile_size(length: int, dtype: torch.dtype) -> int:
     return 32 if dtype == torch.float32 else 64
 
 
-def _kept_shapes(
+def kept_shapes(
     k: Tensor, v: Tensor, rows: Tensor | None, corrects: bool, keep: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Of memories at tile entries, errors, and inverses."""
@@ -75,21 +75,21 @@ def _filter(
     corrects: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from kalmix.kernels.primitives.triton_filter import forward
+    from kalmix.kernels.primitives.triton_filter import blank, forward
+    from kalmix.kernels.primitives.triton_tiles import cut_tokens
 
-    segments = None if rows is None else Segments(rows)
+    segments, size = None if rows is None else Segments(rows), tile_size(v.shape[1], v.dtype)
     with torch.cuda.device_of(v):
-        mean, last, *kept = forward(q, k, v, gain, log_decay, prior, segments, corrects, tile_size(v.shape[1], v.dtype))
-    shapes = _kept_shapes(k, v, rows, corrects, keep)
-    states, errors, inverses = (
-        x if x.shape == shape else v.new_empty(shape) for x, shape in zip(kept, shapes, strict=True)
-    )
-    return mean, last, states, errors, inverses
+        cut = cut_tokens(v.shape[0], v.shape[1], size, segments, q)
+        results = blank(k, v, cut.count, size, corrects, cut.packed)
+        last = forward(q, k, v, gain, log_decay, prior, cut, corrects, results)
+    states, errors, inverses = (x if keep else v.new_empty(0) for x in results[1:])
+    return results.mean, last, states, errors, inverses
 
 
 @_filter.register_fake
 def _(q, k, v, gain, log_decay, prior, rows, corrects, keep):
-    kept = (v.new_empty(shape) for shape in _kept_shapes(k, v, rows, corrects, keep))
+    kept = (v.new_empty(shape) for shape in kept_shapes(k, v, rows, corrects, keep))
     return torch.empty(v.shape, dtype=v.dtype, device=v.device), prior.new_empty(prior.shape), *kept
 
 
@@ -108,12 +108,17 @@ def _gradients(
     grad_last: Tensor,
     corrects: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from kalmix.kernels.primitives.triton_filter_backward import backward
+    from kalmix.kernels.primitives.triton_filter import Results
+    from kalmix.kernels.primitives.triton_filter_backward import backward, blank
+    from kalmix.kernels.primitives.triton_tiles import cut_tokens
 
-    segments = None if rows is None else Segments(rows)
-    kept, size = (states, errors, inverses), tile_size(v.shape[1], v.dtype)
+    segments, kept = None if rows is None else Segments(rows), Results(grad_mean, states, errors, inverses)
     with torch.cuda.device_of(v):
-        return backward(q, k, v, gain, log_decay, *kept, segments, grad_mean, grad_last, corrects, size)
+        cut = cut_tokens(v.shape[0], v.shape[1], tile_size(v.shape[1], v.dtype), segments, q)
+        grads = blank(q, v, gain, log_decay, cut.packed)
+        dprior = backward(q, k, v, gain, log_decay, kept, cut, grad_mean, grad_last, corrects, grads)
+    dq, dk, dv, dgain, ddecay = grads.gathered(q, gain, log_decay)
+    return dq, dk, dv, dgain, ddecay, dprior
 
 
 @_gradients.register_fake

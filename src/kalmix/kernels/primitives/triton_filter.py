@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kalmix.kernels.primitives.triton_decays import pace
 from kalmix.kernels.primitives.triton_keys import fold
+from kalmix.kernels.primitives.triton_launch import Launch, launch
 from kalmix.kernels.primitives.triton_memory import carry, read, solve
 from kalmix.kernels.primitives.triton_pieces import join
-from kalmix.kernels.primitives.triton_tiles import Cut, cut_tokens, precision, rows
-from kalmix.segments import Segments
+from kalmix.kernels.primitives.triton_tiles import Cut, precision, rows
 
 # Columns worked on at a time, also of narrow matrices: Triton 3.6 on Hopper gets a product of 64 rows wrong whose left
 # factor is itself a product, of another width.
@@ -65,13 +65,12 @@ def prepare(
     v: Tensor,
     gain: Tensor | None,
     log_decay: Tensor | None,
-    segments: Segments | None,
+    cut: Cut,
     corrects: bool,
-    size: int,
 ) -> Signals:
     """What both passes start from."""
     (batch, length, heads, width), keys = v.shape, k.shape[3]
-    cut = cut_tokens(batch, length, size, segments, q)
+    size = cut.size
     q, k = rows(q), rows(k)
     keyed, vector = log_decay is not None and log_decay.ndim == 4, gain is not None and gain.ndim == 4
     gains, decays = gain is not None and not vector, log_decay is not None and not keyed
@@ -82,7 +81,7 @@ def prepare(
         "V": width,
         "BLOCK": BLOCK,
         "SIZE": size,
-        "PACKED": segments is not None,
+        "PACKED": cut.packed,
         "PRECISION": precision(v.dtype),
     }
     entering = across = log_decay_rows = scores = corrections = q
@@ -93,7 +92,7 @@ def prepare(
         across = torch.empty(cut.count, heads, dtype=torch.float32, device=v.device)
         pace[cut.count, heads](
             log_decay_rows, per_token, entering, leaving, across, cut.table, length, cut.tiles, heads,
-            SIZE=size, PACKED=segments is not None, GAINS=gains, num_warps=1,
+            SIZE=size, PACKED=cut.packed, GAINS=gains, num_warps=1,
         )  # fmt: skip
     pieces: tuple[Tensor, ...] = ()
     if keyed:
@@ -147,6 +146,24 @@ def carried(sequences: int, heads: int, sizes: dict[str, Any], dtype: torch.dtyp
     return {"VALUES": values, "STAGES": max(1, min(3, stages))}
 
 
+class Results(NamedTuple):
+    """What the forward pass fills: means; of tiles, the memory at their entry; of corrections, errors and inverses."""
+
+    mean: Tensor
+    states: Tensor
+    errors: Tensor
+    inverses: Tensor
+
+
+def blank(k: Tensor, v: Tensor, tiles: int, size: int, corrects: bool, packed: bool) -> Results:
+    """Room for results; 0 where tokens may lie outside every sequence."""
+    like, shape = {"dtype": v.dtype, "device": v.device}, v.shape[:3]
+    mean = (torch.zeros if packed else torch.empty)(v.shape, **like)
+    states = torch.empty(tiles, v.shape[2], k.shape[3], v.shape[3], **like)
+    errors = torch.empty(v.shape if corrects else (0,), **like)
+    return Results(mean, states, errors, torch.empty((*shape, size) if corrects else (0,), **like))
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -154,40 +171,38 @@ def forward(
     gain: Tensor | None,
     log_decay: Tensor | None,
     prior: Tensor,
-    segments: Segments | None,
+    cut: Cut,
     corrects: bool,
-    size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Means, the last memory, and of tiles: the memory at their entry, errors and inverses (empty if it adds only)."""
+    results: Results,
+) -> Tensor:
+    """Fill the results of some tiles, and return the last memories."""
     (batch, length, heads, width), keys = v.shape, k.shape[3]
-    s = prepare(q, k, v, gain, log_decay, segments, corrects, size)._replace(pieces=())
-    cut, v, own = s.cut, rows(v), heads // s.writes.shape[2]
+    s = prepare(q, k, v, gain, log_decay, cut, corrects)._replace(pieces=())
+    v, own = rows(v), heads // s.writes.shape[2]
     tiles, share = (cut.table, length, cut.tiles), heads // s.q.shape[2]
     like = {"dtype": v.dtype, "device": v.device}
-    states = torch.empty(cut.count, heads, keys, width, **like)
+    mean, states, errors, inverses = results
     last = torch.empty(cut.sequences, heads, keys, width, dtype=prior.dtype, device=v.device)
     kinds = {"DECAYS": s.decays, "GAINS": s.gains and not s.keyed}
-    errors, inverses, fast, free = v, v.new_empty(0), v, v
+    fast, free, steps = v, v, []
     if corrects:
-        free, errors = (torch.empty(v.shape, **like) for _ in range(2))
-        fast = torch.empty(batch, length, heads, keys, **like)
-        inverses = torch.empty(batch, length, heads, size, **like)
-        solve[cut.count, heads](
+        free, fast = torch.empty(v.shape, **like), torch.empty(batch, length, heads, keys, **like)
+        steps.append(Launch(solve, (cut.count * heads,), (
             s.k, s.writes, v, s.gain, s.log_decay, s.entering, s.corrections, inverses, fast, free, *tiles,
-            *strides(s.k, s.writes, v), heads, share, own, **kinds, GIVEN=s.keyed, num_warps=4, **s.sizes,
-        )  # fmt: skip
+            *strides(s.k, s.writes, v), heads, share, own,
+        ), {**kinds, "GIVEN": s.keyed, "num_warps": 4, **s.sizes}))  # fmt: skip
+    else:
+        errors = v
     plan = carried(cut.sequences, heads, s.sizes, v.dtype, 2)
-    carry[cut.sequences, heads, triton.cdiv(width, plan["VALUES"])](
+    options = {"KEYED": s.keyed, "SCALED": s.decays or (s.gains and not s.keyed), "CORRECTS": corrects, "num_warps": 4}
+    steps.append(Launch(carry, (cut.sequences, heads, triton.cdiv(width, plan["VALUES"])), (
         s.writes, fast, free, errors, states, prior, last, s.leaving, s.across, cut.runs, length, cut.tiles,
         *strides(s.writes, free), *prior.stride(), heads, own,
-        DECAYS=s.decays, KEYED=s.keyed, SCALED=s.decays or (s.gains and not s.keyed), CORRECTS=corrects,
-        num_warps=4, **plan, **s.sizes,
-    )  # fmt: skip
-    mean = (torch.empty if segments is None else torch.zeros)(v.shape, **like)
+    ), {"DECAYS": s.decays, **options, **plan, **s.sizes}))  # fmt: skip
     values = BLOCK if width <= BLOCK else 2 * BLOCK
-    read[cut.count, heads, triton.cdiv(width, values)](
+    steps.append(Launch(read, (cut.count * heads * triton.cdiv(width, values),), (
         s.q, s.writes, errors, s.gain, s.log_decay, s.scores, states, mean, *tiles,
         *strides(s.q, s.writes, errors), heads, share, own,
-        VALUES=values, GIVEN=s.keyed, BACK=False, num_warps=4, **kinds, **s.sizes,
-    )  # fmt: skip
-    return mean, last, states, errors if corrects else v.new_empty(0), inverses
+    ), {"VALUES": values, "GIVEN": s.keyed, "BACK": False, "num_warps": 4, **kinds, **s.sizes}))  # fmt: skip
+    launch(steps)
+    return last

@@ -29,6 +29,7 @@ from kalmix.kernels.primitives.triton_tiles import (
     load_per_token,
     load_rows,
     load_state,
+    place_of,
     product,
     run_of,
     store_rows,
@@ -61,7 +62,7 @@ def solve(
     DECAYS: tl.constexpr, GAINS: tl.constexpr, GIVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(I + N)^-1 of a tile, and with it W (`fast`: it goes with the memory) and U (`free` of it)."""
-    index, head = tl.program_id(0), tl.program_id(1)
+    index, head, _part = place_of(G, 1)
     token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return
@@ -170,8 +171,8 @@ def read(
     BACK, the same read the other way: by write vectors, from the adjoints of the memory at the exit and of the means
     (in place of errors) at later tokens, which are the gradients of the values.
     """
-    index, head = tl.program_id(0), tl.program_id(1)
-    column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    index, head, part = place_of(G, (V + VALUES - 1) // VALUES)
+    column = part * VALUES + tl.arange(0, VALUES)
     token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return

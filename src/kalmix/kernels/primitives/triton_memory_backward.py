@@ -22,6 +22,7 @@ from kalmix.kernels.primitives.triton_tiles import (
     load_rows,
     load_state,
     load_state_transposed,
+    place_of,
     product,
     run_of,
     store_rows,
@@ -38,7 +39,7 @@ def solve_back(
     DECAYS: tl.constexpr, GAINS: tl.constexpr, SCALED: tl.constexpr, GIVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Z (`fast`) and P (`free`) of a tile."""
-    index, head = tl.program_id(0), tl.program_id(1)
+    index, head, _part = place_of(G, 1)
     token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return
@@ -154,7 +155,7 @@ def pair_gradients(
 
     The gain of token s is still to come. Also what the decays between the two tokens of a pair get from it.
     """
-    index, head = tl.program_id(0), tl.program_id(1)
+    index, head, _part = place_of(G, 1)
     token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return
@@ -220,7 +221,7 @@ def gradients(
     KEYED, q, k and `writes` are those with decays folded in: here are only the shares of their gradients that come by
     the memory, and the gradient of the decay across the tile in place of those of decays.
     """
-    index, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    index, head, part = place_of(G, (K + BLOCK - 1) // BLOCK)
     token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ class Cut(NamedTuple):
         table: int64 `[count, 2]` (first token in `[B * T]`, tokens), or a placeholder without segments, where
             arithmetic says the same.
         runs: int64 `[N, 3]` (first tile, first token, tokens) of each sequence, or a placeholder.
+        packed: whether the tables say it.
     """
 
     size: int
@@ -34,19 +36,30 @@ class Cut(NamedTuple):
     sequences: int
     table: Tensor
     runs: Tensor
+    packed: bool
 
 
 def cut_tokens(batch: int, length: int, size: int, segments: Segments | None, placeholder: Tensor) -> Cut:
     """Cut every sequence into tiles of `size` tokens."""
     if segments is None:
         tiles = triton.cdiv(length, size)
-        return Cut(size, tiles, batch * tiles, batch, placeholder, placeholder)
+        return Cut(size, tiles, batch * tiles, batch, placeholder, placeholder, False)
     found = segments.tiles(batch, length, size)
     row, start, stop = segments.rows.long().unbind(1)
     pieces = (stop - start + size - 1) // size
     runs = torch.stack([pieces.cumsum(0) - pieces, row * length + start, stop - start], dim=1)
     table = torch.stack([found.token, found.count], dim=1)
-    return Cut(size, len(table), len(table), segments.count, table, runs)
+    return Cut(size, len(table), len(table), segments.count, table, runs, True)
+
+
+@lru_cache(maxsize=64)
+def cut_stretch(batch: int, length: int, start: int, stop: int, size: int, device: torch.device) -> Cut:
+    """Of every row the tokens from `start` to `stop`, as sequences of their own."""
+    first, row = torch.arange(start, stop, size), torch.arange(batch) * length
+    token, count = torch.broadcast_tensors(row[:, None] + first, (stop - first).clamp(max=size))
+    runs = torch.stack([torch.arange(batch) * len(first), row + start, torch.full_like(row, stop - start)], dim=1)
+    table = torch.stack([token.flatten(), count.flatten()], dim=1)
+    return Cut(size, len(table), len(table), batch, table.to(device), runs.to(device), True)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -59,6 +72,13 @@ def rows(x: Tensor) -> Tensor:
 def levels_of(size):
     """How often a tile halves until its pieces are single tokens."""
     return size.bit_length() - 1
+
+
+@triton.jit
+def place_of(G, PARTS: tl.constexpr):
+    """Which tile, head and part of it a program has: what lies side by side in memory is worked on side by side."""
+    place = tl.program_id(0)
+    return place // (G * PARTS), place // PARTS % G, place % PARTS
 
 
 @triton.jit
