@@ -6,10 +6,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from kalmix.errors import ArgumentError
-from kalmix.tasks import mad, mqar, words
+from kalmix.tasks import mad, mqar, ruler, words
 from kalmix.tasks.task import Data, Task
 
-TASKS: dict[str, Task[Any]] = {task.name: task for task in (*mad.ALL, *mqar.ALL, *words.ALL)}
+TASKS: dict[str, Task[Any]] = {task.name: task for task in (*mad.ALL, *mqar.ALL, *words.ALL, *ruler.ALL)}
 
 
 def task(name: str) -> Task[Any]:

@@ -1,0 +1,135 @@
+"""What needles are hidden in, and the words they are made of."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib import resources
+from itertools import accumulate
+from pathlib import Path
+from typing import overload
+
+from kalmix.errors import ArgumentError
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+_OWN = {
+    "adjective": """
+able amber ample azure bitter bold brave brief bright brisk broad calm candid careful cheerful clean
+clear clever cold cool coral crisp curly dapper daring deep dense distant dusty eager early earnest easy elder
+elegant even faint fair famous fancy fast fierce fine firm flat fluent fond formal frank fresh frosty full gentle
+giant glad golden good grand grateful great green happy hardy hazel heavy high hollow honest humble icy ideal jolly
+keen kind large late lean light little lively local lone long loud loyal lucid lucky mellow merry mild mindful misty
+modest narrow neat new nimble noble novel old open pale patient plain polite proud pure quick quiet rapid rare ready
+ripe robust round royal rusty safe salty sharp short silent silver simple slow small smooth soft solid sour square
+stable steady steep stern still stout strong sturdy sunny sweet swift tall tame tender thin tidy tiny tough true vast
+vivid warm wary wide wild wise witty young zesty""",
+    "noun": """
+acorn anchor antler apple arch armor arrow aspen atlas autumn badger bamboo banjo barley barrel basin basket
+beacon bear beaver beetle bell berry birch bison blossom boat book bottle boulder branch bread brick bridge brook
+broom bucket butter button cabin cactus camel candle canoe canyon carpet carrot castle cedar cello chalk cherry chest
+circle cliff clock cloud clover coast comet compass copper corner cotton crane crater cricket crown curtain daisy
+dolphin donkey door dragon drum eagle ember engine falcon feather fern ferry fiddle field finch flame flint forest
+fossil fountain fox galaxy garden garnet glacier goblet granite harbor hazelnut helmet heron hill honey horizon
+island ivory jacket jasmine jewel jungle kettle kite ladder lagoon lake lantern lemon lily lobster locket lotus magnet
+mango maple marble meadow melon mirror moon moss mountain needle nest oak oasis ocean olive onion orchard otter owl
+paddle palace panda parrot path pearl pebble pepper piano pillow pine planet plum pond poppy prairie puppet quartz
+rabbit rain raven reef ribbon river robin rocket rose saddle sail salmon sand shadow shell ship silk sparrow spoon
+spring spruce squirrel star stone storm stream summit sun swan table temple thistle thunder tiger timber trail train
+tree tulip tunnel turtle valley velvet village violin walnut water whale wheel willow window winter wolf""",
+    "verb": """
+add ask bake bend blend boil borrow build call carry carve catch climb collect compare count cross cure cut
+dance dig draw drift drink drive earn explain find fix float fold follow gather give glow greet grow guess guide hear
+help hide hold hum hunt jump keep knit know laugh lead learn lift listen look make march measure meet mend mix move
+offer pack paint pick plant play pour print pull push read repair rest ride row run sail save say sew shape share
+shine sing sit sketch sleep smile solve sort speak spin stand stir swim teach tell think throw touch trade travel
+try turn visit wait walk wash watch weave whisper win wonder work write""",
+}
+
+
+class Pairs(Sequence[str]):
+    """All "adjective-noun" in the order of letters, each once; of wonderwords six million, so not written down."""
+
+    def __init__(self, adjectives: Iterable[str], nouns: Iterable[str]) -> None:
+        self._nouns = sorted(set(nouns))
+        groups: list[list[str]] = []  # beginnings, of which only those of one group begin with one another
+        for beginning in sorted({f"{adjective}-" for adjective in adjectives}):
+            if groups and beginning.startswith(groups[-1][0]):
+                groups[-1].append(beginning)
+            else:
+                groups.append([beginning])
+        self._groups = [self._begun(group) if len(group) > 1 else group[0] for group in groups]
+        sizes = (len(self._nouns) if isinstance(group, str) else len(group) for group in self._groups)
+        self._ends = list(accumulate(sizes))
+
+    def _begun(self, beginnings: list[str]) -> list[str]:
+        return sorted({beginning + noun for beginning in beginnings for noun in self._nouns})
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[str]: ...
+    def __getitem__(self, place: int | slice) -> str | list[str]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        place = range(len(self))[place]
+        at = bisect(self._ends, place)
+        group, within = self._groups[at], place - (self._ends[at - 1] if at else 0)
+        return group + self._nouns[within] if isinstance(group, str) else group[within]
+
+
+@cache
+def vocabulary(source: str) -> tuple[Pairs, list[str]]:
+    """Words for keys, and words to count, sorted.
+
+    Raises:
+        ArgumentError: the package is not installed.
+    """
+    kinds = ("adjective", "noun", "verb")
+    found = [_OWN[kind].split() if source == "own" else _wonderwords(f"{kind}list.txt") for kind in kinds]
+    return Pairs(found[0], found[1]), sorted(set().union(*found))
+
+
+def _wonderwords(file: str) -> list[str]:
+    try:
+        text = (resources.files("wonderwords") / "assets" / file).read_text(encoding="utf-8")
+    except ModuleNotFoundError:
+        raise ArgumentError("words", got="'wonderwords', which is not installed", needs="'own'") from None
+    return [word.rstrip() for word in text.splitlines()]
+
+
+@cache
+def essay(path: str) -> tuple[str, ...]:
+    """The words of the text file at `path`; of Python's own language reference if it is empty.
+
+    RULER takes essays by Paul Graham, which are not here; and that reference is another with another Python.
+
+    Raises:
+        ArgumentError: there is no such text.
+    """
+    needs = "the path of a UTF-8 text"
+    if path:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ArgumentError("essay", got=f"{path!r}, which cannot be read ({error})", needs=needs) from None
+    else:
+        try:
+            from pydoc_data.topics import topics
+        except ImportError:
+            raise ArgumentError("essay", got="absent, as is this Python's reference", needs=needs) from None
+        text = " ".join(topic for _, topic in sorted(topics.items()))
+    words = tuple(text.split())
+    if not words:
+        raise ArgumentError("essay", got=f"{path!r}, which is empty", needs=needs)
+    return words
+
+
+def sentences(text: str) -> list[str]:
+    """Cut behind full stops, question and exclamation marks that a space follows. RULER cuts with NLTK's Punkt."""
+    return re.split(r"(?<=[.?!]) +", text.strip())
