@@ -61,5 +61,11 @@ def test_mistakes_are_named():
     for sizes in ({"train": -1, "test": 1, "seed": 0}, {"train": 1, "test": 1.5, "seed": 0}):
         with pytest.raises(ArgumentError, match="whole number"):
             make("mad/compression", **sizes)
-    with pytest.raises(ArgumentError, match="seed"):
-        make("mad/compression", train=1, test=1, seed=-1)
+    for seed in (-1, 2**32, 0.5):
+        with pytest.raises(ArgumentError, match="seed"):
+            make("mad/compression", train=1, test=1, seed=seed)
+
+
+def test_numbers_of_numpy_are_numbers():
+    data = make("mad/noisy-recall", seed=np.int64(1), train=1, test=0, vocab_size=np.int64(20), frac_noise=0)
+    assert json.dumps(data.settings) and type(data.settings["frac_noise"]) is float

@@ -50,7 +50,7 @@ class Data(NamedTuple):
 
 
 class Settings(Protocol):
-    """A frozen dataclass whose fields are a benchmark's settings by the names of its own code."""
+    """A frozen dataclass: a benchmark's settings by the names of its own code, each a number, a truth or a string."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -106,8 +106,8 @@ class Task(Generic[S]):
     def make(self, *, seed: int, train: int, test: int, **settings: Any) -> Data:
         """Rows of this task; see `kalmix.tasks.make`."""
         for name, value in {"seed": seed, "train": train, "test": test}.items():
-            if not _is_a(int, value) or value < 0:
-                raise ArgumentError(name, got=repr(value), needs="a whole number, at least 0")
+            need(_is_a(int, value) and value >= 0, name, repr(value), "a whole number, at least 0")
+        need(seed < 2**32, "seed", seed, "below 2^32")
         configured = self.configure(**settings)
         rows = self.sample(configured, seed, train, test)
         return Data(*rows, configured.vocab_size, asdict(configured))
@@ -118,20 +118,18 @@ class Task(Generic[S]):
         Raises:
             ArgumentError: the benchmark has no such setting, or it cannot have this value.
         """
-        known = [setting.name for setting in fields(self.baseline)]
+        kinds = {setting.name: type(getattr(self.baseline, setting.name)) for setting in fields(self.baseline)}
         for name, value in settings.items():
-            if name not in known:
-                raise ArgumentError(name, got="no setting of " + self.name, needs=f"one of {', '.join(known)}")
-            kind = type(getattr(self.baseline, name))
-            if kind in (bool, int, float, str) and not _is_a(kind, value):
-                raise ArgumentError(name, got=repr(value), needs=f"of type {kind.__name__}")
-        return replace(self.baseline, **settings)
+            need(name in kinds, name, f"no setting of {self.name}", f"one of {', '.join(kinds)}")
+            need(_is_a(kinds[name], value), name, repr(value), f"of type {kinds[name].__name__}")
+        return replace(self.baseline, **{name: kinds[name](value) for name, value in settings.items()})
 
 
 def _is_a(kind: type, value: object) -> bool:
+    """Whether a setting of this kind (bool, int, float or str) may have the value; numpy's numbers are numbers, too."""
     if isinstance(value, bool | np.bool_):
         return kind is bool
-    wider = {float: (float, int, np.floating, np.integer), int: (int, np.integer)}
+    wider: dict[type, Any] = {float: (float, int, np.floating, np.integer), int: (int, np.integer)}
     return isinstance(value, wider.get(kind, kind))
 
 

@@ -5,7 +5,7 @@ pair). No letter comes twice in a word. Traps:
 
 - Tests have keys of the largest size alone, training of all sizes.
 - The pair that is asked for last is put in at a random place, but where it is short the row may end before; then
-  nothing tells its value, in one row of some hundreds at the baseline.
+  nothing tells its value: so in one test row of forty at the baseline.
 - A row ends with it, and is padded at its left; tests score about four tokens a row.
 """
 

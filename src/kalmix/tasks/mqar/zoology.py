@@ -26,16 +26,15 @@ Segment = tuple[Settings, int]  # and how many rows
 
 
 def segment(settings: Settings, seed: int, count: int) -> Rows:
-    """`count` rows of one seed.
+    """`count` rows of one seed, below 2^32.
 
     Raises:
-        ArgumentError: there are too few ids, or the seed is not below 2^32.
+        ArgumentError: there are too few ids.
     """
     s = settings
     first = s.vocab_size // 2  # of the values; keys begin at 1
     need(s.vocab_size > s.input_seq_len, "vocab_size", s.vocab_size, f"above input_seq_len, {s.input_seq_len}")
     need(first - 1 >= s.num_kv_pairs, "vocab_size", s.vocab_size, f"at least {2 * s.num_kv_pairs + 2}, for keys")
-    need(seed < 2**32, "seed", seed, "below 2^32")
     rng = np.random.RandomState(seed)
 
     def chosen(size: int, out_of: int, p: np.ndarray | None = None) -> Integers:
@@ -77,7 +76,6 @@ def segments(train: Sequence[Segment], test: Sequence[Segment], seed: int = 123)
 def held_out(seed: int) -> int:
     """The seed of test rows beside train rows of `seed`: the first in [2^31, 2^32) that numpy's
     `RandomState(seed)` gives, so never that of train rows whose seed is below 2^31."""
-    need(seed < 2**32, "seed", seed, "below 2^32")
     return int(np.random.RandomState(seed).randint(2**31, 2**32, dtype=np.int64))
 
 
