@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kalmix.cli import bench_all
 from kalmix.training.bench import Part, Protocol, Shape, presets
 from kalmix.training.bench.presets import BENCHES, Study, cells
 from kalmix.training.bench.summary import Score, entries, printed
@@ -118,3 +119,36 @@ def test_a_report_of_something_else_is_refused(kalmix, tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text("step,loss\n")
     told = kalmix("bench", "report", tmp_path)
     assert told.status == 2 and "line 1 is no JSON" in told.errors
+
+
+def test_all_runs_every_bench_into_its_folder(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = {}
+
+    def recorder(name: str):
+        return lambda **options: called.setdefault(name, options)
+
+    for name in bench_all.COMMANDS:
+        monkeypatch.setitem(bench_all.COMMANDS, name, recorder(name))
+    asked = ("bench", "all", "--seeds", 2, "--jobs", 2, "--output", tmp_path)
+    assert kalmix(*asked).status == 0
+    assert list(called) == ["mad", "mqar", "needle", "a5", "collision", "solvers", "sde"]
+    assert called["mad"] == {"preset": "laptop", "seeds": 2, "jobs": 2, "device": None, "output": tmp_path / "mad"}
+    assert called["sde"]["epochs"] < 100  # a laptop has half an hour
+    called.clear()
+    assert kalmix(*asked, "--preset", "paper").status == 0
+    assert "epochs" not in called["sde"] and called["a5"]["preset"] == "paper"
+    assert kalmix("bench", "all", "--preset", "desktop").status == 2
+
+
+def test_needles_are_scored_by_length_and_depth(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = tuple(presets._bytes(length, train, 6) for length, train in ((464, 4), (640, 0)))
+    protocol = Protocol(epochs=1, batch=4, rate=1e-3)
+    study = Study("needle/single-1", parts, (Shape(8),), protocol, ("linear-attention",))
+    monkeypatch.setitem(BENCHES["needle"], "laptop", (study,))
+    told = kalmix("bench", "needle", "--device", "cpu", "--output", tmp_path)
+    assert told.status == 0 and "string_match 0.000" in told.output, told.errors
+    (row,) = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
+    for scores in row["slices"]["last"]:
+        depths = [name for name in scores if name.startswith("depth")]
+        assert depths and set(depths) <= {f"depth {fifth}/5" for fifth in range(1, 6)}
+    assert (tmp_path / "lengths.png").read_bytes().startswith(PNG)

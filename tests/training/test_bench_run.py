@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from kalmix.tasks import Rows
+from kalmix.tasks.metrics import micro
 from kalmix.training.bench import Cell, Part, Protocol, Shape, run, trainer
 from kalmix.training.bench.data import Batches, draw
 from kalmix.training.cells import Results
@@ -102,3 +105,11 @@ def test_parts_share_no_batch_and_an_epoch_takes_every_row_once() -> None:
             assert sorted(rows.tolist()) == sorted(data.train.inputs.tolist()), part
     firsts = [next(iter(batches))["inputs"].tolist() for batches.epoch in (0, 0, 1)]
     assert firsts[0] == firsts[1] != firsts[2]
+
+
+def test_scores_by_depth_are_those_of_their_rows() -> None:
+    targets = np.array([[1, 2], [3, 4], [5, 6], [7, 8]])
+    predicted = np.array([[1, 0], [3, 4], [5, 0], [0, 0]])
+    rows = Rows(targets, targets, {"depth": np.array([0.0, 0.19, 0.2, 1.0])})
+    assert trainer.by_depth(micro, predicted, rows) == {"depth 1/5": 0.75, "depth 2/5": 0.5, "depth 5/5": 0.0}
+    assert trainer.by_depth(micro, predicted, Rows(targets, targets)) == {}

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from kalmix.cli import bench_beliefs, benchmark, collision, sde, solvers
-from kalmix.training.bench.presets import BENCHES
+from kalmix.cli import bench_all, bench_beliefs, benchmark
 
 app = typer.Typer(name="bench", help="The experiments of the papers, one a command.", no_args_is_help=True)
-for name in BENCHES:
-    app.command(name=name)(benchmark.command(name))
-app.command(name="collision")(collision.run)
-app.command(name="sde")(sde.run)
-app.command(name="solvers")(solvers.run)
+for name, command in bench_all.COMMANDS.items():
+    app.command(name=name)(command)
+app.command(name="all")(bench_all.run)
 app.command(name="report")(benchmark.report_on)
 app.command(name="beliefs")(bench_beliefs.run)
 

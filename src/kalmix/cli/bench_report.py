@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kalmix import plots
 from kalmix.training.bench.summary import Entry, entries, printed, slices
@@ -24,15 +26,14 @@ def write(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
     """Print what rows of benchmarks say, and write it; the files written."""
     found = entries(rows)
     tables = [_table(list(group)) for _, group in groupby(found, lambda entry: (entry.task, entry.asked))]
+    shown = console if console.is_terminal else Console(file=console.file, width=WIDE, highlight=False)
     for table in tables:
-        console.print(table, width=None if console.is_terminal else WIDE)
+        shown.print(table)
     output.mkdir(parents=True, exist_ok=True)
     markdown = output / "report.md"
     with markdown.open("w", encoding="utf-8") as file:
-        plain = Console(file=file, width=200, color_system=None)
         for table in tables:
-            table.box = box.MARKDOWN
-            plain.print(table)
+            file.write(_markdown(table))
     return [markdown, _csv(found, output / "report.csv"), *_pictures([entry for entry in found if entry.rows], output)]
 
 
@@ -73,6 +74,19 @@ def _table(found: Sequence[Entry]) -> Table:
     return table
 
 
+def _markdown(table: Table) -> str:
+    """The same, under a heading."""
+    title, caption = (Text.from_markup(str(text)).plain if text else "" for text in (table.title, table.caption))
+    table.title = table.caption = None
+    table.box = box.MARKDOWN
+    plain = Console(file=StringIO(), width=10 * WIDE, color_system=None)
+    plain.print(table)
+    lines = [line for line in plain.file.getvalue().splitlines() if line.strip()]  # pyright: ignore[reportAttributeAccessIssue]
+    return "\n".join(
+        [f"## {title}", "", *(line.rstrip() for line in lines), "", *([caption, ""] if caption else []), ""]
+    )
+
+
 def _csv(found: Sequence[Entry], path: Path) -> Path:
     """A line a score of an entry."""
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -94,32 +108,29 @@ def _pictures(found: Sequence[Entry], output: Path) -> list[Path]:
     by_task = [(place, list(group)) for place, group in groupby(found, lambda entry: (entry.task, entry.asked))]
     learned, widths, maps = [], [], {}
     for (task, asked), group in by_task:
-        curves = {}
-        for entry in group:
-            runs = [row["curves"][entry.main] for row in entry.rows]
-            epochs = range(1, min(map(len, runs)) + 1)
-            averaged = [sum(run[epoch - 1] for run in runs) / len(runs) for epoch in epochs]
-            curves[_named(entry, group)] = (list(epochs), averaged, [float("nan")] * len(averaged))
-            found_at = slices(entry)
-            if len({at[0] for at in found_at}) > 1 or len({at[1] for at in found_at}) > 1:
-                maps[f"{task.rpartition('/')[2]}  {_named(entry, group)}"] = found_at
+        main, title = group[0].main, f"{task}\n{asked}"
         levels = {entry.layer: _level(entry) for entry in group if printed(entry.task, entry.layer) is not None}
-        learned.append(plots.Lines(f"{task}\n{asked}", "epochs", group[0].main, curves, levels))
+        learned.append(plots.Lines(title, "epochs", main, _by_epoch(group, main), levels))
+        learned.append(plots.Lines(title, "epochs", "test loss", _by_epoch(group, "test_loss"), {}))
         if len({entry.width for entry in group}) > 1:
-            widths.append(plots.Lines(f"{task}\n{asked}", "width", group[0].main, _by_width(group), {}, doubling=True))
+            widths.append(plots.Lines(title, "width", main, _by_width(group), {}, doubling=True))
+        for entry in group:
+            found_at = slices(entry)
+            if len(found_at) > 1:
+                maps[f"{task.rpartition('/')[2]}  {_named(entry, group)}"] = found_at
     written = []
-    for name, panels in (("learning", learned), ("widths", widths)):
+    for name, panels, columns in (("learning", learned, 4), ("widths", widths, 3)):
         if panels:
-            written.append(Path(plots.benchmark_lines(output / f"{name}.png", panels)))
+            written.append(Path(plots.benchmark_lines(output / f"{name}.png", panels, columns)))
     if maps:
         lengths = sorted({at[0] for found_at in maps.values() for at in found_at})
-        loads = sorted({at[1] for found_at in maps.values() for at in found_at})
+        places = sorted({at[1] for found_at in maps.values() for at in found_at})
         grids = {
-            name: [[found_at.get((length, load), float("nan")) for load in loads] for length in lengths]
+            name: [[found_at.get((length, place), float("nan")) for place in places] for length in lengths]
             for name, found_at in maps.items()
         }
         path = output / "lengths.png"
-        written.append(Path(plots.heat_maps(path, grids, lengths, loads, down="tokens", across="pairs")))
+        written.append(Path(plots.heat_maps(path, grids, lengths, places, down="tokens", across="")))
     return written
 
 
@@ -132,6 +143,17 @@ def _named(entry: Entry, group: Sequence[Entry]) -> str:
 def _level(entry: Entry) -> float:
     paper = printed(entry.task, entry.layer)
     return float("nan") if paper is None else paper.percent / 100
+
+
+def _by_epoch(group: Sequence[Entry], name: str) -> dict[str, Any]:
+    """Means over seeds, as far as all of them went."""
+    curves = {}
+    for entry in group:
+        runs = [row["curves"][name] for row in entry.rows]
+        epochs = range(1, min(map(len, runs)) + 1)
+        averaged = [sum(run[epoch - 1] for run in runs) / len(runs) for epoch in epochs]
+        curves[_named(entry, group)] = (list(epochs), averaged, [float("nan")] * len(averaged))
+    return curves
 
 
 def _by_width(group: Sequence[Entry]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from kalmix.training.cells import Results
 HELP = {
     "mad": "The six tasks of MAD, and long-context recall, by the protocol of Kalman Linear Attention.",
     "mqar": "Multi-query associative recall: Zoology's, and those with one vocabulary of Memory by Design.",
+    "needle": "RULER's needles in a haystack, learned from bytes at one length and asked at others.",
     "a5": "The word problem of the group A5: what a layer can keep track of.",
 }
 

@@ -63,12 +63,12 @@ def find(cells: tuple[Cell, ...], tell: Tell, results: Results, device: torch.de
     keep(cell, model, results)
     shutil.rmtree(checkpoints, ignore_errors=True)
     epochs, tokens = len(judge.curves["loss"]), sum(part.train.inputs.size for part in drawn.parts)
-    chosen = judge.slices[cell.protocol.chosen]
+    chosen, scores = judge.slices[cell.protocol.chosen], tasks.task(cell.task).scores
     return [
         {
             **sizes,
             "score": judge.main,
-            "scores": {name: sum(part[name] for part in chosen) / len(chosen) for name in chosen[0]},
+            "scores": {name: sum(part[name] for part in chosen) / len(chosen) for name in ("test_loss", *scores)},
             "slices": judge.slices,
             "curves": {name: [float(f"{value:.6g}") for value in curve] for name, curve in judge.curves.items()},
             "epochs": epochs,

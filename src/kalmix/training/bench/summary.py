@@ -94,15 +94,23 @@ def asked(row: Row) -> str:
     return ", ".join([*told, f"{rows} rows, {epochs} times at most"])
 
 
-def slices(entry: Entry, chosen: str = "score") -> dict[tuple[int, int], float]:
-    """Main scores by a part's length and how many pairs it has, over seeds; of tasks that have both."""
-    found: dict[tuple[int, int], list[float]] = {}
+Grid = dict[tuple[int, str], float]
+
+
+def slices(entry: Entry, chosen: str = "score") -> Grid:
+    """Main scores over seeds, by length and by how many pairs there are or how deep the answer lies.
+
+    Empty for tasks that have no such thing.
+    """
+    found: dict[tuple[int, str], list[float]] = {}
     for row in entry.rows:
         judged = [part["settings"] for part in row["parts"] if part["test"]]
         for settings, scores in zip(judged, row["slices"][chosen], strict=True):
-            if {"input_seq_len", "num_kv_pairs"} <= settings.keys():
-                at = settings["input_seq_len"], settings["num_kv_pairs"]
+            if "num_kv_pairs" in settings:
+                at = settings["input_seq_len"], f"{settings['num_kv_pairs']:3d} pairs"
                 found.setdefault(at, []).append(scores[entry.main])
+            for name in (name for name in scores if name.startswith("depth")):
+                found.setdefault((settings["max_seq_length"], name), []).append(scores[name])
     return {at: mean(values) for at, values in sorted(found.items())}
 
 

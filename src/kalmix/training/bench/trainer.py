@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,12 +21,14 @@ from transformers.trainer_utils import get_last_checkpoint
 from kalmix import tasks
 from kalmix.errors import NonFiniteError
 from kalmix.models.losses import IGNORE
+from kalmix.tasks.metrics import Metric
 from kalmix.training.bench.data import Batches, Drawn
 from kalmix.training.bench.protocol import Cell, Protocol
 from kalmix.training.sweep import Tell
 
 TOKENS = 1 << 18  # of test rows that are judged at once
 SAVED = 120.0  # seconds between two checkpoints
+FIFTHS = 5
 Curves = dict[str, list[float]]
 
 
@@ -47,6 +50,16 @@ def factor(protocol: Protocol, step: int, an_epoch: int) -> float:
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy of the targets that are not -100, float32."""
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE)
+
+
+def by_depth(score: Metric, predicted: Any, test: tasks.Rows) -> dict[str, float]:
+    """The score of rows whose answer stands in each fifth of them, of those that have any; of tasks that say where."""
+    depth = test.facts.get("depth")
+    if depth is None:
+        return {}
+    fifth = np.minimum((np.asarray(depth) * FIFTHS).astype(int), FIFTHS - 1)
+    there = {part: fifth == part for part in range(FIFTHS) if (fifth == part).any()}
+    return {f"depth {part + 1}/{FIFTHS}": score(predicted[rows], test.targets[rows]) for part, rows in there.items()}
 
 
 class CellTrainer(Trainer):
@@ -204,7 +217,8 @@ class Judge(TrainerCallback, ExportableState):
                 missed, predicted = self.trainer.predict_rows(part)
                 scores = {name: score(predicted, part.test.targets) for name, score in task.scores.items()}
                 parts.append({"test_loss": missed, **scores})
-        means = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+                parts[-1] |= by_depth(task.scores[self.main], predicted, part.test)
+        means = {name: sum(part[name] for part in parts) / len(parts) for name in ("test_loss", *task.scores)}
         for name, value in {"loss": loss, **means}.items():
             self.curves.setdefault(name, []).append(value)
         lost, main = self.curves["test_loss"], self.curves[self.main]

@@ -1,0 +1,42 @@
+"""`kalmix bench all`: every experiment and benchmark, one after the other, each into a folder of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.rule import Rule
+
+from kalmix.cli import benchmark, collision, options, sde, solvers
+from kalmix.training.bench.presets import BENCHES
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    **{name: benchmark.command(name) for name in BENCHES},
+    "collision": collision.run,
+    "solvers": solvers.run,
+    "sde": sde.run,
+}
+# What a laptop leaves out: these take as long as all others together, and say more of the machine than of the layers.
+LAPTOP: dict[str, dict[str, Any]] = {"sde": {"settings": "figure-1b", "models": "afa,softmax", "epochs": 30}}
+
+
+def run(
+    preset: Annotated[
+        str, typer.Option(help="laptop: half an hour on two cores. paper: in full, for a GPU.")
+    ] = "laptop",
+    seeds: options.Seeds = 1,
+    jobs: options.Jobs = 1,
+    device: options.Device = None,
+    output: Annotated[Path, typer.Option(help="For results; what it holds is not run again.")] = Path("runs/all"),
+) -> None:
+    """All experiments and benchmarks of the papers; goes on where it was interrupted."""
+    options.preset(preset, dict.fromkeys(("laptop", "paper")))
+    options.count("seeds", seeds)
+    console = Console(highlight=False)
+    for name, command in COMMANDS.items():
+        console.print(Rule(name, align="left"))
+        less = LAPTOP.get(name, {}) if preset == "laptop" else {}
+        command(preset=preset, seeds=seeds, jobs=jobs, device=device, output=output / name, **less)
