@@ -17,5 +17,5 @@ def strips_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def traits_of(shared: bool) -> int:
-    """Numbers a token: its size and a lag; where values have dynamics of their own, three more of that lag."""
-    return 5 if shared else 8
+    """Numbers a token: its size, a lag and four more of that; where values have their own dynamics, four of theirs."""
+    return 6 if shared else 10

@@ -31,17 +31,22 @@ def attend(
     Products are taken in bfloat16 if the inputs are, else in float32.
     """
     plain = segments is None and belief.positions.shape[1] == 0  # rows are lanes, and queries stay as they are
-    lanes = lay_out(q[..., :0] if plain else q, k, v, times, belief, segments, weighing.window)
+    seen = q[..., :0] if plain else q, k, v
+    copied = plain and weighing.window is None and k.dtype != belief.keys.dtype  # on the way, to be the belief
+    asked, looks, found = (x[..., :0] if copied else x for x in seen)
+    lanes = lay_out(asked, looks, found, times, belief, segments, weighing.window)
     given = (q, k, v) if plain else (lanes.q, lanes.k, lanes.v)
     moves = keys if values is None else values
     rules, numbers = rules_of(values, weighing), numbers_of(keys, values, weighing, torch.float32)
     dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
-    options = (*rules, not plain or weighing.window is not None, variance, dtype)
-    mean, certainty, *_ = _average(*given, keys.frequency, moves.frequency, lanes.times, lanes.rank, numbers, *options)
+    options = (*rules, not plain or weighing.window is not None, variance, copied, dtype)
+    turning = (keys.frequency, moves.frequency)
+    mean, certainty, *held = _average(*given, *turning, lanes.times, lanes.rank, numbers, *options)[:4]
+    after = lanes.after._replace(keys=held[0], values=held[1]) if copied else lanes.after
     spread = None
     if variance:
         spread = lanes.paste((-certainty).exp().repeat_interleave(v.shape[2] // k.shape[2], 2)[..., None])
-    return Filtered(lanes.paste(mean).to(v.dtype), spread, lanes.after if rules.causal else None)
+    return Filtered(lanes.paste(mean).to(v.dtype), spread, after if rules.causal else None)
 
 
 @torch.library.custom_op("kalmix::attend_triton", mutates_args=())
@@ -60,20 +65,24 @@ def _average(
     window: int,
     masked: bool,
     variance: bool,
+    copied: bool,
     dtype: torch.dtype,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor,
 ]:  # fmt: skip
-    """The mean `[L, T, G, V]`, log of the precision `[L, T, H]` or `[0]`, and what is kept: see `triton.forward`."""
+    """The mean `[L, T, G, V]`, log of the precision `[L, T, H]` or `[0]`, k and v in float32 or `[0]`, and what is
+    kept: see `triton.forward`."""
     from kalmix.kernels.attend.triton import forward
 
     rules = Rules(shared, rational, causal, window)
     with torch.cuda.device_of(k):
-        return forward(q, k, v, frequency, frequency_of_values, times, rank, numbers, rules, masked, variance, dtype)
+        turning = (frequency, frequency_of_values)
+        return forward(q, k, v, *turning, times, rank, numbers, rules, masked, variance, copied, dtype)  # type: ignore
 
 
 @_average.register_fake
-def _(q, k, v, _, __, times, rank, numbers, shared, rational, causal, window, masked, variance, dtype):
+def _(q, k, v, _, __, times, rank, numbers, shared, rational, causal, window, masked, variance, copied, dtype):
     (count, tokens, heads, width), (_, slots, own, value_width) = q.shape, v.shape
     single = {"dtype": torch.float32, "device": q.device}
     block, surveys = block_size(slots), []
@@ -93,7 +102,8 @@ def _(q, k, v, _, __, times, rank, numbers, shared, rational, causal, window, ma
     ]
     read = torch.empty(count, tokens, own * parts, strip, **single)
     totals = [torch.empty(count, own * parts, surveys[0].shape[3], **single) for _ in range(2)]
-    return v.new_empty(count, tokens, own, value_width), certainty, read, *turned, *totals, *surveys
+    copies = [torch.empty(x.shape if copied else (0,), **single) for x in (k, v)]
+    return v.new_empty(count, tokens, own, value_width), certainty, *copies, read, *turned, *totals, *surveys
 
 
 @torch.library.custom_op("kalmix::attend_triton_backward", mutates_args=())
@@ -114,7 +124,7 @@ def _gradients(
     variance: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in `dtype`, of frequencies and of numbers; `kept` is what follows the mean."""
+    """Gradients of q, k and v, in `dtype`, of frequencies and of numbers; `kept` follows the mean, and copies."""
     from kalmix.kernels.attend.triton_backward import backward
 
     rules, frequencies = Rules(shared, rational, causal, window), (frequency, frequency_of_values)
@@ -131,19 +141,22 @@ def _(to_mean, _, kept, frequency, frequency_of_values, times, rank, numbers, *o
 
 
 def _keep(ctx, inputs, output):
-    ctx.save_for_backward(*output[1:], *inputs[3:8])
-    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(output[1], *output[4:], *inputs[3:8])
+    ctx.mark_non_differentiable(*output[4:])
     ctx.set_materialize_grads(False)
-    ctx.shape, ctx.options = output[0].shape, (*inputs[8:-1], output[0].dtype)
+    ctx.shape, ctx.options = output[0].shape, (*inputs[8:-2], output[0].dtype)
 
 
-def _pull_back(ctx, to_mean, to_certainty, *_):
+def _pull_back(ctx, to_mean, to_certainty, to_keys, to_values, *_):
     *kept, frequency, frequency_of_values, times, rank, numbers = ctx.saved_tensors
     to_mean = kept[0].new_zeros(ctx.shape) if to_mean is None else to_mean
     to_certainty = torch.zeros_like(kept[0]) if to_certainty is None else to_certainty
     frequencies = (frequency, frequency_of_values)
-    *found, to_numbers = _gradients(to_mean, to_certainty, kept, *frequencies, times, rank, numbers, *ctx.options)
-    return *found, None, None, to_numbers, *[None] * 7
+    to_q, to_k, to_v, *found, to_numbers = _gradients(
+        to_mean, to_certainty, kept, *frequencies, times, rank, numbers, *ctx.options
+    )
+    to_k, to_v = (x if y is None else x + y for x, y in ((to_k, to_keys), (to_v, to_values)))
+    return to_q, to_k, to_v, *found, None, None, to_numbers, *[None] * 8
 
 
 _average.register_autograd(_pull_back, setup_context=_keep)

@@ -63,16 +63,17 @@ def lay_out(
     q, k, v = (x.to(dtype) for x in (q, k, v))
     owner = None if segments is None else segments.owner(batch, length)
     sequence = torch.arange(batch, device=device)[:, None] if owner is None else owner.clamp(min=0)
-    position, clock = _places(belief, segments, sequence, length)
+    position, clock = (x.expand(batch, length) for x in _places(belief, segments, sequence, length))
     now = clock if times is None else times.detach().double()
     if owner is not None:
         inside = owner >= 0
         q, k, v = (torch.where(inside[..., None, None], x, 0) for x in (q, k, v))
         position, now = torch.where(inside, position, -1), torch.where(inside, now, 0)
-    row = HistoryBelief(k, v, now, position)
+    row, past = HistoryBelief(k, v, now, position), belief.positions.shape[1] > 0
+    if owner is None and not past:  # every slot holds a token, and no lane more than a sequence
+        return Lanes(q, k, v, now - now[:, :1], position, _shown(row, window), None, False)
 
     own = row if segments is None or owner is None else _dealt(row, segments, owner)
-    past = belief.positions.shape[1] > 0
     after = HistoryBelief(*(torch.cat(x, 1) for x in zip(belief, own, strict=True))) if past else own
     copied = segments is not None and past
     if segments is not None and copied:
@@ -85,20 +86,24 @@ def lay_out(
     rank = torch.where(held, sequence * FAR + lanes.positions, NOWHERE)
     first = torch.where(held, lanes.times, torch.inf).amin(1, keepdim=True)
     since = torch.where(held, lanes.times - first, 0)
-    if window is not None and after.positions.shape[1] > window:
-        after = after.newest(window)
-    return Lanes(q, lanes.keys, lanes.values, since, rank, after, owner, copied)
+    return Lanes(q, lanes.keys, lanes.values, since, rank, _shown(after, window), owner, copied)
+
+
+def _shown(after: HistoryBelief, window: int | None) -> HistoryBelief:
+    """What a window keeps."""
+    return after if window is None or after.positions.shape[1] <= window else after.newest(window)
 
 
 def _places(belief: HistoryBelief, segments: Segments | None, sequence: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Positions, and times where none are given, of tokens that belong to the sequences `[B, T]`: both go on."""
-    positions, times, count = belief.positions, belief.times, belief.positions.shape[0]
-    seen, clock = positions.new_zeros(count), times.new_zeros(count)
-    if positions.shape[1]:
-        seen = positions.amax(1) + 1
-        clock = torch.where(seen > 0, torch.where(positions >= 0, times, -torch.inf).amax(1) + 1, 0)
-    start = 0 if segments is None else segments.rows[:, 1].long()[sequence]
-    within = torch.arange(length, device=positions.device) - start
+    positions, times = belief.positions, belief.times
+    within = torch.arange(length, device=positions.device)
+    if segments is not None:
+        within = within - segments.rows[:, 1].long()[sequence]
+    if not positions.shape[1]:
+        return within, within.double()
+    seen = positions.amax(1) + 1
+    clock = torch.where(seen > 0, torch.where(positions >= 0, times, -torch.inf).amax(1) + 1, 0)
     return seen[sequence] + within, clock[sequence] + within
 
 

@@ -37,12 +37,12 @@ LEAST = tl.constexpr(-3e38)  # below every score
 
 
 @triton.jit
-def reach(weight, score, far, ahead, model, CAUSAL: tl.constexpr):
+def reach(weight, score, far, lag, ahead, model, CAUSAL: tl.constexpr):
     """Weights, 2^score, times the decay of values; ahead of a query that is more than 1, if their product is not."""
     if CAUSAL:
-        reached = weight * far[1]
+        reached = weight * far[0]
     else:
-        log_reach = LOG2E * model[1][0] * far[0]
+        log_reach = LOG2E * model[1][0] * lag[0]
         reached = tl.exp2(score + tl.where(ahead, log_reach, -log_reach))
     return reached
 
@@ -67,8 +67,8 @@ def take(
     gram = product(query, tl.trans(key), PRECISION)
     block = first // BLOCK
     held = tokens_of(kept, times, rank, first + tl.arange(0, N), 0, kept_blocks * BLOCK, slots, 0, SHARED)
-    near, far, ahead = meet(asking, held, start, ends + block, model, DIRECT, True, CAUSAL, SHARED)
-    found = scored(gram, asking[0], held[0], near, far, ahead, model, SHARED, RATIONAL, CAUSAL, PTX)
+    near, far, _lag, lag, ahead = meet(asking, held, start, ends + block, model, DIRECT, True, CAUSAL, SHARED, PTX)
+    found = scored(gram, asking[0], held[0], near, far, ahead, lag[0], model, SHARED, RATIONAL, CAUSAL, PTX)
     whole = False
     if MASKED:
         high_0, low_0 = block_ranks(kept_ranks, block)
@@ -79,10 +79,10 @@ def take(
     weight, left = tl.exp2(score), tl.exp2(before - top)
     total = total * left + tl.sum(weight, 1)
     value = load_rows(v + token * G * V, G * V, count, tl.arange(0, W), V, N)
-    reached = reach(weight, score, far, ahead, model, CAUSAL)
+    reached = reach(weight, score, far, lag, ahead, model, CAUSAL)
     read = product(reached.to(value.dtype), value, PRECISION, read * left[:, None])
     if VARIANCE:
-        added = precisions(found, far, ahead, RATIONAL, CAUSAL, PTX)
+        added = precisions(found, near, far, ahead, model, RATIONAL, CAUSAL, PTX)
         sure += tl.sum(tl.where(score > float("-inf"), added, 0.0), 1)
     return read, total, top, sure
 
@@ -178,34 +178,39 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor, rules: Rules, masked: bool, varian
 
 
 def tiles_ahead(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
-    """Queries and keys of a tile, by what of the widest rows registers and shared memory hold."""
+    """Queries and keys of a tile, by what of the widest rows registers and shared memory hold.
+
+    In float32 never 64 rows for 8 warps, two groups of which would share them: Triton 3.6 then has products read past
+    the end of shared memory.
+    """
     wide = max(compiled["P"], compiled["W"])
     if compiled["BLOCK"] == 16:
         return SMALL
     if dtype == torch.float32:
-        return {"M": 64, "N": 32, "STAGES": 2, "num_warps": 8}
-    return {"M": 128, "N": 64 if wide <= 128 else 32, "STAGES": 2, "num_warps": 8}
+        return {"M": 128, "N": 32, "STAGES": 1, "num_warps": 8}
+    simple = wide <= 128 and compiled["SHARED"] and not compiled["VARIANCE"]
+    return {"M": 128, "N": 64 if simple else 32, "STAGES": 4 if simple else 2, "num_warps": 8}
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, frequency: Tensor, frequency_of_values: Tensor, times: Tensor, rank: Tensor,
-    numbers: Tensor, rules: Rules, masked: bool, variance: bool, dtype: torch.dtype,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
-    """The mean, log of the precision, and, kept: what is read before it is turned back, float32, and q, k and v as they
-    are turned, in `dtype`, values and what is read in strips; tops and sums of weights; surveys of queries and keys."""
+    numbers: Tensor, rules: Rules, masked: bool, variance: bool, copied: bool, dtype: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The mean; log of the precision; keys and values in float32 where `copied`; and, kept: what is read before it is
+    turned back, float32, and q, k and v as they are turned, in `dtype`, values and what is read in strips; tops and
+    sums of weights; surveys of queries and keys."""
+    single = {"dtype": torch.float32, "device": k.device}
+    copies = [torch.empty(x.shape if copied else (0,), **single) for x in (k, v)]
     times, rank, numbers = (x.contiguous() for x in (times, rank, numbers))
-    q, k = (turned(x, times, frequency, False, dtype) for x in (q, k))
-    turned_v = turned(v, times, frequency_of_values, False, dtype)
-    strips, width = strips_of(v.shape[3], dtype)
-    spare = strips * width - v.shape[3]
-    value = pad(turned_v, (0, spare)).unflatten(3, (strips, width)).flatten(2, 3)
-    s = shape_of(q, k, value, rules, masked, variance)
-    block, tokens = s.compiled["BLOCK"], q.shape[1]
+    block, strips, width = block_size(k.shape[1]), *strips_of(v.shape[3], dtype)
     asked = surveyed(q, times, rank, numbers, block, False, rules.shared)
     kept = surveyed(k, times, rank, numbers, block, True, rules.shared)
-    single = {"dtype": torch.float32, "device": q.device}
+    q = turned(q, times, frequency, False, dtype, asked.sizes)
+    k = turned(k, times, frequency, False, dtype, kept.sizes, copies[0])
+    value = turned(v, times, frequency_of_values, False, dtype, None, copies[1])
+    spare = strips * width - v.shape[3]
+    value = (pad(value, (0, spare)) if spare else value).unflatten(3, (strips, width)).flatten(2, 3)
+    s, tokens = shape_of(q, k, value, rules, masked, variance), q.shape[1]
     read = torch.empty(*q.shape[:2], *value.shape[2:], **single)
     tops, totals = (torch.empty(*s.grid[::-1], asked.blocks * block, **single) for _ in range(2))
     certainty = torch.empty(q.shape[:3] if variance else (0,), **single)
@@ -216,4 +221,4 @@ def forward(
     )  # fmt: skip
     whole = read.unflatten(2, (-1, strips)).flatten(3)[..., : v.shape[3]]
     mean = turned(whole, times, frequency_of_values, True, v.dtype)
-    return mean, certainty, read, q, k, value, tops, totals, *asked, *kept
+    return mean, certainty, *copies, read, q, k, value, tops, totals, *asked, *kept

@@ -35,10 +35,27 @@ from kalmix.kernels.attend.triton_scores import (
     pull_back,
     scored,
 )
-from kalmix.kernels.attend.triton_turns import turned_back
+from kalmix.kernels.attend.triton_turns import parts_for, summed, turned_back
 from kalmix.kernels.primitives.triton_tiles import load_rows, product, store_rows
 
 NUMBERS = tl.constexpr(11)
+PARTS = tl.constexpr(4)  # of a sum along a row: the threads that have a row of a product, two columns in eight each
+
+
+@triton.jit
+def partly(x):
+    """Sums of rows `[M, N]` in parts, `[M, PARTS]`: to add these up takes threads that wait for each other."""
+    return tl.sum(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // (2 * PARTS), PARTS, 2]), 3), 1)
+
+
+@triton.jit
+def in_a_column(parts):
+    return tl.sum(parts, 1)[:, None]
+
+
+@triton.jit
+def total(x):
+    return tl.sum(tl.sum(x, 1), 0)
 
 
 @triton.jit
@@ -47,60 +64,95 @@ def derive(
     DIRECT: tl.constexpr, QUERIES_FIRST: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A tile's weights of values; gradients as `pull_back` has them, of log temperature and of values' log decay; lags.
+    """A tile's weights of values; gradients as `pull_back` has them, of log temperature and of values' log decay; and
+    what lies between its pairs, as `meet` has it.
 
-    Those of scores add up to nothing for every query: so any number may be taken from what temperature multiplies, and
-    the top keeps it small. Weights are not divided by their sum: `to_reached` and `shares` are.
+    Gradients of scores add up to nothing for every query: so any number may be taken from what temperature multiplies,
+    and the top keeps it small. Weights are not divided by their sum: `to_reached` and `shares` are.
     """
-    near, far, ahead = meet(query, key, start, end, model, DIRECT, QUERIES_FIRST, CAUSAL, SHARED)
-    found = scored(gram, query[0], key[0], near, far, ahead, model, SHARED, RATIONAL, CAUSAL, PTX)
+    near, far, lag, lag_0, ahead = meet(query, key, start, end, model, DIRECT, QUERIES_FIRST, CAUSAL, SHARED, PTX)
+    found = scored(gram, query[0], key[0], near, far, ahead, lag_0[0], model, SHARED, RATIONAL, CAUSAL, PTX)
     share = model[3] * found[0] - tops
     score = hidden(share, query, key, whole, slots, window, DIRECT, MASKED, CAUSAL)
     weight = tl.exp2(score)
-    reached = reach(weight, score, far, ahead, model, CAUSAL)
+    reached = reach(weight, score, far, lag_0, ahead, model, CAUSAL)
     to_reach = reached * to_reached
     to_score = to_reach - weight * shares
     part = 0.0
     if VARIANCE:
-        part = tl.where(score > float("-inf"), precisions(found, far, ahead, RATIONAL, CAUSAL, PTX) * to_sure, 0.0)
+        added = precisions(found, near, far, ahead, model, RATIONAL, CAUSAL, PTX)
+        part = tl.where(score > float("-inf"), added * to_sure, 0.0)
     back = pull_back(
-        to_score, part, gram, query[0], key[0], near, ahead, model, found, SHARED, RATIONAL, CAUSAL, VARIANCE, PTX,
+        to_score, part, gram, query[0], key[0], near, far, ahead, model, found,
+        SHARED, RATIONAL, CAUSAL, VARIANCE, PTX,
     )  # fmt: skip
-    return reached, back, to_score * share, to_reach, near, far, ahead
+    return reached, back, found[1], to_score * share, to_reach, near, lag, lag_0, ahead
 
 
 @triton.jit
-def of_numbers(
-    sums, back, to_temperature, to_reach, near, far, ahead, model, SHARED: tl.constexpr, CAUSAL: tl.constexpr
-):
-    """A tile's gradients of numbers, added to those of its queries."""
-    _gram, _size, _size_0, to_query, to_key, to_nu, to_whole, to_apart, to_certain, to_weight = back
-    rate, process, key, query, rate_0, process_0, key_0, query_0, nu, temperature, floor = sums
-    to_decay, to_floor = to_key, to_key
+def of_pairs(sums, back, to_reach, near, lag, lag_0, ahead, model, SHARED: tl.constexpr, CAUSAL: tl.constexpr):
+    """A tile's gradients of noises and of the floor, added to those of its queries: of pairs that meet directly."""
+    _gram, _size, _size_0, to_query, to_key, _residual, to_whole, to_apart, to_certain, to_cost = back
+    rate, process, key, query, rate_0, process_0, key_0, query_0, floor = sums
+    per_nu = model[2]
+    to_decay, to_floor = -per_nu * to_key, -per_nu * to_key
     if not CAUSAL:
-        to_decay = tl.where(ahead, to_query + model[4] * to_key, to_key)
-        to_floor = tl.where(ahead, near[1] * to_key, to_key)
-    to_log = -far[0] * to_reach
+        to_decay = tl.where(ahead, per_nu * to_query + model[4] * to_decay, to_decay)
+        to_floor = tl.where(ahead, near[0] * to_floor, to_floor)
+    to_log = -lag_0[0] * to_reach
     if not CAUSAL:
-        to_log = tl.where(ahead, -to_log - 2.0 * far[0] * to_weight, to_log)
+        to_log = tl.where(ahead, 2.0 * lag_0[0] * to_cost - to_log, to_log)
     if SHARED:
-        more = of_noise(near, model[0], to_decay, to_whole, to_certain, ahead, CAUSAL)
-        rate += tl.sum(more[0] + to_log, 1)
+        more = of_noise(lag, model[0], to_decay, to_whole, to_certain, ahead, CAUSAL)
+        rate += partly(more[0] + to_log)
     else:
-        more = of_noise(near, model[0], to_decay, to_whole, 0.0, ahead, CAUSAL)
-        rate += tl.sum(more[0], 1)
-        other = of_noise(far, model[1], 0.0, to_apart, to_certain, ahead, CAUSAL)
-        rate_0 += tl.sum(other[0] + to_log, 1)
-        process_0 += tl.sum(other[1], 1)
-        key_0 += tl.sum(other[2], 1)
-        query_0 += tl.sum(other[3], 1)
-    process += tl.sum(more[1], 1)
-    key += tl.sum(more[2], 1)
-    query += tl.sum(more[3], 1)
-    nu -= 0.5 * model[2] * tl.sum(to_nu, 1)
-    temperature += LN2 / model[3] * tl.sum(to_temperature, 1)
-    floor += tl.sum(to_floor, 1)
-    return rate, process, key, query, rate_0, process_0, key_0, query_0, nu, temperature, floor
+        more = of_noise(lag, model[0], to_decay, to_whole, 0.0, ahead, CAUSAL)
+        rate += partly(more[0])
+        other = of_noise(lag_0, model[1], 0.0, to_apart, to_certain, ahead, CAUSAL)
+        rate_0 += partly(other[0] + to_log)
+        process_0 += partly(other[1])
+        key_0 += partly(other[2])
+        query_0 += partly(other[3])
+    process += partly(more[1])
+    key += partly(more[2])
+    query += partly(more[3])
+    return rate, process, key, query, rate_0, process_0, key_0, query_0, floor + partly(to_floor)
+
+
+@triton.jit
+def of_ways(sums, back, to_reach, holding, lag, lag_0, model, SHARED: tl.constexpr, VARIANCE: tl.constexpr):
+    """The same through what lies between queries and the blocks of keys they meet; `of_holding` has the rest."""
+    _gram, _size, _size_0, _query, to_key, _residual, to_whole, to_apart, to_certain, _cost = back
+    rate, process, key, query, rate_0, process_0, key_0, query_0, floor = sums
+    per_nu = model[2]
+    to_decay, to_log = partly(to_key * holding[1][1]), partly(to_reach)
+    if SHARED:
+        to_since, to_arrived = of_way(to_whole, to_certain, holding[1][4], VARIANCE)
+        rate += by_rate(lag, model[0], to_since, to_arrived, per_nu * to_decay) - lag[0] * to_log
+    else:
+        to_since, to_arrived = of_way(to_whole, 0.0, holding[1][4], False)
+        rate += by_rate(lag, model[0], to_since, to_arrived, per_nu * to_decay)
+        to_since_0, to_arrived_0 = of_way(to_apart, to_certain, holding[2][4], VARIANCE)
+        rate_0 += by_rate(lag_0, model[1], to_since_0, to_arrived_0, 0.0) - lag_0[0] * to_log
+        process_0 += lag_0[2] * to_since_0
+        query_0 += partly(to_apart)
+    process += lag[2] * to_since
+    query += partly(to_whole)
+    return rate, process, key, query, rate_0, process_0, key_0, query_0, floor - per_nu * partly(to_key)
+
+
+@triton.jit
+def of_way(to_whole, to_certain, unsure, VARIANCE: tl.constexpr):
+    """Sums over keys of gradients of variances, and of these times what was unsure of keys when their block ended."""
+    to_sure = to_whole + to_certain if VARIANCE else to_whole
+    return partly(to_sure), partly(to_sure * unsure)
+
+
+@triton.jit
+def by_rate(lag, noise, to_since, to_arrived, to_decay):
+    """The gradient of a rate through lags of tokens, of which sums of gradients are given: see `through`."""
+    away, decay, slope = lag[0], lag[1], lag[3]
+    return noise[1] * slope * to_since - away * decay * (2.0 * decay * to_arrived - to_decay)
 
 
 @triton.jit
@@ -123,13 +175,18 @@ def pull_queries(
     if MASKED:
         high_0, low_0 = block_ranks(kept_ranks, block)
         whole = all_seen(high, low, high_0, low_0, window, CAUSAL)
-    _reached, back, to_temperature, to_reach, near, far, ahead = derive(
+    _reached, back, residual, to_temperature, to_reach, near, lag, lag_0, ahead = derive(
         gram, to_reached, asking, held, start, ends + block, model, tops, shares, to_sure, whole, slots, window,
         DIRECT, True, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
     )  # fmt: skip
-    sums = of_numbers(sums, back, to_temperature, to_reach, near, far, ahead, model, SHARED, CAUSAL)
+    nu, temperature, noises = sums
+    if DIRECT:
+        noises = of_pairs(noises, back, to_reach, near, lag, lag_0, ahead, model, SHARED, CAUSAL)
+    else:
+        noises = of_ways(noises, back, to_reach, held, lag, lag_0, model, SHARED, VARIANCE)
+    sums = nu + partly(back[5] * residual), temperature + partly(to_temperature), noises
     to_q = product(back[0].to(key.dtype), key, PRECISION, to_q)
-    return to_q, own + tl.sum(back[1], 1), sums
+    return to_q, own + partly(back[1]), sums
 
 
 @triton.jit(do_not_specialize=LOOSE)
@@ -174,8 +231,8 @@ def to_queries(
     query = load_rows(q, H * K, tokens - start, tl.arange(0, P), K, M)
     arrived = load_rows(to_read + place * V, G * V, tokens - start, column, V, M)
     asking = tokens_of(asked, times, rank, at, past, room, slots, 1, SHARED)
-    found, own, none = tl.zeros([M, P], tl.float32), tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
-    sums = none, none, none, none, none, none, none, none, none, none, none
+    found, none = tl.zeros([M, P], tl.float32), tl.zeros([M, PARTS], tl.float32)
+    own, sums = none, (none, none, (none, none, none, none, none, none, none, none, none))
     begin, stop, near = 0, slots, 0
     if CAUSAL:
         stop, near = tl.minimum(past + start + M, slots), (past + block * BLOCK) // BLOCK * BLOCK
@@ -199,22 +256,54 @@ def to_queries(
             K, P, V, W, BLOCK, CLOSE, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
         )  # fmt: skip
     again = load_rows(q, H * K, tokens - start, tl.arange(0, P), K, M).to(tl.float32)
-    found += own[:, None] * again
+    found = model[2] * (found + in_a_column(own) * again)
     store_rows(to_q + place * K, G * K, tokens - start, tl.arange(0, P), found, K, M)
     to_numbers += ((lane * tl.num_programs(0) + tile) * G + value_head) * NUMBERS
-    for i in tl.static_range(NUMBERS):
-        tl.store(to_numbers + i, tl.sum(sums[i], 0))
+    nu, temperature, noises = sums
+    for i in tl.static_range(8):
+        tl.store(to_numbers + i, total(noises[i]))
+    tl.store(to_numbers + 8, -0.5 * model[2] * model[2] * total(nu))
+    tl.store(to_numbers + 9, -LN2 / model[3] * total(temperature))
+    tl.store(to_numbers + 10, total(noises[8]))
+
+
+@triton.jit
+def of_holding(sums, back, asking, lag, lag_0, SHARED: tl.constexpr, VARIANCE: tl.constexpr):
+    """Gradients of the decay of keys when their block ends, for a nu of 2, and of what is then unsure of them."""
+    to_decay, to_unsure, to_unsure_0 = sums
+    _gram, _size, _size_0, _query, to_key, _residual, to_whole, to_apart, to_certain, _cost = back
+    to_sure, to_sure_0 = to_whole, to_apart
+    if VARIANCE:
+        to_sure_0 += to_certain
+    decay, decay_0 = asking[1][1], asking[2][1]
+    to_decay -= lag[1] * partly(to_key * decay)
+    if SHARED:
+        to_unsure += lag[1] * lag[1] * partly(to_sure_0 * (decay * decay))
+    else:
+        to_unsure += lag[1] * lag[1] * partly(to_sure * (decay * decay))
+        to_unsure_0 += lag_0[1] * lag_0[1] * partly(to_sure_0 * (decay_0 * decay_0))
+    return to_decay, to_unsure, to_unsure_0
+
+
+@triton.jit
+def by_noise(held, noise, to_unsure, to_decay, to_log):
+    """Gradients of rate, process and key noise through what was unsure of keys when their block ended; see `note`."""
+    lag, decay, grown, slope, _unsure = held
+    square = decay * decay
+    to_rate = (noise[1] * slope - 2.0 * lag * noise[2] * square) * to_unsure - lag * (decay * to_decay + to_log)
+    return total(to_rate), total(grown * to_unsure), total(square * to_unsure)
 
 
 @triton.jit
 def pull_keys(
-    to_k, to_v, own, key, value, holding, q, to_read, tops, shares, certainty, to_certainty, times, rank, asked,
+    to_k, to_v, own, sums, key, value, holding, q, to_read, tops, shares, certainty, to_certainty, times, rank, asked,
     starts, end, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window, H, G, sure, model,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
     DIRECT: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys and values, and of keys' sizes, with the queries from `first` on added."""
+    """Gradients of a tile of keys and values, of keys' sizes, and of what is known of keys when their block ends, with
+    the queries from `first` on added."""
     first = tl.multiple_of(first, M)
     token = tl.cast(first, tl.int64)
     query = load_rows(q + token * H * K, H * K, tokens - first, tl.arange(0, P), K, M)
@@ -231,7 +320,7 @@ def pull_keys(
     if MASKED:
         high_0, low_0 = block_ranks(asked_ranks, block)
         whole = all_seen(high_0, low_0, high, low, window, CAUSAL)
-    reached, back, _temperature, _to_reach, _near, _far, _ahead = derive(
+    reached, back, _residual, _temperature, _to_reach, _near, lag, lag_0, _ahead = derive(
         gram, to_reached, asking, holding, starts + block, end, model, top, share, to_sure, whole, slots, window,
         DIRECT, False, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
     )  # fmt: skip
@@ -241,19 +330,22 @@ def pull_keys(
         to_v, to_k = to_v * 0.0, to_k * 0.0
     to_v = product(reached.to(value.dtype), arrived, PRECISION, to_v)
     to_k = product(back[0].to(key.dtype), query, PRECISION, to_k)
-    return to_k, to_v, own + tl.sum(back[2], 1)
+    if not DIRECT:
+        sums = of_holding(sums, back, asking, lag, lag_0, SHARED, VARIANCE)
+    return to_k, to_v, own + partly(back[2]), sums
 
 
 @triton.jit(do_not_specialize=LOOSE)
 def to_keys(
     q, k, v, times, rank, asked, starts, asked_ranks, kept, ends, kept_ranks, numbers, to_read, tops, shares,
-    certainty, to_certainty, to_k, to_v,
+    certainty, to_certainty, to_k, to_v, to_numbers,
     tokens, slots, asked_blocks, kept_blocks, window, H, G, SHARE,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     VARIANCE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys and values, one lane and value head; the longest tiles first."""
+    """Gradients of a tile of keys and values, one lane and value head, and of numbers through what is known of keys
+    when their block ends; the longest tiles first."""
     start, value_head, lane = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2).to(tl.int64)
     head, past, token = value_head // SHARE, slots - tokens, lane * slots + start
     model = load_model(numbers, head, H)
@@ -277,7 +369,7 @@ def to_keys(
     key = load_rows(k, H * K, slots - start, tl.arange(0, P), K, N)
     value = load_rows(v, G * V, slots - start, tl.arange(0, W), V, N)
     holding = tokens_of(kept, times, rank, at, 0, kept_blocks * BLOCK, slots, 1, SHARED)
-    found, moved, own = tl.zeros([N, P], tl.float32), tl.zeros([N, W], tl.float32), tl.zeros([N], tl.float32)
+    found, moved, own = tl.zeros([N, P], tl.float32), tl.zeros([N, W], tl.float32), tl.zeros([N, PARTS], tl.float32)
     begin, stop, far = 0, tokens, tokens
     if CAUSAL:
         begin = tl.maximum(start - past, 0) // M * M
@@ -288,34 +380,49 @@ def to_keys(
         from_block, to_block = blocks_in_sight(asked_ranks, high, low, asked_blocks, window, True, CAUSAL)
         begin, stop = tl.maximum(begin, from_block * BLOCK), tl.minimum(stop, to_block * BLOCK)
     CLOSE: tl.constexpr = M // 2 if M > 16 else M
-    for first in tl.range(begin, tl.minimum(far, stop), CLOSE, num_stages=1):
-        found, moved, own = pull_keys(
-            found, moved, own, key, value, holding, q, to_read, tops, shares, certainty, to_certainty, times, rank,
-            asked, starts, ends, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window, H, G, sure,
-            model, K, P, V, W, BLOCK, CLOSE, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
-        )  # fmt: skip
+    sums, to_log = (own, own, own), tl.zeros([N, 1], tl.float32)
     if CAUSAL:
         for first in tl.range(tl.maximum(begin, far), stop, M, num_stages=STAGES):
-            found, moved, own = pull_keys(
-                found, moved, own, key, value, holding, q, to_read, tops, shares, certainty, to_certainty, times,
+            found, moved, own, sums = pull_keys(
+                found, moved, own, sums, key, value, holding, q, to_read, tops, shares, certainty, to_certainty, times,
                 rank, asked, starts, ends, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window,
                 H, G, sure, model, K, P, V, W, BLOCK, M, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE,
                 False, PRECISION, PTX,
             )  # fmt: skip
+        to_log = tl.sum(moved * value.to(tl.float32), 1)[:, None]
+    to_decay, to_unsure, to_unsure_0 = in_a_column(sums[0]), in_a_column(sums[1]), in_a_column(sums[2])
+    held = tokens_of(kept, times, rank, at, 0, kept_blocks * BLOCK, slots, 1, SHARED)
+    rate, process, noise = by_noise(held[1], model[0], to_unsure, model[2] * to_decay, to_log if SHARED else 0.0)
+    rate_0, process_0, noise_0 = 0.0, 0.0, 0.0
+    if not SHARED:
+        rate_0, process_0, noise_0 = by_noise(held[2], model[1], to_unsure_0, 0.0, to_log)
+    to_numbers += ((lane * tl.num_programs(0) + tl.program_id(0)) * G + value_head) * NUMBERS
+    for i in tl.static_range(NUMBERS):
+        tl.store(to_numbers + i, (rate, process, noise, 0.0, rate_0, process_0, noise_0, 0.0, 0.0, 0.0, 0.0)[i])
+    for first in tl.range(begin, tl.minimum(far, stop), CLOSE, num_stages=1):
+        found, moved, own, _sums = pull_keys(
+            found, moved, own, (own, own, own), key, value, holding, q, to_read, tops, shares, certainty, to_certainty,
+            times, rank, asked, starts, ends, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window,
+            H, G, sure, model, K, P, V, W, BLOCK, CLOSE, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE,
+            True, PRECISION, PTX,
+        )  # fmt: skip
     again = load_rows(k, H * K, slots - start, tl.arange(0, P), K, N).to(tl.float32)
-    found += own[:, None] * again
+    found = model[2] * (found + in_a_column(own) * again)
     store_rows(to_k + (token * G + value_head) * K, G * K, slots - start, tl.arange(0, P), found, K, N)
     store_rows(to_v + (token * G + value_head) * V, G * V, slots - start, tl.arange(0, W), moved, V, N)
 
 
 def tiles_of_queries(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
-    """A tile of `to_queries`: see `triton.tiles_ahead`. Few keys, as much is computed of a pair."""
+    """A tile of `to_queries`: see `triton.tiles_ahead`."""
     wide = max(compiled["P"], compiled["W"])
     if compiled["BLOCK"] == 16:
         return SMALL
     if dtype == torch.float32:
-        return {"M": 64, "N": 32, "STAGES": 1, "num_warps": 8}
-    return {"M": 128 if wide <= 128 else 64, "N": 32, "STAGES": 2, "num_warps": 8}
+        return {"M": 128 if wide <= 64 else 64, "N": 32, "STAGES": 1, "num_warps": 8 if wide <= 64 else 4}
+    simple = wide <= 128 and compiled["SHARED"] and not compiled["VARIANCE"]
+    return {
+        "M": 128 if wide <= 128 else 64, "N": 64 if simple else 32, "STAGES": 3 if simple else 2, "num_warps": 8,
+    }  # fmt: skip
 
 
 def tiles_of_keys(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
@@ -324,8 +431,8 @@ def tiles_of_keys(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int
     if compiled["BLOCK"] == 16:
         return SMALL
     if dtype == torch.float32:
-        return {"M": 32, "N": 64, "STAGES": 1, "num_warps": 8}
-    return {"M": 32, "N": 128 if wide <= 128 else 64, "STAGES": 2, "num_warps": 8}
+        return {"M": 32, "N": 128 if wide <= 64 else 64, "STAGES": 1, "num_warps": 8 if wide <= 64 else 4}
+    return {"M": 32, "N": 128 if wide <= 128 else 64, "STAGES": 3 if wide <= 128 else 2, "num_warps": 8}
 
 
 def backward(
@@ -342,31 +449,29 @@ def backward(
     def whole(x: Tensor) -> Tensor:
         return x.unflatten(2, (-1, strips)).flatten(3)[..., :values]
 
-    to_read, to_frequency_out = turned_back(
-        to_mean, whole(read), times, frequency_of_values, True, v.dtype, totals[:, ::strips].contiguous()
+    moves, moves_0 = parts_for(q, k), parts_for(to_mean, whole(v))
+    to_read = turned_back(
+        to_mean, whole(read), times, frequency_of_values, True, v.dtype, moves_0[0], totals[:, ::strips].contiguous()
     )
     to_read = pad(to_read, (0, strips * strip - values)) if strips * strip > values else to_read
     to_read = to_read.unflatten(3, (strips, strip)).flatten(2, 3)
     single = {"dtype": torch.float32, "device": q.device}
-    launch = tiles_of_queries(s.compiled, q.dtype)
-    tiles = triton.cdiv(tokens, launch["M"])
+    of_queries, of_keys = tiles_of_queries(s.compiled, q.dtype), tiles_of_keys(s.compiled, q.dtype)
+    tiles, tiles_0 = triton.cdiv(tokens, of_queries["M"]), triton.cdiv(slots, of_keys["N"])
     to_q = torch.empty(count, tokens, own, width, **single)
     to_k = torch.empty(count, slots, own, width, **single)
     to_v = torch.empty(v.shape, **single)
-    to_numbers = torch.empty(count * tiles, own, NUMBERS.value, **single)
+    to_numbers = torch.empty(count * (tiles + tiles_0), own, NUMBERS.value, **single)
     shares = torch.empty_like(tops)
     given = (q, k, v, times, rank, *surveys, numbers)
     sums = (tops, shares, certainty, to_certainty)
-    to_queries[tiles, *s.grid](*given, read, to_read, *sums, to_q, to_numbers, *s.sizes, **s.compiled, **launch)
-    launch = tiles_of_keys(s.compiled, q.dtype)
-    to_keys[triton.cdiv(slots, launch["N"]), *s.grid](
-        *given, to_read, *sums, to_k, to_v, *s.sizes, **s.compiled, **launch
-    )
+    to_queries[tiles, *s.grid](*given, read, to_read, *sums, to_q, to_numbers, *s.sizes, **s.compiled, **of_queries)
+    through_keys = to_numbers[count * tiles :]
+    to_keys[tiles_0, *s.grid](*given, to_read, *sums, to_k, to_v, through_keys, *s.sizes, **s.compiled, **of_keys)
     if own != heads:
         to_q, to_k = (x.unflatten(2, (heads, -1)).sum(3) for x in (to_q, to_k))
-    to_q, to_frequency_q = turned_back(to_q, q, times, frequency, False, dtype)
-    to_k, to_frequency_k = turned_back(to_k, k, times, frequency, False, dtype)
-    to_v, to_frequency_v = turned_back(whole(to_v), whole(v), times, frequency_of_values, False, dtype)
+    to_q = turned_back(to_q, q, times, frequency, False, dtype, moves[0])
+    to_k = turned_back(to_k, k, times, frequency, False, dtype, moves[1])
+    to_v = turned_back(whole(to_v), whole(v), times, frequency_of_values, False, dtype, moves_0[1])
     to_numbers = to_numbers.sum(0).unflatten(0, (heads, -1)).sum(1).T
-    to_frequencies = (to_frequency_q + to_frequency_k).to(frequency.dtype), (to_frequency_out + to_frequency_v)
-    return to_q, to_k, to_v, to_frequencies[0], to_frequencies[1].to(frequency_of_values.dtype), to_numbers
+    return to_q, to_k, to_v, summed(moves[2], frequency), summed(moves_0[2], frequency_of_values), to_numbers

@@ -15,21 +15,22 @@ from torch import Tensor
 
 from kalmix.kernels.attend import lanes
 from kalmix.kernels.attend.cuts import traits_of
-from kalmix.kernels.attend.triton_scores import after, between, joined
-from kalmix.kernels.primitives.triton_tiles import load_rows
+from kalmix.kernels.attend.triton_scores import TINY, after, between, load_model, through, variances
+from kalmix.kernels.primitives.triton_ptx import hardware
 
 NOWHERE = tl.constexpr(lanes.NOWHERE)
 OUTSIDE = tl.constexpr(2 * lanes.NOWHERE)  # the rank of what is no slot: nothing sees it
 BLOCKS = tl.constexpr(128)  # looked through at once
-LOOSE = ["tokens", "slots", "asked_blocks", "kept_blocks", "window"]  # numbers that must not compile a kernel anew
+LOOSE = ["tokens", "slots", "asked_blocks", "kept_blocks", "window", "H", "G"]  # numbers that must not compile anew
 
 
 class Survey(NamedTuple):
     """What is known of queries, or keys, in blocks.
 
     Attributes:
-        traits: float32 `[L, H, rows, tokens]`, padded to whole blocks: size, and a lag as `after` has it; where values
-            have dynamics of their own, the last three of theirs, too.
+        traits: float32 `[L, H, rows, tokens]`, padded to whole blocks: size, a lag as `after` has it, and the variance
+            that is known of a token alone: of a key after its lag, of what a query is compared with before it; where
+            values have dynamics of their own, the last four of theirs, too.
         met: float64 `[L, blocks]`, the time a block is met at.
         ranks: int64 `[L, blocks, 2]`, the least and the greatest rank in a block.
     """
@@ -42,14 +43,30 @@ class Survey(NamedTuple):
     def blocks(self) -> int:
         return self.met.shape[1]
 
+    @property
+    def sizes(self) -> Tensor:
+        """Of tokens, `[L, H, tokens]`."""
+        return self.traits[:, :, 0]
+
 
 rows_of = triton.constexpr_function(traits_of)
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "first", "blocks"])
+@triton.jit
+def note(traits, room, lag, noise, LAST: tl.constexpr, PTX: tl.constexpr):
+    """What follows the lag among the traits of tokens."""
+    rate, process, key, query = noise
+    _lag, decay, grown, slope = after(rate, lag, PTX)
+    tl.store(traits, decay)
+    tl.store(traits + room, grown)
+    tl.store(traits + 2 * room, slope)
+    tl.store(traits + 3 * room, process * grown + (key * decay * decay if LAST else tl.maximum(query, TINY)))
+
+
+@triton.jit(do_not_specialize=["tokens", "slots", "first", "blocks", "H"])
 def survey(
-    x, times, rank, numbers, traits, met, ranks, tokens, slots, first, blocks, x_token, x_head, H,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr, SHARED: tl.constexpr,
+    times, rank, numbers, traits, met, ranks, tokens, slots, first, blocks, H,
+    BLOCK: tl.constexpr, LAST: tl.constexpr, SHARED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """A block of one lane and head, met at its last token, or its first."""
     block, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -62,21 +79,14 @@ def survey(
     chosen = tl.max(tl.where(held, t, -1), 0) if LAST else tl.min(tl.where(held, t, BLOCK), 0)
     meeting = tl.sum(tl.where(t == chosen, time, 0.0), 0)
     lag = tl.where(held, tl.maximum(between(meeting, time) if LAST else between(time, meeting), 0.0), 0.0)
-    row = load_rows(x + (lane * tokens + start) * x_token + head * x_head, x_token, count, tl.arange(0, P), K, BLOCK)
-    row = row.to(tl.float32)
     room = blocks * BLOCK
     traits += (lane * H + head) * rows_of(SHARED) * room + start + t
-    tl.store(traits, 0.5 * tl.sum(row * row, 1))
-    _lag, decay, grown, slope = after(tl.load(numbers + head), lag)
+    tl.store(traits, 0.0, mask=t >= count)  # where there are tokens, what turns them notes it
     tl.store(traits + room, lag)
-    tl.store(traits + 2 * room, decay)
-    tl.store(traits + 3 * room, grown)
-    tl.store(traits + 4 * room, slope)
+    model = load_model(numbers, head, H)
+    note(traits + 2 * room, room, lag, model[0], LAST, PTX)
     if not SHARED:
-        _lag, decay, grown, slope = after(tl.load(numbers + 4 * H + head), lag)
-        tl.store(traits + 5 * room, decay)
-        tl.store(traits + 6 * room, grown)
-        tl.store(traits + 7 * room, slope)
+        note(traits + 6 * room, room, lag, model[1], LAST, PTX)
     if head == 0:
         tl.store(met + lane * blocks + block, meeting)
         ranks += (lane * blocks + block) * 2
@@ -86,8 +96,8 @@ def survey(
 
 
 def surveyed(x: Tensor, times: Tensor, rank: Tensor, numbers: Tensor, block: int, last: bool, shared: bool) -> Survey:
-    """Of x `[L, tokens, H, K]`, whose tokens are the last of `times` and `rank`, `[L, S]`."""
-    count, tokens, heads, width = x.shape
+    """Of x `[L, tokens, H, K]`, whose tokens are the last of `times` and `rank`, `[L, S]`; sizes are left out."""
+    count, tokens, heads = x.shape[:3]
     blocks, slots, rows = triton.cdiv(tokens, block), times.shape[1], traits_of(shared)
     found = Survey(
         torch.empty(count, heads, rows, blocks * block, dtype=torch.float32, device=x.device),
@@ -95,8 +105,8 @@ def surveyed(x: Tensor, times: Tensor, rank: Tensor, numbers: Tensor, block: int
         torch.empty(count, blocks, 2, dtype=torch.int64, device=x.device),
     )
     survey[blocks, heads, count](
-        x, times, rank, numbers, *found, tokens, slots, slots - tokens, blocks, x.stride(1), x.stride(2), heads,
-        K=width, P=triton.next_power_of_2(width), BLOCK=block, LAST=last, SHARED=shared, num_warps=4,
+        times, rank, numbers, *found, tokens, slots, slots - tokens, blocks, heads,
+        BLOCK=block, LAST=last, SHARED=shared, PTX=hardware(), num_warps=4,
     )  # fmt: skip
     return found
 
@@ -143,16 +153,18 @@ def load_lags(traits, at, room, FIRST: tl.constexpr, AXIS: tl.constexpr):
         tl.expand_dims(tl.load(traits + FIRST * room + at), AXIS),
         tl.expand_dims(tl.load(traits + (FIRST + 1) * room + at), AXIS),
         tl.expand_dims(tl.load(traits + (FIRST + 2) * room + at), AXIS),
+        tl.expand_dims(tl.load(traits + (FIRST + 3) * room + at), AXIS),
     )
 
 
 @triton.jit
 def tokens_of(traits, times, rank, at, first, room, slots, AXIS: tl.constexpr, SHARED: tl.constexpr):
-    """Size, lag, lag as values have it, time, rank and slot of the tokens at `at`; the first token has slot `first`."""
+    """Size, lag and variance, these as values have them, time, rank and slot of the tokens at `at`; the first token has
+    slot `first`."""
     near = load_lags(traits, at, room, 2, AXIS)
     far = near
     if not SHARED:
-        far = load_lags(traits, at, room, 5, AXIS)
+        far = load_lags(traits, at, room, 6, AXIS)
     slot = first + at
     time = tl.load(times + slot, mask=slot < slots, other=0.0)
     own = tl.load(rank + slot, mask=slot < slots, other=OUTSIDE)
@@ -162,36 +174,34 @@ def tokens_of(traits, times, rank, at, first, room, slots, AXIS: tl.constexpr, S
 
 @triton.jit
 def meet(
-    query, key, start, end, model,
-    DIRECT: tl.constexpr, QUERIES_FIRST: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
+    query, key, start, end, model, DIRECT: tl.constexpr, QUERIES_FIRST: tl.constexpr, CAUSAL: tl.constexpr,
+    SHARED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The lags of a tile's pairs, as keys and as values have them, and which are ahead.
+    """What lies between the tokens of a tile's pairs, for keys and for values: (decay, variances) and a lag, of the
+    pairs or as `through` has it; and which pairs are ahead.
 
     Directly, or through where their blocks are met, which are looked up at `start` and `end`.
     """
-    rate, rate_0 = model[0][0], model[1][0]
+    of_keys, of_values, _per_nu, _cooling, _floor = model
     if DIRECT:
-        lag = between(query[3], key[3])
-        ahead = lag < 0
-        away = tl.maximum(lag, 0.0) if CAUSAL else tl.abs(lag)
-        near = after(rate, away)
-        far = near
+        apart = between(query[3], key[3])
+        ahead, away = apart < 0, tl.maximum(apart, 0.0) if CAUSAL else tl.abs(apart)
+        lag = after(of_keys[0], away, PTX)
+        certain, whole = variances(lag, of_keys, ahead, CAUSAL)
+        near = lag[1], certain, whole
+        far, lag_0 = near, lag
         if not SHARED:
-            far = after(rate_0, away)
+            lag_0 = after(of_values[0], away, PTX)
+            certain, whole = variances(lag_0, of_values, ahead, CAUSAL)
+            far = lag_0[1], certain, whole
     else:
-        lag = tl.maximum(between(tl.load(start), tl.load(end)), 0.0)
-        ahead = lag < 0
-        near = through(query[1], after(rate, lag), key[1], QUERIES_FIRST)
-        far = near
+        apart = tl.maximum(between(tl.load(start), tl.load(end)), 0.0)
+        ahead = apart < 0
+        near, lag = through(query[1], after(of_keys[0], apart, PTX), key[1], of_keys, QUERIES_FIRST)
+        far, lag_0 = near, lag
         if not SHARED:
-            far = through(query[2], after(rate_0, lag), key[2], QUERIES_FIRST)
-    return near, far, ahead
-
-
-@triton.jit
-def through(query, middle, key, QUERIES_FIRST: tl.constexpr):
-    """Three lags in a row, the middle one joined to what lies along the first axis of a tile, where it costs least."""
-    return joined(joined(query, middle), key) if QUERIES_FIRST else joined(query, joined(middle, key))
+            far, lag_0 = through(query[2], after(of_values[0], apart, PTX), key[2], of_values, QUERIES_FIRST)
+    return near, far, lag, lag_0, ahead
 
 
 @triton.jit

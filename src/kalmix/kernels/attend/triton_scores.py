@@ -1,12 +1,12 @@
 """What queries make of keys, in Triton: the algebra of lags, scores of a tile, and their derivatives.
 
 A lag is four numbers: its length, the decay over it, kappa, and the derivative of kappa for the rate. Two lags in a row
-are a lag (`joined`), without a difference or an exponential of a positive number. So the numbers of a pair of tokens
-are put together from those of the query since the start of its block, of the key until the end of its own, and of what
-lies between; only for a pair without such points between them are they computed anew.
+are a lag (`joined`), without a difference or an exponential of a positive number. So what lies between two tokens is
+put together from the query's way since the start of its block, the key's until the end of its own, and what lies
+between (`through`); only for a pair without such points between them is it computed anew.
 
 Everything here is elementwise, and what is given of queries and of keys has their axis, or both: a tile may lie either
-way. Logarithms are to base 2.
+way. Logarithms are to base 2. Nothing is negated where it can be negative from the start: a sign is an instruction.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def kappa(rate, lag):
     series = series * -small + 1.0 / 6
     series = series * -small + 0.5
     series = series * -small + 1.0
-    return tl.where(y > NEAR, (1.0 - tl.exp2(-LOG2E * y)) / tl.maximum(2.0 * rate, TINY), lag * series)
+    return tl.where(y > NEAR, (1.0 - tl.exp2(-LOG2E * y)) * (1.0 / tl.maximum(2.0 * rate, TINY)), lag * series)
 
 
 @triton.jit
-def kappa_slope(rate, lag):
+def kappa_slope(rate, lag, PTX: tl.constexpr):
     """The derivative of kappa for the rate."""
     y = 2.0 * rate * lag
     small = tl.minimum(y, NEAR)
@@ -49,23 +49,22 @@ def kappa_slope(rate, lag):
     series = series * -small + 1.0 / 3
     series = series * small - 0.5
     far = tl.maximum(y, NEAR)
-    direct = (tl.exp2(-LOG2E * far) * (1.0 + far) - 1.0) / (far * far)
+    direct = (tl.exp2(-LOG2E * far) * (1.0 + far) - 1.0) * reciprocal(far * far, PTX)
     return 2.0 * lag * lag * tl.where(y > NEAR, direct, series)
 
 
 @triton.jit
-def after(rate, lag):
+def after(rate, lag, PTX: tl.constexpr):
     """A lag >= 0."""
-    return lag, tl.exp2(-LOG2E * rate * lag), kappa(rate, lag), kappa_slope(rate, lag)
+    return lag, tl.exp2(-LOG2E * rate * lag), kappa(rate, lag), kappa_slope(rate, lag, PTX)
 
 
 @triton.jit
 def joined(later, earlier):
     """One lag, and before it another."""
-    lag, decay, grown, slope = later
-    lag_0, decay_0, grown_0, slope_0 = earlier
-    square = decay * decay
-    return lag + lag_0, decay * decay_0, grown + square * grown_0, slope + square * (slope_0 - 2.0 * lag * grown_0)
+    lag, decay, grown = later[0], later[1], later[2]
+    square, more = decay * decay, earlier[3] - 2.0 * lag * earlier[2]
+    return lag + earlier[0], decay * earlier[1], grown + square * earlier[2], later[3] + square * more
 
 
 @triton.jit
@@ -78,17 +77,17 @@ def between(later, earlier):
 
 @triton.jit
 def load_model(numbers, head, H):
-    """The noises of keys and of values, each (rate, process, key, query), 2 / nu, temperature and floor."""
+    """The noises of keys and of values, each (rate, process, key, query), 2 / nu, minus the temperature, and floor."""
     at = numbers + head
     keys = tl.load(at), tl.load(at + H), tl.load(at + 2 * H), tl.load(at + 3 * H)
     values = tl.load(at + 4 * H), tl.load(at + 5 * H), tl.load(at + 6 * H), tl.load(at + 7 * H)
-    return keys, values, 2.0 / tl.load(at + 8 * H), tl.load(at + 9 * H), tl.load(at + 10 * H)
+    return keys, values, 2.0 / tl.load(at + 8 * H), -tl.load(at + 9 * H), tl.load(at + 10 * H)
 
 
 @triton.jit
-def variances(spread, noise, ahead, CAUSAL: tl.constexpr):
+def variances(lag, noise, ahead, CAUSAL: tl.constexpr):
     """After a lag, without the noise of the query and with it; what is ahead divided by the decay's square."""
-    _lag, decay, grown, _slope = spread
+    _lag, decay, grown, _slope = lag
     _rate, process, key, query = noise
     square = decay * decay
     if CAUSAL:
@@ -101,109 +100,130 @@ def variances(spread, noise, ahead, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def factors(spread, floor, ahead, CAUSAL: tl.constexpr):
-    """What queries and keys are multiplied by before they are compared."""
-    decay = spread[1]
-    of_query, of_key = 1.0, decay + floor
+def through(query, middle, key, noise, QUERIES_FIRST: tl.constexpr):
+    """Over three lags in a row: (decay, variance without the noise of the query, with it), and a lag.
+
+    The middle one is joined to what lies along the first axis of a tile, where it costs least: the lag is the query's
+    until it meets the key's block, or the middle one. Besides their lags, tokens have what is unsure of them there: of
+    keys after their lag, of queries before theirs.
+    """
+    _rate, process, _key, query_noise = noise
+    if QUERIES_FIRST:
+        lag = joined(query, middle)
+        since, decay, square, unsure = process * lag[2], lag[1] * key[1], lag[1] * lag[1], key[4]
+        doubted = since + tl.maximum(query_noise, TINY)
+    else:
+        lag = middle
+        since, decay, square = process * query[2], query[1] * (middle[1] * key[1]), query[1] * query[1]
+        unsure, doubted = process * middle[2] + middle[1] * middle[1] * key[4], query[4]
+    return (decay, tl.maximum(square * unsure + since, TINY), square * unsure + doubted), lag
+
+
+@triton.jit
+def factors(decay, floor, ahead, CAUSAL: tl.constexpr):
+    """What queries, and keys, are multiplied by before they are added up to the residual."""
+    of_query, of_key = 1.0, tl.zeros_like(decay) - floor - decay
     if not CAUSAL:
-        of_query, of_key = tl.where(ahead, decay, 1.0), tl.where(ahead, 1.0 + floor * decay, of_key)
+        of_query, of_key = tl.where(ahead, decay, 1.0), tl.where(ahead, -1.0 - floor * decay, of_key)
     return of_query, of_key
 
 
 @triton.jit
 def scored(
-    gram, query_size, key_size, near, far, ahead, model,
+    gram, query_size, key_size, near, far, ahead, away, model,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Scores before temperature, and what they are made of: variances, twice the residual's size / nu, and the level.
+    """Scores before temperature, negated, and what they are made of: half the residual, and the level.
 
-    The size of a vector is half its square.
+    `near` and `far` are as `through` has them, of keys and of values. The size of a vector is half its square.
     """
-    keys, values, per_nu, _temperature, floor = model
-    of_query, of_key = factors(near, floor, ahead, CAUSAL)
-    certain, whole = variances(near, keys, ahead, CAUSAL)
-    apart = whole
-    if not SHARED:
-        certain, apart = variances(far, values, ahead, CAUSAL)
+    _decay, _certain, whole = near
+    _decay, _certain, apart = far
+    _keys, values, per_nu, _cooling, floor = model
+    of_query, of_key = factors(near[0], floor, ahead, CAUSAL)
     if CAUSAL:
-        residual = query_size + of_key * (of_key * key_size - gram)
+        residual = query_size + of_key * (of_key * key_size + gram)
     else:
-        residual = of_query * (of_query * query_size - of_key * gram) + of_key * of_key * key_size
-    residual = tl.maximum(residual, 0.0) * per_nu
-    level = whole + residual
+        residual = of_query * (of_query * query_size + of_key * gram) + of_key * of_key * key_size
+    residual = tl.maximum(residual, 0.0)
+    level = whole + per_nu * residual
     if RATIONAL:
-        score = -log2(level, PTX)
+        cost = log2(level, PTX)
         if not SHARED:
-            score += log2(whole, PTX) - log2(apart, PTX)
+            cost += log2(apart, PTX) - log2(whole, PTX)
     else:
-        score = -LOG2E * residual * reciprocal(whole, PTX) - log2(apart, PTX)
+        cost = LOG2E * per_nu * residual * reciprocal(whole, PTX) + log2(apart, PTX)
     if not CAUSAL:
-        score -= tl.where(ahead, 2.0 * LOG2E * values[0] * far[0], 0.0)
-    return score, whole, certain, apart, residual, level
+        cost += tl.where(ahead, 2.0 * LOG2E * values[0] * away, 0.0)
+    return cost, residual, level
 
 
 @triton.jit
-def precisions(found, far, ahead, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, PTX: tl.constexpr):
+def precisions(found, near, far, ahead, model, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, PTX: tl.constexpr):
     """What tokens add to the total precision."""
-    _score, whole, certain, _apart, residual, level = found
-    weight = whole * reciprocal(level, PTX) if RATIONAL else tl.exp2(-LOG2E * residual * reciprocal(whole, PTX))
+    _cost, residual, level = found
+    if RATIONAL:
+        weight = near[2] * reciprocal(level, PTX)
+    else:
+        weight = tl.exp2(-LOG2E * model[2] * residual * reciprocal(near[2], PTX))
     if not CAUSAL:
-        weight *= tl.where(ahead, far[1] * far[1], 1.0)
-    return weight * reciprocal(certain, PTX)
+        weight *= tl.where(ahead, far[0] * far[0], 1.0)
+    return weight * reciprocal(far[1], PTX)
 
 
 @triton.jit
 def pull_back(
-    to_score, part, gram, query_size, key_size, near, ahead, model, found,
+    to_score, part, gram, query_size, key_size, near, far, ahead, model, found,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, VARIANCE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """Gradients of what scores after temperature, and logarithms of precisions (`part`), are made of, in this order:
-    gram; the sizes of queries and of keys; their factors; nu, times -nu; the variances of keys and of values;
-    the latter without the query noise; and the logarithm of weights."""
-    _keys, _values, per_nu, temperature, floor = model
-    _score, whole, certain, apart, residual, level = found
-    tempered = temperature * to_score
-    to_weight, to_certain = tempered, 0.0
+    gram; the sizes of queries and of keys; their factors; the residual; the variances of keys and of values; the latter
+    without the query noise; and the logarithm of weights. The first six for a nu of 2: the caller knows better."""
+    _keys, _values, per_nu, cooling, floor = model
+    _cost, residual, level = found
+    decay, _certain, whole = near
+    _decay, certain, apart = far
+    tempered = cooling * to_score
+    to_cost, to_certain = tempered, 0.0
     if VARIANCE:
-        to_weight += part
-        to_certain = tl.where(certain > TINY, -part * reciprocal(certain, PTX), 0.0)
-    inverse = reciprocal(whole, PTX)
-    bounded = tl.where(whole > TINY, inverse, 0.0)
+        to_cost -= part
+        to_certain = tl.where(certain > TINY, part * reciprocal(certain, PTX), 0.0) * -1.0
     if RATIONAL:
-        to_residual = -to_weight * reciprocal(level, PTX)
+        to_residual = to_cost * reciprocal(level, PTX)
         to_whole = to_residual
         if not SHARED:
-            to_whole += to_weight * bounded
+            to_whole -= tl.where(whole > TINY, to_cost * reciprocal(whole, PTX), 0.0)
         elif VARIANCE:
-            to_whole += part * bounded
+            to_whole += tl.where(whole > TINY, part * reciprocal(whole, PTX), 0.0)
     else:
-        to_residual = -to_weight * inverse
-        to_whole = -to_residual * residual * bounded
+        inverse = reciprocal(whole, PTX)
+        to_residual = to_cost * inverse
+        to_whole = to_residual * per_nu * residual * -1.0
         if SHARED:
-            to_whole -= tempered * bounded
+            to_whole += tempered
+        to_whole = tl.where(whole > TINY, to_whole * inverse, 0.0)
     to_apart = to_whole
     if not SHARED:
-        to_apart = tl.where(apart > TINY, -tempered * reciprocal(apart, PTX), 0.0)
-    to_size = to_residual * per_nu
-    of_query, of_key = factors(near, floor, ahead, CAUSAL)
-    to_key = to_size * (of_key * key_size + (of_key * key_size - of_query * gram))
-    to_query, to_query_size = to_key, to_size
-    if not CAUSAL:
-        to_query = to_size * (of_query * query_size + (of_query * query_size - of_key * gram))
-        to_query_size = of_query * of_query * to_size
-    to_gram = -of_key * to_size if CAUSAL else -of_query * of_key * to_size
-    to_key_size = of_key * of_key * to_size
-    to_nu = to_residual * residual
+        to_apart = tl.where(apart > TINY, tempered * reciprocal(apart, PTX), 0.0)
+    of_query, of_key = factors(decay, floor, ahead, CAUSAL)
+    to_gram, to_query_size, to_query = of_key * to_residual, to_residual, to_residual
+    if CAUSAL:
+        to_key = to_residual * (of_key * key_size + (of_key * key_size + gram))
+    else:
+        to_key = to_residual * (of_key * key_size + (of_key * key_size + of_query * gram))
+        to_query = to_residual * (of_query * query_size + (of_query * query_size + of_key * gram))
+        to_gram, to_query_size = of_query * to_gram, of_query * of_query * to_residual
+    to_key_size = of_key * of_key * to_residual
     return (
-        to_gram, to_query_size, to_key_size, to_query, to_key, to_nu, to_whole, to_apart, to_certain, to_weight,
+        to_gram, to_query_size, to_key_size, to_query, to_key, to_residual, to_whole, to_apart, to_certain, to_cost,
     )  # fmt: skip
 
 
 @triton.jit
-def of_noise(spread, noise, to_decay, to_whole, to_certain, ahead, CAUSAL: tl.constexpr):
+def of_noise(lag, noise, to_decay, to_whole, to_certain, ahead, CAUSAL: tl.constexpr):
     """Gradients of rate, process, key and query noise, given those of the decay and of the two variances."""
-    lag, decay, grown, slope = spread
+    away, decay, grown, slope = lag
     _rate, process, key, query = noise
     square = decay * decay
     to_sure = to_whole + to_certain
@@ -211,5 +231,5 @@ def of_noise(spread, noise, to_decay, to_whole, to_certain, ahead, CAUSAL: tl.co
     if not CAUSAL:
         to_key, to_query = tl.where(ahead, to_sure, to_key), tl.where(ahead, square * to_whole, to_whole)
         to_square = tl.where(ahead, query * to_whole, to_square)
-    to_rate = process * slope * to_sure - lag * decay * (to_decay + 2.0 * decay * to_square)
+    to_rate = process * slope * to_sure - away * decay * (to_decay + 2.0 * decay * to_square)
     return to_rate, grown * to_sure, to_key, to_query

@@ -36,12 +36,12 @@ def cosine_and_sine(times, frequency, at, count, channel, C: tl.constexpr, SIZE:
     return tl.where(odd, -sign * sine, sign * cosine), tl.where(odd, sign * cosine, sign * sine)
 
 
-@triton.jit(do_not_specialize=["length", "slots", "first"])
+@triton.jit(do_not_specialize=["length", "slots", "first", "H", "room"])
 def turn(
-    x, y, times, frequency, length, slots, first, x_token, x_head, sign, H, SHARE,
-    C: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr,
+    x, y, sizes, copy, times, frequency, length, slots, first, x_token, x_head, sign, H, SHARE, room,
+    C: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, SIZED: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """y = x turned forward (sign 1) or back (-1)."""
+    """y = x turned forward (sign 1) or back (-1), half the square of rows, `room` from head to head, and x copied."""
     start, head, lane = tl.program_id(0) * SIZE, tl.program_id(1), tl.program_id(2).to(tl.int64)
     count, channel = length - start, tl.arange(0, P)
     frequency += head // SHARE * C
@@ -52,11 +52,21 @@ def turn(
     y += (token * H + head) * 2 * C
     real = load_rows(x, x_token, count, channel, C, SIZE).to(tl.float32)
     imaginary = load_rows(x + C, x_token, count, channel, C, SIZE).to(tl.float32)
-    store_rows(y, H * 2 * C, count, channel, real * cosine - imaginary * sine, C, SIZE)
-    store_rows(y + C, H * 2 * C, count, channel, imaginary * cosine + real * sine, C, SIZE)
+    turned_real = (real * cosine - imaginary * sine).to(y.dtype.element_ty)
+    turned_imaginary = (imaginary * cosine + real * sine).to(y.dtype.element_ty)
+    store_rows(y, H * 2 * C, count, channel, turned_real, C, SIZE)
+    store_rows(y + C, H * 2 * C, count, channel, turned_imaginary, C, SIZE)
+    if COPIED:
+        copy += (token * H + head) * 2 * C
+        store_rows(copy, H * 2 * C, count, channel, real, C, SIZE)
+        store_rows(copy + C, H * 2 * C, count, channel, imaginary, C, SIZE)
+    if SIZED:
+        t, real, imaginary = tl.arange(0, SIZE), turned_real.to(tl.float32), turned_imaginary.to(tl.float32)
+        size = 0.5 * tl.sum(real * real + imaginary * imaginary, 1)
+        tl.store(sizes + (lane * H + head) * room + start + t, size, mask=t < count)
 
 
-@triton.jit(do_not_specialize=["length", "slots", "first", "room"])
+@triton.jit(do_not_specialize=["length", "slots", "first", "H", "room"])
 def turn_back(
     to_y, still, totals, to_x, to_frequency, times, frequency, length, slots, first, y_token, y_head, sign, H, SHARE,
     room, C: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, FORWARD: tl.constexpr,
@@ -107,12 +117,26 @@ def _launch(x: Tensor, times: Tensor, frequency: Tensor, forward: bool) -> tuple
     return grid, where, {"C": channels, "P": triton.next_power_of_2(channels), "SIZE": SIZE, "num_warps": 4}
 
 
-def turned(x: Tensor, times: Tensor, frequency: Tensor, forward: bool, dtype: torch.dtype) -> Tensor:
-    """x `[L, T, heads, 2 C]`, by the last T of `times`, float64 `[L, S]`; frequency `[H, C]`, H dividing heads."""
+def turned(
+    x: Tensor,
+    times: Tensor,
+    frequency: Tensor,
+    forward: bool,
+    dtype: torch.dtype,
+    sizes: Tensor | None = None,
+    copy: Tensor | None = None,
+) -> Tensor:
+    """x `[L, T, heads, 2 C]`, by the last T of `times`, float64 `[L, S]`; frequency `[H, C]`, H dividing heads.
+
+    Half the squares of rows are written to `sizes` `[L, heads, at least T]`, float32, its tokens contiguous; x itself
+    to `copy`, contiguous, unless that is empty.
+    """
     x, times, frequency = rows(x), times.contiguous(), frequency.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     grid, where, compiled = _launch(x, times, frequency, forward)
-    turn[grid](x, y, times, frequency, *where, **compiled)
+    sized, copied = sizes is not None, copy is not None and copy.numel() > 0
+    more, room = (sizes if sized else y, copy if copied else y), sizes.stride(1) if sized else 0
+    turn[grid](x, y, *more, times, frequency, *where, room, SIZED=sized, COPIED=copied, **compiled)
     return y
 
 
@@ -123,17 +147,30 @@ def turned_back(
     frequency: Tensor,
     forward: bool,
     dtype: torch.dtype,
+    parts: Tensor,
     totals: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of x, in its dtype, and of frequency, float64; `still` is y, or, forward, x.
+) -> Tensor:
+    """The gradient of x; `still` is y, or, forward, x. That of frequencies is added up from `parts`: see `parts_for`.
 
     Forward it is x times `totals`, `[L, heads, at least T]`, whose gradient is asked for, rounded as it is returned.
     """
     to_y, still, times, frequency = rows(to_y), still.contiguous(), times.contiguous(), frequency.contiguous()
     grid, where, compiled = _launch(to_y, times, frequency, forward)
     to_x = torch.empty(still.shape, dtype=dtype, device=still.device)
-    parts = torch.empty(grid[2] * grid[0], grid[1], still.shape[3] // 2, dtype=torch.float32, device=still.device)
     known = still if totals is None else totals
     compiled |= {"FORWARD": forward}
     turn_back[grid](to_y, still, known, to_x, parts, times, frequency, *where, known.shape[2], **compiled)
-    return to_x, parts.sum(0, dtype=torch.float64).unflatten(0, (frequency.shape[0], -1)).sum(1)
+    return to_x
+
+
+def parts_for(*given: Tensor) -> tuple[Tensor, ...]:
+    """Of each x `[L, T, heads, 2 C]`, with heads and channels alike, the gradients of frequencies that its programs
+    find, float32 `[L * programs, heads, C]`; after all, the same in one."""
+    counts = [x.shape[0] * triton.cdiv(x.shape[1], SIZE) for x in given]
+    parts = given[0].new_empty(sum(counts), given[0].shape[2], given[0].shape[3] // 2, dtype=torch.float32)
+    return *parts.split(counts), parts
+
+
+def summed(parts: Tensor, frequency: Tensor) -> Tensor:
+    """The gradient of frequency `[H, C]`, summed in float64."""
+    return parts.sum(0, dtype=torch.float64).unflatten(0, (frequency.shape[0], -1)).sum(1).to(frequency.dtype)
