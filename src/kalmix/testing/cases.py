@@ -42,6 +42,8 @@ class Problem:
         sure: signals of near-certain evidence under which variances must stay positive.
         slack: how negative an eigenvalue of the covariance may be without process noise, relative to the largest.
         options: of the design, a solver that converges to every dtype's rounding among them.
+        interpreted: sizes that Triton's interpreter is tried with, where the usual ones take it too long; `None` if it is
+            not tried at all, as the op has another problem and its kernels tests of their own.
     """
 
     design: Design
@@ -54,6 +56,7 @@ class Problem:
     sure: tuple[dict[str, float], ...] = ()
     slack: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
+    interpreted: dict[str, int] | None = field(default_factory=dict)
 
     def spectrum(self, belief: Any) -> Tensor:
         """The variances of a belief: of its cells, or the eigenvalues of its covariance."""
@@ -230,11 +233,12 @@ PROBLEMS = {
         slack=1e-6,
         options={"ridge": Adaptive(10.0), "solver": Chebyshev(10)},  # 2 * 0.024^10 = 1e-16
     ),
-    "attend": _HISTORY(),
+    "attend": _HISTORY(interpreted={"value_heads": 1, "length": 12}),
     "attend-window": _HISTORY(
         draw=_draw_looks,
         options={"weight": "exponential", "window": 6, "nu": 2.0, "temperature": 0.7, "floor": 0.1},
         sure=({"key_noise": 1e-5, "query_noise": 1.0, "log_decay": -1e-3, "process_noise": 0.0},),
+        interpreted=None,
     ),
 }
 
@@ -370,7 +374,8 @@ def cases(devices: list[str], dtypes: tuple[torch.dtype, ...], **sizes: int) -> 
         for device in devices
         for dtype in dtypes
     ]
-    return [case for case in tried if case.refusal is None]
+    served = [(case, case.problem.interpreted if case.interpreted else {}) for case in tried if case.refusal is None]
+    return [case.having(**spared) for case, spared in served if spared is not None]
 
 
 def outputs(filtered: Filtered) -> list[Tensor]:

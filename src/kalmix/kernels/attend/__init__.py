@@ -8,10 +8,22 @@ Arguments are checked by the op before they arrive; `keys` and `values` are `Dyn
 `belief` is always there; its tensors may be expanded.
 """
 
-from kalmix.kernels.attend import chunked, reference
+from kalmix.checks import SINGLES
+from kalmix.kernels.attend import chunked, fused, reference
 from kalmix.kernels.kernel import Kernel
 
 KERNELS = (
+    Kernel(
+        "triton",
+        fused.attend,
+        devices=("cuda",),
+        dtypes=SINGLES,
+        pays_from=16,
+        max_key_width=256,
+        max_single_width=128,
+        triton=True,
+        rounds_products=True,
+    ),
     Kernel("chunked", chunked.attend, pays_from=16),
     Kernel("reference", reference.attend),
 )
