@@ -3,6 +3,7 @@
 import hashlib
 import random
 import re
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from kalmix import ArgumentError
 from kalmix.tasks import TASKS, make
-from kalmix.tasks.ruler import Prompts, counting, draw, needles, tracking
+from kalmix.tasks.ruler import Prompts, counting, needles, tracking
 from kalmix.tasks.ruler.haystacks import Pairs, sentences, vocabulary
 from kalmix.tasks.ruler.prompts import END, matched
 
@@ -49,7 +50,7 @@ def essay(tmp_path):
 @pytest.mark.parametrize(("writer", "settings", "want"), ORIGINAL)
 def test_prompts_are_the_originals(writer, settings, want, essay):
     if getattr(settings, "type_haystack", "") == "essay":
-        settings = needles.replace(settings, essay=essay)
+        settings = replace(settings, essay=essay)
     drawn = list(islice(writer(settings, 7, lambda text: len(tokens(text))), 6))
     assert hashlib.sha256(repr([(p.text, p.answers) for p in drawn]).encode()).hexdigest()[:16] == want
     assert all(len(tokens(p.text)) + settings.tokens_to_generate <= settings.max_seq_length for p in drawn)
@@ -121,7 +122,8 @@ def test_any_tokenizer_serves():
     def encode(text):
         return [ids.setdefault(word, len(ids)) for word in tokens(text)]
 
-    drawn = draw(needles.prompts, NEEDLE(800, 16, "own"), 0, 2, encode, end=10**6)
+    settings = {"max_seq_length": 800, "tokens_to_generate": 16, "words": "own"}
+    drawn = TASKS["needle/single-1"].prompts(seed=0, count=2, encode=encode, end=10**6, **settings)
     assert drawn.inputs.shape == (2, 800) and drawn.inputs[0, -1] == 10**6
     want = [*encode(drawn.answers[0][0]), 10**6]
     assert drawn.targets[0][drawn.targets[0] != -100].tolist() == want

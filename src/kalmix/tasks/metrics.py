@@ -45,10 +45,10 @@ def macro(predicted: ArrayLike, targets: ArrayLike, *, batch: int = 128) -> floa
     for start in range(0, len(targets), batch):
         part = slice(start, start + batch)
         wanted, given = targets[part][scored[part]], predicted[part][scored[part]]
-        classes = np.union1d(wanted, given)
+        classes, place = np.unique(np.concatenate([wanted, given]), return_inverse=True)
         if len(classes):
-            support = np.array([np.sum(wanted == c) for c in classes])
-            hits = np.array([np.sum((wanted == c) & (given == c)) for c in classes])
+            of = place[: len(wanted)]
+            support, hits = (np.bincount(x, minlength=len(classes)) for x in (of, of[wanted == given]))
             found.append(np.mean(hits / np.maximum(support, 1)))
             rows.append(len(targets[part]))
     return float(np.average(found, weights=rows)) if rows else float("nan")

@@ -84,18 +84,8 @@ S = TypeVar("S", bound=Settings)
 Writer = Callable[[S, int, Callable[[str], int]], Iterator[Prompt]]  # settings, seed, how many tokens a text has
 
 
-def draw(
-    writer: Writer[S], settings: S, seed: int, count: int, encode: Encode = lambda text: text.encode(), end: int = END
-) -> Prompts:
-    """`count` prompts of a seed under any tokenizer.
-
-    Args:
-        encode: a text's ids, without special ones.
-        end: the id that ends an answer, and pads rows at their right to `max_seq_length`.
-
-    Raises:
-        ArgumentError: no prompt is as short, or an answer does not fit behind its prompt.
-    """
+def draw(writer: Writer[S], settings: S, seed: int, count: int, encode: Encode, end: int) -> Prompts:
+    """`count` prompts of a seed; see `TextTask.prompts`."""
     s = settings
     prompts = list(islice(writer(s, seed, lambda text: len(encode(text))), count))
     inputs, targets = np.full((2, count, s.max_seq_length), end, dtype=np.int64)
@@ -190,16 +180,40 @@ def _text(ids: np.ndarray) -> str:
     return bytes(ids[(ids >= 0) & (ids < END)].tolist()).decode(errors="replace")
 
 
-def task(name: str, original: str, writer: Writer[S], baseline: S) -> Task[S]:
-    """A task of RULER; of a seed's prompts, the first are to train on."""
+@dataclass(frozen=True)
+class TextTask(Task[S]):
+    """A task whose rows are texts.
+
+    Attributes:
+        writer: makes its prompts.
+    """
+
+    writer: Writer[S] = field(kw_only=True)
+
+    def prompts(self, *, seed: int, count: int, encode: Encode, end: int, **settings: Any) -> Prompts:
+        """`count` prompts under a tokenizer, whose tokens then are what lengths are counted in.
+
+        Args:
+            encode: a text's ids, without special ones.
+            end: the id that ends an answer, and pads rows at their right to `max_seq_length`.
+
+        Raises:
+            ArgumentError: no prompt is as short, or an answer does not fit behind its prompt.
+        """
+        return draw(self.writer, self.configure(**settings), seed, count, encode, end)
+
+
+def task(name: str, original: str, writer: Writer[S], baseline: S) -> TextTask[S]:
+    """A task of RULER, whose rows are spelled in bytes; of a seed's prompts, the first are to train on."""
 
     def sample(settings: S, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
-        every = draw(writer, settings, seed, train + test)
+        every = draw(writer, settings, seed, train + test, str.encode, END)
         return part(every, slice(train)), part(every, slice(train, None))
 
     lengths: tuple[Mapping[str, Any], ...] = tuple({"max_seq_length": 1024 * n} for n in (4, 8, 16, 32, 64, 128))
     scores = {"string_match": matched, "whole_rows": whole_rows, "micro": micro}
-    return Task(name, baseline, sample, scores, Published(f"NVIDIA/RULER, {original}", 42, 0, 500, 1, lengths))
+    published = Published(f"NVIDIA/RULER, {original}", 42, 0, 500, 1, lengths)
+    return TextTask(name, baseline, sample, scores, published, writer=writer)
 
 
 def part(prompts: Prompts, rows: slice) -> Prompts:
