@@ -80,7 +80,7 @@ def draw(cell: Cell, results: Results, row: int) -> list[Path]:
         tokens,
         [insight.name for insight in found],
         marks={} if asked.all() else {"what is asked for": named, "where it is asked": asked},
-        title=f"Posterior variance of the read-out: {title}",
+        title=f"Posterior variance: {title}",
     )
     written = [variance]
     for insight in found:
