@@ -83,6 +83,23 @@ def prompts(settings: NeedleSettings, seed: int, tokens: Callable[[str], int]) -
     def needle(key: str, value: str) -> str:
         return _NEEDLE.format(kind=s.type_needle_v, key=key, value=value)
 
+    def in_essay(hidden: list[str], size: int) -> str:
+        words = essay(s.essay)
+        text = sentences(" ".join((words * -(-size // len(words)))[:size]))
+        cuts = [0, *sorted(int(len(text) * (depth / 100)) for depth in rng.sample(_DEPTHS, len(hidden))), len(text)]
+        pieces = [" ".join(text[start:stop]) for start, stop in pairwise(cuts)]
+        return " ".join([*(part for both in zip(pieces, hidden, strict=False) for part in both), pieces[-1]])
+
+    def in_lines(hidden: list[str], size: int) -> str:
+        if s.type_haystack == "noise":
+            lines = [NOISE] * size
+        else:
+            lines = [needle(drawn(s.type_needle_k), drawn(s.type_needle_v)) for _ in range(size)]
+        places = sorted(rng.sample(range(size), len(hidden)), reverse=True)
+        for place, line in zip(places, hidden, strict=True):
+            lines.insert(place, line)
+        return "\n".join(lines)
+
     def write(size: int) -> Prompt:
         held: list[tuple[str, tuple[str, ...]]] = []
         for _ in range(s.keys):
@@ -90,7 +107,7 @@ def prompts(settings: NeedleSettings, seed: int, tokens: Callable[[str], int]) -
             held.append((key, tuple(drawn(s.type_needle_v) for _ in range(s.num_needle_v))))
         hidden = [needle(key, value) for key, values in held for value in values]
         random.Random(seed).shuffle(hidden)
-        context = _in_essay(hidden, essay(s.essay), size) if s.type_haystack == "essay" else _in_lines(hidden, size)
+        context = in_essay(hidden, size) if s.type_haystack == "essay" else in_lines(hidden, size)
         asked = [held[i] for i in rng.sample(range(s.keys), s.num_needle_q)]
         *most, last = (key for key, _ in asked)
         text = (_single(_TEMPLATE) if single else _TEMPLATE).format(
@@ -100,24 +117,6 @@ def prompts(settings: NeedleSettings, seed: int, tokens: Callable[[str], int]) -
         )
         answers = tuple(value for _, values in asked for value in values)
         return Prompt(text, answers, text.find(answers[0]))
-
-    def _in_essay(hidden: list[str], words: tuple[str, ...], size: int) -> str:
-        text = sentences(" ".join((words * -(-size // len(words)))[:size]))
-        cuts = [0, *sorted(int(len(text) * (depth / 100)) for depth in rng.sample(_DEPTHS, len(hidden))), len(text)]
-        pieces = [" ".join(text[start:stop]) for start, stop in pairwise(cuts)]
-        return " ".join(
-            piece for pair in zip(pieces, [*hidden, None], strict=True) for piece in pair if piece is not None
-        )
-
-    def _in_lines(hidden: list[str], size: int) -> str:
-        if s.type_haystack == "noise":
-            lines = [NOISE] * size
-        else:
-            lines = [needle(drawn(s.type_needle_k), drawn(s.type_needle_v)) for _ in range(size)]
-        places = sorted(rng.sample(range(size), len(hidden)), reverse=True)
-        for place, line in zip(places, hidden, strict=True):
-            lines.insert(place, line)
-        return "\n".join(lines)
 
     limit = s.max_seq_length - s.tokens_to_generate
     if s.type_haystack == "essay":
