@@ -169,10 +169,8 @@ def _gains(
     logs, observed = k if log_decay is None else log_decay.contiguous(), obs_noise.float()
     orders = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
     shape = {"K": width, "P": lanes, "BLOCK": BLOCK, "WINDOW": WINDOW, "PACKED": packed, "VARIANCE": variance}
-    if kind == 2:  # decays one a key
-        stages, options = triton_tokens, triton_tokens.options(lanes) | shape
-    else:
-        stages, options = triton_blocks, triton_blocks.options(kind, lanes, splits()) | shape
+    stages = triton_tokens if kind == 2 else triton_blocks
+    of_prepare, of_gains = (stages.options(stage, kind, lanes, splits()) | shape for stage in ("prepare", "gains"))
     across = {"DECAY": kind, "KEEP": kept.numel() > 0, **chain_options(lanes, splits()), **shape}
     ready, advance = [], on_hopper("advance", _advance, k, lanes)
     room = kept.split([cut.count for cut in cuts]) if kept.numel() else [kept] * len(cuts)
@@ -184,14 +182,14 @@ def _gains(
         edges, last = torch.empty(blocks, heads, 2, lanes, **like), torch.empty(covariance.shape, **like)
         before = Launch(stages.prepare, (blocks * heads,), (
             q, k, obs_noise, process_noise, logs, keys, queries, noises, innovations, edges, *sizes,
-        ), options)  # fmt: skip
+        ), of_prepare)  # fmt: skip
         chain = Launch(advance, (cut.sequences, heads), (
             observed, keys, queries, noises, innovations, edges, covariance, projected, asked, entering, last,
             cut.runs, length, cut.tiles, *covariance.stride(), heads,
         ), across)  # fmt: skip
         after = Launch(stages.gains, (blocks * heads,), (
             q, k, obs_noise, process_noise, logs, innovations, projected, asked, gain, rounded, scale, read, *sizes,
-        ), options)  # fmt: skip
+        ), of_gains)  # fmt: skip
         ready.append(around(before, chain, [after], alone=len(cuts) == 1))
         covariance = last
     return Kept(gain, rounded, scale, kept), read, covariance, ready

@@ -148,12 +148,12 @@ def backward(
     grad_decay = tokens((0,) if log_decay is None else log_decay.shape, **like)
     parts, shape = splits(k.dtype), {"K": width, "P": lanes, "BLOCK": BLOCK, "WINDOW": WINDOW, "VARIANCE": variance}
     shape |= {"PACKED": spans[0][0].packed}
+    stages = triton_tokens if kind == 2 else triton_blocks
+    options = {stage: stages.options(stage, kind, lanes, parts) | shape for stage in ("gather", "pull_back", "finish")}
     if kind == 2:  # decays one a key
-        stages, options = triton_tokens, triton_tokens.options(lanes) | shape
         dk = tokens(gain.shape, **like)
         dq = tokens(gain.shape, **like) if variance else dk
     else:
-        stages, options = triton_blocks, triton_blocks.options(kind, lanes, parts) | shape
         dq, dk = grads.q, grads.k  # what they hold is added to
     across = {"DECAY": kind, **chain_options(lanes, splits()), **shape}
     ready, retreat = [], on_hopper("retreat", _retreat, k, lanes)
@@ -174,7 +174,7 @@ def backward(
         changes, noises, flows, queries = keys, writes, local, asked  # what they held is spent
         before = Launch(stages.gather, blocks, (
             q, k, logs, gain, scale, grads.gain, keys, writes, local, asked, coefficients, edges, *sizes,
-        ), options | ({"SPLIT": parts} if kind == 2 else {}))  # fmt: skip
+        ), options["gather"])  # fmt: skip
         chain = Launch(retreat, (cut.sequences, heads), (
             keys, writes, local, asked, to_read, edges, covariances, grad_last, exits, spreads, balance, grad_prior,
             cut.runs, length, cut.tiles, heads,
@@ -184,18 +184,18 @@ def backward(
             after = [Launch(stages.pull_back, blocks, (
                 q, k, process_noise, logs, gain, scale, grads.gain, to_read, coefficients, exits, spreads,
                 dk, dq, grad_obs, grad_process, changes, queries, noises, gathered, flows, *sizes,
-            ), options), Launch(stages.finish, windows, (
+            ), options["pull_back"]), Launch(stages.finish, windows, (
                 q, k, logs, covariances, changes, queries, noises, gathered, edges, flows, balance, dk, dq, grad_decay,
                 *sizes,
-            ), triton_tokens.window_options(lanes) | shape)]  # fmt: skip
+            ), options["finish"])]  # fmt: skip
         else:
             after = [Launch(stages.pull_back, blocks, (
                 q, k, process_noise, logs, gain, scale, grads.gain, to_read, coefficients, exits, spreads,
                 grad_obs, grad_process, grad_decay, changes, *sizes,
-            ), options), Launch(stages.finish, windows, (
+            ), options["pull_back"]), Launch(stages.finish, windows, (
                 q, k, process_noise, logs, gain, scale, to_read, covariances, changes, balance, grad_obs, dk, dq,
                 grad_decay, *sizes,
-            ), triton_blocks.window_options(kind, lanes, parts) | shape)]  # fmt: skip
+            ), options["finish"])]  # fmt: skip
         ready.append(around(before, chain, after, alone=len(spans) == 1))
         grad_last = grad_prior
     for finish in ready:

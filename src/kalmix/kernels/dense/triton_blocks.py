@@ -15,7 +15,7 @@ so that m_t = M[t, t], and with sums over the tokens t' after t, the last also o
     du_t = w_t - 2 A(exit, t) Q W_t + m_t k_t + sum D[t', t] ((2 M - O)[t', t] k_t' - B[t', t] w_t')
            - 2 sum D[t', t] R[t', t] dr_t' q_t'
 
-One warp has a block, some keys at a time, so that several are in flight.
+One warp has a block, some keys at a time, and four have a window.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 
 from kalmix.kernels.dense.triton_parts import COUNTS, block_of, product
-from kalmix.kernels.dense.windows import CHUNK
 from kalmix.kernels.primitives.triton_decays import between, between_transposed, elapsed
 from kalmix.kernels.primitives.triton_tiles import (
     levels_of,
@@ -36,19 +35,15 @@ from kalmix.kernels.primitives.triton_tiles import (
     tile_of,
 )
 
-
-def options(kind: int, lanes: int, parts: int) -> dict[str, int]:
-    """How a block is compiled: so that the registers of 16 warps are there for each multiprocessor."""
-    return _products(kind, lanes, parts) | {"num_warps": 1, "maxnreg": 128}
+# Keys of its tokens that a program takes at a time: the fastest of 32, 64 and 128 on an H200.
+KEYS = {"prepare": 128, "gains": 32, "gather": 64, "pull_back": 64, "finish": 128}
 
 
-def window_options(kind: int, lanes: int, parts: int) -> dict[str, int]:
-    """How a window is compiled."""
-    return _products(kind, lanes, parts) | {"num_warps": 4}
-
-
-def _products(kind: int, lanes: int, parts: int) -> dict[str, int]:
-    return {"DECAY": kind, "SPLIT": parts, "CHUNK": min(lanes, CHUNK), "num_stages": 1}
+def options(stage: str, kind: int, lanes: int, parts: int) -> dict[str, int]:
+    """How a stage is compiled."""
+    found = {"DECAY": kind, "SPLIT": parts, "CHUNK": min(lanes, KEYS[stage]), "num_stages": 1}
+    found |= {"num_warps": 4 if stage == "finish" else 1}
+    return found | ({"maxnreg": 128} if stage == "gains" else {})  # so that a multiprocessor has 16 at once
 
 
 @triton.jit

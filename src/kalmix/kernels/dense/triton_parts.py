@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import knobs
 
 from kalmix.kernels.dense.windows import LONG, NARROW, STRETCHES, WINDOW
-from kalmix.kernels.primitives.triton_launch import Launch, compiled, launch
+from kalmix.kernels.primitives.triton_launch import Launch, compiled
 from kalmix.kernels.primitives.triton_tiles import LOOSE, Cut, cut_stretch, cut_tokens, tile_of
 from kalmix.segments import Segments
 
@@ -31,21 +31,26 @@ def around(before: Launch, chain: Launch, after: list[Launch], alone: bool) -> C
     The programs of a chain come first: they are few, and each wants a multiprocessor of its own.
     """
     compiled([before, chain, *after])
-    launch([before])
+    before.run()
     if alone or knobs.runtime.interpret:
-        launch([chain])
-        return partial(launch, after)
+        chain.run()
+        return partial(_run, after)
     current, other = torch.cuda.current_stream(), _first(torch.cuda.current_device())
     other.wait_stream(current)
     with torch.cuda.stream(other):
-        launch([chain])
+        chain.run()
     done = other.record_event()
 
     def rest(_held: tuple[Launch, Launch] = (before, chain)) -> None:  # what they work on is not given away until then
         current.wait_event(done)
-        launch(after)
+        _run(after)
 
     return rest
+
+
+def _run(steps: list[Launch]) -> None:
+    for step in steps:
+        step.run()
 
 
 @cache

@@ -9,18 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.kernels.dense.triton_parts import COUNTS, block_of, chain_options, faded, product, splits
+from kalmix.kernels.dense.triton_parts import COUNTS, block_of, chain_options, faded, product
 from kalmix.kernels.primitives.triton_tiles import place_of, tile_of
 
 
-def options(lanes: int) -> dict[str, int]:
-    """How a block is compiled."""
-    return {"num_warps": max(1, lanes // 128)}
-
-
-def window_options(lanes: int) -> dict[str, int]:
-    """How a window is compiled, which a covariance steps through."""
-    return chain_options(lanes, splits())
+def options(stage: str, kind: int, lanes: int, parts: int) -> dict[str, int]:
+    """How a stage is compiled; a covariance steps through the windows of the last."""
+    if stage == "finish":
+        return chain_options(lanes, 3 if parts else 0)
+    return {"num_warps": max(1, lanes // 128)} | ({"SPLIT": parts} if stage == "gather" else {})
 
 
 @triton.jit

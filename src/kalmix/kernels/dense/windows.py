@@ -1,7 +1,6 @@
 """How the Triton kernels of `dense` cut time and lay out covariances, known also where Triton is not."""
 
 BLOCK = 16  # tokens whose update of the covariance is one product; longer ones lose its positivity in float32
-CHUNK = 32  # keys of a block's tokens that one warp has in registers, and one step of a window's products takes
 WINDOW = 64  # tokens from one covariance kept for the backward pass to the next
 LONG = 1024  # tokens from which on sequences are worked on in stretches of time
 STRETCHES = 2  # how many

@@ -18,6 +18,9 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
+    def run(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.options)
+
 
 _COMPILED: set[Any] = set()
 
@@ -25,8 +28,8 @@ _COMPILED: set[Any] = set()
 def launch(steps: list[Launch]) -> None:
     """Run kernels one after another; new ones are compiled first."""
     compiled(steps)
-    for kernel, grid, arguments, options in steps:
-        kernel[grid](*arguments, **options)
+    for step in steps:
+        step.run()
 
 
 def compiled(steps: list[Launch]) -> None:
