@@ -75,7 +75,7 @@ def arguments(
 def answer(
     function: Any, inputs: dict[str, Tensor], when: tuple[Tensor, Tensor, Tensor], how: Any, segments: Segments | None
 ) -> list[Tensor]:
-    """Outputs, and gradients of their sum, weighted by numbers that every dtype holds."""
+    """Outputs, what the belief holds, and gradients of their sum, weighted by numbers that every dtype holds."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     q, k, v = (leaves[name] for name in SIGNALS)
     times, before, positions = (x.to(DEVICE) for x in when)
@@ -89,7 +89,8 @@ def answer(
     weighing = Weighing._make((*(leaves[name] for name in WEIGHING), *how[:3]))
     belief = HistoryBelief(keys, values, before, positions)
     result = function(q, k, v, moves, own, weighing, times, belief, segments, how[3])
-    outputs = [x for x in result[:2] if x is not None]
+    seen = [] if result.belief is None else result.belief[:2]
+    outputs = [x for x in (*result[:2], *seen) if x is not None]
     draw = torch.Generator().manual_seed(1)
     weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(leaves.values()), weights))
@@ -106,6 +107,7 @@ SHAPES = [  # batch, tokens, heads, widths, values move on their own, dtype, his
     (2, 36, (1, 1), (4, 4), True, torch.float32, 7, VARYING, RUNS),
     (1, 37, (1, 1), (4, 6), True, torch.float32, 0, AROUND, None),
     (1, 20, (1, 1), (18, 18), False, HALF, 20, NARROW, None),
+    (1, 9, (1, 2), (4, 4), False, HALF, 0, PLAIN, None),  # the belief is what was given, in float32
     (1, 140, (1, 1), (4, 4), False, torch.float32, 0, PLAIN, None),  # blocks of many tiles
     (1, 9, (1, 1), (4, 130), True, torch.float32, 0, PLAIN, None),  # values in two strips
 ]
@@ -140,7 +142,7 @@ def test_it_agrees_with_the_reference(shape: tuple[Any, ...]) -> None:
         [x.dtype for x in got],
         HALF if dtype == HALF else None,
     )
-    outputs = ["mean", *(["variance"] if how[3] else []), *(f"d {name}" for name in inputs)]
+    outputs = ["mean", *["variance"][: how[3]], *(HISTORY if how[2] else []), *(f"d {name}" for name in inputs)]
     for name, x, y, budget in zip(outputs, got, want, allowed, strict=True):
         error = relative_error(x, y)
         assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"

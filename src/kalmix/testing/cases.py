@@ -42,8 +42,8 @@ class Problem:
         sure: signals of near-certain evidence under which variances must stay positive.
         slack: how negative an eigenvalue of the covariance may be without process noise, relative to the largest.
         options: of the design, a solver that converges to every dtype's rounding among them.
-        interpreted: sizes that Triton's interpreter is tried with, where the usual ones take it too long; `None` if it is
-            not tried at all, as the op has another problem and its kernels tests of their own.
+        interpreted: sizes that Triton's interpreter is tried with, where the usual ones take it too long; `None` if it
+            is not tried at all, as the op has another problem and its kernels tests of their own.
     """
 
     design: Design

@@ -31,18 +31,17 @@ def attend(
     Products are taken in bfloat16 if the inputs are, else in float32.
     """
     plain = segments is None and belief.positions.shape[1] == 0  # rows are lanes, and queries stay as they are
-    seen = q[..., :0] if plain else q, k, v
     copied = plain and weighing.window is None and k.dtype != belief.keys.dtype  # on the way, to be the belief
-    asked, looks, found = (x[..., :0] if copied else x for x in seen)
-    lanes = lay_out(asked, looks, found, times, belief, segments, weighing.window)
+    seen, held = (k[..., :0], v[..., :0]) if copied else (k, v)
+    lanes = lay_out(q[..., :0] if plain else q, seen, held, times, belief, segments, weighing.window)
     given = (q, k, v) if plain else (lanes.q, lanes.k, lanes.v)
     moves = keys if values is None else values
     rules, numbers = rules_of(values, weighing), numbers_of(keys, values, weighing, torch.float32)
     dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
     options = (*rules, not plain or weighing.window is not None, variance, copied, dtype)
     turning = (keys.frequency, moves.frequency)
-    mean, certainty, *held = _average(*given, *turning, lanes.times, lanes.rank, numbers, *options)[:4]
-    after = lanes.after._replace(keys=held[0], values=held[1]) if copied else lanes.after
+    mean, certainty, seen, held, *_ = _average(*given, *turning, lanes.times, lanes.rank, numbers, *options)
+    after = lanes.after._replace(keys=seen, values=held) if copied else lanes.after
     spread = None
     if variance:
         spread = lanes.paste((-certainty).exp().repeat_interleave(v.shape[2] // k.shape[2], 2)[..., None])
@@ -78,7 +77,7 @@ def _average(
     rules = Rules(shared, rational, causal, window)
     with torch.cuda.device_of(k):
         turning = (frequency, frequency_of_values)
-        return forward(q, k, v, *turning, times, rank, numbers, rules, masked, variance, copied, dtype)  # type: ignore
+        return forward(q, k, v, *turning, times, rank, numbers, rules, masked, variance, copied, dtype)  # pyright: ignore[reportReturnType]
 
 
 @_average.register_fake

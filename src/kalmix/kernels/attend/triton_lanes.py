@@ -53,49 +53,52 @@ rows_of = triton.constexpr_function(traits_of)
 
 
 @triton.jit
-def note(traits, room, lag, noise, LAST: tl.constexpr, PTX: tl.constexpr):
+def note(traits, room, lag, noise, last, PTX: tl.constexpr):
     """What follows the lag among the traits of tokens."""
     rate, process, key, query = noise
     _lag, decay, grown, slope = after(rate, lag, PTX)
     tl.store(traits, decay)
     tl.store(traits + room, grown)
     tl.store(traits + 2 * room, slope)
-    tl.store(traits + 3 * room, process * grown + (key * decay * decay if LAST else tl.maximum(query, TINY)))
+    tl.store(traits + 3 * room, process * grown + tl.where(last, key * decay * decay, tl.maximum(query, TINY)))
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "first", "blocks", "H"])
+@triton.jit(do_not_specialize=["tokens", "slots", "first", "blocks", "H", "of_keys"])
 def survey(
-    times, rank, numbers, traits, met, ranks, tokens, slots, first, blocks, H,
-    BLOCK: tl.constexpr, LAST: tl.constexpr, SHARED: tl.constexpr, PTX: tl.constexpr,
+    times, rank, numbers, traits, met, ranks, tokens, slots, first, blocks, H, of_keys,
+    BLOCK: tl.constexpr, SHARED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A block of one lane and head, met at its last token, or its first."""
+    """A block of one lane and head, of keys, met at its last token, or of queries, met at its first."""
     block, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    start, t = block * BLOCK, tl.arange(0, BLOCK)
+    start, t, last = block * BLOCK, tl.arange(0, BLOCK), of_keys > 0
     count = tokens - start
     at = lane * slots + first + start + t
     time = tl.load(times + at, mask=t < count, other=0.0)
     own = tl.load(rank + at, mask=t < count, other=OUTSIDE)
     held = own > NOWHERE
-    chosen = tl.max(tl.where(held, t, -1), 0) if LAST else tl.min(tl.where(held, t, BLOCK), 0)
+    chosen = tl.where(last, tl.max(tl.where(held, t, -1), 0), tl.min(tl.where(held, t, BLOCK), 0))
     meeting = tl.sum(tl.where(t == chosen, time, 0.0), 0)
-    lag = tl.where(held, tl.maximum(between(meeting, time) if LAST else between(time, meeting), 0.0), 0.0)
+    lag = between(meeting, time)
+    lag = tl.where(held, tl.maximum(tl.where(last, lag, -lag), 0.0), 0.0)
     room = blocks * BLOCK
     traits += (lane * H + head) * rows_of(SHARED) * room + start + t
     tl.store(traits, 0.0, mask=t >= count)  # where there are tokens, what turns them notes it
     tl.store(traits + room, lag)
     model = load_model(numbers, head, H)
-    note(traits + 2 * room, room, lag, model[0], LAST, PTX)
+    note(traits + 2 * room, room, lag, model[0], last, PTX)
     if not SHARED:
-        note(traits + 6 * room, room, lag, model[1], LAST, PTX)
+        note(traits + 6 * room, room, lag, model[1], last, PTX)
     if head == 0:
         tl.store(met + lane * blocks + block, meeting)
         ranks += (lane * blocks + block) * 2
         # No query sees all of a block of keys that is not full; of queries those that are not there do not matter.
-        tl.store(ranks, tl.min(own if LAST else tl.where(t < count, own, -OUTSIDE), 0))
+        tl.store(ranks, tl.min(tl.where((t < count) | last, own, -OUTSIDE), 0))
         tl.store(ranks + 1, tl.max(own, 0))
 
 
-def surveyed(x: Tensor, times: Tensor, rank: Tensor, numbers: Tensor, block: int, last: bool, shared: bool) -> Survey:
+def surveyed(
+    x: Tensor, times: Tensor, rank: Tensor, numbers: Tensor, block: int, of_keys: bool, shared: bool
+) -> Survey:
     """Of x `[L, tokens, H, K]`, whose tokens are the last of `times` and `rank`, `[L, S]`; sizes are left out."""
     count, tokens, heads = x.shape[:3]
     blocks, slots, rows = triton.cdiv(tokens, block), times.shape[1], traits_of(shared)
@@ -105,8 +108,8 @@ def surveyed(x: Tensor, times: Tensor, rank: Tensor, numbers: Tensor, block: int
         torch.empty(count, blocks, 2, dtype=torch.int64, device=x.device),
     )
     survey[blocks, heads, count](
-        times, rank, numbers, *found, tokens, slots, slots - tokens, blocks, heads,
-        BLOCK=block, LAST=last, SHARED=shared, PTX=hardware(), num_warps=4,
+        times, rank, numbers, *found, tokens, slots, slots - tokens, blocks, heads, int(of_keys),
+        BLOCK=block, SHARED=shared, PTX=hardware(), num_warps=4,
     )  # fmt: skip
     return found
 

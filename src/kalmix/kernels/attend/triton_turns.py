@@ -36,12 +36,13 @@ def cosine_and_sine(times, frequency, at, count, channel, C: tl.constexpr, SIZE:
     return tl.where(odd, -sign * sine, sign * cosine), tl.where(odd, sign * cosine, sign * sine)
 
 
-@triton.jit(do_not_specialize=["length", "slots", "first", "H", "room"])
+@triton.jit(do_not_specialize=["length", "slots", "first", "H", "room", "copied"])
 def turn(
-    x, y, sizes, copy, times, frequency, length, slots, first, x_token, x_head, sign, H, SHARE, room,
-    C: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, SIZED: tl.constexpr, COPIED: tl.constexpr,
+    x, y, sizes, copy, times, frequency, length, slots, first, x_token, x_head, sign, H, SHARE, room, copied,
+    C: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """y = x turned forward (sign 1) or back (-1), half the square of rows, `room` from head to head, and x copied."""
+    """y = x turned forward (sign 1) or back (-1); half the square of rows, `room` from head to head, unless that is 0;
+    and x, if it is to be copied."""
     start, head, lane = tl.program_id(0) * SIZE, tl.program_id(1), tl.program_id(2).to(tl.int64)
     count, channel = length - start, tl.arange(0, P)
     frequency += head // SHARE * C
@@ -56,11 +57,11 @@ def turn(
     turned_imaginary = (imaginary * cosine + real * sine).to(y.dtype.element_ty)
     store_rows(y, H * 2 * C, count, channel, turned_real, C, SIZE)
     store_rows(y + C, H * 2 * C, count, channel, turned_imaginary, C, SIZE)
-    if COPIED:
+    if copied > 0:
         copy += (token * H + head) * 2 * C
         store_rows(copy, H * 2 * C, count, channel, real, C, SIZE)
         store_rows(copy + C, H * 2 * C, count, channel, imaginary, C, SIZE)
-    if SIZED:
+    if room > 0:
         t, real, imaginary = tl.arange(0, SIZE), turned_real.to(tl.float32), turned_imaginary.to(tl.float32)
         size = 0.5 * tl.sum(real * real + imaginary * imaginary, 1)
         tl.store(sizes + (lane * H + head) * room + start + t, size, mask=t < count)
@@ -134,9 +135,9 @@ def turned(
     x, times, frequency = rows(x), times.contiguous(), frequency.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     grid, where, compiled = _launch(x, times, frequency, forward)
-    sized, copied = sizes is not None, copy is not None and copy.numel() > 0
-    more, room = (sizes if sized else y, copy if copied else y), sizes.stride(1) if sized else 0
-    turn[grid](x, y, *more, times, frequency, *where, room, SIZED=sized, COPIED=copied, **compiled)
+    copied, room = copy is not None and copy.numel() > 0, 0 if sizes is None else sizes.stride(1)
+    more = frequency if sizes is None else sizes, copy if copied else frequency
+    turn[grid](x, y, *more, times, frequency, *where, room, int(copied), **compiled)
     return y
 
 
