@@ -10,6 +10,7 @@ from abc import abstractmethod
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
@@ -123,7 +124,8 @@ class RWKV7(Baseline):
     """The time mixing of RWKV-7 (arXiv:2503.14456) of flash-linear-attention, in Triton: on a GPU only.
 
     As that package's first layer, which takes no values over from one before it. The package itself asks that numbers
-    be held against the official code's before they are reported.
+    be held against the official code's before they are reported. On Hopper it is refused where it was seen to be wrong:
+    on an H200 with Triton 3.6.0 first calls agreed with float64 to 1e-3, and most second ones did not agree at all.
 
     Args:
         hidden_size: D.
@@ -147,15 +149,28 @@ class RWKV7(Baseline):
         """What the package makes of `x` `[B, T, D]`.
 
         Raises:
-            ArgumentError: `x` is not on a GPU.
+            ArgumentError: `x` is not on a GPU, or on one on which the package is wrong.
         """
         if not x.is_cuda:
             raise ArgumentError("device", got=str(x.device), needs="a GPU, as flash-linear-attention does for RWKV-7")
+        triton = import_module("triton").__version__
+        if miscompiled(torch.cuda.get_device_capability(x.device), triton):
+            got = f"a Hopper GPU with Triton {triton}, where flash-linear-attention's RWKV-7 is wrong"
+            raise ArgumentError("device", got=got, needs="another GPU, or Triton 3.7.1 or newer")
         return self.inner(x)[0]
 
 
 BASELINES: dict[str, type[Baseline]] = {"mamba-1": Mamba1, "mlstm": MLSTM, "rwkv-7": RWKV7}
 MIXERS.update(BASELINES)
+
+
+def miscompiled(capability: tuple[int, int], triton: str) -> bool:
+    """Whether a GPU is one for which this Triton does not compile flash-linear-attention's RWKV-7 as it is written.
+
+    Seen with 3.6.0; the package itself says of other kernels of its that 3.4 to 3.7.0 are so.
+    """
+    release = tuple(int(part) for part in triton.split("+")[0].split(".")[:3] if part.isdigit())
+    return capability[0] == 9 and (3, 4) <= release < (3, 7, 1)
 
 
 def _mamba(hidden_size: int, state_dim: int, expand: int, conv: int) -> nn.Module:
