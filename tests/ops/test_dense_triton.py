@@ -162,4 +162,7 @@ def test_meets_the_dispatcher_as_an_operator_should():
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_long_sequences_go_stretch_by_stretch(monkeypatch, dtype):
     monkeypatch.setattr(triton_parts, "LONG", 70)
-    check(arguments(2, 135, (1, 2), (3, 2), "head", dtype=dtype))
+    monkeypatch.setattr(triton_parts, "IDLE", range(4, 5))
+    inputs = arguments(2, 135, (1, 2), (3, 2), "head", dtype=dtype)
+    assert len(triton_parts.stretches(inputs["k"], 2, 16, 1, None)) == 2
+    check(inputs)

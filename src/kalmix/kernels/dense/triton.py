@@ -131,7 +131,7 @@ def forward(
     """Read-out variances `[B, T, G, 1]`, final mean and covariance; what the backward pass takes; means and what theirs
     does. Means are worked on in tiles of `size` tokens; covariances go to `kept` unless it is empty."""
     signals, kind = (q, k, obs_noise, process_noise, log_decay), decay_kind(log_decay)
-    spans, packed = stretches(k, size, kind, segments), segments is not None
+    spans, packed = stretches(k, obs_noise.shape[2], size, kind, segments), segments is not None
     results = blank(k, v, sum(tiles.count for _, tiles in spans), size, True, packed)
     if k.shape[3] > NARROW:
         gain, read, last, scale = forward_wide(*signals, covariance, segments, variance, kept)

@@ -126,7 +126,7 @@ def backward(
     """Gradients of signals, that of log_decay of size 0 where there is none, and of the prior's mean and covariance."""
     (_, length, shared, width), heads, lanes = k.shape, obs_noise.shape[2], padded(k.shape[3])
     (gain, rounded, scale, kept), kind, variance = found, decay_kind(log_decay), grad_read is not None
-    spans, of_mean = stretches(k, size, kind, segments), (q, k, v, rounded, log_decay)
+    spans, of_mean = stretches(k, heads, size, kind, segments), (q, k, v, rounded, log_decay)
     grads = blank(q, v, rounded, log_decay, segments is not None)
     states = results.states.split([tiles.count for _, tiles in spans])
     if width > NARROW:

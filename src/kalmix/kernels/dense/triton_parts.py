@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from kalmix.kernels.dense.windows import LONG, NARROW, STRETCHES, WINDOW
+from kalmix.kernels.dense.windows import IDLE, LONG, NARROW, STRETCHES, WINDOW
 from kalmix.kernels.primitives.triton_launch import Launch, compiled
 from kalmix.kernels.primitives.triton_tiles import LOOSE, Cut, cut_stretch, cut_tokens, tile_of
 from kalmix.segments import Segments
@@ -58,11 +58,12 @@ def _first(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def stretches(k: Tensor, size: int, kind: int, segments: Segments | None) -> list[tuple[Cut, Cut]]:
+def stretches(k: Tensor, heads: int, size: int, kind: int, segments: Segments | None) -> list[tuple[Cut, Cut]]:
     """Windows of all sequences and tiles of `size` tokens: of one stretch of time after another, so that chains of the
     next run beside what follows those of this one."""
     batch, length = k.shape[:2]
-    if segments is not None or kind == 2 or length < LONG or k.shape[3] > NARROW:
+    whole = segments is not None or length < LONG or batch * heads not in IDLE
+    if whole or kind == 2 or k.shape[3] > NARROW:
         return [(cut_tokens(batch, length, WINDOW, segments, k), cut_tokens(batch, length, size, segments, k))]
     each = triton.cdiv(length, WINDOW * STRETCHES) * WINDOW
     return [

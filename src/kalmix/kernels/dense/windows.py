@@ -2,7 +2,10 @@
 
 BLOCK = 16  # tokens whose update of the covariance is one product; longer ones lose its positivity in float32
 WINDOW = 64  # tokens from one covariance kept for the backward pass to the next
-LONG = 1024  # tokens from which on sequences are worked on in stretches of time
+LONG = 1024  # tokens from which on sequences are worked on in stretches of time,
+IDLE = range(
+    16, 128
+)  # if so many programs step through time: fewer do not wait for the rest, more leave no room for it
 STRETCHES = 2  # how many
 NARROW = 128  # rows of a covariance, at most, that one program has in registers as it steps through time
 BAND = 64  # rows of a wider one that a program has
