@@ -233,7 +233,7 @@ PROBLEMS = {
         slack=1e-6,
         options={"ridge": Adaptive(10.0), "solver": Chebyshev(10)},  # 2 * 0.024^10 = 1e-16
     ),
-    "attend": _HISTORY(interpreted={"value_heads": 1, "length": 12}),
+    "attend": _HISTORY(interpreted={"value_heads": 1, "length": 11}),
     "attend-window": _HISTORY(
         draw=_draw_looks,
         options={"weight": "exponential", "window": 6, "nu": 2.0, "temperature": 0.7, "floor": 0.1},
