@@ -132,7 +132,7 @@ def backward(
     if width > NARROW:
         through = (results, spans[0][1], grad_mean, grad_after, True, grads)
         before, signals = to_signals(*of_mean, *through), (q, k, obs_noise, process_noise, log_decay)
-        own = backward_wide(*signals, gain, scale, kept, segments, grads.gain, grad_read, grad_last)
+        own = backward_wide(*signals, gain, scale, kept, segments, grads.gain.float(), grad_read, grad_last)
         by_query, by_key, by_obs, by_process, by_decay, grad_last = own
         dq, dk, dv, _, ddecay = grads.gathered(q, rounded, log_decay)
         dq = dq + by_query if variance else dq

@@ -150,7 +150,7 @@ def gather(
         at = (token + t) * G + head
         key = tl.load(k + t * k_token + lane, mask=lane < K, other=0.0).to(tl.float32)
         this = tl.load(gain + at * K + lane, mask=lane < K, other=0.0)
-        given = tl.load(grad_gain + at * K + lane, mask=lane < K, other=0.0)
+        given = tl.load(grad_gain + at * K + lane, mask=lane < K, other=0.0).to(tl.float32)
         own = (given - tl.sum(given * this, 0) * key) / tl.load(scale + at)
         decay = _decay_of(log_decay, at, lane, K)
         reach *= decay
@@ -205,7 +205,7 @@ def pull_back(
         at = (token + t) * G + head
         key = tl.load(k + t * k_token + lane, mask=lane < K, other=0.0).to(tl.float32)
         this = tl.load(gain + at * K + lane, mask=lane < K, other=0.0)
-        given = tl.load(grad_gain + at * K + lane, mask=lane < K, other=0.0)
+        given = tl.load(grad_gain + at * K + lane, mask=lane < K, other=0.0).to(tl.float32)
         by_key = tl.load(coefficients + t * BLOCK)
         by_own = tl.load(coefficients + (BLOCK + t) * BLOCK)
         total = tl.load(scale + at)
