@@ -141,7 +141,7 @@ def regress(
     norm = load_per_token(norms + row, count, G, SIZE)
     query = load_rows(q, q_token, count, lane, K, SIZE).to(tl.float32)
     weights = decays * weight[None, :]
-    x, weights, fade = solve(
+    x, weights = solve(
         query, gram, key, weights, fade, norm, level, iterations, ADAPTIVE, CONJUGATE, NOTHING, PRECISION
     )
     store_rows(solution + row * K, G * K, count, lane, x, K, SIZE)

@@ -93,7 +93,7 @@ def resolve(
 
     norm = load_per_token(norms + row, count, G, SIZE)
     gram = load_block(grams + slot * K * K, lane, lane, K, K)
-    y, weights, fade = solve(
+    y, weights = solve(
         given, gram, key, weights, fade, norm, level, iterations, ADAPTIVE, CONJUGATE, NOTHING, PRECISION
     )
     store_rows(adjoint + row * K, G * K, count, lane, y, K, SIZE)
@@ -200,6 +200,7 @@ def pull_values(
 ):  # fmt: skip
     """dv of a tile's tokens, and what dk, dgain and the log-decay's gradient have by U."""
     KIND: tl.constexpr = adjoints.dtype.element_ty
+    NARROW: tl.constexpr = min(P, BLOCK)
     index, head = tl.program_id(0), tl.program_id(1)
     token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
     if count <= 0:
@@ -208,57 +209,71 @@ def pull_values(
     t, lane = tl.arange(0, SIZE), tl.arange(0, P)
     q += token * q_token + head // SHARE * q_head
     k += token * k_token + head // SHARE * k_head
+    v += token * v_token + head * v_head
+    to_mean += token * m_token + head * m_head
+    solution += row * K
+    crosses += slot * K * V
+    adjoints += slot * K * V
     later, weight, _fade, left, across = spans(log_decay, gain, token, count, head, G, SIZE, DECAYS, GAINS)
-    key = load_rows(k, k_token, count, lane, K, SIZE)
-    reader = load_rows(solution + row * K, G * K, count, lane, K, SIZE)
+    share = tl.full([SIZE], 1.0, tl.float32)
     if MIXES:
-        share = load_per_token(mix + row, count, G, SIZE)[:, None]
-        query = load_rows(q, q_token, count, lane, K, SIZE).to(tl.float32)
-        reader = (query + share * (reader.to(tl.float32) - query)).to(KIND)
-    score = product(key, tl.trans(reader), PRECISION) * later
-    turned, asked = tl.zeros([SIZE, P], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
+        share = load_per_token(mix + row, count, G, SIZE)
     far = 0.0
+    key = load_rows(k, k_token, count, lane, K, SIZE)
+    reader = mixed(q, solution, share, q_token, G, count, lane, K, SIZE, MIXES)
+    score = product(key, tl.trans(reader), PRECISION) * later
+    asked = tl.zeros([SIZE, SIZE], tl.float32)
     for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        adjoint = load_block(adjoints + slot * K * V, lane, column, K, V)
-        grad = load_rows(to_mean + token * m_token + head * m_head, m_token, count, column, V, SIZE)
-        value = load_rows(v + token * v_token + head * v_head, v_token, count, column, V, SIZE)
-        turned = product(value, tl.trans(adjoint), PRECISION, turned)
-        asked = product(value, tl.trans(grad), PRECISION, asked)
-        found = product(key, adjoint, PRECISION) * left[:, None]
+        grad = load_rows(to_mean, m_token, count, column, V, SIZE)
+        asked = product(load_rows(v, v_token, count, column, V, SIZE), tl.trans(grad), PRECISION, asked)
+        found = product(key, load_block(adjoints, lane, column, K, V), PRECISION) * left[:, None]
         found = product(score.to(KIND), grad, PRECISION, found)
         store_rows(to_v + row * V, G * V, count, column, found * weight[:, None], V, SIZE)
         if DECAYS:
-            held = load_block(crosses + slot * K * V, lane, column, K, V).to(tl.float32)
-            held *= load_block(adjoints + slot * K * V, lane, column, K, V).to(tl.float32)
+            held = load_block(crosses, lane, column, K, V).to(tl.float32)
+            held *= load_block(adjoints, lane, column, K, V).to(tl.float32)
             far += tl.sum(tl.sum(held, 1), 0)
-    turned *= left[:, None]
+    decay = tl.zeros([SIZE], tl.float32)
     if DECAYS:
-        by_exit = weight * tl.sum(turned * load_rows(k, k_token, count, lane, K, SIZE).to(tl.float32), 1)
-        by_entry = load_per_token(reads + row, count, G, SIZE)
-        found = tl.sum(tl.where(t[None, :] >= t[:, None], by_entry[None, :], by_exit[None, :]), 1) + across * far
         pairs = tl.where(t[:, None] < t[None, :], asked * score * weight[:, None], 0.0)
         until = tl.where(t[:, None] >= t[None, :], 1.0, 0.0).to(KIND)
         above = pairs.to(KIND)
         pairs = product((pairs - above.to(tl.float32)).to(KIND), until, PRECISION, product(above, until, PRECISION))
-        found += tl.sum(tl.where(t[:, None] < t[None, :], pairs, 0.0), 0)
-        tl.store(to_decay + row + t * G, found, mask=t < count)
-    turned = product((asked * later).to(KIND), reader, PRECISION, turned)
+        decay = tl.sum(tl.where(t[:, None] < t[None, :], pairs, 0.0), 0)
+    asked = (asked * later).to(KIND)
+    by_exit, said = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+    for start in range(0, K, NARROW):
+        part = start + tl.arange(0, NARROW)
+        turned = tl.zeros([SIZE, NARROW], tl.float32)
+        for begin in range(0, V, BLOCK):
+            column = begin + tl.arange(0, BLOCK)
+            block = load_block(adjoints, part, column, K, V)
+            turned = product(load_rows(v, v_token, count, column, V, SIZE), tl.trans(block), PRECISION, turned)
+        turned *= left[:, None]
+        wide = load_rows(k, k_token, count, part, K, SIZE).to(tl.float32)
+        by_exit += tl.sum(turned * wide, 1)
+        turned = product(asked, mixed(q, solution, share, q_token, G, count, part, K, SIZE, MIXES), PRECISION, turned)
+        said += tl.sum(turned * wide, 1)
+        store_rows(to_k + row * K, G * K, count, part, weight[:, None] * turned, K, SIZE)
     if GAINS:
-        said = tl.sum(turned * load_rows(k, k_token, count, lane, K, SIZE).to(tl.float32), 1)
         tl.store(to_gain + row + t * G, said, mask=t < count)
-    store_rows(to_k + row * K, G * K, count, lane, weight[:, None] * turned, K, SIZE)
+    if DECAYS:
+        by_entry = load_per_token(reads + row, count, G, SIZE)
+        decay += tl.sum(tl.where(t[None, :] >= t[:, None], by_entry[None, :], (weight * by_exit)[None, :]), 1)
+        tl.store(to_decay + row + t * G, decay + across * far, mask=t < count)
 
 
 @triton.jit(do_not_specialize=LOOSE)
 def pull_keys(
     k, log_decay, gain, grams, norms, solution, adjoint, spreads, adjoints, to_k, to_gain, to_decay, table, length,
     tiles, k_token, k_head, G, SHARE,
-    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, DECAYS: tl.constexpr,
-    GAINS: tl.constexpr, ADAPTIVE: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
+    DECAYS: tl.constexpr, GAINS: tl.constexpr, ADAPTIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk, dgain and the log-decay's gradient of a tile's tokens, what they have by U given."""
     KIND: tl.constexpr = adjoint.dtype.element_ty
+    NARROW: tl.constexpr = min(P, BLOCK)
     index, head = tl.program_id(0), tl.program_id(1)
     token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
     if count <= 0:
@@ -272,39 +287,63 @@ def pull_keys(
     grams += slot * K * K
     adjoints += slot * K * K
     later, weight, fade, left, across = spans(log_decay, gain, token, count, head, G, SIZE, DECAYS, GAINS)
+    far = 0.0
     key = load_rows(k, k_token, count, lane, K, SIZE)
-    turned = product(key, load_block(adjoints, lane, lane, K, K), PRECISION) * left[:, None]
-    leaving = tl.sum(weight * tl.sum(turned * load_rows(k, k_token, count, lane, K, SIZE).to(tl.float32), 1), 0)
     x = load_rows(solution, G * K, count, lane, K, SIZE)
     y = load_rows(adjoint, G * K, count, lane, K, SIZE)
     by_x = product(key, tl.trans(x), PRECISION)
     by_y = product(key, tl.trans(y), PRECISION)
     own = tl.sum(later * by_x * by_y * weight[:, None], 0)
-    turned = product((-0.5 * later * by_y).to(KIND), x, PRECISION, turned)
-    turned = product((-0.5 * later * by_x).to(KIND), y, PRECISION, turned)
-    entry = load_block(grams, lane, lane, K, K)
+    by_x, by_y = (-0.5 * later * by_x).to(KIND), (-0.5 * later * by_y).to(KIND)
+    both, grown = by_x, fade
     if ADAPTIVE:
         spread = load_per_token(spreads + row, count, G, SIZE)
-        turned += tl.sum(later * (spread * fade)[None, :], 1)[:, None] * product(key, entry, PRECISION)
-        both = product((later * spread[None, :]).to(KIND), tl.trans(later.to(KIND)), PRECISION)
-        both *= product(key, tl.trans(key), PRECISION) * weight[None, :]
-        turned = product(both.to(KIND), key, PRECISION, turned)
-    said = tl.sum(turned * load_rows(k, k_token, count, lane, K, SIZE).to(tl.float32), 1)
-    turned = 2.0 * weight[:, None] * turned + load_rows(to_k, G * K, count, lane, K, SIZE).to(tl.float32)
-    store_rows(to_k, G * K, count, lane, turned, K, SIZE)
+        grown = tl.sum(later * (spread * fade)[None, :], 1)
+        pairs = product((later * spread[None, :]).to(KIND), tl.trans(later.to(KIND)), PRECISION)
+        both = (pairs * product(key, tl.trans(key), PRECISION) * weight[None, :]).to(KIND)
+    leaving, said, met = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+    for start in range(0, K, NARROW):
+        part = start + tl.arange(0, NARROW)
+        entry = load_block(grams, lane, part, K, K)
+        if DECAYS:
+            image = product(x, entry, PRECISION)
+            met += tl.sum(image * load_rows(adjoint, G * K, count, part, K, SIZE).to(tl.float32), 1)
+            held = load_block(adjoints, lane, part, K, K).to(tl.float32)
+            held *= load_block(grams, lane, part, K, K).to(tl.float32)
+            far += tl.sum(tl.sum(held, 1), 0)
+        turned = product(key, load_block(adjoints, lane, part, K, K), PRECISION) * left[:, None]
+        wide = load_rows(k, k_token, count, part, K, SIZE).to(tl.float32)
+        leaving += tl.sum(turned * wide, 1)
+        if ADAPTIVE:
+            turned += grown[:, None] * product(key, entry, PRECISION)
+            turned = product(both, load_rows(k, k_token, count, part, K, SIZE), PRECISION, turned)
+        turned = product(by_y, load_rows(solution, G * K, count, part, K, SIZE), PRECISION, turned)
+        turned = product(by_x, load_rows(adjoint, G * K, count, part, K, SIZE), PRECISION, turned)
+        said += tl.sum(turned * wide, 1)
+        turned = 2.0 * weight[:, None] * turned + load_rows(to_k, G * K, count, part, K, SIZE).to(tl.float32)
+        store_rows(to_k, G * K, count, part, turned, K, SIZE)
     if GAINS:
         tl.store(to_gain + row + t * G, said + load_per_token(to_gain + row, count, G, SIZE), mask=t < count)
     if DECAYS:
-        image = product(x, entry, PRECISION)
-        own += tl.sum(image * load_rows(adjoint, G * K, count, lane, K, SIZE).to(tl.float32), 1) * fade
-        held = 0.0 - own - weight * said
+        held = 0.0 - own - met * fade - weight * said
         if ADAPTIVE:
             norm = load_per_token(norms + row, count, G, SIZE)
             held += load_per_token(spreads + row, count, G, SIZE) * norm * norm
-        far = load_block(adjoints, lane, lane, K, K).to(tl.float32) * load_block(grams, lane, lane, K, K).to(tl.float32)
         found = tl.sum(tl.where(t[None, :] >= t[:, None], held[None, :], 0.0), 1)
-        found += leaving + across * tl.sum(tl.sum(far, 1), 0) + load_per_token(to_decay + row, count, G, SIZE)
+        found += tl.sum(weight * leaving, 0) + across * far + load_per_token(to_decay + row, count, G, SIZE)
         tl.store(to_decay + row + t * G, found, mask=t < count)
+
+
+@triton.jit
+def mixed(
+    q, solution, share, q_token, G, count, lane, K: tl.constexpr, SIZE: tl.constexpr, MIXES: tl.constexpr,
+):  # fmt: skip
+    """What U is read with: mix x + (1 - mix) q."""
+    reader = load_rows(solution, G * K, count, lane, K, SIZE)
+    if MIXES:
+        query = load_rows(q, q_token, count, lane, K, SIZE).to(tl.float32)
+        reader = (query + share[:, None] * (reader.to(tl.float32) - query)).to(solution.dtype.element_ty)
+    return reader
 
 
 def backward(
@@ -371,12 +410,12 @@ def backward(
     gains, mixes = ({name: kinds[name]} for name in ("GAINS", "MIXES"))
     pull_values[s.grid](
         q, k, v, log, weight, share, crosses, solution, to_mean, reads, cross_adjoints, to_k, to_v, to_gain, to_decay,
-        *s.tiles, *strides(q, k, v, to_mean), heads, s.share, BLOCK=block_of(s), **decays, **gains, **mixes,
+        *s.tiles, *strides(q, k, v, to_mean), heads, s.share, BLOCK=64, **decays, **gains, **mixes,
         **s.compiled, **s.pulled,
     )  # fmt: skip
     pull_keys[s.grid](
         k, log, weight, grams, norms, solution, adjoint, spreads, gram_adjoints, to_k, to_gain, to_decay, *s.tiles,
-        *strides(k), heads, s.share, ADAPTIVE=adaptive, **decays, **gains, **s.compiled, **s.pulled,
+        *strides(k), heads, s.share, BLOCK=64, ADAPTIVE=adaptive, **decays, **gains, **s.compiled, **s.pulled,
     )  # fmt: skip
     if heads != shared:
         to_q, to_k = (x.unflatten(2, (shared, -1)).sum(3).to(k.dtype) for x in (to_q, to_k))

@@ -1,6 +1,6 @@
 """Solving all tokens of a tile at once, in Triton: iterations that keep x, a direction d and the residual r.
 
-Directions are rounded to the inputs' dtype, as tensor cores take them, and r is what they leave of it: the errors of
+Directions are cut to the inputs' dtype, as tensor cores take them, and r is what they leave of it: the errors of
 steps that come later are as small as they are, and only the rounding of H at the tile's entry stays.
 
 With A(t, s) the decay from token s to token t, rows d_t go to rows S_t d_t:
@@ -20,6 +20,8 @@ from torch import Tensor
 from kalmix.kernels.primitives.triton_decays import between, elapsed
 from kalmix.kernels.primitives.triton_tiles import Cut, cut_tokens, load_per_token, precision, product
 from kalmix.segments import Segments
+
+FAINT = tl.constexpr(1e-26)  # of H at the entry
 
 
 class Shape(NamedTuple):
@@ -68,7 +70,7 @@ def shape_of(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> Shape:
         strips=(strips, strips + triton.cdiv(values, strip)),
         compiled=compiled | {"PRECISION": precision(k.dtype)},
         solved=solved,
-        pulled=solved | {"num_warps": 8},
+        pulled=solved | {"num_warps": 4},
         carried=carried,
     )
 
@@ -121,48 +123,53 @@ def paths(
 
 
 @triton.jit
-def images(d, gram, k, weights, fade, onto, PRECISION: tl.constexpr):
-    """`onto` + fade d H_0 + ((d k') weights) k, rows d in the dtype of `gram`."""
+def images(d, gram, k, weights, onto, PRECISION: tl.constexpr):
+    """`onto` + d H_0 + ((d k') weights) k, rows d in the dtype of `gram`."""
     KIND: tl.constexpr = gram.dtype
-    if gram.shape[0] <= 128:
-        onto = product((d.to(tl.float32) * fade[:, None]).to(KIND), gram, PRECISION, onto)
-    else:  # shared memory holds no second left factor as wide
-        onto += fade[:, None] * product(d, gram, PRECISION)
-    pairs = product(d, tl.trans(k), PRECISION) * weights
-    return product(pairs.to(KIND), k, PRECISION, onto)
+    pairs = (product(d, tl.trans(k), PRECISION) * weights).to(KIND)
+    return product(pairs, k, PRECISION, product(d, gram, PRECISION, onto))
 
 
 @triton.jit
-def chebyshev(r, gram, k, weights, fade, shift, rho, iterations, PRECISION: tl.constexpr):
-    """So many iterations for the residual r; `weights` and `fade` are those of -S / m."""
+def shortened(x, kind):
+    """`x` without the digits that a dtype does not keep: cut, not rounded, it keeps its half of a register."""
+    if kind == tl.bfloat16:
+        x = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def chebyshev(rhs, gram, k, weights, fade, shift, rho, iterations, PRECISION: tl.constexpr):
+    """So many iterations; `weights` and `shift` are those of S / (m fade), `fade` takes it back to S / m."""
     KIND: tl.constexpr = gram.dtype
-    weight, d = 2.0 + 0.0 * rho, r.to(KIND)
-    x = tl.zeros(r.shape, tl.float32)
-    for _ in range(iterations):
-        wide = d.to(tl.float32)
+    weight = 1.0 + 0.0 * rho
+    x, d, r = tl.zeros(rhs.shape, tl.float32), tl.zeros(rhs.shape, KIND), rhs * (-1.0 / fade)[:, None]
+    for i in range(iterations):
+        wide = shortened((weight - 1.0) * d.to(tl.float32) - (weight * fade[:, None]) * r, KIND)
         x += wide
-        r = images(d, gram, k, weights, fade, r - shift * wide, PRECISION)
-        weight = 4.0 / (4.0 - rho * rho * weight)
-        d = ((weight - 1.0) * wide + weight * r).to(KIND)
-    return x + d.to(tl.float32)
+        d = wide.to(KIND)
+        r = images(d, gram, k, weights, r + shift[:, None] * wide, PRECISION)
+        weight = 4.0 / (4.0 - rho * rho * tl.where(i == 0, 2.0, weight))
+    return x + ((weight - 1.0) * d.to(tl.float32) - (weight * fade[:, None]) * r)
 
 
 @triton.jit
-def conjugate(r, gram, k, weights, fade, shift, iterations, PRECISION: tl.constexpr):
-    """So many conjugate gradients for the residual r; `weights` and `fade` are those of -S / m."""
+def conjugate(rhs, gram, k, weights, fade, shift, iterations, PRECISION: tl.constexpr):
+    """So many conjugate gradients; the same `weights`, `shift` and `fade`."""
     KIND: tl.constexpr = gram.dtype
-    d, square = r.to(KIND), tl.sum(r * r, 1)
-    x = tl.zeros(r.shape, tl.float32)
+    x, d, r, square = tl.zeros(rhs.shape, tl.float32), tl.zeros(rhs.shape, KIND), rhs, tl.sum(rhs * rhs, 1)
+    ratio = 0.0 * square
     for _ in range(iterations):
-        wide = d.to(tl.float32)
-        change = images(d, gram, k, weights, fade, -shift * wide, PRECISION)
-        curve = -tl.sum(wide * change, 1)
-        step = tl.where(curve > 0, square / tl.where(curve > 0, curve, 1.0), 0.0)[:, None]
-        x += step * wide
-        r += step * change
+        wide = shortened(r + ratio[:, None] * d.to(tl.float32), KIND)
+        d = wide.to(KIND)
+        image = images(d, gram, k, weights, shift[:, None] * wide, PRECISION)
+        curve = fade * tl.sum(wide * image, 1)
+        step = tl.where(curve > 0, square / tl.where(curve > 0, curve, 1.0), 0.0)
+        x += step[:, None] * wide
+        r -= (step * fade)[:, None] * image
         left = tl.sum(r * r, 1)
         ratio = tl.where(square > 0, left / tl.where(square > 0, square, 1.0), 0.0)
-        d, square = (r + ratio[:, None] * wide).to(KIND), left
+        square = left
     return x
 
 
@@ -171,23 +178,26 @@ def solve(
     rhs, gram, k, weights, fade, norm, level, iterations,
     ADAPTIVE: tl.constexpr, CONJUGATE: tl.constexpr, NOTHING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """S^{-1} rhs of a tile's tokens, from H at its entry, keys, paths and norms; and the paths, left in registers.
+    """S^{-1} rhs of a tile's tokens, from H at its entry, keys, paths and norms; and the weights, left in registers.
 
-    All is divided by m, as `systems.scale_of` has it. A ratio that is the same for all tokens is a number, not a row.
+    All is divided by m, as `systems.scale_of` has it, and by how much of H_0 is left, so that H_0 need not be scaled:
+    at least by `FAINT`, which makes of H_0 far less than `NOTHING`. A ratio that is the same for all tokens is a
+    number, not a row.
     """
     something = norm >= 0.0
+    left = tl.maximum(fade, FAINT)
     if ADAPTIVE:
         something = norm > NOTHING
         middle = level + 0.5
         inverse = 1.0 / (middle * tl.where(something, norm, 1.0))
-        shift, rho = level / middle, 0.5 / middle
+        ridge, rho = level * tl.where(something, norm, 1.0), 0.5 / middle
     else:
         inverse = 1.0 / (level + 0.5 * norm)
-        shift, rho = (level * inverse)[:, None], (0.5 * norm * inverse)[:, None]
-    weights, fade = weights * -inverse[:, None], fade * -inverse
+        ridge, rho = level + 0.0 * norm, (0.5 * norm * inverse)[:, None]
+    weights *= (1.0 / left)[:, None]
+    shift, fade = ridge / left, left * inverse
     if CONJUGATE:
         x = conjugate(rhs, gram, k, weights, fade, shift, iterations, PRECISION)
     else:
         x = chebyshev(rhs, gram, k, weights, fade, shift, rho, iterations, PRECISION)
-    back = -1.0 / inverse
-    return x * tl.where(something, inverse, 0.0)[:, None], weights * back[:, None], fade * back
+    return x * tl.where(something, inverse, 0.0)[:, None], weights * left[:, None]
