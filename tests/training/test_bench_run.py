@@ -49,8 +49,12 @@ def test_a_seed_learns_the_same_again_and_another_does_not(tmp_path: Path) -> No
     assert first["curves"] != found(replace(COPY, seed=1), tmp_path / "first")["curves"]
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = found(COPY, tmp_path / "whole")
+@pytest.mark.parametrize("head", ["own", "tied"])
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    cell = replace(COPY, shape=replace(COPY.shape, head=head))
+    whole = found(cell, tmp_path / "whole")
     monkeypatch.setattr(trainer, "SAVED", 0.0)
     judged = trainer.Judge._judged
 
@@ -61,12 +65,12 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkey
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(trainer.Judge, "_judged", interrupted)
-        found(COPY, tmp_path / "parts")
+        found(cell, tmp_path / "parts")
     (kept,) = (tmp_path / "parts" / "checkpoints").iterdir()
     steps = []
     step = trainer.CellTrainer.training_step
     monkeypatch.setattr(trainer.CellTrainer, "training_step", lambda *given: steps.append(1) or step(*given))
-    row = found(COPY, tmp_path / "parts")
+    row = found(cell, tmp_path / "parts")
     assert len(steps) == 3  # one epoch
     assert row["curves"] == whole["curves"] and row["slices"] == whole["slices"]
     assert not kept.exists()

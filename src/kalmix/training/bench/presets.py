@@ -153,16 +153,16 @@ BENCHES: dict[str, dict[str, Preset]] = {
         "laptop": (
             Study(
                 "mqar",
-                (Part.of(4000, 256, vocab_size=128, input_seq_len=96, num_kv_pairs=24),),
-                (Shape(16, depth=2),),
-                _SMALL,
+                (Part.of(4000, 256, vocab_size=96, input_seq_len=80, num_kv_pairs=20),),
+                (Shape(16, depth=2, state=512, heads=1),),
+                replace(_SMALL, epochs=12, rate=1e-2),
                 ("kalmanet-bare", "linear-attention"),
             ),
             Study(
                 "mqar/update",
                 (Part.of(6400, 256, vocab_size=64, input_seq_len=48, num_kv_pairs=8, num_updates=4),),
-                (Shape(32, depth=2, state=512, heads=1),),
-                replace(_SMALL, epochs=12),
+                (replace(_TIED, state=2048, heads=2, dropout=0.0),),
+                replace(_SMALL, epochs=5, decay=0.1, schedule="warmup", warmup=100),
                 ("bayesian", "gated-deltanet"),
             ),
         ),

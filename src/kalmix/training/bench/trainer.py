@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -98,6 +99,15 @@ class CellTrainer(Trainer):
                 optimizer or self.optimizer, lambda step: factor(protocol, step, an_epoch)
             )
         return self.lr_scheduler
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The weights of a checkpoint, those that are shared once; the Trainer's way refuses them."""
+        folder = Path(output_dir or self.args.output_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(self.net, str(folder / "model.safetensors"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        load_model(self.net, Path(resume_from_checkpoint) / "model.safetensors")
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         captured = self.cell.protocol.captured and self.args.device.type == "cuda"
