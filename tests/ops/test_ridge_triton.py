@@ -101,7 +101,17 @@ def test_it_agrees_with_the_reference(shape: tuple[Any, ...]) -> None:
     """Outputs and gradients against the float64 recursion, within what rounding its inputs would do to it."""
     batch, length, heads, widths, without, segments, strength, dtype = shape
     inputs = arguments(batch, length, heads, widths, without, None if segments is None else segments.count, dtype)
-    segments = None if segments is None else Segments(segments.rows.to(DEVICE))
+    agree(inputs, None if segments is None else Segments(segments.rows.to(DEVICE)), strength, dtype)
+
+
+def test_what_decays_a_little_after_all_was_forgotten_keeps_its_digits() -> None:
+    """Sums of log-decays have none left for it."""
+    inputs = arguments(1, 18, (1, 1), (5, 4))
+    inputs["log_decay"][:, [3, 9]] = -1e38
+    agree(inputs, None, STRONG, torch.float32)
+
+
+def agree(inputs: dict[str, Tensor], segments: Segments | None, strength: Any, dtype: torch.dtype) -> None:
     got = answer(fused.ridge, inputs, segments, strength)
     exact = {name: x.double() for name, x in inputs.items()}
     want = answer(reference.ridge, exact, segments, strength)

@@ -44,7 +44,7 @@ def _kept_shapes(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[tuple[int, 
     size = tile_size(length, width, k.dtype)
     tiles = batch * ((length + size - 1) // size) if rows is None else batch * length // size + rows.shape[0]
     tokens, states = (batch, length, heads), (tiles, heads, width)
-    return (*tokens, width), tokens, (*states, width), (*states, values)
+    return (*tokens, width), (tiles, heads, size), (*states, width), (*states, values)
 
 
 @torch.library.custom_op("kalmix::ridge_triton", mutates_args=())
@@ -77,7 +77,7 @@ def _(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
     solution, norms, grams, crosses = _kept_shapes(k, v, rows)
     last = (torch.empty(x.shape, **single) for x in (cross, gram))
     kept = k.new_empty(solution), torch.empty(norms, **single), k.new_empty(grams), k.new_empty(crosses)
-    return v.new_empty(v.shape), torch.empty(*norms, 1, **single), *last, *kept
+    return v.new_empty(v.shape), torch.empty(*v.shape[:3], 1, **single), *last, *kept
 
 
 @torch.library.custom_op("kalmix::ridge_triton_backward", mutates_args=())

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.kernels.primitives.triton_decays import pace
 from kalmix.kernels.primitives.triton_filter import strides
 from kalmix.kernels.primitives.triton_tiles import (
     LOOSE,
@@ -25,7 +24,19 @@ from kalmix.kernels.primitives.triton_tiles import (
     store_rows,
     tile_of,
 )
-from kalmix.kernels.ridge.triton_solve import block_of, load_block, paths, shape_of, solve, store_block
+from kalmix.kernels.ridge.triton_solve import (
+    along,
+    block_of,
+    diagonal,
+    load_block,
+    load_numbers,
+    paced,
+    paths,
+    shape_of,
+    solve,
+    store_block,
+    store_numbers,
+)
 from kalmix.solvers import NOTHING
 
 
@@ -56,7 +67,7 @@ def carry(
         if DECAYS:
             state *= tl.load(across + slot)
         if SCALED:
-            wide = right.to(tl.float32) * load_per_token(leaving + at * G + head, count, G, SIZE)[:, None]
+            wide = right.to(tl.float32) * load_numbers(leaving, slot, SIZE)[:, None]
             right = wide.to(KIND)
             if right.dtype == tl.bfloat16:  # what is written in two parts: a solution multiplies its rounding
                 state = product(left, (wide - right.to(tl.float32)).to(KIND), PRECISION, state)
@@ -88,40 +99,23 @@ def advance(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=LOOSE)
-def measure(
-    k, log_decay, gain, grams, squares, norms, table, length, tiles, k_token, k_head, G, SHARE,
-    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, STRIPS: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
-    DECAYS: tl.constexpr, GAINS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """||H||_F of a tile's tokens."""
-    index, head = tl.program_id(0), tl.program_id(1)
-    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
-    if count <= 0:
-        return
-    row, slot = token * G + head, index.to(tl.int64) * G + head
-    t, lane = tl.arange(0, SIZE), tl.arange(0, P)
-    key = load_rows(k + token * k_token + head // SHARE * k_head, k_token, count, lane, K, SIZE)
-    gram = load_block(grams + slot * K * K, lane, lane, K, K)
-    decays, weight, fade = paths(log_decay, gain, token, count, head, G, SIZE, DECAYS, GAINS)
-    entry = 0.0
-    for part in range(STRIPS):
-        entry += tl.load(squares + slot * STRIPS + part)
+@triton.jit
+def measure(key, gram, entry, decays, weight, fade, PRECISION: tl.constexpr):
+    """||H||_F of a tile's tokens, from keys, H at the entry and its square."""
     pairs = product(key, tl.trans(key), PRECISION)
     pairs *= pairs
-    own = tl.sum(tl.where(t[:, None] == t[None, :], pairs, 0.0), 1)
-    known = fade * tl.sum(key.to(tl.float32) * product(key, gram, PRECISION), 1)
+    known = fade * along(product(key, gram, PRECISION), key, PRECISION)
     known += tl.sum(pairs * decays * weight[None, :], 1)
-    gained = weight * (2.0 * known - weight * own)
+    gained = weight * (2.0 * known - weight * diagonal(pairs))
     square = fade * fade * entry + tl.sum(decays * decays * gained[None, :], 1)
-    tl.store(norms + row + t * G, tl.sqrt(tl.maximum(square, 0.0)), mask=t < count)
+    return tl.sqrt(tl.maximum(square, 0.0))
 
 
 @triton.jit(do_not_specialize=[*LOOSE, "iterations"])
 def regress(
-    q, k, v, log_decay, gain, mix, grams, crosses, norms, solution, mean, read, table, length, tiles,
-    iterations, level, q_token, q_head, k_token, k_head, v_token, v_head, G, SHARE,
-    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    q, k, v, since, beyond, entering, gains, mix, grams, crosses, squares, norms, solution, mean, read, table,
+    length, tiles, iterations, level, q_token, q_head, k_token, k_head, v_token, v_head, G, SHARE,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, STRIPS: tl.constexpr, SIZE: tl.constexpr,
     PACKED: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr, MIXES: tl.constexpr, ADAPTIVE: tl.constexpr,
     CONJUGATE: tl.constexpr, NOTHING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -137,8 +131,12 @@ def regress(
     k += token * k_token + head // SHARE * k_head
     gram = load_block(grams + slot * K * K, lane, lane, K, K)
     key = load_rows(k, k_token, count, lane, K, SIZE)
-    decays, weight, fade = paths(log_decay, gain, token, count, head, G, SIZE, DECAYS, GAINS)
-    norm = load_per_token(norms + row, count, G, SIZE)
+    decays, weight, fade = paths(since, beyond, entering, gains, slot, SIZE, DECAYS, GAINS)
+    entry = 0.0
+    for part in range(STRIPS):
+        entry += tl.load(squares + slot * STRIPS + part)
+    norm = measure(key, gram, entry, decays, weight, fade, PRECISION)
+    store_numbers(norms, slot, norm)
     query = load_rows(q, q_token, count, lane, K, SIZE).to(tl.float32)
     weights = decays * weight[None, :]
     x, weights = solve(
@@ -189,35 +187,22 @@ def forward(
     q, k, v = rows(q), rows(k), rows(v)
     like, single = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
-    log_decay, gain, mix = (None if x is None else x.contiguous() for x in (log_decay, gain, mix))
-    log, weight, share = (k if x is None else x for x in (log_decay, gain, mix))
-    decays = log_decay is not None
-    leaving, across = weight, k
-    if decays:
-        entering, leaving = torch.empty(2, batch, length, heads, **single)
-        across = torch.empty(s.cut.count, heads, **single)
-        pace[s.grid](
-            log, weight, entering, leaving, across, *s.tiles, heads,
-            SIZE=size, PACKED=segments is not None, GAINS=gain is not None, num_warps=1,
-        )  # fmt: skip
+    share, clock = k if mix is None else mix.contiguous(), paced(s, log_decay, gain, k)
+    kinds = {"DECAYS": log_decay is not None, "GAINS": gain is not None}
     grams, crosses = (torch.empty(s.cut.count, heads, width, x, **like) for x in (width, values))
     last_gram, last_cross = (torch.empty(x.shape, **single) for x in (gram, cross))
     squares = torch.empty(s.cut.count, heads, s.strips[0], **single)
     advance[s.cut.sequences, heads, s.strips[1]](
-        k, v, grams, crosses, squares, leaving, across, gram, cross, last_gram, last_cross, s.cut.runs, length,
-        s.cut.tiles, *strides(k, v), *gram.stride(), *cross.stride(), heads, s.share,
-        DECAYS=decays, SCALED=decays or gain is not None, **s.carried, **s.compiled,
+        k, v, grams, crosses, squares, clock.leaving, clock.across, gram, cross, last_gram, last_cross, s.cut.runs,
+        length, s.cut.tiles, *strides(k, v), *gram.stride(), *cross.stride(), heads, s.share,
+        DECAYS=kinds["DECAYS"], SCALED=any(kinds.values()), **s.carried, **s.compiled,
     )  # fmt: skip
-    solution, norms = tokens(batch, length, heads, width, **like), tokens(batch, length, heads, **single)
+    solution, norms = tokens(batch, length, heads, width, **like), torch.empty(s.cut.count, heads, size, **single)
     mean, read = tokens(v.shape, **like), tokens(batch, length, heads, 1, **single)
-    kinds = {"DECAYS": decays, "GAINS": gain is not None}
-    measure[s.grid](
-        k, log, weight, grams, squares, norms, *s.tiles, *strides(k), heads, s.share, STRIPS=s.strips[0], **kinds,
-        **s.compiled, **s.solved,
-    )  # fmt: skip
     regress[s.grid](
-        q, k, v, log, weight, share, grams, crosses, norms, solution, mean, read, *s.tiles, iterations, level,
-        *strides(q, k, v), heads, s.share, BLOCK=block_of(s), MIXES=mix is not None, ADAPTIVE=adaptive,
-        CONJUGATE=conjugate, NOTHING=NOTHING, **kinds, **s.compiled, **s.solved,
+        q, k, v, *clock[:3], clock.weights, share, grams, crosses, squares, norms, solution, mean, read,
+        *s.tiles, iterations, level, *strides(q, k, v), heads, s.share, BLOCK=block_of(s), STRIPS=s.strips[0],
+        MIXES=mix is not None, ADAPTIVE=adaptive, CONJUGATE=conjugate, NOTHING=NOTHING, **kinds, **s.compiled,
+        **s.solved,
     )  # fmt: skip
     return mean, read, last_cross, last_gram, solution, norms, grams, crosses

@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.kernels.primitives.triton_decays import between_transposed, elapsed, pace
 from kalmix.kernels.primitives.triton_filter import strides
 from kalmix.kernels.primitives.triton_tiles import (
     LOOSE,
@@ -35,20 +34,32 @@ from kalmix.kernels.primitives.triton_tiles import (
     store_rows,
     tile_of,
 )
-from kalmix.kernels.ridge.triton_solve import block_of, load_block, paths, shape_of, solve, store_block
+from kalmix.kernels.ridge.triton_solve import (
+    along,
+    block_of,
+    lags,
+    load_block,
+    load_numbers,
+    paced,
+    paths,
+    shape_of,
+    solve,
+    store_block,
+    store_numbers,
+)
 from kalmix.solvers import NOTHING
 
 
 @triton.jit(do_not_specialize=[*LOOSE, "iterations"])
 def resolve(
-    q, k, v, log_decay, gain, mix, grams, crosses, norms, solution, to_mean, to_read, adjoint, to_q, to_mix,
-    spreads, reads, written, carried, table, length, tiles, iterations, level,
+    q, k, v, since, beyond, entering, gains, mix, grams, crosses, norms, solution, to_mean, to_read, adjoint,
+    to_q, to_mix, spreads, reads, owns, written, carried, table, length, tiles, iterations, level,
     q_token, q_head, k_token, k_head, v_token, v_head, m_token, m_head, G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
     DECAYS: tl.constexpr, GAINS: tl.constexpr, MIXES: tl.constexpr, READS: tl.constexpr, ADAPTIVE: tl.constexpr,
     CONJUGATE: tl.constexpr, NOTHING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dmix, y and w of a tile's tokens; how w H adds up, at the entry and on each token written; what U_0 gave."""
+    """dq, dmix, y and w of a tile's tokens; what H_0 and U_0 gave; how w H adds up, at the entry and on each token."""
     KIND: tl.constexpr = grams.dtype.element_ty
     index, head = tl.program_id(0), tl.program_id(1)
     token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
@@ -60,7 +71,7 @@ def resolve(
     solution += row * K
     to_q += row * K
     key = load_rows(k + token * k_token + head // SHARE * k_head, k_token, count, lane, K, SIZE)
-    decays, weight, fade = paths(log_decay, gain, token, count, head, G, SIZE, DECAYS, GAINS)
+    decays, weight, fade = paths(since, beyond, entering, gains, slot, SIZE, DECAYS, GAINS)
     weights = decays * weight[None, :]
 
     given, asked = tl.zeros([SIZE, P], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
@@ -72,36 +83,44 @@ def resolve(
         given = product(grad, tl.trans(cross), PRECISION, given)
         asked = product(grad, tl.trans(value), PRECISION, asked)
     given *= fade[:, None]
-    x = load_rows(solution, G * K, count, lane, K, SIZE).to(tl.float32)
-    query = load_rows(q, q_token, count, lane, K, SIZE).to(tl.float32)
+    x = load_rows(solution, G * K, count, lane, K, SIZE)
     share = tl.full([SIZE], 1.0, tl.float32)
     if MIXES:
         share = load_per_token(mix + row, count, G, SIZE)
+        query = load_rows(q, q_token, count, lane, K, SIZE)
     if DECAYS:
-        tl.store(reads + row + t * G, tl.sum(given * (query + share[:, None] * (x - query)), 1), mask=t < count)
+        said = along(given, x, PRECISION)
+        if MIXES:
+            by_query = along(given, query, PRECISION)
+            said = by_query + share * (said - by_query)
+        store_numbers(reads, slot, said)
     given = product((asked * weights).to(KIND), key, PRECISION, given)
     kept = (1.0 - share)[:, None] * given
     if MIXES:
-        tl.store(to_mix + row + t * G, tl.sum(given * (x - query), 1), mask=t < count)
+        said = along(given, x, PRECISION) - along(given, query, PRECISION)
+        tl.store(to_mix + row + t * G, said, mask=t < count)
         given *= share[:, None]
     if READS:
         said = load_per_token(to_read + row, count, G, SIZE)[:, None]
-        given += said * query
-        kept += said * x
+        given += said * load_rows(q, q_token, count, lane, K, SIZE).to(tl.float32)
+        kept += said * load_rows(solution, G * K, count, lane, K, SIZE).to(tl.float32)
     if MIXES or READS:
         store_rows(to_q, G * K, count, lane, kept, K, SIZE)
 
-    norm = load_per_token(norms + row, count, G, SIZE)
+    norm = load_numbers(norms, slot, SIZE)
     gram = load_block(grams + slot * K * K, lane, lane, K, K)
     y, weights = solve(
         given, gram, key, weights, fade, norm, level, iterations, ADAPTIVE, CONJUGATE, NOTHING, PRECISION
     )
     store_rows(adjoint + row * K, G * K, count, lane, y, K, SIZE)
+    x = load_rows(solution, G * K, count, lane, K, SIZE)
+    if DECAYS:
+        own = along(product(y.to(KIND), gram, PRECISION), x, PRECISION)
+        store_numbers(owns, slot, own * fade)
     if ADAPTIVE:
-        x = load_rows(solution, G * K, count, lane, K, SIZE).to(tl.float32)
-        spread = -level * tl.sum(x * y, 1) / tl.where(norm > NOTHING, norm, 1.0)
-        tl.store(spreads + row + t * G, spread, mask=t < count)
-        tl.store(written + row + t * G, tl.sum(weights * (fade * spread)[:, None], 0), mask=t < count)
+        spread = -level * along(y, x, PRECISION) / tl.where(norm > NOTHING, norm, 1.0)
+        store_numbers(spreads, slot, spread)
+        store_numbers(written, slot, tl.sum(weights * (fade * spread)[:, None], 0))
         tl.store(carried + slot, tl.sum(fade * fade * spread, 0))
     if MIXES or READS:
         tl.debug_barrier()
@@ -139,14 +158,14 @@ def retreat(
             half = tl.full([SIZE, 1], -0.5, tl.float32)
             if DECAYS:
                 state *= tl.load(across + slot)
-                half *= load_per_token(entering + at * G + head, count, G, SIZE)[:, None]
+                half *= load_numbers(entering, slot, SIZE)[:, None]
             y, x = adjoint + (at * G + head) * K, solution + (at * G + head) * K
             right = (load_rows(x, G * K, count, column, K, SIZE).to(tl.float32) * half).to(KIND)
             state = product(load_columns(y, G * K, count, lane, K, SIZE), right, PRECISION, state)
             right = (load_rows(y, G * K, count, column, K, SIZE).to(tl.float32) * half).to(KIND)
             state = product(load_columns(x, G * K, count, lane, K, SIZE), right, PRECISION, state)
             if ADAPTIVE:
-                weight = load_per_token(written + at * G + head, count, G, SIZE)[:, None]
+                weight = load_numbers(written, slot, SIZE)[:, None]
                 right = (load_rows(k + at * k_token, k_token, count, column, K, SIZE).to(tl.float32) * weight).to(KIND)
                 state = product(load_columns(k + at * k_token, k_token, count, lane, K, SIZE), right, PRECISION, state)
                 entry = load_block(grams + slot * K * K, lane, column, K, K)
@@ -165,7 +184,7 @@ def retreat(
             right = load_rows(to_mean + at * m_token + head * m_head, m_token, count, column, V, SIZE)
             if DECAYS:
                 state *= tl.load(across + slot)
-                fade = load_per_token(entering + at * G + head, count, G, SIZE)[:, None]
+                fade = load_numbers(entering, slot, SIZE)[:, None]
                 right = (right.to(tl.float32) * fade).to(KIND)
             reader = load_columns(solution + (at * G + head) * K, G * K, count, lane, K, SIZE)
             if MIXES:
@@ -177,24 +196,25 @@ def retreat(
 
 
 @triton.jit
-def spans(log_decay, gain, token, count, head, G, SIZE: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr):
-    """Of a tile: A(t, s) `[s, t]`, 0 where t < s; gains; A(t, entry), A(exit, s), A(exit, entry)."""
+def spans(since, beyond, weights, slot, SIZE: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr):
+    """Of a tile: A(t, s) `[s, t]`, 0 where t < s; gains; A(exit, s)."""
     t = tl.arange(0, SIZE)
-    one = tl.full([SIZE], 1.0, tl.float32)
-    later, weight, fade, left, across = tl.where(t[:, None] <= t[None, :], 1.0, 0.0), one, one, one, 1.0
+    later = tl.where(t[:, None] <= t[None, :], 1.0, 0.0)
+    weight, left = tl.full([SIZE], 1.0, tl.float32), tl.full([SIZE], 1.0, tl.float32)
     if DECAYS:
-        since, total = elapsed(log_decay, token, count, head, G, SIZE)
-        later, fade = between_transposed(since, SIZE), tl.exp(since.to(tl.float32))
-        left, across = tl.exp((total - since).to(tl.float32)), tl.exp(total.to(tl.float32))
+        later = tl.exp(tl.where(t[:, None] <= t[None, :], -lags(since, beyond, slot, SIZE), float("-inf")))
+        high, low = load_numbers(since, slot, SIZE), load_numbers(beyond, slot, SIZE)
+        end = slot * SIZE + SIZE - 1
+        left = tl.exp((tl.load(since + end) - high) + (tl.load(beyond + end) - low))
     if GAINS:
-        weight = load_per_token(gain + token * G + head, count, G, SIZE)
-    return later, weight, fade, left, across
+        weight = load_numbers(weights, slot, SIZE)
+    return later, weight, left
 
 
 @triton.jit(do_not_specialize=LOOSE)
 def pull_values(
-    q, k, v, log_decay, gain, mix, crosses, solution, to_mean, reads, adjoints, to_k, to_v, to_gain, to_decay,
-    table, length, tiles, q_token, q_head, k_token, k_head, v_token, v_head, m_token, m_head, G, SHARE,
+    q, k, v, since, beyond, across, gains, mix, crosses, solution, to_mean, reads, adjoints, to_k, to_v, to_gain,
+    to_decay, table, length, tiles, q_token, q_head, k_token, k_head, v_token, v_head, m_token, m_head, G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
     DECAYS: tl.constexpr, GAINS: tl.constexpr, MIXES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -214,11 +234,11 @@ def pull_values(
     solution += row * K
     crosses += slot * K * V
     adjoints += slot * K * V
-    later, weight, _fade, left, across = spans(log_decay, gain, token, count, head, G, SIZE, DECAYS, GAINS)
+    far = 0.0
+    later, weight, left = spans(since, beyond, gains, slot, SIZE, DECAYS, GAINS)
     share = tl.full([SIZE], 1.0, tl.float32)
     if MIXES:
         share = load_per_token(mix + row, count, G, SIZE)
-    far = 0.0
     key = load_rows(k, k_token, count, lane, K, SIZE)
     reader = mixed(q, solution, share, q_token, G, count, lane, K, SIZE, MIXES)
     score = product(key, tl.trans(reader), PRECISION) * later
@@ -259,15 +279,15 @@ def pull_values(
     if GAINS:
         tl.store(to_gain + row + t * G, said, mask=t < count)
     if DECAYS:
-        by_entry = load_per_token(reads + row, count, G, SIZE)
+        by_entry = load_numbers(reads, slot, SIZE)
         decay += tl.sum(tl.where(t[None, :] >= t[:, None], by_entry[None, :], (weight * by_exit)[None, :]), 1)
-        tl.store(to_decay + row + t * G, decay + across * far, mask=t < count)
+        tl.store(to_decay + row + t * G, decay + tl.load(across + slot) * far, mask=t < count)
 
 
 @triton.jit(do_not_specialize=LOOSE)
 def pull_keys(
-    k, log_decay, gain, grams, norms, solution, adjoint, spreads, adjoints, to_k, to_gain, to_decay, table, length,
-    tiles, k_token, k_head, G, SHARE,
+    k, since, beyond, entering, across, gains, grams, norms, solution, adjoint, spreads, owns, adjoints,
+    to_k, to_gain, to_decay, table, length, tiles, k_token, k_head, G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
     DECAYS: tl.constexpr, GAINS: tl.constexpr, ADAPTIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -286,8 +306,9 @@ def pull_keys(
     to_k += row * K
     grams += slot * K * K
     adjoints += slot * K * K
-    later, weight, fade, left, across = spans(log_decay, gain, token, count, head, G, SIZE, DECAYS, GAINS)
     far = 0.0
+    later, weight, left = spans(since, beyond, gains, slot, SIZE, DECAYS, GAINS)
+    fade = load_numbers(entering, slot, SIZE) if DECAYS else tl.full([SIZE], 1.0, tl.float32)
     key = load_rows(k, k_token, count, lane, K, SIZE)
     x = load_rows(solution, G * K, count, lane, K, SIZE)
     y = load_rows(adjoint, G * K, count, lane, K, SIZE)
@@ -297,17 +318,15 @@ def pull_keys(
     by_x, by_y = (-0.5 * later * by_x).to(KIND), (-0.5 * later * by_y).to(KIND)
     both, grown = by_x, fade
     if ADAPTIVE:
-        spread = load_per_token(spreads + row, count, G, SIZE)
+        spread = load_numbers(spreads, slot, SIZE)
         grown = tl.sum(later * (spread * fade)[None, :], 1)
         pairs = product((later * spread[None, :]).to(KIND), tl.trans(later.to(KIND)), PRECISION)
         both = (pairs * product(key, tl.trans(key), PRECISION) * weight[None, :]).to(KIND)
-    leaving, said, met = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+    leaving, said = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
     for start in range(0, K, NARROW):
         part = start + tl.arange(0, NARROW)
         entry = load_block(grams, lane, part, K, K)
         if DECAYS:
-            image = product(x, entry, PRECISION)
-            met += tl.sum(image * load_rows(adjoint, G * K, count, part, K, SIZE).to(tl.float32), 1)
             held = load_block(adjoints, lane, part, K, K).to(tl.float32)
             held *= load_block(grams, lane, part, K, K).to(tl.float32)
             far += tl.sum(tl.sum(held, 1), 0)
@@ -325,12 +344,14 @@ def pull_keys(
     if GAINS:
         tl.store(to_gain + row + t * G, said + load_per_token(to_gain + row, count, G, SIZE), mask=t < count)
     if DECAYS:
-        held = 0.0 - own - met * fade - weight * said
+        after = 0.0 - own - load_numbers(owns, slot, SIZE) - weight * said
         if ADAPTIVE:
-            norm = load_per_token(norms + row, count, G, SIZE)
-            held += load_per_token(spreads + row, count, G, SIZE) * norm * norm
-        found = tl.sum(tl.where(t[None, :] >= t[:, None], held[None, :], 0.0), 1)
-        found += tl.sum(weight * leaving, 0) + across * far + load_per_token(to_decay + row, count, G, SIZE)
+            norm = load_numbers(norms, slot, SIZE)
+            after += load_numbers(spreads, slot, SIZE) * norm * norm
+        found = tl.sum(tl.where(t[None, :] >= t[:, None], after[None, :], 0.0), 1)
+        found += (
+            tl.sum(weight * leaving, 0) + tl.load(across + slot) * far + load_per_token(to_decay + row, count, G, SIZE)
+        )
         tl.store(to_decay + row + t * G, found, mask=t < count)
 
 
@@ -374,27 +395,23 @@ def backward(
     q, k, v, to_mean, to_gram = rows(q), rows(k), rows(v), rows(to_mean), (to_gram + to_gram.mT) / 2
     like, single = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
-    log_decay, gain, mix = (None if x is None else x.contiguous() for x in (log_decay, gain, mix))
-    log, weight, share = (k if x is None else x for x in (log_decay, gain, mix))
+    share, clock = k if mix is None else mix.contiguous(), paced(s, log_decay, gain, k)
     decays, numbers = {"DECAYS": log_decay is not None}, (batch, length, heads)
     kinds = {"GAINS": gain is not None, "MIXES": mix is not None, "ADAPTIVE": adaptive, **decays}
-    entering, leaving = torch.empty(2, *numbers, **single)
-    across, carried = torch.empty(2, s.cut.count, heads, **single)
-    if log_decay is not None:
-        pace[s.grid](
-            log, weight, entering, leaving, across, *s.tiles, heads,
-            SIZE=size, PACKED=segments is not None, GAINS=gain is not None, num_warps=1,
-        )  # fmt: skip
+    carried = torch.empty(s.cut.count, heads, **single)
     adjoint = tokens(*numbers, width, **like)
     summed = k.dtype if heads == shared else torch.float32  # over the value heads that share a key
     to_q, to_k = (tokens(*numbers, width, dtype=summed, device=k.device) for _ in range(2))
-    to_v, (spreads, reads, written) = tokens(v.shape, **like), torch.empty(3, *numbers, **single)
+    to_v, (spreads, reads, owns, written) = (
+        tokens(v.shape, **like),
+        torch.empty(4, s.cut.count, heads, size, **single),
+    )
     to_mix, to_gain, to_decay = (
         tokens(numbers, **single) if x is not None else q.new_empty(0) for x in (mix, gain, log_decay)
     )
     resolve[s.grid](
-        q, k, v, log, weight, share, grams, crosses, norms, solution, to_mean,
-        k if to_read is None else to_read.contiguous(), adjoint, to_q, to_mix, spreads, reads, written, carried,
+        q, k, v, *clock[:3], clock.weights, share, grams, crosses, norms, solution, to_mean,
+        k if to_read is None else to_read.contiguous(), adjoint, to_q, to_mix, spreads, reads, owns, written, carried,
         *s.tiles, iterations, level, *strides(q, k, v, to_mean), heads, s.share,
         BLOCK=block_of(s), READS=to_read is not None, CONJUGATE=conjugate, NOTHING=NOTHING, **kinds, **s.compiled,
         **s.solved,
@@ -402,20 +419,21 @@ def backward(
     gram_adjoints, cross_adjoints = torch.empty_like(grams), torch.empty_like(crosses)
     to_gram_prior, to_cross_prior = (torch.empty(x.shape, **single) for x in (to_gram, to_cross))
     retreat[s.cut.sequences, heads, s.strips[1]](
-        q, k, share, grams, solution, adjoint, to_mean, entering, across, written, carried, gram_adjoints,
+        q, k, share, grams, solution, adjoint, to_mean, clock.entering, clock.across, written, carried, gram_adjoints,
         cross_adjoints, to_gram, to_cross, to_gram_prior, to_cross_prior, s.cut.runs, length, s.cut.tiles,
         *strides(q, k, to_mean), *to_gram.stride(), *to_cross.stride(), heads, s.share,
         MIXES=mix is not None, ADAPTIVE=adaptive, **decays, **s.carried, **s.compiled,
     )  # fmt: skip
-    gains, mixes = ({name: kinds[name]} for name in ("GAINS", "MIXES"))
+    gains, mixes, pulled = *({name: kinds[name]} for name in ("GAINS", "MIXES")), s.solved | {"num_warps": 4}
     pull_values[s.grid](
-        q, k, v, log, weight, share, crosses, solution, to_mean, reads, cross_adjoints, to_k, to_v, to_gain, to_decay,
-        *s.tiles, *strides(q, k, v, to_mean), heads, s.share, BLOCK=64, **decays, **gains, **mixes,
-        **s.compiled, **s.pulled,
+        q, k, v, *clock[:2], clock.across, clock.weights, share, crosses, solution, to_mean, reads,
+        cross_adjoints, to_k, to_v, to_gain, to_decay, *s.tiles, *strides(q, k, v, to_mean), heads, s.share, BLOCK=64,
+        **decays, **gains, **mixes, **s.compiled, **pulled,
     )  # fmt: skip
     pull_keys[s.grid](
-        k, log, weight, grams, norms, solution, adjoint, spreads, gram_adjoints, to_k, to_gain, to_decay, *s.tiles,
-        *strides(k), heads, s.share, BLOCK=64, ADAPTIVE=adaptive, **decays, **gains, **s.compiled, **s.pulled,
+        k, *clock[:3], clock.across, clock.weights, grams, norms, solution, adjoint, spreads, owns,
+        gram_adjoints, to_k, to_gain, to_decay, *s.tiles, *strides(k), heads, s.share, BLOCK=64, ADAPTIVE=adaptive,
+        **decays, **gains, **s.compiled, **pulled,
     )  # fmt: skip
     if heads != shared:
         to_q, to_k = (x.unflatten(2, (shared, -1)).sum(3).to(k.dtype) for x in (to_q, to_k))

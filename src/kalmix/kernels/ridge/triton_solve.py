@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.kernels.primitives.triton_decays import between, elapsed
-from kalmix.kernels.primitives.triton_tiles import Cut, cut_tokens, load_per_token, precision, product
+from kalmix.kernels.primitives.triton_tiles import LOOSE, Cut, cut_tokens, load_per_token, precision, product, tile_of
 from kalmix.segments import Segments
 
-FAINT = tl.constexpr(1e-26)  # of H at the entry
+FAINT = tl.constexpr(1e-26)  # a share of H_0 that is as good as none
+FORGOTTEN = tl.constexpr(-1e4)  # a log-decay that leaves nothing
 
 
 class Shape(NamedTuple):
@@ -35,7 +35,6 @@ class Shape(NamedTuple):
         strips: how many programs carry H, and how many H and U, from tile to tile.
         compiled: what all kernels compile for.
         solved: how kernels are launched that solve.
-        pulled: how those are that take gradients through what tokens wrote.
         carried: how those are that carry from tile to tile, some columns a program.
     """
 
@@ -46,7 +45,6 @@ class Shape(NamedTuple):
     strips: tuple[int, int]
     compiled: dict[str, Any]
     solved: dict[str, int]
-    pulled: dict[str, int]
     carried: dict[str, int]
 
 
@@ -70,7 +68,6 @@ def shape_of(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> Shape:
         strips=(strips, strips + triton.cdiv(values, strip)),
         compiled=compiled | {"PRECISION": precision(k.dtype)},
         solved=solved,
-        pulled=solved | {"num_warps": 4},
         carried=carried,
     )
 
@@ -107,27 +104,116 @@ def store_block(base, row, column, x, K: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def paths(
-    log_decay, gain, token, count, head, G, SIZE: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr,
+def load_numbers(base, slot, SIZE: tl.constexpr):
+    """One number a token of a tile, `[SIZE]`, from where they lie side by side."""
+    return tl.load(base + slot * SIZE + tl.arange(0, SIZE))
+
+
+@triton.jit
+def store_numbers(base, slot, x):
+    SIZE: tl.constexpr = x.shape[0]
+    tl.store(base + slot * SIZE + tl.arange(0, SIZE), x)
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def pace(
+    log_decay, gain, since, beyond, entering, leaving, weights, across, table, length, tiles, G,
+    SIZE: tl.constexpr, PACKED: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: A(t, s) `[t, s]`, 0 where t < s; gains; A(t, entry)."""
-    t = tl.arange(0, SIZE)
-    one = tl.full([SIZE], 1.0, tl.float32)
-    decays, weight, fade = tl.where(t[:, None] >= t[None, :], 1.0, 0.0), one, one
+    """Log-decay from a tile's entry to each token, in two parts; A(t, entry); g_t A(exit, t); g_t; A(exit, entry)."""
+    index, head = tl.program_id(0), tl.program_id(1)
+    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    slot = index.to(tl.int64) * G + head
+    rest = tl.full([SIZE], 1.0, tl.float32)
     if DECAYS:
-        since, _total = elapsed(log_decay, token, count, head, G, SIZE)
-        decays, fade = between(since, SIZE), tl.exp(since.to(tl.float32))
+        each = load_per_token(log_decay + token * G + head, count, G, SIZE)
+        each = tl.maximum(each, FORGOTTEN).to(tl.float64)  # or sums would have no digits left for what decays a little
+        now, total = tl.cumsum(each, 0), tl.sum(each, 0)
+        high = now.to(tl.float32)
+        store_numbers(since, slot, high)
+        store_numbers(beyond, slot, (now - high.to(tl.float64)).to(tl.float32))
+        store_numbers(entering, slot, tl.exp(high))
+        tl.store(across + slot, tl.exp(total.to(tl.float32)))
+        rest = tl.exp((total - now).to(tl.float32))
     if GAINS:
         weight = load_per_token(gain + token * G + head, count, G, SIZE)
+        store_numbers(weights, slot, weight)
+        rest *= weight
+    store_numbers(leaving, slot, rest)
+
+
+class Pace(NamedTuple):
+    """What decays and gains of a call come to, a number a token and tile: `[tiles, heads, SIZE]`; see `pace`."""
+
+    since: Tensor
+    beyond: Tensor
+    entering: Tensor
+    leaving: Tensor
+    weights: Tensor
+    across: Tensor  # [tiles, heads]
+
+
+def paced(s: Shape, log_decay: Tensor | None, gain: Tensor | None, placeholder: Tensor) -> Pace:
+    """The pace of a call; placeholders where it has neither decays nor gains."""
+    if log_decay is None and gain is None:
+        return Pace(*[placeholder] * 6)
+    size, heads = s.cut.size, s.grid[1]
+    found = torch.empty(5, s.cut.count, heads, size, dtype=torch.float32, device=placeholder.device)
+    across = torch.empty(s.cut.count, heads, dtype=torch.float32, device=placeholder.device)
+    given = (placeholder if x is None else x.contiguous() for x in (log_decay, gain))
+    kinds = {"DECAYS": log_decay is not None, "GAINS": gain is not None, "PACKED": s.compiled["PACKED"]}
+    pace[s.grid](*given, *found, across, *s.tiles, heads, SIZE=size, **kinds, num_warps=1)
+    return Pace(*found, across)
+
+
+@triton.jit
+def lags(since, beyond, slot, SIZE: tl.constexpr):
+    """Log-decay from token s to token t, `[t, s]`, above 0 where t < s: a difference as in float64."""
+    high, low = load_numbers(since, slot, SIZE), load_numbers(beyond, slot, SIZE)
+    return (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+
+
+@triton.jit
+def paths(since, beyond, entering, weights, slot, SIZE: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr):
+    """Of a tile: A(t, s) `[t, s]`, 0 where t < s; gains; A(t, entry)."""
+    t = tl.arange(0, SIZE)
+    decays = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
+    weight, fade = tl.full([SIZE], 1.0, tl.float32), tl.full([SIZE], 1.0, tl.float32)
+    if DECAYS:
+        decays = tl.exp(tl.where(t[:, None] >= t[None, :], lags(since, beyond, slot, SIZE), float("-inf")))
+        fade = load_numbers(entering, slot, SIZE)
+    if GAINS:
+        weight = load_numbers(weights, slot, SIZE)
     return decays, weight, fade
+
+
+@triton.jit
+def along(a, b, PRECISION: tl.constexpr):
+    """a_t'b_t of every token. From registers that hold other rows, tensor cores are the shorter way."""
+    if b.dtype == tl.float32:
+        return tl.sum(a * b, 1)
+    return diagonal(product(a.to(b.dtype), tl.trans(b), PRECISION))
+
+
+@triton.jit
+def diagonal(x):
+    """Of a square."""
+    t = tl.arange(0, x.shape[0])
+    return tl.sum(tl.where(t[:, None] == t[None, :], x, 0.0), 1)
 
 
 @triton.jit
 def images(d, gram, k, weights, onto, PRECISION: tl.constexpr):
     """`onto` + d H_0 + ((d k') weights) k, rows d in the dtype of `gram`."""
     KIND: tl.constexpr = gram.dtype
-    pairs = (product(d, tl.trans(k), PRECISION) * weights).to(KIND)
-    return product(pairs, k, PRECISION, product(d, gram, PRECISION, onto))
+    onto = product(d, gram, PRECISION, onto)
+    return product((product(d, tl.trans(k), PRECISION) * weights).to(KIND), k, PRECISION, onto)
+
+
+@triton.constexpr_function
+def lengthened(kind):
+    """What makes up for `shortened`, on average: of digits evenly spread it takes 2^-8 / (2 ln 2), and 0 of float32."""
+    return 1.00283 if kind == tl.bfloat16 else 1.0
 
 
 @triton.jit
@@ -140,12 +226,25 @@ def shortened(x, kind):
 
 @triton.jit
 def chebyshev(rhs, gram, k, weights, fade, shift, rho, iterations, PRECISION: tl.constexpr):
-    """So many iterations; `weights` and `shift` are those of S / (m fade), `fade` takes it back to S / m."""
+    """So many iterations; `weights` and `shift` are those of S / (m fade), and r is -1 / fade of what is left.
+
+    A direction that is made where it is multiplied stays in registers.
+    """
     KIND: tl.constexpr = gram.dtype
-    weight = 1.0 + 0.0 * rho
-    x, d, r = tl.zeros(rhs.shape, tl.float32), tl.zeros(rhs.shape, KIND), rhs * (-1.0 / fade)[:, None]
+    x, r = tl.zeros(rhs.shape, tl.float32), rhs * (-1.0 / fade)[:, None]
+    if gram.shape[0] > 128:  # 8 warps, of which two share a token: directions go by shared memory
+        weight, d = 2.0 + 0.0 * rho, rhs.to(KIND)
+        for _ in range(iterations):
+            wide = d.to(tl.float32)
+            x += wide
+            r = images(d, gram, k, weights, r + shift[:, None] * wide, PRECISION)
+            weight = 4.0 / (4.0 - rho * rho * weight)
+            d = ((weight - 1.0) * wide - (weight * fade[:, None]) * r).to(KIND)
+        return x + d.to(tl.float32)
+    weight, d = 1.0 + 0.0 * rho, tl.zeros(rhs.shape, KIND)
     for i in range(iterations):
-        wide = shortened((weight - 1.0) * d.to(tl.float32) - (weight * fade[:, None]) * r, KIND)
+        more = lengthened(KIND) * weight
+        wide = shortened((more - lengthened(KIND)) * d.to(tl.float32) - (more * fade[:, None]) * r, KIND)
         x += wide
         d = wide.to(KIND)
         r = images(d, gram, k, weights, r + shift[:, None] * wide, PRECISION)
@@ -155,7 +254,7 @@ def chebyshev(rhs, gram, k, weights, fade, shift, rho, iterations, PRECISION: tl
 
 @triton.jit
 def conjugate(rhs, gram, k, weights, fade, shift, iterations, PRECISION: tl.constexpr):
-    """So many conjugate gradients; the same `weights`, `shift` and `fade`."""
+    """So many conjugate gradients; `weights` and `shift` are those of S / (m fade)."""
     KIND: tl.constexpr = gram.dtype
     x, d, r, square = tl.zeros(rhs.shape, tl.float32), tl.zeros(rhs.shape, KIND), rhs, tl.sum(rhs * rhs, 1)
     ratio = 0.0 * square
@@ -180,9 +279,9 @@ def solve(
 ):  # fmt: skip
     """S^{-1} rhs of a tile's tokens, from H at its entry, keys, paths and norms; and the weights, left in registers.
 
-    All is divided by m, as `systems.scale_of` has it, and by how much of H_0 is left, so that H_0 need not be scaled:
-    at least by `FAINT`, which makes of H_0 far less than `NOTHING`. A ratio that is the same for all tokens is a
-    number, not a row.
+    All is divided by m, as `systems.scale_of` has it, and by the share of H_0 that is left, so that products with H_0
+    need no scaling; by no less than `FAINT`, where all of H_0 is far below `NOTHING`. A ratio that is the same for all
+    tokens is a number, not a row.
     """
     something = norm >= 0.0
     left = tl.maximum(fade, FAINT)
