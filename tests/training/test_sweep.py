@@ -124,11 +124,12 @@ def test_several_processes_share_the_cells(tmp_path: Path) -> None:
 
 
 SWEEP = """
-import sys
+import signal, sys
 from functools import partial
 from pathlib import Path
 from training.test_sweep import CPU, Square, places, run, squared
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins by ignoring it
     results, notes = places(Path(sys.argv[1]))
     run([Square(n) for n in range(4)], results, partial(squared, notes=notes, seconds=0.3), CPU, jobs=int(sys.argv[2]))
 """
