@@ -1,5 +1,8 @@
 """What can be wrong with a call, each a `ValueError` with one sentence."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class ArgumentError(ValueError):
     """An argument has the wrong shape, dtype, device or values."""
@@ -7,6 +10,12 @@ class ArgumentError(ValueError):
     def __init__(self, name: str, *, got: object, needs: object) -> None:
         super().__init__(f"`{name}` is {got}, but must be {needs}")
         self.name = name
+
+
+def alike(name: object, known: Iterable[str]) -> str:
+    """Those of the known names that are spelled much like `name`, all of them if none is; for a sentence."""
+    known = list(known)
+    return ", ".join(get_close_matches(str(name), known, n=4, cutoff=0.4) or known)
 
 
 class NonFiniteError(ArgumentError):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, alike
 from kalmix.tasks import mad, mqar, ruler, words
 from kalmix.tasks.task import Data, Task
 
@@ -19,8 +18,7 @@ def task(name: str) -> Task[Any]:
         ArgumentError: there is none.
     """
     if name not in TASKS:
-        near = get_close_matches(str(name), TASKS, n=3, cutoff=0.4) or list(TASKS)
-        raise ArgumentError("name", got=repr(name), needs=f"one of kalmix.tasks.TASKS, such as {', '.join(near)}")
+        raise ArgumentError("name", got=repr(name), needs=f"one of kalmix.tasks.TASKS, such as {alike(name, TASKS)}")
     return TASKS[name]
 
 

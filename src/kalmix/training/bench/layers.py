@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from importlib import import_module
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, alike
 from kalmix.layers import MIXERS, Mixer
 
 Options = dict[str, Any]
@@ -43,8 +42,7 @@ def layer(name: str) -> Options:
         ArgumentError: there is none; names those that are spelled alike.
     """
     if name not in LAYERS:
-        near = difflib.get_close_matches(name, LAYERS, n=4, cutoff=0.4) or list(LAYERS)
-        raise ArgumentError("layer", got=repr(name), needs=f"a known one, such as {', '.join(near)}")
+        raise ArgumentError("layer", got=repr(name), needs=f"a known one, such as {alike(name, LAYERS)}")
     options = dict(LAYERS[name])
     if options["mixer"] not in MIXERS:  # of another package: importing this adds them
         import_module("kalmix.training.bench.baselines")

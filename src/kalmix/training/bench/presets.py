@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, alike
 from kalmix.training.bench.models import Shape
 from kalmix.training.bench.protocol import Cell, Part, Protocol
 
@@ -223,7 +222,6 @@ def cells(studies: Preset, tasks: Sequence[str], layers: Sequence[str], seeds: i
     short = {name.rpartition("/")[2]: name for name in known} | {name: name for name in known}
     for name in tasks:
         if name not in short:
-            near = difflib.get_close_matches(name, short, n=3, cutoff=0.4) or list(known)
-            raise ArgumentError("task", got=repr(name), needs=f"a task of this preset, such as {', '.join(near)}")
+            raise ArgumentError("task", got=repr(name), needs=f"a task of this preset, such as {alike(name, short)}")
     asked = {short[name] for name in tasks} or set(known)
     return [cell for study in studies if study.task in asked for cell in study.cells(layers, seeds)]
