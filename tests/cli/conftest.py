@@ -25,9 +25,9 @@ class Told(NamedTuple):
 def kalmix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
     """Run a command line in this process."""
 
-    def run(*arguments: object) -> Told:
+    def run(*arguments: object, columns: int = 200) -> Told:
         monkeypatch.setattr(sys, "argv", ["kalmix", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setenv("COLUMNS", str(columns))
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()

@@ -97,8 +97,9 @@ def test_explain_says_what_a_design_assumes(kalmix, name: str) -> None:
         assert " ".join(fact.split()) in said
 
 
-def test_explain_alone_lists_all(kalmix) -> None:
-    told = kalmix("explain")
+@pytest.mark.parametrize("columns", [60, 200])
+def test_explain_alone_lists_all(kalmix, columns: int) -> None:
+    told = kalmix("explain", columns=columns)
     assert told.status == 0
     assert all(name in told.output for name in designs.CATALOGUE)
 

@@ -8,7 +8,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from kalmix.designs import CATALOGUE, Design
 from kalmix.errors import ArgumentError
@@ -33,7 +33,8 @@ def _plain(name: str) -> str:
 
 
 def _catalogue() -> Table:
-    table = Table("design", "transition", "evidence", "covariance", "op", box=box.SIMPLE_HEAD)
+    said = [Column(name, overflow="fold") for name in ("transition", "evidence", "covariance", "op")]
+    table = Table(Column("design", no_wrap=True), *said, box=box.SIMPLE_HEAD)  # a name is typed again: never cut
     for row in CATALOGUE.values():
         table.add_row(row.name, row.transition.describe, _evidence(row), row.covariance.kept, row.op)
     return table
