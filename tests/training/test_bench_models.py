@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kalmix import ArgumentError
+from kalmix.models.losses import marginal_likelihood
 from kalmix.training.bench import LAYERS, Cell, Part, Protocol, Shape
 from kalmix.training.bench.layers import layer, sized, state_size
 from kalmix.training.bench.models import AutoEncoder, Tagger, build, sinusoids
@@ -73,7 +74,7 @@ def test_the_autoencoder_knows_the_last_token_alone() -> None:
     model = build(16, shape, "gated-deltanet", 6, from_last=True)
     assert isinstance(model, AutoEncoder)
     ids = torch.randint(16, (3, 6))
-    stream = model.encoder.stream(ids)
+    (stream,) = model.encoder.stream(ids)
     first, one, _, second, two, _, norm, last = model.decoder
     x = F.gelu(one(first(stream[:, -1:] + sinusoids(6, 32))))
     x = F.gelu(two(second(x)))
@@ -83,6 +84,29 @@ def test_the_autoencoder_knows_the_last_token_alone() -> None:
         math.cos(3)
     )
     assert sinusoids(6, 32)[3, 15] == pytest.approx(math.sin(3e-4))
+
+
+def test_kla_plus_learns_by_the_marginal_likelihood_and_its_samples_spread_as_it_believes() -> None:
+    torch.manual_seed(0)
+    ids, targets = torch.randint(16, (3, 6)), torch.randint(16, (3, 6))
+    model = build(16, Shape(32, state=512, mlp=24), "kla-plus", 6, from_last=False)
+    assert isinstance(model, Tagger) and model.samples == 10
+    passed = model.model(model.model.embed_tokens(ids), posterior=True)
+    posterior, losses = passed.posterior, []
+    for loss in (
+        lambda: F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()),
+        lambda: marginal_likelihood(
+            lambda readout: model.model.decode(posterior, readout), posterior.mean, posterior.variance, targets, 10, 10
+        ),
+    ):
+        torch.manual_seed(1)
+        losses.append(float(loss().detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    mean = build(16, Shape(32, state=512, mlp=24), "kla", 6, from_last=False)
+    mean.load_state_dict(model.state_dict())
+    assert float((mean(ids).log_softmax(-1) - model(ids)).detach().abs().max()) > 1e-3
+    both = build(16, Shape(32, state=512, decoder=(24, 12)), "kla-plus", 6, from_last=True)
+    assert both(ids).shape == (3, 6, 16)
 
 
 def test_zoologys_model_echoes_its_norm() -> None:

@@ -102,11 +102,12 @@ def test_parts_share_no_batch_and_an_epoch_takes_every_row_once() -> None:
         batches.set_epoch(epoch)
         came = list(batches)
         assert len(came) == len(batches) == 4
-        assert sorted(len(batch["inputs"]) for batch in came) == [1, 3, 4, 4]
+        assert [len(batch["inputs"]) for batch in came] == [4] * 4
         for part, data in enumerate(drawn.parts):
-            length = data.train.inputs.shape[1]
-            rows = torch.cat([batch["inputs"] for batch in came if batch["inputs"].shape[1] == length])
-            assert sorted(rows.tolist()) == sorted(data.train.inputs.tolist()), part
+            for split in ("inputs", "targets"):
+                rows = torch.cat([b[split] for b in came if b[split].shape[1] == data.train.inputs.shape[1]])
+                asked = torch.cat([b["targets"] for b in came if b[split].shape[1] == rows.shape[1]]).ne(-100).any(1)
+                assert sorted(rows[asked].tolist()) == sorted(getattr(data.train, split).tolist()), part
     firsts = [next(iter(batches))["inputs"].tolist() for batches.epoch in (0, 0, 1)]
     assert firsts[0] == firsts[1] != firsts[2]
 

@@ -20,6 +20,7 @@ Options = dict[str, Any]
 LAYERS: dict[str, Options] = {
     **{name: {"mixer": name} for name in MIXERS if name != "design"},
     "kla-noise-free": {"mixer": "kla", "process_noise": False},  # section 5.6 of Kalman Linear Attention
+    "kla-plus": {"mixer": "kla", "samples": 10},  # KLA+: learns, and answers, under what it believes
     "kla-zoh": {"mixer": "kla", "discretization": "zoh"},
     "kalmanet-bare": {"mixer": "gated-kalmanet", "decay": False, "gain": None, "mix": False},  # GKA, Figure 2a
     "bayesian-no-conv": {"mixer": "bayesian", "conv": 0},

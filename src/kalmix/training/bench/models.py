@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
-from kalmix.layers.parts import RMSNorm
+from kalmix.layers.parts import RMSNorm, draw
 from kalmix.models.blocks import Block
 from kalmix.models.causal_lm import EMBEDDING_STD, LanguageModel
 from kalmix.training.bench.layers import Options, layer, sized
@@ -63,11 +63,17 @@ class Shape:
 
 
 class Tagger(nn.Module):
-    """What token is wanted at each token: embedding, blocks, norm, head. `logits = model(ids)`."""
+    """What token is wanted at each token: embedding, blocks, norm, head. `logits = model(ids)`.
+
+    A layer's option `samples` is the model's: logits are then of the mean probability over so many samples of what the
+    last layer believes, and their cross entropy is the marginal likelihood of equations 24 and 25 of Kalman Linear
+    Attention.
+    """
 
     def __init__(self, vocabulary: int, shape: Shape, name: str) -> None:
         super().__init__()
         width, entry = shape.width, {**shape.layer(name), "mlp": shape.mlp}
+        self.samples = entry.pop("samples", 0)
         tied = shape.head == "tied"
         self.model = LanguageModel(vocabulary, width, [entry] * shape.depth, tie_word_embeddings=tied)
         if not tied:
@@ -85,12 +91,18 @@ class Tagger(nn.Module):
             _scale(self.model, shape.depth)
 
     def stream(self, ids: Tensor) -> Tensor:
-        """The residual stream behind the last block, `[B, T, D]`, of ids `[B, T]`."""
-        return self.model(self.dropout(self.model.embed_tokens(ids)), remember=False).hidden
+        """The residual stream behind the last block, `[S, B, T, D]` of S samples, or 1, of ids `[B, T]`."""
+        embedded = self.dropout(self.model.embed_tokens(ids))
+        traced = self.model(embedded, remember=False, posterior=self.samples > 0)
+        if traced.posterior is None:
+            return traced.hidden[None]
+        residual, mean, variance, context = traced.posterior
+        readouts = draw(*(x.expand(self.samples, *x.shape) for x in (mean, variance)))
+        return self.model.last.finish(residual, readouts, context)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits `[B, T, vocabulary]`."""
-        return self.model.logits(self.stream(ids))
+        return expected(self.model.logits(self.stream(ids)))
 
 
 class AutoEncoder(nn.Module):
@@ -114,8 +126,8 @@ class AutoEncoder(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits `[B, T, vocabulary]` of ids `[B, T]`, T as it was built for."""
-        last = self.encoder.stream(ids)[:, -1:]
-        return self.decoder(last + self.positions)
+        last = self.encoder.stream(ids)[:, :, -1:]
+        return expected(self.decoder(last + self.positions))
 
 
 def build(vocabulary: int, shape: Shape, name: str, length: int, *, from_last: bool) -> Tagger | AutoEncoder:
@@ -132,6 +144,11 @@ def build(vocabulary: int, shape: Shape, name: str, length: int, *, from_last: b
         ArgumentError: no such layer, or its state cannot be sized as `shape` says.
     """
     return AutoEncoder(vocabulary, shape, name, length) if from_last else Tagger(vocabulary, shape, name)
+
+
+def expected(logits: Tensor) -> Tensor:
+    """Logits `[...]` of the mean of the probabilities that logits `[S, ...]` stand for."""
+    return logits[0] if len(logits) == 1 else logits.log_softmax(-1).logsumexp(0)
 
 
 def sinusoids(length: int, width: int) -> Tensor:
