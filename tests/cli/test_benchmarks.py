@@ -129,9 +129,12 @@ def test_all_runs_every_bench_into_its_folder(kalmix, tmp_path: Path, monkeypatc
 
     for name in bench_all.COMMANDS:
         monkeypatch.setitem(bench_all.COMMANDS, name, recorder(name))
+    reported = []
+    monkeypatch.setattr(bench_all.bench_report, "run", lambda *given: reported.append(given))
     asked = ("bench", "all", "--seeds", 2, "--jobs", 2, "--output", tmp_path)
     assert kalmix(*asked).status == 0
     assert list(called) == ["mad", "mqar", "needle", "a5", "collision", "solvers", "sde"]
+    assert reported == [([tmp_path / name for name in called], tmp_path)]
     assert called["mad"] == {"preset": "laptop", "seeds": 2, "jobs": 2, "device": None, "output": tmp_path / "mad"}
     assert called["sde"]["epochs"] < 100  # a laptop has half an hour
     called.clear()

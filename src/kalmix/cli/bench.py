@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from kalmix.cli import bench_all, bench_beliefs, benchmark
+from kalmix.cli import bench_all, bench_beliefs, bench_report
 
 app = typer.Typer(name="bench", help="The experiments of the papers, one a command.", no_args_is_help=True)
 for name, command in bench_all.COMMANDS.items():
     app.command(name=name)(command)
 app.command(name="all")(bench_all.run)
-app.command(name="report")(benchmark.report_on)
+app.command(name="report")(bench_report.run)
 app.command(name="beliefs")(bench_beliefs.run)
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.rule import Rule
 
-from kalmix.cli import benchmark, collision, options, sde, solvers
+from kalmix.cli import bench_report, benchmark, collision, options, sde, solvers
 from kalmix.training.bench.presets import BENCHES
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -40,3 +40,5 @@ def run(
         console.print(Rule(name, align="left"))
         less = LAPTOP.get(name, {}) if preset == "laptop" else {}
         command(preset=preset, seeds=seeds, jobs=jobs, device=device, output=output / name, **less)
+    console.print(Rule("report", align="left"))
+    bench_report.run([output / name for name in COMMANDS], output)

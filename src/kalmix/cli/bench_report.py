@@ -1,166 +1,144 @@
-"""Tables (on the terminal, in Markdown, as CSV) and pictures of benchmarks, what papers print beside what was found."""
+"""`kalmix bench report`: what all results say together, what papers say beside it: tables, CSV, pictures."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
-from io import StringIO
-from itertools import groupby
+import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, NamedTuple
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from kalmix import plots
-from kalmix.training.bench.summary import Entry, entries, printed, slices
-from kalmix.training.cells import Row
+from kalmix.cli import benchmark_report, collision_report, sde_report, sheet, solvers_report
+from kalmix.cli.sheet import Sheet
+from kalmix.errors import ArgumentError
+from kalmix.training.bench.orderings import Finding, Seen, seen
+from kalmix.training.bench.summary import printed
+from kalmix.training.cells import Results, Row
 
 COLUMNS = ("task", "asked", "layer", "width", "depth", "seeds", "diverged", "parameters", "state", "rate", "epochs")
-WIDE = 120  # columns, where there is no terminal to fit
+
+
+class Section(NamedTuple):
+    """What is reported of one kind of results.
+
+    Attributes:
+        name: of the kind.
+        names: what every row of it has, and rows of another do not.
+        part: by which its rows are told apart first, if not all are of one protocol; then those count that were asked
+            as the last of a part was, which `alike` of it says.
+        tell: prints tables of rows and draws them; the files drawn.
+        findings: the numbers of rows that are listed and compared.
+    """
+
+    name: str
+    names: frozenset[str]
+    part: str | None
+    alike: str | None
+    tell: Callable[[Sequence[Row], Path, Console], list[Path]]
+    findings: Callable[[Sequence[Row]], list[Finding]]
+
+    def of(self, rows: Iterable[Row]) -> list[Row]:
+        """Those of its kind; of a part that was asked in several ways, those asked in the last."""
+        mine = [row for row in rows if self.names <= row.keys()]
+        if self.part is None or self.alike is None:
+            return mine
+        last = {row[self.part]: row[self.alike] for row in mine}
+        return [row for row in mine if row[self.alike] == last[row[self.part]]]
+
+
+SECTIONS = (
+    Section("benchmarks", frozenset(("task", "layer")), None, None, benchmark_report.tell, benchmark_report.findings),
+    Section(
+        "collision",
+        frozenset(("study", "model")),
+        "study",
+        "protocol",
+        collision_report.tell,
+        collision_report.findings,
+    ),
+    Section(
+        "solvers", frozenset(("study", "setting")), "study", "setting", solvers_report.tell, solvers_report.findings
+    ),
+    Section("sde", frozenset(("setting", "model")), "setting", "protocol", sde_report.tell, sde_report.findings),
+)
+
+
+def run(
+    folders: Annotated[list[Path], typer.Argument(help="Outputs of `kalmix bench`.")],
+    output: Annotated[Path | None, typer.Option(help="For tables and pictures; the first folder if absent.")] = None,
+) -> None:
+    """What results of benches say: tables (report.md, report.csv) and pictures, papers' figures beside ours."""
+    console, rows = Console(highlight=False), []
+    for folder in folders:
+        results = Results(folder / "results.jsonl")
+        if not results.path.exists():
+            raise ArgumentError("folders", got=f"{str(folder)!r}, without results.jsonl", needs="outputs of a bench")
+        rows += results.read()
+    rows = list({_cell(row): row for row in rows}.values())
+    for path in write(rows, output or folders[0], console):
+        console.print(f"  {path}", soft_wrap=True)
+
+
+def _cell(row: Row) -> str:
+    """What makes a row's cell: a line has that first, and then where it was run, which begins with its seconds."""
+    names = list(row)
+    return json.dumps({name: row[name] for name in names[: names.index("seconds")]}, sort_keys=True)
 
 
 def write(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
-    """Print what rows of benchmarks say, and write it; the files written."""
-    found = entries(rows)
-    tables = [_table(list(group)) for _, group in groupby(found, lambda entry: (entry.task, entry.asked))]
-    shown = console if console.is_terminal else Console(file=console.file, width=WIDE, highlight=False)
-    for table in tables:
-        shown.print(table)
+    """Print what rows say, and write it; the files written. What papers find better than what stands last on the
+    terminal, and first in the file."""
     output.mkdir(parents=True, exist_ok=True)
-    markdown = output / "report.md"
-    with markdown.open("w", encoding="utf-8") as file:
-        for table in tables:
-            file.write(_markdown(table))
-    return [markdown, _csv(found, output / "report.csv"), *_pictures([entry for entry in found if entry.rows], output)]
+    parts: dict[str, list[Table]] = {"orderings": []}
+    findings, drawn = [], []
+    for section in SECTIONS:
+        mine = section.of(rows)
+        if mine:
+            told = Sheet(console)
+            drawn += section.tell(mine, output, told)
+            findings += section.findings(mine)
+            parts[section.name] = told.tables
+    known = list(seen(findings))
+    if known:
+        last = Sheet(console)
+        last.print(_orderings(known))
+        parts["orderings"] = last.tables
+    return [sheet.write(parts, output / "report.md"), _csv(findings, output / "report.csv"), *drawn]
 
 
-def _table(found: Sequence[Entry]) -> Table:
-    """One task: a row a layer, width and depth."""
-    sound = [entry for entry in found if entry.rows]
-    scores = list(sound[0].rows[0]["scores"]) if sound else []
-    scores = [name for name in scores if name != "test_loss"]
-    titled = f"[bold]{found[0].task}[/]  {found[0].asked}"
-    table = Table("layer", box=box.SIMPLE_HEAD, title=titled, title_justify="left")
-    columns = ("width", "parameters", "state", "seeds", *(f"{name} %" for name in scores), "paper %")
-    for column in (*columns, "rate", "epochs", "seconds"):
+def _orderings(known: Iterable[Seen]) -> Table:
+    table = Table(
+        "better, by the paper",
+        box=box.SIMPLE_HEAD,
+        title="[bold]what the papers find better, and what was found",
+        title_justify="left",
+    )
+    table.add_column("of")
+    for column in ("found", "seeds"):
         table.add_column(column, justify="right", no_wrap=True)
-    sources = {}
-    for entry in found:
-        paper = printed(entry.task, entry.layer)
-        if paper is not None:
-            sources[paper.source] = None
-        told, size = "" if paper is None else f"{paper.percent:g}", f"{entry.width} x {entry.depth}"
-        if not entry.rows:
-            table.add_row(entry.layer, size, "", "", "0", *("diverged",) * len(scores), told)
-            continue
-        first = entry.rows[0]
-        table.add_row(
-            entry.layer,
-            size,
-            f"{first['parameters']:,}",
-            "grows" if first["state"] is None else f"{first['state']:,}",
-            str(len(entry.rows)) + (f" of {len(entry.rows) + entry.diverged}" if entry.diverged else ""),
-            *(str(entry.score(name)) for name in scores),
-            told,
-            f"{first['protocol']['rate']:.2g}",
-            f"{entry.average('epochs'):.0f}",
-            f"{entry.average('seconds'):.0f}",
-        )
-    if sources:
-        table.caption = "paper: " + "; ".join(sources)
+    table.add_column("holds")
+    table.add_column("paper")
+    table.add_column("at")
+    for one in known:
+        ordering, seeds = one.ordering, dict.fromkeys((one.ahead.seeds, one.behind.seeds))
+        better = f"{ordering.ahead} over {ordering.behind}"
+        holds, where = "yes" if one.holds else "no", one.ahead.where
+        table.add_row(better, ordering.score, str(one), "/".join(map(str, seeds)), holds, one.paper, where)
     return table
 
 
-def _markdown(table: Table) -> str:
-    """The same, under a heading."""
-    title, caption = (Text.from_markup(str(text)).plain if text else "" for text in (table.title, table.caption))
-    table.title = table.caption = None
-    table.box = box.MARKDOWN
-    plain = Console(file=StringIO(), width=10 * WIDE, color_system=None)
-    plain.print(table)
-    lines = [line for line in plain.file.getvalue().splitlines() if line.strip()]  # pyright: ignore[reportAttributeAccessIssue]
-    return "\n".join(
-        [f"## {title}", "", *(line.rstrip() for line in lines), "", *([caption, ""] if caption else []), ""]
-    )
-
-
-def _csv(found: Sequence[Entry], path: Path) -> Path:
-    """A line a score of an entry."""
+def _csv(findings: Iterable[Finding], path: Path) -> Path:
+    """A line a finding."""
     with path.open("w", encoding="utf-8", newline="") as file:
         lines = csv.writer(file)
         lines.writerow([*COLUMNS, "score", "mean", "standard error", "paper percent", "source"])
-        for entry in (entry for entry in found if entry.rows):
-            first, paper = entry.rows[0], printed(entry.task, entry.layer)
-            facts = (first["parameters"], first["state"], first["protocol"]["rate"], entry.average("epochs"))
-            place = (entry.task, entry.asked, entry.layer, entry.width, entry.depth, len(entry.rows), entry.diverged)
-            for name in first["scores"]:
-                score = entry.score(name)
-                beside = paper if name == entry.main and paper is not None else ("", "")
-                lines.writerow([*place, *facts, name, *(score or ()), *beside])
+        for found in findings:
+            told = {"task": found.task, "asked": found.asked, "layer": found.layer, "seeds": found.seeds, **found.facts}
+            paper = printed(found.task, found.layer) if found.facts.get("main") == found.score else None
+            lines.writerow([*(told.get(name) for name in COLUMNS), found.score, *found.value, *(paper or ("", ""))])
     return path
-
-
-def _pictures(found: Sequence[Entry], output: Path) -> list[Path]:
-    """How each task was learned; scores by width, and by length and load, where there are several of them."""
-    by_task = [(place, list(group)) for place, group in groupby(found, lambda entry: (entry.task, entry.asked))]
-    learned, widths, maps = [], [], {}
-    for (task, asked), group in by_task:
-        main, title = group[0].main, f"{task}\n{asked}"
-        levels = {entry.layer: _level(entry) for entry in group if printed(entry.task, entry.layer) is not None}
-        learned.append(plots.Lines(title, "epochs", main, _by_epoch(group, main), levels))
-        learned.append(plots.Lines(title, "epochs", "test loss", _by_epoch(group, "test_loss"), {}))
-        if len({entry.width for entry in group}) > 1:
-            widths.append(plots.Lines(title, "width", main, _by_width(group), {}, doubling=True))
-        for entry in group:
-            found_at = slices(entry)
-            if len(found_at) > 1:
-                maps[f"{task.rpartition('/')[2]}  {_named(entry, group)}"] = found_at
-    written = []
-    for name, panels, columns in (("learning", learned, 4), ("widths", widths, 3)):
-        if panels:
-            written.append(Path(plots.benchmark_lines(output / f"{name}.png", panels, columns)))
-    if maps:
-        lengths = sorted({at[0] for found_at in maps.values() for at in found_at})
-        places = sorted({at[1] for found_at in maps.values() for at in found_at})
-        grids = {
-            name: [[found_at.get((length, place), float("nan")) for place in places] for length in lengths]
-            for name, found_at in maps.items()
-        }
-        path = output / "lengths.png"
-        written.append(Path(plots.heat_maps(path, grids, lengths, places, down="tokens", across="")))
-    return written
-
-
-def _named(entry: Entry, group: Sequence[Entry]) -> str:
-    """A layer, with its size where the group has several."""
-    several = len({(other.width, other.depth) for other in group}) > 1
-    return f"{entry.layer}, {entry.width} x {entry.depth}" if several else entry.layer
-
-
-def _level(entry: Entry) -> float:
-    paper = printed(entry.task, entry.layer)
-    return float("nan") if paper is None else paper.percent / 100
-
-
-def _by_epoch(group: Sequence[Entry], name: str) -> dict[str, Any]:
-    """Means over seeds, as far as all of them went."""
-    curves = {}
-    for entry in group:
-        runs = [row["curves"][name] for row in entry.rows]
-        epochs = range(1, min(map(len, runs)) + 1)
-        averaged = [sum(run[epoch - 1] for run in runs) / len(runs) for epoch in epochs]
-        curves[_named(entry, group)] = (list(epochs), averaged, [float("nan")] * len(averaged))
-    return curves
-
-
-def _by_width(group: Sequence[Entry]) -> dict[str, Any]:
-    curves = {}
-    for layer in dict.fromkeys(entry.layer for entry in group):
-        mine = sorted((entry for entry in group if entry.layer == layer), key=lambda entry: entry.width)
-        scores = [entry.score(entry.main) for entry in mine]
-        at = [(entry.width, *score) for entry, score in zip(mine, scores, strict=True) if score is not None]
-        curves[layer] = tuple(list(column) for column in zip(*at, strict=True))
-    return curves

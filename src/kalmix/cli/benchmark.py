@@ -13,7 +13,6 @@ from rich.console import Console
 from kalmix.cli import bench_report as report
 from kalmix.cli import options
 from kalmix.cli.sweeping import progress
-from kalmix.errors import ArgumentError
 from kalmix.training.bench import presets
 from kalmix.training.bench import run as run_cells
 from kalmix.training.cells import Results
@@ -56,22 +55,3 @@ def command(bench: str) -> Callable[..., None]:
 
     run.__doc__ = HELP[bench]
     return run
-
-
-def report_on(
-    folders: Annotated[list[Path], typer.Argument(help="Outputs of `kalmix bench`.")],
-    output: Annotated[Path | None, typer.Option(help="For tables and pictures; the first folder if absent.")] = None,
-) -> None:
-    """What results of benchmarks say: tables (report.md, report.csv) and pictures, papers' figures beside ours."""
-    console, rows = Console(highlight=False), []
-    for folder in folders:
-        results = Results(folder / "results.jsonl")
-        if not results.path.exists():
-            raise ArgumentError("folders", got=f"{str(folder)!r}, without results.jsonl", needs="outputs of a bench")
-        rows += results.read()
-    known = [row for row in rows if "task" in row]
-    if len(known) < len(rows):
-        got = f"{len(rows) - len(known)} results of experiments"
-        raise ArgumentError("folders", got=got, needs="of mad, mqar or a5: the others report when they are run again")
-    for path in report.write(known, output or folders[0], console):
-        console.print(f"  {path}", soft_wrap=True)

@@ -27,7 +27,7 @@ def run(
     parts: Annotated[str, typer.Option(help="Of mechanism (nothing learned), recall and crowding.")] = ",".join(PARTS),
     models: Annotated[str, typer.Option(help="To train, by name.")] = ",".join(UPDATES),
     seeds: Annotated[int, typer.Option(help="How many, from 0; those of a model train side by side.")] = 3,
-    overlap: Annotated[float, typer.Option(help="Of the two addresses of the mechanism.")] = 0.92,
+    overlap: Annotated[float, typer.Option(help="Of the two addresses of the mechanism.")] = report.OVERLAP,
     steps: Annotated[int | None, typer.Option(help="Of training; as the preset says if absent.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences a step; as the preset says if absent.")] = None,
     tests: Annotated[int | None, typer.Option(help="Sequences a test; as the preset says if absent.")] = None,

@@ -43,6 +43,6 @@ def run(
     ]
     with progress(console) as follow:
         rows = run_cells(cells, results, where, jobs=options.count("jobs", jobs), follow=follow)
-    written = [report.errors(rows, output, console), *report.pictures(rows, results, output)]
+    written = [*report.tell(list(rows.values()), output, console), *report.pictures(rows, results, output)]
     for path in (results.path, *written):
         console.print(f"  {path}", soft_wrap=True)

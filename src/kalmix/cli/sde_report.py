@@ -20,11 +20,13 @@ from kalmix.tasks.sde.scores import LEVELS
 from kalmix.tasks.sde.settings import PUBLISHED, SETTINGS, Simulated
 from kalmix.tasks.sde.systems import System
 from kalmix.tasks.sde.trajectories import Trajectories
+from kalmix.training.bench.orderings import Finding
+from kalmix.training.bench.summary import Score
 from kalmix.training.cells import Row
 from kalmix.training.sde import REFERENCES, Cell, Learned, Results, learned
 
 REFERENCE = ("kalman", "structural")  # whose error others are divided by
-Errors = dict[str, dict[str, list[float]]]  # by predictor and truth, one a seed
+Errors = dict[str, dict[str, dict[int, float]]]  # by predictor, truth and seed
 
 
 def unlearned(settings: Sequence[str], console: Console) -> None:
@@ -49,24 +51,32 @@ def unlearned(settings: Sequence[str], console: Console) -> None:
         console.print(table)
 
 
-def errors(rows: Mapping[Cell, Row], output: Path, console: Console) -> Path:
+def tell(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
     """A table a setting, means over seeds with their standard deviations; and all of them in one picture."""
     drawn = {}
-    for setting in dict.fromkeys(cell.setting for cell in rows):
-        found = _collected([row for cell, row in rows.items() if cell.setting == setting])
-        (whose,) = (name for name in REFERENCE if name in found)
-        best = found[whose]["measurement"]
-        over = {name: _over(truths["measurement"], best) for name, truths in found.items() if "measurement" in truths}
+    for setting, found in _by_setting(rows).items():
+        whose, over = _over_reference(found)
         table = _table(f"{setting}: mean squared error of what comes next")
         for column in ("measurement", f"over {whose}", "state"):
             table.add_column(column, justify="right")
         for name, truths in found.items():
-            table.add_row(name, *(_said(x) for x in (truths.get("measurement"), over.get(name), truths.get("state"))))
+            cells = (truths.get("measurement"), over.get(name), truths.get("state"))
+            table.add_row(name, *(_said([*cell.values()]) if cell else "" for cell in cells))
         console.print(table)
-        drawn[setting] = {name: values for name, values in over.items() if name not in (whose, "last")}
-    return Path(
-        plots.ratios(output / "errors.png", drawn, "squared error of the next measurement, over the reference's")
-    )
+        drawn[setting] = {name: [*of.values()] for name, of in over.items() if name not in (whose, "last")}
+    title = "squared error of the next measurement, over the reference's"
+    return [Path(plots.ratios(output / "errors.png", drawn, title))]
+
+
+def findings(rows: Sequence[Row]) -> list[Finding]:
+    """Every predictor's error in the next measurement, over that of who knows the system."""
+    found = []
+    for setting, errors in _by_setting(rows).items():
+        whose, over = _over_reference(errors)
+        for name, of in over.items():
+            value = Score.of([*of.values()])
+            found.append(Finding(f"sde/{setting}", "", name, f"error over {whose}", value, len(of)))
+    return found
 
 
 def pictures(rows: Mapping[Cell, Row], results: Results, output: Path) -> list[Path]:
@@ -129,22 +139,28 @@ class _Shown(NamedTuple):
         return stages
 
 
-def _collected(rows: Sequence[Row]) -> Errors:
-    found: Errors = {}
+def _by_setting(rows: Sequence[Row]) -> dict[str, Errors]:
+    """Of the settings that have a reference."""
+    settings: dict[str, Errors] = {}
     for row in rows:
         for name, truths in row["errors"].items():
             for truth, error in truths.items():
-                found.setdefault(name, {}).setdefault(truth, []).append(error)
-    return found
+                found = settings.setdefault(row["setting"], {})
+                found.setdefault(name, {}).setdefault(truth, {})[row["seed"]] = error
+    return {setting: found for setting, found in settings.items() if not found.keys().isdisjoint(REFERENCE)}
 
 
-def _over(values: Sequence[float], best: Sequence[float]) -> list[float]:
-    return [value / least for value, least in zip(values, best, strict=True)]
+def _over_reference(found: Errors) -> tuple[str, dict[str, dict[int, float]]]:
+    """Who knows the system, and the others' errors in the next measurement over theirs, by seed."""
+    (whose,) = (name for name in REFERENCE if name in found)
+    best, over = found[whose]["measurement"], {}
+    for name, of in found.items():
+        both = of.get("measurement", {}).keys() & best.keys()
+        over |= {name: {seed: of["measurement"][seed] / best[seed] for seed in sorted(both)}} if both else {}
+    return whose, over
 
 
-def _said(values: Sequence[float] | None) -> str:
-    if values is None:
-        return ""
+def _said(values: Sequence[float]) -> str:
     return f"{mean(values):.4g}" + (f" ± {stdev(values):.2g}" if len(values) > 1 else "")
 
 

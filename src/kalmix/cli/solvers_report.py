@@ -22,6 +22,8 @@ from kalmix.cli.solvers_tables import (
     table_of,
 )
 from kalmix.tasks.solvers.convergence import ROUNDED
+from kalmix.training.bench.orderings import Finding
+from kalmix.training.bench.summary import Score
 from kalmix.training.cells import Row
 
 CARRIED = "Chebyshev by residuals"  # the form that the Triton kernels have
@@ -148,3 +150,25 @@ REPORTS: dict[str, Callable[[Sequence[Row], Path, Console], Path]] = {
     "reversal": reversal,
     "precision": precision,
 }
+
+
+def tell(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+    """Every study, one after the other; the files drawn."""
+    studies = dict.fromkeys(row["study"] for row in rows)
+    of = {study: [row for row in rows if row["study"] == study] for study in studies}
+    return [REPORTS[study](mine, output / f"{study}.png", console) for study, mine in of.items()]
+
+
+def findings(rows: Sequence[Row]) -> list[Finding]:
+    """Residuals after all iterations; errors of gradients."""
+    found = []
+    for study, curves, described, score, of in (
+        ("residual", "curves", "{arithmetic}, a = {factor:g}", "residual", lambda curve: curve["residual"][-1]),
+        ("gradient", "rows", "{arithmetic}, {layers} layers", "error", lambda row: row["parameters"]),
+    ):
+        seeds = [row["found"][curves] for row in rows if row["study"] == study]
+        for same in zip(*seeds, strict=True):
+            value = Score.of([of(one) for one in same])
+            asked = described.format(**same[0])
+            found.append(Finding(f"solvers/{study}", asked, same[0]["solver"], score, value, len(same)))
+    return found

@@ -1,0 +1,101 @@
+"""`kalmix bench report`: one report of all kinds of results, and what it says of the papers' orderings."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kalmix.tasks import TASKS
+from kalmix.tasks.solvers.convergence import Convergence
+from kalmix.training.bench import LAYERS
+from kalmix.training.bench.orderings import ORDERINGS, Finding, Ordering, Seen, seen
+from kalmix.training.bench.summary import Score
+from kalmix.training.solvers import PRESETS
+
+RUN = {"seconds": 1.0, "versions": {}, "device": "cpu"}
+TESTS = [{"flood": flood, "overlap": 0.8} for flood in (1, 256)] + [{"flood": 64, "overlap": o} for o in (0.8, 0.95)]
+
+
+def found(layer: str, value: float, task: str = "mad/compression", score: str = "macro", **facts: Any) -> Finding:
+    return Finding(task, "seq_len 16", layer, score, Score.of([value]), 1, facts)
+
+
+def test_orderings_are_read_from_what_was_found() -> None:
+    (one,) = seen([found("kla", 0.85), found("kla-noise-free", 0.729), found("gla", 0.99)])
+    assert one.holds and str(one) == "85.0% > 72.9%"
+    assert one.paper == "85.0% > 72.9%, Kalman Linear Attention, Table 6"
+    (other,) = seen([found("kla-noise-free", 0.54), found("kla", 0.51)])
+    assert not other.holds and str(other) == "51.0% < 54.0%"
+    (same,) = seen([found("kla-noise-free", 1.0), found("kla", 1.0)])
+    assert not same.holds and str(same) == "100.0% = 100.0%"
+
+
+def test_only_what_was_asked_alike_is_compared() -> None:
+    assert not list(seen([found("kla", 0.85, width=64), found("kla-noise-free", 0.7, width=128)]))
+    assert not list(seen([found("kla", 0.85, score="micro"), found("kla-noise-free", 0.7, score="micro")]))
+    both = [found(layer, 0.5, depth=depth) for depth in (1, 2) for layer in ("kla", "kla-noise-free")]
+    assert len(list(seen(both))) == 2
+
+
+def test_the_smaller_error_is_the_better_one() -> None:
+    less = Ordering("sde/figure-1b", "error", "afa", "softmax", "here", form=".2f", smaller=True)
+    errors = {"afa": Score(1.04, 0.01), "softmax": Score(1.5, 0.2)}
+    first, second = (Finding("sde/figure-1b", "", name, "error", value, 2) for name, value in errors.items())
+    one = Seen(less, first, second)
+    assert one.holds and str(one) == "1.04 ± 0.01 < 1.50 ± 0.20"
+    assert not Seen(less, second, first).holds
+
+
+def test_every_ordering_names_something_known() -> None:
+    for one in ORDERINGS:
+        if one.task in TASKS:
+            assert {one.ahead, one.behind} <= LAYERS.keys() and one.score in TASKS[one.task].scores
+
+
+def write(folder: Path, *rows: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def collided(model: str, margin: float, **protocol: Any) -> dict[str, Any]:
+    scores = [{**test, "accuracy": 0.5, "cross_entropy": 1.0, "margin": margin} for test in TESTS]
+    return {"study": "recall", "model": model, "seed": 0, "protocol": protocol, **RUN, "scores": scores}
+
+
+def predicted(model: str, seed: int, errors: dict[str, Any]) -> dict[str, Any]:
+    return {"setting": "figure-1b", "model": model, "seed": seed, "protocol": {}, "drawn": {}, **RUN, "errors": errors}
+
+
+def test_all_kinds_of_results_are_in_one_report(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "laptop", {"residual": Convergence(1, 8, 8, 12)})
+    solvers = tmp_path / "solvers"
+    asked = ("bench", "solvers", "--study", "residual", "--device", "cpu", "--output", solvers)
+    assert kalmix(*asked).status == 0
+    before = collided("bayesian", -1.0, steps=1)  # under another protocol, before
+    now = [collided(*of, steps=2) for of in (("bayesian", 0.91), ("reset", -0.86), ("linear-attention", -0.9))]
+    collision = write(tmp_path / "collision", before, *now)
+    kalman = [predicted("references", seed, {"kalman": {"measurement": 0.5}}) for seed in (0, 1)]
+    learned = [predicted("afa", seed, {"afa": {"measurement": 0.52}}) for seed in (0, 1)]
+    alone = predicted("softmax", 1, {"softmax": {"measurement": 0.75}})  # of a sweep that was interrupted
+    sde = write(tmp_path / "sde", *kalman, *learned, alone)
+
+    told = kalmix("bench", "report", collision, solvers, sde, sde, "--output", tmp_path / "all")
+    assert told.status == 0, told.errors
+    report = (tmp_path / "all" / "report.md").read_text()
+    parts = ["# orderings", "# collision", "# solvers", "# sde"]
+    assert [line for line in report.splitlines() if line.startswith("# ")] == parts
+    for words in ("+0.91 > -0.86", "1.040 ± 0.000 < 1.500", "Memory by Design, Figure 3d", "covariance reset (E.4.3)"):
+        assert words in report, words
+    with (tmp_path / "all" / "report.csv").open() as file:
+        table = {(row["task"], row["asked"], row["layer"], row["score"]): row for row in csv.DictReader(file)}
+    margin = table["collision/recall", "flood 64, overlap 0.95", "bayesian", "margin"]
+    assert (margin["mean"], margin["seeds"], margin["width"]) == ("0.91", "1", "")
+    assert table["sde/figure-1b", "", "afa", "error over kalman"]["seeds"] == "2"
+    assert ("solvers/residual", "float32, a = 0.02", "CG", "residual") in table
+    for name in ("mechanism", "recall", "residual", "errors"):
+        assert (tmp_path / "all" / f"{name}.png").exists()
