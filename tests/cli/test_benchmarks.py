@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kalmix.cli import bench_all
-from kalmix.training.bench import Part, Protocol, Shape, presets
+from kalmix.training.bench import Cell, Part, Protocol, Shape
 from kalmix.training.bench.presets import BENCHES, Study, cells
 from kalmix.training.bench.summary import Score, entries, printed
 
@@ -85,13 +85,24 @@ def test_scores_over_seeds() -> None:
     assert printed("mqar", "kla") is None
 
 
-@pytest.mark.parametrize("preset", ["laptop", "paper"])
-@pytest.mark.parametrize("bench", presets.BENCHES)
+@pytest.mark.parametrize(("bench", "preset"), [(bench, preset) for bench in BENCHES for preset in BENCHES[bench]])
 def test_presets_are_cells(bench: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     asked = cells(BENCHES[bench][preset], (), (), 1)
     assert asked and len(set(asked)) == len(asked)
     assert all(json.dumps(cell.written()) for cell in asked)
+
+
+def test_mads_own_protocol_asks_every_difficulty_at_every_rate_and_decay() -> None:
+    asked = cells(BENCHES["mad"]["mad-lab"], ("compression",), ("kla",), 1)
+    tried = {(cell.protocol.rate, cell.protocol.decay) for cell in asked}
+    assert tried == {(rate, decay) for rate in (1e-4, 5e-4, 1e-3) for decay in (0.0, 0.1)}
+    lengths, rows = ({settings(cell) for cell in asked} for settings in (_length, lambda cell: cell.parts[0].train))
+    assert lengths == {32, 64, 128, 256} and rows == {12_800, 6400, 3200, 1600, 800} and len(asked) == 6 * 11
+
+
+def _length(cell: Cell) -> int:
+    return cell.settings()[0]["seq_len"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kalmix.errors import ArgumentError, alike
+from kalmix.tasks import task
 from kalmix.training.bench.models import Shape
 from kalmix.training.bench.protocol import Cell, Part, Protocol
 
@@ -20,7 +21,8 @@ class Study:
         shapes: of the models, each run by itself.
         protocol: of training.
         layers: that the comparison is about, where none are named.
-        rates: learning rates that are all tried, the best of which counts; that of the protocol alone if absent.
+        rates, decays: learning rates and weight decays of which all pairs are tried and the best counts; those of the
+            protocol alone if absent.
     """
 
     task: str
@@ -29,14 +31,20 @@ class Study:
     protocol: Protocol
     layers: tuple[str, ...]
     rates: tuple[float, ...] = ()
+    decays: tuple[float, ...] = ()
 
     def cells(self, layers: Sequence[str], seeds: int) -> Iterator[Cell]:
         """For these layers, or its own if there are none; seed by seed, so that all have some results early."""
         for seed in range(seeds):
             for shape in self.shapes:
                 for name in layers or self.layers:
-                    for rate in self.rates or (self.protocol.rate,):
-                        yield Cell(self.task, self.parts, name, shape, replace(self.protocol, rate=rate), seed)
+                    for protocol in self.tried():
+                        yield Cell(self.task, self.parts, name, shape, protocol, seed)
+
+    def tried(self) -> list[Protocol]:
+        """The protocol at each rate and decay."""
+        rates, decays = self.rates or (self.protocol.rate,), self.decays or (self.protocol.decay,)
+        return [replace(self.protocol, rate=rate, decay=decay) for rate in rates for decay in decays]
 
 
 Preset = tuple[Study, ...]
@@ -51,6 +59,34 @@ MAD = ("in-context-recall", "noisy-recall", "fuzzy-recall", "selective-copying",
 
 def _mad(name: str) -> Study:
     return Study(f"mad/{name}", (Part(256 if name == "memorization" else 12_800, 1280),), (_SINGLE,), _G, _RIVALS)
+
+
+# MAD's own code (athms/mad-lab), each task at its baseline and at every step of difficulty: two blocks of mixer and
+# SwiGLU. It asks for states of one size and does not say which; this is KLA's by itself. Its last word is the epoch of
+# the least test loss.
+_LAB = Protocol(
+    epochs=200,
+    batch=128,
+    rate=1e-3,
+    enough=0.999,
+    schedule="cosine",
+    least=1e-6,
+    bf16=True,
+    chosen="loss",
+    data_seed=12345,
+    captured=True,
+)
+_BLOCKS_OF_TWO = Shape(128, depth=2, state=4096, mlp=352)
+
+
+def _lab(name: str) -> Iterator[Study]:
+    published = task(f"mad/{name}").published
+    for change in ({}, *published.harder):
+        part = Part.of(**{"train": published.train, "test": published.test, **change})
+        layers = ("attention", *_RIVALS)
+        yield Study(
+            f"mad/{name}", (part,), (_BLOCKS_OF_TWO,), _LAB, layers, rates=(1e-4, 5e-4, 1e-3), decays=(0.0, 0.1)
+        )
 
 
 # Figure 2 of Zoology (ICLR 2024). Its learning rates are a grid; it stops at 99%.
@@ -147,6 +183,7 @@ BENCHES: dict[str, dict[str, Preset]] = {
                 for width, batch in ((64, 64), (128, 32), (256, 16))
             ),
         ),
+        "mad-lab": tuple(study for name in MAD for study in _lab(name)),
     },
     "mqar": {
         "laptop": (

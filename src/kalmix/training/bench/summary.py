@@ -38,8 +38,8 @@ class Entry:
     Attributes:
         task, layer, width, depth: where.
         asked: what of the rows differs from the task's baseline, in words.
-        rows: a seed each, at the learning rate that did best; diverged ones left out.
-        diverged: how many seeds of that rate did.
+        rows: a seed each, at the learning rate and weight decay that did best; diverged ones left out.
+        diverged: how many seeds of those did.
     """
 
     task: str
@@ -66,18 +66,18 @@ class Entry:
 
 def entries(rows: Iterable[Row]) -> list[Entry]:
     """Rows of benchmarks put together, in the order in which they first come."""
-    groups: dict[tuple[Any, ...], dict[float, list[Row]]] = {}
+    groups: dict[tuple[Any, ...], dict[tuple[float, float], list[Row]]] = {}
     for row in rows:
         protocol, shape = dict(row["protocol"]), row["shape"]
-        rate = protocol.pop("rate")
+        tried = protocol.pop("rate"), protocol.pop("decay")
         place = (row["task"], asked(row), row["layer"], shape["width"], shape["depth"])
         alike = (*place, json.dumps([protocol, shape, row["parts"]]))
-        groups.setdefault(alike, {}).setdefault(rate, []).append(row)
+        groups.setdefault(alike, {}).setdefault(tried, []).append(row)
     found = []
-    for (*place, _), by_rate in groups.items():
-        tried = max(by_rate.values(), key=lambda rows: mean(_main(row) for row in rows))
-        sound = tuple(row for row in tried if "diverged" not in row)
-        found.append(Entry(*place, rows=sound, diverged=len(tried) - len(sound)))
+    for (*place, _), tries in groups.items():
+        best = max(tries.values(), key=lambda rows: mean(_main(row) for row in rows))
+        sound = tuple(row for row in best if "diverged" not in row)
+        found.append(Entry(*place, rows=sound, diverged=len(best) - len(sound)))
     return found
 
 
