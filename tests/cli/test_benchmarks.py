@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kalmix.cli import bench_all
-from kalmix.training.bench import Cell, Part, Protocol, Shape
+from kalmix.training.bench import Cell, Part, Protocol, Shape, presets
 from kalmix.training.bench.presets import BENCHES, Study, cells
 from kalmix.training.bench.summary import Score, entries, printed
 
