@@ -52,10 +52,11 @@ def run(
     output.mkdir(parents=True, exist_ok=True)
     written = report.mechanism(Setting(), overlap, output, console) if "mechanism" in wanted else []
     results = Results(output / "results.jsonl")
-    for study in (part for part in wanted if part in STUDIES):
-        cells = [Cell(study, model, seed, protocol) for model in named for seed in every]
-        with progress(console) as follow:
-            rows = run_cells(cells, results, where, jobs=options.count("jobs", jobs), follow=follow)
-        written += report.learned(study, list(rows.values()), output, console)
+    cells = [
+        Cell(part, model, seed, protocol) for part in wanted if part in STUDIES for model in named for seed in every
+    ]
+    with progress(console) as follow:
+        rows = run_cells(cells, results, where, jobs=options.count("jobs", jobs), follow=follow)
+    written += report.learned(list(rows.values()), output, console)
     for path in written:
         console.print(f"  {path}", soft_wrap=True)

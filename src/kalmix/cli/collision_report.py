@@ -41,11 +41,8 @@ Scores = list[dict[str, Any]]
 
 
 def tell(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
-    """What happens with nothing learned, and what models learned, a study after the other; the files written."""
-    studies = dict.fromkeys(row["study"] for row in rows)
-    of = {study: [row for row in rows if row["study"] == study] for study in studies}
-    drawn = mechanism(mech.Setting(), OVERLAP, output, console)
-    return drawn + [path for study, mine in of.items() for path in learned(study, mine, output, console)]
+    """What happens with nothing learned, and what models learned; the files written."""
+    return mechanism(mech.Setting(), OVERLAP, output, console) + learned(rows, output, console)
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
@@ -85,8 +82,13 @@ def mechanism(setting: mech.Setting, overlap: float, output: Path, console: Cons
     return [numbers, picture]
 
 
-def learned(study: str, rows: Sequence[dict[str, Any]], output: Path, console: Console) -> list[Path]:
-    """Print how well models recall beyond their training, one row a seed of a model, and draw it; the file written."""
+def learned(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+    """Print how well models recall beyond their training, one row a seed of a model, and draw it; a file a study."""
+    studies = dict.fromkeys(row["study"] for row in rows)
+    return [_learned(study, [row for row in rows if row["study"] == study], output, console) for study in studies]
+
+
+def _learned(study: str, rows: Sequence[Row], output: Path, console: Console) -> Path:
     models = dict.fromkeys(row["model"] for row in rows)
     panels = []
     for axis, held, heading, trained in AXES[study]:
@@ -99,7 +101,7 @@ def learned(study: str, rows: Sequence[dict[str, Any]], output: Path, console: C
                 panels.append(plots.Sweep(heading, title, at, curves, trained, doubling=axis != "overlap"))
     path = output / f"{study}.png"
     plots.sweeps(path, panels)
-    return [path]
+    return path
 
 
 def _along(scores: Scores, axis: str, held: dict[str, float]) -> Scores:

@@ -30,11 +30,9 @@ def run(
     wanted = options.names("study", study, tuple(STUDIES))
     chosen, every = options.preset(preset, PRESETS), range(options.count("seeds", seeds))
     where, console, results = options.device(device), Console(highlight=False), Results(output / "results.jsonl")
-    written = []
-    for name in wanted:
-        cells = [Cell(name, chosen[name], seed) for seed in every]
-        with progress(console) as follow:
-            rows = run_cells(cells, results, where, jobs=options.count("jobs", jobs), follow=follow)
-        written.append(report.REPORTS[name](list(rows.values()), output / f"{name}.png", console))
+    cells = [Cell(name, chosen[name], seed) for name in wanted for seed in every]
+    with progress(console) as follow:
+        rows = run_cells(cells, results, where, jobs=options.count("jobs", jobs), follow=follow)
+    written = report.tell(list(rows.values()), output, console)
     for path in (results.path, *written):
         console.print(f"  {path}", soft_wrap=True)
