@@ -79,6 +79,11 @@ def test_widths_and_loads_are_drawn_at_the_best_rate(kalmix, tmp_path: Path) -> 
     assert [entry.rows[0]["protocol"]["rate"] for entry in entries(rows)] == [1e-3, 1e-2]
 
 
+def test_widths_are_chosen() -> None:
+    asked = cells(BENCHES["mqar"]["laptop"], (), (), 1, (16,))
+    assert len(asked) == 2 and {cell.shape.width for cell in asked} == {16}
+
+
 def test_scores_over_seeds() -> None:
     assert str(Score.of([0.5])) == "50.0" and str(Score.of([0.5, 0.7])) == "60.0 ± 10.0"
     assert printed("mad/compression", "kla-noise-free") == (72.91, "Kalman Linear Attention, Table 6")
@@ -112,6 +117,7 @@ def _length(cell: Cell) -> int:
         ("mad --task copying", "selective-copying"),
         ("mad --preset desktop", "laptop, paper"),
         ("mad --seeds 0", "`seeds` is 0"),
+        ("mqar --width 12", "one of 8, 16"),
         ("mqar --jobs 0", "`jobs` is 0"),
         ("mad --epochs 0", "`epochs` is 0"),
         ("a5 --device tpu", "cpu or cuda"),

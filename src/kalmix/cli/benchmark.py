@@ -34,6 +34,7 @@ def command(bench: str) -> Callable[..., None]:
         ] = "laptop",
         layer: Annotated[list[str] | None, typer.Option(help="By name, once a layer; the preset's if absent.")] = None,
         task: Annotated[list[str] | None, typer.Option(help="By name, once a task; all if absent.")] = None,
+        width: Annotated[list[int] | None, typer.Option(help="Of models, once a width; all if absent.")] = None,
         seeds: options.Seeds = 1,
         epochs: Annotated[int | None, typer.Option(help="At most; as the preset says if absent.")] = None,
         jobs: options.Jobs = 1,
@@ -43,7 +44,7 @@ def command(bench: str) -> Callable[..., None]:
         studies = options.preset(preset, presets.BENCHES[bench])
         if epochs is not None:
             studies = tuple(replace(s, protocol=replace(s.protocol, epochs=epochs)) for s in studies)
-        cells = presets.cells(studies, task or (), layer or (), options.count("seeds", seeds))
+        cells = presets.cells(studies, task or (), layer or (), options.count("seeds", seeds), width or ())
         where, console = options.device(device), Console(highlight=False)
         output = Path("runs") / bench if output is None else output
         results = Results(output / "results.jsonl")

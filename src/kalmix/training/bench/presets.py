@@ -249,11 +249,13 @@ BENCHES: dict[str, dict[str, Preset]] = {
 }
 
 
-def cells(studies: Preset, tasks: Sequence[str], layers: Sequence[str], seeds: int) -> list[Cell]:
-    """The cells of those studies whose tasks were asked for, all if none.
+def cells(
+    studies: Preset, tasks: Sequence[str], layers: Sequence[str], seeds: int, widths: Sequence[int] = ()
+) -> list[Cell]:
+    """The cells of those studies whose tasks were asked for, at those widths; all if none.
 
     Raises:
-        ArgumentError: a task that no study asks, or no such layer.
+        ArgumentError: a task or a width that no study asks, or no such layer.
     """
     known = {study.task: None for study in studies}
     short = {name.rpartition("/")[2]: name for name in known} | {name: name for name in known}
@@ -261,4 +263,9 @@ def cells(studies: Preset, tasks: Sequence[str], layers: Sequence[str], seeds: i
         if name not in short:
             raise ArgumentError("task", got=repr(name), needs=f"a task of this preset, such as {alike(name, short)}")
     asked = {short[name] for name in tasks} or set(known)
-    return [cell for study in studies if study.task in asked for cell in study.cells(layers, seeds)]
+    found = [cell for study in studies if study.task in asked for cell in study.cells(layers, seeds)]
+    there = {cell.shape.width for cell in found}
+    for width in widths:
+        if width not in there:
+            raise ArgumentError("width", got=width, needs=f"one of {', '.join(map(str, sorted(there)))}")
+    return [cell for cell in found if cell.shape.width in (widths or there)]
