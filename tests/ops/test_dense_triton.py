@@ -123,6 +123,15 @@ def test_forgets_everything_without_a_nan(value, decay):
     assert all(bool(torch.isfinite(x).all()) for x in got)
 
 
+@pytest.mark.parametrize("decay", ["head", "key"])
+@pytest.mark.parametrize("least", [-1e3, -1e38])
+def test_forgetting_all_costs_no_digits(least, decay):
+    """Of what decays a little after a token that forgets everything: in its block, and beyond."""
+    inputs = arguments(1, 37, (1, 1), (3, 2), decay)
+    inputs["log_decay"][:, [3, 9, 20]] = least
+    check(inputs)
+
+
 @pytest.mark.parametrize("width", [128, 256] if DEVICE == "cuda" else [3, 130])
 def test_stays_positive_under_sure_and_repeated_evidence(width):
     length = 100_000 if DEVICE == "cuda" else 80

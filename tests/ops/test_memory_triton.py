@@ -105,7 +105,7 @@ def test_agrees_with_the_recursion(op, gain, decay, batch, length, heads, keys, 
 
 
 @pytest.mark.parametrize(("decay", "length"), [("head", 40), ("key", 66)])  # per key, tiles joined from pieces
-@pytest.mark.parametrize(("every", "least"), [(1, -30.0), (7, -1e3)])
+@pytest.mark.parametrize(("every", "least"), [(1, -30.0), (7, -1e3), (7, -1e38)])
 def test_forgetting_all_costs_no_digits(decay, length, every, least):
     """Also of what decays a little next to a token that forgets everything, and of the gradients of both."""
     inputs = arguments("head", decay, 1, length, (1, 1), 3, 4)

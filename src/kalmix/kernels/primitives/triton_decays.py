@@ -1,7 +1,7 @@
 """Decays inside a tile, one a head: always relative, so never the exponential of a positive number.
 
-Sums of logarithms are taken in float64: what decays a little after a token that forgets everything would else be
-the small difference of two large numbers.
+Sums of logarithms are taken in float64, and none is less than `FORGOTTEN`: what decays a little after a token that forgets
+everything would else be the small difference of two large numbers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import triton.language as tl
 
 from kalmix.kernels.primitives.triton_tiles import LOOSE, load_per_token, tile_of
 
+FORGOTTEN = tl.constexpr(-1e3)  # a log-decay that leaves nothing: a tenth of it is the end of float32
+
 
 @triton.jit
 def elapsed(log_decay, token, count, head, G, SIZE: tl.constexpr):
     """Log-decay from the start of the tile to after each token, float64 `[SIZE]`, and over the whole tile."""
-    each = load_per_token(log_decay + token * G + head, count, G, SIZE).to(tl.float64)
+    each = tl.maximum(load_per_token(log_decay + token * G + head, count, G, SIZE), FORGOTTEN).to(tl.float64)
     return tl.cumsum(each, 0), tl.sum(each, 0)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kalmix.kernels.primitives.triton_decays import FORGOTTEN
 from kalmix.kernels.primitives.triton_tiles import (
     LOOSE,
     levels_of,
@@ -118,7 +119,7 @@ def fold(
         write = load_rows(writes, w_token, count, key, K, PIECE).to(tl.float32)
         if GAINS:
             write *= load_per_token(gain + row, count, G, PIECE)[:, None]
-        each = load_rows(log_decay, d_token, count, key, K, PIECE).to(tl.float32) * LOG2_E
+        each = tl.maximum(load_rows(log_decay, d_token, count, key, K, PIECE).to(tl.float32), FORGOTTEN) * LOG2_E
         parts = parts_of(each, KIND)
         asked = tl.where(s[:, None] == s[None, :], tl.sum(query * write, 1)[:, None], 0.0)
         fixed = tl.zeros([PIECE, PIECE], tl.float32)
@@ -172,7 +173,7 @@ def unfold(
     if GAINS:
         write *= load_per_token(gain + row, count, G, PIECE)[None, :]
     each = load_columns(log_decay + token * d_token + head * d_head, d_token, count, key, K, PIECE).to(tl.float32)
-    parts = parts_of(each * LOG2_E, KIND)
+    parts = parts_of(tl.maximum(each, FORGOTTEN) * LOG2_E, KIND)
     scores, fixes = dscores + row * SIZE + start, dcorrections + row * SIZE + start
     asked = load_rows(scores, G * SIZE, count, s, PIECE, PIECE)
     fixed = asked
