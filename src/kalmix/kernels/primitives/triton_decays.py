@@ -1,7 +1,7 @@
 """Decays inside a tile, one a head: always relative, so never the exponential of a positive number.
 
-Sums of logarithms are taken in float64, and none is less than `FORGOTTEN`: what decays a little after a token that forgets
-everything would else be the small difference of two large numbers.
+Sums of logarithms are taken in float64, and no logarithm is less than `FORGOTTEN`: what decays a little after a token
+that forgets everything would else be the small difference of two large numbers.
 """
 
 from __future__ import annotations
