@@ -27,6 +27,7 @@ from kalmix.kernels.dense.tile import (
     turned,
     variance_of,
 )
+from kalmix.kernels.primitives.operator import operator
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -103,7 +104,7 @@ def _spliced(first: Tensor, lanes: Tensor) -> Tensor:
     return torch.cat([first, lanes[len(first) :]])
 
 
-@torch.library.custom_op("kalmix::dense_chunked", mutates_args=())
+@operator("kalmix::dense_chunked")
 def _filter(
     q: Tensor,
     k: Tensor,
@@ -140,7 +141,7 @@ def _filter(
     return *reads, lanes.unsort(state[0]), lanes.unsort(state[1]), *kept
 
 
-@_filter.register_fake
+@torch.library.register_fake(_filter)
 def _(q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, rows, variance, keep):
     count = Lanes.kept(v, mean, rows) if keep else 0
     shapes = (*v.shape[:3], int(variance)), mean.shape, covariance.shape
@@ -148,7 +149,7 @@ def _(q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, row
     return torch.empty_like(v, memory_format=torch.contiguous_format), *(mean.new_empty(shape) for shape in shapes)
 
 
-@torch.library.custom_op("kalmix::dense_chunked_backward", mutates_args=())
+@operator("kalmix::dense_chunked_backward")
 def _gradients(
     q: Tensor,
     k: Tensor,
@@ -188,7 +189,7 @@ def _gradients(
     return [*pasted, lanes.unsort(state[0]), lanes.unsort(state[1])]
 
 
-@_gradients.register_fake
+@torch.library.register_fake(_gradients)
 def _(q, k, v, obs_noise, process_noise, log_decay, angle, means, covariances, rows, *grads):
     given = (q, k, v, obs_noise, process_noise, log_decay, angle, *grads[2:])
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given if x is not None]
@@ -211,4 +212,4 @@ def _backward(ctx, *adjoints):
     return *(None if x is None else next(grads) for x in tensors[:7]), *grads, None, None, None
 
 
-_filter.register_autograd(_backward, setup_context=_setup)
+torch.library.register_autograd(_filter, _backward, setup_context=_setup)

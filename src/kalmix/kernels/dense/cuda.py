@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,14 @@ class Chain:
         self.name = name
 
     def warmup(self, *arguments: Tensor | int, grid: tuple[int, ...], **options: int) -> None:
-        """Compile."""
-        _loaded(self.name, tuple(options.items()), torch.cuda.current_device())
+        """Begin to compile."""
+        _coming(self.name, tuple(options.items()), torch.cuda.current_device())
 
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
         return partial(self._run, grid)
 
     def _run(self, grid: tuple[int, int], *arguments: Tensor | int, **options: int) -> None:
-        kernel, threads, shared = _loaded(self.name, tuple(options.items()), torch.cuda.current_device())
+        kernel, threads, shared = _coming(self.name, tuple(options.items()), torch.cuda.current_device()).result()
         values = [ctypes.c_int64(x.data_ptr() if isinstance(x, Tensor) else x) for x in arguments]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -94,7 +95,12 @@ def _bytes(measure: Any, write: Any, program: ctypes.c_void_p) -> bytes:
 
 
 @cache
-def _loaded(name: str, options: Options, device: int) -> tuple[ctypes.c_void_p, int, int]:
+def _coming(name: str, options: Options, device: int) -> Future[tuple[ctypes.c_void_p, int, int]]:
+    """What `_loaded` gives, in a thread of its own."""
+    return ThreadPoolExecutor(1, name, torch.cuda.set_device, (device,)).submit(_loaded, name, options)
+
+
+def _loaded(name: str, options: Options) -> tuple[ctypes.c_void_p, int, int]:
     """The kernel on the current device; the threads and the bytes of shared memory that it says it needs."""
     driver, module, kernel, address = library(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
     code = compiled(driver, name, options, "sm_{}{}a".format(*HOPPER))  # with what only Hopper has

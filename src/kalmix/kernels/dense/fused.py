@@ -8,6 +8,7 @@ from torch import Tensor
 from kalmix.beliefs import DenseBelief
 from kalmix.kernels.dense.windows import WINDOW, padded
 from kalmix.kernels.primitives.fused_memory import kept_shapes, tile_size
+from kalmix.kernels.primitives.operator import operator
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -47,7 +48,7 @@ def _kept_shapes(k: Tensor, v: Tensor, rows: Tensor | None, keep: bool) -> tuple
     return gains, rounded, gains[:3], (count, heads, padded(width), padded(width)), *kept_shapes(k, v, rows, True, True)
 
 
-@torch.library.custom_op("kalmix::dense_triton", mutates_args=())
+@operator("kalmix::dense_triton")
 def _filter(
     q: Tensor,
     k: Tensor,
@@ -61,22 +62,15 @@ def _filter(
     variance: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from kalmix.kernels.dense.triton import forward
+    from kalmix.kernels.primitives.triton_launch import perform, rehearse
 
-    segments, shapes = None if rows is None else Segments(rows), _kept_shapes(k, v, rows, keep)
-    kept = torch.empty(shapes[3], dtype=torch.float32, device=k.device)
-    signals = (q, k, v, obs_noise, process_noise, log_decay)
+    inputs = (q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep)
     with torch.cuda.device_of(k):
-        read, after, last, found, results = forward(
-            *signals, mean, covariance, segments, variance, tile_size(v.shape[1], v.dtype), kept
-        )
-    pairs = zip((*found, *results[1:]), shapes, strict=True)
-    gain, rounded, scale, kept, *of_mean = (x if x.shape == shape else x.new_empty(shape) for x, shape in pairs)
-    states, errors, inverses = of_mean
-    return results.mean, read, after, last, gain, rounded, scale, kept, states, errors, inverses
+        rehearse(_there_and_back, *inputs)
+        return perform(_forward, *inputs)
 
 
-@_filter.register_fake
+@torch.library.register_fake(_filter)
 def _(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep):
     exact = torch.float32
     dtypes = exact, k.dtype, exact, exact, v.dtype, v.dtype, v.dtype
@@ -86,7 +80,31 @@ def _(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, vari
     return v.new_empty(v.shape), read, *last, *(k.new_empty(shape, dtype=dtype) for shape, dtype in pairs)
 
 
-@torch.library.custom_op("kalmix::dense_triton_backward", mutates_args=())
+def _forward(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep):
+    from kalmix.kernels.dense.triton import forward
+
+    segments, shapes = None if rows is None else Segments(rows), _kept_shapes(k, v, rows, keep)
+    kept = torch.empty(shapes[3], dtype=torch.float32, device=k.device)
+    signals = (q, k, v, obs_noise, process_noise, log_decay)
+    size = tile_size(v.shape[1], v.dtype)
+    read, after, last, found, results = forward(*signals, mean, covariance, segments, variance, size, kept)
+    pairs = zip((*found, *results[1:]), shapes, strict=True)
+    gain, rounded, scale, kept, *of_mean = (x if x.shape == shape else x.new_empty(shape) for x, shape in pairs)
+    states, errors, inverses = of_mean
+    return results.mean, read, after, last, gain, rounded, scale, kept, states, errors, inverses
+
+
+def _there_and_back(*inputs):
+    """All that is going to run, for a rehearsal: most often there is no gradient for the final mean."""
+    *signals, _, _, rows, variance, keep = inputs
+    mean, read, after, last, *kept = _forward(*inputs)
+    nothing = after.new_zeros(()).expand(after.shape)
+    follow = (*signals, *kept, rows, mean, read if variance else None, nothing, last)
+    if keep:
+        _backward(*follow)
+
+
+@operator("kalmix::dense_triton_backward")
 def _gradients(
     q: Tensor,
     k: Tensor,
@@ -107,6 +125,24 @@ def _gradients(
     grad_after: Tensor,
     grad_last: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from kalmix.kernels.primitives.triton_launch import perform
+
+    signals, found = (q, k, v, obs_noise, process_noise, log_decay), (gain, rounded, scale, covariances)
+    grads = (grad_mean, grad_read, grad_after, grad_last)
+    with torch.cuda.device_of(k):
+        return perform(_backward, *signals, *found, states, errors, inverses, rows, *grads)
+
+
+@torch.library.register_fake(_gradients)
+def _(q, k, v, obs_noise, process_noise, log_decay, *rest):
+    like = (q, k, v, obs_noise, process_noise, q.new_empty(0) if log_decay is None else log_decay, *rest[-2:])
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like)
+
+
+def _backward(
+    q, k, v, obs_noise, process_noise, log_decay, gain, rounded, scale, covariances, states, errors, inverses, rows,
+    grad_mean, grad_read, grad_after, grad_last,
+):  # fmt: skip
     from kalmix.kernels.dense.triton import Kept
     from kalmix.kernels.dense.triton_backward import backward
     from kalmix.kernels.primitives.triton_filter import Results
@@ -115,14 +151,7 @@ def _gradients(
     found = Kept(gain, rounded if rounded.numel() else gain, scale, covariances)
     grads = (grad_mean, grad_read, grad_after, grad_last)
     signals, results = (q, k, v, obs_noise, process_noise, log_decay), Results(grad_mean, states, errors, inverses)
-    with torch.cuda.device_of(k):
-        return backward(*signals, found, results, segments, size, *grads)
-
-
-@_gradients.register_fake
-def _(q, k, v, obs_noise, process_noise, log_decay, *rest):
-    like = (q, k, v, obs_noise, process_noise, q.new_empty(0) if log_decay is None else log_decay, *rest[-2:])
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like)
+    return backward(*signals, found, results, segments, size, *grads)
 
 
 def _setup(ctx, inputs, output):
@@ -133,7 +162,7 @@ def _setup(ctx, inputs, output):
     ctx.prior, ctx.dtype, ctx.variance = (mean.shape, covariance.shape), mean.dtype, variance
 
 
-def _backward(ctx, grad_mean, grad_read, grad_after, grad_last, *_):
+def _adjoint(ctx, grad_mean, grad_read, grad_after, grad_last, *_):
     *signals, rows = ctx.saved_tensors
     v, (mean, covariance) = signals[2], ctx.prior
     grad_mean = v.new_zeros(()).expand(v.shape) if grad_mean is None else grad_mean
@@ -144,4 +173,4 @@ def _backward(ctx, grad_mean, grad_read, grad_after, grad_last, *_):
     return *direct, None if signals[5] is None else by_decay, by_mean, by_covariance, None, None, None
 
 
-_filter.register_autograd(_backward, setup_context=_setup)
+torch.library.register_autograd(_filter, _adjoint, setup_context=_setup)

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import knobs
 
 from kalmix.kernels.dense.windows import IDLE, LONG, NARROW, STRETCHES, WINDOW
-from kalmix.kernels.primitives.triton_launch import Launch, compiled
+from kalmix.kernels.primitives.triton_launch import Launch
 from kalmix.kernels.primitives.triton_tiles import LOOSE, Cut, cut_stretch, cut_tokens, tile_of
 from kalmix.segments import Segments
 
@@ -30,7 +30,6 @@ def around(before: Launch, chain: Launch, after: list[Launch], alone: bool) -> C
 
     The programs of a chain come first: they are few, and each wants a multiprocessor of its own.
     """
-    compiled([before, chain, *after])
     before.run()
     if alone or knobs.runtime.interpret:
         chain.run()
@@ -65,7 +64,7 @@ def stretches(k: Tensor, heads: int, size: int, kind: int, segments: Segments | 
     whole = segments is not None or length < LONG or batch * heads not in IDLE
     if whole or kind == 2 or k.shape[3] > NARROW:
         return [(cut_tokens(batch, length, WINDOW, segments, k), cut_tokens(batch, length, size, segments, k))]
-    each = triton.cdiv(length, WINDOW * STRETCHES) * WINDOW
+    each = -(-length // (WINDOW * STRETCHES)) * WINDOW
     return [
         (cut_stretch(*span, WINDOW, k.device), cut_stretch(*span, size, k.device))
         for span in ((batch, length, start, min(start + each, length)) for start in range(0, length, each))

@@ -34,7 +34,7 @@ from kalmix.kernels.dense.triton_bands import (
 )
 from kalmix.kernels.dense.triton_parts import COUNTS, decay_kind
 from kalmix.kernels.dense.windows import WINDOW, padded
-from kalmix.kernels.primitives.triton_launch import Launch, launch
+from kalmix.kernels.primitives.triton_launch import Launch
 from kalmix.kernels.primitives.triton_tiles import cut_tokens, rows, run_of
 from kalmix.segments import Segments
 
@@ -173,12 +173,12 @@ def forward_wide(
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
     gain, scale = tokens(batch, length, heads, width, **like), torch.empty(batch, length, heads, **like)
     read = tokens(bands(lanes), batch, length, heads, 1, **like) if variance else torch.empty(1, 0, **like)
-    launch([Launch(_advance, (cut.sequences, heads, bands(lanes)), (
+    Launch(_advance, (cut.sequences, heads, bands(lanes)), (
         q, k, obs_noise.contiguous(), process_noise.contiguous(), logs, states, kept, gain, scale, read,
         *meeting(states), cut.runs, batch * length * heads, length, cut.tiles, *q.stride()[1:3], *k.stride()[1:3],
         heads, heads // shared,
     ), {
         "K": width, "WINDOW": WINDOW, "PACKED": segments is not None, "KEEP": kept.numel() > 0,
         "DECAY": decay_kind(log_decay), "VARIANCE": variance, **layout(lanes),
-    })])  # fmt: skip
+    }).run()  # fmt: skip
     return gain, read.sum(0).clamp_min_(0), states[..., :width, :width].contiguous(), scale

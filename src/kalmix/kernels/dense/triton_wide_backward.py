@@ -34,7 +34,7 @@ from kalmix.kernels.dense.triton_bands import (
 )
 from kalmix.kernels.dense.triton_parts import COUNTS, as_inputs, decay_kind
 from kalmix.kernels.dense.windows import NEAR, WINDOW, padded
-from kalmix.kernels.primitives.triton_launch import Launch, launch
+from kalmix.kernels.primitives.triton_launch import Launch
 from kalmix.kernels.primitives.triton_tiles import cut_tokens, rows, run_of, tile_of
 from kalmix.segments import Segments
 
@@ -265,12 +265,13 @@ def backward_wide(
     options = {"K": width, "NEAR": NEAR, "WINDOW": WINDOW, "PACKED": segments is not None, **layout(lanes)}
     options |= {"DECAY": decay_kind(log_decay), "VARIANCE": variance}
     sizes = (length, cut.tiles, *q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
-    launch([Launch(_retreat, (cut.sequences, heads, count), (
+    Launch(_retreat, (cut.sequences, heads, count), (
         q, k, logs, gain, scale, grad_gain, to_read, kept, adjoints, changes, grad_obs, ends, balance,
         *meeting(adjoints), cut.runs, *sizes,
-    ), options), Launch(_finish, (cut.count, heads, count), (
+    ), options).run()  # fmt: skip
+    Launch(_finish, (cut.count, heads, count), (
         q, k, process_noise, logs, gain, scale, grad_gain, to_read, kept, changes, grad_obs, ends, balance,
         dk, dq, grad_process, grad_decay, cut.table, scale.numel(), *sizes,
-    ), options)])  # fmt: skip
+    ), options).run()  # fmt: skip
     grads = (dq if variance else None, dk, grad_obs, grad_process.sum(0), grad_decay.sum(0))
     return *as_inputs(grads, kinds, shared), adjoints[..., :width, :width].contiguous()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.checks import SINGLES
+from kalmix.kernels.primitives.operator import operator
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -63,7 +64,7 @@ def kept_shapes(
     return states, v.shape if keep and corrects else (0,), (*v.shape[:3], size) if keep and corrects else (0,)
 
 
-@torch.library.custom_op("kalmix::memory_triton", mutates_args=())
+@operator("kalmix::memory_triton")
 def _filter(
     q: Tensor,
     k: Tensor,
@@ -75,25 +76,42 @@ def _filter(
     corrects: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from kalmix.kernels.primitives.triton_filter import blank, forward
-    from kalmix.kernels.primitives.triton_tiles import cut_tokens
+    from kalmix.kernels.primitives.triton_launch import perform, rehearse
 
-    segments, size = None if rows is None else Segments(rows), tile_size(v.shape[1], v.dtype)
+    inputs = (q, k, v, gain, log_decay, prior, rows, corrects, keep)
     with torch.cuda.device_of(v):
-        cut = cut_tokens(v.shape[0], v.shape[1], size, segments, q)
-        results = blank(k, v, cut.count, size, corrects, cut.packed)
-        last = forward(q, k, v, gain, log_decay, prior, cut, corrects, results)
-    states, errors, inverses = (x if keep else v.new_empty(0) for x in results[1:])
-    return results.mean, last, states, errors, inverses
+        rehearse(_there_and_back, *inputs)
+        return perform(_forward, *inputs)
 
 
-@_filter.register_fake
+@torch.library.register_fake(_filter)
 def _(q, k, v, gain, log_decay, prior, rows, corrects, keep):
     kept = (v.new_empty(shape) for shape in kept_shapes(k, v, rows, corrects, keep))
     return torch.empty(v.shape, dtype=v.dtype, device=v.device), prior.new_empty(prior.shape), *kept
 
 
-@torch.library.custom_op("kalmix::memory_triton_backward", mutates_args=())
+def _forward(q, k, v, gain, log_decay, prior, rows, corrects, keep):
+    from kalmix.kernels.primitives.triton_filter import blank, forward
+    from kalmix.kernels.primitives.triton_tiles import cut_tokens
+
+    segments, size = None if rows is None else Segments(rows), tile_size(v.shape[1], v.dtype)
+    cut = cut_tokens(v.shape[0], v.shape[1], size, segments, q)
+    results = blank(k, v, cut.count, size, corrects, cut.packed)
+    last = forward(q, k, v, gain, log_decay, prior, cut, corrects, results)
+    states, errors, inverses = (x if keep else v.new_empty(0) for x in results[1:])
+    return results.mean, last, states, errors, inverses
+
+
+def _there_and_back(*inputs):
+    """All that is going to run, for a rehearsal: most often there is no gradient for the final memory."""
+    *signals, _, rows, corrects, keep = inputs
+    mean, last, *kept = _forward(*inputs)
+    follow = (*signals, *kept, rows, mean, last.new_zeros(()).expand(last.shape), corrects)
+    if keep:
+        _backward(*follow)
+
+
+@operator("kalmix::memory_triton_backward")
 def _gradients(
     q: Tensor,
     k: Tensor,
@@ -108,23 +126,30 @@ def _gradients(
     grad_last: Tensor,
     corrects: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from kalmix.kernels.primitives.triton_launch import perform
+
+    signals, kept = (q, k, v, gain, log_decay), (states, errors, inverses)
+    with torch.cuda.device_of(v):
+        return perform(_backward, *signals, *kept, rows, grad_mean, grad_last, corrects)
+
+
+@torch.library.register_fake(_gradients)
+def _(q, k, v, gain, log_decay, states, errors, inverses, rows, grad_mean, grad_last, corrects):
+    grads = (q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, gain, log_decay))
+    return *(x.contiguous() for x in grads), grad_last.new_empty(grad_last.shape)
+
+
+def _backward(q, k, v, gain, log_decay, states, errors, inverses, rows, grad_mean, grad_last, corrects):
     from kalmix.kernels.primitives.triton_filter import Results
     from kalmix.kernels.primitives.triton_filter_backward import backward, blank
     from kalmix.kernels.primitives.triton_tiles import cut_tokens
 
     segments, kept = None if rows is None else Segments(rows), Results(grad_mean, states, errors, inverses)
-    with torch.cuda.device_of(v):
-        cut = cut_tokens(v.shape[0], v.shape[1], tile_size(v.shape[1], v.dtype), segments, q)
-        grads = blank(q, v, gain, log_decay, cut.packed)
-        dprior = backward(q, k, v, gain, log_decay, kept, cut, grad_mean, grad_last, corrects, grads)
+    cut = cut_tokens(v.shape[0], v.shape[1], tile_size(v.shape[1], v.dtype), segments, q)
+    grads = blank(q, v, gain, log_decay, cut.packed)
+    dprior = backward(q, k, v, gain, log_decay, kept, cut, grad_mean, grad_last, corrects, grads)
     dq, dk, dv, dgain, ddecay = grads.gathered(q, gain, log_decay)
     return dq, dk, dv, dgain, ddecay, dprior
-
-
-@_gradients.register_fake
-def _(q, k, v, gain, log_decay, states, errors, inverses, rows, grad_mean, grad_last, corrects):
-    grads = (q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, gain, log_decay))
-    return *(x.contiguous() for x in grads), grad_last.new_empty(grad_last.shape)
 
 
 def _setup(ctx, inputs, output):
@@ -135,7 +160,7 @@ def _setup(ctx, inputs, output):
     ctx.prior, ctx.corrects = (prior.shape, prior.dtype), corrects
 
 
-def _backward(ctx, grad_mean, grad_last, *_):
+def _adjoint(ctx, grad_mean, grad_last, *_):
     *signals, states, errors, inverses, rows = ctx.saved_tensors
     _q, _k, v, gain, log_decay = signals
     shape, dtype = ctx.prior
@@ -147,4 +172,4 @@ def _backward(ctx, grad_mean, grad_last, *_):
     return dq, dk, dv, dgain, ddecay, dprior, None, None, None
 
 
-_filter.register_autograd(_backward, setup_context=_setup)
+torch.library.register_autograd(_filter, _adjoint, setup_context=_setup)

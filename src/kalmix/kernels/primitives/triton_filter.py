@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kalmix.kernels.primitives.triton_decays import pace
 from kalmix.kernels.primitives.triton_keys import fold
-from kalmix.kernels.primitives.triton_launch import Launch, launch
+from kalmix.kernels.primitives.triton_launch import Launch
 from kalmix.kernels.primitives.triton_memory import carry, read, solve
 from kalmix.kernels.primitives.triton_pieces import join
 from kalmix.kernels.primitives.triton_tiles import Cut, precision, rows
@@ -90,10 +90,9 @@ def prepare(
         log_decay_rows = log_decay.contiguous()
         entering, leaving = torch.empty(2, batch, length, heads, dtype=torch.float32, device=v.device)
         across = torch.empty(cut.count, heads, dtype=torch.float32, device=v.device)
-        pace[cut.count, heads](
+        Launch(pace, (cut.count, heads), (
             log_decay_rows, per_token, entering, leaving, across, cut.table, length, cut.tiles, heads,
-            SIZE=size, PACKED=cut.packed, GAINS=gains, num_warps=1,
-        )  # fmt: skip
+        ), {"SIZE": size, "PACKED": cut.packed, "GAINS": gains, "num_warps": 1}).run()  # fmt: skip
     pieces: tuple[Tensor, ...] = ()
     if keyed:
         log_decay_rows, inputs = rows(log_decay), (q, k, writes)
@@ -108,23 +107,22 @@ def prepare(
             folded = [torch.empty_like(x) for x in folded]
             paths = torch.empty(cut.count * parts, heads, keys, dtype=float32, device=v.device)
         pieces = (folded[0], folded[1] if corrects else folded[0], folded[-1], paths)
-        tiles, kinds = (cut.table, length, cut.tiles), keyed_sizes(sizes)
-        fold[cut.count * parts, heads](
+        tiles, kinds = (cut.table, length, cut.tiles), keyed_sizes(sizes, corrects)
+        Launch(fold, (cut.count * parts, heads), (
             *inputs, per_token, log_decay_rows, *pieces, scores, corrections, *tiles,
             *strides(*inputs, log_decay_rows), heads, heads // inputs[0].shape[2], heads // inputs[2].shape[2],
-            GAINS=gains, CORRECTS=corrects, **kinds, **FOLD,
-        )  # fmt: skip
+        ), {"GAINS": gains, **kinds, **FOLD}).run()  # fmt: skip
         if parts > 1:
-            join[cut.count, heads](
-                *pieces, q, k, writes, across, scores, corrections, *tiles, heads, CORRECTS=corrects, **kinds, **JOIN
-            )
+            Launch(join, (cut.count, heads), (
+                *pieces, q, k, writes, across, scores, corrections, *tiles, heads,
+            ), {**kinds, **JOIN}).run()  # fmt: skip
     found = (q, k, writes, per_token, log_decay_rows, entering, leaving, across, scores, corrections, pieces)
     return Signals(*found, cut, decays, keyed, gains, vector, sizes)
 
 
-def keyed_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Of `Signals.sizes`, what kernels of decays per key compile for."""
-    return {name: sizes[name] for name in ("K", "SIZE", "PACKED", "PRECISION")}
+def keyed_sizes(sizes: dict[str, Any], corrects: bool) -> dict[str, Any]:
+    """What kernels of decays per key compile for, given `Signals.sizes`."""
+    return {name: sizes[name] for name in ("K", "SIZE", "PACKED", "PRECISION")} | {"CORRECTS": corrects}
 
 
 def strides(*tensors: Tensor) -> list[int]:
@@ -137,9 +135,9 @@ def carried(sequences: int, heads: int, sizes: dict[str, Any], dtype: torch.dtyp
     Few columns, so that there are programs for every multiprocessor and shared memory for the next tiles: of `signals`
     as wide as a key, of two as wide as the columns, and the memory itself, twice as much where products are split.
     """
-    keys, width = triton.cdiv(sizes["K"], sizes["BLOCK"]) * sizes["BLOCK"], sizes["V"]
+    keys, width = -(-sizes["K"] // sizes["BLOCK"]) * sizes["BLOCK"], sizes["V"]
     values = min(sizes["BLOCK"], max(16, triton.next_power_of_2(width)), 32 if keys > 128 else 64)
-    while values > 32 and sequences * heads * triton.cdiv(width, values) < 128:
+    while values > 32 and sequences * heads * -(-width // values) < 128:
         values //= 2
     room = 232_448 // dtype.itemsize // (2 if dtype == torch.float32 else 1) - keys * values
     stages = room // (sizes["SIZE"] * (signals * keys + 2 * values))
@@ -184,25 +182,24 @@ def forward(
     mean, states, errors, inverses = results
     last = torch.empty(cut.sequences, heads, keys, width, dtype=prior.dtype, device=v.device)
     kinds = {"DECAYS": s.decays, "GAINS": s.gains and not s.keyed}
-    fast, free, steps = v, v, []
+    fast, free = v, v
     if corrects:
         free, fast = torch.empty(v.shape, **like), torch.empty(batch, length, heads, keys, **like)
-        steps.append(Launch(solve, (cut.count * heads,), (
+        Launch(solve, (cut.count * heads,), (
             s.k, s.writes, v, s.gain, s.log_decay, s.entering, s.corrections, inverses, fast, free, *tiles,
             *strides(s.k, s.writes, v), heads, share, own,
-        ), {**kinds, "GIVEN": s.keyed, "num_warps": 4, **s.sizes}))  # fmt: skip
+        ), {**kinds, "GIVEN": s.keyed, "num_warps": 4, **s.sizes}).run()  # fmt: skip
     else:
         errors = v
     plan = carried(cut.sequences, heads, s.sizes, v.dtype, 2)
     options = {"KEYED": s.keyed, "SCALED": s.decays or (s.gains and not s.keyed), "CORRECTS": corrects, "num_warps": 4}
-    steps.append(Launch(carry, (cut.sequences, heads, triton.cdiv(width, plan["VALUES"])), (
+    Launch(carry, (cut.sequences, heads, -(-width // plan["VALUES"])), (
         s.writes, fast, free, errors, states, prior, last, s.leaving, s.across, cut.runs, length, cut.tiles,
         *strides(s.writes, free), *prior.stride(), heads, own,
-    ), {"DECAYS": s.decays, **options, **plan, **s.sizes}))  # fmt: skip
+    ), {"DECAYS": s.decays, **options, **plan, **s.sizes}).run()  # fmt: skip
     values = BLOCK if width <= BLOCK else 2 * BLOCK
-    steps.append(Launch(read, (cut.count * heads * triton.cdiv(width, values),), (
+    Launch(read, (cut.count * heads * -(-width // values),), (
         s.q, s.writes, errors, s.gain, s.log_decay, s.scores, states, mean, *tiles,
         *strides(s.q, s.writes, errors), heads, share, own,
-    ), {"VALUES": values, "GIVEN": s.keyed, "BACK": False, "num_warps": 4, **kinds, **s.sizes}))  # fmt: skip
-    launch(steps)
+    ), {"VALUES": values, "GIVEN": s.keyed, "BACK": False, "num_warps": 4, **kinds, **s.sizes}).run()  # fmt: skip
     return last

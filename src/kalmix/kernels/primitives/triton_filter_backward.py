@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from kalmix.kernels.primitives.triton_filter import BLOCK, PIECE, Results, carried, keyed_sizes, prepare, strides
 from kalmix.kernels.primitives.triton_keys import unfold
-from kalmix.kernels.primitives.triton_launch import Launch, launch
+from kalmix.kernels.primitives.triton_launch import Launch
 from kalmix.kernels.primitives.triton_memory import read
 from kalmix.kernels.primitives.triton_memory_backward import carry_back, gradients, pair_gradients, solve_back
 from kalmix.kernels.primitives.triton_pieces import part
@@ -52,7 +51,7 @@ def blank(q: Tensor, v: Tensor, gain: Tensor | None, log_decay: Tensor | None, p
     dq, dk = (tokens(shape, dtype=q.dtype if v.shape[2] == q.shape[2] else torch.float32, **like) for _ in range(2))
     dv, dgain, ddecay = tokens(v.shape, dtype=v.dtype, **like), torch.empty(0, **exact), torch.empty(0, **exact)
     keyed = log_decay is not None and log_decay.ndim == 4
-    shares = triton.cdiv(shape[3], UNFOLD["BLOCK"] if keyed else BLOCK)
+    shares = -(-shape[3] // (UNFOLD["BLOCK"] if keyed else BLOCK))
     if gain is not None:
         dgain = tokens(shape, dtype=gain.dtype, **like) if gain.ndim == 4 else tokens(shares, *shape[:3], **exact)
     if log_decay is not None:
@@ -82,60 +81,58 @@ def backward(
     _, states, errors, inverses = kept
     dq, dk, dv, dgain, ddecay = grads
     kinds = {"DECAYS": s.decays, "GAINS": s.gains and not s.keyed}
-    fast, free, steps = v, v, []
+    fast, free = v, v
     if corrects:
         fast, free = torch.empty(batch, length, heads, keys, **like), torch.empty(v.shape, **like)
         options = {"SCALED": s.decays or (s.gains and not s.keyed), "GIVEN": s.keyed, "num_warps": 4}
-        steps.append(Launch(solve_back, (cut.count * heads,), (
+        Launch(solve_back, (cut.count * heads,), (
             s.q, s.writes, grad_mean, s.gain, s.log_decay, s.leaving, s.scores, inverses, fast, free, *tiles,
             *strides(s.q, s.writes, grad_mean), heads, share, own,
-        ), {**kinds, **options, **s.sizes}))  # fmt: skip
+        ), {**kinds, **options, **s.sizes}).run()  # fmt: skip
     adjoints = torch.empty(states.shape, **like)
     dprior = torch.empty(grad_last.shape, dtype=grad_last.dtype, device=v.device)
     plan = carried(cut.sequences, heads, s.sizes, v.dtype, 3)
-    steps.append(Launch(carry_back, (cut.sequences, heads, triton.cdiv(width, plan["VALUES"])), (
+    options = {"DECAYS": s.decays, "KEYED": s.keyed, "CORRECTS": corrects, "num_warps": 4}
+    Launch(carry_back, (cut.sequences, heads, -(-width // plan["VALUES"])), (
         s.q, s.k, fast, free, grad_mean, dv, adjoints, grad_last, dprior, s.entering, s.across,
         cut.runs, length, cut.tiles, *strides(s.q, s.k, grad_mean), *grad_last.stride(), heads, share,
-    ), {"DECAYS": s.decays, "KEYED": s.keyed, "CORRECTS": corrects, "num_warps": 4, **plan, **s.sizes}))  # fmt: skip
+    ), {**options, **plan, **s.sizes}).run()  # fmt: skip
     if not corrects:
         errors = v
         wide = BLOCK if width <= BLOCK else 2 * BLOCK
-        steps.append(Launch(read, (cut.count * heads * triton.cdiv(width, wide),), (
+        Launch(read, (cut.count * heads * -(-width // wide),), (
             s.q, s.writes, grad_mean, s.gain, s.log_decay, s.scores, adjoints, dv, *tiles,
             *strides(s.q, s.writes, grad_mean), heads, share, own,
-        ), {"VALUES": wide, "GIVEN": s.keyed, "BACK": True, "num_warps": 4, **kinds, **s.sizes}))  # fmt: skip
-    parts, shape = triton.cdiv(keys, s.sizes["BLOCK"]), (batch, length, heads)
+        ), {"VALUES": wide, "GIVEN": s.keyed, "BACK": True, "num_warps": 4, **kinds, **s.sizes}).run()  # fmt: skip
+    parts, shape = -(-keys // s.sizes["BLOCK"]), (batch, length, heads)
     signals, orders = (s.q, s.k, s.writes, errors, grad_mean, dv, s.gain, s.log_decay), (heads, share, own)
     float32 = {"dtype": torch.float32, "device": v.device}
     dscores, dcorrections = torch.empty(2, *shape, size, **like)
-    steps.append(Launch(pair_gradients, (cut.count * heads,), (
+    Launch(pair_gradients, (cut.count * heads,), (
         *signals, dscores, dcorrections, ddecay, *tiles, *strides(*signals[:5]), *orders,
-    ), {"CORRECTS": corrects, "num_warps": 4, **kinds, **s.sizes}))  # fmt: skip
+    ), {"CORRECTS": corrects, "num_warps": 4, **kinds, **s.sizes}).run()  # fmt: skip
     found, across = (dq, dk, dgain if s.vector else dk), ddecay
     if s.keyed:
         found, across = torch.empty(3, *shape, keys, **like), torch.empty(s.across.shape, **float32)
     options = {"KEYED": s.keyed, "VECTOR": s.vector, "CORRECTS": corrects, "num_warps": 4, "num_stages": 2}
-    steps.append(Launch(gradients, (cut.count * heads * parts,), (
+    Launch(gradients, (cut.count * heads * parts,), (
         *signals, states, adjoints, dscores, dcorrections, *found, dgain, across,
         *tiles, batch * length, *strides(*signals[:5]), *orders,
-    ), {**options, **kinds, **s.sizes}))  # fmt: skip
-    launch(steps)
+    ), {**options, **kinds, **s.sizes}).run()  # fmt: skip
     if s.keyed:
-        kinds = keyed_sizes(s.sizes) | {"CORRECTS": corrects}
+        kinds = keyed_sizes(s.sizes, corrects)
         pieces, whole = size // PIECE, found
         if pieces > 1:
             shares, found = torch.empty_like(s.pieces[3]), torch.empty_like(whole)
-            part[cut.count, heads, triton.cdiv(keys, PART["BLOCK"])](
+            Launch(part, (cut.count, heads, -(-keys // PART["BLOCK"])), (
                 *s.pieces, s.across, *whole, across, dscores, dcorrections, *found, shares, *tiles, heads,
-                **kinds, **PART,
-            )  # fmt: skip
+            ), {**kinds, **PART}).run()  # fmt: skip
         else:
             shares = s.across * across
         inputs = (rows(q), rows(k), rows(gain) if s.vector else rows(k))
-        unfold[cut.count * pieces, heads, triton.cdiv(keys, UNFOLD["BLOCK"])](
+        Launch(unfold, (cut.count * pieces, heads, -(-keys // UNFOLD["BLOCK"])), (
             *inputs, s.gain, s.log_decay, *found, shares, dscores, dcorrections,
             dq, dk, dgain if s.vector else dk, dgain, ddecay, *tiles, batch * length,
             *strides(*inputs, s.log_decay), heads, heads // q.shape[2], heads // inputs[2].shape[2],
-            GAINS=s.gains, VECTOR=s.vector, **kinds, **UNFOLD,
-        )  # fmt: skip
+        ), {"GAINS": s.gains, "VECTOR": s.vector, **kinds, **UNFOLD}).run()  # fmt: skip
     return dprior

@@ -42,7 +42,7 @@ class Cut(NamedTuple):
 def cut_tokens(batch: int, length: int, size: int, segments: Segments | None, placeholder: Tensor) -> Cut:
     """Cut every sequence into tiles of `size` tokens."""
     if segments is None:
-        tiles = triton.cdiv(length, size)
+        tiles = -(-length // size)
         return Cut(size, tiles, batch * tiles, batch, placeholder, placeholder, False)
     found = segments.tiles(batch, length, size)
     row, start, stop = segments.rows.long().unbind(1)
