@@ -20,7 +20,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "sde": sde.run,
 }
 # What a laptop leaves out: these take as long as all others together, and say more of the machine than of the layers.
-LAPTOP: dict[str, dict[str, Any]] = {"sde": {"settings": "figure-1b", "models": "afa,softmax", "epochs": 30}}
+LAPTOP: dict[str, dict[str, Any]] = {"sde": {"settings": "figure-1b", "models": "afa,softmax", "epochs": 60}}
 
 
 def run(
