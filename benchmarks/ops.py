@@ -34,6 +34,7 @@ from workloads import COLUMNS, CURVES, SHAPES, UNCERTAIN, Shape, Signals, signal
 
 CONVERGED = {"ridge": {"solver": Chebyshev(100)}}  # options with which an op's answer is exact
 PEER_DTYPE = {"diagonal": torch.float32}  # what peers take; bfloat16 where not said
+PEER_WIDTH = {"gka (authors)": 128}  # the widest that they take, where not all
 # The longest that kernels are given which go step by step: beyond, they only take patience and memory.
 LONGEST = {
     "cuda": {"reference": 1024, "chunked dense": 4096, "reference attend": 16384},  # which is written out, at once
@@ -61,7 +62,10 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
             found[f"{kernel.name}, 14 CG"] = partial(run, solver=ConjugateGradient(14))
         if compiled and kernel.name == "chunked":
             found["chunked, compiled"] = torch.compile(run, fullgraph=True)
-    return found | (PEERS[op]() if device == "cuda" and dtype == PEER_DTYPE.get(op, torch.bfloat16) else {})
+    if device != "cuda" or dtype != PEER_DTYPE.get(op, torch.bfloat16):
+        return found
+    width = x["v"].shape[-1]
+    return found | {name: run for name, run in PEERS[op]().items() if width <= PEER_WIDTH.get(name, width)}
 
 
 def _ours(op: str, kernel: str, x: Signals, **options: Any) -> tuple[Tensor, ...]:
