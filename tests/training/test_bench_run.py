@@ -26,8 +26,8 @@ COPY = Cell(
 )
 
 
-def found(cell: Cell, folder: Path) -> dict:
-    return run([cell], Results(folder / "results.jsonl"), CPU)[cell]
+def found(cell: Cell, folder: Path, device: torch.device = CPU) -> dict:
+    return run([cell], Results(folder / "results.jsonl"), device)[cell]
 
 
 def test_a_layer_learns_and_its_row_says_how(tmp_path: Path) -> None:
@@ -47,6 +47,19 @@ def test_a_seed_learns_the_same_again_and_another_does_not(tmp_path: Path) -> No
     first, again = (found(COPY, tmp_path / name) for name in ("first", "again"))
     assert first["curves"] == again["curves"] and first["slices"] == again["slices"]
     assert first["curves"] != found(replace(COPY, seed=1), tmp_path / "first")["curves"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("layer", ["kla", "kla-plus", "gated-deltanet"])
+def test_so_it_does_on_a_gpu(tmp_path: Path, layer: str, captured: bool) -> None:
+    part = Part.of(8192, 64, seq_len=64, num_tokens_to_copy=4)  # most tokens are one id, asked for by many at once
+    protocol = replace(COPY.protocol, batch=1024, captured=captured)
+    cell = replace(COPY, parts=(part,), layer=layer, protocol=protocol)
+    first, again = (found(cell, tmp_path / name, torch.device("cuda")) for name in ("first", "again"))
+    assert first["curves"] == again["curves"] and first["slices"] == again["slices"]
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    assert before == (False, True)
 
 
 @pytest.mark.parametrize("head", ["own", "tied"])

@@ -15,6 +15,7 @@ from kalmix.layers.parts import RMSNorm, draw
 from kalmix.models.blocks import Block
 from kalmix.models.causal_lm import EMBEDDING_STD, LanguageModel
 from kalmix.training.bench.layers import Options, layer, sized
+from kalmix.training.bench.lookup import lookup
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Tagger(nn.Module):
 
     def stream(self, ids: Tensor) -> Tensor:
         """The residual stream behind the last block, `[S, B, T, D]` of S samples, or 1, of ids `[B, T]`."""
-        embedded = self.dropout(self.model.embed_tokens(ids))
+        embedded = self.dropout(lookup(self.model.embed_tokens.get_parameter("weight"), ids))
         traced = self.model(embedded, remember=False, posterior=self.samples > 0)
         if traced.posterior is None:
             return traced.hidden[None]

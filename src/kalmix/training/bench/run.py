@@ -45,7 +45,7 @@ def find(cells: tuple[Cell, ...], tell: Tell, results: Results, device: torch.de
     drawn, from_last = draw(cell), tasks.task(cell.task).from_last
     length = drawn.parts[0].test.inputs.shape[1]
     checkpoints = results.path.parent / "checkpoints" / digest(cell)
-    with _one_core(device):
+    with _one_order(device):
         with torch.random.fork_rng():
             torch.manual_seed(cell.seed)
             model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=from_last)
@@ -80,12 +80,23 @@ def find(cells: tuple[Cell, ...], tell: Tell, results: Results, device: torch.de
 
 
 @contextmanager
-def _one_core(device: torch.device) -> Iterator[None]:
-    """On a CPU a cell takes one core, however many cells there are: sums are then in one order."""
-    threads = torch.get_num_threads()
+def _one_order(device: torch.device) -> Iterator[None]:
+    """Sums are in one order, so that a seed gives the same numbers again, whatever runs beside it.
+
+    On a CPU a cell takes one core. On a GPU it takes PyTorch's deterministic algorithms; of an operation that has none,
+    PyTorch warns.
+    """
+    memory: Any = torch.utils.deterministic
+    threads, blank = torch.get_num_threads(), memory.fill_uninitialized_memory
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if device.type == "cpu":
         torch.set_num_threads(1)
+    else:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        memory.fill_uninitialized_memory = False  # nothing is read before it is written
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = blank

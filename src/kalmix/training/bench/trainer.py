@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from kalmix.training.bench.protocol import Cell, Protocol
 from kalmix.training.sweep import Tell
 
 TOKENS = 1 << 18  # of test rows that are judged at once
-SAVED = 120.0  # seconds between two checkpoints
+SAVED = 60.0  # seconds between two checkpoints
 FIFTHS = 5
 Curves = dict[str, list[float]]
 
@@ -111,21 +111,21 @@ class CellTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         captured = self.cell.protocol.captured and self.args.device.type == "cuda"
-        loss = self._replayed(model, **inputs) if captured else self._step(model, **inputs)
+        loss = self._replayed(**inputs) if captured else self._step(model, **inputs)
         self.total += loss
         return loss
 
-    def _step(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _step(self, model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.cell.protocol.bf16):
             logits = model(inputs)
         loss = loss_of(logits, targets)
         loss.backward()
         return loss.detach()
 
-    def _replayed(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The same as a CUDA graph, one for each shape of batch; its gradients lie where they lay at first."""
+    def _replayed(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The same, compiled, as a CUDA graph, one for each shape of batch; gradients lie where they lay at first."""
         if inputs.shape not in self.captures:
-            self.captures[inputs.shape] = self._capture(model, inputs.clone(), targets.clone())
+            self.captures[inputs.shape] = self._capture(inputs.clone(), targets.clone())
         graph, given, wanted, loss, gradients = self.captures[inputs.shape]
         given.copy_(inputs)
         wanted.copy_(targets)
@@ -134,18 +134,20 @@ class CellTrainer(Trainer):
             parameter.grad = gradient
         return loss
 
-    def _capture(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Any, ...]:
-        beside = torch.cuda.Stream()
+    def _capture(self, inputs: Tensor, targets: Tensor) -> tuple[Any, ...]:
+        if not self.captures:
+            torch.compiler.reset()  # models of earlier cells count against how many are compiled
+        read, beside = torch.compile(self.net, dynamic=False), torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        with torch.cuda.stream(beside), torch.random.fork_rng([self.args.device]):
             for _ in range(3):  # compiles and allocates what there is to
-                self._step(model, inputs, targets)
-                model.zero_grad()
+                self._step(read, inputs, targets)
+                self.net.zero_grad()
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            loss = self._step(model, inputs, targets)
-        return graph, inputs, targets, loss, [(x, x.grad) for x in model.parameters() if x.grad is not None]
+            loss = self._step(read, inputs, targets)
+        return graph, inputs, targets, loss, [(x, x.grad) for x in self.net.parameters() if x.grad is not None]
 
     def predict_rows(self, part: tasks.Data) -> tuple[float, Any]:
         """Of the test rows of a part: the mean loss of a scored token, and what is predicted, `[n, T]`."""
