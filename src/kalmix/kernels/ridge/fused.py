@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import RidgeBelief
+from kalmix.kernels.primitives.operator import operator
 from kalmix.kernels.ridge.tiles import tile_size
 from kalmix.segments import Segments
 from kalmix.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
@@ -33,8 +34,10 @@ def ridge(
     level = ridge.factor if isinstance(ridge, Adaptive) else ridge.value
     rows = None if segments is None else segments.rows
     conjugate = isinstance(solver, ConjugateGradient)
-    options = (rows, isinstance(ridge, Adaptive), float(level), conjugate, solver.iterations)
-    mean, read, cross, gram, *_ = _regress(q, k, v, log_decay, gain, mix, *belief, *options)
+    inputs = (q, k, v, log_decay, gain, mix, *belief)
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    options = (rows, isinstance(ridge, Adaptive), float(level), conjugate, solver.iterations, trains)
+    mean, read, cross, gram, *_ = _regress(*inputs, *options)
     return Filtered(mean.to(dtype), read if variance else None, RidgeBelief(cross, gram))
 
 
@@ -47,7 +50,7 @@ def _kept_shapes(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[tuple[int, 
     return (*tokens, width), (tiles, heads, size), (*states, width), (*states, values)
 
 
-@torch.library.custom_op("kalmix::ridge_triton", mutates_args=())
+@operator("kalmix::ridge_triton")
 def _regress(
     q: Tensor,
     k: Tensor,
@@ -62,16 +65,32 @@ def _regress(
     level: float,
     conjugate: bool,
     iterations: int,
+    trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from kalmix.kernels.primitives.triton_launch import rehearse
     from kalmix.kernels.ridge.triton import forward
 
-    size = tile_size(k.shape[1], k.shape[3], k.dtype)
+    inputs = (q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, level, conjugate, iterations)
     with torch.cuda.device_of(k):
-        options = (adaptive, level, conjugate, iterations)
-        return forward(q, k, v, log_decay, gain, mix, cross, gram, rows, *options, size)
+        rehearse(_there_and_back, trains, *inputs)
+        return forward(*inputs, tile_size(k.shape[1], k.shape[3], k.dtype))
 
 
-@_regress.register_fake
+def _there_and_back(trains, q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, level, conjugate, iterations):
+    """All that is going to run, for a rehearsal."""
+    from kalmix.kernels.ridge.triton import forward
+    from kalmix.kernels.ridge.triton_backward import backward
+
+    signals, size = (q, k, v, log_decay, gain, mix), tile_size(k.shape[1], k.shape[3], k.dtype)
+    options = (adaptive, level, conjugate, iterations, size)
+    found = forward(*signals, cross, gram, rows, *options)
+    if trains:
+        none = found[2].new_zeros(())
+        given = (found[0], None, none.expand(cross.shape), none.expand(gram.shape))
+        backward(*signals, *found[4:], rows, *given, *options)
+
+
+@torch.library.register_fake(_regress)
 def _(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
     single = {"dtype": torch.float32, "device": k.device}
     solution, norms, grams, crosses = _kept_shapes(k, v, rows)
@@ -80,7 +99,7 @@ def _(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
     return v.new_empty(v.shape), torch.empty(*v.shape[:3], 1, **single), *last, *kept
 
 
-@torch.library.custom_op("kalmix::ridge_triton_backward", mutates_args=())
+@operator("kalmix::ridge_triton_backward")
 def _gradients(
     q: Tensor,
     k: Tensor,
@@ -111,14 +130,14 @@ def _gradients(
         return backward(q, k, v, log_decay, gain, mix, *kept, rows, *given, *options, size)
 
 
-@_gradients.register_fake
+@torch.library.register_fake(_gradients)
 def _(q, k, v, log_decay, gain, mix, solution, norms, grams, crosses, rows, to_mean, to_read, to_cross, to_gram, *_):
     given = (k.new_empty(0) if x is None else x for x in (q, k, v, log_decay, gain, mix))
     return (*(x.new_empty(x.shape) for x in (*given, to_cross, to_gram)),)
 
 
 def _setup(ctx, inputs, output):
-    *signals, cross, gram, rows, adaptive, level, conjugate, iterations = inputs
+    *signals, cross, gram, rows, adaptive, level, conjugate, iterations, _ = inputs
     ctx.save_for_backward(*signals, *output[4:], rows)
     ctx.mark_non_differentiable(*output[4:])
     ctx.set_materialize_grads(False)
@@ -132,7 +151,7 @@ def _backward(ctx, to_mean, to_read, *rest):
     to_last = (norms.new_zeros(()).expand(s) if x is None else x for x, s in zip(rest, ctx.priors, strict=False))
     *grads, cross, gram = _gradients(*signals, *kept, rows, to_mean, to_read, *to_last, *ctx.options)
     given = (None if x is None else grad for x, grad in zip(signals, grads, strict=True))
-    return *given, cross, gram, None, None, None, None, None
+    return *given, cross, gram, *[None] * 6
 
 
-_regress.register_autograd(_backward, setup_context=_setup)
+torch.library.register_autograd(_regress, _backward, setup_context=_setup)

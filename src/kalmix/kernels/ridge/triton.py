@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.kernels.primitives.triton_filter import strides
+from kalmix.kernels.primitives.triton_launch import Launch
 from kalmix.kernels.primitives.triton_tiles import (
     LOOSE,
     load_columns,
@@ -22,7 +23,6 @@ from kalmix.kernels.primitives.triton_tiles import (
     rows,
     run_of,
     store_rows,
-    tile_of,
 )
 from kalmix.kernels.ridge.triton_solve import (
     along,
@@ -36,6 +36,7 @@ from kalmix.kernels.ridge.triton_solve import (
     solve,
     store_block,
     store_numbers,
+    tile_here,
 )
 from kalmix.solvers import NOTHING
 
@@ -121,11 +122,9 @@ def regress(
 ):  # fmt: skip
     """x, q'x and U'(mix x + (1 - mix) q) of a tile's tokens."""
     KIND: tl.constexpr = grams.dtype.element_ty
-    index, head = tl.program_id(0), tl.program_id(1)
-    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    head, token, count, row, slot = tile_here(table, length, tiles, G, SIZE, PACKED)
     if count <= 0:
         return
-    row, slot = token * G + head, index.to(tl.int64) * G + head
     t, lane = tl.arange(0, SIZE), tl.arange(0, P)
     q += token * q_token + head // SHARE * q_head
     k += token * k_token + head // SHARE * k_head
@@ -192,17 +191,20 @@ def forward(
     grams, crosses = (torch.empty(s.cut.count, heads, width, x, **like) for x in (width, values))
     last_gram, last_cross = (torch.empty(x.shape, **single) for x in (gram, cross))
     squares = torch.empty(s.cut.count, heads, s.strips[0], **single)
-    advance[s.cut.sequences, heads, s.strips[1]](
+    arguments = (
         k, v, grams, crosses, squares, clock.leaving, clock.across, gram, cross, last_gram, last_cross, s.cut.runs,
         length, s.cut.tiles, *strides(k, v), *gram.stride(), *cross.stride(), heads, s.share,
-        DECAYS=kinds["DECAYS"], SCALED=any(kinds.values()), **s.carried, **s.compiled,
     )  # fmt: skip
+    options = {"STRIPS": s.strips[0], "DECAYS": kinds["DECAYS"], "SCALED": any(kinds.values())}
+    options |= s.carried | s.compiled
+    Launch(advance, (s.cut.sequences, heads, s.strips[1]), arguments, options).run()
     solution, norms = tokens(batch, length, heads, width, **like), torch.empty(s.cut.count, heads, size, **single)
     mean, read = tokens(v.shape, **like), tokens(batch, length, heads, 1, **single)
-    regress[s.grid](
+    arguments = (
         q, k, v, *clock[:3], clock.weights, share, grams, crosses, squares, norms, solution, mean, read,
-        *s.tiles, iterations, level, *strides(q, k, v), heads, s.share, BLOCK=block_of(s), STRIPS=s.strips[0],
-        MIXES=mix is not None, ADAPTIVE=adaptive, CONJUGATE=conjugate, NOTHING=NOTHING, **kinds, **s.compiled,
-        **s.solved,
+        *s.tiles, iterations, level, *strides(q, k, v), heads, s.share,
     )  # fmt: skip
+    options = {"MIXES": mix is not None, "ADAPTIVE": adaptive, "CONJUGATE": conjugate, "NOTHING": NOTHING, **kinds}
+    options |= {"BLOCK": block_of(s), "STRIPS": s.strips[0], **s.compiled, **s.solved}
+    Launch(regress, s.grid, arguments, options).run()
     return mean, read, last_cross, last_gram, solution, norms, grams, crosses

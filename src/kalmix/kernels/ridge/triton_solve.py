@@ -17,7 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.kernels.primitives.triton_tiles import LOOSE, Cut, cut_tokens, load_per_token, precision, product, tile_of
+from kalmix.kernels.primitives.triton_launch import Launch
+from kalmix.kernels.primitives.triton_tiles import (
+    LOOSE,
+    Cut,
+    cut_tokens,
+    load_per_token,
+    place_of,
+    precision,
+    product,
+    tile_of,
+)
 from kalmix.segments import Segments
 
 FAINT = tl.constexpr(1e-26)  # a share of H_0 that is as good as none
@@ -29,7 +39,8 @@ class Shape(NamedTuple):
 
     Attributes:
         cut: the tiles.
-        grid: tiles by heads.
+        heads: value heads.
+        grid: a program a tile and head.
         tiles: what a kernel needs to find its tile.
         share: value heads a key head.
         strips: how many programs carry H, and how many H and U, from tile to tile.
@@ -39,7 +50,8 @@ class Shape(NamedTuple):
     """
 
     cut: Cut
-    grid: tuple[int, int]
+    heads: int
+    grid: tuple[int]
     tiles: tuple[Any, ...]
     share: int
     strips: tuple[int, int]
@@ -59,10 +71,11 @@ def shape_of(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> Shape:
     strips = triton.cdiv(width, strip)
     compiled = {"K": width, "V": values, "P": lanes, "SIZE": size, "PACKED": segments is not None}
     solved = {"num_warps": 4 if lanes <= 128 else 8, "num_stages": 1}
-    carried = {"VALUES": strip, "STRIPS": strips, "STAGES": 2 if k.dtype == torch.bfloat16 else 1, "num_warps": 4}
+    carried = {"VALUES": strip, "STAGES": 2 if k.dtype == torch.bfloat16 else 1, "num_warps": 4}
     return Shape(
         cut=cut,
-        grid=(cut.count, heads),
+        heads=heads,
+        grid=(cut.count * heads,),
         tiles=(cut.table, length, cut.tiles),
         share=heads // shared,
         strips=(strips, strips + triton.cdiv(values, strip)),
@@ -115,18 +128,24 @@ def store_numbers(base, slot, x):
     tl.store(base + slot * SIZE + tl.arange(0, SIZE), x)
 
 
+@triton.jit
+def tile_here(table, length, tiles, G, SIZE: tl.constexpr, PACKED: tl.constexpr):
+    """A program's head, and of its tile the first token, how many, its row `[B * T * G]`, its slot `[tiles * G]`."""
+    index, head, _part = place_of(G, 1)
+    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    return head, token, count, token * G + head, index.to(tl.int64) * G + head
+
+
 @triton.jit(do_not_specialize=LOOSE)
 def pace(
     log_decay, gain, since, beyond, entering, leaving, weights, across, table, length, tiles, G,
     SIZE: tl.constexpr, PACKED: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr,
 ):  # fmt: skip
     """Log-decay from a tile's entry to each token, in two parts; A(t, entry); g_t A(exit, t); g_t; A(exit, entry)."""
-    index, head = tl.program_id(0), tl.program_id(1)
-    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
-    slot = index.to(tl.int64) * G + head
+    _head, _token, count, row, slot = tile_here(table, length, tiles, G, SIZE, PACKED)
     rest = tl.full([SIZE], 1.0, tl.float32)
     if DECAYS:
-        each = load_per_token(log_decay + token * G + head, count, G, SIZE)
+        each = load_per_token(log_decay + row, count, G, SIZE)
         each = tl.maximum(each, FORGOTTEN).to(tl.float64)  # or sums would have no digits left for what decays a little
         now, total = tl.cumsum(each, 0), tl.sum(each, 0)
         high = now.to(tl.float32)
@@ -136,7 +155,7 @@ def pace(
         tl.store(across + slot, tl.exp(total.to(tl.float32)))
         rest = tl.exp((total - now).to(tl.float32))
     if GAINS:
-        weight = load_per_token(gain + token * G + head, count, G, SIZE)
+        weight = load_per_token(gain + row, count, G, SIZE)
         store_numbers(weights, slot, weight)
         rest *= weight
     store_numbers(leaving, slot, rest)
@@ -157,12 +176,13 @@ def paced(s: Shape, log_decay: Tensor | None, gain: Tensor | None, placeholder: 
     """The pace of a call; placeholders where it has neither decays nor gains."""
     if log_decay is None and gain is None:
         return Pace(*[placeholder] * 6)
-    size, heads = s.cut.size, s.grid[1]
-    found = torch.empty(5, s.cut.count, heads, size, dtype=torch.float32, device=placeholder.device)
-    across = torch.empty(s.cut.count, heads, dtype=torch.float32, device=placeholder.device)
+    size = s.cut.size
+    found = torch.empty(5, s.cut.count, s.heads, size, dtype=torch.float32, device=placeholder.device)
+    across = torch.empty(s.cut.count, s.heads, dtype=torch.float32, device=placeholder.device)
     given = (placeholder if x is None else x.contiguous() for x in (log_decay, gain))
     kinds = {"DECAYS": log_decay is not None, "GAINS": gain is not None, "PACKED": s.compiled["PACKED"]}
-    pace[s.grid](*given, *found, across, *s.tiles, heads, SIZE=size, **kinds, num_warps=1)
+    arguments = (*given, *found, across, *s.tiles, s.heads)
+    Launch(pace, s.grid, arguments, {"SIZE": size, "num_warps": 1, **kinds}).run()
     return Pace(*found, across)
 
 
