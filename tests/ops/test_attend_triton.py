@@ -146,3 +146,13 @@ def test_it_agrees_with_the_reference(shape: tuple[Any, ...]) -> None:
     for name, x, y, budget in zip(outputs, got, want, allowed, strict=True):
         error = relative_error(x, y)
         assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
+
+
+def test_gradients_of_scores_add_up_to_nothing() -> None:
+    """Where a query's scores are all alike it does not matter what they are, however weights are rounded."""
+    inputs, when = arguments(1, 37, (1, 1), (4, 4), False, HALF, 1, 0)
+    inputs |= {name: 0 * inputs[name] for name in ("k", "log_decay", "process_noise")}
+    found = answer(fused.attend, inputs, when, PLAIN, None)
+    gradients = dict(zip(inputs, found[-len(inputs) :], strict=True))
+    for name in ("key_noise", "query_noise", "nu", "temperature"):
+        assert float(gradients[name].abs().max()) < 1e-5, name

@@ -10,6 +10,7 @@ from kalmix.kernels.attend.cuts import block_size, strips_of, traits_of
 from kalmix.kernels.attend.dynamics import Dynamics, Weighing
 from kalmix.kernels.attend.lanes import lay_out
 from kalmix.kernels.attend.scores import Rules, numbers_of, rules_of
+from kalmix.kernels.primitives.operator import operator
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -39,8 +40,9 @@ def attend(
     rules, numbers = rules_of(values, weighing), numbers_of(keys, values, weighing, torch.float32)
     dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
     options = (*rules, not plain or weighing.window is not None, variance, copied, dtype)
-    turning = (keys.frequency, moves.frequency)
-    mean, certainty, seen, held, *_ = _average(*given, *turning, lanes.times, lanes.rank, numbers, *options)
+    inputs = (*given, keys.frequency, moves.frequency, lanes.times, lanes.rank, numbers)
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    mean, certainty, seen, held, *_ = _average(*inputs, *options, trains)
     after = lanes.after._replace(keys=seen, values=held) if copied else lanes.after
     spread = None
     if variance:
@@ -48,7 +50,7 @@ def attend(
     return Filtered(lanes.paste(mean).to(v.dtype), spread, after if rules.causal else None)
 
 
-@torch.library.custom_op("kalmix::attend_triton", mutates_args=())
+@operator("kalmix::attend_triton")
 def _average(
     q: Tensor,
     k: Tensor,
@@ -66,6 +68,7 @@ def _average(
     variance: bool,
     copied: bool,
     dtype: torch.dtype,
+    trains: bool,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor,
@@ -73,15 +76,29 @@ def _average(
     """The mean `[L, T, G, V]`, log of the precision `[L, T, H]` or `[0]`, k and v in float32 or `[0]`, and what is
     kept: see `triton.forward`."""
     from kalmix.kernels.attend.triton import forward
+    from kalmix.kernels.primitives.triton_launch import rehearse
+
+    inputs, rules = (q, k, v, frequency, frequency_of_values, times, rank, numbers), (shared, rational, causal, window)
+    with torch.cuda.device_of(k):
+        rehearse(_there_and_back, *inputs, *rules, masked, variance, copied, dtype, trains)
+        return forward(*inputs, Rules(*rules), masked, variance, copied, dtype)  # pyright: ignore[reportReturnType]
+
+
+def _there_and_back(
+    q, k, v, w, w_0, times, rank, numbers, shared, rational, causal, window, masked, variance, copied, dtype, trains
+):
+    """All that is going to run, for a rehearsal."""
+    from kalmix.kernels.attend.triton import forward
+    from kalmix.kernels.attend.triton_backward import backward
 
     rules = Rules(shared, rational, causal, window)
-    with torch.cuda.device_of(k):
-        turning = (frequency, frequency_of_values)
-        return forward(q, k, v, *turning, times, rank, numbers, rules, masked, variance, copied, dtype)  # pyright: ignore[reportReturnType]
+    mean, sure, _, _, *kept = forward(q, k, v, w, w_0, times, rank, numbers, rules, masked, variance, copied, dtype)
+    if trains:
+        backward(mean, sure, [sure, *kept], w, w_0, times, rank, numbers, rules, masked, variance, mean.dtype)
 
 
-@_average.register_fake
-def _(q, k, v, _, __, times, rank, numbers, shared, rational, causal, window, masked, variance, copied, dtype):
+@torch.library.register_fake(_average)
+def _(q, k, v, _, __, times, rank, numbers, shared, rational, causal, window, masked, variance, copied, dtype, ___):
     (count, tokens, heads, width), (_, slots, own, value_width) = q.shape, v.shape
     single = {"dtype": torch.float32, "device": q.device}
     block, surveys = block_size(slots), []
@@ -105,7 +122,7 @@ def _(q, k, v, _, __, times, rank, numbers, shared, rational, causal, window, ma
     return v.new_empty(count, tokens, own, value_width), certainty, *copies, read, *turned, *totals, *surveys
 
 
-@torch.library.custom_op("kalmix::attend_triton_backward", mutates_args=())
+@operator("kalmix::attend_triton_backward")
 def _gradients(
     to_mean: Tensor,
     to_certainty: Tensor,
@@ -131,7 +148,7 @@ def _gradients(
         return backward(to_mean, to_certainty, kept, *frequencies, times, rank, numbers, rules, masked, variance, dtype)
 
 
-@_gradients.register_fake
+@torch.library.register_fake(_gradients)
 def _(to_mean, _, kept, frequency, frequency_of_values, times, rank, numbers, *options):
     q, k = kept[2:4]
     v = k.new_empty(*k.shape[:2], *to_mean.shape[2:])
@@ -143,7 +160,7 @@ def _keep(ctx, inputs, output):
     ctx.save_for_backward(output[1], *output[4:], *inputs[3:8])
     ctx.mark_non_differentiable(*output[4:])
     ctx.set_materialize_grads(False)
-    ctx.shape, ctx.options = output[0].shape, (*inputs[8:-2], output[0].dtype)
+    ctx.shape, ctx.options = output[0].shape, (*inputs[8:-3], output[0].dtype)
 
 
 def _pull_back(ctx, to_mean, to_certainty, to_keys, to_values, *_):
@@ -155,7 +172,7 @@ def _pull_back(ctx, to_mean, to_certainty, to_keys, to_values, *_):
         to_mean, to_certainty, kept, *frequencies, times, rank, numbers, *ctx.options
     )
     to_k, to_v = (x if y is None else x + y for x, y in ((to_k, to_keys), (to_v, to_values)))
-    return to_q, to_k, to_v, *found, None, None, to_numbers, *[None] * 8
+    return to_q, to_k, to_v, *found, None, None, to_numbers, *[None] * 9
 
 
-_average.register_autograd(_pull_back, setup_context=_keep)
+torch.library.register_autograd(_average, _pull_back, setup_context=_keep)

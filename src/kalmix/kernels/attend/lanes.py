@@ -61,6 +61,13 @@ def lay_out(
     """The lanes of a call. Gradients reach q, k, v and the prior; no host sync; nothing is copied that may stay."""
     dtype, device, (batch, length) = belief.keys.dtype, k.device, k.shape[:2]
     q, k, v = (x.to(dtype) for x in (q, k, v))
+    past = belief.positions.shape[1] > 0
+    if segments is None and not past:  # every slot holds a token, and no lane more than a sequence
+        position = torch.arange(length, device=device).expand(batch, length)
+        now = position.double() if times is None else times.detach().double()
+        since = now if times is None else now - now[:, :1]
+        return Lanes(q, k, v, since, position, _shown(HistoryBelief(k, v, now, position), window), None, False)
+
     owner = None if segments is None else segments.owner(batch, length)
     sequence = torch.arange(batch, device=device)[:, None] if owner is None else owner.clamp(min=0)
     position, clock = (x.expand(batch, length) for x in _places(belief, segments, sequence, length))
@@ -69,9 +76,7 @@ def lay_out(
         inside = owner >= 0
         q, k, v = (torch.where(inside[..., None, None], x, 0) for x in (q, k, v))
         position, now = torch.where(inside, position, -1), torch.where(inside, now, 0)
-    row, past = HistoryBelief(k, v, now, position), belief.positions.shape[1] > 0
-    if owner is None and not past:  # every slot holds a token, and no lane more than a sequence
-        return Lanes(q, k, v, now - now[:, :1], position, _shown(row, window), None, False)
+    row = HistoryBelief(k, v, now, position)
 
     own = row if segments is None or owner is None else _dealt(row, segments, owner)
     after = HistoryBelief(*(torch.cat(x, 1) for x in zip(belief, own, strict=True))) if past else own

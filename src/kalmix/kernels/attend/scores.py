@@ -67,7 +67,8 @@ def numbers_of(keys: Dynamics, values: Dynamics | None, weighing: Weighing, dtyp
     def noise(x: Dynamics) -> list[Tensor]:
         return [-x.log_decay, x.process_noise, x.key_noise, x.query_noise]
 
-    rows = [*noise(keys), *noise(keys if values is None else values), *weighing[:3]]
+    of_keys = noise(keys)
+    rows = [*of_keys, *(of_keys if values is None else noise(values)), *weighing[:3]]
     return torch.stack([x.to(dtype) for x in rows])
 
 

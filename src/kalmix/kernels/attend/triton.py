@@ -26,9 +26,11 @@ from kalmix.kernels.attend.triton_lanes import (
     rows_of,
     surveyed,
     tokens_of,
+    way_between,
 )
 from kalmix.kernels.attend.triton_scores import LN2, LOG2E, load_model, precisions, scored
 from kalmix.kernels.attend.triton_turns import turned
+from kalmix.kernels.primitives.triton_launch import Launch
 from kalmix.kernels.primitives.triton_ptx import hardware
 from kalmix.kernels.primitives.triton_tiles import load_rows, precision, product, store_rows
 
@@ -49,7 +51,7 @@ def reach(weight, score, far, lag, ahead, model, CAUSAL: tl.constexpr):
 
 @triton.jit
 def take(
-    read, total, top, sure, query, asking, k, v, times, rank, kept, start, ends, kept_ranks, first, high, low,
+    read, total, top, sure, query, asking, k, v, times, rank, kept, way, kept_ranks, first, high, low,
     slots, kept_blocks, window, H, G, model,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
@@ -67,15 +69,15 @@ def take(
     gram = product(query, tl.trans(key), PRECISION)
     block = first // BLOCK
     held = tokens_of(kept, times, rank, first + tl.arange(0, N), 0, kept_blocks * BLOCK, slots, 0, SHARED)
-    near, far, _lag, lag, ahead = meet(asking, held, start, ends + block, model, DIRECT, True, CAUSAL, SHARED, PTX)
+    near, far, _lag, lag, ahead = meet(asking, held, way, model, DIRECT, True, CAUSAL, SHARED, PTX)
     found = scored(gram, asking[0], held[0], near, far, ahead, lag[0], model, SHARED, RATIONAL, CAUSAL, PTX)
     whole = False
     if MASKED:
         high_0, low_0 = block_ranks(kept_ranks, block)
         whole = all_seen(high, low, high_0, low_0, window, CAUSAL)
-    score = hidden(model[3] * found[0], asking, held, whole, slots, window, DIRECT, MASKED, CAUSAL)
-    before, top = top, tl.maximum(top, tl.ceil(tl.max(score, 1)))
-    score -= top[:, None]
+    cost = hidden(found[0], float("inf"), asking, held, whole, slots, window, DIRECT, MASKED, CAUSAL)
+    before, top = top, tl.maximum(top, tl.ceil(model[3] * tl.min(cost, 1)))
+    score = model[3] * cost - top[:, None]
     weight, left = tl.exp2(score), tl.exp2(before - top)
     total = total * left + tl.sum(weight, 1)
     value = load_rows(v + token * G * V, G * V, count, tl.arange(0, W), V, N)
@@ -127,15 +129,17 @@ def average(
         begin, stop = from_block * BLOCK, tl.minimum(stop, to_block * BLOCK)
     CLOSE: tl.constexpr = N // 2 if N > 16 else N  # so much more is there to say of a pair whose lag is computed anew
     if CAUSAL:
+        way = way_between(starts, ends + tl.minimum(begin // BLOCK, kept_blocks - 1), model, SHARED, PTX)
         for first in tl.range(begin, near, N, num_stages=STAGES):
             read, total, top, sure = take(
-                read, total, top, sure, query, asking, k, v, times, rank, kept, starts, ends, kept_ranks, first, high,
+                read, total, top, sure, query, asking, k, v, times, rank, kept, way, kept_ranks, first, high,
                 low, slots, kept_blocks, window, H, G, model, K, P, V, W, BLOCK, N, SHARED, RATIONAL,
                 CAUSAL, MASKED, VARIANCE, False, PRECISION, PTX,
             )  # fmt: skip
-    for first in tl.range(tl.maximum(begin, near), stop, CLOSE, num_stages=1):
+            way = way_between(starts, ends + (first + N) // BLOCK, model, SHARED, PTX)  # a tile early: it takes long to find
+    for first in tl.range(tl.maximum(begin, near), stop, CLOSE, num_stages=2):
         read, total, top, sure = take(
-            read, total, top, sure, query, asking, k, v, times, rank, kept, starts, ends, kept_ranks, first, high,
+            read, total, top, sure, query, asking, k, v, times, rank, kept, None, kept_ranks, first, high,
             low, slots, kept_blocks, window, H, G, model, K, P, V, W, BLOCK, CLOSE, SHARED, RATIONAL,
             CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
         )  # fmt: skip
@@ -214,11 +218,9 @@ def forward(
     read = torch.empty(*q.shape[:2], *value.shape[2:], **single)
     tops, totals = (torch.empty(*s.grid[::-1], asked.blocks * block, **single) for _ in range(2))
     certainty = torch.empty(q.shape[:3] if variance else (0,), **single)
-    launch = tiles_ahead(s.compiled, dtype)
-    average[triton.cdiv(tokens, launch["M"]), *s.grid](
-        q, k, value, times, rank, *asked, *kept, numbers, read, tops, totals, certainty, *s.sizes, **s.compiled,
-        **launch,
-    )  # fmt: skip
+    tile = tiles_ahead(s.compiled, dtype)
+    given = (q, k, value, times, rank, *asked, *kept, numbers, read, tops, totals, certainty, *s.sizes)
+    Launch(average, (triton.cdiv(tokens, tile["M"]), *s.grid), given, s.compiled | tile).run()
     whole = read.unflatten(2, (-1, strips)).flatten(3)[..., : v.shape[3]]
     mean = turned(whole, times, frequency_of_values, True, v.dtype)
     return mean, certainty, *copies, read, q, k, value, tops, totals, *asked, *kept

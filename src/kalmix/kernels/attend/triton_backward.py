@@ -25,6 +25,7 @@ from kalmix.kernels.attend.triton_lanes import (
     meet,
     rows_of,
     tokens_of,
+    way_between,
 )
 from kalmix.kernels.attend.triton_numbers import (
     PARTS,
@@ -38,6 +39,8 @@ from kalmix.kernels.attend.triton_numbers import (
 )
 from kalmix.kernels.attend.triton_scores import LN2, LOG2E, load_model, precisions, pull_back, scored
 from kalmix.kernels.attend.triton_turns import parts_for, summed, turned_back
+from kalmix.kernels.primitives.triton_launch import Launch
+from kalmix.kernels.primitives.triton_ptx import rounded
 from kalmix.kernels.primitives.triton_tiles import load_rows, product, store_rows
 
 NUMBERS = tl.constexpr(11)
@@ -45,7 +48,7 @@ NUMBERS = tl.constexpr(11)
 
 @triton.jit
 def derive(
-    gram, to_reached, query, key, start, end, model, tops, shares, to_sure, whole, slots, window,
+    gram, to_reached, value, query, key, way, model, tops, shares, to_sure, whole, slots, window,
     DIRECT: tl.constexpr, QUERIES_FIRST: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -55,12 +58,13 @@ def derive(
     Gradients of scores add up to nothing for every query: so any number may be taken from what temperature multiplies,
     and the top keeps it small. Weights are not divided by their sum: `to_reached` and `shares` are.
     """
-    near, far, lag, lag_0, ahead = meet(query, key, start, end, model, DIRECT, QUERIES_FIRST, CAUSAL, SHARED, PTX)
+    near, far, lag, lag_0, ahead = meet(query, key, way, model, DIRECT, QUERIES_FIRST, CAUSAL, SHARED, PTX)
     found = scored(gram, query[0], key[0], near, far, ahead, lag_0[0], model, SHARED, RATIONAL, CAUSAL, PTX)
     share = model[3] * found[0] - tops
-    score = hidden(share, query, key, whole, slots, window, DIRECT, MASKED, CAUSAL)
+    score = hidden(share, float("-inf"), query, key, whole, slots, window, DIRECT, MASKED, CAUSAL)
     weight = tl.exp2(score)
     reached = reach(weight, score, far, lag_0, ahead, model, CAUSAL)
+    reached = rounded(reached, value, PTX)  # as they were averaged with: so gradients of scores add up to nothing
     to_reach = reached * to_reached
     to_score = to_reach - weight * shares
     part = 0.0
@@ -76,7 +80,7 @@ def derive(
 
 @triton.jit
 def pull_queries(
-    to_q, own, sums, query, to_read, asking, tops, shares, to_sure, k, v, times, rank, kept, start, ends, kept_ranks,
+    to_q, own, sums, query, to_read, asking, tops, shares, to_sure, k, v, times, rank, kept, way, kept_ranks,
     first, high, low, slots, kept_blocks, window, H, G, model,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
@@ -95,7 +99,7 @@ def pull_queries(
         high_0, low_0 = block_ranks(kept_ranks, block)
         whole = all_seen(high, low, high_0, low_0, window, CAUSAL)
     _reached, back, residual, to_temperature, to_reach, near, lag, lag_0, ahead = derive(
-        gram, to_reached, asking, held, start, ends + block, model, tops, shares, to_sure, whole, slots, window,
+        gram, to_reached, value, asking, held, way, model, tops, shares, to_sure, whole, slots, window,
         DIRECT, True, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
     )  # fmt: skip
     nu, temperature, noises = sums
@@ -163,15 +167,16 @@ def to_queries(
     CLOSE: tl.constexpr = N // 2 if N > 16 else N
     if CAUSAL:
         for first in tl.range(begin, near, N, num_stages=STAGES):
+            way = way_between(starts, ends + first // BLOCK, model, SHARED, PTX)
             found, own, sums = pull_queries(
                 found, own, sums, query, arrived, asking, top, share[:, None], to_sure[:, None], k, v, times, rank,
-                kept, starts, ends, kept_ranks, first, high, low, slots, kept_blocks, window, H, G, model,
+                kept, way, kept_ranks, first, high, low, slots, kept_blocks, window, H, G, model,
                 K, P, V, W, BLOCK, N, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, False, PRECISION, PTX,
             )  # fmt: skip
-    for first in tl.range(tl.maximum(begin, near), stop, CLOSE, num_stages=1):
+    for first in tl.range(tl.maximum(begin, near), stop, CLOSE, num_stages=2):
         found, own, sums = pull_queries(
             found, own, sums, query, arrived, asking, top, share[:, None], to_sure[:, None], k, v, times, rank,
-            kept, starts, ends, kept_ranks, first, high, low, slots, kept_blocks, window, H, G, model,
+            kept, None, kept_ranks, first, high, low, slots, kept_blocks, window, H, G, model,
             K, P, V, W, BLOCK, CLOSE, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
         )  # fmt: skip
     again = load_rows(q, H * K, tokens - start, tl.arange(0, P), K, M).to(tl.float32)
@@ -189,7 +194,7 @@ def to_queries(
 @triton.jit
 def pull_keys(
     to_k, to_v, own, sums, key, value, holding, q, to_read, tops, shares, certainty, to_certainty, times, rank, asked,
-    starts, end, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window, H, G, sure, model,
+    way, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window, H, G, sure, model,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
     DIRECT: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
@@ -213,7 +218,7 @@ def pull_keys(
         high_0, low_0 = block_ranks(asked_ranks, block)
         whole = all_seen(high_0, low_0, high, low, window, CAUSAL)
     reached, back, _residual, _temperature, _to_reach, _near, lag, lag_0, _ahead = derive(
-        gram, to_reached, asking, holding, starts + block, end, model, top, share, to_sure, whole, slots, window,
+        gram, to_reached, value, asking, holding, way, model, top, share, to_sure, whole, slots, window,
         DIRECT, False, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
     )  # fmt: skip
     if (
@@ -275,9 +280,10 @@ def to_keys(
     sums, to_log = (own, own, own), tl.zeros([N, 1], tl.float32)
     if CAUSAL:
         for first in tl.range(tl.maximum(begin, far), stop, M, num_stages=STAGES):
+            way = way_between(starts + first // BLOCK, ends, model, SHARED, PTX)
             found, moved, own, sums = pull_keys(
                 found, moved, own, sums, key, value, holding, q, to_read, tops, shares, certainty, to_certainty, times,
-                rank, asked, starts, ends, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window,
+                rank, asked, way, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window,
                 H, G, sure, model, K, P, V, W, BLOCK, M, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE,
                 False, PRECISION, PTX,
             )  # fmt: skip
@@ -291,10 +297,10 @@ def to_keys(
     to_numbers += ((lane * tl.num_programs(0) + tl.program_id(0)) * G + value_head) * NUMBERS
     for i in tl.static_range(NUMBERS):
         tl.store(to_numbers + i, (rate, process, noise, 0.0, rate_0, process_0, noise_0, 0.0, 0.0, 0.0, 0.0)[i])
-    for first in tl.range(begin, tl.minimum(far, stop), CLOSE, num_stages=1):
+    for first in tl.range(begin, tl.minimum(far, stop), CLOSE, num_stages=2):
         found, moved, own, _sums = pull_keys(
             found, moved, own, (own, own, own), key, value, holding, q, to_read, tops, shares, certainty, to_certainty,
-            times, rank, asked, starts, ends, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window,
+            times, rank, asked, None, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window,
             H, G, sure, model, K, P, V, W, BLOCK, CLOSE, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE,
             True, PRECISION, PTX,
         )  # fmt: skip
@@ -357,9 +363,12 @@ def backward(
     shares = torch.empty_like(tops)
     given = (q, k, v, times, rank, *surveys, numbers)
     sums = (tops, shares, certainty, to_certainty)
-    to_queries[tiles, *s.grid](*given, read, to_read, *sums, to_q, to_numbers, *s.sizes, **s.compiled, **of_queries)
-    through_keys = to_numbers[count * tiles :]
-    to_keys[tiles_0, *s.grid](*given, to_read, *sums, to_k, to_v, through_keys, *s.sizes, **s.compiled, **of_keys)
+    Launch(to_queries, (tiles, *s.grid), (
+        *given, read, to_read, *sums, to_q, to_numbers, *s.sizes,
+    ), s.compiled | of_queries).run()  # fmt: skip
+    Launch(to_keys, (tiles_0, *s.grid), (
+        *given, to_read, *sums, to_k, to_v, to_numbers[count * tiles :], *s.sizes,
+    ), s.compiled | of_keys).run()  # fmt: skip
     if own != heads:
         to_q, to_k = (x.unflatten(2, (heads, -1)).sum(3) for x in (to_q, to_k))
     to_q = turned_back(to_q, q, times, frequency, False, dtype, moves[0])

@@ -16,6 +16,7 @@ from torch import Tensor
 from kalmix.kernels.attend import lanes
 from kalmix.kernels.attend.cuts import traits_of
 from kalmix.kernels.attend.triton_scores import TINY, after, between, load_model, through, variances
+from kalmix.kernels.primitives.triton_launch import Launch
 from kalmix.kernels.primitives.triton_ptx import hardware
 
 NOWHERE = tl.constexpr(lanes.NOWHERE)
@@ -107,10 +108,9 @@ def surveyed(
         torch.empty(count, blocks, dtype=torch.float64, device=x.device),
         torch.empty(count, blocks, 2, dtype=torch.int64, device=x.device),
     )
-    survey[blocks, heads, count](
-        times, rank, numbers, *found, tokens, slots, slots - tokens, blocks, heads, int(of_keys),
-        BLOCK=block, SHARED=shared, PTX=hardware(), num_warps=4,
-    )  # fmt: skip
+    given = (times, rank, numbers, *found, tokens, slots, slots - tokens, blocks, heads, int(of_keys))
+    compiled = {"BLOCK": block, "SHARED": shared, "PTX": hardware(), "num_warps": 4}
+    Launch(survey, (blocks, heads, count), given, compiled).run()
     return found
 
 
@@ -176,14 +176,25 @@ def tokens_of(traits, times, rank, at, first, room, slots, AXIS: tl.constexpr, S
 
 
 @triton.jit
+def way_between(start, end, model, SHARED: tl.constexpr, PTX: tl.constexpr):
+    """The lag from the end of a block of keys to the start of one of queries, as keys have it and as values."""
+    apart = tl.maximum(between(tl.load(start), tl.load(end)), 0.0)
+    near = after(model[0][0], apart, PTX)
+    far = near
+    if not SHARED:
+        far = after(model[1][0], apart, PTX)
+    return near, far
+
+
+@triton.jit
 def meet(
-    query, key, start, end, model, DIRECT: tl.constexpr, QUERIES_FIRST: tl.constexpr, CAUSAL: tl.constexpr,
+    query, key, way, model, DIRECT: tl.constexpr, QUERIES_FIRST: tl.constexpr, CAUSAL: tl.constexpr,
     SHARED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """What lies between the tokens of a tile's pairs, for keys and for values: (decay, variances) and a lag, of the
     pairs or as `through` has it; and which pairs are ahead.
 
-    Directly, or through where their blocks are met, which are looked up at `start` and `end`.
+    Directly, or through where their blocks are met, between which lies `way`.
     """
     of_keys, of_values, _per_nu, _cooling, _floor = model
     if DIRECT:
@@ -198,28 +209,27 @@ def meet(
             certain, whole = variances(lag_0, of_values, ahead, CAUSAL)
             far = lag_0[1], certain, whole
     else:
-        apart = tl.maximum(between(tl.load(start), tl.load(end)), 0.0)
-        ahead = apart < 0
-        near, lag = through(query[1], after(of_keys[0], apart, PTX), key[1], of_keys, QUERIES_FIRST)
+        ahead = False
+        near, lag = through(query[1], way[0], key[1], of_keys, QUERIES_FIRST)
         far, lag_0 = near, lag
         if not SHARED:
-            far, lag_0 = through(query[2], after(of_values[0], apart, PTX), key[2], of_values, QUERIES_FIRST)
+            far, lag_0 = through(query[2], way[1], key[2], of_values, QUERIES_FIRST)
     return near, far, lag, lag_0, ahead
 
 
 @triton.jit
 def hidden(
-    score, query, key, whole, slots, window,
+    score, unseen, query, key, whole, slots, window,
     DIRECT: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Scores, -inf where the key is not seen; `whole` says that all are."""
+    """Scores, or `unseen` where the key is not seen; `whole` says that all are."""
     if MASKED:
         if not whole:
             behind = query[4] - key[4]
-            score = tl.where((behind > (-1 if CAUSAL else -window)) & (behind < window), score, float("-inf"))
+            score = tl.where((behind > (-1 if CAUSAL else -window)) & (behind < window), score, unseen)
     elif DIRECT:
         seen = key[5] < slots
         if CAUSAL:
             seen = seen & (query[5] >= key[5])
-        score = tl.where(seen, score, float("-inf"))
+        score = tl.where(seen, score, unseen)
     return score

@@ -23,7 +23,7 @@ NEAR = tl.constexpr(0.5)  # below it, kappa and its derivative are summed as ser
 
 
 @triton.jit
-def kappa(rate, lag):
+def kappa(rate, lag, decay):
     y = 2.0 * rate * lag
     small = tl.minimum(y, NEAR)
     series = -1.0 / 40320 * small + 1.0 / 5040
@@ -33,11 +33,11 @@ def kappa(rate, lag):
     series = series * -small + 1.0 / 6
     series = series * -small + 0.5
     series = series * -small + 1.0
-    return tl.where(y > NEAR, (1.0 - tl.exp2(-LOG2E * y)) * (1.0 / tl.maximum(2.0 * rate, TINY)), lag * series)
+    return tl.where(y > NEAR, (1.0 - decay * decay) * (1.0 / tl.maximum(2.0 * rate, TINY)), lag * series)
 
 
 @triton.jit
-def kappa_slope(rate, lag, PTX: tl.constexpr):
+def kappa_slope(rate, lag, decay, PTX: tl.constexpr):
     """The derivative of kappa for the rate."""
     y = 2.0 * rate * lag
     small = tl.minimum(y, NEAR)
@@ -49,14 +49,15 @@ def kappa_slope(rate, lag, PTX: tl.constexpr):
     series = series * -small + 1.0 / 3
     series = series * small - 0.5
     far = tl.maximum(y, NEAR)
-    direct = (tl.exp2(-LOG2E * far) * (1.0 + far) - 1.0) * reciprocal(far * far, PTX)
+    direct = (decay * decay * (1.0 + far) - 1.0) * reciprocal(far * far, PTX)
     return 2.0 * lag * lag * tl.where(y > NEAR, direct, series)
 
 
 @triton.jit
 def after(rate, lag, PTX: tl.constexpr):
     """A lag >= 0."""
-    return lag, tl.exp2(-LOG2E * rate * lag), kappa(rate, lag), kappa_slope(rate, lag, PTX)
+    decay = tl.exp2(-LOG2E * rate * lag)
+    return lag, decay, kappa(rate, lag, decay), kappa_slope(rate, lag, decay, PTX)
 
 
 @triton.jit
@@ -142,7 +143,7 @@ def scored(
     _keys, values, per_nu, _cooling, floor = model
     of_query, of_key = factors(near[0], floor, ahead, CAUSAL)
     if CAUSAL:
-        residual = query_size + of_key * (of_key * key_size + gram)
+        residual = query_size + of_key * tl.fma(of_key, key_size, gram)  # no sum that the product would begin from
     else:
         residual = of_query * (of_query * query_size + of_key * gram) + of_key * of_key * key_size
     residual = tl.maximum(residual, 0.0)
@@ -209,7 +210,7 @@ def pull_back(
     of_query, of_key = factors(decay, floor, ahead, CAUSAL)
     to_gram, to_query_size, to_query = of_key * to_residual, to_residual, to_residual
     if CAUSAL:
-        to_key = to_residual * (of_key * key_size + (of_key * key_size + gram))
+        to_key = to_residual * (of_key * key_size + tl.fma(of_key, key_size, gram))
     else:
         to_key = to_residual * (of_key * key_size + (of_key * key_size + of_query * gram))
         to_query = to_residual * (of_query * query_size + (of_query * query_size + of_key * gram))

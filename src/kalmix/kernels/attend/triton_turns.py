@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kalmix.kernels.primitives.triton_launch import Launch
 from kalmix.kernels.primitives.triton_tiles import load_rows, rows, store_rows
 
 TURN = tl.constexpr(2.0 * math.pi)
@@ -137,7 +138,7 @@ def turned(
     grid, where, compiled = _launch(x, times, frequency, forward)
     copied, room = copy is not None and copy.numel() > 0, 0 if sizes is None else sizes.stride(1)
     more = frequency if sizes is None else sizes, copy if copied else frequency
-    turn[grid](x, y, *more, times, frequency, *where, room, int(copied), **compiled)
+    Launch(turn, grid, (x, y, *more, times, frequency, *where, room, int(copied)), compiled).run()
     return y
 
 
@@ -159,8 +160,8 @@ def turned_back(
     grid, where, compiled = _launch(to_y, times, frequency, forward)
     to_x = torch.empty(still.shape, dtype=dtype, device=still.device)
     known = still if totals is None else totals
-    compiled |= {"FORWARD": forward}
-    turn_back[grid](to_y, still, known, to_x, parts, times, frequency, *where, known.shape[2], **compiled)
+    given = (to_y, still, known, to_x, parts, times, frequency, *where, known.shape[2])
+    Launch(turn_back, grid, given, compiled | {"FORWARD": forward}).run()
     return to_x
 
 
