@@ -13,8 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from triton import knobs
+
 from kalmix.beliefs import RidgeBelief
-from kalmix.kernels.ridge import fused, reference
+from kalmix.kernels.primitives import triton_launch
+from kalmix.kernels.ridge import fused, reference, triton_backward
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Fixed
 from kalmix.segments import Segments
 from kalmix.testing.budgets import budgets, relative_error
@@ -133,3 +136,27 @@ def test_nothing_written_makes_no_nan() -> None:
     inputs["k"][:, :18] = 0
     inputs |= {name: torch.zeros_like(inputs[name]) for name in ("cross", "gram")}
     assert all(bool(torch.isfinite(x).all()) for x in answer(fused.ridge, inputs, None, USUAL))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="notes what runs, and runs nothing")
+@pytest.mark.parametrize("segments", [None, RUNS], ids=["whole", "packed"])
+def test_all_that_a_call_runs_was_rehearsed_gradients_too(
+    monkeypatch: pytest.MonkeyPatch, segments: Segments | None
+) -> None:
+    notes: dict[bool, set[Any]] = {True: set(), False: set()}
+
+    def note(step: triton_launch.Launch) -> None:
+        kinds = [(x.dtype, x.stride()[-2:]) if isinstance(x, Tensor) else type(x) for x in step.arguments]
+        rehearsing = triton_launch._RUN.get() is triton_launch._compile
+        notes[rehearsing].add((step.kernel.__name__, *kinds, *step.options.items()))
+
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton_launch, "_COMPILED", set())
+    monkeypatch.setattr(triton_launch.Launch, "run", note)
+    monkeypatch.setattr(triton_backward, "beside", lambda *steps: [step.run() for step in steps])
+    inputs = arguments(2, 38, (1, 2), (5, 4), sequences=None if segments is None else segments.count)
+    *signals, cross, gram = (x.requires_grad_() for x in inputs.values())
+    fused.ridge(*signals, USUAL, Chebyshev(2), RidgeBelief(cross, gram), segments, False).mean.sum().backward()
+    assert notes[True] == notes[False]
+    assert len(notes[True]) == 8
