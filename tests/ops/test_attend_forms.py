@@ -21,6 +21,7 @@ from histories import (
     signals,
     tokens,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kalmix import ArgumentError, Segments
 from kalmix.kernels.primitives import blocks
@@ -145,6 +146,30 @@ def test_they_train_in_single_and_half_precision(form: str) -> None:
         assert all(bool(y.isfinite().all()) for y in (*reads(found), *gradients(reads(found), given)))
         exact = run(x).mean
         assert float((found.mean.detach() - exact).norm() / exact.norm()) < 40 * torch.finfo(dtype).eps
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor has that is made."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        made = function(*arguments, **(options or {}))
+        for x in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(x, torch.Tensor):
+                self.entries = max(self.entries, x.untyped_storage().nbytes() // x.element_size())
+        return made
+
+
+@pytest.mark.parametrize("form", ["channels", "radial"])
+def test_tiles_keep_nothing_of_a_pair(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward make nothing as large as there are pairs, let alone pairs and channels."""
+    monkeypatch.setattr(blocks, "ROOM", 1 << 11)
+    run, x = (_radial, _both_ways(128)) if form == "radial" else (_channels, signals(128, groups=1, each=True))
+    given = leaves(x)
+    with Largest() as largest:
+        gradients(reads(run(given)), given)
+    assert 128 * 2 * 2 * 6 <= largest.entries <= 4 * blocks.ROOM < 128 * 128
 
 
 @pytest.mark.parametrize("form", ["channels", "radial"])

@@ -136,7 +136,8 @@ def average(
                 low, slots, kept_blocks, window, H, G, model, K, P, V, W, BLOCK, N, SHARED, RATIONAL,
                 CAUSAL, MASKED, VARIANCE, False, PRECISION, PTX,
             )  # fmt: skip
-            way = way_between(starts, ends + (first + N) // BLOCK, model, SHARED, PTX)  # a tile early: it takes long to find
+            # A tile early: it takes long to find.
+            way = way_between(starts, ends + (first + N) // BLOCK, model, SHARED, PTX)
     for first in tl.range(tl.maximum(begin, near), stop, CLOSE, num_stages=2):
         read, total, top, sure = take(
             read, total, top, sure, query, asking, k, v, times, rank, kept, None, kept_ranks, first, high,
