@@ -15,6 +15,7 @@ from kalmix.kernels.dense import fused
 from kalmix.kernels.primitives import triton_launch
 from kalmix.kernels.primitives.fused_memory import filter_memory
 from kalmix.kernels.primitives.triton_launch import Launch, launch, perform, rehearse
+from kalmix.segments import Segments
 
 
 class Code:
@@ -101,6 +102,19 @@ def test_kernels_are_found_once_for_calls_laid_out_alike(notes):
     assert notes == [("found", (1, 4), 8)] * 2
 
 
+def test_code_made_for_one_number_never_runs_with_another(notes):
+    kernel = Kernel(notes)
+
+    def call(cuts):  # what a call with values in its shapes would do
+        Launch(kernel, (1,), (cuts, int(cuts.sum())), {"SIZE": 4}).run()
+
+    for last in (12, 13):  # multiples of 16 are compiled apart
+        perform(call, torch.tensor([4, last]))
+    assert notes == [("found", (1,), 4)] * 2
+    perform(call, torch.tensor([4, 13]))
+    assert notes[2:] == [("ran", (1, 1, 1), 17, None)]
+
+
 @pytest.mark.parametrize(("op", "decay", "width"), [("additive", "key", 5), ("delta", "head", 5), ("delta", "key", 5),
     ("dense", "head", 5), ("dense", "key", 5), ("dense", "head", 130)])  # fmt: skip
 def test_all_that_a_call_runs_was_rehearsed_gradients_too(notes, monkeypatch, op, decay, width):
@@ -127,3 +141,22 @@ def test_all_that_a_call_runs_was_rehearsed_gradients_too(notes, monkeypatch, op
     mean.sum().backward()
     compiled, found = ({tuple(what) for kind, *what in notes if kind == wanted} for wanted in ("compiled", "found"))
     assert compiled == found
+
+
+@pytest.mark.parametrize("op", ["additive", "delta", "dense"])
+def test_no_number_that_kernels_are_made_for_follows_from_values(notes, monkeypatch, op):
+    """Packed sequences of other lengths run what was found."""
+    monkeypatch.setattr(triton_launch, "_compile", lambda step: None)
+    monkeypatch.setattr(triton_launch, "_run", lambda step: notes.append("found") or (Code(notes), ()))
+    inputs = [torch.zeros(2, 100, 2, 5, dtype=torch.bfloat16) for _ in range(3)]
+    ones = torch.ones(2, 100, 2)
+    for stops, expected in ((17, 83, 100), {"found"}), ((16, 96, 97), {"ran"}):
+        rows = [[0, 0, stops[0]], [0, stops[0], stops[1]], [1, 3, stops[2]]]
+        segments = Segments.of(torch.tensor(rows))
+        if op == "dense":
+            belief = DenseBelief(torch.zeros(3, 2, 5, 5), torch.eye(5).expand(3, 2, 5, 5))
+            fused.dense(*[*inputs, ones, ones, -ones, None, belief, segments, False])
+        else:
+            filter_memory(*[*inputs, ones, -ones, PointBelief(torch.zeros(3, 2, 5, 5)), segments, op == "delta"])
+        assert {note if note == "found" else note[0] for note in notes} == expected
+        notes.clear()

@@ -67,7 +67,11 @@ def rehearse(function: Callable[..., object], *arguments: Any) -> None:
 
 
 def perform(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns. Nothing but how its arguments are laid out may decide which kernels it runs."""
+    """What `function` returns; kernels are found once for all calls whose arguments are laid out alike.
+
+    What it launches must follow from that: from shapes and strides, never from values. Where kernels, their options or
+    their integers differ nevertheless, they are found anew.
+    """
     if knobs.runtime.interpret or _RUN.get() is _compile:
         return function(*arguments)
     layout = (function, torch.cuda.current_device(), *(_layout(x) if isinstance(x, Tensor) else x for x in arguments))
@@ -81,10 +85,15 @@ def perform(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _Found(NamedTuple):
-    """What a launch came to: the machine code, and what stands for constants, which are in it."""
+    """What a launch came to: the machine code, and what stands for constants, which are in it.
+
+    Code is made for integers that are 1, or multiples of 16, and for tensors that begin at multiples of 16 bytes. Those
+    that come from outside do as they did, by the layout of the call; all others are new, and the allocator aligns them.
+    """
 
     kernel: Any
     options: dict[str, Any]
+    integers: list[int]
     code: Any
     constants: tuple[None, ...]
 
@@ -98,8 +107,9 @@ class _Performance:
     def __call__(self, step: Launch) -> None:
         place = len(self.score)
         found = self.before[place] if place < len(self.before) else None
-        if found is None or found.kernel is not step.kernel or found.options != step.options or found.code is None:
-            found = _Found(step.kernel, step.options, *_run(step))
+        about = step.kernel, step.options, [x for x in step.arguments if type(x) is int]
+        if found is None or found.code is None or found[:3] != about:
+            found = _Found(*about, *_run(step))
         else:
             found.code[(*step.grid, 1, 1)[:3]](*step.arguments, *found.constants)
         self.score.append(found)
