@@ -157,7 +157,7 @@ def _bytes(length: int, train: int, test: int) -> Part:
 # On a laptop: as small as still shows what the papers say; docs/benchmarks.md says what was tried.
 _SMALL = Protocol(epochs=40, batch=32, rate=3e-3, clip=5.0, data_seed=12345)
 _NARROW = Shape(64, state=1024)
-_SLOT = Shape(64, state=128)  # one slot a channel: the noise-free filter has then no other decays to choose from
+_SLOTS = Shape(64, state=256)  # two a channel, so that a filter has few decays to choose from
 
 BENCHES: dict[str, dict[str, Preset]] = {
     "mad": {
@@ -172,8 +172,8 @@ BENCHES: dict[str, dict[str, Preset]] = {
             Study(
                 "mad/compression",
                 (Part.of(12_800, 256, seq_len=16),),
-                (_SLOT,),
-                replace(_SMALL, epochs=20, batch=64),
+                (_SLOTS,),
+                replace(_SMALL, batch=64, rate=6e-3),
                 ("kla", "kla-noise-free"),
             ),
         ),
@@ -198,13 +198,13 @@ BENCHES: dict[str, dict[str, Preset]] = {
                 "mqar",
                 (Part.of(8000, 256, vocab_size=96, input_seq_len=80, num_kv_pairs=20),),
                 (Shape(16, depth=2, state=512, heads=1),),
-                replace(_SMALL, epochs=8, batch=64, rate=1e-2),
-                ("kalmanet-bare", "linear-attention", "mamba2"),
+                replace(_SMALL, epochs=10, batch=64, rate=1e-2),
+                ("kalmanet-bare", "linear-attention"),
             ),
             Study(
                 "mqar/update",
-                (Part.of(6400, 256, vocab_size=64, input_seq_len=48, num_kv_pairs=8, num_updates=4),),
-                (replace(_TIED, state=2048, heads=2, dropout=0.0),),
+                (Part.of(12_800, 256, vocab_size=256, input_seq_len=64, num_kv_pairs=8, num_updates=8),),
+                (replace(_TIED, state=2048, values=2.0, dropout=0.0),),
                 replace(_SMALL, epochs=5, decay=0.1, schedule="warmup", warmup=100),
                 ("bayesian", "gated-deltanet"),
             ),
@@ -226,7 +226,7 @@ BENCHES: dict[str, dict[str, Preset]] = {
                 "needle/single-1",
                 (_bytes(512, 640, 64), _bytes(768, 0, 64)),
                 (Shape(64, depth=2, state=2048),),
-                replace(_SMALL, epochs=8),
+                replace(_SMALL, epochs=4),
                 ("gated-deltanet", "attention"),
             ),
         ),
