@@ -13,6 +13,7 @@ from kalmix.tasks import TASKS
 from kalmix.tasks.solvers.convergence import Convergence
 from kalmix.training.bench import LAYERS
 from kalmix.training.bench.orderings import ORDERINGS, Finding, Ordering, Seen, seen
+from kalmix.training.bench.presets import BENCHES
 from kalmix.training.bench.summary import Score
 from kalmix.training.solvers import PRESETS
 
@@ -54,6 +55,13 @@ def test_every_ordering_names_something_known() -> None:
     for one in ORDERINGS:
         if one.task in TASKS:
             assert {one.ahead, one.behind} <= LAYERS.keys() and one.score in TASKS[one.task].scores
+
+
+def test_a_laptop_has_both_sides_of_the_orderings_of_every_benchmark_that_it_runs() -> None:
+    asked = {(s.task, layer) for presets in BENCHES.values() for s in presets["laptop"] for layer in s.layers}
+    compared = [one for one in ORDERINGS if {(one.task, one.ahead), (one.task, one.behind)} <= asked]
+    tasks = {"mad/selective-copying", "mad/compression", "words/a5", "mqar/update", "mqar"}
+    assert {one.task for one in compared} == tasks
 
 
 def write(folder: Path, *rows: dict[str, Any]) -> Path:
