@@ -93,6 +93,7 @@ if DEVICE == "cuda":  # every class of launch: widths, dtypes, kinds of gain and
         for place, widths in enumerate(WIDTHS)
         for i, kind in enumerate(KINDS)
     ]
+    SHAPES += [("delta", "vector", None, 2, 150, (1, 2), 5, 16, None, HALF)]  # keys too short to be fetched ahead
     SHAPES += [("delta", "head", "head", 40, 140, (4, 4), *widths, None, HALF) for widths in ((64, 64), (128, 128))]
 
 

@@ -134,6 +134,7 @@ def carried(sequences: int, heads: int, sizes: dict[str, Any], dtype: torch.dtyp
 
     Few columns, so that there are programs for every multiprocessor and shared memory for the next tiles: of `signals`
     as wide as a key, of two as wide as the columns, and the memory itself, twice as much where products are split.
+    Keys of 3 or 5 numbers are not fetched ahead: on Hopper, Triton 3.6 then reads outside of memory.
     """
     keys, width = -(-sizes["K"] // sizes["BLOCK"]) * sizes["BLOCK"], sizes["V"]
     values = min(sizes["BLOCK"], max(16, triton.next_power_of_2(width)), 32 if keys > 128 else 64)
@@ -141,7 +142,7 @@ def carried(sequences: int, heads: int, sizes: dict[str, Any], dtype: torch.dtyp
         values //= 2
     room = 232_448 // dtype.itemsize // (2 if dtype == torch.float32 else 1) - keys * values
     stages = room // (sizes["SIZE"] * (signals * keys + 2 * values))
-    return {"VALUES": values, "STAGES": max(1, min(3, stages))}
+    return {"VALUES": values, "STAGES": max(1, min(3, stages)) if sizes["K"] % 4 == 0 else 1}
 
 
 class Results(NamedTuple):

@@ -71,7 +71,8 @@ def shape_of(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> Shape:
     strips = triton.cdiv(width, strip)
     compiled = {"K": width, "V": values, "P": lanes, "SIZE": size, "PACKED": segments is not None}
     solved = {"num_warps": 4 if lanes <= 128 else 8, "num_stages": 1}
-    carried = {"VALUES": strip, "STAGES": 2 if k.dtype == torch.bfloat16 else 1, "num_warps": 4}
+    ahead = k.dtype == torch.bfloat16 and width % 4 == 0  # as in `primitives.triton_filter.carried`
+    carried = {"VALUES": strip, "STAGES": 2 if ahead else 1, "num_warps": 4}
     return Shape(
         cut=cut,
         heads=heads,
