@@ -17,6 +17,7 @@ from kalmix.kernels.attend.assembly import assemble
 from kalmix.kernels.attend.dynamics import Dynamics, Weighing, quarter
 from kalmix.kernels.attend.scores import Model, Rules, Scores, numbers_of, rules_of, variance_of
 from kalmix.kernels.primitives import blocks
+from kalmix.kernels.primitives.operator import operator
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -100,7 +101,7 @@ class _Lanes(NamedTuple):
         return slice(past + queries.start, past + queries.stop)
 
 
-@torch.library.custom_op("kalmix::attend_chunked", mutates_args=())
+@operator("kalmix::attend_chunked")
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -143,13 +144,13 @@ def _attend(
     return read, total, precision if variance else precision.new_empty(0)
 
 
-@_attend.register_fake
+@torch.library.register_fake(_attend)
 def _(q, k, v, times, rank, numbers, of_keys, of_values, shared, rational, causal, window, variance):
     one = q.shape[:3]
     return q.new_empty(*one, v.shape[3]), q.new_empty(one), q.new_empty(one if variance else (0,))
 
 
-@torch.library.custom_op("kalmix::attend_chunked_backward", mutates_args=())
+@operator("kalmix::attend_chunked_backward")
 def _attend_backward(
     to_read: Tensor,
     to_precision: Tensor,
@@ -208,7 +209,7 @@ def _turning(x: Tensor, late: Tensor, frequency: Tensor) -> Tensor:
     return (x * quarter(late)).sum((0, 2, 3)).view(heads, 2, channels).sum(1)
 
 
-@_attend_backward.register_fake
+@torch.library.register_fake(_attend_backward)
 def _(to_read, to_precision, read, total, precision, q, k, v, times, rank, numbers, of_keys, of_values, *rules):
     given = (q, k, v, numbers, of_keys, of_values)
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
@@ -227,4 +228,4 @@ def _pull_back(ctx, to_read, _, to_precision):
     return to_q, to_k, to_v, None, None, *others, *[None] * len(ctx.rules)
 
 
-_attend.register_autograd(_pull_back, setup_context=_save)
+torch.library.register_autograd(_attend, _pull_back, setup_context=_save)

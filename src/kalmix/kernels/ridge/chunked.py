@@ -15,6 +15,7 @@ from kalmix.kernels.additive import chunked as memory
 from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
 from kalmix.kernels.primitives.decays import Decays
+from kalmix.kernels.primitives.operator import operator
 from kalmix.kernels.primitives.scan import Writes
 from kalmix.kernels.ridge.assembly import assemble
 from kalmix.kernels.ridge.systems import packed, scale_of, solve, unpacked
@@ -60,7 +61,7 @@ def _solutions(
     return _solve(rhs, k, log_decay, gain, norm, gram, rows, *options)
 
 
-@torch.library.custom_op("kalmix::ridge_chunked", mutates_args=())
+@operator("kalmix::ridge_chunked")
 def _solve(
     rhs: Tensor,
     k: Tensor,
@@ -98,7 +99,7 @@ def _solve(
     return in_blocks(block, (rhs, k, log_decay, gain, norm), PointBelief(gram), segments, entries, CHUNK).mean
 
 
-@_solve.register_fake
+@torch.library.register_fake(_solve)
 def _(rhs, k, log_decay, gain, norm, gram, rows, fixed, level, code):
     return rhs.new_empty(rhs.shape)
 
