@@ -13,12 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from triton import knobs
+from rehearsals import noted
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.kernels.attend import fused, reference
 from kalmix.kernels.attend.dynamics import Weighing
-from kalmix.kernels.primitives import triton_launch
 from kalmix.ops import Dynamics
 from kalmix.segments import Segments
 from kalmix.testing.budgets import budgets, relative_error
@@ -164,17 +163,7 @@ def test_gradients_of_scores_add_up_to_nothing() -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="notes what runs, and runs nothing")
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_all_that_a_call_runs_was_rehearsed_gradients_too(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: dict[bool, set[Any]] = {True: set(), False: set()}
-
-    def note(step: triton_launch.Launch) -> None:
-        kinds = [x.dtype if isinstance(x, Tensor) else type(x) for x in step.arguments]
-        rehearsing = triton_launch._RUN.get() is triton_launch._compile
-        notes[rehearsing].add((step.kernel.__name__, *kinds, *step.options.items()))
-
-    monkeypatch.setattr(knobs.runtime, "interpret", False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(triton_launch, "_COMPILED", set())
-    monkeypatch.setattr(triton_launch.Launch, "run", note)
+    notes = noted(monkeypatch)
     inputs, when = arguments(1, 70, (1, 2), (6, 6), False, dtype, 1, 0)
     answer(fused.attend, inputs, when, PLAIN, None)
     assert notes[True] == notes[False]

@@ -13,10 +13,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from triton import knobs
+from rehearsals import noted
 
 from kalmix.beliefs import RidgeBelief
-from kalmix.kernels.primitives import triton_launch
 from kalmix.kernels.ridge import fused, reference, triton_backward
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Fixed
 from kalmix.segments import Segments
@@ -143,17 +142,7 @@ def test_nothing_written_makes_no_nan() -> None:
 def test_all_that_a_call_runs_was_rehearsed_gradients_too(
     monkeypatch: pytest.MonkeyPatch, segments: Segments | None
 ) -> None:
-    notes: dict[bool, set[Any]] = {True: set(), False: set()}
-
-    def note(step: triton_launch.Launch) -> None:
-        kinds = [(x.dtype, x.stride()[-2:]) if isinstance(x, Tensor) else type(x) for x in step.arguments]
-        rehearsing = triton_launch._RUN.get() is triton_launch._compile
-        notes[rehearsing].add((step.kernel.__name__, *kinds, *step.options.items()))
-
-    monkeypatch.setattr(knobs.runtime, "interpret", False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(triton_launch, "_COMPILED", set())
-    monkeypatch.setattr(triton_launch.Launch, "run", note)
+    notes = noted(monkeypatch)
     monkeypatch.setattr(triton_backward, "beside", lambda *steps: [step.run() for step in steps])
     inputs = arguments(2, 38, (1, 2), (5, 4), sequences=None if segments is None else segments.count)
     *signals, cross, gram = (x.requires_grad_() for x in inputs.values())
