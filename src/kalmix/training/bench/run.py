@@ -45,7 +45,7 @@ def find(cells: tuple[Cell, ...], tell: Tell, results: Results, device: torch.de
     drawn, from_last = draw(cell), tasks.task(cell.task).from_last
     length = drawn.parts[0].test.inputs.shape[1]
     checkpoints = results.path.parent / "checkpoints" / digest(cell)
-    with _one_order(device):
+    with one_order(device):
         with torch.random.fork_rng():
             torch.manual_seed(cell.seed)
             model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=from_last)
@@ -80,7 +80,7 @@ def find(cells: tuple[Cell, ...], tell: Tell, results: Results, device: torch.de
 
 
 @contextmanager
-def _one_order(device: torch.device) -> Iterator[None]:
+def one_order(device: torch.device) -> Iterator[None]:
     """Sums are in one order, so that a seed gives the same numbers again, whatever runs beside it.
 
     On a CPU a cell takes one core. On a GPU it takes PyTorch's deterministic algorithms; of an operation that has none,
