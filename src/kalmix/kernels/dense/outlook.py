@@ -46,7 +46,7 @@ class Outlook(NamedTuple):
 class _Path(NamedTuple):
     """What both ways need; pairs turned back."""
 
-    asked: Tensor  # [2, R, G, L, K], k and q
+    asked: Tensor  # [R, G, L, 2, K], k and q
     decays: Decays
     square: Tensor  # [R, G, L, 1, 1 or K], the decay of a variance at each token
     shape: Tensor  # [R, G, L, 2, K], the blocks of noise 1; [1, 1] without turns
@@ -57,8 +57,9 @@ class _Path(NamedTuple):
 def look(tokens: Tokens) -> Outlook:
     """All that can be said of R tiles at once, before their beliefs are known."""
     path = _path(tokens)
-    q = path.asked[1]
-    (keys, queries), (seen, read) = path.asked * path.decays.since, path.decays.products(path.asked, path.warped)
+    q = path.asked[..., 1, :]
+    keys, queries = (path.asked * path.decays.since[..., None, :]).unbind(-2)
+    seen, read = path.decays.products(path.asked, path.warped).unbind(-2)
     heads, width = q.shape[:2], q.shape[3]
     return Outlook(
         queries=queries,
@@ -76,11 +77,12 @@ def look(tokens: Tokens) -> Outlook:
 def look_back(tokens: Tokens, to: Outlook, to_v: Tensor) -> Tokens:
     """The adjoint of `look`, beside that of the values."""
     path = _path(tokens)
-    k, q = path.asked
+    k, q = path.asked.unbind(-2)
     since, until, to_left = path.decays.since, path.decays.until, to.left.mT
     to_obs = to.seen.diagonal(dim1=-2, dim2=-1)
-    to_pairs = torch.stack([2 * to.seen.tril() - torch.diag_embed(to_obs), to.read])
-    (to_k, to_q), to_warped, levels = path.decays.products_backward(path.asked, path.warped, to_pairs)
+    to_pairs = torch.stack([2 * to.seen.tril() - torch.diag_embed(to_obs), to.read], -2)
+    to_asked, to_warped, levels = path.decays.products_backward(path.asked, path.warped, to_pairs)
+    to_k, to_q = to_asked.unbind(-2)
     to_warped = to_warped + to_left * until
     to_noise = to_warped[..., None, :] * _images(k, path.noise)
     to_noise += (to.spread * q)[..., None, :] * _images(q, path.noise)
@@ -121,19 +123,19 @@ def slope(to: Tensor, turned: Tensor) -> Tensor:
 
 
 def _path(tokens: Tokens) -> _Path:
-    asked, log_decay, shape = torch.stack([tokens.k, tokens.q]), tokens.log_decay, tokens.q.new_ones(1, 1)
+    asked, log_decay, shape = [tokens.k, tokens.q], tokens.log_decay, tokens.q.new_ones(1, 1)
     if tokens.angle is not None:
         angle = tokens.angle.cumsum(-2)
-        asked, shape = turn(asked.mT, -angle.mT).mT, _shape(angle)
+        asked, shape = [turn(x.mT, -angle.mT).mT for x in asked], _shape(angle)
     if log_decay is None:
         log_decay = torch.zeros_like(tokens.obs_noise)
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None]
-    elif log_decay.shape[-1] < asked.shape[-1]:
+    elif log_decay.shape[-1] < tokens.k.shape[-1]:
         log_decay = log_decay.repeat(1, 1, 1, 2)
     square = log_decay.exp().square()[..., None, :]
     noise = _gathered(square, tokens.process_noise[..., None, None] * shape)
-    return _Path(asked, Decays(log_decay), square, shape, noise, _times(noise, asked[0]))
+    return _Path(torch.stack(asked, -2), Decays(log_decay), square, shape, noise, _times(noise, asked[0]))
 
 
 def _gathered(square: Tensor, process: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ class Chunks:
 
     def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`[B, T, H or G, *]` to `[lanes, P, H, 1 or G / H, L, *]`, zero where there is no token."""
-        x = pad(x.to(dtype), (0, 0, 0, 0, 0, -self.length % self.size))
+        x, missing = x.to(dtype), -self.length % self.size
+        x = pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
         return self._chunked(x.unflatten(1, (-1, self.size)))
 
     def paste(self, x: Tensor) -> Tensor:

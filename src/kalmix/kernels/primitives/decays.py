@@ -40,41 +40,43 @@ class Decays:
         self.matrix = _between(since, self.levels) if log_decay.shape[-1] == 1 else None
 
     def products(self, x: Tensor, y: Tensor) -> Tensor:
-        """`sum_k x_tk (decay of k from s to t) y_sk` for s <= t, else 0: `[..., L, K]` twice to `[..., L, L]`.
+        """`sum_k x_trk (decay of k from s to t) y_sk` for s <= t, else 0: `[..., L, R, L]`.
 
-        x may have one more axis, the first: several rows a token.
+        Args:
+            x: `[..., L, R, K]`, R rows a token.  y: `[..., L, K]`.
         """
         if self.matrix is not None:
-            return (x @ y.mT) * self.matrix
-        heads = torch.broadcast_shapes(x.shape[:-1], self.since.shape[:-1])
-        out = torch.diag_embed((x * y).sum(-1).expand(heads))
+            return paired(x, y) * self.matrix[..., None, :]
+        diagonal = (x * y[..., None, :]).sum(-1)
+        heads = torch.broadcast_shapes(diagonal.shape[:-2], self.since.shape[:-2])
+        out = diagonal.new_zeros(*heads, *diagonal.shape[-2:], diagonal.shape[-2])
+        out.diagonal(dim1=-3, dim2=-1).copy_(diagonal.mT)
         for level, (rows, columns) in enumerate(self._facing(x, y)):
-            _corners(out, level).copy_(rows @ columns.mT)
+            _corners(out, level).copy_(paired(rows, columns))
         return out
 
     def products_backward(self, x: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Logs]:
-        """Gradients for x, y and the logarithms of the levels, from one `[..., L, L]` for `products`."""
-        axes = self.since.ndim
+        """Gradients for x, y and the logarithms of the levels, from one `[..., L, R, L]` for `products`."""
         if self.matrix is not None:
-            gradient = gradient * self.matrix
-            pairs = _folded(gradient * (x @ y.mT), axes)
-            corners = [_corners(pairs, level) for level in range(len(self.levels))]
-            logs = [(corner.sum(-1, keepdim=True), corner.sum(-2)[..., None]) for corner in corners]
-            return gradient @ y, _folded(gradient.mT @ x, axes), logs
-        diagonal = gradient.diagonal(dim1=-2, dim2=-1)[..., None]
-        to_x, to_y, logs = diagonal * y, _folded(diagonal * x, axes), []
+            gradient = gradient * self.matrix[..., None, :]
+            pairs = (gradient * paired(x, y)).sum(-2)
+            corners = [_corners(pairs[..., None, :], level) for level in range(len(self.levels))]
+            logs = [(corner.sum(-1), corner.sum((-3, -2))[..., None]) for corner in corners]
+            return *_paired_backward(x, y, gradient), logs
+        diagonal = gradient.diagonal(dim1=-3, dim2=-1).mT[..., None]
+        to_x, to_y, logs = diagonal * y[..., None, :], (diagonal * x).sum(-2), []
         for level, (rows, columns) in enumerate(self._facing(x, y)):
-            corner, (late, early) = _corners(gradient, level), self.levels[level]
-            to_rows, to_columns = corner @ columns, _folded(corner.mT @ rows, axes + 1)
-            _half(to_x, level, 1).addcmul_(to_rows, late)
+            late, early = self.levels[level]
+            to_rows, to_columns = _paired_backward(rows, columns, _corners(gradient, level))
+            _rows_half(to_x, level, 1).addcmul_(to_rows, late[..., None, :])
             _half(to_y, level, 0).addcmul_(to_columns, early)
-            logs.append((_folded(to_rows * rows, axes + 1), to_columns * columns))
+            logs.append(((to_rows * rows).sum(-2), to_columns * columns))
         return to_x, to_y, logs
 
     def _facing(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Of every level the later halves of x and the earlier ones of y, decayed to the boundary between them."""
         for level, (late, early) in enumerate(self.levels):
-            yield _half(x, level, 1) * late, _half(y, level, 0) * early
+            yield _rows_half(x, level, 1) * late[..., None, :], _half(y, level, 0) * early
 
     def backward(self, arriving: Tensor, leaving: Tensor, carried: Tensor, levels: Logs) -> Tensor:
         """The gradient for log-decays, `[..., L, K or 1]`.
@@ -101,7 +103,7 @@ def _between(since: Tensor, levels: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Decays a head, from each earlier to each later token: `[..., L, L]`, 1 on the diagonal, 0 above."""
     matrix = torch.eye(since.shape[-2], dtype=since.dtype, device=since.device).repeat(*since.shape[:-2], 1, 1)
     for level, (late, early) in enumerate(levels):
-        _corners(matrix, level).copy_(late * early.mT)
+        _corners(matrix[..., None, :], level).copy_((late * early.mT)[..., None, :])
     return matrix
 
 
@@ -110,9 +112,20 @@ def _half(x: Tensor, level: int, which: int) -> Tensor:
     return x.unflatten(-2, (-1, 2, 1 << level)).select(-3, which)
 
 
-def _folded(x: Tensor, axes: int) -> Tensor:
-    """Summed over the first axis if it is one more than `axes`."""
-    return x.sum(0) if x.ndim > axes else x
+def _rows_half(x: Tensor, level: int, which: int) -> Tensor:
+    """As `_half`, of several rows a token: `[..., L, R, K]` to `[..., blocks, 2^level, R, K]`."""
+    return x.unflatten(-3, (-1, 2, 1 << level)).select(-4, which)
+
+
+def paired(x: Tensor, y: Tensor) -> Tensor:
+    """`[..., L, R, K]` by `[..., S, K]`, `[..., L, R, S]`."""
+    return (x.flatten(-3, -2) @ y.mT).unflatten(-2, x.shape[-3:-1])
+
+
+def _paired_backward(x: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The adjoints of x and y in `paired`."""
+    rows = gradient.flatten(-3, -2)
+    return (rows @ y).unflatten(-2, x.shape[-3:-1]), rows.mT @ x.flatten(-3, -2)
 
 
 def _joined(early: Tensor, late: Tensor) -> Tensor:
@@ -120,6 +133,6 @@ def _joined(early: Tensor, late: Tensor) -> Tensor:
 
 
 def _corners(x: Tensor, level: int) -> Tensor:
-    """A view of `[..., L, L]`, later halves of blocks by their earlier halves: `[..., blocks, 2^level, 2^level]`."""
-    blocks = x.unflatten(-1, (-1, 2, 1 << level)).unflatten(-4, (-1, 2, 1 << level))
-    return blocks.select(-5, 1).select(-2, 0).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    """A view of `[..., L, R, L]`, later halves of blocks by their earlier: `[..., blocks, 2^level, R, 2^level]`."""
+    blocks = x.unflatten(-1, (-1, 2, 1 << level)).unflatten(-5, (-1, 2, 1 << level))
+    return blocks.select(-6, 1).select(-2, 0).diagonal(dim1=-5, dim2=-2).movedim(-1, -4)
