@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from kalmix.beliefs import DenseBelief, PointBelief
+from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief
 from kalmix.kernels.dense import fused
+from kalmix.kernels.diagonal.fused import diagonal
 from kalmix.kernels.primitives import triton_launch
 from kalmix.kernels.primitives.fused_memory import filter_memory
 from kalmix.kernels.primitives.triton_launch import Launch, launch, perform, rehearse
@@ -116,7 +117,7 @@ def test_code_made_for_one_number_never_runs_with_another(notes):
 
 
 @pytest.mark.parametrize(("op", "decay", "width"), [("additive", "key", 5), ("delta", "head", 5), ("delta", "key", 5),
-    ("dense", "head", 5), ("dense", "key", 5), ("dense", "head", 130)])  # fmt: skip
+    ("dense", "head", 5), ("dense", "key", 5), ("dense", "head", 130), ("diagonal", "cell", 5)])  # fmt: skip
 def test_all_that_a_call_runs_was_rehearsed_gradients_too(notes, monkeypatch, op, decay, width):
     def note(kind):
         def add(step):
@@ -135,6 +136,9 @@ def test_all_that_a_call_runs_was_rehearsed_gradients_too(notes, monkeypatch, op
         belief = DenseBelief(torch.zeros(1, 2, width, width), torch.eye(width).expand(1, 2, width, width))
         signals = [*inputs, torch.ones(shape), torch.ones(shape), log_decay, None]
         mean = fused.dense(*[*signals, belief, None, False]).mean
+    elif op == "diagonal":
+        cells, belief = torch.ones(2, width, width), DiagonalBelief(*torch.ones(2, 1, 2, width, width))
+        mean = diagonal(*inputs, torch.ones(inputs[2].shape), -cells, cells, belief, None, False).mean
     else:
         belief = PointBelief(torch.zeros(1, 2, width, width))
         mean = filter_memory(*[*inputs, torch.ones(shape), log_decay, belief, None, op == "delta"]).mean
@@ -143,7 +147,7 @@ def test_all_that_a_call_runs_was_rehearsed_gradients_too(notes, monkeypatch, op
     assert compiled == found
 
 
-@pytest.mark.parametrize("op", ["additive", "delta", "dense"])
+@pytest.mark.parametrize("op", ["additive", "delta", "dense", "diagonal"])
 def test_no_number_that_kernels_are_made_for_follows_from_values(notes, monkeypatch, op):
     """Packed sequences of other lengths run what was found."""
     monkeypatch.setattr(triton_launch, "_compile", lambda step: None)
@@ -156,6 +160,9 @@ def test_no_number_that_kernels_are_made_for_follows_from_values(notes, monkeypa
         if op == "dense":
             belief = DenseBelief(torch.zeros(3, 2, 5, 5), torch.eye(5).expand(3, 2, 5, 5))
             fused.dense(*[*inputs, ones, ones, -ones, None, belief, segments, False])
+        elif op == "diagonal":
+            cells, belief = torch.ones(2, 5, 5), DiagonalBelief(*torch.ones(2, 3, 2, 5, 5))
+            diagonal(*inputs, torch.ones(inputs[2].shape), -cells, cells, belief, segments, False)
         else:
             filter_memory(*[*inputs, ones, -ones, PointBelief(torch.zeros(3, 2, 5, 5)), segments, op == "delta"])
         assert {note if note == "found" else note[0] for note in notes} == expected

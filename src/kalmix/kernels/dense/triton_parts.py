@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import knobs
 
 from kalmix.kernels.dense.windows import IDLE, LONG, NARROW, STRETCHES, WINDOW
-from kalmix.kernels.primitives.triton_launch import Launch
+from kalmix.kernels.primitives.triton_launch import Launch, aside
 from kalmix.kernels.primitives.triton_tiles import LOOSE, Cut, cut_stretch, cut_tokens, tile_of
 from kalmix.segments import Segments
 
@@ -26,22 +26,15 @@ def decay_kind(log_decay: Tensor | None) -> int:
 
 def around(before: Launch, chain: Launch, after: list[Launch], alone: bool) -> Callable[[], None]:
     """Run what comes before a chain, and the chain beside what the current stream has to do from then on, unless it is
-    alone; the result, once called, has the stream wait for it and runs what comes after.
-
-    The programs of a chain come first: they are few, and each wants a multiprocessor of its own.
-    """
+    alone; the result, once called, has the stream wait for it and runs what comes after."""
     before.run()
-    if alone or knobs.runtime.interpret:
+    if alone:
         chain.run()
         return partial(_run, after)
-    current, other = torch.cuda.current_stream(), _first(torch.cuda.current_device())
-    other.wait_stream(current)
-    with torch.cuda.stream(other):
-        chain.run()
-    done = other.record_event()
+    wait = aside(chain)
 
     def rest(_held: tuple[Launch, Launch] = (before, chain)) -> None:  # what they work on is not given away until then
-        current.wait_event(done)
+        wait()
         _run(after)
 
     return rest
@@ -50,11 +43,6 @@ def around(before: Launch, chain: Launch, after: list[Launch], alone: bool) -> C
 def _run(steps: list[Launch]) -> None:
     for step in steps:
         step.run()
-
-
-@cache
-def _first(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)
 
 
 def stretches(k: Tensor, heads: int, size: int, kind: int, segments: Segments | None) -> list[tuple[Cut, Cut]]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
 from kalmix.kernels.diagonal.scratch import SPACING, padded
+from kalmix.kernels.primitives.operator import operator
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -37,7 +38,7 @@ def _kept_shape(q: Tensor, v: Tensor, rows: Tensor | None, keep: bool) -> tuple[
     return (count, 2, heads, channels, padded(q.shape[-1])) if keep else (0,)
 
 
-@torch.library.custom_op("kalmix::diagonal_triton", mutates_args=())
+@operator("kalmix::diagonal_triton")
 def _filter(
     q: Tensor,
     k: Tensor,
@@ -51,23 +52,38 @@ def _filter(
     variance: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from kalmix.kernels.diagonal.triton import forward
+    from kalmix.kernels.primitives.triton_launch import perform, rehearse
 
-    segments = None if rows is None else Segments(rows)
-    kept = torch.empty(_kept_shape(q, v, rows, keep), dtype=torch.float32, device=v.device)
+    inputs = (q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, keep)
     with torch.cuda.device_of(v):
-        out = forward(q, k, v, precision, log_decay, process_noise, mean, var, segments, variance, kept)
-    return *out, kept
+        rehearse(_there_and_back, *inputs)
+        return perform(_forward, *inputs)
 
 
-@_filter.register_fake
+@torch.library.register_fake(_filter)
 def _(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, keep):
     read_mean = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     shapes = (v.shape if variance else (0,), mean.shape, var.shape, _kept_shape(q, v, rows, keep))
     return read_mean, *(torch.empty(shape, dtype=torch.float32, device=v.device) for shape in shapes)
 
 
-@torch.library.custom_op("kalmix::diagonal_triton_backward", mutates_args=())
+def _forward(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, keep):
+    from kalmix.kernels.diagonal.triton import forward
+
+    segments = None if rows is None else Segments(rows)
+    kept = torch.empty(_kept_shape(q, v, rows, keep), dtype=torch.float32, device=v.device)
+    return *forward(q, k, v, precision, log_decay, process_noise, mean, var, segments, variance, kept), kept
+
+
+def _there_and_back(*inputs):
+    """All that is going to run, for a rehearsal."""
+    *signals, _, _, rows, variance, keep = inputs
+    read_mean, read_var, *last, kept = _forward(*inputs)
+    if keep:
+        _backward(*signals, kept, rows, read_mean, read_var if variance else None, *last)
+
+
+@operator("kalmix::diagonal_triton_backward")
 def _gradients(
     q: Tensor,
     k: Tensor,
@@ -82,18 +98,24 @@ def _gradients(
     grad_last_mean: Tensor,
     grad_last_var: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from kalmix.kernels.diagonal.triton_backward import backward
+    from kalmix.kernels.primitives.triton_launch import perform
 
-    segments = None if rows is None else Segments(rows)
     grads = (grad_mean, grad_var, grad_last_mean, grad_last_var)
     with torch.cuda.device_of(v):
-        return backward(q, k, v, precision, log_decay, process_noise, kept, segments, *grads)
+        return perform(_backward, q, k, v, precision, log_decay, process_noise, kept, rows, *grads)
 
 
-@_gradients.register_fake
+@torch.library.register_fake(_gradients)
 def _(q, k, v, precision, log_decay, process_noise, kept, rows, grad_mean, grad_var, grad_last_mean, grad_last_var):
     like = (q, k, v, precision, log_decay, process_noise, grad_last_mean, grad_last_var)
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like)
+
+
+def _backward(q, k, v, precision, log_decay, process_noise, kept, rows, *grads):
+    from kalmix.kernels.diagonal.triton_backward import backward
+
+    segments = None if rows is None else Segments(rows)
+    return backward(q, k, v, precision, log_decay, process_noise, kept, segments, *grads)
 
 
 def _setup(ctx, inputs, output):
@@ -104,7 +126,7 @@ def _setup(ctx, inputs, output):
     ctx.belief, ctx.variance = mean.shape, variance
 
 
-def _backward(ctx, grad_mean, grad_var, grad_last_mean, grad_last_var, _):
+def _adjoint(ctx, grad_mean, grad_var, grad_last_mean, grad_last_var, _):
     *signals, kept, rows = ctx.saved_tensors
     v = signals[2]
     if grad_mean is None:
@@ -114,4 +136,4 @@ def _backward(ctx, grad_mean, grad_var, grad_last_mean, grad_last_var, _):
     return *_gradients(*signals, kept, rows, grad_mean, grad_var if ctx.variance else None, *last), None, None, None
 
 
-_filter.register_autograd(_backward, setup_context=_setup)
+torch.library.register_autograd(_filter, _adjoint, setup_context=_setup)

@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.kernels.diagonal.scratch import SPACING, padded
+from kalmix.kernels.primitives.triton_launch import Launch
 from kalmix.kernels.primitives.triton_ptx import hardware, reciprocal
 from kalmix.segments import Segments
 
@@ -416,20 +417,21 @@ def forward(
     entry_mean, entry_var = mean, var
     if not cut.single:
         maps = torch.empty(cut.count, 5, heads, channels, width, **like)
-        _map_tiles[cut.count * blocks, heads](
+        arguments = (
             k, v, precision, log_decay, process_noise, maps, cut.table, length, cut.size, cut.tiles,
-            *strides, heads, channels, heads // shared, num_warps=1, **cells, **common,
+            *strides, heads, channels, heads // shared,
         )  # fmt: skip
+        Launch(_map_tiles, (cut.count * blocks, heads), arguments, {"num_warps": 1, **cells, **common}).run()
         entries = torch.empty(cut.count, 2, heads, channels, width, **like)
-        _enter_tiles[len(mean), heads, blocks](
-            maps, entries, mean, var, cut.bounds, cut.tiles, *mean.stride(), *var.stride(), heads, channels,
-            BLOCK=size, num_warps=4, **common,
-        )  # fmt: skip
+        arguments = (maps, entries, mean, var, cut.bounds, cut.tiles, *mean.stride(), *var.stride(), heads, channels)
+        options = {"BLOCK": size, "num_warps": 4, **common}
+        Launch(_enter_tiles, (len(mean), heads, blocks), arguments, options).run()
         entry_mean, entry_var = (x.transpose(-1, -2) for x in entries.unbind(1))
-    _read_out[cut.count * blocks, heads](
+    arguments = (
         q, k, v, precision, log_decay, process_noise, entry_mean, entry_var, read_mean, read_var, last_mean, last_var,
         kept, cut.table, length, cut.size, cut.tiles, *q.stride()[1:3], *strides,
         *entry_mean.stride(), *entry_var.stride(), heads, channels, heads // shared,
-        SINGLE=cut.single, VARIANCE=variance, KEEP=kept.numel() > 0, num_warps=1, **cells, **common,
     )  # fmt: skip
+    options = {"SINGLE": cut.single, "VARIANCE": variance, "KEEP": kept.numel() > 0, "num_warps": 1, **cells, **common}
+    Launch(_read_out, (cut.count * blocks, heads), arguments, options).run()
     return read_mean, read_var, last_mean, last_var

@@ -39,6 +39,7 @@ from kalmix.kernels.diagonal.triton import (
     tile_of,
     values_at,
 )
+from kalmix.kernels.primitives.triton_launch import Launch
 from kalmix.kernels.primitives.triton_ptx import hardware, reciprocal
 from kalmix.segments import Segments
 
@@ -365,30 +366,34 @@ def backward(
     strides = [stride for x in (q, k, v, precision, grad_mean, grad_var) for stride in x.stride()[1:3]]
     maps = torch.empty(cut.count, 4, heads, channels, width, **like)
     few = block(slots, 4)
-    _map_adjoints[cut.count * triton.cdiv(channels, few), heads](
+    arguments = (
         q, k, v, precision, log_decay, process_noise, kept, grad_mean, grad_var, maps, cut.table,
         length, cut.size, cut.tiles, *strides, heads, channels, heads // shared,
-        BLOCK=few, EVEN=channels % few == 0, WINDOW=WINDOW // 2, num_warps=1, **cells, **common,
     )  # fmt: skip
+    options = {"BLOCK": few, "EVEN": channels % few == 0, "WINDOW": WINDOW // 2, "num_warps": 1, **cells, **common}
+    Launch(_map_adjoints, (cut.count * triton.cdiv(channels, few), heads), arguments, options).run()
     leaving = torch.empty(cut.count, 2, heads, channels, width, **like)
     prior_mean, prior_var = torch.empty(grad_last_mean.shape, **like), torch.empty(grad_last_var.shape, **like)
-    _enter_adjoints[len(prior_mean), heads, triton.cdiv(channels, few)](
+    arguments = (
         maps, leaving, grad_last_mean, grad_last_var, prior_mean, prior_var, cut.bounds, cut.tiles,
-        *grad_last_mean.stride(), *grad_last_var.stride(), heads, channels, BLOCK=few, num_warps=4, **common,
+        *grad_last_mean.stride(), *grad_last_var.stride(), heads, channels,
     )  # fmt: skip
-    del maps
+    options = {"BLOCK": few, "num_warps": 4, **common}
+    Launch(_enter_adjoints, (len(prior_mean), heads, triton.cdiv(channels, few)), arguments, options).run()
+    del maps, arguments
 
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
     dv = tokens(v.shape, dtype=v.dtype, device=v.device)
     dprecision = tokens(v.shape, dtype=precision.dtype, device=v.device)
     dqk = tokens(splits, batch, length, shared, heads // shared, slots, 2, **like)
     states = torch.empty(cut.count * splits, heads, SPACING // WINDOW, 2, size, width, **like)
-    _gradients[cut.count * splits, heads](
+    arguments = (
         q, k, v, precision, log_decay, process_noise, kept, states, leaving, grad_mean, grad_var, dv, dprecision, dqk,
         cut.table, length, cut.size, cut.tiles, splits, batch * length, *strides, heads, channels, heads // shared,
-        BLOCK=size, EVEN=channels % size == 0, WINDOW=WINDOW, num_warps=1, **cells, **common,
     )  # fmt: skip
-    del states
+    options = {"BLOCK": size, "EVEN": channels % size == 0, "WINDOW": WINDOW, "num_warps": 1, **cells, **common}
+    Launch(_gradients, (cut.count * splits, heads), arguments, options).run()
+    del states, arguments
     ddynamics = leaving.sum(0)[..., :slots].transpose(-1, -2)  # `_gradients` left them where the adjoints were
     sums = (*dqk.sum((0, 4)).unbind(-1), *ddynamics.unbind(0))
     dq, dk, ddecay, dnoise = (

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,26 @@ def compiled(steps: list[Launch]) -> None:
             for step in steps:
                 step.run()
         _COMPILED.add(new)
+
+
+def aside(chain: Launch) -> Callable[[], None]:
+    """Run a kernel beside what the current stream has to do from then on; the result, once called, has it wait.
+
+    It is meant for few programs that take long: on a stream that goes first, each has a multiprocessor of its own.
+    """
+    if knobs.runtime.interpret:
+        chain.run()
+        return lambda: None
+    current, other = torch.cuda.current_stream(), _first(torch.cuda.current_device())
+    other.wait_stream(current)
+    with torch.cuda.stream(other):
+        chain.run()
+    return partial(current.wait_event, other.record_event())
+
+
+@cache
+def _first(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def rehearse(function: Callable[..., object], *arguments: Any) -> None:

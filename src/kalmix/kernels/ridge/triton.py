@@ -30,6 +30,7 @@ from kalmix.kernels.ridge.triton_solve import (
     diagonal,
     load_block,
     load_numbers,
+    load_state,
     paced,
     paths,
     shape_of,
@@ -54,9 +55,7 @@ def carry(
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, P), part * VALUES + tl.arange(0, VALUES)
     tile, token, tokens = run_of(runs, sequence, length, tiles, PACKED)
-    inside = (row < K)[:, None] & (column < V)[None, :]
-    prior += sequence * prior_n + head * prior_g
-    state = tl.load(prior + row[:, None] * prior_i + column[None, :] * prior_j, mask=inside, other=0.0)
+    state = load_state(prior + sequence * prior_n + head * prior_g, row, column, prior_i, prior_j, K, V)
     for i in tl.range(0, tl.cdiv(tokens, SIZE), num_stages=STAGES):
         count = tl.minimum(tokens - i * SIZE, SIZE)
         at, slot = token + i * SIZE, (tile + i) * G + head

@@ -17,16 +17,13 @@ solutions (`resolve`: dq, y and w), then Lambda (`retreat`) beside what Mu gives
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from kalmix.kernels.primitives.triton_filter import strides
-from kalmix.kernels.primitives.triton_launch import Launch
+from kalmix.kernels.primitives.triton_launch import Launch, aside
 from kalmix.kernels.primitives.triton_tiles import LOOSE, load_per_token, load_rows, product, rows, store_rows
 from kalmix.kernels.ridge.triton_pull import pull_keys, pull_values
 from kalmix.kernels.ridge.triton_retreat import retrace, retreat
@@ -121,25 +118,6 @@ def resolve(
     store_rows(to_q, G * K, count, lane, y, K, SIZE)
 
 
-def beside(chain: Launch, rest: Launch) -> None:
-    """Run a kernel, and a chain of few programs beside it, which begin first; what comes after waits for both."""
-    if knobs.runtime.interpret:
-        chain.run()
-        rest.run()
-        return
-    current, other = torch.cuda.current_stream(), _second(torch.cuda.current_device())
-    other.wait_stream(current)
-    with torch.cuda.stream(other):
-        chain.run()
-    rest.run()
-    current.wait_stream(other)
-
-
-@cache
-def _second(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)
-
-
 def backward(
     q: Tensor,
     k: Tensor,
@@ -186,7 +164,7 @@ def backward(
         s.cut.runs, length, s.cut.tiles, *strides(q, to_mean), *to_cross.stride(), heads, s.share,
     )  # fmt: skip
     strips, options = s.strips[1] - s.strips[0], decays | mixes | s.carried | s.compiled
-    retraced = Launch(retrace, (s.cut.sequences, heads, strips), arguments, options)
+    wait = aside(Launch(retrace, (s.cut.sequences, heads, strips), arguments, options))
     arguments = (
         q, k, v, *clock[:3], clock.weights, share, grams, crosses, norms, solution, to_mean,
         k if to_read is None else to_read.contiguous(), adjoint, to_q, to_mix, spreads, reads, owns, written, carried,
@@ -194,20 +172,22 @@ def backward(
     )  # fmt: skip
     options = decays | gains | mixes | ridges | s.compiled | s.solved
     options |= {"BLOCK": block_of(s), "READS": to_read is not None, "CONJUGATE": conjugate, "NOTHING": NOTHING}
-    beside(retraced, Launch(resolve, s.grid, arguments, options))
+    Launch(resolve, s.grid, arguments, options).run()
+    wait()
 
     arguments = (
         k, grams, solution, adjoint, clock.entering, clock.across, written, carried, gram_adjoints, to_gram,
         to_gram_prior, s.cut.runs, length, s.cut.tiles, *strides(k), *to_gram.stride(), heads, s.share,
     )  # fmt: skip
     options = decays | ridges | s.carried | {"STAGES": 1} | s.compiled
-    retreated = Launch(retreat, (s.cut.sequences, heads, s.strips[0]), arguments, options)
+    wait = aside(Launch(retreat, (s.cut.sequences, heads, s.strips[0]), arguments, options))
     arguments = (
         q, k, v, *clock[:2], clock.across, clock.weights, share, crosses, solution, to_mean, reads,
         cross_adjoints, to_k, to_v, to_gain, to_decay, *s.tiles, *strides(q, k, v, to_mean), heads, s.share,
     )  # fmt: skip
     pulled = s.compiled | s.solved | {"num_warps": 4, "BLOCK": 64}
-    beside(retreated, Launch(pull_values, s.grid, arguments, decays | gains | mixes | pulled))
+    Launch(pull_values, s.grid, arguments, decays | gains | mixes | pulled).run()
+    wait()
     arguments = (
         k, *clock[:3], clock.across, clock.weights, grams, norms, solution, adjoint, spreads, owns,
         gram_adjoints, to_k, to_gain, to_decay, *s.tiles, *strides(k), heads, s.share,

@@ -9,14 +9,7 @@ import triton
 import triton.language as tl
 
 from kalmix.kernels.primitives.triton_tiles import LOOSE, load_columns, load_per_token, load_rows, product, run_of
-from kalmix.kernels.ridge.triton_solve import load_block, load_numbers, store_block
-
-
-@triton.jit
-def load_adjoint(base, row, column, stride, step, K: tl.constexpr, V: tl.constexpr):
-    """A block of a `[K, V]` of any strides, 0 beyond."""
-    inside = (row < K)[:, None] & (column < V)[None, :]
-    return tl.load(base + row[:, None] * stride + column[None, :] * step, mask=inside, other=0.0)
+from kalmix.kernels.ridge.triton_solve import load_block, load_numbers, load_state, store_block
 
 
 @triton.jit(do_not_specialize=LOOSE)
@@ -33,7 +26,7 @@ def retreat(
     tile, token, tokens = run_of(runs, sequence, length, tiles, PACKED)
     last = tl.cdiv(tokens, SIZE) - 1
     k += head // SHARE * k_head
-    state = load_adjoint(to_last + sequence * last_n + head * last_g, lane, column, last_i, last_j, K, K)
+    state = load_state(to_last + sequence * last_n + head * last_g, lane, column, last_i, last_j, K, K)
     for step in tl.range(0, last + 1, num_stages=STAGES):
         i = last - step
         count = tl.minimum(tokens - i * SIZE, SIZE)
@@ -72,7 +65,7 @@ def retrace(
     last = tl.cdiv(tokens, SIZE) - 1
     q += head // SHARE * q_head
     to_mean += head * m_head
-    state = load_adjoint(to_last + sequence * last_n + head * last_g, lane, column, last_i, last_j, K, V)
+    state = load_state(to_last + sequence * last_n + head * last_g, lane, column, last_i, last_j, K, V)
     for step in tl.range(0, last + 1, num_stages=STAGES):
         i = last - step
         count = tl.minimum(tokens - i * SIZE, SIZE)

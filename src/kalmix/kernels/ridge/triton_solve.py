@@ -109,6 +109,13 @@ def load_block(base, row, column, K: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
+def load_state(base, row, column, stride, step, K: tl.constexpr, V: tl.constexpr):
+    """A block of a `[K, V]` of any strides, 0 beyond."""
+    inside = (row < K)[:, None] & (column < V)[None, :]
+    return tl.load(base + row[:, None] * stride + column[None, :] * step, mask=inside, other=0.0)
+
+
+@triton.jit
 def store_block(base, row, column, x, K: tl.constexpr, V: tl.constexpr):
     at, x = base + row[:, None] * V + column[None, :], x.to(base.dtype.element_ty)
     if whole(K, row.shape[0]) and whole(V, column.shape[0]):
