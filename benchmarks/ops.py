@@ -34,7 +34,7 @@ from workloads import COLUMNS, CURVES, SHAPES, UNCERTAIN, Shape, Signals, signal
 
 CONVERGED = {"ridge": {"solver": Chebyshev(100)}}  # options with which an op's answer is exact
 PEER_DTYPE = {"diagonal": torch.float32}  # what peers take; bfloat16 where not said
-PEER_WIDTH = {"gka (authors)": 128}  # the widest that they take, where not all
+PEER_WIDTH = {"gka (authors)": 128, "fla mesa_net": 128}  # the widest that they take, where not all
 # The longest that kernels are given which go step by step: beyond, they only take patience and memory.
 LONGEST = {
     "cuda": {"reference": 1024, "chunked dense": 4096, "reference attend": 16384},  # which is written out, at once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,5 +71,18 @@ def _spectra(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = draw(keys, setting.sequences, setting.length, setting.width, seed, device, forgets=forgets)
     systems = Systems.of(tokens, 0.0)
-    values = [torch.linalg.eigvalsh(gram)[..., [0, -1]] for gram in systems.grams()]
-    return torch.cat(values, 1).cpu(), systems.norm.flatten(1).cpu()
+    values = [_ends(gram.flatten(0, 1)).unflatten(0, gram.shape[:2]) for gram in systems.grams()]
+    return torch.cat(values, 1), systems.norm.flatten(1).cpu()
+
+
+def _ends(matrices: torch.Tensor) -> torch.Tensor:
+    """Smallest and largest eigenvalue of symmetric `[n, D, D]`, `[n, 2]`: on the CPU, a thread a matrix.
+
+    Libraries take the matrices of a batch one after another on either device, which left an H200 behind a single thread
+    (of matrices of 128), and threads that share a small matrix only get into each other's way.
+    """
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        values = list(pool.map(torch.linalg.eigvalsh, matrices.cpu().split(16)))
+    torch.set_num_threads(threads)
+    return torch.cat(values)[:, [0, -1]]
