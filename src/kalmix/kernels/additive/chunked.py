@@ -71,9 +71,8 @@ class _Additive(torch.autograd.Function):
 
         to_arriving, to_leaving = to_read @ entry.mT, x.written @ to_exit.mT
         to_written = x.weights.mT @ to_read + x.leaving @ to_exit
-        to_weights = (to_read @ x.written.mT)[..., None, :]
-        to_q, to_k, levels = x.decays.products_backward(x.q[..., None, :], x.k, to_weights)
-        to_q = torch.addcmul(to_q.squeeze(-2), to_arriving, x.decays.since)
+        (to_q,), to_k, levels = x.decays.products_backward([x.q], x.k, [to_read @ x.written.mT])
+        to_q = torch.addcmul(to_q, to_arriving, x.decays.since)
         to_k = torch.addcmul(to_k, to_leaving, x.decays.until)
         dlog_decay = dgain = None
         if log_decay is not None:
@@ -108,5 +107,5 @@ def _tokens(
     q, k, v = (chunks.cut(x, dtype) for x in (q, k, v))
     gain = None if gain is None else chunks.cut(gain[..., None], dtype)
     decays = Decays(chunks.cut_decay(log_decay, k))
-    written, weights = v if gain is None else gain * v, decays.products(q[..., None, :], k).squeeze(-2)
+    written, (weights,) = v if gain is None else gain * v, decays.products([q], k)
     return _Tokens(q, k, v, gain, written, decays, q * decays.since, k * decays.until, weights)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from kalmix.beliefs import PointBelief
 from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
-from kalmix.kernels.primitives.decays import Decays, paired
+from kalmix.kernels.primitives.decays import Decays, inner
 from kalmix.kernels.primitives.scan import State
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -61,7 +61,7 @@ class _Delta(torch.autograd.Function):
         x = _tokens(chunks, q, k, v, gain, log_decay, mean.dtype)
         advance = _Advance(x.decays.path, -(x.leaving.mT @ x.expected), x.leaving.mT @ x.unexpected)
         (entry,), (after,) = chunks.scan(advance, (chunks.states(mean),))
-        read = chunks.paste(x.asked @ entry + x.weights @ x.errors(entry))
+        read = chunks.paste(x.arriving[0] @ entry + x.weights @ x.errors(entry))
         ctx.save_for_backward(q, k, v, gain, log_decay, rows, entry)
         if read.dtype != v.dtype:  # a cast that changes nothing returns its input, whose gradient torch 2.11 loses
             read = read.to(v.dtype)
@@ -75,28 +75,29 @@ class _Delta(torch.autograd.Function):
         x = _tokens(chunks, q, k, v, gain, log_decay, entry.dtype)
         to_read, errors = chunks.cut(to_read, entry.dtype), x.errors(entry)
         to_errors = x.weights.mT @ to_read
-        to_entry = x.asked.mT @ to_read - x.expected.mT @ to_errors
+        to_entry = x.arriving[0].mT @ to_read - x.expected.mT @ to_errors
         retreat = _Advance(x.decays.path, -(x.expected.mT @ x.leaving), to_entry)
         (to_exit,), (before,) = chunks.scan(retreat, (chunks.states(to_after),), backwards=True)
 
         to_errors = to_errors + x.leaving @ to_exit
         to_v = x.settled.mT @ to_errors
-        reads = torch.stack([to_read, -to_v], -2)  # of q and of k
-        to_arriving, to_leaving, to_pairs = paired(reads, entry), errors @ to_exit.mT, paired(reads, errors)
-        to_pairs[..., 1, :].diagonal(dim1=-2, dim2=-1).zero_()  # no error is a part of itself
-        to_rows, to_write, levels = x.decays.products_backward(x.rows, x.write, to_pairs)
-        to_q, to_k = torch.addcmul(to_rows, to_arriving, x.decays.since[..., None, :]).unbind(-2)
+        reads = to_read, -to_v  # by q and by k
+        to_arriving, to_leaving = [y @ entry.mT for y in reads], errors @ to_exit.mT
+        to_weights, to_coupling = (y @ errors.mT for y in reads)
+        to_coupling.diagonal(dim1=-2, dim2=-1).zero_()  # no error is a part of itself
+        to_rows, to_write, levels = x.decays.products_backward(x.rows, x.write, [to_weights, to_coupling])
+        to_q, to_k = (torch.addcmul(y, to, x.decays.since) for y, to in zip(to_rows, to_arriving, strict=True))
         to_write = torch.addcmul(to_write, to_leaving, x.decays.until)
         dlog_decay = None
         if log_decay is not None:
-            arriving, leaving = (to_arriving * x.arriving).sum(-2), to_leaving * x.leaving
+            arriving, leaving = inner(to_arriving, x.arriving), to_leaving * x.leaving
             carried = x.decays.path * (to_exit * entry).sum(-1, keepdim=True)
             to_decay = x.decays.backward(arriving, leaving, carried, levels)
             dlog_decay = chunks.paste(to_decay).reshape(log_decay.shape).to(log_decay.dtype)
         if gain.ndim == 4:
             dgain = chunks.paste(to_write)
         else:
-            dgain = chunks.paste((to_write * x.rows[..., 1, :]).sum(-1, keepdim=True)).squeeze(-1)
+            dgain = chunks.paste((to_write * x.rows[1]).sum(-1, keepdim=True)).squeeze(-1)
             to_k = torch.addcmul(to_k, to_write, x.gain)
         dq, dk = (chunks.paste(y.sum(3, keepdim=True)).to(q.dtype) for y in (to_q, to_k))
         return dq, dk, chunks.paste(to_v).to(v.dtype), dgain.to(gain.dtype), dlog_decay, before.flatten(1, 2), None
@@ -105,21 +106,16 @@ class _Delta(torch.autograd.Function):
 class _Tokens(NamedTuple):
     """Tokens by chunks, and what forward and backward both make of them."""
 
-    rows: Tensor  # [..., L, 2, K], q and k
+    rows: tuple[Tensor, Tensor]  # [..., L, K], q and k
     gain: Tensor
     write: Tensor  # [..., L, K], along which errors are written
     decays: Decays
-    arriving: Tensor  # `rows` as they meet the memory that enters the chunk
+    arriving: tuple[Tensor, Tensor]  # `rows` as they meet the memory that enters the chunk
     leaving: Tensor  # `write` as it is left in the memory that leaves the chunk
     weights: Tensor  # [..., L, L], of errors in what is read
     settled: Tensor  # [..., L, L], of errors had there been none before, in errors
     unexpected: Tensor  # [..., L, V], the errors had the memory been 0
     expected: Tensor  # [..., L, K], which products with the memory that enters are expected
-
-    @property
-    def asked(self) -> Tensor:
-        """q as it meets the memory that enters the chunk."""
-        return self.arriving[..., 0, :]
 
     def errors(self, entry: Tensor) -> Tensor:
         """What tokens correct, `[..., L, V]`."""
@@ -131,13 +127,13 @@ def _tokens(
 ) -> _Tokens:
     vector = gain.ndim == 4
     q, k, v, gain = (chunks.cut(x, dtype) for x in (q, k, v, gain if vector else gain[..., None]))
-    decays, write, rows = Decays(chunks.cut_decay(log_decay, k)), gain if vector else gain * k, torch.stack([q, k], -2)
-    arriving, leaving = rows * decays.since[..., None, :], write * decays.until
-    weights, coupling = decays.products(rows, write).unbind(-2)
+    decays, write = Decays(chunks.cut_decay(log_decay, k)), gain if vector else gain * k
+    arriving, leaving = (q * decays.since, k * decays.since), write * decays.until
+    weights, coupling = decays.products((q, k), write)
     eye = torch.eye(chunks.size, dtype=dtype, device=k.device)
     settled = torch.linalg.solve_triangular(coupling.tril(-1), eye, upper=False, unitriangular=True)
-    unexpected, expected = settled @ v, settled @ arriving[..., 1, :]
-    return _Tokens(rows, gain, write, decays, arriving, leaving, weights, settled, unexpected, expected)
+    unexpected, expected = settled @ v, settled @ arriving[1]
+    return _Tokens((q, k), gain, write, decays, arriving, leaving, weights, settled, unexpected, expected)
 
 
 class _Advance(NamedTuple):

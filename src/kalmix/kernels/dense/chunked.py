@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
 from kalmix.kernels.dense.lanes import Lanes
-from kalmix.kernels.dense.outlook import Tokens, look, look_back
+from kalmix.kernels.dense.outlook import Tokens, follow, look, look_back
 from kalmix.kernels.dense.tile import (
     Crossing,
     State,
@@ -61,7 +61,8 @@ class _Block:
         self.places, self.counts = lanes.places(steps), [lanes.counts[j] for j in steps]
         cut = (None if x is None else lanes.cut(self.places, x, float(i == 3)) for i, x in enumerate(signals))
         self.tokens = Tokens(*cut)  # type: ignore[arg-type]
-        self.outlook = look(self.tokens)
+        self.path = follow(self.tokens)
+        self.outlook = look(self.tokens, self.path)
 
     def advance(self, state: State) -> tuple[Tile, State]:
         """All tiles, and the beliefs of all lanes after them."""
@@ -182,7 +183,7 @@ def _gradients(
             to_mean, to_variance = lanes.cut(block.places, grad_mean), lanes.cut(block.places, grad_variance)
             arguments = block.outlook, tile, along, to_mean, to_variance
             after, state = block.retreat(crossing(*arguments), state)
-            back = look_back(block.tokens, *pull_back(*arguments, after))
+            back = look_back(block.tokens, block.path, *pull_back(*arguments, after))
             for onto, x in zip(grads, (x for x in back if x is not None), strict=True):
                 lanes.paste(block.places, onto, x)
     pasted = [lanes.pasted(onto, x.dtype) for onto, x in zip(grads, given, strict=True)]

@@ -6,6 +6,8 @@ that has ended, as far as that can be known without waiting for a GPU.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,18 @@ from kalmix.segments import Segments
 TILE = 16  # tokens that share a factorisation, half as many where keys are narrower: float32 wants few beside its rank
 STEPS = 8  # tiles of a lane that are prepared at once; only the belief before them is kept for the backward
 ROOM = 1 << 24  # numbers in the largest array of what is prepared
+
+
+class Places(NamedTuple):
+    """Where the tokens of R tiles lie."""
+
+    token: Tensor  # [R, L], in the flattened batch; B T where there is none
+    here: Tensor | None  # [R, L], whether there is one; `None` if everywhere
+
+    def rows(self, heads: int, repeats: int = 1) -> Tensor:
+        """Where `[B * T * heads, *]` has heads of these tokens, `[R, heads * repeats, L]`; at its end or behind for none."""
+        head = torch.arange(heads, device=self.token.device).repeat_interleave(repeats)
+        return self.token[:, None] * heads + head[:, None]
 
 
 class Lanes:
@@ -53,28 +67,35 @@ class Lanes:
     def unsort(self, states: Tensor) -> Tensor:
         return torch.empty_like(states).index_copy_(0, self.order, states)
 
-    def places(self, block: range) -> Tensor:
-        """Where the tokens of a block's R tiles lie in the flattened batch, `[R, L]`; B T where there is none."""
+    def places(self, block: range) -> Places:
+        """Where the tokens of a block's R tiles lie."""
         within = torch.arange(self.size, device=self.begin.device)
-        places = torch.cat([self.begin[: self.counts[j], None] + j * self.size + within for j in block])
+        token = torch.cat([self.begin[: self.counts[j], None] + j * self.size + within for j in block])
         end = torch.cat([self.end[: self.counts[j], None] for j in block])
-        return torch.where(places < end, places, self.tokens.numel())
+        here = token < end
+        everywhere = here.device.type == "cpu" and bool(here.all())  # look
+        return Places(torch.where(here, token, self.tokens.numel()), None if everywhere else here)
 
-    def cut(self, places: Tensor, x: Tensor, absent: float = 0.0) -> Tensor:
+    def cut(self, places: Places, x: Tensor, absent: float = 0.0) -> Tensor:
         """`[B, T, H or G, *]` to `[R, G, L, *]`."""
-        here = places < self.tokens.numel()
-        x = x.flatten(0, 1)[torch.where(here, places, 0)].to(self.dtype)
-        x = torch.where(here.view(*here.shape, *(1,) * (x.ndim - 2)), x, absent)
-        return x.repeat_interleave(self.heads // x.shape[2], 2).transpose(1, 2).contiguous()
+        rows, index = x.flatten(0, 2), places.rows(x.shape[2], self.heads // x.shape[2])
+        x = (
+            rows.index_select(0, index.flatten().clamp(max=len(rows) - 1))
+            .to(self.dtype)
+            .view(*index.shape, *x.shape[3:])
+        )
+        here = places.here
+        return x if here is None else torch.where(here.view(len(here), 1, -1, *(1,) * (x.ndim - 3)), x, absent)
 
     def blank(self, like: Tensor) -> Tensor:
-        """Zeros to paste `[B, T, *]` onto, and one row more for what belongs nowhere."""
+        """Zeros to paste `[B, T, *]` onto, and one token more for what belongs nowhere."""
         return like.new_zeros(self.tokens.numel() + 1, *like.shape[2:], dtype=self.dtype)
 
-    def paste(self, places: Tensor, onto: Tensor, x: Tensor) -> None:
+    def paste(self, places: Places, onto: Tensor, x: Tensor) -> None:
         """`[R, G, L, *]` onto `blank`; value heads that share a key head add up."""
-        x = x.transpose(1, 2).flatten(0, 1).unflatten(1, (onto.shape[1], -1)).sum(2)
-        onto.index_copy_(0, places.flatten(), x)
+        heads = onto.shape[1]
+        x = x if heads == x.shape[1] else x.unflatten(1, (heads, -1)).sum(2)
+        onto.flatten(0, 1).index_copy_(0, places.rows(heads).flatten(), x.flatten(0, 2))
 
     def pasted(self, onto: Tensor, dtype: torch.dtype) -> Tensor:
         """What was pasted, `[B, T, *]`."""

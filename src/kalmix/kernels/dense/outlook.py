@@ -43,10 +43,11 @@ class Outlook(NamedTuple):
     turn: Tensor | None  # [R, G, K / 2, 1], the angle of pairs after the tile
 
 
-class _Path(NamedTuple):
-    """What both ways need; pairs turned back."""
+class Path(NamedTuple):
+    """What both ways need of R tiles; pairs turned back."""
 
-    asked: Tensor  # [R, G, L, 2, K], k and q
+    k: Tensor  # [R, G, L, K]
+    q: Tensor  # [R, G, L, K]
     decays: Decays
     square: Tensor  # [R, G, L, 1, 1 or K], the decay of a variance at each token
     shape: Tensor  # [R, G, L, 2, K], the blocks of noise 1; [1, 1] without turns
@@ -54,16 +55,14 @@ class _Path(NamedTuple):
     warped: Tensor  # [R, G, L, K], N_t k_t
 
 
-def look(tokens: Tokens) -> Outlook:
+def look(tokens: Tokens, path: Path) -> Outlook:
     """All that can be said of R tiles at once, before their beliefs are known."""
-    path = _path(tokens)
-    q = path.asked[..., 1, :]
-    keys, queries = (path.asked * path.decays.since[..., None, :]).unbind(-2)
-    seen, read = path.decays.products(path.asked, path.warped).unbind(-2)
+    q, since = path.q, path.decays.since
+    seen, read = path.decays.products((path.k, q), path.warped)
     heads, width = q.shape[:2], q.shape[3]
     return Outlook(
-        queries=queries,
-        keys=keys,
+        queries=q * since,
+        keys=path.k * since,
         decay=path.decays.path.expand(*heads, width, 1),
         seen=seen + seen.tril(-1).mT + torch.diag_embed(tokens.obs_noise),
         read=read,
@@ -74,15 +73,13 @@ def look(tokens: Tokens) -> Outlook:
     )
 
 
-def look_back(tokens: Tokens, to: Outlook, to_v: Tensor) -> Tokens:
-    """The adjoint of `look`, beside that of the values."""
-    path = _path(tokens)
-    k, q = path.asked.unbind(-2)
+def look_back(tokens: Tokens, path: Path, to: Outlook, to_v: Tensor) -> Tokens:
+    """The adjoint of `look` and of the path, beside that of the values."""
+    k, q = path.k, path.q
     since, until, to_left = path.decays.since, path.decays.until, to.left.mT
     to_obs = to.seen.diagonal(dim1=-2, dim2=-1)
-    to_pairs = torch.stack([2 * to.seen.tril() - torch.diag_embed(to_obs), to.read], -2)
-    to_asked, to_warped, levels = path.decays.products_backward(path.asked, path.warped, to_pairs)
-    to_k, to_q = to_asked.unbind(-2)
+    to_pairs = 2 * to.seen.tril() - torch.diag_embed(to_obs), to.read
+    (to_k, to_q), to_warped, levels = path.decays.products_backward((k, q), path.warped, to_pairs)
     to_warped = to_warped + to_left * until
     to_noise = to_warped[..., None, :] * _images(k, path.noise)
     to_noise += (to.spread * q)[..., None, :] * _images(q, path.noise)
@@ -122,20 +119,21 @@ def slope(to: Tensor, turned: Tensor) -> Tensor:
     return to_hidden * seen - to_seen * hidden
 
 
-def _path(tokens: Tokens) -> _Path:
-    asked, log_decay, shape = [tokens.k, tokens.q], tokens.log_decay, tokens.q.new_ones(1, 1)
+def follow(tokens: Tokens) -> Path:
+    """The path of R tiles."""
+    k, q, log_decay, shape = tokens.k, tokens.q, tokens.log_decay, tokens.q.new_ones(1, 1)
     if tokens.angle is not None:
         angle = tokens.angle.cumsum(-2)
-        asked, shape = [turn(x.mT, -angle.mT).mT for x in asked], _shape(angle)
+        k, q, shape = turn(k.mT, -angle.mT).mT, turn(q.mT, -angle.mT).mT, _shape(angle)
     if log_decay is None:
         log_decay = torch.zeros_like(tokens.obs_noise)
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None]
-    elif log_decay.shape[-1] < tokens.k.shape[-1]:
+    elif log_decay.shape[-1] < k.shape[-1]:
         log_decay = log_decay.repeat(1, 1, 1, 2)
     square = log_decay.exp().square()[..., None, :]
     noise = _gathered(square, tokens.process_noise[..., None, None] * shape)
-    return _Path(torch.stack(asked, -2), Decays(log_decay), square, shape, noise, _times(noise, asked[0]))
+    return Path(k, q, Decays(log_decay), square, shape, noise, _times(noise, k))
 
 
 def _gathered(square: Tensor, process: Tensor) -> Tensor:
@@ -146,7 +144,7 @@ def _gathered(square: Tensor, process: Tensor) -> Tensor:
     return torch.stack(sums, 2)
 
 
-def _gathered_back(path: _Path, to_noise: Tensor) -> tuple[Tensor, Tensor]:
+def _gathered_back(path: Path, to_noise: Tensor) -> tuple[Tensor, Tensor]:
     """The adjoints of the noise at every token and of the log-decays of `square`, the latter `[R, G, L, 1 or K]`."""
     sums = [to_noise[:, :, -1]]
     for t in range(to_noise.shape[2] - 1, 0, -1):
@@ -171,7 +169,7 @@ def _slope_of_shape(to: Tensor, angle: Tensor) -> Tensor:
 
 def _images(x: Tensor, noise: Tensor) -> Tensor:
     """Rows, and where noise has blocks their partners: `[..., K]` to `[..., 1 or 2, K]`."""
-    return torch.stack([x, x.roll(x.shape[-1] // 2, -1)][: noise.shape[-2]], -2)
+    return x[..., None, :] if noise.shape[-2] == 1 else torch.stack([x, x.roll(x.shape[-1] // 2, -1)], -2)
 
 
 def _times(noise: Tensor, x: Tensor) -> Tensor:

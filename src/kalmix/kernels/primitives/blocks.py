@@ -51,7 +51,7 @@ def in_blocks(
         result = function(*block, *after, None if rows is None else _within(rows, start, start + size))
         reads.append(result[: -len(after)])
         after = result[-len(after) :]
-    mean, *variance = (torch.cat(x, 1) if len(x) > 1 else x[0] for x in zip(*reads, strict=True))
+    mean, *variance = (torch.cat(x, 1) if len(starts) > 1 else x[0] for x in zip(*reads, strict=True))
     return Filtered(mean, variance[0] if variance else None, type(belief)(*after))
 
 

@@ -9,7 +9,7 @@ between, gathered by the same halves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -39,44 +39,48 @@ class Decays:
         self.since, self.until, self.path = since, until, since[..., -1:, :].mT
         self.matrix = _between(since, self.levels) if log_decay.shape[-1] == 1 else None
 
-    def products(self, x: Tensor, y: Tensor) -> Tensor:
-        """`sum_k x_trk (decay of k from s to t) y_sk` for s <= t, else 0: `[..., L, R, L]`.
-
-        Args:
-            x: `[..., L, R, K]`, R rows a token.  y: `[..., L, K]`.
-        """
+    def products(self, xs: Sequence[Tensor], y: Tensor) -> list[Tensor]:
+        """`sum_k x_tk (decay of k from s to t) y_sk` for s <= t, else 0: `[..., L, K]` to `[..., L, L]`, of each x."""
         if self.matrix is not None:
-            return paired(x, y) * self.matrix[..., None, :]
-        diagonal = (x * y[..., None, :]).sum(-1)
-        heads = torch.broadcast_shapes(diagonal.shape[:-2], self.since.shape[:-2])
-        out = diagonal.new_zeros(*heads, *diagonal.shape[-2:], diagonal.shape[-2])
-        out.diagonal(dim1=-3, dim2=-1).copy_(diagonal.mT)
-        for level, (rows, columns) in enumerate(self._facing(x, y)):
-            _corners(out, level).copy_(paired(rows, columns))
-        return out
+            return [(x @ y.mT) * self.matrix for x in xs]
+        diagonals = [(x * y).sum(-1) for x in xs]
+        heads = torch.broadcast_shapes(diagonals[0].shape[:-1], self.since.shape[:-2])
+        results = [torch.diag_embed(x.expand(*heads, -1)) for x in diagonals]
+        for level, (rows, columns) in enumerate(self._facing(xs, y)):
+            corners = (torch.cat(rows, -2) @ columns.mT).split(1 << level, -2)
+            for onto, corner in zip(results, corners, strict=True):
+                _corners(onto, level).copy_(corner)
+        return results
 
-    def products_backward(self, x: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Logs]:
-        """Gradients for x, y and the logarithms of the levels, from one `[..., L, R, L]` for `products`."""
+    def products_backward(
+        self, xs: Sequence[Tensor], y: Tensor, gradients: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Tensor, Logs]:
+        """Gradients for xs, y and the logarithms of the levels, from those for `products`."""
         if self.matrix is not None:
-            gradient = gradient * self.matrix[..., None, :]
-            pairs = (gradient * paired(x, y)).sum(-2)
-            corners = [_corners(pairs[..., None, :], level) for level in range(len(self.levels))]
-            logs = [(corner.sum(-1), corner.sum((-3, -2))[..., None]) for corner in corners]
-            return *_paired_backward(x, y, gradient), logs
-        diagonal = gradient.diagonal(dim1=-3, dim2=-1).mT[..., None]
-        to_x, to_y, logs = diagonal * y[..., None, :], (diagonal * x).sum(-2), []
-        for level, (rows, columns) in enumerate(self._facing(x, y)):
+            gradients = [gradient * self.matrix for gradient in gradients]
+            pairs = inner(gradients, [x @ y.mT for x in xs])
+            corners = [_corners(pairs, level) for level in range(len(self.levels))]
+            logs = [(corner.sum(-1, keepdim=True), corner.sum(-2)[..., None]) for corner in corners]
+            to_y = torch.cat(list(gradients), -2).mT @ torch.cat(list(xs), -2)
+            return [gradient @ y for gradient in gradients], to_y, logs
+        diagonals = [gradient.diagonal(dim1=-2, dim2=-1)[..., None] for gradient in gradients]
+        to_xs = [diagonal * y for diagonal in diagonals]
+        to_y, logs = inner(diagonals, xs), []
+        for level, (rows, columns) in enumerate(self._facing(xs, y)):
             late, early = self.levels[level]
-            to_rows, to_columns = _paired_backward(rows, columns, _corners(gradient, level))
-            _rows_half(to_x, level, 1).addcmul_(to_rows, late[..., None, :])
+            corners = torch.cat([_corners(gradient, level) for gradient in gradients], -2)
+            to_rows = _times(corners, columns).split(1 << level, -2)
+            to_columns = _times(corners.mT, torch.cat(rows, -2))
+            for to_x, x in zip(to_xs, to_rows, strict=True):
+                _half(to_x, level, 1).addcmul_(x, late)
             _half(to_y, level, 0).addcmul_(to_columns, early)
-            logs.append(((to_rows * rows).sum(-2), to_columns * columns))
-        return to_x, to_y, logs
+            logs.append((inner(to_rows, rows), to_columns * columns))
+        return to_xs, to_y, logs
 
-    def _facing(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of every level the later halves of x and the earlier ones of y, decayed to the boundary between them."""
+    def _facing(self, xs: Sequence[Tensor], y: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
+        """Of every level the later halves of xs and the earlier ones of y, decayed to the boundary between them."""
         for level, (late, early) in enumerate(self.levels):
-            yield _rows_half(x, level, 1) * late[..., None, :], _half(y, level, 0) * early
+            yield [_half(x, level, 1) * late for x in xs], _half(y, level, 0) * early
 
     def backward(self, arriving: Tensor, leaving: Tensor, carried: Tensor, levels: Logs) -> Tensor:
         """The gradient for log-decays, `[..., L, K or 1]`.
@@ -103,7 +107,7 @@ def _between(since: Tensor, levels: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Decays a head, from each earlier to each later token: `[..., L, L]`, 1 on the diagonal, 0 above."""
     matrix = torch.eye(since.shape[-2], dtype=since.dtype, device=since.device).repeat(*since.shape[:-2], 1, 1)
     for level, (late, early) in enumerate(levels):
-        _corners(matrix[..., None, :], level).copy_((late * early.mT)[..., None, :])
+        _corners(matrix, level).copy_(late * early.mT)
     return matrix
 
 
@@ -112,20 +116,19 @@ def _half(x: Tensor, level: int, which: int) -> Tensor:
     return x.unflatten(-2, (-1, 2, 1 << level)).select(-3, which)
 
 
-def _rows_half(x: Tensor, level: int, which: int) -> Tensor:
-    """As `_half`, of several rows a token: `[..., L, R, K]` to `[..., blocks, 2^level, R, K]`."""
-    return x.unflatten(-3, (-1, 2, 1 << level)).select(-4, which)
+def inner(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
+    """The sum of the products x y."""
+    result = xs[0] * ys[0]
+    for x, y in zip(xs[1:], ys[1:], strict=True):
+        result = torch.addcmul(result, x, y)
+    return result
 
 
-def paired(x: Tensor, y: Tensor) -> Tensor:
-    """`[..., L, R, K]` by `[..., S, K]`, `[..., L, R, S]`."""
-    return (x.flatten(-3, -2) @ y.mT).unflatten(-2, x.shape[-3:-1])
-
-
-def _paired_backward(x: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The adjoints of x and y in `paired`."""
-    rows = gradient.flatten(-3, -2)
-    return (rows @ y).unflatten(-2, x.shape[-3:-1]), rows.mT @ x.flatten(-3, -2)
+def _times(x: Tensor, y: Tensor) -> Tensor:
+    """A matrix product; of up to four columns by rows as a sum of outer products, which a CPU makes sooner."""
+    if x.shape[-1] > 4:
+        return x @ y
+    return inner(x.split(1, -1), y.split(1, -2))
 
 
 def _joined(early: Tensor, late: Tensor) -> Tensor:
@@ -133,6 +136,6 @@ def _joined(early: Tensor, late: Tensor) -> Tensor:
 
 
 def _corners(x: Tensor, level: int) -> Tensor:
-    """A view of `[..., L, R, L]`, later halves of blocks by their earlier: `[..., blocks, 2^level, R, 2^level]`."""
-    blocks = x.unflatten(-1, (-1, 2, 1 << level)).unflatten(-5, (-1, 2, 1 << level))
-    return blocks.select(-6, 1).select(-2, 0).diagonal(dim1=-5, dim2=-2).movedim(-1, -4)
+    """A view of `[..., L, L]`, later halves of blocks by their earlier halves: `[..., blocks, 2^level, 2^level]`."""
+    blocks = x.unflatten(-1, (-1, 2, 1 << level)).unflatten(-4, (-1, 2, 1 << level))
+    return blocks.select(-5, 1).select(-2, 0).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
