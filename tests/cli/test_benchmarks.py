@@ -136,6 +136,11 @@ def test_a_report_of_something_else_is_refused(kalmix, tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text("step,loss\n")
     told = kalmix("bench", "report", tmp_path)
     assert told.status == 2 and "line 1 is no JSON" in told.errors
+    for nothing in ("", '{"task": "mqa', '{"step": 1, "seconds": 1.0, "versions": {}}\n'):
+        (tmp_path / "results.jsonl").write_text(nothing)
+        told = kalmix("bench", "report", tmp_path)
+        assert told.status == 2 and "no finished cell" in told.errors
+    assert not (tmp_path / "report.md").exists()
 
 
 def test_all_runs_every_bench_into_its_folder(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

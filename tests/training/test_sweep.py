@@ -95,7 +95,7 @@ def test_a_cell_in_the_hands_of_another_sweep_is_waited_for(tmp_path: Path) -> N
     def work(cells, tell):
         order.append(cells[0].number)
         if cells[0].number == 2:  # the other sweep finishes meanwhile
-            results.add([{**Square(1).written(), "versions": {}, "square": "another's"}])
+            results.add([{**Square(1).written(), "seconds": 1.0, "versions": {}, "square": "another's"}])
             claim.release()
         return [{"square": cells[0].number ** 2}]
 
@@ -164,8 +164,9 @@ def test_killing_a_sweep_loses_nothing_and_repeats_nothing(tmp_path: Path, jobs:
     [
         (b"\x89PNG\r\n\x1a\n\xff\xfe", "no text"),
         (b"loss,step\n1,2\n", "line 1 is no JSON"),
-        (b'{"versions": {}}\n[1, 2]\n', "line 2 is no result"),
+        (b'{"seconds": 1.0, "versions": {}}\n[1, 2]\n', "line 2 is no result"),
         (b'{"loss": 1.0}\n', "line 1 is no result"),
+        (b'{"task": "mqar", "layer": "kla", "versions": {}}\n', "line 1 is no result"),
     ],
 )
 def test_another_file_is_refused_and_left_alone(tmp_path: Path, content: bytes, says: str) -> None:

@@ -20,7 +20,10 @@ from kalmix.training.bench.orderings import Finding, Seen, seen
 from kalmix.training.bench.summary import printed
 from kalmix.training.cells import Results, Row
 
-COLUMNS = ("task", "asked", "layer", "width", "depth", "seeds", "diverged", "parameters", "state", "rate", "epochs")
+COLUMNS = (
+    *("task", "asked", "layer", "width", "depth", "seeds", "diverged", "parameters", "state"),
+    *("rate", "decay", "epochs"),
+)
 
 
 class Section(NamedTuple):
@@ -78,7 +81,11 @@ def run(
         results = Results(folder / "results.jsonl")
         if not results.path.exists():
             raise ArgumentError("folders", got=f"{str(folder)!r}, without results.jsonl", needs="outputs of a bench")
-        rows += results.read()
+        found = list(results.read())
+        if not any(section.of(found) for section in SECTIONS):
+            got = f"{str(folder)!r}, whose results.jsonl has no finished cell of a bench"
+            raise ArgumentError("folders", got=got, needs="outputs of a bench")
+        rows += found
     rows = list({_cell(row): row for row in rows}.values())
     for path in write(rows, output or folders[0], console):
         console.print(f"  {path}", soft_wrap=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kalmix import plots
 from kalmix.training.bench.orderings import Finding
-from kalmix.training.bench.summary import Entry, entries, printed, slices
+from kalmix.training.bench.summary import Entry, Score, entries, printed, slices
 from kalmix.training.cells import Row
 
 
@@ -32,7 +32,8 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
         first = entry.rows[0]
         facts = {name: getattr(entry, name) for name in ("width", "depth", "diverged", "main")}
         facts |= {name: first[name] for name in ("parameters", "state")}
-        facts |= {"rate": first["protocol"]["rate"], "epochs": entry.average("epochs")}
+        facts |= {name: first["protocol"][name] for name in ("rate", "decay")}
+        facts["epochs"] = entry.average("epochs")
         for name in first["scores"]:
             score = entry.score(name)
             assert score is not None
@@ -48,7 +49,7 @@ def _table(found: Sequence[Entry]) -> Table:
     titled = f"[bold]{found[0].task}[/]  {found[0].asked}"
     table = Table("layer", box=box.SIMPLE_HEAD, title=titled, title_justify="left")
     columns = ("width", "parameters", "state", "seeds", *(f"{name} %" for name in scores), "paper %")
-    for column in (*columns, "rate", "epochs", "seconds"):
+    for column in (*columns, "rate", "decay", "epochs", "seconds"):
         table.add_column(column, justify="right", no_wrap=True)
     sources = {}
     for entry in found:
@@ -69,6 +70,7 @@ def _table(found: Sequence[Entry]) -> Table:
             *(str(entry.score(name)) for name in scores),
             told,
             f"{first['protocol']['rate']:.2g}",
+            f"{first['protocol']['decay']:g}",
             f"{entry.average('epochs'):.0f}",
             f"{entry.average('seconds'):.0f}",
         )
@@ -82,12 +84,12 @@ def _pictures(found: Sequence[Entry], output: Path) -> list[Path]:
     by_task = [(place, list(group)) for place, group in groupby(found, lambda entry: (entry.task, entry.asked))]
     learned, widths, maps = [], [], {}
     for (task, asked), group in by_task:
-        main, title = group[0].main, f"{task}\n{asked}"
+        main = group[0].main
         levels = {entry.layer: _level(entry) for entry in group if printed(entry.task, entry.layer) is not None}
-        learned.append(plots.Lines(title, "epochs", main, _by_epoch(group, main), levels))
-        learned.append(plots.Lines(title, "epochs", "test loss", _by_epoch(group, "test_loss"), {}))
+        learned.append(plots.Lines(task, asked, "epochs", f"{main} %", _by_epoch(group, main, 100), levels))
+        learned.append(plots.Lines(task, asked, "epochs", "test loss", _by_epoch(group, "test_loss"), {}))
         if len({entry.width for entry in group}) > 1:
-            widths.append(plots.Lines(title, "width", main, _by_width(group), {}, doubling=True))
+            widths.append(plots.Lines(task, asked, "width", f"{main} %", _by_width(group), {}, doubling=True))
         for entry in group:
             found_at = slices(entry)
             if len(found_at) > 1:
@@ -116,17 +118,16 @@ def _named(entry: Entry, group: Sequence[Entry]) -> str:
 
 def _level(entry: Entry) -> float:
     paper = printed(entry.task, entry.layer)
-    return float("nan") if paper is None else paper.percent / 100
+    return float("nan") if paper is None else paper.percent
 
 
-def _by_epoch(group: Sequence[Entry], name: str) -> dict[str, Any]:
-    """Means over seeds, as far as all of them went."""
+def _by_epoch(group: Sequence[Entry], name: str, times: float = 1) -> dict[str, Any]:
+    """Means over seeds, `times` what they are, as far as all of them went."""
     curves = {}
     for entry in group:
         runs = [row["curves"][name] for row in entry.rows]
-        epochs = range(1, min(map(len, runs)) + 1)
-        averaged = [sum(run[epoch - 1] for run in runs) / len(runs) for epoch in epochs]
-        curves[_named(entry, group)] = (list(epochs), averaged, [float("nan")] * len(averaged))
+        scores = [Score.of([times * value for value in values]) for values in zip(*runs, strict=False)]
+        curves[_named(entry, group)] = (range(1, len(scores) + 1), *zip(*scores, strict=True))
     return curves
 
 
@@ -135,6 +136,10 @@ def _by_width(group: Sequence[Entry]) -> dict[str, Any]:
     for layer in dict.fromkeys(entry.layer for entry in group):
         mine = sorted((entry for entry in group if entry.layer == layer), key=lambda entry: entry.width)
         scores = [entry.score(entry.main) for entry in mine]
-        at = [(entry.width, *score) for entry, score in zip(mine, scores, strict=True) if score is not None]
+        at = [
+            (entry.width, *(100 * x for x in score))
+            for entry, score in zip(mine, scores, strict=True)
+            if score is not None
+        ]
         curves[layer] = tuple(list(column) for column in zip(*at, strict=True))
     return curves

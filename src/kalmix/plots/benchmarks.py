@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from kalmix.plots.style import COLOURS, INK, MUTED, picture
 
 Curve = tuple[ArrayLike, ArrayLike, ArrayLike]  # x, y, and half the height of its bar
+_LETTERS = 66  # of small print on a line above a panel
 
 
 @dataclass(frozen=True)
@@ -19,13 +24,15 @@ class Lines:
     """Curves of one pair of axes, by name.
 
     Attributes:
-        title, across, up: what it shows, and of what its axes are.
-        curves: x, y and standard error.
+        title, under: what it shows; and the small print, which is wrapped.
+        across, up: of what its axes are.
+        curves: x, whole numbers, y and standard error.
         levels: heights to mark, by name: what papers print.
         doubling: whether x is drawn by its logarithm.
     """
 
     title: str
+    under: str
     across: str
     up: str
     curves: Mapping[str, Curve]
@@ -42,7 +49,7 @@ def benchmark_lines(path: str | PathLike[str], drawn: Sequence[Lines], columns: 
     with picture(path, (0.6 + 4.1 * columns, 0.8 + 3.1 * rows), rows=rows, columns=columns) as (figure, axes):
         for area in axes[len(drawn) :]:
             area.set_axis_off()
-        handles = {}
+        handles: dict[str, Line2D] = {}
         for panel, area in zip(drawn, axes, strict=False):
             for name, (x, y, error) in panel.curves.items():
                 x, y, error = (np.asarray(values, float) for values in (x, y, error))
@@ -52,12 +59,32 @@ def benchmark_lines(path: str | PathLike[str], drawn: Sequence[Lines], columns: 
                     area.fill_between(x, y - error, y + error, color=colours[name], alpha=0.15, linewidth=0)
             for name, level in panel.levels.items():
                 area.axhline(level, color=colours.get(name, MUTED), linewidth=1, linestyle=":")
+                handles["what its paper prints"] = Line2D([], [], color=MUTED, linewidth=1, linestyle=":")
             if panel.doubling:
                 area.set_xscale("log", base=2)
                 area.xaxis.set_major_formatter("{x:g}")
-            area.set(title=panel.title, xlabel=panel.across, ylabel=panel.up)
+            else:
+                area.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+            area.set(xlabel=panel.across, ylabel=panel.up)
+            _head(area, panel)
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, labelcolor=INK, fontsize=8)
     return path
+
+
+def _head(area: Axes, panel: Lines) -> None:
+    """The title, and between it and the axes the small print."""
+    lines = textwrap.wrap(panel.under, _LETTERS)
+    area.set_title(panel.title, pad=6 + 9 * len(lines))
+    area.annotate(
+        "\n".join(lines),
+        (0, 1),
+        (0, 4),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        va="bottom",
+        fontsize=7,
+        color=MUTED,
+    )
 
 
 def heat_maps(

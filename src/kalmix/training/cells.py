@@ -49,7 +49,7 @@ class Results:
                 if not line.startswith("{"):
                     raise self._foreign(f"whose line {number} is no JSON") from None
                 continue
-            if not isinstance(row, dict) or "versions" not in row:
+            if not isinstance(row, dict) or not {"seconds", "versions"} <= row.keys():
                 raise self._foreign(f"whose line {number} is no result")
             yield row
 
