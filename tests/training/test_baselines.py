@@ -182,8 +182,10 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.filterwarnings("ignore:According to Bo", "ignore:Triton is not supported")
-def test_rwkv_asks_for_a_gpu():
+def test_rwkv_asks_for_a_gpu_and_heads_that_fill_the_width():
     pytest.importorskip("fla")
+    with pytest.raises(ArgumentError, match=f"a divisor of the width, {WIDTH}"):
+        RWKV7(WIDTH, head_dim=32)
     layer = RWKV7(WIDTH, head_dim=8)
     assert layer.state_size == 128
     with pytest.raises(ArgumentError, match="must be a GPU"):

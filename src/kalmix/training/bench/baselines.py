@@ -209,6 +209,8 @@ def _mlstm(hidden_size: int, heads: int, expand: int, conv: int) -> nn.Module:
 
 def _rwkv(hidden_size: int, head_dim: int, shift: bool) -> nn.Module:
     fla = _module("fla.layers.rwkv7", "flash-linear-attention")
+    if hidden_size % head_dim:
+        raise ArgumentError("head_dim", got=head_dim, needs=f"a divisor of the width, {hidden_size}")
     # Initial values depend on the layer's place, and are defined from two layers on.
     module = fla.RWKV7Attention(hidden_size=hidden_size, head_dim=head_dim, layer_idx=0, num_hidden_layers=2)
     if not shift:  # how much of the token before is mixed in: nothing, and it stays so
