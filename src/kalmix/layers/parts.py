@@ -61,6 +61,10 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+def _onednn_serves(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution over time, exact across calls and sequences.
 
@@ -109,8 +113,15 @@ class ShortConvolution(nn.Module):
         return output if self.bias is None else keep_owned(output + self.bias.to(output.dtype), owner)
 
     def _slide(self, history: Tensor, keep: list[Tensor] | None = None) -> Tensor:
-        """The convolution of `[N, L + size - 1, C]`, `[N, L, C]`; `keep` masks what each tap may see."""
+        """The convolution of `[N, L + size - 1, C]`, `[N, L, C]`; `keep` masks what each tap may see.
+
+        oneDNN takes a fourth of the time of the sum over taps, if channels lie side by side, as they do for images.
+        """
         length = history.shape[1] - self.size + 1
+        if keep is None and _onednn_serves(history):
+            with torch.autocast("cpu", enabled=False):
+                image, taps = history.mT[:, :, None], self.weight.to(history.dtype)[:, None, None]
+                return F.conv2d(image, taps, groups=self.channels).squeeze(2).mT
         output = history.new_zeros(())
         for tap, weight in enumerate(self.weight.to(history.dtype).unbind(1)):
             seen = history[:, tap : tap + length]

@@ -25,7 +25,7 @@ class Places(NamedTuple):
     here: Tensor | None  # [R, L], whether there is one; `None` if everywhere
 
     def rows(self, heads: int, repeats: int = 1) -> Tensor:
-        """Where `[B * T * heads, *]` has heads of these tokens, `[R, heads * repeats, L]`; at its end or behind for none."""
+        """Where `[B * T * heads, *]` has heads of these tokens, `[R, heads * repeats, L]`; its length or more for none."""
         head = torch.arange(heads, device=self.token.device).repeat_interleave(repeats)
         return self.token[:, None] * heads + head[:, None]
 
