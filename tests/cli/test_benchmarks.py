@@ -12,7 +12,7 @@ import pytest
 from kalmix.cli import bench_all
 from kalmix.training.bench import Cell, Part, Protocol, Shape, presets
 from kalmix.training.bench.presets import BENCHES, Study, cells
-from kalmix.training.bench.summary import Score, entries, printed
+from kalmix.training.bench.summary import Score, entries, printed, slices
 
 PNG = b"\x89PNG\r\n"
 _COPY = Study(
@@ -72,6 +72,8 @@ def test_widths_and_loads_are_drawn_at_the_best_rate(kalmix, tmp_path: Path) -> 
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert len(rows) == 4
+    by, found = slices(entries(rows)[0])
+    assert by == "pairs" and list(found) == [(16, 2), (24, 4)]
     for row in rows:
         row["scores"][row["score"]] = row["protocol"]["rate"]
     assert [entry.rows[0]["protocol"]["rate"] for entry in entries(rows)] == [1e-2, 1e-2]
@@ -176,4 +178,6 @@ def test_needles_are_scored_by_length_and_depth(kalmix, tmp_path: Path, monkeypa
     for scores in row["slices"]["last"]:
         depths = [name for name in scores if name.startswith("depth")]
         assert depths and set(depths) <= {f"depth {fifth}/5" for fifth in range(1, 6)}
+    by, found = slices(entries([row])[0])
+    assert by == "depth" and {length for length, _ in found} == {464, 640} and {part[1:] for _, part in found} == {"/5"}
     assert (tmp_path / "lengths.png").read_bytes().startswith(PNG)

@@ -91,22 +91,16 @@ def _pictures(found: Sequence[Entry], output: Path) -> list[Path]:
         if len({entry.width for entry in group}) > 1:
             widths.append(plots.Lines(task, asked, "width", f"{main} %", _by_width(group), {}, doubling=True))
         for entry in group:
-            found_at = slices(entry)
+            by, found_at = slices(entry)
             if len(found_at) > 1:
-                maps[f"{task.rpartition('/')[2]}  {_named(entry, group)}"] = found_at
+                named = f"{task.rpartition('/')[2]}\n{_named(entry, group)}"
+                maps[named] = plots.HeatMap(by, {at: 100 * score for at, score in found_at.items()})
     written = []
     for name, panels, columns in (("learning", learned, 4), ("widths", widths, 3)):
         if panels:
             written.append(Path(plots.benchmark_lines(output / f"{name}.png", panels, columns)))
     if maps:
-        lengths = sorted({at[0] for found_at in maps.values() for at in found_at})
-        places = sorted({at[1] for found_at in maps.values() for at in found_at})
-        grids = {
-            name: [[found_at.get((length, place), float("nan")) for place in places] for length in lengths]
-            for name, found_at in maps.items()
-        }
-        path = output / "lengths.png"
-        written.append(Path(plots.heat_maps(path, grids, lengths, places, down="tokens", across="")))
+        written.append(Path(plots.heat_maps(output / "lengths.png", maps, down="tokens")))
     return written
 
 

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -87,30 +88,41 @@ def _head(area: Axes, panel: Lines) -> None:
     )
 
 
+@dataclass(frozen=True)
+class HeatMap:
+    """Scores in percent at places of two kinds.
+
+    Attributes:
+        across: what the second kind is.
+        scores: by a place of each kind; what is missing is left white.
+    """
+
+    across: str
+    scores: Mapping[tuple[Any, Any], float]
+
+
 def heat_maps(
-    path: str | PathLike[str],
-    maps: Mapping[str, ArrayLike],
-    rows: Sequence[object],
-    columns: Sequence[object],
-    *,
-    down: str,
-    across: str,
+    path: str | PathLike[str], maps: Mapping[str, HeatMap], *, down: str, abreast: int = 6
 ) -> str | PathLike[str]:
-    """Draw scores from 0 to 1, `[rows, columns]` a name, side by side; NaN is left white."""
-    with picture(path, (0.8 + 2.6 * len(maps), 2.9), columns=len(maps)) as (figure, axes):
+    """Draw maps by name, so many abreast, each with the places that it has, in their order."""
+    abreast = min(abreast, len(maps))
+    lines = -(-len(maps) // abreast)
+    with picture(path, (0.8 + 2.2 * abreast, 0.3 + 2.6 * lines), rows=lines, columns=abreast) as (figure, axes):
+        for area in axes[len(maps) :]:
+            area.set_axis_off()
         shown = None
-        for area, (name, values) in zip(axes, maps.items(), strict=True):
-            grid = np.asarray(values, float)
-            shown = area.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+        for place, (area, (name, drawn)) in enumerate(zip(axes, maps.items(), strict=False)):
+            rows, columns = (sorted({at[kind] for at in drawn.scores}) for kind in (0, 1))
+            grid = np.array([[drawn.scores.get((row, column), np.nan) for column in columns] for row in rows])
+            shown = area.imshow(grid, cmap="viridis", vmin=0, vmax=100, aspect="auto")
             for (row, column), value in np.ndenumerate(grid):
                 if np.isfinite(value):
-                    colour = "white" if value < 0.6 else INK
-                    area.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=7)
+                    colour = "white" if value < 60 else INK
+                    area.text(column, row, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=7)
             area.set_xticks(range(len(columns)), list(map(str, columns)))
             area.set_yticks(range(len(rows)), list(map(str, rows)))
-            area.set(title=name, xlabel=across)
+            area.set(title=name, xlabel=drawn.across, ylabel="" if place % abreast else down)
             area.grid(visible=False)
-        axes[0].set_ylabel(down)
         if shown is not None:
-            figure.colorbar(shown, ax=axes, shrink=0.9)
+            figure.colorbar(shown, ax=axes, shrink=0.9, label="score %")
     return path

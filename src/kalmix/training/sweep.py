@@ -80,14 +80,16 @@ def _finish(piece: Piece, results: Results, work: Work, device: torch.device, be
                 claims.enter_context(results.claim(cell).acquire(timeout=0))
             except Timeout:
                 return False
-        tell, how, known = begin(), "", results.rows(piece)  # another sweep may have finished some of it meanwhile
+        tell, known = begin(), results.rows(piece)  # another sweep may have finished some of it meanwhile
+
+        left = tuple(cell for cell in piece if cell not in known)
+        how = "" if left else "by another sweep"
 
         def under_way(done: float, told: str) -> None:
             nonlocal how
             how = told
             tell(min(done, 0.999), told)
 
-        left = tuple(cell for cell in piece if cell not in known)
         if left:
             began = time.monotonic()
             if device.type == "cuda":

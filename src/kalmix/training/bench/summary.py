@@ -94,24 +94,31 @@ def asked(row: Row) -> str:
     return ", ".join([*told, f"{rows} rows, {epochs} times at most"])
 
 
-Grid = dict[tuple[int, str], float]
+class Slices(NamedTuple):
+    """Main scores of a layer, sliced.
 
-
-def slices(entry: Entry, chosen: str = "score") -> Grid:
-    """Main scores over seeds, by length and by how many pairs there are or how deep the answer lies.
-
-    Empty for tasks that have no such thing.
+    Attributes:
+        by: "pairs", or "depth" of the answer; empty for tasks that have no such thing.
+        scores: by length, and by how many pairs there are or in which part of a row the answer lies; over seeds.
     """
-    found: dict[tuple[int, str], list[float]] = {}
+
+    by: str
+    scores: dict[tuple[int, Any], float]
+
+
+def slices(entry: Entry, chosen: str = "score") -> Slices:
+    """Main scores by length and by what else the parts of a task differ in."""
+    by, found = "", {}
     for row in entry.rows:
         judged = [part["settings"] for part in row["parts"] if part["test"]]
         for settings, scores in zip(judged, row["slices"][chosen], strict=True):
             if "num_kv_pairs" in settings:
-                at = settings["input_seq_len"], f"{settings['num_kv_pairs']:3d} pairs"
+                by, at = "pairs", (settings["input_seq_len"], settings["num_kv_pairs"])
                 found.setdefault(at, []).append(scores[entry.main])
-            for name in (name for name in scores if name.startswith("depth")):
-                found.setdefault((settings["max_seq_length"], name), []).append(scores[name])
-    return {at: mean(values) for at, values in sorted(found.items())}
+            for name in (name for name in scores if name.startswith("depth ")):
+                by, part = name.split()
+                found.setdefault((settings["max_seq_length"], part), []).append(scores[name])
+    return Slices(by, {at: mean(values) for at, values in sorted(found.items())})
 
 
 class Printed(NamedTuple):
