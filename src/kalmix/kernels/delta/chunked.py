@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from kalmix.beliefs import PointBelief
 from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
-from kalmix.kernels.primitives.decays import Decays, inner
+from kalmix.kernels.primitives.decays import Decays, inner, lower
 from kalmix.kernels.primitives.scan import State
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -131,7 +131,7 @@ def _tokens(
     arriving, leaving = (q * decays.since, k * decays.since), write * decays.until
     weights, coupling = decays.products((q, k), write)
     eye = torch.eye(chunks.size, dtype=dtype, device=k.device)
-    settled = torch.linalg.solve_triangular(coupling.tril(-1), eye, upper=False, unitriangular=True)
+    settled = torch.linalg.solve_triangular(lower(coupling, -1), eye, upper=False, unitriangular=True)
     unexpected, expected = settled @ v, settled @ arriving[1]
     return _Tokens((q, k), gain, write, decays, arriving, leaving, weights, settled, unexpected, expected)
 

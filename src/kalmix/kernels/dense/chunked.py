@@ -1,8 +1,9 @@
 """`dense` in tiles of tokens, exact and parallel inside a tile: torch only.
 
 Only beliefs step from tile to tile; all else is done for several tiles of a sequence at once. The steps of a long
-sequence would be a long graph: they are a custom op that loops inside. Training keeps the beliefs before every 8 tiles
-(`lanes`) and computes the rest again: its memory is O(T (K + V) + T K (K + V) / 128).
+sequence would be a long graph: they are a custom op that loops inside. Training keeps the beliefs before every 8 tiles,
+or before each where they are no larger than its tokens (`lanes`), and computes the rest again: its memory is
+O(T (K + V) + T K (K + V) / 128).
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from kalmix.kernels.dense.tile import (
     Crossing,
     State,
     Tile,
-    advance,
     crossing,
     gains,
+    gains_back,
+    leave,
+    meet,
     pull_back,
     symmetric,
     turned,
@@ -59,6 +62,7 @@ class _Block:
 
     def __init__(self, lanes: Lanes, steps: range, signals: Signals) -> None:
         self.places, self.counts = lanes.places(steps), [lanes.counts[j] for j in steps]
+        self.kept = sum(self.counts[:: lanes.every])
         cut = (None if x is None else lanes.cut(self.places, x, float(i == 3)) for i, x in enumerate(signals))
         self.tokens = Tokens(*cut)  # type: ignore[arg-type]
         self.path = follow(self.tokens)
@@ -70,10 +74,14 @@ class _Block:
         for outlook, v, count in zip(
             self._each(self.outlook), self.tokens.v.split(self.counts), self.counts, strict=True
         ):
-            tile, after = advance(outlook, v, _first(count, state))
-            tiles.append(tile)
-            state = _joined(after, state)
+            tiles.append(meet(outlook, v, _first(count, state)))
+            state = _joined(leave(outlook, tiles[-1]), state)
         return Tile(*(torch.cat(x) for x in zip(*tiles, strict=True))), state
+
+    def again(self, kept: State) -> Tile:
+        """All tiles, from beliefs before all of them, or before the first of every lane."""
+        whole = self.kept == sum(self.counts)
+        return meet(self.outlook, self.tokens.v, kept) if whole else self.advance(kept)[0]
 
     def retreat(self, crossings: Crossing, state: State) -> tuple[State, State]:
         """The adjoints of the beliefs after every tile, before they turn, and of all lanes' before the first."""
@@ -129,11 +137,11 @@ def _filter(
     with torch.autocast(v.device.type, enabled=False):
         for steps in lanes.blocks():
             block = _Block(lanes, steps, signals)
-            if keep:
-                for onto, x in zip(kept, _first(block.counts[0], state), strict=True):
-                    onto[filled : filled + len(x)] = x
-                filled += block.counts[0]
             tile, state = block.advance(state)
+            if keep:
+                for onto, x in zip(kept, _first(block.kept, (tile.mean, tile.covariance)), strict=True):
+                    onto[filled : filled + len(x)] = x
+                filled += block.kept
             along = gains(block.outlook, tile)
             lanes.paste(block.places, read_mean, block.outlook.queries @ tile.mean + along @ tile.surprise)
             if variance:
@@ -173,15 +181,15 @@ def _gradients(
     given = [x for x in signals if x is not None]
     grads = [lanes.blank(x) for x in given]
     blocks = lanes.blocks()
-    end = sum(lanes.counts[steps[0]] for steps in blocks)
+    end = sum(lanes.counts[:: lanes.every])
     with torch.autocast(v.device.type, enabled=False):
         for steps in reversed(blocks):
             block = _Block(lanes, steps, signals)
-            begin = end - block.counts[0]
-            tile, _ = block.advance((means[begin:end], covariances[begin:end]))
+            begin = end - block.kept
+            tile = block.again((means[begin:end], covariances[begin:end]))
             end, along = begin, gains(block.outlook, tile)
             to_mean, to_variance = lanes.cut(block.places, grad_mean), lanes.cut(block.places, grad_variance)
-            arguments = block.outlook, tile, along, to_mean, to_variance
+            arguments = block.outlook, tile, along, gains_back(tile, to_mean), to_mean, to_variance
             after, state = block.retreat(crossing(*arguments), state)
             back = look_back(block.tokens, block.path, *pull_back(*arguments, after))
             for onto, x in zip(grads, (x for x in back if x is not None), strict=True):

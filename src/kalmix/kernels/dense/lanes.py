@@ -14,7 +14,9 @@ from torch import Tensor
 from kalmix.segments import Segments
 
 TILE = 16  # tokens that share a factorisation, half as many where keys are narrower: float32 wants few beside its rank
-STEPS = 8  # tiles of a lane that are prepared at once; only the belief before them is kept for the backward
+STEPS = (
+    8  # tiles of a lane that are prepared at once; of wide keys, only the belief before them is kept for the backward
+)
 ROOM = 1 << 24  # numbers in the largest array of what is prepared
 
 
@@ -25,7 +27,7 @@ class Places(NamedTuple):
     here: Tensor | None  # [R, L], whether there is one; `None` if everywhere
 
     def rows(self, heads: int, repeats: int = 1) -> Tensor:
-        """Where `[B * T * heads, *]` has heads of these tokens, `[R, heads * repeats, L]`; its length or more for none."""
+        """Where `[B * T * heads, *]` has these tokens, `[R, heads * repeats, L]`; its length or more where none is."""
         head = torch.arange(heads, device=self.token.device).repeat_interleave(repeats)
         return self.token[:, None] * heads + head[:, None]
 
@@ -35,7 +37,8 @@ class Lanes:
 
     def __init__(self, v: Tensor, mean: Tensor, rows: Tensor | None) -> None:
         self.tokens, self.heads, self.dtype = v.shape[:2], v.shape[2], mean.dtype
-        self.size, self.together = _tile(v, mean), _together(v, mean)
+        self.size, self.together, self.every = _tile(v, mean), _together(v, mean), _every(v, mean)
+        self.whole = rows is None
         runs = Segments.whole(v.shape[0], v.shape[1], v.device).rows if rows is None else rows
         row, start, stop = runs.long().unbind(1)
         tiles = (stop - start + self.size - 1) // self.size
@@ -49,11 +52,9 @@ class Lanes:
 
     @staticmethod
     def kept(v: Tensor, mean: Tensor, rows: Tensor | None) -> int:
-        """How many beliefs there are before blocks, at most."""
-        steps, together = -(-v.shape[1] // _tile(v, mean)), _together(v, mean)
-        if rows is None:
-            return mean.shape[0] * -(-steps // together)
-        return sum(_under_way(j, v, mean, rows) for j in range(0, steps, together))
+        """How many beliefs there are before tiles that one is kept before, at most."""
+        steps, every = -(-v.shape[1] // _tile(v, mean)), _every(v, mean)
+        return sum(_under_way(j, v, mean, rows) for j in range(0, steps, every))
 
     def blocks(self) -> list[range]:
         """All steps, a few at a time."""
@@ -88,8 +89,9 @@ class Lanes:
         return x if here is None else torch.where(here.view(len(here), 1, -1, *(1,) * (x.ndim - 3)), x, absent)
 
     def blank(self, like: Tensor) -> Tensor:
-        """Zeros to paste `[B, T, *]` onto, and one token more for what belongs nowhere."""
-        return like.new_zeros(self.tokens.numel() + 1, *like.shape[2:], dtype=self.dtype)
+        """What to paste `[B, T, *]` onto, 0 where no sequence is, and one token more for what belongs nowhere."""
+        new = like.new_empty if self.whole else like.new_zeros
+        return new(self.tokens.numel() + 1, *like.shape[2:], dtype=self.dtype)
 
     def paste(self, places: Places, onto: Tensor, x: Tensor) -> None:
         """`[R, G, L, *]` onto `blank`; value heads that share a key head add up."""
@@ -112,6 +114,11 @@ def _together(v: Tensor, mean: Tensor) -> int:
     """Steps of a block."""
     sequences, heads, width = mean.shape[:3]
     return max(1, min(STEPS, ROOM // (sequences * heads * width * width)))
+
+
+def _every(v: Tensor, mean: Tensor) -> int:
+    """Of so many steps, the belief before one is kept: of narrow keys it is no larger than its tokens."""
+    return 1 if mean.shape[2] <= TILE else _together(v, mean)
 
 
 def _under_way(step: int, v: Tensor, mean: Tensor, rows: Tensor | None) -> int:

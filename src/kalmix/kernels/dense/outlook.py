@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.kernels.primitives.decays import Decays
+from kalmix.kernels.primitives.decays import Decays, inner, lower
 
 
 class Tokens(NamedTuple):
@@ -64,7 +64,7 @@ def look(tokens: Tokens, path: Path) -> Outlook:
         queries=q * since,
         keys=path.k * since,
         decay=path.decays.path.expand(*heads, width, 1),
-        seen=seen + seen.tril(-1).mT + torch.diag_embed(tokens.obs_noise),
+        seen=seen + torch.diagonal_scatter(seen, tokens.obs_noise, dim1=-2, dim2=-1).mT,
         read=read,
         spread=(_times(path.noise, q) * q).sum(-1, keepdim=True),
         left=(path.warped * path.decays.until).mT,
@@ -78,7 +78,7 @@ def look_back(tokens: Tokens, path: Path, to: Outlook, to_v: Tensor) -> Tokens:
     k, q = path.k, path.q
     since, until, to_left = path.decays.since, path.decays.until, to.left.mT
     to_obs = to.seen.diagonal(dim1=-2, dim2=-1)
-    to_pairs = 2 * to.seen.tril() - torch.diag_embed(to_obs), to.read
+    to_pairs = lower(to.seen) + lower(to.seen, -1), to.read
     (to_k, to_q), to_warped, levels = path.decays.products_backward((k, q), path.warped, to_pairs)
     to_warped = to_warped + to_left * until
     to_noise = to_warped[..., None, :] * _images(k, path.noise)
@@ -131,9 +131,10 @@ def follow(tokens: Tokens) -> Path:
         log_decay = log_decay[..., None]
     elif log_decay.shape[-1] < k.shape[-1]:
         log_decay = log_decay.repeat(1, 1, 1, 2)
-    square = log_decay.exp().square()[..., None, :]
+    decays = Decays(log_decay)
+    square = decays.each.square()[..., None, :]
     noise = _gathered(square, tokens.process_noise[..., None, None] * shape)
-    return Path(k, q, Decays(log_decay), square, shape, noise, _times(noise, k))
+    return Path(k, q, decays, square, shape, noise, _times(noise, k))
 
 
 def _gathered(square: Tensor, process: Tensor) -> Tensor:
@@ -173,7 +174,8 @@ def _images(x: Tensor, noise: Tensor) -> Tensor:
 
 
 def _times(noise: Tensor, x: Tensor) -> Tensor:
-    return (noise * _images(x, noise)).sum(-2)
+    """The product of noise, `[..., 1 or 2, K]`, and x, `[..., K]`."""
+    return inner(noise.unbind(-2), _images(x, noise).unbind(-2))
 
 
 def _matrix(noise: Tensor) -> Tensor:

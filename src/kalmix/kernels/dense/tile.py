@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kalmix.kernels.dense.outlook import Outlook, slope, turn
+from kalmix.kernels.primitives.decays import lower
 
 State = tuple[Tensor, Tensor]  # mean [n, G, K, V] and covariance [n, G, K, K], or the adjoints of these
 
@@ -43,20 +44,29 @@ class Crossing(NamedTuple):
         return to_mean + self.mean, symmetric(to_covariance)
 
 
-def advance(outlook: Outlook, v: Tensor, before: State) -> tuple[Tile, State]:
-    """The filter over R tiles side by side, and the beliefs after them."""
+def meet(outlook: Outlook, v: Tensor, before: State) -> Tile:
+    """The filter over R tiles side by side."""
     mean, covariance = before
     warped = covariance @ outlook.keys.mT
     whiten = _whitening(outlook.keys @ warped + outlook.seen)
     gain = (outlook.decay * warped + outlook.left) @ whiten.mT
     surprise = whiten @ (v - outlook.keys @ mean)
-    tile = Tile(mean, covariance, warped, whiten, surprise, gain)
-    return tile, turned(_after(outlook, tile), outlook.turn)
+    return Tile(mean, covariance, warped, whiten, surprise, gain)
+
+
+def leave(outlook: Outlook, tile: Tile) -> State:
+    """The beliefs after R tiles."""
+    return turned(_after(outlook, tile), outlook.turn)
 
 
 def gains(outlook: Outlook, tile: Tile) -> Tensor:
     """Of what is read, along surprise, `[R, G, L, L]`, lower triangular."""
-    return ((outlook.queries @ tile.warped + outlook.read) @ tile.whiten.mT).tril()
+    return lower((outlook.queries @ tile.warped + outlook.read) @ tile.whiten.mT)
+
+
+def gains_back(tile: Tile, to_mean: Tensor) -> Tensor:
+    """The adjoint of `gains` from that of the mean."""
+    return lower(to_mean @ tile.surprise.mT)
 
 
 def variance_of(outlook: Outlook, tile: Tile, gains: Tensor) -> Tensor:
@@ -68,17 +78,19 @@ def variance_of(outlook: Outlook, tile: Tile, gains: Tensor) -> Tensor:
     return spread.clamp(min=0)  # rounding
 
 
-def crossing(outlook: Outlook, tile: Tile, gains: Tensor, to_mean: Tensor, to_variance: Tensor) -> Crossing:
-    """From the adjoints of what is read, `[R, G, L, V]` and `[R, G, L, 1]`."""
+def crossing(
+    outlook: Outlook, tile: Tile, gains: Tensor, by_read: Tensor, to_mean: Tensor, to_variance: Tensor
+) -> Crossing:
+    """From the adjoints of what is read, `[R, G, L, V]` and `[R, G, L, 1]`; `by_read` is `gains_back`."""
     seen = tile.whiten @ outlook.keys
     read = outlook.queries - gains @ seen  # by this row, what is read moves with the belief before the tile
     transition = torch.diag_embed(outlook.decay.squeeze(-1)) - tile.gain @ seen
-    along = (to_mean @ tile.surprise.mT).tril() @ seen + to_variance * read
+    along = by_read @ seen + to_variance * read
     return Crossing(transition, seen.mT @ tile.surprise, read.mT @ to_mean, read.mT @ along)
 
 
 def pull_back(
-    outlook: Outlook, tile: Tile, gains: Tensor, to_mean: Tensor, to_variance: Tensor, after: State
+    outlook: Outlook, tile: Tile, gains: Tensor, by_read: Tensor, to_mean: Tensor, to_variance: Tensor, after: State
 ) -> tuple[Outlook, Tensor]:
     """The adjoints of outlooks and of values, from those of what is read and of the beliefs after (before they turn).
 
@@ -86,7 +98,7 @@ def pull_back(
     does not move with them.
     """
     to_state, to_covariance = after
-    by_read, by_left = (to_mean @ tile.surprise.mT).tril(), to_state @ tile.surprise.mT
+    by_left = to_state @ tile.surprise.mT
     of_read, of_left = to_variance * gains, to_covariance @ tile.gain
     to_seen = gains.mT @ (of_read - by_read) + tile.gain.mT @ (of_left - by_left)
     to_seen = tile.whiten.mT @ symmetric(to_seen) @ tile.whiten

@@ -21,6 +21,7 @@ class Decays:
     """Decays inside chunks of L tokens (a power of two), given their logarithms `[..., L, K]`, or `[..., L, 1]` a head.
 
     Attributes:
+        each: `[..., L, K or 1]`, of each token.
         since: `[..., L, K or 1]`, from before the chunk to after each token's own decay.
         until: `[..., L, K or 1]`, from each token (its own decay excluded) to the end of the chunk.
         path: `[..., K or 1, 1]`, through the whole chunk.
@@ -28,7 +29,8 @@ class Decays:
     """
 
     def __init__(self, log_decay: Tensor) -> None:
-        since, until = log_decay.exp(), torch.ones_like(log_decay)
+        self.each = since = log_decay.exp()
+        until = torch.ones_like(since)
         self.levels: list[tuple[Tensor, Tensor]] = []
         for level in range(log_decay.shape[-2].bit_length() - 1):
             late, early = _half(since, level, 1), _half(until, level, 0)
@@ -114,6 +116,11 @@ def _between(since: Tensor, levels: list[tuple[Tensor, Tensor]]) -> Tensor:
 def _half(x: Tensor, level: int, which: int) -> Tensor:
     """A view of the earlier (0) or later (1) halves of blocks: `[..., L, K]` to `[..., blocks, 2^level, K]`."""
     return x.unflatten(-2, (-1, 2, 1 << level)).select(-3, which)
+
+
+def lower(x: Tensor, diagonal: int = 0) -> Tensor:
+    """`[..., L, L]` with 0 above a diagonal, as `tril`, which a CPU makes later of many small matrices."""
+    return x * torch.ones(x.shape[-2:], dtype=x.dtype, device=x.device).tril(diagonal)
 
 
 def inner(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
