@@ -61,10 +61,10 @@ def test_pictures_of_what_they_believe(results: Results):
 
 def test_the_command(results: Results, capsys: pytest.CaptureFixture[str]):
     folder = results.path.parent
-    bench_beliefs.run(folder, task=["mad/compression"], layer=None, row=0, models=1)
+    bench_beliefs.run(folder, task=["compression"], layer=None, row=0, models=1)
     assert capsys.readouterr().out.count("mad-compression-kla-1") == 2
     mistakes: dict[str, Callable[[], None]] = {
-        r"with mad/selective-copying  kla  seed 0": lambda: bench_beliefs.run(folder, layer=["mamba2"]),
+        r"kla on mad/selective-copying": lambda: bench_beliefs.run(folder, layer=["mamba2"]),
         r"`output` .* no trained model": lambda: bench_beliefs.run(folder / "nowhere"),
         r"`row` is 16, but must be below 16": lambda: bench_beliefs.run(folder, layer=["kla"], row=16),
         r"`layer` is deltanet, but must be with a posterior": lambda: bench_beliefs.run(folder, layer=["deltanet"]),

@@ -32,9 +32,14 @@ def run(
     count("models", models)
     results, console = Results(output / "results.jsonl"), Console(highlight=False, soft_wrap=True)
     there = kept(results)
-    asked = [cell for cell in there if (not task or cell.task in task) and (not layer or cell.layer in layer)]
+    asked = [
+        cell
+        for cell in there
+        if (not task or {cell.task, cell.task.rpartition("/")[2]} & set(task)) and (not layer or cell.layer in layer)
+    ]
     if not asked:
-        got = f"{str(output)!r}, with " + (", ".join(map(str, there)) if there else "no trained model")
+        known = dict.fromkeys(f"{cell.layer} on {cell.task}" for cell in there)
+        got = f"{str(output)!r}, with {', '.join(known) or 'no trained model'}"
         raise ArgumentError("output", got=got, needs="a folder of results with a model of that task and layer")
     drawn = 0
     for cell in asked:

@@ -8,6 +8,7 @@ from os import PathLike
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
+from matplotlib.ticker import LogLocator
 from numpy.typing import ArrayLike
 
 from kalmix.plots.style import COLOURS, GAIN, INK, MUTED, VARIANCE, label_tokens, picture, width_for
@@ -44,6 +45,10 @@ def posterior_variance(
                 low, high = np.quantile(row.clip(min=TINY), (0.25, 0.75), axis=-1)
                 axes.fill_between(range(len(line)), low, high, step="mid", alpha=0.15, color=drawn.get_color())
         axes.set(title=title or "Posterior variance of the read-out", ylabel="variance", yscale="log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+        axes.margins(y=0.05 + 0.04 * len(marks or {}))  # room for the marks
         axes.set_xlim(-0.5, len(tokens) - 0.5)
         axes.grid(axis="x", visible=False)
         for level, (name, mask) in enumerate((marks or {}).items()):
