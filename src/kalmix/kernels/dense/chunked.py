@@ -58,10 +58,10 @@ def dense(
 
 
 class _Block:
-    """A few steps of all lanes: R tiles, those of a step side by side."""
+    """A few steps of all lanes: R tiles, those of a step side by side, those of its heads together."""
 
     def __init__(self, lanes: Lanes, steps: range, signals: Signals) -> None:
-        self.places, self.counts = lanes.places(steps), [lanes.counts[j] for j in steps]
+        self.places, self.counts = lanes.places(steps), [lanes.counts[j] * lanes.heads for j in steps]
         self.kept = sum(self.counts[:: lanes.every])
         cut = (None if x is None else lanes.cut(self.places, x, float(i == 3)) for i, x in enumerate(signals))
         self.tokens = Tokens(*cut)  # type: ignore[arg-type]
@@ -85,10 +85,11 @@ class _Block:
 
     def retreat(self, crossings: Crossing, state: State) -> tuple[State, State]:
         """The adjoints of the beliefs after every tile, before they turn, and of all lanes' before the first."""
-        steps = zip(self._each(self.outlook), self._each(crossings), self.counts, strict=True)
+        turn = self.outlook.turn
+        turns = [None] * len(self.counts) if turn is None else (-turn).split(self.counts)
         passed = []
-        for outlook, cross, count in reversed(list(steps)):
-            passed.append(turned(_first(count, state), None if outlook.turn is None else -outlook.turn))
+        for angle, cross, count in reversed(list(zip(turns, self._each(crossings), self.counts, strict=True))):
+            passed.append(turned(_first(count, state), angle))
             state = _joined(cross(passed[-1]), state)
         to_mean, to_covariance = (torch.cat(x[::-1]) for x in zip(*passed, strict=True))
         return (to_mean, to_covariance), state
@@ -133,7 +134,7 @@ def _filter(
     state = lanes.sort(mean), lanes.sort(covariance)
     read_mean, read_variance = lanes.blank(v), lanes.blank(v[..., : int(variance)])
     count = Lanes.kept(v, mean, rows) if keep else 0
-    kept, filled = (mean.new_zeros(count, *mean.shape[1:]), mean.new_zeros(count, *covariance.shape[1:])), 0
+    kept, filled = (mean.new_zeros(count, *mean.shape[2:]), mean.new_zeros(count, *covariance.shape[2:])), 0
     with torch.autocast(v.device.type, enabled=False):
         for steps in lanes.blocks():
             block = _Block(lanes, steps, signals)
@@ -154,7 +155,7 @@ def _filter(
 def _(q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, rows, variance, keep):
     count = Lanes.kept(v, mean, rows) if keep else 0
     shapes = (*v.shape[:3], int(variance)), mean.shape, covariance.shape
-    shapes += tuple((count, *x.shape[1:]) for x in (mean, covariance))
+    shapes += tuple((count, *x.shape[2:]) for x in (mean, covariance))
     return torch.empty_like(v, memory_format=torch.contiguous_format), *(mean.new_empty(shape) for shape in shapes)
 
 
@@ -181,7 +182,7 @@ def _gradients(
     given = [x for x in signals if x is not None]
     grads = [lanes.blank(x) for x in given]
     blocks = lanes.blocks()
-    end = sum(lanes.counts[:: lanes.every])
+    end = sum(lanes.counts[:: lanes.every]) * lanes.heads
     with torch.autocast(v.device.type, enabled=False):
         for steps in reversed(blocks):
             block = _Block(lanes, steps, signals)

@@ -6,34 +6,41 @@ that has ended, as far as that can be known without waiting for a GPU.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from kalmix.segments import Segments
 
 TILE = 16  # tokens that share a factorisation, half as many where keys are narrower: float32 wants few beside its rank
-STEPS = (
-    8  # tiles of a lane that are prepared at once; of wide keys, only the belief before them is kept for the backward
-)
+STEPS = 8  # tiles of a lane that are prepared at once; of wide keys, only the belief before them is kept
 ROOM = 1 << 24  # numbers in the largest array of what is prepared
 
 
-class Places(NamedTuple):
-    """Where the tokens of R tiles lie."""
+class Places:
+    """Where the tokens of R / G tiles lie, which all heads share.
 
-    token: Tensor  # [R, L], in the flattened batch; B T where there is none
-    here: Tensor | None  # [R, L], whether there is one; `None` if everywhere
+    Attributes:
+        token: `[R / G, L]`, in the flattened batch; B T where there is none.
+        here: `[R / G, L]`, whether there is one; `None` if everywhere.
+    """
+
+    def __init__(self, token: Tensor, here: Tensor | None) -> None:
+        self.token, self.here = token, here
+        self._rows: dict[tuple[int, int], Tensor] = {}
 
     def rows(self, heads: int, repeats: int = 1) -> Tensor:
-        """Where `[B * T * heads, *]` has these tokens, `[R, heads * repeats, L]`; its length or more where none is."""
-        head = torch.arange(heads, device=self.token.device).repeat_interleave(repeats)
-        return self.token[:, None] * heads + head[:, None]
+        """Where these tokens lie in `[B * T * heads, *]`, one after another; at its end or behind for none."""
+        if (heads, repeats) not in self._rows:
+            head = torch.arange(heads, device=self.token.device).repeat_interleave(repeats)
+            self._rows[heads, repeats] = (self.token[:, None] * heads + head[:, None]).flatten()
+        return self._rows[heads, repeats]
 
 
 class Lanes:
-    """N sequences of `[B, T]` tokens, for beliefs `[N, G, K, V]`; step j takes the j-th tile of `counts[j]` lanes."""
+    """N sequences of `[B, T]` tokens, for beliefs `[N, G, K, V]`; step j takes the j-th tile of `counts[j]` lanes.
+
+    Tiles, and the beliefs before them, are of one head each: R are those of R / G stretches of time.
+    """
 
     def __init__(self, v: Tensor, mean: Tensor, rows: Tensor | None) -> None:
         self.tokens, self.heads, self.dtype = v.shape[:2], v.shape[2], mean.dtype
@@ -54,7 +61,7 @@ class Lanes:
     def kept(v: Tensor, mean: Tensor, rows: Tensor | None) -> int:
         """How many beliefs there are before tiles that one is kept before, at most."""
         steps, every = -(-v.shape[1] // _tile(v, mean)), _every(v, mean)
-        return sum(_under_way(j, v, mean, rows) for j in range(0, steps, every))
+        return mean.shape[1] * sum(_under_way(j, v, mean, rows) for j in range(0, steps, every))
 
     def blocks(self) -> list[range]:
         """All steps, a few at a time."""
@@ -62,14 +69,15 @@ class Lanes:
         return [range(j, min(j + self.together, count)) for j in range(0, count, self.together)]
 
     def sort(self, states: Tensor) -> Tensor:
-        """States `[N, ...]` in the order of the lanes."""
-        return states.index_select(0, self.order)
+        """States `[N, G, ...]` as `[N * G, ...]`, in the order of the lanes."""
+        return states.index_select(0, self.order).flatten(0, 1)
 
     def unsort(self, states: Tensor) -> Tensor:
+        states = states.unflatten(0, (-1, self.heads))
         return torch.empty_like(states).index_copy_(0, self.order, states)
 
     def places(self, block: range) -> Places:
-        """Where the tokens of a block's R tiles lie."""
+        """Where the tokens of a block's tiles lie."""
         within = torch.arange(self.size, device=self.begin.device)
         token = torch.cat([self.begin[: self.counts[j], None] + j * self.size + within for j in block])
         end = torch.cat([self.end[: self.counts[j], None] for j in block])
@@ -78,15 +86,14 @@ class Lanes:
         return Places(torch.where(here, token, self.tokens.numel()), None if everywhere else here)
 
     def cut(self, places: Places, x: Tensor, absent: float = 0.0) -> Tensor:
-        """`[B, T, H or G, *]` to `[R, G, L, *]`."""
-        rows, index = x.flatten(0, 2), places.rows(x.shape[2], self.heads // x.shape[2])
-        x = (
-            rows.index_select(0, index.flatten().clamp(max=len(rows) - 1))
-            .to(self.dtype)
-            .view(*index.shape, *x.shape[3:])
-        )
-        here = places.here
-        return x if here is None else torch.where(here.view(len(here), 1, -1, *(1,) * (x.ndim - 3)), x, absent)
+        """`[B, T, H or G, *]` to `[R, L, *]`."""
+        index, rows = places.rows(x.shape[2], self.heads // x.shape[2]), x.flatten(0, 2)
+        index = index if places.here is None else index.clamp(max=len(rows) - 1)
+        x = rows.index_select(0, index).to(self.dtype).unflatten(0, (-1, self.size))
+        if places.here is None:
+            return x
+        here = places.here.repeat_interleave(self.heads, 0)
+        return torch.where(here.view(*here.shape, *(1,) * (x.ndim - 2)), x, absent)
 
     def blank(self, like: Tensor) -> Tensor:
         """What to paste `[B, T, *]` onto, 0 where no sequence is, and one token more for what belongs nowhere."""
@@ -94,10 +101,10 @@ class Lanes:
         return new(self.tokens.numel() + 1, *like.shape[2:], dtype=self.dtype)
 
     def paste(self, places: Places, onto: Tensor, x: Tensor) -> None:
-        """`[R, G, L, *]` onto `blank`; value heads that share a key head add up."""
-        heads = onto.shape[1]
-        x = x if heads == x.shape[1] else x.unflatten(1, (heads, -1)).sum(2)
-        onto.flatten(0, 1).index_copy_(0, places.rows(heads).flatten(), x.flatten(0, 2))
+        """`[R, L, *]` onto `blank`; value heads that share a key head add up."""
+        shared = self.heads // onto.shape[1]
+        x = x if shared == 1 else x.unflatten(0, (-1, shared)).sum(1)
+        onto.flatten(0, 1).index_copy_(0, places.rows(onto.shape[1]), x.flatten(0, 1))
 
     def pasted(self, onto: Tensor, dtype: torch.dtype) -> Tensor:
         """What was pasted, `[B, T, *]`."""

@@ -18,57 +18,57 @@ from kalmix.kernels.primitives.decays import Decays, inner, lower
 
 
 class Tokens(NamedTuple):
-    """The tokens of R tiles, in the belief's dtype, or adjoints of them. An absent one has noise 1 and is 0 else."""
+    """Tokens of R tiles of a head, in the belief's dtype, or adjoints. An absent one has noise 1 and is 0 else."""
 
-    q: Tensor  # [R, G, L, K]
-    k: Tensor  # [R, G, L, K]
-    v: Tensor  # [R, G, L, V]
-    obs_noise: Tensor  # [R, G, L]
-    process_noise: Tensor  # [R, G, L]
-    log_decay: Tensor | None  # [R, G, L], or [R, G, L, K or K / 2]
-    angle: Tensor | None  # [R, G, L, K / 2]
+    q: Tensor  # [R, L, K]
+    k: Tensor  # [R, L, K]
+    v: Tensor  # [R, L, V]
+    obs_noise: Tensor  # [R, L]
+    process_noise: Tensor  # [R, L]
+    log_decay: Tensor | None  # [R, L], or [R, L, K or K / 2]
+    angle: Tensor | None  # [R, L, K / 2]
 
 
 class Outlook(NamedTuple):
     """R tiles seen from the beliefs before them, or adjoints of this."""
 
-    queries: Tensor  # [R, G, L, K], A_{t:0}' q_t
-    keys: Tensor  # [R, G, L, K], A_{t:0}' k_t
-    decay: Tensor  # [R, G, K, 1], A_{L:0}
-    seen: Tensor  # [R, G, L, L], covariance of what is seen, had the belief none; symmetric
-    read: Tensor  # [R, G, L, L], of what is read with what was seen until then; lower triangular
-    spread: Tensor  # [R, G, L, 1], variance of what is read
-    left: Tensor  # [R, G, K, L], covariance of the state after the tile with what was seen
-    noise: Tensor  # [R, G, K, K], of the state after the tile
-    turn: Tensor | None  # [R, G, K / 2, 1], the angle of pairs after the tile
+    queries: Tensor  # [R, L, K], A_{t:0}' q_t
+    keys: Tensor  # [R, L, K], A_{t:0}' k_t
+    decay: Tensor  # [R, K, 1], A_{L:0}
+    seen: Tensor  # [R, L, L], covariance of what is seen, had the belief none; symmetric
+    read: Tensor  # [R, L, L], of what is read with what was seen until then; lower triangular
+    spread: Tensor  # [R, L, 1], variance of what is read
+    left: Tensor  # [R, K, L], covariance of the state after the tile with what was seen
+    noise: Tensor  # [R, K, K], of the state after the tile
+    turn: Tensor | None  # [R, K / 2, 1], the angle of pairs after the tile
 
 
 class Path(NamedTuple):
     """What both ways need of R tiles; pairs turned back."""
 
-    k: Tensor  # [R, G, L, K]
-    q: Tensor  # [R, G, L, K]
+    k: Tensor  # [R, L, K]
+    q: Tensor  # [R, L, K]
     decays: Decays
-    square: Tensor  # [R, G, L, 1, 1 or K], the decay of a variance at each token
-    shape: Tensor  # [R, G, L, 2, K], the blocks of noise 1; [1, 1] without turns
-    noise: Tensor  # [R, G, L, 1 or 2, 1 or K], N_t
-    warped: Tensor  # [R, G, L, K], N_t k_t
+    square: Tensor  # [R, L, 1, 1 or K], the decay of a variance at each token
+    shape: Tensor  # [R, L, 2, K], the blocks of noise 1; [1, 1] without turns
+    noise: Tensor  # [R, L, 1 or 2, 1 or K], N_t
+    warped: Tensor  # [R, L, K], N_t k_t
 
 
 def look(tokens: Tokens, path: Path) -> Outlook:
     """All that can be said of R tiles at once, before their beliefs are known."""
     q, since = path.q, path.decays.since
     seen, read = path.decays.products((path.k, q), path.warped)
-    heads, width = q.shape[:2], q.shape[3]
+    count, _, width = q.shape
     return Outlook(
         queries=q * since,
         keys=path.k * since,
-        decay=path.decays.path.expand(*heads, width, 1),
+        decay=path.decays.path.expand(count, width, 1),
         seen=seen + torch.diagonal_scatter(seen, tokens.obs_noise, dim1=-2, dim2=-1).mT,
         read=read,
         spread=(_times(path.noise, q) * q).sum(-1, keepdim=True),
         left=(path.warped * path.decays.until).mT,
-        noise=_matrix(path.noise[..., -1, :, :].expand(*heads, -1, width)),
+        noise=_matrix(path.noise[..., -1, :, :].expand(count, -1, width)),
         turn=None if tokens.angle is None else tokens.angle.sum(-2)[..., None],
     )
 
@@ -80,20 +80,20 @@ def look_back(tokens: Tokens, path: Path, to: Outlook, to_v: Tensor) -> Tokens:
     to_obs = to.seen.diagonal(dim1=-2, dim2=-1)
     to_pairs = lower(to.seen) + lower(to.seen, -1), to.read
     (to_k, to_q), to_warped, levels = path.decays.products_backward((k, q), path.warped, to_pairs)
-    to_warped = to_warped + to_left * until
+    to_warped = torch.addcmul(to_warped, to_left, until)
     to_noise = to_warped[..., None, :] * _images(k, path.noise)
     to_noise += (to.spread * q)[..., None, :] * _images(q, path.noise)
     to_noise[..., -1, :, :] += _diagonals(to.noise, path.noise)
     to_process, to_squares = _gathered_back(path, to_noise)
-    to_k = to_k + _times(path.noise, to_warped) + since * to.keys
-    to_q = to_q + 2 * to.spread * _times(path.noise, q) + since * to.queries
+    to_k = torch.addcmul(to_k + _times(path.noise, to_warped), since, to.keys)
+    to_q = torch.addcmul(torch.addcmul(to_q, to.spread, _times(path.noise, q), value=2), since, to.queries)
 
     to_log_decay = to_angle = None
     if tokens.log_decay is not None:
-        arriving = (to.keys * k + to.queries * q) * since
+        arriving = inner((to.keys, to.queries), (k, q)) * since
         leaving = to_left * path.warped * until
         to_log_decay = to_squares + path.decays.backward(arriving, leaving, to.decay * path.decays.path, levels)
-        if tokens.log_decay.ndim == 3:
+        if tokens.log_decay.ndim == 2:
             to_log_decay = to_log_decay.squeeze(-1)
         elif tokens.angle is not None:
             seen, hidden = to_log_decay.chunk(2, -1)
@@ -127,10 +127,10 @@ def follow(tokens: Tokens) -> Path:
         k, q, shape = turn(k.mT, -angle.mT).mT, turn(q.mT, -angle.mT).mT, _shape(angle)
     if log_decay is None:
         log_decay = torch.zeros_like(tokens.obs_noise)
-    if log_decay.ndim == 3:
+    if log_decay.ndim == 2:
         log_decay = log_decay[..., None]
     elif log_decay.shape[-1] < k.shape[-1]:
-        log_decay = log_decay.repeat(1, 1, 1, 2)
+        log_decay = log_decay.repeat(1, 1, 2)
     decays = Decays(log_decay)
     square = decays.each.square()[..., None, :]
     noise = _gathered(square, tokens.process_noise[..., None, None] * shape)
@@ -139,27 +139,27 @@ def follow(tokens: Tokens) -> Path:
 
 def _gathered(square: Tensor, process: Tensor) -> Tensor:
     """The noise since the tile began, after every token."""
-    sums = [process[:, :, 0].expand(torch.broadcast_shapes(process[:, :, 0].shape, square[:, :, 0].shape))]
-    for t in range(1, process.shape[2]):
-        sums.append(torch.addcmul(process[:, :, t], square[:, :, t], sums[-1]))
-    return torch.stack(sums, 2)
+    sums = [process[:, 0].expand(torch.broadcast_shapes(process[:, 0].shape, square[:, 0].shape))]
+    for t in range(1, process.shape[1]):
+        sums.append(torch.addcmul(process[:, t], square[:, t], sums[-1]))
+    return torch.stack(sums, 1)
 
 
 def _gathered_back(path: Path, to_noise: Tensor) -> tuple[Tensor, Tensor]:
-    """The adjoints of the noise at every token and of the log-decays of `square`, the latter `[R, G, L, 1 or K]`."""
-    sums = [to_noise[:, :, -1]]
-    for t in range(to_noise.shape[2] - 1, 0, -1):
-        sums.append(torch.addcmul(to_noise[:, :, t - 1], path.square[:, :, t], sums[-1]))
-    to_process = torch.stack(sums[::-1], 2)
+    """The adjoints of the noise at every token and of the log-decays of `square`, the latter `[R, L, 1 or K]`."""
+    sums = [to_noise[:, -1]]
+    for t in range(to_noise.shape[1] - 1, 0, -1):
+        sums.append(torch.addcmul(to_noise[:, t - 1], path.square[:, t], sums[-1]))
+    to_process = torch.stack(sums[::-1], 1)
     to_squares = torch.zeros_like(to_process)
-    to_squares[:, :, 1:] = 2 * path.square[:, :, 1:] * path.noise[:, :, :-1] * to_process[:, :, 1:]
+    to_squares[:, 1:] = 2 * path.square[:, 1:] * path.noise[:, :-1] * to_process[:, 1:]
     return to_process, to_squares.sum_to_size(path.square.shape).squeeze(-2)
 
 
 def _shape(angle: Tensor) -> Tensor:
     """The blocks of unit noise on observed rows, turned back by `[..., K / 2]`: `[..., 2, K]`."""
     cos, sin = angle.cos(), angle.sin()
-    return torch.stack([torch.cat([cos * cos, sin * sin], -1), (-cos * sin).repeat(1, 1, 1, 2)], -2)
+    return torch.stack([torch.cat([cos * cos, sin * sin], -1), (-cos * sin).repeat(1, 1, 2)], -2)
 
 
 def _slope_of_shape(to: Tensor, angle: Tensor) -> Tensor:

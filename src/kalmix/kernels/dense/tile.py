@@ -14,33 +14,34 @@ from torch import Tensor
 from kalmix.kernels.dense.outlook import Outlook, slope, turn
 from kalmix.kernels.primitives.decays import lower
 
-State = tuple[Tensor, Tensor]  # mean [n, G, K, V] and covariance [n, G, K, K], or the adjoints of these
+State = tuple[Tensor, Tensor]  # means [n, K, V] and covariances [n, K, K] of heads, or the adjoints of these
 
 
 class Tile(NamedTuple):
     """R tiles and the beliefs before them."""
 
-    mean: Tensor  # [R, G, K, V]
-    covariance: Tensor  # [R, G, K, K]
-    warped: Tensor  # [R, G, K, L], covariance keys'
-    whiten: Tensor  # [R, G, L, L], L^{-1}
-    surprise: Tensor  # [R, G, L, V], independent, of variance 1 a column
-    gain: Tensor  # [R, G, K, L], of the state after the tile, along surprise
+    mean: Tensor  # [R, K, V]
+    covariance: Tensor  # [R, K, K]
+    warped: Tensor  # [R, K, L], covariance keys'
+    whiten: Tensor  # [R, L, L], L^{-1}
+    surprise: Tensor  # [R, L, V], independent, of variance 1 a column
+    gain: Tensor  # [R, K, L], of the state after the tile, along surprise
 
 
 class Crossing(NamedTuple):
     """How the adjoint of a belief crosses R tiles: with F the filter's own transition,
     dM = F' dM' + mean and dP = F' dP' F + F' dM' mixed' + covariance, made symmetric."""
 
-    transition: Tensor  # [R, G, K, K], F
-    mixed: Tensor  # [R, G, K, V]
-    mean: Tensor  # [R, G, K, V]
-    covariance: Tensor  # [R, G, K, K]
+    transition: Tensor  # [R, K, K], F
+    mixed: Tensor  # [R, K, V]
+    mean: Tensor  # [R, K, V]
+    covariance: Tensor  # [R, K, K]
 
     def __call__(self, after: State) -> State:
         back = self.transition.mT
         to_mean = back @ after[0]
-        to_covariance = back @ after[1] @ self.transition + to_mean @ self.mixed.mT + self.covariance
+        to_covariance = torch.baddbmm(self.covariance, to_mean, self.mixed.mT)
+        to_covariance = torch.baddbmm(to_covariance, back @ after[1], self.transition)
         return to_mean + self.mean, symmetric(to_covariance)
 
 
@@ -48,9 +49,9 @@ def meet(outlook: Outlook, v: Tensor, before: State) -> Tile:
     """The filter over R tiles side by side."""
     mean, covariance = before
     warped = covariance @ outlook.keys.mT
-    whiten = _whitening(outlook.keys @ warped + outlook.seen)
-    gain = (outlook.decay * warped + outlook.left) @ whiten.mT
-    surprise = whiten @ (v - outlook.keys @ mean)
+    whiten = _whitening(torch.baddbmm(outlook.seen, outlook.keys, warped))
+    gain = torch.addcmul(outlook.left, outlook.decay, warped) @ whiten.mT
+    surprise = whiten @ torch.baddbmm(v, outlook.keys, mean, alpha=-1)
     return Tile(mean, covariance, warped, whiten, surprise, gain)
 
 
@@ -60,8 +61,8 @@ def leave(outlook: Outlook, tile: Tile) -> State:
 
 
 def gains(outlook: Outlook, tile: Tile) -> Tensor:
-    """Of what is read, along surprise, `[R, G, L, L]`, lower triangular."""
-    return lower((outlook.queries @ tile.warped + outlook.read) @ tile.whiten.mT)
+    """Of what is read, along surprise, `[R, L, L]`, lower triangular."""
+    return lower(torch.baddbmm(outlook.read, outlook.queries, tile.warped) @ tile.whiten.mT)
 
 
 def gains_back(tile: Tile, to_mean: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ def gains_back(tile: Tile, to_mean: Tensor) -> Tensor:
 
 
 def variance_of(outlook: Outlook, tile: Tile, gains: Tensor) -> Tensor:
-    """Of what is read, `[R, G, L, 1]`; without process noise a sum of squares."""
+    """Of what is read, `[R, L, 1]`; without process noise a sum of squares."""
     gains = gains @ tile.whiten
     read = outlook.queries - gains @ outlook.keys
     spread = (read @ tile.covariance * read).sum(-1, keepdim=True)
@@ -81,11 +82,13 @@ def variance_of(outlook: Outlook, tile: Tile, gains: Tensor) -> Tensor:
 def crossing(
     outlook: Outlook, tile: Tile, gains: Tensor, by_read: Tensor, to_mean: Tensor, to_variance: Tensor
 ) -> Crossing:
-    """From the adjoints of what is read, `[R, G, L, V]` and `[R, G, L, 1]`; `by_read` is `gains_back`."""
+    """From the adjoints of what is read, `[R, L, V]` and `[R, L, 1]`; `by_read` is `gains_back`."""
     seen = tile.whiten @ outlook.keys
-    read = outlook.queries - gains @ seen  # by this row, what is read moves with the belief before the tile
-    transition = torch.diag_embed(outlook.decay.squeeze(-1)) - tile.gain @ seen
-    along = by_read @ seen + to_variance * read
+    read = torch.baddbmm(
+        outlook.queries, gains, seen, alpha=-1
+    )  # how what is read moves with the belief before the tile
+    transition = torch.baddbmm(torch.diag_embed(outlook.decay.squeeze(-1)), tile.gain, seen, alpha=-1)
+    along = torch.addcmul(by_read @ seen, to_variance, read)
     return Crossing(transition, seen.mT @ tile.surprise, read.mT @ to_mean, read.mT @ along)
 
 
@@ -100,23 +103,24 @@ def pull_back(
     to_state, to_covariance = after
     by_left = to_state @ tile.surprise.mT
     of_read, of_left = to_variance * gains, to_covariance @ tile.gain
-    to_seen = gains.mT @ (of_read - by_read) + tile.gain.mT @ (of_left - by_left)
+    to_seen = torch.baddbmm(gains.mT @ (of_read - by_read), tile.gain.mT, of_left - by_left)
     to_seen = tile.whiten.mT @ symmetric(to_seen) @ tile.whiten
-    to_read, to_left = ((by - 2 * of) @ tile.whiten for by, of in ((by_read, of_read), (by_left, of_left)))
-    to_v = tile.whiten.mT @ (gains.mT @ to_mean + tile.gain.mT @ to_state)
+    to_read, to_left = (torch.sub(by, of, alpha=2) @ tile.whiten for by, of in ((by_read, of_read), (by_left, of_left)))
+    to_v = tile.whiten.mT @ torch.baddbmm(gains.mT @ to_mean, tile.gain.mT, to_state)
 
-    by_keys = 2 * to_seen @ outlook.keys + to_read.mT @ outlook.queries + (outlook.decay * to_left).mT
-    by_queries = to_read @ outlook.keys + 2 * to_variance * outlook.queries
-    by_decay = to_state * tile.mean, to_left * tile.warped, 2 * to_covariance * tile.covariance * outlook.decay.mT
+    by_keys = torch.baddbmm((outlook.decay * to_left).mT, to_read.mT, outlook.queries)
+    by_keys = torch.baddbmm(by_keys, to_seen, outlook.keys, alpha=2)
+    by_queries = torch.addcmul(to_read @ outlook.keys, to_variance, outlook.queries, value=2)
+    by_means = (to_state * tile.mean).sum(-1, keepdim=True) + (to_left * tile.warped).sum(-1, keepdim=True)
     to_turn = None
     if outlook.turn is not None:
         mean, covariance = _after(outlook, tile)
         by_turn = slope(to_state, mean), 2 * slope(to_covariance, covariance)
         to_turn = sum(x.sum(-1, keepdim=True) for x in by_turn)
     return Outlook(
-        queries=by_queries @ tile.covariance + to_mean @ tile.mean.mT,
-        keys=by_keys @ tile.covariance - to_v @ tile.mean.mT,
-        decay=sum(x.sum(-1, keepdim=True) for x in by_decay),  # type: ignore[arg-type]
+        queries=torch.baddbmm(by_queries @ tile.covariance, to_mean, tile.mean.mT),
+        keys=torch.baddbmm(by_keys @ tile.covariance, to_v, tile.mean.mT, alpha=-1),
+        decay=torch.baddbmm(by_means, to_covariance * tile.covariance, outlook.decay, alpha=2),
         seen=to_seen,
         read=to_read,
         spread=to_variance,
@@ -145,10 +149,11 @@ def _after(outlook: Outlook, tile: Tile) -> State:
     little variance certain evidence leaves, and what became negative by that the next tiles would amplify.
     """
     gain, decay = tile.gain @ tile.whiten, outlook.decay
-    moved = decay * tile.covariance - gain @ tile.warped.mT
-    seen = moved @ outlook.keys.mT + outlook.left - gain @ outlook.seen
-    covariance = moved * decay.mT + outlook.noise - gain @ outlook.left.mT - seen @ gain.mT
-    return decay * tile.mean + tile.gain @ tile.surprise, symmetric(covariance)
+    moved = torch.baddbmm(decay * tile.covariance, gain, tile.warped.mT, alpha=-1)
+    seen = torch.baddbmm(torch.baddbmm(outlook.left, moved, outlook.keys.mT), gain, outlook.seen, alpha=-1)
+    covariance = torch.baddbmm(torch.addcmul(outlook.noise, moved, decay.mT), gain, outlook.left.mT, alpha=-1)
+    covariance = torch.baddbmm(covariance, seen, gain.mT, alpha=-1)
+    return torch.baddbmm(decay * tile.mean, tile.gain, tile.surprise), symmetric(covariance)
 
 
 def _whitening(seen: Tensor) -> Tensor:
