@@ -49,6 +49,15 @@ def test_a_seed_learns_the_same_again_and_another_does_not(tmp_path: Path) -> No
     assert first["curves"] != found(replace(COPY, seed=1), tmp_path / "first")["curves"]
 
 
+def test_how_far_it_is_is_told_within_an_epoch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "TOLD", 0.0)
+    told = []
+    cell = replace(COPY, protocol=replace(COPY.protocol, epochs=2, batch=32))
+    run([cell], Results(tmp_path / "results.jsonl"), CPU, follow=lambda *_: lambda *now: told.append(now))
+    assert [done for done, _ in told] == [0.25, 0.5, 0.5, 0.75, 0.999, 0.999, 1.0]
+    assert [how[:5] for _, how in told] == ["", "", *["macro"] * 5]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("layer", ["kla", "kla-plus", "gated-deltanet"])

@@ -29,6 +29,7 @@ from kalmix.training.sweep import Tell
 
 TOKENS = 1 << 18  # of test rows that are judged at once
 SAVED = 60.0  # seconds between two checkpoints
+TOLD = 0.5  # seconds between two words of how far it is
 FIFTHS = 5
 Curves = dict[str, list[float]]
 
@@ -182,7 +183,8 @@ class Judge(TrainerCallback, ExportableState):
         self.curves: Curves = {}
         self.slices: dict[str, list[dict[str, float]]] = {}
         self.seconds = {"training": 0.0, "judging": 0.0}
-        self._began = self._saved = time.monotonic()
+        self._began = self._saved = self._told = time.monotonic()
+        self._standing = ""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
@@ -201,6 +203,11 @@ class Judge(TrainerCallback, ExportableState):
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._began = time.monotonic()
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if time.monotonic() - self._told > TOLD:
+            self._told = time.monotonic()
+            self.tell(state.global_step / state.max_steps, self._standing)
+
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert self.trainer is not None
         loss = float(self.trainer.total) / len(self.trainer.batches)
@@ -214,7 +221,8 @@ class Judge(TrainerCallback, ExportableState):
         since = epochs - 1 - max(range(epochs), key=main.__getitem__)
         stale = protocol.patience is not None and since >= protocol.patience
         done = stale or scores[self.main] >= protocol.enough or epochs >= protocol.epochs
-        self.tell(1.0 if done else epochs / protocol.epochs, f"{self.main} {main[epochs - 1 - since]:.3f}")
+        self._standing = f"{self.main} {main[epochs - 1 - since]:.3f}"
+        self.tell(1.0 if done else epochs / protocol.epochs, self._standing)
         control.should_training_stop = done
         control.should_save = not done and time.monotonic() - self._saved > SAVED
         if control.should_save:
