@@ -11,7 +11,7 @@ import torch
 
 from kalmix.tasks import Rows
 from kalmix.tasks.metrics import micro
-from kalmix.training.bench import Cell, Part, Protocol, Shape, run, trainer
+from kalmix.training.bench import Cell, Part, Protocol, Shape, judge, run, trainer
 from kalmix.training.bench.data import Batches, draw
 from kalmix.training.cells import Results
 
@@ -50,7 +50,7 @@ def test_a_seed_learns_the_same_again_and_another_does_not(tmp_path: Path) -> No
 
 
 def test_how_far_it_is_is_told_within_an_epoch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "TOLD", 0.0)
+    monkeypatch.setattr(judge, "TOLD", 0.0)
     told = []
     cell = replace(COPY, protocol=replace(COPY.protocol, epochs=2, batch=32))
     run([cell], Results(tmp_path / "results.jsonl"), CPU, follow=lambda *_: lambda *now: told.append(now))
@@ -77,16 +77,16 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
 ) -> None:
     cell = replace(COPY, shape=replace(COPY.shape, head=head))
     whole = found(cell, tmp_path / "whole")
-    monkeypatch.setattr(trainer, "SAVED", 0.0)
-    judged = trainer.Judge._judged
+    monkeypatch.setattr(judge, "SAVED", 0.0)
+    judged = judge.Judge._judged
 
-    def interrupted(judge, loss):
-        if len(judge.curves.get("loss", ())) == 2:
+    def interrupted(one, loss):
+        if len(one.curves.get("loss", ())) == 2:
             raise KeyboardInterrupt
-        return judged(judge, loss)
+        return judged(one, loss)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(trainer.Judge, "_judged", interrupted)
+        patch.setattr(judge.Judge, "_judged", interrupted)
         found(cell, tmp_path / "parts")
     (kept,) = (tmp_path / "parts" / "checkpoints").iterdir()
     steps = []
@@ -138,5 +138,5 @@ def test_scores_by_depth_are_those_of_their_rows() -> None:
     targets = np.array([[1, 2], [3, 4], [5, 6], [7, 8]])
     predicted = np.array([[1, 0], [3, 4], [5, 0], [0, 0]])
     rows = Rows(targets, targets, {"depth": np.array([0.0, 0.19, 0.2, 1.0])})
-    assert trainer.by_depth(micro, predicted, rows) == {"depth 1/5": 0.75, "depth 2/5": 0.5, "depth 5/5": 0.0}
-    assert trainer.by_depth(micro, predicted, Rows(targets, targets)) == {}
+    assert judge.by_depth(micro, predicted, rows) == {"depth 1/5": 0.75, "depth 2/5": 0.5, "depth 5/5": 0.0}
+    assert judge.by_depth(micro, predicted, Rows(targets, targets)) == {}
