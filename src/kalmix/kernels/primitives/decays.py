@@ -132,8 +132,8 @@ def inner(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
 
 
 def _times(x: Tensor, y: Tensor) -> Tensor:
-    """A matrix product; of up to four columns by rows as a sum of outer products, which a CPU makes sooner."""
-    if x.shape[-1] > 4:
+    """A matrix product; by small matrices a sum of outer products, which a CPU makes sooner."""
+    if max(x.shape[-2:]) > 4:
         return x @ y
     return inner(x.split(1, -1), y.split(1, -2))
 
