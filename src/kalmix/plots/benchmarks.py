@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from kalmix.plots.style import COLOURS, INK, MUTED, picture
 
 Curve = tuple[ArrayLike, ArrayLike, ArrayLike]  # x, y, and half the height of its bar
-_LETTERS = 66  # of small print on a line above a panel
+_LETTERS = 62  # of small print on a line above a panel
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,15 @@ def benchmark_lines(path: str | PathLike[str], drawn: Sequence[Lines], columns: 
                     area.fill_between(x, y - error, y + error, color=colours[name], alpha=0.15, linewidth=0)
             for name, level in panel.levels.items():
                 area.axhline(level, color=colours.get(name, MUTED), linewidth=1, linestyle=":")
-                handles["what its paper prints"] = Line2D([], [], color=MUTED, linewidth=1, linestyle=":")
             if panel.doubling:
                 area.set_xscale("log", base=2)
                 area.xaxis.set_major_formatter("{x:g}")
             else:
-                area.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+                area.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
             area.set(xlabel=panel.across, ylabel=panel.up)
             _head(area, panel)
+        if any(panel.levels for panel in drawn):
+            handles["its paper, at its own size"] = Line2D([], [], color=MUTED, linewidth=1, linestyle=":")
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, labelcolor=INK, fontsize=8)
     return path
 
