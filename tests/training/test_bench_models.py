@@ -86,6 +86,21 @@ def test_the_autoencoder_knows_the_last_token_alone() -> None:
     assert sinusoids(6, 32)[3, 15] == pytest.approx(math.sin(3e-4))
 
 
+def test_mlps_stand_before_the_blocks_and_in_the_heads_place() -> None:
+    torch.manual_seed(0)
+    model = build(16, Shape(32, encoder=20, decoder=(24, 12)), "gated-deltanet", 6, from_last=False)
+    assert isinstance(model, Tagger)
+    ids = torch.randint(16, (3, 6))
+    norm, up, _, down = model.get_submodule("encoder").children()
+    embedded = down(F.gelu(up(norm(model.model.embed_tokens(ids)))))
+    (stream,) = model.stream(ids)
+    torch.testing.assert_close(stream, model.model(embedded).hidden)
+    first, one, _, second, two, _, third, last = model.model.get_submodule("lm_head").children()
+    torch.testing.assert_close(model(ids), last(third(F.gelu(two(second(F.gelu(one(first(stream)))))))))
+    assert up.get_parameter("weight").shape == (20, 32) and two.get_parameter("weight").shape == (12, 24)
+    assert float(last.get_parameter("weight").detach().std()) == pytest.approx(0.02, rel=0.2)
+
+
 def test_kla_plus_learns_by_the_marginal_likelihood_and_its_samples_spread_as_it_believes() -> None:
     torch.manual_seed(0)
     ids, targets = torch.randint(16, (3, 6)), torch.randint(16, (3, 6))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +34,9 @@ class Shape:
         dropout: of embeddings.
         scaled: whether linear maps begin as N(0, 0.02) and what writes to the stream as N(0, 0.02 / sqrt(2 depth)),
             as Zoology's do; otherwise they begin as each layer says, and the head as PyTorch's linear maps.
-        decoder: widths of the MLP that reads all targets from the last token, where a task asks for that.
+        encoder: hidden width of the MLP between embedding and blocks; 0 for none.
+        decoder: hidden widths of the MLP behind the blocks; none for a linear head. It reads all targets from the last
+            token where a task asks for that.
     """
 
     width: int
@@ -48,7 +50,8 @@ class Shape:
     echo: bool = False
     dropout: float = 0.0
     scaled: bool = False
-    decoder: tuple[int, ...] = (128, 128)
+    encoder: int = 0
+    decoder: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("width", "depth", "heads"):
@@ -80,7 +83,7 @@ class Tagger(nn.Module):
         if not tied:
             self.model.lm_head = nn.Linear(width, vocabulary)
             nn.init.zeros_(self.model.lm_head.bias)
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout, self.encoder = nn.Dropout(shape.dropout), _encoder(shape)
         for block in self.model.blocks:
             assert isinstance(block, Block)
             block.norm = _norm(shape)
@@ -90,11 +93,13 @@ class Tagger(nn.Module):
         self.model.norm = _norm(shape)
         if shape.scaled:
             _scale(self.model, shape.depth)
+        if shape.decoder:
+            self.model.norm, self.model.lm_head = nn.Identity(), _decoder(vocabulary, shape)
 
     def stream(self, ids: Tensor) -> Tensor:
         """The residual stream behind the last block, `[S, B, T, D]` of S samples, or 1, of ids `[B, T]`."""
         embedded = self.dropout(lookup(self.model.embed_tokens.get_parameter("weight"), ids))
-        traced = self.model(embedded, remember=False, posterior=self.samples > 0)
+        traced = self.model(self.encoder(embedded), remember=False, posterior=self.samples > 0)
         if traced.posterior is None:
             return traced.hidden[None]
         residual, mean, variance, context = traced.posterior
@@ -114,16 +119,10 @@ class AutoEncoder(nn.Module):
 
     def __init__(self, vocabulary: int, shape: Shape, name: str, length: int) -> None:
         super().__init__()
-        self.encoder = Tagger(vocabulary, shape, name)
+        self.encoder = Tagger(vocabulary, replace(shape, decoder=()), name)
         del self.encoder.model.norm, self.encoder.model.lm_head  # the decoder has its own
         self.positions = nn.Buffer(sinusoids(length, shape.width), persistent=False)
-        widths = (shape.width, *shape.decoder)
-        steps = [part for a, b in pairwise(widths) for part in (_norm(shape, a), nn.Linear(a, b), nn.GELU())]
-        self.decoder = nn.Sequential(*steps, _norm(shape, widths[-1]), nn.Linear(widths[-1], vocabulary))
-        for part in self.decoder:
-            if isinstance(part, nn.Linear):
-                nn.init.normal_(part.weight, std=EMBEDDING_STD)
-                nn.init.zeros_(part.bias)
+        self.decoder = _decoder(vocabulary, shape)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits `[B, T, vocabulary]` of ids `[B, T]`, T as it was built for."""
@@ -162,6 +161,25 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 def _norm(shape: Shape, width: int | None = None) -> Any:
     return (nn.LayerNorm if shape.norm == "layer" else RMSNorm)(shape.width if width is None else width)
+
+
+def _encoder(shape: Shape) -> nn.Module:
+    if not shape.encoder:
+        return nn.Identity()
+    up, down = nn.Linear(shape.width, shape.encoder), nn.Linear(shape.encoder, shape.width)
+    return nn.Sequential(_norm(shape), up, nn.GELU(), down)
+
+
+def _decoder(vocabulary: int, shape: Shape) -> nn.Sequential:
+    """To logits, with a norm before each linear map, all of which begin as MAD's."""
+    widths = (shape.width, *shape.decoder)
+    steps = [part for a, b in pairwise(widths) for part in (_norm(shape, a), nn.Linear(a, b), nn.GELU())]
+    decoder = nn.Sequential(*steps, _norm(shape, widths[-1]), nn.Linear(widths[-1], vocabulary))
+    for part in decoder:
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=EMBEDDING_STD)
+            nn.init.zeros_(part.bias)
+    return decoder
 
 
 def _scale(model: LanguageModel, depth: int) -> None:
