@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 
@@ -39,19 +39,19 @@ class Panel:
 
 
 def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) -> str | PathLike[str]:
-    """Draw panels row by row, each with its legend."""
+    """Draw panels row by row, each with its legend; a name has one colour in all of them."""
+    colours = _colours(panel.curves for panel in drawn)
     rows = -(-len(drawn) // columns)
     with picture(path, (0.4 + 4.1 * columns, 0.3 + 3.3 * rows), rows=rows, columns=columns) as (_, axes):
         for area in axes[len(drawn) :]:
             area.set_axis_off()
         for panel, area in zip(drawn, axes, strict=False):
             marker = {"marker": "o", "markersize": 3} if panel.marked else {}
-            for colour, (name, (x, y)) in zip(COLOURS, panel.curves.items(), strict=False):
-                area.plot(np.asarray(x, float), np.asarray(y, float), color=colour, label=name, **marker)
-            for colour, (x, y) in zip(COLOURS, panel.faint, strict=False):
-                area.plot(
-                    np.asarray(x, float), np.asarray(y, float), color=colour, linestyle="--", linewidth=1, **marker
-                )
+            for name, (x, y) in panel.curves.items():
+                area.plot(np.asarray(x, float), np.asarray(y, float), color=colours[name], label=name, **marker)
+            for name, (x, y) in zip(panel.curves, panel.faint, strict=False):
+                dashed = {"color": colours[name], "linestyle": "--", "linewidth": 1}
+                area.plot(np.asarray(x, float), np.asarray(y, float), **dashed, **marker)
             for name, level in panel.levels.items():
                 area.axhline(level, color=MUTED, linewidth=1, linestyle=":")
                 where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
@@ -74,3 +74,13 @@ def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) 
                 edgecolor="none",
             )
     return path
+
+
+def _colours(panels: Iterable[Iterable[str]]) -> dict[str, str]:
+    """A colour for each name; in a panel each is the first that no name of it has had before."""
+    chosen: dict[str, str] = {}
+    for names in map(list, panels):
+        taken = {chosen.get(name) for name in names}
+        free = [colour for colour in COLOURS if colour not in taken]
+        chosen |= dict(zip((name for name in names if name not in chosen), free, strict=False))
+    return chosen
