@@ -81,6 +81,12 @@ def test_widths_and_loads_are_drawn_at_the_best_rate(kalmix, tmp_path: Path) -> 
     assert [entry.rows[0]["protocol"]["rate"] for entry in entries(rows)] == [1e-3, 1e-2]
 
 
+def test_layers_of_a_task_stand_together_in_whatever_order_their_cells_end() -> None:
+    asked = cells(BENCHES["mad"]["laptop"], (), (), 1)
+    rows = [{**cell.written(), "score": "macro", "scores": {"macro": 0.5}} for cell in (*asked[::2], *asked[1::2])]
+    assert [entry.task for entry in entries(rows)] == sorted((cell.task for cell in asked), reverse=True)
+
+
 def test_widths_are_chosen() -> None:
     asked = cells(BENCHES["mqar"]["laptop"], (), (), 1, (16,))
     assert len(asked) == 2 and {cell.shape.width for cell in asked} == {16}

@@ -65,7 +65,7 @@ class Entry:
 
 
 def entries(rows: Iterable[Row]) -> list[Entry]:
-    """Rows of benchmarks put together, in the order in which they first come."""
+    """Rows of benchmarks put together: tasks in the order in which they first come, and the layers of each."""
     groups: dict[tuple[Any, ...], dict[tuple[float, float], list[Row]]] = {}
     for row in rows:
         protocol, shape = dict(row["protocol"]), row["shape"]
@@ -78,7 +78,8 @@ def entries(rows: Iterable[Row]) -> list[Entry]:
         best = max(tries.values(), key=lambda rows: mean(_main(row) for row in rows))
         sound = tuple(row for row in best if "diverged" not in row)
         found.append(Entry(*place, rows=sound, diverged=len(best) - len(sound)))
-    return found
+    studies = list(dict.fromkeys((entry.task, entry.asked) for entry in found))
+    return sorted(found, key=lambda entry: studies.index((entry.task, entry.asked)))
 
 
 def _main(row: Row) -> float:
