@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 from kalmix.beliefs import PointBelief
 from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
-from kalmix.kernels.primitives.decays import Decays, inner, lower
+from kalmix.kernels.primitives.decays import Decays, inner
 from kalmix.kernels.primitives.scan import State
+from kalmix.kernels.primitives.triangles import lower, solve_lower
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -80,7 +81,7 @@ class _Delta(torch.autograd.Function):
         (to_exit,), (before,) = chunks.scan(retreat, (chunks.states(to_after),), backwards=True)
 
         to_errors = to_errors + x.leaving @ to_exit
-        to_v = x.settled.mT @ to_errors
+        to_v = solve_lower(x.coupling, to_errors, transposed=True, unit=True)
         reads = to_read, -to_v  # by q and by k
         to_arriving, to_leaving = [y @ entry.mT for y in reads], errors @ to_exit.mT
         to_weights, to_coupling = (y @ errors.mT for y in reads)
@@ -113,7 +114,7 @@ class _Tokens(NamedTuple):
     arriving: tuple[Tensor, Tensor]  # `rows` as they meet the memory that enters the chunk
     leaving: Tensor  # `write` as it is left in the memory that leaves the chunk
     weights: Tensor  # [..., L, L], of errors in what is read
-    settled: Tensor  # [..., L, L], of errors had there been none before, in errors
+    coupling: Tensor  # [..., L, L], of errors in later errors
     unexpected: Tensor  # [..., L, V], the errors had the memory been 0
     expected: Tensor  # [..., L, K], which products with the memory that enters are expected
 
@@ -130,10 +131,10 @@ def _tokens(
     decays, write = Decays(chunks.cut_decay(log_decay, k)), gain if vector else gain * k
     arriving, leaving = (q * decays.since, k * decays.since), write * decays.until
     weights, coupling = decays.products((q, k), write)
-    eye = torch.eye(chunks.size, dtype=dtype, device=k.device)
-    settled = torch.linalg.solve_triangular(lower(coupling, -1), eye, upper=False, unitriangular=True)
-    unexpected, expected = settled @ v, settled @ arriving[1]
-    return _Tokens((q, k), gain, write, decays, arriving, leaving, weights, settled, unexpected, expected)
+    coupling = lower(coupling, -1)
+    right = torch.cat([v, arriving[1].expand(*v.shape[:-1], -1)], -1)
+    unexpected, expected = solve_lower(coupling, right, unit=True).split([v.shape[-1], k.shape[-1]], -1)
+    return _Tokens((q, k), gain, write, decays, arriving, leaving, weights, coupling, unexpected, expected)
 
 
 class _Advance(NamedTuple):

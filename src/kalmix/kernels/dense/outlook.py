@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.kernels.primitives.decays import Decays, inner, lower
+from kalmix.kernels.primitives.decays import Decays, inner
+from kalmix.kernels.primitives.triangles import lower
 
 
 class Tokens(NamedTuple):

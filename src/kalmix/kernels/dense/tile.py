@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kalmix.kernels.dense.outlook import Outlook, slope, turn
-from kalmix.kernels.primitives.decays import lower
+from kalmix.kernels.primitives.triangles import lower, solve_lower
 
 State = tuple[Tensor, Tensor]  # means [n, K, V] and covariances [n, K, K] of heads, or the adjoints of these
 
@@ -165,9 +165,9 @@ def _whitening(seen: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(seen)
     eye = torch.eye(seen.shape[-1], dtype=seen.dtype, device=seen.device)
     if seen.device.type == "cpu" and not failed.any():
-        return torch.linalg.solve_triangular(factor, eye, upper=False)
+        return solve_lower(factor, eye)
     resolved = len(eye) * (len(eye) + 1) * torch.finfo(seen.dtype).eps  # Higham, Accuracy and Stability, theorem 10.7
     raised, lost = torch.linalg.cholesky_ex(seen + resolved * eye * seen)
     failed, lost = (failed > 0)[..., None, None], ((failed > 0) & (lost > 0))[..., None, None]
     factor = torch.where(lost, eye, torch.where(failed, raised, factor))
-    return torch.where(lost, 0, torch.linalg.solve_triangular(factor, eye, upper=False))
+    return torch.where(lost, 0, solve_lower(factor, eye))

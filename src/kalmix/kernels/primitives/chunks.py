@@ -73,7 +73,7 @@ class Chunks:
         Returns:
             States `[lanes, P, H, G / H, ...]` that arrive, and `[N, H, G / H, ...]` that every sequence ends with.
         """
-        arriving = self._carry(maps, states, backwards)
+        arriving = scan(maps, states, backwards)
         end = 0 if backwards else -1
         return arriving, type(maps)(*(x[:, end] for x in maps))(tuple(x[:, end] for x in arriving))
 
@@ -82,11 +82,6 @@ class Chunks:
 
     def _tokens(self, x: Tensor) -> Tensor:
         return x.movedim(4, 2).flatten(3, 4)
-
-    def _carry(self, maps: Any, states: State, backwards: bool) -> State:
-        if not backwards:
-            return scan(maps, states)
-        return tuple(x.flip(1) for x in scan(type(maps)(*(x.flip(1) for x in maps)), states))
 
 
 class _Runs(Chunks):
@@ -124,7 +119,7 @@ class _Runs(Chunks):
         anew, end = self.anew[int(backwards)], self.ends[1 - int(backwards)]
         fresh = tuple(x[self.sequence][None] for x in states)
         before = tuple(torch.zeros_like(x[:1]) for x in states)
-        carried = self._carry(_restarted(maps, _column(anew)[None], fresh), before, backwards)
+        carried = scan(_restarted(maps, _column(anew)[None], fresh), before, backwards)
         arriving = tuple(torch.where(_column(anew), own, x) for own, x in zip(fresh, carried, strict=True))
         last = end.clamp(min=0)
         left = type(maps)(*(x[0, last] for x in maps))(tuple(x[0, last] for x in arriving))

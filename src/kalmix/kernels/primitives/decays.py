@@ -118,11 +118,6 @@ def _half(x: Tensor, level: int, which: int) -> Tensor:
     return x.unflatten(-2, (-1, 2, 1 << level)).select(-3, which)
 
 
-def lower(x: Tensor, diagonal: int = 0) -> Tensor:
-    """`[..., L, L]` with 0 above a diagonal, as `tril`, which a CPU makes later of many small matrices."""
-    return x * torch.ones(x.shape[-2:], dtype=x.dtype, device=x.device).tril(diagonal)
-
-
 def inner(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
     """The sum of the products x y."""
     result = xs[0] * ys[0]

@@ -26,23 +26,27 @@ class Writes(NamedTuple):
         return Writes(self.path * after.path, *after((self.write,)))
 
 
-def scan(maps: Any, state: State) -> State:
+def scan(maps: Any, state: State, backwards: bool = False) -> State:
     """The states before each of P maps, applied one after another: tensors `[lanes, ...]` become `[lanes, P, ...]`.
+
+    Backwards, the last map is applied first.
 
     `maps` is a named tuple of tensors `[lanes, P, ...]` with `__call__` and `then`, and changes nothing where its
     first tensor is 1 and all else 0. O(P) launches; a compiler sees a graph that grows with the logarithm of P.
     """
     count = maps[0].shape[1]
     if count <= FAN or not torch.compiler.is_compiling():
-        return _walk(maps, state)
+        return _walk(maps, state, backwards)
+    if backwards:
+        return tuple(x.flip(1) for x in scan(type(maps)(*(x.flip(1) for x in maps)), state))
     return tuple(x[:, :count] for x in _climb(maps, state))
 
 
-def _walk(maps: Any, state: State) -> State:
-    kind, states = type(maps), [state]
-    for column in list(zip(*(x.unbind(1) for x in maps), strict=True))[:-1]:
+def _walk(maps: Any, state: State, backwards: bool = False) -> State:
+    kind, states, turn = type(maps), [state], -1 if backwards else 1
+    for column in list(zip(*(x.unbind(1) for x in maps), strict=True))[::turn][:-1]:
         states.append(kind(*column)(states[-1]))
-    return tuple(torch.stack(parts, 1) for parts in zip(*states, strict=True))
+    return tuple(torch.stack(parts[::turn], 1) for parts in zip(*states, strict=True))
 
 
 def _climb(maps: Any, state: State) -> State:
