@@ -170,7 +170,9 @@ def test_all_runs_every_bench_into_its_folder(kalmix, tmp_path: Path, monkeypatc
     called.clear()
     assert kalmix(*asked, "--preset", "paper").status == 0
     assert "epochs" not in called["sde"] and called["a5"]["preset"] == "paper"
-    assert kalmix("bench", "all", "--preset", "desktop").status == 2
+    for wrong in (("--preset", "desktop"), ("--seeds", 0), ("--jobs", 0), ("--device", "tpu")):
+        told = kalmix("bench", "all", *wrong)
+        assert told.status == 2 and not told.output, wrong
 
 
 def test_needles_are_scored_by_length_and_depth(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ def run(
     """All experiments and benchmarks of the papers; goes on where it was interrupted."""
     options.preset(preset, dict.fromkeys(("laptop", "paper")))
     options.count("seeds", seeds)
+    options.count("jobs", jobs)
+    options.device(device)
     console = Console(highlight=False)
     for name, command in COMMANDS.items():
         console.print(Rule(name, align="left"))
