@@ -15,6 +15,7 @@ from kalmix.training.bench import LAYERS, Cell, Part, Protocol, Shape
 from kalmix.training.bench.layers import layer, sized, state_size
 from kalmix.training.bench.models import AutoEncoder, Tagger, build, sinusoids
 from kalmix.training.bench.trainer import factor
+from kalmix.training.insight import look
 
 MAD = Shape(128, state=2048)  # Table 11 of Kalman Linear Attention
 ELSEWHERE = {"mamba-1", "mlstm", "rwkv-7", "attention"}
@@ -95,7 +96,8 @@ def test_mlps_stand_before_the_blocks_and_in_the_heads_place() -> None:
     embedded = down(F.gelu(up(norm(model.model.embed_tokens(ids)))))
     (stream,) = model.stream(ids)
     torch.testing.assert_close(stream, model.model(embedded).hidden)
-    first, one, _, second, two, _, third, last = model.model.get_submodule("lm_head").children()
+    torch.testing.assert_close(look(model.model, model.embedded(ids[0]))[0], stream[0])
+    first, (one, _, second, two, _, third, last) = model.model.norm, model.model.get_submodule("lm_head").children()
     torch.testing.assert_close(model(ids), last(third(F.gelu(two(second(F.gelu(one(first(stream)))))))))
     assert up.get_parameter("weight").shape == (20, 32) and two.get_parameter("weight").shape == (12, 24)
     assert float(last.get_parameter("weight").detach().std()) == pytest.approx(0.02, rel=0.2)

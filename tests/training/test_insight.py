@@ -61,9 +61,10 @@ def test_insight_of_every_layer_that_doubts():
     layers = ["kla", "deltanet", "attention", {"mixer": "bayesian", "heads": 2}, "recurrent-afa"]
     torch.manual_seed(0)
     model, ids = LanguageModel(11, 16, layers).eval(), torch.randint(11, (TOKENS,))
-    hidden, found = look(model, ids, weights=True)
+    embedded = model.embed_tokens(ids)
+    hidden, found = look(model, embedded, weights=True)
     assert [insight.name for insight in found] == ["layer 1", "layer 4", "layer 5"]
-    traced = model(model.embed_tokens(ids[None]), beliefs=True)
+    traced = model(embedded[None], beliefs=True)
     torch.testing.assert_close(hidden, traced.hidden[0])
     for insight, place in zip(found, (0, 3, 4), strict=True):
         mixer, signal = model.mixers[place], traced.signals[place]
@@ -74,7 +75,7 @@ def test_insight_of_every_layer_that_doubts():
     kla, bayesian, trajectory = found
     assert kla.weights.shape == (16, TOKENS, TOKENS) and bayesian.weights.shape == (2, TOKENS, TOKENS)
     assert trajectory.gain is trajectory.weights is None
-    assert look(model, ids)[1][0].weights is None
+    assert look(model, embedded)[1][0].weights is None
 
 
 @pytest.mark.parametrize("name", SAYING)

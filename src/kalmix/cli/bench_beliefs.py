@@ -69,8 +69,8 @@ def draw(cell: Cell, results: Results, row: int) -> list[Path]:
     if row >= len(test):
         raise ArgumentError("row", got=row, needs=f"below {len(test)}, as {cell} has test rows")
     model = restored(cell, drawn, results)
-    inner = (model.encoder if isinstance(model, AutoEncoder) else model).model
-    _, found = look(inner, torch.from_numpy(test.inputs[row]), weights=True)
+    tagger = model.encoder if isinstance(model, AutoEncoder) else model
+    _, found = look(tagger.model, tagger.embedded(torch.from_numpy(test.inputs[row])), weights=True)
     if not found:
         return []
     asked = test.targets[row] != IGNORED

@@ -36,19 +36,18 @@ class Insight(NamedTuple):
 
 
 @torch.no_grad()
-def look(model: LanguageModel, ids: Tensor, *, weights: bool = False) -> tuple[Tensor, list[Insight]]:
-    """Read `ids` `[T]` as one sequence, from the prior.
+def look(model: LanguageModel, x: Tensor, *, weights: bool = False) -> tuple[Tensor, list[Insight]]:
+    """Read embedded tokens `x` `[T, D]` as one sequence, from the prior.
 
     Args:
         model: on any device.
-        ids: int64.
+        x: on that device.
         weights: whether to give attention maps, which take M T^2 numbers a layer.
 
     Returns:
         The residual stream behind the last block, `[T, D]`, and an `Insight` for each layer with a posterior.
     """
-    device = next(model.parameters()).device
-    traced = model(model.embed_tokens(ids[None].to(device)), remember=True, beliefs=True)
+    traced = model(x[None], remember=True, beliefs=True)
     found = []
     for place, (mixer, signal, known) in enumerate(zip(model.mixers, traced.signals, traced.beliefs, strict=True), 1):
         read = mixer.read(signal, None, None, True)[0] if mixer.has_posterior else None

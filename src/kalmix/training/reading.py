@@ -46,7 +46,8 @@ def read(model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str
         ArgumentError: the text is empty, or no layer of the model knows how sure it is.
     """
     ids, tokens = _tokens(tokenizer, text)
-    hidden, insights = look(model.model, ids, weights=weights)
+    embedded = model.model.embed_tokens(ids.to(model.device))
+    hidden, insights = look(model.model, embedded, weights=weights)
     logits = model.model.logits(hidden)[:-1].float().cpu()
     nats = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
     told = [(insight, insight.gain) for insight in insights if insight.gain is not None]

@@ -94,12 +94,15 @@ class Tagger(nn.Module):
         if shape.scaled:
             _scale(self.model, shape.depth)
         if shape.decoder:
-            self.model.norm, self.model.lm_head = nn.Identity(), _decoder(vocabulary, shape)
+            self.model.lm_head = _decoder(vocabulary, shape)[1:]  # its first norm is the model's
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """What the first block is given, `[..., D]` of ids `[...]`."""
+        return self.encoder(self.dropout(lookup(self.model.embed_tokens.get_parameter("weight"), ids)))
 
     def stream(self, ids: Tensor) -> Tensor:
         """The residual stream behind the last block, `[S, B, T, D]` of S samples, or 1, of ids `[B, T]`."""
-        embedded = self.dropout(lookup(self.model.embed_tokens.get_parameter("weight"), ids))
-        traced = self.model(self.encoder(embedded), remember=False, posterior=self.samples > 0)
+        traced = self.model(self.embedded(ids), remember=False, posterior=self.samples > 0)
         if traced.posterior is None:
             return traced.hidden[None]
         residual, mean, variance, context = traced.posterior
