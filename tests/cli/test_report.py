@@ -64,6 +64,13 @@ def test_a_laptop_has_both_sides_of_the_orderings_of_every_benchmark_that_it_run
     assert {one.task for one in compared} == tasks
 
 
+def test_updates_on_a_laptop_leave_keys_that_must_be_kept() -> None:
+    (study,) = (one for one in BENCHES["mqar"]["laptop"] if one.task == "mqar/update")
+    for part in study.parts:
+        asked = dict(part.settings)
+        assert 0 < asked["num_updates"] <= asked["num_kv_pairs"] // 2
+
+
 def write(folder: Path, *rows: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
