@@ -203,7 +203,7 @@ BENCHES: dict[str, dict[str, Preset]] = {
             ),
             Study(  # some keys are written again and the others must be kept; where all are, no order is seen
                 "mqar/update",
-                (Part.of(16_000, 256, vocab_size=256, input_seq_len=128, num_kv_pairs=16, num_updates=4),),
+                (Part.of(24_000, 256, vocab_size=256, input_seq_len=128, num_kv_pairs=16, num_updates=4),),
                 (replace(_TIED, state=2048, values=2.0, dropout=0.0),),
                 replace(_SMALL, epochs=4, decay=0.1, schedule="warmup", warmup=100),
                 ("bayesian", "gated-deltanet"),
