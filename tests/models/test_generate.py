@@ -26,7 +26,7 @@ def left_padded(ids, lengths):
 
 
 def test_cache_and_padding(model):
-    ids = tokens(3, 8)
+    ids = tokens(3, 8, seed=2)  # with seed 1, two tokens of the Bayesian Layers' are 2e-7 apart, in float64 too
     padded, mask = left_padded(ids, (8, 5, 1))
     together = greedy(model, padded, attention_mask=mask)
     for row, length in enumerate((8, 5, 1)):

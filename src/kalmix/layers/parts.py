@@ -61,8 +61,11 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+_ONEDNN = torch.backends.mkldnn.is_available()  # which the compiler cannot ask
+
+
 def _onednn_serves(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return _ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32
 
 
 class ShortConvolution(nn.Module):
