@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kalmix.plots.solvers import _colours
+from kalmix.plots.style import COLOURS
 from kalmix.tasks.solvers.conditions import Conditions
 from kalmix.tasks.solvers.convergence import Convergence
 from kalmix.tasks.solvers.gradients import Gradients
@@ -83,3 +85,9 @@ def test_a_mistake_is_one_line(kalmix, tmp_path: Path, options: str, says: str) 
     assert says in told.errors
     assert "Traceback" not in told.output + told.errors
     assert not (tmp_path / "out").exists()
+
+
+def test_a_name_has_one_colour_in_all_panels_and_no_panel_runs_out_of_colours() -> None:
+    found = _colours([["cg", "exact"], ["chebyshev", "exact"], [str(n) for n in range(len(COLOURS) + 3)]])
+    assert found["cg"] != found["exact"] != found["chebyshev"]
+    assert {found[str(n)] for n in range(len(COLOURS))} == set(COLOURS) and len(found) == len(COLOURS) + 6

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -9,11 +11,20 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from kalmix import kernels
 from kalmix.kernels.primitives import triton_launch
+
+
+def import_kernels() -> None:
+    """Kernels are interpreted if they are when they are imported: before notes are taken, for the tests behind."""
+    for module in pkgutil.walk_packages(kernels.__path__, "kalmix.kernels."):
+        if ".triton" in module.name:
+            import_module(module.name)
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> dict[bool, set[Any]]:
     """Launches from now on, by whether they are rehearsed: kernel, kinds and strides of arguments, options."""
+    import_kernels()
     notes: dict[bool, set[Any]] = {True: set(), False: set()}
 
     def note(step: triton_launch.Launch) -> None:

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 from kalmix.beliefs import DiagonalBelief
 from kalmix.kernels.diagonal import fused, reference
-from kalmix.kernels.diagonal import triton as kernels
+from kalmix.kernels.diagonal.triton_plan import tile_size
+from kalmix.kernels.primitives.triton_tiles import rows
 from kalmix.segments import Segments
 from kalmix.testing.budgets import budgets, relative_error
 
@@ -149,9 +150,9 @@ def test_keeps_a_belief_every_32_tokens_and_nothing_longer():
 
 def test_slices_of_a_projection_are_read_in_place():
     q, k, v = torch.randn(2, 5, 1, 12).split(4, dim=-1)
-    assert all(kernels.rows(x).data_ptr() == x.data_ptr() for x in (q, k, v))
+    assert all(rows(x).data_ptr() == x.data_ptr() for x in (q, k, v))
     turned = torch.randn(2, 4, 1, 5).transpose(1, 3)
-    assert kernels.rows(turned).is_contiguous()
+    assert rows(turned).is_contiguous()
     inputs = arguments(2, 9, (1, 1), 4, 4)
     whole = torch.cat([inputs["q"], inputs["k"], inputs["v"]], dim=-1)
     sliced = dict(zip(NAMES, (*whole.split(4, dim=-1), *list(inputs.values())[3:]), strict=True))
@@ -164,7 +165,7 @@ def test_slices_of_a_projection_are_read_in_place():
 @pytest.mark.parametrize("length", [1, 63, 64, 1000, 2048, 65_536])
 @pytest.mark.parametrize("warps", [1, 62, 496, 2111, 5000])
 def test_tiles_fill_the_machine_and_no_more(length, warps, resident=4224):
-    size = kernels.tile_size(length, warps, resident)
+    size = tile_size(length, warps, resident)
     tiles = -(-length // size)
     assert 1 <= size <= length
     assert tiles == 1 or size >= 64
@@ -176,6 +177,6 @@ def test_meets_the_dispatcher_as_an_operator_should():
     inputs = arguments(1, 34, (1, 2), 3, 4)
     leaves = [x.requires_grad_() for x in inputs.values()]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    for rows in (None, torch.tensor([[0, 2, 30]], dtype=torch.int32, device=DEVICE)):
+    for runs in (None, torch.tensor([[0, 2, 30]], dtype=torch.int32, device=DEVICE)):
         for variance, keep in ((True, True), (False, False)):
-            torch.library.opcheck(fused._filter, (*leaves, rows, variance, keep), test_utils=checks)
+            torch.library.opcheck(fused._filter, (*leaves, runs, variance, keep), test_utils=checks)

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from rehearsals import import_kernels
 from triton import knobs
 
 from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief
@@ -45,6 +46,7 @@ class Kernel:
 
 @pytest.fixture
 def notes(monkeypatch):
+    import_kernels()
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(triton_launch, "_COMPILED", set())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, cycle
 from os import PathLike
 
 import numpy as np
@@ -77,10 +78,11 @@ def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) 
 
 
 def _colours(panels: Iterable[Iterable[str]]) -> dict[str, str]:
-    """A colour for each name; in a panel each is the first that no name of it has had before."""
+    """A colour for each name; in a panel each is the first that no name of it has had before, until all are taken."""
     chosen: dict[str, str] = {}
     for names in map(list, panels):
         taken = {chosen.get(name) for name in names}
         free = [colour for colour in COLOURS if colour not in taken]
-        chosen |= dict(zip((name for name in names if name not in chosen), free, strict=False))
+        new = (name for name in names if name not in chosen)
+        chosen |= dict(zip(new, chain(free, cycle(COLOURS)), strict=False))
     return chosen

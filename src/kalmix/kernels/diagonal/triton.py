@@ -1,4 +1,4 @@
-"""`diagonal` in Triton: the steps of one cell, how work is cut, and the forward pass.
+"""`diagonal` in Triton: the forward pass, of `triton_cells` cut by `triton_plan`.
 
 Every cell (slot, channel) is independent, so a program owns a few channels with all their slots and steps through
 time with the beliefs in registers. Parallelism over time comes from tiles of tokens, in three launches:
@@ -21,179 +21,29 @@ that a thread's four slots are one 16-byte access and few lanes share a sum.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kalmix.kernels.diagonal.scratch import SPACING, padded
+from kalmix.kernels.diagonal.triton_cells import (
+    LOOSE,
+    STRIDES,
+    belief_of,
+    cell_offsets,
+    dynamics_of,
+    keys_at,
+    step,
+    values_at,
+)
+from kalmix.kernels.diagonal.triton_plan import WINDOW, block, multiprocessors, plan, ragged, tile_of, tile_size
 from kalmix.kernels.primitives.triton_launch import Launch
-from kalmix.kernels.primitives.triton_ptx import hardware, reciprocal
+from kalmix.kernels.primitives.triton_ptx import hardware
+from kalmix.kernels.primitives.triton_tiles import rows
 from kalmix.segments import Segments
 
-LOOSE = ["length", "size", "tiles"]  # numbers that must not compile a kernel anew
-STRIDES = [f"{tensor}_{axis}" for tensor in ("mean", "var") for axis in "ngkv"]
-WINDOW = 4  # tokens whose signals are on their way while as many are worked on
 _RESIDENT = 32  # warps a multiprocessor is kept busy with
-
-
-class Plan(NamedTuple):
-    """How a call is cut.
-
-    Attributes:
-        size: tokens a tile, a multiple of `SPACING`.
-        tiles: tiles a batch row; with segments, tiles in all.
-        count: tiles in all.
-        table: int64 `[count, 5]` (sequence, first token in `[B * T]`, tokens, whether it is the last of its sequence,
-            its first kept belief), or a placeholder without segments, where arithmetic says the same.
-        bounds: int64 `[N, 2]`, first tile and end of each sequence, or a placeholder.
-        single: no sequence has more than one tile.
-    """
-
-    size: int
-    tiles: int
-    count: int
-    table: Tensor
-    bounds: Tensor
-    single: bool
-
-
-def plan(batch: int, length: int, size: int, segments: Segments | None, placeholder: Tensor) -> Plan:
-    """Cut every sequence into tiles of `size` tokens, rounded up to whole spacings; offsets inside one fit 32 bits."""
-    size = min(triton.cdiv(size, SPACING) * SPACING, 1 << 15)
-    if segments is None:
-        tiles = triton.cdiv(length, size)
-        return Plan(size, tiles, batch * tiles, placeholder, placeholder, tiles == 1)
-    cut = segments.tiles(batch, length, size)
-    tokens = (segments.rows[:, 2] - segments.rows[:, 1]).long()
-    pieces, kept = (tokens + size - 1) // size, (tokens + SPACING - 1) // SPACING
-    end = cut.last + 1
-    within = torch.arange(len(cut.token), device=tokens.device) - (end - pieces)[cut.sequence]
-    last = (within + 1 == pieces[cut.sequence]) & (cut.count > 0)
-    first_kept = (kept.cumsum(0) - kept)[cut.sequence] + within * (size // SPACING)
-    table = torch.stack([cut.sequence, cut.token, cut.count, last, first_kept], dim=1)
-    return Plan(size, len(table), len(table), table, torch.stack([end - pieces, end], dim=1), length <= size)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors there are to fill (on the CPU, where it only shapes tests, as on an H100 or H200)."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-def tile_size(length: int, warps: int, resident: int) -> int:
-    """Tokens a tile, given how many warps one tile a row makes and how many fit at once.
-
-    Tiles cost a second pass, so there is one where it fills half the GPU. Otherwise they make four rounds of warps,
-    or, where that takes tiles under 64 tokens, one round; never a little more than one.
-    """
-    finest = max(1, length // 64)
-    pieces = min(finest, 4 * resident // warps)
-    if 2 * warps >= resident:
-        pieces = 1
-    elif pieces * warps < 2 * resident:
-        pieces = max(1, min(pieces, resident // warps))
-    return triton.cdiv(length, pieces)
-
-
-def ragged(length: int, segments: Segments | None) -> bool:
-    """Whether a sequence may end within a window: code that compiles only where it must."""
-    return segments is not None or length % WINDOW > 0
-
-
-def block(slots: int, cells: int) -> int:
-    """Channels a warp at so many cells a thread."""
-    return max(1, 32 * cells // padded(slots))
-
-
-def rows(x: Tensor) -> Tensor:
-    """`x` `[B, T, heads, width]`, copied unless its rows are contiguous and its tokens one stride apart."""
-    steady = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-    return x if steady else x.contiguous()
-
-
-@triton.jit
-def tile_of(table, index, length, size, tiles, SPACING: tl.constexpr, PACKED: tl.constexpr):
-    """A tile's sequence, first token in the batch, tokens, whether it is its sequence's last, its first kept belief."""
-    if PACKED:
-        row = table + index.to(tl.int64) * 5
-        sequence, token, count = tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32)
-        last, kept = tl.load(row + 3) != 0, tl.load(row + 4)
-    else:
-        sequence = (index // tiles).to(tl.int64)
-        first = index % tiles * size
-        token, count, last = sequence * length + first, tl.minimum(length - first, size), first + size >= length
-        kept = sequence * tl.cdiv(length, SPACING) + first // SPACING
-    return sequence, token, count, last, kept
-
-
-@triton.jit
-def cell_offsets(head, channel, V, P: tl.constexpr):
-    return (head * V + channel)[:, None] * P + tl.arange(0, P)[None, :]
-
-
-@triton.jit
-def belief_of(base, n, head, channel, slot, n_stride, g_stride, k_stride, v_stride, real):
-    """Half a belief `[channels, slots]` from `[N, G, K, V]` of any strides."""
-    at = n * n_stride + head * g_stride + slot[None, :] * k_stride + channel[:, None] * v_stride
-    return tl.load(base + at, mask=real, other=0.0)
-
-
-@triton.jit
-def dynamics_of(log_decay, noise, head, channel, V, K: tl.constexpr, P: tl.constexpr):
-    """Decay and process noise `[channels, slots]` from contiguous `[G, K, V]`; cells outside it hold still."""
-    slot = tl.arange(0, P)
-    inside = (channel < V)[:, None] & (slot < K)[None, :]
-    at = head * K * V + slot[None, :] * V + channel[:, None]
-    decay = tl.exp(tl.load(log_decay + at, mask=inside, other=0.0).to(tl.float32))
-    return decay, tl.load(noise + at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def keys_at(start, end, base, stride, slot, channel, K: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr):
-    """Keys or queries `[1, slots]` of the tokens [start, start + WINDOW); past the end, the last again.
-
-    Every channel's threads load them, so that nothing is exchanged.
-    """
-    spread = tl.max_contiguous(slot[None, :] + tl.zeros_like(channel)[:, None], [1, 4])
-    loaded = ()
-    for i in tl.static_range(WINDOW):
-        row = base + tl.minimum(start + i, end - 1) * stride
-        if K == P:
-            loaded += (tl.load(row + spread),)
-        else:
-            loaded += (tl.load(row + spread, mask=spread < K, other=0.0),)
-    return loaded
-
-
-@triton.jit
-def values_at(start, end, base, stride, channel, V, EVEN: tl.constexpr, WINDOW: tl.constexpr):
-    """Values, precisions or output gradients `[channels, 1]` of as many tokens; 0 past the last channel."""
-    loaded = ()
-    for i in tl.static_range(WINDOW):
-        row = base + tl.minimum(start + i, end - 1) * stride
-        if EVEN:
-            loaded += (tl.load(row + channel)[:, None],)
-        else:
-            loaded += (tl.load(row + channel, mask=channel < V, other=0.0)[:, None],)
-    return loaded
-
-
-@triton.jit
-def step(mean, var, key, precision, value, decay, noise, PTX: tl.constexpr):
-    """One token (equations 16 and 20 as moments).
-
-    Returns posterior mean and variance, the ratio of posterior to predicted variance, and the surprise: what the
-    posterior variance turns into a correction of the mean.
-    """
-    predicted = decay * decay * var + noise
-    write = key * precision
-    shrink = reciprocal(1.0 + key * write * predicted, PTX)
-    var = predicted * shrink
-    carried = decay * mean
-    surprise = write * (value - key * carried)
-    return carried + var * surprise, var, shrink, surprise
 
 
 @triton.jit

@@ -82,7 +82,9 @@ def _ends(matrices: torch.Tensor) -> torch.Tensor:
     (of matrices of 128), and threads that share a small matrix only get into each other's way.
     """
     threads = torch.get_num_threads()
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        values = list(pool.map(torch.linalg.eigvalsh, matrices.cpu().split(16)))
-    torch.set_num_threads(threads)
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            values = list(pool.map(torch.linalg.eigvalsh, matrices.cpu().split(16)))
+    finally:
+        torch.set_num_threads(threads)
     return torch.cat(values)[:, [0, -1]]
