@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint bench setup clean
+.PHONY: train test test-all lint bench setup clean
 .DELETE_ON_ERROR:
 
 train: setup  ## train a Kalman language model on real text, on this machine; ARGS="--help" for the options
 	$(BIN)/kalmix train $(ARGS)
 
-test: setup  ## run the tests; ARGS="-k laws" for some
+test: setup  ## run the tests, without the slow ones; ARGS="-k laws" for some
 	$(BIN)/pytest -n 2 $(ARGS)
+
+test-all: setup  ## run the slow tests too; ARGS="-m slow" for these alone
+	$(BIN)/pytest -n 2 -m "slow or not slow" $(ARGS)
 
 lint: setup  ## style, types and the direction of imports
 	$(BIN)/ruff check .
