@@ -105,5 +105,5 @@ class _Correction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        to_left = ctx.solutions(to_x, *ctx.saved_tensors, ctx.ridge, ctx.solver)
-        return to_left, *[None] * (4 + len(ctx.saved_tensors))
+        given = ctx.saved_tensors  # gradient checkpointing lets them be read only once
+        return ctx.solutions(to_x, *given, ctx.ridge, ctx.solver), *[None] * (4 + len(given))

@@ -24,7 +24,7 @@ def solution(solver: Solver, gram: Tensor, ridge: Tensor, scale: Scale, rhs: Ten
     if unrolled:
         rho = _number(scale.rho, rhs).expand(*rhs.shape[:-1], 1)
         return _Unrolled.apply(matrix, rhs, rho, unrolled) * inverse
-    return _Implicit.apply(matrix, rhs, scale.rho, solver) * inverse
+    return _Implicit.apply(matrix, rhs, _number(scale.rho, rhs), solver) * inverse
 
 
 def _number(x: Tensor | float, like: Tensor) -> Tensor:
@@ -35,17 +35,17 @@ class _Implicit(torch.autograd.Function):
     """Lemma 2 and equation 12: the gradient of the right side is one more solve, that of S minus its product with x."""
 
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, rhs: Tensor, rho: Tensor | float, solver: Solver) -> Tensor:
+    def forward(ctx: Any, matrix: Tensor, rhs: Tensor, rho: Tensor, solver: Solver) -> Tensor:
         x = solve(solver, Matrices(matrix), rhs, rho)
-        ctx.rho, ctx.solver = rho, solver
-        ctx.save_for_backward(matrix, x)
+        ctx.solver = solver
+        ctx.save_for_backward(matrix, x, rho)
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        matrix, x = ctx.saved_tensors
-        to_rhs = solve(ctx.solver, Matrices(matrix), to_x, ctx.rho)
+        matrix, x, rho = ctx.saved_tensors
+        to_rhs = solve(ctx.solver, Matrices(matrix), to_x, rho)
         return -to_rhs[..., None] * x[..., None, :], to_rhs, None, None
 
 
