@@ -116,6 +116,7 @@ def main() -> int:
     if arguments.share:
         return check_share(arguments.share, arguments.note, arguments.seconds)
     checker = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__]
+    checker += ["--seconds", str(arguments.seconds)]
     with TemporaryDirectory() as folder:
         notes = [Path(folder) / f"{i}.txt" for i in range(arguments.jobs)]
         shares = [
