@@ -121,15 +121,7 @@ def main() -> int:
         notes = [Path(folder) / f"{i}.txt" for i in range(arguments.jobs)]
         shares = [
             subprocess.Popen(
-                [
-                    *checker,
-                    "--seconds",
-                    str(arguments.seconds),
-                    "--share",
-                    f"{i}/{arguments.jobs}",
-                    "--note",
-                    str(note),
-                ],
+                [*checker, "--share", f"{i}/{arguments.jobs}", "--note", str(note)],
                 env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             )
             for i, note in enumerate(notes)
