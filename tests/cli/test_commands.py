@@ -128,4 +128,4 @@ def test_doctor_fails_if_a_kernel_is_off(kalmix, monkeypatch: pytest.MonkeyPatch
 
 def test_the_module_is_the_command() -> None:
     told = subprocess.run([sys.executable, "-m", "kalmix.cli", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in told.stdout for command in ("train", "generate", "inspect", "explain", "doctor"))
+    assert all(command in told.stdout for command in ("train", "report", "generate", "inspect", "explain", "doctor"))

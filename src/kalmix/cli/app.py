@@ -10,7 +10,7 @@ try:
 except ImportError:
     sys.exit("the command line needs typer and rich: pip install 'kalmix[all]'")
 
-from kalmix.cli import bench, doctor, explain, generate, inspect, train
+from kalmix.cli import bench, doctor, explain, generate, inspect, report, train
 
 app = typer.Typer(
     name="kalmix",
@@ -19,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, generate, inspect, explain, doctor):
+for command in (train, report, generate, inspect, explain, doctor):
     app.command(name=command.__name__.rpartition(".")[2])(command.run)
 app.add_typer(bench.app)
 

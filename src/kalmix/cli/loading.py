@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from kalmix.models import KalmixForCausalLM
+    from kalmix.training.run import Run
 
 _NEEDS = "a folder that `kalmix train` wrote (the run, or its model)"
 
@@ -45,3 +46,26 @@ def load(folder: Path) -> tuple[KalmixForCausalLM, PreTrainedTokenizerFast]:
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ArgumentError("model", got=f"{str(folder)!r}, which cannot be loaded ({error})", needs=_NEEDS) from None
     return model.eval(), tokenizer
+
+
+def load_run(folder: Path) -> Run:
+    """Load a finished run: recipe, log, text, tokenizer and model, the model on the accelerator if there is one.
+
+    Raises:
+        ArgumentError: there is no run, it is not finished, its model is damaged, or its text has gone.
+    """
+    import torch
+
+    from kalmix import text
+    from kalmix.training.recipe import Recipe
+    from kalmix.training.run import Run, finished, read_history
+
+    recipe, history = Recipe.load(folder), read_history(folder)
+    if not finished(history):
+        done = f"at {history[-1].get('progress', 0.0):.0%} of its training" if history else "before it saved anything"
+        needs = f"a finished run; `kalmix train --resume --output {folder}` continues it"
+        raise ArgumentError("run", got=f"{str(folder)!r}, which stopped {done}", needs=needs)
+    model, tokenizer = load(folder)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    torch.nn.Module.to(model, device)
+    return Run(recipe, folder, text.load(recipe.text), model, tokenizer, history)

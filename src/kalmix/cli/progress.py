@@ -1,8 +1,10 @@
-"""A progress bar for the Trainer: part done, time left, loss, tokens a second."""
+"""Progress bars: of training (part done, time left, loss, tokens a second), and of work in named stages."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 _LINES = 10  # written in the course of a run where there is no terminal to draw a bar on
+_PAUSE = 10.0  # seconds between two lines of a stage, there
 
 
 class ProgressBar(TrainerCallback):
@@ -72,3 +75,25 @@ class ProgressBar(TrainerCallback):
                 f"{left // 60}:{left % 60:02d} left",
             ]
         return "  ".join(parts)
+
+
+@contextmanager
+def stages(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """Show a bar for the stage in hand on a terminal; elsewhere print a line when a stage begins and every 10 seconds.
+
+    Yields:
+        A function of the stage's name and the part of it that is done, 0 to 1.
+    """
+    columns = (SpinnerColumn(), BarColumn(30), TaskProgressColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task, current, printed = bar.add_task("", total=1.0), "", 0.0
+
+        def tell(stage: str, done: float) -> None:
+            nonlocal current, printed
+            bar.update(task, description=stage, completed=done)
+            if bar.disable and (stage != current or time.monotonic() - printed >= _PAUSE):
+                console.print(f"{stage}: {done:.0%}" if stage == current else stage, soft_wrap=True)
+                printed = time.monotonic()
+            current = stage
+
+        yield tell

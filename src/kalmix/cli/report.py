@@ -1,51 +1,94 @@
-"""What a training run shows at its end: a verdict, a sample, pictures, and where everything lies."""
+"""`kalmix report`: evaluate a finished run and draw it; `kalmix train` ends with the same."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kalmix import plots
 from kalmix.errors import ArgumentError
-from kalmix.training.evaluation import bits_per_byte, compressors
-from kalmix.training.reading import read
-from kalmix.training.run import Run
-from kalmix.training.sampling import generate
 
-PASSAGE = 200  # characters of held-out text in the pictures
+if TYPE_CHECKING:
+    from kalmix.training.evaluation import Result
+    from kalmix.training.run import Run
 
 
-def report(run: Run, console: Console) -> None:
-    """Judge a finished run, draw it, and print what came of it."""
-    with console.status("reading the held-out text"):
-        score = bits_per_byte(
-            run.model, run.tokenizer, run.corpus.held_out, window=run.recipe.block, batch=run.recipe.batch
-        )
-        rivals = compressors(run.corpus.held_out)
-    with console.status("drawing"):
-        written = [run.output / "model", *pictures(run, rivals)]
-    console.print(_verdict(score, rivals, len(run.corpus.passage.encode())))
-    console.print(Panel(Text(_sample(run)), title="a sample", title_align="left", box=box.ROUNDED, style="dim"))
+def run(run: Annotated[Path, typer.Argument(help="Output folder of a finished `kalmix train`.")]) -> None:
+    """Evaluate a finished run: bits per byte of held-out text, a sample, figures. Can be repeated."""
+    report(run, Console(highlight=False))
+
+
+def report(output: Path, console: Console) -> None:
+    """Evaluate the finished run in `output`: write result.json and figures there, and print them.
+
+    Ctrl-C and SIGTERM end it with the command that repeats it; the run itself is only read.
+
+    Raises:
+        ArgumentError: there is no run, it is not finished, or its text or its model cannot be read.
+    """
+    former = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        _report(output, console)
+    except KeyboardInterrupt:
+        interruption(output, console)
+        raise typer.Exit(130) from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, former)
+
+
+def interruption(output: Path, console: Console) -> None:
+    """Print the command that evaluates a run whose evaluation was interrupted."""
+    console.print("interrupted; training has ended and the model is saved. To evaluate it:", soft_wrap=True)
+    console.print(f"  kalmix report {output}", style="bold", soft_wrap=True, markup=False)
+
+
+def _report(output: Path, console: Console) -> None:
+    from kalmix.cli.loading import load_run
+    from kalmix.cli.progress import stages
+    from kalmix.training.evaluation import evaluate
+
+    with stages(console) as progress:
+        progress("loading the run", 0)
+        ended = load_run(output)
+        result = evaluate(ended, progress)
+        written = [output / "model", result.save(output)]
+        progress("drawing", 0)
+        written += pictures(ended, result.compressors)
+    console.print(_verdict(result))
+    if result.warning is not None:
+        console.print(f"warning: {result.warning}", style="yellow", soft_wrap=True, markup=False)
+    sample = Text(result.prompt + result.sample)
+    console.print(Panel(sample, title="a sample", title_align="left", box=box.ROUNDED, style="dim"))
     for path in written:
-        console.print(f"  {path}", soft_wrap=True)
+        console.print(f"  {path}", soft_wrap=True, markup=False)
+    name = escape(str(output))
     console.print(
-        f"\nask it: [bold]kalmix generate {run.output}[/], [bold]kalmix inspect {run.output} --text '...'[/]",
-        soft_wrap=True,
+        f"\nask it: [bold]kalmix generate {name}[/], [bold]kalmix inspect {name} --text '...'[/]", soft_wrap=True
     )
 
 
 def pictures(run: Run, rivals: dict[str, float]) -> list[Path]:
-    """The loss curve; and, where a layer has a posterior, its variance and attention map over a held-out passage."""
+    """Draw the loss curve; where a layer has a posterior, also its variance and attention map on a held-out passage."""
+    from kalmix import plots
+    from kalmix.training.evaluation import passage
+    from kalmix.training.reading import read
+
     curve = run.output / "loss.png"
     plots.loss_curve(curve, run.training, run.held_out, references=rivals)
-    passage = _passage(run.corpus.held_out)
     try:
-        reading = read(run.model, run.tokenizer, passage, weights=True)
+        reading = read(run.model, run.tokenizer, passage(run.corpus.held_out), weights=True)
     except ArgumentError:  # attention alone holds no belief
         return [curve]
     assert reading.weights is not None
@@ -59,22 +102,13 @@ def pictures(run: Run, rivals: dict[str, float]) -> list[Path]:
     return [curve, variance, weights]
 
 
-def _passage(documents: tuple[str, ...]) -> str:
-    """The beginning of the longest held-out document."""
-    return max(documents, key=len).strip()[:PASSAGE]
-
-
-def _sample(run: Run) -> str:
-    start = _passage(run.corpus.held_out).split("\n")[0][:60]
-    return start + generate(run.model, run.tokenizer, start, tokens=160, temperature=0.7)
-
-
-def _verdict(score: float, rivals: dict[str, float], size: int) -> Table:
+def _verdict(result: Result) -> Table:
     table = Table("held-out text", "bits per byte", "bytes", box=box.SIMPLE_HEAD)
     table.columns[1].justify = table.columns[2].justify = "right"
-    table.add_row("as it is", "8.000", f"{size:,}")
-    rows = {**rivals, "this model": score}
-    for name, bits in sorted(rows.items(), key=lambda row: -row[1]):
-        style = "bold green" if name == "this model" and score <= min(rows.values()) else ""
-        table.add_row(name, f"{bits:.3f}", f"{bits * size / 8:,.0f}", style=style)
+    table.add_row("as it is", "8.000", f"{result.bytes:,}")
+    score, rivals = result.bits_per_byte, result.compressors
+    best = result.warning is None and score <= min(rivals.values())
+    for name, bits in sorted({**rivals, "this model": score}.items(), key=lambda row: -row[1]):
+        style = "bold green" if name == "this model" and best else ""
+        table.add_row(name, f"{bits:.3f}", f"{bits * result.bytes / 8:,.0f}", style=style)
     return table

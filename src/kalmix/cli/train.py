@@ -41,7 +41,7 @@ def run(
     output: Annotated[Path | None, typer.Option(help="Where everything goes (runs/ and the time).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output, as it was set up.")] = False,
 ) -> None:
-    """Train a language model on a text, and say how well it compresses text that it never saw."""
+    """Train a language model on a text, and evaluate it on text that it never saw, as `kalmix report` does."""
     if resume:
         recipe, output = _resumed(context, output)
     else:
@@ -52,7 +52,7 @@ def run(
     from transformers.utils import logging
 
     from kalmix.cli.progress import ProgressBar
-    from kalmix.cli.report import report
+    from kalmix.cli.report import interruption, report
     from kalmix.training.run import train
     from kalmix.training.trainer import processes
 
@@ -67,8 +67,14 @@ def run(
             console.print(f"interrupted after {ended.steps} steps; nothing is lost. To go on:", soft_wrap=True)
             console.print(f"  kalmix train --resume --output {output}", style="bold", soft_wrap=True, markup=False)
         raise typer.Exit(130)
+    output, interrupted = ended.output, ended.interrupted
+    del ended  # and with it the memory of the model, which is loaded again
+    if interrupted and first:
+        interruption(output, console)
+    if interrupted:
+        raise typer.Exit(130)
     if first:
-        report(ended, console)
+        report(output, console)
 
 
 def _resumed(context: typer.Context, output: Path | None) -> tuple[Recipe, Path]:

@@ -1,10 +1,15 @@
-"""What a model is judged by: bits per byte of text it never saw, beside what compressors need for the same text."""
+"""Evaluation of a finished run: bits per byte of text it never saw, beside what compressors need for the same text."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import lzma
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +18,104 @@ from transformers import PreTrainedTokenizerFast
 from kalmix import text
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.data import stream
+from kalmix.training.files import write_text
+from kalmix.training.provenance import provenance
+from kalmix.training.recipe import Recipe
+from kalmix.training.run import Run
+from kalmix.training.sampling import generate
+
+FILE = "result.json"
+PASSAGE = 200  # characters of held-out text in figures
+ProgressFn = Callable[[str, float], None]  # of the stage of an evaluation and the part of it that is done, 0 to 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """Evaluation of a finished run, as result.json holds it.
+
+    Attributes:
+        bits_per_byte: of the model, on the held-out text.
+        warning: why these numbers are not meaningful; None if they are.
+        bytes: length of the held-out text in UTF-8.
+        compressors: bits per byte of the same text, by compressor.
+        steps: training steps.
+        tokens: training tokens seen.
+        prompt, sample: text that the model continued, and its continuation.
+        provenance: versions, device and commit that evaluated the run.
+    """
+
+    bits_per_byte: float
+    warning: str | None
+    bytes: int
+    compressors: dict[str, float]
+    steps: int
+    tokens: int
+    prompt: str
+    sample: str
+    provenance: dict[str, Any]
+
+    def save(self, folder: Path) -> Path:
+        """Write result.json into `folder`, replacing an older one at once."""
+        write_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
+        return folder / FILE
+
+
+def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> Result:
+    """Evaluate the model of a finished run; the same run gives the same numbers again.
+
+    A model that trained in bfloat16 autocast is evaluated in it.
+    """
+    recipe, device, documents = run.recipe, run.model.device, run.corpus.held_out
+    with torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16):
+        score = bits_per_byte(
+            run.model,
+            run.tokenizer,
+            documents,
+            window=recipe.block,
+            batch=recipe.batch,
+            progress=lambda done: progress("reading the held-out text", done),
+        )
+        progress("compressing the held-out text", 0)
+        rivals = compressors(documents)
+        progress("writing a sample", 0)
+        prompt = passage(documents).split("\n")[0][:60]
+        with torch.random.fork_rng():
+            torch.manual_seed(recipe.seed)
+            sample = generate(run.model, run.tokenizer, prompt, tokens=160, temperature=0.7)
+    return Result(
+        bits_per_byte=score,
+        warning=too_short(recipe, run.steps),
+        bytes=len(run.corpus.passage.encode()),
+        compressors=rivals,
+        steps=run.steps,
+        tokens=int(run.history[-1]["tokens"]),
+        prompt=prompt,
+        sample=sample,
+        provenance=provenance(device),
+    )
+
+
+def too_short(recipe: Recipe, steps: int) -> str | None:
+    """Return why a run of `steps` steps is not meaningful, or None if it is.
+
+    A run that its time budget ends must have taken at least as many steps as its warm-up has, which is one step or
+    more of all that it took, and of all that `steps` of the recipe asked for.
+    """
+    if recipe.minutes is None or (recipe.steps is not None and steps >= recipe.steps):
+        return None
+    planned = recipe.warmup * (recipe.steps or 0)
+    needed = math.ceil(max(planned, 1 / recipe.warmup if recipe.warmup else 1))
+    if steps >= needed:
+        return None
+    return (
+        f"the time budget of {recipe.minutes:g} minutes allowed {steps} training steps, fewer than the {needed} that a "
+        f"warm-up of {100 * recipe.warmup:g}% of the run needs: the result is not meaningful. Train for longer."
+    )
+
+
+def passage(documents: Sequence[str]) -> str:
+    """Return the beginning of the longest held-out document."""
+    return max(documents, key=len).strip()[:PASSAGE]
 
 
 def bits_per_byte(
@@ -22,29 +125,40 @@ def bits_per_byte(
     *,
     window: int,
     batch: int = 8,
+    progress: Callable[[float], None] = lambda done: None,
 ) -> float:
     """The length of a lossless code for `documents`, in bits a byte of the documents joined by blank lines.
 
     Every token counts, the first and the marks between documents too, so tokenizers compare fairly. Each is
     predicted from at least half a `window` of what came before it, or from all there is.
     """
-    nats = float(surprisals(model, stream(tokenizer, documents), window=window, batch=batch).double().sum())
+    ids = stream(tokenizer, documents)
+    nats = float(surprisals(model, ids, window=window, batch=batch, progress=progress).double().sum())
     return text.bits_per_byte(nats, "\n\n".join(documents))
 
 
 @torch.no_grad()
-def surprisals(model: KalmixForCausalLM, ids: Tensor, *, window: int, batch: int = 8) -> Tensor:
+def surprisals(
+    model: KalmixForCausalLM,
+    ids: Tensor,
+    *,
+    window: int,
+    batch: int = 8,
+    progress: Callable[[float], None] = lambda done: None,
+) -> Tensor:
     """The negative log-likelihood of each token of `ids` (int64 `[n]`) but the first, in nats, float32 `[n - 1]`.
 
     Windows overlap by half; a window scores its second half (the first one scores all), so the work is about two
-    forward passes.
+    forward passes. `progress` is called with the part that is done, 0 to 1.
     """
     was_training = model.training
     model.eval()
     stride = max(1, window // 2)
     starts = list(range(0, max(1, len(ids) - 1 - window + stride), stride))
     scores = torch.zeros(len(ids) - 1)
-    for group in (starts[at : at + batch] for at in range(0, len(starts), batch)):
+    for at in range(0, len(starts), batch):
+        progress(at / len(starts))
+        group = starts[at : at + batch]
         rows = [ids[start : start + window + 1] for start in group]
         longest = max(map(len, rows))
         # Padding on the right is after every token that counts, so it needs no mask.
@@ -55,6 +169,7 @@ def surprisals(model: KalmixForCausalLM, ids: Tensor, *, window: int, batch: int
             skip = 0 if start == 0 else window - stride
             scores[start + skip : start + len(row) - 1] = values[skip : len(row) - 1]
     model.train(was_training)
+    progress(1.0)
     return scores
 
 

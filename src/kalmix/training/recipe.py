@@ -88,10 +88,10 @@ class Recipe:
             return cls(**{**{name: given[name] for name in given if name in known}, "layers": tuple(given["layers"])})
         except FileNotFoundError:
             got = f"{str(folder)!r}, which holds no run ({FILE} is missing)"
-            raise ArgumentError("output", got=got, needs=needs) from None
+            raise ArgumentError("run", got=got, needs=needs) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             got = f"{str(folder)!r}, whose {FILE} is unreadable ({error})"
-            raise ArgumentError("output", got=got, needs=needs) from None
+            raise ArgumentError("run", got=got, needs=needs) from None
 
 
 def parse_layers(text: str) -> Layers:

@@ -3,6 +3,8 @@
 output/recipe.json      what was asked for          output/model/        the model, for AutoModelForCausalLM
 output/checkpoints/     to resume from, until done  output/tensorboard/  the curves, live
 output/history.json     the curves, as numbers
+
+`kalmix report` adds result.json and figures to a finished run (`kalmix.training.evaluation`).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.text import Corpus, load, train_tokenizer
 from kalmix.training.checkpoints import newest
 from kalmix.training.data import Blocks, mark, pretrained, stream
+from kalmix.training.files import write_text
 from kalmix.training.recipe import Recipe
 from kalmix.training.schedule import Schedule, interruptible
 from kalmix.training.trainer import FilterTrainer, arguments, processes, tensorboard
@@ -44,11 +47,8 @@ class Run:
     """A run that has ended.
 
     Attributes:
-        finished: false if it was interrupted; resuming goes on from where it stopped.
-        steps: taken, in all its sessions together.
-        seconds: of training, in this session.
-        training: `(tokens seen, bits per byte)` of training batches.
-        held_out: the same of a part of the held-out text.
+        history: the Trainer's log, a row a logged step, of all sessions together.
+        interrupted: whether a signal asked this session to stop.
     """
 
     recipe: Recipe
@@ -56,11 +56,36 @@ class Run:
     corpus: Corpus
     model: KalmixForCausalLM
     tokenizer: PreTrainedTokenizerFast
-    finished: bool
-    steps: int
-    seconds: float
-    training: list[tuple[float, float]]
-    held_out: list[tuple[float, float]]
+    history: list[dict[str, float]]
+    interrupted: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether training reached its end; if not, resuming continues it."""
+        return finished(self.history)
+
+    @property
+    def steps(self) -> int:
+        """Training steps of all sessions."""
+        return int(self.history[-1]["step"])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training in the last session."""
+        return self.history[-1]["train_runtime"]
+
+    @property
+    def training(self) -> list[tuple[float, float]]:
+        """`(tokens seen, bits per byte)` of training batches."""
+        return self._curve("bits_per_byte")
+
+    @property
+    def held_out(self) -> list[tuple[float, float]]:
+        """`(tokens seen, bits per byte)` of a part of the held-out text."""
+        return self._curve("eval_bits_per_byte")
+
+    def _curve(self, name: str) -> list[tuple[float, float]]:
+        return [(row["tokens"], row[name]) for row in self.history if name in row]
 
 
 def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequence[TrainerCallback] = ()) -> Run:
@@ -79,8 +104,9 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
         raise ArgumentError(
             "output", got=f"{str(output)!r}, which holds a run", needs="a new folder, or that run resumed"
         )
-    if resume and _finished(output):
-        raise ArgumentError("output", got=f"{str(output)!r}, a finished run", needs="an unfinished one, to resume it")
+    if resume and finished(read_history(output)):
+        needs = "an unfinished one, to resume it (`kalmix report` evaluates a finished one)"
+        raise ArgumentError("output", got=f"{str(output)!r}, a finished run", needs=needs)
     set_seed(recipe.seed)
     corpus = load(recipe.text)
     with here.main_process_first():
@@ -106,12 +132,12 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
     trainer.remove_callback(PrinterCallback)
     checkpoint = newest(output / "checkpoints") if resume else None
     try:
-        with interruptible(schedule):
-            result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with interruptible(schedule):  # saving, too, is not cut off
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            return _ended(trainer, output, corpus, tokenizer)
     except BackendCompilerFailed as error:
         reason = str(error).splitlines()[0]
         raise ArgumentError("compile", got=f"asked for where it fails ({reason})", needs="left out") from error
-    return _ended(trainer, output, corpus, tokenizer, seconds=result.metrics["train_runtime"])
 
 
 def build(recipe: Recipe, vocabulary: int, end: int) -> KalmixForCausalLM:
@@ -152,23 +178,31 @@ def _bytes(documents: Sequence[str]) -> int:
     return len("\n\n".join(documents).encode())
 
 
-def _finished(output: Path) -> bool:
-    """Whether the run in `output` came to its end."""
+def read_history(output: Path) -> list[dict[str, float]]:
+    """Return the log of the run in `output`; empty if there is none that can be read."""
     try:
         history = json.loads((output / HISTORY).read_text(encoding="utf-8"))
-        return history[-1]["progress"] >= 1
-    except (OSError, ValueError, LookupError):  # it was cut off before it could write a whole history
-        return False
+        return [row for row in history if isinstance(row, dict)]
+    except (OSError, ValueError, TypeError):  # it was cut off before it could write one
+        return []
 
 
-def _ended(trainer: FilterTrainer, output: Path, corpus: Corpus, tokenizer: Any, *, seconds: float) -> Run:
-    """Write what a run leaves behind, and gather it."""
-    history, finished = trainer.state.log_history, trainer.schedule.finished
+def finished(history: Sequence[dict[str, float]]) -> bool:
+    """Whether a run with this log came to its end."""
+    return bool(history) and history[-1].get("progress", 0.0) >= 1
+
+
+def _ended(trainer: FilterTrainer, output: Path, corpus: Corpus, tokenizer: Any) -> Run:
+    """Save the model and the history of a run that has ended, and return it.
+
+    The history is written last: a run whose history says that it is finished has a whole model.
+    """
+    history = trainer.state.log_history
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if trainer.is_world_process_zero():
         model.save_pretrained(output / "model")
-        (output / HISTORY).write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
-        if finished:
+        write_text(output / HISTORY, json.dumps(history, indent=1) + "\n")
+        if finished(history):
             shutil.rmtree(output / "checkpoints", ignore_errors=True)  # the model is all that is wanted now
     return Run(
         recipe=trainer.recipe,
@@ -176,9 +210,6 @@ def _ended(trainer: FilterTrainer, output: Path, corpus: Corpus, tokenizer: Any,
         corpus=corpus,
         model=model,
         tokenizer=tokenizer,
-        finished=finished,
-        steps=trainer.state.global_step,
-        seconds=seconds,
-        training=[(row["tokens"], row["bits_per_byte"]) for row in history if "bits_per_byte" in row],
-        held_out=[(row["tokens"], row["eval_bits_per_byte"]) for row in history if "eval_bits_per_byte" in row],
+        history=history,
+        interrupted=trainer.schedule.interrupted,
     )
