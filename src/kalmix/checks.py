@@ -15,26 +15,27 @@ from torch import Tensor
 
 from kalmix.errors import ArgumentError, NonFiniteError
 
-_EVERYWHERE: ContextVar[bool] = ContextVar("kalmix_checks", default=False)
+_CHECKED: ContextVar[bool | None] = ContextVar("kalmix_checks", default=None)  # None: on a CPU
 SINGLES = (torch.float32, torch.bfloat16, torch.float16)  # what is computed in float32
 FLOATS = (torch.float64, *SINGLES)
 
 
 @contextmanager
-def checks() -> Iterator[None]:
-    """Check values on GPUs too, at the price of a synchronisation a call."""
-    token = _EVERYWHERE.set(True)
+def checks(enabled: bool = True) -> Iterator[None]:
+    """Check values on GPUs too, which costs a synchronisation per call; or, if not `enabled`, check them nowhere."""
+    token = _CHECKED.set(enabled)
     try:
         yield
     finally:
-        _EVERYWHERE.reset(token)
+        _CHECKED.reset(token)
 
 
 def check_values(tensor: Tensor) -> bool:
     """Whether the values of `tensor` may be looked at here."""
     if torch.compiler.is_compiling() or tensor.device.type == "meta":
         return False
-    return tensor.device.type == "cpu" or _EVERYWHERE.get()
+    enabled = _CHECKED.get()
+    return tensor.device.type == "cpu" if enabled is None else enabled
 
 
 def check_shape(name: str, tensor: Tensor, layout: str, sizes: dict[str, int]) -> None:

@@ -342,6 +342,21 @@ class Case:
         """The kernel's answer."""
         return _filtering.filter(self.problem.design, **self._arguments(inputs), segments=segments, kernel=self.kernel)
 
+    def lowered(self, inputs: Tensors) -> Tensors:
+        """The signals as the op takes them (noises become gains), and the prior."""
+        arguments = {name: x for name, x in self._arguments(inputs).items() if name not in ("belief", "variance")}
+        q, k, v = (arguments.pop(name) for name in "qkv")
+        signals = _filtering.lower(self.problem.design, k, v, arguments)
+        tensors = {name: x for name, x in signals.items() if isinstance(x, Tensor)}
+        return {"q": q, "k": k, "v": v} | tensors | {name: x for name, x in inputs.items() if name.startswith("prior.")}
+
+    def run_lowered(self, lowered: Tensors, segments: Segments | None = None) -> Filtered:
+        """The op's answer, given signals as it takes them."""
+        arguments = self._arguments(lowered)
+        if not self.problem.design.uncertain:
+            del arguments["variance"]
+        return OPS[self.op].function(**arguments, segments=segments, kernel=self.kernel)
+
     def specify(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
         """The oracle's answer, float64."""
         return oracle(self.problem.design, **self._arguments(inputs), segments=segments)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kalmix.segments import Segments
-from kalmix.testing import measure
+from kalmix.testing import isolation, measure
 from kalmix.testing.budgets import DATA, Tensors
 from kalmix.testing.cases import Case, outputs, parts, with_prior
 from kalmix.testing.measure import Measured, compare, learnable, specified
@@ -21,6 +21,8 @@ from kalmix.testing.poison import poisoned
 from kalmix.types import Filtered
 
 Law = Callable[[Case], None]
+
+LONG = 200  # tokens, so that every sequence of a packing has more than the largest tile of the torch kernels, 64
 
 
 def assert_within(found: list[Measured], what: str) -> None:
@@ -232,6 +234,21 @@ def autocast_changes_nothing(case: Case) -> None:
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
+def nothing_reaches_other_sequences(case: Case) -> None:
+    """Neither NaN, infinity nor overflow in a sequence or in padding changes another sequence, forward or backward."""
+    fills = isolation.FILLS[:1] if case.interpreted else isolation.FILLS
+    for tried in (case,) if case.interpreted else (case, case.having(length=LONG)):
+        isolation.assert_packed_isolated(tried, fills)
+        if not case.interpreted:
+            isolation.assert_rows_isolated(tried, fills)
+
+
+def nothing_later_reaches_earlier_tokens(case: Case) -> None:
+    """A token that holds NaN changes nothing that is read before it."""
+    for tried in (case, case.having(length=LONG)):
+        isolation.assert_causal(tried)
+
+
 LAWS: dict[str, Law] = {
     law.__name__: law
     for law in (
@@ -249,6 +266,8 @@ LAWS: dict[str, Law] = {
         strides_do_not_matter,
         half_precision_inputs_keep_float32_beliefs,
         autocast_changes_nothing,
+        nothing_reaches_other_sequences,
+        nothing_later_reaches_earlier_tokens,
     )
 }
 
@@ -261,6 +280,8 @@ def laws(case: Case) -> dict[str, Law]:
     found = LAWS | OF_VARIANCE if case.problem.design.uncertain else dict(LAWS)
     if case.problem.silent is None:
         del found[idle_tokens_leave_the_belief.__name__], found[evidence_never_raises_variance.__name__]
+    if case.row.triton:  # a tile is a matrix product, where NaN times 0 is NaN
+        del found[nothing_later_reaches_earlier_tokens.__name__]
     if case.interpreted:
         del found[the_same_call_gives_the_same_bits.__name__]
     return found
