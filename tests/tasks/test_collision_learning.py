@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from kalmix import ArgumentError
 from kalmix.tasks.collision.models import OBS_NOISE, PRIOR, RESET, UPDATES, Recaller
 from kalmix.tasks.collision.sequences import Crowd, Episode, Pairs, beside, projection, scores
-from kalmix.training.collision.protocol import STUDIES, Protocol
+from kalmix.tasks.seeds import STREAMS, stream_seed
+from kalmix.training.collision.protocol import STUDIES, Cell, Protocol
 from kalmix.training.collision.trainer import _clip, train
 from kalmix.training.collision.trainer import test as judge
 
@@ -172,3 +174,35 @@ def test_a_model_learns_to_recall():
     after = judge(model, study, {"flood": 1, "overlap": (0.7, 0.7)}, protocol, CPU)
     assert float(after["accuracy"]) > 0.5 > float(before["accuracy"])
     assert float(after["cross_entropy"]) < float(before["cross_entropy"])
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_no_test_sequence_was_trained_on(study, monkeypatch):
+    """Of any seed, 0 too: PyTorch's CPU generator takes 2^32 for 0."""
+    what, protocol = STUDIES[study], Protocol(steps=16, batch=4, rate=3e-3, tests=4)
+    drawn, draw = [], type(what).draw
+    monkeypatch.setattr(type(what), "draw", lambda *asked: drawn.append(draw(*asked)) or drawn[-1])
+    seeds = [0, 1, 2, 2**30 - 1]
+    model = Recaller("linear-attention", what.task.inputs, what.task.labels, seeds)
+    train(model, what, seeds, protocol, CPU, lambda done, loss: None)
+    trained, drawn[:] = sequences(drawn, what.task.labels), []
+    for condition in what.training:
+        judge(model, what, condition, protocol, CPU)
+    tested = sequences(drawn, what.task.labels)
+    assert len(trained) == 16 * len(seeds) * 4 and len(tested) >= 4 * len(what.training)
+    assert not trained & tested
+
+
+def sequences(episodes, labels):
+    """The labels that each sequence writes, and those it asks for: no overlap changes them."""
+    both = [torch.cat([e.tokens[..., -labels:].argmax(-1), e.targets], 1) for e in episodes]
+    return {tuple(row) for batch in both for row in batch.tolist()}
+
+
+def test_streams_share_no_seed_of_32_bits():
+    seeds = [0, 1, 5, 2**30 - 1]
+    found = [stream_seed(stream, seed) for stream in STREAMS for seed in seeds]
+    assert len({seed % 2**32 for seed in found}) == len(found)
+    for seed in (-1, 2**30, 2**32):
+        with pytest.raises(ArgumentError, match="seed"):
+            Cell("recall", "reset", seed, Protocol())

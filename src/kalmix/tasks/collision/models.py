@@ -19,6 +19,7 @@ from kalmix.beliefs import DenseBelief
 from kalmix.designs import DELTANET
 from kalmix.tasks.collision.mechanism import HOLDING
 from kalmix.tasks.collision.sequences import WIDTH, Episode
+from kalmix.tasks.seeds import stream_seed
 
 HIDDEN, HEADS, LAYERS, MLP = 64, 4, 2, 128
 GROUPS = 32  # of sequences, in which weights are multiplied
@@ -152,7 +153,7 @@ class Recaller(nn.Module):
     def __init__(self, name: str, inputs: int, labels: int, seeds: Sequence[int], queries_write: bool = False) -> None:
         super().__init__()
         self.queries_write = queries_write
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        generators = [torch.Generator().manual_seed(stream_seed("weights", seed)) for seed in seeds]
         self.members = len(generators)
         self.embed = Affine(inputs, HIDDEN, generators)
         self.blocks = nn.ModuleList(Block(UPDATES[name], generators) for _ in range(LAYERS))

@@ -10,6 +10,7 @@ import torch
 from kalmix.errors import ArgumentError
 from kalmix.tasks.collision.models import UPDATES
 from kalmix.tasks.collision.sequences import Crowd, Episode, Pairs
+from kalmix.tasks.seeds import stream_seed
 
 Condition = dict[str, Any]
 
@@ -83,7 +84,7 @@ class Cell:
     """One model of one study, for one seed: the unit that is never run twice.
 
     Raises:
-        ArgumentError: there is no such study or model.
+        ArgumentError: there is no such study or model, or the seed is not between 0 and 2^30.
     """
 
     study: str
@@ -95,6 +96,7 @@ class Cell:
         for name, known in (("study", STUDIES), ("model", UPDATES)):
             if getattr(self, name) not in known:
                 raise ArgumentError(name, got=repr(getattr(self, name)), needs=f"one of {', '.join(known)}")
+        stream_seed("training", self.seed)
 
     def __str__(self) -> str:
         return f"{self.study}  {self.model}"

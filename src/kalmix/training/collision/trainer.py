@@ -12,11 +12,11 @@ from torch import Tensor
 from kalmix.errors import NonFiniteError
 from kalmix.tasks.collision.models import Recaller
 from kalmix.tasks.collision.sequences import beside, cross_entropy, scores
+from kalmix.tasks.seeds import stream_seed
 from kalmix.training.collision.protocol import Condition, Protocol, Study
 
 TOLD = 50  # times in a run
 TOKENS = 1 << 16  # of a test that a seed takes at once; it fixes, with the conditions, what is drawn
-TEST_SEED = 2**32  # that no run takes
 
 Tell = Callable[[float, float], None]
 
@@ -29,7 +29,7 @@ def train(
     Raises:
         NonFiniteError: a loss diverged.
     """
-    generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+    generators = [torch.Generator(device).manual_seed(stream_seed("training", seed)) for seed in seeds]
     conditions = random.Random(0)
     parameters = list(model.parameters())
     fused = device.type == "cuda"
@@ -61,8 +61,8 @@ def _clip(gradients: list[Tensor], most: float) -> None:
 def test(
     model: Recaller, study: Study, condition: Condition, protocol: Protocol, device: torch.device
 ) -> dict[str, Tensor]:
-    """Scores under a condition, `[M]` each, on sequences that are the same for every model and seed."""
-    generator = torch.Generator(device).manual_seed(TEST_SEED)
+    """Return scores under a condition, `[M]` each. All models and seeds get the same sequences; none trains on them."""
+    generator = torch.Generator(device).manual_seed(stream_seed("test", 0))
     length = study.draw(condition, 1, torch.Generator(device)).tokens.shape[1]
     left, total = protocol.tests, {}
     while left > 0:
