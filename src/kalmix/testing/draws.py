@@ -1,0 +1,368 @@
+"""Random calls of ops for the fuzz script: sizes, dtypes, noises, gates, segments, priors and options."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmix.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
+from kalmix.testing.recursions import Run, Tensors
+from kalmix.types import belief_dtype
+
+OPS = ("additive", "delta", "diagonal", "dense", "ridge", "attend")
+DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
+WIDTHS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 32, 33, 48, 64)
+MOST_NUMBERS = 400_000  # of a state, over all its tokens: bounds time and memory of a case
+MOST_NOISE = 100.0
+LEAST_NOISE = {"dense": 1e-4, "attend": 1e-4, "ridge": 1e-4, "additive": 1e-4, "delta": 1e-4, "diagonal": 1e-4}
+
+
+@dataclass
+class Draw:
+    """One random call.
+
+    Attributes:
+        x: signals and prior, in the dtypes that the kernel gets, on the CPU; a prior's parts are "prior.<field>".
+        options: the other arguments.
+        runs: sequences as (batch row, start, stop); `None` if each batch row is one.
+    """
+
+    number: int
+    op: str
+    kernel: str
+    dtype: torch.dtype
+    sizes: dict[str, int]
+    x: Tensors = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    runs: list[Run] | None = None
+
+    @property
+    def sequences(self) -> list[Run]:
+        return [(b, 0, self.sizes["T"]) for b in range(self.sizes["B"])] if self.runs is None else self.runs
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
+        prior = "prior" if any(name.startswith("prior.") for name in self.x) else "no prior"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.op} {self.kernel} {dtype} {sizes} runs={self.runs} {prior} {self.options}"
+
+
+class Dice:
+    """Random choices and tensors of one case."""
+
+    def __init__(self, number: int) -> None:
+        self.random = random.Random(number)
+        self.generator = torch.Generator().manual_seed(number)
+
+    def chance(self, p: float) -> bool:
+        return self.random.random() < p
+
+    def choice(self, options: Any) -> Any:
+        return self.random.choice(options)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
+
+    def log_uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        return (math.log(low) + (math.log(high) - math.log(low)) * self.uniform(*shape)).exp()
+
+    def noise(self, low: float, *shape: int, high: float = MOST_NOISE) -> Tensor:
+        """Log-uniform over the whole range, about one level of it, or all at either end."""
+        kind = self.random.random()
+        if kind < 0.5:
+            level = float(self.log_uniform(low, high))
+            return (level * (0.3 * self.normal(*shape)).exp()).clamp(low, high)
+        if kind < 0.8:
+            return self.log_uniform(low, high, *shape)
+        return torch.full(shape, low if kind < 0.92 else high, dtype=torch.float64)
+
+    def log_decay(self, *shape: int) -> Tensor:
+        """Gates of 1, of 0 and between, all of one kind or mixed."""
+        kinds = (
+            lambda: torch.zeros(shape, dtype=torch.float64),
+            lambda: -0.2 * self.normal(*shape).exp(),
+            lambda: -self.log_uniform(1e-4, 10.0, *shape),
+            lambda: torch.full(shape, -self.choice((30.0, 100.0, 500.0)), dtype=torch.float64),
+        )
+        if self.chance(0.6):
+            return self.random.choices(kinds, (2, 4, 3, 1))[0]()
+        return self.mixed(shape, [kind() for kind in kinds])
+
+    def mixed(self, shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
+        which = (self.uniform(*shape) * len(parts)).long().clamp(max=len(parts) - 1)
+        return torch.stack(parts).gather(0, which[None])[0]
+
+    def gate(self, *shape: int) -> Tensor:
+        """Between 0 and 1, both included."""
+        inside = self.normal(*shape).sigmoid()
+        return inside if self.chance(0.5) else self.mixed(shape, [inside, inside.round()])
+
+
+def draw(number: int, kernels: Callable[[str], list[str]], ops: tuple[str, ...] = OPS, small: bool = True) -> Draw:
+    """Draw call `number`.
+
+    Args:
+        kernels: names of the kernels of an op, each as often as it should be drawn.
+        ops: those to draw from.
+        small: whether a Triton kernel is interpreted, and so gets small sizes.
+    """
+    dice = Dice(number)
+    op = dice.choice(ops)
+    kernel = dice.choice(kernels(op))
+    triton = kernel == "triton"
+    dtype = dice.choice(DTYPES[1:4] if triton and small else DTYPES[1:] if triton else DTYPES)
+    case = Draw(number, op, kernel, dtype, _sizes(dice, op, triton and small))
+    case.runs = _runs(dice, case.sizes["B"], case.sizes["T"])
+    case.sizes["N"] = len(case.sequences)
+    case.x, case.options = _DRAWS[op](dice, case)
+    _tokens(dice, case)
+    carried = belief_dtype(dtype)
+    gates = dtype if dice.chance(0.25) else carried  # gates and noises come in either dtype
+    for name, x in case.x.items():
+        kind = dtype if name in ("q", "k", "v") else carried if name.startswith("prior.") else gates
+        if x.is_floating_point() and not name.endswith("times"):
+            case.x[name] = x.to(kind)
+    for name, least in case.options.pop("floors", {}).items():  # rounding must not lower a noise below its floor
+        least = torch.tensor(least, dtype=case.x[name].dtype)
+        case.x[name] = torch.where(case.x[name] > 0, case.x[name].clamp(min=float(least.nextafter(least + 1))), 0)
+    return case
+
+
+def _sizes(dice: Dice, op: str, small: bool) -> dict[str, int]:
+    heads, groups, batch = dice.choice((1, 1, 2, 3)), dice.choice((1, 1, 2, 3)), dice.choice((1, 1, 2, 3))
+    keys, values = dice.choice(WIDTHS), dice.choice(WIDTHS)
+    length = dice.choice((0, 1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 127, 129, 200))
+    if dice.chance(0.7):
+        length = int(dice.log_uniform(4.0, 200.0))
+    if small:
+        keys, values, length, groups = min(keys, 17), min(values, 17), min(length, 21), min(groups, 2)
+        heads, batch = (1, min(batch, 2)) if groups > 1 else (min(heads, 2), 1)
+    if op == "attend":
+        keys, values = 2 * math.ceil(keys / 2), 2 * math.ceil(values / 2)
+        heads, length = min(heads, 2), min(length, 120)
+        keys = values if dice.chance(0.4) else keys + 2 * (keys == values)
+    elif keys == values:
+        keys += 1
+    while batch * heads * groups * keys * (keys + values) * max(length, 1) > MOST_NUMBERS and length > 8:
+        length = length * 2 // 3
+    return {"B": batch, "T": length, "H": heads, "G": heads * groups, "K": keys, "V": values}
+
+
+def _runs(dice: Dice, batch: int, length: int) -> list[Run] | None:
+    """One run a row, padded, or several with gaps, some of them empty, in any order."""
+    if dice.chance(0.4):
+        return None
+    runs = []
+    for row in range(batch):
+        if dice.chance(0.4):
+            start, stop = sorted(dice.random.randint(0, length) for _ in range(2))
+            runs.append((row, start, stop))
+            continue
+        cuts = sorted(dice.random.randint(0, length) for _ in range(dice.choice((2, 3, 4, 6))))
+        cuts = [0, *cuts, length] if dice.chance(0.5) else cuts
+        runs += [(row, *ends) for ends in itertools.pairwise(cuts) if dice.chance(0.8)]
+    dice.random.shuffle(runs)
+    return runs[:6]
+
+
+def _tokens(dice: Dice, case: Draw) -> None:
+    """Queries, keys and values: keys may repeat, or be 0 at some tokens."""
+    b, t, h, g, k, v = (case.sizes[x] for x in "BTHGKV")
+    key = dice.normal(b, t, h, k) / k**0.5
+    kind = dice.random.random()
+    if kind < 0.15 and t > 0:
+        key = key[:, :1].expand_as(key).clone()
+    elif kind < 0.3:
+        key = key / key.norm(dim=-1, keepdim=True)
+    elif kind < 0.4:
+        key = key * (dice.uniform(b, t, h, 1) < 0.7)
+    tokens = {"q": dice.normal(b, t, h, k), "k": key, "v": dice.normal(b, t, g, v)}
+    if case.dtype == torch.float16 and case.op in ("additive", "ridge"):  # sums over tokens of large gains
+        tokens["v"] = tokens["v"] / 2**10
+    if case.options.get("weight") == "exponential" or (case.op == "attend" and dice.chance(0.5)):
+        tokens["q"] = tokens["q"] / k**0.5
+    if "angle" in case.x:
+        for name in ("q", "k"):
+            tokens[name][..., k // 2 :] = 0
+    if case.op == "delta":
+        _stabilise(dice, case, tokens["k"])
+    case.x = tokens | case.x
+
+
+def _decays(dice: Dice, case: Draw, *layouts: str) -> Tensors:
+    if dice.chance(0.2):
+        return {}
+    return {"log_decay": dice.log_decay(*(case.sizes[x] for x in dice.choice(layouts)))}
+
+
+def _prior(dice: Dice, case: Draw, **fields: Callable[[], Tensor]) -> Tensors:
+    return {} if dice.chance(0.3) else {f"prior.{name}": make() for name, make in fields.items()}
+
+
+def _draw_additive(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
+    b, t, g, k, v, n = (case.sizes[x] for x in "BTGKVN")
+    x = _decays(dice, case, "BTG", "BTGK")
+    if dice.chance(0.8):
+        x["gain"] = dice.gate(b, t, g) if dice.chance(0.6) else 1 / dice.noise(LEAST_NOISE["additive"], b, t, g)
+    return x | _prior(dice, case, mean=lambda: dice.normal(n, g, k, v)), {}
+
+
+def _draw_delta(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
+    g, k, v, n = (case.sizes[x] for x in "GKVN")
+    x = _decays(dice, case, "BTG", "BTGK")
+    return x | _prior(dice, case, mean=lambda: dice.normal(n, g, k, v)), {}
+
+
+def _stabilise(dice: Dice, case: Draw, key: Tensor) -> None:
+    """Draw the gain of `delta`, 0 <= k'c <= 1: a gate, or the gain of a filter whose variance is reset."""
+    b, t, g, k = (case.sizes[x] for x in "BTGK")
+    key = key.repeat_interleave(g // case.sizes["H"], 2)
+    noise = dice.noise(LEAST_NOISE["delta"], b, t, g)
+    kind = dice.random.random()
+    if kind < 0.4:
+        case.x["gain"] = dice.gate(b, t, g) / key.square().sum(-1).clamp(min=1.0)
+    elif kind < 0.7:
+        case.x["gain"] = 1 / (noise + key.square().sum(-1))
+    else:
+        reset = dice.log_uniform(0.1, 10.0, b, t, g, k)
+        seen = reset * key
+        case.x["gain"] = seen / (noise + (key * seen).sum(-1))[..., None]
+
+
+def _draw_diagonal(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
+    b, t, g, k, v, n = (case.sizes[x] for x in "BTGKVN")
+    precision = 1 / dice.noise(LEAST_NOISE["diagonal"], b, t, g, v)
+    if dice.chance(0.3):
+        precision = precision * (dice.uniform(b, t, g, v) < 0.6)
+    varying = case.kernel == "reference" and dice.chance(0.15)
+    shape = (b, t, g, k, v) if varying else (g, k, v)
+    noise = torch.zeros(shape, dtype=torch.float64) if dice.chance(0.25) else dice.noise(1e-6, *shape)
+    x = {"precision": precision, "log_decay": dice.log_decay(*shape), "process_noise": noise}
+    prior = _prior(
+        dice,
+        case,
+        mean=lambda: dice.normal(n, g, k, v),
+        variance=lambda: dice.log_uniform(1e-3, 1e2, n, g, k, v) * (dice.uniform(n, g, k, v) < 0.9),
+    )
+    return x | prior, {}
+
+
+def _draw_dense(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
+    turning = case.kernel != "triton" and dice.chance(0.25)
+    if turning:
+        case.sizes["K"] += case.sizes["K"] % 2
+        case.sizes["V"] += case.sizes["V"] == case.sizes["K"]
+        case.sizes["P"] = case.sizes["K"] // 2
+    b, t, g, k, v, n = (case.sizes[x] for x in "BTGKVN")
+    x = _decays(dice, case, "BTG", "BTGP" if turning else "BTGK")
+    if turning:
+        x["angle"] = dice.choice((0.01, 1.0, 10.0)) * dice.normal(b, t, g, k // 2)
+    root = dice.normal(n, g, k, k) / k**0.5
+    covariance = float(dice.log_uniform(1e-2, 1e2)) * (root @ root.mT + 0.1 * torch.eye(k, dtype=torch.float64))
+    x |= _prior(dice, case, mean=lambda: dice.normal(n, g, k, v), covariance=lambda: covariance)
+    variance = float(torch.linalg.eigvalsh(covariance).max()) if "prior.covariance" in x and n else 1.0
+    x["process_noise"] = dice.noise(1e-6, b, t, g) * (not dice.chance(0.3))
+    if dice.chance(0.7):  # else float32 may resolve little of what precise tokens say
+        variance = max(variance, float(x["process_noise"].amax()) if t else 0.0)
+    least = LEAST_NOISE["dense"] * variance
+    x["obs_noise"] = dice.noise(least, b, t, g, high=max(MOST_NOISE, 2 * least))
+    return x, {"floors": {"obs_noise": least}}
+
+
+def _draw_ridge(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
+    b, t, g, k, v, n = (case.sizes[x] for x in "BTGKVN")
+    x = _decays(dice, case, "BTG")
+    if dice.chance(0.8):
+        x["gain"] = dice.gate(b, t, g) if dice.chance(0.5) else 1 / dice.noise(LEAST_NOISE["ridge"], b, t, g)
+    if dice.chance(0.7):
+        x["mix"] = dice.gate(b, t, g)
+    root = dice.normal(n, g, k, k) / k**0.5
+    x |= _prior(dice, case, cross=lambda: dice.normal(n, g, k, v), gram=lambda: root @ root.mT)
+    adaptive = Adaptive(dice.choice((0.02, 0.02, 0.1, 1.0, 10.0)))
+    ridge = adaptive if dice.chance(0.7) else Fixed(float(dice.log_uniform(0.05, 10.0)))
+    return x, {"ridge": ridge, "solver": _solver(dice, case)}
+
+
+def _solver(dice: Dice, case: Draw) -> Any:
+    iterations = dice.choice((3, 10, 30, 30, 30, 60))
+    solvers = [Chebyshev(iterations), Chebyshev(iterations), ConjugateGradient(max(30, iterations))]
+    if case.kernel != "triton":
+        solvers.append(Exact())
+        inner = dice.choice((Chebyshev(iterations), ConjugateGradient(30), Exact()))
+        solvers.append(Sketch(dice.random.randint(1, case.sizes["K"] + 2), inner, dice.random.randint(0, 9)))
+    if case.kernel == "reference":
+        solvers.append(Chebyshev(iterations, backward="unrolled"))
+    return dice.choice(solvers)
+
+
+def _draw_attend(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
+    b, t, h, k, v = (case.sizes[x] for x in "BTHKV")
+    causal = not dice.chance(0.2)
+    x = _dynamics(dice, h, k // 2, t, causal)
+    if k != v or dice.chance(0.3):
+        x |= {f"value_dynamics.{name}": part for name, part in _dynamics(dice, h, v // 2, t, causal).items()}
+    options: dict[str, Any] = {"causal": causal, "weight": dice.choice(("rational", "exponential"))}
+    for name, low, high in (("nu", 0.1, 100.0), ("temperature", 0.5, 2.0), ("floor", 0.01, 1.0)):
+        if dice.chance(0.3):
+            options[name] = float(dice.log_uniform(low, high))
+        elif dice.chance(0.5):
+            x[name] = dice.log_uniform(low, high, h)
+    if options["weight"] == "exponential":  # exponents that float32 can hold
+        options.pop("nu", None)
+        x["nu"] = dice.log_uniform(0.2, 10.0, h) / (x["key_noise"] + x["query_noise"])
+    if dice.chance(0.4):
+        options["window"] = dice.choice((1, 2, 3, 7, 16, 50))
+    if dice.chance(0.6):
+        step = dice.choice((1e-3, 1.0, 1.0)) * (dice.normal(b, t) + 0.5).clamp(min=0)
+        x["times"] = dice.choice((0.0, 0.0, 1000.0)) + step.cumsum(1)
+    if causal and not dice.chance(0.4):
+        x |= _history(dice, case, x)
+    return x, options
+
+
+def _dynamics(dice: Dice, heads: int, channels: int, length: int, causal: bool) -> Tensors:
+    log_decay = dice.log_decay(heads)
+    noises = {name: dice.noise(LEAST_NOISE["attend"], heads) for name in ("process_noise", "key_noise", "query_noise")}
+    for name in ("process_noise", "query_noise"):
+        if dice.chance(0.2):
+            noises[name] = torch.zeros(heads, dtype=torch.float64)
+    if not causal or not bool(noises["process_noise"].all()):  # powers of E, or 1 / E where nothing diffuses, must fit
+        log_decay = log_decay.clamp(min=-15.0 / max(length, 10))
+    return {"log_decay": log_decay, "frequency": dice.choice((0.1, 1.0)) * dice.normal(heads, channels), **noises}
+
+
+def _history(dice: Dice, case: Draw, x: Tensors) -> Tensors:
+    """A history with some empty slots, before the first token of its sequence."""
+    n, h, g, k, v = (case.sizes[x] for x in "NHGKV")
+    slots = dice.choice((1, 3, 8))
+    positions = torch.full((n, slots), -1, dtype=torch.int64)
+    for row in range(n):
+        held = sorted(dice.random.sample(range(slots), dice.random.randint(0, slots)))
+        positions[row, held] = torch.arange(len(held)) + dice.random.randint(0, 3)
+    first = x["times"][:, :1].amin() if "times" in x and x["times"].numel() else torch.zeros(())
+    return {
+        "prior.keys": dice.normal(n, slots, h, k),
+        "prior.values": dice.normal(n, slots, g, v),
+        "prior.times": first - dice.normal(n, slots).abs().cumsum(1).flip(1),
+        "prior.positions": positions,
+    }
+
+
+_DRAWS = {
+    "additive": _draw_additive,
+    "delta": _draw_delta,
+    "diagonal": _draw_diagonal,
+    "dense": _draw_dense,
+    "ridge": _draw_ridge,
+    "attend": _draw_attend,
+}

@@ -1,0 +1,321 @@
+"""Compare random calls of every op and kernel with independent float64 recursions, gradients included.
+
+    python -m kalmix.testing.fuzz --cases 10000 --seed 0 --jobs 32
+
+Each call has a number. `--case NUMBER` runs it alone and prints every quantity. The tolerance of a quantity is its
+budget (`kalmix.testing.budgets`): how far the recursion moves when its inputs and what it stores are rounded. It needs
+torch, numpy and Triton, which is interpreted where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix import ops
+from kalmix.beliefs import DenseBelief, DiagonalBelief, HistoryBelief, PointBelief, RidgeBelief
+from kalmix.errors import KernelError
+from kalmix.segments import Segments
+from kalmix.testing.budgets import DATA, Tensors, budgets, relative_error
+from kalmix.testing.draws import OPS, Draw, draw
+from kalmix.testing.pairs import DYNAMICS, ROUNDED, attend_pairs
+from kalmix.testing.recursions import FIELDS, SQUARES, filter_tokens, symmetric
+from kalmix.types import belief_dtype
+
+BELIEFS: dict[str, type] = {
+    "additive": PointBelief,
+    "delta": PointBelief,
+    "diagonal": DiagonalBelief,
+    "dense": DenseBelief,
+    "ridge": RidgeBelief,
+    "attend": HistoryBelief,
+}
+SPREADS = ("diagonal", "dense", "ridge", "attend")  # ops that return a variance
+PER_SEED = 10**9  # numbers of a seed
+SMALLEST = {torch.float64: 1e-290, torch.float32: 1e-30, torch.bfloat16: 1e-30, torch.float16: 2.0**-24}
+
+
+class Quantity(NamedTuple):
+    """An output or a gradient: its relative error and its budget."""
+
+    name: str
+    error: float
+    budget: float
+
+    @property
+    def share(self) -> float:
+        """Error over budget."""
+        return self.error / self.budget if self.error else 0.0
+
+
+class Outcome(NamedTuple):
+    """Result of one call; `trouble` is a traceback if it raised."""
+
+    case: Draw
+    quantities: list[Quantity]
+    trouble: str
+    seconds: float
+
+    @property
+    def failures(self) -> list[Quantity]:
+        return [x for x in self.quantities if not x.error <= x.budget]
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.trouble or self.failures)
+
+
+def kernels_on(device: str) -> Any:
+    """Return a function from an op to its kernels, each as often as it is drawn: the interpreter is slow."""
+
+    def named(op: str) -> list[str]:
+        names = ["chunked", "reference"]
+        return ["triton"] * 4 + names if device == "cuda" else names * 12 + ["triton"]
+
+    return named
+
+
+def run_case(number: int, device: str = "cpu", only: tuple[str, ...] = OPS) -> Outcome:
+    """Run call `number` and measure every output and gradient."""
+    began = time.monotonic()
+    case = draw(number, kernels_on(device), only, small=device == "cpu")
+    try:
+        quantities, trouble = measure(case, device), ""
+    except Exception:
+        quantities, trouble = [], traceback.format_exc()
+    return Outcome(case, quantities, trouble, time.monotonic() - began)
+
+
+def measure(case: Draw, device: str) -> list[Quantity]:
+    inputs = {name: x.double() if x.is_floating_point() else x for name, x in case.x.items()}
+    stored, weights = inputs | ones_of(case), []
+    want = exact(case, weights, stored)
+    if torch.float16 in {x.dtype for x in case.x.values()}:
+        want = fit_half(case, weights, stored)
+    try:
+        got = answers(case, partial(call, case, device), case.x, weights, device)
+    except KernelError:  # the kernel does not serve this call; "reference" serves all
+        case.kernel = "reference"
+        got = answers(case, partial(call, case, device), case.x, weights, device)
+    carried, names = belief_dtype(case.dtype), names_of(case)
+    returned = [x.dtype if x.is_floating_point() else torch.float64 for x in got]
+    allowed = budgets(partial(exact, case, weights), stored, carried, returned)
+    if case.kernel == "triton" and case.dtype != carried:  # products may be rounded to half precision
+        rounded = budgets(partial(exact, case, weights), inputs, carried, returned, case.dtype)
+        allowed = [x + y for x, y in zip(allowed, rounded, strict=True)]
+    found = []
+    for name, g, w, kind, budget in zip(names, got, want, returned, allowed, strict=True):
+        if g.shape != w.shape:
+            raise AssertionError(f"{name} is {list(g.shape)}, expected {list(w.shape)}")
+        if kind == torch.float16 and w.numel() and float(w.abs().max()) > torch.finfo(kind).max:
+            continue  # float16 cannot hold it
+        vanishing = SMALLEST[kind] * w.numel() ** 0.5 / max(float(w.double().norm()), torch.finfo(torch.float64).tiny)
+        found.append(Quantity(name, relative_error(g.cpu(), w), budget + vanishing))
+    return found
+
+
+def fit_half(case: Draw, weights: list[Tensor], stored: Tensors) -> list[Tensor]:
+    """Scale weights, and with them gradients, by a power of 2, so that float16 holds most gradients."""
+    gradients = exact(case, weights, stored)[-len(learnable(case.x)) :]
+    largest = max((float(x.abs().max()) for x in gradients if x.numel()), default=0.0)
+    scale = 2.0 ** -min(12, max(0, math.ceil(math.log2(max(largest, 1.0))) - 10))
+    weights[:] = [(w * scale).half().double() for w in weights]
+    return exact(case, weights, stored)
+
+
+def learnable(x: Tensors) -> list[str]:
+    return [name for name in x if name not in DATA and not name.startswith("rounding.")]
+
+
+def names_of(case: Draw) -> list[str]:
+    """Names of what `answers` returns."""
+    names = ["mean", "variance"] if case.op in SPREADS else ["mean"]
+    if case.op == "attend":
+        names += ["keys", "values", "times", "positions"] if case.options["causal"] else []
+    else:
+        names += FIELDS[case.op]
+    return [*names, *(f"d {name}" for name in learnable(case.x))]
+
+
+def answers(case: Draw, run: Any, x: Tensors, weights: list[Tensor], device: str = "cpu") -> list[Tensor]:
+    """Return outputs and the gradients of their weighted sum; draws the weights if there are none yet."""
+    leaves = {name: x[name].detach().to(device).clone().requires_grad_() for name in learnable(x)}
+    found = run(x | leaves)
+    if not weights:
+        generator = torch.Generator().manual_seed(case.number)
+        weights += [torch.randn(y.shape, generator=generator, dtype=torch.float64) for y in found]
+        weights[:] = [w.to(case.dtype).double() for w in weights]
+    moved = [(y, w) for y, w in zip(found, weights, strict=True) if y.requires_grad and y.numel()]
+    if not moved:
+        return [*(y.detach() for y in found), *(torch.zeros_like(leaf) for leaf in leaves.values())]
+    directions = [w.to(y) for y, w in moved]
+    outputs = [y for y, _ in moved]
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), directions, allow_unused=True)
+    pairs = zip(gradients, leaves.values(), strict=True)
+    return [*(y.detach() for y in found), *(torch.zeros_like(leaf) if g is None else g for g, leaf in pairs)]
+
+
+def exact(case: Draw, weights: list[Tensor], x: Tensors) -> list[Tensor]:
+    """Return what the independent recursion answers, in float64."""
+    formula = attend_pairs if case.op == "attend" else partial(filter_tokens, case.op)
+    return answers(case, lambda inputs: formula(inputs, case.options, case.sequences), x, weights)
+
+
+def ones_of(case: Draw) -> Tensors:
+    """Return the ones that stand for what a kernel stores or cancels on the way, as `recursions` multiplies them."""
+    b, t, h, g, k, v, n = (case.sizes[x] for x in "BTHGKVN")
+    if case.op == "attend":
+        slots = case.x["prior.positions"].shape[1] if "prior.positions" in case.x else 0
+        return {f"rounding.{name}": torch.ones(b, t, slots + t, h, dtype=torch.float64) for name in ROUNDED}
+    shapes = {"covariance": (k, k), "gram": (k, k)}
+    parts = [torch.ones(t, n, g, *shapes.get(field, (k, v)), dtype=torch.float64) for field in FIELDS[case.op]]
+    found = {f"rounding.{i}": part for i, part in enumerate(parts)}
+    if case.op == "dense":
+        found["rounding.difference"] = found["rounding.1"].clone()
+        if "angle" in case.x:
+            found["rounding.turns"] = torch.ones(t, n, g, k // 2, dtype=torch.float64)
+    solver = case.options.get("solver")
+    iterations = getattr(getattr(solver, "solver", solver), "iterations", 0)
+    return found | ({"rounding.iterates": torch.ones(t, n, g, iterations, k).double()} if iterations else {})
+
+
+def call(case: Draw, device: str, x: Tensors) -> list[Tensor]:
+    """Return the kernel's mean, variance if there is one, and belief."""
+    x = {name: part.to(device) for name, part in x.items()}
+    signals: dict[str, Any] = {name: part for name, part in x.items() if "." not in name} | case.options
+    kind = BELIEFS[case.op]
+    if any(name.startswith("prior.") for name in x):
+        parts = [x[f"prior.{field}"] for field in kind._fields]  # type: ignore[attr-defined]
+        pairs = zip(kind._fields, parts, strict=True)  # type: ignore[attr-defined]
+        signals["belief"] = kind(*(symmetric(part) if field in SQUARES else part for field, part in pairs))
+    if "value_dynamics.log_decay" in x:
+        signals["value_dynamics"] = ops.Dynamics(*(x[f"value_dynamics.{name}"] for name in DYNAMICS))
+    if case.op in SPREADS:
+        signals["variance"] = True
+    if case.runs is not None:
+        rows = torch.tensor(case.runs, dtype=torch.int32, device=device).reshape(-1, 3)
+        signals["segments"] = Segments.of(rows)
+    found = getattr(ops, case.op)(**signals, kernel=case.kernel)
+    read = [found.mean] if found.variance is None else [found.mean, found.variance]
+    if case.op == "attend":
+        return [*read, *found.belief.compact()] if found.belief is not None else read
+    return [*read, *found.belief]
+
+
+def outcomes(numbers: list[int], options: argparse.Namespace) -> Iterator[Outcome]:
+    """Run calls in `jobs` processes, or in this one; begin none after `seconds`."""
+    began, only = time.monotonic(), tuple(options.ops)
+
+    def late() -> bool:
+        return options.seconds is not None and time.monotonic() - began > options.seconds
+
+    if options.jobs == 1:
+        for number in numbers:
+            if late():
+                return
+            yield run_case(number, options.device, only)
+        return
+    context, waiting = multiprocessing.get_context("spawn"), iter(numbers)
+    pending: set[Future[Outcome]] = set()
+    with ProcessPoolExecutor(options.jobs, context, prepare, (options.device,)) as pool:
+        while True:
+            while len(pending) < 3 * options.jobs and not late():
+                number = next(waiting, None)
+                if number is None:
+                    break
+                pending.add(pool.submit(run_case, number, options.device, only))
+            if not pending:
+                return
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+
+
+def prepare(device: str) -> None:
+    """Use one thread a process, and Triton's interpreter on a CPU; before Triton is imported."""
+    torch.set_num_threads(1)
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+class Summary:
+    """Counts of calls and failures, and the largest error over budget per op."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.failed: Counter[tuple[str, str]] = Counter()
+        self.worst: defaultdict[tuple[str, str], tuple[float, str]] = defaultdict(lambda: (0.0, ""))
+        self.empty, self.quantities = 0, 0  # budgets of 1 and more say nothing
+
+    def add(self, outcome: Outcome) -> None:
+        key = outcome.case.op, outcome.case.kernel
+        self.calls[key] += 1
+        self.failed[key] += outcome.failed
+        for x in outcome.quantities:
+            told = f"{x.name} of case {outcome.case.number}: error {x.error:.1e}, budget {x.budget:.1e}"
+            self.worst[key] = max(self.worst[key], (x.share, told))
+            self.quantities += 1
+            self.empty += x.budget >= 1 and x.error > 0
+
+    def lines(self) -> Iterator[str]:
+        for key in sorted(self.calls):
+            share, told = self.worst[key]
+            counts = f"{self.calls[key]:6} cases {self.failed[key]:5} failures"
+            yield f"{' '.join(key):20} {counts}  worst {share:.2f} ({told})"
+        yield f"{self.calls.total()} cases, {self.failed.total()} failures"
+        yield f"{self.empty} of {self.quantities} budgets are 1 or more"
+
+
+def report(outcome: Outcome, every: bool = False) -> Iterator[str]:
+    """Describe a failure, or every quantity of a call."""
+    if outcome.failed or every:
+        yield f"case {outcome.case.number}: {outcome.case} ({outcome.seconds:.1f} s)"
+    for x in outcome.quantities if every else outcome.failures:
+        yield f"    {x.name}: error {x.error:.2e}, budget {x.budget:.2e}{'' if x.error <= x.budget else '  FAILED'}"
+    if outcome.trouble:
+        yield "    " + outcome.trouble.strip().replace("\n", "\n    ")
+
+
+def fuzz(options: argparse.Namespace) -> int:
+    """Run calls, print failures and a summary; returns the number of failures."""
+    first = options.seed * PER_SEED
+    numbers = list(range(first, first + options.cases)) if options.case is None else [options.case]
+    options.jobs = 1 if options.case is not None else options.jobs
+    summary = Summary()
+    for outcome in outcomes(numbers, options):
+        summary.add(outcome)
+        for line in report(outcome, every=options.case is not None):
+            print(line, flush=True)
+    for line in summary.lines():
+        print(line, flush=True)
+    return summary.failed.total()
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m kalmix.testing.fuzz", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--cases", type=int, default=1000, help="calls to run")
+    parser.add_argument("--seed", type=int, default=0, help=f"numbers of calls begin at this times {PER_SEED}")
+    parser.add_argument("--case", type=int, help="run the call of this number alone and print every quantity")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--seconds", type=float, help="begin no call after this time")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    chosen = parse()
+    prepare(chosen.device)
+    sys.exit(1 if fuzz(chosen) else 0)

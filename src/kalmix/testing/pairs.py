@@ -1,0 +1,147 @@
+"""Independent float64 formula of `attend`, pair by pair, written from the equations of its docstring."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmix.testing.recursions import Run, Tensors
+
+DYNAMICS = ("log_decay", "frequency", "process_noise", "key_noise", "query_noise")
+
+
+def attend_pairs(x: Tensors, options: dict[str, Any], runs: list[Run]) -> list[Tensor]:
+    """Return mean, variance and, if causal, the history: keys, values, times and positions in compact slots."""
+    mean, variance = torch.zeros_like(x["v"]), torch.zeros_like(x["v"][..., :1])
+    histories = []
+    for n, run in enumerate(runs):
+        held = x["prior.positions"][n] >= 0 if "prior.positions" in x else torch.zeros(0, dtype=torch.bool)
+        history, read, spread = _sequence(x, options, n, run, torch.nonzero(held)[:, 0], len(held))
+        row, here = run[0], torch.arange(run[1], run[2])
+        mean = mean.index_put((torch.tensor(row), here), read)
+        variance = variance.index_put((torch.tensor(row), here), spread)
+        histories.append(history)
+    return [mean, variance, *_compact(histories, x)] if options.get("causal", True) else [mean, variance]
+
+
+def _sequence(
+    x: Tensors, options: dict[str, Any], n: int, run: Run, held: Tensor, slots: int
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """One sequence: what it holds at the end, and what its tokens read."""
+    row, start, stop = run
+    now = slice(start, stop)
+    count, past = stop - start, len(held)
+    before = {name: x[f"prior.{name}"][n][held] for name in ("keys", "values", "times", "positions") if past}
+    position = torch.arange(count) + (before["positions"][-1] + 1 if past else 0)
+    first = before["times"][-1] + 1 if past else 0.0
+    time = x["times"][row, now] if "times" in x else torch.arange(count, dtype=torch.float64) + first
+    new = {"keys": x["k"][row, now], "values": x["v"][row, now], "times": time.double(), "positions": position}
+    seen = {name: torch.cat([before[name], new[name]]) if past else new[name] for name in new}
+
+    lag = time.double()[:, None] - seen["times"]  # [T, S]
+    apart = position[:, None] - seen["positions"]
+    window = options.get("window") or 2**60
+    visible = (apart < window) & (apart > -window)
+    visible = (visible & (apart >= 0) if options.get("causal", True) else visible)[..., None]
+    lag = torch.where(visible[..., 0], lag, 0.0)  # what nobody sees must not overflow
+    mine = torch.cat([held, slots + torch.arange(start, stop)])
+    ones = {name: x[f"rounding.{name}"][row, now][:, mine] for name in ROUNDED if f"rounding.{name}" in x}
+    dynamics = {name: x[name] for name in DYNAMICS}
+    prefix = "value_dynamics." if "value_dynamics.log_decay" in x else ""
+    values = {name: x[prefix + name] for name in DYNAMICS} if prefix else dynamics
+
+    def number(name: str, absent: float) -> Any:
+        return x[name] if name in x else options.get(name, absent)
+
+    score, chance = _score(dynamics, values, number, options, lag, ones, x["q"][row, now], seen["keys"])
+    score = score.masked_fill(~visible, -torch.inf)
+    shares = score.softmax(1)
+    if "share" in ones:  # of A (dA - sum A dA), backwards, each part rounds by itself
+        shares = shares + (ones["share"] - 1) * (score - score.logsumexp(1, keepdim=True).detach()).exp()
+    decay, certain, _ = _spread(values, lag, ones)
+    groups = seen["values"].shape[1] // seen["keys"].shape[1]
+    pulled = _pulled(seen["values"], values["frequency"], decay, lag, groups)
+    mean = (shares.repeat_interleave(groups, 2)[..., None] * pulled).sum(1)
+    precision = (chance / certain).masked_fill(~visible, 0.0).sum(1).repeat_interleave(groups, 1)
+    kept = tuple(seen[name][-window:] if options.get("window") else seen[name] for name in seen)
+    return kept, torch.cat([mean.real, mean.imag], -1), 1 / precision[..., None]
+
+
+ROUNDED = ("square", "variance", "share")  # what is rounded for every pair and key head
+
+
+def _score(
+    dynamics: Tensors,
+    values: Tensors,
+    number: Any,
+    options: dict[str, Any],
+    lag: Tensor,
+    ones: Tensors,
+    query: Tensor,
+    key: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return temperature log(weight / V) and the weight, both `[T, S, H]`."""
+    decay, _, variance = _spread(dynamics, lag, ones)
+    pulled = _pulled(key, dynamics["frequency"], decay + number("floor", 0.0), lag, 1)
+    square = _square(torch.complex(*query.chunk(2, -1))[:, None] - pulled)
+    if "square" in ones:  # a residual rounds as the squares that it is the difference of
+        size = query.square().sum(-1)[:, None] + _square(pulled)
+        square = square + size * (ones["square"] - 1)
+    square = square / number("nu", 1.0)
+    if options.get("weight") == "exponential":
+        log_weight = -square / variance
+        log_share = log_weight - _spread(values, lag, ones)[2].log()
+    elif values is dynamics:  # V (1 + r / V) without cancellation
+        log_share = -(variance + square).log()
+        log_weight = log_share + variance.log()
+    else:
+        log_weight = -torch.log1p(square / variance)
+        log_share = log_weight - _spread(values, lag, ones)[2].log()
+    return number("temperature", 1.0) * log_share, log_weight.exp()
+
+
+def _square(x: Tensor) -> Tensor:
+    return torch.view_as_real(x).square().sum((-2, -1))
+
+
+def _spread(dynamics: Tensors, lag: Tensor, ones: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Return E, V without the query noise, and V, `[T, S, H]`."""
+    rate, lag = -dynamics["log_decay"], lag[..., None]
+    distance = lag.abs()
+    y = 2 * rate * distance
+    near = y < 0.5
+    exponent, small = torch.where(near, 1.0, y), torch.where(near, y, 0.0)
+    series = torch.stack([(-small) ** n / math.factorial(n + 1) for n in range(17)]).sum(0)  # (1 - e^-y) / y
+    forward = distance * torch.where(near, series, -torch.expm1(-exponent) / exponent)
+    kappa = torch.where(lag >= 0, forward, forward * torch.where(lag >= 0, 0.0, y).exp())  # |1 - E^2| / 2a
+    decay = (-rate * lag).exp()
+    certain = (dynamics["process_noise"] * kappa + dynamics["key_noise"] * decay**2) * ones.get("variance", 1.0)
+    return decay, certain, certain + dynamics["query_noise"]
+
+
+def _pulled(x: Tensor, frequency: Tensor, decay: Tensor, lag: Tensor, groups: int) -> Tensor:
+    """E e^{i w tau} x, complex `[T, S, G, C]`."""
+    angle = lag[..., None, None] * frequency
+    turn = (decay[..., None] * torch.complex(angle.cos(), angle.sin())).repeat_interleave(groups, 2)
+    return turn * torch.complex(*x.chunk(2, -1))
+
+
+def _compact(histories: list[tuple[Tensor, ...]], x: Tensors) -> list[Tensor]:
+    """Lay histories side by side, each in the last slots; empty slots hold 0 and position -1."""
+    longest = max((len(history[0]) for history in histories), default=0)
+    if not histories:
+        return [x["k"].new_zeros(0, 0, *x["k"].shape[2:]), x["v"].new_zeros(0, 0, *x["v"].shape[2:])] + [
+            x["v"].new_zeros(0, 0)
+        ] * 2
+    laid = []
+    for i in range(4):
+        parts = []
+        for history in histories:
+            part = history[i]
+            empty = part.new_full((longest - len(part), *part.shape[1:]), -1 if i == 3 else 0)
+            parts.append(torch.cat([empty, part]))
+        laid.append(torch.stack(parts))
+    return laid

@@ -1,0 +1,270 @@
+"""Independent float64 recursions, one per op, written from the equations of the ops' docstrings.
+
+They share no code with the oracle and the kernels, so that an error in those cannot hide here. `filter_tokens` steps
+through all sequences at once, one token at a time. Inputs named "rounding.*" are ones that multiply what an algorithm
+stores from token to token. Moving them by one rounding, as `budgets` moves every input, gives the effect of storing it
+in a lower precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmix.kernels.ridge.systems import basis_of
+from kalmix.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Sketch
+
+Tensors = dict[str, Tensor]
+Run = tuple[int, int, int]  # batch row, start, stop
+State = tuple[Tensor, ...]
+Step = Callable[[State, Tensors, dict[str, Any]], tuple[State, Tensor, Tensor | None]]
+
+NOTHING = 1e-10  # ||H||_F below which an adaptive ridge reads 0
+
+
+def filter_tokens(op: str, x: Tensors, options: dict[str, Any], runs: list[Run]) -> list[Tensor]:
+    """Return mean, variance if there is one, and the final state of an op that steps through time, all float64."""
+    batch, length, heads, _ = x["v"].shape
+    groups = heads // x["k"].shape[2]
+    x = x | {name: x[name].repeat_interleave(groups, 2) for name in ("q", "k")}
+    row, start, stop = torch.tensor(runs, dtype=torch.int64).reshape(-1, 3).unbind(1)
+    state, reads, spreads = prior_of(op, x, len(runs)), [], []
+    cells = {"log_decay", "process_noise"} if op == "diagonal" and x["log_decay"].ndim == 3 else set()  # [G, K, V]
+    still = {name: x[name] for name in cells}
+    signals = [name for name in x if "." not in name and name not in cells]
+    longest = int((stop - start).max()) if runs else 0
+    for t in range(longest):
+        here = (start + t).clamp(max=length - 1)
+        token = still | {name: x[name][row, here] for name in signals}
+        token |= {
+            name: x[f"rounding.{name}"][t] for name in ("iterates", "difference", "turns") if f"rounding.{name}" in x
+        }
+        after, mean, variance = STEPS[op](state, token, options)
+        after = tuple(part * ones for part, ones in zip(after, roundings(x, state, t), strict=True))
+        going = start + t < stop
+        state = tuple(
+            torch.where(going.view(-1, *(1,) * (old.ndim - 1)), new, old) for new, old in zip(after, state, strict=True)
+        )
+        reads.append(mean)
+        spreads.append(variance)
+
+    def lay_out(parts: list[Any], width: int) -> Tensor:
+        laid = x["v"].new_zeros(batch, length, heads, width)
+        if not parts:
+            return laid
+        step, run = torch.nonzero((torch.arange(longest)[:, None] + start) < stop, as_tuple=True)
+        return laid.index_put((row[run], start[run] + step), torch.stack(parts)[step, run])
+
+    found = [lay_out(reads, x["v"].shape[3])]
+    if op not in ("additive", "delta"):
+        found.append(lay_out(spreads, x["v"].shape[3] if op == "diagonal" else 1))
+    return [*found, *state]
+
+
+FIELDS = {
+    "additive": ("mean",),
+    "delta": ("mean",),
+    "diagonal": ("mean", "variance"),
+    "dense": ("mean", "covariance"),
+    "ridge": ("cross", "gram"),
+}
+SQUARES = ("covariance", "gram")
+
+
+def symmetric(x: Tensor) -> Tensor:
+    return (x + x.mT) / 2
+
+
+def prior_of(op: str, x: Tensors, count: int) -> State:
+    heads, keys, values = x["v"].shape[2], x["k"].shape[3], x["v"].shape[3]
+    state = []
+    for field in FIELDS[op]:
+        if f"prior.{field}" in x:
+            part = x[f"prior.{field}"]
+            state.append(symmetric(part) if field in SQUARES else part)
+            continue
+        part = x["v"].new_zeros(count, heads, keys, keys if field in SQUARES else values)
+        state.append(part + 1 if field == "variance" else part + torch.eye(keys) if field == "covariance" else part)
+    return tuple(state)
+
+
+def roundings(x: Tensors, state: State, t: int) -> list[Any]:
+    """Return the ones that multiply each part of the state after token t; symmetric for a square part."""
+    found = []
+    for i, part in enumerate(state):
+        ones = x[f"rounding.{i}"][t] if f"rounding.{i}" in x else 1.0
+        square = isinstance(ones, Tensor) and i == 1 and part.shape[-1] == part.shape[-2]
+        found.append(symmetric(ones) if square else ones)
+    return found
+
+
+def faded(matrix: Tensor, log_decay: Tensor | None) -> Tensor:
+    """A M: rows decay alike `[N, G]` or one by one `[N, G, K]`."""
+    if log_decay is None:
+        return matrix
+    decay = log_decay.exp()
+    return (decay[..., None, None] if decay.ndim == 2 else decay[..., None]) * matrix
+
+
+def outer(x: Tensor, y: Tensor) -> Tensor:
+    return x[..., :, None] * y[..., None, :]
+
+
+def times(matrix: Tensor, x: Tensor) -> Tensor:
+    """M x."""
+    return (matrix * x[..., None, :]).sum(-1)
+
+
+def read(matrix: Tensor, x: Tensor) -> Tensor:
+    """M' x."""
+    return (matrix * x[..., :, None]).sum(-2)
+
+
+def step_additive(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State, Tensor, None]:
+    gain = s["gain"][..., None] if "gain" in s else 1.0
+    memory = faded(state[0], s.get("log_decay")) + outer(gain * s["k"], s["v"])
+    return (memory,), read(memory, s["q"]), None
+
+
+def step_delta(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State, Tensor, None]:
+    gain = s["gain"] if s["gain"].ndim == 3 else s["gain"][..., None] * s["k"]
+    before = faded(state[0], s.get("log_decay"))
+    memory = before + outer(gain, s["v"] - read(before, s["k"]))
+    return (memory,), read(memory, s["q"]), None
+
+
+def step_diagonal(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State, Tensor, Tensor]:
+    decay, key = s["log_decay"].exp(), s["k"][..., :, None]
+    evidence = outer(s["k"], s["precision"])
+    before = decay**2 * state[1] + s["process_noise"]
+    variance = before / (1 + key * evidence * before)
+    mean = decay * state[0] + variance * evidence * (s["v"][..., None, :] - key * decay * state[0])
+    return (mean, variance), read(mean, s["q"]), read(variance, s["q"].square())
+
+
+def step_dense(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State, Tensor, Tensor]:
+    diffuses, decay = torch.ones_like(s["k"]), s.get("log_decay")
+    turns = "angle" in s
+    if turns:
+        cos, sin = s["angle"].cos()[..., None], s["angle"].sin()[..., None]
+        diffuses[..., s["k"].shape[-1] // 2 :] = 0
+        decay = decay.repeat(1, 1, 2) if decay is not None and decay.ndim == 3 else decay
+    if "turns" in s:  # where angles add up, a token's own turn cancels, but for rounding
+        slip = (s["turns"] - 1) * (s["angle"] - s["angle"].detach())
+        s = s | {name: s[name] + torch.cat([0 * slip, slip], -1) * s[name].roll(slip.shape[-1], -1) for name in "qk"}
+
+    def move(x: Tensor) -> Tensor:
+        if turns:
+            real, hidden = x.chunk(2, -2)
+            x = torch.cat([cos * real - sin * hidden, sin * real + cos * hidden], -2)
+        return faded(x, decay)
+
+    before = move(state[0])
+    spread = move(move(state[1]).mT) + s["process_noise"][..., None, None] * torch.diag_embed(diffuses)
+    seen = times(spread, s["k"])
+    gain = seen / (s["obs_noise"] + (s["k"] * seen).sum(-1))[..., None]
+    mean = before + outer(gain, s["v"] - read(before, s["k"]))
+    covariance = symmetric(s.get("difference", 1.0) * spread - outer(gain, seen))
+    return (mean, covariance), read(mean, s["q"]), (s["q"] * times(covariance, s["q"])).sum(-1, keepdim=True)
+
+
+def step_ridge(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State, Tensor, Tensor]:
+    gain = s["gain"][..., None] if "gain" in s else 1.0
+    gram = faded(state[1], s.get("log_decay")) + outer(gain * s["k"], s["k"])
+    cross = faded(state[0], s.get("log_decay")) + outer(gain * s["k"], s["v"])
+    x = solution(gram, s["q"], options["ridge"], options["solver"], s.get("iterates"))
+    mix = s["mix"][..., None] if "mix" in s else 1.0
+    return (cross, gram), read(cross, mix * x + (1 - mix) * s["q"]), (s["q"] * x).sum(-1, keepdim=True)
+
+
+def solution(gram: Tensor, query: Tensor, ridge: Any, solver: Any, ones: Tensor | None) -> Tensor:
+    """x = (H + lambda I)^{-1} q as the solver finds it, with the gradients that its docstring promises.
+
+    `ones` multiply the iterates, `[..., iterations, K]`.
+    """
+    square = gram.square().sum((-2, -1))
+    something = square > NOTHING**2
+    norm = torch.where(something, torch.where(something, square, 1.0).sqrt(), 0.0)
+    level = ridge.factor * norm if isinstance(ridge, Adaptive) else torch.full_like(norm, ridge.value)
+    solvable = level > 0
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype)
+    system = gram + torch.where(solvable, level, 1.0)[..., None, None] * eye
+    least, most = (x[..., None] for x in (torch.where(solvable, level, 1.0), torch.where(solvable, level + norm, 2.0)))
+    if isinstance(solver, Exact):
+        x = torch.linalg.solve(system, query)
+    elif isinstance(solver, Chebyshev) and solver.backward == "unrolled":
+        x = chebyshev(system, query, least, most, solver.iterations, ones)
+    else:
+        solve = partial(iterate, solver=solver, least=least.detach(), most=most.detach(), ones=ones)
+        x = _Implicit.apply(system, query, solve)
+    return torch.where(solvable[..., None], x, 0.0)
+
+
+def iterate(system: Tensor, rhs: Tensor, solver: Any, least: Tensor, most: Tensor, ones: Tensor | None) -> Tensor:
+    if isinstance(solver, Chebyshev):
+        return chebyshev(system, rhs, least, most, solver.iterations, ones)
+    if isinstance(solver, ConjugateGradient):
+        return conjugate_gradient(system, rhs, solver.iterations, ones)
+    if isinstance(solver, Exact):
+        return torch.linalg.solve(system, rhs)
+    assert isinstance(solver, Sketch)
+    basis = basis_of(solver, rhs)
+    return iterate(basis.mT @ system @ basis, rhs @ basis, solver.solver, least, most, ones) @ basis.mT
+
+
+def rounded_iterate(x: Tensor, ones: Tensor | None, i: int) -> Tensor:
+    return x if ones is None else x * ones[..., i, : x.shape[-1]]
+
+
+def chebyshev(system: Tensor, rhs: Tensor, least: Tensor, most: Tensor, iterations: int, ones: Tensor | None) -> Tensor:
+    """Algorithm 1 of Gated KalmaNet, for eigenvalues between `least` and `most`."""
+    rho, weight = (most - least) / (most + least), torch.full_like(least, 2.0)
+    before, x = torch.zeros_like(rhs), 2 * rhs / (most + least)
+    for i in range(iterations):
+        weight = 4 / (4 - rho**2 * weight)
+        step = 2 * weight / (most + least) * (times(system, x) - rhs)
+        before, x = x, rounded_iterate(x - step + (weight - 1) * (x - before), ones, i)
+    return x
+
+
+def conjugate_gradient(system: Tensor, rhs: Tensor, iterations: int, ones: Tensor | None) -> Tensor:
+    x, residual, direction = torch.zeros_like(rhs), rhs, rhs
+    for i in range(iterations):
+        square, image = residual.square().sum(-1, keepdim=True), times(system, direction)
+        curvature = (direction * image).sum(-1, keepdim=True)
+        going = (curvature > 0) & (square > 0)
+        step = torch.where(going, square / torch.where(going, curvature, 1.0), 0.0)
+        x, residual = rounded_iterate(x + step * direction, ones, i), residual - step * image
+        share = torch.where(going, residual.square().sum(-1, keepdim=True) / torch.where(going, square, 1.0), 0.0)
+        direction = residual + share * direction
+    return x
+
+
+class _Implicit(torch.autograd.Function):
+    """A solution whose gradient is one more solve (Lemma 2 of Gated KalmaNet): y = S^-1 g, dq = y, dS = -y x'."""
+
+    @staticmethod
+    def forward(ctx: Any, system: Tensor, rhs: Tensor, solve: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        x = solve(system, rhs)
+        ctx.save_for_backward(system, x)
+        ctx.solve = solve
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        system, x = ctx.saved_tensors
+        y = ctx.solve(system, grad)
+        return -symmetric(outer(y, x)), y, None
+
+
+STEPS: dict[str, Step] = {
+    "additive": step_additive,
+    "delta": step_delta,
+    "diagonal": step_diagonal,
+    "dense": step_dense,
+    "ridge": step_ridge,
+}

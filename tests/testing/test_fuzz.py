@@ -1,0 +1,30 @@
+"""The fuzz script: random calls of every op and kernel against independent float64 recursions."""
+
+import torch
+
+from kalmix.testing import fuzz
+from kalmix.testing.draws import OPS, draw
+from kalmix.testing.fuzz import kernels_on, run_case
+
+
+def test_a_case_is_reproducible_by_its_number():
+    first, second = (draw(7, kernels_on("cpu")) for _ in range(2))
+    assert str(first) == str(second)
+    assert all(torch.equal(first.x[name], x) for name, x in second.x.items())
+
+
+def test_a_wrong_kernel_is_caught(monkeypatch):
+    """The gain of `additive` is off by 1e-3."""
+    right = fuzz.ops.additive
+    monkeypatch.setattr(fuzz.ops, "additive", lambda q, k, v, **given: right(q, k, 1.001 * v, **given))
+    outcomes = [run_case(number, only=("additive",)) for number in range(4)]
+    assert all(outcome.failed for outcome in outcomes if outcome.case.dtype == torch.float32)
+    assert any(outcome.case.dtype == torch.float32 for outcome in outcomes)
+
+
+def test_the_script_reports_every_op(capsys):
+    arguments = fuzz.parse(["--cases", "12", "--ops", "additive", "delta"])
+    assert fuzz.fuzz(arguments) == 0
+    told = capsys.readouterr().out
+    assert "12 cases, 0 failures" in told and "delta" in told
+    assert set(fuzz.BELIEFS) == set(OPS)
