@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from kalmix.diffusions import riccati
+from kalmix.diffusions import riccati, sample_backwards
 
 F64 = torch.float64
 
@@ -46,3 +47,46 @@ def test_gradients_are_finite_where_nothing_decays_or_no_time_has_passed() -> No
     rate, process, lag = (torch.tensor([0.0, 0.5, 0.0], dtype=F64, requires_grad=True) for _ in range(3))
     riccati(rate, lag, process + 0.1, torch.tensor(0.5, dtype=F64)).sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (rate, process, lag))
+
+
+def test_paths_drawn_backwards_have_exactly_the_smoothers_mean_and_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path is affine in what is drawn, so it is given 0, then each unit vector: no statistics, 1e-10."""
+    length, width, draw = 4, 2, torch.Generator().manual_seed(0)
+    move = torch.linalg.qr(torch.randn(length - 1, width, width, generator=draw, dtype=F64)).Q * 0.9
+    factor = torch.randn(length, width, width, generator=draw, dtype=F64)
+    pushed, prior, seen = factor[1:] @ factor[1:].mT, factor[0] @ factor[0].mT, 0.3 * torch.eye(width, dtype=F64)
+    measured = torch.randn(length, width, generator=draw, dtype=F64)
+    means, covariances = filtered(move, pushed, prior, seen, measured)
+
+    size = length * width
+    units = torch.cat([torch.zeros(1, size, dtype=F64), torch.eye(size, dtype=F64)]).view(-1, length, width)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "randn", lambda *shape, **_: units.view(shape))
+        paths = sample_backwards(means, covariances, move, pushed, count=size + 1).flatten(1)
+    root = (paths[1:] - paths[0]).mT
+
+    joint = torch.zeros(size, size, dtype=F64)
+    spread = prior
+    for t in range(length):
+        spread = spread if t == 0 else move[t - 1] @ spread @ move[t - 1].mT + pushed[t - 1]
+        across = spread
+        for s in range(t, length):
+            across = across if s == t else move[s - 1] @ across
+            joint[width * s : width * (s + 1), width * t : width * (t + 1)] = across
+            joint[width * t : width * (t + 1), width * s : width * (s + 1)] = across.mT
+    gain = torch.linalg.solve(joint + torch.block_diag(*[seen] * length), joint).mT
+    torch.testing.assert_close(paths[0], gain @ measured.flatten(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(root @ root.mT, joint - gain @ joint, rtol=0, atol=1e-10)
+
+
+def filtered(move: Tensor, pushed: Tensor, prior: Tensor, seen: Tensor, measured: Tensor) -> tuple[Tensor, Tensor]:
+    """Means and covariances after each measurement, by the Kalman filter as textbooks have it."""
+    mean, covariance, found = torch.zeros(len(prior), dtype=F64), prior, []
+    for t, value in enumerate(measured):
+        if t:
+            mean, covariance = move[t - 1] @ mean, move[t - 1] @ covariance @ move[t - 1].mT + pushed[t - 1]
+        gain = torch.linalg.solve(covariance + seen, covariance).mT
+        mean, covariance = mean + gain @ (value - mean), covariance - gain @ covariance
+        found.append((mean, covariance))
+    means, covariances = zip(*found, strict=True)
+    return torch.stack(means), torch.stack(covariances)

@@ -1,9 +1,11 @@
 """The short convolution against PyTorch's."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from kalmix.layers.parts import ShortConvolution, unit
+from kalmix.segments import Segments
 
 
 def test_convolution_against_conv1d():
@@ -30,3 +32,42 @@ def test_unit():
     tiny = torch.zeros(2, requires_grad=True)
     unit(tiny).sum().backward()
     assert torch.isfinite(tiny.grad).all()
+
+
+SPANS = [(0, 6), (6, 8), (8, 8), (8, 9), (9, 15)]  # adjacent; shorter than the taps; one of no token
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_adjacent_sequences_are_convolved_as_each_alone(bias):
+    torch.manual_seed(0)
+    conv = ShortConvolution(5, 4, bias).double()
+    if conv.bias is not None:
+        torch.nn.init.normal_(conv.bias)
+    x, windows = torch.randn(1, 15, 5).double(), torch.randn(len(SPANS), 3, 5).double()
+    segments = Segments.packed(torch.tensor([0, *(stop for _, stop in SPANS)]))
+    for before in (None, windows):
+        y, after = conv(x, before, segments)
+        for n, (start, stop) in enumerate(SPANS):
+            history = torch.cat([torch.zeros(3, 5) if before is None else before[n], x[0, start:stop]])
+            torch.testing.assert_close(after[n], history[-3:])
+            if stop > start:
+                alone = F.conv1d(history.mT[None], conv.weight[:, None], conv.bias, groups=5)[0].mT
+                torch.testing.assert_close(y[0, start:stop], alone)
+
+
+def test_nothing_of_a_sequence_reaches_its_neighbours():
+    """Not even what is infinite; nor does a gradient go back there."""
+    torch.manual_seed(0)
+    conv = ShortConvolution(3, 4)
+    x = torch.randn(1, 12, 3)
+    segments = Segments.packed(torch.tensor([0, 5, 9, 12]))
+    others = [*range(5), *range(9, 12)]
+    spoilt = x.clone()
+    spoilt[:, 5:9] = float("inf")
+    clean, after = conv(x, None, segments)
+    found, kept = conv(spoilt, None, segments)
+    assert torch.equal(found[:, others], clean[:, others])
+    assert torch.equal(kept[[0, 2]], after[[0, 2]])
+    leaf = x.clone().requires_grad_()
+    conv(leaf, None, segments)[0][:, 5:9].square().sum().backward()
+    assert leaf.grad is not None and leaf.grad[:, 5:9].ne(0).all() and leaf.grad[:, others].eq(0).all()

@@ -25,3 +25,20 @@ def test_a_pinned_kernel_serves_whatever_pays():
 def test_the_last_row_serves_where_none_pays():
     rows = (Kernel("fast", lambda: None, pays_from=64), Kernel("big", lambda: None, pays_from=16))  # type: ignore[arg-type]
     assert select("none", rows, call(1)).name == "big"
+
+
+@pytest.mark.parametrize(("tokens", "name"), [(15, "any"), (16, "big"), (63, "big"), (64, "fast"), (65, "fast")])
+def test_a_row_serves_from_the_length_at_which_it_pays(tokens, name):
+    rows = tuple(
+        Kernel(name, lambda: None, pays_from=least)  # type: ignore[arg-type]
+        for name, least in (("fast", 64), ("big", 16), ("any", 1))
+    )
+    assert select("none", rows, call(tokens)).name == name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_chunked_serves_from_the_length_at_which_it_pays(op):
+    least = next(kernel.pays_from for kernel in OPS[op].kernels if kernel.name == "chunked")
+    assert least > 1
+    assert select(op, OPS[op].kernels, call(least)).name == "chunked"
+    assert select(op, OPS[op].kernels, call(least - 1)).name == "reference"

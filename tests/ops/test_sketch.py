@@ -1,0 +1,46 @@
+"""The random directions of a sketch: its seed chooses them, in every kernel."""
+
+import pytest
+import torch
+
+from kalmix.kernels.ridge.systems import basis_of, packed, unpacked
+from kalmix.ops import Chebyshev, ConjugateGradient, Exact, Fixed, Sketch, ridge
+
+KERNELS = ("chunked", "reference")
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7])
+def test_the_seed_chooses_the_signs_of_an_orthonormal_basis(seed: int) -> None:
+    like = torch.zeros(1, 12, dtype=torch.float64)
+    basis = basis_of(Sketch(5, seed=seed), like)
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(5, dtype=torch.float64))
+    others = [basis_of(Sketch(5, seed=other), like) for other in range(8) if other != seed]
+    assert all((basis - other).abs().max() > 0.1 for other in others)
+
+
+@pytest.mark.parametrize("solver", [Chebyshev(7), ConjugateGradient(3), Exact()], ids=str)
+def test_an_operator_takes_the_seed(solver) -> None:
+    sketch = Sketch(4, solver, seed=9)
+    assert unpacked(packed(sketch)) == sketch
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_answer_is_the_best_among_the_directions_of_the_seed(kernel: str) -> None:
+    """B (B'SB)^-1 B'q, token by token; gradients differ between seeds, too."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 9, 1, 6, generator=generator, dtype=torch.float64) for _ in range(3))
+    answers = []
+    for seed in (0, 3):
+        sketch, keys = Sketch(2, Exact(), seed=seed), k.clone().requires_grad_()
+        mean = ridge(q, keys, v, ridge=Fixed(0.5), solver=sketch, kernel=kernel).mean
+        (gradient,) = torch.autograd.grad(mean.square().sum(), keys)
+        basis, wanted = basis_of(sketch, k), []
+        for t in range(9):
+            before, values = k[0, : t + 1, 0], v[0, : t + 1, 0]
+            system = before.mT @ before + 0.5 * torch.eye(6, dtype=torch.float64)
+            x = basis @ torch.linalg.solve(basis.mT @ system @ basis, basis.mT @ q[0, t, 0])
+            wanted.append(values.mT @ (before @ x))
+        torch.testing.assert_close(mean[0, :, 0], torch.stack(wanted))
+        answers.append((mean.detach(), gradient))
+    for one, other in zip(*answers, strict=True):
+        assert (one - other).norm() > 0.1 * one.norm()
