@@ -25,6 +25,13 @@ class NonFiniteError(ArgumentError):
         super().__init__(name, got="not finite", needs="finite")
 
 
+class FormatError(ArgumentError):
+    """A file has a format that this version of kalmix does not know."""
+
+    def __init__(self, *, got: object, newest: int) -> None:
+        super().__init__("format", got=got, needs=f"at most {newest}: update kalmix")
+
+
 class KernelError(ValueError):
     """No kernel, or not the pinned one, can serve a call."""
 

@@ -36,6 +36,7 @@ def test_a_run_learns_and_leaves_a_model(recipe, tmp_path: Path) -> None:
     assert ended.held_out[-1][1] < ended.held_out[0][1]
     assert ended.training[-1][0] == 40 * 2 * 16
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        ".lock",
         "history.json",
         "model",
         "recipe.json",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from pathlib import Path
+from typing import Any
 
 try:
     import typer
@@ -27,7 +30,9 @@ app.add_typer(bench.app)
 def main() -> None:
     """Run the command line; mistakes of the caller exit with 2, failures of the machine with 1."""
     try:
-        app()
+        with warnings.catch_warnings():
+            _print_warnings()
+            app()
     except ValueError as error:
         if not type(error).__module__.startswith("kalmix."):  # a mistake of ours, which wants its traceback
             raise
@@ -35,9 +40,23 @@ def main() -> None:
     except ImportError as error:
         _fail(f"{error}; pip install 'kalmix[all]' brings all that the command line needs", status=1)
     except OSError as error:
-        _fail(str(error), status=1)
+        named = error.filename is not None and error.strerror is not None
+        _fail(f"{error.strerror}: {str(error.filename)!r}" if named else str(error), status=1)
     except KeyboardInterrupt:
         _fail("interrupted", status=130)
+
+
+def _print_warnings() -> None:
+    """Print a warning of kalmix as one line; others as Python does."""
+    show, package = warnings.showwarning, Path(__file__).parents[1]
+
+    def print_warning(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> None:
+        if category is UserWarning and Path(filename).is_relative_to(package):
+            Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"warning: {message}")
+        else:
+            show(message, category, filename, *place)
+
+    warnings.showwarning = print_warning
 
 
 def _fail(message: str, *, status: int) -> None:

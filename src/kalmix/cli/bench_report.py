@@ -16,6 +16,7 @@ from rich.table import Table
 from kalmix.cli import benchmark_report, collision_report, sde_report, sheet, solvers_report
 from kalmix.cli.sheet import Sheet
 from kalmix.errors import ArgumentError
+from kalmix.files import replacing
 from kalmix.training.bench.orderings import Finding, Seen, seen
 from kalmix.training.bench.summary import printed
 from kalmix.training.cells import Results, Row
@@ -141,7 +142,7 @@ def _orderings(known: Iterable[Seen]) -> Table:
 
 def _csv(findings: Iterable[Finding], path: Path) -> Path:
     """A line a finding."""
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         lines = csv.writer(file)
         lines.writerow([*COLUMNS, "score", "mean", "standard error", "paper percent", "source"])
         for found in findings:

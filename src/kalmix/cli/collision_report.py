@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kalmix import plots
+from kalmix.files import write_text
 from kalmix.tasks.collision import mechanism as mech
 from kalmix.tasks.collision.predictions import Prediction, predictions
 from kalmix.training.bench.orderings import Finding
@@ -77,7 +78,7 @@ def mechanism(setting: mech.Setting, overlap: float, output: Path, console: Cons
         "margins": {"overlap": OVERLAPS, **{name: row.tolist() for name, row in margins.items()}},
         "constant_priors": {name: column.tolist() for name, column in swept._asdict().items()},
     }
-    numbers.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    write_text(numbers, json.dumps(written, indent=1) + "\n")
     _draw(picture, setting, overlap, traces, found)
     return [numbers, picture]
 

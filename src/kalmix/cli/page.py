@@ -10,6 +10,7 @@ from string import Template
 
 from torch import Tensor
 
+from kalmix.files import write_text
 from kalmix.training.reading import Reading
 
 
@@ -30,8 +31,7 @@ def write(path: Path, reading: Reading, *, title: str) -> Path:
         # Inside a script element only "</" could end it early.
         data=json.dumps(data, ensure_ascii=False).replace("</", r"<\/").replace("<!--", r"<\!--"),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)
     return path
 
 

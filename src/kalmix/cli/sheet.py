@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kalmix.files import write_text
+
 WIDE = 160  # columns, where there is no terminal to fit
 
 
@@ -31,7 +33,7 @@ class Sheet(Console):
 def write(parts: Mapping[str, Sequence[Table]], path: Path) -> Path:
     """Tables as Markdown, each under its title and above its caption, those of a part under its name."""
     told = [f"# {name}\n\n" + "".join(map(_markdown, tables)) for name, tables in parts.items() if tables]
-    path.write_text("".join(told), encoding="utf-8")
+    write_text(path, "".join(told))
     return path
 
 

@@ -16,6 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from kalmix.files import replacing
+
 INK, MUTED, FAINT = "#1f2933", "#7b8794", "#e4e7eb"
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#c026d3", "#ca8a04", "#0891b2", "#dc2626", "#4f46e5")
 VARIANCE, GAIN, WEIGHT, SIGN = "Blues", "Oranges", "magma", "RdBu_r"
@@ -59,10 +61,9 @@ def picture(
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False, **options)
         yield figure, list(axes.flat)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
+        with replacing(Path(path)) as partial, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing")  # texts come in every script
-            figure.savefig(path)
+            figure.savefig(partial)
 
 
 def width_for(tokens: int) -> float:

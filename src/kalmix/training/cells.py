@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +13,7 @@ from typing import Any, Protocol
 from filelock import FileLock
 
 from kalmix.errors import ArgumentError
+from kalmix.files import check_format, sync, writing
 
 Row = dict[str, Any]
 
@@ -26,7 +29,8 @@ class Cell(Protocol):
 class Results:
     """Finished cells in a file, one a line, behind what they write: where they were run, and what was found.
 
-    Several processes may add to it at once. A line that a crash cut off is no row, and the next one starts behind it.
+    Several processes may add to it at once. Lines that a crash or a power cut damaged (cut off, blank, or of NULs) are
+    skipped with a warning, and the next row starts a line of its own.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,22 +40,29 @@ class Results:
         """All rows, oldest first; none where there is no file.
 
         Raises:
-            ArgumentError: the file holds something else.
+            ArgumentError: the file holds something else, or rows of a newer version.
         """
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+            text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         except UnicodeDecodeError:
             raise self._foreign("which is no text") from None
-        for number, line in enumerate(lines, 1):
+        damaged = []
+        for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
+            line = line.strip("\0\r\t ")
             try:
                 row = json.loads(line)
             except ValueError:
-                if not line.startswith("{"):
+                if line and not line.startswith("{"):
                     raise self._foreign(f"whose line {number} is no JSON") from None
+                damaged.append(number)
                 continue
             if not isinstance(row, dict) or not {"seconds", "versions"} <= row.keys():
                 raise self._foreign(f"whose line {number} is no result")
+            check_format(row, self.path)
             yield row
+        if damaged:
+            lines = f"line{'' if len(damaged) == 1 else 's'} {', '.join(map(str, damaged))}"
+            warnings.warn(f"skipping {lines} of {self.path}: blank, or cut off while written", stacklevel=2)
 
     def rows(self, cells: Iterable[Any]) -> dict[Any, Row]:
         """The rows of those cells that are there, in their order; of several, the last. One reading, however many."""
@@ -64,12 +75,24 @@ class Results:
         return {cell: there[name] for cell, name in told.items() if name in there}
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Write rows behind those there."""
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        with FileLock(self._beside("results")):
-            whole = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(("" if whole else "\n") + text)
+        """Write rows behind those there, and wait until they are on the disk. If they cannot be written, none is.
+
+        Raises:
+            OSError: the disk is full; names the file.
+        """
+        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        with FileLock(self._beside("results")), writing(self.path), self.path.open("a+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            text = (b"" if file.read(1) in (b"", b"\n") else b"\n") + text
+            try:
+                while text:
+                    text = text[file.write(text) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)
+                raise
+        sync(self.path.parent)
 
     def claim(self, cell: Cell) -> FileLock:
         """What a process holds while it runs a cell, so that no other does; a process that dies gives it back."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kalmix import text
+from kalmix.files import write_text
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.data import stream
-from kalmix.training.files import write_text
 from kalmix.training.provenance import provenance
 from kalmix.training.recipe import Recipe
 from kalmix.training.run import Run

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, FormatError
+from kalmix.files import FORMAT, check_format, write_text
 
 Layers = tuple[str | dict[str, Any], ...]
 FILE = "recipe.json"
@@ -71,21 +72,23 @@ class Recipe:
 
     def save(self, folder: Path) -> None:
         """Write `recipe.json` into `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        write_text(folder / FILE, json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> Recipe:
         """Read `recipe.json` of `folder`.
 
         Raises:
-            ArgumentError: there is none, or it is not a recipe.
+            ArgumentError: there is none, it is not a recipe, or a newer version wrote it.
         """
         needs = "the folder of a run"
         try:
             given = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            check_format(given, folder / FILE)
             known = {field.name for field in fields(cls)}
             return cls(**{**{name: given[name] for name in given if name in known}, "layers": tuple(given["layers"])})
+        except FormatError:
+            raise
         except FileNotFoundError:
             got = f"{str(folder)!r}, which holds no run ({FILE} is missing)"
             raise ArgumentError("run", got=got, needs=needs) from None

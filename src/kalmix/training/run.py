@@ -9,13 +9,17 @@ output/history.json     the curves, as numbers
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
@@ -29,12 +33,12 @@ from transformers import (
 )
 
 from kalmix.errors import ArgumentError
+from kalmix.files import alone, sync_tree, write_text, writing
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.text import Corpus, load, train_tokenizer
-from kalmix.training.checkpoints import newest
+from kalmix.training.checkpoints import inputs_of, newest, saved
 from kalmix.training.data import Blocks, mark, pretrained, stream
-from kalmix.training.files import write_text
-from kalmix.training.recipe import Recipe
+from kalmix.training.recipe import FILE, Recipe
 from kalmix.training.schedule import Schedule, interruptible
 from kalmix.training.trainer import FilterTrainer, arguments, processes, tensorboard
 
@@ -89,28 +93,34 @@ class Run:
 
 
 def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequence[TrainerCallback] = ()) -> Run:
-    """Train as `recipe` says, into `output`; with `resume`, go on from the newest sound checkpoint there.
+    """Train as `recipe` says, into `output`; with `resume`, go on from the newest intact checkpoint there.
 
     Runs under `torchrun` as it is (the first process says where `output` is). Ctrl-C and SIGTERM save a checkpoint and
-    return with `finished` false.
+    return with `finished` false. A checkpoint is saved every 10 minutes, and four times a run at least.
 
     Raises:
         ArgumentError: the text, a mixer or a size will not do; the loss is no longer finite; `output` holds a run
-            already (without `resume`), or a finished one (with it).
+            already (without `resume`), or a finished one (with it); another process trains into it; the text, the
+            tokenizer or a checkpoint are not what was saved.
+        OSError: the disk is full; names the path.
     """
     here = processes()
     output = Path(broadcast_object_list([str(output)])[0])
-    if not resume and ((output / HISTORY).exists() or newest(output / "checkpoints")):
-        raise ArgumentError(
-            "output", got=f"{str(output)!r}, which holds a run", needs="a new folder, or that run resumed"
-        )
-    if resume and finished(read_history(output)):
-        needs = "an unfinished one, to resume it (`kalmix report` evaluates a finished one)"
-        raise ArgumentError("output", got=f"{str(output)!r}, a finished run", needs=needs)
     set_seed(recipe.seed)
     corpus = load(recipe.text)
+    with alone(output) if here.is_main_process else nullcontext(), writing(output):
+        return _train(recipe, output, corpus, resume=resume, callbacks=callbacks)
+
+
+def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callbacks: Sequence[TrainerCallback]) -> Run:
+    """Train into a folder that is this run's alone."""
+    here = processes()
+    checkpoint = _checkpoint(output, here, resume=resume)
+    text = _digest(*(part.encode() for documents in corpus for part in (f"{len(documents)}", *documents)))
+    if checkpoint is not None:
+        _check_inputs(checkpoint, {"text": text, "tokenizer": _tokenizer_digest(output)})
     with here.main_process_first():
-        fresh = here.is_main_process and not resume
+        fresh = here.is_main_process and checkpoint is None
         tokenizer = _tokenizer(recipe, corpus, output / "model", fresh=fresh)
     end = mark(tokenizer)
     model = build(recipe, len(tokenizer), end)
@@ -123,6 +133,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
         recipe,
         schedule,
         {"loss": len(seen) / _bytes(corpus.training), "eval_loss": len(unseen) / _bytes(corpus.held_out)},
+        {"text": text, "tokenizer": _tokenizer_digest(output)},
         model=model,
         args=arguments(recipe, output, batch=min(recipe.batch, max(1, len(data) // here.num_processes))),
         train_dataset=data,
@@ -130,10 +141,9 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
         callbacks=[schedule, *tensorboard(output, here.is_main_process), *callbacks],
     )
     trainer.remove_callback(PrinterCallback)
-    checkpoint = newest(output / "checkpoints") if resume else None
     try:
         with interruptible(schedule):  # saving, too, is not cut off
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            trainer.train_from(checkpoint)
             return _ended(trainer, output, corpus, tokenizer)
     except BackendCompilerFailed as error:
         reason = str(error).splitlines()[0]
@@ -158,12 +168,64 @@ def build(recipe: Recipe, vocabulary: int, end: int) -> KalmixForCausalLM:
     return KalmixForCausalLM(config)
 
 
+def _checkpoint(output: Path, here: PartialState, *, resume: bool) -> Path | None:
+    """Return the checkpoint to resume from, None to start from the beginning; warn if that loses a former start.
+
+    Raises:
+        ArgumentError: as `train` does.
+    """
+    checkpoints = output / "checkpoints"
+    if not resume and ((output / HISTORY).exists() or saved(checkpoints)):
+        raise ArgumentError(
+            "output", got=f"{str(output)!r}, which holds a run", needs="a new folder, or that run resumed"
+        )
+    if resume and finished(read_history(output)):
+        needs = "an unfinished one, to resume it (`kalmix report` evaluates a finished one)"
+        raise ArgumentError("output", got=f"{str(output)!r}, a finished run", needs=needs)
+    checkpoint = newest(checkpoints, processes=here.num_processes)
+    if checkpoint is None and (output / FILE).exists() and here.is_main_process:
+        lost = "holds no intact checkpoint" if saved(checkpoints) else "was stopped before its first checkpoint"
+        warnings.warn(
+            f"the run in {output} {lost}: it starts again from the beginning; once it has saved a checkpoint, "
+            f"`kalmix train --resume --output {output}` goes on from there",
+            stacklevel=2,
+        )
+    return checkpoint
+
+
+def _check_inputs(checkpoint: Path, inputs: dict[str, str]) -> None:
+    """Check that text and tokenizer are what they were when `checkpoint` was saved.
+
+    Raises:
+        ArgumentError: one is not.
+    """
+    before = inputs_of(checkpoint)
+    for name, digest in inputs.items():
+        if before.get(name) != digest:
+            got = f"not what it was when {str(checkpoint)!r} was saved"
+            raise ArgumentError(name, got=got, needs="unchanged, to resume the run")
+
+
+def _tokenizer_digest(output: Path) -> str:
+    files = [output / "model" / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    return _digest(*(file.read_bytes() if file.exists() else b"" for file in files))
+
+
+def _digest(*parts: bytes) -> str:
+    """SHA-256 of a list of byte strings."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(f"{len(part)}:".encode() + part)
+    return found.hexdigest()
+
+
 def _tokenizer(recipe: Recipe, corpus: Corpus, folder: Path, *, fresh: bool) -> PreTrainedTokenizerFast:
     """A new tokenizer, saved to `folder`; or the one there, so that a resumed run or another process has the same."""
     if not fresh and (folder / "tokenizer.json").exists():
         return AutoTokenizer.from_pretrained(folder)
     tokenizer = pretrained(train_tokenizer(corpus.training, recipe.tokens, vocabulary=recipe.vocabulary))
     tokenizer.save_pretrained(folder)
+    sync_tree(folder)
     return tokenizer
 
 
@@ -201,6 +263,7 @@ def _ended(trainer: FilterTrainer, output: Path, corpus: Corpus, tokenizer: Any)
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if trainer.is_world_process_zero():
         model.save_pretrained(output / "model")
+        sync_tree(output / "model")
         write_text(output / HISTORY, json.dumps(history, indent=1) + "\n")
         if finished(history):
             shutil.rmtree(output / "checkpoints", ignore_errors=True)  # the model is all that is wanted now

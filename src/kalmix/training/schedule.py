@@ -14,7 +14,8 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 LOOKS = 10  # evaluations a run, the last at its end
-SAVES = 4  # checkpoints a run
+SAVES = 5  # parts of a run, after each of which but the last it saves a checkpoint
+SAVED = 600.0  # seconds between two checkpoints, at most
 
 
 class Schedule(TrainerCallback):
@@ -29,8 +30,8 @@ class Schedule(TrainerCallback):
         self.warmup, self.cooldown = warmup, cooldown
         self.progress, self.interrupted, self.finished = 0.0, False, False
         self._resumed = self._before = 0.0
-        self._began = self._first = time.monotonic()
-        self._warm = False
+        self._began = self._first = self._saved = time.monotonic()
+        self._warm = self._due = False
 
     def factor(self, _: int = 0) -> float:
         """The learning rate at this progress, as a part of its peak: a trapezoid."""
@@ -48,7 +49,7 @@ class Schedule(TrainerCallback):
         self._resumed = self.progress = next(
             (row["progress"] for row in reversed(state.log_history) if "progress" in row), 0.0
         )
-        self._began = self._first = time.monotonic()
+        self._began = self._first = self._saved = time.monotonic()
         self._warm = False
 
     def on_optimizer_step(
@@ -57,17 +58,20 @@ class Schedule(TrainerCallback):
         """Before the rate is set for the next step."""
         if not self._warm:
             self._warm, self._first = True, time.monotonic()
-        told = [self._reached(state.global_step + 1), float(self.interrupted)]
+        due = time.monotonic() - self._saved >= SAVED
+        told = [self._reached(state.global_step + 1), float(self.interrupted), float(due)]
         if dist.is_available() and dist.is_initialized():
             everyone = torch.tensor(told, device=args.device, dtype=torch.float64)
             dist.all_reduce(everyone, dist.ReduceOp.MAX)
             told = everyone.tolist()
-        self._before, self.progress, self.interrupted = self.progress, told[0], bool(told[1])
+        self._before, self.progress, self.interrupted, self._due = self.progress, told[0], bool(told[1]), bool(told[2])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.finished = self.progress >= 1
         control.should_evaluate = control.should_evaluate or self._passed(LOOKS)
-        control.should_save = self.interrupted or (self._passed(SAVES) and not self.finished)
+        control.should_save = self.interrupted or ((self._due or self._passed(SAVES)) and not self.finished)
+        if control.should_save:
+            self._saved = time.monotonic()
         control.should_training_stop = control.should_training_stop or self.finished or self.interrupted
         control.should_log = control.should_log or control.should_save or control.should_training_stop
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from filelock import Timeout
 
+from kalmix.files import FORMAT, writing
 from kalmix.training.cells import Cell, Results, Row
 from kalmix.training.provenance import provenance
 
@@ -26,10 +27,24 @@ Piece = tuple[Any, ...]  # cells that are run together, mostly one
 Tell = Callable[[float, str], None]  # the part done, 1 when its rows are written; and how it stands
 Work = Callable[[Piece, Tell], Sequence[Row]]  # what was found of each cell
 Follow = Callable[[Piece, int], Tell]  # called as a piece begins, with how many there are in this sweep
+Clear = Callable[[Any], None]  # deletes what a cell needed only until its row was written
+
+
+class Task(NamedTuple):
+    """Arguments of `run` that every piece needs."""
+
+    results: Results
+    work: Work
+    device: torch.device
+    clear: Clear
 
 
 class CellError(ValueError):
     """A cell cannot be run; says which, and why."""
+
+
+def _keep(_: Any) -> None:
+    """Delete nothing."""
 
 
 def run(
@@ -41,6 +56,7 @@ def run(
     jobs: int = 1,
     together: Callable[[_CellT], Hashable] | None = None,
     follow: Follow = lambda piece, pieces: lambda done, told: None,
+    clear: Clear = _keep,
 ) -> dict[_CellT, Row]:
     """Run the cells that `results` lacks, and give the rows of all that were asked, in their order.
 
@@ -55,26 +71,32 @@ def run(
         jobs: processes. One is this process; several are new ones, each of which takes a piece after the other.
         together: cells next to each other of which this is equal are one piece; every cell is its own if absent.
         follow: told of every piece as it begins, and how it goes on.
+        clear: deletes what a cell needed only until its row was written; with several jobs it must be what `pickle`
+            takes.
 
     Raises:
         ArgumentError: `results` is no such file, or what `work` raises of a cell that it cannot run.
         CellError: the same, from a process of its own.
+        OSError: the disk is full; names the path.
     """
-    asked = list(dict.fromkeys(cells))
+    asked, task = list(dict.fromkeys(cells)), Task(results, work, device, clear)
     known = results.rows(asked)
+    for cell in known:  # a run may have been killed between writing the row and this
+        clear(cell)
     missing = [cell for cell in asked if cell not in known]
     pieces = [tuple(group) for _, group in groupby(missing, together or id)]
     if jobs == 1 or len(pieces) < 2:
-        _here(pieces, results, work, device, follow)
+        _here(pieces, task, follow)
     else:
-        _apart(pieces, results, work, device, follow, min(jobs, len(pieces)))
+        _apart(pieces, task, follow, min(jobs, len(pieces)))
     known = results.rows(asked)
     return {cell: known[cell] for cell in asked}
 
 
-def _finish(piece: Piece, results: Results, work: Work, device: torch.device, begin: Callable[[], Tell]) -> bool:
+def _finish(piece: Piece, task: Task, begin: Callable[[], Tell]) -> bool:
     """Run what is missing of a piece and write it; false if another process has one of its cells in hand."""
-    with ExitStack() as claims:
+    results, work, device, clear = task
+    with ExitStack() as claims, writing(results.path.parent):
         for cell in piece:
             try:
                 claims.enter_context(results.claim(cell).acquire(timeout=0))
@@ -97,19 +119,22 @@ def _finish(piece: Piece, results: Results, work: Work, device: torch.device, be
             found = work(left, under_way)
             where = {
                 "seconds": round(time.monotonic() - began, 1),
+                "format": FORMAT,
                 "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
                 **provenance(device),
             }
             results.add({**cell.written(), **where, **more} for cell, more in zip(left, found, strict=True))
+        for cell in piece:
+            clear(cell)
         tell(1.0, how)
     return True
 
 
-def _here(pieces: list[Piece], results: Results, work: Work, device: torch.device, follow: Follow) -> None:
+def _here(pieces: list[Piece], task: Task, follow: Follow) -> None:
     waiting, refused = deque(pieces), 0
     while waiting:
         piece = waiting.popleft()
-        if _finish(piece, results, work, device, lambda piece=piece: follow(piece, len(pieces))):
+        if _finish(piece, task, lambda piece=piece: follow(piece, len(pieces))):
             refused = 0
         else:
             waiting.append(piece)
@@ -118,7 +143,7 @@ def _here(pieces: list[Piece], results: Results, work: Work, device: torch.devic
             time.sleep(PAUSE)
 
 
-def _apart(pieces: list[Piece], results: Results, work: Work, device: torch.device, follow: Follow, jobs: int) -> None:
+def _apart(pieces: list[Piece], task: Task, follow: Follow, jobs: int) -> None:
     """A process a job, each with a pipe: pieces go in; that one began, how it stands, and its end come out."""
     context = multiprocessing.get_context("spawn")
     threads = max(1, torch.get_num_threads() // jobs)
@@ -126,7 +151,7 @@ def _apart(pieces: list[Piece], results: Results, work: Work, device: torch.devi
     try:
         for _ in range(jobs):
             here, there = context.Pipe()
-            worker = context.Process(target=_serve, args=(there, results, work, device, threads), daemon=True)
+            worker = context.Process(target=_serve, args=(there, task, threads), daemon=True)
             worker.start()
             there.close()
             workers[here] = worker
@@ -162,6 +187,8 @@ def _deal(pieces: list[Piece], workers: dict[Connection, Any], follow: Follow) -
                 tell(*said)
             elif message == "mistake":
                 raise CellError(f"{piece[0]}: {said[0]}")
+            elif message == "disk":
+                raise OSError(*said)
             elif message == "failed":
                 raise RuntimeError(f"{piece[0]}:\n{said[0]}")
             elif message in ("finished", "taken"):
@@ -174,7 +201,7 @@ def _deal(pieces: list[Piece], workers: dict[Connection, Any], follow: Follow) -
             time.sleep(max(0.0, not_before - time.monotonic()))
 
 
-def _serve(link: Connection, results: Results, work: Work, device: torch.device, threads: int) -> None:
+def _serve(link: Connection, task: Task, threads: int) -> None:
     """A process of `_apart`: finish what comes, until the other end closes. Ctrl-C is for the other end to act on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
@@ -189,9 +216,13 @@ def _serve(link: Connection, results: Results, work: Work, device: torch.device,
         except EOFError:
             return
         try:
-            link.send(("finished" if _finish(piece, results, work, device, begin) else "taken",))
+            link.send(("finished" if _finish(piece, task, begin) else "taken",))
         except (BrokenPipeError, ConnectionResetError):  # nobody is left to tell
             return
+        except OSError as error:
+            known = error.filename is not None
+            disk = ("disk", error.errno, error.strerror, str(error.filename))
+            link.send(disk if known else ("failed", traceback.format_exc()))
         except ValueError as error:
             kalmix = type(error).__module__.startswith("kalmix.")
             link.send(("mistake", str(error)) if kalmix else ("failed", traceback.format_exc()))

@@ -10,12 +10,13 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 from kalmix.errors import ArgumentError, NonFiniteError
 from kalmix.training.optimizer import parameter_groups
 from kalmix.training.recipe import Recipe
+from kalmix.training.saving import SafeTrainer
 from kalmix.training.schedule import Schedule
 
 FOREVER = 10**9  # steps of a run that only the clock ends
@@ -26,20 +27,28 @@ def processes() -> PartialState:
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
-class FilterTrainer(Trainer):
+class FilterTrainer(SafeTrainer):
     """The Hugging Face Trainer with our parameter groups, our schedule, and logs that say more.
 
     Each row of the log carries `progress` (0 to 1) and `tokens` seen; a loss is followed by its `bits_per_byte`.
     """
 
-    def __init__(self, recipe: Recipe, schedule: Schedule, density: dict[str, float], **options: Any) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        schedule: Schedule,
+        density: dict[str, float],
+        inputs: dict[str, str],
+        **options: Any,
+    ) -> None:
         """Args:
         recipe: of the run.
         schedule: also among the callbacks.
         density: tokens a byte of what a loss is of: "loss" of training, "eval_loss" of held-out text.
+        inputs: digests of the text and the tokenizer.
         options: of `Trainer`.
         """
-        self.recipe, self.schedule, self.density = recipe, schedule, density
+        self.recipe, self.schedule, self.density, self.inputs = recipe, schedule, density, inputs
         super().__init__(**options)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

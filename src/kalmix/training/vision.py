@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,16 @@ from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
 
 from kalmix.errors import ArgumentError
+from kalmix.files import alone, replacing, write_text, writing
 from kalmix.layers import mixer_class
 from kalmix.models.vision import VisionModel, gated_kalmanet
 from kalmix.training import vision_data
+from kalmix.training.checkpoints import newest, saved
 from kalmix.training.optimizer import parameter_groups
+from kalmix.training.saving import SafeTrainer
 from kalmix.training.trainer import processes
 from kalmix.training.vision_recipe import VisionRecipe
 
@@ -54,19 +57,24 @@ class VisionRun:
 def train(
     recipe: VisionRecipe, output: Path, *, resume: bool = False, callbacks: Sequence[TrainerCallback] = ()
 ) -> VisionRun:
-    """Train as `recipe` says, into `output`; with `resume`, go on from the newest checkpoint there.
+    """Train as `recipe` says, into `output`; with `resume`, go on from the newest intact checkpoint there.
 
     Runs under `torchrun` as it is (the first process says where `output` is).
 
     Raises:
         ArgumentError: no images, no such mixer, sizes that do not fit, a loss that is no longer finite, or an output
-            folder that holds a run already.
+            folder that holds a run already, or one under way.
     """
-    processes()
+    here = processes()
     output = Path(broadcast_object_list([str(output)])[0])
+    with alone(output) if here.is_main_process else nullcontext(), writing(output):
+        return _train(recipe, output, resume=resume, callbacks=callbacks)
+
+
+def _train(recipe: VisionRecipe, output: Path, *, resume: bool, callbacks: Sequence[TrainerCallback]) -> VisionRun:
+    """Train into a folder that is this run's alone."""
     checkpoints = output / "checkpoints"
-    checkpoint = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
-    if (output / HISTORY).exists() or (checkpoint and not resume):
+    if (output / HISTORY).exists() or (saved(checkpoints) and not resume):
         got = f"{str(output)!r}, which holds a run"
         raise ArgumentError("output", got=got, needs="a new folder, or that of an unfinished run, resumed")
     set_seed(recipe.seed)
@@ -86,11 +94,12 @@ def train(
     trainer.remove_callback(PrinterCallback)
     if trainer.is_world_process_zero():
         recipe.save(output)
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+    result = trainer.train_from(newest(checkpoints, processes=processes().num_processes))
     history = trainer.state.log_history
     if trainer.is_world_process_zero():
-        save_file(model.state_dict(), output / WEIGHTS)
-        (output / HISTORY).write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
+        with replacing(output / WEIGHTS) as partial:
+            save_file(model.state_dict(), partial)
+        write_text(output / HISTORY, json.dumps(history, indent=1) + "\n")
         shutil.rmtree(checkpoints, ignore_errors=True)
     accuracy = next(row["eval_accuracy"] for row in reversed(history) if "eval_accuracy" in row)
     return VisionRun(recipe, model, accuracy, result.metrics["train_runtime"], history)
@@ -124,11 +133,11 @@ def load(folder: str | Path) -> VisionModel:
     return model.eval()
 
 
-class _Trainer(Trainer):
+class _Trainer(SafeTrainer):
     """The Hugging Face Trainer with our parameter groups, the recipe's rates, and images mixed on the device."""
 
     def __init__(self, recipe: VisionRecipe, classes: int, **options: Any) -> None:
-        self.recipe, self.classes = recipe, classes
+        self.recipe, self.classes, self.inputs = recipe, classes, {}
         super().__init__(**options)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, FormatError
+from kalmix.files import FORMAT, check_format, write_text
 from kalmix.training.recipe import FILE
 
 
@@ -96,21 +97,23 @@ class VisionRecipe:
 
     def save(self, folder: Path) -> None:
         """Write `recipe.json` into `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        write_text(folder / FILE, json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> VisionRecipe:
         """Read `recipe.json` of `folder`.
 
         Raises:
-            ArgumentError: there is none, or it is not a recipe.
+            ArgumentError: there is none, it is not a recipe, or a newer version wrote it.
         """
         try:
             given: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            check_format(given, folder / FILE)
             known = {field.name for field in fields(cls)}
             shaped: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}
             return cls(**shaped)
+        except FormatError:
+            raise
         except (OSError, ValueError, TypeError, AttributeError) as error:
             got = f"{str(folder)!r}, whose {FILE} is unreadable ({error})"
             raise ArgumentError("folder", got=got, needs="the folder of a run") from None

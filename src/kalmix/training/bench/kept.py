@@ -9,6 +9,7 @@ from safetensors.torch import load_model, save_model
 
 from kalmix import tasks
 from kalmix.errors import ArgumentError
+from kalmix.files import replacing
 from kalmix.training.bench.data import Drawn
 from kalmix.training.bench.models import AutoEncoder, Shape, Tagger, build
 from kalmix.training.bench.protocol import Cell, Part, Protocol
@@ -17,9 +18,8 @@ from kalmix.training.cells import Results, Row, digest
 
 def keep(cell: Cell, model: Tagger | AutoEncoder, results: Results) -> None:
     """Write the weights that a cell ended with."""
-    file = _file(cell, results)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_model(model, str(file))
+    with replacing(_file(cell, results)) as partial:
+        save_model(model, str(partial))
 
 
 def kept(results: Results) -> list[Cell]:

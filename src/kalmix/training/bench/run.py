@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ def run(cells: Iterable[Cell], results: Results, device: torch.device, **options
     """Run the cells that `results` lacks, and give the rows of all that were asked, in their order.
 
     A run that takes minutes leaves checkpoints beside the results while it lasts, and goes on from them. A run that
-    diverges is finished: its row has `diverged` instead of scores. The weights that a run ended with are kept.
+    diverges is finished: its row has `diverged` instead of scores. The weights that a run ended with are kept, its
+    checkpoints are deleted once its row is written.
 
     Args:
         cells, results, device: what to run, where to keep it, and on what.
@@ -36,7 +38,16 @@ def run(cells: Iterable[Cell], results: Results, device: torch.device, **options
     Raises:
         ArgumentError: a cell's layer does not take the size that its shape gives it.
     """
-    return sweep.run(cells, results, partial(find, results=results, device=device), device, **options)
+    work, clear = partial(find, results=results, device=device), partial(_clear, results=results)
+    return sweep.run(cells, results, work, device, clear=clear, **options)
+
+
+def _checkpoints(cell: Cell, results: Results) -> Path:
+    return results.path.parent / "checkpoints" / digest(cell)
+
+
+def _clear(cell: Cell, results: Results) -> None:
+    shutil.rmtree(_checkpoints(cell, results), ignore_errors=True)
 
 
 def find(cells: tuple[Cell, ...], tell: Tell, results: Results, device: torch.device) -> list[Row]:
@@ -44,7 +55,6 @@ def find(cells: tuple[Cell, ...], tell: Tell, results: Results, device: torch.de
     (cell,) = cells
     drawn, from_last = draw(cell), tasks.task(cell.task).from_last
     length = drawn.parts[0].test.inputs.shape[1]
-    checkpoints = results.path.parent / "checkpoints" / digest(cell)
     with one_order(device):
         with torch.random.fork_rng():
             torch.manual_seed(cell.seed)
@@ -56,12 +66,11 @@ def find(cells: tuple[Cell, ...], tell: Tell, results: Results, device: torch.de
             "state": state_size(mixer),
         }
         try:
-            judge = learn(cell, drawn, model.to(device), device, tell, checkpoints)
+            judge = learn(cell, drawn, model.to(device), device, tell, _checkpoints(cell, results))
         except NonFiniteError as error:
             tell(1.0, f"diverged ({error})")
             return [{**sizes, "diverged": str(error)}]
     keep(cell, model, results)
-    shutil.rmtree(checkpoints, ignore_errors=True)
     epochs, tokens = len(judge.curves["loss"]), sum(part.train.inputs.size for part in drawn.parts)
     chosen, scores = judge.slices[cell.protocol.chosen], tasks.task(cell.task).scores
     return [

@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import PrinterCallback, TrainingArguments
 
 from kalmix import tasks
 from kalmix.models.losses import IGNORE
 from kalmix.training.bench.data import Batches, Drawn
 from kalmix.training.bench.judge import Judge
 from kalmix.training.bench.protocol import Cell, Protocol
+from kalmix.training.checkpoints import newest
+from kalmix.training.saving import SafeTrainer
 from kalmix.training.sweep import Tell
 
 TOKENS = 1 << 18  # of test rows that are judged at once
@@ -46,7 +47,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE)
 
 
-class CellTrainer(Trainer):
+class CellTrainer(SafeTrainer):
     """The Trainer with rows that lie on the device and steps that do no more than they must.
 
     Its own `training_step` asks at every step what kind of run this is; on a device of our own, without
@@ -54,7 +55,7 @@ class CellTrainer(Trainer):
     """
 
     def __init__(self, cell: Cell, drawn: Drawn, model: nn.Module, judge: Judge, args: TrainingArguments) -> None:
-        protocol, self.cell, self.net, self.captures = cell.protocol, cell, model, {}
+        protocol, self.cell, self.net, self.captures, self.inputs = cell.protocol, cell, model, {}, {}
         self.batches = Batches(drawn, protocol.batch, shuffle=protocol.shuffle, seed=cell.seed, device=args.device)
         self.total = torch.zeros((), device=args.device)  # of the losses of an epoch
         super().__init__(model=model, args=args, callbacks=[judge])
@@ -161,7 +162,7 @@ def _folder(given: Path | None) -> Iterator[Path]:
 def learn(
     cell: Cell, drawn: Drawn, model: nn.Module, device: torch.device, tell: Tell, checkpoints: Path | None = None
 ) -> Judge:
-    """Train `model` as `cell` says, from the last checkpoint in `checkpoints` if there is one.
+    """Train `model` as `cell` says, from the newest intact checkpoint in `checkpoints` if there is one.
 
     Args:
         cell: what to do.
@@ -181,7 +182,7 @@ def learn(
     with _folder(checkpoints) as folder:
         trainer = CellTrainer(cell, drawn, model, judge, arguments(cell, folder, device))
         judge.trainer = trainer
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
+        trainer.train_from(newest(folder))
     return judge
 
 
@@ -194,7 +195,7 @@ def arguments(cell: Cell, folder: Path, device: torch.device) -> TrainingArgumen
         use_cpu=device.type == "cpu",
         seed=cell.seed,
         save_strategy="no",
-        save_total_limit=1,
+        save_total_limit=2,
         eval_strategy="no",
         logging_strategy="no",
         logging_nan_inf_filter=False,

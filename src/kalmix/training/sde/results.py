@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kalmix.files import replacing
 from kalmix.tasks.sde.scores import errors
 from kalmix.tasks.sde.settings import SETTINGS
 from kalmix.tasks.sde.trajectories import Splits
@@ -70,9 +71,8 @@ def find(cells: tuple[Cell, ...], tell: Tell, results: Results, device: torch.de
         tell(1.0, _error(found["last"]["measurement"]))
         return [{"errors": found}]
     made = learn(cell.model, given, protocol, cell.seed, device, lambda done, error: tell(done, _error(error)))
-    weights = results.weights(cell)
-    weights.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(made.kept, weights)
+    with replacing(results.weights(cell)) as partial_file:
+        torch.save(made.kept, partial_file)
     missed = errors(made.predict(given.test, protocol.batch), given.test)
     return [{"errors": {cell.model: missed}, "validation": made.validation}]
 

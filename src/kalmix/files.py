@@ -1,0 +1,115 @@
+"""Files that are written whole or not at all, locks on folders, and the version of our file formats."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from kalmix.errors import ArgumentError, FormatError
+
+FORMAT = 1  # of checkpoints, recipes, results and configurations
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+_CODE = re.compile(r"\(os error (\d+)\)")  # as libraries in Rust report an errno
+_SPARE = 1 << 16  # bytes; a disk with less free space is full
+
+
+def check_format(found: Mapping[str, Any], path: Path) -> None:
+    """Check that this version of kalmix can read `found`, the contents of `path`.
+
+    Raises:
+        FormatError: a newer version wrote it.
+    """
+    version = found.get("format", 0)
+    if not isinstance(version, int) or version > FORMAT:
+        raise FormatError(got=f"{version!r} in {str(path)!r}", newest=FORMAT)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise every failure of the disk under `path` as an `OSError` that names a file or `path` itself.
+
+    PyTorch raises a `RuntimeError` on a full disk, safetensors and tokenizers exceptions of their own.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno not in _DISK:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+    except Exception as error:
+        reason = _disk_error(error, path)
+        if reason is None:
+            raise
+        raise OSError(reason, os.strerror(reason), str(path)) from error
+
+
+def _disk_error(error: Exception, path: Path) -> int | None:
+    """Return the errno behind an exception of a library, or None if it is not the disk's."""
+    code = _CODE.search(str(error))
+    if code is not None:
+        return int(code[1]) if int(code[1]) in _DISK else None
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    disk = os.statvfs(there)
+    return errno.ENOSPC if disk.f_bavail * disk.f_frsize < _SPARE else None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file; when it is written and on the disk, rename it to `path`.
+
+    Readers see the old file or the new one. If writing fails, the old file stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        with writing(path):
+            yield partial
+            sync(partial)
+            partial.replace(path)
+            sync(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` in UTF-8, replacing an older file at once."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8", newline="")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's contents, or a folder's entries, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until all files of a folder, and of those in it, are on the disk."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+@contextmanager
+def alone(output: Path) -> Iterator[None]:
+    """Hold the lock of an output folder. The kernel releases it when this process ends, however it ends.
+
+    Raises:
+        ArgumentError: another process holds it.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(output / ".lock").acquire(timeout=0):
+            yield
+    except Timeout:
+        needs = "a folder that no other run writes to; wait for that run, or choose another"
+        raise ArgumentError("output", got=f"{str(output)!r}, where a run is under way", needs=needs) from None

@@ -1,0 +1,79 @@
+"""A Trainer whose checkpoints are complete or absent, whatever ends it.
+
+A checkpoint is written into `unfinished/` and renamed to `checkpoint-N` when all of it is on the disk. It is deleted by
+the same way. So a folder `checkpoint-N` is complete, unless something else damaged it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import TrainOutput
+
+from kalmix.files import sync, sync_tree, writing
+from kalmix.training.checkpoints import number, saved, write_manifest
+
+UNFINISHED = "unfinished"
+
+
+class SafeTrainer(Trainer):
+    """A Hugging Face Trainer that saves complete checkpoints only.
+
+    Attributes:
+        inputs: digests of the data of the run, by name; a checkpoint's manifest holds them.
+    """
+
+    inputs: dict[str, str]
+    _saving = False
+
+    def train_from(self, checkpoint: Path | None) -> TrainOutput:
+        """Train from `checkpoint`, or from the beginning if None; discard newer checkpoints, which are damaged."""
+        if self.args.should_save:
+            after = -1 if checkpoint is None else number(checkpoint)
+            self._discard(path for path in saved(self._folder) if number(path) > after)
+        return self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+
+    @property
+    def _folder(self) -> Path:
+        return Path(str(self.args.output_dir))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return str(Path(folder) / UNFINISHED) if self._saving else folder
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.args.should_save:
+            shutil.rmtree(self._folder / UNFINISHED, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        with writing(self._folder):
+            self._saving = True
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._saving = False
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                self._publish()
+        self.accelerator.wait_for_everyone()
+
+    def _publish(self) -> None:
+        """Complete the unfinished checkpoint, and discard those that exceed `save_total_limit`."""
+        (checkpoint,) = saved(self._folder / UNFINISHED)
+        write_manifest(checkpoint, self.args.world_size, self.inputs)
+        sync_tree(checkpoint)
+        checkpoint.rename(self._folder / checkpoint.name)
+        sync(self._folder)
+        self._discard(saved(self._folder)[self.args.save_total_limit :])
+
+    def _discard(self, checkpoints: Iterable[Path]) -> None:
+        """Delete checkpoints so that none is seen in parts."""
+        unfinished = self._folder / UNFINISHED
+        for checkpoint in checkpoints:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            checkpoint.rename(unfinished / checkpoint.name)
+        shutil.rmtree(unfinished, ignore_errors=True)
