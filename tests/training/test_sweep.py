@@ -175,3 +175,37 @@ def test_another_file_is_refused_and_left_alone(tmp_path: Path, content: bytes, 
     with pytest.raises(ArgumentError, match=says):
         run([Square(1)], results, partial(squared, notes=notes), CPU)
     assert results.path.read_bytes() == content and not notes.exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "lines"),
+    [
+        (b"\0" * 4096, "line 3"),
+        (b"\n\n", "lines 3, 4"),
+        (b'{"number": 5, "si', "line 3"),
+        (b'{"number": 5, "si' + b"\0" * 100 + b"\n", "line 3"),
+    ],
+    ids=["NULs", "blank", "torn", "torn and NULs"],
+)
+def test_what_a_power_cut_leaves_in_a_file_is_skipped(tmp_path: Path, damage: bytes, lines: str) -> None:
+    results, notes = places(tmp_path)
+    work = partial(squared, notes=notes)
+    run([Square(1), Square(2)], results, work, CPU)
+    with results.path.open("ab") as file:
+        file.write(damage)
+    with pytest.warns(UserWarning, match=f"skipping {lines} of .*results.jsonl"):
+        rows = run([Square(1), Square(2), Square(3)], results, work, CPU)
+    assert [row["square"] for row in rows.values()] == [1, 4, 9]
+    with pytest.warns(UserWarning, match="skipping"):
+        assert [row["number"] for row in results.read()] == [1, 2, 3]
+    assert notes.read_text().split() == ["1", "2", "3"]
+
+
+def test_rows_of_a_newer_version_are_refused(tmp_path: Path) -> None:
+    results, notes = places(tmp_path)
+    run([Square(1)], results, partial(squared, notes=notes), CPU)
+    (row,) = results.read()
+    assert row["format"] == 1
+    results.path.write_text(json.dumps({**row, "format": 2}) + "\n")
+    with pytest.raises(ArgumentError, match=r"`format` is 2 in '.*results.jsonl', but must be at most 1"):
+        run([Square(1)], results, partial(squared, notes=notes), CPU)

@@ -1,0 +1,231 @@
+"""Runs resume from the newest intact checkpoint only, and refuse what was not saved as it is now."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kalmix import ArgumentError
+from kalmix.errors import FormatError
+from kalmix.training import Recipe, schedule
+from kalmix.training.bench import judge, run, trainer
+from kalmix.training.cells import Results, digest
+from kalmix.training.checkpoints import newest, saved
+from kalmix.training.run import train
+
+from .test_bench_run import COPY, CPU, found
+from .test_run import Kill
+
+
+@pytest.fixture(scope="module")
+def stopped(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path]:
+    """A run of 8 steps, interrupted after 5, with checkpoints of steps 4 and 5."""
+    folder = tmp_path_factory.mktemp("stopped")
+    text = folder / "text.txt"
+    shutil.copy(text_file, text)
+    small = {"layers": ({"mixer": "kla", "slots": 4},), "vocabulary": 280, "width": 8, "block": 16, "batch": 2}
+    recipe = Recipe(text=str(text), steps=8, **small)
+    train(recipe, folder / "run", callbacks=[Kill(5)])
+    assert [path.name for path in saved(folder / "run" / "checkpoints")] == ["checkpoint-5", "checkpoint-4"]
+    return recipe, folder / "run"
+
+
+@pytest.fixture
+def halted(stopped: tuple[Recipe, Path], tmp_path: Path) -> tuple[Recipe, Path]:
+    """A copy of the interrupted run, with a text of its own."""
+    recipe, folder = stopped
+    shutil.copytree(folder, tmp_path / "run")
+    shutil.copy(str(recipe.text), tmp_path / "text.txt")
+    return replace(recipe, text=str(tmp_path / "text.txt")), tmp_path / "run"
+
+
+STATE = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
+
+
+@pytest.mark.parametrize("name", [*STATE, "manifest.json"])
+@pytest.mark.parametrize("how", ["truncated", "zeroed"])
+def test_a_damaged_file_makes_a_run_resume_from_the_checkpoint_before(
+    halted: tuple[Recipe, Path], name: str, how: str
+) -> None:
+    file = halted[1] / "checkpoints" / "checkpoint-5" / name
+    content = file.read_bytes()
+    half = len(content) // 2
+    file.write_bytes(content[:half] + (b"" if how == "truncated" else bytes(len(content) - half)))
+    with pytest.warns(UserWarning, match=rf"passing over .*checkpoint-5: {name} is damaged"):
+        path = newest(halted[1] / "checkpoints")
+    assert path is not None and path.name == "checkpoint-4"
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_a_missing_file_is_refused(halted: tuple[Recipe, Path], name: str) -> None:
+    recipe, folder = halted
+    (folder / "checkpoints" / "checkpoint-5" / name).unlink()
+    with pytest.raises(ArgumentError, match=rf"checkpoint-5.*lacks {name}.*delete that folder"):
+        train(recipe, folder, resume=True)
+
+
+def test_a_checkpoint_passed_over_does_not_outlive_the_next(halted: tuple[Recipe, Path]) -> None:
+    recipe, folder = halted
+    (folder / "checkpoints" / "checkpoint-5" / "optimizer.pt").write_bytes(b"")
+    with pytest.warns(UserWarning, match="passing over"):
+        train(recipe, folder, resume=True, callbacks=[Kill(7)])
+    assert [path.name for path in saved(folder / "checkpoints")] == ["checkpoint-7", "checkpoint-5"]
+    assert newest(folder / "checkpoints", processes=1) == folder / "checkpoints" / "checkpoint-7"
+
+
+def test_a_changed_text_or_tokenizer_is_refused(halted: tuple[Recipe, Path]) -> None:
+    recipe, folder = halted
+    tokenizer = folder / "model" / "tokenizer.json"
+    before = tokenizer.read_text()
+    tokenizer.write_text(before.replace("\n", "\n ", 1))
+    with pytest.raises(ArgumentError, match=r"`tokenizer` is not what it was when .*checkpoint-5"):
+        train(recipe, folder, resume=True)
+    tokenizer.write_text(before)
+    with Path(str(recipe.text)).open("a") as file:
+        file.write("\n\nand more")
+    with pytest.raises(ArgumentError, match=r"`text` is not what it was when .*checkpoint-5"):
+        train(recipe, folder, resume=True)
+
+
+def test_another_number_of_processes_is_refused(halted: tuple[Recipe, Path]) -> None:
+    with pytest.raises(ArgumentError, match="`processes` is 2, but must be 1"):
+        newest(halted[1] / "checkpoints", processes=2)
+
+
+def test_a_newer_format_is_refused(halted: tuple[Recipe, Path]) -> None:
+    recipe, folder = halted
+    for file in (folder / "checkpoints" / "checkpoint-5" / "manifest.json", folder / "recipe.json"):
+        written = json.loads(file.read_text())
+        assert written["format"] == 1
+        file.write_text(json.dumps({**written, "format": 2}))
+    with pytest.raises(FormatError, match=r"`format` is 2 in '.*manifest.json', but must be at most 1: update kalmix"):
+        train(recipe, folder, resume=True)
+    with pytest.raises(FormatError, match=r"`format` is 2 in '.*recipe.json'"):
+        Recipe.load(folder)
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint_says_so(recipe, tmp_path: Path) -> None:
+    recipe().save(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text('{"version')  # killed while it was written
+    with pytest.warns(UserWarning, match=rf"stopped before its first.*kalmix train --resume --output {tmp_path}"):
+        assert train(recipe(), tmp_path, resume=True).finished
+
+
+def test_a_run_without_an_intact_checkpoint_says_so(halted: tuple[Recipe, Path]) -> None:
+    recipe, folder = halted
+    for path in saved(folder / "checkpoints"):
+        (path / "optimizer.pt").write_bytes(b"")
+    with pytest.raises(ArgumentError, match="holds a run"):
+        train(recipe, folder)
+    with pytest.warns(UserWarning, match="holds no intact checkpoint"):
+        assert train(recipe, folder, resume=True).finished
+
+
+def checkpoints_of(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Train, and return the checkpoints that were saved."""
+    kept = []
+    publish = trainer.SafeTrainer._publish
+
+    def noted(self) -> None:
+        publish(self)
+        kept.append(saved(self._folder)[0].name.removeprefix("checkpoint-"))
+
+    monkeypatch.setattr(trainer.SafeTrainer, "_publish", noted)
+    train(recipe, folder)
+    return kept
+
+
+def test_a_run_saves_four_checkpoints_at_least(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checkpoints_of(recipe(steps=10), tmp_path, monkeypatch) == ["2", "4", "6", "8"]
+
+
+def test_a_run_saves_after_ten_minutes(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert schedule.SAVED == 600
+    monkeypatch.setattr(schedule, "SAVED", 0.0)
+    assert checkpoints_of(recipe(steps=5), tmp_path, monkeypatch) == ["1", "2", "3", "4"]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from kalmix.files import alone
+with alone(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_two_runs_do_not_share_a_folder(recipe, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        with pytest.raises(ArgumentError, match="where a run is under way"):
+            train(recipe(), tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+        other.kill()
+    assert train(recipe(steps=1), tmp_path).finished  # the kernel released the lock
+
+
+def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Interrupt a cell in its third epoch; return the folder of its checkpoints."""
+    judged = judge.Judge._judged
+
+    def stop(one, loss):
+        if len(one.curves.get("loss", ())) == 2:
+            raise KeyboardInterrupt
+        return judged(one, loss)
+
+    monkeypatch.setattr(judge, "SAVED", 0.0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(judge.Judge, "_judged", stop)
+        found(COPY, folder)
+    return folder / "checkpoints" / digest(COPY)
+
+
+def test_a_sweep_passes_over_an_unfinished_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = found(COPY, tmp_path / "whole")
+    kept = interrupted(tmp_path, monkeypatch)
+    (complete, older) = saved(kept)
+    shutil.copytree(complete, kept / "checkpoint-99")
+    for name in ("manifest.json", "trainer_state.json", "optimizer.pt"):
+        (kept / "checkpoint-99" / name).unlink(missing_ok=True)
+    with pytest.warns(UserWarning, match=r"checkpoint-99: it is unfinished"):
+        row = found(COPY, tmp_path)
+    assert row["curves"] == whole["curves"] and row["slices"] == whole["slices"]
+    assert not kept.exists() and older.name != complete.name
+
+
+def test_a_sweep_deletes_checkpoints_after_it_has_written_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "SAVED", 0.0)
+    results = Results(tmp_path / "results.jsonl")
+    kept = tmp_path / "checkpoints" / digest(COPY)
+    rmtree = shutil.rmtree
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def dying(path: Path, **options) -> None:
+        return die() if path == kept else rmtree(path, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Results, "add", die)
+        found(COPY, tmp_path)
+    assert newest(kept) is not None
+    steps = []
+    step = trainer.CellTrainer.training_step
+    monkeypatch.setattr(trainer.CellTrainer, "training_step", lambda *given: steps.append(1) or step(*given))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", dying)
+        found(COPY, tmp_path)
+    assert [row["epochs"] for row in results.read()] == [3]
+    before = len(steps)
+    run([COPY], results, CPU)
+    assert len(steps) == before and not kept.exists()
