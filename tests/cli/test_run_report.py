@@ -136,6 +136,26 @@ def test_an_unfinished_run_is_refused(kalmix, run_folder: Path, tmp_path: Path) 
     assert told.status == 2 and "before it saved anything" in told.errors and told.errors.count("\n") == 1
 
 
+def test_a_text_or_tokenizer_that_has_changed_is_refused(kalmix, text_file: Path, tmp_path: Path) -> None:
+    text, folder = tmp_path / "text.txt", tmp_path / "run"
+    shutil.copy(text_file, text)
+    assert kalmix("train", "--text", text, *SMALL, "--steps", 1, "--output", folder).status == 0
+    before = (folder / "result.json").read_bytes()
+    text.write_text(text_file.read_text() + "\n\nanother paragraph")
+    told = kalmix("report", folder)
+    assert told.status == 2 and f"`text` is not what it was when '{folder}' was trained" in told.errors
+    shutil.copy(text_file, text)
+    tokenizer = folder / "model" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("filter", "retlif") + "\n")
+    told = kalmix("report", folder)
+    assert told.status == 2 and "`tokenizer` is not what it was" in told.errors
+    (folder / "inputs.json").write_text("{")
+    assert "inputs.json is damaged" in kalmix("report", folder).errors
+    assert (folder / "result.json").read_bytes() == before
+    (folder / "inputs.json").unlink()  # a run of an older version
+    assert kalmix("report", folder).status == 0
+
+
 @pytest.mark.parametrize(
     ("minutes", "steps", "warmup", "taken", "needed"),
     [

@@ -38,6 +38,7 @@ def test_a_run_learns_and_leaves_a_model(recipe, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         ".lock",
         "history.json",
+        "inputs.json",
         "model",
         "recipe.json",
         "tensorboard",

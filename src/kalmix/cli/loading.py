@@ -52,11 +52,13 @@ def load_run(folder: Path) -> Run:
     """Load a finished run: recipe, log, text, tokenizer and model, the model on the accelerator if there is one.
 
     Raises:
-        ArgumentError: there is no run, it is not finished, its model is damaged, or its text has gone.
+        ArgumentError: there is no run, it is not finished, its model is damaged, or its text or its tokenizer have
+            changed or gone.
     """
     import torch
 
     from kalmix import text
+    from kalmix.training import inputs
     from kalmix.training.recipe import Recipe
     from kalmix.training.run import Run, finished, read_history
 
@@ -66,6 +68,10 @@ def load_run(folder: Path) -> Run:
         needs = f"a finished run; `kalmix train --resume --output {folder}` continues it"
         raise ArgumentError("run", got=f"{str(folder)!r}, which stopped {done}", needs=needs)
     model, tokenizer = load(folder)
+    corpus, before = text.load(recipe.text), inputs.load(folder)
+    if before is not None:
+        when = f"when {str(folder)!r} was trained"
+        inputs.check(inputs.digests(corpus, folder), before, when, "to evaluate the run")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.nn.Module.to(model, device)
-    return Run(recipe, folder, text.load(recipe.text), model, tokenizer, history)
+    return Run(recipe, folder, corpus, model, tokenizer, history)

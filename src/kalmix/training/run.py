@@ -2,14 +2,13 @@
 
 output/recipe.json      what was asked for          output/model/        the model, for AutoModelForCausalLM
 output/checkpoints/     to resume from, until done  output/tensorboard/  the curves, live
-output/history.json     the curves, as numbers
+output/history.json     the curves, as numbers      output/inputs.json   digests of text and tokenizer
 
 `kalmix report` adds result.json and figures to a finished run (`kalmix.training.evaluation`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import warnings
@@ -36,6 +35,7 @@ from kalmix.errors import ArgumentError
 from kalmix.files import alone, sync_tree, write_text, writing
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.text import Corpus, load, train_tokenizer
+from kalmix.training import inputs
 from kalmix.training.checkpoints import inputs_of, newest, saved
 from kalmix.training.data import Blocks, mark, pretrained, stream
 from kalmix.training.recipe import FILE, Recipe
@@ -116,9 +116,9 @@ def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callba
     """Train into a folder that is this run's alone."""
     here = processes()
     checkpoint = _checkpoint(output, here, resume=resume)
-    text = _digest(*(part.encode() for documents in corpus for part in (f"{len(documents)}", *documents)))
     if checkpoint is not None:
-        _check_inputs(checkpoint, {"text": text, "tokenizer": _tokenizer_digest(output)})
+        when = f"when {str(checkpoint)!r} was saved"
+        inputs.check(inputs.digests(corpus, output), inputs_of(checkpoint), when, "to resume the run")
     with here.main_process_first():
         fresh = here.is_main_process and checkpoint is None
         tokenizer = _tokenizer(recipe, corpus, output / "model", fresh=fresh)
@@ -127,13 +127,15 @@ def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callba
     seen, unseen = stream(tokenizer, corpus.training), stream(tokenizer, corpus.held_out)
     data = Blocks(seen, recipe.block, end=end, documents=recipe.documents)
     schedule = Schedule(steps=recipe.steps, minutes=recipe.minutes, warmup=recipe.warmup, cooldown=recipe.cooldown)
+    read = inputs.digests(corpus, output)
     if here.is_main_process:
         recipe.save(output)
+        inputs.save(output, read)
     trainer = FilterTrainer(
         recipe,
         schedule,
         {"loss": len(seen) / _bytes(corpus.training), "eval_loss": len(unseen) / _bytes(corpus.held_out)},
-        {"text": text, "tokenizer": _tokenizer_digest(output)},
+        read,
         model=model,
         args=arguments(recipe, output, batch=min(recipe.batch, max(1, len(data) // here.num_processes))),
         train_dataset=data,
@@ -191,32 +193,6 @@ def _checkpoint(output: Path, here: PartialState, *, resume: bool) -> Path | Non
             stacklevel=2,
         )
     return checkpoint
-
-
-def _check_inputs(checkpoint: Path, inputs: dict[str, str]) -> None:
-    """Check that text and tokenizer are what they were when `checkpoint` was saved.
-
-    Raises:
-        ArgumentError: one is not.
-    """
-    before = inputs_of(checkpoint)
-    for name, digest in inputs.items():
-        if before.get(name) != digest:
-            got = f"not what it was when {str(checkpoint)!r} was saved"
-            raise ArgumentError(name, got=got, needs="unchanged, to resume the run")
-
-
-def _tokenizer_digest(output: Path) -> str:
-    files = [output / "model" / name for name in ("tokenizer.json", "tokenizer_config.json")]
-    return _digest(*(file.read_bytes() if file.exists() else b"" for file in files))
-
-
-def _digest(*parts: bytes) -> str:
-    """SHA-256 of a list of byte strings."""
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(f"{len(part)}:".encode() + part)
-    return found.hexdigest()
 
 
 def _tokenizer(recipe: Recipe, corpus: Corpus, folder: Path, *, fresh: bool) -> PreTrainedTokenizerFast:

@@ -1,0 +1,67 @@
+"""Digests of what a run reads: its folder and its checkpoints hold them, so that a change does not go unnoticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from kalmix.errors import ArgumentError
+from kalmix.files import write_text
+from kalmix.text import Corpus
+
+FILE = "inputs.json"
+Digests = dict[str, str]
+
+
+def digests(corpus: Corpus, output: Path) -> Digests:
+    """Return the digests of a corpus and of the tokenizer saved in `output`."""
+    text = _digest(*(part.encode() for documents in corpus for part in (f"{len(documents)}", *documents)))
+    files = [output / "model" / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    return {"text": text, "tokenizer": _digest(*(file.read_bytes() if file.exists() else b"" for file in files))}
+
+
+def save(output: Path, found: Digests) -> None:
+    """Write inputs.json into the folder of a run."""
+    write_text(output / FILE, json.dumps(found, indent=1) + "\n")
+
+
+def load(output: Path) -> Digests | None:
+    """Read inputs.json of a run; None if the run has none.
+
+    Raises:
+        ArgumentError: it is damaged.
+    """
+    try:
+        return dict(json.loads((output / FILE).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        got = f"{str(output)!r}, whose {FILE} is damaged ({error})"
+        raise ArgumentError("run", got=got, needs="the folder of a run; delete that file to do without it") from None
+
+
+def check(now: Digests, before: Mapping[str, str], when: str, purpose: str) -> None:
+    """Check that text and tokenizer are what they were `when` something was done.
+
+    Args:
+        now: digests of what is there.
+        before: the digests that were saved.
+        when: such as "when 'runs/mine' was trained".
+        purpose: such as "to resume the run".
+
+    Raises:
+        ArgumentError: one is not.
+    """
+    for name, digest in now.items():
+        if before.get(name) != digest:
+            raise ArgumentError(name, got=f"not what it was {when}", needs=f"unchanged, {purpose}")
+
+
+def _digest(*parts: bytes) -> str:
+    """Return the SHA-256 of a list of byte strings."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(f"{len(part)}:".encode() + part)
+    return found.hexdigest()
