@@ -148,18 +148,18 @@ def step_diagonal(state: State, s: Tensors, options: dict[str, Any]) -> tuple[St
 
 def step_dense(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State, Tensor, Tensor]:
     diffuses, decay = torch.ones_like(s["k"]), s.get("log_decay")
-    turns = "angle" in s
-    if turns:
-        cos, sin = s["angle"].cos()[..., None], s["angle"].sin()[..., None]
+    angle = s.get("angle")
+    if angle is not None:
         diffuses[..., s["k"].shape[-1] // 2 :] = 0
         decay = decay.repeat(1, 1, 2) if decay is not None and decay.ndim == 3 else decay
-    if "turns" in s:  # where angles add up, a token's own turn cancels, but for rounding
-        slip = (s["turns"] - 1) * (s["angle"] - s["angle"].detach())
+    if angle is not None and "turns" in s:  # where angles add up, a token's own turn cancels, but for rounding
+        slip = (s["turns"] - 1) * (angle - angle.detach())
         s = s | {name: s[name] + torch.cat([0 * slip, slip], -1) * s[name].roll(slip.shape[-1], -1) for name in "qk"}
 
     def move(x: Tensor) -> Tensor:
-        if turns:
+        if angle is not None:
             real, hidden = x.chunk(2, -2)
+            cos, sin = angle.cos()[..., None], angle.sin()[..., None]
             x = torch.cat([cos * real - sin * hidden, sin * real + cos * hidden], -2)
         return faded(x, decay)
 
@@ -168,7 +168,7 @@ def step_dense(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
     seen = times(spread, s["k"])
     gain = seen / (s["obs_noise"] + (s["k"] * seen).sum(-1))[..., None]
     mean = before + outer(gain, s["v"] - read(before, s["k"]))
-    covariance = symmetric(s.get("difference", 1.0) * spread - outer(gain, seen))
+    covariance = symmetric((s["difference"] * spread if "difference" in s else spread) - outer(gain, seen))
     return (mean, covariance), read(mean, s["q"]), (s["q"] * times(covariance, s["q"])).sum(-1, keepdim=True)
 
 
