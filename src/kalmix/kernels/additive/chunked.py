@@ -16,6 +16,7 @@ from kalmix.beliefs import PointBelief
 from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
 from kalmix.kernels.primitives.decays import Decays
+from kalmix.kernels.primitives.isolation import isolate
 from kalmix.kernels.primitives.scan import Writes
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -34,7 +35,11 @@ def additive(
 ) -> Filtered:
     """Equation 19 of Memory by Design, with a backward of its own. See `kalmix.ops.additive`."""
     entries = CHUNK * v.shape[2] * max(k.shape[3], v.shape[3])
-    return in_blocks(_Additive.apply, (q, k, v, log_decay, gain), belief, segments, entries, CHUNK)
+
+    def filtered(*tokens: Any) -> Filtered:
+        return in_blocks(_Additive.apply, tokens, belief, segments, entries, CHUNK)
+
+    return isolate(filtered, (q, k, v, log_decay, gain), v.shape[2], segments)
 
 
 class _Additive(torch.autograd.Function):

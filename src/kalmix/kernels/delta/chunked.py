@@ -18,6 +18,7 @@ from kalmix.beliefs import PointBelief
 from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
 from kalmix.kernels.primitives.decays import Decays, inner
+from kalmix.kernels.primitives.isolation import isolate
 from kalmix.kernels.primitives.scan import State
 from kalmix.kernels.primitives.triangles import lower, solve_lower
 from kalmix.segments import Segments
@@ -38,7 +39,11 @@ def delta(
     """Equations 17 and 31 of Memory by Design, with a backward of its own. See `kalmix.ops.delta`."""
     size = _chunk(k)
     entries = size * v.shape[2] * max(k.shape[3], v.shape[3])
-    return in_blocks(_Delta.apply, (q, k, v, gain, log_decay), belief, segments, entries, size)
+
+    def filtered(*tokens: Any) -> Filtered:
+        return in_blocks(_Delta.apply, tokens, belief, segments, entries, size)
+
+    return isolate(filtered, (q, k, v, gain, log_decay), v.shape[2], segments)
 
 
 def _chunk(k: Tensor) -> int:

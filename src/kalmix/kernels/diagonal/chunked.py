@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from kalmix.beliefs import DiagonalBelief
 from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
+from kalmix.kernels.primitives.isolation import isolate
 from kalmix.kernels.primitives.scan import State
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -44,7 +45,10 @@ def diagonal(
     def block(*tensors: Any) -> tuple[Tensor, ...]:
         return _Diagonal.apply(variance, log_decay, process_noise, *tensors)
 
-    return in_blocks(block, (q, k, v, precision), belief, segments, 2 * log_decay.numel(), TILE)
+    def filtered(*tokens: Any) -> Filtered:
+        return in_blocks(block, tokens, belief, segments, 2 * log_decay.numel(), TILE)
+
+    return isolate(filtered, (q, k, v, precision), v.shape[2], segments)
 
 
 class _Diagonal(torch.autograd.Function):

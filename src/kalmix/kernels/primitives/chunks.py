@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kalmix.kernels.primitives.scan import State, scan
+from kalmix.kernels.primitives.scan import Links, State, scan
 from kalmix.segments import Segments
 
 
@@ -73,7 +73,7 @@ class Chunks:
         Returns:
             States `[lanes, P, H, G / H, ...]` that arrive, and `[N, H, G / H, ...]` that every sequence ends with.
         """
-        arriving = scan(maps, states, backwards)
+        arriving = scan(Links(maps), states, backwards)
         end = 0 if backwards else -1
         return arriving, type(maps)(*(x[:, end] for x in maps))(tuple(x[:, end] for x in arriving))
 
@@ -116,22 +116,14 @@ class _Runs(Chunks):
         return flat[:total].unflatten(0, (self.batch, self.length))
 
     def scan(self, maps: Any, states: State, backwards: bool = False) -> tuple[State, State]:
-        anew, end = self.anew[int(backwards)], self.ends[1 - int(backwards)]
+        anew, end = _column(self.anew[int(backwards)])[None], self.ends[1 - int(backwards)]
         fresh = tuple(x[self.sequence][None] for x in states)
         before = tuple(torch.zeros_like(x[:1]) for x in states)
-        carried = scan(_restarted(maps, _column(anew)[None], fresh), before, backwards)
-        arriving = tuple(torch.where(_column(anew), own, x) for own, x in zip(fresh, carried, strict=True))
+        arriving = scan(Links(maps, anew, fresh), before, backwards)
         last = end.clamp(min=0)
         left = type(maps)(*(x[0, last] for x in maps))(tuple(x[0, last] for x in arriving))
         after = tuple(torch.where(_column(end >= 0), new, old) for new, old in zip(left, states, strict=True))
         return arriving, after
-
-
-def _restarted(maps: Any, anew: Tensor, fresh: State) -> Any:
-    """Where `anew`, whatever comes is taken for `fresh`."""
-    made, count = maps(fresh), len(maps) - len(fresh)
-    paths = (x.masked_fill(anew, 0.0) for x in maps[:count])
-    return type(maps)(*paths, *(torch.where(anew, x, y) for x, y in zip(made, maps[count:], strict=True)))
 
 
 def _column(flag: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,44 +27,96 @@ class Writes(NamedTuple):
         return Writes(self.path * after.path, *after((self.write,)))
 
 
-def scan(maps: Any, state: State, backwards: bool = False) -> State:
-    """The states before each of P maps, applied one after another: tensors `[lanes, ...]` become `[lanes, P, ...]`.
+class Links(NamedTuple):
+    """Maps of chunks, some of which replace the state that arrives by one of their own.
+
+    The state that arrives there is never multiplied, not even by 0: it may be infinite or NaN.
+    """
+
+    maps: Any
+    anew: Tensor | None = None  # bool, which maps do so
+    fresh: State = ()
+
+    def __call__(self, state: State) -> State:
+        return self.maps(self.arriving(state))
+
+    def arriving(self, state: State) -> State:
+        """Return the states that maps are applied to."""
+        if self.anew is None:
+            return state
+        return tuple(torch.where(self.anew, own, x) for own, x in zip(self.fresh, state, strict=True))
+
+    def then(self, after: Links) -> Links:
+        maps = self.maps.then(after.maps)
+        if self.anew is None or after.anew is None:
+            return Links(maps)
+        chosen = (torch.where(after.anew, own, x) for own, x in zip(after.maps, maps, strict=True))
+        return Links(type(maps)(*chosen), self.anew | after.anew, after.arriving(self.fresh))
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> Links:
+        """Apply a function to every tensor."""
+        maps = type(self.maps)(*(function(x) for x in self.maps))
+        return Links(maps, None if self.anew is None else function(self.anew), tuple(function(x) for x in self.fresh))
+
+
+def scan(links: Links, state: State, backwards: bool = False) -> State:
+    """Return the states before each of P maps, applied one after another: `[lanes, ...]` become `[lanes, P, ...]`.
 
     Backwards, the last map is applied first.
 
-    `maps` is a named tuple of tensors `[lanes, P, ...]` with `__call__` and `then`, and changes nothing where its
+    `links.maps` is a named tuple of tensors `[lanes, P, ...]` with `__call__` and `then`, and changes nothing where its
     first tensor is 1 and all else 0. O(P) launches; a compiler sees a graph that grows with the logarithm of P.
     """
-    count = maps[0].shape[1]
+    count = links.maps[0].shape[1]
     if count <= FAN or not torch.compiler.is_compiling():
-        return _walk(maps, state, backwards)
-    if backwards:
-        return tuple(x.flip(1) for x in scan(type(maps)(*(x.flip(1) for x in maps)), state))
-    return tuple(x[:, :count] for x in _climb(maps, state))
+        before = _walk(links, state, backwards)
+    elif backwards:
+        before = tuple(x[:, :count].flip(1) for x in _climb(links.each(lambda x: x.flip(1)), state))
+    else:
+        before = tuple(x[:, :count] for x in _climb(links, state))
+    return links.arriving(before)
 
 
-def _walk(maps: Any, state: State, backwards: bool = False) -> State:
-    kind, states, turn = type(maps), [state], -1 if backwards else 1
-    for column in list(zip(*(x.unbind(1) for x in maps), strict=True))[::turn][:-1]:
-        states.append(kind(*column)(states[-1]))
-    return tuple(torch.stack(parts[::turn], 1) for parts in zip(*states, strict=True))
+def _walk(links: Links, state: State, backwards: bool = False) -> State:
+    """Return the states that come to each map, before any is replaced."""
+    states, order = [state], range(links.maps[0].shape[1])
+    columns = _columns(links)
+    for i in order[:0:-1] if backwards else order[:-1]:
+        states.append(columns[i](states[-1]))
+    return tuple(torch.stack(parts[:: -1 if backwards else 1], 1) for parts in zip(*states, strict=True))
 
 
-def _climb(maps: Any, state: State) -> State:
+def _columns(links: Links) -> list[Links]:
+    """Return every map for itself."""
+    kind, count = type(links.maps), links.maps[0].shape[1]
+    maps = zip(*(x.unbind(1) for x in links.maps), strict=True)
+    if links.anew is None:
+        return [Links(kind(*column)) for column in maps]
+    fresh = zip(*(x.unbind(1) for x in links.fresh), strict=True)
+    assert links.anew.shape[1] == count
+    return [Links(kind(*x), anew, own) for x, anew, own in zip(maps, links.anew.unbind(1), fresh, strict=True)]
+
+
+def _climb(links: Links, state: State) -> State:
     """As `_walk`, by groups, padded with maps that change nothing: one graph for any P up to the square of a group."""
-    kind, lanes, groups = type(maps), maps[0].shape[0], -(-maps[0].shape[1] // FAN)
-    maps = _filled(maps, groups * FAN)
-    columns = [kind(*(x[:, i::FAN] for x in maps)) for i in range(FAN)]  # one map of every group
+    lanes, groups = links.maps[0].shape[0], -(-links.maps[0].shape[1] // FAN)
+    links = _filled(links, groups * FAN)
+    columns = [links.each(lambda x, i=i: x[:, i::FAN]) for i in range(FAN)]  # one map of every group
     whole = columns[0]
     for column in columns[1:]:
         whole = whole.then(column)
     starts = _walk(_filled(whole, FAN), state) if groups <= FAN else _climb(whole, state)
-    grouped = kind(*(x.unflatten(1, (groups, FAN)).flatten(0, 1) for x in maps))
+    grouped = links.each(lambda x: x.unflatten(1, (groups, FAN)).flatten(0, 1))
     states = _walk(grouped, tuple(x[:, :groups].flatten(0, 1) for x in starts))
     return tuple(x.unflatten(0, (lanes, groups)).flatten(1, 2) for x in states)
 
 
-def _filled(maps: Any, count: int) -> Any:
+def _filled(links: Links, count: int) -> Links:
     """`count` maps, the added ones changing nothing."""
-    missing = count - maps[0].shape[1]
-    return type(maps)(*(pad(x, (0, 0) * (x.ndim - 2) + (0, missing), value=float(i == 0)) for i, x in enumerate(maps)))
+    missing = count - links.maps[0].shape[1]
+
+    def fill(x: Tensor, value: float = 0.0) -> Tensor:
+        return pad(x, (0, 0) * (x.ndim - 2) + (0, missing), value=value)
+
+    maps = type(links.maps)(*(fill(x, float(i == 0)) for i, x in enumerate(links.maps)))
+    return Links(maps, None if links.anew is None else fill(links.anew), tuple(fill(x) for x in links.fresh))

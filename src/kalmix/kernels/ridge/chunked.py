@@ -5,7 +5,7 @@ Memory for training is that of `additive`, three times over.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from kalmix.kernels.additive import chunked as memory
 from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
 from kalmix.kernels.primitives.decays import Decays
+from kalmix.kernels.primitives.isolation import isolate
 from kalmix.kernels.primitives.operator import operator
 from kalmix.kernels.primitives.scan import Writes
 from kalmix.kernels.ridge.assembly import assemble
@@ -41,7 +42,11 @@ def ridge(
 ) -> Filtered:
     """Gated KalmaNet, all chunks at once, gradients by one more solve. See `kalmix.ops.ridge`."""
     options = (ridge, solver, belief, segments, variance)
-    return assemble(memory.additive, _solutions, q, k, v, log_decay, gain, mix, *options)
+
+    def filtered(*tokens: Any) -> Filtered:
+        return assemble(memory.additive, _solutions, *tokens, *options)
+
+    return isolate(filtered, (q, k, v, log_decay, gain, mix), v.shape[2], segments)
 
 
 def _solutions(

@@ -1,0 +1,76 @@
+"""Keep NaN and infinity in the sequence, and from the token on, where they come in.
+
+Matrix products over a chunk multiply what later tokens wrote by 0 for earlier ones, and 0 times NaN is NaN. Kernels
+made of such products filter finite values only; NaN is added to the results afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+
+def isolate(
+    function: Callable[..., Filtered], tokens: tuple[Any, ...], heads: int, segments: Segments | None
+) -> Filtered:
+    """Call `function(*tokens)` with 0 for values that are not finite, and make NaN of all that depends on them.
+
+    That is what is read from their token on, in value heads that use them, and the belief of their sequence. Tokens
+    outside every sequence change nothing. Gradients are those for a value of 0.
+
+    On a CPU tokens that are finite pass through. Elsewhere, and while compiling, nothing waits for values.
+
+    Args:
+        function: returns a mean `[B, T, G, V]`, perhaps a variance, and a belief of tensors `[N, G, *, *]`.
+        tokens: signals `[B, T, H or G, ...]`, or `None`.
+        heads: G.
+        segments: as the kernel takes them.
+    """
+    signals = [x for x in tokens if x is not None]
+    if signals[0].device.type == "cpu" and not torch.compiler.is_compiling() and _finite(signals):
+        return function(*tokens)
+    finite = [None if x is None else x.isfinite() for x in tokens]
+    found = function(*(x if x is None else torch.where(own, x, 0) for x, own in zip(tokens, finite, strict=True)))
+    lost = _lost([x for x in finite if x is not None], heads)
+    since, ended = _spread(lost, segments)
+    reads = (None if x is None else _spoiled(x, since[..., None]) for x in found[:2])
+    belief = (_spoiled(x, ended[..., None, None]) for x in found.belief)
+    return Filtered(*reads, type(found.belief)(*belief))
+
+
+def _finite(signals: list[Tensor]) -> bool:
+    """Whether all values are finite, unless their sum is not: then they count as not finite, too."""
+    sums = [x.detach().sum(dtype=torch.float32 if x.element_size() < 4 else None) for x in signals]
+    return bool(torch.stack([x.double() for x in sums]).isfinite().all())
+
+
+def _lost(finite: list[Tensor], heads: int) -> Tensor:
+    """Which tokens hold values that are not finite, of value heads: `[B, T, G]`."""
+    whole = [x.flatten(3).all(-1) if x.ndim > 3 else x for x in finite]
+    whole = [x.repeat_interleave(heads // x.shape[2], 2) for x in whole]
+    return torch.stack(whole).logical_not().any(0)
+
+
+def _spread(lost: Tensor, segments: Segments | None) -> tuple[Tensor, Tensor]:
+    """Which tokens come at or after a lost one of their sequence `[B, T, G]`, and which sequences have one `[N, G]`."""
+    batch, length, _heads = lost.shape
+    if segments is None:
+        return lost.cumsum(1) > 0, lost.any(1)
+    owner = segments.owner(batch, length)
+    inside = (owner >= 0)[..., None]
+    before = pad((lost & inside).flatten(0, 1).cumsum(0), (0, 0, 1, 0))  # how many come before each token of the batch
+    row, start, stop = segments.rows.long().unbind(1)
+    begin, end = row * length + start, row * length + stop
+    first = before[begin][owner.clamp(min=0)]
+    return (before[1:].unflatten(0, (batch, length)) > first) & inside, before[end] > before[begin]
+
+
+def _spoiled(x: Tensor, where: Tensor) -> Tensor:
+    return x + torch.zeros_like(where, dtype=x.dtype).masked_fill(where, torch.nan)
