@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
-from kalmix.kernels.primitives.steps import Reads, owners, walk
+from kalmix.kernels.primitives.steps import Reads, inside, owners, walk
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -28,13 +28,16 @@ def diagonal(
     Takes `log_decay` and `process_noise` as `[G, K, V]` or `[B, T, G, K, V]`. See `kalmix.ops.diagonal`.
     """
     batch, length, heads, _ = v.shape
-    dtype = belief.mean.dtype
+    dtype, owner = belief.mean.dtype, owners(segments, batch, length)
+    q, k, v, precision = inside(owner, q, k, v, precision)
+    if log_decay.ndim == 5:
+        log_decay, process_noise = inside(owner, log_decay, process_noise)
     q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
     v_rows, w_rows = v.to(dtype)[..., None, :], precision.to(dtype)[..., None, :]  # [B, T, G, 1, V]
     dynamics = (_per_token(x, length) for x in (log_decay.to(dtype).exp(), process_noise.to(dtype)))
     # Unbound once: taking one token at a time out of a tensor would make its gradient O(T^2).
     tokens = zip(*(x.unbind(1) for x in (q, k, v_rows, w_rows)), *dynamics, strict=True)
-    reads, after = walk(_step, belief, tokens, owners(segments, batch, length))
+    reads, after = walk(_step, belief, tokens, owner)
     return Filtered(reads[0].to(v.dtype), reads[1] if variance else None, after)
 
 

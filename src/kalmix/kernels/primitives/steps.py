@@ -37,6 +37,14 @@ def owners(segments: Segments | None, batch: int, length: int) -> Tensor | None:
     return None if segments is None else segments.owner(batch, length)
 
 
+def inside(owner: Tensor | None, *signals: Any) -> tuple[Any, ...]:
+    """Return signals `[B, T, ...]` (or `None`) with 0 for tokens of no sequence, whose gradient is 0, too."""
+    if owner is None:
+        return signals
+    here = owner >= 0
+    return tuple(x if x is None else torch.where(here.view(*here.shape, *[1] * (x.ndim - 2)), x, 0) for x in signals)
+
+
 def _put(belief: Any, posterior: Any, owner: Tensor) -> Any:
     """Each sequence takes the posterior of the batch row that serves it now, if one does."""
     serves = owner == torch.arange(belief[0].shape[0], device=owner.device)[:, None]  # [N, B]

@@ -18,6 +18,7 @@ from kalmix.kernels.primitives.decays import Decays
 from kalmix.kernels.primitives.isolation import isolate
 from kalmix.kernels.primitives.operator import operator
 from kalmix.kernels.primitives.scan import Writes
+from kalmix.kernels.primitives.steps import inside, owners
 from kalmix.kernels.ridge.assembly import assemble
 from kalmix.kernels.ridge.systems import packed, scale_of, solve, unpacked
 from kalmix.segments import Segments
@@ -46,7 +47,8 @@ def ridge(
     def filtered(*tokens: Any) -> Filtered:
         return assemble(memory.additive, _solutions, *tokens, *options)
 
-    return isolate(filtered, (q, k, v, log_decay, gain, mix), v.shape[2], segments)
+    tokens = inside(owners(segments, *v.shape[:2]), q, k, v, log_decay, gain, mix)
+    return isolate(filtered, tokens, v.shape[2], segments)
 
 
 def _solutions(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import RidgeBelief
-from kalmix.kernels.primitives.steps import Reads, owners, walk
+from kalmix.kernels.primitives.steps import Reads, inside, owners, walk
 from kalmix.kernels.ridge.explicit import solution
 from kalmix.kernels.ridge.systems import norm_of, ridge_of, scale_of
 from kalmix.segments import Segments
@@ -32,7 +32,8 @@ def ridge(
 ) -> Filtered:
     """Gated KalmaNet one token at a time, any autograd. See `kalmix.ops.ridge`."""
     batch, length, heads, _ = v.shape
-    dtype = belief.gram.dtype
+    dtype, owner = belief.gram.dtype, owners(segments, batch, length)
+    q, k, v, log_decay, gain, mix = inside(owner, q, k, v, log_decay, gain, mix)
 
     def signal(x: Tensor | None, absent: float) -> Tensor:
         return k.new_full(v.shape[:3], absent, dtype=dtype) if x is None else x.to(dtype)
@@ -52,5 +53,5 @@ def ridge(
         mixed = torch.lerp(query, x, share)
         return ((mixed[..., None, :] @ cross)[..., 0, :], (query * x).sum(-1, keepdim=True)), RidgeBelief(cross, gram)
 
-    reads, after = walk(step, belief, tokens, owners(segments, batch, length))
+    reads, after = walk(step, belief, tokens, owner)
     return Filtered(reads[0].to(v.dtype), reads[1] if variance else None, after)
