@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kalmix.errors import ArgumentError
+from kalmix.files import writing
 
 if TYPE_CHECKING:
     from kalmix.training.evaluation import Result
@@ -33,7 +34,8 @@ def report(output: Path, console: Console) -> None:
     Ctrl-C and SIGTERM end it with the command that repeats it; the run itself is only read.
 
     Raises:
-        ArgumentError: there is no run, it is not finished, or its text or its model cannot be read.
+        ArgumentError: there is no run, it is not finished, or its text or its model cannot be read or have changed.
+        OSError: the disk is full; names the path.
     """
     former = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread():
@@ -59,7 +61,7 @@ def _report(output: Path, console: Console) -> None:
     from kalmix.cli.progress import stages
     from kalmix.training.evaluation import evaluate
 
-    with stages(console) as progress:
+    with writing(output), stages(console) as progress:
         progress("loading the run", 0)
         ended = load_run(output)
         result = evaluate(ended, progress)
