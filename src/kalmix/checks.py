@@ -6,9 +6,12 @@ compiling it never happens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -18,6 +21,14 @@ from kalmix.errors import ArgumentError, NonFiniteError
 _CHECKED: ContextVar[bool | None] = ContextVar("kalmix_checks", default=None)  # None: on a CPU
 SINGLES = (torch.float32, torch.bfloat16, torch.float16)  # what is computed in float32
 FLOATS = (torch.float64, *SINGLES)
+PLAIN = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a finite number",
+    str: "a text",
+    list: "a list",
+    NoneType: "none",
+}
 
 
 @contextmanager
@@ -68,3 +79,28 @@ def check_range(name: str, tensor: Tensor, *, least: float | None = None, most: 
         raise ArgumentError(name, got=f"as low as {low:g}", needs=f"at least {least:g}")
     if most is not None and high > most:
         raise ArgumentError(name, got=f"as high as {high:g}", needs=f"at most {most:g}")
+
+
+def check_types(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Check plain values, such as a configuration holds, against annotations such as `int | None`.
+
+    A float may be given as an integer; NaN and infinity are not accepted. Annotations that name other classes accept
+    anything here.
+
+    Raises:
+        ArgumentError: a value is of another type; names it.
+    """
+    for name, value in given.items():
+        hint = hints.get(name, Any)
+        union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kinds = {get_origin(kind) or kind for kind in union}
+        if kinds <= PLAIN.keys() and not _is_plain(value, kinds):
+            raise ArgumentError(
+                name, got=repr(value), needs=" or ".join(PLAIN[kind] for kind in PLAIN if kind in kinds)
+            )
+
+
+def _is_plain(value: Any, kinds: set[Any]) -> bool:
+    if float in kinds and type(value) in (int, float):
+        return math.isfinite(value)
+    return type(value) in kinds

@@ -3,13 +3,21 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+LONGEST = 300  # characters of what was received that a sentence repeats
+
 
 class ArgumentError(ValueError):
     """An argument has the wrong shape, dtype, device or values."""
 
     def __init__(self, name: str, *, got: object, needs: object) -> None:
-        super().__init__(f"`{name}` is {got}, but must be {needs}")
+        super().__init__(f"`{name}` is {in_short(got)}, but must be {needs}")
         self.name = name
+
+
+def in_short(told: object) -> str:
+    """Return a text on one line, its middle left out where it is long."""
+    line = " ".join(str(told).split())
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
 
 
 def alike(name: object, known: Iterable[str]) -> str:
@@ -30,6 +38,10 @@ class FormatError(ArgumentError):
 
     def __init__(self, *, got: object, newest: int) -> None:
         super().__init__("format", got=got, needs=f"at most {newest}: update kalmix")
+
+
+class FileError(ValueError):
+    """A file is missing, damaged or of another kind than expected; begins with its name."""
 
 
 class KernelError(ValueError):

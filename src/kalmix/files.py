@@ -1,8 +1,9 @@
-"""Files that are written whole or not at all, locks on folders, and the version of our file formats."""
+"""Files that may hold anything when read, and are written whole or not at all; locks on folders; format versions."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -12,8 +13,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from kalmix.errors import ArgumentError, FormatError
+from kalmix.errors import ArgumentError, FileError, FormatError
 
+MAX_DEPTH = 64  # levels of lists and mappings inside each other; our own files have six at most
 FORMAT = 1  # of checkpoints, recipes, results and configurations
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 _CODE = re.compile(r"\(os error (\d+)\)")  # as libraries in Rust report an errno
@@ -113,3 +115,59 @@ def alone(output: Path) -> Iterator[None]:
     except Timeout:
         needs = "a folder that no other run writes to; wait for that run, or choose another"
         raise ArgumentError("output", got=f"{str(output)!r}, where a run is under way", needs=needs) from None
+
+
+def check_regular(path: Path) -> None:
+    """Check that `path` is a file that can be read to its end: no folder, FIFO, socket, device or loop of links.
+
+    Raises:
+        FileError: it is none.
+    """
+    if not path.is_file():
+        there = path.exists() or path.is_symlink()
+        raise FileError(f"{path.name} is not a regular file" if there else f"{path.name} is missing")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file.
+
+    Raises:
+        FileError: it is missing, cannot be read or is not UTF-8.
+    """
+    check_regular(path)
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise FileError(f"{path.name} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path.name} is damaged (it is not UTF-8 at byte {error.start})") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        FileError: it is missing, cannot be read, or holds something else; or lists are nested deeper than `MAX_DEPTH`.
+    """
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+        deep = _is_deep(value)
+    except RecursionError:
+        value, deep = None, True
+    except ValueError as error:
+        raise FileError(f"{path.name} is damaged ({error})") from None
+    if deep:
+        raise FileError(f"{path.name} is damaged (it is nested more than {MAX_DEPTH} levels deep)")
+    if not isinstance(value, dict):
+        raise FileError(f"{path.name} is damaged (it holds a {type(value).__name__}; expected a JSON object)")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Return whether lists and mappings are nested deeper than `MAX_DEPTH`; without recursion."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        lists = (held.values() if isinstance(held, dict) else held for held in level if isinstance(held, dict | list))
+        level = [x for held in lists for x in held]
+    return bool(level)

@@ -67,8 +67,10 @@ def read(path: Path) -> dict[str, str]:
     """The documents of a file or folder, name to text, in the order of their names; empty ones are left out."""
     if path.is_dir():
         files = sorted(path / name for name in _walk(path))
-    elif path.exists():
+    elif path.is_file():
         files = [path]
+    elif path.exists():  # a FIFO or a device may never end
+        raise ArgumentError("text", got=f"{str(path)!r}, which is not a regular file", needs=_NEEDS)
     else:
         raise ArgumentError("text", got=f"{str(path)!r}, which does not exist", needs=_NEEDS)
     documents = {file.relative_to(path).as_posix(): _decode(file) for file in files}
@@ -80,11 +82,14 @@ def read(path: Path) -> dict[str, str]:
 
 
 def _walk(folder: Path) -> Iterator[str]:
+    """Yield the paths, within `folder`, of regular files with a suffix of `SUFFIXES`; hidden ones are left out."""
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not _HIDDEN.match(name)]
         here = Path(root).relative_to(folder)
         yield from (
-            (here / name).as_posix() for name in files if Path(name).suffix.lower() in SUFFIXES and name[0] != "."
+            (here / name).as_posix()
+            for name in files
+            if Path(name).suffix.lower() in SUFFIXES and name[0] != "." and Path(root, name).is_file()
         )
 
 

@@ -17,7 +17,10 @@ _NEEDS = "a folder that `kalmix train` wrote (the run, or its model)"
 
 
 def load(folder: Path) -> tuple[KalmixForCausalLM, PreTrainedTokenizerFast]:
-    """The model and tokenizer of a run's folder, or of its model folder, ready to be asked.
+    """Load the model and tokenizer of a run's folder, or of its model folder; no code that lies in it is run.
+
+    Of the tokenizer only tokenizer.json is read, and generation_config.json changes nothing: options of the command
+    line decide how text is generated.
 
     Raises:
         ArgumentError: it is missing, is no kalmix model, or is damaged.
@@ -26,25 +29,19 @@ def load(folder: Path) -> tuple[KalmixForCausalLM, PreTrainedTokenizerFast]:
         raise ArgumentError("model", got=f"{str(folder)!r}, which does not exist", needs=_NEEDS)
     if (folder / "model").is_dir():
         folder = folder / "model"
-    from transformers import AutoTokenizer
+    from transformers import GenerationConfig
     from transformers.utils import logging
 
     from kalmix.models import KalmixForCausalLM
-    from kalmix.training.checkpoints import fault
+    from kalmix.training.data import read_tokenizer
 
-    wrong = fault(folder)
-    if wrong is None and not (folder / "tokenizer.json").is_file():
-        wrong = "tokenizer.json is missing"
-    if wrong is not None:
-        raise ArgumentError("model", got=f"{str(folder)!r}: {wrong}", needs=_NEEDS)
     logging.disable_progress_bar()
-    try:
-        model = KalmixForCausalLM.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except ArgumentError:
-        raise
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise ArgumentError("model", got=f"{str(folder)!r}, which cannot be loaded ({error})", needs=_NEEDS) from None
+    model = KalmixForCausalLM.from_pretrained(folder)
+    tokenizer = read_tokenizer(folder)
+    if (most := max(tokenizer.get_vocab().values())) >= model.config.vocab_size:
+        got = f"{str(folder)!r}, whose tokenizer has a token {most}"
+        raise ArgumentError("model", got=got, needs=f"one with a tokenizer of at most {model.config.vocab_size} tokens")
+    model.generation_config = GenerationConfig.from_model_config(model.config)
     return model.eval(), tokenizer
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, get_type_hints
 
+from kalmix.checks import check_types
 from kalmix.errors import ArgumentError
 from kalmix.layers.afa import AdaptiveFilterAttention
 from kalmix.layers.afa_transformer import AFATransformerBlock, AFATransformerState
@@ -52,9 +53,10 @@ def mixer_class(name: str, options: dict[str, Any]) -> type[Mixer]:
     """The layer called `name`, if it takes `options`.
 
     Raises:
-        ArgumentError: no such layer, an option it does not have, or one that it must be given; says which there are.
+        ArgumentError: no such layer, an option it does not have, one that it must be given, or one of another type;
+            says which there are.
     """
-    if name not in MIXERS:
+    if not isinstance(name, str) or name not in MIXERS:
         raise ArgumentError("mixer", got=repr(name), needs=f"one of {', '.join(map(repr, MIXERS))}")
     known = {n: option for n, option in inspect.signature(MIXERS[name]).parameters.items() if n != "hidden_size"}
     for option in options:
@@ -63,6 +65,7 @@ def mixer_class(name: str, options: dict[str, Any]) -> type[Mixer]:
     for n, option in known.items():
         if option.default is option.empty and n not in options:
             raise ArgumentError(f"option {n!r} of {name!r}", got="absent", needs="given")
+    check_types(get_type_hints(MIXERS[name].__init__), options)
     return MIXERS[name]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kalmix.errors import ArgumentError
 from kalmix.models.convert_kalmanet import convert_gated_kalmanet, gated_kalmanet_config, load_gated_kalmanet
-from kalmix.models.foreign import TIED, convolution, fill, read_checkpoint, require
+from kalmix.models.foreign import TIED, check_config, convolution, fill, read_checkpoint, require
 from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM
 
 __all__ = [
@@ -102,6 +102,7 @@ def gated_deltanet_config(config: Mapping[str, Any]) -> KalmixConfig:
         ArgumentError: a key asks for what our model does not do.
     """
     require(config, REQUIRED)
+    check_config(config, DEFAULTS)
     its = DEFAULTS | {key: value for key, value in config.items() if key in DEFAULTS}
     if its["output_gate_activation"] not in GATES:
         got = repr(its["output_gate_activation"])

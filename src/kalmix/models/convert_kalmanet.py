@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
-from kalmix.models.foreign import TIED, convolution, fill, read_checkpoint, require
+from kalmix.models.foreign import TIED, check_config, convolution, fill, read_checkpoint, require
 from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM
 
 # What `HybridQwen3Config` and its `GKAConfig` say where a config.json says nothing.
@@ -125,8 +125,12 @@ def gated_kalmanet_config(config: Mapping[str, Any]) -> KalmixConfig:
         ArgumentError: a key asks for what our model does not do.
     """
     require(config, REQUIRED)
+    check_config(config, DEFAULTS)
     given = config.get("gka_config") or {}
+    if not isinstance(given, Mapping):
+        raise ArgumentError("config['gka_config']", got=repr(given), needs="a mapping")
     require(given, GKA_REQUIRED, "config['gka_config']")
+    check_config(given, GKA_DEFAULTS, "config['gka_config']")
     its, gka, heads = DEFAULTS | _known(config, DEFAULTS), _settings(config), _heads(config)
     if gka["use_forgetting_gate"] and not given.get("use_forgetting_gate_kk", True):
         needs = "True, for keys are forgotten with their values"

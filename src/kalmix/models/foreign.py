@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,28 +11,32 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from kalmix.errors import ArgumentError
+from kalmix.checks import check_range, check_types
+from kalmix.errors import ArgumentError, FileError
+from kalmix.files import read_json
+from kalmix.models.folder import weight_files
 
+# Keys of a config that may be null, which means that another key decides.
+OPTIONAL = ("num_v_heads", "intermediate_size", "hidden_ratio", "num_key_value_heads")
 TIED = {"model.lm_head.weight": "model.embed_tokens.weight"}  # ours that share a weight, where a config says so
 
 
 def read_checkpoint(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a `save_pretrained` left: its config.json, and one file `model.safetensors` or several and their index.
+    """Read what `save_pretrained` wrote: config.json, and one file `model.safetensors` or several and their index.
 
     Raises:
         ArgumentError: a file is missing or damaged.
     """
     folder = Path(folder)
-    config = _json(folder / "config.json")
-    index = folder / "model.safetensors.index.json"
-    names = sorted(set(_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
     weights: dict[str, Tensor] = {}
-    for name in names:
-        try:
-            weights |= load_file(folder / name)
-        except (OSError, SafetensorError) as error:
-            got = f"without a sound {name} ({error})"
-            raise ArgumentError("folder", got=got, needs="a whole checkpoint") from error
+    file = folder / "config.json"
+    try:
+        config = read_json(file)
+        for file in weight_files(folder):
+            weights |= load_file(file)
+    except (FileError, OSError, SafetensorError) as error:
+        got = f"{str(file)!r} ({error})"
+        raise ArgumentError("checkpoint", got=got, needs="whole, in safetensors") from error
     return config, weights
 
 
@@ -46,6 +49,18 @@ def require(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], w
     for key, values in allowed.items():
         if config.get(key, values[0]) not in values:
             raise ArgumentError(f"{where}[{key!r}]", got=repr(config[key]), needs=" or ".join(map(repr, values)))
+
+
+def check_config(config: Mapping[str, Any], defaults: Mapping[str, Any], where: str = "config") -> None:
+    """Check that keys of a config have values of the type of their defaults; those of tokens may be anything here.
+
+    Raises:
+        ArgumentError: one is of another type; names the key.
+    """
+    known = {key: default for key, default in defaults.items() if key in config and not key.endswith("_token_id")}
+    hints = {f"{where}[{key!r}]": int if default is None else type(default) for key, default in known.items()}
+    given = {f"{where}[{key!r}]": config[key] for key in known if key not in OPTIONAL or config[key] is not None}
+    check_types(hints, given)
 
 
 def fill(
@@ -67,8 +82,12 @@ def fill(
         tied: ours that are another of ours, whatever they hold.
 
     Raises:
-        ArgumentError: a weight is missing, unknown or of another shape; names it.
+        ArgumentError: a weight is missing, unknown, of another shape, of integers or not finite; names it.
     """
+    for name, weight in weights.items():
+        if not weight.is_floating_point():
+            raise ArgumentError("weights", got=f"with {name!r} of {weight.dtype}", needs="of floating point")
+        check_range(f"weights[{name!r}]", weight)
     left, state = dict(weights), {}
     for name, target in module.state_dict().items():
         names = sources(name)
@@ -92,10 +111,3 @@ def fill(
 def convolution(name: str, weight: Tensor) -> Tensor:
     """Depthwise convolutions `[C, 1, taps]` as ours, `[C, taps]`; other weights as they are."""
     return weight.squeeze(1) if name.endswith("conv1d.weight") else weight
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError("folder", got=f"without a readable {path.name} ({error})", needs="a checkpoint") from error

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.dataclasses import strict
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -14,11 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
-from kalmix.errors import ArgumentError
+from kalmix.checks import check_types
+from kalmix.errors import ArgumentError, FileError
 from kalmix.layers.mixer import check_choice, check_positive
 from kalmix.models.blocks import layer_specs, plain_layers
 from kalmix.models.cache import LAYER_TYPE, belief_layers
 from kalmix.models.causal_lm import EMBEDDING_STD, PROPAGATIONS, LanguageModel, Traced
+from kalmix.models.folder import check_finite, check_weights, read_config, read_headers
+from kalmix.models.foreign import TIED
 from kalmix.models.losses import cross_entropy, marginal_likelihood, next_tokens
 from kalmix.models.packing import find_segments
 from kalmix.segments import Segments
@@ -50,7 +55,7 @@ class KalmixConfig(PreTrainedConfig):
         use_cache: whether evaluation without labels returns a cache unless told otherwise.
 
     Raises:
-        ArgumentError: an unknown mixer, option, loss or propagation.
+        ArgumentError: an unknown mixer, option, loss or propagation, or a value of another type.
     """
 
     model_type = "kalmix"
@@ -71,6 +76,8 @@ class KalmixConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        hints = get_annotations(KalmixConfig, eval_str=True)
+        check_types(hints, {name: getattr(self, name) for name in OWN if name != "layers"})
         layer_specs(self.layers, self.hidden_size)
         self.layers = plain_layers(self.layers)
         check_choice("loss", self.loss, LOSSES)
@@ -108,6 +115,11 @@ class KalmixConfig(PreTrainedConfig):
         """Nothing to do: a checkpoint names kalmix itself, and must not carry a copy of this file."""
 
 
+OWN = tuple(KalmixConfig.__annotations__)
+# What transformers may write into a config.json beside them.
+INHERITED = {*PreTrainedConfig().to_dict(), "auto_map", "torch_dtype", "_commit_hash", "attn_implementation"}
+
+
 @dataclass
 class KalmixOutput(ModelOutput):
     """What the model returns.
@@ -137,20 +149,13 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     _no_split_modules = ["Block"]  # noqa: RUF012
-    _tied_weights_keys = {"model.lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tied_weights_keys = TIED
     _keep_in_fp32_modules_strict = ["dynamics", "value_dynamics"]  # noqa: RUF012
     _supports_sdpa = True
 
     def __init__(self, config: KalmixConfig) -> None:
         super().__init__(config)
-        self.model = LanguageModel(
-            config.vocab_size,
-            config.hidden_size,
-            config.layers,
-            tie_word_embeddings=config.tie_word_embeddings,
-            propagate=config.propagate,
-            norm_eps=config.norm_eps,
-        )
+        self.model = _language_model(config)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -270,29 +275,73 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint, whole or not at all.
+        """Load a checkpoint, whole or not at all, from safetensors only; a folder is checked before it is loaded.
+
+        With `ignore_mismatched_sizes`, weights may be missing, unknown or of another shape.
 
         Raises:
-            ArgumentError: the checkpoint is damaged or lacks weights (unless `ignore_mismatched_sizes`).
+            ArgumentError: the checkpoint is damaged, holds pickles, numbers that are not finite, or other weights than
+                its configuration says.
         """
+        place, partial = str(pretrained_model_name_or_path), bool(kwargs.get("ignore_mismatched_sizes"))
         asked = kwargs.pop("output_loading_info", False)
-        needs = "a complete checkpoint of this model"
+        if kwargs.pop("use_safetensors", None) is False:
+            raise ArgumentError("use_safetensors", got="False", needs="True: pickled weights can run code")
         try:
+            folder = Path(place, kwargs.get("subfolder") or "")
+            if folder.is_dir() and not {"variant", "gguf_file", "state_dict"} & kwargs.keys():
+                _check_folder(folder, kwargs, partial)
             loaded: Any = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+                pretrained_model_name_or_path, *args, output_loading_info=True, use_safetensors=True, **kwargs
             )
-        except (SafetensorError, json.JSONDecodeError, EOFError) as error:
-            raise ArgumentError(str(pretrained_model_name_or_path), got=f"damaged ({error})", needs=needs) from error
-        model, info = loaded
-        if info["missing_keys"] and not kwargs.get("ignore_mismatched_sizes"):
-            missing = sorted(info["missing_keys"])
-            got = f"without {len(missing)} weights, {missing[0]} first"
-            raise ArgumentError(str(pretrained_model_name_or_path), got=got, needs=needs)
+            model, info = loaded
+            for fault in () if partial else ("missing", "unexpected"):
+                if names := sorted(info[f"{fault}_keys"]):
+                    raise FileError(f"{len(names)} weights are {fault}, {names[0]!r} first")
+            check_finite(model)
+        except (FileError, SafetensorError, json.JSONDecodeError, EOFError, RecursionError) as error:
+            needs = "a complete checkpoint of this model"
+            raise ArgumentError(place, got=f"damaged ({error})", needs=needs) from error
         return (model, info) if asked else model
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
         """Nothing to do: see `KalmixConfig.register_for_auto_class`."""
+
+
+def _language_model(config: KalmixConfig) -> LanguageModel:
+    return LanguageModel(
+        config.vocab_size,
+        config.hidden_size,
+        config.layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        propagate=config.propagate,
+        norm_eps=config.norm_eps,
+    )
+
+
+def _check_folder(folder: Path, options: dict[str, Any], partial: bool) -> None:
+    """Check that a folder holds a configuration and, unless `partial`, the weights of its model.
+
+    Raises:
+        FileError: it does not.
+    """
+    given, headers = read_config(folder, {*OWN, *INHERITED}), read_headers(folder)
+    if partial:
+        return
+    layers = given.get("layers")
+    if isinstance(layers, list) and len(layers) > len(headers):  # so many would take long to build
+        raise FileError(f"config.json names {len(layers)} layers; the weights are {len(headers)} tensors in all")
+    try:
+        config = options.get("config") or KalmixConfig(
+            **given | {name: options[name] for name in OWN if name in options}
+        )
+        with torch.device("meta"):
+            model = _language_model(config)
+    except (ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise FileError(f"config.json describes no model: {error}") from error
+    named = nn.ModuleDict({"model": model})
+    check_weights(headers, named, TIED if config.tie_word_embeddings else ())
 
 
 AutoConfig.register("kalmix", KalmixConfig, exist_ok=True)

@@ -11,8 +11,6 @@ import warnings
 import zlib
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from kalmix.errors import ArgumentError, FormatError
 from kalmix.files import FORMAT, check_format, write_text
 
@@ -94,7 +92,7 @@ def _damage(checkpoint: Path, processes: int) -> str | None:
         return f"it is unfinished ({MANIFEST} is missing)"
     except FormatError:
         raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is damaged ({error})"
     missing = [name for name in files if not (checkpoint / name).exists()]
     if missing:
@@ -105,23 +103,3 @@ def _damage(checkpoint: Path, processes: int) -> str | None:
         raise ArgumentError("processes", got=processes, needs=needs)
     damaged = [name for name, contents in files.items() if _contents(checkpoint / name) != contents]
     return f"{', '.join(damaged)} {'is' if len(damaged) == 1 else 'are'} damaged" if damaged else None
-
-
-def fault(path: Path) -> str | None:
-    """What is wrong with a model folder, or None; reads headers and sizes, not every number."""
-    try:
-        json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return "config.json is missing"
-    except (OSError, ValueError) as error:
-        return f"config.json is damaged ({error})"
-    weights = sorted(path.glob("*.safetensors"))
-    if not weights:
-        return "it holds no weights (model.safetensors is missing)"
-    for file in weights:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                tensors.keys()
-        except (OSError, SafetensorError) as error:
-            return f"{file.name} is damaged ({error})"
-    return None

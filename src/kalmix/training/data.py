@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, FileError
+from kalmix.files import read_json
 from kalmix.text import END
 
 
@@ -24,6 +26,27 @@ def pretrained(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that `pretrained` made and a run saved to `folder`, from its tokenizer.json alone.
+
+    Raises:
+        ArgumentError: the file is missing or damaged, or kalmix did not write it.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        read_json(path)
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # it raises no other class
+            raise FileError(f"{path.name} is damaged ({error})") from None
+        if tokenizer.token_to_id(END) is None:
+            raise FileError(f"{path.name} is without the token {END}")
+    except FileError as error:
+        got = f"of {str(folder)!r}, where {error}"
+        raise ArgumentError("tokenizer", got=got, needs="one that `kalmix train` wrote") from None
+    return pretrained(tokenizer)
 
 
 def mark(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from kalmix.errors import ArgumentError, FormatError
-from kalmix.files import FORMAT, check_format, write_text
+from kalmix.checks import check_types
+from kalmix.errors import ArgumentError, FileError, FormatError
+from kalmix.files import FORMAT, check_format, read_json, write_text
 
 Layers = tuple[str | dict[str, Any], ...]
 FILE = "recipe.json"
@@ -54,6 +56,9 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_types(get_annotations(Recipe, eval_str=True), vars(self))
+        if not isinstance(self.layers, tuple) or not all(isinstance(entry, str | dict) for entry in self.layers):
+            raise ArgumentError("layers", got=repr(self.layers), needs="a list of mixer names and mappings")
         for name in ("vocabulary", "width", "block", "batch", "accumulate"):
             if getattr(self, name) < 1 + (name == "block"):
                 raise ArgumentError(name, got=getattr(self, name), needs=f"at least {1 + (name == 'block')}")
@@ -83,18 +88,21 @@ class Recipe:
         """
         needs = "the folder of a run"
         try:
-            given = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            check_format(given, folder / FILE)
-            known = {field.name for field in fields(cls)}
-            return cls(**{**{name: given[name] for name in given if name in known}, "layers": tuple(given["layers"])})
+            written = read_json(folder / FILE)
+            check_format(written, folder / FILE)
+            given = {name: value for name, value in written.items() if name in FIELDS}
+            if isinstance(given.get("layers"), list):
+                given["layers"] = tuple(given["layers"])
+            return cls(**given)
         except FormatError:
             raise
-        except FileNotFoundError:
-            got = f"{str(folder)!r}, which holds no run ({FILE} is missing)"
-            raise ArgumentError("run", got=got, needs=needs) from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            got = f"{str(folder)!r}, whose {FILE} is unreadable ({error})"
-            raise ArgumentError("run", got=got, needs=needs) from None
+        except (FileError, ArgumentError) as error:
+            there = (folder / FILE).exists()
+            how = f"whose {FILE} is unreadable ({error})" if there else f"which holds no run ({error})"
+            raise ArgumentError("run", got=f"{str(folder)!r}, {how}", needs=needs) from None
+
+
+FIELDS = tuple(field.name for field in fields(Recipe))
 
 
 def parse_layers(text: str) -> Layers:
@@ -107,7 +115,7 @@ def parse_layers(text: str) -> Layers:
     if text.lstrip().startswith("["):
         try:
             entries = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ArgumentError("layers", got=f"{text!r} ({error})", needs=needs) from None
         if not all(isinstance(entry, str | dict) for entry in entries):
             raise ArgumentError("layers", got=repr(text), needs=needs)

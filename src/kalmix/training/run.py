@@ -24,7 +24,6 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.data import Dataset
 from transformers import (
-    AutoTokenizer,
     PreTrainedTokenizerFast,
     PrinterCallback,
     TrainerCallback,
@@ -37,7 +36,7 @@ from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.text import Corpus, load, train_tokenizer
 from kalmix.training import inputs
 from kalmix.training.checkpoints import inputs_of, newest, saved
-from kalmix.training.data import Blocks, mark, pretrained, stream
+from kalmix.training.data import Blocks, mark, pretrained, read_tokenizer, stream
 from kalmix.training.recipe import FILE, Recipe
 from kalmix.training.schedule import Schedule, interruptible
 from kalmix.training.trainer import FilterTrainer, arguments, processes, tensorboard
@@ -198,7 +197,7 @@ def _checkpoint(output: Path, here: PartialState, *, resume: bool) -> Path | Non
 def _tokenizer(recipe: Recipe, corpus: Corpus, folder: Path, *, fresh: bool) -> PreTrainedTokenizerFast:
     """A new tokenizer, saved to `folder`; or the one there, so that a resumed run or another process has the same."""
     if not fresh and (folder / "tokenizer.json").exists():
-        return AutoTokenizer.from_pretrained(folder)
+        return read_tokenizer(folder)
     tokenizer = pretrained(train_tokenizer(corpus.training, recipe.tokens, vocabulary=recipe.vocabulary))
     tokenizer.save_pretrained(folder)
     sync_tree(folder)

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, FileError
 from kalmix.files import alone, replacing, write_text, writing
 from kalmix.layers import mixer_class
+from kalmix.models.folder import check_finite, check_weights, read_headers
 from kalmix.models.vision import VisionModel, gated_kalmanet
 from kalmix.training import vision_data
 from kalmix.training.checkpoints import newest, saved
@@ -125,11 +126,22 @@ def build(recipe: VisionRecipe, classes: int, channels: int) -> VisionModel:
 
 
 def load(folder: str | Path) -> VisionModel:
-    """The model that a run left in `folder`, in evaluation mode."""
+    """Load the model that a run left in `folder`, in evaluation mode.
+
+    Raises:
+        ArgumentError: a file is missing or damaged, or the weights are not those of the recipe.
+    """
     folder = Path(folder)
-    weights = load_file(folder / WEIGHTS)
-    model = build(VisionRecipe.load(folder), len(weights["head.bias"]), weights["stem.0.weight"].shape[1])
-    model.load_state_dict(weights)
+    recipe = VisionRecipe.load(folder)
+    try:
+        headers = read_headers(folder)
+        classes, channels = headers["head.bias"].shape[0], headers["stem.0.weight"].shape[1]
+        model = build(recipe, classes, channels)
+        check_weights(headers, model)
+        model.load_state_dict(load_file(folder / WEIGHTS))
+        check_finite(model)
+    except (FileError, LookupError) as error:
+        raise ArgumentError("folder", got=f"{str(folder)!r}, damaged ({error})", needs="the folder of a run") from error
     return model.eval()
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
+from kalmix.checks import check_types
 from kalmix.errors import ArgumentError, FormatError
-from kalmix.files import FORMAT, check_format, write_text
+from kalmix.files import FORMAT, check_format, read_json, write_text
 from kalmix.training.recipe import FILE
 
 
@@ -66,6 +68,11 @@ class VisionRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_types(get_annotations(VisionRecipe, eval_str=True), vars(self))
+        for name, length in (("depths", 4), ("heads", 2), ("windows", 2)):
+            sizes = getattr(self, name)
+            if not isinstance(sizes, tuple) or len(sizes) != length or not all(type(size) is int for size in sizes):
+                raise ArgumentError(name, got=repr(sizes), needs=f"{length} integers")
         for name in ("size", "width", "stem_width", "batch", "epochs"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, got=getattr(self, name), needs="at least 1")
@@ -107,7 +114,7 @@ class VisionRecipe:
             ArgumentError: there is none, it is not a recipe, or a newer version wrote it.
         """
         try:
-            given: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            given = read_json(folder / FILE)
             check_format(given, folder / FILE)
             known = {field.name for field in fields(cls)}
             shaped: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}

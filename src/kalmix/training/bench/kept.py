@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 
 from kalmix import tasks
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, FileError
 from kalmix.files import replacing
+from kalmix.models.folder import check_finite
 from kalmix.training.bench.data import Drawn
 from kalmix.training.bench.models import AutoEncoder, Shape, Tagger, build
 from kalmix.training.bench.protocol import Cell, Part, Protocol
@@ -32,13 +34,17 @@ def restored(cell: Cell, drawn: Drawn, results: Results) -> Tagger | AutoEncoder
     """The model of a cell as it ended, on the CPU; `drawn` are its rows.
 
     Raises:
-        ArgumentError: its weights are missing.
+        ArgumentError: its weights are missing or damaged.
     """
     file, length = _file(cell, results), drawn.parts[0].test.inputs.shape[1]
     if not file.exists():
         raise ArgumentError("cell", got=f"{cell}, whose weights are missing", needs=f"one that wrote {file}")
     model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=tasks.task(cell.task).from_last)
-    load_model(model, file)
+    try:
+        load_model(model, file)
+        check_finite(model)
+    except (OSError, SafetensorError, RuntimeError, FileError) as error:
+        raise ArgumentError("weights", got=f"{str(file)!r}, damaged ({error})", needs=f"those of {cell}") from error
     return model.eval()
 
 

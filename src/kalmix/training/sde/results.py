@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
+from kalmix.errors import ArgumentError
 from kalmix.files import replacing
 from kalmix.tasks.sde.scores import errors
 from kalmix.tasks.sde.settings import SETTINGS
@@ -41,10 +43,18 @@ class Results(kept.Results):
 
 
 def learned(cell: Cell, given: Splits, results: Results, device: torch.device) -> Learned:
-    """A model that was run, with the weights that `results` keeps of it; `given` as its setting draws it."""
-    kept = torch.load(results.weights(cell), map_location=device)
+    """Return a model that was run, with the weights that `results` keeps of it; `given` as its setting draws it.
+
+    Raises:
+        ArgumentError: the weights are damaged.
+    """
+    file = results.weights(cell)
     found = begin(cell.model, given, cell.protocol, cell.seed, device)
-    found.model.load_state_dict(list(kept.values())[-1])
+    try:
+        kept = torch.load(file, map_location=device, weights_only=True)
+        found.model.load_state_dict(list(kept.values())[-1])
+    except (OSError, EOFError, RuntimeError, UnpicklingError, AttributeError, TypeError, LookupError) as error:
+        raise ArgumentError("weights", got=f"{str(file)!r}, damaged ({error})", needs=f"those of {cell}") from error
     return found._replace(validation=results.rows([cell])[cell]["validation"], kept=kept)
 
 
