@@ -206,10 +206,9 @@ def _spread(dynamics: Any, lag: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """After each lag `[S]`: the decay, the variance of what was seen then, and that with the query noise, `[S, H]`."""
     rate, lag = -dynamics.log_decay.double(), lag[:, None]
     y = 2 * rate * lag
-    terms = [(-1.0) ** n / factorial(n + 1) for n in range(16)]
-    series = (y[..., None] ** torch.arange(16, device=y.device) * y.new_tensor(terms)).sum(
-        -1
-    )  # (1 - e^-y) / y, y small
+    series = torch.zeros_like(y)  # (1 - e^-y) / y, y small
+    for n in reversed(range(16)):  # no power of y, whose second derivative is NaN at 0
+        series = series * y + (-1.0) ** n / factorial(n + 1)
     far = torch.where(y > 0.5, y, 1.0)
     grown = lag * torch.where(y > 0.5, -torch.expm1(-far) / far, series)
     decay = (-rate * lag).exp()

@@ -1,7 +1,7 @@
 """Argument checks: shapes, dtypes and devices always; values only where looking at them is free.
 
-Looking at values on a GPU would wait for it, so there it happens only inside `kalmix.checks()`; while
-compiling it never happens.
+Looking at values on a GPU would wait for it, so there it happens only inside `kalmix.checks()`. It never happens while
+compiling, nor inside a transform of `torch.func`, where a tensor may stand for a whole batch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kalmix.errors import ArgumentError, NonFiniteError
 
@@ -43,10 +44,15 @@ def checks(enabled: bool = True) -> Iterator[None]:
 
 def check_values(tensor: Tensor) -> bool:
     """Whether the values of `tensor` may be looked at here."""
-    if torch.compiler.is_compiling() or tensor.device.type == "meta":
+    if torch.compiler.is_compiling() or tensor.device.type == "meta" or transformed():
         return False
     enabled = _CHECKED.get()
     return tensor.device.type == "cpu" if enabled is None else enabled
+
+
+def transformed() -> bool:
+    """Whether a transform of `torch.func`, or forward-mode differentiation, is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def check_shape(name: str, tensor: Tensor, layout: str, sizes: dict[str, int]) -> None:

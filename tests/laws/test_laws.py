@@ -21,6 +21,9 @@ SAME_IN_FLOAT64 = {
     "compiles_to_one_graph",
     "nothing_reaches_other_sequences",
     "nothing_later_reaches_earlier_tokens",
+    "second_derivatives_are_right_or_refused",
+    "forward_mode_is_right_or_refused",
+    "vmap_is_right_or_refused",
 }
 
 SLOW_INTERPRETED = {("nothing_reaches_other_sequences", "dense")}

@@ -16,6 +16,8 @@ from kalmix.checks import FLOATS
 from kalmix.kernels import library
 from kalmix.types import Filtered
 
+TRANSFORMS = "torch.func transforms and forward-mode derivatives"  # of `Kernel.serves`: plain autograd, of any order
+
 
 @dataclass(frozen=True)
 class Call:
@@ -41,7 +43,8 @@ class Kernel:
         pays_from: how many tokens it takes to be worth more than the rows after it.
         max_key_width: the widest key it serves; `None` for any.
         max_single_width: the widest it serves computing in single precision, which all dtypes but bfloat16 ask for.
-        serves: what it serves of that which only some kernels do (`Call.needs`).
+        serves: what it serves of that which only some kernels do (`Call.needs`). A kernel that serves `TRANSFORMS` has
+            derivatives of every order, forward and backward; the others have first derivatives, backward.
         triton: whether it needs Triton.
         rounds_products: whether products of half-precision signals are rounded to their dtype again on the way, as
             tensor cores take them; its budget then is that dtype's, not float32's.

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from kalmix.checks import transformed
 from kalmix.errors import KernelError
-from kalmix.kernels.kernel import Call, Kernel
+from kalmix.kernels.kernel import TRANSFORMS, Call, Kernel
 
 
 def select(op: str, kernels: tuple[Kernel, ...], call: Call, pinned: str | None = None) -> Kernel:
     """The kernel that serves `call`: `pinned` by name, else the first of `kernels` (best first) that can and pays.
 
+    Inside a transform of `torch.func`, or forward-mode differentiation, only kernels of plain autograd can.
+
     Raises:
         KernelError: `pinned` is unknown or cannot serve, or nothing can; names one that can.
     """
+    if transformed():
+        call = replace(call, needs=call.needs | {TRANSFORMS})
     able = [kernel for kernel in kernels if not kernel.interpretable(call) and kernel.refuses(call) is None]
     if pinned is None:
         if able:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kalmix.segments import Segments
-from kalmix.testing import isolation, measure
+from kalmix.testing import derivatives, isolation, measure
 from kalmix.testing.budgets import DATA, Tensors
 from kalmix.testing.cases import Case, outputs, parts, with_prior
 from kalmix.testing.measure import Measured, compare, learnable, specified
@@ -249,6 +249,28 @@ def nothing_later_reaches_earlier_tokens(case: Case) -> None:
         isolation.assert_causal(tried)
 
 
+def _right_or_refused(case: Case, *ways: derivatives.Derive) -> None:
+    case = case.having(length=6)
+    for derive in ways:
+        if derivatives.serves(case):
+            assert_within(derivatives.measure(case, derive), "against the oracle")
+        else:
+            derivatives.assert_refused(case, derive, list(learnable(case.inputs())))
+
+
+def second_derivatives_are_right_or_refused(case: Case) -> None:
+    _right_or_refused(case, derivatives.hessian_product)
+
+
+def forward_mode_is_right_or_refused(case: Case) -> None:
+    """Also forward over reverse mode, as `torch.func.hessian` has it."""
+    _right_or_refused(case, derivatives.forward_mode, derivatives.jvp, derivatives.curvature)
+
+
+def vmap_is_right_or_refused(case: Case) -> None:
+    _right_or_refused(case, derivatives.batched)
+
+
 LAWS: dict[str, Law] = {
     law.__name__: law
     for law in (
@@ -268,6 +290,9 @@ LAWS: dict[str, Law] = {
         autocast_changes_nothing,
         nothing_reaches_other_sequences,
         nothing_later_reaches_earlier_tokens,
+        second_derivatives_are_right_or_refused,
+        forward_mode_is_right_or_refused,
+        vmap_is_right_or_refused,
     )
 }
 

@@ -8,11 +8,11 @@ Arguments are checked by the op before they arrive. `belief` is always there; it
 """
 
 from kalmix.kernels.additive import chunked, fused, reference
-from kalmix.kernels.kernel import Kernel
+from kalmix.kernels.kernel import TRANSFORMS, Kernel
 from kalmix.kernels.primitives.fused_memory import SERVED
 
 KERNELS = (
     Kernel("triton", fused.additive, **SERVED),
     Kernel("chunked", chunked.additive, pays_from=16),
-    Kernel("reference", reference.additive),
+    Kernel("reference", reference.additive, serves=frozenset({TRANSFORMS})),
 )

@@ -10,7 +10,7 @@ Arguments are checked by the op before they arrive; `keys` and `values` are `Dyn
 
 from kalmix.checks import SINGLES
 from kalmix.kernels.attend import chunked, fused, reference
-from kalmix.kernels.kernel import Kernel
+from kalmix.kernels.kernel import TRANSFORMS, Kernel
 
 KERNELS = (
     Kernel(
@@ -25,5 +25,5 @@ KERNELS = (
         rounds_products=True,
     ),
     Kernel("chunked", chunked.attend, pays_from=16),
-    Kernel("reference", reference.attend),
+    Kernel("reference", reference.attend, serves=frozenset({TRANSFORMS})),
 )

@@ -49,7 +49,7 @@ def _attend(
     of_keys, of_values = (_noise(x, dtype) for x in (keys, keys if values is None else values))
     nu, temperature, floor = (x.to(dtype)[:, None, None, None] for x in weighing[:3])
     width = of_values.rate.shape[-1]
-    slip, own_slip = (owed(x.frequency, dtype)[:, None, :, : x.frequency.shape[1]] for x in (keys, values or keys))
+    slip, own_slip = (_slip(x.frequency, dtype) for x in (keys, values or keys))
     q, k = (x.transpose(1, 2).unflatten(-1, (2, -1)) for x in (q, k))  # [L, H, t or s, 2, C]
     v = v.transpose(1, 2).unflatten(-1, (-1, 2, width))  # [L, H, s, value heads of a key head, 2, D]
 
@@ -61,7 +61,9 @@ def _attend(
         near = Spread.after(of_keys, lag.abs(), ahead)
         of_query, of_key = near.factors(floor)
         query, key = q[:, :, queries, None].unbind(-2), k[:, :, None, slots].unbind(-2)
-        key = key[0] - slip * lag * key[1], key[1] + slip * lag * key[0]
+        if slip is not None:
+            cos, sin = 1 - (slip * lag).square() / 2, slip * lag
+            key = cos * key[0] - sin * key[1], cos * key[1] + sin * key[0]
         square = sum((of_query * x - of_key * y) ** 2 for x, y in zip(query, key, strict=True))
         ratio = (square / near.whole).sum(-1, keepdim=True) / nu
         log_weight = -ratio.log1p() if rules.rational else -ratio
@@ -70,10 +72,13 @@ def _attend(
         scores = temperature * (log_weight - far.log(far.whole))
         weights = (scores.masked_fill(hidden, -torch.inf).log_softmax(-2) - of_values.rate * lag).exp()
         value = v[:, :, slots]
-        real, imaginary = value.unbind(-2)
-        late = torch.stack([-imaginary, real], -2)
         mean = torch.einsum("lhtsd,lhsgxd->lthgxd", weights, value)
-        mean = (mean + torch.einsum("lhtsd,lhsgxd->lthgxd", own_slip * lag * weights, late)).flatten(3)
+        if own_slip is not None:
+            real, imaginary = value.unbind(-2)
+            late, shift = torch.stack([-imaginary, real], -2), own_slip * lag
+            mean = mean + torch.einsum("lhtsd,lhsgxd->lthgxd", shift * weights, late)
+            mean = mean - torch.einsum("lhtsd,lhsgxd->lthgxd", shift.square() / 2 * weights, value)
+        mean = mean.flatten(3)
         if not variance:
             return (mean,)
         log_precision = (log_weight - far.log(far.certain)).masked_fill(hidden, -torch.inf).logsumexp(-2)
@@ -82,6 +87,12 @@ def _attend(
     entries = q.shape[0] * q.shape[1] * k.shape[2] * max(width, q.shape[-1])
     mean, *spread = some_at_a_time(read, rules, times[:, past:], k.shape[2], entries)
     return mean, spread[0] if variance else None
+
+
+def _slip(frequency: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """`owed`, `[H, 1, 1, C]`."""
+    slip = owed(frequency, dtype)
+    return None if slip is None else slip[:, None, :, : frequency.shape[1]]
 
 
 def _noise(dynamics: Dynamics, dtype: torch.dtype) -> Noise:

@@ -17,7 +17,7 @@ from kalmix.kernels.attend.assembly import assemble
 from kalmix.kernels.attend.dynamics import Dynamics, Weighing, quarter
 from kalmix.kernels.attend.scores import Model, Rules, Scores, numbers_of, rules_of, variance_of
 from kalmix.kernels.primitives import blocks
-from kalmix.kernels.primitives.operator import operator
+from kalmix.kernels.primitives.operator import operator, register_backward
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -228,4 +228,4 @@ def _pull_back(ctx, to_read, _, to_precision):
     return to_q, to_k, to_v, None, None, *others, *[None] * len(ctx.rules)
 
 
-torch.library.register_autograd(_attend, _pull_back, setup_context=_save)
+register_backward(_attend, "kernel 'chunked' of `attend`", _pull_back, _save)

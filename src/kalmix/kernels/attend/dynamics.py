@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from kalmix.checks import transformed
 
 NEAR = 0.5  # below it, derivatives of kappa are summed as series
 TERMS = 14  # of them: exact to float64 there
@@ -63,12 +64,16 @@ def turned(x: Tensor, times: Tensor, frequency: Tensor, *, forward: bool) -> Ten
     return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
 
 
-def owed(frequency: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 with the gradient of frequencies, `[H, 1, 2 C]`: x + owed lag `quarter(x)` is x, which has turned already.
+def owed(frequency: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """0 with the gradient of frequencies, `[H, 1, 2 C]`, or `None` if nothing asks for it.
 
-    So written, that gradient is a sum of what lags multiply. Through `turned`, back from one time and forward to
-    another, it would be the small difference of what times multiply, and drown in rounding where lags are short.
+    x + y `quarter(x)` - y^2 x / 2, with y = owed lag, is x, which has turned already, with its first and second
+    derivatives. So written, the gradient is a sum of what lags multiply. Through `turned`, back from one time and
+    forward to another, it would be the small difference of what times multiply, and drown in rounding where lags are
+    short.
     """
+    if not (transformed() or (torch.is_grad_enabled() and frequency.requires_grad)):
+        return None
     return (frequency - frequency.detach()).to(dtype).repeat(1, 2)[:, None]
 
 
@@ -105,13 +110,23 @@ def grown_slope(rate: Tensor, lag: Tensor) -> Tensor:
 
 
 class _Kappa(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, rate: Tensor, lag: Tensor) -> Tensor:
-        ctx.save_for_backward(rate, lag)
+    def forward(rate: Tensor, lag: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grown(rate, lag)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
     def backward(ctx: Any, to_kappa: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rate, lag = ctx.saved_tensors
         return (to_kappa * grown_slope(rate, lag)).sum_to_size(rate.shape), None
+
+    @staticmethod
+    def jvp(ctx: Any, of_rate: Tensor, _: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rate, lag = ctx.saved_tensors
+        return of_rate * grown_slope(rate, lag)

@@ -10,7 +10,7 @@ from kalmix.kernels.attend.cuts import block_size, strips_of, traits_of
 from kalmix.kernels.attend.dynamics import Dynamics, Weighing
 from kalmix.kernels.attend.lanes import lay_out
 from kalmix.kernels.attend.scores import Rules, numbers_of, rules_of
-from kalmix.kernels.primitives.operator import operator
+from kalmix.kernels.primitives.operator import operator, register_backward
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -175,4 +175,4 @@ def _pull_back(ctx, to_mean, to_certainty, to_keys, to_values, *_):
     return to_q, to_k, to_v, *found, None, None, to_numbers, *[None] * 9
 
 
-torch.library.register_autograd(_average, _pull_back, setup_context=_keep)
+register_backward(_average, "kernel 'triton' of `attend`", _pull_back, _keep)

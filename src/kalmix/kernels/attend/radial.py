@@ -72,7 +72,9 @@ def _attend(
         of_query, of_key = spreads[0].factors(floor)
 
         def products(x: Tensor, y: Tensor) -> Tensor:
-            return x @ y.mT + lag * ((slip * x) @ quarter(y).mT)
+            if slip is None:
+                return x @ y.mT
+            return x @ y.mT + lag * ((slip * x) @ quarter(y).mT) - lag.square() / 2 * ((slip.square() * x) @ y.mT)
 
         def apart(x: Tensor) -> Tensor:
             """What of the residual lies along x, squared."""
@@ -92,7 +94,10 @@ def _attend(
             log_precision = (log_weight - spread.log(spread.certain)).masked_fill(hidden, -torch.inf)
             variances.append(variance_of(log_precision.logsumexp(-1, keepdim=True)))
         length = (weights[0] * products(u, value)).sum(-1, keepdim=True)
-        turned = weights[1] @ value + slip * ((weights[1] * lag) @ quarter(value))
+        turned = weights[1] @ value
+        if slip is not None:
+            late = weights[1] * lag
+            turned = turned + slip * (late @ quarter(value)) - slip.square() / 2 * ((late * lag) @ value)
         turned = turned - (u * turned).sum(-1, keepdim=True) * u - (iu * turned).sum(-1, keepdim=True) * iu
         mean = length * normalize(here[:, :, queries] + turned, dim=-1)
         if not variance:

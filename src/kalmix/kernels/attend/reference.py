@@ -44,14 +44,18 @@ def _attend(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     lag = (times[:, -tokens:, None] - times[:, None]).to(q.dtype)[:, None]
     squares = q.square().sum(-1)[..., None], k.square().sum(-1)[..., None, :]
-    gram = q @ k.mT + lag * ((owed(keys.frequency, q.dtype) * q) @ quarter(k).mT)
+    gram, slip = q @ k.mT, owed(keys.frequency, q.dtype)
+    if slip is not None:
+        gram = gram + lag * ((slip * q) @ quarter(k).mT) - lag.square() / 2 * ((slip.square() * q) @ k.mT)
     scores = Scores.of(Model.of(numbers_of(keys, values, weighing, q.dtype)), rules, lag, gram, *squares)
     hidden = ~rules.sees(rank[:, -tokens:], rank)
     weights = scores.score.masked_fill(hidden, -torch.inf).log_softmax(-1) + scores.log_reach
-    own = owed((keys if values is None else values).frequency, q.dtype)
-    turning = quarter(v.unflatten(-1, (-1, own.shape[-1]))).flatten(-2)  # of each value head
-    late = (weights.exp() * lag) @ turning
-    read = (weights.exp() @ v + own.repeat(1, 1, v.shape[-1] // own.shape[-1]) * late).transpose(1, 2)
+    read, own = weights.exp() @ v, owed((keys if values is None else values).frequency, q.dtype)
+    if own is not None:
+        turning = quarter(v.unflatten(-1, (-1, own.shape[-1]))).flatten(-2)  # of each value head
+        own, weighed = own.repeat(1, 1, v.shape[-1] // own.shape[-1]), weights.exp() * lag
+        read = read + own * (weighed @ turning) - own.square() / 2 * ((weighed * lag) @ v)
+    read = read.transpose(1, 2)
     if not variance:
         return read, None
     log_precision = scores.log_precision().masked_fill(hidden, -torch.inf).logsumexp(-1, keepdim=True)

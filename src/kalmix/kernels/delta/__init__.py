@@ -8,11 +8,11 @@ Arguments are checked by the op before they arrive. `belief` is always there; it
 """
 
 from kalmix.kernels.delta import chunked, fused, reference
-from kalmix.kernels.kernel import Kernel
+from kalmix.kernels.kernel import TRANSFORMS, Kernel
 from kalmix.kernels.primitives.fused_memory import SERVED
 
 KERNELS = (
     Kernel("triton", fused.delta, **SERVED),
     Kernel("chunked", chunked.delta, pays_from=16, serves=frozenset({"value heads of width 1"})),
-    Kernel("reference", reference.delta, serves=frozenset({"value heads of width 1"})),
+    Kernel("reference", reference.delta, serves=frozenset({TRANSFORMS, "value heads of width 1"})),
 )

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kalmix.beliefs import PointBelief
 from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
 from kalmix.kernels.primitives.decays import Decays, inner
 from kalmix.kernels.primitives.isolation import isolate
+from kalmix.kernels.primitives.operator import once_differentiable
 from kalmix.kernels.primitives.scan import State
 from kalmix.kernels.primitives.triangles import lower, solve_lower
 from kalmix.segments import Segments
@@ -74,7 +74,7 @@ class _Delta(torch.autograd.Function):
         return read, after.flatten(1, 2)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("kernel 'chunked' of `delta`")
     def backward(ctx: Any, to_read: Tensor, to_after: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, gain, log_decay, rows, entry = ctx.saved_tensors
         chunks = Chunks.of(v, q.shape[2], rows, _chunk(k))

@@ -9,7 +9,7 @@ Arguments are checked by the op before they arrive. `belief` is always there; it
 
 from kalmix.checks import SINGLES
 from kalmix.kernels.dense import chunked, fused, reference
-from kalmix.kernels.kernel import Kernel
+from kalmix.kernels.kernel import TRANSFORMS, Kernel
 
 _ROTATIONS = frozenset({"rotations"})
 
@@ -24,5 +24,5 @@ KERNELS = (
         rounds_products=True,  # those of the mean
     ),
     Kernel("chunked", chunked.dense, pays_from=32, serves=_ROTATIONS),
-    Kernel("reference", reference.dense, serves=_ROTATIONS),
+    Kernel("reference", reference.dense, serves=_ROTATIONS | {TRANSFORMS}),
 )

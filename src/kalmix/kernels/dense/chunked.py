@@ -30,7 +30,7 @@ from kalmix.kernels.dense.tile import (
     turned,
     variance_of,
 )
-from kalmix.kernels.primitives.operator import operator
+from kalmix.kernels.primitives.operator import operator, register_backward
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -222,4 +222,4 @@ def _backward(ctx, *adjoints):
     return *(None if x is None else next(grads) for x in tensors[:7]), *grads, None, None, None
 
 
-torch.library.register_autograd(_filter, _backward, setup_context=_setup)
+register_backward(_filter, "kernel 'chunked' of `dense`", _backward, _setup)

@@ -8,7 +8,7 @@ from torch import Tensor
 from kalmix.beliefs import DenseBelief
 from kalmix.kernels.dense.windows import WINDOW, padded
 from kalmix.kernels.primitives.fused_memory import kept_shapes, tile_size
-from kalmix.kernels.primitives.operator import operator
+from kalmix.kernels.primitives.operator import operator, register_backward
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -173,4 +173,4 @@ def _adjoint(ctx, grad_mean, grad_read, grad_after, grad_last, *_):
     return *direct, None if signals[5] is None else by_decay, by_mean, by_covariance, None, None, None
 
 
-torch.library.register_autograd(_filter, _adjoint, setup_context=_setup)
+register_backward(_filter, "kernel 'triton' of `dense`", _adjoint, _setup)

@@ -9,10 +9,10 @@ Arguments are checked by the op before they arrive. `belief` is always there; it
 
 from kalmix.checks import SINGLES
 from kalmix.kernels.diagonal import chunked, fused, reference
-from kalmix.kernels.kernel import Kernel
+from kalmix.kernels.kernel import TRANSFORMS, Kernel
 
 KERNELS = (
     Kernel("triton", fused.diagonal, devices=("cuda",), dtypes=SINGLES, max_key_width=128, triton=True),
     Kernel("chunked", chunked.diagonal, pays_from=16),
-    Kernel("reference", reference.diagonal, serves=frozenset({"dynamics that differ from token to token"})),
+    Kernel("reference", reference.diagonal, serves=frozenset({TRANSFORMS, "dynamics that differ from token to token"})),
 )

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kalmix.beliefs import DiagonalBelief
 from kalmix.kernels.primitives.blocks import in_blocks
 from kalmix.kernels.primitives.chunks import Chunks
 from kalmix.kernels.primitives.isolation import isolate
+from kalmix.kernels.primitives.operator import once_differentiable
 from kalmix.kernels.primitives.scan import State
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -79,7 +79,7 @@ class _Diagonal(torch.autograd.Function):
         return read_mean, *read_var, *(x.reshape(mean.shape) for x in after or leaving)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("kernel 'chunked' of `diagonal`")
     def backward(ctx: Any, *adjoints: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         *inputs, rows, entry_mean, entry_var = ctx.saved_tensors
         log_decay, process_noise, q, k, v, precision = inputs

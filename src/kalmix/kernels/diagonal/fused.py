@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
 from kalmix.kernels.diagonal.scratch import SPACING, padded
-from kalmix.kernels.primitives.operator import operator
+from kalmix.kernels.primitives.operator import operator, register_backward
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -136,4 +136,4 @@ def _adjoint(ctx, grad_mean, grad_var, grad_last_mean, grad_last_var, _):
     return *_gradients(*signals, kept, rows, grad_mean, grad_var if ctx.variance else None, *last), None, None, None
 
 
-torch.library.register_autograd(_filter, _adjoint, setup_context=_setup)
+register_backward(_filter, "kernel 'triton' of `diagonal`", _adjoint, _setup)

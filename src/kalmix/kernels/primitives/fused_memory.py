@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.checks import SINGLES
-from kalmix.kernels.primitives.operator import operator
+from kalmix.kernels.primitives.operator import operator, register_backward
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -172,4 +172,4 @@ def _adjoint(ctx, grad_mean, grad_last, *_):
     return dq, dk, dv, dgain, ddecay, dprior, None, None, None
 
 
-torch.library.register_autograd(_filter, _adjoint, setup_context=_setup)
+register_backward(_filter, "kernel 'triton' of `additive` and `delta`", _adjoint, _setup)

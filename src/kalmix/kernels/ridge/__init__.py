@@ -8,7 +8,7 @@ Arguments are checked by the op before they arrive. `belief` is always there; it
 """
 
 from kalmix.checks import SINGLES
-from kalmix.kernels.kernel import Kernel
+from kalmix.kernels.kernel import TRANSFORMS, Kernel
 from kalmix.kernels.ridge import chunked, fused, reference
 from kalmix.solvers import Chebyshev, ConjugateGradient, Exact, Sketch, Solver
 
@@ -36,5 +36,5 @@ KERNELS = (
         rounds_products=True,
     ),
     Kernel("chunked", chunked.ridge, pays_from=8, serves=frozenset(_OTHERS.values())),
-    Kernel("reference", reference.ridge, serves=frozenset({UNROLLED, *_OTHERS.values()})),
+    Kernel("reference", reference.ridge, serves=frozenset({TRANSFORMS, UNROLLED, *_OTHERS.values()})),
 )

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kalmix.beliefs import PointBelief, RidgeBelief
+from kalmix.kernels.primitives.operator import once_differentiable
 from kalmix.kernels.ridge.systems import norm_of, ridge_of
 from kalmix.segments import Segments
 from kalmix.solvers import Ridge, Solver
@@ -103,7 +103,7 @@ class _Correction(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("kernel 'chunked' of `ridge`")
     def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         given = ctx.saved_tensors  # gradient checkpointing lets them be read only once
         return ctx.solutions(to_x, *given, ctx.ridge, ctx.solver), *[None] * (4 + len(given))

@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kalmix.checks import transformed
+from kalmix.errors import KernelError
+from kalmix.kernels.primitives.operator import once_differentiable
 from kalmix.kernels.ridge.systems import Matrices, Scale, chebyshev_weights, solve
 from kalmix.solvers import Chebyshev, Solver
+
+_UNROLLED, _IMPLICIT = "Chebyshev(backward='unrolled')", "backward='implicit'"
 
 
 def solution(solver: Solver, gram: Tensor, ridge: Tensor, scale: Scale, rhs: Tensor) -> Tensor:
@@ -22,9 +26,11 @@ def solution(solver: Solver, gram: Tensor, ridge: Tensor, scale: Scale, rhs: Ten
     shift = torch.where(inverse > 0, ridge * inverse, _number(scale.shift, ridge).detach())
     matrix = gram * inverse[..., None] + torch.diag_embed(shift.expand_as(rhs))
     if unrolled:
+        if transformed():
+            raise KernelError(f"{_UNROLLED} has no torch.func transforms and forward-mode derivatives; use {_IMPLICIT}")
         rho = _number(scale.rho, rhs).expand(*rhs.shape[:-1], 1)
         return _Unrolled.apply(matrix, rhs, rho, unrolled) * inverse
-    return _Implicit.apply(matrix, rhs, _number(scale.rho, rhs), solver) * inverse
+    return _Implicit.apply(matrix, rhs, _number(scale.rho, rhs).detach(), solver) * inverse
 
 
 def _number(x: Tensor | float, like: Tensor) -> Tensor:
@@ -32,21 +38,33 @@ def _number(x: Tensor | float, like: Tensor) -> Tensor:
 
 
 class _Implicit(torch.autograd.Function):
-    """Lemma 2 and equation 12: the gradient of the right side is one more solve, that of S minus its product with x."""
+    """Lemma 2 and equation 12: the gradient of the right side is one more solve, that of S minus its product with x.
+
+    Derivatives, forward and backward, are solves again, so that there are those of every order.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, rhs: Tensor, rho: Tensor, solver: Solver) -> Tensor:
-        x = solve(solver, Matrices(matrix), rhs, rho)
-        ctx.solver = solver
-        ctx.save_for_backward(matrix, x, rho)
-        return x
+    def forward(matrix: Tensor, rhs: Tensor, rho: Tensor, solver: Solver) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return solve(solver, Matrices(matrix), rhs, rho)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        matrix, _, rho, ctx.solver = inputs
+        ctx.save_for_backward(matrix, output, rho)
+        ctx.save_for_forward(matrix, output, rho)
+
+    @staticmethod
     def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         matrix, x, rho = ctx.saved_tensors
-        to_rhs = solve(ctx.solver, Matrices(matrix), to_x, rho)
+        to_rhs = _Implicit.apply(matrix, to_x, rho, ctx.solver)
         return -to_rhs[..., None] * x[..., None, :], to_rhs, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, of_matrix: Tensor, of_rhs: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        matrix, x, rho = ctx.saved_tensors
+        return _Implicit.apply(matrix, of_rhs - Matrices(of_matrix).apply(x), rho, ctx.solver)
 
 
 class _Unrolled(torch.autograd.Function):
@@ -77,7 +95,7 @@ class _Unrolled(torch.autograd.Function):
         return x
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable(_UNROLLED, _IMPLICIT)
     def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         matrix, rhs, rho, before, x, *kept = ctx.saved_tensors
         apply, weights = Matrices(matrix).apply, chebyshev_weights(rho, ctx.iterations)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import RidgeBelief
-from kalmix.kernels.primitives.operator import operator
+from kalmix.kernels.primitives.operator import operator, register_backward
 from kalmix.kernels.ridge.tiles import tile_size
 from kalmix.segments import Segments
 from kalmix.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
@@ -154,4 +154,4 @@ def _backward(ctx, to_mean, to_read, *rest):
     return *given, cross, gram, *[None] * 6
 
 
-torch.library.register_autograd(_regress, _backward, setup_context=_setup)
+register_backward(_regress, "kernel 'triton' of `ridge`", _backward, _setup)

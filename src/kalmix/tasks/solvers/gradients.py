@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, normalize, silu
 
+from kalmix.kernels.primitives.operator import once_differentiable
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Exact, ridge
 from kalmix.solvers import Solver
 from kalmix.tasks.solvers.convergence import SOLVERS, Tell
@@ -129,7 +129,7 @@ class _Implicit(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("the implicit gradient of this study", "unrolled=True")
     def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ctx.solve(to_x), None, None
 
