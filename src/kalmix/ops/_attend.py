@@ -98,6 +98,9 @@ def attend(
         ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
         KernelError: the pinned kernel cannot serve the call.
 
+    Derivatives: every kernel has first derivatives by backward passes; "reference" also has second ones, forward mode
+    and `vmap`, for which the others raise `KernelError` (docs/derivatives.md).
+
     Complexity: O(T (S + T) (C + D)) work after S tokens, or O(T window (C + D)); memory O(S + T) except in "reference".
     """
     sizes, given = check_tokens(q, k, v), Dynamics(log_decay, frequency, process_noise, key_noise, query_noise)

@@ -66,6 +66,9 @@ def dense(
         ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
         KernelError: the pinned kernel cannot serve the call.
 
+    Derivatives: every kernel has first derivatives by backward passes; "reference" also has second ones, forward mode
+    and `vmap`, for which the others raise `KernelError` (docs/derivatives.md).
+
     Complexity: O(T K (K + V)) work; memory for training O(T (K + V) + T K (K + V) / chunk) except in "reference".
     """
     sizes = check_tokens(q, k, v)

@@ -62,6 +62,9 @@ def diagonal(
         ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
         KernelError: the pinned kernel cannot serve the call.
 
+    Derivatives: every kernel has first derivatives by backward passes; "reference" also has second ones, forward mode
+    and `vmap`, for which the others raise `KernelError` (docs/derivatives.md).
+
     Complexity: O(T K V) work; memory for training O(T (K + V) + T K V / chunk) except in "reference".
     """
     sizes = check_tokens(q, k, v)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kalmix.kernels.primitives.operator import once_differentiable
+
 _BITS = 40  # of a gradient; a row may be asked for 2^22 times before 63 are full
 
 
@@ -29,6 +31,7 @@ class _Lookup(torch.autograd.Function):
         return F.embedding(ids, table)
 
     @staticmethod
+    @once_differentiable("the deterministic embedding lookup", "a CPU")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (ids,) = ctx.saved_tensors
         largest = grad.abs().amax()

@@ -1,0 +1,128 @@
+"""Derivatives beyond first ones by backward passes: each kernel computes them or says that it does not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from histories import arguments, signals
+from torch import Tensor
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+from kalmix.errors import KernelError
+from kalmix.kernels.kernel import TRANSFORMS
+from kalmix.ops import OPS, attend_channels, attend_corotating, attend_radial, dense
+from kalmix.solvers import Chebyshev
+
+PAGE = Path(__file__).parents[2] / "docs" / "derivatives.md"
+
+
+def _dense(v: Tensor, **options: Any) -> Tensor:
+    q, noise = torch.ones(1, 6, 1, 3).cumsum(1) / 6, torch.ones(1, 6, 1)
+    return dense(q, q, v, obs_noise=noise, process_noise=noise, **options).mean
+
+
+def test_page_says_what_each_kernel_serves():
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", PAGE.read_text(), re.MULTILINE)
+    served = {True: ("yes",) * 4, False: ("yes", "raises", "raises", "raises")}
+    tables = [(op, kernel) for op, (_, kernels) in OPS.items() for kernel in kernels]
+    assert {row[:2]: row[2:] for row in rows} == {
+        (op, kernel.name): served[TRANSFORMS in kernel.serves] for op, kernel in tables
+    }
+
+
+@pytest.mark.parametrize("inputs_ask", [False, True], ids=["upstream alone", "inputs too"])
+def test_second_backward_is_refused_whatever_asks_for_it(inputs_ask):
+    scale = torch.ones((), requires_grad=True)
+    v = torch.ones(1, 6, 1, 2, requires_grad=True)
+    read = _dense(v, kernel="chunked")
+    loss = (read * scale).sum() if not inputs_ask else (read * scale).square().sum() + v.square().sum()
+    with pytest.raises(KernelError, match=r"'chunked' of `dense`.*create_graph=True.*kernel='reference'"):
+        torch.autograd.grad(loss, v, create_graph=True)
+
+
+def test_first_backward_can_be_repeated():
+    v = torch.ones(1, 6, 1, 2, requires_grad=True)
+    loss = _dense(v, kernel="chunked").sum()
+    first, second = (torch.autograd.grad(loss, v, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_transforms_choose_a_kernel_that_serves_them():
+    v = torch.randn(1, 40, 1, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, noise = torch.ones(1, 40, 1, 3, dtype=torch.float64) / 2, torch.ones(1, 40, 1, dtype=torch.float64)
+
+    def loss(v: Tensor) -> Tensor:
+        return dense(q, q, v, obs_noise=noise, process_noise=noise).mean.square().sum()
+
+    leaf = v.clone().requires_grad_()
+    (want,) = torch.autograd.grad(loss(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(v), want)
+    torch.testing.assert_close(torch.func.jvp(loss, (v,), (v,))[1], (want * v).sum())
+    torch.testing.assert_close(torch.func.vmap(loss)(torch.stack([v, 2 * v])), torch.stack([loss(v), loss(2 * v)]))
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(loss(forward_ad.make_dual(v, v))).tangent
+    torch.testing.assert_close(tangent, (want * v).sum())
+
+
+def test_compiled_transforms_are_not_silently_wrong():
+    v = torch.ones(1, 3, 1, 2)
+    slope = torch.compile(lambda x: torch.func.jvp(_dense_sum, (x,), (x,))[1], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(slope(v), torch.func.jvp(_dense_sum, (v,), (v,))[1])
+    torch.compiler.reset()
+
+
+def _dense_sum(v: Tensor) -> Tensor:
+    q, noise = torch.ones(1, 3, 1, 2), torch.ones(1, 3, 1)
+    return dense(q, q, v, obs_noise=noise, process_noise=noise).mean.square().sum()
+
+
+def test_unrolled_solver_refuses_what_it_has_no_derivative_of():
+    q = torch.ones(1, 3, 1, 2).cumsum(1).requires_grad_()
+
+    def loss(q: Tensor) -> Tensor:
+        return OPS["ridge"].function(q, q, q, solver=Chebyshev(5, backward="unrolled")).mean.sum()
+
+    with pytest.raises(KernelError, match=r"unrolled.*implicit"):
+        torch.autograd.grad(loss(q), q, create_graph=True)
+    with pytest.raises(KernelError, match=r"unrolled.*implicit"):
+        torch.func.jvp(loss, (q.detach(),), (q.detach(),))
+
+
+def _two_noises(x: dict[str, Any]) -> dict[str, Any]:
+    both = ("process_noise", "key_noise", "query_noise", "nu", "temperature")
+    return x | {name: torch.stack([x[name], x[name] / 2], 1) for name in both}
+
+
+def _corotating(**x: Any) -> Any:
+    names = ("q", "k", "v")
+    rest = {name: y for name, y in x.items() if name not in (*names, "floor")}
+    return attend_corotating(*(x[name] for name in names), x["v"].flip(1), kernel="reference", **rest)
+
+
+FORMS = {
+    "channels": (attend_channels, lambda x: x),
+    "radial": (attend_radial, _two_noises),
+    "corotating": (_corotating, _two_noises),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_attend_have_second_derivatives(form):
+    function, change = FORMS[form]
+    x = change(arguments(signals(4, groups=1, each=form == "channels")))
+    names = [name for name, y in x.items() if isinstance(y, Tensor) and y.is_floating_point() and name != "times"]
+    at = {name: x[name].detach().double() for name in names}
+    generator = torch.Generator().manual_seed(1)
+    along = {name: 0.1 * torch.randn(y.shape, generator=generator, dtype=torch.float64) for name, y in at.items()}
+
+    def curve(step: Tensor) -> Tensor:  # all inputs at once, along two directions, the frequency's alone among them
+        moved = {name: at[name] + step[0 if name == "frequency" else 1] * along[name] for name in names}
+        return function(**(x | moved), variance=True).mean.sum()
+
+    steps = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(curve, (steps,), check_forward_ad=True)
+    assert gradgradcheck(curve, (steps,))
