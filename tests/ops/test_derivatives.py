@@ -100,7 +100,8 @@ def _two_noises(x: dict[str, Any]) -> dict[str, Any]:
 def _corotating(**x: Any) -> Any:
     names = ("q", "k", "v")
     rest = {name: y for name, y in x.items() if name not in (*names, "floor")}
-    return attend_corotating(*(x[name] for name in names), x["v"].flip(1), kernel="reference", **rest)
+    q, k, v = (x[name] for name in names)
+    return attend_corotating(q, k, v, v.flip(1), kernel="reference", **rest)
 
 
 FORMS = {
