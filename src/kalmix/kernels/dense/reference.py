@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
+from kalmix.kernels.dense.joseph import corrected, less
 from kalmix.kernels.primitives.steps import Reads, owners, walk
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -60,7 +61,8 @@ def _step(
     warped = covariance @ key
     gain = warped / (noise + key.mT @ warped)
     mean = mean + gain * (value - key.mT @ mean)
-    covariance = covariance - gain * warped.mT
+    moved = less(covariance, gain, warped.mT)
+    covariance = corrected(moved, moved, None, gain, key.mT, noise)
     return ((query.mT @ mean)[..., 0, :], (query.mT @ covariance @ query)[..., 0]), DenseBelief(mean, covariance)
 
 

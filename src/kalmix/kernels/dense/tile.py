@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kalmix.kernels.dense.joseph import corrected, less, symmetric
 from kalmix.kernels.dense.outlook import Outlook, slope, turn
 from kalmix.kernels.primitives.triangles import lower, solve_lower
 
@@ -137,23 +138,13 @@ def turned(state: State, angle: Tensor | None) -> State:
     return turn(state[0], angle), symmetric(turn(turn(state[1], angle).mT, angle))
 
 
-def symmetric(x: Tensor) -> Tensor:
-    return (x + x.mT) / 2
-
-
 def _after(outlook: Outlook, tile: Tile) -> State:
-    """The beliefs after the tiles, before they turn.
-
-    With g the gain of the state, F = A - g keys, and noises w of the state and e of what is seen, the covariance is
-    F P F' + Cov(w - g e): Joseph's form, as in `variance_of`. The difference of large covariances would lose what
-    little variance certain evidence leaves, and what became negative by that the next tiles would amplify.
-    """
+    """The beliefs after the tiles, before they turn."""
     gain, decay = tile.gain @ tile.whiten, outlook.decay
-    moved = torch.baddbmm(decay * tile.covariance, gain, tile.warped.mT, alpha=-1)
-    seen = torch.baddbmm(torch.baddbmm(outlook.left, moved, outlook.keys.mT), gain, outlook.seen, alpha=-1)
-    covariance = torch.baddbmm(torch.addcmul(outlook.noise, moved, decay.mT), gain, outlook.left.mT, alpha=-1)
-    covariance = torch.baddbmm(covariance, seen, gain.mT, alpha=-1)
-    return torch.baddbmm(decay * tile.mean, tile.gain, tile.surprise), symmetric(covariance)
+    moved = less(decay * tile.covariance, gain, tile.warped.mT)
+    covariance = less(torch.addcmul(outlook.noise, moved, decay.mT), gain, outlook.left.mT)
+    covariance = corrected(covariance, moved, outlook.left, gain, outlook.keys, outlook.seen)
+    return torch.baddbmm(decay * tile.mean, tile.gain, tile.surprise), covariance
 
 
 def _whitening(seen: Tensor) -> Tensor:

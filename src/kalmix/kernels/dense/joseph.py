@@ -1,0 +1,40 @@
+"""Covariance update in Joseph's form, shared by the kernels in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def corrected(
+    covariance: Tensor, moved: Tensor, left: Tensor | None, gain: Tensor, keys: Tensor, noise: Tensor
+) -> Tensor:
+    """Return the symmetric posterior covariance, corrected for the rounding of the gain.
+
+    With F = A - g keys, and w and e the noises of the state and of the observations, it is Joseph's form
+    F P F' + Cov(w - g e). An exact gain makes the correction 0. Without it, rounding leaves negative and unequal
+    entries where evidence is certain, and later updates amplify them.
+
+    Args:
+        covariance: `[..., K, K]`, F P A' + Cov(w - g e, w).
+        moved: `[..., K, K]`, F P.
+        left: `[..., K, L]`, Cov(w, e); `None` for 0.
+        gain: `[..., K, L]`, g.
+        keys: `[..., L, K]`.
+        noise: `[..., L, L]`, Cov(e).
+    """
+    rest = moved @ keys.mT if left is None else torch.baddbmm(left, moved, keys.mT)
+    rest = less(rest, gain, noise)
+    return symmetric(less(covariance, rest, gain.mT))
+
+
+def less(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return x - left right, for `[..., K, L]` times `[..., L, *]`; more than one batch axis only where L is 1."""
+    if left.shape[-1] == 1:
+        return torch.addcmul(x, left, right, value=-1)  # sooner than a matrix product
+    return torch.baddbmm(x, left, right, alpha=-1)
+
+
+def symmetric(x: Tensor) -> Tensor:
+    """Return the symmetric part of `[..., K, K]`."""
+    return (x + x.mT) / 2
