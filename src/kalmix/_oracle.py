@@ -6,7 +6,9 @@ three functions (predict, update, read), textbook formulas, and it imports no op
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import factorial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,6 +24,19 @@ from kalmix.solvers import NOTHING, Adaptive
 from kalmix.types import Filtered
 
 Token = dict[str, Any]
+Store = Callable[[Any], Any]
+
+_STORE: ContextVar[Store | None] = ContextVar("kalmix_oracle_store", default=None)
+
+
+@contextmanager
+def storing(store: Store) -> Iterator[None]:
+    """Replace the belief after each token by `store(belief)`, which may round it as a smaller dtype does."""
+    token = _STORE.set(store)
+    try:
+        yield
+    finally:
+        _STORE.reset(token)
 
 
 class Recursion(NamedTuple):
@@ -303,6 +318,7 @@ def oracle(
     per_token |= {name: x.double() for name, x in signals.items() if name not in everywhere}
 
     segments = Segments.whole(v.shape[0], v.shape[1]) if segments is None else segments
+    store = _STORE.get() or (lambda state: state)
     means, variances, finals = {}, {}, []
     for n, (row, start, stop) in enumerate(segments.rows.tolist()):
         if belief is None:
@@ -311,7 +327,7 @@ def oracle(
             state = type(belief)(*(leaf[n].double() if leaf.is_floating_point() else leaf[n] for leaf in belief))
         for t in range(start, stop):
             token = everywhere | {name: x[row, t] for name, x in per_token.items()}
-            state = recursion.update(recursion.predict(state, token), token)
+            state = store(recursion.update(recursion.predict(state, token), token))
             means[row, t], variances[row, t] = recursion.read(state, token)
         finals.append(state)
 

@@ -2,22 +2,30 @@
 
 A stable algorithm is as wrong as the exact one would be had its inputs been rounded a few times over (mixed
 stability). So the budget of an output is how far the float64 oracle moves when every input moves by one
-rounding of the precision computed in, times a small constant for the few roundings each token costs, plus
-the rounding of the output's own dtype. A kernel whose tensor cores take products in half precision rounds each of
+rounding of the precision computed in, and the belief after every token by another, times a small constant for the
+few roundings each token costs, plus the rounding of the output's own dtype. Rounding the belief matters where evidence
+is nearly certain: of a covariance of norm p0, an error of eps p0 remains where r^2 is left (r^2 is the noise of an
+observation), so that the next gains are wrong by about eps p0 / r^2. A kernel whose tensor cores take products in half precision rounds each of
 them about once more, and independently: that is allowed for in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from kalmix._oracle import storing
+from kalmix.beliefs import HistoryBelief
 
 ROUNDINGS = 16  # operations on the path of one token through a cell: about a dozen, and the sum over slots
 PRODUCT_ROUNDINGS = 2  # to half precision: of a product of signals, and of what it is multiplied with
 DRAWS = 3
 DATA = {"times", "prior.times", "prior.positions"}  # taken as they are: nothing rounds them, no gradient reaches them
+SYMMETRIC = {"covariance", "gram"}  # tensors of beliefs
 
 Tensors = dict[str, Tensor]
 
@@ -42,6 +50,19 @@ def rounded(inputs: Tensors, epsilon: float, draw: int) -> Tensors:
     return moved
 
 
+def stored(belief: Any, epsilon: float, generator: torch.Generator) -> Any:
+    """Return the belief of one sequence, moved by up to one rounding; a history holds inputs, which nothing rounds."""
+    if isinstance(belief, HistoryBelief):
+        return belief
+    moved = []
+    for name, x in zip(belief._fields, belief, strict=True):  # type: ignore[attr-defined]
+        wobble = (torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(x.device) * epsilon
+        if name in SYMMETRIC:
+            wobble = wobble.tril() + wobble.tril(-1).mT
+        moved.append(x + x * wobble)
+    return type(belief)(*moved)
+
+
 def budgets(
     exact: Callable[[Tensors], Sequence[Tensor]],
     inputs: Tensors,
@@ -64,7 +85,10 @@ def budgets(
         if dtype is None:
             continue
         epsilon = torch.finfo(dtype).eps
-        moved = [exact(rounded(inputs, epsilon, draw)) for draw in range(DRAWS)]
+        moved = []
+        for draw in range(DRAWS):
+            with storing(partial(stored, epsilon=epsilon, generator=torch.Generator().manual_seed(draw))):
+                moved.append(exact(rounded(inputs, epsilon, draw)))
         for i in range(len(want)):
             allowed[i] += times * (epsilon + max(relative_error(outputs[i], want[i]) for outputs in moved))
     return allowed

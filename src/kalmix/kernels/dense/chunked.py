@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
-from kalmix.kernels.dense.lanes import Lanes
+from kalmix.kernels.dense.lanes import Lanes, working_dtype
 from kalmix.kernels.dense.outlook import Tokens, follow, look, look_back
 from kalmix.kernels.dense.tile import (
     Crossing,
@@ -134,7 +134,7 @@ def _filter(
     state = lanes.sort(mean), lanes.sort(covariance)
     read_mean, read_variance = lanes.blank(v), lanes.blank(v[..., : int(variance)])
     count = Lanes.kept(v, mean, rows) if keep else 0
-    kept, filled = (mean.new_zeros(count, *mean.shape[2:]), mean.new_zeros(count, *covariance.shape[2:])), 0
+    kept, filled = tuple(x.new_zeros(count, *x.shape[1:]) for x in state), 0
     with torch.autocast(v.device.type, enabled=False):
         for steps in lanes.blocks():
             block = _Block(lanes, steps, signals)
@@ -148,15 +148,16 @@ def _filter(
             if variance:
                 lanes.paste(block.places, read_variance, variance_of(block.outlook, tile, along))
     reads = lanes.pasted(read_mean, v.dtype), lanes.pasted(read_variance, mean.dtype)
-    return *reads, lanes.unsort(state[0]), lanes.unsort(state[1]), *kept
+    return *reads, *(lanes.unsort(x, mean.dtype) for x in state), *kept
 
 
 @torch.library.register_fake(_filter)
 def _(q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, rows, variance, keep):
     count = Lanes.kept(v, mean, rows) if keep else 0
     shapes = (*v.shape[:3], int(variance)), mean.shape, covariance.shape
-    shapes += tuple((count, *x.shape[2:]) for x in (mean, covariance))
-    return torch.empty_like(v, memory_format=torch.contiguous_format), *(mean.new_empty(shape) for shape in shapes)
+    reads = torch.empty_like(v, memory_format=torch.contiguous_format), *(mean.new_empty(shape) for shape in shapes)
+    kept = ((count, *x.shape[2:]) for x in (mean, covariance))
+    return *reads, *(mean.new_empty(shape, dtype=working_dtype(mean)) for shape in kept)
 
 
 @operator("kalmix::dense_chunked_backward")
@@ -196,7 +197,7 @@ def _gradients(
             for onto, x in zip(grads, (x for x in back if x is not None), strict=True):
                 lanes.paste(block.places, onto, x)
     pasted = [lanes.pasted(onto, x.dtype) for onto, x in zip(grads, given, strict=True)]
-    return [*pasted, lanes.unsort(state[0]), lanes.unsort(state[1])]
+    return [*pasted, *(lanes.unsort(x, grad_last_mean.dtype) for x in state)]
 
 
 @torch.library.register_fake(_gradients)
@@ -211,11 +212,12 @@ def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[4:])
     ctx.set_materialize_grads(False)
     ctx.shapes = signals[2].shape, (*signals[2].shape[:3], 1), mean.shape, covariance.shape
+    ctx.dtype = mean.dtype
 
 
 def _backward(ctx, *adjoints):
     tensors = ctx.saved_tensors
-    nothing = tensors[7].new_zeros(())
+    nothing = tensors[7].new_zeros((), dtype=ctx.dtype)
     given = zip(adjoints[:4], ctx.shapes, strict=True)
     adjoints = [nothing.expand(shape) if x is None or not x.numel() else x for x, shape in given]
     grads = iter(_gradients(*tensors, *adjoints))

@@ -11,7 +11,11 @@ from torch import Tensor
 
 from kalmix.segments import Segments
 
-TILE = 16  # tokens that share a factorisation, half as many where keys are narrower: float32 wants few beside its rank
+TILE = 16  # tokens that share a factorisation, half as many where keys are narrower than `WIDE`
+# Tokens of a tile that see few directions have a nearly singular covariance: its condition is about L p / r^2, for
+# variances p of the prior and r^2 of the noise. Float32 factors it as well as it stores the belief if L <= K / 2.
+WIDE = 2 * TILE
+NARROW = TILE  # keys narrower than this are filtered in float64, which costs them little
 STEPS = 8  # tiles of a lane that are prepared at once; of wide keys, only the belief before them is kept
 ROOM = 1 << 24  # numbers in the largest array of what is prepared
 
@@ -43,7 +47,7 @@ class Lanes:
     """
 
     def __init__(self, v: Tensor, mean: Tensor, rows: Tensor | None) -> None:
-        self.tokens, self.heads, self.dtype = v.shape[:2], v.shape[2], mean.dtype
+        self.tokens, self.heads, self.dtype = v.shape[:2], v.shape[2], working_dtype(mean)
         self.size, self.together, self.every = _tile(v, mean), _together(v, mean), _every(v, mean)
         self.whole = rows is None
         runs = Segments.whole(v.shape[0], v.shape[1], v.device).rows if rows is None else rows
@@ -70,10 +74,10 @@ class Lanes:
 
     def sort(self, states: Tensor) -> Tensor:
         """States `[N, G, ...]` as `[N * G, ...]`, in the order of the lanes."""
-        return states.index_select(0, self.order).flatten(0, 1)
+        return states.index_select(0, self.order).flatten(0, 1).to(self.dtype)
 
-    def unsort(self, states: Tensor) -> Tensor:
-        states = states.unflatten(0, (-1, self.heads))
+    def unsort(self, states: Tensor, dtype: torch.dtype) -> Tensor:
+        states = states.unflatten(0, (-1, self.heads)).to(dtype)
         return torch.empty_like(states).index_copy_(0, self.order, states)
 
     def places(self, block: range) -> Places:
@@ -111,9 +115,14 @@ class Lanes:
         return onto[:-1].unflatten(0, self.tokens).to(dtype)
 
 
+def working_dtype(mean: Tensor) -> torch.dtype:
+    """Return the dtype that beliefs have between tiles."""
+    return torch.float64 if mean.shape[2] < NARROW else mean.dtype
+
+
 def _tile(v: Tensor, mean: Tensor) -> int:
     """Tokens of a tile: a power of two, which `Decays` halves."""
-    most = TILE if mean.shape[2] >= TILE else TILE // 2
+    most = TILE if mean.shape[2] >= WIDE else TILE // 2
     return most if v.shape[1] >= most else 1 << (int(v.shape[1]) - 1).bit_length()
 
 
