@@ -6,9 +6,7 @@ from torch import Tensor
 
 from kalmix import ArgumentError, DenseBelief, KernelError, Segments, ops
 from kalmix.kernels.dense import chunked, lanes, reference
-from kalmix.testing import measure
 from kalmix.testing.budgets import relative_error
-from kalmix.testing.cases import Case, with_prior
 
 B, T, H, G, K, V = 2, 5, 1, 2, 4, 3
 
@@ -217,7 +215,7 @@ def test_one_strong_decay_spares_the_others():
         assert relative_error((got | grads)[name], x) < 48 * 16 * torch.finfo(torch.float32).eps, name
 
 
-LONG = [(obs, noise, decay) for obs in (1e-5, 1e-3) for noise, decay in ((0.0, 0.0), (1e-6, 0.0), (1e-6, -1e-3))]
+LONG = [(obs, noise, decay) for obs in (1e-4, 1e-3) for noise, decay in ((0.0, 0.0), (1e-6, 0.0), (1e-6, -1e-3))]
 
 
 @pytest.mark.parametrize("turns", [False, True], ids=["still", "turning"])
@@ -313,56 +311,6 @@ def test_a_gradient_that_is_not_symmetric_counts_as_its_symmetric_part():
         grads.append(torch.autograd.grad((after * weight).sum(), covariance)[0])
     torch.testing.assert_close(*grads)
     assert torch.equal(grads[0], grads[0].mT)
-
-
-LEAST = [(1e-4, 0.0, 0.0), (1e-4, 1e-6, -1e-3), (1e-4, 1e2, -0.1)]  # noises of observation and process, log-decay
-
-
-def certain(case, setting):
-    """Inputs of a case whose every token is as certain as it may be."""
-    signals = dict(zip(("obs_noise", "process_noise", "log_decay"), setting, strict=True))
-    inputs = case.inputs()
-    return inputs | {name: torch.full_like(inputs[name], value) for name, value in signals.items()}
-
-
-@pytest.mark.parametrize("setting", LEAST, ids=str)
-@pytest.mark.parametrize(("width", "length"), [(3, 19), (16, 24), (33, 24)])
-@pytest.mark.parametrize("problem", ["dense", "dense-turning"])
-@pytest.mark.parametrize("kernel", ["chunked", "reference"])
-def test_the_least_noise_stays_within_the_budget(kernel, problem, width, length, setting):
-    """Whole, token by token, and in gradients."""
-    case = Case(problem, kernel, key_width=width, length=length, batch=1, value_heads=1)
-    inputs = certain(case, setting)
-    found = measure.forward(case, inputs) + measure.gradients(case, inputs)
-    want, allowed = measure.specified(case, inputs)
-    steps = []
-    for t in range(length):
-        now = with_prior(inputs, steps[-1].belief) if steps else inputs
-        steps.append(case.run(case.tokens(now, t, t + 1)))
-    reads = [torch.cat([getattr(step, name) for step in steps], 1) for name in ("mean", "variance")]
-    found += measure.compare(case.quantities, [*reads, *steps[-1].belief], want, allowed)
-    assert not [m for m in found if not m.ok]
-
-
-@pytest.mark.parametrize("kernel", [chunked, reference])
-def test_many_certain_tokens_do_not_amplify_rounding(kernel):
-    """1000 tokens of the least noise: the covariance is as wrong as storing it once, some roundings over."""
-    draw, length, width = torch.Generator().manual_seed(0), 1000, 16
-
-    def unit():
-        x = torch.randn(1, length, 1, width, generator=draw)
-        return x / x.norm(dim=-1, keepdim=True)
-
-    q, k, v = unit(), unit(), torch.randn(1, length, 1, 4, generator=draw)
-    tokens = (q, k, v, torch.full((1, length, 1), 1e-4), torch.zeros(1, length, 1))
-    prior = belief(1, 1, width, 4)
-    got = kernel.dense(*tokens, None, None, prior, None, True)
-    doubled = DenseBelief(*(x.double() for x in prior))
-    want = reference.dense(*(x.double() for x in tokens), None, None, doubled, None, True)
-    error = 16 * torch.finfo(torch.float32).eps / 1e-4 / length * width  # of a variance: eps p0 of r^2 K / T
-    assert relative_error(got.mean, want.mean) < 1e-3
-    assert relative_error(got.belief.covariance, want.belief.covariance) < error
-    assert float(torch.linalg.eigvalsh(got.belief.covariance.double()).min()) > 0
 
 
 def test_autocast_does_not_reach_the_covariance():

@@ -137,7 +137,7 @@ def test_stays_positive_under_sure_and_repeated_evidence(width):
     length = 100_000 if DEVICE == "cuda" else 80
     inputs = arguments(1, length, (1, 1), (width, 1), "none")
     key = inputs["k"][:, :1] / inputs["k"][:, :1].norm()
-    inputs |= {"k": key.expand_as(inputs["k"]), "obs_noise": torch.full_like(inputs["obs_noise"], 1e-5)}
+    inputs |= {"k": key.expand_as(inputs["k"]), "obs_noise": torch.full_like(inputs["obs_noise"], 1e-4)}
     eye = torch.eye(width, device=DEVICE).expand(1, 1, width, width)
     for noise, least in ((0.0, -1e-7), (1e-6, 1e-9)):
         process = torch.full_like(inputs["process_noise"], noise)

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from kalmix.layers.mixer import check_choice
 from kalmix.layers.parts import low_rank, widen
 from kalmix.ops import Dynamics
+from kalmix.ops._dense import LEAST_NOISE
 
 _KNEE = 8.0
 DISCRETIZATIONS = ("ou", "zoh")
 # Variances that a token sets (see `Noise`): what they are near to before training, and what they stay above. Beside a
 # prior of 1, an observation of noise 4 says little: a memory that begins so is not filled by its first tokens.
 VARIANCES = {
-    "obs_noise": {"initial": 4.0, "floor": 1e-4},
+    "obs_noise": {"initial": 4.0, "floor": LEAST_NOISE[torch.float32]},
     "write_variance": {"initial": 4.0, "floor": 1e-4},
     "reset": {"initial": 4.0, "floor": 1e-4},
     "process_noise": {"initial": 0.001, "floor": 1e-6},

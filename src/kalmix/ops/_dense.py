@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
+from kalmix.checks import check_values
 from kalmix.errors import ArgumentError
 from kalmix.kernels.dense import KERNELS
 from kalmix.kernels.kernel import Call
@@ -13,6 +14,10 @@ from kalmix.kernels.select import select
 from kalmix.ops.arguments import check_belief, check_segments, check_signal, check_tokens, copied
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
+
+# Least noise of an observation relative to the prior's variance p0, for each dtype of the belief. Storing a covariance
+# rounds it by eps p0, which makes gains wrong by about eps p0 / r^2: 0.1% at this noise.
+LEAST_NOISE = {torch.float32: 1e-4, torch.float64: 2e-13}
 
 
 def dense(
@@ -47,7 +52,9 @@ def dense(
         k: `[B, T, H, K]` observation operator; same dtype as `q`. 0 is no evidence.
         v: `[B, T, G, V]` observed values; same dtype as `q`; value head g reads key head g // (G / H). Groups of
             columns with noises of their own are value heads that share a key head.
-        obs_noise: `[B, T, G]` variance of the observation, > 0.
+        obs_noise: `[B, T, G]` variance of the observation, > 0; for unit keys at least 1e-4 times the largest prior
+            variance of its head (2e-13 times in float64), or the result loses digits. Where values are checked, less
+            is refused; a prior variance above 1 counts as 1 there, as process noise may have raised it.
         process_noise: `[B, T, G]` variance added per token, >= 0.
         log_decay: `[B, T, G]` or, per key, `[B, T, G, K]` (with `angle` per pair, `[B, T, G, K / 2]`), natural log per
             token, <= 0; none if absent.
@@ -91,7 +98,32 @@ def dense(
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v[..., :1], dtype=belief.mean.dtype) if variance else None
         return Filtered(torch.zeros_like(v), spread, copied(belief))
+    _check_noise(obs_noise, belief, segments)
     return chosen(q, k, v, obs_noise, process_noise, log_decay, angle, belief, segments, variance)
+
+
+def _check_noise(obs_noise: Tensor, belief: DenseBelief, segments: Segments | None) -> None:
+    """Check that the belief's dtype resolves the noise beside the prior's variance, where values may be looked at.
+
+    Variances above 1 count as 1: a sequence that is accepted whole, with a prior of 1, is accepted in pieces, too.
+    """
+    if not check_values(obs_noise):
+        return
+    noise, least = obs_noise.detach(), LEAST_NOISE[belief.mean.dtype] * (1 - torch.finfo(obs_noise.dtype).eps)
+    if float(noise.amin()) >= least:
+        return
+    variance = belief.covariance.detach().diagonal(dim1=-2, dim2=-1).amax(-1).clamp(max=1.0)[:, None]  # [N, 1, G]
+    if segments is not None:
+        owner = segments.owner(*noise.shape[:2])
+        variance = torch.where((owner >= 0)[..., None], variance[:, 0][owner.clamp(min=0)], 0.0)
+    low = noise[noise < (least * variance).to(noise.dtype)]
+    if low.numel():
+        raise ArgumentError(
+            "obs_noise",
+            got=f"as low as {float(low.min()):g}",
+            needs=f"at least {LEAST_NOISE[belief.mean.dtype]:g} times the prior's variance where beliefs are "
+            f"{str(belief.mean.dtype).removeprefix('torch.')}; float64 inputs resolve less",
+        )
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> DenseBelief:

@@ -5,8 +5,8 @@ stability). So the budget of an output is how far the float64 oracle moves when 
 rounding of the precision computed in, and the belief after every token by another, times a small constant for the
 few roundings each token costs, plus the rounding of the output's own dtype. Rounding the belief matters where evidence
 is nearly certain: of a covariance of norm p0, an error of eps p0 remains where r^2 is left (r^2 is the noise of an
-observation), so that the next gains are wrong by about eps p0 / r^2. A kernel whose tensor cores take products in half precision rounds each of
-them about once more, and independently: that is allowed for in the same way.
+observation), so that the next gains are wrong by about eps p0 / r^2. A kernel whose tensor cores take products in half
+precision rounds each of them about once more, and independently: that is allowed for in the same way.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from kalmix.beliefs import DenseBelief, DiagonalBelief, HistoryBelief, PointBeli
 from kalmix.designs import Design
 from kalmix.kernels.kernel import Call, Kernel
 from kalmix.ops import OPS
+from kalmix.ops._dense import LEAST_NOISE
 from kalmix.segments import Segments
 from kalmix.solvers import Adaptive, Chebyshev
 from kalmix.testing.budgets import DATA
@@ -161,7 +162,7 @@ def _symmetric(x: Tensor) -> Tensor:
 
 _STILL = {"k": 0.0, "log_decay": 0.0}
 _DENSE_SURE = tuple(
-    {"obs_noise": 1e-5, "log_decay": decay, "process_noise": noise}
+    {"obs_noise": LEAST_NOISE[torch.float32], "log_decay": decay, "process_noise": noise}
     for decay, noise in ((0.0, 0.0), (0.0, 1e-6), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e-6))
 )
 

@@ -1,9 +1,9 @@
 """`dense` in tiles of tokens, exact and parallel inside a tile: torch only.
 
-Only beliefs step from tile to tile; all else is done for several tiles of a sequence at once. The steps of a long
-sequence would be a long graph: they are a custom op that loops inside. Training keeps the beliefs before every 8 tiles,
-or before each where they are no larger than its tokens (`lanes`), and computes the rest again: its memory is
-O(T (K + V) + T K (K + V) / 128).
+Keys narrower than 16 are filtered in float64. Only beliefs step from tile to tile; all else is done for several tiles
+of a sequence at once. The steps of a long sequence would be a long graph: they are a custom op that loops inside.
+Training keeps the beliefs before every 8 tiles, or before each where they are no larger than its tokens (`lanes`), and
+computes the rest again: its memory is O(T (K + V) + T K (K + V) / 128).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _filter(
     state = lanes.sort(mean), lanes.sort(covariance)
     read_mean, read_variance = lanes.blank(v), lanes.blank(v[..., : int(variance)])
     count = Lanes.kept(v, mean, rows) if keep else 0
-    kept, filled = tuple(x.new_zeros(count, *x.shape[1:]) for x in state), 0
+    kept, filled = (state[0].new_zeros(count, *mean.shape[2:]), state[1].new_zeros(count, *covariance.shape[2:])), 0
     with torch.autocast(v.device.type, enabled=False):
         for steps in lanes.blocks():
             block = _Block(lanes, steps, signals)
@@ -148,7 +148,7 @@ def _filter(
             if variance:
                 lanes.paste(block.places, read_variance, variance_of(block.outlook, tile, along))
     reads = lanes.pasted(read_mean, v.dtype), lanes.pasted(read_variance, mean.dtype)
-    return *reads, *(lanes.unsort(x, mean.dtype) for x in state), *kept
+    return *reads, lanes.unsort(state[0], mean.dtype), lanes.unsort(state[1], mean.dtype), *kept
 
 
 @torch.library.register_fake(_filter)

@@ -1,0 +1,132 @@
+"""`dense`, where observations are nearly certain: the least noise, its refusal, and accuracy down to it."""
+
+import pytest
+import torch
+
+from kalmix import ArgumentError, DenseBelief, Segments, checks, ops
+from kalmix.kernels.dense import chunked, reference
+from kalmix.layers import BayesianLayer
+from kalmix.layers.parametrize import VARIANCES
+from kalmix.ops._dense import LEAST_NOISE
+from kalmix.testing import measure
+from kalmix.testing.budgets import relative_error
+from kalmix.testing.cases import Case, outputs, with_prior
+from kalmix.types import belief_dtype
+
+
+def with_noise(value, scale=1.0, dtype=torch.float32, **changes):
+    """A call whose last token has this noise, from a prior of variance `scale`."""
+    given = {name: torch.randn(2, 5, 2, 4, dtype=dtype) for name in "qkv"}
+    given |= {name: torch.ones(2, 5, 2, dtype=dtype) for name in ("obs_noise", "process_noise")}
+    given["obs_noise"][-1, -1, -1] = value
+    carried = belief_dtype(dtype)
+    mean, eye = torch.zeros(2, 2, 4, 4, dtype=carried), torch.eye(4, dtype=carried)
+    return given | {"belief": DenseBelief(mean, (scale * eye).expand_as(mean))} | changes
+
+
+REFUSED = "`obs_noise` is as low as {}, but must be at least {} times the prior's variance where beliefs are {}"
+
+
+@pytest.mark.parametrize(
+    ("noise", "scale", "dtype", "least"),
+    [
+        (5e-5, 1.0, torch.float32, "0.0001"),
+        (5e-5, 1.0, torch.bfloat16, "0.0001"),
+        (5e-6, 0.1, torch.float32, "0.0001"),
+        (5e-5, 1e3, torch.float32, "0.0001"),
+        (1e-13, 1.0, torch.float64, "2e-13"),
+    ],
+)
+def test_noise_that_the_belief_cannot_resolve_is_refused(noise, scale, dtype, least):
+    carried = "float64" if dtype == torch.float64 else "float32"
+    message = REFUSED.format(f"{float(torch.tensor(noise, dtype=dtype)):g}", least, carried)
+    for segments in (None, Segments.of(torch.tensor([[0, 0, 5], [1, 0, 5]]))):
+        for kernel in ("reference", "chunked"):
+            with pytest.raises(ArgumentError) as caught:
+                ops.dense(**with_noise(noise, scale, dtype, segments=segments), kernel=kernel)
+            assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("noise", "scale", "dtype"),
+    [(1e-4, 1.0, torch.float32), (1e-7, 1e-3, torch.float32), (1e-4, 1e4, torch.float32), (1e-12, 1.0, torch.float64)],
+)
+def test_noise_that_the_belief_resolves_is_taken(noise, scale, dtype):
+    """Prior variances above 1 count as 1: process noise raises those of a belief that is passed on."""
+    ops.dense(**with_noise(noise, scale, dtype))
+    padded = Segments.of(torch.tensor([[0, 0, 5], [1, 0, 4]]))  # the last token is padding
+    ops.dense(**with_noise(1e-30, scale, dtype, segments=padded))
+
+
+def test_layers_keep_above_the_least_noise():
+    assert VARIANCES["obs_noise"]["floor"] >= LEAST_NOISE[torch.float32]
+    layer = BayesianLayer(32, heads=2, head_dim=8)
+    torch.nn.init.constant_(layer.obs_noise.bias, -1e4)
+    torch.nn.init.constant_(layer.process_noise.bias, 1e2)
+    layer(torch.randn(1, 8, 32))
+    state = None
+    for _ in range(3):  # process noise has raised the belief's variance by then
+        _, state = layer(torch.randn(1, 1, 32), state)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "chunked"])
+@pytest.mark.parametrize("noise", [1e-5, 1e-9, 1e-30])
+def test_noise_below_the_least_stays_finite_where_values_are_not_checked(kernel, noise):
+    case = Case("dense", kernel, key_width=16, length=64)
+    inputs = certain(case, (noise, 0.0, 0.0))
+    inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    with checks(enabled=False):
+        got = outputs(case.run(leaves))
+        grads = torch.autograd.grad([x.sum() for x in got], list(leaves.values()))
+    assert all(bool(torch.isfinite(x).all()) for x in (*got, *grads))
+
+
+LEAST = [(1e-4, 0.0, 0.0), (1e-4, 1e-6, -1e-3), (1e-4, 1e2, -0.1)]  # noises of observation and process, log-decay
+
+
+def certain(case, setting):
+    """Inputs of a case whose every token is as certain as it may be."""
+    signals = dict(zip(("obs_noise", "process_noise", "log_decay"), setting, strict=True))
+    inputs = case.inputs()
+    return inputs | {name: torch.full_like(inputs[name], value) for name, value in signals.items()}
+
+
+@pytest.mark.parametrize("setting", LEAST, ids=str)
+@pytest.mark.parametrize(("width", "length"), [(3, 19), (16, 24), (33, 24)])
+@pytest.mark.parametrize("problem", ["dense", "dense-turning"])
+@pytest.mark.parametrize("kernel", ["chunked", "reference"])
+def test_the_least_noise_stays_within_the_budget(kernel, problem, width, length, setting):
+    """Whole, token by token, and in gradients."""
+    case = Case(problem, kernel, key_width=width, length=length, batch=1, value_heads=1)
+    inputs = certain(case, setting)
+    found = measure.forward(case, inputs) + measure.gradients(case, inputs)
+    want, allowed = measure.specified(case, inputs)
+    steps = []
+    for t in range(length):
+        now = with_prior(inputs, steps[-1].belief) if steps else inputs
+        steps.append(case.run(case.tokens(now, t, t + 1)))
+    reads = [torch.cat([getattr(step, name) for step in steps], 1) for name in ("mean", "variance")]
+    found += measure.compare(case.quantities, [*reads, *steps[-1].belief], want, allowed)
+    assert not [m for m in found if not m.ok]
+
+
+@pytest.mark.parametrize("kernel", [chunked, reference])
+def test_many_certain_tokens_do_not_amplify_rounding(kernel):
+    """1000 tokens of the least noise: the covariance is as wrong as storing it once, some roundings over."""
+    draw, length, width = torch.Generator().manual_seed(0), 1000, 16
+
+    def unit():
+        x = torch.randn(1, length, 1, width, generator=draw)
+        return x / x.norm(dim=-1, keepdim=True)
+
+    q, k, v = unit(), unit(), torch.randn(1, length, 1, 4, generator=draw)
+    tokens = (q, k, v, torch.full((1, length, 1), 1e-4), torch.zeros(1, length, 1))
+    prior = DenseBelief(torch.zeros(1, 1, width, 4), torch.eye(width)[None, None])
+    got = kernel.dense(*tokens, None, None, prior, None, True)
+    doubled = DenseBelief(*(x.double() for x in prior))
+    want = reference.dense(*(x.double() for x in tokens), None, None, doubled, None, True)
+    error = 16 * torch.finfo(torch.float32).eps / 1e-4 / length * width  # of a variance: eps p0 of r^2 K / T
+    assert relative_error(got.mean, want.mean) < 1e-3
+    assert relative_error(got.belief.covariance, want.belief.covariance) < error
+    assert float(torch.linalg.eigvalsh(got.belief.covariance.double()).min()) > 0
