@@ -18,13 +18,19 @@ Signals = dict[str, Tensor]
 
 
 def signals(
-    length: int = 11, channels: int = 3, heads: int = 2, groups: int = 2, own: int | None = None, each: bool = False
+    length: int = 11,
+    channels: int = 3,
+    heads: int = 2,
+    groups: int = 2,
+    own: int | None = None,
+    each: bool = False,
+    seed: int = 0,
 ) -> Signals:
     """Irregular times, two of them equal, value heads in groups, float64.
 
     With `own`, values have dynamics of theirs, and this many channels; with `each`, every channel has dynamics.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)

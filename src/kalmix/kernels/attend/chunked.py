@@ -188,11 +188,13 @@ def _attend_backward(
             to_v[:, :, keys] += reached.mT @ arrived
             to_reach = reached * (arrived @ value.mT)
             to_score = to_reach - log_weight.exp() * share[:, :, queries]
-            to_log_precision: Tensor | float = 0.0
+            to_log_precision = None
             if variance:
                 part = scores.log_precision().masked_fill(hidden, -torch.inf) - precision[:, :, queries]
                 to_log_precision = part.exp() * to_precision[:, :, queries]
-            to_gram, to_query, to_key, to_own = scores.pull_back(to_score, to_reach, to_log_precision)
+            to_gram, to_query, to_key, to_own = scores.pull_back(
+                to_score, to_reach, to_log_precision, log_weight.masked_fill(hidden, 0)
+            )
             to_q[:, :, queries] += to_gram @ key + 2 * to_query.sum(-1)[..., None] * query
             to_k[:, :, keys] += to_gram.mT @ query + 2 * to_key.sum(-2)[..., None] * key
             to_numbers += to_own

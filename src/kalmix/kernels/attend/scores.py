@@ -116,34 +116,76 @@ class Spread:
             return variance.log()
         return variance.log() + 2 * self.noise.rate * self.away * self.ahead
 
+    @property
+    def start(self) -> Tensor:
+        """Return the variance at lag 0, `[H, 1, 1]`."""
+        return self.noise.key + self.noise.query
+
+    def growth(self) -> Tensor:
+        """Return by how much unit diffusion raises whole / start: start (1 + growth grown) is whole."""
+        behind, ahead = (self.noise.process - 2 * self.noise.rate * x for x in (self.noise.key, self.noise.query))
+        return (behind if self.ahead is None else ahead.where(self.ahead, behind)) / self.start
+
+    def log_grown(self) -> Tensor:
+        """Return log(whole / start), undivided; where they are close, not as a difference, nor are its gradients."""
+        more = self.growth() * self.grown
+        near = more > -0.5
+        log = torch.where(near, more.clamp(min=-0.5).log1p(), self.whole.log() - self.start.log())
+        return log if self.ahead is None else log + 2 * self.noise.rate * self.away * self.ahead
+
     def factors(self, floor: Tensor) -> tuple[Tensor | float, Tensor]:
         """What a query, and what a key pulled forward to it, are multiplied by."""
         if self.ahead is None:
             return 1.0, self.decay + floor
         return self.decay.where(self.ahead, 1.0), (self.decay + floor).where(~self.ahead, 1 + floor * self.decay)
 
-    def pull_back(self, to_certain: Tensor | float, to_whole: Tensor, to_log: Tensor, to_decay: Tensor) -> Tensor:
-        """Gradients of the noise, `[4, H]`, given those of the two variances, of what `log` adds, and of the decay."""
+    def excess(self) -> Tensor:
+        """Return log(whole / certain), the share of the query noise, without the difference of two logarithms."""
+        return (self.noise.query * self.asked / self.certain).clamp(max=torch.finfo(self.decay.dtype).max).log1p()
+
+    def pull_back(self, to_whole: Tensor, to_sure: Tensor, to_decay: Tensor | float, to_rate: Tensor | float) -> Tensor:
+        """Return gradients of the noise, `[4, H]`: sums over pairs, whose terms are added up before.
+
+        Args:
+            to_whole: gradient of `whole`, through which the query noise acts.
+            to_sure: gradient of all but the query noise: that of `whole` plus that of `certain`.
+            to_decay: gradient of `decay`.
+            to_rate: gradient of the rate through anything else.
+        """
         least = torch.finfo(self.decay.dtype).tiny
-        to_whole = to_whole.where(self.whole > least, 0)
-        to_certain = to_whole + (to_certain.where(self.certain > least, 0) if isinstance(to_certain, Tensor) else 0)
-        to_square = self.noise.key * to_certain
+        to_whole, to_sure = to_whole.where(self.whole > least, 0), to_sure.where(self.certain > least, 0)
+        to_square = self.noise.key * to_sure
         if self.ahead is not None:
             to_square = to_square.where(~self.ahead, self.noise.query * to_whole)
-        to_rate = -self.away * self.decay * (to_decay + 2 * self.decay * to_square)
-        to_rate = to_rate + self.noise.process * to_certain * grown_slope(self.noise.rate, self.away)
-        if self.ahead is not None:
-            to_rate = to_rate + 2 * self.away * self.ahead * to_log
-        weighed = (to_rate, self.grown * to_certain, self.seen * to_certain, self.asked * to_whole)
+        to_rate = to_rate - self.away * self.decay * (to_decay + 2 * self.decay * to_square)
+        to_rate = to_rate + self.noise.process * to_sure * grown_slope(self.noise.rate, self.away)
+        weighed = (to_rate, self.grown * to_sure, self.seen * to_sure, self.asked * to_whole)
         return torch.stack([_per_head(x) for x in weighed])
+
+    def pull_back_growth(self, to_whole: Tensor) -> Tensor:
+        """Return gradients of key and query noise, `[2, H]`, where `to_whole` times `whole` adds up to 0 for a query.
+
+        So the gradient of log(start) is left out, of which next to nothing would be left over.
+        """
+        near = self.whole > torch.finfo(self.decay.dtype).tiny
+        steady = torch.where(near, -self.growth() * self.grown, -self.whole / self.start) * to_whole
+        fading = steady - torch.where(near, 2 * self.noise.rate * self.grown, 0) * to_whole
+        if self.ahead is not None:
+            fading, steady = steady.where(self.ahead, fading), fading.where(self.ahead, steady)
+        return torch.stack([_per_head(fading), _per_head(steady)])
 
 
 @dataclass
 class Scores:
     """Queries against keys that were pulled forward, `[L, H, t, s]`.
 
+    The key noise is in two terms of a score that nearly cancel where it is small: the weight's and the value's
+    variance. So both terms of a pair are added up as formulas, here and backwards, and never as numbers.
+
     Attributes:
-        score: what the softmax is taken of.
+        cost: log(variance of the value / weight); where values have their own dynamics, less that at lag 0.
+        doubts: -log(weight), where the two terms do not cancel.
+        score: what the softmax is taken of, minus temperature times cost.
         log_reach: the logarithm of the decay of values.
     """
 
@@ -156,8 +198,8 @@ class Scores:
     far: Spread
     factors: tuple[Tensor | float, Tensor]
     residual: Tensor
-    whole: Tensor
-    log_weight: Tensor
+    cost: Tensor
+    doubts: Tensor | None
     score: Tensor
     log_reach: Tensor
 
@@ -174,45 +216,65 @@ class Scores:
         factors = near.factors(model.floor)
         residual = factors[0] ** 2 * of_query + factors[1] ** 2 * of_key - 2 * factors[0] * factors[1] * gram
         residual = residual + (residual.clamp(min=0) - residual).detach()  # below 0 by rounding alone
-        whole = near.whole + residual / model.nu
-        log_weight = near.whole.log() - whole.log() if rules.rational else -residual / (model.nu * near.whole)
-        score = model.temperature * (log_weight - far.log(far.whole))
         squares, log_reach = (of_query, of_key), -model.values.rate * lag
-        return cls(model, rules, lag, gram, squares, near, far, factors, residual, whole, log_weight, score, log_reach)
+        doubts = None
+        if rules.rational and rules.shared:
+            cost = near.log(near.whole + residual / model.nu)
+        else:
+            ratio = residual / (model.nu * near.whole)
+            doubts = ratio.clamp(max=torch.finfo(ratio.dtype).max).log1p() if rules.rational else ratio
+            cost = doubts + (far.log(far.whole) if rules.shared else far.log_grown())
+        score = -model.temperature * cost
+        return cls(model, rules, lag, gram, squares, near, far, factors, residual, cost, doubts, score, log_reach)
 
     def log_precision(self) -> Tensor:
         """The logarithm of what a token adds to the total precision: its weight by the variance of its value."""
-        return self.log_weight - self.far.log(self.far.certain)
+        return self.far.excess() - self.cost if self.doubts is None else -self.doubts - self.far.log(self.far.certain)
 
     def pull_back(
-        self, to_score: Tensor, to_log_reach: Tensor, to_log_precision: Tensor | float
+        self, to_score: Tensor, to_log_reach: Tensor, to_log_precision: Tensor | None, log_share: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of `gram`, of the squares of queries and of keys, each `[L, H, t, s]`, and of numbers `[11, H]`."""
+        """Gradients of `gram`, of the squares of queries and of keys, each `[L, H, t, s]`, and of numbers `[11, H]`.
+
+        `log_share` is the score less a number of the query's, finite: `to_score` adds up to 0 for each query.
+        """
         model, near, far, (of_query, of_key) = self.model, self.near, self.far, self.factors
-        tempered = model.temperature * to_score
-        to_weight = tempered + to_log_precision
-        if self.rules.rational:
-            to_whole = -to_weight / self.whole
-            to_near, to_residual = to_weight / near.whole + to_whole, to_whole / model.nu
-        else:
-            to_residual = -to_weight / (model.nu * near.whole)
-            to_near = -to_residual * self.residual / near.whole
-        to_nu = -to_residual * self.residual / model.nu
+        tempered = to_cost = -model.temperature * to_score
+        if to_log_precision is not None:
+            to_cost = tempered - to_log_precision
+        shared, rational, level = self.rules.shared, self.rules.rational, model.nu * near.whole
+        inverse = (level + self.residual if rational else level).reciprocal()
+        to_residual, doubt = to_cost * inverse, inverse * self.residual  # doubt: the derivative of -log(weight)
         to_key = 2 * to_residual * (of_key * self.squares[1] - of_query * self.gram)
         to_decay = to_floor = to_key
         if near.ahead is not None:
             to_query = 2 * to_residual * (of_query * self.squares[0] - of_key * self.gram)
             to_decay = to_key.where(~near.ahead, to_query + model.floor * to_key)
             to_floor = to_key.where(~near.ahead, near.decay * to_key)
-        none = torch.zeros_like(to_weight)
-        of_keys = near.pull_back(0.0, to_near, none, to_decay)
-        of_values = far.pull_back(-to_log_precision / far.certain, -tempered / far.whole, -to_weight, none)
-        of_values[0] -= _per_head(self.lag * to_log_reach)
-        to_temperature = to_score * (self.log_weight - far.log(far.whole))
-        others = torch.stack([_per_head(x) for x in (to_nu, to_temperature, to_floor)])
-        to_numbers = torch.cat([of_keys, of_values, others])
-        to_gram = -2 * of_query * of_key * to_residual
-        return to_gram, of_query**2 * to_residual, of_key**2 * to_residual, to_numbers
+        to_rate = -self.lag * to_log_reach
+        if far.ahead is not None:
+            to_rate = to_rate + 2 * far.away * far.ahead * to_cost
+        slope = model.nu * inverse if rational else (1 - doubt) / near.whole  # of cost for the variance
+        slope = slope if shared else far.whole.reciprocal()
+        to_whole = to_sure = to_cost * slope
+        if to_log_precision is not None:
+            to_sure = to_sure - to_log_precision * (far.noise.query * far.asked / far.certain) / far.whole
+            to_whole = tempered * slope
+            to_whole = to_whole + to_log_precision * doubt / far.whole if shared else to_whole
+        if shared:
+            of_keys = near.pull_back(to_whole, to_sure, to_decay, to_rate)
+            of_values = torch.zeros_like(of_keys)
+        else:
+            to_near = -to_cost * doubt / near.whole
+            of_keys = near.pull_back(to_near, to_near, to_decay, 0.0)
+            of_values = far.pull_back(to_whole, to_sure, 0.0, to_rate)
+            of_values[2:] = far.pull_back_growth(to_whole)
+            if to_log_precision is not None:
+                to_certain = (to_log_precision / far.certain).where(far.certain > torch.finfo(level.dtype).tiny, 0)
+                of_values[2] -= _per_head(far.seen * to_certain)
+        weighed = (-to_cost * doubt / model.nu, to_score * log_share / model.temperature, to_floor)
+        numbers = torch.cat([of_keys, of_values, torch.stack([_per_head(x) for x in weighed])])
+        return -2 * of_query * of_key * to_residual, of_query**2 * to_residual, of_key**2 * to_residual, numbers
 
 
 def variance_of(log_precision: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+"""Gradients of `attend` in float32 over wide ranges of noises, against float64 within the computed budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from histories import Signals, arguments, leaves, signals
+from torch import Tensor
+
+from kalmix.ops import attend
+from kalmix.testing.budgets import budgets, relative_error
+
+NOISES = (1e-5, 1e-4, 1e-2, 1.0, 1e2)
+LENGTHS = {"chunked": 150, "reference": 37}
+
+
+def _drawn(seed: int, length: int, key_noise: float, own: bool) -> Signals:
+    """Signals with one key noise, each number one that float32 holds; heads have small and large process noises."""
+    x = signals(length, channels=4, own=3 if own else None, seed=seed)
+    x |= {name: x[name] / 8**0.5 for name in "qk"}
+    for name in (y for y in x if y.endswith("process_noise")):
+        x[name] = torch.tensor([1e-4, 1.0], dtype=torch.float64)
+    for name in (y for y in x if y.endswith("key_noise")):
+        x[name] = torch.full_like(x[name], key_noise)
+    return {name: y.float().double() for name, y in x.items()}
+
+
+def _answer(x: Signals, dtype: torch.dtype, variance: bool, **options: Any) -> list[Tensor]:
+    """Outputs and gradients, with kernels in `dtype`."""
+    given = leaves({name: y if name == "times" else y.to(dtype) for name, y in x.items()})
+    found = attend(**arguments(given), variance=variance, **options)
+    outputs = [found.mean, *([] if found.variance is None else [found.variance.log()])]
+    draw = torch.Generator().manual_seed(1)
+    weights = [torch.randint(-8, 9, y.shape, generator=draw).to(dtype) / 4 for y in outputs]
+    asked = [y for y in given.values() if y.requires_grad]
+    return [y.detach() for y in outputs] + list(torch.autograd.grad(outputs, asked, weights))
+
+
+def _check(x: Signals, variance: bool, kernel: str, **options: Any) -> None:
+    got = _answer(x, torch.float32, variance, kernel=kernel, **options)
+
+    def exact(moved: Signals) -> list[Tensor]:
+        return _answer(moved, torch.float64, variance, kernel="reference", **options)
+
+    names = ["mean", *["variance"][:variance], *(f"d {name}" for name in x if name != "times")]
+    allowed = budgets(exact, x, torch.float32, [torch.float32] * len(got))
+    for name, ours, theirs, budget in zip(names, got, exact(x), allowed, strict=True):
+        error = relative_error(ours, theirs)
+        assert error <= budget, f"{name}: {error:.1e}, allowed {budget:.1e}"
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "reference"])
+@pytest.mark.parametrize("variance", [False, True], ids=["mean", "variance"])
+@pytest.mark.parametrize("weight", ["rational", "exponential"])
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("key_noise", NOISES)
+def test_gradients_are_right_at_any_key_noise(
+    key_noise: float, own: bool, weight: str, variance: bool, kernel: str
+) -> None:
+    _check(_drawn(len(weight), LENGTHS[kernel], key_noise, own), variance, kernel, weight=weight)
