@@ -24,7 +24,7 @@ class Lanes(NamedTuple):
 
     Attributes:
         q: `[L, T, H, K]`, k: `[L, S, H, K]` and v: `[L, S, G, V]`, in the dtype of the belief.
-        times: float64 `[L, S]`, since the earliest of the lane.
+        times: float64 `[L, S]`, since the earliest of the sequence.
         rank: int64 `[L, S]`; a causal query sees keys whose rank is at most its own, by less than a window.
         after: the belief after the call.
         owner: the sequence of each token of the call, `[B, T]`, -1 for none; `None` where a row is a sequence.
@@ -89,7 +89,10 @@ def lay_out(
         lanes, sequence = after, torch.arange(after.positions.shape[0], device=device)[:, None]
     held = lanes.positions >= 0
     rank = torch.where(held, sequence * FAR + lanes.positions, NOWHERE)
-    first = torch.where(held, lanes.times, torch.inf).amin(1, keepdim=True)
+    if segments is not None and not copied:  # each sequence has its own clock: a lane may hold several
+        first = now.gather(1, segments.rows[:, 1].long()[sequence].clamp(max=length - 1))
+    else:
+        first = torch.where(held & lanes.times.isfinite(), lanes.times, torch.inf).amin(1, keepdim=True)
     since = torch.where(held, lanes.times - first, 0)
     return Lanes(q, lanes.keys, lanes.values, since, rank, _shown(after, window), owner, copied)
 

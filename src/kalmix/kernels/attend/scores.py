@@ -49,6 +49,14 @@ class Rules(NamedTuple):
             return behind.abs() < self.window
         return (behind >= 0) & (behind < self.window)
 
+    def sees_any(self, of_queries: Tensor, of_keys: Tensor, chosen: Tensor) -> Tensor:
+        """Which queries see one of the chosen keys, `[L, t]`, given ranks and a mask of keys `[L, s]`; O(s log s)."""
+        ranks = torch.where(chosen, of_keys, torch.iinfo(torch.int64).max).sort(1).values
+        last = of_queries if self.causal else of_queries + (self.window - 1)
+        ends = (x.contiguous() for x in (last, of_queries - self.window))
+        until, before = (torch.searchsorted(ranks, x, right=True) for x in ends)
+        return until > before
+
     def reach(self, queries: slice, tokens: int, slots: int) -> tuple[int, int]:
         """From where to where in a lane of slots, the last of them tokens with queries, some queries may see keys."""
         past = slots - tokens  # may have empty slots, so that a window may reach further back
