@@ -41,7 +41,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
             query towards the estimate of its key, by as much as the residual takes of an estimate.
         value_dynamics: whether values have dynamics and noises of their own.
         weight: "rational" or "exponential".
-        window: how many tokens a query sees; all if absent.
+        window: number of tokens a query sees, itself and the `window` - 1 before it; all if absent.
         floor: whether a learned number >= 0, at first 0.01, is added to the decay of keys.
         normalize: whether queries and keys are unit vectors (section 3.7).
         predict: "step": the state one step ahead, as published; "gate": as much of it as a gate says (section 3.1);

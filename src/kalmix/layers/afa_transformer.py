@@ -62,7 +62,7 @@ class AFATransformerBlock(Mixer):
         hidden_size: D.
         heads, head_dim: heads, and complex channels of each; see `complex_heads`.
         rotary_base: of initial frequencies of directions; see `StateDynamics`.
-        window: how many tokens a query sees; all if absent.
+        window: number of tokens a query sees, itself and the `window` - 1 before it; all if absent.
         mlp_width: of the MLP; 4 D if absent.
         kernel: pin a kernel of `kalmix.ops.attend`.
 

@@ -79,7 +79,8 @@ def attend(
         value_dynamics: `Dynamics` of the values, by which E, w and V of what is averaged are meant; those above,
             which the residual r always has, if absent.
         weight: "rational" or "exponential".
-        window: how many tokens a query sees, itself included; all if absent.
+        window: number of tokens a query sees, itself included: itself and the `window` - 1 before it. Where not
+            `causal`, also the `window` - 1 after it. All if absent.
         floor: added to the decay of keys, >= 0, a number, or one a head `[H]`.
         causal: whether queries see no later tokens. If they do, lags may be negative, E more than 1 and kappa is taken
             without its sign; there is no belief then, neither before nor after. What is far ahead outweighs all else
@@ -93,6 +94,10 @@ def attend(
         `Filtered` with mean `[B, T, G, 2 D]` in the dtype of `v`, variance `[B, T, G, 1]` in the dtype of the belief
         (or `None`), and the `HistoryBelief` after the last token, float32 (float64 if the inputs are), of which a
         window keeps as many tokens as it shows; `None` where not causal.
+
+    A token whose numbers are not finite, or whose square is not, makes the queries that see it read NaN; no gradient
+    passes through what they read. Other queries do not change: where values are not checked (on GPUs, in compiled
+    code), NaN in one sequence or in padding reaches no other sequence, nor earlier tokens of its own.
 
     Raises:
         ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.

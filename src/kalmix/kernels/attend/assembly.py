@@ -54,16 +54,14 @@ def assemble(
 
 def _cleared(lanes: Lanes, rules: Rules) -> tuple[Lanes, Tensor]:
     """Set tokens whose squares are not finite to 0; return also which queries see or are one, `[L, T, 1, 1]`."""
-    asked, held = (torch.stack([_finite(x) for x in y]).all(0) for y in ((lanes.q,), (lanes.k, lanes.v)))
-    held = held & lanes.times.isfinite()
-    q, k, v = (
-        torch.where(y[..., None, None], x, 0) for x, y in ((lanes.q, asked), (lanes.k, held), (lanes.v, held))
-    )
+    asked = _square(lanes.q).isfinite()
+    held = (_square(lanes.k) + _square(lanes.v) + 0 * lanes.times).isfinite()
+    q, k, v = (torch.where(y[..., None, None], x, 0) for x, y in ((lanes.q, asked), (lanes.k, held), (lanes.v, held)))
     clean = lanes._replace(q=q, k=k, v=v, times=torch.where(held, lanes.times, 0))
     own = lanes.rank[:, lanes.rank.shape[1] - lanes.q.shape[1] :]
     return clean, (~asked | rules.sees_any(own, lanes.rank, ~held))[..., None, None]
 
 
-def _finite(x: Tensor) -> Tensor:
-    """Whether the square of each token is finite, `[L, T]`."""
-    return x.detach().square().sum((2, 3)).isfinite()
+def _square(x: Tensor) -> Tensor:
+    """The square of each token, `[L, T]`."""
+    return x.detach().square().sum((2, 3))

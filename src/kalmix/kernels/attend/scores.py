@@ -175,12 +175,16 @@ class Spread:
 
         So the gradient of log(start) is left out, of which next to nothing would be left over.
         """
-        near = self.whole > torch.finfo(self.decay.dtype).tiny
-        steady = torch.where(near, -self.growth() * self.grown, -self.whole / self.start) * to_whole
-        fading = steady - torch.where(near, 2 * self.noise.rate * self.grown, 0) * to_whole
-        if self.ahead is not None:
-            fading, steady = steady.where(self.ahead, fading), fading.where(self.ahead, steady)
-        return torch.stack([_per_head(fading), _per_head(steady)])
+        noise, least = self.noise, self.whole <= torch.finfo(self.decay.dtype).tiny
+        lost = torch.where(least, -self.whole / self.start, 0) * to_whole  # no variance is less
+        found = []
+        for seen in (True, False) if self.ahead is not None else (True,):
+            own, other = (noise.key, noise.query) if seen else (noise.query, noise.key)
+            there = self.grown * to_whole.masked_fill(least if self.ahead is None else least | (self.ahead == seen), 0)
+            fading, steady = (-_per_head(there) * (x / self.start)[:, 0, 0] for x in (
+                noise.process + 2 * noise.rate * other, noise.process - 2 * noise.rate * own))  # fmt: skip
+            found.append(torch.stack([fading, steady] if seen else [steady, fading]))
+        return sum(found, _per_head(lost))
 
 
 @dataclass

@@ -1,0 +1,132 @@
+"""Isolation in `attend` and its forms: what is not finite reaches no query that does not see it, nor its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from histories import Signals, arguments, leaves, reads, signals
+from torch import Tensor
+
+from kalmix import Segments, checks
+from kalmix.kernels.attend import chunked
+from kalmix.kernels.primitives import blocks
+from kalmix.ops import attend, attend_channels, attend_radial
+from kalmix.types import Filtered
+
+RUNS = [[0, 0, 4], [0, 4, 7], [0, 7, 10], [1, 1, 11]]  # padding: token 10 of row 0, token 0 of row 1
+SPOILED = [(0, 4, 7), (0, 10, 11), (1, 0, 1)]  # row, start, stop
+PER_TOKEN = ("q", "k", "v", "times")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "window": {"window": 3, "weight": "exponential"},
+    "two-sided": {"causal": False},
+    "two-sided window": {"causal": False, "window": 2},
+}
+Op = Callable[..., Filtered]
+
+
+def _radial(x: Signals, **options: Any) -> Filtered:
+    """`attend_radial` with the same noises along and across, and one value head a key head."""
+    pairs = {name: x[name][:, None].expand(-1, 2) for name in ("process_noise", "key_noise", "query_noise")}
+    pairs |= {name: x[name][:, None].expand(-1, 2) for name in ("nu", "temperature")}
+    return attend_radial(**(arguments(x) | pairs | {"v": x["v"][:, :, :2]}), **options)
+
+
+def _channels(x: Signals, **options: Any) -> Filtered:
+    each = {
+        name: x[name][:, None].expand_as(x["frequency"]) for name in arguments(x) if name.endswith(("_decay", "_noise"))
+    }
+    return attend_channels(**(arguments(x) | each), **options)
+
+
+OPS: dict[str, Op] = {
+    "chunked": lambda x, **options: attend(**arguments(x), kernel="chunked", **options),
+    "reference": lambda x, **options: attend(**arguments(x), kernel="reference", **options),
+    "channels": _channels,
+    "radial": _radial,
+}
+
+
+@pytest.fixture(params=OPS)
+def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Op:
+    """Each form; tiles so small that there are many, with tokens of several sequences."""
+    monkeypatch.setattr(chunked, "QUERIES", 4)
+    monkeypatch.setattr(blocks, "ROOM", 1)
+    return OPS[request.param]
+
+
+def _spoil(x: Tensor, value: float, where: list[tuple[int, int, int]]) -> Tensor:
+    x = x.clone()
+    for row, start, stop in where:
+        x[row, start:stop] = value
+    return x
+
+
+def _answer(op: Op, x: Signals, value: float | None, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Mean and variance, and gradients of signals, with `value` in spoiled tokens and their upstream gradients."""
+    spoil = partial(_spoil, value=0.0 if value is None else value, where=[] if value is None else SPOILED)
+    given = leaves({name: spoil(y) if name in PER_TOKEN else y for name, y in x.items()})
+    with checks(enabled=False):
+        found = op(given, segments=Segments.of(torch.tensor(RUNS)), variance=True, **options)
+    draw = torch.Generator().manual_seed(1)
+    outputs = reads(found)
+    weights = [spoil(torch.randn(y.shape, generator=draw, dtype=y.dtype)) for y in outputs]
+    grads = torch.autograd.grad(outputs, [given[name] for name in "qkv"], weights)
+    return outputs, list(grads)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_neither_padding_nor_a_neighbour_reaches_a_sequence(options: dict[str, Any], value: float, op: Op) -> None:
+    x = signals(groups=1)
+    for ours, theirs in zip(_answer(op, x, value, **options), _answer(op, x, None, **options), strict=True):
+        for got, want in zip(ours, theirs, strict=True):
+            for row, start, stop in (RUNS[0], RUNS[2], RUNS[3]):
+                assert torch.equal(got[row, start:stop], want[row, start:stop])
+            for row, start, stop in SPOILED[1:]:
+                assert not got[row, start:stop].any()
+    mean = _answer(op, x, value, **options)[0][0]
+    assert mean[0, 4:7].isnan().all()
+
+
+@pytest.mark.parametrize("options", list(OPTIONS.values())[:2], ids=list(OPTIONS)[:2])
+def test_nan_in_a_token_reaches_no_earlier_one(options: dict[str, Any], op: Op) -> None:
+    x, first = signals(groups=1), 6
+    spoiled = {
+        name: _spoil(y, float("nan"), [(0, first, 11), (1, first, 11)]) if name in "qkv" else y for name, y in x.items()
+    }
+    with checks(enabled=False):
+        got, want = (op(y, variance=True, **options) for y in (spoiled, x))
+    for ours, theirs in zip(reads(got), reads(want), strict=True):
+        assert torch.equal(ours[:, :first], theirs[:, :first])
+    assert got.mean[:, first:].isnan().all()
+
+
+def test_a_window_ends_what_nan_reaches(op: Op) -> None:
+    x, window = signals(groups=1), 3
+    spoiled = {name: _spoil(y, float("nan"), [(0, 4, 5)]) if name in "qkv" else y for name, y in x.items()}
+    with checks(enabled=False):
+        causal, around = (op(spoiled, window=window, causal=causal).mean[0] for causal in (True, False))
+    assert causal.flatten(1).isnan().all(1).nonzero().flatten().tolist() == [4, 5, 6]
+    assert around.flatten(1).isnan().all(1).nonzero().flatten().tolist() == [2, 3, 4, 5, 6]
+    assert causal.isnan().any((1, 2)).sum() == 3 and around.isnan().any((1, 2)).sum() == 5
+
+
+def test_what_a_history_holds_of_another_sequence_reaches_nothing(op: Op) -> None:
+    """Packed sequences share the slots of their row; those of the others stay hidden when both go on."""
+    x, segments = (
+        {name: y[:1] if y.ndim == 4 or name == "times" else y for name, y in signals(groups=1).items()},
+        [[0, 0, 5], [0, 5, 11]],
+    )
+    spoiled = {name: _spoil(y, float("nan"), [(0, 5, 11)]) if name in "qkv" else y for name, y in x.items()}
+    later = {name: y + 20 if name == "times" else y for name, y in x.items()}
+    found = []
+    with checks(enabled=False):
+        for y in (spoiled, x):
+            belief = op(y, segments=Segments.of(torch.tensor(segments))).belief
+            found.append(op(later, segments=Segments.of(torch.tensor(segments)), belief=belief).mean)
+    assert torch.equal(found[0][:, :5], found[1][:, :5]) and found[0][:, 5:].isnan().all()
