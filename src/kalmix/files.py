@@ -19,6 +19,7 @@ MAX_DEPTH = 64  # levels of lists and mappings inside each other; our own files 
 FORMAT = 1  # of checkpoints, recipes, results and configurations
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 _CODE = re.compile(r"\(os error (\d+)\)")  # as libraries in Rust report an errno
+_TORCH = re.compile(r"inline_container\.cc|iostream error")  # as `torch.save` reports any failure
 _SPARE = 1 << 16  # bytes; a disk with less free space is full
 
 
@@ -59,7 +60,9 @@ def _disk_error(error: Exception, path: Path) -> int | None:
         return int(code[1]) if int(code[1]) in _DISK else None
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     disk = os.statvfs(there)
-    return errno.ENOSPC if disk.f_bavail * disk.f_frsize < _SPARE else None
+    if disk.f_bavail * disk.f_frsize < _SPARE:
+        return errno.ENOSPC
+    return errno.EIO if _TORCH.search(str(error)) else None
 
 
 @contextmanager

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,7 @@ app.add_typer(bench.app)
 def main() -> None:
     """Run the command line; mistakes of the caller exit with 2, failures of the machine with 1."""
     try:
-        with warnings.catch_warnings():
-            _print_warnings()
+        with _one_line_messages():
             app()
     except ValueError as error:
         if not type(error).__module__.startswith("kalmix."):  # a mistake of ours, which wants its traceback
@@ -46,9 +48,10 @@ def main() -> None:
         _fail("interrupted", status=130)
 
 
-def _print_warnings() -> None:
-    """Print a warning of kalmix as one line; others as Python does."""
-    show, package = warnings.showwarning, Path(__file__).parents[1]
+@contextmanager
+def _one_line_messages() -> Iterator[None]:
+    """Print a warning of kalmix as one line, and nothing when a thread fails to write: its main thread reports that."""
+    show, package, hook = warnings.showwarning, Path(__file__).parents[1], threading.excepthook
 
     def print_warning(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> None:
         if category is UserWarning and Path(filename).is_relative_to(package):
@@ -56,7 +59,16 @@ def _print_warnings() -> None:
         else:
             show(message, category, filename, *place)
 
-    warnings.showwarning = print_warning
+    def print_exception(failure: threading.ExceptHookArgs) -> None:
+        if not issubclass(failure.exc_type, OSError):
+            hook(failure)
+
+    with warnings.catch_warnings():
+        warnings.showwarning, threading.excepthook = print_warning, print_exception
+        try:
+            yield
+        finally:
+            threading.excepthook = hook
 
 
 def _fail(message: str, *, status: int) -> None:

@@ -181,6 +181,7 @@ def _checkpoint(output: Path, here: PartialState, *, resume: bool) -> Path | Non
             "output", got=f"{str(output)!r}, which holds a run", needs="a new folder, or that run resumed"
         )
     if resume and finished(read_history(output)):
+        shutil.rmtree(checkpoints, ignore_errors=True)  # a kill may have come before this
         needs = "an unfinished one, to resume it (`kalmix report` evaluates a finished one)"
         raise ArgumentError("output", got=f"{str(output)!r}, a finished run", needs=needs)
     checkpoint = newest(checkpoints, processes=here.num_processes)
