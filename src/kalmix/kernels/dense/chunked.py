@@ -30,11 +30,13 @@ from kalmix.kernels.dense.tile import (
     turned,
     variance_of,
 )
+from kalmix.kernels.primitives.isolation import isolate
 from kalmix.kernels.primitives.operator import operator, register_backward
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 Signals = tuple[Tensor | None, ...]  # in the order of `Tokens`
+ABSENT = (0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)  # signals of a token that says nothing
 
 
 def dense(
@@ -50,11 +52,16 @@ def dense(
     variance: bool,
 ) -> Filtered:
     """Proposition 1 of Memory by Design, tile by tile, with a backward of its own. See `kalmix.ops.dense`."""
-    tensors = (q, k, v, obs_noise, process_noise, log_decay, angle, *belief)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     rows = None if segments is None else segments.rows
-    mean, var, *after = _filter(*tensors, rows, variance, keep)
-    return Filtered(mean, var if variance else None, DenseBelief(*after[:2]))
+
+    def filtered(*tokens: Tensor | None) -> Filtered:
+        tensors = (*tokens, *belief)
+        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        mean, var, *after = _filter(*tensors, rows, variance, keep)
+        return Filtered(mean, var if variance else None, DenseBelief(*after[:2]))
+
+    tokens = (q, k, v, obs_noise, process_noise, log_decay, angle)
+    return isolate(filtered, tokens, v.shape[2], segments, ABSENT)
 
 
 class _Block:
@@ -63,7 +70,8 @@ class _Block:
     def __init__(self, lanes: Lanes, steps: range, signals: Signals) -> None:
         self.places, self.counts = lanes.places(steps), [lanes.counts[j] * lanes.heads for j in steps]
         self.kept = sum(self.counts[:: lanes.every])
-        cut = (None if x is None else lanes.cut(self.places, x, float(i == 3)) for i, x in enumerate(signals))
+        pairs = zip(signals, ABSENT, strict=True)
+        cut = (None if x is None else lanes.cut(self.places, x, absent) for x, absent in pairs)
         self.tokens = Tokens(*cut)  # type: ignore[arg-type]
         self.path = follow(self.tokens)
         self.outlook = look(self.tokens, self.path)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
 from kalmix.kernels.dense.joseph import corrected, less
-from kalmix.kernels.primitives.steps import Reads, owners, walk
+from kalmix.kernels.primitives.steps import Reads, inside, owners, walk
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -26,7 +26,9 @@ def dense(
 ) -> Filtered:
     """Proposition 1 of Memory by Design, one token at a time, any autograd. See `kalmix.ops.dense`."""
     batch, length, heads, _ = v.shape
-    dtype, width = belief.mean.dtype, q.shape[3]
+    dtype, width, owner = belief.mean.dtype, q.shape[3], owners(segments, batch, length)
+    q, k, v, process_noise, log_decay, angle = inside(owner, q, k, v, process_noise, log_decay, angle)
+    (obs_noise,) = inside(owner, obs_noise, absent=1.0)
     q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
     decay = k.new_ones(()).expand(v.shape[:3]) if log_decay is None else log_decay.to(dtype).exp()
     decay = decay[..., None, None] if decay.ndim == 3 else decay.repeat(1, 1, 1, width // decay.shape[3])[..., None]
@@ -36,7 +38,7 @@ def dense(
     if angle is not None:
         turns = zip(*(x(angle.to(dtype))[..., None].unbind(1) for x in (torch.cos, torch.sin)), strict=True)
     tokens = zip(*(x.unbind(1) for x in (q, k, v.to(dtype)[..., None, :], decay, *noises)), turns, strict=True)
-    reads, after = walk(_step, belief, tokens, owners(segments, batch, length))
+    reads, after = walk(_step, belief, tokens, owner)
     return Filtered(reads[0].to(v.dtype), reads[1] if variance else None, after)
 
 

@@ -18,12 +18,16 @@ from kalmix.types import Filtered
 
 
 def isolate(
-    function: Callable[..., Filtered], tokens: tuple[Any, ...], heads: int, segments: Segments | None
+    function: Callable[..., Filtered],
+    tokens: tuple[Any, ...],
+    heads: int,
+    segments: Segments | None,
+    absent: tuple[float, ...] | None = None,
 ) -> Filtered:
-    """Call `function(*tokens)` with 0 for values that are not finite, and make NaN of all that depends on them.
+    """Call `function(*tokens)` with finite values for those that are not, and make NaN of all that depends on them.
 
     That is what is read from their token on, in value heads that use them, and the belief of their sequence. Tokens
-    outside every sequence change nothing. Gradients are those for a value of 0.
+    outside every sequence change nothing. Gradients are those for the finite value.
 
     On a CPU tokens that are finite pass through. Elsewhere, and while compiling, nothing waits for values.
 
@@ -32,12 +36,14 @@ def isolate(
         tokens: signals `[B, T, H or G, ...]`, or `None`.
         heads: G.
         segments: as the kernel takes them.
+        absent: the finite value for each signal; 0 if not given.
     """
     signals = [x for x in tokens if x is not None]
     if signals[0].device.type == "cpu" and not torch.compiler.is_compiling() and _finite(signals):
         return function(*tokens)
     finite = [None if x is None else x.isfinite() for x in tokens]
-    found = function(*(x if x is None else torch.where(own, x, 0) for x, own in zip(tokens, finite, strict=True)))
+    pairs = zip(tokens, finite, absent or (0.0,) * len(tokens), strict=True)
+    found = function(*(x if x is None else torch.where(own, x, value) for x, own, value in pairs))
     lost = _lost([x for x in finite if x is not None], heads)
     since, ended = _spread(lost, segments)
     reads = (None if x is None else _spoiled(x, since[..., None]) for x in found[:2])

@@ -37,12 +37,14 @@ def owners(segments: Segments | None, batch: int, length: int) -> Tensor | None:
     return None if segments is None else segments.owner(batch, length)
 
 
-def inside(owner: Tensor | None, *signals: Any) -> tuple[Any, ...]:
-    """Return signals `[B, T, ...]` (or `None`) with 0 for tokens of no sequence, whose gradient is 0, too."""
+def inside(owner: Tensor | None, *signals: Any, absent: float = 0.0) -> tuple[Any, ...]:
+    """Return signals `[B, T, ...]` (or `None`) with `absent` for tokens of no sequence, whose gradient is 0."""
     if owner is None:
         return signals
     here = owner >= 0
-    return tuple(x if x is None else torch.where(here.view(*here.shape, *[1] * (x.ndim - 2)), x, 0) for x in signals)
+    shapes = [() if x is None else (*here.shape, *[1] * (x.ndim - 2)) for x in signals]
+    pairs = zip(signals, shapes, strict=True)
+    return tuple(x if x is None else torch.where(here.view(shape), x, absent) for x, shape in pairs)
 
 
 def _put(belief: Any, posterior: Any, owner: Tensor) -> Any:
