@@ -1,7 +1,8 @@
 """Beliefs: what a filter knows, one type per algebra, mean first, leading axis sequences.
 
 A belief is a `NamedTuple`, so it is immutable, a pytree wherever torch looks for one, and crosses
-`torch.compile` unharmed. The three verbs below are all a cache or a beam search needs.
+`torch.compile` unharmed. `torch.load(weights_only=True)` loads a saved one. The three verbs below are all a cache
+or a beam search needs.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ def _detach(belief: _B) -> _B:
     return type(belief)(*(leaf.detach() for leaf in belief))
 
 
+def loadable(kind: type[_B]) -> type[_B]:
+    """Let `torch.load(weights_only=True)`, its default, load saved instances of a class of tensors; a decorator."""
+    torch.serialization.add_safe_globals([kind])
+    return kind
+
+
+@loadable
 class PointBelief(NamedTuple):
     """A memory without doubt: `mean` `[N, G, K, V]`."""
 
@@ -39,6 +47,7 @@ class PointBelief(NamedTuple):
     detach = _detach
 
 
+@loadable
 class DiagonalBelief(NamedTuple):
     """Independent Gaussians, one a cell: `mean` and `variance`, both `[N, G, K, V]`."""
 
@@ -50,6 +59,7 @@ class DiagonalBelief(NamedTuple):
     detach = _detach
 
 
+@loadable
 class DenseBelief(NamedTuple):
     """Gaussian columns that share a covariance: `mean` `[N, G, K, V]`, `covariance` `[N, G, K, K]`, symmetric."""
 
@@ -61,6 +71,7 @@ class DenseBelief(NamedTuple):
     detach = _detach
 
 
+@loadable
 class RidgeBelief(NamedTuple):
     """Weighted sums over the past: `cross` `[N, G, K, V]` of keys and values, `gram` `[N, G, K, K]` of keys alone."""
 
@@ -72,6 +83,7 @@ class RidgeBelief(NamedTuple):
     detach = _detach
 
 
+@loadable
 class HistoryBelief(NamedTuple):
     """All that was seen, or what a window still shows of it, in S slots that may be empty.
 

@@ -19,41 +19,38 @@ class Segments(NamedTuple):
     """Runs of tokens: `rows` is int32 `[N, 3]`, each (batch row, start, stop), runs of a row not overlapping.
 
     Tokens outside every run leave beliefs untouched and read out 0. A run may be empty (start = stop). Beliefs
-    have one entry a run, in the order of `rows`. Build it with `of`, `packed` or `padded`, which check.
+    have one entry a run, in the order of `rows`.
+
+    Every constructor checks: shape and dtype always, values where they may be looked at (`kalmix.checks`). Functions
+    that map over trees of tensors may put other objects in the place of `rows`; ops refuse those.
+
+    Raises:
+        ArgumentError: `rows` is not int32 `[N, 3]`, an entry is negative, a run stops before it starts, or runs
+            overlap.
     """
 
     rows: Tensor
 
     @classmethod
     def of(cls, rows: Tensor) -> Segments:
-        """Segments from int32 or int64 `[N, 3]` rows, checked where values may be looked at.
+        """Build segments from int32 or int64 `[N, 3]` rows.
 
         Raises:
-            ArgumentError: not `[N, 3]` integers, a negative entry, stop before start, or overlapping runs.
+            ArgumentError: as the class does.
         """
-        if rows.ndim != 2 or rows.shape[1] != 3 or rows.dtype not in (torch.int32, torch.int64):
-            raise ArgumentError("segments", got=f"{rows.dtype} {list(rows.shape)}", needs="int32 [N, 3]")
-        if check_values(rows) and rows.numel():
-            batch, start, stop = rows.long().unbind(1)
-            if bool((rows < 0).any()) or bool((stop < start).any()):
-                raise ArgumentError("segments", got=rows.tolist(), needs="(batch row, start, stop), 0 <= start <= stop")
-            order = torch.argsort(start, stable=True)
-            order = order[torch.argsort(batch[order], stable=True)]
-            order = order[(stop > start)[order]]
-            ahead, behind = order[1:], order[:-1]
-            if bool(((batch[ahead] == batch[behind]) & (start[ahead] < stop[behind])).any()):
-                raise ArgumentError("segments", got=rows.tolist(), needs="runs that do not overlap")
-        return cls(rows.to(torch.int32))
+        return cls(rows.to(torch.int32) if isinstance(rows, Tensor) and rows.dtype == torch.int64 else rows)
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor) -> Segments:
         """Sequences laid end to end in one batch row: `cu_seqlens` is `[N + 1]`, 0 first, not decreasing."""
+        if not isinstance(cu_seqlens, Tensor):
+            raise ArgumentError("cu_seqlens", got=f"a {type(cu_seqlens).__name__}", needs="an int32 tensor [N + 1]")
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ArgumentError("cu_seqlens", got=f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}", needs="int32 [N + 1]")
         if check_values(cu_seqlens) and (int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any())):
             raise ArgumentError("cu_seqlens", got=cu_seqlens.tolist(), needs="0 first and not decreasing")
         start, stop = cu_seqlens[:-1], cu_seqlens[1:]
-        return cls(torch.stack([torch.zeros_like(start), start, stop], dim=1).to(torch.int32))
+        return unchecked(torch.stack([torch.zeros_like(start), start, stop], dim=1).to(torch.int32))
 
     @classmethod
     def padded(cls, mask: Tensor) -> Segments:
@@ -62,8 +59,9 @@ class Segments(NamedTuple):
         Raises:
             ArgumentError: a hole, that is padding between two tokens of a row.
         """
-        if mask.ndim != 2:
-            raise ArgumentError("mask", got=list(mask.shape), needs="[B, T]")
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            got = list(mask.shape) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+            raise ArgumentError("mask", got=got, needs="a tensor [B, T]")
         mask = mask != 0
         count = mask.sum(1)
         start = mask.int().argmax(1) if mask.shape[1] else count
@@ -74,13 +72,13 @@ class Segments(NamedTuple):
                 row = int((run != mask).any(1).int().argmax())
                 raise ArgumentError("mask", got=f"broken in row {row}", needs="one run of tokens a row, without holes")
         row = torch.arange(mask.shape[0], device=mask.device)
-        return cls(torch.stack([row, start, start + count], dim=1).to(torch.int32))
+        return unchecked(torch.stack([row, start, start + count], dim=1).to(torch.int32))
 
     @classmethod
     def whole(cls, batch: int, length: int, device: torch.device | str | None = None) -> Segments:
         """Every batch row one sequence: what `segments=None` means."""
         row = torch.arange(batch, device=device)
-        return cls(torch.stack([row, torch.zeros_like(row), torch.full_like(row, length)], dim=1).to(torch.int32))
+        return unchecked(torch.stack([row, torch.zeros_like(row), torch.full_like(row, length)], dim=1).to(torch.int32))
 
     @property
     def count(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -88,8 +86,8 @@ class Segments(NamedTuple):
         return self.rows.shape[0]
 
     def cpu(self) -> Segments:
-        """The same runs, on the CPU."""
-        return Segments(self.rows.cpu())
+        """Return the same runs on the CPU; checks the values of those that come from a GPU."""
+        return self if self.rows.is_cpu else Segments(self.rows.cpu())
 
     def owner(self, batch: int, length: int) -> Tensor:
         """The sequence each token belongs to, int64 `[B, T]`, -1 for none; O(B T log N), no host sync."""
@@ -124,6 +122,35 @@ class Segments(NamedTuple):
             first=used & (within == 0),
             last=torch.where(pieces > 0, ends - 1, -1),
         )
+
+
+def unchecked(rows: Tensor) -> Segments:
+    """Return segments of rows that were checked before or come from checked ones: for kernels and caches."""
+    return Segments._make((rows,))
+
+
+def _check(self: Segments, rows: Tensor) -> None:
+    if not isinstance(rows, Tensor):
+        if isinstance(rows, list | tuple) or hasattr(rows, "__array__"):
+            raise ArgumentError("segments", got=f"a {type(rows).__name__}", needs="an int32 tensor [N, 3]")
+        return  # such as the 0 that `torch.func.vmap` counts leaves with
+    if rows.ndim != 2 or rows.shape[1] != 3 or rows.dtype != torch.int32:
+        raise ArgumentError("segments", got=f"{rows.dtype} {list(rows.shape)}", needs="int32 [N, 3]")
+    if not check_values(rows) or rows.numel() == 0:
+        return
+    batch, start, stop = rows.long().unbind(1)
+    if bool((rows < 0).any()) or bool((stop < start).any()):
+        raise ArgumentError("segments", got=rows.tolist(), needs="(batch row, start, stop), 0 <= start <= stop")
+    order = torch.argsort(start, stable=True)
+    order = order[torch.argsort(batch[order], stable=True)]
+    order = order[(stop > start)[order]]
+    ahead, behind = order[1:], order[:-1]
+    if bool(((batch[ahead] == batch[behind]) & (start[ahead] < stop[behind])).any()):
+        raise ArgumentError("segments", got=rows.tolist(), needs="runs that do not overlap")
+
+
+torch.serialization.add_safe_globals([Segments])
+Segments.__init__ = _check  # pyright: ignore[reportAttributeAccessIssue] # the body of a NamedTuple may not define it
 
 
 class Tiles(NamedTuple):

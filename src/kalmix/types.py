@@ -32,6 +32,9 @@ class Filtered(NamedTuple):
     belief: Any  # a Belief; named Any because type checkers cannot narrow a protocol inside a NamedTuple
 
 
+torch.serialization.add_safe_globals([Filtered])  # a saved one loads where only data may be
+
+
 def belief_dtype(dtype: torch.dtype) -> torch.dtype:
     """Beliefs are float32 whatever the inputs are, and float64 where the inputs are."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -84,6 +84,19 @@ BAD_SEGMENTS = {
     "backwards": lambda: Segments.of(torch.tensor([[0, 3, 1]])),
     "overlapping": lambda: Segments.of(torch.tensor([[0, 0, 3], [1, 0, 5], [0, 2, 4]])),
     "lengths for cu_seqlens": lambda: Segments.packed(torch.tensor([3, 2])),
+    "made of a list": lambda: Segments([[0, 0, 3]]),
+    "made of an array": lambda: Segments(torch.zeros(1, 3, dtype=torch.int32).numpy()),
+    "made of int64": lambda: Segments(torch.zeros(1, 3, dtype=torch.int64)),
+    "made of floats": lambda: Segments(torch.zeros(1, 3)),
+    "made of one run": lambda: Segments(torch.zeros(3, dtype=torch.int32)),
+    "made of two columns": lambda: Segments(torch.zeros(1, 2, dtype=torch.int32)),
+    "made with a negative start": lambda: Segments(torch.tensor([[0, -1, 3]], dtype=torch.int32)),
+    "made with a negative row": lambda: Segments(torch.tensor([[-1, 0, 3]], dtype=torch.int32)),
+    "made backwards": lambda: Segments(torch.tensor([[0, 3, 1]], dtype=torch.int32)),
+    "made overlapping": lambda: Segments(torch.tensor([[0, 0, 3], [0, 2, 4]], dtype=torch.int32)),
+    "of a list": lambda: Segments.of([[0, 0, 3]]),
+    "cu_seqlens a list": lambda: Segments.packed([0, 3]),
+    "mask a list": lambda: Segments.padded([[1, 0]]),
     "cu_seqlens decreasing": lambda: Segments.packed(torch.tensor([0, 4, 3])),
     "cu_seqlens 2-D": lambda: Segments.packed(torch.tensor([[0, 4]])),
     "mask with a hole": lambda: Segments.padded(torch.tensor([[1, 1, 0], [1, 0, 1]])),
@@ -95,6 +108,26 @@ BAD_SEGMENTS = {
 def test_bad_segments(case):
     with pytest.raises(ArgumentError):
         BAD_SEGMENTS[case]()
+
+
+@pytest.mark.parametrize("rows", [None, [[0, 0, 3]], torch.zeros(1, 2).int(), torch.tensor([[0, -4, 3]]).int()])
+def test_ops_refuse_segments_that_nobody_checked(rows):
+    with pytest.raises(ArgumentError, match="segments"):
+        ops.diagonal(**signals(), segments=Segments._make((rows,)))
+
+
+def test_segments_are_made_while_compiling_and_mapped():
+    def rows(segments):
+        return Segments(segments.rows + 0).rows.sum() + Segments.whole(2, 3).rows.sum()
+
+    good = Segments(torch.tensor([[0, 0, 3]], dtype=torch.int32))
+    assert torch.compile(rows, fullgraph=True, backend="eager")(good) == rows(good)
+    with pytest.raises(ArgumentError, match="int32"):  # shape and dtype are checked there too
+        torch.compile(lambda s: Segments(s.rows.float()).rows, backend="eager")(good)
+    mapped = torch.func.vmap(lambda x, segments: x + segments.rows.sum(), in_dims=(0, None))(torch.zeros(2), good)
+    assert mapped.tolist() == [3, 3]
+    with torch.device("meta"):
+        assert Segments(torch.zeros(2, 3, dtype=torch.int32)).count == 2
 
 
 def test_bad_kernels():

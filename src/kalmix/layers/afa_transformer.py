@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix import ops
-from kalmix.beliefs import HistoryBelief
+from kalmix.beliefs import HistoryBelief, loadable
 from kalmix.layers.doubt import Doubt
 from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_owned, take, to
 from kalmix.layers.parametrize import StateDynamics
@@ -23,6 +23,7 @@ from kalmix.types import Filtered, belief_dtype
 EPS = 1e-6  # in the length of what is divided by it
 
 
+@loadable
 class AFATransformerState(NamedTuple):
     """What was seen: `magnitude`, one real channel a head, and `direction`."""
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kalmix.beliefs import loadable
 from kalmix.errors import ArgumentError
 from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_owned, take, to
 from kalmix.layers.parts import RMSNorm, rotate
@@ -15,6 +16,7 @@ from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 
+@loadable
 class AttentionState(NamedTuple):
     """Keys and values of each sequence so far, `[N, S, kv_heads, width]`, and their positions `[N, S]`, -1 for none.
 

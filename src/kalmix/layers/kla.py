@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix import ops
-from kalmix.beliefs import DiagonalBelief
+from kalmix.beliefs import DiagonalBelief, loadable
 from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_owned, take, to
 from kalmix.layers.parametrize import CellDynamics, observation_precision
 from kalmix.layers.parts import ShortConvolution, unit
@@ -18,6 +18,7 @@ from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 
 
+@loadable
 class KLAState(NamedTuple):
     """What a KLA layer remembers: `belief` `[N, 1, slots, channels]` twice, and the convolution's window."""
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kalmix.beliefs import loadable
 from kalmix.layers.heads import Heads
 from kalmix.layers.mixer import Mixer, check_choice, check_positive, check_state, detach, keep_owned, take, to
 from kalmix.layers.parts import RMSNorm, ShortConvolution, low_rank, unit
@@ -18,6 +19,7 @@ from kalmix.types import Filtered
 GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
+@loadable
 class MemoryState(NamedTuple):
     """What a memory layer remembers of each sequence: the `belief` of its op, and what its projections `carried`.
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kalmix.beliefs import loadable
 from kalmix.checks import check_shape, check_values
 from kalmix.errors import ArgumentError
 from kalmix.kernels.primitives.steps import owners, walk
@@ -19,6 +20,7 @@ from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 
 
+@loadable
 class RunningEstimate(NamedTuple):
     """What is known of the states of a sequence after its last token.
 

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
+from kalmix.beliefs import loadable
 from kalmix.errors import ArgumentError
 from kalmix.layers import Mixer
-from kalmix.segments import Segments
+from kalmix.segments import Segments, unchecked
 
 LAYER_TYPE = "kalmix_belief"
 
 
+@loadable
 class Call(NamedTuple):
     """One call of a mixer: the state before it, and what it was given."""
 
@@ -26,7 +28,7 @@ class Call(NamedTuple):
         """The same call with only its first tokens."""
         segments = self.segments
         if segments is not None:
-            segments = Segments(torch.cat([segments.rows[:, :1], segments.rows[:, 1:].clamp(max=tokens)], dim=1))
+            segments = unchecked(torch.cat([segments.rows[:, :1], segments.rows[:, 1:].clamp(max=tokens)], dim=1))
         return Call(self.before, self.signal[:, :tokens], segments)
 
     def take(self, index: Tensor) -> Call:
@@ -34,7 +36,7 @@ class Call(NamedTuple):
         segments = self.segments
         if segments is not None:
             row = torch.arange(len(index), dtype=torch.int32, device=index.device)
-            segments = Segments(torch.cat([row[:, None], segments.rows[index, 1:]], dim=1))
+            segments = unchecked(torch.cat([row[:, None], segments.rows[index, 1:]], dim=1))
         return Call(_take(self.before, index), self.signal.index_select(0, index), segments)
 
 
@@ -42,6 +44,7 @@ def _take(state: Any, index: Tensor) -> Any:
     return None if state is None else state.take(index)
 
 
+@loadable
 class Memory(NamedTuple):
     """All a cache layer holds; immutable, so keeping one is a snapshot.
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kalmix.checks import check_values
 from kalmix.errors import ArgumentError
-from kalmix.segments import Segments
+from kalmix.segments import Segments, unchecked
 
 
 def find_segments(
@@ -71,4 +71,4 @@ def _runs(name: str, marks: Tensor, batch: int, length: int, step: int) -> Segme
     if row.shape[0] <= batch:
         return None
     ends = torch.cat([(row * length + start)[1:], row.new_tensor([batch * length])])
-    return Segments(torch.stack([row, start, ends - row * length], dim=1).to(torch.int32))
+    return unchecked(torch.stack([row, start, ends - row * length], dim=1).to(torch.int32))

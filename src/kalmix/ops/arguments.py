@@ -57,16 +57,19 @@ def check_segments(segments: Segments | None, batch: int, length: int, device: t
         return batch
     if not isinstance(segments, Segments):
         raise ArgumentError("segments", got=type(segments).__name__, needs="kalmix.Segments")
-    check_kind("segments", segments.rows, (torch.int32,), device)
-    if check_values(segments.rows) and segments.count:
-        row, _, stop = segments.rows.amax(0).tolist()
-        if row >= batch or stop > length:
+    rows = segments.rows
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != 3:
+        check_shape("segments.rows", rows, "N 3", {"3": 3})
+    check_kind("segments", rows, (torch.int32,), device)
+    if check_values(rows) and rows.shape[0]:
+        least, (row, _, stop) = (bound.tolist() for bound in rows.aminmax(dim=0))
+        if min(least) < 0 or row >= batch or stop > length:
             raise ArgumentError(
                 "segments",
                 got=f"up to batch row {row} and token {stop}",
                 needs=f"within batch {batch} and length {length}",
             )
-    return segments.count
+    return rows.shape[0]
 
 
 def check_belief(belief: Any, prior: B, layouts: tuple[str, ...], sizes: dict[str, int]) -> B:

@@ -9,7 +9,7 @@ from kalmix.beliefs import DenseBelief
 from kalmix.kernels.dense.windows import WINDOW, padded
 from kalmix.kernels.primitives.fused_memory import kept_shapes, tile_size
 from kalmix.kernels.primitives.operator import operator, register_backward
-from kalmix.segments import Segments
+from kalmix.segments import Segments, unchecked
 from kalmix.types import Filtered
 
 
@@ -83,7 +83,7 @@ def _(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, vari
 def _forward(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep):
     from kalmix.kernels.dense.triton import forward
 
-    segments, shapes = None if rows is None else Segments(rows), _kept_shapes(k, v, rows, keep)
+    segments, shapes = None if rows is None else unchecked(rows), _kept_shapes(k, v, rows, keep)
     kept = torch.empty(shapes[3], dtype=torch.float32, device=k.device)
     signals = (q, k, v, obs_noise, process_noise, log_decay)
     size = tile_size(v.shape[1], v.dtype)
@@ -147,7 +147,7 @@ def _backward(
     from kalmix.kernels.dense.triton_backward import backward
     from kalmix.kernels.primitives.triton_filter import Results
 
-    segments, size = None if rows is None else Segments(rows), tile_size(v.shape[1], v.dtype)
+    segments, size = None if rows is None else unchecked(rows), tile_size(v.shape[1], v.dtype)
     found = Kept(gain, rounded if rounded.numel() else gain, scale, covariances)
     grads = (grad_mean, grad_read, grad_after, grad_last)
     signals, results = (q, k, v, obs_noise, process_noise, log_decay), Results(grad_mean, states, errors, inverses)

@@ -8,7 +8,7 @@ from torch import Tensor
 from kalmix.beliefs import DiagonalBelief
 from kalmix.kernels.diagonal.scratch import SPACING, padded
 from kalmix.kernels.primitives.operator import operator, register_backward
-from kalmix.segments import Segments
+from kalmix.segments import Segments, unchecked
 from kalmix.types import Filtered
 
 
@@ -70,7 +70,7 @@ def _(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, k
 def _forward(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, keep):
     from kalmix.kernels.diagonal.triton import forward
 
-    segments = None if rows is None else Segments(rows)
+    segments = None if rows is None else unchecked(rows)
     kept = torch.empty(_kept_shape(q, v, rows, keep), dtype=torch.float32, device=v.device)
     return *forward(q, k, v, precision, log_decay, process_noise, mean, var, segments, variance, kept), kept
 
@@ -114,7 +114,7 @@ def _(q, k, v, precision, log_decay, process_noise, kept, rows, grad_mean, grad_
 def _backward(q, k, v, precision, log_decay, process_noise, kept, rows, *grads):
     from kalmix.kernels.diagonal.triton_backward import backward
 
-    segments = None if rows is None else Segments(rows)
+    segments = None if rows is None else unchecked(rows)
     return backward(q, k, v, precision, log_decay, process_noise, kept, segments, *grads)
 
 

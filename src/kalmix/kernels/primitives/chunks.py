@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kalmix.kernels.primitives.scan import Links, State, scan
-from kalmix.segments import Segments
+from kalmix.segments import Segments, unchecked
 
 
 class Chunks:
@@ -28,7 +28,7 @@ class Chunks:
         L is `size`, or the least power of two that holds all T tokens.
         """
         size = min(size, 1 << (v.shape[1] - 1).bit_length())
-        return Chunks(v, key_heads, size) if rows is None else _Runs(v, key_heads, size, Segments(rows))
+        return Chunks(v, key_heads, size) if rows is None else _Runs(v, key_heads, size, unchecked(rows))
 
     def __init__(self, v: Tensor, key_heads: int, size: int) -> None:
         self.batch, self.length, self.device = *v.shape[:2], v.device

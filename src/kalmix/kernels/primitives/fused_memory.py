@@ -13,7 +13,7 @@ from torch import Tensor
 from kalmix.beliefs import PointBelief
 from kalmix.checks import SINGLES
 from kalmix.kernels.primitives.operator import operator, register_backward
-from kalmix.segments import Segments
+from kalmix.segments import Segments, unchecked
 from kalmix.types import Filtered
 
 SERVED: dict[str, Any] = {  # what the rows say of themselves
@@ -94,7 +94,7 @@ def _forward(q, k, v, gain, log_decay, prior, rows, corrects, keep):
     from kalmix.kernels.primitives.triton_filter import blank, forward
     from kalmix.kernels.primitives.triton_tiles import cut_tokens
 
-    segments, size = None if rows is None else Segments(rows), tile_size(v.shape[1], v.dtype)
+    segments, size = None if rows is None else unchecked(rows), tile_size(v.shape[1], v.dtype)
     cut = cut_tokens(v.shape[0], v.shape[1], size, segments, q)
     results = blank(k, v, cut.count, size, corrects, cut.packed)
     last = forward(q, k, v, gain, log_decay, prior, cut, corrects, results)
@@ -144,7 +144,7 @@ def _backward(q, k, v, gain, log_decay, states, errors, inverses, rows, grad_mea
     from kalmix.kernels.primitives.triton_filter_backward import backward, blank
     from kalmix.kernels.primitives.triton_tiles import cut_tokens
 
-    segments, kept = None if rows is None else Segments(rows), Results(grad_mean, states, errors, inverses)
+    segments, kept = None if rows is None else unchecked(rows), Results(grad_mean, states, errors, inverses)
     cut = cut_tokens(v.shape[0], v.shape[1], tile_size(v.shape[1], v.dtype), segments, q)
     grads = blank(q, v, gain, log_decay, cut.packed)
     dprior = backward(q, k, v, gain, log_decay, kept, cut, grad_mean, grad_last, corrects, grads)

@@ -21,7 +21,7 @@ from kalmix.kernels.primitives.scan import Writes
 from kalmix.kernels.primitives.steps import inside, owners
 from kalmix.kernels.ridge.assembly import assemble
 from kalmix.kernels.ridge.systems import packed, scale_of, solve, unpacked
-from kalmix.segments import Segments
+from kalmix.segments import Segments, unchecked
 from kalmix.solvers import Adaptive, Exact, Fixed, Ridge, Sketch, Solver
 from kalmix.types import Filtered
 
@@ -101,7 +101,7 @@ def _solve(
 
     within = solver.solver if isinstance(solver, Sketch) else solver
     widest = k.shape[3] ** 2 if isinstance(within, Exact) else k.shape[3]
-    segments = None if rows is None else Segments(rows)
+    segments = None if rows is None else unchecked(rows)
     entries = CHUNK * norm.shape[2] * widest
     return in_blocks(block, (rhs, k, log_decay, gain, norm), PointBelief(gram), segments, entries, CHUNK).mean
 
