@@ -56,7 +56,8 @@ def _sequence(
     def number(name: str, absent: float) -> Any:
         return x[name] if name in x else options.get(name, absent)
 
-    score, chance = _score(dynamics, values, number, options, lag, ones, x["q"][row, now], seen["keys"])
+    query = _slipped(x["q"][row, now], dynamics["frequency"], x, "query_turns", row, now, lag)
+    score, chance = _score(dynamics, values, number, options, lag, ones, query, seen["keys"])
     score = score.masked_fill(~visible, -torch.inf)
     shares = score.softmax(1)
     if "share" in ones:  # of A (dA - sum A dA), backwards, each part rounds by itself
@@ -67,10 +68,20 @@ def _sequence(
     mean = (shares.repeat_interleave(groups, 2)[..., None] * pulled).sum(1)
     precision = (chance / certain).masked_fill(~visible, 0.0).sum(1).repeat_interleave(groups, 1)
     kept = tuple(seen[name][-window:] if options.get("window") else seen[name] for name in seen)
-    return kept, torch.cat([mean.real, mean.imag], -1), 1 / precision[..., None]
+    mean = torch.cat([mean.real, mean.imag], -1)
+    mean = _slipped(mean, values["frequency"], x, "value_turns", row, now, lag)
+    return kept, mean, 1 / precision[..., None]
 
 
 ROUNDED = ("square", "variance", "share")  # what is rounded for every pair and key head
+
+
+def _slipped(y: Tensor, frequency: Tensor, x: Tensors, name: str, row: int, now: slice, lag: Tensor) -> Tensor:
+    """Return y with the rounding of a gradient of frequencies that is summed over times, where a lag would do."""
+    if f"rounding.{name}" not in x or not lag.numel():
+        return y
+    slip = (frequency - frequency.detach()).repeat_interleave(y.shape[1] // frequency.shape[0], 0).repeat(1, 2)
+    return y * (1 + (x[f"rounding.{name}"][row, now] - 1) * lag.abs().max() * slip)
 
 
 def _score(

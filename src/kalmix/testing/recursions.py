@@ -1,9 +1,8 @@
 """Independent float64 recursions, one per op, written from the equations of the ops' docstrings.
 
 They share no code with the oracle and the kernels, so that an error in those cannot hide here. `filter_tokens` steps
-through all sequences at once, one token at a time. Inputs named "rounding.*" are ones that multiply what an algorithm
-stores from token to token. Moving them by one rounding, as `budgets` moves every input, gives the effect of storing it
-in a lower precision.
+through all sequences at once, one token at a time, in the dtype of its inputs. Evaluated in float32 it shows how far
+rounding moves a straightforward algorithm.
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ def filter_tokens(op: str, x: Tensors, options: dict[str, Any], runs: list[Run])
     for t in range(longest):
         here = (start + t).clamp(max=length - 1)
         token = still | {name: x[name][row, here] for name in signals}
-        token |= {
-            name: x[f"rounding.{name}"][t] for name in ("iterates", "difference", "turns") if f"rounding.{name}" in x
-        }
+        if "rounding.turns" in x:
+            token["turns"] = x["rounding.turns"][t]
         after, mean, variance = STEPS[op](state, token, options)
-        after = tuple(part * ones for part, ones in zip(after, roundings(x, state, t), strict=True))
         going = start + t < stop
         state = tuple(
             torch.where(going.view(-1, *(1,) * (old.ndim - 1)), new, old) for new, old in zip(after, state, strict=True)
@@ -90,16 +87,6 @@ def prior_of(op: str, x: Tensors, count: int) -> State:
         part = x["v"].new_zeros(count, heads, keys, keys if field in SQUARES else values)
         state.append(part + 1 if field == "variance" else part + torch.eye(keys) if field == "covariance" else part)
     return tuple(state)
-
-
-def roundings(x: Tensors, state: State, t: int) -> list[Any]:
-    """Return the ones that multiply each part of the state after token t; symmetric for a square part."""
-    found = []
-    for i, part in enumerate(state):
-        ones = x[f"rounding.{i}"][t] if f"rounding.{i}" in x else 1.0
-        square = isinstance(ones, Tensor) and i == 1 and part.shape[-1] == part.shape[-2]
-        found.append(symmetric(ones) if square else ones)
-    return found
 
 
 def faded(matrix: Tensor, log_decay: Tensor | None) -> Tensor:
@@ -153,8 +140,8 @@ def step_dense(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
         diffuses[..., s["k"].shape[-1] // 2 :] = 0
         decay = decay.repeat(1, 1, 2) if decay is not None and decay.ndim == 3 else decay
     if angle is not None and "turns" in s:  # where angles add up, a token's own turn cancels, but for rounding
-        slip = (s["turns"] - 1) * (angle - angle.detach())
-        s = s | {name: s[name] + torch.cat([0 * slip, slip], -1) * s[name].roll(slip.shape[-1], -1) for name in "qk"}
+        slip = ((s["turns"] - 1) * (angle - angle.detach())).repeat(1, 1, 2)
+        s = s | {name: s[name] * (1 + slip) for name in "qk"}
 
     def move(x: Tensor) -> Tensor:
         if angle is not None:
@@ -168,7 +155,7 @@ def step_dense(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
     seen = times(spread, s["k"])
     gain = seen / (s["obs_noise"] + (s["k"] * seen).sum(-1))[..., None]
     mean = before + outer(gain, s["v"] - read(before, s["k"]))
-    covariance = symmetric((s["difference"] * spread if "difference" in s else spread) - outer(gain, seen))
+    covariance = symmetric(spread - outer(gain, seen))
     return (mean, covariance), read(mean, s["q"]), (s["q"] * times(covariance, s["q"])).sum(-1, keepdim=True)
 
 
@@ -176,16 +163,13 @@ def step_ridge(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
     gain = s["gain"][..., None] if "gain" in s else 1.0
     gram = faded(state[1], s.get("log_decay")) + outer(gain * s["k"], s["k"])
     cross = faded(state[0], s.get("log_decay")) + outer(gain * s["k"], s["v"])
-    x = solution(gram, s["q"], options["ridge"], options["solver"], s.get("iterates"))
+    x = solution(gram, s["q"], options["ridge"], options["solver"])
     mix = s["mix"][..., None] if "mix" in s else 1.0
     return (cross, gram), read(cross, mix * x + (1 - mix) * s["q"]), (s["q"] * x).sum(-1, keepdim=True)
 
 
-def solution(gram: Tensor, query: Tensor, ridge: Any, solver: Any, ones: Tensor | None) -> Tensor:
-    """x = (H + lambda I)^{-1} q as the solver finds it, with the gradients that its docstring promises.
-
-    `ones` multiply the iterates, `[..., iterations, K]`.
-    """
+def solution(gram: Tensor, query: Tensor, ridge: Any, solver: Any) -> Tensor:
+    """x = (H + lambda I)^{-1} q as the solver finds it, with the gradients that its docstring promises."""
     square = gram.square().sum((-2, -1))
     something = square > NOTHING**2
     norm = torch.where(something, torch.where(something, square, 1.0).sqrt(), 0.0)
@@ -197,48 +181,44 @@ def solution(gram: Tensor, query: Tensor, ridge: Any, solver: Any, ones: Tensor 
     if isinstance(solver, Exact):
         x = torch.linalg.solve(system, query)
     elif isinstance(solver, Chebyshev) and solver.backward == "unrolled":
-        x = chebyshev(system, query, least, most, solver.iterations, ones)
+        x = chebyshev(system, query, least, most, solver.iterations)
     else:
-        solve = partial(iterate, solver=solver, least=least.detach(), most=most.detach(), ones=ones)
+        solve = partial(iterate, solver=solver, least=least.detach(), most=most.detach())
         x = _Implicit.apply(system, query, solve)
     return torch.where(solvable[..., None], x, 0.0)
 
 
-def iterate(system: Tensor, rhs: Tensor, solver: Any, least: Tensor, most: Tensor, ones: Tensor | None) -> Tensor:
+def iterate(system: Tensor, rhs: Tensor, solver: Any, least: Tensor, most: Tensor) -> Tensor:
     if isinstance(solver, Chebyshev):
-        return chebyshev(system, rhs, least, most, solver.iterations, ones)
+        return chebyshev(system, rhs, least, most, solver.iterations)
     if isinstance(solver, ConjugateGradient):
-        return conjugate_gradient(system, rhs, solver.iterations, ones)
+        return conjugate_gradient(system, rhs, solver.iterations)
     if isinstance(solver, Exact):
         return torch.linalg.solve(system, rhs)
     assert isinstance(solver, Sketch)
     basis = basis_of(solver, rhs)
-    return iterate(basis.mT @ system @ basis, rhs @ basis, solver.solver, least, most, ones) @ basis.mT
+    return iterate(basis.mT @ system @ basis, rhs @ basis, solver.solver, least, most) @ basis.mT
 
 
-def rounded_iterate(x: Tensor, ones: Tensor | None, i: int) -> Tensor:
-    return x if ones is None else x * ones[..., i, : x.shape[-1]]
-
-
-def chebyshev(system: Tensor, rhs: Tensor, least: Tensor, most: Tensor, iterations: int, ones: Tensor | None) -> Tensor:
+def chebyshev(system: Tensor, rhs: Tensor, least: Tensor, most: Tensor, iterations: int) -> Tensor:
     """Algorithm 1 of Gated KalmaNet, for eigenvalues between `least` and `most`."""
     rho, weight = (most - least) / (most + least), torch.full_like(least, 2.0)
     before, x = torch.zeros_like(rhs), 2 * rhs / (most + least)
-    for i in range(iterations):
+    for _ in range(iterations):
         weight = 4 / (4 - rho**2 * weight)
         step = 2 * weight / (most + least) * (times(system, x) - rhs)
-        before, x = x, rounded_iterate(x - step + (weight - 1) * (x - before), ones, i)
+        before, x = x, x - step + (weight - 1) * (x - before)
     return x
 
 
-def conjugate_gradient(system: Tensor, rhs: Tensor, iterations: int, ones: Tensor | None) -> Tensor:
+def conjugate_gradient(system: Tensor, rhs: Tensor, iterations: int) -> Tensor:
     x, residual, direction = torch.zeros_like(rhs), rhs, rhs
-    for i in range(iterations):
+    for _ in range(iterations):
         square, image = residual.square().sum(-1, keepdim=True), times(system, direction)
         curvature = (direction * image).sum(-1, keepdim=True)
         going = (curvature > 0) & (square > 0)
         step = torch.where(going, square / torch.where(going, curvature, 1.0), 0.0)
-        x, residual = rounded_iterate(x + step * direction, ones, i), residual - step * image
+        x, residual = x + step * direction, residual - step * image
         share = torch.where(going, residual.square().sum(-1, keepdim=True) / torch.where(going, square, 1.0), 0.0)
         direction = residual + share * direction
     return x
