@@ -15,7 +15,7 @@ from torch import Tensor
 from kalmix.checks import checks
 from kalmix.segments import Segments
 from kalmix.testing.budgets import DATA, Tensors
-from kalmix.testing.cases import Case, outputs
+from kalmix.testing.cases import Case, outputs, parts
 from kalmix.testing.measure import learnable
 
 FILLS = ("NaN", "infinity", "overflow")
@@ -67,7 +67,7 @@ def run(case: Case, inputs: Tensors, segments: Segments | None, spoiled: Spoiled
     with checks(enabled=False):
         result = case.run_lowered(inputs | leaves, segments)
         found = dict(zip(case.quantities, (x for x in (result.mean, result.variance) if x is not None), strict=False))
-        beliefs = {f"belief.{field}": x for field, x in zip(result.belief._fields, result.belief, strict=True)}
+        beliefs = dict(zip((f"belief.{x}" for x in result.belief._fields), parts(result.belief), strict=True))
         generator, given = torch.Generator().manual_seed(case.seed + 1), {}
         for name, y in (found | beliefs).items():
             if y.requires_grad:

@@ -171,7 +171,7 @@ def _pull_back(ctx, to_mean, to_certainty, to_keys, to_values, *_):
     to_q, to_k, to_v, *found, to_numbers = _gradients(
         to_mean, to_certainty, kept, *frequencies, times, rank, numbers, *ctx.options
     )
-    to_k, to_v = (x if y is None else x + y for x, y in ((to_k, to_keys), (to_v, to_values)))
+    to_k, to_v = (x if y is None or not y.numel() else x + y for x, y in ((to_k, to_keys), (to_v, to_values)))
     return to_q, to_k, to_v, *found, None, None, to_numbers, *[None] * 9
 
 

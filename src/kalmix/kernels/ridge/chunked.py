@@ -103,7 +103,9 @@ def _solve(
     widest = k.shape[3] ** 2 if isinstance(within, Exact) else k.shape[3]
     segments = None if rows is None else unchecked(rows)
     entries = CHUNK * norm.shape[2] * widest
-    return in_blocks(block, (rhs, k, log_decay, gain, norm), PointBelief(gram), segments, entries, CHUNK).mean
+    return in_blocks(
+        block, (rhs, k, log_decay, gain, norm), PointBelief(gram), segments, entries, CHUNK
+    ).mean.contiguous()
 
 
 @torch.library.register_fake(_solve)

@@ -1,0 +1,91 @@
+"""Every op registered under `torch.ops.kalmix` passes `torch.library.opcheck`: schema, fake kernel, autograd, AOT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from kalmix.testing.cases import PROBLEMS, Case, outputs
+from kalmix.testing.measure import learnable
+from kalmix.training.bench import lookup
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+CASES = {  # which call runs an op, forward and backward
+    "attend_chunked": ("attend", "chunked"),
+    "attend_triton": ("attend", "triton"),
+    "dense_chunked": ("dense-turning", "chunked"),
+    "dense_triton": ("dense", "triton"),
+    "diagonal_triton": ("diagonal", "triton"),
+    "memory_triton": ("delta-keys", "triton"),
+    "ridge_chunked": ("ridge", "chunked"),
+    "ridge_triton": ("ridge", "triton"),
+}
+WITHOUT_BACKWARD = {"ridge_chunked", "lookup_added"}
+
+
+class Recorded(TorchDispatchMode):
+    """Arguments of the ops of kalmix that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if func.namespace == "kalmix":
+            self.calls.append((func, tree_map_only(Tensor, lambda x: x.detach().clone(), args)))
+        return func(*args, **(kwargs or {}))
+
+
+def _registered() -> set[str]:
+    names = (name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("kalmix::"))
+    return {name.split(".")[0] for name in names}
+
+
+def test_every_op_is_checked():
+    found = {name.removesuffix("_backward") for name in _registered()}
+    assert found == {*CASES, "lookup_added"}
+    assert {name for name in found if f"{name}_backward" not in _registered()} == WITHOUT_BACKWARD
+
+
+def _check(op: Any, arguments: tuple[Any, ...]) -> None:
+    """Check an op; where it has a backward pass, with gradients for all floating-point arguments."""
+    trains = f"{op._schema.name.split('::')[1]}_backward" in _registered()
+    given = tree_map_only(Tensor, lambda x: x.requires_grad_(trains and x.is_floating_point()), arguments)
+    torch.library.opcheck(op, given, rtol=1e-4, atol=1e-4)
+
+
+TRIED = [
+    pytest.param(name, device, packed, marks=[pytest.mark.slow] if kernel == "triton" and device == "cpu" else [])
+    for name, (_, kernel) in CASES.items()
+    for device in DEVICES
+    for packed in ((True,) if kernel == "triton" and device == "cpu" else (False, True))
+]
+
+
+@pytest.mark.parametrize(("name", "device", "packed"), TRIED)
+def test_op_is_sound(name, device, packed):
+    problem, kernel = CASES[name]
+    case = Case(problem, kernel, device, **(PROBLEMS[problem].interpreted or {}) | {"length": 5})
+    # Every token is in a sequence: what a kernel stores for its backward pass of other tokens is never written.
+    segments = case.segments([(0, 0, 3), (0, 3, 5), (1, 0, 5)]) if packed else None
+    inputs = case.inputs(sequences=segments and segments.count)
+    leaves = {name: x.requires_grad_() for name, x in learnable(inputs).items()}
+    with Recorded() as recorded:
+        found = outputs(case.run(inputs | leaves, segments))
+        torch.stack([y.float().sum() for y in found if y.requires_grad]).sum().backward()
+    calls = {op._schema.name.split("::")[1]: (op, arguments) for op, arguments in recorded.calls}
+    assert set(calls) == {name} | ({f"{name}_backward"} - {f"{x}_backward" for x in WITHOUT_BACKWARD})
+    for op, arguments in calls.values():
+        _check(op, arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_lookup_is_sound(device):
+    whole, ids = torch.arange(12, device=device).view(4, 3), torch.tensor([1, 0, 1, 2], device=device)
+    _check(torch.ops.kalmix.lookup_added.default, (whole, ids, 5))
+    assert lookup._added(whole, ids, 5)[1].tolist() == [6, 8, 10]
