@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from kalmix.errors import FileError
-from kalmix.files import check_regular, read_json
+from kalmix.files import check_format, check_regular, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "BF16", "F16")
@@ -35,10 +35,12 @@ def read_config(folder: Path, known: Collection[str]) -> dict[str, Any]:
 
     Raises:
         FileError: a JSON file of the folder is missing or damaged, or config.json is not one of kalmix.
+        FormatError: a newer version of kalmix wrote config.json.
     """
     config = read_json(folder / "config.json")
     if config.get("model_type") != "kalmix":
         raise FileError(f"config.json is of model_type {config.get('model_type')!r}; expected 'kalmix'")
+    check_format(config, folder / "config.json")
     for key in config:
         if key not in known:
             raise FileError(f"config.json has the unknown key {key!r}")

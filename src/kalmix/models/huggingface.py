@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 
 from kalmix.checks import check_types
 from kalmix.errors import ArgumentError, FileError
+from kalmix.files import FORMAT, check_format
 from kalmix.layers.mixer import check_choice, check_positive
 from kalmix.models.blocks import layer_specs, plain_layers
 from kalmix.models.cache import LAYER_TYPE, belief_layers
@@ -53,9 +54,10 @@ class KalmixConfig(PreTrainedConfig):
         loss_samples: Monte-Carlo samples S of the marginal likelihood.
         loss_samples_at_once: how many of them are decoded at once, which bounds memory.
         use_cache: whether evaluation without labels returns a cache unless told otherwise.
+        format: version of config.json and the weights beside it.
 
     Raises:
-        ArgumentError: an unknown mixer, option, loss or propagation, or a value of another type.
+        ArgumentError: an unknown mixer, option, loss or propagation, a value of another type, or a newer format.
     """
 
     model_type = "kalmix"
@@ -71,6 +73,7 @@ class KalmixConfig(PreTrainedConfig):
     loss_samples: int = 10
     loss_samples_at_once: int = 1
     use_cache: bool = True
+    format: int = FORMAT
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -78,6 +81,8 @@ class KalmixConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         hints = get_annotations(KalmixConfig, eval_str=True)
         check_types(hints, {name: getattr(self, name) for name in OWN if name != "layers"})
+        check_format({"format": self.format}, Path("config.json"))
+        self.format = FORMAT
         layer_specs(self.layers, self.hidden_size)
         self.layers = plain_layers(self.layers)
         check_choice("loss", self.loss, LOSSES)
