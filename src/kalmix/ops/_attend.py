@@ -123,8 +123,8 @@ def attend(
 def check_channels(q: Tensor, v: Tensor, sizes: dict[str, int]) -> None:
     """Check that columns are pairs; binds C and D, how many there are of keys and of values."""
     for name, x, letter in (("q", q, "C"), ("v", v, "D")):
-        sizes[letter], odd = divmod(x.shape[3], 2)
-        if odd:
+        sizes[letter] = x.shape[3] // 2
+        if x.shape[3] % 2:
             raise ArgumentError(name, got=f"{x.shape[3]} wide", needs="of even width, real parts and imaginary ones")
 
 

@@ -79,13 +79,12 @@ def dense(
     Complexity: O(T K (K + V)) work; memory for training O(T (K + V) + T K (K + V) / chunk) except in "reference".
     """
     sizes = check_tokens(q, k, v)
-    pairs, odd = divmod(sizes["K"], 2)
     per_row = ("B T G K",)
     if angle is not None:
-        if odd:
+        if sizes["K"] % 2:
             raise ArgumentError("q", got=f"{sizes['K']} wide", needs="an even number of key rows where they turn")
         per_row = ("B T G P",)
-        sizes["P"] = pairs
+        sizes["P"] = sizes["K"] // 2
         check_signal("angle", angle, per_row, sizes, v)
     if log_decay is not None:
         check_signal("log_decay", log_decay, ("B T G", *per_row), sizes, v, most=0.0)

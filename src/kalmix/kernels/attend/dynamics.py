@@ -85,7 +85,7 @@ def quarter(x: Tensor) -> Tensor:
 
 def kappa(rate: Tensor, lag: Tensor) -> Tensor:
     """What unit diffusion has grown to after a lag >= 0: (1 - exp(-2 rate lag)) / (2 rate), or the lag at rate 0."""
-    return _Kappa.apply(rate, lag)
+    return (_Kappa if torch.compiler.is_compiling() else _KappaForward).apply(rate, lag)
 
 
 def grown(rate: Tensor, lag: Tensor) -> Tensor:
@@ -119,12 +119,20 @@ class _Kappa(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, to_kappa: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rate, lag = ctx.saved_tensors
         return (to_kappa * grown_slope(rate, lag)).sum_to_size(rate.shape), None
+
+
+class _KappaForward(_Kappa):
+    """`_Kappa` with forward-mode derivatives, which the compiler of torch 2.11 refuses to trace."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _Kappa.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def jvp(ctx: Any, of_rate: Tensor, _: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

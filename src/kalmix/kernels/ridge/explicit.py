@@ -30,11 +30,15 @@ def solution(solver: Solver, gram: Tensor, ridge: Tensor, scale: Scale, rhs: Ten
             raise KernelError(f"{_UNROLLED} has no torch.func transforms and forward-mode derivatives; use {_IMPLICIT}")
         rho = _number(scale.rho, rhs).expand(*rhs.shape[:-1], 1)
         return _Unrolled.apply(matrix, rhs, rho, unrolled) * inverse
-    return _Implicit.apply(matrix, rhs, _number(scale.rho, rhs).detach(), solver) * inverse
+    return _implicit(matrix, rhs, _number(scale.rho, rhs).detach(), solver) * inverse
 
 
 def _number(x: Tensor | float, like: Tensor) -> Tensor:
     return torch.as_tensor(x, dtype=like.dtype, device=like.device)
+
+
+def _implicit(matrix: Tensor, rhs: Tensor, rho: Tensor, solver: Solver) -> Tensor:
+    return (_Implicit if torch.compiler.is_compiling() else _ImplicitForward).apply(matrix, rhs, rho, solver)
 
 
 class _Implicit(torch.autograd.Function):
@@ -53,18 +57,26 @@ class _Implicit(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         matrix, _, rho, ctx.solver = inputs
         ctx.save_for_backward(matrix, output, rho)
-        ctx.save_for_forward(matrix, output, rho)
 
     @staticmethod
     def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         matrix, x, rho = ctx.saved_tensors
-        to_rhs = _Implicit.apply(matrix, to_x, rho, ctx.solver)
+        to_rhs = _implicit(matrix, to_x, rho, ctx.solver)
         return -to_rhs[..., None] * x[..., None, :], to_rhs, None, None
+
+
+class _ImplicitForward(_Implicit):
+    """`_Implicit` with forward-mode derivatives, which the compiler of torch 2.11 refuses to trace."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _Implicit.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(inputs[0], output, inputs[2])
 
     @staticmethod
     def jvp(ctx: Any, of_matrix: Tensor, of_rhs: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         matrix, x, rho = ctx.saved_tensors
-        return _Implicit.apply(matrix, of_rhs - Matrices(of_matrix).apply(x), rho, ctx.solver)
+        return _implicit(matrix, of_rhs - Matrices(of_matrix).apply(x), rho, ctx.solver)
 
 
 class _Unrolled(torch.autograd.Function):
