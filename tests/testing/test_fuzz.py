@@ -28,3 +28,9 @@ def test_the_script_reports_every_op(capsys):
     told = capsys.readouterr().out
     assert "12 cases, 0 failures" in told and "delta" in told
     assert set(fuzz.BELIEFS) == set(OPS)
+
+
+def test_a_minute_of_random_calls_stays_within_budget():
+    """Every call that begins within the time must pass; `python -m kalmix.testing.fuzz` runs more."""
+    arguments = fuzz.parse(["--cases", "10000", "--seconds", "55"])
+    assert fuzz.fuzz(arguments) == 0

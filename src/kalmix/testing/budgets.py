@@ -69,6 +69,7 @@ def budgets(
     computed: torch.dtype,
     returned: Sequence[torch.dtype],
     products: torch.dtype | None = None,
+    draws: int = DRAWS,
 ) -> list[float]:
     """The budget of each output of `exact`, relative and norm-wise.
 
@@ -78,6 +79,7 @@ def budgets(
         computed: the dtype that a kernel computes in.
         returned: the dtype of each output.
         products: the dtype that it rounds products to on the way, if it does.
+        draws: how often to round the inputs, each time otherwise; the largest error counts.
     """
     want = exact(inputs)
     allowed = [torch.finfo(dtype).eps for dtype in returned]
@@ -86,7 +88,7 @@ def budgets(
             continue
         epsilon = torch.finfo(dtype).eps
         moved = []
-        for draw in range(DRAWS):
+        for draw in range(draws):
             with storing(partial(stored, epsilon=epsilon, generator=torch.Generator().manual_seed(draw))):
                 moved.append(exact(rounded(inputs, epsilon, draw)))
         for i in range(len(want)):

@@ -21,7 +21,7 @@ DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.flo
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 32, 33, 48, 64)
 MOST_NUMBERS = 400_000  # of a state, over all its tokens: bounds time and memory of a case
 MOST_NOISE = 100.0
-LEAST_NOISE = {"dense": 1e-4, "attend": 1e-4, "ridge": 1e-4, "additive": 1e-4, "delta": 1e-4, "diagonal": 1e-4}
+LEAST_NOISE = {"dense": 1e-4, "attend": 1e-5, "ridge": 1e-4, "additive": 1e-4, "delta": 1e-4, "diagonal": 1e-4}
 
 
 @dataclass
@@ -132,9 +132,12 @@ def draw(number: int, kernels: Callable[[str], list[str]], ops: tuple[str, ...] 
         kind = dtype if name in ("q", "k", "v") else carried if name.startswith("prior.") else gates
         if x.is_floating_point() and not name.endswith("times"):
             case.x[name] = x.to(kind)
-    for name, least in case.options.pop("floors", {}).items():  # rounding must not lower a noise below its floor
-        least = torch.tensor(least, dtype=case.x[name].dtype)
-        case.x[name] = torch.where(case.x[name] > 0, case.x[name].clamp(min=float(least.nextafter(least + 1))), 0)
+    least = case.options.pop("least_noise", None)
+    if least is not None:  # of an observation, relative to the square of its key; rounding must not lower it
+        square = case.x["k"].double().square().sum(-1).repeat_interleave(case.sizes["G"] // case.sizes["H"], 2)
+        noise = case.x["obs_noise"]
+        low = (least * square.clamp(min=1.0)).to(noise.dtype)
+        case.x["obs_noise"] = torch.maximum(noise, low.nextafter(low + 1))
     return case
 
 
@@ -276,7 +279,7 @@ def _draw_dense(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
         variance = max(variance, float(x["process_noise"].amax()) if t else 0.0)
     least = LEAST_NOISE["dense"] * variance
     x["obs_noise"] = dice.noise(least, b, t, g, high=max(MOST_NOISE, 2 * least))
-    return x, {"floors": {"obs_noise": least}}
+    return x, {"least_noise": least}
 
 
 def _draw_ridge(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
@@ -324,10 +327,15 @@ def _draw_attend(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
         options["window"] = dice.choice((1, 2, 3, 7, 16, 50))
     if dice.chance(0.6):
         step = dice.choice((1e-3, 1.0, 1.0)) * (dice.normal(b, t) + 0.5).clamp(min=0)
-        x["times"] = dice.choice((0.0, 0.0, 1000.0)) + step.cumsum(1)
+        x["times"] = dice.choice((0.0, 0.0, 1000.0)) + exact_in_float64(step).cumsum(1)
     if causal and not dice.chance(0.4):
         x |= _history(dice, case, x)
     return x, options
+
+
+def exact_in_float64(step: Tensor) -> Tensor:
+    """Round steps of time so that float64 adds and subtracts them exactly, in any order."""
+    return (step * 2**24).round() / 2**24
 
 
 def _dynamics(dice: Dice, heads: int, channels: int, length: int, causal: bool) -> Tensors:
@@ -353,7 +361,7 @@ def _history(dice: Dice, case: Draw, x: Tensors) -> Tensors:
     return {
         "prior.keys": dice.normal(n, slots, h, k),
         "prior.values": dice.normal(n, slots, g, v),
-        "prior.times": first - dice.normal(n, slots).abs().cumsum(1).flip(1),
+        "prior.times": first - exact_in_float64(dice.normal(n, slots).abs()).cumsum(1).flip(1),
         "prior.positions": positions,
     }
 

@@ -67,7 +67,8 @@ def _sequence(
     pulled = _pulled(seen["values"], values["frequency"], decay, lag, groups)
     mean = (shares.repeat_interleave(groups, 2)[..., None] * pulled).sum(1)
     precision = (chance / certain).masked_fill(~visible, 0.0).sum(1).repeat_interleave(groups, 1)
-    kept = tuple(seen[name][-window:] if options.get("window") else seen[name] for name in seen)
+    shortened = options.get("window") and x["v"].shape[1] > 0  # a call without tokens passes its belief through
+    kept = tuple(seen[name][-window:] if shortened else seen[name] for name in seen)
     mean = torch.cat([mean.real, mean.imag], -1)
     mean = _slipped(mean, values["frequency"], x, "value_turns", row, now, lag)
     return kept, mean, 1 / precision[..., None]
