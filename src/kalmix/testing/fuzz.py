@@ -212,7 +212,8 @@ def ones_of(case: Draw) -> Tensors:
             found["rounding.query_turns"] = torch.ones(b, t, h, k, dtype=torch.float64)
             found["rounding.value_turns"] = torch.ones(b, t, g, v, dtype=torch.float64)
         return found
-    return {"rounding.turns": torch.ones(t, n, g, k // 2, dtype=torch.float64)} if "angle" in case.x else {}
+    found = {"rounding.spread": torch.ones(t, n, g, k, k, dtype=torch.float64)} if case.op == "dense" else {}
+    return found | ({"rounding.turns": torch.ones(t, n, g, k // 2).double()} if "angle" in case.x else {})
 
 
 def call(case: Draw, device: str, x: Tensors) -> list[Tensor]:

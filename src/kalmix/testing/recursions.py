@@ -39,8 +39,7 @@ def filter_tokens(op: str, x: Tensors, options: dict[str, Any], runs: list[Run])
     for t in range(longest):
         here = (start + t).clamp(max=length - 1)
         token = still | {name: x[name][row, here] for name in signals}
-        if "rounding.turns" in x:
-            token["turns"] = x["rounding.turns"][t]
+        token |= {name: x[f"rounding.{name}"][t] for name in ("turns", "spread") if f"rounding.{name}" in x}
         after, mean, variance = STEPS[op](state, token, options)
         going = start + t < stop
         state = tuple(
@@ -155,7 +154,8 @@ def step_dense(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
     seen = times(spread, s["k"])
     gain = seen / (s["obs_noise"] + (s["k"] * seen).sum(-1))[..., None]
     mean = before + outer(gain, s["v"] - read(before, s["k"]))
-    covariance = symmetric(spread - outer(gain, seen))
+    rounded = spread * symmetric(s["spread"]) if "spread" in s else spread  # what eps p_0 / r^2 comes from
+    covariance = symmetric(rounded - outer(gain, seen))
     return (mean, covariance), read(mean, s["q"]), (s["q"] * times(covariance, s["q"])).sum(-1, keepdim=True)
 
 
