@@ -39,7 +39,8 @@ def filter_tokens(op: str, x: Tensors, options: dict[str, Any], runs: list[Run])
     for t in range(longest):
         here = (start + t).clamp(max=length - 1)
         token = still | {name: x[name][row, here] for name in signals}
-        token |= {name: x[f"rounding.{name}"][t] for name in ("turns", "spread") if f"rounding.{name}" in x}
+        if "rounding.turns" in x:
+            token["turns"] = x["rounding.turns"][t]
         after, mean, variance = STEPS[op](state, token, options)
         going = start + t < stop
         state = tuple(
@@ -133,6 +134,7 @@ def step_diagonal(state: State, s: Tensors, options: dict[str, Any]) -> tuple[St
 
 
 def step_dense(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State, Tensor, Tensor]:
+    """Appends the largest k'Pk / r^2 to the list `options["certainty"]`, if there is one."""
     diffuses, decay = torch.ones_like(s["k"]), s.get("log_decay")
     angle = s.get("angle")
     if angle is not None:
@@ -152,10 +154,12 @@ def step_dense(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
     before = move(state[0])
     spread = move(move(state[1]).mT) + s["process_noise"][..., None, None] * torch.diag_embed(diffuses)
     seen = times(spread, s["k"])
-    gain = seen / (s["obs_noise"] + (s["k"] * seen).sum(-1))[..., None]
+    known = (s["k"] * seen).sum(-1)
+    if "certainty" in options:
+        options["certainty"].append(float((known / s["obs_noise"]).max()))
+    gain = seen / (s["obs_noise"] + known)[..., None]
     mean = before + outer(gain, s["v"] - read(before, s["k"]))
-    rounded = spread * symmetric(s["spread"]) if "spread" in s else spread  # what eps p_0 / r^2 comes from
-    covariance = symmetric(rounded - outer(gain, seen))
+    covariance = symmetric(spread - outer(gain, seen))
     return (mean, covariance), read(mean, s["q"]), (s["q"] * times(covariance, s["q"])).sum(-1, keepdim=True)
 
 
