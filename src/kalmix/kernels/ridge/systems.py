@@ -1,7 +1,8 @@
 """Regularised normal equations S = H + ridge I of tokens, scaled to a spectrum about 1, and how solvers solve them.
 
 With m the middle of the spectrum [ridge, ridge + ||H||_F], S / m has its spectrum in [1 - rho, 1 + rho]; a solver sees
-only S / m. For an adaptive ridge rho is the same for every token, and nothing overflows however small H is.
+only S / m. For an adaptive ridge rho is the same for every token, and nothing overflows however small H is. A ridge
+below eps ||H||_F is lost in the rounding of H, whose least eigenvalues may then be negative: it is raised to that.
 """
 
 from __future__ import annotations
@@ -27,24 +28,36 @@ class Scale(NamedTuple):
 
 
 def scale_of(ridge: Ridge, norm: Tensor) -> Scale:
-    """The scale of systems whose H has Frobenius norm `norm`."""
+    """Return the scale of systems whose H has Frobenius norm `norm`; NaN where its square overflowed."""
     if isinstance(ridge, Adaptive):
-        middle, something = ridge.factor + 0.5, norm > NOTHING
+        factor, something = _factor(ridge, norm.dtype), norm > NOTHING
+        middle = factor + 0.5
         inverse = torch.where(something, 1 / torch.where(something, middle * norm, 1.0), 0.0)
-        return Scale(inverse, ridge.factor / middle, 0.5 / middle)
-    inverse = 1 / (ridge.value + norm / 2)
-    return Scale(inverse, ridge.value * inverse, norm / 2 * inverse)
+        return Scale(_unless_infinite(inverse, norm), factor / middle, 0.5 / middle)
+    level = ridge_of(ridge, norm)
+    inverse = 1 / (level + norm / 2)
+    return Scale(_unless_infinite(inverse, norm), level * inverse, norm / 2 * inverse)
 
 
 def ridge_of(ridge: Ridge, norm: Tensor) -> Tensor:
-    """lambda, differentiable in the norm of H."""
-    return ridge.factor * norm if isinstance(ridge, Adaptive) else torch.full_like(norm, ridge.value)
+    """Return lambda, differentiable in the norm of H: at least as much of it as the dtype resolves."""
+    if isinstance(ridge, Adaptive):
+        return _factor(ridge, norm.dtype) * norm
+    return (torch.finfo(norm.dtype).eps * norm).clamp(min=ridge.value)
+
+
+def _factor(ridge: Adaptive, dtype: torch.dtype) -> float:
+    return max(ridge.factor, torch.finfo(dtype).eps)
+
+
+def _unless_infinite(x: Tensor, norm: Tensor) -> Tensor:
+    return torch.where(norm < torch.inf, x, torch.nan)
 
 
 def norm_of(square: Tensor) -> Tensor:
     """The root of a squared norm, 0 with gradient 0 where there is nothing."""
-    something = square > NOTHING**2
-    return torch.where(something, torch.where(something, square, 1.0).sqrt(), 0.0)
+    nothing = square <= NOTHING**2
+    return torch.where(nothing, 0.0, torch.where(nothing, 1.0, square).sqrt())
 
 
 class System(Protocol):
@@ -85,9 +98,26 @@ def solve(solver: Solver, system: System, rhs: Tensor, rho: Rho) -> Tensor:
     if isinstance(solver, ConjugateGradient):
         return conjugate_gradient(system.apply, rhs, solver.iterations)
     if isinstance(solver, Exact):
-        return torch.cholesky_solve(rhs[..., None], torch.linalg.cholesky_ex(system.matrix())[0])[..., 0]
+        return torch.cholesky_solve(rhs[..., None], factor_of(system.matrix()))[..., 0]
     basis = basis_of(solver, rhs)
     return solve(solver.solver, system.within(basis), rhs @ basis, rho) @ basis.mT
+
+
+def factor_of(matrix: Tensor) -> Tensor:
+    """Return the lower Cholesky factors of systems S / m, `[..., K, K]`, whose eigenvalues are at most 2.
+
+    Where there is none, since rounding of a long sum outweighs the ridge, the ridge is raised to what a factorisation
+    resolves (Higham, Accuracy and Stability, theorem 10.7); if need be, to the root of the dtype's precision.
+    """
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    width, eps = matrix.shape[-1], torch.finfo(matrix.dtype).eps
+    eye = torch.eye(width, dtype=matrix.dtype, device=matrix.device)
+    for share in (width * (width + 1) * eps, eps**0.5):
+        if matrix.device.type == "cpu" and not failed.any():
+            break
+        raised, lost = torch.linalg.cholesky_ex(matrix + share * eye)
+        factor, failed = torch.where((failed > 0)[..., None, None], raised, factor), torch.where(failed > 0, lost, 0)
+    return factor
 
 
 def chebyshev(apply: Callable[[Tensor], Tensor], rhs: Tensor, rho: Rho, iterations: int) -> Tensor:
@@ -107,16 +137,23 @@ def chebyshev_weights(rho: Rho, iterations: int) -> list[Rho]:
 
 
 def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, iterations: int) -> Tensor:
-    """Hestenes and Stiefel's, from 0; a token whose residual has vanished stays where it is."""
+    """Hestenes and Stiefel's, from 0: the iterate with the smallest residual, which may grow on the way.
+
+    A token stays where it is once its residual is rounding, or its curvature not positive: what follows is noise.
+    """
     x, residual, direction = torch.zeros_like(rhs), rhs, rhs
     square = residual.square().sum(-1, keepdim=True)
+    best, smallest = x, square
+    least = (0.1 * torch.finfo(rhs.dtype).eps) ** 2 * square
     for _ in range(iterations):
         image = apply(direction)
         step = ratio(square, (direction * image).sum(-1, keepdim=True))
         x, residual, last = x + step * direction, residual - step * image, square
         square = residual.square().sum(-1, keepdim=True)
+        best, smallest = torch.where(square < smallest, x, best), torch.minimum(square, smallest)
+        square = torch.where((square > least) & (step > 0), square, 0.0)
         direction = residual + ratio(square, last) * direction
-    return x
+    return best
 
 
 def ratio(above: Tensor, below: Tensor) -> Tensor:

@@ -280,12 +280,21 @@ def chebyshev(rhs, gram, k, weights, fade, shift, rho, iterations, PRECISION: tl
     return x + ((weight - 1.0) * d.to(tl.float32) - (weight * fade[:, None]) * r)
 
 
+@triton.constexpr_function
+def resolved(kind):
+    """Return the least ridge, relative to ||H||_F, that outweighs the rounding of H, which is kept in this dtype."""
+    return 2.0**-10 if kind == tl.bfloat16 else 2.0**-23
+
+
 @triton.jit
 def conjugate(rhs, gram, k, weights, fade, shift, iterations, PRECISION: tl.constexpr):
-    """So many conjugate gradients; `weights` and `shift` are those of S / (m fade)."""
+    """So many conjugate gradients; `weights` and `shift` are those of S / (m fade).
+
+    A token stays where it is once its residual is rounding, or its curvature not positive: what follows is noise.
+    """
     KIND: tl.constexpr = gram.dtype
     x, d, r, square = tl.zeros(rhs.shape, tl.float32), tl.zeros(rhs.shape, KIND), rhs, tl.sum(rhs * rhs, 1)
-    ratio = 0.0 * square
+    ratio, least = 0.0 * square, 1e-16 * square
     for _ in range(iterations):
         wide = shortened(r + ratio[:, None] * d.to(tl.float32), KIND)
         d = wide.to(KIND)
@@ -295,6 +304,7 @@ def conjugate(rhs, gram, k, weights, fade, shift, iterations, PRECISION: tl.cons
         x += step[:, None] * wide
         r -= (step * fade)[:, None] * image
         left = tl.sum(r * r, 1)
+        left = tl.where((left > least) & (step > 0), left, 0.0)
         ratio = tl.where(square > 0, left / tl.where(square > 0, square, 1.0), 0.0)
         square = left
     return x
@@ -311,16 +321,20 @@ def solve(
     need no scaling; by no less than `FAINT`, where all of H_0 is far below `NOTHING`. A ratio that is the same for all
     tokens is a number, not a row.
     """
+    KIND: tl.constexpr = gram.dtype
     something = norm >= 0.0
     left = tl.maximum(fade, FAINT)
     if ADAPTIVE:
         something = norm > NOTHING
-        middle = level + 0.5
+        factor = tl.maximum(level, resolved(KIND))
+        middle = factor + 0.5
         inverse = 1.0 / (middle * tl.where(something, norm, 1.0))
-        ridge, rho = level * tl.where(something, norm, 1.0), 0.5 / middle
+        ridge, rho = factor * tl.where(something, norm, 1.0), 0.5 / middle
     else:
-        inverse = 1.0 / (level + 0.5 * norm)
-        ridge, rho = level + 0.0 * norm, (0.5 * norm * inverse)[:, None]
+        ridge = tl.maximum(level, resolved(KIND) * norm)
+        inverse = 1.0 / (ridge + 0.5 * norm)
+        rho = (0.5 * norm * inverse)[:, None]
+    inverse = tl.where(norm < float("inf"), inverse, float("nan"))  # its square overflowed
     weights *= (1.0 / left)[:, None]
     shift, fade = ridge / left, left * inverse
     if CONJUGATE:
