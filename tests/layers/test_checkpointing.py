@@ -27,6 +27,7 @@ def results(module: nn.Module, x: Tensor, function: Function, mode: bool | None)
     smooth = [y for y in found if y.is_floating_point() and y.requires_grad]
     torch.stack([y.square().sum().float() for y in smooth]).sum().backward()
     parameters = [p.grad for p in module.parameters() if p.grad is not None]
+    assert leaf.grad is not None
     return [*(y.detach() for y in found), leaf.grad, *parameters]
 
 

@@ -41,14 +41,13 @@ def isolate(
     signals = [x for x in tokens if x is not None]
     if signals[0].device.type == "cpu" and not torch.compiler.is_compiling() and _finite(signals):
         return function(*tokens)
-    finite = [None if x is None else x.isfinite() for x in tokens]
-    pairs = zip(tokens, finite, absent or (0.0,) * len(tokens), strict=True)
-    found = function(*(x if x is None else torch.where(own, x, value) for x, own, value in pairs))
-    lost = _lost([x for x in finite if x is not None], heads)
+    pairs = zip(tokens, absent or (0.0,) * len(tokens), strict=True)
+    found = function(*(x if x is None else torch.where(x.isfinite(), x, value) for x, value in pairs))
+    lost = _lost([x.isfinite() for x in signals], heads)
     since, ended = _spread(lost, segments)
-    reads = (None if x is None else _spoiled(x, since[..., None]) for x in found[:2])
+    mean, variance = (None if x is None else _spoiled(x, since[..., None]) for x in found[:2])
     belief = (_spoiled(x, ended[..., None, None]) for x in found.belief)
-    return Filtered(*reads, type(found.belief)(*belief))
+    return found._replace(mean=mean, variance=variance, belief=type(found.belief)(*belief))
 
 
 def _finite(signals: list[Tensor]) -> bool:

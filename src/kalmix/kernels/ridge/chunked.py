@@ -45,7 +45,8 @@ def ridge(
     options = (ridge, solver, belief, segments, variance)
 
     def filtered(*tokens: Any) -> Filtered:
-        return assemble(memory.additive, _solutions, *tokens, *options)
+        q, k, v, log_decay, gain, mix = tokens
+        return assemble(memory.additive, _solutions, q, k, v, log_decay, gain, mix, *options)
 
     tokens = inside(owners(segments, *v.shape[:2]), q, k, v, log_decay, gain, mix)
     return isolate(filtered, tokens, v.shape[2], segments)

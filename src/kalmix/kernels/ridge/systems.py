@@ -148,18 +148,19 @@ def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, iteration
     for _ in range(iterations):
         image = apply(direction)
         step = ratio(square, (direction * image).sum(-1, keepdim=True))
-        x, residual, last = x + step * direction, residual - step * image, square
+        x, last = torch.addcmul(x, step, direction), square
+        residual = torch.addcmul(residual, step, image, value=-1)
         square = residual.square().sum(-1, keepdim=True)
-        best, smallest = torch.where(square < smallest, x, best), torch.minimum(square, smallest)
-        square = torch.where((square > least) & (step > 0), square, 0.0)
-        direction = residual + ratio(square, last) * direction
+        best = torch.lerp(best, x, (square < smallest).to(x.dtype))  # by 0 or 1: sooner than `where` on a CPU
+        smallest = torch.minimum(square, smallest)
+        square = square * ((square > least) & (step > 0))
+        direction = torch.addcmul(residual, ratio(square, last), direction)
     return best
 
 
 def ratio(above: Tensor, below: Tensor) -> Tensor:
-    """A quotient, 0 where there is nothing to divide by."""
-    some = below > 0
-    return torch.where(some, above / torch.where(some, below, 1.0), 0.0)
+    """Return a quotient, 0 where there is nothing to divide by; not to be differentiated."""
+    return torch.where(below > 0, above / below, 0.0)
 
 
 def basis_of(sketch: Sketch, like: Tensor) -> Tensor:
