@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -199,6 +201,31 @@ def test_what_a_power_cut_leaves_in_a_file_is_skipped(tmp_path: Path, damage: by
     with pytest.warns(UserWarning, match="skipping"):
         assert [row["number"] for row in results.read()] == [1, 2, 3]
     assert notes.read_text().split() == ["1", "2", "3"]
+
+
+def onto_a_full_disk(cells, tell):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_full_disk_is_reported_with_its_path(tmp_path: Path, jobs: int) -> None:
+    results, _ = places(tmp_path)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'") as raised:
+        run([Square(1), Square(2)], results, onto_a_full_disk, CPU, jobs=jobs)
+    assert raised.value.filename == str(tmp_path)
+
+
+def test_a_row_that_does_not_fit_is_not_written_in_part(tmp_path: Path) -> None:
+    results, notes = places(tmp_path)
+    run([Square(1)], results, partial(squared, notes=notes), CPU)
+    before, limit = results.path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 50, limit[1]))
+    try:
+        with pytest.raises(OSError, match=f"'{results.path}'"):
+            run([Square(2)], results, partial(squared, notes=notes), CPU)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert results.path.read_bytes() == before
 
 
 def test_rows_of_a_newer_version_are_refused(tmp_path: Path) -> None:
