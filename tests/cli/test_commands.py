@@ -29,6 +29,19 @@ def test_train_says_how_well_and_where(kalmix, text_file: Path, tmp_path: Path) 
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
+def test_train_says_that_a_run_was_stopped_before_its_first_checkpoint(kalmix, text_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    train = ("train", "--text", text_file, *SMALL, "--steps", 2, "--output", output)
+    assert kalmix(*train).status == 0
+    for resume in (train, ("train", "--resume", "--output", output)):
+        (output / "history.json").unlink()
+        told = kalmix(*resume)
+        assert told.status == 0, told.errors
+        (line,) = (line for line in told.errors.splitlines() if line.startswith("warning: "))
+        assert line.startswith(f"warning: the run in {output} was stopped before its first checkpoint: it starts again")
+        assert f"`kalmix train --resume --output {output}`" in line
+
+
 def test_attention_alone_trains_without_pictures_of_beliefs(kalmix, text_file: Path, tmp_path: Path) -> None:
     told = kalmix(
         "train", "--text", text_file, *SMALL, "--layers", "attention", "--steps", 1, "--output", tmp_path / "run"
