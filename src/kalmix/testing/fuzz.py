@@ -146,9 +146,9 @@ def tolerances(
     computed = budgets(moved, x, torch.float32, returned, draws=DRAWS if few else 3 * DRAWS)
     allowed = [e + (budget - e) * (terms / 16) ** 0.5 for e, budget in zip(epsilons, computed, strict=True)]
     if case.op == "dense":  # the rounding of a covariance p remains where r^2 is left: eps p / r^2
-        seen: list[float] = [0.0]
-        filter_tokens("dense", x, {"certainty": seen}, case.sequences)
-        allowed = [budget + ROUNDINGS * single * max(seen) for budget in allowed]
+        told: dict[str, Any] = {"certainty": 0.0}
+        filter_tokens("dense", x, told, case.sequences)
+        allowed = [budget + ROUNDINGS * single * told["certainty"] for budget in allowed]
     if case.dtype == torch.float64:
         return [double + (budget - double) * double / single for budget in allowed]
     if case.kernel == "triton" and case.dtype != torch.float32:

@@ -134,7 +134,7 @@ def step_diagonal(state: State, s: Tensors, options: dict[str, Any]) -> tuple[St
 
 
 def step_dense(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State, Tensor, Tensor]:
-    """Appends the largest k'Pk / r^2 to the list `options["certainty"]`, if there is one."""
+    """Raises `options["certainty"]`, if given, to the largest p k'k / r^2, p the largest variance until then."""
     diffuses, decay = torch.ones_like(s["k"]), s.get("log_decay")
     angle = s.get("angle")
     if angle is not None:
@@ -154,10 +154,11 @@ def step_dense(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
     before = move(state[0])
     spread = move(move(state[1]).mT) + s["process_noise"][..., None, None] * torch.diag_embed(diffuses)
     seen = times(spread, s["k"])
-    known = (s["k"] * seen).sum(-1)
     if "certainty" in options:
-        options["certainty"].append(float((known / s["obs_noise"]).max()))
-    gain = seen / (s["obs_noise"] + known)[..., None]
+        widest = torch.maximum(spread.diagonal(dim1=-2, dim2=-1).amax(-1), options.get("widest", torch.zeros(())))
+        here = widest * s["k"].square().sum(-1) / s["obs_noise"]
+        options |= {"widest": widest, "certainty": max(options["certainty"], float(here.max()))}
+    gain = seen / (s["obs_noise"] + (s["k"] * seen).sum(-1))[..., None]
     mean = before + outer(gain, s["v"] - read(before, s["k"]))
     covariance = symmetric(spread - outer(gain, seen))
     return (mean, covariance), read(mean, s["q"]), (s["q"] * times(covariance, s["q"])).sum(-1, keepdim=True)
