@@ -22,6 +22,8 @@ from kalmix.errors import ArgumentError, NonFiniteError
 _CHECKED: ContextVar[bool | None] = ContextVar("kalmix_checks", default=None)  # None: on a CPU
 SINGLES = (torch.float32, torch.bfloat16, torch.float16)  # what is computed in float32
 FLOATS = (torch.float64, *SINGLES)
+LARGEST = torch.finfo(torch.float32).max  # of a number among options
+MOST = 2**31 - 1  # of a size or a count: kernels index with int32
 PLAIN = {
     bool: "true or false",
     int: "an integer",
@@ -67,11 +69,19 @@ def check_shape(name: str, tensor: Tensor, layout: str, sizes: dict[str, int]) -
 
 
 def check_kind(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    """Check dtype and device."""
+    """Check dtype, device, and that the tensor is dense."""
     if tensor.dtype not in dtypes:
         raise ArgumentError(name, got=tensor.dtype, needs=" or ".join(str(dtype) for dtype in dict.fromkeys(dtypes)))
     if tensor.device != device:
         raise ArgumentError(name, got=f"on {tensor.device}", needs=f"on {device}")
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(name, got=tensor.layout, needs="a dense tensor")
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Check that an option is true or false, and no tensor."""
+    if not isinstance(value, bool):
+        raise ArgumentError(name, got=repr(value), needs="True or False")
 
 
 def check_range(name: str, tensor: Tensor, *, least: float | None = None, most: float | None = None) -> None:
@@ -90,8 +100,8 @@ def check_range(name: str, tensor: Tensor, *, least: float | None = None, most: 
 def check_types(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Check plain values, such as a configuration holds, against annotations such as `int | None`.
 
-    A float may be given as an integer; NaN and infinity are not accepted. Annotations that name other classes accept
-    anything here.
+    A float may be given as an integer up to `MOST`; NaN and infinity are not accepted. Where an annotation names
+    another class, anything is accepted here.
 
     Raises:
         ArgumentError: a value is of another type; names it.
@@ -108,5 +118,5 @@ def check_types(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 def _is_plain(value: Any, kinds: set[Any]) -> bool:
     if float in kinds and type(value) in (int, float):
-        return math.isfinite(value)
+        return math.isfinite(value) and (isinstance(value, float) or abs(value) <= MOST)
     return type(value) in kinds

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from kalmix.checks import LARGEST, MOST
 from kalmix.errors import ArgumentError
 
 NOTHING = 1e-10  # a norm of H below which nothing has been written: gradients, like 1 / ||H||^3, are still float32
@@ -17,7 +18,8 @@ Backward = Literal["implicit", "unrolled"]
 
 def _check_positive(name: str, value: object, kind: type) -> None:
     accepted = (int, float) if kind is float else (int,)
-    if isinstance(value, bool) or not isinstance(value, accepted) or not 0 < value < float("inf"):
+    most = LARGEST if isinstance(value, float) else MOST
+    if isinstance(value, bool) or not isinstance(value, accepted) or not 0 < value <= most:
         raise ArgumentError(name, got=repr(value), needs=f"a positive {'number' if kind is float else 'integer'}")
 
 
@@ -65,7 +67,7 @@ class Chebyshev:
 
     def __post_init__(self) -> None:
         _check_positive("iterations", self.iterations, int)
-        if self.backward not in get_args(Backward):
+        if not isinstance(self.backward, str) or self.backward not in get_args(Backward):
             raise ArgumentError("backward", got=repr(self.backward), needs=" or ".join(map(repr, get_args(Backward))))
 
 

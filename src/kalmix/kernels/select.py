@@ -26,7 +26,7 @@ def select(op: str, kernels: tuple[Kernel, ...], call: Call, pinned: str | None 
         reasons = "; ".join(f"{kernel.name}: {kernel.refuses(call)}" for kernel in kernels)
         raise KernelError(f"no kernel of `{op}` can serve this call ({reasons})")
     names = [kernel.name for kernel in kernels]
-    if pinned not in names:
+    if not isinstance(pinned, str) or pinned not in names:
         raise KernelError(f"`{op}` has no kernel {pinned!r}; it has {', '.join(names)}")
     kernel = kernels[names.index(pinned)]
     refusal = kernel.refuses(call)

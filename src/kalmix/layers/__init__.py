@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, get_type_hints
+from typing import Any
 
 from kalmix.checks import check_types
 from kalmix.errors import ArgumentError
@@ -23,7 +23,7 @@ from kalmix.layers.kla import KLA, KLAState
 from kalmix.layers.linear_attention import LinearAttention
 from kalmix.layers.mamba2 import Mamba2
 from kalmix.layers.memory import MemoryState
-from kalmix.layers.mixer import Mixer
+from kalmix.layers.mixer import Mixer, option_types
 from kalmix.layers.radial_tangential import RadialTangentialAttention
 from kalmix.layers.recurrent_afa import RecurrentFilterAttention, RunningEstimate
 from kalmix.layers.retnet import RetNet
@@ -65,7 +65,7 @@ def mixer_class(name: str, options: dict[str, Any]) -> type[Mixer]:
     for n, option in known.items():
         if option.default is option.empty and n not in options:
             raise ArgumentError(f"option {n!r} of {name!r}", got="absent", needs="given")
-    check_types(get_type_hints(MIXERS[name].__init__), options)
+    check_types(option_types(MIXERS[name]), options)
     return MIXERS[name]
 
 

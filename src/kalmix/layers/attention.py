@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import loadable
 from kalmix.errors import ArgumentError
-from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_owned, take, to
+from kalmix.layers.mixer import Mixer, check_number, check_positive, check_state, detach, keep_owned, take, to
 from kalmix.layers.parts import RMSNorm, rotate
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -75,6 +75,7 @@ class Attention(Mixer):
             raise ArgumentError("head_dim", got=head_dim, needs="an even number")
         if heads % kv_heads:
             raise ArgumentError("kv_heads", got=kv_heads, needs=f"a divisor of the {heads} heads")
+        check_number("rotary_base", rotary_base)
         self.heads, self.kv_heads, self.width, self.rotary_base = heads, kv_heads, head_dim, rotary_base
         self.in_proj = nn.Linear(hidden_size, (heads + 2 * kv_heads) * self.width, bias=False)
         self.query_norm, self.key_norm = RMSNorm(self.width, norm_eps), RMSNorm(self.width, norm_eps)

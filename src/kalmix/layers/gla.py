@@ -10,7 +10,7 @@ from torch import Tensor
 from kalmix import ops
 from kalmix.layers.heads import Heads
 from kalmix.layers.memory import MemoryLayer
-from kalmix.layers.mixer import check_positive
+from kalmix.layers.mixer import check_number, check_positive
 from kalmix.layers.parts import low_rank, widen
 from kalmix.types import Filtered
 
@@ -50,6 +50,7 @@ class GLA(MemoryLayer):
         sizes = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, share=0.5)
         check_positive("rank", rank)
         super().__init__(hidden_size, sizes, conv=conv, activate=conv > 0, gate=gate, norm_eps=norm_eps, kernel=kernel)
+        check_number("temperature", temperature)
         self.temperature = temperature
         self.decay_proj = low_rank(hidden_size, rank, sizes.heads * sizes.key_width, bias=True)
 

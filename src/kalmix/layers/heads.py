@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kalmix.checks import MOST
 from kalmix.errors import ArgumentError
 from kalmix.layers.mixer import check_positive
 
@@ -49,11 +50,13 @@ class Heads(NamedTuple):
             head_dim = 1 << (max(2, min(widest, hidden_size // 4)).bit_length() - 1)
         check_positive("head_dim", head_dim)
         heads = max(1, int(share * hidden_size / head_dim + 0.5)) if heads is None else heads
+        check_positive("heads", heads)
         key_heads = heads if key_heads is None else key_heads
         check_positive("key_heads", key_heads)
         if heads % key_heads:
             raise ArgumentError("key_heads", got=key_heads, needs=f"a divisor of the {heads} heads")
-        value_width = round(expand_v * head_dim) if isinstance(expand_v, int | float) else 0
+        number = isinstance(expand_v, int | float) and 0 < expand_v <= MOST
+        value_width = round(expand_v * head_dim) if number else 0
         if value_width < 1 or abs(value_width - expand_v * head_dim) > 1e-6:
             raise ArgumentError("expand_v", got=repr(expand_v), needs=f"a number of which {head_dim} times is whole")
         return cls(key_heads, heads, head_dim, value_width)

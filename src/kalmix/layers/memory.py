@@ -11,7 +11,17 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import loadable
 from kalmix.layers.heads import Heads
-from kalmix.layers.mixer import Mixer, check_choice, check_positive, check_state, detach, keep_owned, take, to
+from kalmix.layers.mixer import (
+    Mixer,
+    check_choice,
+    check_number,
+    check_positive,
+    check_state,
+    detach,
+    keep_owned,
+    take,
+    to,
+)
 from kalmix.layers.parts import RMSNorm, ShortConvolution, low_rank, unit
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -70,6 +80,7 @@ class MemoryLayer(Mixer):
         kernel: str | None = None,
     ) -> None:
         super().__init__(hidden_size)
+        check_number("norm_eps", norm_eps, least=0.0)
         if conv != 0:
             check_positive("conv", conv)
         if gate is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, Self, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
-from kalmix.checks import check_shape
+from kalmix.checks import LARGEST, MOST, check_shape, check_types
 from kalmix.errors import ArgumentError
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -29,6 +30,15 @@ class Mixer(nn.Module):
 
     has_posterior: bool = False  # whether `read` has a variance to give
     fuses_mlp: ClassVar[bool] = False  # whether the layer gates its output and so needs no MLP behind it
+
+    def __new__(cls, *sizes: Any, **options: Any) -> Self:
+        """Check the types of options against the annotations of the layer before anything is built.
+
+        Raises:
+            ArgumentError: an option is of another type.
+        """
+        check_types(option_types(cls), options)
+        return super().__new__(cls)
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -84,10 +94,28 @@ class Mixer(nn.Module):
         return iter(())
 
 
+@cache
+def option_types(layer: type[Mixer]) -> dict[str, Any]:
+    """Return the annotations of a layer's options, by name; none where they cannot be resolved."""
+    try:
+        return get_type_hints(layer.__init__)
+    except NameError:
+        return {}
+
+
 def check_positive(name: str, value: Any) -> None:
-    """Check that a size or a count is a positive integer."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ArgumentError(name, got=repr(value), needs="a positive integer")
+    """Check that a size or a count is a positive integer, and that kernels can count so far."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+        needs = "a positive integer" + (f" of at most {MOST}" if isinstance(value, int) and value > MOST else "")
+        raise ArgumentError(name, got=repr(value), needs=needs)
+
+
+def check_number(name: str, value: float, least: float = torch.finfo(torch.float32).tiny) -> None:
+    """Check that a number is finite and at least `least`; positive if that is absent."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= LARGEST:
+        raise ArgumentError(
+            name, got=repr(value), needs=f"a finite number {'of at least 0' if least == 0 else 'above 0'}"
+        )
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

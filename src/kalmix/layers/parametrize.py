@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.layers.mixer import check_choice
+from kalmix.layers.mixer import check_choice, check_number
 from kalmix.layers.parts import low_rank, widen
 from kalmix.ops import Dynamics
 from kalmix.ops._dense import LEAST_NOISE
@@ -227,6 +227,8 @@ class StateDynamics(nn.Module):
 
     def __init__(self, heads: int, channels: int, rotary_base: float | None, parts: tuple[int, ...] = ()) -> None:
         super().__init__()
+        if rotary_base is not None:
+            check_number("rotary_base", rotary_base)
         self.channels, self.rotary_base = channels, rotary_base
         self.log_rate = nn.Parameter(torch.empty(heads))
         self.log_step = nn.Parameter(torch.empty(heads))

@@ -11,6 +11,7 @@ from kalmix import ops
 from kalmix.errors import ArgumentError
 from kalmix.layers.heads import Heads
 from kalmix.layers.memory import MemoryLayer
+from kalmix.layers.mixer import check_number
 from kalmix.layers.parts import rotate
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
@@ -48,6 +49,7 @@ class RetNet(MemoryLayer):
         if sizes.key_width % 2:
             raise ArgumentError("head_dim", got=sizes.key_width, needs="even, as keys turn in pairs")
         super().__init__(hidden_size, sizes, conv=0, activate=False, gate=gate, norm_eps=norm_eps, kernel=kernel)
+        check_number("rotary_base", rotary_base)
         self.rotary_base = rotary_base
 
     def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
-from kalmix.checks import check_kind, check_range, check_shape, check_values
+from kalmix.checks import LARGEST, MOST, check_flag, check_kind, check_range, check_shape, check_values
 from kalmix.errors import ArgumentError
 from kalmix.kernels.attend import KERNELS
 from kalmix.kernels.attend.dynamics import Dynamics, Weighing
@@ -108,7 +108,10 @@ def attend(
 
     Complexity: O(T (S + T) (C + D)) work after S tokens, or O(T window (C + D)); memory O(S + T) except in "reference".
     """
-    sizes, given = check_tokens(q, k, v), Dynamics(log_decay, frequency, process_noise, key_noise, query_noise)
+    sizes, given = (
+        check_tokens(q, k, v, variance),
+        Dynamics(log_decay, frequency, process_noise, key_noise, query_noise),
+    )
     check_channels(q, v, sizes)
     check_models(given, value_dynamics, ("H", "H C", "H"), sizes, v, sure=variance)
     weighing = weighing_of(nu, temperature, floor, weight, window, causal, ("H", "H", "H"), sizes, v)
@@ -173,7 +176,8 @@ def weighing_of(
     like: Tensor,
 ) -> Weighing:
     """How tokens are weighed, checked; numbers for all heads are spread out to their layouts."""
-    if weight not in get_args(Weight):
+    check_flag("causal", causal)
+    if not isinstance(weight, str) or weight not in get_args(Weight):
         raise ArgumentError("weight", got=repr(weight), needs=" or ".join(map(repr, get_args(Weight))))
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ArgumentError("window", got=repr(window), needs="a positive integer")
@@ -182,14 +186,14 @@ def weighing_of(
         if isinstance(x, Tensor):
             check_signal(name, x, (layout,), sizes, like, least=least)
             return x
-        if isinstance(x, bool) or not isinstance(x, int | float) or not least <= x < float("inf"):
+        if isinstance(x, bool) or not isinstance(x, int | float) or not least <= x <= LARGEST:
             raise ArgumentError(name, got=repr(x), needs=f"a number of at least {least:g}, or a tensor of them")
-        return like.new_full([sizes[letter] for letter in layout.split()], x, dtype=belief_dtype(like.dtype))
+        return like.new_full([sizes[letter] for letter in layout.split()], float(x), dtype=belief_dtype(like.dtype))
 
     tiny = torch.finfo(torch.float32).tiny
     nus, temperatures = given("nu", nu, layouts[0], tiny), given("temperature", temperature, layouts[1], tiny)
     floors = given("floor", floor, layouts[2], 0.0)
-    return Weighing(nus, temperatures, floors, weight == "rational", window, causal)
+    return Weighing(nus, temperatures, floors, weight == "rational", window and min(window, MOST), causal)
 
 
 def check_history(

@@ -59,7 +59,10 @@ def attend_channels(
 
     Complexity: O(T (S + T) (C + D)) exponentials after S tokens; memory O((S + T) (C + D)).
     """
-    sizes, given = check_tokens(q, k, v), Dynamics(log_decay, frequency, process_noise, key_noise, query_noise)
+    sizes, given = (
+        check_tokens(q, k, v, variance),
+        Dynamics(log_decay, frequency, process_noise, key_noise, query_noise),
+    )
     check_channels(q, v, sizes)
     check_models(given, value_dynamics, ("H C", "H C", "H C"), sizes, v, sure=variance)
     weighing = weighing_of(nu, temperature, floor, weight, window, causal, ("H", "H", "H"), sizes, v)

@@ -64,7 +64,7 @@ def attend_corotating(
 
     Complexity: twice that of `attend`.
     """
-    sizes, noises = check_tokens(q, k, v), (process_noise, key_noise, query_noise)
+    sizes, noises = check_tokens(q, k, v, variance), (process_noise, key_noise, query_noise)
     check_shape("direction", direction, "B T G V", sizes)
     check_kind("direction", direction, (v.dtype,), v.device)
     check_range("direction", direction)

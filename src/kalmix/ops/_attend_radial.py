@@ -63,7 +63,10 @@ def attend_radial(
 
     Complexity: O(T (S + T) C) work after S tokens, memory O((S + T) C).
     """
-    sizes, given = check_tokens(q, k, v), Dynamics(log_decay, frequency, process_noise, key_noise, query_noise)
+    sizes, given = (
+        check_tokens(q, k, v, variance),
+        Dynamics(log_decay, frequency, process_noise, key_noise, query_noise),
+    )
     check_channels(q, v, sizes)
     if v.shape[2:] != k.shape[2:]:
         raise ArgumentError("v", got=list(v.shape), needs=f"as k, {list(k.shape)}")

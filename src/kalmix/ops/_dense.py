@@ -78,7 +78,7 @@ def dense(
 
     Complexity: O(T K (K + V)) work; memory for training O(T (K + V) + T K (K + V) / chunk) except in "reference".
     """
-    sizes = check_tokens(q, k, v)
+    sizes = check_tokens(q, k, v, variance)
     per_row = ("B T G K",)
     if angle is not None:
         if sizes["K"] % 2:

@@ -67,7 +67,7 @@ def diagonal(
 
     Complexity: O(T K V) work; memory for training O(T (K + V) + T K V / chunk) except in "reference".
     """
-    sizes = check_tokens(q, k, v)
+    sizes = check_tokens(q, k, v, variance)
     check_signal("precision", precision, ("B T G V",), sizes, v, least=0.0)
     check_signal("log_decay", log_decay, DYNAMICS, sizes, v, most=0.0)
     check_signal("process_noise", process_noise, DYNAMICS, sizes, v, least=0.0)

@@ -69,7 +69,7 @@ def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_deca
             got=f"as low as {float(log_decay.detach().min()):g}",
             needs=f"at least {-limit:g} for the kernel of {length} tokens to fit {dtype}",
         )
-    if length == 0:
+    if min(sizes.values()) == 0:
         nothing = v.new_zeros(sizes["B"], *log_decay.shape, dtype=dtype)
         return Filtered(
             torch.zeros_like(v), torch.zeros_like(v, dtype=dtype), DiagonalBelief(nothing, nothing + torch.inf)

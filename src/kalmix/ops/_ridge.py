@@ -85,7 +85,7 @@ def ridge(
         raise ArgumentError("ridge", got=repr(ridge), needs="Adaptive, Fixed or a number")
     if not isinstance(solver, Chebyshev | ConjugateGradient | Exact | Sketch):
         raise ArgumentError("solver", got=repr(solver), needs="Chebyshev, ConjugateGradient, Exact or Sketch")
-    sizes = check_tokens(q, k, v)
+    sizes = check_tokens(q, k, v, variance)
     if log_decay is not None:
         check_signal("log_decay", log_decay, PER_HEAD, sizes, v, most=0.0)
     if gain is not None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kalmix.checks import FLOATS, check_kind, check_range, check_shape, check_values
+from kalmix.checks import FLOATS, check_flag, check_kind, check_range, check_shape, check_values
 from kalmix.errors import ArgumentError
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
@@ -15,8 +15,9 @@ from kalmix.types import belief_dtype
 B = TypeVar("B", bound=tuple)
 
 
-def check_tokens(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Check what every op takes: q, k `[B, T, H, K]` and v `[B, T, G, V]`, of one dtype; returns the sizes."""
+def check_tokens(q: Tensor, k: Tensor, v: Tensor, variance: bool = False) -> dict[str, int]:
+    """Check what ops take: q, k `[B, T, H, K]` and v `[B, T, G, V]`, of one dtype, and a flag; return the sizes."""
+    check_flag("variance", variance)
     sizes: dict[str, int] = {}
     for name, signal, layout in (("q", q, "B T H K"), ("k", k, "B T H K"), ("v", v, "B T G V")):
         check_shape(name, signal, layout, sizes)
