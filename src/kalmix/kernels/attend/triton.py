@@ -1,5 +1,8 @@
 """`attend` in Triton, forward: the softmax of flash attention, with scores that fall as powers of distances.
 
+Tokens that are not finite are 0, but for their sizes, which are NaN: so they reach no score but those of queries that
+see them, and these read NaN. Backwards such queries count for nothing.
+
 A program has a tile of queries, and goes through keys: first whole blocks before its own, whose lags are put together
 from those of their tokens (see `triton_lanes`), then those next to it. Keys that no query sees are left out.
 """
@@ -145,13 +148,15 @@ def average(
             CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
         )  # fmt: skip
     total = tl.where(at < tokens, total, 1.0)
+    known = total == total  # else a token that is not finite is seen: under such a top backwards, all weights are 0
     store_rows(read_out + place * V, G * V, tokens - start, tl.arange(0, W), read / total[:, None], V, M)
     row = (lane * G + value_head) * room + at
-    tl.store(tops + row, tl.where(at < tokens, top, -LEAST))
+    tl.store(tops + row, tl.where((at < tokens) & known, top, -LEAST))
     tl.store(totals + row, total)
     if VARIANCE:
         row = (lane * tokens + at) * H + head
-        tl.store(precision + row, LN2 * tl.log2(sure), mask=(at < tokens) & (value_head % SHARE == 0))
+        certainty = tl.where(known, LN2 * tl.log2(sure), total)
+        tl.store(precision + row, certainty, mask=(at < tokens) & (value_head % SHARE == 0))
 
 
 class Shape(NamedTuple):
@@ -210,9 +215,9 @@ def forward(
     block, strips, width = block_size(k.shape[1]), *strips_of(v.shape[3], dtype)
     asked = surveyed(q, times, rank, numbers, block, False, rules.shared)
     kept = surveyed(k, times, rank, numbers, block, True, rules.shared)
-    q = turned(q, times, frequency, False, dtype, asked.sizes)
-    k = turned(k, times, frequency, False, dtype, kept.sizes, copies[0])
-    value = turned(v, times, frequency_of_values, False, dtype, None, copies[1])
+    q = turned(q, times, frequency, False, dtype, asked.sizes, marks=1)
+    k = turned(k, times, frequency, False, dtype, kept.sizes, copies[0], marks=1)
+    value = turned(v, times, frequency_of_values, False, dtype, kept.sizes, copies[1], marks=2)
     spare = strips * width - v.shape[3]
     value = (pad(value, (0, spare)) if spare else value).unflatten(3, (strips, width)).flatten(2, 3)
     s, tokens = shape_of(q, k, value, rules, masked, variance), q.shape[1]

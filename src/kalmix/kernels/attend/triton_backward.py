@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kalmix.kernels.attend.scores import Rules
-from kalmix.kernels.attend.triton import SMALL, reach, shape_of
+from kalmix.kernels.attend.triton import LEAST, SMALL, reach, shape_of
 from kalmix.kernels.attend.triton_lanes import (
     LOOSE,
     all_seen,
@@ -59,7 +59,8 @@ def derive(
     and the top keeps it small. Weights are not divided by their sum: `to_reached` and `shares` are.
     """
     near, far, lag, lag_0, ahead = meet(query, key, way, model, DIRECT, QUERIES_FIRST, CAUSAL, SHARED, PTX)
-    found = scored(gram, query[0], key[0], near, far, ahead, lag_0[0], model, SHARED, RATIONAL, CAUSAL, PTX)
+    query_size, key_size = tl.where(query[0] == query[0], query[0], 0.0), tl.where(key[0] == key[0], key[0], 0.0)
+    found = scored(gram, query_size, key_size, near, far, ahead, lag_0[0], model, SHARED, RATIONAL, CAUSAL, PTX)
     share = model[3] * found[0] - tops
     score = hidden(share, float("-inf"), query, key, whole, slots, window, DIRECT, MASKED, CAUSAL)
     weight = tl.exp2(score)
@@ -72,7 +73,7 @@ def derive(
         added = precisions(found, near, far, ahead, model, RATIONAL, CAUSAL, PTX)
         part = tl.where(score > float("-inf"), added * to_sure, 0.0)
     back = pull_back(
-        to_score, part, gram, query[0], key[0], near, far, ahead, model, found,
+        to_score, part, gram, query_size, key_size, near, far, ahead, model, found,
         SHARED, RATIONAL, CAUSAL, VARIANCE, PTX,
     )  # fmt: skip
     return reached, back, found[1], to_score * share, to_reach, near, lag, lag_0, ahead
@@ -144,13 +145,15 @@ def to_queries(
     column = tl.arange(0, W)
     outcome = load_rows(read + place * V, G * V, tokens - start, column, V, M)
     share = tl.sum(outcome * load_rows(to_read + place * V, G * V, tokens - start, column, V, M).to(tl.float32), 1)
+    top = tl.load(tops + here)
+    known = top < -LEAST
+    share = tl.where(known, share, 0.0)
     tl.store(shares + here, share)
-    top = tl.load(tops + here)[:, None]
-    to_sure = tl.zeros([M], tl.float32)
+    top, to_sure = top[:, None], tl.zeros([M], tl.float32)
     if VARIANCE:
-        row, asked_here = (lane * tokens + at) * H + head, (at < tokens) & (value_head % SHARE == 0)
-        known = tl.load(certainty + row, mask=asked_here, other=0.0)
-        to_sure = tl.load(to_certainty + row, mask=asked_here, other=0.0) * tl.exp2(-LOG2E * known)
+        row, asked_here = (lane * tokens + at) * H + head, known & (value_head % SHARE == 0)
+        sure = tl.load(certainty + row, mask=asked_here, other=0.0)
+        to_sure = tl.load(to_certainty + row, mask=asked_here, other=0.0) * tl.exp2(-LOG2E * sure)
     query = load_rows(q, H * K, tokens - start, tl.arange(0, P), K, M)
     arrived = load_rows(to_read + place * V, G * V, tokens - start, column, V, M)
     asking = tokens_of(asked, times, rank, at, past, room, slots, 1, SHARED)
@@ -208,12 +211,13 @@ def pull_keys(
     gram, to_reached = product(key, tl.trans(query), PRECISION), product(value, tl.trans(arrived), PRECISION)
     block, whole, at = first // BLOCK, False, first + tl.arange(0, M)
     asking = tokens_of(asked, times, rank, at, past, asked_blocks * BLOCK, slots, 0, SHARED)
-    top, share = tl.load(tops + at)[None, :], tl.load(shares + at)[None, :]
+    top, share = tl.load(tops + at), tl.load(shares + at)[None, :]
+    known, top = top < -LEAST, top[None, :]
     to_sure = top
     if VARIANCE:
-        known = tl.load(certainty + at * H, mask=at < tokens, other=0.0)
-        given = tl.load(to_certainty + at * H, mask=at < tokens, other=0.0) * sure
-        to_sure = (given * tl.exp2(-LOG2E * known))[None, :]
+        certain = tl.load(certainty + at * H, mask=known, other=0.0)
+        given = tl.load(to_certainty + at * H, mask=known, other=0.0) * sure
+        to_sure = (given * tl.exp2(-LOG2E * certain))[None, :]
     if MASKED:
         high_0, low_0 = block_ranks(asked_ranks, block)
         whole = all_seen(high_0, low_0, high, low, window, CAUSAL)

@@ -64,6 +64,13 @@ def note(traits, room, lag, noise, last, PTX: tl.constexpr):
     tl.store(traits + 3 * room, process * grown + tl.where(last, key * decay * decay, tl.maximum(query, TINY)))
 
 
+@triton.jit
+def clock(times, inside):
+    """Load times, 0 where they are not finite: lags stay finite, also those of pairs that are hidden."""
+    time = tl.load(times, mask=inside, other=0.0)
+    return tl.where(time - time == 0.0, time, 0.0)
+
+
 @triton.jit(do_not_specialize=["tokens", "slots", "first", "blocks", "H", "of_keys"])
 def survey(
     times, rank, numbers, traits, met, ranks, tokens, slots, first, blocks, H, of_keys,
@@ -74,7 +81,7 @@ def survey(
     start, t, last = block * BLOCK, tl.arange(0, BLOCK), of_keys > 0
     count = tokens - start
     at = lane * slots + first + start + t
-    time = tl.load(times + at, mask=t < count, other=0.0)
+    time = clock(times + at, t < count)
     own = tl.load(rank + at, mask=t < count, other=OUTSIDE)
     held = own > NOWHERE
     chosen = tl.where(last, tl.max(tl.where(held, t, -1), 0), tl.min(tl.where(held, t, BLOCK), 0))
@@ -169,7 +176,7 @@ def tokens_of(traits, times, rank, at, first, room, slots, AXIS: tl.constexpr, S
     if not SHARED:
         far = load_lags(traits, at, room, 6, AXIS)
     slot = first + at
-    time = tl.load(times + slot, mask=slot < slots, other=0.0)
+    time = clock(times + slot, slot < slots)
     own = tl.load(rank + slot, mask=slot < slots, other=OUTSIDE)
     size = tl.expand_dims(tl.load(traits + at), AXIS)
     return size, near, far, tl.expand_dims(time, AXIS), tl.expand_dims(own, AXIS), tl.expand_dims(slot, AXIS)

@@ -146,7 +146,7 @@ def scored(
         residual = query_size + of_key * tl.fma(of_key, key_size, gram)  # no sum that the product would begin from
     else:
         residual = of_query * (of_query * query_size + of_key * gram) + of_key * of_key * key_size
-    residual = tl.maximum(residual, 0.0)
+    residual = tl.maximum(residual, 0.0, propagate_nan=tl.PropagateNan.ALL)  # NaN where a token is not finite
     level = whole + per_nu * residual
     if RATIONAL:
         cost = log2(level, PTX)

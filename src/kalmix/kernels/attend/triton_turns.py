@@ -37,13 +37,16 @@ def cosine_and_sine(times, frequency, at, count, channel, C: tl.constexpr, SIZE:
     return tl.where(odd, -sign * sine, sign * cosine), tl.where(odd, sign * cosine, sign * sine)
 
 
-@triton.jit(do_not_specialize=["length", "slots", "first", "H", "room", "copied"])
+@triton.jit(do_not_specialize=["length", "slots", "first", "H", "room", "marks", "copied"])
 def turn(
-    x, y, sizes, copy, times, frequency, length, slots, first, x_token, x_head, sign, H, SHARE, room, copied,
+    x, y, sizes, copy, times, frequency, length, slots, first, x_token, x_head, sign, H, SHARE, room, marks, copied,
     C: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """y = x turned forward (sign 1) or back (-1); half the square of rows, `room` from head to head, unless that is 0;
-    and x, if it is to be copied."""
+    """Compute y, x turned forward (sign 1) or back (-1), and copy x if `copied`.
+
+    `marks` says what becomes of rows whose square is not finite. 0: nothing. Else they are 0 in y, and NaN in `sizes`,
+    `room` from key head to key head, which gets half the square of each row (1), or only those NaNs (2).
+    """
     start, head, lane = tl.program_id(0) * SIZE, tl.program_id(1), tl.program_id(2).to(tl.int64)
     count, channel = length - start, tl.arange(0, P)
     frequency += head // SHARE * C
@@ -56,16 +59,20 @@ def turn(
     imaginary = load_rows(x + C, x_token, count, channel, C, SIZE).to(tl.float32)
     turned_real = (real * cosine - imaginary * sine).to(y.dtype.element_ty)
     turned_imaginary = (imaginary * cosine + real * sine).to(y.dtype.element_ty)
+    t, real_0, imaginary_0 = tl.arange(0, SIZE), turned_real.to(tl.float32), turned_imaginary.to(tl.float32)
+    size = 0.5 * tl.sum(real_0 * real_0 + imaginary_0 * imaginary_0, 1)
+    fine = (size < float("inf")) | (marks == 0)
+    turned_real = tl.where(fine[:, None], turned_real, 0.0)
+    turned_imaginary = tl.where(fine[:, None], turned_imaginary, 0.0)
+    at = sizes + (lane * (H // SHARE) + head // SHARE) * room + start + t
+    noted = (t < count) & ((marks == 1) | ((marks == 2) & (fine == 0)))
+    tl.store(at, tl.where(fine, size, float("nan")), mask=noted)
     store_rows(y, H * 2 * C, count, channel, turned_real, C, SIZE)
     store_rows(y + C, H * 2 * C, count, channel, turned_imaginary, C, SIZE)
     if copied > 0:
         copy += (token * H + head) * 2 * C
         store_rows(copy, H * 2 * C, count, channel, real, C, SIZE)
         store_rows(copy + C, H * 2 * C, count, channel, imaginary, C, SIZE)
-    if room > 0:
-        t, real, imaginary = tl.arange(0, SIZE), turned_real.to(tl.float32), turned_imaginary.to(tl.float32)
-        size = 0.5 * tl.sum(real * real + imaginary * imaginary, 1)
-        tl.store(sizes + (lane * H + head) * room + start + t, size, mask=t < count)
 
 
 @triton.jit(do_not_specialize=["length", "slots", "first", "H", "room"])
@@ -74,6 +81,9 @@ def turn_back(
     room, C: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, FORWARD: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x, and of frequencies through the tokens of a program; forward, of x times its total.
+
+    Forward, rows whose total is NaN get no gradient and give none. Those with a gradient that is not finite get none,
+    but make that of frequencies NaN: so it stays in its row, and is noticed.
 
     That of frequencies is taken where nothing turns: there the products are those that were computed with. And only
     differences of times matter, so they are taken from the middle of the lane, where what cancels is small.
@@ -94,16 +104,19 @@ def turn_back(
     weight = sign * time.to(tl.float32)
     if FORWARD:
         total = tl.load(totals + (lane * H + head) * room + start + t, mask=t < count, other=1.0)
-        real, imaginary = (
-            (real / total[:, None]).to(to_x.dtype.element_ty),
-            (imaginary / total[:, None]).to(to_x.dtype.element_ty),
-        )
+        known, flaw = total == total, tl.sum(0.0 * given + 0.0 * given_0, 1)  # where it is finite, 0
+        fine = (known & (flaw == 0.0))[:, None]
+        real = tl.where(fine, real / total[:, None], 0.0).to(to_x.dtype.element_ty)
+        imaginary = tl.where(fine, imaginary / total[:, None], 0.0).to(to_x.dtype.element_ty)
         given, given_0 = real.to(tl.float32), imaginary.to(tl.float32)
-        weight *= total
+        weight = tl.where(known, weight * total + flaw, 0.0)
     store_rows(to_x + base, H * 2 * C, count, channel, real, C, SIZE)
     store_rows(to_x + base + C, H * 2 * C, count, channel, imaginary, C, SIZE)
     still_real = load_rows(still + base, H * 2 * C, count, channel, C, SIZE).to(tl.float32)
     still_imaginary = load_rows(still + base + C, H * 2 * C, count, channel, C, SIZE).to(tl.float32)
+    if FORWARD:
+        still_real = tl.where(known[:, None], still_real, 0.0)
+        still_imaginary = tl.where(known[:, None], still_imaginary, 0.0)
     found = tl.sum((given_0 * still_real - given * still_imaginary) * weight[:, None], 0)
     part = ((lane * tl.num_programs(0) + tl.program_id(0)) * H + head) * C
     tl.store(to_frequency + part + channel, found, mask=channel < C)
@@ -127,18 +140,20 @@ def turned(
     dtype: torch.dtype,
     sizes: Tensor | None = None,
     copy: Tensor | None = None,
+    marks: int = 0,
 ) -> Tensor:
     """x `[L, T, heads, 2 C]`, by the last T of `times`, float64 `[L, S]`; frequency `[H, C]`, H dividing heads.
 
-    Half the squares of rows are written to `sizes` `[L, heads, at least T]`, float32, its tokens contiguous; x itself
-    to `copy`, contiguous, unless that is empty.
+    Half the squares of rows are written to `sizes` `[L, heads, at least T]`, float32, its tokens contiguous, or, with
+    `marks` 2, NaN where they are not finite, for `[L, H]`; such rows are 0 in y. x itself is written to `copy`,
+    contiguous, unless that is empty.
     """
     x, times, frequency = rows(x), times.contiguous(), frequency.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     grid, where, compiled = _launch(x, times, frequency, forward)
     copied, room = copy is not None and copy.numel() > 0, 0 if sizes is None else sizes.stride(1)
     more = frequency if sizes is None else sizes, copy if copied else frequency
-    Launch(turn, grid, (x, y, *more, times, frequency, *where, room, int(copied)), compiled).run()
+    Launch(turn, grid, (x, y, *more, times, frequency, *where, room, marks, int(copied)), compiled).run()
     return y
 
 
