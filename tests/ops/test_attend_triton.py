@@ -21,6 +21,7 @@ from kalmix.kernels.attend.dynamics import Weighing
 from kalmix.ops import Dynamics
 from kalmix.segments import Segments
 from kalmix.testing.budgets import budgets, relative_error
+from kalmix.types import Filtered
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16
@@ -79,6 +80,18 @@ def answer(
 ) -> list[Tensor]:
     """Outputs, what the belief holds, and gradients of their sum, weighted by numbers that every dtype holds."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    result = called(function, leaves, when, how, segments)
+    seen = [] if result.belief is None else result.belief[:2]
+    outputs = [x for x in (*result[:2], *seen) if x is not None]
+    draw = torch.Generator().manual_seed(1)
+    weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
+    return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(leaves.values()), weights))
+
+
+def called(
+    function: Any, leaves: dict[str, Tensor], when: tuple[Tensor, Tensor, Tensor], how: Any, segments: Segments | None
+) -> Filtered:
+    """Call a kernel."""
     q, k, v = (leaves[name] for name in SIGNALS)
     times, before, positions = (x.to(DEVICE) for x in when)
     count = len(positions)
@@ -90,12 +103,7 @@ def answer(
         own = Dynamics._make(leaves[f"{name} of values"] for name in DYNAMICS)
     weighing = Weighing._make((*(leaves[name] for name in WEIGHING), *how[:3]))
     belief = HistoryBelief(keys, values, before, positions)
-    result = function(q, k, v, moves, own, weighing, times, belief, segments, how[3])
-    seen = [] if result.belief is None else result.belief[:2]
-    outputs = [x for x in (*result[:2], *seen) if x is not None]
-    draw = torch.Generator().manual_seed(1)
-    weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
-    return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(leaves.values()), weights))
+    return function(q, k, v, moves, own, weighing, times, belief, segments, how[3])
 
 
 RUNS = Segments.of(torch.tensor([[0, 0, 13], [1, 3, 18], [0, 14, 36], [1, 20, 20], [1, 20, 36]]))
@@ -134,7 +142,12 @@ def test_it_agrees_with_the_reference(shape: tuple[Any, ...]) -> None:
     sequences = batch if segments is None else segments.count
     inputs, when = arguments(batch, length, heads, widths, own, dtype, sequences, history)
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
-    got = answer(fused.attend, inputs, when, how, segments)
+    check(inputs, when, how, segments)
+
+
+def check(inputs: dict[str, Tensor], when: tuple[Tensor, Tensor, Tensor], how: Any, segments: Segments | None) -> None:
+    """Compare outputs and gradients with float64."""
+    got, dtype = answer(fused.attend, inputs, when, how, segments), inputs["q"].dtype
     exact = {name: x.double() for name, x in inputs.items()}
     want = answer(reference.attend, exact, when, how, segments)
     allowed = budgets(
@@ -148,6 +161,61 @@ def test_it_agrees_with_the_reference(shape: tuple[Any, ...]) -> None:
     for name, x, y, budget in zip(outputs, got, want, allowed, strict=True):
         error = relative_error(x, y)
         assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
+
+
+@pytest.mark.parametrize(("how", "own"), [(PLAIN, True), (VARYING, False), (AROUND, False)], ids=str)
+def test_gradients_are_right_at_a_small_key_noise(how: tuple[Any, ...], own: bool) -> None:
+    inputs, when = arguments(1, 40, (1, 1), (4, 4), own, torch.float32, 1, 0)
+    inputs |= {name: torch.full_like(x, 1e-5) for name, x in inputs.items() if name.startswith("key_noise")}
+    rational = (True, *how[1:])
+    check(inputs, when, rational, None)
+
+
+NEIGHBOURS = Segments.of(torch.tensor([[0, 0, 7], [0, 7, 16], [0, 18, 24]]))
+SPOILED = slice(7, 18)  # the second of them, and padding
+
+
+@pytest.mark.parametrize(("own", "history", "value"), [(False, 0, float("nan")), (True, 3, float("inf"))])
+def test_neither_padding_nor_a_neighbour_reaches_a_sequence(own: bool, history: int, value: float) -> None:
+    """Values and upstream gradients; also where a tile has tokens of several sequences."""
+    clean, when = arguments(1, 24, (1, 2), (4, 4), own, torch.float32, 3, history)
+    segments, upstream, spoiled = (
+        Segments(NEIGHBOURS.rows.to(DEVICE)),
+        torch.ones(1, 24, 1, 1, device=DEVICE),
+        dict(clean),
+    )
+    upstream[:, SPOILED] = value
+    for name in SIGNALS:
+        spoiled[name] = spoiled[name].clone()
+        spoiled[name][:, SPOILED] = value
+    found = [
+        spread(x, when, VARYING, segments, y) for x, y in ((spoiled, upstream), (clean, torch.ones_like(upstream)))
+    ]
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got[:, :7], want[:, :7]) and torch.equal(got[:, 18:], want[:, 18:])
+        assert not got[:, 16:18].any()
+    assert found[0][0][:, 7:16].isnan().all()
+
+
+def test_nan_in_a_token_reaches_no_earlier_one() -> None:
+    clean, when = arguments(1, 37, (1, 2), (4, 4), False, torch.float32, 1, 0)
+    spoiled = clean | {
+        name: torch.where(torch.arange(37, device=DEVICE)[:, None, None] < 21, clean[name], torch.nan)
+        for name in SIGNALS
+    }
+    got, want = (answer(fused.attend, x, when, PLAIN, None)[0] for x in (spoiled, clean))
+    assert torch.equal(got[:, :21], want[:, :21]) and got[:, 21:].isnan().all()
+
+
+def spread(
+    inputs: dict[str, Tensor], when: tuple[Tensor, Tensor, Tensor], how: Any, segments: Segments, upstream: Tensor
+) -> list[Tensor]:
+    """Mean and variance, and gradients of q, k and v of their sum, weighted by `upstream` `[B, T, 1, 1]`."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    result = called(fused.attend, leaves, when, how, segments)
+    outputs = [result.mean, result.variance]
+    grads = torch.autograd.grad(outputs, [leaves[name] for name in SIGNALS], [upstream.expand_as(x) for x in outputs])
+    return [x.detach() for x in (*outputs, *grads)]
 
 
 def test_gradients_of_scores_add_up_to_nothing() -> None:

@@ -107,7 +107,7 @@ def pull_queries(
     if DIRECT:
         noises = of_pairs(noises, back, to_reach, near, lag, lag_0, ahead, model, SHARED, CAUSAL)
     else:
-        noises = of_ways(noises, back, to_reach, held, lag, lag_0, model, SHARED, VARIANCE)
+        noises = of_ways(noises, back, to_reach, held, lag, lag_0, model, SHARED)
     sums = nu + partly(back[5] * residual), temperature + partly(to_temperature), noises
     to_q = product(back[0].to(key.dtype), key, PRECISION, to_q)
     return to_q, own + partly(back[1]), sums
@@ -232,7 +232,7 @@ def pull_keys(
     to_v = product(reached.to(value.dtype), arrived, PRECISION, to_v)
     to_k = product(back[0].to(key.dtype), query, PRECISION, to_k)
     if not DIRECT:
-        sums = of_holding(sums, back, asking, lag, lag_0, SHARED, VARIANCE)
+        sums = of_holding(sums, back, asking, lag, lag_0, SHARED)
     return to_k, to_v, own + partly(back[2]), sums
 
 

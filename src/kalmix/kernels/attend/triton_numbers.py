@@ -33,7 +33,7 @@ def total(x):
 @triton.jit
 def of_pairs(sums, back, to_reach, near, lag, lag_0, ahead, model, SHARED: tl.constexpr, CAUSAL: tl.constexpr):
     """A tile's gradients of noises and of the floor, added to those of its queries: of pairs that meet directly."""
-    _gram, _size, _size_0, to_query, to_key, _residual, to_whole, to_apart, to_certain, to_cost = back
+    _gram, _size, _size_0, to_query, to_key, _residual, to_whole, to_apart, to_sure, to_cost = back
     rate, process, key, query, rate_0, process_0, key_0, query_0, floor = sums
     per_nu = model[2]
     to_decay, to_floor = -per_nu * to_key, -per_nu * to_key
@@ -44,12 +44,12 @@ def of_pairs(sums, back, to_reach, near, lag, lag_0, ahead, model, SHARED: tl.co
     if not CAUSAL:
         to_log = tl.where(ahead, 2.0 * lag_0[0] * to_cost - to_log, to_log)
     if SHARED:
-        more = of_noise(lag, model[0], to_decay, to_whole, to_certain, ahead, CAUSAL)
+        more = of_noise(lag, model[0], to_decay, to_apart, to_sure, ahead, CAUSAL)
         rate += partly(more[0] + to_log)
     else:
-        more = of_noise(lag, model[0], to_decay, to_whole, 0.0, ahead, CAUSAL)
+        more = of_noise(lag, model[0], to_decay, to_whole, to_whole, ahead, CAUSAL)
         rate += partly(more[0])
-        other = of_noise(lag_0, model[1], 0.0, to_apart, to_certain, ahead, CAUSAL)
+        other = of_noise(lag_0, model[1], 0.0, to_apart, to_sure, ahead, CAUSAL)
         rate_0 += partly(other[0] + to_log)
         process_0 += partly(other[1])
         key_0 += partly(other[2])
@@ -61,31 +61,30 @@ def of_pairs(sums, back, to_reach, near, lag, lag_0, ahead, model, SHARED: tl.co
 
 
 @triton.jit
-def of_ways(sums, back, to_reach, holding, lag, lag_0, model, SHARED: tl.constexpr, VARIANCE: tl.constexpr):
+def of_ways(sums, back, to_reach, holding, lag, lag_0, model, SHARED: tl.constexpr):
     """The same through what lies between queries and the blocks of keys they meet; `of_holding` has the rest."""
-    _gram, _size, _size_0, _query, to_key, _residual, to_whole, to_apart, to_certain, _cost = back
+    _gram, _size, _size_0, _query, to_key, _residual, to_whole, to_apart, to_sure, _cost = back
     rate, process, key, query, rate_0, process_0, key_0, query_0, floor = sums
     per_nu = model[2]
     to_decay, to_log = partly(to_key * holding[1][1]), partly(to_reach)
     if SHARED:
-        to_since, to_arrived = of_way(to_whole, to_certain, holding[1][4], VARIANCE)
+        to_since, to_arrived = of_way(to_sure, holding[1][4])
         rate += by_rate(lag, model[0], to_since, to_arrived, per_nu * to_decay) - lag[0] * to_log
     else:
-        to_since, to_arrived = of_way(to_whole, 0.0, holding[1][4], False)
+        to_since, to_arrived = of_way(to_whole, holding[1][4])
         rate += by_rate(lag, model[0], to_since, to_arrived, per_nu * to_decay)
-        to_since_0, to_arrived_0 = of_way(to_apart, to_certain, holding[2][4], VARIANCE)
+        to_since_0, to_arrived_0 = of_way(to_sure, holding[2][4])
         rate_0 += by_rate(lag_0, model[1], to_since_0, to_arrived_0, 0.0) - lag_0[0] * to_log
         process_0 += lag_0[2] * to_since_0
         query_0 += partly(to_apart)
     process += lag[2] * to_since
-    query += partly(to_whole)
+    query += partly(to_apart if SHARED else to_whole)
     return rate, process, key, query, rate_0, process_0, key_0, query_0, floor - per_nu * partly(to_key)
 
 
 @triton.jit
-def of_way(to_whole, to_certain, unsure, VARIANCE: tl.constexpr):
+def of_way(to_sure, unsure):
     """Sums over keys of gradients of variances, and of these times what was unsure of keys when their block ended."""
-    to_sure = to_whole + to_certain if VARIANCE else to_whole
     return partly(to_sure), partly(to_sure * unsure)
 
 
@@ -97,20 +96,17 @@ def by_rate(lag, noise, to_since, to_arrived, to_decay):
 
 
 @triton.jit
-def of_holding(sums, back, asking, lag, lag_0, SHARED: tl.constexpr, VARIANCE: tl.constexpr):
+def of_holding(sums, back, asking, lag, lag_0, SHARED: tl.constexpr):
     """Gradients of the decay of keys when their block ends, for a nu of 2, and of what is then unsure of them."""
     to_decay, to_unsure, to_unsure_0 = sums
-    _gram, _size, _size_0, _query, to_key, _residual, to_whole, to_apart, to_certain, _cost = back
-    to_sure, to_sure_0 = to_whole, to_apart
-    if VARIANCE:
-        to_sure_0 += to_certain
+    _gram, _size, _size_0, _query, to_key, _residual, to_whole, to_apart, to_sure, _cost = back
     decay, decay_0 = asking[1][1], asking[2][1]
     to_decay -= lag[1] * partly(to_key * decay)
     if SHARED:
-        to_unsure += lag[1] * lag[1] * partly(to_sure_0 * (decay * decay))
-    else:
         to_unsure += lag[1] * lag[1] * partly(to_sure * (decay * decay))
-        to_unsure_0 += lag_0[1] * lag_0[1] * partly(to_sure_0 * (decay_0 * decay_0))
+    else:
+        to_unsure += lag[1] * lag[1] * partly(to_whole * (decay * decay))
+        to_unsure_0 += lag_0[1] * lag_0[1] * partly(to_sure * (decay_0 * decay_0))
     return to_decay, to_unsure, to_unsure_0
 
 

@@ -178,35 +178,51 @@ def pull_back(
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, VARIANCE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of what scores after temperature, and logarithms of precisions (`part`), are made of, in this order:
-    gram; the sizes of queries and of keys; their factors; the residual; the variances of keys and of values; the latter
-    without the query noise; and the logarithm of weights. The first six for a nu of 2: the caller knows better."""
-    _keys, _values, per_nu, cooling, floor = model
+    """Compute gradients of what scores after temperature, and logarithms of precisions (`part`), are made of.
+
+    In this order: gram; the sizes of queries and of keys; their factors; the residual; the variance of keys; that of
+    values through the query noise, and through all else (if `SHARED`, these two are of keys and values together); and
+    the logarithm of weights. The first six are for a nu of 2: the caller knows better. Terms of a pair that nearly
+    cancel where the key noise is small are one formula, and never a difference of numbers.
+    """
+    keys, _values, per_nu, cooling, floor = model
     _cost, residual, level = found
     decay, _certain, whole = near
     _decay, certain, apart = far
     tempered = cooling * to_score
-    to_cost, to_certain = tempered, 0.0
+    to_cost = tempered
     if VARIANCE:
         to_cost -= part
-        to_certain = tl.where(certain > TINY, part * reciprocal(certain, PTX), 0.0) * -1.0
     if RATIONAL:
         to_residual = to_cost * reciprocal(level, PTX)
         to_whole = to_residual
         if not SHARED:
-            to_whole -= tl.where(whole > TINY, to_cost * reciprocal(whole, PTX), 0.0)
-        elif VARIANCE:
-            to_whole += tl.where(whole > TINY, part * reciprocal(whole, PTX), 0.0)
+            to_whole *= tl.where(whole > TINY, per_nu * residual * reciprocal(whole, PTX), 0.0) * -1.0
     else:
         inverse = reciprocal(whole, PTX)
         to_residual = to_cost * inverse
         to_whole = to_residual * per_nu * residual * -1.0
         if SHARED:
-            to_whole += tempered
+            to_whole += to_cost
         to_whole = tl.where(whole > TINY, to_whole * inverse, 0.0)
     to_apart = to_whole
     if not SHARED:
         to_apart = tl.where(apart > TINY, tempered * reciprocal(apart, PTX), 0.0)
+    to_sure = to_apart
+    if VARIANCE:
+        known = tl.where(certain > TINY, part * reciprocal(certain, PTX), 0.0)
+        if SHARED:
+            asked = tl.maximum(keys[3], TINY)
+            if not CAUSAL:
+                asked = keys[3] * tl.where(ahead, decay * decay, 1.0)
+            per_whole = tl.where(whole > TINY, reciprocal(whole, PTX), 0.0)
+            to_sure = to_whole - known * (asked * per_whole)
+            if RATIONAL:
+                to_apart = (tempered + part * (per_nu * residual * per_whole)) * reciprocal(level, PTX)
+            else:
+                to_apart = to_whole + part * per_whole
+        else:
+            to_sure = to_apart - known
     of_query, of_key = factors(decay, floor, ahead, CAUSAL)
     to_gram, to_query_size, to_query = of_key * to_residual, to_residual, to_residual
     if CAUSAL:
@@ -217,20 +233,20 @@ def pull_back(
         to_gram, to_query_size = of_query * to_gram, of_query * of_query * to_residual
     to_key_size = of_key * of_key * to_residual
     return (
-        to_gram, to_query_size, to_key_size, to_query, to_key, to_residual, to_whole, to_apart, to_certain, to_cost,
+        to_gram, to_query_size, to_key_size, to_query, to_key, to_residual, to_whole, to_apart, to_sure, to_cost,
     )  # fmt: skip
 
 
 @triton.jit
-def of_noise(lag, noise, to_decay, to_whole, to_certain, ahead, CAUSAL: tl.constexpr):
-    """Gradients of rate, process, key and query noise, given those of the decay and of the two variances."""
+def of_noise(lag, noise, to_decay, to_asked, to_sure, ahead, CAUSAL: tl.constexpr):
+    """Gradients of rate, process, key and query noise, given those of the decay and of the variance: through the query
+    noise, and through all else."""
     away, decay, grown, slope = lag
     _rate, process, key, query = noise
     square = decay * decay
-    to_sure = to_whole + to_certain
-    to_key, to_query, to_square = square * to_sure, to_whole, key * to_sure
+    to_key, to_query, to_square = square * to_sure, to_asked, key * to_sure
     if not CAUSAL:
-        to_key, to_query = tl.where(ahead, to_sure, to_key), tl.where(ahead, square * to_whole, to_whole)
-        to_square = tl.where(ahead, query * to_whole, to_square)
+        to_key, to_query = tl.where(ahead, to_sure, to_key), tl.where(ahead, square * to_asked, to_asked)
+        to_square = tl.where(ahead, query * to_asked, to_square)
     to_rate = process * slope * to_sure - away * decay * (to_decay + 2.0 * decay * to_square)
     return to_rate, grown * to_sure, to_key, to_query
