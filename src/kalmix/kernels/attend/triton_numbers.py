@@ -99,7 +99,7 @@ def by_rate(lag, noise, to_since, to_arrived, to_decay):
 def of_holding(sums, back, asking, lag, lag_0, SHARED: tl.constexpr):
     """Gradients of the decay of keys when their block ends, for a nu of 2, and of what is then unsure of them."""
     to_decay, to_unsure, to_unsure_0 = sums
-    _gram, _size, _size_0, _query, to_key, _residual, to_whole, to_apart, to_sure, _cost = back
+    _gram, _size, _size_0, _query, to_key, _residual, to_whole, _apart, to_sure, _cost = back
     decay, decay_0 = asking[1][1], asking[2][1]
     to_decay -= lag[1] * partly(to_key * decay)
     if SHARED:
