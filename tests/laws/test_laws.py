@@ -18,6 +18,7 @@ def test_every_op_has_a_problem_and_every_kernel_is_tried():
 
 
 SAME_IN_FLOAT64 = {
+    "agrees_at_lengths_around_tiles",
     "compiles_to_one_graph",
     "nothing_reaches_other_sequences",
     "nothing_later_reaches_earlier_tokens",
@@ -26,7 +27,7 @@ SAME_IN_FLOAT64 = {
     "vmap_is_right_or_refused",
 }
 
-SLOW_INTERPRETED = {("nothing_reaches_other_sequences", "dense")}
+SLOW_INTERPRETED = {("nothing_reaches_other_sequences", "dense"), ("agrees_over_all_documented_noises", "dense")}
 
 # (law, op, kernel) that are being repaired in issue 15; must be empty at its end.
 UNDER_REPAIR = {

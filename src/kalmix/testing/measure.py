@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
@@ -38,14 +40,42 @@ def learnable(inputs: Tensors) -> Tensors:
     return {name: x for name, x in inputs.items() if name not in DATA}
 
 
-def specified(case: Case, inputs: Tensors, segments: Segments | None = None) -> tuple[list[Tensor], list[float]]:
+Specified = tuple[list[Tensor], list[float]]  # what the oracle answers, and how far a kernel may be from it
+_ANSWERS: OrderedDict[bytes, Specified] = OrderedDict()
+_REMEMBERED = 256  # answers
+
+
+def _remembered(
+    case: Case,
+    specify: Callable[[Tensors], list[Tensor]],
+    dtypes: list[torch.dtype],
+    inputs: Tensors,
+    segments: Segments | None,
+    weights: list[Tensor],
+) -> Specified:
+    """The oracle's answer and its budgets, computed once for all kernels that are given the same numbers."""
+    given = exact(inputs)
+    key = blake2b(repr((case.name, case.carried, case.products, dtypes, list(given), len(weights))).encode())
+    rows = [] if segments is None else [segments.rows.cpu()]
+    for x in (*given.values(), *rows, *(w.double() for w in weights)):
+        key.update(repr(tuple(x.shape)).encode() + x.contiguous().numpy().tobytes())
+    answer = _ANSWERS.pop(key.digest(), None)
+    if answer is None:
+        answer = specify(given), budgets(specify, given, case.carried, dtypes, case.products)
+    _ANSWERS[key.digest()] = answer
+    if len(_ANSWERS) > _REMEMBERED:
+        _ANSWERS.popitem(last=False)
+    return answer
+
+
+def specified(case: Case, inputs: Tensors, segments: Segments | None = None) -> Specified:
     """What the oracle answers to a kernel's inputs, and how far the kernel may be from each answer."""
 
     def specify(x: Tensors) -> list[Tensor]:
         return outputs(case.specify(x, segments and segments.cpu()))
 
     dtypes = [case.dtype] + [case.carried] * (len(case.quantities) - 1)
-    return specify(exact(inputs)), budgets(specify, exact(inputs), case.carried, dtypes, case.products)
+    return _remembered(case, specify, dtypes, inputs, segments, [])
 
 
 def compare(names: list[str], got: list[Tensor], want: list[Tensor], allowed: list[float]) -> list[Measured]:
@@ -69,9 +99,9 @@ def gradients(case: Case, inputs: Tensors, segments: Segments | None = None) -> 
     ]
     specify = partial(pull_back, partial(case.specify, segments=segments and segments.cpu()), weights)
     dtypes = [x.dtype for x in learnable(inputs).values()]
-    allowed = budgets(specify, exact(inputs), case.carried, dtypes, case.products)
+    want, allowed = _remembered(case, specify, dtypes, inputs, segments, weights)
     got = pull_back(partial(case.run, segments=segments), weights, inputs)
-    return compare([f"d {name}" for name in learnable(inputs)], got, specify(exact(inputs)), allowed)
+    return compare([f"d {name}" for name in learnable(inputs)], got, want, allowed)
 
 
 def pull_back(run: Callable[[Tensors], Filtered], weights: list[Tensor], inputs: Tensors) -> list[Tensor]:
