@@ -18,7 +18,9 @@ from kalmix.errors import ArgumentError
 class Segments(NamedTuple):
     """Runs of tokens: `rows` is int32 `[N, 3]`, each (batch row, start, stop), runs of a row not overlapping.
 
-    Tokens outside every run leave beliefs untouched and read out 0. A run may be empty (start = stop). Beliefs
+    Tokens outside every run leave beliefs untouched, read out 0 and have no gradient, whatever they hold. NaN, infinity
+    and overflow in one run reach no other. Within a run, NaN and infinity in inputs reach no earlier token, except in
+    Triton and CUDA kernels, where they may reach earlier tokens of the same tile. A run may be empty (start = stop). Beliefs
     have one entry a run, in the order of `rows`.
 
     Every constructor checks: shape and dtype always, values where they may be looked at (`kalmix.checks`). Functions

@@ -67,7 +67,7 @@ def test_what_depends_on_a_value_that_is_not_finite_is_not_finite(case, value, l
 
 
 @pytest.mark.parametrize("module", ["reference", "chunked", "fused"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "compiled"])
 def test_a_sequence_that_diverges_reaches_no_other(module, compiled):
     """Three in a row of finite tokens; the second one's memory grows by a factor of about 1e4 a token."""
     if compiled and module != "chunked":

@@ -34,6 +34,7 @@ from kalmix.kernels.ridge.triton_solve import (
     load_numbers,
     paced,
     paths,
+    resolved,
     shape_of,
     solve,
     store_numbers,
@@ -108,7 +109,7 @@ def resolve(
         own = along(product(y.to(KIND), gram, PRECISION), x, PRECISION)
         store_numbers(owns, slot, own * fade)
     if ADAPTIVE:
-        spread = -level * along(y, x, PRECISION) / tl.where(norm > NOTHING, norm, 1.0)
+        spread = -tl.maximum(level, resolved(KIND)) * along(y, x, PRECISION) / tl.where(norm > NOTHING, norm, 1.0)
         store_numbers(spreads, slot, spread)
         store_numbers(written, slot, tl.sum(weights * (fade * spread)[:, None], 0))
         tl.store(carried + slot, tl.sum(fade * fade * spread, 0))
