@@ -20,8 +20,9 @@ class Segments(NamedTuple):
 
     Tokens outside every run leave beliefs untouched, read out 0 and have no gradient, whatever they hold. NaN, infinity
     and overflow in one run reach no other. Within a run, NaN and infinity in inputs reach no earlier token, except in
-    Triton and CUDA kernels, where they may reach earlier tokens of the same tile. A run may be empty (start = stop). Beliefs
-    have one entry a run, in the order of `rows`.
+    Triton and CUDA kernels, where they may reach earlier tokens of the same tile.
+
+    A run may be empty (start = stop). Beliefs have one entry a run, in the order of `rows`.
 
     Every constructor checks: shape and dtype always, values where they may be looked at (`kalmix.checks`). Functions
     that map over trees of tensors may put other objects in the place of `rows`; ops refuse those.
