@@ -46,6 +46,8 @@ def writing(path: Path) -> Iterator[None]:
         if error.filename is not None or error.errno not in _DISK:
             raise
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+    except ValueError:  # a mistake of the caller, not the disk's, however full it is
+        raise
     except Exception as error:
         reason = _disk_error(error, path)
         if reason is None:
