@@ -29,17 +29,10 @@ SAME_IN_FLOAT64 = {
 
 SLOW_INTERPRETED = {("nothing_reaches_other_sequences", "dense"), ("agrees_over_all_documented_noises", "dense")}
 
-# (law, op, kernel) that are being repaired in issue 15; must be empty at its end.
-UNDER_REPAIR = {
-    *(("nothing_reaches_other_sequences", "attend", kernel) for kernel in ("reference", "chunked", "triton")),
-    *(("nothing_later_reaches_earlier_tokens", "attend", kernel) for kernel in ("reference", "chunked")),
-}
-
 
 def _tried(case, name, law):
-    repair = [pytest.mark.xfail] if (name, case.op, case.kernel) in UNDER_REPAIR else []
     slow = [pytest.mark.slow] if case.interpreted and (name, case.op) in SLOW_INTERPRETED else []
-    return pytest.param(case, law, id=f"{case}-{name}", marks=repair + slow)
+    return pytest.param(case, law, id=f"{case}-{name}", marks=slow)
 
 
 TRIED = [
