@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kalmix import Segments
-from kalmix.layers import Attention
+from kalmix.layers import Attention, LinearAttention
 
 from .conftest import shake
 
@@ -54,3 +54,9 @@ def test_packing_stores_keys_once():
     cu = torch.arange(0, 101, 10)
     _, state = layer(torch.randn(1, 100, 8), None, Segments.packed(cu))
     assert state.keys.shape[0] == 10 and state.keys.untyped_storage().nbytes() <= 100 * 3 * 8 * 4
+
+
+def test_values_of_linear_attention_are_as_wide_as_keys():
+    layer = LinearAttention(16, heads=2, head_dim=4)
+    state = layer(torch.randn(1, 3, 16))[1]
+    assert torch.utils._pytree.tree_leaves(state)[0].shape == (1, 2, 4, 5)  # and their weights

@@ -139,3 +139,10 @@ def test_half_precision_and_bad_input() -> None:
         FilterConv2d(1, 1, 4)
     with pytest.raises(ArgumentError, match="`x`"):
         layer(torch.rand(2, 3, 4, 4))
+
+
+def test_images_keep_their_size_and_noises_begin_small() -> None:
+    layer = FilterConv2d(2, 3, 5)
+    assert layer(torch.randn(1, 2, 6, 7)).shape == (1, 3, 6, 7)
+    for noise in (layer.log_process_noise, layer.log_key_noise, layer.log_query_noise):
+        torch.testing.assert_close(noise.exp(), torch.full_like(noise, 0.02))

@@ -8,6 +8,7 @@ import torch
 from kalmix.layers.parametrize import (
     CellDynamics,
     StateDynamics,
+    StepDynamics,
     discretize_ou,
     discretize_zoh,
     observation_precision,
@@ -139,3 +140,9 @@ def test_state_dynamics_at_their_ends(raw):
     assert all(torch.isfinite(part).all() for part in known)
     assert (known.log_decay <= 0).all() and (known.process_noise >= 0).all()
     assert (known.key_noise >= 1e-4).all() and (known.query_noise >= 1e-4).all()
+
+
+def test_steps_begin_log_uniform():
+    torch.manual_seed(0)
+    steps = torch.nn.functional.softplus(StepDynamics(3, 4000, least=1.0, turns=False).step_bias.detach())
+    assert 0.00099 < float(steps.min()) < 0.0011 and 0.095 < float(steps.max()) < 0.1001

@@ -119,6 +119,22 @@ def test_a_shift_of_all_times_changes_nothing(dtype: torch.dtype, kernel: str) -
         assert torch.equal(ours, theirs)
 
 
+def test_a_clock_costs_packed_and_continued_sequences_no_precision(kernel: str) -> None:
+    x = signals()
+    x["times"] = (16 * x["times"]).round() / 16
+    length = x["q"].shape[1]
+
+    def run(shift: float) -> list[Tensor]:
+        now = x | {"times": x["times"] + shift}
+        rows = torch.tensor([(0, 0, length // 2), (1, 1, length)], dtype=torch.int32)
+        packed = _run(now, segments=Segments.of(rows), kernel=kernel)
+        head = _run(tokens(now, 0, 3), kernel=kernel)
+        return [packed.mean, _run(tokens(now, 3, length), belief=head.belief, kernel=kernel).mean]
+
+    for ours, theirs in zip(run(2.0**31), run(0.0), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_the_future_never_matters(kernel: str) -> None:
     x, now = signals(), 6
     other = {name: y.clone() for name, y in x.items()}

@@ -242,3 +242,11 @@ def test_mistakes_are_named() -> None:
     for call, name in wrong:
         with pytest.raises(ArgumentError, match=name):
             call()
+
+
+@pytest.mark.parametrize("strength", [Adaptive(0.02), Fixed(0.25)])
+def test_unrolled_and_implicit_gradients_have_one_solution(strength: Any) -> None:
+    x = _signals(length=5, heads=2, width=4)
+    ways = (Chebyshev(6), Chebyshev(6, backward="unrolled"))
+    implicit, unrolled = (_run(x, solver=solver, ridge=strength, kernel="reference") for solver in ways)
+    assert _error(unrolled.mean, implicit.mean) < 1e-13 and _error(_spread(unrolled), _spread(implicit)) < 1e-13

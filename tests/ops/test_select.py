@@ -42,3 +42,9 @@ def test_chunked_serves_from_the_length_at_which_it_pays(op):
     assert least > 1
     assert select(op, OPS[op].kernels, call(least)).name == "chunked"
     assert select(op, OPS[op].kernels, call(least - 1)).name == "reference"
+
+
+def test_wide_keys_are_refused_in_single_precision_only():
+    row = next(kernel for kernel in OPS["attend"].kernels if kernel.name == "triton")
+    refusals = [row.refuses(Call("cuda", dtype, 192, 192, 64)) for dtype in (torch.float32, torch.bfloat16)]
+    assert "at most 128" in str(refusals[0]) and (refusals[1] is None or "Triton" in refusals[1])

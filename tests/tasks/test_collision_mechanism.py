@@ -130,3 +130,13 @@ def test_token_by_token_is_the_whole():
     whole = kalmix.filter(rule.design, key, key, value, belief=prior, **signals)
     assert torch.allclose(whole.belief.mean[0], ran.mean[-1], rtol=0, atol=1e-11)
     assert torch.allclose(whole.belief.covariance[0], ran.covariance[-1], rtol=0, atol=1e-11)
+
+
+def test_tables_hold_what_is_read_after_the_last_write():
+    at = torch.tensor([0.92], dtype=torch.float64)
+    for name, ran in traces().items():
+        assert torch.equal(mech.retrievals(SETTING, at)[name], ran.retrieval()[-1])
+    swept = mech.sweep(SETTING, 0.92, torch.tensor([0.5, 2.0], dtype=torch.float64))
+    rule = mech.rules(SETTING)["DeltaNet-style"]
+    ran = mech.trace(rule, SETTING, torch.full_like(swept.prior, 0.92), reset=swept.prior)
+    assert torch.equal(swept.gain, ran.gain[-1]) and torch.equal(swept.margin, ran.margin()[-1])

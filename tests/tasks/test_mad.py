@@ -1,5 +1,7 @@
 """MAD's rows are those of its public code; what it would refuse, or never end with, is refused."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -192,3 +194,15 @@ def test_long_recall_has_the_published_sizes():
     data = make("recall/long", seed=0, train=1, test=20)
     assert data.vocab_size == 256 and data.test.inputs.shape == (20, 2047)
     assert 885 < (data.test.targets != -100).sum(1).mean() < 905
+
+
+def test_compression_is_made_harder_by_doubling():
+    sweeps = {}
+    for change in TASKS["mad/compression"].published.harder:
+        for name, value in change.items():
+            sweeps.setdefault(name, []).append(value)
+    assert {name: [max(x, y) / min(x, y) for x, y in pairwise(values)] for name, values in sweeps.items()} == {
+        "vocab_size": [2, 2],
+        "seq_len": [2, 2],
+        "train": [2, 2, 2],
+    }

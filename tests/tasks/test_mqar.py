@@ -196,3 +196,8 @@ def test_published_settings_fit():
 def test_what_does_not_fit_is_refused(name, settings, complaint):
     with pytest.raises(ArgumentError, match=complaint):
         make(name, seed=0, train=1, test=0, **settings)
+
+
+def test_the_smallest_settings_are_taken():
+    make("mqar", seed=0, train=1, test=0, num_kv_pairs=1)
+    make("mqar/block", seed=0, train=1, test=0, num_kv_pairs=2, block_size=1)

@@ -180,3 +180,21 @@ def test_mistakes_are_named(tmp_path):
     (tmp_path / "empty").write_text(" ")
     with pytest.raises(ArgumentError, match=r"essay.*empty"):
         make("needle/single-2", seed=0, train=1, test=0, essay=str(tmp_path / "empty"))
+
+
+def test_words_to_count_are_mixed_with_the_others():
+    for text, answers in zip(*_both("needle/common-words"), strict=True):
+        asked = text[text.rfind("most often.\n") :].split("Question")[0]
+        listed = re.findall(r"\d+\. ([a-z-]+)", asked)
+        last = max(place for place, word in enumerate(listed) if word in answers)
+        first = min(place for place, word in enumerate(listed) if word not in answers)
+        assert first < len(listed) // 4 and last > len(listed) * 3 // 4
+
+
+@pytest.mark.parametrize(("length", "step"), [(4095, 5), (4096, 10)])
+def test_long_prompts_are_fitted_in_larger_steps(monkeypatch, length, step):
+    steps = []
+    fit = tracking.Fit
+    monkeypatch.setattr(tracking, "Fit", lambda *given, **named: steps.append(named["step"]) or fit(*given, **named))
+    next(tracking.prompts(tracking.TrackingSettings(length), 0, lambda text: len(tokens(text))))
+    assert steps[-1] == step

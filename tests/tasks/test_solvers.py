@@ -12,9 +12,10 @@ from torch import Tensor
 from kalmix import ArgumentError
 from kalmix.kernels.ridge import systems as ops
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, ridge
+from kalmix.tasks.solvers import tokens as tokens_
 from kalmix.tasks.solvers.conditions import Conditions, conditions
 from kalmix.tasks.solvers.convergence import Convergence, precisions, residuals
-from kalmix.tasks.solvers.gradients import Gradients, explicit, gradients
+from kalmix.tasks.solvers.gradients import Gradients, Model, explicit, gradients
 from kalmix.tasks.solvers.iterations import by_residuals, chebyshev, conjugate_gradient, rate
 from kalmix.tasks.solvers.reversal import Reversal, bounds, fixed_point, reversals
 from kalmix.tasks.solvers.systems import ARITHMETICS, Systems
@@ -197,3 +198,28 @@ def _apart(got: Tensor, want: Tensor) -> float:
 def test_an_unknown_kind_of_keys_raises() -> None:
     with pytest.raises(ArgumentError, match="random, repeated, correlated"):
         draw("sorted", 1, 8, 4, 0, CPU)
+
+
+def test_the_model_of_the_study_has_no_biases() -> None:
+    assert not [name for name, _ in Model(Gradients(), 1, 0).named_parameters() if name.endswith("bias")]
+
+
+def test_correlated_keys_are_of_words_by_zipfs_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Word r is drawn as often as 1 / r says, and words have the length of the root of their width."""
+    seen = []
+    monkeypatch.setattr(tokens_, "pad", lambda x, ends: seen.append(x) or torch.nn.functional.pad(x, ends))
+    generator = torch.Generator().manual_seed(0)
+    drawn = []
+
+    def normal(*shape: int) -> Tensor:
+        drawn.append(torch.randn(shape, generator=generator, dtype=torch.float64))
+        return drawn[-1]
+
+    tokens_.KINDS["correlated"](normal, 1, 20000, 8)
+    embedding, _, project = drawn[:3]
+    words = torch.nn.functional.normalize(embedding / torch.arange(1, 9, dtype=torch.float64).sqrt(), dim=-1) * 8**0.5
+    projected = words @ project / 8**0.5
+    apart = (seen[0][0][:, None] - projected[:4]).abs().amax(-1)
+    shares = (apart < 1e-9).double().mean(0)
+    whole = (1 / torch.arange(1, 1001)).sum()
+    torch.testing.assert_close(shares, (1 / torch.arange(1, 5) / whole).double(), rtol=0.1, atol=0)

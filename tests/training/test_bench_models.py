@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kalmix import ArgumentError
+from kalmix.layers.parts import ShortConvolution
 from kalmix.models.losses import marginal_likelihood
 from kalmix.training.bench import LAYERS, Cell, Part, Protocol, Shape
 from kalmix.training.bench.layers import layer, sized, state_size
@@ -173,3 +174,10 @@ def test_rates_follow_their_schedules() -> None:
 def test_nonsense_raises(make, says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         make()
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if name.endswith("-no-conv")])
+def test_layers_without_a_convolution_have_none(name: str) -> None:
+    mixer = build(16, replace(MAD, width=32, state=512), name, 8, from_last=False).model.mixers[0]
+    taps = [part.weight.shape[-1] for part in mixer.modules() if isinstance(part, ShortConvolution)]
+    assert all(count == 1 for count in taps)

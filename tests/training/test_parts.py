@@ -185,3 +185,16 @@ class TestReading:
     def test_a_model_without_beliefs_is_refused(self, tokenizer) -> None:
         with pytest.raises(ArgumentError, match="how sure it is"):
             read(model(("attention",)), tokenizer, "text")
+
+
+def test_decoding_keeps_spaces(tokenizer) -> None:
+    text = "a , b . I 'm n't ?"
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+
+
+def test_embeddings_and_the_head_have_groups_of_their_own() -> None:
+    network = model()
+    groups = {group["name"]: group["params"] for group in parameter_groups(network, rate=1.0, decay=0.1)}
+    assert [id(value) for value in groups["embeddings"]] == [id(network.get_input_embeddings().weight)]
+    head = network.get_output_embeddings().weight
+    assert head is network.get_input_embeddings().weight or [id(value) for value in groups["head"]] == [id(head)]

@@ -8,6 +8,7 @@ from PIL import Image
 from transformers import TrainerCallback
 
 from kalmix.errors import ArgumentError
+from kalmix.training import vision_data
 from kalmix.training.vision import build, load, train
 from kalmix.training.vision_data import Digits, Folder, augmented, centred, mixed
 from kalmix.training.vision_data import load as load_images
@@ -168,3 +169,25 @@ def test_augmentation_by_timm():
     torch.manual_seed(0)
     first, second = transform(image), transform(image)
     assert first.shape == (3, 224, 224) and first.dtype == torch.float32 and not torch.equal(first, second)
+
+
+def test_crops_are_a_part_of_the_image_between_3_4_and_4_3():
+    boxes = []
+
+    class Image:
+        size = (6000, 6000)
+
+        def resize(self, size, resample, box):
+            boxes.append(box)
+            return self
+
+        def transpose(self, method):
+            return self
+
+    torch.manual_seed(0)
+    for _ in range(300):
+        vision_data._random_crop(Image(), 8)
+    shapes = torch.tensor([(right - left, bottom - top) for left, top, right, bottom in boxes])
+    ratios, areas = shapes[:, 0] / shapes[:, 1], shapes.prod(1) / 6000**2
+    assert 0.74 < float(ratios.min()) < 0.78 and 1.28 < float(ratios.max()) < 1.34
+    assert 0.07 < float(areas.min()) < 0.15 and float(areas.max()) <= 1
