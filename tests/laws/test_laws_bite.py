@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 
 from kalmix import ops
 from kalmix.beliefs import DiagonalBelief
+from kalmix.checks import transformed
 from kalmix.kernels.diagonal.reference import diagonal as right
 from kalmix.ops import OPS, Op
 from kalmix.testing.cases import Case
@@ -51,6 +54,60 @@ def decays_at_idle(q, k, v, w, a, p, belief, segments, variance):
     return right(q, k, v, w, a - 1e-6, p, belief, segments, variance)
 
 
+def multiplies_neighbours_by_zero(q, k, v, w, a, p, belief, segments, variance):
+    mean, variance, belief = right(q, k, v, w, a, p, belief, segments, variance)
+    return Filtered(mean + 0 * v.sum(1, keepdim=True), variance, belief)
+
+
+def mixes_gradients_of_neighbours(*arguments):
+    mean, variance, belief = right(*arguments)
+    if mean.requires_grad:
+        mean.register_hook(lambda grad: grad + 0 * grad.sum())
+    return Filtered(mean, variance, belief)
+
+
+def multiplies_later_tokens_by_zero(q, k, v, w, a, p, belief, segments, variance):
+    mean, variance, belief = right(q, k, v, w, a, p, belief, segments, variance)
+    return Filtered(mean + 0 * v.flip(1).cumsum(1).flip(1), variance, belief)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """The identity, by PyTorch's decorator, which lets a part of the second derivative through."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad
+
+
+def loses_second_derivatives(q, k, v, *rest):
+    return right(q, k, _OnceDifferentiable.apply(v), *rest)
+
+
+def loses_tangents(q, k, v, *rest):
+    return right(q, k, forward_ad.unpack_dual(v).primal if forward_ad._current_level >= 0 else v, *rest)
+
+
+def errs_in_batches(q, k, v, *rest):
+    return right(q, k, 1.001 * v if transformed() else v, *rest)
+
+
+def limits_precision(q, k, v, w, *rest):
+    return right(q, k, v, w.clamp(max=1e3), *rest)
+
+
+def errs_at_whole_tiles(q, k, v, *rest):
+    return right(q, k, 1.001 * v if v.shape[1] == 64 else v, *rest)
+
+
+def errs_when_compiled_again(q, k, v, *rest):
+    return right(q, k, 1.001 * v if torch.compiler.is_compiling() and v.shape[1] == 7 else v, *rest)
+
+
 WRONG = {
     forgets_the_prior: "agrees_with_the_oracle",
     ignores_segments: "padding_changes_nothing",
@@ -60,15 +117,39 @@ WRONG = {
     leaves_a_hole: "outputs_are_fully_written",
     slightly_wrong_gradient: "gradients_agree_with_the_oracle",
     decays_at_idle: "idle_tokens_leave_the_belief",
+    multiplies_neighbours_by_zero: "nothing_reaches_other_sequences",
+    mixes_gradients_of_neighbours: "nothing_reaches_other_sequences",
+    multiplies_later_tokens_by_zero: "nothing_later_reaches_earlier_tokens",
+    loses_second_derivatives: "second_derivatives_are_right_or_refused",
+    loses_tangents: "forward_mode_is_right_or_refused",
+    errs_in_batches: "vmap_is_right_or_refused",
+    limits_precision: "agrees_over_all_documented_noises",
+    errs_at_whole_tiles: "agrees_at_lengths_around_tiles",
+    errs_when_compiled_again: "compiles_to_one_graph",
 }
+
+
+def _install(monkeypatch, **changes):
+    kernels = OPS["diagonal"].kernels
+    table = tuple(replace(k, **changes) if k.name == "reference" else k for k in kernels)
+    monkeypatch.setattr("kalmix.ops._diagonal.KERNELS", table)
+    monkeypatch.setitem(OPS, "diagonal", Op(ops.diagonal, table))
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda kernel: kernel.__name__)
 def test_the_law_catches(wrong, monkeypatch):
-    kernels = OPS["diagonal"].kernels
-    reference = next(kernel for kernel in kernels if kernel.name == "reference")
-    table = tuple(replace(k, function=wrong) if k is reference else k for k in kernels)
-    monkeypatch.setattr(ops._diagonal, "KERNELS", table)
-    monkeypatch.setitem(OPS, "diagonal", Op(ops.diagonal, table))
+    _install(monkeypatch, function=wrong)
     with pytest.raises(AssertionError):
         LAWS[WRONG[wrong]](Case("diagonal", "reference"))
+
+
+@pytest.mark.parametrize("wrong", [limits_precision, errs_at_whole_tiles], ids=lambda kernel: kernel.__name__)
+def test_the_usual_signals_would_not_catch(wrong, monkeypatch):
+    _install(monkeypatch, function=wrong)
+    LAWS["agrees_with_the_oracle"](Case("diagonal", "reference"))
+
+
+def test_the_law_catches_a_derivative_that_is_neither_promised_nor_refused(monkeypatch):
+    _install(monkeypatch, serves=frozenset())
+    with pytest.raises(AssertionError, match="neither refused nor promised"):
+        LAWS["second_derivatives_are_right_or_refused"](Case("diagonal", "reference"))
