@@ -65,6 +65,16 @@ def test_packed_and_padded_with_poison(layer):
     torch.testing.assert_close(layer(probe, fresh)[0], layer(probe)[0], **CLOSE)
 
 
+def test_padding_that_is_nan_leaves_gradients_finite(layer):
+    x = tokens(layer, 1, 26)
+    x[0, :2] = x[0, 9:14] = torch.nan
+    x.requires_grad_()
+    layer(x, None, Segments.of(torch.tensor([[0, 14, 26], [0, 2, 9]])))[0].square().sum().backward()
+    assert torch.isfinite(x.grad).all() and (x.grad[0, 9:14] == 0).all()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is None or torch.isfinite(parameter.grad).all(), name
+
+
 def test_causal(layer):
     x = tokens(layer, 1, 8)
     other = x.clone()
