@@ -111,6 +111,23 @@ def test_the_least_noise_stays_within_the_budget(kernel, problem, width, length,
     assert not [m for m in found if not m.ok]
 
 
+WIDE = [(16, 100), (64, 100), (128, 100), (200, 40)] if torch.cuda.is_available() else [(33, 20)]
+
+
+@pytest.mark.parametrize("decay", ["head", "key"])
+@pytest.mark.parametrize("setting", LEAST[:2], ids=str)
+@pytest.mark.parametrize(("width", "length"), WIDE)
+def test_the_least_noise_stays_within_the_budget_in_triton(width, length, setting, decay):
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    case = Case("dense", "triton", device, key_width=width, length=length, batch=1, value_heads=1)
+    inputs = certain(case, setting)
+    if decay == "head":
+        inputs["log_decay"] = inputs["log_decay"][..., 0].contiguous()
+    found = measure.forward(case, inputs) + measure.gradients(case, inputs)
+    assert not [m for m in found if not m.ok]
+
+
 @pytest.mark.parametrize("kernel", [chunked, reference])
 def test_many_certain_tokens_do_not_amplify_rounding(kernel):
     """1000 tokens of the least noise: the covariance is as wrong as storing it once, some roundings over."""

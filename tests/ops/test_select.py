@@ -48,3 +48,11 @@ def test_wide_keys_are_refused_in_single_precision_only():
     row = next(kernel for kernel in OPS["attend"].kernels if kernel.name == "triton")
     refusals = [row.refuses(Call("cuda", dtype, 192, 192, 64)) for dtype in (torch.float32, torch.bfloat16)]
     assert "at most 128" in str(refusals[0]) and (refusals[1] is None or "Triton" in refusals[1])
+
+
+@pytest.mark.parametrize(("width", "name"), [(7, "any"), (8, "wide"), (64, "wide")])
+def test_a_row_serves_keys_of_the_width_for_which_it_is_preferred(width, name):
+    rows = (Kernel("wide", lambda: None, wide_from=8), Kernel("any", lambda: None))  # type: ignore[arg-type]
+    asked = Call("cpu", torch.float32, width, 16, 512)
+    assert select("none", rows, asked).name == name
+    assert select("none", rows, asked, "wide").name == "wide"

@@ -41,6 +41,7 @@ class Kernel:
         devices: device types it serves; empty for all.
         dtypes: dtypes of q, k, v it serves.
         pays_from: how many tokens it takes to be worth more than the rows after it.
+        wide_from: narrowest keys for which it is preferred to the rows after it.
         max_key_width: the widest key it serves; `None` for any.
         max_single_width: the widest it serves computing in single precision, which all dtypes but bfloat16 ask for.
         serves: what it serves of that which only some kernels do (`Call.needs`). A kernel that serves `TRANSFORMS` has
@@ -55,6 +56,7 @@ class Kernel:
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = FLOATS
     pays_from: int = 1
+    wide_from: int = 1
     max_key_width: int | None = None
     max_single_width: int | None = None
     serves: frozenset[str] = frozenset()
@@ -84,6 +86,10 @@ class Kernel:
             return f"keys are {call.key_width} wide, it takes at most {single} but in bfloat16"
         beyond = sorted(call.needs - self.serves)
         return f"it does not serve {' or '.join(beyond)}" if beyond else None
+
+    def pays(self, call: Call) -> bool:
+        """Return whether it is preferred to the rows after it."""
+        return self.pays_from <= call.tokens and self.wide_from <= call.key_width
 
     def interpretable(self, call: Call) -> bool:
         """Whether only Triton's interpreter could serve `call`: a debugger, so never chosen unasked."""

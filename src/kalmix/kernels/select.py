@@ -22,7 +22,7 @@ def select(op: str, kernels: tuple[Kernel, ...], call: Call, pinned: str | None 
     able = [kernel for kernel in kernels if not kernel.interpretable(call) and kernel.refuses(call) is None]
     if pinned is None:
         if able:
-            return next((kernel for kernel in able if kernel.pays_from <= call.tokens), able[-1])
+            return next((kernel for kernel in able if kernel.pays(call)), able[-1])
         reasons = "; ".join(f"{kernel.name}: {kernel.refuses(call)}" for kernel in kernels)
         raise KernelError(f"no kernel of `{op}` can serve this call ({reasons})")
     names = [kernel.name for kernel in kernels]

@@ -175,7 +175,7 @@ def _same(x: Tensor) -> Tensor:
 def cases(devices: list[str], dtypes: tuple[torch.dtype, ...], **sizes: int) -> list[Case]:
     """Every kernel on every problem of its op that it serves."""
     tried = [
-        Case(name, kernel.name, device, dtype, **sizes)
+        Case(name, kernel.name, device, dtype, **(problem.sizes | sizes))
         for name, problem in PROBLEMS.items()
         for kernel in OPS[problem.design.op].kernels
         for device in devices

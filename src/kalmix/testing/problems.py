@@ -39,6 +39,7 @@ class Problem:
         ranges: from where to where variances and precisions may go: the least is what the op, or a layer that uses it,
             documents.
         options: of the design, a solver that converges to every dtype's rounding among them.
+        sizes: those to try, where they are not the usual ones.
         interpreted: sizes that Triton's interpreter is tried with, where the usual ones take it too long; `None` if it
             is not tried at all, as the op has another problem and its kernels tests of their own.
     """
@@ -54,6 +55,7 @@ class Problem:
     slack: float = 0.0
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     interpreted: dict[str, int] | None = field(default_factory=dict)
 
     def spectrum(self, belief: Any) -> Tensor:
@@ -186,6 +188,7 @@ _HISTORY = partial(
     sure=_HISTORY_SURE,
     ranges={"key_noise": (1e-5, _MOST), "query_noise": (1e-5, _MOST), "process_noise": (1e-5, _MOST)},
 )
+# Some kernels filter keys narrower than 16 in float64, and Triton is not preferred for those narrower than 8.
 _DENSE = partial(
     Problem,
     belief=DenseBelief,
@@ -193,6 +196,8 @@ _DENSE = partial(
     sure=_DENSE_SURE,
     slack=1e-7,
     ranges={"obs_noise": _RESOLVED, "process_noise": (1e-6, _MOST)},
+    sizes={"key_width": 17},
+    interpreted={"key_width": 9},
 )
 
 PROBLEMS = {

@@ -27,7 +27,9 @@ def dense(
 ) -> Filtered:
     """See `kalmix.ops.dense`. The gains, which depend on the covariance alone, and then `delta` with them.
 
-    Exact gradients, for which it keeps a covariance every 64 tokens, the gains, and what `delta` keeps.
+    Exact gradients, for which it keeps a covariance every 64 tokens, the gains, and what `delta` keeps. Tokens of a
+    tile are multiplied together: where values are not checked, NaN in a token reaches earlier tokens of its tile (at
+    most 64), but no other sequence.
     """
     tensors = (q, k, v, obs_noise, process_noise, log_decay, *belief)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
