@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kalmix import ArgumentError
 from kalmix.ops import attend, attend_corotating, attend_radial
+from kalmix.testing.budgets import relative_error
 
 F64, LENGTH, CHANNELS = torch.float64, 7, 3
 
@@ -99,6 +100,16 @@ def test_without_a_direction_all_is_across_and_going_on_is_one_call() -> None:
     for n in range(2):
         torch.testing.assert_close(torch.cat([part[n] for part in parts], 1), whole[n])
     assert (whole.variance > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_variance_is_float32_whatever_the_inputs(dtype: torch.dtype) -> None:
+    tokens = ("q", "k", "v", "direction")
+    x = {name: y.to(dtype) if name in tokens else y if name == "times" else y.float() for name, y in _signals().items()}
+    found, want = (attend_corotating(**y, variance=True) for y in (x, {name: y.double() for name, y in x.items()}))
+    assert found.variance is not None and want.variance is not None
+    assert relative_error(found.variance, want.variance) < 16 * torch.finfo(torch.float32).eps
+    assert relative_error(found.mean, want.mean) < torch.finfo(dtype).eps
 
 
 def test_gradients_reach_everything() -> None:

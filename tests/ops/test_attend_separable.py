@@ -9,6 +9,7 @@ from torch import Tensor
 from kalmix import ArgumentError
 from kalmix.kernels.attend.dynamics import kappa
 from kalmix.ops import Dynamics, SeparablePrecision, attend_channels, attend_separable
+from kalmix.testing.budgets import relative_error
 
 F64 = torch.float64
 WORST = {
@@ -99,6 +100,28 @@ def test_gradients_reach_everything() -> None:
     assert torch.autograd.gradcheck(
         lambda *ys: attend_separable(**dict(zip(x, ys, strict=True)), times=times)[:2], leaves, fast_mode=True
     )
+
+
+@pytest.mark.parametrize("key_noise", [1e-5, 1e-4, 1e-2, 1.0, 1e2])
+@pytest.mark.parametrize("rest", [0.0, 1e-5, None], ids=["no query noise", "1e-5", "drawn"])
+def test_float32_is_right_at_any_noise(key_noise: float, rest: float | None) -> None:
+    """Outputs and gradients, against float64: all that float32 may round are inputs and results."""
+    x = _signals(length=60)
+    x["key_noise"] = torch.full_like(x["key_noise"], key_noise)
+    x["process_noise"][0] = 1e-4
+    if rest is not None:
+        x["query_noise"] = torch.full_like(x["query_noise"], rest)
+    x = {name: y if name == "times" else y.float().double() for name, y in x.items()}
+    answers = []
+    for dtype in (torch.float32, F64):
+        leaves = {name: y.to(dtype).requires_grad_() for name, y in x.items() if name != "times"}
+        found = attend_separable(**leaves, times=x["times"])
+        assert found.variance is not None
+        outputs, draw = [found.mean, found.variance], torch.Generator().manual_seed(1)
+        weights = [torch.randint(-8, 9, y.shape, generator=draw).to(dtype) / 4 for y in outputs]
+        answers.append([*outputs, *torch.autograd.grad(outputs, list(leaves.values()), weights)])
+    for name, got, want in zip(["mean", "variance", *leaves], *answers, strict=True):
+        assert relative_error(got, want) < 4 * torch.finfo(torch.float32).eps, name
 
 
 def test_times_may_not_decrease() -> None:

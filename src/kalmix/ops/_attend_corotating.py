@@ -12,7 +12,7 @@ from kalmix.checks import check_kind, check_range, check_shape
 from kalmix.kernels.attend.dynamics import Dynamics
 from kalmix.ops._attend import attend, check_dynamics, weighing_of
 from kalmix.ops.arguments import check_tokens
-from kalmix.types import Filtered
+from kalmix.types import Filtered, belief_dtype
 
 
 def attend_corotating(
@@ -76,12 +76,14 @@ def attend_corotating(
     parts = zip(*(x.unbind(-1) for x in (*noises, *numbers)), strict=True)
     along, across = (attend(q, k, v, **dict(zip(names, part, strict=True)), **shared) for part in parts)
 
-    unit = normalize(direction, dim=-1)
+    dtype = belief_dtype(v.dtype)
+    unit = normalize(direction.to(dtype), dim=-1)
     real, imaginary = unit.chunk(2, -1)
-    apart, mean = along.mean - across.mean, across.mean
+    apart, mean = along.mean.to(dtype) - across.mean.to(dtype), across.mean.to(dtype)
     for x in (unit, torch.cat([-imaginary, real], -1)):  # p and i p, as real vectors
         mean = mean + (x * apart).sum(-1, keepdim=True) * x
+    mean = mean.to(v.dtype)
     if along.variance is None or across.variance is None:
         return across._replace(mean=mean)
-    share = (real.square() + imaginary.square()).repeat(1, 1, 1, 2).to(across.variance.dtype)
+    share = (real.square() + imaginary.square()).repeat(1, 1, 1, 2)
     return across._replace(mean=mean, variance=across.variance + share * (along.variance - across.variance))

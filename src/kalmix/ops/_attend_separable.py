@@ -79,12 +79,12 @@ def attend_separable(
     Raises:
         ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
 
-    Complexity: O(T C) work and memory.
+    Complexity: O(T C) work and memory, in float64.
     """
     sizes, dynamics = check_tokens(v, v, v), Dynamics(log_decay, frequency, process_noise, key_noise, query_noise)
     check_channels(v, v, sizes)
     check_dynamics("", dynamics, ("H C", "H C", "H C"), sizes, v, sure=False)
-    dtype, heads = belief_dtype(v.dtype), sizes["H"]
+    dtype, heads = torch.float64, sizes["H"]
     if times is None:
         times = torch.arange(sizes["T"], device=v.device, dtype=torch.float64).expand(sizes["B"], -1)
     check_shape("times", times, "B T", sizes)
@@ -95,7 +95,10 @@ def attend_separable(
     steps = times.diff(dim=1, prepend=times[:, :1])
     check_range("the steps of times", steps, least=0.0)
 
-    precision = SeparablePrecision.of(Dynamics(*(x.to(dtype) for x in dynamics)))
+    # P is a difference of exponentials, and the gradient of a frequency one of sums, that may be 1e5 times as large.
+    # float64 has the digits for that, if nothing is rounded between: so all numbers are widened once, here.
+    dynamics = Dynamics(*(x.to(dtype) for x in dynamics))
+    precision = SeparablePrecision.of(dynamics)
     asked = torch.stack([precision.last, precision.first - precision.last], -1).flatten(0, 1)  # [H C, 2]
     asked = asked.expand(*v.shape[:2], -1, -1)
     fading = torch.stack([torch.zeros_like(precision.rate), -precision.rate], -1)
@@ -105,8 +108,9 @@ def attend_separable(
         """The sum of what was `seen` `[B, T, H C, *]`, weighed by its precision, decayed by `log_decay` `[H, C, 2]`."""
         return additive(asked, ones, seen, log_decay=(log_decay * step).flatten(2, 3)).mean.unflatten(2, (heads, -1))
 
-    still = turned(v.to(dtype), times, frequency, forward=False)
-    evidence = total(still.unflatten(-1, (2, -1)).mT.flatten(2, 3), fading + log_decay.to(dtype)[..., None])
+    still = turned(v.to(dtype), times, dynamics.frequency, forward=False)
+    evidence = total(still.unflatten(-1, (2, -1)).mT.flatten(2, 3), fading + dynamics.log_decay[..., None])
     known = total(ones[..., :1], fading)  # [B, T, H, C, 1]; evidence is [B, T, H, C, 2]
-    mean = turned((evidence / known).mT.flatten(3), times, frequency, forward=True)
-    return Filtered(mean.to(v.dtype), (1 / known).expand_as(evidence).mT.flatten(3), None)
+    mean = turned((evidence / known).mT.flatten(3), times, dynamics.frequency, forward=True)
+    variance = (1 / known).expand_as(evidence).mT.flatten(3)
+    return Filtered(mean.to(v.dtype), variance.to(belief_dtype(v.dtype)), None)
