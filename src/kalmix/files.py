@@ -9,12 +9,13 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
 from kalmix.errors import ArgumentError, FileError, FormatError
 
+_T = TypeVar("_T", dict[str, Any], list[Any])
 MAX_DEPTH = 64  # levels of lists and mappings inside each other; our own files have six at most
 FORMAT = 1  # of checkpoints, recipes, results and configurations
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -148,8 +149,8 @@ def read_text(path: Path) -> str:
         raise FileError(f"{path.name} is damaged (it is not UTF-8 at byte {error.start})") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
+def read_json(path: Path, kind: type[_T] = dict) -> _T:
+    """Return the JSON object, or list, in a file.
 
     Raises:
         FileError: it is missing, cannot be read, or holds something else; or lists are nested deeper than `MAX_DEPTH`.
@@ -164,8 +165,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FileError(f"{path.name} is damaged ({error})") from None
     if deep:
         raise FileError(f"{path.name} is damaged (it is nested more than {MAX_DEPTH} levels deep)")
-    if not isinstance(value, dict):
-        raise FileError(f"{path.name} is damaged (it holds a {type(value).__name__}; expected a JSON object)")
+    if not isinstance(value, kind):
+        expected = "an object" if kind is dict else "a list"
+        raise FileError(f"{path.name} is damaged (it holds a {type(value).__name__}; expected {expected} of JSON)")
     return value
 
 

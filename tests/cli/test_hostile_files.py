@@ -146,6 +146,7 @@ def deep(levels: int) -> list[Any]:
 
 CONFIG, TOKENIZER, WEIGHTS = "model/config.json", "model/tokenizer.json", "model/model.safetensors"
 TRAIN = "train --resume --output {run}"
+REPORT, BELIEFS = "report {run}", "bench beliefs {run}"
 INSPECT = "inspect {run} --file {run}/text.txt"
 CASES = {
     # configuration
@@ -263,6 +264,27 @@ CASES = {
         lambda run: (run / "text.txt").symlink_to(run / "text.txt"), "text.txt", INSPECT
     ),
     "a text that is a device": Case(lambda run: (run / "text.txt").symlink_to("/dev/zero"), "regular file", INSPECT),
+    # evaluation of a finished run
+    "report: half a history": Case(cut("history.json"), "stopped", REPORT),
+    "report: history nested deep": Case(write("history.json", NESTED), "stopped", REPORT),
+    "report: history is a FIFO": Case(replaced("history.json", os.mkfifo), "stopped", REPORT),
+    "report: history is a mapping": Case(write("history.json", "{}"), "stopped", REPORT),
+    "report: inputs nested deep": Case(write("inputs.json", NESTED), "inputs.json", REPORT),
+    "report: inputs are a list": Case(write("inputs.json", "[1]"), "inputs.json", REPORT),
+    "report: NaN among the weights": Case(one(lambda x: x.fill_(float("nan"))), "NaN", REPORT),
+    "report: half a tokenizer": Case(cut(TOKENIZER), "tokenizer", REPORT),
+    "report: pickled weights": Case(pickled("pytorch_model.bin"), "safetensors", REPORT),
+    "report: a text that has become a FIFO": Case(
+        lambda run: (os.mkfifo(run / "f"), edit("recipe.json", {"text": str(run / "f")})(run)), "regular file", REPORT
+    ),
+    # results of benchmarks
+    "beliefs: results are a FIFO": Case(lambda run: os.mkfifo(run / "results.jsonl"), "results", BELIEFS),
+    "beliefs: results are not UTF-8": Case(write("results.jsonl", b"\xff\xfe"), "results", BELIEFS),
+    "beliefs: results nested deep": Case(write("results.jsonl", NESTED), "results", BELIEFS),
+    "beliefs: results are numbers": Case(write("results.jsonl", "1\n2\n"), "results", BELIEFS),
+    "beliefs: results of other keys": Case(
+        write("results.jsonl", '{"seconds": 1, "versions": {}, "parts": 3}\n'), "results", BELIEFS
+    ),
     # recipes
     "empty recipe": Case(write("recipe.json", ""), "recipe.json", TRAIN),
     "half a recipe": Case(cut("recipe.json"), "recipe.json", TRAIN),

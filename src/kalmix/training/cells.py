@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from filelock import FileLock
 
-from kalmix.errors import ArgumentError
-from kalmix.files import check_format, sync, writing
+from kalmix.errors import ArgumentError, FileError
+from kalmix.files import check_format, read_text, sync, writing
 
 Row = dict[str, Any]
 
@@ -43,15 +43,15 @@ class Results:
             ArgumentError: the file holds something else, or rows of a newer version.
         """
         try:
-            text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        except UnicodeDecodeError:
+            text = read_text(self.path) if self.path.exists() else ""
+        except FileError:
             raise self._foreign("which is no text") from None
         damaged = []
         for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
             line = line.strip("\0\r\t ")
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 if line and not line.startswith("{"):
                     raise self._foreign(f"whose line {number} is no JSON") from None
                 damaged.append(number)

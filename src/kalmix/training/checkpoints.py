@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 
 from kalmix.errors import ArgumentError, FormatError
-from kalmix.files import FORMAT, check_format, write_text
+from kalmix.files import FORMAT, check_format, read_json, write_text
 
 MANIFEST = "manifest.json"
 _NUMBERED = re.compile(r"checkpoint-(\d+)$")
@@ -47,7 +47,7 @@ def newest(folder: Path, *, processes: int = 1) -> Path | None:
 
 def inputs_of(checkpoint: Path) -> dict[str, str]:
     """Return the digests of the data that a checkpoint's run had read."""
-    return json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["inputs"]
+    return read_json(checkpoint / MANIFEST)["inputs"]
 
 
 def number(path: Path) -> int:
@@ -83,18 +83,18 @@ def _damage(checkpoint: Path, processes: int) -> str | None:
     Raises:
         ArgumentError: as `newest` does.
     """
+    if not (checkpoint / MANIFEST).exists():
+        return f"it is unfinished ({MANIFEST} is missing)"
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(checkpoint / MANIFEST)
         check_format(manifest, checkpoint / MANIFEST)
         files, savers = dict(manifest["files"]), manifest["processes"]
         dict(manifest["inputs"])
-    except FileNotFoundError:
-        return f"it is unfinished ({MANIFEST} is missing)"
     except FormatError:
         raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{MANIFEST} is damaged ({error})"
-    missing = [name for name in files if not (checkpoint / name).exists()]
+    missing = [name for name in files if not (checkpoint / name).is_file()]
     if missing:
         needs = "complete; delete that folder to resume from an earlier checkpoint"
         raise ArgumentError("checkpoint", got=f"{str(checkpoint)!r}, which lacks {', '.join(missing)}", needs=needs)

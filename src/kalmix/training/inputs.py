@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from kalmix.errors import ArgumentError
-from kalmix.files import write_text
+from kalmix.errors import ArgumentError, FileError
+from kalmix.files import read_json, write_text
 from kalmix.text import Corpus
 
 FILE = "inputs.json"
@@ -34,10 +34,8 @@ def load(output: Path) -> Digests | None:
         ArgumentError: it is damaged.
     """
     try:
-        return dict(json.loads((output / FILE).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
+        return read_json(output / FILE) if (output / FILE).exists() else None
+    except FileError as error:
         got = f"{str(output)!r}, whose {FILE} is damaged ({error})"
         raise ArgumentError("run", got=got, needs="the folder of a run; delete that file to do without it") from None
 

@@ -30,8 +30,8 @@ from transformers import (
     set_seed,
 )
 
-from kalmix.errors import ArgumentError
-from kalmix.files import alone, sync_tree, write_text, writing
+from kalmix.errors import ArgumentError, FileError
+from kalmix.files import alone, read_json, sync_tree, write_text, writing
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.text import Corpus, load, train_tokenizer
 from kalmix.training import inputs
@@ -219,9 +219,8 @@ def _bytes(documents: Sequence[str]) -> int:
 def read_history(output: Path) -> list[dict[str, float]]:
     """Return the log of the run in `output`; empty if there is none that can be read."""
     try:
-        history = json.loads((output / HISTORY).read_text(encoding="utf-8"))
-        return [row for row in history if isinstance(row, dict)]
-    except (OSError, ValueError, TypeError):  # it was cut off before it could write one
+        return [row for row in read_json(output / HISTORY, list) if isinstance(row, dict)]
+    except FileError:  # it was cut off before it could write one
         return []
 
 

@@ -26,7 +26,11 @@ def keep(cell: Cell, model: Tagger | AutoEncoder, results: Results) -> None:
 
 def kept(results: Results) -> list[Cell]:
     """The finished cells whose weights are there, oldest first."""
-    cells = [cell_of(row) for row in results.read() if "parts" in row]
+    try:
+        cells = [cell_of(row) for row in results.read() if "parts" in row]
+    except (LookupError, TypeError, AttributeError) as error:
+        got = f"{str(results.path)!r}, with a row that is not a benchmark's ({error})"
+        raise ArgumentError("results", got=got, needs="a file that `kalmix bench` wrote") from error
     return [cell for cell in dict.fromkeys(cells) if _file(cell, results).exists()]
 
 
