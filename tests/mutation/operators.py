@@ -162,7 +162,7 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         for keyword in node.keywords:
-            if keyword.arg is not None:
+            if keyword.arg not in (None, "strict", "encoding"):  # which change nothing where all is well
                 start, stop = self.span(keyword)
                 self.add(keyword, "argument", start, self._comma(stop), "")
         if isinstance(node.func, ast.Attribute) and node.func.attr in NAMES:

@@ -51,7 +51,10 @@ _SHARED = ("tests/ops/test_memory_chunked.py", "tests/ops/test_additive.py", "te
 
 # The first prefix that fits a path, below `SOURCE`, names its tests.
 TESTS: dict[str, Tests] = {
-    **{f"kernels/{op}/": Tests((*files, "tests/ops/test_bad_input.py"), _laws(op)) for op, files in _OPS.items()},
+    **{
+        f"kernels/{op}/": Tests((*files, "tests/ops/test_bad_input.py", "tests/ops/test_opcheck.py"), _laws(op))
+        for op, files in _OPS.items()
+    },
     **{f"ops/_{op}": Tests((*files, "tests/ops/test_bad_input.py"), _laws(op)) for op, files in _OPS.items()},
     "kernels/kernel.py": Tests(("tests/ops/test_select.py", "tests/ops/test_bad_input.py", "tests/ops/test_ridge.py")),
     "kernels/select.py": Tests(("tests/ops/test_select.py", "tests/ops/test_bad_input.py")),
