@@ -135,6 +135,24 @@ def test_a_clock_costs_packed_and_continued_sequences_no_precision(kernel: str) 
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_gradients_of_half_precision_dynamics_are_rounded_once(kernel: str) -> None:
+    """Keys and values share them: their gradients nearly cancel, and must add up in float32."""
+    worst = 0.0
+    for seed in range(8):
+        x = {name: y if name == "times" else y.bfloat16().float() for name, y in signals(seed=seed).items()}
+        halved = {name: y.bfloat16() if name in "qkv" else y for name, y in x.items()}
+
+        def gradient(dtype: torch.dtype, x: Signals = halved) -> Tensor:
+            rate = x["log_decay"].to(dtype).requires_grad_()
+            found = _run(x | {"log_decay": rate}, kernel=kernel)
+            weights = torch.randn(found.mean.shape, generator=torch.Generator().manual_seed(0))
+            return torch.autograd.grad((found.mean.float() * weights).sum(), rate)[0]
+
+        half, single = gradient(torch.bfloat16), gradient(torch.float32)
+        worst = max(worst, float(((half - single) / single).abs().max()))
+    assert worst <= torch.finfo(torch.bfloat16).eps / 2
+
+
 def test_the_future_never_matters(kernel: str) -> None:
     x, now = signals(), 6
     other = {name: y.clone() for name, y in x.items()}

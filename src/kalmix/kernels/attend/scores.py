@@ -73,11 +73,11 @@ def numbers_of(keys: Dynamics, values: Dynamics | None, weighing: Weighing, dtyp
     """The numbers of all heads, `[11, H]`: see `Model`."""
 
     def noise(x: Dynamics) -> list[Tensor]:
-        return [-x.log_decay, x.process_noise, x.key_noise, x.query_noise]
+        return [y.to(dtype) for y in (-x.log_decay, x.process_noise, x.key_noise, x.query_noise)]
 
-    of_keys = noise(keys)
-    rows = [*of_keys, *(of_keys if values is None else noise(values)), *weighing[:3]]
-    return torch.stack([x.to(dtype) for x in rows])
+    of_keys = noise(keys)  # shared by both, so that their gradients add up in `dtype`
+    of_values = of_keys if values is None else noise(values)
+    return torch.stack([*of_keys, *of_values, *(x.to(dtype) for x in weighing[:3])])
 
 
 class Model(NamedTuple):
