@@ -128,7 +128,7 @@ def tolerances(
 ) -> list[float]:
     """Return the budgets: how far the recursion moves when its inputs are rounded and it is computed in float32.
 
-    Pairs of `attend` are computed in float64, with what an algorithm stores rounded like an input. A float64 kernel is
+    Of the pairs of `attend`, what an algorithm stores is rounded like an input, too. A float64 kernel is
     allowed as many roundings as a float32 one. Products in half precision move inputs only. `ROUNDINGS` are for sums of
     up to 16 terms; those of n slots or tokens of a tile, in any order, are sqrt(n / 16) times less accurate.
     """
@@ -138,8 +138,7 @@ def tolerances(
     def moved(inputs: Tensors) -> list[Tensor]:
         if inputs is x:
             return want
-        low = case.op != "attend"
-        return exact(case, weights, {n: y.float() if low and y.is_floating_point() else y for n, y in inputs.items()})
+        return exact(case, weights, {name: y if name in DATA else y.float() for name, y in inputs.items()})
 
     epsilons = [torch.finfo(dtype).eps for dtype in returned]
     few = case.op != "attend" and case.sizes["T"] > TILE  # long recursions are slow, and have many tokens to move

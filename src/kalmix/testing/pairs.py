@@ -46,7 +46,7 @@ def _sequence(
     window = options.get("window") or 2**60
     visible = (apart < window) & (apart > -window)
     visible = (visible & (apart >= 0) if options.get("causal", True) else visible)[..., None]
-    lag = torch.where(visible[..., 0], lag, 0.0)  # what nobody sees must not overflow
+    lag = torch.where(visible[..., 0], lag, 0.0).to(x["v"].dtype)  # what nobody sees must not overflow
     mine = torch.cat([held, slots + torch.arange(start, stop)])
     ones = {name: x[f"rounding.{name}"][row, now][:, mine] for name in ROUNDED if f"rounding.{name}" in x}
     dynamics = {name: x[name] for name in DYNAMICS}
@@ -57,16 +57,16 @@ def _sequence(
         return x[name] if name in x else options.get(name, absent)
 
     query = _slipped(x["q"][row, now], dynamics["frequency"], x, "query_turns", row, now, lag)
-    score, chance = _score(dynamics, values, number, options, lag, ones, query, seen["keys"])
+    score, known = _score(dynamics, values, number, options, lag, ones, query, seen["keys"])
     score = score.masked_fill(~visible, -torch.inf)
     shares = score.softmax(1)
     if "share" in ones:  # of A (dA - sum A dA), backwards, each part rounds by itself
         shares = shares + (ones["share"] - 1) * (score - score.logsumexp(1, keepdim=True).detach()).exp()
-    decay, certain, _ = _spread(values, lag, ones)
+    decay = _spread(values, lag, ones)[0]
     groups = seen["values"].shape[1] // seen["keys"].shape[1]
     pulled = _pulled(seen["values"], values["frequency"], decay, lag, groups)
     mean = (shares.repeat_interleave(groups, 2)[..., None] * pulled).sum(1)
-    precision = (chance / certain).masked_fill(~visible, 0.0).sum(1).repeat_interleave(groups, 1)
+    precision = known.masked_fill(~visible, 0.0).sum(1).repeat_interleave(groups, 1)
     shortened = options.get("window") and x["v"].shape[1] > 0  # a call without tokens passes its belief through
     kept = tuple(seen[name][-window:] if shortened else seen[name] for name in seen)
     mean = torch.cat([mean.real, mean.imag], -1)
@@ -95,7 +95,7 @@ def _score(
     query: Tensor,
     key: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return temperature log(weight / V) and the weight, both `[T, S, H]`."""
+    """Return temperature log(weight / V) and weight / (V - query_noise), both `[T, S, H]`."""
     decay, _, variance = _spread(dynamics, lag, ones)
     pulled = _pulled(key, dynamics["frequency"], decay + number("floor", 0.0), lag, 1)
     square = _square(torch.complex(*query.chunk(2, -1))[:, None] - pulled)
@@ -103,16 +103,13 @@ def _score(
         size = query.square().sum(-1)[:, None] + _square(pulled)
         square = square + size * (ones["square"] - 1)
     square = square / number("nu", 1.0)
-    if options.get("weight") == "exponential":
-        log_weight = -square / variance
-        log_share = log_weight - _spread(values, lag, ones)[2].log()
-    elif values is dynamics:  # V (1 + r / V) without cancellation
+    _, certain, whole = _spread(values, lag, ones)
+    if values is dynamics and options.get("weight") != "exponential":  # V (1 + r / V), without cancellation
         log_share = -(variance + square).log()
-        log_weight = log_share + variance.log()
-    else:
-        log_weight = -torch.log1p(square / variance)
-        log_share = log_weight - _spread(values, lag, ones)[2].log()
-    return number("temperature", 1.0) * log_share, log_weight.exp()
+        return number("temperature", 1.0) * log_share, log_share.exp() * (1 + values["query_noise"] / certain)
+    ratio = square / variance
+    log_weight = -ratio if options.get("weight") == "exponential" else -torch.log1p(ratio)
+    return number("temperature", 1.0) * (log_weight - whole.log()), log_weight.exp() / certain
 
 
 def _square(x: Tensor) -> Tensor:
