@@ -76,6 +76,9 @@ def dense(
     Derivatives: every kernel has first derivatives by backward passes; "reference" also has second ones, forward mode
     and `vmap`, for which the others raise `KernelError` (docs/derivatives.md).
 
+    Where values are not checked (on a GPU, and in compiled code), NaN in one sequence or in padding reaches no other
+    sequence. In "reference" and "chunked" it reaches no earlier token of its own; in "triton" those of its tile.
+
     Complexity: O(T K (K + V)) work; memory for training O(T (K + V) + T K (K + V) / chunk) except in "reference".
     """
     sizes = check_tokens(q, k, v, variance)
