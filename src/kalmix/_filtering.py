@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix.checks import check_range
+from kalmix.checks import FLOATS, check_kind, check_range, check_shape
 from kalmix.designs import Design
-from kalmix.errors import DesignError
+from kalmix.errors import ArgumentError, DesignError
 from kalmix.ops import OPS
+from kalmix.ops.arguments import check_heads
 from kalmix.types import Filtered, belief_dtype
 
 Signals = dict[str, Any]
@@ -58,6 +59,13 @@ def lower(design: Design, k: Tensor, v: Tensor, signals: Signals) -> Signals:
     """
     signals = {name: x for name, x in signals.items() if x is not None}
     design.check(signals)
+    sizes: dict[str, int] = {}
+    check_shape("k", k, "B T H K", sizes)
+    check_shape("v", v, "B T G V", sizes)
+    check_heads(sizes)
+    for name in {*design.signals, *design.optional} & signals.keys():
+        if not isinstance(signals[name], Tensor):
+            raise ArgumentError(name, got=type(signals[name]).__name__, needs="a tensor")
     if "matrix" in signals:
         raise DesignError("no op takes a transition by a matrix; kalmix.oracle does")
     return _LOWER[design.op](k, v, signals)
@@ -101,6 +109,7 @@ def _lower_attend(k: Tensor, v: Tensor, signals: Signals) -> Signals:
 
 
 def _positive(name: str, signals: Signals) -> Tensor:
+    check_kind(name, signals[name], FLOATS, signals[name].device)
     check_range(name, signals[name], least=torch.finfo(torch.float32).tiny)
     return signals.pop(name)
 

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Self, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from kalmix.checks import LARGEST, MOST, check_shape, check_types
+from kalmix.checks import FLOATS, LARGEST, MOST, check_kind, check_shape, check_types
 from kalmix.errors import ArgumentError
+from kalmix.ops.arguments import check_segments
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -79,6 +80,8 @@ class Mixer(nn.Module):
             ArgumentError: `x` or the state has another shape or type than the layer takes.
         """
         check_shape("x", x, "B T D", {"D": self.hidden_size})
+        check_kind("x", x, FLOATS, x.device)
+        check_segments(segments, x.shape[0], x.shape[1], x.device)
         (mean, var, state), context = self.read(x, state, segments, variance and self.has_posterior, **when)
         return Filtered(self.emit(mean, context), None if var is None else self.emit_variance(var, context), state)
 
