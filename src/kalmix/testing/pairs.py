@@ -46,6 +46,7 @@ def _sequence(
     window = options.get("window") or 2**60
     visible = (apart < window) & (apart > -window)
     visible = (visible & (apart >= 0) if options.get("causal", True) else visible)[..., None]
+    span = float(lag.abs().max()) if lag.numel() else 0.0
     lag = torch.where(visible[..., 0], lag, 0.0).to(x["v"].dtype)  # what nobody sees must not overflow
     mine = torch.cat([held, slots + torch.arange(start, stop)])
     ones = {name: x[f"rounding.{name}"][row, now][:, mine] for name in ROUNDED if f"rounding.{name}" in x}
@@ -56,7 +57,7 @@ def _sequence(
     def number(name: str, absent: float) -> Any:
         return x[name] if name in x else options.get(name, absent)
 
-    query = _slipped(x["q"][row, now], dynamics["frequency"], x, "query_turns", row, now, lag)
+    query = _slipped(x["q"][row, now], dynamics["frequency"], x, "query_turns", row, now, span)
     score, known = _score(dynamics, values, number, options, lag, ones, query, seen["keys"])
     score = score.masked_fill(~visible, -torch.inf)
     shares = score.softmax(1)
@@ -70,19 +71,19 @@ def _sequence(
     shortened = options.get("window") and x["v"].shape[1] > 0  # a call without tokens passes its belief through
     kept = tuple(seen[name][-window:] if shortened else seen[name] for name in seen)
     mean = torch.cat([mean.real, mean.imag], -1)
-    mean = _slipped(mean, values["frequency"], x, "value_turns", row, now, lag)
+    mean = _slipped(mean, values["frequency"], x, "value_turns", row, now, span)
     return kept, mean, 1 / precision[..., None]
 
 
 ROUNDED = ("square", "variance", "share")  # what is rounded for every pair and key head
 
 
-def _slipped(y: Tensor, frequency: Tensor, x: Tensors, name: str, row: int, now: slice, lag: Tensor) -> Tensor:
-    """Return y with the rounding of a gradient of frequencies that is summed over times, where a lag would do."""
-    if f"rounding.{name}" not in x or not lag.numel():
+def _slipped(y: Tensor, frequency: Tensor, x: Tensors, name: str, row: int, now: slice, span: float) -> Tensor:
+    """Return y with the rounding of a gradient of frequencies that is summed over times: eps times their span."""
+    if f"rounding.{name}" not in x or not y.numel():
         return y
     slip = (frequency - frequency.detach()).repeat_interleave(y.shape[1] // frequency.shape[0], 0).repeat(1, 2)
-    return y * (1 + (x[f"rounding.{name}"][row, now] - 1) * lag.abs().max() * slip)
+    return y * (1 + (x[f"rounding.{name}"][row, now] - 1) * span * slip)
 
 
 def _score(
