@@ -130,3 +130,19 @@ def test_what_a_history_holds_of_another_sequence_reaches_nothing(op: Op) -> Non
             belief = op(y, segments=Segments.of(torch.tensor(segments))).belief
             found.append(op(later, segments=Segments.of(torch.tensor(segments)), belief=belief).mean)
     assert torch.equal(found[0][:, :5], found[1][:, :5]) and found[0][:, 5:].isnan().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_upstream_gradient_reaches_no_other_sequence(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all values are finite; the frequencies, which all sequences share, tell of it."""
+    monkeypatch.setattr(chunked, "QUERIES", 4)
+    found = []
+    for fill in (value, 1.0):
+        given = leaves(signals(groups=1))
+        outputs = reads(OPS["chunked"](given, segments=Segments.of(torch.tensor(RUNS)), variance=True))
+        weights = [_spoil(torch.ones_like(y), fill, SPOILED) for y in outputs]
+        found.append(torch.autograd.grad(outputs, [given[name] for name in ("q", "k", "v", "frequency")], weights))
+    for got, want in zip(*(x[:3] for x in found), strict=True):
+        for row, start, stop in (RUNS[0], RUNS[2], RUNS[3]):
+            assert torch.equal(got[row, start:stop], want[row, start:stop])
+    assert found[0][0][0, 4:7].isnan().all() and found[0][3].isnan().all()

@@ -171,8 +171,14 @@ def _attend_backward(
     window: int,
     variance: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, numbers and frequencies."""
+    """Gradients of q, k, v, numbers and frequencies.
+
+    An upstream gradient that is not finite reaches its own query and the frequencies of values, which become NaN.
+    """
     lanes = _Lanes.of(q, k, v, times, rank, numbers, Rules(shared, rational, causal, window))
+    broken = ~to_read.isfinite().all(-1) | (~to_precision.isfinite() if variance else False)
+    to_read = to_read.masked_fill(broken[..., None], 0)
+    to_precision = to_precision.masked_fill(broken, 0) if variance else to_precision
     share = (to_read * read).sum(-1).transpose(1, 2)[..., None]
     to_read, total = to_read.transpose(1, 2), total.transpose(1, 2)[..., None]
     if variance:
@@ -201,7 +207,8 @@ def _attend_backward(
             to_of_keys += _turning(query, (to_gram * scores.lag) @ key, of_keys)
             to_of_values += _turning(arrived, (reached * scores.lag) @ value, of_values)
     to_q, to_k, to_v = (x.transpose(1, 2).contiguous() for x in (to_q, to_k, to_v))
-    return to_q, to_k, to_v, to_numbers, to_of_keys, to_of_values
+    to_q.masked_fill_(broken[..., None], torch.nan)
+    return to_q, to_k, to_v, to_numbers, to_of_keys, to_of_values.masked_fill(broken.any(), torch.nan)
 
 
 def _turning(x: Tensor, late: Tensor, frequency: Tensor) -> Tensor:
