@@ -151,9 +151,9 @@ def tolerances(
     if case.dtype == torch.float64:
         return [double + (budget - double) * double / single for budget in allowed]
     if case.kernel == "triton" and case.dtype != torch.float32:
-        inputs = {name: y for name, y in x.items() if not name.startswith("rounding.")}
+        inputs = {n: y for n, y in x.items() if not n.startswith("rounding.") or n == "rounding.decays"}
         straight = [torch.float64] * len(returned)
-        halves = budgets(partial(exact, case, weights), inputs, torch.float64, straight, case.dtype)
+        halves = budgets(partial(exact, case, weights), inputs, torch.float64, straight, case.dtype, draws=3 * DRAWS)
         allowed = [a + b for a, b in zip(allowed, halves, strict=True)]
     return allowed
 
@@ -215,7 +215,10 @@ def ones_of(case: Draw) -> Tensors:
             found["rounding.query_turns"] = torch.ones(b, t, h, k, dtype=torch.float64)
             found["rounding.value_turns"] = torch.ones(b, t, g, v, dtype=torch.float64)
         return found
-    return {"rounding.turns": torch.ones(t, n, g, k // 2, dtype=torch.float64)} if "angle" in case.x else {}
+    found = {"rounding.turns": torch.ones(t, n, g, k // 2, dtype=torch.float64)} if "angle" in case.x else {}
+    if case.kernel == "triton" and case.op != "diagonal":
+        found["rounding.decays"] = torch.ones(t, n, g, k, dtype=torch.float64)
+    return found
 
 
 def call(case: Draw, device: str, x: Tensors) -> list[Tensor]:

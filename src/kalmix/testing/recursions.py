@@ -41,6 +41,12 @@ def filter_tokens(op: str, x: Tensors, options: dict[str, Any], runs: list[Run])
         token = still | {name: x[name][row, here] for name in signals}
         if "rounding.turns" in x:
             token["turns"] = x["rounding.turns"][t]
+        if (
+            "rounding.decays" in x and "log_decay" in token
+        ):  # its gradient is a sum of q dq - k dk, each of which rounds
+            decay = token["log_decay"] if token["log_decay"].ndim == 3 else token["log_decay"][..., None]
+            slip = (x["rounding.decays"][t] - 1) * (decay - decay.detach())
+            token |= {"q": token["q"] * (1 + slip), "k": token["k"] * (1 - slip)}
         after, mean, variance = STEPS[op](state, token, options)
         going = start + t < stop
         state = tuple(
