@@ -93,7 +93,7 @@ def certain(case, setting):
 
 
 @pytest.mark.parametrize("setting", LEAST, ids=str)
-@pytest.mark.parametrize(("width", "length"), [(3, 19), (16, 24), (33, 24)])
+@pytest.mark.parametrize(("width", "length"), [(3, 19), (16, 24), (24, 32), (33, 24)])
 @pytest.mark.parametrize("problem", ["dense", "dense-turning"])
 @pytest.mark.parametrize("kernel", ["chunked", "reference"])
 def test_the_least_noise_stays_within_the_budget(kernel, problem, width, length, setting):

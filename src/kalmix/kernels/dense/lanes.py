@@ -13,8 +13,8 @@ from kalmix.segments import Segments
 
 TILE = 16  # tokens that share a factorisation, half as many where keys are narrower than `WIDE`
 # Tokens of a tile that see few directions have a nearly singular covariance: its condition is about L p / r^2, for
-# variances p of the prior and r^2 of the noise. Float32 factors it as well as it stores the belief if L <= K / 2.
-WIDE = 2 * TILE
+# variances p of the prior and r^2 of the noise. Float32 factors it as well as it stores the belief if L <= 2 K / 3.
+WIDE = 3 * TILE // 2
 NARROW = TILE  # keys narrower than this are filtered in float64, which costs them little
 STEPS = 8  # tiles of a lane that are prepared at once; of wide keys, only the belief before them is kept
 ROOM = 1 << 24  # numbers in the largest array of what is prepared
