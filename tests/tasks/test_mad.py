@@ -206,3 +206,13 @@ def test_compression_is_made_harder_by_doubling():
         "seq_len": [2, 2],
         "train": [2, 2, 2],
     }
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name.startswith("mad/")])
+def test_published_sizes_are_multiples_of_16(name):
+    task = TASKS[name]
+    harder = [value for change in task.published.harder for key, value in change.items() if key in SIZES]
+    assert all(size % 16 == 0 for size in (*harder, *(getattr(task.baseline, key) for key in SIZES)))
+
+
+SIZES = ("vocab_size", "seq_len")
