@@ -27,7 +27,11 @@ SAME_IN_FLOAT64 = {
     "vmap_is_right_or_refused",
 }
 
-SLOW_INTERPRETED = {("nothing_reaches_other_sequences", "dense"), ("agrees_over_all_documented_noises", "dense")}
+SLOW_INTERPRETED = {  # several seconds each; `additive` and `attend` stand for them
+    (law, op)
+    for law in ("nothing_reaches_other_sequences", "agrees_over_all_documented_noises")
+    for op in ("delta", "dense", "diagonal", "ridge")
+}
 
 
 def _tried(case, name, law):

@@ -51,7 +51,7 @@ def agrees_at_lengths_around_tiles(case: Case) -> None:
         tried = case.having(length=length)
         inputs = tried.inputs()
         assert_within(measure.forward(tried, inputs), f"{length} tokens")
-        if length == 65:
+        if length == 17:
             assert_within(measure.gradients(tried, inputs), f"{length} tokens")
 
 
@@ -210,7 +210,8 @@ def the_same_call_gives_the_same_bits(case: Case) -> None:
 def compiles_to_one_graph(case: Case) -> None:
     """Also if the compiled function is called again with another number of tokens."""
     packed = case.segments([(0, 0, 3), (1, 2, 5)])
-    for segments, lengths in ((None, (5,) if case.interpreted else (5, 7)), (packed, (5,))):
+    several = (5, 7) if case.kernel == "chunked" else (5,)  # "reference" is another graph for each, Triton is slow
+    for segments, lengths in ((None, several), (packed, (5,))):
         compiled = torch.compile(lambda x, s: case.run(x, s), fullgraph=True, backend="aot_eager")
         for length in lengths:
             inputs = _trained(case.having(length=length).inputs())
