@@ -201,3 +201,9 @@ def test_what_does_not_fit_is_refused(name, settings, complaint):
 def test_the_smallest_settings_are_taken():
     make("mqar", seed=0, train=1, test=0, num_kv_pairs=1)
     make("mqar/block", seed=0, train=1, test=0, num_kv_pairs=2, block_size=1)
+
+
+def test_the_grid_of_updates_is_the_papers():
+    grid = [tuple(change.values()) for change in TASKS["mqar/update"].published.harder]
+    assert {(length, pairs) for length, pairs, _ in grid} == {(64, 4), (128, 4), (128, 16)}
+    assert all(pairs % updates == 0 for _, pairs, updates in grid)
