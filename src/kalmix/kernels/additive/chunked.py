@@ -39,7 +39,7 @@ def additive(
     def filtered(*tokens: Any) -> Filtered:
         return in_blocks(_Additive.apply, tokens, belief, segments, entries, CHUNK)
 
-    return isolate(filtered, (q, k, v, log_decay, gain), v.shape[2], segments)
+    return isolate(filtered, (q, k, v, log_decay, gain), belief, segments)
 
 
 class _Additive(torch.autograd.Function):

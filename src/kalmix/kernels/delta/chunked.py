@@ -43,7 +43,7 @@ def delta(
     def filtered(*tokens: Any) -> Filtered:
         return in_blocks(_Delta.apply, tokens, belief, segments, entries, size)
 
-    return isolate(filtered, (q, k, v, gain, log_decay), v.shape[2], segments)
+    return isolate(filtered, (q, k, v, gain, log_decay), belief, segments)
 
 
 def _chunk(k: Tensor) -> int:

@@ -61,7 +61,7 @@ def dense(
         return Filtered(mean, var if variance else None, DenseBelief(*after[:2]))
 
     tokens = (q, k, v, obs_noise, process_noise, log_decay, angle)
-    return isolate(filtered, tokens, v.shape[2], segments, ABSENT)
+    return isolate(filtered, tokens, belief, segments, ABSENT)
 
 
 class _Block:

@@ -48,7 +48,7 @@ def diagonal(
     def filtered(*tokens: Any) -> Filtered:
         return in_blocks(block, tokens, belief, segments, 2 * log_decay.numel(), TILE)
 
-    return isolate(filtered, (q, k, v, precision), v.shape[2], segments)
+    return isolate(filtered, (q, k, v, precision), belief, segments)
 
 
 class _Diagonal(torch.autograd.Function):

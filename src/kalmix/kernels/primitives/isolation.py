@@ -20,7 +20,7 @@ from kalmix.types import Filtered
 def isolate(
     function: Callable[..., Filtered],
     tokens: tuple[Any, ...],
-    heads: int,
+    belief: Any,
     segments: Segments | None,
     absent: tuple[float, ...] | None = None,
 ) -> Filtered:
@@ -34,8 +34,7 @@ def isolate(
     Args:
         function: returns a mean `[B, T, G, V]`, perhaps a variance, and a belief of tensors `[N, G, *, *]`.
         tokens: signals `[B, T, H or G, ...]`, or `None`.
-        heads: G.
-        segments: as the kernel takes them.
+        belief, segments: as the kernel takes them.
         absent: the finite value for each signal; 0 if not given.
     """
     signals = [x for x in tokens if x is not None]
@@ -43,11 +42,12 @@ def isolate(
         return function(*tokens)
     pairs = zip(tokens, absent or (0.0,) * len(tokens), strict=True)
     found = function(*(x if x is None else torch.where(x.isfinite(), x, value) for x, value in pairs))
-    lost = _lost([x.isfinite() for x in signals], heads)
+    lost = _lost([x.isfinite() for x in signals], belief[0].shape[1])
     since, ended = _spread(lost, segments)
     mean, variance = (None if x is None else _spoiled(x, since[..., None]) for x in found[:2])
-    belief = (_spoiled(x, ended[..., None, None]) for x in found.belief)
-    return found._replace(mean=mean, variance=variance, belief=type(found.belief)(*belief))
+    after = (_spoiled(x, ended[..., None, None]) for x in found.belief)
+    # The compiler of torch 2.11 returns no object whose class it has from another object made while it traces.
+    return Filtered(mean, variance, type(belief)(*after))
 
 
 def _finite(signals: list[Tensor]) -> bool:

@@ -49,7 +49,7 @@ def ridge(
         return assemble(memory.additive, _solutions, q, k, v, log_decay, gain, mix, *options)
 
     tokens = inside(owners(segments, *v.shape[:2]), q, k, v, log_decay, gain, mix)
-    return isolate(filtered, tokens, v.shape[2], segments)
+    return isolate(filtered, tokens, belief, segments)
 
 
 def _solutions(
