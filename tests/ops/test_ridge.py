@@ -250,3 +250,20 @@ def test_unrolled_and_implicit_gradients_have_one_solution(strength: Any) -> Non
     ways = (Chebyshev(6), Chebyshev(6, backward="unrolled"))
     implicit, unrolled = (_run(x, solver=solver, ridge=strength, kernel="reference") for solver in ways)
     assert _error(unrolled.mean, implicit.mean) < 1e-13 and _error(_spread(unrolled), _spread(implicit)) < 1e-13
+
+
+def test_unrolled_gradients_are_finite_where_nothing_was_written() -> None:
+    """Under a fixed ridge the radius of the spectrum is 0 there, and with it w - 1 of every iteration."""
+    x = _signals(length=6, heads=2, width=4)
+    x |= {"k": 1e-9 * x["k"], "gram": 0 * x["gram"]}
+    leaves = [x[name].float().requires_grad_() for name in ("q", "k", "v", "gain")]
+    given = {name: y.float() for name, y in x.items()} | dict(zip(("q", "k", "v", "gain"), leaves, strict=True))
+    found = _run(given, solver=Chebyshev(10, backward="unrolled"), ridge=Fixed(0.3))
+    of_mean, of_spread = (
+        torch.autograd.grad(
+            y.square().sum() if y is found.mean else y.sum(), leaves, retain_graph=True, materialize_grads=True
+        )
+        for y in (found.mean, _spread(found))
+    )
+    assert all(bool(torch.isfinite(y).all()) for y in (*of_mean, *of_spread))
+    torch.testing.assert_close(of_spread[0], 4 * leaves[0].detach() / 0.3)  # of |q|^2 / 0.3, read by two heads

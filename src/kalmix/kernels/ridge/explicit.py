@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from kalmix.checks import transformed
 from kalmix.errors import KernelError
 from kalmix.kernels.primitives.operator import once_differentiable
-from kalmix.kernels.ridge.systems import Matrices, Scale, chebyshev_weights, solve
+from kalmix.kernels.ridge.systems import Matrices, Rho, Scale, chebyshev_weights, solve
 from kalmix.solvers import Chebyshev, Solver
 
 _UNROLLED, _IMPLICIT = "Chebyshev(backward='unrolled')", "backward='implicit'"
@@ -80,16 +81,16 @@ class _ImplicitForward(_Implicit):
 
 
 class _Unrolled(torch.autograd.Function):
-    r"""Algorithm 2 of Gated KalmaNet: the iteration run backwards beside its adjoint.
+    r"""Algorithm 2 of Gated KalmaNet: the adjoint of the iteration.
 
     Forwards, with S scaled to a spectrum in [1 - rho, 1 + rho], w_0 = 2, x_{-1} = 0 and x_0 = q,
 
         w_i = 4 / (4 - rho^2 w_{i-1}),   x_i = w_i (x_{i-1} - S x_{i-1} + q) - (w_i - 1) x_{i-2},
 
-    which gives x_{i-2} from the two after it (in equations 49 and 50 the last term is subtracted, and the weight of the
-    first guess is 1, not what equation 52 leaves in its place). Rounding errors grow by 1 / sqrt(w_i - 1) a step, 1.3
-    at a ridge of 0.02, so that a pair of iterates is kept every `KEPT`. Beyond the paper there is the gradient for rho,
-    through the weights: the whole is that of the unrolled iteration.
+    where the weight of the first guess is 1, not what equation 52 leaves in its place. The paper runs the iteration
+    backwards, which divides by w_i - 1: rounding errors grow by the root of that, and it is 0 where H is. So a pair of
+    iterates is kept every `KEPT`, and those between are computed again, which costs no more. Beyond the paper there is
+    the gradient for rho, through the weights: the whole is that of the unrolled iteration.
     """
 
     KEPT = 5
@@ -103,23 +104,23 @@ class _Unrolled(torch.autograd.Function):
             image = Matrices(matrix).apply(x)
             before, x = x, weight * (x - image + rhs) - (weight - 1) * before
         ctx.iterations = iterations
-        ctx.save_for_backward(matrix, rhs, rho, before, x, *kept)
+        ctx.save_for_backward(matrix, rhs, rho, *kept)
         return x
 
     @staticmethod
     @once_differentiable(_UNROLLED, _IMPLICIT)
     def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        matrix, rhs, rho, before, x, *kept = ctx.saved_tensors
+        matrix, rhs, rho, *kept = ctx.saved_tensors
         apply, weights = Matrices(matrix).apply, chebyshev_weights(rho, ctx.iterations)
         to_matrix, to_rhs = torch.zeros_like(matrix), torch.zeros_like(rhs)
         to_rho, to_next_weight = torch.zeros_like(rho), torch.zeros_like(rho)
         after, to_after = torch.zeros_like(rho), torch.zeros_like(to_x)  # the weight and the adjoint of one step later
-        for i in reversed(range(ctx.iterations)):  # x is x_{i+1}, before is x_i
-            weight, pair = weights[i], divmod(i, _Unrolled.KEPT)
-            if pair[1] == 0:
-                before = kept[2 * pair[0] + 1]
-            pull = before - apply(before) + rhs
-            earlier = (weight * pull - x) / (weight - 1) if pair[1] else kept[2 * pair[0]]
+        steps: list[tuple[Tensor, Tensor, Tensor]] = []
+        for i in reversed(range(ctx.iterations)):
+            weight, within = weights[i], i % _Unrolled.KEPT
+            if i + 1 == ctx.iterations or within + 1 == _Unrolled.KEPT:
+                steps = _again(apply, rhs, weights[i - within : i + 1], kept[2 * (i // _Unrolled.KEPT) :])
+            earlier, before, pull = steps[within]
             to_matrix -= (weight * to_x)[..., None] * before[..., None, :]
             to_rhs += weight * to_x
             to_weight = (to_x * (pull - earlier)).sum(-1, keepdim=True) + to_next_weight
@@ -130,5 +131,16 @@ class _Unrolled(torch.autograd.Function):
             if i + 1 < ctx.iterations:
                 to_before -= (after - 1) * to_after
             after, to_after, to_x = weight, to_x, to_before
-            before, x = earlier, before
         return to_matrix, to_rhs + to_x, to_rho, None
+
+
+def _again(
+    apply: Callable[[Tensor], Tensor], rhs: Tensor, weights: Sequence[Rho], kept: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return of each step x_{i-2}, x_{i-1} and x_{i-1} - S x_{i-1} + q, from the pair kept first."""
+    (before, x), steps = kept[:2], []
+    for weight in weights:
+        pull = x - apply(x) + rhs
+        steps.append((before, x, pull))
+        before, x = x, weight * pull - (weight - 1) * before
+    return steps
