@@ -63,8 +63,8 @@ def lower(design: Design, k: Tensor, v: Tensor, signals: Signals) -> Signals:
     check_shape("k", k, "B T H K", sizes)
     check_shape("v", v, "B T G V", sizes)
     check_heads(sizes)
-    for name in {*design.signals, *design.optional} & signals.keys():
-        if not isinstance(signals[name], Tensor):
+    for name in (*design.signals, *design.optional):
+        if name in signals and not isinstance(signals[name], Tensor):
             raise ArgumentError(name, got=type(signals[name]).__name__, needs="a tensor")
     if "matrix" in signals:
         raise DesignError("no op takes a transition by a matrix; kalmix.oracle does")

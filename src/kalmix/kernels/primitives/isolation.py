@@ -44,7 +44,9 @@ def isolate(
     found = function(*(x if x is None else torch.where(x.isfinite(), x, value) for x, value in pairs))
     lost = _lost([x.isfinite() for x in signals], belief[0].shape[1])
     since, ended = _spread(lost, segments)
-    mean, variance = (None if x is None else _spoiled(x, since[..., None]) for x in found[:2])
+    mean, variance = _spoiled(found.mean, since[..., None]), found.variance
+    if variance is not None:
+        variance = _spoiled(variance, since[..., None])
     after = (_spoiled(x, ended[..., None, None]) for x in found.belief)
     # The compiler of torch 2.11 returns no object whose class it has from another object made while it traces.
     return Filtered(mean, variance, type(belief)(*after))
