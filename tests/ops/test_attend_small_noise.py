@@ -38,7 +38,8 @@ def _answer(x: Signals, dtype: torch.dtype, variance: bool, **options: Any) -> l
     return [y.detach() for y in outputs] + list(torch.autograd.grad(outputs, asked, weights))
 
 
-def _check(x: Signals, variance: bool, kernel: str, **options: Any) -> None:
+def _check(x: Signals, variance: bool, kernel: str, ends: str = "", **options: Any) -> None:
+    """Compare what has a name that ends so."""
     got = _answer(x, torch.float32, variance, kernel=kernel, **options)
 
     def exact(moved: Signals) -> list[Tensor]:
@@ -48,7 +49,7 @@ def _check(x: Signals, variance: bool, kernel: str, **options: Any) -> None:
     allowed = budgets(exact, x, torch.float32, [torch.float32] * len(got))
     for name, ours, theirs, budget in zip(names, got, exact(x), allowed, strict=True):
         error = relative_error(ours, theirs)
-        assert error <= budget, f"{name}: {error:.1e}, allowed {budget:.1e}"
+        assert not name.endswith(ends) or error <= budget, f"{name}: {error:.1e}, allowed {budget:.1e}"
 
 
 @pytest.mark.parametrize("kernel", ["chunked", "reference"])
@@ -60,3 +61,13 @@ def test_gradients_are_right_at_any_key_noise(
     key_noise: float, own: bool, weight: str, variance: bool, kernel: str
 ) -> None:
     _check(_drawn(len(weight), LENGTHS[kernel], key_noise, own), variance, kernel, weight=weight)
+
+
+@pytest.mark.parametrize("variance", [False, True], ids=["mean", "variance"])
+@pytest.mark.parametrize("weight", ["rational", "exponential"])
+def test_the_gradient_of_the_rate_is_right_at_a_large_query_noise(weight: str, variance: bool) -> None:
+    """The residual and the variance of what is ahead grow alike, so that little is left of the rate's gradient."""
+    x = _drawn(3, 37, 1e-4, True)
+    x |= {name: torch.full_like(y, 100.0) for name, y in x.items() if name.endswith("query_noise")}
+    x |= {"k": x["k"] / 64, "times": x["times"] / 1024, "nu": torch.full_like(x["nu"], 2.0**-9)}
+    _check(x, variance, "chunked", "log_decay", weight=weight, causal=False)

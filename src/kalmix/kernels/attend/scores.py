@@ -151,21 +151,24 @@ class Spread:
         """Return log(whole / certain), the share of the query noise, without the difference of two logarithms."""
         return (self.noise.query * self.asked / self.certain).clamp(max=torch.finfo(self.decay.dtype).max).log1p()
 
-    def pull_back(self, to_whole: Tensor, to_sure: Tensor, to_decay: Tensor | float, to_rate: Tensor | float) -> Tensor:
+    def pull_back(self, to_whole: Tensor, to_sure: Tensor, to_fall: Tensor | float, to_rate: Tensor | float) -> Tensor:
         """Return gradients of the noise, `[4, H]`: sums over pairs, whose terms are added up before.
+
+        What is ahead counts here as not divided: its variance is query noise + certain / decay^2. So the rate's
+        gradient is no difference of what query noise adds to the variance and to the divisor.
 
         Args:
             to_whole: gradient of `whole`, through which the query noise acts.
             to_sure: gradient of all but the query noise: that of `whole` plus that of `certain`.
-            to_decay: gradient of `decay`.
+            to_fall: gradient of the logarithm of `decay` through residuals.
             to_rate: gradient of the rate through anything else.
         """
         least = torch.finfo(self.decay.dtype).tiny
         to_whole, to_sure = to_whole.where(self.whole > least, 0), to_sure.where(self.certain > least, 0)
-        to_square = self.noise.key * to_sure
+        to_square = self.noise.key * self.decay.square() * to_sure
         if self.ahead is not None:
-            to_square = to_square.where(~self.ahead, self.noise.query * to_whole)
-        to_rate = to_rate - self.away * self.decay * (to_decay + 2 * self.decay * to_square)
+            to_square = to_square.where(~self.ahead, -self.certain * to_whole)
+        to_rate = to_rate - self.away * (to_fall + 2 * to_square)
         to_rate = to_rate + self.noise.process * to_sure * grown_slope(self.noise.rate, self.away)
         weighed = (to_rate, self.grown * to_sure, self.seen * to_sure, self.asked * to_whole)
         return torch.stack([_per_head(x) for x in weighed])
@@ -258,14 +261,12 @@ class Scores:
         inverse = (level + self.residual if rational else level).reciprocal()
         to_residual, doubt = to_cost * inverse, inverse * self.residual  # doubt: the derivative of -log(weight)
         to_key = 2 * to_residual * (of_key * self.squares[1] - of_query * self.gram)
-        to_decay = to_floor = to_key
-        if near.ahead is not None:
-            to_query = 2 * to_residual * (of_query * self.squares[0] - of_key * self.gram)
-            to_decay = to_key.where(~near.ahead, to_query + model.floor * to_key)
-            to_floor = to_key.where(~near.ahead, near.decay * to_key)
+        to_fall, to_floor = near.decay * to_key, to_key
+        if near.ahead is not None:  # the residual, not divided either, has the factors 1 and 1 / decay + floor
+            to_fall, to_floor = to_fall.where(~near.ahead, -to_key), to_key.where(~near.ahead, to_fall)
         to_rate = -self.lag * to_log_reach
-        if far.ahead is not None:
-            to_rate = to_rate + 2 * far.away * far.ahead * to_cost
+        if far.ahead is not None and to_log_precision is not None:
+            to_rate = to_rate - 2 * far.away * far.ahead * to_log_precision
         slope = model.nu * inverse if rational else (1 - doubt) / near.whole  # of cost for the variance
         slope = slope if shared else far.whole.reciprocal()
         to_whole = to_sure = to_cost * slope
@@ -274,11 +275,11 @@ class Scores:
             to_whole = tempered * slope
             to_whole = to_whole + to_log_precision * doubt / far.whole if shared else to_whole
         if shared:
-            of_keys = near.pull_back(to_whole, to_sure, to_decay, to_rate)
+            of_keys = near.pull_back(to_whole, to_sure, to_fall, to_rate)
             of_values = torch.zeros_like(of_keys)
         else:
             to_near = -to_cost * doubt / near.whole
-            of_keys = near.pull_back(to_near, to_near, to_decay, 0.0)
+            of_keys = near.pull_back(to_near, to_near, to_fall, 0.0)
             of_values = far.pull_back(to_whole, to_sure, 0.0, to_rate)
             of_values[2:] = far.pull_back_growth(to_whole)
             if to_log_precision is not None:
