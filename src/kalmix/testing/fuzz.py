@@ -45,6 +45,7 @@ BELIEFS: dict[str, type] = {
     "attend": HistoryBelief,
 }
 SPREADS = ("diagonal", "dense", "ridge", "attend")  # ops that return a variance
+HALVED = {"rounding.decays", "rounding.solutions"}  # Triton keeps x and its adjoint in bfloat16, k'x may be far shorter
 TILE = 64  # tokens that a kernel sums over at once, at most
 PER_SEED = 10**9  # numbers of a seed
 SMALLEST = {torch.float64: 1e-290, torch.float32: 1e-30, torch.bfloat16: 1e-30, torch.float16: 2.0**-24}
@@ -139,8 +140,9 @@ def tolerances(
     """Return the budgets: how far the recursion moves when its inputs are rounded and it is computed in float32.
 
     Of the pairs of `attend`, what an algorithm stores is rounded like an input, too. A float64 kernel is
-    allowed as many roundings as a float32 one. Products in half precision move inputs only. `ROUNDINGS` are for sums of
-    up to 16 terms; those of n slots or tokens of a tile, in any order, are sqrt(n / 16) times less accurate.
+    allowed as many roundings as a float32 one. Products in half precision move inputs and what is `HALVED`.
+    `ROUNDINGS` are for sums of up to 16 terms; those of n slots or tokens of a tile, in any order, are sqrt(n / 16)
+    times less accurate.
     """
     terms = max(16, case.sizes["K"], min(case.sizes["T"], TILE))
     single, double = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64))
@@ -161,7 +163,7 @@ def tolerances(
     if case.dtype == torch.float64:
         return [double + (budget - double) * double / single for budget in allowed]
     if case.kernel == "triton" and case.dtype != torch.float32:
-        inputs = {n: y for n, y in x.items() if not n.startswith("rounding.") or n == "rounding.decays"}
+        inputs = {n: y for n, y in x.items() if not n.startswith("rounding.") or n in HALVED}
         straight = [torch.float64] * len(returned)
         halves = budgets(partial(exact, case, weights), inputs, torch.float64, straight, case.dtype, draws=3 * DRAWS)
         allowed = [a + b for a, b in zip(allowed, halves, strict=True)]
@@ -228,6 +230,8 @@ def ones_of(case: Draw) -> Tensors:
     found = {"rounding.turns": torch.ones(t, n, g, k // 2, dtype=torch.float64)} if "angle" in case.x else {}
     if case.kernel == "triton" and case.op != "diagonal":
         found["rounding.decays"] = torch.ones(t, n, g, k, dtype=torch.float64)
+    if (case.kernel, case.op, case.dtype) == ("triton", "ridge", torch.bfloat16):  # float16 is computed in float32
+        found["rounding.solutions"] = torch.ones(t, n, g, 2 * k, dtype=torch.float64)
     return found
 
 

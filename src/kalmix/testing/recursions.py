@@ -7,7 +7,7 @@ rounding moves a straightforward algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,8 @@ def filter_tokens(op: str, x: Tensors, options: dict[str, Any], runs: list[Run])
         token = still | {name: x[name][row, here] for name in signals}
         if "rounding.turns" in x:
             token["turns"] = x["rounding.turns"][t]
+        if "rounding.solutions" in x:
+            token["solutions"] = x["rounding.solutions"][t]
         if (
             "rounding.decays" in x and "log_decay" in token
         ):  # its gradient is a sum of q dq - k dk, each of which rounds
@@ -174,13 +176,21 @@ def step_ridge(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
     gain = s["gain"][..., None] if "gain" in s else 1.0
     gram = faded(state[1], s.get("log_decay")) + outer(gain * s["k"], s["k"])
     cross = faded(state[0], s.get("log_decay")) + outer(gain * s["k"], s["v"])
-    x = solution(gram, s["q"], options["ridge"], options["solver"])
+    kept = s.get("solutions", torch.ones_like(s["q"]).repeat(1, 1, 2)).chunk(2, -1)  # of x, of its adjoint
+    x = solution(gram, s["q"], options["ridge"], options["solver"], kept)
     mix = s["mix"][..., None] if "mix" in s else 1.0
-    return (cross, gram), read(cross, mix * x + (1 - mix) * s["q"]), (s["q"] * x).sum(-1, keepdim=True)
+    reader = mix * x + (1 - mix) * s["q"]
+    mean = read(cross, reader) + read(
+        cross - cross.detach(), (reader * (kept[0] - 1)).detach()
+    )  # in the gradient alone
+    return (cross, gram), mean, (s["q"] * x).sum(-1, keepdim=True)
 
 
-def solution(gram: Tensor, query: Tensor, ridge: Any, solver: Any) -> Tensor:
-    """x = (H + lambda I)^{-1} q as the solver finds it, with the gradients that its docstring promises."""
+def solution(gram: Tensor, query: Tensor, ridge: Any, solver: Any, kept: Sequence[Tensor]) -> Tensor:
+    """x = (H + lambda I)^{-1} q as the solver finds it, with the gradients that its docstring promises.
+
+    Implicit gradients take x times `kept[0]` and its adjoint times `kept[1]`, ones that stand for their rounding.
+    """
     square = gram.square().sum((-2, -1))
     something = square > NOTHING**2
     norm = torch.where(something, torch.where(something, square, 1.0).sqrt(), 0.0)
@@ -195,7 +205,7 @@ def solution(gram: Tensor, query: Tensor, ridge: Any, solver: Any) -> Tensor:
         x = chebyshev(system, query, least, most, solver.iterations)
     else:
         solve = partial(iterate, solver=solver, least=least.detach(), most=most.detach())
-        x = _Implicit.apply(system, query, solve)
+        x = _Implicit.apply(system, query, solve, kept)
     return torch.where(solvable[..., None], x, 0.0)
 
 
@@ -239,17 +249,19 @@ class _Implicit(torch.autograd.Function):
     """A solution whose gradient is one more solve (Lemma 2 of Gated KalmaNet): y = S^-1 g, dq = y, dS = -y x'."""
 
     @staticmethod
-    def forward(ctx: Any, system: Tensor, rhs: Tensor, solve: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, system: Tensor, rhs: Tensor, solve: Callable[[Tensor, Tensor], Tensor], kept: Sequence[Tensor]
+    ) -> Tensor:
         x = solve(system, rhs)
         ctx.save_for_backward(system, x)
-        ctx.solve = solve
+        ctx.solve, ctx.kept = solve, kept
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         system, x = ctx.saved_tensors
         y = ctx.solve(system, grad)
-        return -symmetric(outer(y, x)), y, None
+        return -symmetric(outer(ctx.kept[1] * y, ctx.kept[0] * x)), y, None, None
 
 
 STEPS: dict[str, Step] = {
