@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kalmix.segments import Segments
 from kalmix.testing import derivatives, isolation, measure
-from kalmix.testing.budgets import DATA, Tensors
+from kalmix.testing.budgets import DATA, DRAWS, Tensors
 from kalmix.testing.cases import Case, outputs, parts, with_prior
 from kalmix.testing.measure import Measured, compare, learnable, specified
 from kalmix.testing.poison import poisoned
@@ -23,6 +23,8 @@ from kalmix.types import Filtered
 Law = Callable[[Case], None]
 
 LONG = 200  # tokens, so that every sequence of a packing has more than the largest tile of the torch kernels, 64
+
+MANY = 3 * DRAWS  # for wide noises: rounding of a few tokens moves everything, and 3 draws may all miss it
 
 
 def assert_within(found: list[Measured], what: str) -> None:
@@ -42,8 +44,8 @@ def agrees_over_all_documented_noises(case: Case) -> None:
     """Forward and backward, with noises from the floor on and gates at exactly 0 and 1."""
     for seed in (0,) if case.interpreted else (0, 1):
         inputs = case.having(seed=seed).wide()
-        assert_within(measure.forward(case, inputs), "wide")
-        assert_within(measure.gradients(case, inputs), "wide")
+        assert_within(measure.forward(case, inputs, draws=MANY), "wide")
+        assert_within(measure.gradients(case, inputs, draws=MANY), "wide")
 
 
 def agrees_at_lengths_around_tiles(case: Case) -> None:

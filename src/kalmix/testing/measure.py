@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kalmix.segments import Segments
-from kalmix.testing.budgets import DATA, Tensors, budgets, relative_error
+from kalmix.testing.budgets import DATA, DRAWS, Tensors, budgets, relative_error
 from kalmix.testing.cases import Case, outputs
 from kalmix.types import Filtered
 
@@ -52,30 +52,31 @@ def _remembered(
     inputs: Tensors,
     segments: Segments | None,
     weights: list[Tensor],
+    draws: int,
 ) -> Specified:
     """The oracle's answer and its budgets, computed once for all kernels that are given the same numbers."""
     given = exact(inputs)
-    key = blake2b(repr((case.name, case.carried, case.products, dtypes, list(given), len(weights))).encode())
+    key = blake2b(repr((case.name, case.carried, case.products, dtypes, list(given), len(weights), draws)).encode())
     rows = [] if segments is None else [segments.rows.cpu()]
     for x in (*given.values(), *rows, *(w.double() for w in weights)):
         key.update(repr(tuple(x.shape)).encode() + x.contiguous().numpy().tobytes())
     answer = _ANSWERS.pop(key.digest(), None)
     if answer is None:
-        answer = specify(given), budgets(specify, given, case.carried, dtypes, case.products)
+        answer = specify(given), budgets(specify, given, case.carried, dtypes, case.products, draws)
     _ANSWERS[key.digest()] = answer
     if len(_ANSWERS) > _REMEMBERED:
         _ANSWERS.popitem(last=False)
     return answer
 
 
-def specified(case: Case, inputs: Tensors, segments: Segments | None = None) -> Specified:
+def specified(case: Case, inputs: Tensors, segments: Segments | None = None, draws: int = DRAWS) -> Specified:
     """What the oracle answers to a kernel's inputs, and how far the kernel may be from each answer."""
 
     def specify(x: Tensors) -> list[Tensor]:
         return outputs(case.specify(x, segments and segments.cpu()))
 
     dtypes = [case.dtype] + [case.carried] * (len(case.quantities) - 1)
-    return _remembered(case, specify, dtypes, inputs, segments, [])
+    return _remembered(case, specify, dtypes, inputs, segments, [], draws)
 
 
 def compare(names: list[str], got: list[Tensor], want: list[Tensor], allowed: list[float]) -> list[Measured]:
@@ -85,12 +86,12 @@ def compare(names: list[str], got: list[Tensor], want: list[Tensor], allowed: li
     ]
 
 
-def forward(case: Case, inputs: Tensors, segments: Segments | None = None) -> list[Measured]:
+def forward(case: Case, inputs: Tensors, segments: Segments | None = None, draws: int = DRAWS) -> list[Measured]:
     """Mean, variance and final belief against the oracle."""
-    return compare(case.quantities, outputs(case.run(inputs, segments)), *specified(case, inputs, segments))
+    return compare(case.quantities, outputs(case.run(inputs, segments)), *specified(case, inputs, segments, draws))
 
 
-def gradients(case: Case, inputs: Tensors, segments: Segments | None = None) -> list[Measured]:
+def gradients(case: Case, inputs: Tensors, segments: Segments | None = None, draws: int = DRAWS) -> list[Measured]:
     """The gradient of a random function of mean, variance and final belief, for every signal and the prior."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     weights = [
@@ -99,7 +100,7 @@ def gradients(case: Case, inputs: Tensors, segments: Segments | None = None) -> 
     ]
     specify = partial(pull_back, partial(case.specify, segments=segments and segments.cpu()), weights)
     dtypes = [x.dtype for x in learnable(inputs).values()]
-    want, allowed = _remembered(case, specify, dtypes, inputs, segments, weights)
+    want, allowed = _remembered(case, specify, dtypes, inputs, segments, weights, draws)
     got = pull_back(partial(case.run, segments=segments), weights, inputs)
     return compare([f"d {name}" for name in learnable(inputs)], got, want, allowed)
 
