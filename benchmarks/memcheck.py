@@ -2,9 +2,10 @@
 
     python benchmarks/memcheck.py --jobs 8
 
-Starts `compute-sanitizer --tool memcheck` on each share of the problems, without PyTorch's memory cache: each tensor is
-then an allocation of its own, so that the checker finds accesses past its end. Exit status 1 if the checker reports an
-error, a problem fails, or a kernel was never launched. `--share 0/8 --note FILE` runs one share without the checker.
+Runs each share of the problems once to compile its kernels, since compilers that start under the checker can hang. Then
+starts `compute-sanitizer --tool memcheck` on it, without PyTorch's memory cache: each tensor is an allocation of its
+own, so that the checker finds accesses past its end. Exit status 1 if the checker reports an error, a problem fails, or
+a kernel was never launched. `--share 0/8 --note FILE` runs one share without the checker.
 """
 
 from __future__ import annotations
@@ -119,14 +120,15 @@ def main() -> int:
     checker += ["--seconds", str(arguments.seconds)]
     with TemporaryDirectory() as folder:
         notes = [Path(folder) / f"{i}.txt" for i in range(arguments.jobs)]
-        shares = [
-            subprocess.Popen(
-                [*checker, "--share", f"{i}/{arguments.jobs}", "--note", str(note)],
-                env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            )
-            for i, note in enumerate(notes)
-        ]
-        codes = [share.wait() for share in shares]
+        for program in ([sys.executable, __file__], checker):
+            shares = [
+                subprocess.Popen(
+                    [*program, "--share", f"{i}/{arguments.jobs}", "--note", str(note)],
+                    env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+                )
+                for i, note in enumerate(notes)
+            ]
+            codes = [share.wait() for share in shares]
         launched = {name for note in notes if note.exists() for name in note.read_text().split("\n") if name}
     missing = sorted(entry_kernels() - launched)
     print(f"exit codes {codes}; {len(launched)} kernels launched, never launched: {missing or 'none'}")
