@@ -34,6 +34,7 @@ SLOW_INTERPRETED = {  # several seconds each; `additive` and `attend` stand for 
         "agrees_over_all_documented_noises",
         "strides_do_not_matter",
         "half_precision_inputs_keep_float32_beliefs",
+        "outputs_are_fully_written",
     )
     for op in ("delta", "dense", "diagonal", "ridge")
 }

@@ -175,6 +175,7 @@ NEIGHBOURS = Segments.of(torch.tensor([[0, 0, 7], [0, 7, 16], [0, 18, 24]]))
 SPOILED = slice(7, 18)  # the second of them, and padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("own", "history", "value"), [(False, 0, float("nan")), (True, 3, float("inf"))])
 def test_neither_padding_nor_a_neighbour_reaches_a_sequence(own: bool, history: int, value: float) -> None:
     """Values and upstream gradients; also where a tile has tokens of several sequences."""

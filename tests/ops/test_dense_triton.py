@@ -168,6 +168,7 @@ def test_meets_the_dispatcher_as_an_operator_should():
             torch.library.opcheck(fused._filter, (*leaves, rows, variance, keep), test_utils=checks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_long_sequences_go_stretch_by_stretch(monkeypatch, dtype):
     monkeypatch.setattr(triton_parts, "LONG", 70)

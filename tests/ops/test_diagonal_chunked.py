@@ -210,10 +210,12 @@ def compiles_to_the_same(args, segments=None):
     return sizes
 
 
+@pytest.mark.slow
 def test_compiled_is_the_same_in_segments():
     compiles_to_the_same(arguments(3, 61, (1, 2), sequences=GAPS.count), GAPS)
 
 
+@pytest.mark.slow
 def test_the_graph_does_not_grow_with_the_sequence():
     few, many = (compiles_to_the_same(arguments(1, length, slots=1, channels=2)) for length in (256, 1024))
     assert len(few) == 2 and few == many
