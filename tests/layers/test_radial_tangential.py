@@ -33,7 +33,7 @@ def test_against_its_op():
 
 
 def test_residuals_across_have_as_many_degrees_of_freedom_as_directions():
-    """Of C complex channels 1 lies along the direction, and C - 1 across: nu is twice as many, both parts counted."""
+    """One of C complex channels lies along the direction, C - 1 across; nu counts two real parts of each."""
     doubt = RadialTangentialAttention(12, heads=2, head_dim=6).doubt(torch.float32)
     channels = RadialTangentialAttention(12, heads=2, head_dim=6).sizes.key_width
     torch.testing.assert_close(doubt["nu"], torch.tensor([[2.0, 2.0 * (channels - 1)]] * 2))

@@ -64,7 +64,7 @@ class _Finder(ast.NodeVisitor):
         self.found: list[Mutant] = []
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Where a node begins and ends, in characters."""
+        """Return where a node begins and ends, in characters."""
         start = self.offsets[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
         stop = self.offsets[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
         return len(self.bytes[:start].decode()), len(self.bytes[:stop].decode())

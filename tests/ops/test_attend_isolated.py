@@ -134,7 +134,7 @@ def test_what_a_history_holds_of_another_sequence_reaches_nothing(op: Op) -> Non
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_an_upstream_gradient_reaches_no_other_sequence(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all values are finite; the frequencies, which all sequences share, tell of it."""
+    """All values are finite; the frequencies, which all sequences share, show it."""
     monkeypatch.setattr(chunked, "QUERIES", 4)
     found = []
     for fill in (value, 1.0):

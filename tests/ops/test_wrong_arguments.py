@@ -22,7 +22,7 @@ def draw(**shapes):
 TOKENS = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, G, V)}
 ALIKE = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, H, K)}
 CELLS = {"precision": (B, T, G, V), "log_decay": (G, K, V), "process_noise": (G, K, V)}
-# What an op is called with where nothing is wrong: tensors by shape, then options.
+# Valid arguments of each op: tensors by shape, then options.
 CALLS = {
     "additive": (TOKENS | {"log_decay": (B, T, G), "gain": (B, T, G)}, {"kernel": None}),
     "delta": (TOKENS | {"log_decay": (B, T, G), "gain": (B, T, G)}, {"kernel": None}),

@@ -178,7 +178,7 @@ def test_a_model_learns_to_recall():
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_no_test_sequence_was_trained_on(study, monkeypatch):
-    """Of any seed, 0 too: PyTorch's CPU generator takes 2^32 for 0."""
+    """Seed 0 is included: PyTorch's CPU generator treats 2^32 as 0."""
     what, protocol = STUDIES[study], Protocol(steps=16, batch=4, rate=3e-3, tests=4)
     drawn, draw = [], type(what).draw
     monkeypatch.setattr(type(what), "draw", lambda *asked: drawn.append(draw(*asked)) or drawn[-1])

@@ -19,7 +19,7 @@ OTHERS = ("generation_config.json",)  # which transformers reads beside config.j
 
 
 class Header(NamedTuple):
-    """What a file says of a tensor in it."""
+    """Header entry of a tensor in a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -121,7 +121,7 @@ class KalmixConfig(PreTrainedConfig):
 
 
 OWN = tuple(KalmixConfig.__annotations__)
-# What transformers may write into a config.json beside them.
+# Keys that transformers may add to config.json.
 INHERITED = {*PreTrainedConfig().to_dict(), "auto_map", "torch_dtype", "_commit_hash", "attn_implementation"}
 
 

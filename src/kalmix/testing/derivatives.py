@@ -53,7 +53,7 @@ def forward_mode(run: Run, inputs: Tensors, along: Tensors) -> list[Tensor]:
 
 
 def jvp(run: Run, inputs: Tensors, along: Tensors) -> list[Tensor]:
-    """The same by `torch.func.jvp`."""
+    """Compute the derivative along `along` by `torch.func.jvp`."""
     primals = {name: inputs[name] for name in along}
     return list(torch.func.jvp(lambda x: tuple(_floats(run(inputs | x))), (primals,), (along,))[1])
 
@@ -75,13 +75,13 @@ def batched(run: Run, inputs: Tensors, along: Tensors) -> list[Tensor]:
 
 
 def quadratic(run: Run, inputs: Tensors, along: Tensors) -> list[Tensor]:
-    """What `curvature` must return."""
+    """Return the answer that `curvature` must give."""
     products = zip(hessian_product(run, inputs, along), along.values(), strict=True)
     return [torch.stack([(x * d).double().sum() for x, d in products]).sum()]
 
 
 def looped(run: Run, inputs: Tensors, along: Tensors) -> list[Tensor]:
-    """What `batched` must return."""
+    """Return the answer that `batched` must give."""
     found = [_floats(run(inputs | {name: inputs[name] * scale for name in along})) for scale in (1.0, 0.5)]
     return [torch.stack(pair) for pair in zip(*found, strict=True)]
 

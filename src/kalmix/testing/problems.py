@@ -23,7 +23,7 @@ HALVES = {"q", "k", "v", "precision"}  # signals in the case's dtype, the rest i
 
 @dataclass(frozen=True)
 class Problem:
-    """What differs between ops, and between the transitions of an op.
+    """Design, signals and limits with which the laws try an op.
 
     Attributes:
         design: a design of the op.
@@ -66,7 +66,7 @@ class Problem:
         return torch.linalg.eigvalsh(symmetric(matrix.double()))
 
     def learned(self, more: Any, less: Any) -> Any:
-        """What a belief is surer of than another, as a belief: variances it has lost, or information it has gained."""
+        """Return, as a belief, the variance that a belief has lost against another, or the information it has gained."""
         pairs = zip(more, less, strict=True) if self.belief is RidgeBelief else zip(less, more, strict=True)
         return self.belief(*(x - y for x, y in pairs))
 
