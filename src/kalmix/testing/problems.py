@@ -66,7 +66,7 @@ class Problem:
         return torch.linalg.eigvalsh(symmetric(matrix.double()))
 
     def learned(self, more: Any, less: Any) -> Any:
-        """Return, as a belief, the variance that a belief has lost against another, or the information it has gained."""
+        """Return, as a belief, the variance that one belief lost against another, or the information it gained."""
         pairs = zip(more, less, strict=True) if self.belief is RidgeBelief else zip(less, more, strict=True)
         return self.belief(*(x - y for x, y in pairs))
 
