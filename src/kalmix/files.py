@@ -72,10 +72,11 @@ def _disk_error(error: Exception, path: Path) -> int | None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file; when it is written and on the disk, rename it to `path`.
 
-    Readers see the old file or the new one. If writing fails, the old file stays.
+    Readers see the old file or the new one. If writing fails, the old file stays. If this process is killed, the
+    temporary file stays until `path` is written again. One process at a time may write `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{os.getpid()}.{path.name}")
+    partial = path.with_name(f".partial.{path.name}")
     try:
         with writing(path):
             yield partial

@@ -160,7 +160,9 @@ class Train(Run):
         curve = [(row["tokens"], row["bits_per_byte"]) for row in history if "bits_per_byte" in row]
         result = json.loads((self.output / "result.json").read_text())
         weights = (self.output / "model" / "model.safetensors").read_bytes()
-        return {"curve": curve, "bits": result["bits_per_byte"], "weights": weights}
+        left = list(self.output.rglob(".partial.*"))
+        bits = result["bits_per_byte"]
+        return {"curve": curve, "bits": bits, "weights": weights, "temporary files left": left}
 
 
 class Bench(Run):
@@ -206,6 +208,7 @@ class Bench(Run):
             "weights": weights,
             "report": (self.output / "report.md").exists(),
             "checkpoints left": left,
+            "temporary files left": list(self.output.rglob(".partial.*")),
         }
 
 
