@@ -1,28 +1,16 @@
 """Every layer and every design, given wrong tokens, states, segments and signals: one clear sentence, or an answer."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from unclear_errors import unclear
 
 import kalmix
-from kalmix import ArgumentError, DesignError, KernelError, Segments, designs
+from kalmix import Segments, designs
 
 from .conftest import LAYERS
-
-
-def unclear(attempts):
-    """Return what was raised that is neither ours nor one line, by attempt."""
-    found = {}
-    for what, attempt in attempts.items():
-        try:
-            attempt()
-        except (ArgumentError, DesignError, KernelError) as error:
-            if "\n" in str(error):
-                found[what] = str(error)
-        except Exception as error:
-            found[what] = f"{type(error).__name__}: {error}"[:150]
-    return found
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -47,10 +35,11 @@ def test_layers_name_wrong_inputs(name):
     segments = {"a tensor": x, "a list": [], "a text": "x", "a mask": torch.ones(2, 5)} | {
         what: Segments(torch.tensor([row], dtype=torch.int32)) for what, row in beyond.items()
     }
-    found = unclear({f"x is {what}": lambda bad=bad: layer(bad) for what, bad in inputs.items()})
-    found |= unclear({f"state is {what}": lambda bad=bad: layer(x, bad) for what, bad in states.items()})
-    found |= unclear({f"segments is {what}": lambda bad=bad: layer(x, None, bad) for what, bad in segments.items()})
-    assert not found, "\n".join(f"{what}: {said}" for what, said in found.items())
+    attempts = [(f"x is {what}", partial(layer, bad)) for what, bad in inputs.items()]
+    attempts += [(f"state is {what}", partial(layer, x, bad)) for what, bad in states.items()]
+    attempts += [(f"segments is {what}", partial(layer, x, None, bad)) for what, bad in segments.items()]
+    found = unclear(attempts)
+    assert not found, found
 
 
 @pytest.mark.parametrize("design", designs.CATALOGUE.values(), ids=lambda design: design.name)
@@ -65,13 +54,11 @@ def test_designs_name_wrong_signals(design):
         "no dimensions": torch.tensor(1.0),
         "complex": torch.ones(1, 4, 1, dtype=torch.complex64),
     }
-    attempts = {
-        f"{name} is {what}": lambda name=name, bad=bad: run(design, x, x, x, **good | {name: bad})
+    valid = {"q": x, "k": x, "v": x} | good
+    attempts = [
+        (f"{name} is {what}", partial(run, design, **valid | {name: bad}))
         for name in (*design.signals, *design.optional)
         for what, bad in wrong.items()
-    } | {
-        f"{name} is a list": lambda name=name: run(design, **{"q": x, "k": x, "v": x} | {name: [1]} | good)
-        for name in "qkv"
-    }
+    ] + [(f"{name} is a list", partial(run, design, **valid | {name: [1]})) for name in "qkv"]
     found = unclear(attempts)
-    assert not found, "\n".join(f"{what}: {said}" for what, said in found.items())
+    assert not found, found
