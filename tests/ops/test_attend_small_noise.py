@@ -63,11 +63,12 @@ def test_gradients_are_right_at_any_key_noise(
     _check(_drawn(len(weight), LENGTHS[kernel], key_noise, own), variance, kernel, weight=weight)
 
 
+@pytest.mark.parametrize("kernel", ["chunked", "reference"])
 @pytest.mark.parametrize("variance", [False, True], ids=["mean", "variance"])
 @pytest.mark.parametrize("weight", ["rational", "exponential"])
-def test_the_gradient_of_the_rate_is_right_at_a_large_query_noise(weight: str, variance: bool) -> None:
+def test_the_gradient_of_the_rate_is_right_at_a_large_query_noise(weight: str, variance: bool, kernel: str) -> None:
     """The residual and the variance of what is ahead grow alike, so that little is left of the rate's gradient."""
     x = _drawn(3, 37, 1e-4, True)
     x |= {name: torch.full_like(y, 100.0) for name, y in x.items() if name.endswith("query_noise")}
     x |= {"k": x["k"] / 64, "times": x["times"] / 1024, "nu": torch.full_like(x["nu"], 2.0**-9)}
-    _check(x, variance, "chunked", "log_decay", weight=weight, causal=False)
+    _check(x, variance, kernel, "log_decay", weight=weight, causal=False)

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from kalmix.errors import KernelError
 from kalmix.kernels.kernel import TRANSFORMS
-from kalmix.ops import OPS, attend_channels, attend_corotating, attend_radial, dense
+from kalmix.ops import OPS, Dynamics, attend, attend_channels, attend_corotating, attend_radial, dense
 from kalmix.solvers import Chebyshev
 
 PAGE = Path(__file__).parents[2] / "docs" / "derivatives.md"
@@ -104,7 +104,18 @@ def _corotating(**x: Any) -> Any:
     return attend_corotating(q, k, v, v.flip(1), kernel="reference", **rest)
 
 
+def _two_sided(**x: Any) -> Any:
+    return attend(**x, causal=False, kernel="reference")
+
+
+def _two_sided_own(**x: Any) -> Any:
+    own = Dynamics(*(x[name].flip(0) for name in Dynamics._fields))
+    return attend(**x, value_dynamics=own, weight="exponential", causal=False, kernel="reference")
+
+
 FORMS = {
+    "two-sided": (_two_sided, lambda x: x),
+    "two-sided, values of their own": (_two_sided_own, lambda x: x),
     "channels": (attend_channels, lambda x: x),
     "radial": (attend_radial, _two_noises),
     "corotating": (_corotating, _two_noises),
@@ -122,7 +133,8 @@ def test_forms_of_attend_have_second_derivatives(form):
 
     def curve(step: Tensor) -> Tensor:  # all inputs at once, along two directions, the frequency's alone among them
         moved = {name: at[name] + step[0 if name == "frequency" else 1] * along[name] for name in names}
-        return function(**(x | moved), variance=True).mean.sum()
+        found = function(**(x | moved), variance=True)
+        return found.mean.sum() + found.variance.log().sum()
 
     steps = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     assert gradcheck(curve, (steps,), check_forward_ad=True)

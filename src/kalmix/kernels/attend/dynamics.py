@@ -65,16 +65,20 @@ def turned(x: Tensor, times: Tensor, frequency: Tensor, *, forward: bool) -> Ten
 
 
 def owed(frequency: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """0 with the gradient of frequencies, `[H, 1, 2 C]`, or `None` if nothing asks for it.
+    """Return 0 with the gradient of frequencies, `[H, 1, 2 C]`, or `None` if nothing asks for it.
 
     x + y `quarter(x)` - y^2 x / 2, with y = owed lag, is x, which has turned already, with its first and second
     derivatives. So written, the gradient is a sum of what lags multiply. Through `turned`, back from one time and
     forward to another, it would be the small difference of what times multiply, and drown in rounding where lags are
     short.
     """
-    if not (transformed() or (torch.is_grad_enabled() and frequency.requires_grad)):
-        return None
-    return (frequency - frequency.detach()).to(dtype).repeat(1, 2)[:, None]
+    slip = zero_of(frequency)
+    return None if slip is None else slip.to(dtype).repeat(1, 2)[:, None]
+
+
+def zero_of(x: Tensor) -> Tensor | None:
+    """Return 0 with the derivatives of x, or `None` if nothing asks for them."""
+    return x - x.detach() if transformed() or (torch.is_grad_enabled() and x.requires_grad) else None
 
 
 def quarter(x: Tensor) -> Tensor:

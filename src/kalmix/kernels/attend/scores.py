@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.kernels.attend.dynamics import Dynamics, Weighing, grown_slope, kappa
+from kalmix.kernels.attend.dynamics import Dynamics, Weighing, grown_slope, kappa, zero_of
 from kalmix.kernels.attend.lanes import FAR
 
 
@@ -97,11 +97,16 @@ class Model(NamedTuple):
 
 @dataclass
 class Spread:
-    """Decay and variance after a lag, `[L, H, t, s]`, what is ahead divided by exp(2 rate lag)."""
+    """Decay and variance after a lag, `[L, H, t, s]`, what is ahead divided by exp(2 rate lag).
+
+    For automatic differentiation that divisor is a constant. Otherwise the rate's gradient would be the difference of
+    those of the variance and of the divisor: a small one where the query noise is large.
+    """
 
     noise: Noise
     away: Tensor  # the lag, >= 0
     ahead: Tensor | None
+    rise: Tensor | float  # 1, ahead with the derivatives of exp(rate lag)
     decay: Tensor
     grown: Tensor
     seen: Tensor | float  # what the key noise is weighed by
@@ -111,18 +116,23 @@ class Spread:
 
     @classmethod
     def after(cls, noise: Noise, away: Tensor, ahead: Tensor | None) -> Spread:
-        decay, grown = torch.exp(-noise.rate * away), kappa(noise.rate, away)
+        decay, grown, rise = torch.exp(-noise.rate * away), kappa(noise.rate, away), 1.0
+        slip = None if ahead is None else zero_of(noise.rate)
+        if ahead is not None and slip is not None:
+            rise = (slip * away).exp().where(ahead, 1.0)
+            decay, grown = decay.where(~ahead, decay.detach()), grown * rise**2
         square = decay * decay
-        seen, asked = (square, 1.0) if ahead is None else (square.where(~ahead, 1.0), square.where(ahead, 1.0))
+        seen, asked = (square, 1.0) if ahead is None else (square.where(~ahead, rise**2), square.where(ahead, 1.0))
         certain = noise.process * grown + noise.key * seen
         whole, least = certain + noise.query * asked, torch.finfo(decay.dtype).tiny
-        return cls(noise, away, ahead, decay, grown, seen, asked, certain.clamp(min=least), whole.clamp(min=least))
+        certain, whole = certain.clamp(min=least), whole.clamp(min=least)
+        return cls(noise, away, ahead, rise, decay, grown, seen, asked, certain, whole)
 
     def log(self, variance: Tensor) -> Tensor:
         """The logarithm of `certain` or `whole`, undivided."""
         if self.ahead is None:
             return variance.log()
-        return variance.log() + 2 * self.noise.rate * self.away * self.ahead
+        return variance.log() + 2 * self.noise.rate.detach() * self.away * self.ahead
 
     @property
     def start(self) -> Tensor:
@@ -130,22 +140,27 @@ class Spread:
         return self.noise.key + self.noise.query
 
     def growth(self) -> Tensor:
-        """Return by how much unit diffusion raises whole / start: start (1 + growth grown) is whole."""
-        behind, ahead = (self.noise.process - 2 * self.noise.rate * x for x in (self.noise.key, self.noise.query))
-        return (behind if self.ahead is None else ahead.where(self.ahead, behind)) / self.start
+        """Return whole / start - 1."""
+        noise, grown = self.noise, self.grown
+        behind, ahead = ((noise.process - 2 * noise.rate * x) / self.start for x in (noise.key, noise.query))
+        if self.ahead is None or not isinstance(self.rise, Tensor):
+            return (behind if self.ahead is None else ahead.where(self.ahead, behind)) * grown
+        fixed = noise.process * grown - 2 * noise.query * (noise.rate * grown).detach()  # by the constant divisor
+        return (behind * grown).where(~self.ahead, (fixed + noise.key * (self.rise**2 - 1)) / self.start)
 
     def log_grown(self) -> Tensor:
         """Return log(whole / start), undivided; where they are close, not as a difference, nor are its gradients."""
-        more = self.growth() * self.grown
+        more = self.growth()
         near = more > -0.5
         log = torch.where(near, more.clamp(min=-0.5).log1p(), self.whole.log() - self.start.log())
-        return log if self.ahead is None else log + 2 * self.noise.rate * self.away * self.ahead
+        return log if self.ahead is None else log + 2 * self.noise.rate.detach() * self.away * self.ahead
 
     def factors(self, floor: Tensor) -> tuple[Tensor | float, Tensor]:
         """What a query, and what a key pulled forward to it, are multiplied by."""
         if self.ahead is None:
             return 1.0, self.decay + floor
-        return self.decay.where(self.ahead, 1.0), (self.decay + floor).where(~self.ahead, 1 + floor * self.decay)
+        of_key = (self.decay + floor).where(~self.ahead, self.rise + floor * self.decay)
+        return self.decay.where(self.ahead, 1.0), of_key
 
     def excess(self) -> Tensor:
         """Return log(whole / certain), the share of the query noise, without the difference of two logarithms."""
