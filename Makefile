@@ -21,8 +21,8 @@ lint: setup  ## style, types and the direction of imports
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-bench: setup  ## time every kernel on this machine and write a dated file under benchmarks/results
-	$(BIN)/python benchmarks/ops.py $(ARGS)
+bench: setup  ## time every kernel on this machine and write a dated file under bench/results
+	$(BIN)/python -m kalmix_bench.perf.ops $(ARGS)
 
 setup: $(VENV)/.installed
 

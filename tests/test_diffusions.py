@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kalmix.diffusions import riccati, sample_backwards
+from kalmix.analysis.diffusions import riccati, sample_backwards
 
 F64 = torch.float64
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kalmix.models import KalmixConfig, KalmixForCausalLM
-from kalmix.text import train_tokenizer
+from kalmix.training.corpus import train_tokenizer
 from kalmix.training.data import mark, pretrained
 from kalmix.training.evaluation import surprisals
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kalmix import ArgumentError, text
+from kalmix import ArgumentError
+from kalmix.training import corpus as text
 
 WORDS = ["the", "filter", "of", "a", "belief", "that", "decays", "is", "evidence", "for", "what", "comes", "next", "in"]
 

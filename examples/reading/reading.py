@@ -18,7 +18,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from kalmix.text import load
+from kalmix.training.corpus import load
 
 ASKED = 200  # questions of a kind, at most
 CONTEXT, ENDING, LINE = 48, 12, 10  # words

@@ -6,14 +6,14 @@ one recurrence algebra, a kernel is one way to compute it. One law: filtering is
 """
 
 from kalmix import designs, ops
-from kalmix._filtering import filter
 from kalmix._oracle import oracle
 from kalmix.beliefs import DenseBelief, DiagonalBelief, HistoryBelief, PointBelief, RidgeBelief
-from kalmix.checks import checks
 from kalmix.designs import Design
 from kalmix.errors import ArgumentError, DesignError, KernelError
+from kalmix.filtering import filter
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
+from kalmix.validation import checks
 
 __version__ = "0.1.0"
 

@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 
 from kalmix.beliefs import DenseBelief, DiagonalBelief, HistoryBelief, PointBelief, RidgeBelief
 from kalmix.designs import Design
+from kalmix.ops._ridge.solvers import NOTHING, Adaptive
 from kalmix.segments import Segments
-from kalmix.solvers import NOTHING, Adaptive
 from kalmix.types import Filtered
 
 Token = dict[str, Any]

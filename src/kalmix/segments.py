@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.checks import check_values
 from kalmix.errors import ArgumentError
+from kalmix.validation import check_values
 
 
 class Segments(NamedTuple):
@@ -24,7 +24,7 @@ class Segments(NamedTuple):
 
     A run may be empty (start = stop). Beliefs have one entry a run, in the order of `rows`.
 
-    Every constructor checks: shape and dtype always, values where they may be looked at (`kalmix.checks`). Functions
+    Every constructor checks: shape and dtype always, values where they may be looked at (`kalmix.validation`). Functions
     that map over trees of tensors may put other objects in the place of `rows`; ops refuse those.
 
     Raises:

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from kalmix.training.collision import results
+from kalmix_bench.experiments.collision import results
 
 PNG = b"\x89PNG\r\n"
 TINY = ("--steps", 2, "--batch", 2, "--tests", 1)

@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from kalmix.cli import bench_all
-from kalmix.training.bench import Cell, Part, Protocol, Shape, presets
-from kalmix.training.bench.presets import BENCHES, Study, cells
-from kalmix.training.bench.summary import Score, entries, printed, slices
+from kalmix_bench.experiments import all as bench_all
+from kalmix_bench.experiments.recall import Cell, Part, Protocol, Shape, presets
+from kalmix_bench.experiments.recall.presets import BENCHES, Study, cells
+from kalmix_bench.runner.summary import Score, entries, printed, slices
 
 PNG = b"\x89PNG\r\n"
 _COPY = Study(

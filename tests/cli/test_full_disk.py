@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from kalmix.training.bench import Part, Protocol, Shape, judge, presets
+from kalmix_bench.experiments.recall import Part, Protocol, Shape, presets
+from kalmix_bench.experiments.recall import evaluation_callback as judge
 
 from .conftest import SMALL
 

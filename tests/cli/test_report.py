@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from kalmix.tasks import TASKS
-from kalmix.tasks.solvers.convergence import Convergence
-from kalmix.training.bench import LAYERS
-from kalmix.training.bench.orderings import ORDERINGS, Finding, Ordering, Seen, seen
-from kalmix.training.bench.presets import BENCHES
-from kalmix.training.bench.summary import Score
-from kalmix.training.solvers import PRESETS
+from kalmix_bench.datasets import TASKS
+from kalmix_bench.experiments.recall import LAYERS
+from kalmix_bench.experiments.recall.presets import BENCHES
+from kalmix_bench.experiments.solvers import PRESETS
+from kalmix_bench.experiments.solvers.convergence import Convergence
+from kalmix_bench.runner.paper_claims import ORDERINGS, Finding, Ordering, Seen, seen
+from kalmix_bench.runner.summary import Score
 
 RUN = {"seconds": 1.0, "versions": {}, "device": "cpu"}
 TESTS = [{"flood": flood, "overlap": 0.8} for flood in (1, 256)] + [{"flood": 64, "overlap": o} for o in (0.8, 0.95)]

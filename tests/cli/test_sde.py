@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-
-from kalmix.cli import sde_report
-from kalmix.training.sde import PRESETS, Protocol
+from kalmix_bench.experiments.sde import PRESETS, Protocol
+from kalmix_bench.experiments.sde import report as sde_report
 
 PNG = b"\x89PNG\r\n"
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from kalmix_bench.experiments.solvers import PRESETS, STUDIES, Cell, run
+from kalmix_bench.experiments.solvers.conditions import Conditions
+from kalmix_bench.experiments.solvers.convergence import Convergence
+from kalmix_bench.experiments.solvers.figures import _colours
+from kalmix_bench.experiments.solvers.gradients import Gradients
+from kalmix_bench.experiments.solvers.reversal import Reversal
+from kalmix_bench.runner.cells import Results
 
-from kalmix.plots.solvers import _colours
-from kalmix.plots.style import COLOURS
-from kalmix.tasks.solvers.conditions import Conditions
-from kalmix.tasks.solvers.convergence import Convergence
-from kalmix.tasks.solvers.gradients import Gradients
-from kalmix.tasks.solvers.reversal import Reversal
-from kalmix.training.cells import Results
-from kalmix.training.solvers import PRESETS, STUDIES, Cell, run
+from kalmix.analysis.plots.style import COLOURS
 
 PNG = b"\x89PNG\r\n"
 TINY = {

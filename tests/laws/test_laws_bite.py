@@ -9,13 +9,13 @@ from torch.autograd.function import once_differentiable
 
 from kalmix import ops
 from kalmix.beliefs import DiagonalBelief
-from kalmix.checks import transformed
-from kalmix.kernels.diagonal.reference import diagonal as right
 from kalmix.ops import OPS, Op
+from kalmix.ops._diagonal.reference import diagonal as right
 from kalmix.testing import measure
 from kalmix.testing.cases import Case
 from kalmix.testing.laws import LAWS, MANY, assert_within
 from kalmix.types import Filtered
+from kalmix.validation import transformed
 
 
 def forgets_the_prior(q, k, v, w, a, p, belief, segments, variance):
@@ -133,7 +133,7 @@ WRONG = {
 def _install(monkeypatch, name="reference", **changes):
     kernels = OPS["diagonal"].kernels
     table = tuple(replace(k, **changes) if k.name == name else k for k in kernels)
-    monkeypatch.setattr("kalmix.ops._diagonal.KERNELS", table)
+    monkeypatch.setattr("kalmix.ops._diagonal.api.KERNELS", table)
     monkeypatch.setitem(OPS, "diagonal", Op(ops.diagonal, table))
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import kalmix
 from kalmix import designs
 from kalmix.layers import KLA
-from kalmix.layers.parts import draw
+from kalmix.layers.modules import draw
 
 from .conftest import shake
 

@@ -22,9 +22,9 @@ from kalmix.layers import (
     MemoryState,
     RetNet,
 )
-from kalmix.layers.heads import Heads
+from kalmix.layers.config_io import as_ridge, as_solver, spell
+from kalmix.layers.head_sizes import Heads
 from kalmix.layers.parametrize import StepDecay
-from kalmix.layers.spelling import as_ridge, as_solver, spell
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
 
 from .conftest import shake

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kalmix.layers.parts import ShortConvolution, unit
+from kalmix.layers.modules import ShortConvolution, unit
 from kalmix.segments import Segments
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers import KLA, GatedDeltaNet, GatedKalmaNet, RetNet
-from kalmix.models.vision import VisionModel, gated_kalmanet, gkavision_tiny
-from kalmix.models.vision_blocks import DropPath, TokenBlock, WindowAttention, Windows
+from kalmix.models.vision.blocks import DropPath, TokenBlock, WindowAttention, Windows
+from kalmix.models.vision.model import VisionModel, gated_kalmanet, gkavision_tiny
 
 TINY = {"width": 16, "stem_width": 8, "depths": (1, 1, 3, 2), "heads": (2, 4), "windows": (4, 2), "num_classes": 5}
 
@@ -163,7 +163,7 @@ timm = types.ModuleType("timm")
 timm.__spec__ = __import__("importlib.machinery").machinery.ModuleSpec("timm", None)
 sys.modules["timm"] = timm
 import kalmix, kalmix.models, kalmix.layers
-assert "kalmix.models.vision_timm" not in sys.modules and "kalmix.models.vision" not in sys.modules
+assert "kalmix.models.vision.timm" not in sys.modules and "kalmix.models.vision.model" not in sys.modules
 """
     )
 
@@ -176,7 +176,7 @@ import sys, warnings
 sys.path.insert(0, {str(tmp_path)!r})
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
-    import kalmix.models.vision
+    import kalmix.models.vision.model
 print([str(warning.message) for warning in told if "nms" in str(warning.message)])
 """
     )

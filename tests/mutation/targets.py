@@ -13,11 +13,11 @@ LEFT_OUT = (
     "presets.py",
     "recipe.py",
     "/triton",
-    "kernels/library.py",
+    "ops/_shared/environment.py",
     "/cuda.py",
     "fused",
     "layers/__init__",
-    "kernels/ridge/tiles.py",
+    "ops/_ridge/tiles.py",
 )
 
 
@@ -56,8 +56,10 @@ TESTS: dict[str, Tests] = {
         for op, files in _OPS.items()
     },
     **{f"ops/_{op}": Tests((*files, "tests/ops/test_bad_input.py"), _laws(op)) for op, files in _OPS.items()},
-    "kernels/kernel.py": Tests(("tests/ops/test_select.py", "tests/ops/test_bad_input.py", "tests/ops/test_ridge.py")),
-    "kernels/select.py": Tests(("tests/ops/test_select.py", "tests/ops/test_bad_input.py")),
+    "ops/_shared/kernel.py": Tests(
+        ("tests/ops/test_select.py", "tests/ops/test_bad_input.py", "tests/ops/test_ridge.py")
+    ),
+    "ops/_shared/dispatch.py": Tests(("tests/ops/test_select.py", "tests/ops/test_bad_input.py")),
     "kernels/primitives/": Tests(
         (*_SHARED, "tests/ops/test_segments.py"), "(additive or delta) and float32 and not triton and not compiles"
     ),
@@ -75,13 +77,19 @@ TESTS: dict[str, Tests] = {
         )
     ),
     "training/collision/": Tests(
-        ("tests/tasks/test_collision_learning.py", "tests/tasks/test_collision_mechanism.py", "tests/cli/test_bench.py")
+        (
+            "bench/tests/experiments/test_collision_learning.py",
+            "bench/tests/experiments/test_collision_mechanism.py",
+            "tests/cli/test_bench.py",
+        )
     ),
-    "training/sde/": Tests(("tests/tasks/test_sde_learning.py", "tests/tasks/test_sde.py", "tests/cli/test_sde.py")),
-    "training/solvers/": Tests(("tests/tasks/test_solvers.py", "tests/cli/test_solvers.py")),
+    "training/sde/": Tests(
+        ("bench/tests/experiments/test_sde_learning.py", "bench/tests/experiments/test_sde.py", "tests/cli/test_sde.py")
+    ),
+    "training/solvers/": Tests(("bench/tests/experiments/test_solvers.py", "tests/cli/test_solvers.py")),
     "training/vision": Tests(("tests/training/test_vision.py",)),
-    "training/sweep.py": Tests(("tests/training/test_sweep.py", "tests/training/test_bench_run.py")),
-    "training/cells.py": Tests(("tests/training/test_sweep.py", "tests/training/test_bench_kept.py")),
+    "kalmix_bench/runner/scheduler.py": Tests(("tests/training/test_sweep.py", "tests/training/test_bench_run.py")),
+    "kalmix_bench/runner/cells.py": Tests(("tests/training/test_sweep.py", "tests/training/test_bench_kept.py")),
     "training/": Tests(
         (
             "tests/training/test_parts.py",
@@ -91,22 +99,34 @@ TESTS: dict[str, Tests] = {
             "tests/cli/test_run_report.py",
         )
     ),
-    "tasks/collision/": Tests(("tests/tasks/test_collision_mechanism.py", "tests/tasks/test_collision_learning.py")),
-    "tasks/sde/": Tests(
-        ("tests/tasks/test_sde.py", "tests/tasks/test_sde_references.py", "tests/tasks/test_sde_learning.py")
+    "tasks/collision/": Tests(
+        ("bench/tests/experiments/test_collision_mechanism.py", "bench/tests/experiments/test_collision_learning.py")
     ),
-    "tasks/solvers/": Tests(("tests/tasks/test_solvers.py", "tests/cli/test_solvers.py")),
-    "tasks/mad/": Tests(("tests/tasks/test_mad.py", "tests/tasks/test_catalogue.py")),
-    "tasks/mqar/": Tests(("tests/tasks/test_mqar.py", "tests/tasks/test_catalogue.py")),
-    "tasks/ruler/": Tests(("tests/tasks/test_ruler.py", "tests/tasks/test_catalogue.py", "tests/tasks/test_words.py")),
+    "tasks/sde/": Tests(
+        (
+            "bench/tests/experiments/test_sde.py",
+            "bench/tests/experiments/test_sde_references.py",
+            "bench/tests/experiments/test_sde_learning.py",
+        )
+    ),
+    "tasks/solvers/": Tests(("bench/tests/experiments/test_solvers.py", "tests/cli/test_solvers.py")),
+    "tasks/mad/": Tests(("bench/tests/datasets/test_mad.py", "bench/tests/datasets/test_catalog.py")),
+    "tasks/mqar/": Tests(("bench/tests/datasets/test_mqar.py", "bench/tests/datasets/test_catalog.py")),
+    "tasks/ruler/": Tests(
+        (
+            "bench/tests/datasets/test_ruler.py",
+            "bench/tests/datasets/test_catalog.py",
+            "bench/tests/datasets/test_words.py",
+        )
+    ),
     "tasks/": Tests(
         (
-            "tests/tasks/test_metrics.py",
-            "tests/tasks/test_words.py",
-            "tests/tasks/test_catalogue.py",
-            "tests/tasks/test_mad.py",
-            "tests/tasks/test_mqar.py",
-            "tests/tasks/test_collision_learning.py",
+            "bench/tests/datasets/test_metrics.py",
+            "bench/tests/datasets/test_words.py",
+            "bench/tests/datasets/test_catalog.py",
+            "bench/tests/datasets/test_mad.py",
+            "bench/tests/datasets/test_mqar.py",
+            "bench/tests/experiments/test_collision_learning.py",
         )
     ),
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import knobs
 
 from kalmix import kernels
-from kalmix.kernels.primitives import triton_launch
+from kalmix.ops._shared.triton import compile_and_launch as triton_launch
 
 
 def import_kernels() -> None:

@@ -24,10 +24,10 @@ from histories import (
 from torch import Tensor
 
 from kalmix import ArgumentError, HistoryBelief, Segments
-from kalmix.kernels.attend import chunked
-from kalmix.kernels.attend.dynamics import grown_slope, kappa
-from kalmix.kernels.primitives import blocks
 from kalmix.ops import attend
+from kalmix.ops._attend import chunked
+from kalmix.ops._attend.dynamics import grown_slope, kappa
+from kalmix.ops._shared import batching as blocks
 from kalmix.types import Filtered
 
 KERNELS = ("chunked", "reference")

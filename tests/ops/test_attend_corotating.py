@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kalmix import ArgumentError
 from kalmix.ops import attend, attend_corotating, attend_radial
-from kalmix.testing.budgets import relative_error
+from kalmix.testing.tolerances import relative_error
 
 F64, LENGTH, CHANNELS = torch.float64, 7, 3
 

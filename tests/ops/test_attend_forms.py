@@ -24,8 +24,8 @@ from histories import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kalmix import ArgumentError, Segments
-from kalmix.kernels.primitives import blocks
 from kalmix.ops import attend, attend_channels, attend_radial
+from kalmix.ops._shared import batching as blocks
 from kalmix.types import Filtered
 
 

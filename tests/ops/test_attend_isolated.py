@@ -11,10 +11,11 @@ import torch
 from histories import Signals, arguments, leaves, reads, signals
 from torch import Tensor
 
-from kalmix import Segments, checks
-from kalmix.kernels.attend import chunked
-from kalmix.kernels.primitives import blocks
+from kalmix import Segments
+from kalmix import validation as checks
 from kalmix.ops import attend, attend_channels, attend_radial
+from kalmix.ops._attend import chunked
+from kalmix.ops._shared import batching as blocks
 from kalmix.types import Filtered
 
 RUNS = [[0, 0, 4], [0, 4, 7], [0, 7, 10], [1, 1, 11]]  # padding: token 10 of row 0, token 0 of row 1

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kalmix import ArgumentError
-from kalmix.kernels.attend.dynamics import kappa
 from kalmix.ops import Dynamics, SeparablePrecision, attend_channels, attend_separable
-from kalmix.testing.budgets import relative_error
+from kalmix.ops._attend.dynamics import kappa
+from kalmix.testing.tolerances import relative_error
 
 F64 = torch.float64
 WORST = {

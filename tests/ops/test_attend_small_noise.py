@@ -10,7 +10,7 @@ from histories import Signals, arguments, leaves, signals
 from torch import Tensor
 
 from kalmix.ops import attend
-from kalmix.testing.budgets import budgets, relative_error
+from kalmix.testing.tolerances import budgets, relative_error
 
 NOISES = (1e-5, 1e-4, 1e-2, 1.0, 1e2)
 LENGTHS = {"chunked": 150, "reference": 37}

@@ -16,11 +16,12 @@ pytest.importorskip("triton")
 from rehearsals import noted
 
 from kalmix.beliefs import HistoryBelief
-from kalmix.kernels.attend import fused, reference
-from kalmix.kernels.attend.dynamics import Weighing
 from kalmix.ops import Dynamics
+from kalmix.ops._attend import custom_op as fused
+from kalmix.ops._attend import reference
+from kalmix.ops._attend.dynamics import Weighing
 from kalmix.segments import Segments
-from kalmix.testing.budgets import budgets, relative_error
+from kalmix.testing.tolerances import budgets, relative_error
 from kalmix.types import Filtered
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

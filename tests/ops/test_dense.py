@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from kalmix import ArgumentError, DenseBelief, KernelError, Segments, ops
-from kalmix.kernels.dense import chunked, lanes, reference
-from kalmix.testing.budgets import relative_error
+from kalmix.ops._dense import chunked, reference
+from kalmix.ops._dense import sequence_batching as lanes
+from kalmix.testing.tolerances import relative_error
 
 B, T, H, G, K, V = 2, 5, 1, 2, 4, 3
 

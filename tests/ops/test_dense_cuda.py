@@ -14,7 +14,9 @@ pytest.importorskip("triton")
 
 from test_dense_triton import HALF, LONG_RUNS, arguments, check
 
-from kalmix.kernels.dense import cuda, triton, triton_backward
+from kalmix.ops._dense.cuda import compile as cuda
+from kalmix.ops._dense.triton import backward as triton_backward
+from kalmix.ops._dense.triton import forward as triton
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
 TWINS = [("advance", triton._advance), ("retreat", triton_backward._retreat)]

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from kalmix import ArgumentError, DenseBelief, Segments, checks, ops
-from kalmix.kernels.dense import chunked, reference
+from kalmix import ArgumentError, DenseBelief, Segments, ops
+from kalmix import validation as checks
 from kalmix.layers import BayesianLayer
 from kalmix.layers.parametrize import VARIANCES
-from kalmix.ops._dense import LEAST_NOISE
+from kalmix.ops._dense import chunked, reference
+from kalmix.ops._dense.api import LEAST_NOISE
 from kalmix.testing import measure
-from kalmix.testing.budgets import relative_error
 from kalmix.testing.cases import Case, outputs, with_prior
+from kalmix.testing.tolerances import relative_error
 from kalmix.types import belief_dtype
 
 

@@ -9,11 +9,13 @@ import torch
 pytest.importorskip("triton")
 
 from kalmix.beliefs import DenseBelief
-from kalmix.kernels.dense import fused, reference, triton_parts
-from kalmix.kernels.dense.windows import WINDOW, padded
-from kalmix.kernels.primitives.fused_memory import tile_size
+from kalmix.ops._dense import custom_op as fused
+from kalmix.ops._dense import reference
+from kalmix.ops._dense.block_sizes import WINDOW, padded
+from kalmix.ops._dense.triton import parts as triton_parts
+from kalmix.ops._linear_memory.custom_op import tile_size
 from kalmix.segments import Segments
-from kalmix.testing.budgets import budgets, relative_error
+from kalmix.testing.tolerances import budgets, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("q", "k", "v", "obs_noise", "process_noise", "log_decay", "mean", "covariance")

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from kalmix.errors import KernelError
-from kalmix.kernels.kernel import TRANSFORMS
 from kalmix.ops import OPS, Dynamics, attend, attend_channels, attend_corotating, attend_radial, dense
-from kalmix.solvers import Chebyshev
+from kalmix.ops._ridge.solvers import Chebyshev
+from kalmix.ops._shared.kernel import TRANSFORMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "derivatives.md"
 

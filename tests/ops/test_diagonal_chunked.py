@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
-from kalmix.kernels.diagonal import chunked, reference
-from kalmix.kernels.primitives import blocks
+from kalmix.ops._diagonal import chunked, reference
+from kalmix.ops._shared import batching as blocks
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 

@@ -9,11 +9,12 @@ import torch
 pytest.importorskip("triton")
 
 from kalmix.beliefs import DiagonalBelief
-from kalmix.kernels.diagonal import fused, reference
-from kalmix.kernels.diagonal.triton_plan import tile_size
-from kalmix.kernels.primitives.triton_tiles import rows
+from kalmix.ops._diagonal import custom_op as fused
+from kalmix.ops._diagonal import reference
+from kalmix.ops._diagonal.triton.plan import tile_size
+from kalmix.ops._shared.triton.tiles import rows
 from kalmix.segments import Segments
-from kalmix.testing.budgets import budgets, relative_error
+from kalmix.testing.tolerances import budgets, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("q", "k", "v", "precision", "log_decay", "process_noise", "mean", "var")

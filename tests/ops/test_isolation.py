@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief
-from kalmix.checks import checks
-from kalmix.kernels.primitives import isolation as primitive
+from kalmix.ops._shared import isolation as primitive
 from kalmix.segments import Segments
 from kalmix.testing import isolation
 from kalmix.testing.cases import Case, cases
+from kalmix.validation import checks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = ("additive", "delta", "dense", "diagonal", "ridge")
@@ -78,7 +78,7 @@ def test_a_sequence_that_diverges_reaches_no_other(module, compiled):
     gain = torch.full((1, 3 * length, 1), 0.1, device=DEVICE)
     wild = gain.clone()
     wild[:, length : 2 * length] = 1e4
-    function: Any = import_module(f"kalmix.kernels.delta.{module}").delta
+    function: Any = import_module(f"kalmix.ops._delta.kernels.{module}").delta
     if compiled:
         torch._dynamo.reset()
         function = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief
-from kalmix.kernels import additive, delta
-from kalmix.kernels.primitives import blocks
+from kalmix.ops._additive import kernels as additive
+from kalmix.ops._delta import kernels as delta
+from kalmix.ops._shared import batching as blocks
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 

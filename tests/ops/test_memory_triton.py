@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 from kalmix import ops
 from kalmix.beliefs import PointBelief
 from kalmix.errors import KernelError
-from kalmix.kernels.primitives import fused_memory
 from kalmix.ops import OPS
+from kalmix.ops._linear_memory import custom_op as fused_memory
 from kalmix.segments import Segments
-from kalmix.testing.budgets import budgets, relative_error
+from kalmix.testing.tolerances import budgets, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT, HALF = torch.float32, torch.bfloat16

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kalmix import ArgumentError, KernelError, designs, oracle
 from kalmix.beliefs import RidgeBelief
-from kalmix.kernels.ridge.explicit import _Unrolled
-from kalmix.kernels.ridge.systems import Matrices, chebyshev
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch, dense, ridge
+from kalmix.ops._ridge.dense_solve import _Unrolled
+from kalmix.ops._ridge.linear_solvers import Matrices, chebyshev
 from kalmix.types import Filtered
 
 KERNELS = ("chunked", "reference")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import RidgeBelief
-from kalmix.kernels.ridge.systems import factor_of
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
-from kalmix.solvers import Ridge, Solver
+from kalmix.ops._ridge.linear_solvers import factor_of
+from kalmix.ops._ridge.solvers import Ridge, Solver
 from kalmix.types import Filtered
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,7 +41,7 @@ def signals(length: int, width: int, scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def run(kernel: str, x: dict[str, Tensor], strength: Ridge, solver: Solver) -> Filtered:
-    function = import_module(f"kalmix.kernels.ridge.{kernel}").ridge
+    function = import_module(f"kalmix.ops._ridge.kernels.{kernel}").ridge
     shape = (1, 2, x["k"].shape[3])
     belief = RidgeBelief(*(x["gain"].new_zeros(*shape, n) for n in (x["v"].shape[3], x["k"].shape[3])))
     return function(*(x[name] for name in SIGNALS), None, strength, solver, belief, None, True)

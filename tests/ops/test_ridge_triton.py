@@ -16,10 +16,12 @@ pytest.importorskip("triton")
 from rehearsals import noted
 
 from kalmix.beliefs import RidgeBelief
-from kalmix.kernels.ridge import fused, reference, triton_backward
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Fixed
+from kalmix.ops._ridge import custom_op as fused
+from kalmix.ops._ridge import reference
+from kalmix.ops._ridge.triton import backward as triton_backward
 from kalmix.segments import Segments
-from kalmix.testing.budgets import budgets, relative_error
+from kalmix.testing.tolerances import budgets, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kalmix.kernels.kernel import Call, Kernel
-from kalmix.kernels.select import select
 from kalmix.ops import OPS
+from kalmix.ops._shared.dispatch import select
+from kalmix.ops._shared.kernel import Call, Kernel
 
 
 def call(tokens: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Call:

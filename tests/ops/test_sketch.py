@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kalmix.kernels.ridge.systems import basis_of, packed, unpacked
 from kalmix.ops import Chebyshev, ConjugateGradient, Exact, Fixed, Sketch, ridge
+from kalmix.ops._ridge.linear_solvers import basis_of, packed, unpacked
 
 KERNELS = ("chunked", "reference")
 

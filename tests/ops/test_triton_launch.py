@@ -12,11 +12,11 @@ from rehearsals import import_kernels
 from triton import knobs
 
 from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief
-from kalmix.kernels.dense import fused
-from kalmix.kernels.diagonal.fused import diagonal
-from kalmix.kernels.primitives import triton_launch
-from kalmix.kernels.primitives.fused_memory import filter_memory
-from kalmix.kernels.primitives.triton_launch import Launch, launch, perform, rehearse
+from kalmix.ops._dense import custom_op as fused
+from kalmix.ops._diagonal.custom_op import diagonal
+from kalmix.ops._linear_memory.custom_op import filter_memory
+from kalmix.ops._shared.triton import compile_and_launch as triton_launch
+from kalmix.ops._shared.triton.compile_and_launch import Launch, launch, perform, rehearse
 from kalmix.segments import Segments
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 import kalmix
 from kalmix import designs, ops
 from kalmix.beliefs import DenseBelief, PointBelief
-from kalmix.kernels.dense import KERNELS
 from kalmix.ops import OPS
+from kalmix.ops._dense.kernels import KERNELS
 
 B, T, H, G, K, V = 2, 21, 2, 4, 4, 3
 DENSE = [kernel.name for kernel in KERNELS if not kernel.triton]

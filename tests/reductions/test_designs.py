@@ -6,8 +6,8 @@ import torch
 import kalmix
 from kalmix.designs import CATALOGUE, Covariance, Design, Evidence, Transition
 from kalmix.errors import DesignError
-from kalmix.kernels.kernel import Call
 from kalmix.ops import OPS, Exact
+from kalmix.ops._shared.kernel import Call
 from kalmix.testing.cases import outputs
 
 MEMORY, DENSE, RESET = Evidence(of="memory"), Covariance(kept="dense"), Covariance(kept="reset")

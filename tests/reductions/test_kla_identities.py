@@ -9,7 +9,7 @@ from torch import Tensor
 from kalmix.beliefs import DiagonalBelief
 from kalmix.errors import ArgumentError
 from kalmix.ops import diagonal
-from kalmix.ops._diagonal_forms import diagonal_fft, diagonal_matrix
+from kalmix.ops._diagonal.forms import diagonal_fft, diagonal_matrix
 
 B, T, H, G, K, V = 2, 23, 1, 2, 3, 5
 

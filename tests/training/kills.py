@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from kalmix_bench.experiments.recall import Part, Protocol, Shape, presets
+from kalmix_bench.experiments.recall import evaluation_callback as judge
+from kalmix_bench.experiments.recall.trainer import CellTrainer
 from safetensors.torch import load_file
 
 from kalmix.cli import main
-from kalmix.training.bench import Part, Protocol, Shape, judge, presets
-from kalmix.training.bench.trainer import CellTrainer
 from kalmix.training.trainer import FilterTrainer
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"}
@@ -192,7 +193,7 @@ class Bench(Run):
         return {f"{row['layer']}-{row['seed']}" for row in self.rows()}
 
     def checkpoints(self) -> Iterator[tuple[str, Path]]:
-        from kalmix.training.cells import digest
+        from kalmix_bench.runner.cells import digest
 
         names = {digest(cell): f"{cell.layer}-{cell.seed}" for cell in presets.cells(TINY, (), (), 1)}
         for path in (self.output / "checkpoints").glob("*/checkpoint-*"):

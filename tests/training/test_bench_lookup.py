@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-
-from kalmix.training.bench.lookup import _Lookup
+from kalmix_bench.experiments.recall.deterministic_embedding import _Lookup
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-12, 1e-35, 1e30, 0.0])

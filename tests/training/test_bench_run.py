@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-from kalmix.tasks import Rows
-from kalmix.tasks.metrics import micro
-from kalmix.training.bench import Cell, Part, Protocol, Shape, judge, run, trainer
-from kalmix.training.bench.data import Batches, draw
-from kalmix.training.cells import Results
+from kalmix_bench.datasets import Rows
+from kalmix_bench.datasets.metrics import micro
+from kalmix_bench.experiments.recall import Cell, Part, Protocol, Shape, run, trainer
+from kalmix_bench.experiments.recall import evaluation_callback as judge
+from kalmix_bench.experiments.recall.data import Batches, draw
+from kalmix_bench.runner.cells import Results
 
 CPU = torch.device("cpu")
 COPY = Cell(

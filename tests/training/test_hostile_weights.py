@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from kalmix_bench.experiments.sde.results import Results, learned
+from kalmix_bench.experiments.vision.run import load as load_vision
 from safetensors.torch import save_file
 
 from kalmix import ArgumentError
 from kalmix.models.convert import load_gated_deltanet
 from kalmix.models.convert_kalmanet import load_gated_kalmanet
-from kalmix.training.sde.results import Results, learned
-from kalmix.training.vision import load as load_vision
 
 
 class Attack:
@@ -41,7 +41,7 @@ def test_weights_of_sde_models(tmp_path, monkeypatch, content):
     class Cell:
         model, protocol, seed = "afa", None, 0
 
-    monkeypatch.setattr("kalmix.training.sde.results.begin", lambda *given: Found)
+    monkeypatch.setattr("kalmix_bench.experiments.sde.results.begin", lambda *given: Found)
     file = tmp_path / "weights.pt"
     if content == "another":
         torch.save({0: {"x": torch.ones(3)}}, file)

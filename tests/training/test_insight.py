@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kalmix import ops
+from kalmix.analysis.layer_diagnostics import attention, gain, look
 from kalmix.layers import MIXERS, Mixer
 from kalmix.models import LanguageModel
-from kalmix.training.insight import attention, gain, look
 
 WIDTH, TOKENS = 8, 7
 SAYING = {

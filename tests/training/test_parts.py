@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from kalmix import ArgumentError
+from kalmix.analysis.text_diagnostics import read
 from kalmix.models import KalmixConfig, KalmixForCausalLM
-from kalmix.text import Corpus, train_tokenizer
 from kalmix.training import Recipe, parse_layers
+from kalmix.training.corpus import Corpus, train_tokenizer
 from kalmix.training.data import Blocks, pretrained, stream
 from kalmix.training.evaluation import bits_per_byte, compressors, surprisals
 from kalmix.training.optimizer import DYNAMICS_RATE, parameter_groups
-from kalmix.training.reading import read
 from kalmix.training.schedule import Schedule
 
 

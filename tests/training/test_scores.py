@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Trainer
 
 from kalmix.models import KalmixConfig, KalmixForCausalLM
-from kalmix.text import load
+from kalmix.training.corpus import load
 from kalmix.training.data import stream
 from kalmix.training.evaluation import bits_per_byte, evaluate, surprisals
 from kalmix.training.run import train

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kalmix_bench.experiments.vision import data as vision_data
+from kalmix_bench.experiments.vision.data import Digits, Folder, augmented, centred, mixed
+from kalmix_bench.experiments.vision.data import load as load_images
+from kalmix_bench.experiments.vision.recipe import DIGITS, VisionRecipe
+from kalmix_bench.experiments.vision.run import build, load, train
 from PIL import Image
 from transformers import TrainerCallback
 
 from kalmix.errors import ArgumentError
-from kalmix.training import vision_data
-from kalmix.training.vision import build, load, train
-from kalmix.training.vision_data import Digits, Folder, augmented, centred, mixed
-from kalmix.training.vision_data import load as load_images
-from kalmix.training.vision_recipe import DIGITS, VisionRecipe
 
 SMALL = replace(DIGITS, size=32, depths=(1, 1, 2, 1), windows=(2, 1), batch=32, warmup=0.2, shift=2)
 
@@ -135,7 +135,7 @@ def test_mistakes(make, says, tmp_path):
 
 
 def test_augmentation_without_timm(monkeypatch):
-    monkeypatch.setattr("kalmix.training.vision_data.find_spec", lambda name: None)
+    monkeypatch.setattr("kalmix_bench.experiments.vision.data.find_spec", lambda name: None)
     with pytest.raises(ArgumentError, match=r"kalmix\[vision\]"):
         augmented(VisionRecipe())
     with pytest.raises(ArgumentError, match="scikit-learn"):

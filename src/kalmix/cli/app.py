@@ -16,7 +16,9 @@ try:
 except ImportError:
     sys.exit("the command line needs typer and rich: pip install 'kalmix[all]'")
 
-from kalmix.cli import bench, doctor, explain, generate, inspect, report, train
+from kalmix_bench import cli as bench
+
+from kalmix.cli import doctor, explain, generate, inspect, report, train
 
 app = typer.Typer(
     name="kalmix",

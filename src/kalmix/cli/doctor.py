@@ -73,8 +73,8 @@ def _kernels() -> Table:
     """Every row of every op's table, and what it says to a plain float32 call on each device of this machine."""
     import torch
 
-    from kalmix.kernels.kernel import Call
     from kalmix.ops import OPS
+    from kalmix.ops._shared.kernel import Call
 
     devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     table = Table("op", "kernel", *devices, box=box.SIMPLE_HEAD)

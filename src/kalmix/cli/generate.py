@@ -21,7 +21,7 @@ def run(
     """Write text from a prompt, token by token as it comes."""
     from transformers import TextStreamer, set_seed
 
-    from kalmix.cli.loading import load
+    from kalmix.cli.load_run import load
     from kalmix.training.sampling import generate
 
     network, tokenizer = load(model)

@@ -21,11 +21,11 @@ def run(
     """Predictive variance, write gain and surprisal of each token, as a picture and as a page."""
     if (text is None) == (file is None):
         raise ArgumentError("text", got="given twice" if text else "absent", needs="given once, by --text or --file")
-    from kalmix.cli import page
-    from kalmix.cli.loading import load
-    from kalmix.plots import beliefs
-    from kalmix.text import read as documents
-    from kalmix.training.reading import read
+    from kalmix.analysis import html_report as page
+    from kalmix.analysis.plots import beliefs
+    from kalmix.analysis.text_diagnostics import read
+    from kalmix.cli.load_run import load
+    from kalmix.training.corpus import read as documents
 
     if file is not None:
         text = "\n\n".join(documents(file).values())[:characters]

@@ -57,7 +57,7 @@ def interruption(output: Path, console: Console) -> None:
 
 
 def _report(output: Path, console: Console) -> None:
-    from kalmix.cli.loading import load_run
+    from kalmix.cli.load_run import load_run
     from kalmix.cli.progress import stages
     from kalmix.training.evaluation import evaluate
 
@@ -83,9 +83,9 @@ def _report(output: Path, console: Console) -> None:
 
 def pictures(run: Run, rivals: dict[str, float]) -> list[Path]:
     """Draw the loss curve; where a layer has a posterior, also its variance and attention map on a held-out passage."""
-    from kalmix import plots
+    from kalmix.analysis import plots
+    from kalmix.analysis.text_diagnostics import read
     from kalmix.training.evaluation import passage
-    from kalmix.training.reading import read
 
     curve = run.output / "loss.png"
     plots.loss_curve(curve, run.training, run.held_out, references=rivals)

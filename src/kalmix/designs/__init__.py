@@ -1,6 +1,6 @@
 """Designs: what is assumed, as data. The parts, and the catalogue of published rows."""
 
-from kalmix.designs.catalogue import (
+from kalmix.designs.catalog import (
     AFA,
     BAYESIAN,
     CATALOGUE,
@@ -15,7 +15,7 @@ from kalmix.designs.catalogue import (
     MAMBA2,
     RETNET,
 )
-from kalmix.designs.parts import Covariance, Design, Evidence, Transition
+from kalmix.designs.spec import Covariance, Design, Evidence, Transition
 
 __all__ = [
     "AFA",

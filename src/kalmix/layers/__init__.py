@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from kalmix.checks import check_types
 from kalmix.errors import ArgumentError
 from kalmix.layers.afa import AdaptiveFilterAttention
 from kalmix.layers.afa_transformer import AFATransformerBlock, AFATransformerState
 from kalmix.layers.attention import Attention, AttentionState
+from kalmix.layers.base import Mixer, option_types
 from kalmix.layers.bayesian import BayesianLayer
 from kalmix.layers.controlled_filter import ControlledFilter
 from kalmix.layers.deltanet import DeltaNet
@@ -22,11 +22,11 @@ from kalmix.layers.kda import KDA
 from kalmix.layers.kla import KLA, KLAState
 from kalmix.layers.linear_attention import LinearAttention
 from kalmix.layers.mamba2 import Mamba2
-from kalmix.layers.memory import MemoryState
-from kalmix.layers.mixer import Mixer, option_types
+from kalmix.layers.memory_base import MemoryState
 from kalmix.layers.radial_tangential import RadialTangentialAttention
 from kalmix.layers.recurrent_afa import RecurrentFilterAttention, RunningEstimate
 from kalmix.layers.retnet import RetNet
+from kalmix.validation import check_types
 
 MIXERS: dict[str, type[Mixer]] = {
     "kla": KLA,

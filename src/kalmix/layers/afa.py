@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from kalmix import ops
 from kalmix.beliefs import HistoryBelief
-from kalmix.layers.doubt import Doubt
-from kalmix.layers.mixer import check_choice, check_positive
+from kalmix.layers.base import check_choice, check_positive
+from kalmix.layers.modules import unit, widen
 from kalmix.layers.parametrize import StateDynamics
-from kalmix.layers.parts import unit, widen
-from kalmix.layers.trajectory import TrajectoryLayer, complex_heads
+from kalmix.layers.robust_weights import Doubt
+from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics
-from kalmix.ops._attend import Weight
+from kalmix.ops._attend.api import Weight
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 

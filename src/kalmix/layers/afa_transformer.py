@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from kalmix import ops
 from kalmix.beliefs import HistoryBelief, loadable
-from kalmix.layers.doubt import Doubt
-from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_owned, take, to
+from kalmix.layers.base import Mixer, check_positive, check_state, detach, keep_owned, take, to
+from kalmix.layers.modules import widen
 from kalmix.layers.parametrize import StateDynamics
-from kalmix.layers.parts import widen
-from kalmix.layers.trajectory import complex_heads
+from kalmix.layers.robust_weights import Doubt
+from kalmix.layers.trajectory_base import complex_heads
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import loadable
 from kalmix.errors import ArgumentError
-from kalmix.layers.mixer import Mixer, check_number, check_positive, check_state, detach, keep_owned, take, to
-from kalmix.layers.parts import RMSNorm, rotate
+from kalmix.layers.base import Mixer, check_number, check_positive, check_state, detach, keep_owned, take, to
+from kalmix.layers.modules import RMSNorm, rotate
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from kalmix import ops
 from kalmix.errors import ArgumentError
-from kalmix.layers.heads import Heads
-from kalmix.layers.memory import MemoryLayer
-from kalmix.layers.mixer import check_positive
+from kalmix.layers.base import check_positive
+from kalmix.layers.head_sizes import Heads
+from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import VARIANCES, Noise, StepDecay
 from kalmix.types import Filtered
 

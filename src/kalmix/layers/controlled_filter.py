@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kalmix.kernels.attend.dynamics import kappa
 from kalmix.layers.afa import AdaptiveFilterAttention
-from kalmix.layers.mixer import check_positive
+from kalmix.layers.base import check_positive
 from kalmix.layers.parametrize import positive
+from kalmix.ops._attend.dynamics import kappa
 
 
 def authority(rate: Tensor, duration: Tensor, worth: Tensor) -> Tensor:

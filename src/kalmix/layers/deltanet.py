@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from kalmix import ops
-from kalmix.layers.heads import Heads
-from kalmix.layers.memory import MemoryLayer
-from kalmix.layers.parts import widen
+from kalmix.layers.head_sizes import Heads
+from kalmix.layers.memory_base import MemoryLayer
+from kalmix.layers.modules import widen
 from kalmix.types import Filtered
 
 

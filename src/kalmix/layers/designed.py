@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kalmix._filtering import filter as filter_by
 from kalmix.designs import CATALOGUE, Covariance, Design, Evidence, Transition
 from kalmix.errors import ArgumentError
-from kalmix.layers.heads import Heads
-from kalmix.layers.memory import MemoryLayer
+from kalmix.filtering import filter as filter_by
+from kalmix.layers.head_sizes import Heads
+from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import VARIANCES, CellDynamics, Noise, StepDecay, observation_precision
 from kalmix.types import Filtered
 

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.checks import check_shape
 from kalmix.errors import ArgumentError
-from kalmix.kernels.attend.dynamics import kappa
-from kalmix.layers.mixer import check_positive
+from kalmix.layers.base import check_positive
+from kalmix.layers.modules import widen
 from kalmix.layers.parametrize import positive
-from kalmix.layers.parts import widen
+from kalmix.ops._attend.dynamics import kappa
+from kalmix.validation import check_shape
 
 SIDES = ("left", "right", "below", "above")  # where a neighbour may lie, in the order of parameters
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from kalmix import ops
-from kalmix.layers.heads import Heads
-from kalmix.layers.memory import MemoryLayer
-from kalmix.layers.mixer import check_choice
+from kalmix.layers.base import check_choice
+from kalmix.layers.config_io import as_ridge, as_solver
+from kalmix.layers.head_sizes import Heads
+from kalmix.layers.memory_base import MemoryLayer
+from kalmix.layers.modules import widen
 from kalmix.layers.parametrize import StepDecay
-from kalmix.layers.parts import widen
-from kalmix.layers.spelling import as_ridge, as_solver
-from kalmix.solvers import Adaptive, Chebyshev, Ridge, Solver
+from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, Ridge, Solver
 from kalmix.types import Filtered
 
 EPS = 1e-6  # of the published code, in the length of keys and in gains

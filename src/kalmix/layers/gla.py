@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kalmix import ops
-from kalmix.layers.heads import Heads
-from kalmix.layers.memory import MemoryLayer
-from kalmix.layers.mixer import check_number, check_positive
-from kalmix.layers.parts import low_rank, widen
+from kalmix.layers.base import check_number, check_positive
+from kalmix.layers.head_sizes import Heads
+from kalmix.layers.memory_base import MemoryLayer
+from kalmix.layers.modules import low_rank, widen
 from kalmix.types import Filtered
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kalmix.layers.deltanet import DeltaLayer
-from kalmix.layers.heads import Heads
+from kalmix.layers.head_sizes import Heads
 from kalmix.layers.parametrize import StepDecay
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from kalmix import ops
 from kalmix.beliefs import DiagonalBelief, loadable
-from kalmix.layers.mixer import Mixer, check_positive, check_state, detach, keep_owned, take, to
+from kalmix.layers.base import Mixer, check_positive, check_state, detach, keep_owned, take, to
+from kalmix.layers.modules import ShortConvolution, unit
 from kalmix.layers.parametrize import CellDynamics, observation_precision
-from kalmix.layers.parts import ShortConvolution, unit
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 

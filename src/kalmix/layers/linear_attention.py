@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kalmix import ops
-from kalmix.layers.heads import Heads
-from kalmix.layers.memory import MemoryLayer
-from kalmix.layers.parts import widen
+from kalmix.layers.head_sizes import Heads
+from kalmix.layers.memory_base import MemoryLayer
+from kalmix.layers.modules import widen
 from kalmix.types import Filtered
 
 

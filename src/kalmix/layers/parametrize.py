@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.layers.mixer import check_choice, check_number
-from kalmix.layers.parts import low_rank, widen
+from kalmix.layers.base import check_choice, check_number
+from kalmix.layers.modules import low_rank, widen
 from kalmix.ops import Dynamics
-from kalmix.ops._dense import LEAST_NOISE
+from kalmix.ops._dense.api import LEAST_NOISE
 
 _KNEE = 8.0
 DISCRETIZATIONS = ("ou", "zoh")

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kalmix import ops
-from kalmix.layers.doubt import Doubt
-from kalmix.layers.mixer import check_positive
-from kalmix.layers.trajectory import TrajectoryLayer, complex_heads
+from kalmix.layers.base import check_positive
+from kalmix.layers.robust_weights import Doubt
+from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype

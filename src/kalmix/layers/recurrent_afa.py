@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from kalmix.beliefs import loadable
-from kalmix.checks import check_shape, check_values
 from kalmix.errors import ArgumentError
-from kalmix.kernels.primitives.steps import owners, walk
-from kalmix.layers.doubt import Doubt
-from kalmix.layers.mixer import check_positive, detach, take
-from kalmix.layers.parts import widen
-from kalmix.layers.trajectory import Passage, TrajectoryLayer, complex_heads
+from kalmix.layers.base import check_positive, detach, take
+from kalmix.layers.modules import widen
+from kalmix.layers.robust_weights import Doubt
+from kalmix.layers.trajectory_base import Passage, TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics
+from kalmix.ops._shared.step_loop import owners, walk
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
+from kalmix.validation import check_shape, check_values
 
 
 @loadable

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kalmix import ops
 from kalmix.errors import ArgumentError
-from kalmix.layers.heads import Heads
-from kalmix.layers.memory import MemoryLayer
-from kalmix.layers.mixer import check_number
-from kalmix.layers.parts import rotate
+from kalmix.layers.base import check_number
+from kalmix.layers.head_sizes import Heads
+from kalmix.layers.memory_base import MemoryLayer
+from kalmix.layers.modules import rotate
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers import mixer_class
-from kalmix.layers.mixer import check_positive
-from kalmix.layers.parts import RMSNorm, draw
-from kalmix.layers.spelling import is_spelled, spell
+from kalmix.layers.base import check_positive
+from kalmix.layers.config_io import is_spelled, spell
+from kalmix.layers.modules import RMSNorm, draw
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -70,7 +70,7 @@ def hybrid_layers(
 def plain_layers(layers: Any) -> Any:
     """The same list as JSON can hold it: options that are dataclasses, such as a `Design`, spelled out as mappings.
 
-    Ridges and solvers as `kalmix.layers.spelling` spells them.
+    Ridges and solvers as `kalmix.layers.config_io` spells them.
     """
     if not isinstance(layers, list | tuple):
         return layers

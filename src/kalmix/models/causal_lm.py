@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kalmix.errors import ArgumentError
-from kalmix.layers.mixer import Mixer, check_choice, check_positive
-from kalmix.layers.parts import RMSNorm
+from kalmix.layers.base import Mixer, check_choice, check_positive
+from kalmix.layers.modules import RMSNorm
 from kalmix.models.blocks import Block, Passed, Posterior, layer_specs
 from kalmix.segments import Segments
 from kalmix.types import Filtered

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
+from kalmix.models.checkpoint_io import TIED, check_config, convolution, fill, read_checkpoint, require
 from kalmix.models.convert_kalmanet import convert_gated_kalmanet, gated_kalmanet_config, load_gated_kalmanet
-from kalmix.models.foreign import TIED, check_config, convolution, fill, read_checkpoint, require
 from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM
 
 __all__ = [

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
-from kalmix.models.foreign import TIED, check_config, convolution, fill, read_checkpoint, require
+from kalmix.models.checkpoint_io import TIED, check_config, convolution, fill, read_checkpoint, require
 from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM
 
 # What `HybridQwen3Config` and its `GKAConfig` say where a config.json says nothing.

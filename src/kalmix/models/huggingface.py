@@ -16,19 +16,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
-from kalmix.checks import check_types
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import FORMAT, check_format
-from kalmix.layers.mixer import check_choice, check_positive
+from kalmix.layers.base import check_choice, check_positive
 from kalmix.models.blocks import layer_specs, plain_layers
 from kalmix.models.cache import LAYER_TYPE, belief_layers
 from kalmix.models.causal_lm import EMBEDDING_STD, PROPAGATIONS, LanguageModel, Traced
+from kalmix.models.checkpoint_io import TIED
 from kalmix.models.folder import check_finite, check_weights, read_config, read_headers
-from kalmix.models.foreign import TIED
 from kalmix.models.losses import cross_entropy, marginal_likelihood, next_tokens
-from kalmix.models.packing import find_segments
+from kalmix.models.segments_from_inputs import find_segments
 from kalmix.segments import Segments
 from kalmix.types import Filtered
+from kalmix.validation import check_types
 
 LOSSES = ("cross-entropy", "marginal")
 REMOTE_MODULE = "modeling_kalmix"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kalmix.layers.parts import draw
+from kalmix.layers.modules import draw
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 

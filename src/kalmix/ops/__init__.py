@@ -3,26 +3,26 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kalmix.kernels import additive as _additive_kernels
-from kalmix.kernels import attend as _attend_kernels
-from kalmix.kernels import delta as _delta_kernels
-from kalmix.kernels import dense as _dense_kernels
-from kalmix.kernels import diagonal as _diagonal_kernels
-from kalmix.kernels import ridge as _ridge_kernels
-from kalmix.kernels.attend.dynamics import Dynamics
-from kalmix.kernels.kernel import Kernel
-from kalmix.ops._additive import additive
-from kalmix.ops._attend import attend
-from kalmix.ops._attend_channels import attend_channels
-from kalmix.ops._attend_corotating import attend_corotating
-from kalmix.ops._attend_radial import attend_radial
-from kalmix.ops._attend_separable import SeparablePrecision, attend_separable
-from kalmix.ops._delta import delta
-from kalmix.ops._dense import dense
-from kalmix.ops._diagonal import diagonal
-from kalmix.ops._diagonal_forms import KalmanMatrix, diagonal_fft, diagonal_matrix
-from kalmix.ops._ridge import ridge
-from kalmix.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
+from kalmix.ops._additive import kernels as _additive_kernels
+from kalmix.ops._additive.api import additive
+from kalmix.ops._attend import kernels as _attend_kernels
+from kalmix.ops._attend.api import attend
+from kalmix.ops._attend.dynamics import Dynamics
+from kalmix.ops._attend.radial import attend_radial
+from kalmix.ops._delta import kernels as _delta_kernels
+from kalmix.ops._delta.api import delta
+from kalmix.ops._dense import kernels as _dense_kernels
+from kalmix.ops._dense.api import dense
+from kalmix.ops._diagonal import kernels as _diagonal_kernels
+from kalmix.ops._diagonal.api import diagonal
+from kalmix.ops._diagonal.forms import KalmanMatrix, diagonal_fft, diagonal_matrix
+from kalmix.ops._ridge import kernels as _ridge_kernels
+from kalmix.ops._ridge.api import ridge
+from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
+from kalmix.ops._shared.kernel import Kernel
+from kalmix.ops.experimental.attend_channels import attend_channels
+from kalmix.ops.experimental.attend_corotating import attend_corotating
+from kalmix.ops.experimental.attend_separable import SeparablePrecision, attend_separable
 from kalmix.types import Filtered
 
 

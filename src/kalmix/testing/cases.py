@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix import _filtering
+from kalmix import filtering as _filtering
 from kalmix._oracle import oracle
 from kalmix.beliefs import HistoryBelief
-from kalmix.kernels.kernel import Call, Kernel
 from kalmix.ops import OPS
+from kalmix.ops._shared.kernel import Call, Kernel
 from kalmix.segments import Segments
-from kalmix.testing.budgets import DATA
 from kalmix.testing.problems import HALVES, PROBLEMS, Problem, Tensors, symmetric
+from kalmix.testing.tolerances import DATA
 from kalmix.types import Filtered, belief_dtype
 
 

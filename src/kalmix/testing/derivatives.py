@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kalmix.errors import KernelError
-from kalmix.kernels.kernel import TRANSFORMS
-from kalmix.testing.budgets import Tensors, budgets
+from kalmix.ops._shared.kernel import TRANSFORMS
 from kalmix.testing.cases import Case, outputs
 from kalmix.testing.measure import Measured, compare, exact, learnable
+from kalmix.testing.tolerances import Tensors, budgets
 from kalmix.types import Filtered
 
 Run = Callable[[Tensors], Filtered]

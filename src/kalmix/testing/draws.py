@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
+from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
 from kalmix.testing.recursions import Run, Tensors
 from kalmix.types import belief_dtype
 

@@ -3,7 +3,7 @@
     python -m kalmix.testing.fuzz --cases 10000 --seed 0 --jobs 32
 
 Each call has a number. `--case NUMBER` runs it alone and prints every quantity. The tolerance of a quantity is its
-budget (`kalmix.testing.budgets`): how far the recursion moves when it is computed in lower precision. It needs
+budget (`kalmix.testing.tolerances`): how far the recursion moves when it is computed in lower precision. It needs
 torch, numpy and Triton, which is interpreted where there is no GPU.
 """
 
@@ -29,12 +29,12 @@ from torch import Tensor
 from kalmix import ops
 from kalmix.beliefs import DenseBelief, DiagonalBelief, HistoryBelief, PointBelief, RidgeBelief
 from kalmix.errors import KernelError
-from kalmix.kernels.library import HAS_TRITON
+from kalmix.ops._shared.environment import HAS_TRITON
 from kalmix.segments import Segments
-from kalmix.testing.budgets import DATA, DRAWS, ROUNDINGS, Tensors, budgets, relative_error
 from kalmix.testing.draws import OPS, Draw, draw
 from kalmix.testing.pairs import DYNAMICS, ROUNDED, attend_pairs
 from kalmix.testing.recursions import FIELDS, SQUARES, filter_tokens, symmetric
+from kalmix.testing.tolerances import DATA, DRAWS, ROUNDINGS, Tensors, budgets, relative_error
 
 BELIEFS: dict[str, type] = {
     "additive": PointBelief,

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kalmix.checks import checks
 from kalmix.segments import Segments
-from kalmix.testing.budgets import DATA, Tensors
 from kalmix.testing.cases import Case, outputs, parts
 from kalmix.testing.measure import learnable
+from kalmix.testing.tolerances import DATA, Tensors
+from kalmix.validation import checks
 
 FILLS = ("NaN", "infinity", "overflow")
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kalmix.segments import Segments
 from kalmix.testing import derivatives, isolation, measure
-from kalmix.testing.budgets import DATA, DRAWS, Tensors
 from kalmix.testing.cases import Case, outputs, parts, with_prior
 from kalmix.testing.measure import Measured, compare, learnable, specified
-from kalmix.testing.poison import poisoned
+from kalmix.testing.nan_fill import poisoned
+from kalmix.testing.tolerances import DATA, DRAWS, Tensors
 from kalmix.types import Filtered
 
 Law = Callable[[Case], None]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kalmix.segments import Segments
-from kalmix.testing.budgets import DATA, DRAWS, Tensors, budgets, relative_error
 from kalmix.testing.cases import Case, outputs
+from kalmix.testing.tolerances import DATA, DRAWS, Tensors, budgets, relative_error
 from kalmix.types import Filtered
 
 

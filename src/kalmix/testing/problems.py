@@ -13,8 +13,8 @@ from torch import Tensor
 from kalmix import designs
 from kalmix.beliefs import DenseBelief, DiagonalBelief, HistoryBelief, PointBelief, RidgeBelief
 from kalmix.designs import Design
-from kalmix.ops._dense import LEAST_NOISE
-from kalmix.solvers import Adaptive, Chebyshev
+from kalmix.ops._dense.api import LEAST_NOISE
+from kalmix.ops._ridge.solvers import Adaptive, Chebyshev
 
 Tensors = dict[str, Tensor]
 Draw = Callable[[Callable[..., Tensor], int, dict[str, int]], Tensors]  # (normal, sequences, sizes B T H G K V)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix.kernels.ridge.systems import basis_of
-from kalmix.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Sketch
+from kalmix.ops._ridge.linear_solvers import basis_of
+from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Sketch
 
 Tensors = dict[str, Tensor]
 Run = tuple[int, int, int]  # batch row, start, stop

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import read_json
-from kalmix.text import END
+from kalmix.training.corpus import END
 
 
 def pretrained(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kalmix import text
 from kalmix.files import write_text
 from kalmix.models import KalmixForCausalLM
+from kalmix.training import corpus as text
 from kalmix.training.data import stream
 from kalmix.training.provenance import provenance
 from kalmix.training.recipe import Recipe

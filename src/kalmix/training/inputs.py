@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import read_json, write_text
-from kalmix.text import Corpus
+from kalmix.training.corpus import Corpus
 
 FILE = "inputs.json"
 Digests = dict[str, str]

@@ -8,9 +8,9 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from kalmix.checks import check_types
 from kalmix.errors import ArgumentError, FileError, FormatError
 from kalmix.files import FORMAT, check_format, read_json, write_text
+from kalmix.validation import check_types
 
 Layers = tuple[str | dict[str, Any], ...]
 FILE = "recipe.json"

@@ -33,9 +33,9 @@ from transformers import (
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import alone, read_json, sync_tree, write_text, writing
 from kalmix.models import KalmixConfig, KalmixForCausalLM
-from kalmix.text import Corpus, load, train_tokenizer
 from kalmix.training import inputs
 from kalmix.training.checkpoints import inputs_of, newest, saved
+from kalmix.training.corpus import Corpus, load, train_tokenizer
 from kalmix.training.data import Blocks, mark, pretrained, read_tokenizer, stream
 from kalmix.training.recipe import FILE, Recipe
 from kalmix.training.schedule import Schedule, interruptible

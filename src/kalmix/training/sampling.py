@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from kalmix.models import KalmixForCausalLM
-from kalmix.text import END
+from kalmix.training.corpus import END
 
 
 def generate(

@@ -1,0 +1,1 @@
+"""Benchmarks of kalmix: the papers' experiments, and timings beside other libraries."""

@@ -1,0 +1,49 @@
+"""MAD's selective copying: tokens among blanks, to be written down in their order once a token says so.
+
+Tokens: what is copied, a blank, the token that asks. The original takes the places of blanks from numpy's global
+generator, seeded with the same number; here that is a generator of its own. No blank ever follows the last token to
+copy but the one that asks: they are put before one of the tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kalmix_bench.datasets.mad.settings import Instances, Settings, task
+from kalmix_bench.datasets.metrics import IGNORED
+from kalmix_bench.datasets.task import Integers, need
+
+
+def instances(settings: Settings, seed: int) -> Instances:
+    """Rows of T tokens, c of them to copy, wanted at the last c tokens, which are blank."""
+    length, c = settings.seq_len, settings.num_tokens_to_copy
+    blank, asks = settings.vocab_size - 2, settings.vocab_size - 1
+    need(settings.vocab_size >= 3, "vocab_size", settings.vocab_size, "at least 3: a token to copy, a blank, a request")
+    need(c >= 1, "num_tokens_to_copy", c, "at least 1")
+    need(length > 2 * c + 1, "seq_len", length, f"above {2 * c + 1}, twice the tokens to copy and a request")
+    tokens, blanks = np.random.default_rng(seed), np.random.RandomState(seed)
+
+    def draw(training: bool) -> tuple[Integers, Integers]:
+        copied = tokens.integers(blank, size=c)
+        before = np.bincount(blanks.randint(0, c, length - 2 * c - 1), minlength=c)  # blanks before each token
+        inputs, targets = np.full(length, blank), np.full(length, IGNORED)
+        inputs[np.arange(c) + before.cumsum()] = copied
+        inputs[length - c - 1] = asks
+        targets[length - c :] = copied
+        return inputs, targets
+
+    return Instances(length, draw)
+
+
+SELECTIVE_COPYING = task(
+    "selective-copying",
+    "selective-copying",
+    instances,
+    Settings(vocab_size=16, seq_len=256, num_tokens_to_copy=16),
+    sweeps={
+        "vocab_size": (32, 64, 128),
+        "seq_len": (512, 1024),
+        "train": (6400, 3200, 1600, 800),
+        "num_tokens_to_copy": (32, 64, 96),
+    },
+)

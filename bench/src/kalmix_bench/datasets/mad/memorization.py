@@ -1,0 +1,56 @@
+"""MAD's memorization: keys whose values are the same in all rows, so that nothing but weights can hold them.
+
+Tokens: keys, values, and a last id that stands where a value is wanted. The values belong to the seed. Noise, where
+there is any, is made of the largest ids of values, which are not taken out of the vocabulary for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kalmix_bench.datasets.mad.settings import Instances, Settings, task
+from kalmix_bench.datasets.metrics import IGNORED
+from kalmix_bench.datasets.task import need
+
+
+def instances(settings: Settings, seed: int) -> Instances:
+    """Rows of T / 2 keys, the id that asks after each."""
+    s = settings
+    s.need_noise_vocabulary()
+    asks = s.vocab_size - 1
+    need(asks >= 2, "vocab_size", s.vocab_size, "at least 3: a key, a value, a request")
+    need(s.noise_vocab_size <= asks, "noise_vocab_size", s.noise_vocab_size, f"at most {asks}, with {asks + 1} ids")
+    need(s.seq_len >= 2, "seq_len", s.seq_len, "at least 2")
+    keys, values = np.arange(asks // 2), np.arange(asks // 2, asks)
+    once = np.random.default_rng(seed)
+    once.shuffle(keys)
+    once.shuffle(values)
+    value_of = dict(zip(keys.tolist(), values.tolist(), strict=False))  # of an odd count, a value is left over
+    names = list(value_of)
+    rng = np.random.default_rng(seed)
+
+    def draw(training: bool) -> tuple[list[int], list[int]]:
+        pairs = s.seq_len // 2
+        certain = rng.integers(pairs)
+        inputs, targets = [], []
+        for pair in range(pairs):
+            if s.frac_noise > 0 and pair != certain and rng.random() < s.frac_noise:
+                inputs += rng.integers(asks - s.noise_vocab_size, asks, size=2).tolist()
+                targets += IGNORED, IGNORED
+            else:
+                key = names[rng.integers(len(names))]
+                inputs += key, asks
+                targets += IGNORED, value_of[key]
+        return inputs, targets
+
+    return Instances(s.seq_len // 2 * 2, draw)
+
+
+MEMORIZATION = task(
+    "memorization",
+    "memorization",
+    instances,
+    Settings(vocab_size=256, seq_len=32),
+    sweeps={"vocab_size": (512, 1024, 2048, 4096, 8192)},
+    train=256,
+)

@@ -1,0 +1,94 @@
+"""What the tasks of multi-query associative recall share: their settings, and where queries stand.
+
+Arora et al., Zoology: Measuring and Improving Recall in Efficient Language Models, ICLR 2024 (arXiv:2312.04927).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kalmix_bench.datasets.metrics import IGNORED
+from kalmix_bench.datasets.task import Integers, Rows, need
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of MQAR, by Zoology's names; the baseline is the first column of its Figure 2.
+
+    Attributes:
+        vocab_size: V.
+        input_seq_len: N, even.
+        num_kv_pairs: D, pairs of a row, each asked for once.
+        power_a: a; the chance of a query g steps after the pairs goes as g^(a - 1), so 1.0 is uniform.
+        random_non_queries: whether random tokens stand between queries, instead of zeros.
+    """
+
+    vocab_size: int = 8192
+    input_seq_len: int = 64
+    num_kv_pairs: int = 4
+    power_a: float = 0.01
+    random_non_queries: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "input_seq_len", "num_kv_pairs"):
+            need(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        need(self.input_seq_len % 2 == 0, "input_seq_len", self.input_seq_len, "even")
+        need(self.power_a > 0, "power_a", self.power_a, "positive")
+        least = self.context + 2 * self.num_kv_pairs
+        needs = f"at least {least}: {self.context} tokens of pairs, 2 for each of {self.num_kv_pairs} queries"
+        need(self.input_seq_len >= least, "input_seq_len", self.input_seq_len, needs)
+
+    @property
+    def context(self) -> int:
+        """Tokens before the first that may be a query."""
+        return 2 * self.num_kv_pairs
+
+    @property
+    def gaps(self) -> NDArray[np.float64]:
+        """The chance of each place for a query, which are two tokens apart, nearest first."""
+        steps = np.arange(1, (self.input_seq_len - self.context) // 2 + 1)
+        p = self.power_a * steps ** (self.power_a - 1)
+        return p / p.sum()
+
+
+@dataclass(frozen=True)
+class UpdateSettings(Settings):
+    """And `num_updates`, U: keys of a row that get another value after all pairs, which is the one asked for."""
+
+    num_updates: int = 4
+
+    def __post_init__(self) -> None:
+        need(0 <= self.num_updates <= self.num_kv_pairs, "num_updates", self.num_updates, "from 0 to num_kv_pairs")
+        super().__post_init__()
+
+    @property
+    def context(self) -> int:
+        """Tokens before the first that may be a query."""
+        return 2 * (self.num_kv_pairs + self.num_updates)
+
+
+def asked(settings: Settings, pairs: Integers, keys: Integers, answers: Integers, gaps: Integers) -> Rows:
+    """Rows of their pairs and, `gaps` places behind, their keys, whose answers are wanted there.
+
+    Args:
+        pairs: `[n, context]` tokens; keys, answers, gaps: `[n, D]`.
+    """
+    count = len(pairs)
+    at = settings.context + 2 * gaps
+    inputs = np.zeros((count, settings.input_seq_len), dtype=np.int64)
+    inputs[:, : settings.context] = pairs
+    np.put_along_axis(inputs, at, keys, 1)
+    targets = np.full_like(inputs, IGNORED)
+    np.put_along_axis(targets, at, answers, 1)
+    facts = {"num_kv_pairs": settings.num_kv_pairs, "input_seq_len": settings.input_seq_len}
+    if isinstance(settings, UpdateSettings):
+        facts["num_updates"] = settings.num_updates
+    return Rows(inputs, targets, {name: np.full(count, value) for name, value in facts.items()})
+
+
+def alternate(keys: Integers, values: Integers) -> Integers:
+    """Keys and values `[..., D]` in turns, `[..., 2 D]`."""
+    return np.stack([keys, values], -1).reshape(*keys.shape[:-1], 2 * keys.shape[-1])

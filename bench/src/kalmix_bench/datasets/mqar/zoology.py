@@ -1,0 +1,103 @@
+"""Zoology's MQAR, and its variant in which some keys are written again: keys and values of disjoint halves of the ids.
+
+Public code HazyResearch/zoology, whose segments these are, bit for bit. Traps:
+
+- A segment is drawn column by column, all keys, then all values, then all places: its first rows are others when it
+  has more rows.
+- Random tokens between queries come from torch's global generator there, in whatever state it is; here, as it is
+  after `torch.manual_seed(seed)`. They may equal keys of the row.
+- In `mqar/forgetting` a new value differs from the value of the key numbered as the update is, not of the key that is
+  updated: a key may get its own value again.
+- Wanted is V > N, so that the long rows of few ids that other papers report are not this task (see `recall/long`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kalmix_bench.datasets.metrics import mean_of_rows, micro
+from kalmix_bench.datasets.mqar.settings import Settings, UpdateSettings, alternate, asked
+from kalmix_bench.datasets.task import Integers, Published, Rows, Task, need
+
+Segment = tuple[Settings, int]  # and how many rows
+
+
+def segment(settings: Settings, seed: int, count: int) -> Rows:
+    """`count` rows of one seed, below 2^32.
+
+    Raises:
+        ArgumentError: there are too few ids.
+    """
+    s = settings
+    first = s.vocab_size // 2  # of the values; keys begin at 1
+    need(s.vocab_size > s.input_seq_len, "vocab_size", s.vocab_size, f"above input_seq_len, {s.input_seq_len}")
+    need(first - 1 >= s.num_kv_pairs, "vocab_size", s.vocab_size, f"at least {2 * s.num_kv_pairs + 2}, for keys")
+    rng = np.random.RandomState(seed)
+
+    def chosen(size: int, out_of: int, p: np.ndarray | None = None) -> Integers:
+        """For each row, `size` numbers below `out_of`, none twice."""
+        picked = [rng.choice(out_of, size, replace=False, p=p) for _ in range(count)]
+        return np.array(picked, dtype=np.int64).reshape(count, size)
+
+    keys = 1 + chosen(s.num_kv_pairs, first - 1)
+    values = first + chosen(s.num_kv_pairs, s.vocab_size - first)
+    pairs, answers = alternate(keys, values), values
+    if isinstance(s, UpdateSettings):
+        drawn = rng.randint(0, s.vocab_size - first - 1, (count, s.num_updates))
+        new = first + drawn + (drawn >= values[:, : s.num_updates] - first)
+        updated = chosen(s.num_updates, s.num_kv_pairs)
+        answers = values.copy()
+        np.put_along_axis(answers, updated, new, 1)
+        pairs = np.hstack([pairs, alternate(np.take_along_axis(keys, updated, 1), new)])
+    rows = asked(s, pairs, keys, answers, chosen(s.num_kv_pairs, len(s.gaps), s.gaps))
+    if s.random_non_queries:
+        fill = torch.randint(s.vocab_size, rows.inputs.shape, generator=torch.Generator().manual_seed(seed)).numpy()
+        np.copyto(rows.inputs, fill, where=rows.inputs == 0)
+    return rows
+
+
+def segments(train: Sequence[Segment], test: Sequence[Segment], seed: int = 123) -> tuple[list[Rows], list[Rows]]:
+    """Segments of several settings and sizes, as Zoology's `DataConfig` with this seed has them.
+
+    Each has a seed of its own, drawn below 2^31 to train on and above to test. A batch there has rows of one segment.
+    """
+    rng = np.random.RandomState(seed)
+    seeds = rng.randint(0, 2**31, len(train)), rng.randint(2**31, 2**32, len(test), dtype=np.int64)
+    drawn = [
+        [segment(settings, int(seed), count) for (settings, count), seed in zip(split, own, strict=True)]
+        for split, own in zip((train, test), seeds, strict=True)
+    ]
+    return drawn[0], drawn[1]
+
+
+def held_out(seed: int) -> int:
+    """The seed of test rows beside train rows of `seed`: the first in [2^31, 2^32) that numpy's
+    `RandomState(seed)` gives, so never that of train rows whose seed is below 2^31."""
+    return int(np.random.RandomState(seed).randint(2**31, 2**32, dtype=np.int64))
+
+
+def sample(settings: Settings, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
+    """One segment to train on, of `seed` itself, and one to test on, of the seed `held_out` makes of it."""
+    return segment(settings, seed, train), segment(settings, held_out(seed), test)
+
+
+SCORES = {"accuracy": mean_of_rows, "micro": micro}
+FIGURE_2 = tuple({"input_seq_len": n, "num_kv_pairs": d} for n, d in ((64, 4), (128, 8), (256, 16), (512, 64)))
+
+MQAR = Task(
+    "mqar",
+    Settings(),
+    sample,
+    SCORES,
+    Published("HazyResearch/zoology, multiquery_ar; Figure 2 of the paper", 123, 100_000, 3_000, 512, FIGURE_2),
+)
+FORGETTING = Task(
+    "mqar/forgetting",
+    UpdateSettings(),
+    sample,
+    SCORES,
+    Published("HazyResearch/zoology, forgetting_mqar", 123, 100_000, 3_000, 512),
+)

@@ -1,0 +1,144 @@
+"""RULER's aggregation: the ten words that come most often in a numbered list; the three of a text made of coded words.
+
+Common words are `freq_cw` times in the list, all others `freq_ucw` times; a worked example with a list of its own comes
+first. Below 4,096 tokens both lists are sparser, whatever the settings say. Coded words come as often as Zipf's law
+says; the first of them is dots, which are to be ignored. In short texts the fourth may come as often as the fifth.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kalmix_bench.datasets.ruler.haystacks import vocabulary
+from kalmix_bench.datasets.ruler.prompts import Fit, Prompt, Settings, task
+from kalmix_bench.datasets.task import need
+
+_COMMON = (
+    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+    "appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 "
+    "words that appear most often in the list are:"
+)
+_CODED = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
+    "coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the "
+    "three most frequently appeared words in the above coded text? Answer: According to the coded text above, the "
+    "three most frequently appeared words are:"
+)
+
+
+@dataclass(frozen=True)
+class CommonSettings(Settings):
+    """And how often words come: `num_cw` common ones `freq_cw` times, others `freq_ucw`; `num_fewshot` examples."""
+
+    tokens_to_generate: int = 120
+    freq_cw: int = 30
+    freq_ucw: int = 3
+    num_cw: int = 10
+    num_fewshot: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need(1 <= self.num_cw <= 20, "num_cw", self.num_cw, "from 1 to 20")
+        need(self.freq_ucw >= 1, "freq_ucw", self.freq_ucw, "at least 1")
+        need(self.freq_cw > self.freq_ucw, "freq_cw", self.freq_cw, f"above freq_ucw, {self.freq_ucw}")
+        need(self.num_fewshot >= 0, "num_fewshot", self.num_fewshot, "at least 0")
+
+
+def common_words(settings: CommonSettings, seed: int, tokens: Callable[[str], int]) -> Iterator[Prompt]:
+    """Prompts of at most `max_seq_length` tokens, without end.
+
+    Where more words are needed than are known, they are drawn from pairs of words, too.
+    """
+    s, rng = settings, random.Random(seed)
+    pairs, words = vocabulary(s.words)
+    words = list(words)
+    random.Random(seed).shuffle(words)
+    long = s.max_seq_length >= 4096
+    shown, often = ((40, 10, 3), (s.freq_cw, s.freq_ucw)) if long else ((20, 3, 1), (6, 1))
+
+    def listed(count: int, common: int, other: int) -> Prompt:
+        known = words if count <= len(words) else words + rng.sample(pairs, count - len(words))
+        drawn = rng.sample(known, count)
+        chosen = tuple(drawn[: s.num_cw])
+        every = drawn[: s.num_cw] * common + drawn[s.num_cw :] * other
+        random.Random(seed).shuffle(every)
+        return Prompt(_COMMON.format(context=_numbered(every)), chosen)
+
+    def write(size: int) -> Prompt:
+        examples = [listed(*shown) for _ in range(s.num_fewshot)]
+        asked = listed(size, *often)
+        told = "\n".join(f"{example.text} {_numbered(example.answers)}" for example in examples)
+        return Prompt(f"{told}\n{asked.text}", asked.answers)
+
+    limit = s.max_seq_length - s.tokens_to_generate
+    fit = Fit(tokens, step=10, least=s.num_cw)
+    size = fit.largest(write, limit, int(s.max_seq_length // fit.cost(write, 4096)) * 2)
+    return fit.prompts(write, limit, size)
+
+
+def _numbered(words: list[str] | tuple[str, ...]) -> str:
+    return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))
+
+
+@dataclass(frozen=True)
+class CodedSettings(Settings):
+    """And `coded_wordlen`, letters of a word, and `alpha`, the exponent of the law by which words come."""
+
+    tokens_to_generate: int = 50
+    alpha: float = 2.0
+    coded_wordlen: int = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need(self.alpha > 1, "alpha", self.alpha, "above 1")
+        need(self.coded_wordlen >= 3, "coded_wordlen", self.coded_wordlen, "at least 3")
+        least = 4 * 50 + self.tokens_to_generate
+        need(self.max_seq_length >= least, "max_seq_length", self.max_seq_length, f"at least {least}, for four words")
+
+
+def frequent_words(settings: CodedSettings, seed: int, tokens: Callable[[str], int]) -> Iterator[Prompt]:
+    """Prompts of at most `max_seq_length` tokens, without end; there is a coded word to every fifty tokens."""
+    s, rng = settings, random.Random(seed)
+    limit = s.max_seq_length - s.tokens_to_generate
+    ranks = np.arange(1, limit // 50 + 1)
+    share = ranks**-s.alpha
+    whole = float(torch.special.zeta(torch.tensor(s.alpha, dtype=torch.float64), torch.ones((), dtype=torch.float64)))
+
+    def coded() -> list[str]:
+        """A vocabulary, most frequent first."""
+        found = ["".join(rng.choices(string.ascii_lowercase, k=s.coded_wordlen)) for _ in ranks]
+        while len(set(found)) < len(ranks):
+            found.append("".join(rng.choices(string.ascii_lowercase, k=s.coded_wordlen)))
+        found = sorted(set(found))
+        random.Random(seed).shuffle(found)
+        return ["...", *found[1:]]
+
+    def written(vocabulary: list[str], size: int) -> Prompt:
+        counts = (size * share / whole).astype(int)
+        text = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]
+        random.Random(seed).shuffle(text)
+        return Prompt(_CODED.format(context=" ".join(text)), tuple(vocabulary[1:4]))
+
+    step, size = limit // 32, limit // s.coded_wordlen
+    first = coded()
+    while tokens(written(first, size).text) < limit:
+        size += step
+    size -= step
+    while True:
+        vocabulary, tried = coded(), size
+        while (excess := tokens((prompt := written(vocabulary, tried)).text) - limit) > 0:
+            need(tried > 0, "max_seq_length", f"too small by {excess}", "large enough for the question")
+            tried -= step
+        yield prompt
+
+
+COUNTING = (
+    task("needle/common-words", "cwe", common_words, CommonSettings(max_seq_length=8192)),
+    task("needle/frequent-words", "fwe", frequent_words, CodedSettings()),
+)

@@ -1,0 +1,152 @@
+"""RULER's needles in a haystack: sentences that give a key's value, somewhere in a long text; then keys are asked for.
+
+A haystack is one line again and again ("noise"), an "essay", or other needles ("needle"). Depths in an essay are
+drawn from 40 between its beginning and its end, without replacement.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from kalmix_bench.datasets.ruler.haystacks import NOISE, essay, sentences, vocabulary
+from kalmix_bench.datasets.ruler.prompts import Fit, Prompt, Settings, task
+from kalmix_bench.datasets.task import need
+
+_NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+_TEMPLATE = (
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
+    "the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided "
+    "text? The special magic {kind} for {query} mentioned in the provided text are"
+)
+_DEPTHS = np.round(np.linspace(0, 100, 40)).astype(int).tolist()
+_KINDS = ("numbers", "words", "uuids")
+
+
+@dataclass(frozen=True)
+class NeedleSettings(Settings):
+    """And what is hidden where.
+
+    Attributes:
+        type_haystack: "noise", "essay" or "needle".
+        type_needle_k, type_needle_v: what keys and values are: "numbers", "words" or "uuids".
+        num_needle_k, num_needle_v, num_needle_q: keys, values of each, keys asked for.
+        essay: the path of a text; if empty, Python's language reference.
+    """
+
+    type_haystack: str = "noise"
+    type_needle_k: str = "words"
+    type_needle_v: str = "numbers"
+    num_needle_k: int = 1
+    num_needle_v: int = 1
+    num_needle_q: int = 1
+    essay: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        haystacks = ("noise", "essay", "needle")
+        need(self.type_haystack in haystacks, "type_haystack", repr(self.type_haystack), f"one of {haystacks}")
+        for name in ("type_needle_k", "type_needle_v"):
+            need(getattr(self, name) in _KINDS, name, repr(getattr(self, name)), f"one of {_KINDS}")
+        for name in ("num_needle_k", "num_needle_v", "num_needle_q"):
+            need(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        if self.type_haystack == "essay":
+            most = len(_DEPTHS)
+            need(self.needles <= most, "num_needle_k", self.keys, f"at most {most // self.num_needle_v} in an essay")
+
+    @property
+    def keys(self) -> int:
+        return max(self.num_needle_k, self.num_needle_q)
+
+    @property
+    def needles(self) -> int:
+        return self.keys * self.num_needle_v
+
+
+def prompts(settings: NeedleSettings, seed: int, tokens: Callable[[str], int]) -> Iterator[Prompt]:
+    """Prompts of at most `max_seq_length` tokens, without end."""
+    s, rng = settings, random.Random(seed)
+    single = s.num_needle_q * s.num_needle_v == 1
+
+    def drawn(kind: str) -> str:
+        if kind == "numbers":
+            return str(rng.randint(10**6, 10**7 - 1))
+        if kind == "words":
+            return rng.choice(vocabulary(s.words)[0])
+        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+    def needle(key: str, value: str) -> str:
+        return _NEEDLE.format(kind=s.type_needle_v, key=key, value=value)
+
+    def in_essay(hidden: list[str], size: int) -> str:
+        words = essay(s.essay)
+        text = sentences(" ".join((words * -(-size // len(words)))[:size]))
+        cuts = [0, *sorted(int(len(text) * (depth / 100)) for depth in rng.sample(_DEPTHS, len(hidden))), len(text)]
+        pieces = [" ".join(text[start:stop]) for start, stop in pairwise(cuts)]
+        return " ".join([*(part for both in zip(pieces, hidden, strict=False) for part in both), pieces[-1]])
+
+    def in_lines(hidden: list[str], size: int) -> str:
+        if s.type_haystack == "noise":
+            lines = [NOISE] * size
+        else:
+            lines = [needle(drawn(s.type_needle_k), drawn(s.type_needle_v)) for _ in range(size)]
+        places = sorted(rng.sample(range(size), len(hidden)), reverse=True)
+        for place, line in zip(places, hidden, strict=True):
+            lines.insert(place, line)
+        return "\n".join(lines)
+
+    def write(size: int) -> Prompt:
+        held: list[tuple[str, tuple[str, ...]]] = []
+        for _ in range(s.keys):
+            key = drawn(s.type_needle_k)
+            held.append((key, tuple(drawn(s.type_needle_v) for _ in range(s.num_needle_v))))
+        hidden = [needle(key, value) for key, values in held for value in values]
+        random.Random(seed).shuffle(hidden)
+        context = in_essay(hidden, size) if s.type_haystack == "essay" else in_lines(hidden, size)
+        asked = [held[i] for i in rng.sample(range(s.keys), s.num_needle_q)]
+        *most, last = (key for key, _ in asked)
+        text = (_single(_TEMPLATE) if single else _TEMPLATE).format(
+            kind=s.type_needle_v[:-1] if single else s.type_needle_v,
+            context=context,
+            query=f"{', '.join(most)}, and {last}" if most else last,
+        )
+        answers = tuple(value for _, values in asked for value in values)
+        return Prompt(text, answers, text.find(answers[0]))
+
+    limit = s.max_seq_length - s.tokens_to_generate
+    if s.type_haystack == "essay":
+        fit = Fit(tokens, step=500, least=1)
+    else:
+        fit = Fit(tokens, step=25 if s.max_seq_length >= 4096 else 5, least=s.needles)
+    size = fit.largest(write, limit, int(s.max_seq_length / fit.cost(write) * 3))
+    return fit.prompts(write, limit, size)
+
+
+def _single(template: str) -> str:
+    """One value of one key is asked for in the singular."""
+    for many, one in (("Some", "A"), ("are all", "is"), ("are", "is")):
+        template = template.replace(many, one)
+    return template
+
+
+_NOISE = NeedleSettings()
+_ESSAY = replace(_NOISE, type_haystack="essay")
+_NEEDLES = replace(_NOISE, type_haystack="needle")
+NEEDLES = tuple(
+    task(f"needle/{name}", f"niah_{name.replace('-', '_')}", prompts, baseline)
+    for name, baseline in {
+        "single-1": _NOISE,
+        "single-2": _ESSAY,
+        "single-3": replace(_ESSAY, type_needle_v="uuids"),
+        "multikey-1": replace(_ESSAY, num_needle_k=4),
+        "multikey-2": _NEEDLES,
+        "multikey-3": replace(_NEEDLES, type_needle_k="uuids", type_needle_v="uuids"),
+        "multivalue": replace(_ESSAY, num_needle_v=4),
+        "multiquery": replace(_ESSAY, num_needle_q=4),
+    }.items()
+)

@@ -1,0 +1,95 @@
+"""RULER's variable tracking: assignments of one variable to the next, spread over noise; which have the first's value?
+
+A worked example comes first, with other names in every prompt. Of several chains, the first is asked for.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from kalmix.errors import ArgumentError
+from kalmix_bench.datasets.ruler.haystacks import NOISE
+from kalmix_bench.datasets.ruler.prompts import Fit, Prompt, Settings, Write, task
+from kalmix_bench.datasets.task import need
+
+_TEMPLATE = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
+    "all variables that are assigned the value {query} in the text above. Answer: According to the chain(s) of "
+    "variable assignment in the text above, {count} variables are assigned the value {query}, they are: "
+)
+_EXAMPLE = 500  # tokens
+_VALUE = "12345"  # in it, until it is replaced
+
+
+@dataclass(frozen=True)
+class TrackingSettings(Settings):
+    """And `num_chains`, and `num_hops`: assignments of a chain after its first."""
+
+    tokens_to_generate: int = 30
+    num_chains: int = 1
+    num_hops: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need(self.num_chains >= 1, "num_chains", self.num_chains, "at least 1")
+        need(1 <= self.num_hops <= 10, "num_hops", self.num_hops, "from 1 to 10")
+
+
+def prompts(settings: TrackingSettings, seed: int, tokens: Callable[[str], int]) -> Iterator[Prompt]:
+    """Prompts of at most `max_seq_length` tokens, without end."""
+    s, rng, values = settings, random.Random(seed), np.random.RandomState(seed)
+    links = s.num_hops + 1
+
+    def name(letters: int) -> str:
+        return "".join(rng.choices(string.ascii_uppercase, k=letters))
+
+    def write(size: int, letters: int = 5, value: str | None = None) -> Prompt:
+        names = [name(letters) for _ in range(links * s.num_chains)]
+        while len(set(names)) < len(names):
+            names = [name(letters) for _ in names]
+        chains = [names[start : start + links] for start in range(0, len(names), links)]
+        given = [value or str(values.randint(10000, 99999)) for _ in chains]
+        lines = [NOISE] * size
+        for chain, number in zip(chains, given, strict=True):
+            said = [f"VAR {chain[0]} = {number}"]
+            said += [f"VAR {after} = VAR {before} " for before, after in pairwise(chain)]
+            for passed, place in enumerate(sorted(rng.sample(range(len(lines)), links))):
+                lines.insert(place + passed, said[passed])
+        text = _TEMPLATE.format(context="\n".join(lines), query=given[0], count=links)
+        return Prompt(text, tuple(chains[0]), text.find(chains[0][0]))
+
+    def renamed(text: str, names: tuple[str, ...]) -> str:
+        for old in names:
+            text = text.replace(old, name(len(old)))
+        return text.replace(_VALUE, str(values.randint(10000, 99999)))
+
+    shown = _example(lambda size: write(size, 3, _VALUE), Fit(tokens, step=5, least=links))
+    example = f"{shown.text} {' '.join(shown.answers)}\n"
+
+    def after_example(size: int) -> Prompt:
+        prompt = write(size)
+        before = renamed(example, shown.answers) + "\n"
+        return Prompt(before + prompt.text, prompt.answers, len(before) + (prompt.found or 0))
+
+    limit = s.max_seq_length - s.tokens_to_generate
+    fit = Fit(tokens, step=10 if s.max_seq_length >= 4096 else 5, least=links)
+    size = fit.largest(write, limit - tokens(example), int(s.max_seq_length / fit.cost(write) * 3))
+    return fit.prompts(after_example, limit, size)
+
+
+def _example(write: Write, fit: Fit) -> Prompt:
+    """A prompt of at most 500 tokens, or as few as it can have."""
+    size = fit.largest(write, _EXAMPLE, int(_EXAMPLE / fit.cost(write) * 3))
+    try:
+        return next(fit.prompts(write, _EXAMPLE, size))
+    except ArgumentError:
+        return write(fit.least)
+
+
+TRACKING = task("needle/variable-tracking", "vt", prompts, TrackingSettings())

@@ -1,0 +1,88 @@
+"""What is to be predicted: the paper's system, under its noises, at irregular times, with outliers; a real series."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kalmix_bench.datasets.sde import co2
+from kalmix_bench.datasets.sde.systems import SPIRAL, System
+from kalmix_bench.datasets.sde.trajectories import Sampling, Splits, Trajectories, splits
+from kalmix_bench.experiments.sde.references import kalman
+from kalmix_bench.experiments.sde.scores import Errors, errors
+from kalmix_bench.experiments.sde.structural import structural
+
+PUBLISHED = Sampling()  # regular, without outliers
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A system, and how it is sampled."""
+
+    system: System
+    sampling: Sampling = PUBLISHED
+
+    def draw(self, sizes: tuple[int, int, int], seed: int) -> Splits:
+        """So many trajectories to learn from, to choose by and to be judged on."""
+        return splits(self.system, self.sampling, sizes, seed)
+
+    def references(self, seen: Trajectories) -> dict[str, Errors]:
+        """Errors of those who learn nothing: of the last measurement, and of who knows the system.
+
+        A smoother estimates the state itself from all measurements; "kalman, told" also knows which are outliers.
+        """
+        assert seen.state is not None and seen.outlying is not None
+        known = kalman(self.system, seen.times, seen.measured)
+        found = _last(seen) | {
+            "kalman": errors(known.predicted.mean[:, 1:], seen),
+            "smoother": {"state": float((known.smoothed.mean - seen.state)[:, 1:].square().mean())},
+        }
+        if self.sampling.outliers:
+            larger = torch.where(seen.outlying, self.sampling.outlier_scale**2, 1.0)
+            told = kalman(self.system, seen.times, seen.measured, self.system.obs_noise * larger)
+            found["kalman, told"] = errors(told.predicted.mean[:, 1:], seen)
+        return found
+
+    def written(self) -> dict[str, Any]:
+        """As a line in a file has it."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+@dataclass(frozen=True)
+class CarbonDioxide:
+    """The series of Mauna Loa."""
+
+    def draw(self, sizes: tuple[int, int, int], seed: int) -> Splits:
+        """Its windows, as many as there are; a seed says which weeks are left out."""
+        return co2.windows(seed=seed)
+
+    def references(self, seen: Trajectories) -> dict[str, Errors]:
+        """Errors of the last measurement, and of a structural model of the series."""
+        return _last(seen) | {"structural": errors(structural(seen), seen)}
+
+    def written(self) -> dict[str, Any]:
+        """As a line in a file has it."""
+        return {"series": "co2"}
+
+
+def _last(seen: Trajectories) -> dict[str, Errors]:
+    return {"last": errors(seen.measured[:, :-1], seen)}
+
+
+def _paper(process_noise: float, obs_noise: float, sampling: Sampling = PUBLISHED) -> Simulated:
+    return Simulated(System(SPIRAL, process_noise, obs_noise, step=0.01), sampling)
+
+
+SETTINGS: Mapping[str, Simulated | CarbonDioxide] = {
+    "figure-1a": _paper(0.0, 1.0),
+    "figure-1b": _paper(0.3, 0.5),
+    "figure-1c": _paper(0.5, 2.0),
+    "noisy": _paper(0.0, 4.0),  # what the author's published notebook has
+    "irregular": _paper(0.3, 0.5, Sampling(irregular=True)),
+    "outliers": _paper(0.3, 0.5, Sampling(outliers=0.12)),
+    "co2": CarbonDioxide(),
+}

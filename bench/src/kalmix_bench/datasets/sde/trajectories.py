@@ -1,0 +1,129 @@
+"""Trajectories of a system, sampled in time and seen through noise, and their embedding in many dimensions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix.analysis.diffusions import root
+from kalmix.errors import ArgumentError
+from kalmix_bench.datasets.sde.systems import System
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """When a system is measured, and how often a measurement goes wrong; the defaults are the paper's.
+
+    Attributes:
+        length: T, measurements of a trajectory.
+        interval: time from one to the next.
+        irregular: whether that is only the mean, the measurements coming at random (a Poisson process), in each
+            trajectory at its own times. They come at whole steps where the system has Euler's.
+        outliers: the part of measurements that are outliers, the first of a trajectory excepted.
+        outlier_scale: how many times the standard deviation of other measurements theirs is.
+
+    Raises:
+        ArgumentError: a number makes no sense.
+    """
+
+    length: int = 102
+    interval: float = 0.1
+    irregular: bool = False
+    outliers: float = 0.0
+    outlier_scale: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ArgumentError("length", got=self.length, needs="at least 1")
+        if not self.interval > 0:
+            raise ArgumentError("interval", got=self.interval, needs="positive")
+        if not 0 <= self.outliers <= 1:
+            raise ArgumentError("outliers", got=self.outliers, needs="between 0 and 1")
+
+    def times(self, count: int, generator: torch.Generator, step: float | None = None) -> Tensor:
+        """Times of `count` trajectories, `[B, T]` float64, from 0 on, whole multiples of `step` if there is one."""
+        gaps = torch.full((count, self.length - 1), self.interval, dtype=torch.float64)
+        if self.irregular:
+            gaps = torch.empty_like(gaps).exponential_(1 / self.interval, generator=generator)
+        times = torch.nn.functional.pad(gaps.cumsum(1), (1, 0))
+        return times if step is None else (times / step).round() * step
+
+
+class Trajectories(NamedTuple):
+    """B trajectories of T measurements; float64.
+
+    Attributes:
+        times: `[B, T]`, non-decreasing.
+        measured: `[B, T, d]`.
+        state: `[B, T, d]`, the truth that was measured; `None` where it is not known.
+        outlying: `[B, T]` bool, which measurements are outliers; `None` where that is not known.
+    """
+
+    times: Tensor
+    measured: Tensor
+    state: Tensor | None = None
+    outlying: Tensor | None = None
+
+    def take(self, index: Tensor) -> Trajectories:
+        """Those of these numbers, in that order."""
+        return Trajectories(self.times[index], self.measured[index], *(x if x is None else x[index] for x in self[2:]))
+
+
+class Splits(NamedTuple):
+    """Independent trajectories to learn from, to choose by, and to be judged on."""
+
+    train: Trajectories
+    validation: Trajectories
+    test: Trajectories
+
+
+def splits(system: System, sampling: Sampling, sizes: tuple[int, int, int], seed: int) -> Splits:
+    """So many trajectories of each split; one does not depend on the sizes of the others, nor on the device."""
+    generators = (torch.Generator().manual_seed(3 * seed + part) for part in range(3))
+    drawn = (simulate(system, sampling, size, draw) for size, draw in zip(sizes, generators, strict=True))
+    return Splits(*drawn)
+
+
+def simulate(system: System, sampling: Sampling, count: int, generator: torch.Generator) -> Trajectories:
+    """Draw trajectories: between measurements the state moves by its exact Gaussian law, or Euler's.
+
+    Args:
+        count: B.
+        generator: of a CPU.
+
+    Complexity: O(B T d^3), T steps one after the other.
+    """
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    times = sampling.times(count, generator, system.step)
+    matrix, covariance = system.transition(times.diff(dim=1))
+    pushed = (root(covariance) @ normal(count, sampling.length - 1, system.width, 1))[..., 0]
+    low, high = system.start
+    length = low + (high - low) * torch.rand(count, 1, generator=generator, dtype=torch.float64)
+    states = [length * torch.nn.functional.normalize(normal(count, system.width), dim=-1)]
+    for t in range(sampling.length - 1):
+        states.append((matrix[:, t] @ states[-1][..., None])[..., 0] + pushed[:, t])
+    state = torch.stack(states, 1)
+    outlying = torch.rand(times.shape, generator=generator, dtype=torch.float64) < sampling.outliers
+    outlying[:, 0] = False
+    scale = system.obs_noise**0.5 * torch.where(outlying, sampling.outlier_scale, 1.0)
+    return Trajectories(times, state + scale[..., None] * normal(*state.shape), state, outlying)
+
+
+def embedding(width: int, channels: int, seed: int) -> Tensor:
+    """Orthonormal rows in random directions, `[d, D]` float64: `x @ m` embeds a state, `y @ m.mT` reads it back.
+
+    Lengths and squared errors stay what they are.
+
+    Raises:
+        ArgumentError: there are fewer channels than rows of the state.
+    """
+    if channels < width:
+        raise ArgumentError("channels", got=channels, needs=f"at least {width}")
+    drawn = torch.randn(channels, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.linalg.qr(drawn).Q.mT

@@ -1,0 +1,128 @@
+"""Word problems: after each element of a group, which element all so far multiply to.
+
+Merrill, Petty, Sabharwal: The Illusion of State in State-Space Models, ICML 2024 (arXiv:2404.08819); public code
+jopetty/word-problem, whose rows these are, bit for bit. A5 is the smallest group that is not solvable, so its problem
+is complete for NC1; S5 contains it; in Z60 order does not matter. Traps:
+
+- There, the step from rows to a split into train and test has no seed; here the first rows are for training. No row is
+  in both. A set of Python orders them, so they change with how many there are in all.
+- To rows of length k, its training adds all rows of two elements (`every(settings, 2)`), padded at their right; padding
+  and the first token, which stands for nothing yet, are asked for and scored like any other.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations, product
+
+import numpy as np
+
+from kalmix.errors import ArgumentError
+from kalmix_bench.datasets.metrics import micro, whole_rows
+from kalmix_bench.datasets.task import Integers, Published, Rows, Task, need
+
+SPECIAL = 7  # ids after the elements': padding, the first token, and five that never occur
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the word problem, by the names of its code.
+
+    Attributes:
+        group: A or S and a number up to 6, Z and one up to 1000, or a product of such groups, as "A4_x_Z5".
+        k: elements of a row, which is one token longer.
+    """
+
+    group: str = "A5"
+    k: int = 10
+
+    def __post_init__(self) -> None:
+        need(self.k >= 1, "k", self.k, "at least 1")
+        table(self.group)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(table(self.group)) + SPECIAL
+
+
+@cache
+def table(group: str) -> Integers:
+    """`[n, n]` the product of any two elements; 0 is the identity.
+
+    Permutations come in lexicographic order, and a product takes the right one first: (a b)(i) = a(b(i)).
+
+    Raises:
+        ArgumentError: there is no group of this name.
+    """
+    tables = [_simple(name) for name in group.split("_x_")]
+    found = tables[0]
+    for other in tables[1:]:
+        n = len(found) * len(other)
+        found = (found[:, None, :, None] * len(other) + other[None, :, None, :]).reshape(n, n)
+    found.setflags(write=False)
+    return found
+
+
+def _simple(name: str) -> Integers:
+    kind, size = name[:1], int(name[1:]) if name[1:].isdecimal() else 0
+    if kind == "Z" and 1 <= size <= 1000:
+        number = np.arange(size)
+        return (number[:, None] + number) % size
+    if kind not in ("A", "S") or not 1 <= size <= 6:
+        raise ArgumentError("group", got=repr(name), needs="such as 'A5', 'S5', 'Z60', 'A4_x_Z5'")
+    elements = [p for p in permutations(range(size)) if kind == "S" or _is_even(p)]
+    place = {element: i for i, element in enumerate(elements)}
+    return np.array([[place[tuple(a[i] for i in b)] for b in elements] for a in elements])
+
+
+def _is_even(permutation: tuple[int, ...]) -> bool:
+    return sum(a > b for i, a in enumerate(permutation) for b in permutation[i + 1 :]) % 2 == 0
+
+
+def sample(settings: Settings, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
+    """Different rows, the first of them to train on."""
+    n, count = len(table(settings.group)), train + test
+    most = n**settings.k
+    need(count <= most, "train + test", count, f"at most {most}, as many words as {settings.group} has of {settings.k}")
+    rng, words = random.Random(seed), set()
+    while len(words) < count:
+        words.add(tuple(rng.choices(range(n), k=settings.k)))
+    every = np.array(list(words), dtype=np.int64).reshape(count, settings.k)
+    return _rows(settings, every[:train]), _rows(settings, every[train:])
+
+
+def every(settings: Settings, k: int) -> Rows:
+    """All words of `k` elements in lexicographic order, padded to the length of others: n^k rows.
+
+    Raises:
+        ArgumentError: `k` is above that of the settings.
+    """
+    need(1 <= k <= settings.k, "k", k, f"from 1 to {settings.k}")
+    return _rows(settings, np.array(list(product(range(len(table(settings.group))), repeat=k))))
+
+
+def _rows(settings: Settings, words: Integers) -> Rows:
+    products = table(settings.group)
+    padding, first = len(products), len(products) + 1
+    count, k = words.shape
+    inputs, targets = np.full((2, count, settings.k + 1), padding, dtype=np.int64)
+    inputs[:, 0] = targets[:, 0] = first
+    inputs[:, 1 : k + 1] = words
+    held = np.zeros(count, dtype=np.int64)
+    for place in range(k):
+        targets[:, place + 1] = held = products[held, words[:, place]]
+    return Rows(inputs, targets, {"k": np.full(count, k)})
+
+
+ALL = tuple(
+    Task(
+        f"words/{group.lower()}",
+        Settings(group),
+        sample,
+        {"sequence_accuracy": whole_rows, "token_accuracy": micro},
+        Published("jopetty/word-problem", 0, 800_000, 200_000, 512, tuple({"k": k} for k in range(6, 21))),
+    )
+    for group in ("A5", "S5", "Z60")
+)

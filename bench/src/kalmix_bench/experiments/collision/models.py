@@ -1,0 +1,171 @@
+"""Five models that differ in one function: how memory is written (appendix E.5.2 and E.5.3).
+
+Runs that differ by their seed alone are trained side by side: every parameter has a leading axis of M members, which
+never mix, so that a GPU has enough to do with models this small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kalmix
+from kalmix.beliefs import DenseBelief
+from kalmix.designs import DELTANET
+from kalmix_bench.datasets.collision.sequences import WIDTH, Episode
+from kalmix_bench.datasets.seeds import stream_seed
+from kalmix_bench.experiments.collision.mechanism import HOLDING
+
+HIDDEN, HEADS, LAYERS, MLP = 64, 4, 2, 128
+GROUPS = 32  # of sequences, in which weights are multiplied
+OBS_NOISE, RESET, PRIOR = 0.05, 0.05, 3.0
+
+
+class Update(NamedTuple):
+    """How a model writes, and what its memory then says.
+
+    Attributes:
+        numbers: that a head takes from a token.
+        bias: about which they start.
+        read: addresses that are asked and addresses that are written, each `[B, T, 1, 16]`, values `[B, T, G, 16]`
+            and those numbers, any real, `[B, T, G, numbers]`, to the read-out `[B, T, G, 16]`.
+    """
+
+    numbers: int
+    bias: float
+    read: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _linear_attention(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
+    return kalmix.ops.additive(q, k, v).mean
+
+
+def _gla(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
+    return kalmix.ops.additive(q, k, v, log_decay=F.logsigmoid(raw)).mean
+
+
+def _deltanet(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
+    return kalmix.ops.delta(q, k, v, gain=raw[..., 0].sigmoid()).mean
+
+
+def _reset(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
+    still = v.new_tensor(1.0).expand(v.shape[:3])
+    return kalmix.filter(DELTANET, q, k, v, reset=RESET * still, obs_noise=OBS_NOISE * still).mean
+
+
+def _bayesian(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
+    shape, eye = (v.shape[0], v.shape[2]), torch.eye(WIDTH, dtype=v.dtype, device=v.device)
+    prior = DenseBelief(v.new_zeros(()).expand(*shape, WIDTH, v.shape[3]), (PRIOR * eye).expand(*shape, -1, -1))
+    process = F.softplus(raw[..., 0])
+    noise = torch.full_like(process, OBS_NOISE)
+    return kalmix.filter(HOLDING, q, k, v, process_noise=process, obs_noise=noise, belief=prior).mean
+
+
+_AS_RESET = math.log(math.expm1(RESET))  # softplus of it is what the ablation resets to
+
+UPDATES = {
+    "linear-attention": Update(0, 0.0, _linear_attention),
+    "gla": Update(WIDTH, 4.0, _gla),
+    "deltanet": Update(1, 0.0, _deltanet),
+    "reset": Update(0, 0.0, _reset),
+    "bayesian": Update(1, _AS_RESET, _bayesian),
+}
+
+
+class Affine(nn.Module):
+    """A linear map a member, drawn from that member's generator as PyTorch draws one; the bias is 0."""
+
+    def __init__(self, wide: int, out: int, generators: Sequence[torch.Generator], bias: bool = False) -> None:
+        super().__init__()
+        drawn = [torch.empty(wide, out).uniform_(-(wide**-0.5), wide**-0.5, generator=draw) for draw in generators]
+        self.weight = nn.Parameter(torch.stack(drawn))
+        self.bias = nn.Parameter(torch.zeros(len(drawn), 1, out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[M, B, T, wide]` to `[M, B, T, out]`.
+
+        In groups of sequences: the weight's gradient is one product a group, then a sum, where a single product over
+        all tokens would leave a GPU with one tile of work a member.
+        """
+        groups = math.gcd(x.shape[1], GROUPS)
+        y = x.unflatten(1, (groups, -1)).flatten(2, 3) @ self.weight[:, None]
+        return (y if self.bias is None else y + self.bias[:, None]).view(*x.shape[:3], -1)
+
+
+class Norm(nn.Module):
+    """RMS norm with a scale a member."""
+
+    def __init__(self, members: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(members, 1, 1, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[M, B, T, D]`, to a root mean square of `scale`."""
+        return F.rms_norm(x, (HIDDEN,), eps=1e-6) * self.scale
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then the same with a SwiGLU. Addresses reach the mixer as they are."""
+
+    def __init__(self, update: Update, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self.update = update
+        self.norm, self.mlp_norm = Norm(len(generators)), Norm(len(generators))
+        self.value = Affine(HIDDEN, HEADS * WIDTH, generators)
+        self.raw = Affine(HIDDEN, HEADS * update.numbers, generators, bias=True) if update.numbers else None
+        self.out = Affine(HEADS * WIDTH, HIDDEN, generators)
+        self.mlp_in = Affine(HIDDEN, 2 * MLP, generators)
+        self.mlp_out = Affine(MLP, HIDDEN, generators)
+        if self.raw is not None and self.raw.bias is not None:
+            nn.init.constant_(self.raw.bias, update.bias)
+
+    def forward(self, x: Tensor, asked: Tensor, written: Tensor) -> Tensor:
+        """`[M, B, T, D]`, with addresses `[M, B, T, 16]` to read at and to write at."""
+        signal = self.norm(x)
+        values = self._heads(self.value(signal))
+        raw = values[..., :0] if self.raw is None else self._heads(self.raw(signal))
+        queries, keys = (addresses.flatten(0, 1)[:, :, None] for addresses in (asked, written))
+        read = self.update.read(queries, keys, values, raw)
+        x = x + self.out(read.flatten(2).unflatten(0, x.shape[:2]))
+        gate, value = self.mlp_in(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.mlp_out(F.silu(gate) * value)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1).unflatten(-1, (HEADS, -1))
+
+
+class Recaller(nn.Module):
+    """Two blocks between an embedding of the tokens and logits over the labels, for M members side by side.
+
+    Args:
+        name: of the update, a key of `UPDATES`.
+        inputs: width of the tokens.
+        labels: classes.
+        seeds: of the members' weights, M of them; a member does not depend on those beside it.
+        queries_write: whether what a model makes of a query is written at its address, before it is read.
+    """
+
+    def __init__(self, name: str, inputs: int, labels: int, seeds: Sequence[int], queries_write: bool = False) -> None:
+        super().__init__()
+        self.queries_write = queries_write
+        generators = [torch.Generator().manual_seed(stream_seed("weights", seed)) for seed in seeds]
+        self.members = len(generators)
+        self.embed = Affine(inputs, HIDDEN, generators)
+        self.blocks = nn.ModuleList(Block(UPDATES[name], generators) for _ in range(LAYERS))
+        self.norm = Norm(len(generators))
+        self.head = Affine(HIDDEN, labels, generators)
+
+    def forward(self, episode: Episode) -> Tensor:
+        """Logits at the queries, `[M, B, Q, labels]`, of an episode whose tensors have a leading axis M."""
+        queries, written = episode.targets.shape[2], episode.addresses
+        if not self.queries_write:
+            written = F.pad(written[:, :, :-queries], (0, 0, 0, queries))  # a key of 0 writes nothing
+        x = self.embed(episode.tokens)
+        for block in self.blocks:
+            x = block(x, episode.addresses, written)
+        return self.head(self.norm(x[:, :, -queries:]))

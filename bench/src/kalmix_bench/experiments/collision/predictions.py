@@ -1,0 +1,149 @@
+"""The closed forms of appendix E beside what the deterministic experiment does: nothing here runs a filter."""
+
+from __future__ import annotations
+
+from math import acos, asin, degrees
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix_bench.experiments.collision.mechanism import A, B, Setting, Trace
+
+
+class Prediction(NamedTuple):
+    """What an equation says of a quantity, and what was measured of it."""
+
+    equation: str
+    quantity: str
+    predicted: float
+    measured: float
+
+    @property
+    def difference(self) -> float:
+        """Measured less predicted."""
+        return self.measured - self.predicted
+
+
+def fixed_point(setting: Setting) -> float:
+    """Equation 42: the predicted variance along a key that is written for ever."""
+    process, noise = setting.process_noise, setting.obs_noise
+    return (process + (process**2 + 4 * noise * process) ** 0.5) / 2
+
+
+def floor(setting: Setting) -> float:
+    """Equation 42: the write gain that a flood ends in."""
+    return fixed_point(setting) / (setting.obs_noise + fixed_point(setting))
+
+
+def boundary(setting: Setting, overlap: float, across: float) -> tuple[float, float]:
+    """Equations 40 and 44: gain of the first write at A after a long boost of B, and the cosine of its angle to k_A.
+
+    `across` is the predicted variance along e_perp, which k_A has beside k_B.
+    """
+    along, shared = fixed_point(setting), overlap**2
+    spread = shared * along + (1 - shared) * across
+    return spread / (setting.obs_noise + spread), spread / (shared * along**2 + (1 - shared) * across**2) ** 0.5
+
+
+def delta_plateau(at_a: Tensor, at_b: Tensor, overlap: float) -> Tensor:
+    """Equation 52: where a constant gain leaves the read-out at B, from those at A and B `[V]` before the flood."""
+    return at_b - overlap * (at_a - _one_hot(at_a))
+
+
+def bayesian_plateau(
+    setting: Setting, at_a: Tensor, at_b: Tensor, overlap: float, along: float, cross: float
+) -> Tensor:
+    """Equation 57: the same of a propagated covariance, its series summed until it no longer changes.
+
+    Args:
+        along: k_A'Pb k_A of the first write of the flood; it moves by equation 35.
+        cross: k_B'Pb k_A of it; what of it is orthogonal to k_A shrinks by equation 34.
+    """
+    aside, left, total = cross - overlap * along, 1.0, 0.0
+    while left > 1e-18:
+        precision = 1 / (setting.obs_noise + along)
+        total += left * precision * (overlap * along + aside)
+        kept = setting.obs_noise * precision  # 1 - eta_A
+        left, aside, along = left * kept, aside * kept, along * kept + setting.process_noise
+    return at_b + total * (_one_hot(at_a) - at_a)
+
+
+def preference(logits: Tensor) -> float:
+    """Equation 46 of a read-out `[V]`."""
+    return float((logits[B] - logits[A]).sigmoid())
+
+
+def _one_hot(like: Tensor) -> Tensor:
+    return torch.eye(len(like), dtype=like.dtype)[A]
+
+
+def predictions(setting: Setting, overlap: float, traces: dict[str, Trace]) -> list[Prediction]:
+    """Every closed form of section 2.3 and appendix E beside its measurement, in traces of one overlap (n = 1)."""
+    return [
+        *_uncertainty(setting, overlap, traces["Bayesian Layer"]),
+        *_boundary(setting, overlap, traces["Bayesian Layer"]),
+        *_plateaus(setting, overlap, traces),
+    ]
+
+
+def _uncertainty(setting: Setting, overlap: float, bayes: Trace) -> list[Prediction]:
+    growth = bayes.uncertainty(B)[:, 0].diff()
+    process = setting.process_noise
+    spread = bayes.uncertainty(A)[:-1, 0] + process
+    shared = bayes.uncertainty(A, B)[:-1, 0] + overlap * process
+    change = process - shared.square() / (setting.obs_noise + spread)
+    flood = setting.boosted  # the index of its first write
+    return [
+        Prediction("16", "growth of var(k_B) a write, end of flood", (1 - overlap**2) * process, float(growth[-1])),
+        Prediction("32", "change of var(k_B), first write of flood", float(change[flood]), float(growth[flood])),
+        Prediction(
+            "32", "change of var(k_B), second write of flood", float(change[flood + 1]), float(growth[flood + 1])
+        ),
+        Prediction("42", "write gain, end of flood", floor(setting), float(bayes.gain[-1, 0])),
+    ]
+
+
+def _boundary(setting: Setting, overlap: float, bayes: Trace) -> list[Prediction]:
+    """What the first write at A after the boost does: its gain, and how far it turns from k_A (u = Pb k_A)."""
+    predicted = first_predicted(setting, bayes)
+    key_a, key_b = bayes.keys[0, A], bayes.keys[0, B]
+    aside = (key_a - overlap * key_b) / (1 - overlap**2) ** 0.5
+    gain, cosine = boundary(setting, overlap, float(aside @ predicted @ aside))
+    write = predicted @ key_a
+    angle = degrees(acos(float(key_a @ write / write.norm())))
+    return [
+        Prediction("40", "write gain, first write of flood", gain, float(bayes.gain[setting.boosted, 0])),
+        Prediction("44", "its angle to k_A, degrees", degrees(acos(cosine)), angle),
+        Prediction("45", "the same after an endless boost", degrees(asin(overlap)), angle),
+    ]
+
+
+def first_predicted(setting: Setting, bayes: Trace) -> Tensor:
+    """The covariance predicted for the first write of the flood, `[K, K]`."""
+    assert bayes.covariance is not None
+    before = bayes.covariance[setting.boosted, 0]
+    return before + setting.process_noise * torch.eye(setting.width, dtype=before.dtype)
+
+
+def _plateaus(setting: Setting, overlap: float, traces: dict[str, Trace]) -> list[Prediction]:
+    """Section E.3: retrieval at B after the boost, and after the flood from the state before it."""
+    bayes, delta, linear = (traces[name] for name in ("Bayesian Layer", "DeltaNet-style", "linear attention"))
+    start = setting.boosted
+    boost = float(torch.tensor(1.0, dtype=torch.float64).sigmoid())
+    predicted, key_a, key_b = first_predicted(setting, bayes), bayes.keys[0, A], bayes.keys[0, B]
+    series = bayesian_plateau(
+        *(setting, bayes.logits(A)[start, 0], bayes.logits(B)[start, 0], overlap),
+        along=float(key_a @ predicted @ key_a),
+        cross=float(key_b @ predicted @ key_a),
+    )
+    constant = delta_plateau(delta.logits(A)[start, 0], delta.logits(B)[start, 0], overlap)
+    added = linear.logits(B)[start, 0] + setting.flood * float(linear.gain[-1, 0]) * overlap * _one_hot(series)
+    measured = {name: float(ran.retrieval()[-1, 0]) for name, ran in traces.items()}
+    name = "retrieval at B after the flood, "
+    return [
+        Prediction("47", "retrieval at B after the boost", boost, float(bayes.retrieval()[start, 0])),
+        Prediction("52", name + "DeltaNet-style", preference(constant), measured["DeltaNet-style"]),
+        Prediction("57", name + "Bayesian Layer", preference(series), measured["Bayesian Layer"]),
+        Prediction("E.3", name + "linear attention", preference(added), measured["linear attention"]),
+    ]

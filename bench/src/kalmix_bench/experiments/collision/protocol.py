@@ -1,0 +1,106 @@
+"""What is trained and tested, and how long: the studies and presets of the learned collision experiments."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kalmix.errors import ArgumentError
+from kalmix_bench.datasets.collision.sequences import Crowd, Episode, Pairs
+from kalmix_bench.datasets.seeds import stream_seed
+from kalmix_bench.experiments.collision.models import UPDATES
+
+Condition = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How long a model learns, and on how much it is judged; the defaults are the paper's (E.5.5).
+
+    Attributes:
+        steps: of AdamW, betas 0.9 and 0.999.  batch: sequences a step and seed.
+        rate, decay, clip: learning rate, weight decay, largest gradient norm of a seed.
+        tests: sequences a condition.
+        queries: "read" alone, or "write" first, as any other token; the paper does not say which.
+    """
+
+    steps: int = 2500
+    batch: int = 256
+    rate: float = 3e-4
+    decay: float = 1e-4
+    clip: float = 1.0
+    tests: int = 1024
+    queries: str = "read"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "tests"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(name, got=getattr(self, name), needs="at least 1")
+        if self.queries not in ("read", "write"):
+            raise ArgumentError("queries", got=repr(self.queries), needs="read or write")
+        if not 0 < self.rate < float("inf"):
+            raise ArgumentError("rate", got=self.rate, needs="positive")
+
+
+PRESETS = {"laptop": Protocol(steps=250, batch=16, rate=3e-3, tests=32), "paper": Protocol()}
+
+
+@dataclass(frozen=True)
+class Study:
+    """A task, the conditions that a training step picks one of, and those of its tests, by their coordinates."""
+
+    task: Pairs | Crowd
+    training: tuple[Condition, ...]
+    tests: tuple[Condition, ...]
+
+    def draw(self, condition: Condition, count: int, generator: torch.Generator) -> Episode:
+        """`count` sequences under a condition."""
+        return self.task.draw(count, **condition, generator=generator)
+
+
+_FLOODS, _OVERLAPS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (0.6, 0.65, 0.7, 0.75, 0.85, 0.9, 0.95)
+_WRITES = (16, 32, 48, 64)
+STUDIES = {
+    "recall": Study(
+        Pairs(),
+        training=tuple({"flood": flood, "overlap": (0.6, 0.8)} for flood in (1, 2, 4, 8)),
+        tests=(
+            *({"flood": flood, "overlap": (0.8, 0.8)} for flood in _FLOODS),
+            *({"flood": 64, "overlap": (rho, rho)} for rho in _OVERLAPS),
+        ),
+    ),
+    "crowding": Study(
+        Crowd(),
+        training=tuple({"writes": writes} for writes in _WRITES),
+        tests=tuple({"writes": writes} for writes in (*_WRITES, 96, 128, 192, 256)),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model of one study, for one seed: the unit that is never run twice.
+
+    Raises:
+        ArgumentError: there is no such study or model, or the seed is not between 0 and 2^30.
+    """
+
+    study: str
+    model: str
+    seed: int
+    protocol: Protocol
+
+    def __post_init__(self) -> None:
+        for name, known in (("study", STUDIES), ("model", UPDATES)):
+            if getattr(self, name) not in known:
+                raise ArgumentError(name, got=repr(getattr(self, name)), needs=f"one of {', '.join(known)}")
+        stream_seed("training", self.seed)
+
+    def __str__(self) -> str:
+        return f"{self.study}  {self.model}"
+
+    def written(self) -> dict[str, Any]:
+        """As its line in a file names it."""
+        return asdict(self)

@@ -1,0 +1,79 @@
+"""Training a model once a seed, side by side, and testing it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmix.errors import NonFiniteError
+from kalmix_bench.datasets.collision.sequences import beside, cross_entropy, scores
+from kalmix_bench.datasets.seeds import stream_seed
+from kalmix_bench.experiments.collision.models import Recaller
+from kalmix_bench.experiments.collision.protocol import Condition, Protocol, Study
+
+TOLD = 50  # times in a run
+TOKENS = 1 << 16  # of a test that a seed takes at once; it fixes, with the conditions, what is drawn
+
+Tell = Callable[[float, float], None]
+
+
+def train(
+    model: Recaller, study: Study, seeds: Sequence[int], protocol: Protocol, device: torch.device, tell: Tell
+) -> Tensor:
+    """Fit the members; their last losses, `[M]`. All see conditions in one order, each data of its own seed.
+
+    Raises:
+        NonFiniteError: a loss diverged.
+    """
+    generators = [torch.Generator(device).manual_seed(stream_seed("training", seed)) for seed in seeds]
+    conditions = random.Random(0)
+    parameters = list(model.parameters())
+    fused = device.type == "cuda"
+    optimizer = torch.optim.AdamW(parameters, lr=protocol.rate, weight_decay=protocol.decay, fused=fused)
+    losses = torch.zeros(len(seeds))
+    for step in range(1, protocol.steps + 1):
+        condition = conditions.choice(study.training)
+        episode = beside([study.draw(condition, protocol.batch, generator) for generator in generators])
+        losses = cross_entropy(model(episode), episode)
+        optimizer.zero_grad()
+        losses.sum().backward()  # a sum: each member's gradient is its own
+        _clip([x.grad for x in parameters if x.grad is not None], protocol.clip)
+        optimizer.step()
+        if step % max(1, protocol.steps // TOLD) == 0 or step == protocol.steps:
+            if not losses.isfinite().all():
+                raise NonFiniteError("loss")
+            tell(step / protocol.steps, float(losses.detach().mean()))
+    return losses.detach()
+
+
+def _clip(gradients: list[Tensor], most: float) -> None:
+    """Scale each member's gradients so that their norm is at most `most`."""
+    norm = torch.stack([x.flatten(1).square().sum(1) for x in gradients]).sum(0).sqrt()
+    scale = (most / (norm + 1e-6)).clamp(max=1)
+    torch._foreach_mul_(gradients, [scale.view(-1, *(1,) * (x.ndim - 1)) for x in gradients])
+
+
+@torch.no_grad()
+def test(
+    model: Recaller, study: Study, condition: Condition, protocol: Protocol, device: torch.device
+) -> dict[str, Tensor]:
+    """Return scores under a condition, `[M]` each. All models and seeds get the same sequences; none trains on them."""
+    generator = torch.Generator(device).manual_seed(stream_seed("test", 0))
+    length = study.draw(condition, 1, torch.Generator(device)).tokens.shape[1]
+    left, total = protocol.tests, {}
+    while left > 0:
+        count = min(left, max(1, TOKENS // length))
+        episode = beside([study.draw(condition, count, generator)] * model.members)
+        for name, score in scores(model(episode), episode).items():
+            total[name] = total.get(name, 0.0) + score * count / protocol.tests
+        left -= count
+    return total
+
+
+def coordinates(condition: Condition) -> dict[str, Any]:
+    """A test's condition as it is written down: a range of overlaps by its end."""
+    return {name: value[-1] if isinstance(value, tuple) else value for name, value in condition.items()}

@@ -1,0 +1,104 @@
+"""`kalmix bench beliefs`: what trained models of the benchmarks believe while they read a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kalmix.cli.options import count
+from kalmix.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from kalmix_bench.experiments.recall import Cell
+    from kalmix_bench.runner.cells import Results
+
+MAPS = 4  # channels or heads drawn of a layer, as in Figures 11 to 13
+
+
+def run(
+    output: Annotated[Path, typer.Argument(help="A folder that `kalmix bench mad`, mqar or a5 wrote.")],
+    task: Annotated[list[str] | None, typer.Option(help="Of this task only; may be given again.")] = None,
+    layer: Annotated[list[str] | None, typer.Option(help="Of this layer only; may be given again.")] = None,
+    row: Annotated[int, typer.Option(min=0, help="Which test row they read.")] = 0,
+    models: Annotated[int, typer.Option(help="Draw so many at most.")] = 12,
+) -> None:
+    """Posterior variance along a test row, and Kalman attention maps, of every trained model that has a posterior."""
+    from kalmix_bench.experiments.recall.checkpoints import kept
+    from kalmix_bench.runner.cells import Results
+
+    count("models", models)
+    results, console = Results(output / "results.jsonl"), Console(highlight=False, soft_wrap=True)
+    there = kept(results)
+    asked = [
+        cell
+        for cell in there
+        if (not task or {cell.task, cell.task.rpartition("/")[2]} & set(task)) and (not layer or cell.layer in layer)
+    ]
+    if not asked:
+        known = dict.fromkeys(f"{cell.layer} on {cell.task}" for cell in there)
+        got = f"{str(output)!r}, with {', '.join(known) or 'no trained model'}"
+        raise ArgumentError("output", got=got, needs="a folder of results with a model of that task and layer")
+    drawn = 0
+    for cell in asked:
+        if drawn < models:
+            written = draw(cell, results, row)
+            drawn += bool(written)
+            for path in written:
+                console.print(f"  {path}")
+    if not drawn:
+        raise ArgumentError("layer", got=", ".join(sorted({cell.layer for cell in asked})), needs="with a posterior")
+
+
+def draw(cell: Cell, results: Results, row: int) -> list[Path]:
+    """A picture of variances and one of attention maps; of layers without a posterior, none."""
+    import numpy as np
+    import torch
+
+    from kalmix.analysis.layer_diagnostics import look
+    from kalmix.analysis.plots import channel_maps, posterior_variance
+    from kalmix_bench.datasets.metrics import IGNORED
+    from kalmix_bench.experiments.recall.checkpoints import restored
+    from kalmix_bench.experiments.recall.data import draw as rows
+    from kalmix_bench.experiments.recall.models import AutoEncoder
+
+    drawn = rows(cell)
+    test = drawn.parts[0].test
+    if row >= len(test):
+        raise ArgumentError("row", got=row, needs=f"below {len(test)}, as {cell} has test rows")
+    model = restored(cell, drawn, results)
+    tagger = model.encoder if isinstance(model, AutoEncoder) else model
+    _, found = look(tagger.model, tagger.embedded(torch.from_numpy(test.inputs[row])), weights=True)
+    if not found:
+        return []
+    asked = test.targets[row] != IGNORED
+    named = np.isin(test.inputs[row], test.targets[row][asked])
+    tokens, folder = [str(token) for token in test.inputs[row]], results.path.parent / "beliefs"
+    name = f"{cell.task.replace('/', '-')}-{cell.layer}-{cell.seed}"
+    title = f"{cell.layer} on {cell.task}"
+    variance = folder / f"{name}-variance.png"
+    posterior_variance(
+        variance,
+        [insight.variance for insight in found],
+        tokens,
+        [insight.name for insight in found],
+        marks={} if asked.all() else {"what is asked for": named, "where it is asked": asked},
+        title=f"Posterior variance: {title}",
+    )
+    written = [variance]
+    for insight in found:
+        if insight.weights is not None:
+            kind = "channel" if len(insight.weights) == insight.variance.shape[1] else "head"
+            chosen = torch.randperm(len(insight.weights), generator=torch.Generator().manual_seed(0))[:MAPS].sort()[0]
+            maps = folder / f"{name}-attention-{insight.name.replace(' ', '-')}.png"
+            channel_maps(
+                maps,
+                insight.weights[chosen],
+                tokens,
+                [f"{insight.name}, {kind} {place}" for place in chosen.tolist()],
+                title=f"Kalman attention: {title}",
+            )
+            written.append(maps)
+    return written

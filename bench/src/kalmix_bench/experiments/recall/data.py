@@ -1,0 +1,73 @@
+"""Rows on the device, and the batches they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kalmix.models.losses import IGNORE
+from kalmix_bench import datasets as tasks
+from kalmix_bench.experiments.recall.protocol import Cell
+
+Batch = dict[str, Tensor]
+
+
+class Drawn(NamedTuple):
+    """The rows of a cell, a `Data` for each of its parts; and ids they are made of."""
+
+    parts: list[tasks.Data]
+    vocab_size: int
+
+
+def draw(cell: Cell) -> Drawn:
+    """The rows that a cell says; parts of one setting and another differ in their seeds, too."""
+    first = cell.seed if cell.protocol.data_seed is None else cell.protocol.data_seed
+    parts = [
+        tasks.make(cell.task, seed=first + place, train=part.train, test=part.test, **dict(part.settings))
+        for place, part in enumerate(cell.parts)
+    ]
+    return Drawn(parts, max(part.vocab_size for part in parts))
+
+
+class Batches:
+    """Batches of the training rows, which stay on the device; what the Trainer takes for a data loader.
+
+    Each is of one part, and all of a part are of one size, so that a step is recorded once: the last is filled with a
+    row that asks nothing. The order of an epoch follows from seed and epoch alone, so that a run that goes on from a
+    checkpoint sees what it would have seen.
+    """
+
+    def __init__(self, drawn: Drawn, batch: int, *, shuffle: bool, seed: int, device: torch.device) -> None:
+        kept = [part.train for part in drawn.parts if len(part.train)]
+        self.rows = [
+            tuple(
+                F.pad(torch.from_numpy(x).to(device), (0, 0, 0, 1), value=blank)
+                for x, blank in ((part.inputs, 0), (part.targets, IGNORE))
+            )
+            for part in kept
+        ]
+        self.batch, self.shuffle, self.seed, self.epoch = batch, shuffle, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """As the Trainer tells which epoch comes next."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return sum(-(-(len(inputs) - 1) // self.batch) for inputs, _ in self.rows)
+
+    def __iter__(self) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + self.epoch)
+        chosen = []
+        for part, (inputs, _) in enumerate(self.rows):
+            count = len(inputs) - 1
+            order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
+            whole = F.pad(order, (0, -count % min(count, self.batch)), value=count)
+            chosen += [(part, index) for index in whole.to(inputs.device).split(self.batch)]
+        turns = torch.randperm(len(chosen), generator=generator).tolist() if self.shuffle else range(len(chosen))
+        for part, index in (chosen[turn] for turn in turns):
+            inputs, targets = self.rows[part]
+            yield {"inputs": inputs[index], "targets": targets[index]}

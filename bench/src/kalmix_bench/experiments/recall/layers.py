@@ -1,0 +1,112 @@
+"""The layers that are compared, by name, and how their states are made equally large."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmix.errors import ArgumentError, alike
+from kalmix.layers import MIXERS, Mixer
+
+Options = dict[str, Any]
+
+# Every mixer of the library that needs no more than a width, variants that the papers compare with, and layers of other
+# packages. A name more here, of a mixer in `MIXERS`, is a layer more in every benchmark.
+LAYERS: dict[str, Options] = {
+    **{name: {"mixer": name} for name in MIXERS if name != "design"},
+    "kla-noise-free": {"mixer": "kla", "process_noise": False},  # section 5.6 of Kalman Linear Attention
+    "kla-plus": {"mixer": "kla", "samples": 10},  # KLA+: learns, and answers, under what it believes
+    "kla-zoh": {"mixer": "kla", "discretization": "zoh"},
+    "kalmanet-bare": {"mixer": "gated-kalmanet", "decay": False, "gain": None, "mix": False},  # GKA, Figure 2a
+    "bayesian-no-conv": {"mixer": "bayesian", "conv": 0},
+    "gated-deltanet-no-conv": {"mixer": "gated-deltanet", "conv": 0},
+    "mamba2-no-conv": {"mixer": "mamba2", "conv": 1},
+    "mamba-1": {"mixer": "mamba-1"},
+    "mamba-1-no-conv": {"mixer": "mamba-1", "conv": 0},
+    "mlstm": {"mixer": "mlstm"},
+    "mlstm-no-conv": {"mixer": "mlstm", "conv": 0},
+    "rwkv-7": {"mixer": "rwkv-7"},
+    "rwkv-7-no-shift": {"mixer": "rwkv-7", "shift": False},
+}
+_COVARIANT = ("bayesian", "gated-kalmanet")  # a K x K matrix a head beside the memory
+
+
+def layer(name: str) -> Options:
+    """A layer by name, as an entry of a model's list of layers.
+
+    Raises:
+        ArgumentError: there is none; names those that are spelled alike.
+    """
+    if name not in LAYERS:
+        raise ArgumentError("layer", got=repr(name), needs=f"a known one, such as {alike(name, LAYERS)}")
+    options = dict(LAYERS[name])
+    if options["mixer"] not in MIXERS:  # of another package: importing this adds them
+        import_module("kalmix_bench.experiments.recall.baselines")
+    return options
+
+
+def sized(options: Options, width: int, state: int, heads: int, values: float = 1.0) -> Options:
+    """A layer whose state is about `state` floats, as Table 11 of Kalman Linear Attention matches them.
+
+    KLA keeps a mean and a variance in each slot of `width` channels. A memory of `heads` heads keeps K x V a head, V
+    as many as make `values * width` in all; with a covariance its keys are as wide as its values, and it keeps two
+    such squares. Layers that keep every token (attention and its kin), and those that have neither slots nor heads of
+    a chosen width, are left as they are.
+
+    Raises:
+        ArgumentError: the state does not divide so.
+    """
+    mixer = options["mixer"]
+    foreign = getattr(MIXERS[mixer], "sized", None)
+    if foreign is not None:
+        return {**foreign(width, state), **options}
+    takes = inspect.signature(MIXERS[mixer]).parameters
+    if "slots" in takes:
+        return {"slots": _whole(state, 2 * width), **options}
+    if "state_dim" in takes:
+        columns = _whole(width * values, heads)
+        return {"heads": heads, "head_dim": columns, "state_dim": _whole(state, heads * columns), **options}
+    if mixer in _COVARIANT:
+        keys = math.isqrt(_whole(state, 2 * heads))
+        return {"heads": heads, "head_dim": keys, "expand_v": 1.0, **options}
+    if {"heads", "head_dim", "expand_v"} <= takes.keys():
+        columns = _whole(width * values, heads)
+        keys = _whole(state, heads * columns)
+        return {"heads": heads, "head_dim": keys, "expand_v": columns / keys, **options}
+    return options
+
+
+def state_size(mixer: Mixer) -> int | None:
+    """Floats that a mixer remembers of a sequence, whatever its length: its belief, without a convolution's window.
+
+    `None` where what it remembers grows with what it has read.
+    """
+    told = getattr(mixer, "state_size", None)
+    if told is not None:
+        return told
+    sizes = [_remembered(mixer, length) for length in (1, 2)]
+    return sizes[0] if sizes[0] == sizes[1] else None
+
+
+@torch.no_grad()
+def _remembered(mixer: Mixer, length: int) -> int:
+    like = next(mixer.parameters())
+    _, state = mixer(torch.zeros(1, length, mixer.hidden_size, device=like.device, dtype=like.dtype))
+    return sum(x.numel() for x in _tensors(getattr(state, "belief", state)) if x.is_floating_point())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [x for part in tree for x in _tensors(part)] if isinstance(tree, tuple) else []
+
+
+def _whole(total: float, parts: int) -> int:
+    if total % parts or total < parts:
+        raise ArgumentError("state", got=f"{total:g}, in {parts} parts", needs="what so many parts divide")
+    return int(total) // parts

@@ -1,0 +1,195 @@
+"""Models of the benchmarks: one backbone, with what the benchmarks' own code does differently as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kalmix.errors import ArgumentError
+from kalmix.layers.modules import RMSNorm, draw
+from kalmix.models.blocks import Block
+from kalmix.models.causal_lm import EMBEDDING_STD, LanguageModel
+from kalmix_bench.experiments.recall.deterministic_embedding import lookup
+from kalmix_bench.experiments.recall.layers import Options, layer, sized
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model without its layer.
+
+    Attributes:
+        width: D, of the residual stream.  depth: blocks, all of the same layer.
+        state: floats of a layer's state, and over how many heads (`heads`), with how many columns of values over D
+            (`values`): what layers are matched to; each as it comes if absent.
+        mlp: hidden width of the SwiGLU MLP behind each layer; 0 for none.
+        norm: "rms" or "layer", before layers, MLPs and head.
+        head: "own", a linear map with a bias; or "tied" to the embedding, without.
+        echo: whether a block ends by adding the norm of the stream to it, as Zoology's does that has no MLP
+            (its `Identity` in the MLP's place is fed the norm).
+        dropout: of embeddings.
+        scaled: whether linear maps begin as N(0, 0.02) and what writes to the stream as N(0, 0.02 / sqrt(2 depth)),
+            as Zoology's do; otherwise they begin as each layer says, and the head as PyTorch's linear maps.
+        encoder: hidden width of the MLP between embedding and blocks; 0 for none.
+        decoder: hidden widths of the MLP behind the blocks; none for a linear head. It reads all targets from the last
+            token where a task asks for that.
+    """
+
+    width: int
+    depth: int = 1
+    state: int | None = None
+    heads: int = 4
+    values: float = 1.0
+    mlp: int = 0
+    norm: str = "rms"
+    head: str = "own"
+    echo: bool = False
+    dropout: float = 0.0
+    scaled: bool = False
+    encoder: int = 0
+    decoder: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("width", "depth", "heads"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(name, got=getattr(self, name), needs="at least 1")
+
+    def layer(self, name: str) -> Options:
+        """The layer of that name, sized."""
+        options = layer(name)
+        if self.state is None:
+            return options
+        return sized(options, self.width, self.state, self.heads, self.values)
+
+
+class Tagger(nn.Module):
+    """What token is wanted at each token: embedding, blocks, norm, head. `logits = model(ids)`.
+
+    A layer's option `samples` is the model's: logits are then of the mean probability over so many samples of what the
+    last layer believes, and their cross entropy is the marginal likelihood of equations 24 and 25 of Kalman Linear
+    Attention.
+    """
+
+    def __init__(self, vocabulary: int, shape: Shape, name: str) -> None:
+        super().__init__()
+        width, entry = shape.width, {**shape.layer(name), "mlp": shape.mlp}
+        self.samples = entry.pop("samples", 0)
+        tied = shape.head == "tied"
+        self.model = LanguageModel(vocabulary, width, [entry] * shape.depth, tie_word_embeddings=tied)
+        if not tied:
+            self.model.lm_head = nn.Linear(width, vocabulary)
+            nn.init.zeros_(self.model.lm_head.bias)
+        self.dropout, self.encoder = nn.Dropout(shape.dropout), _encoder(shape)
+        for block in self.model.blocks:
+            assert isinstance(block, Block)
+            block.norm = _norm(shape)
+            block.mlp_norm = _norm(shape) if shape.echo or shape.mlp else None
+            if shape.echo:
+                setattr(block, "mlp", nn.Identity())  # noqa: B010 - it is declared as an MLP
+        self.model.norm = _norm(shape)
+        if shape.scaled:
+            _scale(self.model, shape.depth)
+        if shape.decoder:
+            self.model.lm_head = _decoder(vocabulary, shape)[1:]  # its first norm is the model's
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """What the first block is given, `[..., D]` of ids `[...]`."""
+        return self.encoder(self.dropout(lookup(self.model.embed_tokens.get_parameter("weight"), ids)))
+
+    def stream(self, ids: Tensor) -> Tensor:
+        """The residual stream behind the last block, `[S, B, T, D]` of S samples, or 1, of ids `[B, T]`."""
+        traced = self.model(self.embedded(ids), remember=False, posterior=self.samples > 0)
+        if traced.posterior is None:
+            return traced.hidden[None]
+        residual, mean, variance, context = traced.posterior
+        readouts = draw(*(x.expand(self.samples, *x.shape) for x in (mean, variance)))
+        return self.model.last.finish(residual, readouts, context)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits `[B, T, vocabulary]`."""
+        return expected(self.model.logits(self.stream(ids)))
+
+
+class AutoEncoder(nn.Module):
+    """What all tokens were, from the stream at the last one alone: MAD's model of compression.
+
+    At each position the decoder is given the last token's stream plus the position's sines and cosines.
+    """
+
+    def __init__(self, vocabulary: int, shape: Shape, name: str, length: int) -> None:
+        super().__init__()
+        self.encoder = Tagger(vocabulary, replace(shape, decoder=()), name)
+        del self.encoder.model.norm, self.encoder.model.lm_head  # the decoder has its own
+        self.positions = nn.Buffer(sinusoids(length, shape.width), persistent=False)
+        self.decoder = _decoder(vocabulary, shape)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits `[B, T, vocabulary]` of ids `[B, T]`, T as it was built for."""
+        last = self.encoder.stream(ids)[:, :, -1:]
+        return expected(self.decoder(last + self.positions))
+
+
+def build(vocabulary: int, shape: Shape, name: str, length: int, *, from_last: bool) -> Tagger | AutoEncoder:
+    """A model for rows of `length` ids below `vocabulary`, freshly drawn by PyTorch's global generator.
+
+    Args:
+        vocabulary: ids.
+        shape: all of the model but the layer.
+        name: of the layer, one of `LAYERS`.
+        length: of a row.
+        from_last: whether all targets are read from the last token.
+
+    Raises:
+        ArgumentError: no such layer, or its state cannot be sized as `shape` says.
+    """
+    return AutoEncoder(vocabulary, shape, name, length) if from_last else Tagger(vocabulary, shape, name)
+
+
+def expected(logits: Tensor) -> Tensor:
+    """Logits `[...]` of the mean of the probabilities that logits `[S, ...]` stand for."""
+    return logits[0] if len(logits) == 1 else logits.log_softmax(-1).logsumexp(0)
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """`[length, width]`: sines, then cosines, of positions at `width / 2` frequencies from 1 down to 1 / 10,000."""
+    half = width // 2
+    rates = torch.exp(-math.log(10_000) / max(half - 1, 1) * torch.arange(half))
+    angles = torch.arange(length)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos(), torch.zeros(length, width - 2 * half)], dim=1)
+
+
+def _norm(shape: Shape, width: int | None = None) -> Any:
+    return (nn.LayerNorm if shape.norm == "layer" else RMSNorm)(shape.width if width is None else width)
+
+
+def _encoder(shape: Shape) -> nn.Module:
+    if not shape.encoder:
+        return nn.Identity()
+    up, down = nn.Linear(shape.width, shape.encoder), nn.Linear(shape.encoder, shape.width)
+    return nn.Sequential(_norm(shape), up, nn.GELU(), down)
+
+
+def _decoder(vocabulary: int, shape: Shape) -> nn.Sequential:
+    """To logits, with a norm before each linear map, all of which begin as MAD's."""
+    widths = (shape.width, *shape.decoder)
+    steps = [part for a, b in pairwise(widths) for part in (_norm(shape, a), nn.Linear(a, b), nn.GELU())]
+    decoder = nn.Sequential(*steps, _norm(shape, widths[-1]), nn.Linear(widths[-1], vocabulary))
+    for part in decoder:
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=EMBEDDING_STD)
+            nn.init.zeros_(part.bias)
+    return decoder
+
+
+def _scale(model: LanguageModel, depth: int) -> None:
+    """Zoology's initial values."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear):
+            writes = name.endswith("out_proj")
+            nn.init.normal_(part.weight, std=EMBEDDING_STD / (math.sqrt(2 * depth) if writes else 1.0))
+            if part.bias is not None and not getattr(part.bias, "_no_reinit", False):  # Mamba's steps keep theirs
+                nn.init.zeros_(part.bias)

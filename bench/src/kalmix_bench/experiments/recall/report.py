@@ -1,0 +1,139 @@
+"""Tables and pictures of benchmarks, what papers print beside what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kalmix.analysis import plots
+from kalmix_bench.runner.cells import Row
+from kalmix_bench.runner.paper_claims import Finding
+from kalmix_bench.runner.summary import Entry, Score, entries, printed, slices
+
+
+def tell(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+    """Print what rows of benchmarks say, and draw it; the files drawn."""
+    found = entries(rows)
+    for _, group in groupby(found, lambda entry: (entry.task, entry.asked)):
+        console.print(_table(list(group)))
+    return _pictures([entry for entry in found if entry.rows], output)
+
+
+def findings(rows: Sequence[Row]) -> list[Finding]:
+    """Every score of every layer that did not diverge."""
+    found = []
+    for entry in (entry for entry in entries(rows) if entry.rows):
+        first = entry.rows[0]
+        facts = {name: getattr(entry, name) for name in ("width", "depth", "diverged", "main")}
+        facts |= {name: first[name] for name in ("parameters", "state")}
+        facts |= {name: first["protocol"][name] for name in ("rate", "decay")}
+        facts["epochs"] = entry.average("epochs")
+        for name in first["scores"]:
+            score = entry.score(name)
+            assert score is not None
+            found.append(Finding(entry.task, entry.asked, entry.layer, name, score, len(entry.rows), facts))
+    return found
+
+
+def _table(found: Sequence[Entry]) -> Table:
+    """One task: a row a layer, width and depth."""
+    sound = [entry for entry in found if entry.rows]
+    scores = list(sound[0].rows[0]["scores"]) if sound else []
+    scores = [name for name in scores if name != "test_loss"]
+    titled = f"[bold]{found[0].task}[/]  {found[0].asked}"
+    table = Table("layer", box=box.SIMPLE_HEAD, title=titled, title_justify="left")
+    columns = ("width", "parameters", "state", "seeds", *(f"{name} %" for name in scores), "paper %")
+    for column in (*columns, "rate", "decay", "epochs", "seconds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    sources = {}
+    for entry in found:
+        paper = printed(entry.task, entry.layer)
+        if paper is not None:
+            sources[paper.source] = None
+        told, size = "" if paper is None else f"{paper.percent:g}", f"{entry.width} x {entry.depth}"
+        if not entry.rows:
+            table.add_row(entry.layer, size, "", "", "0", *("diverged",) * len(scores), told)
+            continue
+        first = entry.rows[0]
+        table.add_row(
+            entry.layer,
+            size,
+            f"{first['parameters']:,}",
+            "grows" if first["state"] is None else f"{first['state']:,}",
+            str(len(entry.rows)) + (f" of {len(entry.rows) + entry.diverged}" if entry.diverged else ""),
+            *(str(entry.score(name)) for name in scores),
+            told,
+            f"{first['protocol']['rate']:.2g}",
+            f"{first['protocol']['decay']:g}",
+            f"{entry.average('epochs'):.0f}",
+            f"{entry.average('seconds'):.0f}",
+        )
+    if sources:
+        table.caption = "paper: " + "; ".join(sources)
+    return table
+
+
+def _pictures(found: Sequence[Entry], output: Path) -> list[Path]:
+    """How each task was learned; scores by width, and by length and load, where there are several of them."""
+    by_task = [(place, list(group)) for place, group in groupby(found, lambda entry: (entry.task, entry.asked))]
+    learned, widths, maps = [], [], {}
+    for (task, asked), group in by_task:
+        main = group[0].main
+        levels = {entry.layer: _level(entry) for entry in group if printed(entry.task, entry.layer) is not None}
+        learned.append(plots.Lines(task, asked, "epochs", f"{main} %", _by_epoch(group, main, 100), levels))
+        learned.append(plots.Lines(task, asked, "epochs", "test loss", _by_epoch(group, "test_loss"), {}))
+        if len({entry.width for entry in group}) > 1:
+            widths.append(plots.Lines(task, asked, "width", f"{main} %", _by_width(group), {}, doubling=True))
+        for entry in group:
+            by, found_at = slices(entry)
+            if len(found_at) > 1:
+                named = f"{task.rpartition('/')[2]}\n{_named(entry, group)}"
+                maps[named] = plots.HeatMap(by, {at: 100 * score for at, score in found_at.items()})
+    written = []
+    for name, panels, columns in (("learning", learned, 4), ("widths", widths, 3)):
+        if panels:
+            written.append(Path(plots.benchmark_lines(output / f"{name}.png", panels, columns)))
+    if maps:
+        written.append(Path(plots.heat_maps(output / "lengths.png", maps, down="tokens")))
+    return written
+
+
+def _named(entry: Entry, group: Sequence[Entry]) -> str:
+    """A layer, with its size where the group has several."""
+    several = len({(other.width, other.depth) for other in group}) > 1
+    return f"{entry.layer}, {entry.width} x {entry.depth}" if several else entry.layer
+
+
+def _level(entry: Entry) -> float:
+    paper = printed(entry.task, entry.layer)
+    return float("nan") if paper is None else paper.percent
+
+
+def _by_epoch(group: Sequence[Entry], name: str, times: float = 1) -> dict[str, Any]:
+    """Means over seeds, `times` what they are, as far as all of them went."""
+    curves = {}
+    for entry in group:
+        runs = [row["curves"][name] for row in entry.rows]
+        scores = [Score.of([times * value for value in values]) for values in zip(*runs, strict=False)]
+        curves[_named(entry, group)] = (range(1, len(scores) + 1), *zip(*scores, strict=True))
+    return curves
+
+
+def _by_width(group: Sequence[Entry]) -> dict[str, Any]:
+    curves = {}
+    for layer in dict.fromkeys(entry.layer for entry in group):
+        mine = sorted((entry for entry in group if entry.layer == layer), key=lambda entry: entry.width)
+        scores = [entry.score(entry.main) for entry in mine]
+        at = [
+            (entry.width, *(100 * x for x in score))
+            for entry, score in zip(mine, scores, strict=True)
+            if score is not None
+        ]
+        curves[layer] = tuple(list(column) for column in zip(*at, strict=True))
+    return curves

@@ -1,0 +1,206 @@
+"""Training a model of a benchmark on the Hugging Face Trainer: thousands of small steps."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+from transformers import PrinterCallback, TrainingArguments
+
+from kalmix.models.losses import IGNORE
+from kalmix.training.checkpoints import newest
+from kalmix.training.saving import SafeTrainer
+from kalmix_bench import datasets as tasks
+from kalmix_bench.experiments.recall.data import Batches, Drawn
+from kalmix_bench.experiments.recall.evaluation_callback import Judge
+from kalmix_bench.experiments.recall.protocol import Cell, Protocol
+from kalmix_bench.runner.scheduler import Tell
+
+TOKENS = 1 << 18  # of test rows that are judged at once
+
+
+def factor(protocol: Protocol, step: int, an_epoch: int) -> float:
+    """The learning rate after so many steps, as a part of its peak."""
+    steps = protocol.epochs * an_epoch
+    if protocol.schedule == "constant":
+        return 1.0
+    if protocol.schedule == "cosine":
+        done = (step // an_epoch) / protocol.epochs
+    elif step < protocol.warmup:
+        return (step + 1) / protocol.warmup
+    else:
+        done = (step - protocol.warmup) / max(1, steps - protocol.warmup)
+    least = protocol.least / protocol.rate
+    return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy of the targets that are not -100, float32."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE)
+
+
+class CellTrainer(SafeTrainer):
+    """The Trainer with rows that lie on the device and steps that do no more than they must.
+
+    Its own `training_step` asks at every step what kind of run this is; on a device of our own, without
+    accumulation, a step is forward and backward.
+    """
+
+    def __init__(self, cell: Cell, drawn: Drawn, model: nn.Module, judge: Judge, args: TrainingArguments) -> None:
+        protocol, self.cell, self.net, self.captures, self.inputs = cell.protocol, cell, model, {}, {}
+        self.batches = Batches(drawn, protocol.batch, shuffle=protocol.shuffle, seed=cell.seed, device=args.device)
+        self.total = torch.zeros((), device=args.device)  # of the losses of an epoch
+        super().__init__(model=model, args=args, callbacks=[judge])
+        self.remove_callback(PrinterCallback)
+
+    def get_train_dataloader(self) -> Any:
+        return self.batches
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            protocol = self.cell.protocol
+            self.optimizer = torch.optim.AdamW(
+                self.net.parameters(),
+                lr=protocol.rate,
+                betas=protocol.betas,
+                weight_decay=protocol.decay,
+                fused=True,
+            )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> torch.optim.lr_scheduler.LRScheduler:
+        if self.lr_scheduler is None:
+            protocol, an_epoch = self.cell.protocol, len(self.batches)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer, lambda step: factor(protocol, step, an_epoch)
+            )
+        return self.lr_scheduler
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The weights of a checkpoint, those that are shared once; the Trainer's way refuses them."""
+        folder = Path(output_dir or self.args.output_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(self.net, str(folder / "model.safetensors"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        load_model(self.net, Path(resume_from_checkpoint) / "model.safetensors")
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+        captured = self.cell.protocol.captured and self.args.device.type == "cuda"
+        loss = self._replayed(**inputs) if captured else self._step(model, **inputs)
+        self.total += loss
+        return loss
+
+    def _step(self, model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.cell.protocol.bf16):
+            logits = model(inputs)
+        loss = loss_of(logits, targets)
+        loss.backward()
+        return loss.detach()
+
+    def _replayed(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The same, compiled, as a CUDA graph, one for each shape of batch; gradients lie where they lay at first."""
+        if inputs.shape not in self.captures:
+            self.captures[inputs.shape] = self._capture(inputs.clone(), targets.clone())
+        graph, given, wanted, loss, gradients = self.captures[inputs.shape]
+        given.copy_(inputs)
+        wanted.copy_(targets)
+        graph.replay()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        return loss
+
+    def _capture(self, inputs: Tensor, targets: Tensor) -> tuple[Any, ...]:
+        if not self.captures:
+            torch.compiler.reset()  # models of earlier cells count against how many are compiled
+        read, beside = torch.compile(self.net, dynamic=False), torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside), torch.random.fork_rng([self.args.device]):
+            for _ in range(3):  # compiles and allocates what there is to
+                self._step(read, inputs, targets)
+                self.net.zero_grad()
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self._step(read, inputs, targets)
+        return graph, inputs, targets, loss, [(x, x.grad) for x in self.net.parameters() if x.grad is not None]
+
+    def predict_rows(self, part: tasks.Data) -> tuple[float, Any]:
+        """Of the test rows of a part: the mean loss of a scored token, and what is predicted, `[n, T]`."""
+        inputs, targets = (torch.from_numpy(x).to(self.args.device) for x in (part.test.inputs, part.test.targets))
+        losses, found = [], []
+        self.net.eval()
+        with torch.no_grad(), torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.cell.protocol.bf16):
+            for x, y in zip(
+                *(rows.split(max(1, TOKENS // inputs.shape[1])) for rows in (inputs, targets)), strict=True
+            ):
+                logits = self.net(x)
+                losses.append(loss_of(logits, y) * (y != IGNORE).sum())
+                found.append(logits.argmax(-1))
+        self.net.train()
+        scored = max(1, int((part.test.targets != IGNORE).sum()))
+        return float(torch.stack(losses).sum()) / scored, torch.cat(found).cpu().numpy()
+
+
+@contextmanager
+def _folder(given: Path | None) -> Iterator[Path]:
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def learn(
+    cell: Cell, drawn: Drawn, model: nn.Module, device: torch.device, tell: Tell, checkpoints: Path | None = None
+) -> Judge:
+    """Train `model` as `cell` says, from the newest intact checkpoint in `checkpoints` if there is one.
+
+    Args:
+        cell: what to do.
+        drawn: its rows.
+        model: freshly initialised, on `device`.
+        device: to train on.
+        tell: told of each epoch.
+        checkpoints: where a run that takes minutes saves itself; nowhere that lasts if absent.
+
+    Returns:
+        The judge, with curves and scores.
+
+    Raises:
+        NonFiniteError: the loss diverged.
+    """
+    judge = Judge(cell, drawn, tell)
+    with _folder(checkpoints) as folder:
+        trainer = CellTrainer(cell, drawn, model, judge, arguments(cell, folder, device))
+        judge.trainer = trainer
+        trainer.train_from(newest(folder))
+    return judge
+
+
+def arguments(cell: Cell, folder: Path, device: torch.device) -> TrainingArguments:
+    """What the Trainer is told."""
+    return TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=cell.protocol.epochs,
+        max_grad_norm=cell.protocol.clip or float("inf"),
+        use_cpu=device.type == "cpu",
+        seed=cell.seed,
+        save_strategy="no",
+        save_total_limit=2,
+        eval_strategy="no",
+        logging_strategy="no",
+        logging_nan_inf_filter=False,
+        remove_unused_columns=False,
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+    )

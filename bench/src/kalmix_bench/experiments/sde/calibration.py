@@ -1,0 +1,69 @@
+"""How often the truth is where Adaptive Filter Attention says, as it is and with its variance scaled to errors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmix.ops import attend
+from kalmix_bench.datasets.sde.systems import System, drift_of
+from kalmix_bench.datasets.sde.trajectories import Sampling, Trajectories, splits
+from kalmix_bench.experiments.sde.references import Gaussian, kalman
+from kalmix_bench.experiments.sde.scores import coverage, fit_scale
+
+MODE = -0.1 + 1j  # the paper's, but turning without shear, so that one complex channel is all of it
+UNWEIGHTED = 1e12  # nu: no residual makes a token count less
+
+
+def calibration(
+    process_noise: float, obs_noise: float, seed: int = 0, trajectories: int = 200
+) -> dict[str, list[float]]:
+    """Coverage of the state by intervals of each level of `LEVELS`, by whose they are; nothing is learned.
+
+    The op knows decay, rotation and noises. Scales are fitted on trajectories of their own, as many as are tested: one
+    for all tokens, and one for each place in the sequence. "late" is the last quarter of the tokens.
+    """
+    system = System(drift_of([MODE]), process_noise, obs_noise)
+    given = splits(system, Sampling(), (1, trajectories, trajectories), seed)
+    missed, claimed = _missed(given.validation, estimate(system, given.validation))
+    one, each = fit_scale(missed, claimed), fit_scale(missed, claimed, dim=0)
+    missed, claimed = _missed(given.test, estimate(system, given.test))
+    late = slice(-(claimed.shape[1] // 4), None)
+    filtered = kalman(system, given.test.times, given.test.measured).filtered
+    return {
+        "claimed": coverage(missed, claimed),
+        "one scale": coverage(missed, one * claimed),
+        "one scale, late": coverage(missed[:, late], one * claimed[:, late]),
+        "a scale a token": coverage(missed, each * claimed),
+        "a scale a token, late": coverage(missed[:, late], (each * claimed)[:, late]),
+        "kalman": coverage(*_missed(given.test, filtered)),
+    }
+
+
+def estimate(system: System, seen: Trajectories) -> Gaussian:
+    """What `kalmix.ops.attend` makes of a system of one complex mode that it knows: mean, and what it claims for it."""
+
+    def head(*value: float) -> Tensor:
+        return torch.tensor([*value], dtype=torch.float64)
+
+    (decay, _), (frequency, _) = system.drift
+    z = seen.measured[:, :, None]
+    mean, variance, _ = attend(
+        *(z, z, z),
+        log_decay=head(decay),
+        frequency=head(frequency)[None],
+        process_noise=head(system.process_noise),
+        key_noise=head(system.obs_noise),
+        query_noise=head(0.0),
+        nu=UNWEIGHTED,
+        times=seen.times,
+        variance=True,
+    )
+    assert variance is not None
+    return Gaussian(mean[:, :, 0], variance[:, :, 0, :, None] * torch.eye(2, dtype=torch.float64))
+
+
+def _missed(seen: Trajectories, believed: Gaussian) -> tuple[Tensor, Tensor]:
+    """Errors `[B, T, d]`, and the variance of a row `[B, T]`."""
+    assert seen.state is not None
+    return believed.mean - seen.state, believed.covariance[..., 0, 0]

@@ -1,0 +1,168 @@
+"""Tables (Markdown) and pictures of learning linear stochastic differential equations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import NamedTuple
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kalmix.analysis import plots
+from kalmix_bench.datasets.sde.settings import PUBLISHED, SETTINGS, Simulated
+from kalmix_bench.datasets.sde.systems import System
+from kalmix_bench.datasets.sde.trajectories import Trajectories
+from kalmix_bench.experiments.sde import REFERENCES, Cell, Learned, Results, learned
+from kalmix_bench.experiments.sde.calibration import MODE, calibration
+from kalmix_bench.experiments.sde.independence import pooled
+from kalmix_bench.experiments.sde.models import Filtering
+from kalmix_bench.experiments.sde.scores import LEVELS
+from kalmix_bench.runner.cells import Row
+from kalmix_bench.runner.paper_claims import Finding
+from kalmix_bench.runner.summary import Score
+
+REFERENCE = ("kalman", "structural")  # whose error others are divided by
+Errors = dict[str, dict[str, dict[int, float]]]  # by predictor, truth and seed
+
+
+def unlearned(settings: Sequence[str], console: Console) -> None:
+    """What weighing observations as if they were independent costs, and what its variance is worth, by noises."""
+    named = [setting for setting in map(SETTINGS.get, settings) if isinstance(setting, Simulated)]
+    noises = dict.fromkeys((setting.system.process_noise, setting.system.obs_noise) for setting in named)
+    costs = _table("attention that knows the system, last of 102 tokens: mean squared error, over")
+    for name in ("the optimum", "what is claimed", "the optimum, all tokens"):
+        costs.add_column(name, justify="right")
+    honest = _table("how often the state is inside the interval of each level")
+    for level in LEVELS:
+        honest.add_column(f"{level:.0%}", justify="right")
+    times = torch.arange(PUBLISHED.length, dtype=torch.float64) * PUBLISHED.interval
+    for process, obs in noises:
+        name = f"{process:g}, {obs:g}"
+        found = pooled(System(((MODE.real,),), process, obs), times)
+        ratio, boast = found.actual / found.optimal, found.actual / found.claimed
+        costs.add_row(name, *(f"{float(cell):.2f}" for cell in (ratio[-1], boast[-1], ratio.mean())))
+        for whose, covered in calibration(process, obs).items():
+            honest.add_row(f"{name}: {whose}", *(f"{part:.1%}" for part in covered))
+    for table in (costs, honest) if noises else ():
+        console.print(table)
+
+
+def tell(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+    """A table a setting, means over seeds with their standard deviations; and all of them in one picture."""
+    drawn = {}
+    for setting, found in _by_setting(rows).items():
+        whose, over = _over_reference(found)
+        table = _table(f"{setting}: mean squared error of what comes next")
+        for column in ("measurement", f"over {whose}", "state"):
+            table.add_column(column, justify="right")
+        for name, truths in found.items():
+            cells = (truths.get("measurement"), over.get(name), truths.get("state"))
+            table.add_row(name, *(_said([*cell.values()]) if cell else "" for cell in cells))
+        console.print(table)
+        drawn[setting] = {name: [*of.values()] for name, of in over.items() if name not in (whose, "last")}
+    title = "squared error of the next measurement, over the reference's"
+    return [Path(plots.ratios(output / "errors.png", drawn, title))]
+
+
+def findings(rows: Sequence[Row]) -> list[Finding]:
+    """Every predictor's error in the next measurement, over that of who knows the system."""
+    found = []
+    for setting, errors in _by_setting(rows).items():
+        whose, over = _over_reference(errors)
+        for name, of in over.items():
+            value = Score.of([*of.values()])
+            found.append(Finding(f"sde/{setting}", "", name, f"error over {whose}", value, len(of)))
+    return found
+
+
+def pictures(rows: Mapping[Cell, Row], results: Results, output: Path) -> list[Path]:
+    """Figures 1, 2 and 3 of one test trajectory a setting, by the models of the first seed; the files written."""
+    written, paths, clouds = [], {}, []
+    for setting in dict.fromkeys(cell.setting for cell in rows):
+        maps, times = {}, torch.zeros(0)
+        for cell in (cell for cell in rows if cell.setting == setting and cell.seed == 0 and cell.model != REFERENCES):
+            shown = _Shown.of(cell, results)
+            maps |= {f"{cell.model}, layer {place}": weights for place, weights in enumerate(shown.maps(), 1)}
+            times = shown.seen.times[0, :-1]
+            if shown.seen.state is not None:
+                state, measured = shown.seen.state[0], shown.seen.measured[0]
+                drawn = plots.Path2D(setting, state, measured, shown.learned.predict(shown.seen, 1)[0])
+                paths.setdefault(cell.model, []).append(drawn)
+                clouds.extend(() if clouds else shown.clouds())
+        labels = ["" if token % 10 else f"{time:.2g}" for token, time in enumerate(times.tolist())]
+        if maps:
+            path = output / f"maps-{setting}.png"
+            plots.attention_maps(path, torch.stack([*maps.values()]), labels, [*maps], title=f"Attention, {setting}")
+            written.append(path)
+    for model, drawn in paths.items():
+        written.append(Path(plots.paths(output / f"paths-{model}.png", drawn[:3])))
+    if clouds:
+        written.append(Path(plots.clouds(output / "pulled.png", clouds)))
+    return written
+
+
+class _Shown(NamedTuple):
+    """A model, the first test trajectory of its setting, and its tokens and their times as the model takes them."""
+
+    learned: Learned
+    seen: Trajectories
+    tokens: torch.Tensor
+    times: torch.Tensor
+
+    @staticmethod
+    def of(cell: Cell, results: Results) -> _Shown:
+        given, first = SETTINGS[cell.setting].draw(cell.protocol.sizes, cell.seed), torch.tensor([0])
+        found = learned(cell, given, results, torch.device("cpu"))
+        ((tokens, times),) = found.batches(given.test, [first])
+        return _Shown(found, given.test.take(first), tokens, times)
+
+    @torch.no_grad()
+    def maps(self) -> torch.Tensor:
+        """By layer, `[layers, T - 1, T - 1]`."""
+        return self.learned.model.maps(self.tokens[:, :-1], self.times[:, :-1], self.times.diff(dim=1))[:, 0]
+
+    @torch.no_grad()
+    def clouds(self) -> list[plots.Clouds]:
+        """What a filter pulls forward to four times, at every stage of its learning that is kept."""
+        model, stages = self.learned.model, []
+        if not isinstance(model, Filtering) or self.seen.state is None:
+            return stages
+        at = [part * (len(self.seen.state[0]) - 1) // 4 for part in range(1, 5)]
+        for epochs, weights in sorted(self.learned.kept.items()):
+            model.load_state_dict(weights)
+            pulled = [(model.pulled(self.tokens, self.times, then) @ self.learned.rows.mT)[0] for then in at]
+            stages.append(plots.Clouds(f"after {epochs} epochs", self.seen.state[0], at, pulled))
+        return stages
+
+
+def _by_setting(rows: Sequence[Row]) -> dict[str, Errors]:
+    """Of the settings that have a reference."""
+    settings: dict[str, Errors] = {}
+    for row in rows:
+        for name, truths in row["errors"].items():
+            for truth, error in truths.items():
+                found = settings.setdefault(row["setting"], {})
+                found.setdefault(name, {}).setdefault(truth, {})[row["seed"]] = error
+    return {setting: found for setting, found in settings.items() if not found.keys().isdisjoint(REFERENCE)}
+
+
+def _over_reference(found: Errors) -> tuple[str, dict[str, dict[int, float]]]:
+    """Who knows the system, and the others' errors in the next measurement over theirs, by seed."""
+    (whose,) = (name for name in REFERENCE if name in found)
+    best, over = found[whose]["measurement"], {}
+    for name, of in found.items():
+        both = of.get("measurement", {}).keys() & best.keys()
+        over |= {name: {seed: of["measurement"][seed] / best[seed] for seed in sorted(both)}} if both else {}
+    return whose, over
+
+
+def _said(values: Sequence[float]) -> str:
+    return f"{mean(values):.4g}" + (f" ± {stdev(values):.2g}" if len(values) > 1 else "")
+
+
+def _table(title: str) -> Table:
+    return Table("", box=box.MARKDOWN, title=f"[bold]{title}", title_justify="left")

@@ -1,0 +1,100 @@
+"""Learning to predict the next measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix.errors import NonFiniteError
+from kalmix_bench.datasets.sde.trajectories import Splits, Trajectories, embedding
+from kalmix_bench.experiments.sde.models import MODELS, Predictor
+from kalmix_bench.experiments.sde.protocol import Protocol
+
+Tell = Callable[[float, float], None]  # the part done, and the error of the last epoch
+State = dict[str, Tensor]
+
+
+class Learned(NamedTuple):
+    """A model that has learned.
+
+    Attributes:
+        model: with the weights that did best in validation.
+        rows: `[d, D]` the embedding it learned in.
+        unit: of its times, the mean interval between measurements in training.
+        validation: error of the next measurement after each epoch.
+        kept: weights by how many epochs there had been: before the first, after a tenth of them, and, last, the best.
+    """
+
+    model: Predictor
+    rows: Tensor
+    unit: float
+    validation: list[float]
+    kept: dict[int, State]
+
+    @torch.no_grad()
+    def predict(self, seen: Trajectories, batch: int) -> Tensor:
+        """The next measurement after each token but the last, `[B, T - 1, d]` float64 on the CPU."""
+        parts = self.batches(seen, torch.arange(len(seen.times)).split(batch))
+        return torch.cat([_predict(self.model, x, at) @ self.rows.mT for x, at in parts]).double().cpu()
+
+    def batches(self, seen: Trajectories, indices: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Tokens `[b, T, D]` and their times `[b, T]`, as the model takes them, of these trajectories."""
+        for index in indices:
+            yield seen.measured[index].to(self.rows) @ self.rows, (seen.times[index] / self.unit).to(self.rows)
+
+
+def begin(name: str, given: Splits, protocol: Protocol, seed: int, device: torch.device) -> Learned:
+    """A model as its seed draws it, that has learned nothing."""
+    rows = embedding(given.train.measured.shape[-1], protocol.channels, seed).float().to(device)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = MODELS[name](protocol.channels, protocol.heads).to(device)
+    return Learned(model, rows, float(given.train.times.diff(dim=1).mean()), [], {0: _copied(model)})
+
+
+def learn(name: str, given: Splits, protocol: Protocol, seed: int, device: torch.device, tell: Tell) -> Learned:
+    """Fit a model by Adam to the squared error of the next embedded measurement.
+
+    Raises:
+        NonFiniteError: the loss diverged.
+    """
+    learned = begin(name, given, protocol, seed, device)
+    model, weights = learned.model, learned.kept[0]
+    optimizer = torch.optim.Adam(model.parameters(), lr=protocol.rate)
+    steps = protocol.epochs * -(-len(given.train.times) // protocol.batch)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    order = torch.Generator().manual_seed(seed)
+    best = 0
+    for epoch in range(1, protocol.epochs + 1):
+        drawn = torch.randperm(len(given.train.times), generator=order).split(protocol.batch)
+        for x, at in learned.batches(given.train, drawn):
+            loss = (_predict(model, x, at) - x[:, 1:]).square().sum(-1).mean() / len(learned.rows)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), protocol.clip)
+            optimizer.step()
+            schedule.step()
+        missed = learned.predict(given.validation, protocol.batch) - given.validation.measured[:, 1:]
+        learned.validation.append(float(missed.square().mean()))
+        if not torch.tensor(learned.validation[-1]).isfinite():
+            raise NonFiniteError("loss")
+        if epoch == -(-protocol.epochs // 10):
+            learned.kept[epoch] = _copied(model)
+        if learned.validation[-1] == min(learned.validation):
+            best, weights = epoch, _copied(model)
+        tell(epoch / protocol.epochs, learned.validation[-1])
+    learned.kept[best] = weights
+    model.load_state_dict(weights)
+    return learned
+
+
+def _predict(model: Predictor, x: Tensor, times: Tensor) -> Tensor:
+    """What follows each token but the last, `[b, T - 1, D]`."""
+    return model(x[:, :-1], times[:, :-1], times.diff(dim=1))
+
+
+def _copied(model: Predictor) -> State:
+    return {name: x.detach().cpu().clone() for name, x in model.state_dict().items()}

@@ -1,0 +1,64 @@
+"""The studies, and the sizes at which they are run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kalmix.errors import ArgumentError
+from kalmix_bench.experiments.solvers.conditions import Conditions, conditions
+from kalmix_bench.experiments.solvers.convergence import Convergence, precisions, residuals
+from kalmix_bench.experiments.solvers.gradients import Gradients, gradients
+from kalmix_bench.experiments.solvers.reversal import Reversal, reversals
+
+Setting = Convergence | Gradients | Conditions | Reversal
+Preset = Mapping[str, Setting]
+
+STUDIES: dict[str, Callable[..., dict[str, Any]]] = {  # (setting, seed, device, tell) -> what was found
+    "residual": residuals,
+    "gradient": gradients,
+    "condition": conditions,
+    "reversal": reversals,
+    "precision": precisions,
+}
+PRESETS: dict[str, Preset] = {
+    "laptop": {
+        "residual": Convergence(sequences=1, length=1024),
+        "gradient": Gradients(length=256),
+        "condition": Conditions(sequences=1),
+        "reversal": Reversal(sequences=1),
+        "precision": Convergence(sequences=1, length=1024),
+    },
+    "paper": {
+        "residual": Convergence(),
+        "gradient": Gradients(),
+        "condition": Conditions(),
+        "reversal": Reversal(),
+        "precision": Convergence(),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One study at one size with one seed: the unit that is never run twice.
+
+    Raises:
+        ArgumentError: there is no such study.
+    """
+
+    study: str
+    setting: Setting
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.study not in STUDIES:
+            raise ArgumentError("study", got=repr(self.study), needs=f"one of {', '.join(STUDIES)}")
+
+    def __str__(self) -> str:
+        return f"{self.study}  seed {self.seed}"
+
+    def written(self) -> dict[str, Any]:
+        """As its line in a file names it."""
+        return asdict(self)

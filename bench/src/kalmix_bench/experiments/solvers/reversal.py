@@ -1,0 +1,91 @@
+"""Running an iteration backwards: what it divides by (Figure 5), and what that does to rounding errors (Remark 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmix.ops._ridge.linear_solvers import chebyshev_weights
+from kalmix_bench.experiments.solvers.convergence import FACTORS, Tell
+from kalmix_bench.experiments.solvers.iterations import backwards, chebyshev, conjugate_gradient, radius, rate
+from kalmix_bench.experiments.solvers.systems import ARITHMETICS, Systems
+from kalmix_bench.experiments.solvers.tokens import draw
+
+CONDITIONS = tuple(10 ** (1 + i / 20) for i in range(41))  # 10 to 1,000
+STARTED = 5  # steps back after which growth is measured: by then the errors of all steps are alike
+
+
+@dataclass(frozen=True)
+class Reversal:
+    """Sizes of the study, and how many iterations are run and taken back."""
+
+    sequences: int = 64
+    length: int = 2048
+    width: int = 128
+    iterations: int = 30
+    factors: tuple[float, ...] = FACTORS
+
+
+def reversals(setting: Reversal, seed: int, device: torch.device, tell: Tell) -> dict[str, Any]:
+    """Divisors of both iterations, and how far the iterates that a reversed Chebyshev iteration gives are off.
+
+    `error` is ||X~_i - X_i|| / ||X_r|| over all tokens, from the first step back to the last; random keys. At either
+    end of the spectrum the reversed recurrence has a double root 1 / sqrt(w* - 1), so that after j steps errors have
+    grown by its j-th power times j: `predicted` is that from step `STARTED` on, as a mean factor a step.
+    """
+    tokens = draw("random", setting.sequences, setting.length, setting.width, seed, device)
+    systems = Systems.of(tokens, FACTORS[0])
+    rhs = systems.cut(tokens.q)
+    names = ("float64", "float32", "bfloat16 throughout")
+    growth, divisors = [], []
+    for done, factor in enumerate(setting.factors):
+        for name in names:
+            tell((done + names.index(name) / len(names)) / len(setting.factors), f"{name}, a = {factor:g}")
+            arithmetic = ARITHMETICS[name]
+            rounded, given = systems.strengthened(factor).to(arithmetic.dtype), rhs.to(arithmetic.dtype)
+            iterates = list(chebyshev(rounded, given, setting.iterations, arithmetic))
+            back = backwards(rounded, given, (iterates[-1], iterates[-2]), setting.iterations, arithmetic)
+            pairs = zip(back, reversed(iterates[:-2]), strict=True)
+            size = iterates[-1].double().norm()
+            error = [float((got - want).double().norm() / size) for got, want in pairs]
+            steps = len(error)
+            growth.append(
+                {
+                    **{"arithmetic": name, "factor": factor, "error": error},
+                    "measured": (error[-1] / error[STARTED - 1]) ** (1 / (steps - STARTED)),
+                    "predicted": (steps / STARTED) ** (1 / (steps - STARTED)) / rate(factor),
+                    "root": 1 / rate(factor),
+                }
+            )
+        single = systems.strengthened(factor).to(torch.float32)
+        ran = list(conjugate_gradient(single, rhs.float(), setting.iterations, ARITHMETICS["float32"]))[1:]
+        ranges = {name: [_range(getattr(at, name)) for at in ran] for name in ("curvature", "square", "turn")}
+        weights = [float(w) - 1 for w in chebyshev_weights(radius(factor), setting.iterations)]
+        divisors.append({"factor": factor, "weights": [min(weights), max(weights)], **ranges})
+    return {"chebyshev": bounds(setting.iterations), "conjugate": divisors, "growth": growth}
+
+
+def bounds(iterations: int) -> dict[str, list[float]]:
+    """Lemma 3 by condition number: the smallest and largest w_i - 1 of a run, and the limit of endless ones."""
+    weights = [chebyshev_weights(radius(1 / (c - 1)), iterations) for c in CONDITIONS]
+    numbers = [[float(w) - 1 for w in run] for run in weights]
+    return {
+        "condition": list(CONDITIONS),
+        "smallest": [min(run) for run in numbers],
+        "largest": [max(run) for run in numbers],
+        "limit": [fixed_point(radius(1 / (c - 1))) - 1 for c in CONDITIONS],
+    }
+
+
+def fixed_point(rho: float) -> float:
+    """Lemma 3: w*, which the weights fall to."""
+    return 2 * (1 - (1 - rho**2) ** 0.5) / rho**2
+
+
+def _range(divisor: Tensor) -> list[float]:
+    """Smallest and largest that is not 0: a token whose residual has vanished divides by nothing."""
+    some = divisor[divisor > 0]
+    return [float(some.min()), float(some.max())] if len(some) else [1.0, 1.0]

@@ -1,0 +1,123 @@
+"""The normal equations of every token, in chunks as kernels hold them: never T matrices at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix_bench.experiments.solvers.tokens import Tokens
+
+CHUNK = 64  # tokens of a chunk, as in the Triton kernels
+
+
+class Arithmetic(NamedTuple):
+    """In what precision an iteration runs.
+
+    Attributes:
+        dtype: of vectors, of sums and of products.
+        products: round the operands of products with H to bfloat16, sum in `dtype`: what tensor cores do.
+        vectors: round also every vector that the iteration stores.
+    """
+
+    dtype: torch.dtype
+    products: bool = False
+    vectors: bool = False
+
+    def operand(self, x: Tensor) -> Tensor:
+        return _rounded(x) if self.products else x
+
+    def stored(self, x: Tensor) -> Tensor:
+        return _rounded(x) if self.vectors else x
+
+
+ARITHMETICS = {
+    "float64": Arithmetic(torch.float64),
+    "float32": Arithmetic(torch.float32),
+    "bfloat16 products": Arithmetic(torch.float32, products=True),
+    "bfloat16 throughout": Arithmetic(torch.float32, products=True, vectors=True),
+}
+
+
+def _rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().to(x.dtype)
+
+
+class Systems(NamedTuple):
+    """S_t = H_t / ||H_t||_F + a I of n sequences in C chunks of L tokens; every eigenvalue is in [a, 1 + a].
+
+    H_t = since_t entry + sum_s weights_ts k_s k_s', s in the chunk of t. Differentiable in the keys.
+    """
+
+    entry: Tensor  # [n, C, D, D], H before the chunk
+    keys: Tensor  # [n, C, L, D]
+    weights: Tensor  # [n, C, L, L]
+    since: Tensor  # [n, C, L, 1]
+    norm: Tensor  # [n, C, L, 1], ||H_t||_F
+    factor: float  # a
+
+    @staticmethod
+    def of(tokens: Tokens, factor: float, chunk: int = CHUNK) -> Systems:
+        """Those of some tokens; T must be a multiple of `chunk` or less than it."""
+        keys = _cut(tokens.k, chunk)
+        zero = torch.zeros_like(tokens.k[..., :1])
+        log = _cut(zero if tokens.log_decay is None else tokens.log_decay[..., None], chunk).cumsum(-2)
+        since = log.exp()
+        weights = (log - log.mT).tril().exp().tril()
+        written = (keys * (log[..., -1:, :] - log).exp()).mT @ keys
+        entries = [torch.zeros_like(written[:, 0])]
+        for number in range(keys.shape[1] - 1):
+            entries.append(since[:, number, -1:] * entries[-1] + written[:, number])
+        entry = torch.stack(entries, 1)
+        within = (keys @ keys.mT).square()
+        square = since.square() * entry.square().sum((-2, -1))[..., None, None]
+        square = square + 2 * since * (weights @ (keys @ entry * keys).sum(-1, keepdim=True))
+        square = square + (weights @ within * weights).sum(-1, keepdim=True)
+        return Systems(entry, keys, weights, since, square.sqrt(), factor)
+
+    def to(self, dtype: torch.dtype) -> Systems:
+        """In another precision."""
+        return self._made(lambda x: x.to(dtype))
+
+    def detach(self) -> Systems:
+        """Without gradients."""
+        return self._made(Tensor.detach)
+
+    def _made(self, of: Callable[[Tensor], Tensor]) -> Systems:
+        return self._replace(**{name: of(x) for name, x in zip(self._fields, self[:5], strict=False)})
+
+    def strengthened(self, factor: float) -> Systems:
+        """The same with another a."""
+        return self._replace(factor=factor)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """A signal `[n, T, D]` as these systems hold it, `[n, C, L, D]`."""
+        return _cut(x, self.keys.shape[2])
+
+    def apply(self, x: Tensor, arithmetic: Arithmetic = ARITHMETICS["float64"]) -> Tensor:
+        """S x of every token, `[n, C, L, D]`."""
+        operand = arithmetic.operand
+        keys, given = operand(self.keys), operand(x)
+        recent = operand(self.weights / self.norm * (given @ keys.mT)) @ keys
+        return self.since / self.norm * (given @ operand(self.entry)) + recent + self.factor * x
+
+    def grams(self) -> Iterator[Tensor]:
+        """H / ||H||_F written out, `[n, L, D, D]` a chunk."""
+        for number in range(self.keys.shape[1]):
+            entry, keys, weights, since, norm = (x[:, number] for x in self[:5])
+            pairs = torch.einsum("nts,nsi,nsj->ntij", weights, keys, keys)
+            yield (since[..., None] * entry[:, None] + pairs) / norm[..., None]
+
+    def exact(self, rhs: Tensor) -> Tensor:
+        """S^{-1} rhs by Cholesky factorisation, `[n, C, L, D]`."""
+        eye = self.factor * torch.eye(rhs.shape[-1], dtype=rhs.dtype, device=rhs.device)
+        factors = (torch.linalg.cholesky(gram + eye) for gram in self.grams())
+        return torch.stack(
+            [torch.cholesky_solve(b[..., None], f)[..., 0] for f, b in zip(factors, rhs.unbind(1), strict=True)], 1
+        )
+
+
+def _cut(x: Tensor, chunk: int) -> Tensor:
+    return x.unflatten(1, (-1, min(chunk, x.shape[1])))

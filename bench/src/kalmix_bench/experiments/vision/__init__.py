@@ -1,0 +1,1 @@
+"""Train small vision models."""

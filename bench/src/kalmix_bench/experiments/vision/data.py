@@ -1,0 +1,202 @@
+"""Labelled images: a folder in ImageNet's layout, or scikit-learn's digits; and how training blurs them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from kalmix.errors import ArgumentError
+from kalmix_bench.experiments.vision.recipe import VisionRecipe
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels, as everyone has them
+SUFFIXES = frozenset({".jpeg", ".jpg", ".png", ".bmp", ".webp"})
+HELD_OUT = 360  # of the 1797 digits
+
+
+class Images(Dataset):
+    """A dataset of `{"pixel_values": [C, H, W], "labels": int}` that knows its classes and channels."""
+
+    classes: list[str]
+    channels: int
+
+
+def load(recipe: VisionRecipe) -> tuple[Images, Images]:
+    """The images that train and those that are held out.
+
+    Raises:
+        ArgumentError: there are none, or a package is missing that reads or augments them.
+    """
+    if recipe.images is None:
+        return Digits(recipe.size, shift=recipe.shift), Digits(recipe.size, held_out=True)
+    root = Path(recipe.images)
+    seen, unseen = Folder(root / "train", augmented(recipe)), Folder(root / "val", centred(recipe.size))
+    if seen.classes != unseen.classes:
+        raise ArgumentError("images", got=f"{recipe.images!r}, whose train and val differ", needs="the same classes")
+    return seen, unseen
+
+
+class Digits(Images):
+    """Scikit-learn's 1797 handwritten digits of 8 x 8 pixels, enlarged; 360 drawn once and for all are held out.
+
+    Args:
+        size: pixels they are enlarged to.
+        held_out: those 360, or the others.
+        shift: each is shifted by up to so many pixels, at random, every time.
+    """
+
+    channels = 1
+
+    def __init__(self, size: int, *, held_out: bool = False, shift: int = 0) -> None:
+        if find_spec("sklearn") is None:
+            raise ArgumentError("images", got="absent", needs="a folder, or scikit-learn installed for its digits")
+        from sklearn.datasets import load_digits
+
+        found: Any = load_digits()
+        order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
+        kept = order[:HELD_OUT] if held_out else order[HELD_OUT:]
+        pixels = (torch.tensor(found.images[kept.numpy()], dtype=torch.float32)[:, None] / 8 - 0.6) / 0.75
+        self.images = F.interpolate(pixels, (size, size), mode="bilinear")
+        self.labels = torch.tensor(found.target[kept.numpy()], dtype=torch.long)
+        self.classes, self.shift = [str(n) for n in range(10)], shift
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        image, shift = self.images[index], self.shift
+        if shift:
+            down, right = torch.randint(2 * shift + 1, (2,)).tolist()
+            around = F.pad(image, (shift,) * 4, value=float(image.min()))
+            image = around[:, down : down + image.shape[1], right : right + image.shape[2]]
+        return {"pixel_values": image, "labels": self.labels[index]}
+
+
+class Folder(Images):
+    """Images of a folder that has one folder a class, in the order of their names; read when asked for."""
+
+    channels = 3
+
+    def __init__(self, root: Path, transform: Callable[[Any], Tensor]) -> None:
+        folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+        self.classes = [folder.name for folder in folders]
+        self.files = [
+            (path, label)
+            for label, folder in enumerate(folders)
+            for path in sorted(folder.rglob("*"))
+            if path.suffix.lower() in SUFFIXES
+        ]
+        if not self.files:
+            raise ArgumentError("images", got=f"{str(root)!r}, without images", needs="a folder of them for each class")
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        from PIL import Image
+
+        path, label = self.files[index]
+        with Image.open(path) as image:
+            return {"pixel_values": self.transform(image.convert("RGB")), "labels": label}
+
+
+def augmented(recipe: VisionRecipe) -> Callable[[Any], Tensor]:
+    """What training makes of an image: `timm`'s augmentation where the recipe has some, else a random crop and flip.
+
+    Raises:
+        ArgumentError: it has, and `timm` is not installed.
+    """
+    if not (recipe.augment or recipe.jitter or recipe.erase):
+        return lambda image: _tensor(_random_crop(image, recipe.size))
+    if find_spec("timm") is None:
+        got = "with `augment`, `jitter` or `erase`, which `timm` does"
+        raise ArgumentError("recipe", got=got, needs="without them, or with `pip install 'kalmix[vision]'`")
+    from timm.data.transforms_factory import create_transform
+
+    transform: Any = create_transform(
+        recipe.size,
+        is_training=True,
+        auto_augment=recipe.augment or None,
+        color_jitter=recipe.jitter,
+        re_prob=recipe.erase,
+        re_mode="pixel",
+        interpolation="random",
+        mean=MEAN,
+        std=STD,
+    )
+    return transform
+
+
+def centred(size: int) -> Callable[[Any], Tensor]:
+    """What an image is judged by: its shorter side resized to `size`, its middle."""
+
+    def transform(image: Any) -> Tensor:
+        from PIL import Image
+
+        width, height = image.size
+        scale = size / min(width, height)
+        width, height = max(size, round(width * scale)), max(size, round(height * scale))
+        left, top = (width - size) // 2, (height - size) // 2
+        resized = image.resize((width, height), Image.Resampling.BICUBIC)
+        return _tensor(resized.crop((left, top, left + size, top + size)))
+
+    return transform
+
+
+def _random_crop(image: Any, size: int) -> Any:
+    """A part of 8 to 100% of the area, between 3:4 and 4:3, resized; or its mirror image."""
+    from PIL import Image
+
+    width, height = image.size
+    area, stretch, x, y, mirror = torch.rand(5).tolist()
+    ratio = math.exp((2 * stretch - 1) * math.log(4 / 3))
+    area = (0.08 + 0.92 * area) * width * height
+    wide, high = min(width, math.sqrt(area * ratio)), min(height, math.sqrt(area / ratio))
+    left, top = x * (width - wide), y * (height - high)
+    crop = image.resize((size, size), Image.Resampling.BICUBIC, (left, top, left + wide, top + high))
+    return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror < 0.5 else crop
+
+
+def _tensor(image: Any) -> Tensor:
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)
+    return ((pixels / 255 - torch.tensor(MEAN)) / torch.tensor(STD)).permute(2, 0, 1)
+
+
+def mixed(images: Tensor, labels: Tensor, classes: int, recipe: VisionRecipe) -> tuple[Tensor, Tensor]:
+    """A batch as training sees it: each image mixed with another, and what it then shows, `[B, classes]`.
+
+    Mixup (Zhang et al., 2018) adds them, CutMix (Yun et al., 2019) puts a rectangle of the one into the other; labels
+    are smoothed first. The last image goes with the first, and so on, all in the same share.
+    """
+    shown = F.one_hot(labels, classes) * (1 - recipe.smoothing) + recipe.smoothing / classes
+    kinds = [kind for kind in ("mixup", "cutmix") if getattr(recipe, kind)]
+    if not kinds:
+        return images, shown
+    kind = kinds[int(torch.randint(len(kinds), ()))]
+    strength = torch.tensor(float(getattr(recipe, kind)))
+    share = float(torch.distributions.Beta(strength, strength).sample())  # of the image itself
+    others = images.flip(0)
+    if kind == "mixup":
+        images = torch.lerp(others, images, share)
+    else:
+        height, width = images.shape[-2:]
+        side = math.sqrt(1 - share)
+        (top, bottom), (left, right) = (_span(length, side) for length in (height, width))
+        images = images.clone()
+        images[..., top:bottom, left:right] = others[..., top:bottom, left:right]
+        share = 1 - (bottom - top) * (right - left) / (height * width)
+    return images, torch.lerp(shown.flip(0), shown, share)
+
+
+def _span(length: int, share: float) -> tuple[int, int]:
+    """A stretch about a random middle, `share` of the length unless it leaves the image."""
+    middle, half = int(torch.randint(length, ())), int(length * share) // 2
+    return max(0, middle - half), min(length, middle + half)

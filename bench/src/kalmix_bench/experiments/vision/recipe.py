@@ -1,0 +1,151 @@
+"""Everything a training run of an image classifier is, as data."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from inspect import get_annotations
+from pathlib import Path
+from typing import Any
+
+from kalmix.errors import ArgumentError, FormatError
+from kalmix.files import FORMAT, check_format, read_json, write_text
+from kalmix.training.recipe import FILE
+from kalmix.validation import check_types
+
+
+@dataclass(frozen=True)
+class VisionRecipe:
+    """A run; the defaults are GKAVision-T on ImageNet: section N of Gated KalmaNet, and MambaVision's for the rest.
+
+    Attributes:
+        images: a folder with `train` and `val`, each with a folder of images a class; scikit-learn's digits if absent.
+        size: pixels, of height and width.
+        mixer: a layer's name; "attention" for attention in every block.
+        width, stem_width, depths, heads, windows, drop_path: of the model, see `VisionModel`.
+        batch: images a step, a device (as published on each of 8).
+        epochs: of the cosine, warm-up among them.  warmup, cooldown: epochs at its start, and at the last rate behind
+            its end.
+        rate, first_rate, last_rate: at the cosine's top, at the very start, at the end.
+        decay: of weights, of matrices only.  clip: the gradient's norm at most.
+        mixup, cutmix: their Beta parameters, 0 for without; a batch gets one or the other.  smoothing: of labels.
+        augment, jitter, erase: RandAugment as `timm` spells it, colour jitter where that is empty, and the share of
+            images of which a random rectangle is erased. They are `timm`'s and need it; empty and 0 do not.
+        shift: random crops, from so many pixels around (digits only).
+        bf16: train under bfloat16 autocast.  compile: `torch.compile` the model.  workers: that load images.
+        seed: of weights, order and augmentation.
+    """
+
+    images: str | None = None
+    size: int = 224
+    mixer: str = "gated-kalmanet"
+    width: int = 80
+    stem_width: int = 32
+    depths: tuple[int, int, int, int] = (1, 3, 8, 4)
+    heads: tuple[int, int] = (8, 16)
+    windows: tuple[int, int] = (14, 7)
+    drop_path: float = 0.2
+    batch: int = 256
+    epochs: int = 310
+    warmup: float = 20.0
+    cooldown: float = 10.0
+    rate: float = 5e-4
+    first_rate: float = 1e-6
+    last_rate: float = 5e-6
+    decay: float = 0.05
+    clip: float = 5.0
+    mixup: float = 0.8
+    cutmix: float = 1.0
+    smoothing: float = 0.1
+    augment: str = "rand-m9-mstd0.5-inc1"
+    jitter: float = 0.4
+    erase: float = 0.25
+    shift: int = 0
+    bf16: bool = True
+    compile: bool = False
+    workers: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(get_annotations(VisionRecipe, eval_str=True), vars(self))
+        for name, length in (("depths", 4), ("heads", 2), ("windows", 2)):
+            sizes = getattr(self, name)
+            if not isinstance(sizes, tuple) or len(sizes) != length or not all(type(size) is int for size in sizes):
+                raise ArgumentError(name, got=repr(sizes), needs=f"{length} integers")
+        for name in ("size", "width", "stem_width", "batch", "epochs"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(name, got=getattr(self, name), needs="at least 1")
+        for name in ("warmup", "cooldown", "mixup", "cutmix", "decay", "shift", "workers", "jitter"):
+            if getattr(self, name) < 0:
+                raise ArgumentError(name, got=getattr(self, name), needs="at least 0")
+        for name in ("rate", "first_rate", "last_rate", "clip"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ArgumentError(name, got=getattr(self, name), needs="positive")
+        for name in ("drop_path", "smoothing", "erase"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ArgumentError(name, got=getattr(self, name), needs="from 0 up to 1")
+        if self.warmup > self.epochs:
+            raise ArgumentError("warmup", got=self.warmup, needs=f"at most the {self.epochs} epochs")
+
+    @property
+    def whole(self) -> float:
+        """Epochs in all."""
+        return self.epochs + self.cooldown
+
+    def factor(self, epoch: float) -> float:
+        """The learning rate at so many epochs, as a part of `rate`: linear warm-up, cosine, cool-down."""
+        if epoch < self.warmup:
+            now = self.first_rate + (self.rate - self.first_rate) * epoch / self.warmup
+        else:
+            turn = math.cos(math.pi * min(1.0, epoch / self.epochs))
+            now = self.last_rate + (self.rate - self.last_rate) * (1 + turn) / 2
+        return now / self.rate
+
+    def save(self, folder: Path) -> None:
+        """Write `recipe.json` into `folder`."""
+        write_text(folder / FILE, json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> VisionRecipe:
+        """Read `recipe.json` of `folder`.
+
+        Raises:
+            ArgumentError: there is none, it is not a recipe, or a newer version wrote it.
+        """
+        try:
+            given = read_json(folder / FILE)
+            check_format(given, folder / FILE)
+            known = {field.name for field in fields(cls)}
+            shaped: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}
+            return cls(**shaped)
+        except FormatError:
+            raise
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            got = f"{str(folder)!r}, whose {FILE} is unreadable ({error})"
+            raise ArgumentError("folder", got=got, needs="the folder of a run") from None
+
+
+DIGITS = VisionRecipe(
+    size=64,
+    width=16,
+    stem_width=16,
+    depths=(1, 1, 4, 2),
+    heads=(4, 8),
+    windows=(4, 2),
+    drop_path=0.05,
+    batch=64,
+    epochs=10,
+    warmup=1,
+    cooldown=0,
+    rate=4e-3,
+    last_rate=1e-5,
+    mixup=0.0,
+    cutmix=0.0,
+    augment="",
+    jitter=0.0,
+    erase=0.0,
+    shift=6,
+    bf16=False,
+    workers=0,
+)

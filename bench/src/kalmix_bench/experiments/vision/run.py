@@ -1,0 +1,227 @@
+"""Training an image classifier: data, model, Trainer, and what a run leaves behind.
+
+output/recipe.json   what was asked for              output/model.safetensors   the weights; `load` builds the model
+output/history.json  losses and accuracies           output/checkpoints/        to resume from, until done
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import broadcast_object_list
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
+
+from kalmix.errors import ArgumentError, FileError
+from kalmix.files import alone, replacing, write_text, writing
+from kalmix.layers import mixer_class
+from kalmix.models.folder import check_finite, check_weights, read_headers
+from kalmix.models.vision.model import VisionModel, gated_kalmanet
+from kalmix.training.checkpoints import newest, saved
+from kalmix.training.optimizer import parameter_groups
+from kalmix.training.saving import SafeTrainer
+from kalmix.training.trainer import processes
+from kalmix_bench.experiments.vision import data as vision_data
+from kalmix_bench.experiments.vision.recipe import VisionRecipe
+
+WEIGHTS, HISTORY = "model.safetensors", "history.json"
+
+
+@dataclass(frozen=True)
+class VisionRun:
+    """A run that has ended.
+
+    Attributes:
+        accuracy: of the held-out images, at the end.
+        seconds: of training, in this session.
+        history: the Trainer's log.
+    """
+
+    recipe: VisionRecipe
+    model: VisionModel
+    accuracy: float
+    seconds: float
+    history: list[dict[str, float]]
+
+
+def train(
+    recipe: VisionRecipe, output: Path, *, resume: bool = False, callbacks: Sequence[TrainerCallback] = ()
+) -> VisionRun:
+    """Train as `recipe` says, into `output`; with `resume`, go on from the newest intact checkpoint there.
+
+    Runs under `torchrun` as it is (the first process says where `output` is).
+
+    Raises:
+        ArgumentError: no images, no such mixer, sizes that do not fit, a loss that is no longer finite, or an output
+            folder that holds a run already, or one under way.
+    """
+    here = processes()
+    output = Path(broadcast_object_list([str(output)])[0])
+    with alone(output) if here.is_main_process else nullcontext(), writing(output):
+        return _train(recipe, output, resume=resume, callbacks=callbacks)
+
+
+def _train(recipe: VisionRecipe, output: Path, *, resume: bool, callbacks: Sequence[TrainerCallback]) -> VisionRun:
+    """Train into a folder that is this run's alone."""
+    checkpoints = output / "checkpoints"
+    if (output / HISTORY).exists() or (saved(checkpoints) and not resume):
+        got = f"{str(output)!r}, which holds a run"
+        raise ArgumentError("output", got=got, needs="a new folder, or that of an unfinished run, resumed")
+    set_seed(recipe.seed)
+    seen, unseen = vision_data.load(recipe)
+    model = build(recipe, len(seen.classes), seen.channels)
+    trainer = _Trainer(
+        recipe,
+        len(seen.classes),
+        model=model,
+        args=_arguments(recipe, output),
+        train_dataset=seen,
+        eval_dataset=unseen,
+        compute_metrics=lambda found: {"accuracy": float((found.predictions == found.label_ids).mean())},
+        preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1),
+        callbacks=list(callbacks),
+    )
+    trainer.remove_callback(PrinterCallback)
+    if trainer.is_world_process_zero():
+        recipe.save(output)
+    result = trainer.train_from(newest(checkpoints, processes=processes().num_processes))
+    history = trainer.state.log_history
+    if trainer.is_world_process_zero():
+        with replacing(output / WEIGHTS) as partial:
+            save_file(model.state_dict(), partial)
+        write_text(output / HISTORY, json.dumps(history, indent=1) + "\n")
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    accuracy = next(row["eval_accuracy"] for row in reversed(history) if "eval_accuracy" in row)
+    return VisionRun(recipe, model, accuracy, result.metrics["train_runtime"], history)
+
+
+def build(recipe: VisionRecipe, classes: int, channels: int) -> VisionModel:
+    """The model of a recipe, freshly initialised."""
+    if recipe.mixer == "gated-kalmanet":
+        mixer = gated_kalmanet
+    else:
+        mixer = None if recipe.mixer == "attention" else mixer_class(recipe.mixer, {})
+    return VisionModel(
+        mixer=mixer,
+        width=recipe.width,
+        stem_width=recipe.stem_width,
+        depths=recipe.depths,
+        heads=recipe.heads,
+        windows=recipe.windows,
+        drop_path_rate=recipe.drop_path,
+        num_classes=classes,
+        in_chans=channels,
+    )
+
+
+def load(folder: str | Path) -> VisionModel:
+    """Load the model that a run left in `folder`, in evaluation mode.
+
+    Raises:
+        ArgumentError: a file is missing or damaged, or the weights are not those of the recipe.
+    """
+    folder = Path(folder)
+    recipe = VisionRecipe.load(folder)
+    try:
+        headers = read_headers(folder)
+        classes, channels = headers["head.bias"].shape[0], headers["stem.0.weight"].shape[1]
+        model = build(recipe, classes, channels)
+        check_weights(headers, model)
+        model.load_state_dict(load_file(folder / WEIGHTS))
+        check_finite(model)
+    except (FileError, LookupError) as error:
+        raise ArgumentError("folder", got=f"{str(folder)!r}, damaged ({error})", needs="the folder of a run") from error
+    return model.eval()
+
+
+class _Trainer(SafeTrainer):
+    """The Hugging Face Trainer with our parameter groups, the recipe's rates, and images mixed on the device."""
+
+    def __init__(self, recipe: VisionRecipe, classes: int, **options: Any) -> None:
+        self.recipe, self.classes, self.inputs = recipe, classes, {}
+        super().__init__(**options)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            model = model or self.accelerator.unwrap_model(self.model)
+            groups = parameter_groups(model, rate=self.recipe.rate, decay=self.recipe.decay)
+            self.optimizer = torch.optim.AdamW(groups, fused=True)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> torch.optim.lr_scheduler.LRScheduler:
+        if self.lr_scheduler is None:
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer,
+                lambda step: self.recipe.factor(step / num_training_steps * self.recipe.whole),
+            )
+        return self.lr_scheduler
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Every held-out image counts; of the others, a short last batch is left out."""
+        self.args.dataloader_drop_last = False
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.args.dataloader_drop_last = True
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        images, labels = inputs["pixel_values"], inputs["labels"]
+        if model.training:
+            images, labels = vision_data.mixed(images, labels, self.classes, self.recipe)
+        logits = model(images.contiguous(memory_format=torch.channels_last))
+        loss = F.cross_entropy(logits.float(), labels)
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        if not math.isfinite(logs.get("loss", 0.0)):
+            got = f"{self.recipe.rate:g}, at which training diverged in step {self.state.global_step}"
+            raise ArgumentError("rate", got=got, needs="lower")
+        super().log(logs, *args, **options)
+
+
+def _arguments(recipe: VisionRecipe, output: Path) -> TrainingArguments:
+    """What the Trainer is told."""
+    cuda = torch.cuda.is_available()
+    return TrainingArguments(
+        output_dir=str(output / "checkpoints"),
+        per_device_train_batch_size=recipe.batch,
+        per_device_eval_batch_size=recipe.batch,
+        num_train_epochs=recipe.whole,
+        max_grad_norm=recipe.clip,
+        bf16=recipe.bf16,
+        use_cpu=not torch.accelerator.is_available(),
+        torch_compile=recipe.compile,
+        seed=recipe.seed,
+        label_names=["labels"],
+        logging_strategy="epoch",
+        logging_nan_inf_filter=False,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_total_limit=2,
+        ddp_find_unused_parameters=False,
+        dataloader_drop_last=True,
+        dataloader_num_workers=recipe.workers,
+        dataloader_persistent_workers=recipe.workers > 0,
+        dataloader_pin_memory=cuda,
+        remove_unused_columns=False,
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+    )

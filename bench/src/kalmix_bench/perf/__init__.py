@@ -1,0 +1,1 @@
+"""Time and check ops and models beside other libraries."""

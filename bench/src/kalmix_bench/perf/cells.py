@@ -1,0 +1,124 @@
+"""What the cells of `kalmix bench` cost: a step, an epoch, and all that a preset asks for.
+
+    python -m kalmix_bench.perf.cells mad --layer kla --layer gla        # of the preset `paper`, on a GPU
+    python -m kalmix_bench.perf.cells mqar --task update --width 128
+    python -m kalmix_bench.perf.cells mad --preset laptop --device cpu
+
+Prints, of each cell that differs in more than rate, weight decay or seed: milliseconds of a step's forward and backward
+as the Trainer takes it (the least of many), seconds of an epoch, peak GPU memory, and seconds until the first two steps
+of each kind were done (compiling included). Then the hours of one seed, all rates and decays tried, if every cell ran
+all its epochs by itself: what judging, AdamW and the Trainer add is not in it, nor what patience saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from kalmix.errors import ArgumentError
+from kalmix_bench import datasets as tasks
+from kalmix_bench.experiments.recall import Cell
+from kalmix_bench.experiments.recall.data import Batches, draw
+from kalmix_bench.experiments.recall.models import build
+from kalmix_bench.experiments.recall.presets import BENCHES, cells
+from kalmix_bench.experiments.recall.run import one_order
+from kalmix_bench.experiments.recall.trainer import learn
+
+SECONDS = 0.3  # of repeating a step
+GIB = 2**30
+
+
+class Cost(NamedTuple):
+    """Milliseconds of a step of each part that is trained on, seconds an epoch, peak bytes, seconds until the first."""
+
+    ms: list[float]
+    epoch: float
+    peak: int
+    first: float
+
+
+def cost(cell: Cell, device: torch.device) -> Cost:
+    """Train on two batches of each part, then repeat one of each."""
+    batch = cell.protocol.batch
+    few = replace(
+        cell,
+        parts=tuple(replace(part, train=min(part.train, 2 * batch), test=min(part.test, 16)) for part in cell.parts),
+        protocol=replace(cell.protocol, epochs=1, shuffle=False),
+    )
+    drawn = draw(few)
+    length = drawn.parts[0].test.inputs.shape[1]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with one_order(device):
+        torch.manual_seed(0)
+        model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=tasks.task(cell.task).from_last)
+        began = time.perf_counter()
+        trainer = learn(few, drawn, model.to(device), device, lambda *_: None).trainer
+        first = time.perf_counter() - began
+        assert trainer is not None
+        parts = [drawn._replace(parts=[part]) for part in drawn.parts if len(part.train)]
+        inputs = [next(iter(Batches(part, batch, shuffle=False, seed=0, device=device))) for part in parts]
+        ms = [_least(partial(trainer.training_step, model, given), device) for given in inputs]
+    steps = [-(-part.train // batch) for part in cell.parts if part.train]
+    epoch = sum(count * x for count, x in zip(steps, ms, strict=True)) / 1e3
+    return Cost(ms, epoch, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0, first)
+
+
+def _least(step: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds."""
+    times: list[float] = []
+    deadline = time.perf_counter() + SECONDS
+    while len(times) < 3 or time.perf_counter() < deadline:
+        began = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return min(times) * 1e3
+
+
+def alike(cell: Cell) -> Cell:
+    """The one of its kind whose steps are timed."""
+    return replace(cell, protocol=replace(cell.protocol, rate=1e-3, decay=0.0), seed=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bench", choices=BENCHES)
+    parser.add_argument("--preset", default="paper")
+    parser.add_argument("--task", action="append", default=[])
+    parser.add_argument("--layer", action="append", default=[])
+    parser.add_argument("--width", action="append", type=int, default=[])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    studies = BENCHES[arguments.bench][arguments.preset]
+    asked = Counter(map(alike, cells(studies, arguments.task, arguments.layer, 1, arguments.width)))
+    hours = 0.0
+    for cell, count in asked.items():
+        parts = " ".join(f"{name}={value}" for name, value in cell.parts[0].settings)
+        told = f"{cell.task} {parts}  {cell.layer}  {cell.shape.width} x {cell.shape.depth}"
+        try:
+            found = cost(cell, torch.device(arguments.device))
+        except (torch.OutOfMemoryError, ArgumentError) as error:
+            print(f"{told:70s} {type(error).__name__}: {str(error).splitlines()[0][:60]}", flush=True)
+            torch.cuda.empty_cache()
+            continue
+        hours += count * cell.protocol.epochs * found.epoch / 3600
+        steps = " ".join(f"{ms:.2f}" for ms in found.ms)
+        print(
+            f"{told:70s} {steps:>8s} ms a step {found.epoch:8.2f} s an epoch {found.peak / GIB:6.1f} GiB "
+            f"{found.first:5.0f} s at first   {count} x {cell.protocol.epochs} epochs",
+            flush=True,
+        )
+    print(f"one seed of all, one after another: {hours:.2f} hours")
+
+
+if __name__ == "__main__":
+    main()

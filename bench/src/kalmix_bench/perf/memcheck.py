@@ -1,0 +1,139 @@
+"""Run every Triton and CUDA kernel on small calls, forward and backward, under NVIDIA's memory checker.
+
+    python -m kalmix_bench.perf.memcheck --jobs 8
+
+Runs each share of the problems once to compile its kernels, since compilers that start under the checker can hang. Then
+starts `compute-sanitizer --tool memcheck` on it, without PyTorch's memory cache: each tensor is an allocation of its
+own, so that the checker finds accesses past its end. Exit status 1 if the checker reports an error, a problem fails, or
+a kernel was never launched. `--share 0/8 --note FILE` runs one share without the checker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from kalmix import kernels
+from kalmix.ops import OPS
+from kalmix.ops._dense.cuda.compile import Chain
+from kalmix.ops._shared.triton import compile_and_launch as triton_launch
+from kalmix.testing.cases import PROBLEMS, Case, outputs
+from kalmix.testing.measure import learnable
+
+WIDTHS = [(3, 5), (24, 40), (64, 64), (128, 128), (256, 72)]
+DTYPES = (torch.float32, torch.bfloat16)
+LENGTHS = (19, 150)
+
+
+def problems() -> Iterator[Case]:
+    """All problems of all ops that Triton serves, in several widths, lengths and dtypes."""
+    for name in PROBLEMS:
+        for key_width, value_width in WIDTHS:
+            for dtype in DTYPES:
+                for length in LENGTHS:
+                    sizes = {"length": length, "key_width": key_width, "value_width": value_width}
+                    case = Case(name, "triton", "cuda", dtype, **sizes)
+                    if case.op == "diagonal" and key_width > 64:
+                        continue
+                    if any(row.name == "triton" for row in OPS[case.op].kernels) and case.refusal is None:
+                        yield case
+
+
+def title(kernel: JITFunction | Chain) -> str:
+    """Module and name."""
+    return f"{kernel.name}.cu" if isinstance(kernel, Chain) else f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+
+
+def entry_kernels() -> set[str]:
+    """Kernels that the host launches: those with launch-time integers, and those that no other kernel calls."""
+    found = {}
+    for module in pkgutil.walk_packages(kernels.__path__, "kalmix.kernels."):
+        if ".triton" in module.name:
+            members = vars(import_module(module.name)).values()
+            found |= {title(x): x for x in members if isinstance(x, JITFunction)}
+    bodies = [inspect.getsource(x.fn).split(f"def {x.fn.__name__}(", 1)[1] for x in found.values()]
+
+    def called(kernel: JITFunction) -> bool:
+        return any(re.search(rf"\b{kernel.fn.__name__}\(", body) for body in bodies)
+
+    return {name for name, x in found.items() if x.do_not_specialize or not called(x)} | {"advance.cu", "retreat.cu"}
+
+
+def run(case: Case) -> None:
+    """One packed and one plain call, with gradients of all outputs."""
+    for segments in (None, case.packing()):
+        inputs = case.inputs(sequences=segments and segments.count)
+        leaves = learnable(inputs)
+        inputs |= {name: x.requires_grad_() for name, x in leaves.items()}
+        total = torch.stack([y.float().sum() for y in outputs(case.run(inputs, segments))]).sum()
+        torch.autograd.grad(total, list(leaves.values()))
+    torch.cuda.synchronize()
+
+
+def check_share(share: str, note: Path, seconds: float) -> int:
+    """Run the problems of one share, and write the names of the kernels they launched to `note`."""
+    part, parts = map(int, share.split("/"))
+    launched, original, begin = set(), triton_launch.Launch.run, time.monotonic()
+
+    def run_and_note(step: triton_launch.Launch) -> None:
+        if triton_launch._RUN.get() is not triton_launch._compile:
+            launched.add(title(step.kernel))
+        original(step)
+
+    triton_launch.Launch.run = run_and_note  # type: ignore[method-assign]
+    mine = list(problems())[part::parts]
+    for tried, case in enumerate(mine):
+        if time.monotonic() - begin > seconds:
+            print(f"share {share}: out of time after {tried} of {len(mine)} problems", flush=True)
+            return 2
+        run(case)
+        note.write_text("\n".join(sorted(launched)))
+        widths = f"{case.key_width}x{case.value_width}, {case.length} tokens"
+        print(f"{time.monotonic() - begin:6.1f} s  {case}  {widths}", flush=True)
+    print(f"share {share}: {len(mine)} problems ran", flush=True)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=4, help="processes side by side")
+    parser.add_argument("--seconds", type=float, default=1e9, help="a process begins no problem after this time")
+    parser.add_argument("--share", help="run one share without the checker: 0/8 is every eighth problem")
+    parser.add_argument("--note", type=Path, help="file for the names of launched kernels, with --share")
+    arguments = parser.parse_args()
+    if arguments.share:
+        return check_share(arguments.share, arguments.note, arguments.seconds)
+    checker = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__]
+    checker += ["--seconds", str(arguments.seconds)]
+    with TemporaryDirectory() as folder:
+        notes = [Path(folder) / f"{i}.txt" for i in range(arguments.jobs)]
+        for program in ([sys.executable, __file__], checker):
+            shares = [
+                subprocess.Popen(
+                    [*program, "--share", f"{i}/{arguments.jobs}", "--note", str(note)],
+                    env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+                )
+                for i, note in enumerate(notes)
+            ]
+            codes = [share.wait() for share in shares]
+        launched = {name for note in notes if note.exists() for name in note.read_text().split("\n") if name}
+    missing = sorted(entry_kernels() - launched)
+    print(f"exit codes {codes}; {len(launched)} kernels launched, never launched: {missing or 'none'}")
+    return int(any(codes) or bool(missing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

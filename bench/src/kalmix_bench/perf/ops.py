@@ -1,0 +1,219 @@
+"""Time every kernel of an op, and peers where importable, in one run, with their accuracy against float64.
+
+    python -m kalmix_bench.perf.ops                      # this machine: a GPU if there is one, else the CPU
+    python -m kalmix_bench.perf.ops --op delta --dtype bfloat16 --decay key
+    python -m kalmix_bench.perf.ops --curves             # time and memory against length (Figures 4 and 9 of KLA)
+
+Prints a table, on a GPU row by row as they are measured, and writes
+bench/results/<date>-<hardware>-<op>[-keys][-curves].json (or under --output) after every shape.
+`python -m kalmix_bench.perf.draw FILE` draws the curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kalmix
+from kalmix.ops import OPS, Chebyshev, ConjugateGradient
+from kalmix.ops._shared.kernel import Call
+from kalmix_bench.perf.peers import PEERS
+from kalmix_bench.perf.timing import Timing, measure
+from kalmix_bench.perf.workloads import COLUMNS, CURVES, SHAPES, UNCERTAIN, Shape, Signals, signals
+
+CONVERGED = {"ridge": {"solver": Chebyshev(100)}}  # options with which an op's answer is exact
+PEER_DTYPE = {"diagonal": torch.float32}  # what peers take; bfloat16 where not said
+PEER_WIDTH = {"gka (authors)": 128, "fla mesa_net": 128}  # the widest that they take, where not all
+# The longest that kernels are given which go step by step: beyond, they only take patience and memory.
+LONGEST = {
+    "cuda": {"reference": 1024, "chunked dense": 4096, "reference attend": 16384},  # which is written out, at once
+    "cpu": {"reference": 4096},
+}
+
+
+def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signals], tuple[Tensor, ...]]]:
+    """Our kernels that can serve, and the peers that can be imported."""
+    device, dtype = x["q"].device.type, x["q"].dtype
+    call = Call(device, dtype, x["q"].shape[-1], x["v"].shape[-1], x["v"].shape[1])
+    found: dict[str, Callable[[Signals], tuple[Tensor, ...]]] = {}
+    for kernel in OPS[op].kernels:
+        if kernel.interpretable(call) or kernel.refuses(call) is not None:
+            continue
+        longest = LONGEST[device].get(f"{kernel.name} {op}", LONGEST[device].get(kernel.name))
+        if longest is not None and x["q"].shape[1] > longest:
+            continue
+        run = partial(_ours, op, kernel.name)
+        found[kernel.name] = run
+        if op == "dense":  # as a layer in training asks, and as its peer answers
+            found[f"{kernel.name}, mean alone"] = partial(run, variance=False)
+        if op == "ridge":  # about enough in half precision: see docs/solvers.md
+            found[f"{kernel.name}, 24 iterations"] = partial(run, solver=Chebyshev(24))
+            found[f"{kernel.name}, 14 CG"] = partial(run, solver=ConjugateGradient(14))
+        if compiled and kernel.name == "chunked":
+            found["chunked, compiled"] = torch.compile(run, fullgraph=True)
+    if device != "cuda" or dtype != PEER_DTYPE.get(op, torch.bfloat16):
+        return found
+    width = x["v"].shape[-1]
+    return found | {name: run for name, run in PEERS[op]().items() if width <= PEER_WIDTH.get(name, width)}
+
+
+def _ours(op: str, kernel: str, x: Signals, **options: Any) -> tuple[Tensor, ...]:
+    if op not in UNCERTAIN:
+        return (OPS[op].function(**x, **options, kernel=kernel).mean,)
+    result = OPS[op].function(**x, **{"variance": True} | options, kernel=kernel)
+    return (result.mean,) if result.variance is None else (result.mean, result.variance)
+
+
+def backward(run: Callable[[Signals], tuple[Tensor, ...]], x: Signals, upstream: list[Tensor]) -> tuple[Tensor, ...]:
+    results = run(x)  # a peer may have less to say: then it is asked for less
+    weights = [w.view_as(y) for w, y in zip(upstream, results, strict=False)]
+    return torch.autograd.grad(results, list(x.values()), weights, allow_unused=True)
+
+
+class Truth:
+    """What float64 answers to the same inputs, forward and backward, for candidates to be held against."""
+
+    def __init__(self, op: str, x: Signals) -> None:
+        self.exactly = partial(_ours, op, "chunked", **CONVERGED.get(op, {}))
+        self.exact = {name: leaf.detach().double().requires_grad_() for name, leaf in x.items()}
+        with torch.no_grad():
+            self.want = self.exactly(self.exact)
+        self.upstream = [torch.randn_like(y) for y in self.want]
+        self.gradients: dict[int, tuple[Tensor, ...]] = {}  # by how many of the outputs are asked for
+
+    def errors(self, run: Callable[[Signals], tuple[Tensor, ...]], x: Signals) -> tuple[float | None, dict[str, float]]:
+        """Of the outputs given, the worst, and of each gradient through them, norm-wise; none of another question."""
+        got = [y.detach() for y in run(x)]
+        weights = [w.to(y.dtype) for w, y in zip(self.upstream, got, strict=False)]
+        gradients = dict(zip(x, backward(run, x, weights), strict=True))
+        if any(gradient is None for gradient in gradients.values()):
+            return None, {}
+        if len(got) not in self.gradients:
+            self.gradients[len(got)] = backward(lambda y: self.exactly(y)[: len(got)], self.exact, self.upstream)
+        forward = max(_error(y.view_as(w), w) for y, w in zip(got, self.want, strict=False))
+        wanted = dict(zip(x, self.gradients[len(got)], strict=True))
+        return forward, {name: _error(gradients[name], wanted[name]) for name in x}
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return float((got.detach().double() - want.detach()).norm() / want.detach().norm())
+
+
+def bench(
+    op: str, decay: str, shape: Shape, device: str, dtype: torch.dtype, errors: bool, compiled: bool, only: str
+) -> list[dict]:
+    """Rows of results for one shape, each printed when it is measured: forward, and forward with backward."""
+    x = signals(op, decay, shape, device, dtype)
+    runs = {name: run for name, run in candidates(op, x, compiled).items() if re.search(only, name)}
+    upstream = [torch.ones_like(x["v"].detach())]  # of the mean, of the variance
+    if op in UNCERTAIN:
+        width = x["v"].shape[3] if op == "diagonal" else 1
+        upstream.append(torch.ones(*x["v"].shape[:3], width, device=device))
+    held = sum(leaf.numel() * leaf.element_size() for leaf in [*x.values(), *upstream])  # while a call runs
+    rows: list[dict] = []
+    truth = None
+    # On a CPU candidates take turns, so all are measured before any is told.
+    for names in [[name] for name in runs] if device == "cuda" else [list(runs)]:
+        # Backward first, so that its first call is the first.
+        backs = measure({name: partial(backward, runs[name], x, upstream) for name in names}, device)
+        with torch.no_grad():
+            aheads = measure({name: partial(runs[name], x) for name in backs}, device)
+        truth = truth or (Truth(op, x) if errors else None)
+        for name, back in backs.items():
+            row = _row(name, shape, dtype, aheads[name], back) | {
+                # Against what any implementation holds: inputs, outputs, and the gradients of both.
+                "peak_ratio": (back.peak + held) / (2 * held),
+            }
+            row["error"], row["gradient_errors"] = truth.errors(runs[name], x) if truth else (None, {})
+            _show(row)
+            rows.append(row)
+    return rows
+
+
+def _row(name: str, shape: Shape, dtype: torch.dtype, ahead: Timing, back: Timing) -> dict:
+    return {
+        "kernel": name, "shape": shape, "dtype": str(dtype).removeprefix("torch."),
+        "forward_ms": ahead.ms, "both_ms": back.ms, "forward_peak": ahead.peak, "both_peak": back.peak,
+        "first_call_s": ahead.first + back.first,
+    }  # fmt: skip
+
+
+def _show(row: dict) -> None:
+    worst = max(row["gradient_errors"].values(), default=float("nan"))
+    error = float("nan") if row["error"] is None else row["error"]
+    print(
+        f"{row['shape']!s:>24} {row['dtype']:>8} {row['kernel']:<20} {row['forward_ms']:9.3f} {row['both_ms']:9.3f} "
+        f"{row['both_peak'] / 2**20:8.1f} {row['peak_ratio']:6.2f} {row['first_call_s']:6.1f} "
+        f"{error:7.1e} {worst:7.1e}",
+        flush=True,
+    )
+
+
+HEADER = (
+    f"{'dtype':>8} {'kernel':<20} {'fwd ms':>9} {'f+b ms':>9} {'peak MiB':>8} {'ratio':>6} {'1st s':>6} "
+    f"{'error':>7} {'d error':>7}"
+)
+
+
+def hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cpu = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else None
+    return f"{named[1] if named else platform.processor() or 'cpu'}, {torch.get_num_threads()} threads"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", choices=OPS, default="diagonal")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--decay", choices=["head", "key"], default="head", help="what has a decay, in a memory")
+    parser.add_argument("--only", default="", metavar="REGEX", help="kernels and peers whose name matches")
+    parser.add_argument("--curves", action="store_true", help="time and memory against length instead")
+    parser.add_argument("--compile", action="store_true", help="also the chunked kernel under torch.compile")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    device = arguments.device
+
+    print(f"{hardware(device)}; torch {torch.__version__}; kalmix {kalmix.__version__}")
+    print(f"{COLUMNS[arguments.op]:>24} {HEADER}", flush=True)
+    dtypes = [getattr(torch, name) for name in arguments.dtype or ["float32"]]
+    if arguments.curves:
+        batch, longest, *sizes = CURVES[arguments.op][device]
+        shapes = [(batch, 2**n, *sizes) for n in range(8, longest.bit_length())]
+        dtypes = dtypes[:1]
+    else:
+        shapes = SHAPES[arguments.op][device]
+    file = arguments.output / f"{datetime.date.today()}-{_about(arguments)}.json"
+    about = {"hardware": hardware(device), "torch": torch.__version__, "kalmix": kalmix.__version__}
+    rows: list[dict] = []
+    for dtype, shape in product(dtypes, shapes):
+        compiled = arguments.compile and (arguments.curves or shape == shapes[0])
+        rows += bench(
+            arguments.op, arguments.decay, shape, device, dtype, not arguments.curves, compiled, arguments.only
+        )
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    print(f"wrote {file}")
+
+
+def _about(arguments: argparse.Namespace) -> str:
+    machine = re.sub(r"[^a-z0-9]+", "-", hardware(arguments.device).lower()).strip("-")
+    keys = "-keys" if arguments.decay == "key" and arguments.op != "diagonal" else ""
+    return f"{machine}-{arguments.op}{keys}{'-curves' if arguments.curves else ''}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Run cells of any experiment, store their results and report them."""

@@ -1,0 +1,57 @@
+"""Every benchmark's way to count, on examples worked by hand."""
+
+import numpy as np
+import pytest
+from kalmix_bench.datasets.metrics import IGNORED, by_row, macro, mean_of_rows, micro, string_match, whole_rows
+
+from kalmix import ArgumentError
+
+WANTED = np.array([[0, 1, 1, 2, IGNORED]])
+GIVEN = np.array([[0, 1, 0, 2, 2]])
+
+
+def test_macro_is_not_micro():
+    """Classes 0, 1, 2 have recalls 1, 1/2, 1."""
+    assert micro(GIVEN, WANTED) == 0.75
+    assert macro(GIVEN, WANTED) == pytest.approx(0.8333, abs=1e-4)
+
+
+def test_a_class_only_predicted_counts_as_nothing_found():
+    assert macro(np.array([[0, 0, 2, 1]]), np.array([[0, 0, 0, 1]])) == pytest.approx((2 / 3 + 1 + 0) / 3)
+
+
+def test_macro_is_averaged_over_batches():
+    given, wanted = np.array([[0], [1], [1]]), np.array([[0], [0], [1]])
+    assert macro(given, wanted, batch=2) == pytest.approx((2 * (1 / 2 + 0) / 2 + 1 * 1) / 3)
+    assert macro(given, wanted, batch=3) == pytest.approx((1 / 2 + 1) / 2)
+
+
+def test_rows_count_alike_however_much_they_ask():
+    wanted = np.array([[1, 1, 1, 1], [2, IGNORED, IGNORED, IGNORED], [IGNORED] * 4])
+    given = np.array([[1, 0, 0, 0], [2, 9, 9, 9], [9] * 4])
+    assert mean_of_rows(given, wanted) == pytest.approx((0.25 + 1) / 2)
+    assert micro(given, wanted) == pytest.approx(2 / 5)
+    assert whole_rows(given, wanted) == 0.5
+    assert np.array_equal(by_row(given, wanted), [0.25, 1, np.nan], equal_nan=True)
+
+
+def test_strings_match_anywhere_in_any_case():
+    assert string_match(["it is 12 and B.", "x"], [["12", "b"], ["y"]]) == 0.5
+    assert string_match(["1 2"], [["1", "2", "3", "4"]]) == 0.5
+
+
+def test_nothing_scored_is_no_number():
+    nothing = np.full((2, 3), IGNORED)
+    for score in (micro, macro, mean_of_rows, whole_rows):
+        assert np.isnan(score(np.zeros((2, 3)), nothing))
+    assert np.isnan(string_match([], []))
+
+
+def test_mistakes_are_named():
+    for score in (micro, macro, mean_of_rows, whole_rows):
+        with pytest.raises(ArgumentError, match=r"predicted.*\[1, 4\].*\[1, 5\]"):
+            score(GIVEN[:, :4], WANTED)
+    with pytest.raises(ArgumentError, match="one a row"):
+        string_match(["a"], [])
+    with pytest.raises(ArgumentError, match="at least one"):
+        string_match(["a"], [[]])

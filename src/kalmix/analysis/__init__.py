@@ -1,0 +1,1 @@
+"""Diagnostics and figures: what a trained model believes while it reads."""

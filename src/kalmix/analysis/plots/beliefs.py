@@ -1,0 +1,115 @@
+"""What a model believes while it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.ticker import LogLocator
+from numpy.typing import ArrayLike
+
+from kalmix.analysis.plots.style import COLOURS, GAIN, INK, MUTED, VARIANCE, label_tokens, picture, width_for
+
+TINY = 1e-30  # stands in for zero on logarithmic scales
+
+
+def posterior_variance(
+    path: str | PathLike[str],
+    variance: Iterable[ArrayLike],
+    tokens: Sequence[str],
+    names: Sequence[str],
+    *,
+    marks: Mapping[str, ArrayLike] | None = None,
+    title: str = "",
+) -> str | PathLike[str]:
+    """Draw the variance of each layer's read-out over a passage, one line a layer.
+
+    Args:
+        path: where to write.
+        variance: of each layer `[tokens]`, positive; or `[tokens, columns]`, of which the mean is drawn over a band of
+            the middle half.
+        tokens: the text of each token.
+        names: the name of each layer.
+        marks: tokens to point out, by what they are: masks `[tokens]`, drawn as ticks below the lines.
+        title: the heading.
+    """
+    with picture(path, (width_for(len(tokens)), 4.2)) as (figure, (axes,)):
+        for of_layer, name in zip(variance, names, strict=True):
+            row = np.asarray(of_layer, float)
+            line = row if row.ndim == 1 else row.mean(-1)
+            (drawn,) = axes.plot(line, label=name, drawstyle="steps-mid")
+            if row.ndim == 2:
+                low, high = np.quantile(row.clip(min=TINY), (0.25, 0.75), axis=-1)
+                axes.fill_between(range(len(line)), low, high, step="mid", alpha=0.15, color=drawn.get_color())
+        axes.set(title=title or "Posterior variance of the read-out", ylabel="variance", yscale="log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+        axes.margins(y=0.05 + 0.04 * len(marks or {}))  # room for the marks
+        axes.set_xlim(-0.5, len(tokens) - 0.5)
+        axes.grid(axis="x", visible=False)
+        for level, (name, mask) in enumerate((marks or {}).items()):
+            colour = COLOURS[(len(names) + level) % len(COLOURS)]
+            at = np.flatnonzero(np.asarray(mask, bool))
+            height = {"ymin": 0.04 * level, "ymax": 0.04 * level + 0.03, "transform": axes.get_xaxis_transform()}
+            axes.vlines(at, color=colour, linewidth=1.5, label=name, **height)
+        label_tokens(axes, tokens)
+        figure.legend(loc="outside right upper", labelcolor=INK)
+    return path
+
+
+def beliefs(
+    path: str | PathLike[str],
+    tokens: Sequence[str],
+    surprisal: ArrayLike,
+    variance: ArrayLike,
+    gain: ArrayLike,
+    names: Sequence[str],
+) -> str | PathLike[str]:
+    """Draw surprisal over a strip of predictive variance and a strip of write gain, one row a layer.
+
+    Args:
+        path: where to write.
+        tokens: the text of each token.
+        surprisal: `[tokens]` bits; NaN where there is none (the first token).
+        variance: `[layers, tokens]`, positive.
+        gain: `[layers, tokens]`, between 0 and 1.
+        names: the name of each layer.
+    """
+    bits, spread, written = (np.asarray(values, float) for values in (surprisal, variance, gain))
+    strip = 0.32 * max(2, len(names))
+    size = (width_for(len(tokens)), 3.2 + 2 * strip)
+    with picture(path, size, rows=3, sharex=True, height_ratios=[1.6, strip, strip]) as (_, (top, middle, bottom)):
+        top.bar(range(len(bits)), np.nan_to_num(bits), width=0.8, color=COLOURS[0])
+        top.set(title="Surprisal", ylabel="bits")
+        top.grid(axis="x", visible=False)
+        top.tick_params(axis="x", length=0)
+        # Layers differ in scale, so each row is shown relative to its own typical value.
+        relative = spread / np.median(spread, axis=1, keepdims=True).clip(min=TINY)
+        _strip(middle, relative, names, VARIANCE, "{:.2g}\N{MULTIPLICATION SIGN}")
+        middle.set_title("Predictive variance, relative to the layer's median")
+        _strip(bottom, written, names, GAIN, "{:.2g}")
+        bottom.set_title("Write gain")
+        bottom.set_xlim(-0.5, len(tokens) - 0.5)
+        label_tokens(bottom, tokens)
+    return path
+
+
+def _strip(axes: Axes, values: np.ndarray, names: Sequence[str], colours: str, form: str) -> None:
+    """One row a layer, coloured by the logarithm: what fades from token to token keeps its contrast."""
+    low, high = np.quantile(values.clip(min=TINY), (0.02, 0.98))
+    norm = LogNorm(float(low), float(max(high, 1.01 * low)))
+    image = axes.imshow(values.clip(min=TINY), aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03, aspect=10)
+    ticks = [float(tick) for tick in np.geomspace(low, max(high, 1.01 * low), 3)]
+    bar.set_ticks(ticks, labels=[form.format(tick) for tick in ticks])
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=7, colors=MUTED)
+    bar.ax.minorticks_off()

@@ -1,0 +1,127 @@
+"""The published designs: a paper is a row. A row enters with the test that proves its reduction."""
+
+from kalmix.designs.spec import Covariance, Design, Evidence, Transition
+
+_TABLE = "Memory by Design (Dowling et al., 2026), Table 1"
+
+LINEAR_ATTENTION = Design(
+    name="linear-attention",
+    transition=Transition(),
+    evidence=Evidence(of="input"),
+    covariance=Covariance(kept="none"),
+    equations=f"19, {_TABLE}",
+    citation="Katharopoulos, Vyas, Pappas, Fleuret. Transformers are RNNs: Fast Autoregressive Transformers with "
+    "Linear Attention. ICML 2020",
+)
+
+RETNET = Design(
+    name="retnet",
+    transition=Transition(decay="head"),
+    evidence=Evidence(of="input"),
+    covariance=Covariance(kept="none"),
+    equations=f"19, {_TABLE}",
+    citation="Sun, Dong, Huang, Ma, Xia, Xue, Wang, Wei. Retentive Network: A Successor to Transformer for Large "
+    "Language Models. arXiv:2307.08621, 2023",
+)
+
+GLA = Design(
+    name="gla",
+    transition=Transition(decay="key"),
+    evidence=Evidence(of="input"),
+    covariance=Covariance(kept="none"),
+    equations=f"19, {_TABLE}",
+    citation="Yang, Wang, Shen, Panda, Kim. Gated Linear Attention Transformers with Hardware-Efficient Training. "
+    "ICML 2024 (the diagonal form)",
+)
+
+MAMBA2 = Design(
+    name="mamba2",
+    transition=Transition(decay="head"),
+    evidence=Evidence(of="input"),
+    covariance=Covariance(kept="none"),
+    equations=f"19, {_TABLE}",
+    citation="Dao, Gu. Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State "
+    "Space Duality. ICML 2024",
+)
+
+DELTANET = Design(
+    name="deltanet",
+    transition=Transition(),
+    evidence=Evidence(of="memory"),
+    covariance=Covariance(kept="reset"),
+    equations=f"17, {_TABLE}",
+    citation="Schlag, Irie, Schmidhuber. Linear Transformers Are Secretly Fast Weight Programmers. ICML 2021; Yang, "
+    "Wang, Zhang, Shen, Kim. Parallelizing Linear Transformers with the Delta Rule over Sequence Length. NeurIPS 2024",
+)
+
+GATED_DELTANET = Design(
+    name="gated-deltanet",
+    transition=Transition(decay="head"),
+    evidence=Evidence(of="memory"),
+    covariance=Covariance(kept="reset"),
+    equations=f"17, {_TABLE}",
+    citation="Yang, Kautz, Hatamizadeh. Gated Delta Networks: Improving Mamba2 with Delta Rule. ICLR 2025",
+)
+
+KDA = Design(
+    name="kda",
+    transition=Transition(decay="key"),
+    evidence=Evidence(of="memory"),
+    covariance=Covariance(kept="reset"),
+    equations=f"17, {_TABLE}",
+    citation="Kimi Team. Kimi Linear: An Expressive, Efficient Attention Architecture. arXiv:2510.26692, 2025",
+)
+
+LONGHORN = Design(
+    name="longhorn",
+    transition=Transition(),
+    evidence=Evidence(of="memory", columns=True),
+    covariance=Covariance(kept="reset"),
+    equations=f"17, {_TABLE}",
+    citation="Liu, Wang, Wu, Feng, Stone, Liu. Longhorn: State Space Models are Amortized Online Learners. ICLR 2025",
+)
+
+KLA = Design(
+    name="kla",
+    transition=Transition(decay="cell", diffusion=True),
+    evidence=Evidence(of="cell"),
+    covariance=Covariance(kept="diagonal"),
+    equations="7 to 9 (model), 16 to 20 (update), 22 and 23 (with slots)",
+    citation="Shaj, Barker, Scannell, Szecsenyi, Crowley, Storkey. Kalman Linear Attention: Parallel Bayesian "
+    "Filtering For Efficient Language Modelling and State Tracking. arXiv:2602.10743, 2026",
+)
+
+BAYESIAN = Design(
+    name="bayesian",
+    transition=Transition(decay="key", diffusion=True, rotation=True),
+    evidence=Evidence(of="memory"),
+    covariance=Covariance(kept="dense"),
+    equations="5 and 6 (model), 9 to 13 (update), 29 to 31 (in chunks)",
+    citation="Dowling, Jeon, Savin, Park. Memory by Design: Probabilistic Sequence Layers. 2026",
+)
+
+GATED_KALMANET = Design(
+    name="gated-kalmanet",
+    transition=Transition(decay="forgetting"),
+    evidence=Evidence(of="memory"),
+    covariance=Covariance(kept="information"),
+    equations="3 (regression), (CH) and 55 (recurrences and solution)",
+    citation="Gated KalmaNet: A Fading Memory Layer Through Test-Time Ridge Regression. CVPR 2026, arXiv:2511.21016",
+)
+
+AFA = Design(
+    name="afa",
+    transition=Transition(decay="time", diffusion=True),
+    evidence=Evidence(of="state"),
+    covariance=Covariance(kept="lag"),
+    equations="section 3.6 and Algorithm 1, as DESIGN.md has them",
+    citation="Racioppo. Attention as an Adaptive Filter. arXiv:2509.04154, 2025",
+)
+
+_ROWS = (
+    *(LINEAR_ATTENTION, RETNET, GLA, MAMBA2),
+    *(DELTANET, GATED_DELTANET, KDA, LONGHORN),
+    *(KLA, BAYESIAN, GATED_KALMANET, AFA),
+)
+
+CATALOGUE = {design.name: design for design in _ROWS}

@@ -1,1 +1,0 @@
-"""Kernels: the ways to compute each op, by name."""

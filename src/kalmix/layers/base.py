@@ -1,0 +1,163 @@
+"""What every layer is: tokens in, tokens and a belief out."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, ClassVar, Self, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from kalmix.errors import ArgumentError
+from kalmix.ops._shared.validation import check_segments
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+from kalmix.validation import FLOATS, LARGEST, MOST, check_kind, check_shape, check_types
+
+
+class Mixer(nn.Module):
+    """A layer that mixes a sequence through what it remembers of it.
+
+    `y, state = layer(x, state, segments)`: always a pair, so that training, prefill, decoding and packed sequences
+    are one call. `state` is an immutable pytree whose leading axis is sequences (with `take`, `to` and `detach`,
+    as beliefs have); `None` is the prior.
+
+    A subclass writes `read`, which filters, and `emit`, which turns what was read out of the belief into the output.
+    They are apart because a posterior is independent between columns of the read-out, and no longer so behind the
+    output projection: a sample of the output is `emit` of a sample of the read-out.
+    """
+
+    has_posterior: bool = False  # whether `read` has a variance to give
+    fuses_mlp: ClassVar[bool] = False  # whether the layer gates its output and so needs no MLP behind it
+
+    def __new__(cls, *sizes: Any, **options: Any) -> Self:
+        """Check the types of options against the annotations of the layer before anything is built.
+
+        Raises:
+            ArgumentError: an option is of another type.
+        """
+        check_types(option_types(cls), options)
+        return super().__new__(cls)
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        check_positive("hidden_size", hidden_size)
+        self.hidden_size = hidden_size
+
+    @abstractmethod
+    def read(
+        self, x: Tensor, state: Any = None, segments: Segments | None = None, variance: bool = False
+    ) -> tuple[Filtered, Any]:
+        """Filter `x` `[B, T, D]`: the read-out (mean and variance `[B, T, E]`, state) and the context `emit` needs."""
+
+    @abstractmethod
+    def emit(self, readout: Tensor, context: Any) -> Tensor:
+        """The output `[..., B, T, D]` of a read-out `[..., B, T, E]`: its mean, or samples of it stacked in front."""
+
+    def emit_variance(self, variance: Tensor, context: Any) -> Tensor:
+        """The variance of the output, `[B, T, D]`, given that of the read-out, `[B, T, E]`."""
+        raise NotImplementedError(f"{type(self).__name__} has no posterior")
+
+    def filter(
+        self, x: Tensor, state: Any = None, segments: Segments | None = None, variance: bool = False, **when: Any
+    ) -> Filtered:
+        """All a layer knows, in output space.
+
+        Args:
+            x: `[B, T, D]` tokens.
+            state: what an earlier call left, one entry a sequence; the prior if absent.
+            segments: which tokens form which sequence; each batch row one sequence if absent. Tokens outside every
+                sequence change nothing and give 0.
+            variance: also give the marginal variance of each output, float32, where the layer has a posterior.
+            when: what `read` takes beside, for layers that ask when tokens were seen.
+
+        Returns:
+            `Filtered` with mean `[B, T, D]`, variance `[B, T, D]` or `None`, and as belief the layer's state.
+
+        Raises:
+            ArgumentError: `x` or the state has another shape or type than the layer takes.
+        """
+        check_shape("x", x, "B T D", {"D": self.hidden_size})
+        check_kind("x", x, FLOATS, x.device)
+        check_segments(segments, x.shape[0], x.shape[1], x.device)
+        (mean, var, state), context = self.read(x, state, segments, variance and self.has_posterior, **when)
+        return Filtered(self.emit(mean, context), None if var is None else self.emit_variance(var, context), state)
+
+    def forward(
+        self, x: Tensor, state: Any = None, segments: Segments | None = None, **when: Any
+    ) -> tuple[Tensor, Any]:
+        """The output `[B, T, D]` and the state after the last token; see `filter`."""
+        mean, _, state = self.filter(x, state, segments, **when)
+        return mean, state
+
+    def dynamics_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the latent dynamics: train them more slowly and without weight decay (appendix G.6)."""
+        return iter(())
+
+
+@cache
+def option_types(layer: type[Mixer]) -> dict[str, Any]:
+    """Return the annotations of a layer's options, by name; none where they cannot be resolved."""
+    try:
+        return get_type_hints(layer.__init__)
+    except NameError:
+        return {}
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Check that a size or a count is a positive integer, and that kernels can count so far."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+        needs = "a positive integer" + (f" of at most {MOST}" if isinstance(value, int) and value > MOST else "")
+        raise ArgumentError(name, got=repr(value), needs=needs)
+
+
+def check_number(name: str, value: float, least: float = torch.finfo(torch.float32).tiny) -> None:
+    """Check that a number is finite and at least `least`; positive if that is absent."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= LARGEST:
+        raise ArgumentError(
+            name, got=repr(value), needs=f"a finite number {'of at least 0' if least == 0 else 'above 0'}"
+        )
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Check that an option is one of its choices."""
+    if value not in choices:
+        raise ArgumentError(name, got=repr(value), needs=" or ".join(map(repr, choices)))
+
+
+def check_state(state: Any, kind: type, sequences: int) -> None:
+    """Check that a state is of the layer's own kind, with one entry a sequence."""
+    if not isinstance(state, kind):
+        raise ArgumentError("state", got=f"a {type(state).__name__}", needs=f"a {kind.__name__}")
+    leaf: Any = state
+    while not isinstance(leaf, Tensor):
+        leaf = leaf[-1]
+    if leaf.shape[0] != sequences:
+        raise ArgumentError("state", got=f"of {leaf.shape[0]} sequences", needs=f"of {sequences}, as the input")
+
+
+def take(state: Any, index: Tensor) -> Any:
+    """The sequences `index` of a state, in that order; a state's method."""
+    return type(state)(*(x.index_select(0, index) if isinstance(x, Tensor) else x.take(index) for x in state))
+
+
+def to(state: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `Tensor.to`, for every tensor of a state (integers keep their dtype); a state's method."""
+
+    def move(x: Any) -> Any:
+        moved = x.to(*args, **kwargs)
+        return x.to(moved.device) if isinstance(x, Tensor) and not x.is_floating_point() else moved
+
+    return type(state)(*map(move, state))
+
+
+def detach(state: Any) -> Any:
+    """The same state, cut from the graph; a state's method."""
+    return type(state)(*(x.detach() for x in state))
+
+
+def keep_owned(x: Tensor, owner: Tensor | None) -> Tensor:
+    """`x` `[B, T, D]` with 0 at tokens that belong to no sequence (`owner` `[B, T]` below 0), whatever was there."""
+    return x if owner is None else torch.where((owner >= 0)[..., None], x, 0)

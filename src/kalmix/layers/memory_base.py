@@ -1,0 +1,170 @@
+"""What layers around a memory share: projections, short convolution, the op's call, output norm and gate."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kalmix.beliefs import loadable
+from kalmix.layers.base import (
+    Mixer,
+    check_choice,
+    check_number,
+    check_positive,
+    check_state,
+    detach,
+    keep_owned,
+    take,
+    to,
+)
+from kalmix.layers.head_sizes import Heads
+from kalmix.layers.modules import RMSNorm, ShortConvolution, low_rank, unit
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+@loadable
+class MemoryState(NamedTuple):
+    """What a memory layer remembers of each sequence: the `belief` of its op, and what its projections `carried`.
+
+    That is the convolution's window `[N, size - 1, channels]` (of size 0 without one).
+    """
+
+    belief: Any
+    carried: Tensor
+
+    take = take
+    to = to
+    detach = detach
+
+
+class MemoryLayer(Mixer):
+    """A mixer that writes values along keys into a memory and reads it along queries:
+
+        q, k, v = SiLU(conv(project(x)));  q, k = address(q, k)
+        y = out(norm(op(q, k, v, signals(x))) * gate(x))
+
+    A subclass says what is its paper's: `signals` and `op`, and `address` where it is not QK norm. Beliefs, decays,
+    gains and noises are float32, under autocast too.
+
+    Args:
+        hidden_size: D.
+        sizes: of the heads.
+        conv: taps of the causal convolution over q, k and v; 0 for none.  conv_bias: whether it has a bias.
+        activate: whether SiLU comes behind it.
+        gate: "silu" or "sigmoid" of a projection of x, or `None`.
+        gate_rank: of that projection, which then has a bias; full, without a bias, if absent.
+        norm_width: columns normalised together; a head's if absent, 0 for no norm.
+        norm_eps: of the output norm.
+        kernel: pin a kernel of the op.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        sizes: Heads,
+        *,
+        conv: int = 4,
+        conv_bias: bool = False,
+        activate: bool = True,
+        gate: str | None = None,
+        gate_rank: int | None = None,
+        norm_width: int | None = None,
+        norm_eps: float = 1e-5,
+        kernel: str | None = None,
+    ) -> None:
+        super().__init__(hidden_size)
+        check_number("norm_eps", norm_eps, least=0.0)
+        if conv != 0:
+            check_positive("conv", conv)
+        if gate is not None:
+            check_choice("gate", gate, tuple(GATES))
+        self.sizes, self.activate, self.gate, self.kernel = sizes, activate, gate, kernel
+        self.norm_width, self.norm_eps = sizes.value_width if norm_width is None else norm_width, norm_eps
+        channels = 2 * sizes.keys + sizes.values
+        self.qkv_proj = nn.Linear(hidden_size, channels, bias=False)
+        self.conv = ShortConvolution(channels, conv, conv_bias) if conv else None
+        self.gate_proj: nn.Module | None = None
+        if gate is not None and gate_rank is None:
+            self.gate_proj = nn.Linear(hidden_size, sizes.values, bias=False)
+        elif gate is not None and gate_rank is not None:
+            self.gate_proj = low_rank(hidden_size, gate_rank, sizes.values, bias=True)
+        self.norm = RMSNorm(self.norm_width, norm_eps) if self.norm_width else None
+        self.out_proj = nn.Linear(sizes.values, hidden_size, bias=False)
+
+    @abstractmethod
+    def signals(self, x: Tensor) -> dict[str, Tensor]:
+        """What tokens `x` `[B, T, D]` supply beside q, k and v: arguments of the op."""
+
+    @abstractmethod
+    def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
+        """Filter q, k `[B, T, H, K]` and v `[B, T, G, V]` with `signals`, a belief and segments."""
+
+    def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Where to read and write, given projected heads `[B, T, H, K]`: unit vectors, q scaled by 1 / sqrt(K)."""
+        return unit(q) * q.shape[-1] ** -0.5, unit(k)
+
+    def project(
+        self, x: Tensor, carried: Tensor | None, segments: Segments | None, owner: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v of tokens `x`, and what to carry on behind them."""
+        mixed = self.qkv_proj(x)
+        if self.conv is None:
+            after = mixed.new_zeros(x.shape[0] if segments is None else segments.count, 0)
+        else:
+            mixed, after = self.conv(mixed, carried, segments, owner)
+        sizes = self.sizes
+        q, k, v = (F.silu(mixed) if self.activate else mixed).split([sizes.keys, sizes.keys, sizes.values], dim=-1)
+        q, k = self.address(*(part.unflatten(-1, (sizes.key_heads, sizes.key_width)) for part in (q, k)))
+        return q, k, v.unflatten(-1, (sizes.heads, sizes.value_width)), after
+
+    def read(
+        self, x: Tensor, state: MemoryState | None = None, segments: Segments | None = None, variance: bool = False
+    ) -> tuple[Filtered, tuple[Any, Tensor]]:
+        """What the queries read out of the memory, `[B, T, G * V]`, independent between columns."""
+        if state is not None:
+            check_state(state, MemoryState, x.shape[0] if segments is None else segments.count)
+        belief, carried = (None, None) if state is None else state
+        owner = None if segments is None else segments.owner(*x.shape[:2])
+        x = keep_owned(x, owner)
+        q, k, v, carried = self.project(x, carried, segments, owner)
+        arguments: dict[str, Any] = self.signals(x)
+        if self.has_posterior:
+            arguments["variance"] = variance
+        with torch.autocast(x.device.type, enabled=False):
+            mean, var, belief = self.op(q, k, v, **arguments, belief=belief, segments=segments, kernel=self.kernel)
+        gate = None if self.gate_proj is None else GATES[str(self.gate)](self.gate_proj(x))
+        mean, var = mean.flatten(2), None if var is None else var.expand_as(mean).flatten(2)
+        return Filtered(mean, var, MemoryState(belief, carried)), (gate, mean)
+
+    def emit(self, readout: Tensor, context: tuple[Any, Tensor]) -> Tensor:
+        """Output norm, gate, output projection. Samples are normalised each by its own size."""
+        gate, _ = context
+        found = readout if self.norm is None else self.norm(self._split(readout)).flatten(-2)
+        return self.out_proj(found if gate is None else found * gate)
+
+    def emit_variance(self, variance: Tensor, context: tuple[Any, Tensor]) -> Tensor:
+        """Through norm, gate and projection, each squared; columns are independent.
+
+        The norm divides a sample by its own root mean square, which is random. Here its mean square is replaced by
+        the expected one, mean^2 + variance averaged over the head: exact as heads become wide, and never more than
+        the norm lets through. Gate and projection are exact.
+        """
+        gate, mean = context
+        with torch.autocast(variance.device.type, enabled=False):
+            if self.norm is not None:
+                spread = self._split(variance)
+                level = (self._split(mean.to(variance.dtype)).square() + spread).mean(-1, keepdim=True) + self.norm_eps
+                variance = (spread / level * self.norm.weight.to(variance.dtype).square()).flatten(-2)
+            variance = variance if gate is None else variance * gate.to(variance.dtype).square()
+            return F.linear(variance, self.out_proj.weight.to(variance.dtype).square())
+
+    def _split(self, x: Tensor) -> Tensor:
+        """`[..., G * V]` into what is normalised together."""
+        return x.unflatten(-1, (-1, self.norm_width))

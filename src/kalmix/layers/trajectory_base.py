@@ -1,0 +1,223 @@
+"""What layers share whose tokens are looks at a trajectory: projections, the inner residual, prediction, output."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kalmix.beliefs import HistoryBelief
+from kalmix.errors import ArgumentError
+from kalmix.layers.base import Mixer, check_choice, check_state, keep_owned
+from kalmix.layers.head_sizes import Heads
+from kalmix.layers.modules import draw, turn, widen
+from kalmix.layers.parametrize import StateDynamics
+from kalmix.layers.robust_weights import Confidence, Foresight
+from kalmix.ops import Dynamics
+from kalmix.ops._attend.dynamics import kappa
+from kalmix.segments import Segments
+from kalmix.types import Filtered, belief_dtype
+from kalmix.validation import check_shape
+
+PREDICTIONS = ("step", "gate")
+
+
+def complex_heads(hidden_size: int, heads: int | None, head_dim: int | None) -> Heads:
+    """H heads of C complex channels; if absent, of up to 64, and as many real columns as D together. See `Heads.of`."""
+    return Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, widest=64)
+
+
+class Passage(NamedTuple):
+    """What becomes of a state in the time to come: `[..., H, 1]`, and of a channel `[..., H, C]`."""
+
+    decay: Tensor
+    turn: tuple[Tensor, Tensor]
+    noise: Tensor
+
+    @classmethod
+    def of(cls, dynamics: Dynamics, lag: Tensor) -> Passage:
+        """After lags `[...]`."""
+        angle = dynamics.frequency * lag[..., None, None]
+        decay, grown = (dynamics.log_decay * lag[..., None]).exp(), kappa(-dynamics.log_decay, lag[..., None])
+        return cls(decay[..., None], (angle.cos(), angle.sin()), (dynamics.process_noise * grown)[..., None])
+
+    def __call__(self, state: Tensor) -> Tensor:
+        """The state `[..., H, 2 C]` by then, without its noise."""
+        return self.decay * turn(state, *self.turn)
+
+
+class TrajectoryLayer(Mixer):
+    """A mixer whose tokens are noisy looks at complex states that decay, turn and diffuse, and which says what is next:
+
+        q, k, v = project(x);   z = estimate(q, k, v);   z = (1 - g) v + g z
+        y = out(e^{(-a + i w) ahead} z)
+
+    H heads of C complex channels, held as pairs: the first C columns of a head real, the last C imaginary. Projections
+    have biases, which is all that a constant drift, a delay of measurements or their bias would ask for (sections 3.9
+    and 3.10). A subclass writes `estimate`, and may change how it is settled and advanced.
+
+    The read-out is the state to come, its variance that of the real or of the imaginary part: half of the complex one.
+
+    Args:
+        hidden_size: D.
+        sizes: of the heads; of `key_width` complex channels.
+        rotary_base, parts: of `StateDynamics`.
+        predict: "step" one step ahead, or as `Foresight`'s "gate" says; `None`: the estimate itself.
+        confidence: whether the estimate's part is `Confidence`'s, too.
+        kernel: pin a kernel of the op.
+    """
+
+    remembers: ClassVar[type] = HistoryBelief  # what the state is
+
+    def __init__(
+        self,
+        hidden_size: int,
+        sizes: Heads,
+        *,
+        rotary_base: float = 10000.0,
+        parts: tuple[int, ...] = (),
+        predict: str | None = "step",
+        confidence: bool = False,
+        kernel: str | None = None,
+    ) -> None:
+        super().__init__(hidden_size)
+        if predict is not None:
+            check_choice("predict", predict, PREDICTIONS)
+        self.sizes, self.predict, self.kernel = sizes, predict, kernel
+        columns = 2 * sizes.keys
+        self.in_proj = nn.Linear(hidden_size, 3 * columns)
+        self.dynamics = StateDynamics(sizes.heads, sizes.key_width, rotary_base, parts)
+        self.residual = nn.Parameter(torch.empty(sizes.heads))
+        self.confidence = Confidence(sizes.heads) if confidence else None
+        self.foresight = Foresight(sizes.heads, sizes.key_width) if predict == "gate" else None
+        self.out_proj = nn.Linear(columns, hidden_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Half of the residual is the estimate; parts reset themselves."""
+        nn.init.zeros_(self.residual)
+
+    @abstractmethod
+    def estimate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        variance: bool,
+        belief: Any,
+        segments: Segments | None,
+        times: Tensor | None,
+    ) -> Filtered:
+        """What is known of the state at each token, as `kalmix.ops.attend` says it."""
+
+    def states(self, dtype: torch.dtype) -> Dynamics:
+        """The dynamics of what is estimated."""
+        return self.dynamics(dtype)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of tokens `[B, T, D]`, each `[B, T, H, 2 C]`."""
+        q, k, v = (part.unflatten(-1, (self.sizes.heads, -1)) for part in self.in_proj(x).chunk(3, -1))
+        return q, k, v
+
+    def dynamics_parameters(self) -> Iterator[nn.Parameter]:
+        """Rates, steps, frequencies and noises."""
+        return self.dynamics.parameters()
+
+    def read(
+        self,
+        x: Tensor,
+        state: Any = None,
+        segments: Segments | None = None,
+        variance: bool = False,
+        times: Tensor | None = None,
+        ahead: Tensor | None = None,
+    ) -> tuple[Filtered, Tensor | None]:
+        """The state to come, `[B, T, H * 2 C]`, independent between columns.
+
+        Args:
+            x, state, segments, variance: as every layer takes them.
+            times: `[B, T]` when tokens were seen, as `kalmix.ops.attend` takes them; one unit a token if absent.
+            ahead: `[B, T]` how long after its token each prediction is for, >= 0; one unit if absent.
+        """
+        if state is not None:
+            check_state(state, self.remembers, x.shape[0] if segments is None else segments.count)
+        if ahead is not None:
+            check_shape("ahead", ahead, "B T", {"B": x.shape[0], "T": x.shape[1]})
+        owner = None if segments is None else segments.owner(*x.shape[:2])
+        q, k, v = self.project(keep_owned(x, owner))
+        with torch.autocast(x.device.type, enabled=False):
+            sure = variance or self.confidence is not None
+            known = self.estimate(q, k, v, sure, state, segments, times)
+            mean, spread = self.advance(*self.settle(known, v), v, ahead)
+        mean = keep_owned(mean.flatten(2), owner)
+        if not variance or spread is None:
+            return Filtered(mean, None, known.belief), owner
+        half = (spread / 2).expand(*v.shape[:3], self.sizes.key_width)
+        return Filtered(mean, keep_owned(torch.cat([half, half], -1).flatten(2), owner), known.belief), owner
+
+    def settle(self, known: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The inner residual: the estimate that goes on, and its complex variance, `[B, T, H, 1 or C]`.
+
+        What the token itself shows is taken as given: the variance is of what the filter adds.
+        """
+        taken = torch.sigmoid(self.residual.to(belief_dtype(v.dtype)))[:, None]
+        kept, spread = 1 - taken, known.variance
+        if spread is not None:
+            spread = spread[..., : self.sizes.key_width]  # of imaginary parts it is the same
+            taken = taken if self.confidence is None else taken * self.confidence(spread)
+            spread = taken.square() * spread
+        return kept * widen(v) + taken * widen(known.mean), spread
+
+    def advance(
+        self, estimate: Tensor, spread: Tensor | None, v: Tensor, ahead: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The state to come, `[B, T, H, 2 C]` in the dtype of `v`, and its complex variance."""
+        dtype = estimate.dtype
+        if self.predict is None:
+            return estimate.to(v.dtype), spread
+        passage = Passage.of(self.states(dtype), estimate.new_ones(()) if ahead is None else ahead.to(dtype))
+        then = passage(estimate)
+        if self.foresight is None:
+            return then.to(v.dtype), None if spread is None else passage.decay.square() * spread + passage.noise
+        gate, (cos, sin) = self.foresight(estimate, widen(v)), passage.turn
+        mean = estimate + torch.cat([gate, gate], -1) * (then - estimate)
+        if spread is not None:
+            reach = (1 - gate + gate * passage.decay * cos).square() + (gate * passage.decay * sin).square()
+            spread = reach * spread + gate.square() * passage.noise
+        return mean.to(v.dtype), spread
+
+    def emit(self, readout: Tensor, context: Tensor | None) -> Tensor:
+        """The output projection; 0 at tokens of no sequence, which `context` tells."""
+        return keep_owned(self.out_proj(readout), context)
+
+    def emit_variance(self, variance: Tensor, context: Tensor | None) -> Tensor:
+        """Through the output projection, squared; exact, as columns are independent."""
+        with torch.autocast(variance.device.type, enabled=False):
+            return F.linear(variance, self.out_proj.weight.to(variance.dtype).square())
+
+    def pull(self, x: Tensor, ahead: Tensor) -> Tensor:
+        """What each token alone says of what is seen after `ahead` `[B, T]`: `[B, T, D]`, in output space."""
+        v = widen(self.project(x)[2])
+        return self.out_proj(Passage.of(self.states(v.dtype), ahead.to(v.dtype))(v).flatten(2).to(x.dtype))
+
+    def sample(
+        self, x: Tensor, state: Any = None, segments: Segments | None = None, *, count: int = 1, **when: Tensor
+    ) -> Tensor:
+        """Draw what may be seen next, `[count, B, T, D]`: the state to come and the noise of a look (appendix B.1).
+
+        The two have the complex variance e^{-2 a ahead} / precision + process_noise kappa + key_noise, if the estimate
+        is taken whole: half of it for real, half for imaginary parts. `when` is `times` and `ahead`.
+
+        Raises:
+            ArgumentError: the layer has no posterior.
+        """
+        if not self.has_posterior:
+            raise ArgumentError("sample", got=f"asked of {type(self).__name__}", needs="a layer with a posterior")
+        (mean, variance, _), context = self.read(x, state, segments, True, **when)
+        assert variance is not None
+        look = self.states(variance.dtype).key_noise.repeat_interleave(2 * self.sizes.key_width) / 2
+        return self.emit(draw(mean.expand(count, *mean.shape), (variance + look).expand(count, *mean.shape)), context)

@@ -1,0 +1,1 @@
+"""Vision models made of the library's layers."""

@@ -1,0 +1,1 @@
+"""The op `additive`: a memory that adds what it is given."""

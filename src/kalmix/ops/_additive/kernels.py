@@ -1,0 +1,19 @@
+"""The kernels of the op `additive`, best first.
+
+Each module exports the same function, and none imports another:
+
+    additive(q, k, v, log_decay, gain, belief, segments) -> Filtered
+
+Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
+"""
+
+from kalmix.ops._additive import chunked, reference
+from kalmix.ops._additive import custom_op as fused
+from kalmix.ops._linear_memory.custom_op import SERVED
+from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
+
+KERNELS = (
+    Kernel("triton", fused.additive, **SERVED),
+    Kernel("chunked", chunked.additive, pays_from=16),
+    Kernel("reference", reference.additive, serves=frozenset({TRANSFORMS})),
+)

@@ -1,0 +1,240 @@
+"""`attend` in tiles of queries and keys: torch only, and nothing is kept of a pair.
+
+A softmax whose sum is carried from tile to tile, as in flash attention, beside a sum of values that decay; a third
+adds up precisions. Backwards, tiles are computed again. Memory O(T).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import HistoryBelief
+from kalmix.ops._attend.assembly import assemble
+from kalmix.ops._attend.dynamics import Dynamics, Weighing, quarter
+from kalmix.ops._attend.scores import Model, Rules, Scores, numbers_of, rules_of, variance_of
+from kalmix.ops._shared import batching as blocks
+from kalmix.ops._shared.custom_op import operator, register_backward
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+QUERIES = 64  # of a tile
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Dynamics,
+    values: Dynamics | None,
+    weighing: Weighing,
+    times: Tensor | None,
+    belief: HistoryBelief,
+    segments: Segments | None,
+    variance: bool,
+) -> Filtered:
+    """Adaptive Filter Attention with a backward of its own. See `kalmix.ops.attend`."""
+    return assemble(_core, q, k, v, keys, values, weighing, times, belief, segments, variance)
+
+
+def _core(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    times: Tensor,
+    rank: Tensor,
+    keys: Dynamics,
+    values: Dynamics | None,
+    weighing: Weighing,
+    variance: bool,
+) -> tuple[Tensor, Tensor | None]:
+    numbers, rules = numbers_of(keys, values, weighing, q.dtype), rules_of(values, weighing)
+    turning = (x.frequency.to(q.dtype) for x in (keys, keys if values is None else values))
+    read, _, log_precision = _attend(q, k, v, times, rank, numbers, *turning, *rules, variance)
+    return read, variance_of(log_precision[..., None]) if variance else None
+
+
+class _Lanes(NamedTuple):
+    """What tiles are cut from: `[L, H, T or S, *]`, times and ranks `[L, S]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    times: Tensor
+    rank: Tensor
+    model: Model
+    rules: Rules
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, times: Tensor, rank: Tensor, numbers: Tensor, rules: Rules) -> _Lanes:
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        return cls(q, k, v, times, rank, Model.of(numbers), rules)
+
+    def queries(self) -> Iterator[slice]:
+        return (slice(i, min(i + QUERIES, self.q.shape[2])) for i in range(0, self.q.shape[2], QUERIES))
+
+    def keys_of(self, queries: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Tiles of keys, and where queries do not see them; where looking is free, none that they see nothing of."""
+        start, stop = self.rules.reach(queries, self.q.shape[2], self.k.shape[2])
+        own = self._own(queries)
+        room = blocks.ROOM if self.q.device.type == "cpu" else blocks.ROOM_ELSEWHERE
+        size = max(QUERIES, room // (self.q.shape[0] * self.q.shape[1] * QUERIES))
+        for i in range(start, stop, size):
+            keys = slice(i, min(i + size, stop))
+            seen = self.rules.sees(self.rank[:, own], self.rank[:, keys])
+            if seen.device.type != "cpu" or bool(seen.any()):
+                yield keys, ~seen
+
+    def scores(self, queries: slice, keys: slice) -> Scores:
+        """The scores of a tile."""
+        q, k = self.q[:, :, queries], self.k[:, :, keys]
+        lag = (self.times[:, self._own(queries), None] - self.times[:, None, keys]).to(q.dtype)[:, None]
+        squares = q.square().sum(-1)[..., None], k.square().sum(-1)[..., None, :]
+        return Scores.of(self.model, self.rules, lag, q @ k.mT, *squares)
+
+    def _own(self, queries: slice) -> slice:
+        """The slots of queries."""
+        past = self.k.shape[2] - self.q.shape[2]
+        return slice(past + queries.start, past + queries.stop)
+
+
+@operator("kalmix::attend_chunked")
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    times: Tensor,
+    rank: Tensor,
+    numbers: Tensor,
+    of_keys: Tensor,
+    of_values: Tensor,
+    shared: bool,
+    rational: bool,
+    causal: bool,
+    window: int,
+    variance: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is read `[L, T, H, V]`, log of the sum of weights and log of the precision, `[L, T, H]`, or `[0]`.
+
+    All has turned already: the frequencies, of keys `[H, C]` and of values `[H, D]`, are here for their gradients.
+    """
+    lanes = _Lanes.of(q, k, v, times, rank, numbers, Rules(shared, rational, causal, window))
+    reads, totals, precisions = [], [], []
+    for queries in lanes.queries():
+        top = precision = lanes.q.new_full((*lanes.q.shape[:2], queries.stop - queries.start), -torch.inf)
+        total, read = torch.zeros_like(top), 0.0
+        for keys, hidden in lanes.keys_of(queries):
+            scores = lanes.scores(queries, keys)
+            score = scores.score.masked_fill(hidden, -torch.inf)
+            before, top = top, torch.maximum(top, score.amax(-1))
+            known = top.clamp(min=torch.finfo(top.dtype).min)[..., None]  # nothing seen yet is no NaN
+            kept = (before[..., None] - known).exp()
+            total = total * kept[..., 0] + (score - known).exp().sum(-1)
+            read = read * kept + (score - known + scores.log_reach).exp() @ lanes.v[:, :, keys]
+            if variance:
+                added = scores.log_precision().masked_fill(hidden, -torch.inf).logsumexp(-1)
+                precision = torch.logaddexp(precision, added)
+        reads.append(read / total[..., None])
+        totals.append(top + total.log())
+        precisions.append(precision)
+    read, total, precision = (torch.cat(x, 2).transpose(1, 2).contiguous() for x in (reads, totals, precisions))
+    return read, total, precision if variance else precision.new_empty(0)
+
+
+@torch.library.register_fake(_attend)
+def _(q, k, v, times, rank, numbers, of_keys, of_values, shared, rational, causal, window, variance):
+    one = q.shape[:3]
+    return q.new_empty(*one, v.shape[3]), q.new_empty(one), q.new_empty(one if variance else (0,))
+
+
+@operator("kalmix::attend_chunked_backward")
+def _attend_backward(
+    to_read: Tensor,
+    to_precision: Tensor,
+    read: Tensor,
+    total: Tensor,
+    precision: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    times: Tensor,
+    rank: Tensor,
+    numbers: Tensor,
+    of_keys: Tensor,
+    of_values: Tensor,
+    shared: bool,
+    rational: bool,
+    causal: bool,
+    window: int,
+    variance: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, numbers and frequencies.
+
+    An upstream gradient that is not finite reaches its own query and the frequencies of values, which become NaN.
+    """
+    lanes = _Lanes.of(q, k, v, times, rank, numbers, Rules(shared, rational, causal, window))
+    broken = ~to_read.isfinite().all(-1) | (~to_precision.isfinite() if variance else False)
+    to_read = to_read.masked_fill(broken[..., None], 0)
+    to_precision = to_precision.masked_fill(broken, 0) if variance else to_precision
+    share = (to_read * read).sum(-1).transpose(1, 2)[..., None]
+    to_read, total = to_read.transpose(1, 2), total.transpose(1, 2)[..., None]
+    if variance:
+        to_precision, precision = (x.transpose(1, 2)[..., None] for x in (to_precision, precision))
+    to_q, to_k, to_v = (torch.zeros_like(x) for x in lanes[:3])
+    to_numbers, to_of_keys, to_of_values = (torch.zeros_like(x) for x in (numbers, of_keys, of_values))
+    for queries in lanes.queries():
+        for keys, hidden in lanes.keys_of(queries):
+            scores = lanes.scores(queries, keys)
+            query, key, value = lanes.q[:, :, queries], lanes.k[:, :, keys], lanes.v[:, :, keys]
+            log_weight = scores.score.masked_fill(hidden, -torch.inf) - total[:, :, queries]
+            reached, arrived = (log_weight + scores.log_reach).exp(), to_read[:, :, queries]
+            to_v[:, :, keys] += reached.mT @ arrived
+            to_reach = reached * (arrived @ value.mT)
+            to_score = to_reach - log_weight.exp() * share[:, :, queries]
+            to_log_precision = None
+            if variance:
+                part = scores.log_precision().masked_fill(hidden, -torch.inf) - precision[:, :, queries]
+                to_log_precision = part.exp() * to_precision[:, :, queries]
+            to_gram, to_query, to_key, to_own = scores.pull_back(
+                to_score, to_reach, to_log_precision, log_weight.masked_fill(hidden, 0)
+            )
+            to_q[:, :, queries] += to_gram @ key + 2 * to_query.sum(-1)[..., None] * query
+            to_k[:, :, keys] += to_gram.mT @ query + 2 * to_key.sum(-2)[..., None] * key
+            to_numbers += to_own
+            to_of_keys += _turning(query, (to_gram * scores.lag) @ key, of_keys)
+            to_of_values += _turning(arrived, (reached * scores.lag) @ value, of_values)
+    to_q, to_k, to_v = (x.transpose(1, 2).contiguous() for x in (to_q, to_k, to_v))
+    to_q.masked_fill_(broken[..., None], torch.nan)
+    return to_q, to_k, to_v, to_numbers, to_of_keys, to_of_values.masked_fill(broken.any(), torch.nan)
+
+
+def _turning(x: Tensor, late: Tensor, frequency: Tensor) -> Tensor:
+    """The gradient of frequencies `[H, C]` through x'y, where y turns on by its lag; `late` is the sum of lag y."""
+    heads, channels = frequency.shape
+    x, late = (y.unflatten(-1, (-1, 2 * channels)) for y in (x, late))  # value heads of a key head apart
+    return (x * quarter(late)).sum((0, 2, 3)).view(heads, 2, channels).sum(1)
+
+
+@torch.library.register_fake(_attend_backward)
+def _(to_read, to_precision, read, total, precision, q, k, v, times, rank, numbers, of_keys, of_values, *rules):
+    given = (q, k, v, numbers, of_keys, of_values)
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*output, *inputs[:8])
+    ctx.rules = inputs[8:]
+
+
+def _pull_back(ctx, to_read, _, to_precision):
+    read, *_rest = saved = ctx.saved_tensors
+    to_read = torch.zeros_like(read) if to_read is None else to_read
+    to_precision = torch.zeros_like(saved[2]) if to_precision is None else to_precision
+    to_q, to_k, to_v, *others = _attend_backward(to_read, to_precision, *saved, *ctx.rules)
+    return to_q, to_k, to_v, None, None, *others, *[None] * len(ctx.rules)
+
+
+register_backward(_attend, "kernel 'chunked' of `attend`", _pull_back, _save)

@@ -1,0 +1,1 @@
+"""The op `delta`: a memory that corrects its errors."""

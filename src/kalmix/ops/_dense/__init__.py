@@ -1,0 +1,1 @@
+"""The op `dense`: a memory with a covariance between its keys."""

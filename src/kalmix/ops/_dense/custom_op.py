@@ -1,0 +1,178 @@
+"""The Triton row of `dense`: custom ops around the kernels, which are imported when they first run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import DenseBelief
+from kalmix.ops._dense.block_sizes import WINDOW, padded
+from kalmix.ops._linear_memory.custom_op import kept_shapes, tile_size
+from kalmix.ops._shared.custom_op import operator, register_backward
+from kalmix.segments import Segments, unchecked
+from kalmix.types import Filtered
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    obs_noise: Tensor,
+    process_noise: Tensor,
+    log_decay: Tensor | None,
+    angle: Tensor | None,
+    belief: DenseBelief,
+    segments: Segments | None,
+    variance: bool,
+) -> Filtered:
+    """See `kalmix.ops.dense`. The gains, which depend on the covariance alone, and then `delta` with them.
+
+    Exact gradients, for which it keeps a covariance every 64 tokens, the gains, and what `delta` keeps. Tokens of a
+    tile are multiplied together: where values are not checked, NaN in a token reaches earlier tokens of its tile (at
+    most 64), but no other sequence.
+    """
+    tensors = (q, k, v, obs_noise, process_noise, log_decay, *belief)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    mean, read, *last = _filter(*tensors, None if segments is None else segments.rows, variance, keep)[:4]
+    return Filtered(mean, read if variance else None, DenseBelief(*last))
+
+
+def _kept_shapes(k: Tensor, v: Tensor, rows: Tensor | None, keep: bool) -> tuple[tuple[int, ...], ...]:
+    """Of gains, gains rounded to the dtype of k (if that is another), innovation variances, covariances; of memories
+    at tile entries, errors and inverses."""
+    (batch, length, heads, _), width = v.shape, k.shape[3]
+    if not keep:
+        return ((0,),) * 7
+    whole = batch * ((length + WINDOW - 1) // WINDOW)
+    count = whole if rows is None else batch * length // WINDOW + rows.shape[0]
+    gains = (batch, length, heads, width)
+    rounded = (0,) if k.dtype == torch.float32 else gains
+    return gains, rounded, gains[:3], (count, heads, padded(width), padded(width)), *kept_shapes(k, v, rows, True, True)
+
+
+@operator("kalmix::dense_triton")
+def _filter(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    obs_noise: Tensor,
+    process_noise: Tensor,
+    log_decay: Tensor | None,
+    mean: Tensor,
+    covariance: Tensor,
+    rows: Tensor | None,
+    variance: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from kalmix.ops._shared.triton.compile_and_launch import perform, rehearse
+
+    inputs = (q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep)
+    with torch.cuda.device_of(k):
+        rehearse(_there_and_back, *inputs)
+        return perform(_forward, *inputs)
+
+
+@torch.library.register_fake(_filter)
+def _(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep):
+    exact = torch.float32
+    dtypes = exact, k.dtype, exact, exact, v.dtype, v.dtype, v.dtype
+    read = k.new_empty((*v.shape[:3], 1) if variance else (0,), dtype=exact)
+    last = mean.new_empty(mean.shape), k.new_empty(covariance.shape, dtype=exact)
+    pairs = zip(_kept_shapes(k, v, rows, keep), dtypes, strict=True)
+    return v.new_empty(v.shape), read, *last, *(k.new_empty(shape, dtype=dtype) for shape, dtype in pairs)
+
+
+def _forward(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep):
+    from kalmix.ops._dense.triton.forward import forward
+
+    segments, shapes = None if rows is None else unchecked(rows), _kept_shapes(k, v, rows, keep)
+    kept = torch.empty(shapes[3], dtype=torch.float32, device=k.device)
+    signals = (q, k, v, obs_noise, process_noise, log_decay)
+    size = tile_size(v.shape[1], v.dtype)
+    read, after, last, found, results = forward(*signals, mean, covariance, segments, variance, size, kept)
+    pairs = zip((*found, *results[1:]), shapes, strict=True)
+    gain, rounded, scale, kept, *of_mean = (x if x.shape == shape else x.new_empty(shape) for x, shape in pairs)
+    states, errors, inverses = of_mean
+    return results.mean, read, after, last, gain, rounded, scale, kept, states, errors, inverses
+
+
+def _there_and_back(*inputs):
+    """All that is going to run, for a rehearsal: most often there is no gradient for the final mean."""
+    *signals, _, _, rows, variance, keep = inputs
+    mean, read, after, last, *kept = _forward(*inputs)
+    nothing = after.new_zeros(()).expand(after.shape)
+    follow = (*signals, *kept, rows, mean, read if variance else None, nothing, last)
+    if keep:
+        _backward(*follow)
+
+
+@operator("kalmix::dense_triton_backward")
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    obs_noise: Tensor,
+    process_noise: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor,
+    rounded: Tensor,
+    scale: Tensor,
+    covariances: Tensor,
+    states: Tensor,
+    errors: Tensor,
+    inverses: Tensor,
+    rows: Tensor | None,
+    grad_mean: Tensor,
+    grad_read: Tensor | None,
+    grad_after: Tensor,
+    grad_last: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from kalmix.ops._shared.triton.compile_and_launch import perform
+
+    signals, found = (q, k, v, obs_noise, process_noise, log_decay), (gain, rounded, scale, covariances)
+    grads = (grad_mean, grad_read, grad_after, grad_last)
+    with torch.cuda.device_of(k):
+        return perform(_backward, *signals, *found, states, errors, inverses, rows, *grads)
+
+
+@torch.library.register_fake(_gradients)
+def _(q, k, v, obs_noise, process_noise, log_decay, *rest):
+    like = (q, k, v, obs_noise, process_noise, q.new_empty(0) if log_decay is None else log_decay, *rest[-2:])
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like)
+
+
+def _backward(
+    q, k, v, obs_noise, process_noise, log_decay, gain, rounded, scale, covariances, states, errors, inverses, rows,
+    grad_mean, grad_read, grad_after, grad_last,
+):  # fmt: skip
+    from kalmix.ops._dense.triton.backward import backward
+    from kalmix.ops._dense.triton.forward import Kept
+    from kalmix.ops._linear_memory.triton.forward import Results
+
+    segments, size = None if rows is None else unchecked(rows), tile_size(v.shape[1], v.dtype)
+    found = Kept(gain, rounded if rounded.numel() else gain, scale, covariances)
+    grads = (grad_mean, grad_read, grad_after, grad_last)
+    signals, results = (q, k, v, obs_noise, process_noise, log_decay), Results(grad_mean, states, errors, inverses)
+    return backward(*signals, found, results, segments, size, *grads)
+
+
+def _setup(ctx, inputs, output):
+    *signals, mean, covariance, rows, variance, _ = inputs
+    ctx.save_for_backward(*signals, *output[4:], rows)
+    ctx.mark_non_differentiable(*output[4:])
+    ctx.set_materialize_grads(False)
+    ctx.prior, ctx.dtype, ctx.variance = (mean.shape, covariance.shape), mean.dtype, variance
+
+
+def _adjoint(ctx, grad_mean, grad_read, grad_after, grad_last, *_):
+    *signals, rows = ctx.saved_tensors
+    v, (mean, covariance) = signals[2], ctx.prior
+    grad_mean = v.new_zeros(()).expand(v.shape) if grad_mean is None else grad_mean
+    grad_after = v.new_zeros((), dtype=ctx.dtype).expand(mean) if grad_after is None else grad_after
+    grad_last = v.new_zeros(covariance, dtype=torch.float32) if grad_last is None else grad_last
+    asked = grad_read if ctx.variance else None
+    *direct, by_decay, by_mean, by_covariance = _gradients(*signals, rows, grad_mean, asked, grad_after, grad_last)
+    return *direct, None if signals[5] is None else by_decay, by_mean, by_covariance, None, None, None
+
+
+register_backward(_filter, "kernel 'triton' of `dense`", _adjoint, _setup)

@@ -1,0 +1,76 @@
+"""`dense`, step by step: the recursion as it is written, for tests and for float64. Memory O(T K (K + V))."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import DenseBelief
+from kalmix.ops._dense.joseph import corrected, less
+from kalmix.ops._shared.step_loop import Reads, inside, owners, walk
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    obs_noise: Tensor,
+    process_noise: Tensor,
+    log_decay: Tensor | None,
+    angle: Tensor | None,
+    belief: DenseBelief,
+    segments: Segments | None,
+    variance: bool,
+) -> Filtered:
+    """Proposition 1 of Memory by Design, one token at a time, any autograd. See `kalmix.ops.dense`."""
+    batch, length, heads, _ = v.shape
+    dtype, width, owner = belief.mean.dtype, q.shape[3], owners(segments, batch, length)
+    q, k, v, process_noise, log_decay, angle = inside(owner, q, k, v, process_noise, log_decay, angle)
+    (obs_noise,) = inside(owner, obs_noise, absent=1.0)
+    q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
+    decay = k.new_ones(()).expand(v.shape[:3]) if log_decay is None else log_decay.to(dtype).exp()
+    decay = decay[..., None, None] if decay.ndim == 3 else decay.repeat(1, 1, 1, width // decay.shape[3])[..., None]
+    noise = process_noise.to(dtype)[..., None] * _diffusing(k, angle is not None)  # [B, T, G, K]
+    noises = (torch.diag_embed(noise), obs_noise.to(dtype)[..., None, None])
+    turns = [(None, None)] * length
+    if angle is not None:
+        turns = zip(*(x(angle.to(dtype))[..., None].unbind(1) for x in (torch.cos, torch.sin)), strict=True)
+    tokens = zip(*(x.unbind(1) for x in (q, k, v.to(dtype)[..., None, :], decay, *noises)), turns, strict=True)
+    reads, after = walk(_step, belief, tokens, owner)
+    return Filtered(reads[0].to(v.dtype), reads[1] if variance else None, after)
+
+
+def _diffusing(like: Tensor, paired: bool) -> Tensor:
+    """Which rows take process noise, `[K]`: all or, of pairs, the observed first half."""
+    width = like.shape[3]
+    return torch.arange(width, device=like.device) < (width // 2 if paired else width)
+
+
+def _step(
+    belief: DenseBelief,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    process: Tensor,
+    noise: Tensor,
+    turn: tuple[Tensor | None, Tensor | None],
+) -> tuple[Reads, DenseBelief]:
+    mean = decay * _turn(belief.mean, *turn)
+    covariance = decay * _turn((decay * _turn(belief.covariance, *turn)).mT, *turn) + process  # P is symmetric
+    warped = covariance @ key
+    gain = warped / (noise + key.mT @ warped)
+    mean = mean + gain * (value - key.mT @ mean)
+    moved = less(covariance, gain, warped.mT)
+    covariance = corrected(moved, moved, None, gain, key.mT, noise)
+    return ((query.mT @ mean)[..., 0, :], (query.mT @ covariance @ query)[..., 0]), DenseBelief(mean, covariance)
+
+
+def _turn(rows: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Every pair of rows of `[B, G, K, *]` turned by its angle."""
+    if cos is None or sin is None:
+        return rows
+    seen, hidden = rows.chunk(2, -2)
+    return torch.cat([cos * seen - sin * hidden, sin * seen + cos * hidden], -2)

@@ -1,0 +1,1 @@
+"""The op `diagonal`: independent Gaussian cells."""

@@ -1,0 +1,19 @@
+"""The kernels of the op `diagonal`, best first.
+
+Each module exports the same function, and none imports another:
+
+    diagonal(q, k, v, precision, log_decay, process_noise, belief, segments, variance) -> Filtered
+
+Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
+"""
+
+from kalmix.ops._diagonal import chunked, reference
+from kalmix.ops._diagonal import custom_op as fused
+from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
+from kalmix.validation import SINGLES
+
+KERNELS = (
+    Kernel("triton", fused.diagonal, devices=("cuda",), dtypes=SINGLES, max_key_width=128, triton=True),
+    Kernel("chunked", chunked.diagonal, pays_from=16),
+    Kernel("reference", reference.diagonal, serves=frozenset({TRANSFORMS, "dynamics that differ from token to token"})),
+)

@@ -1,0 +1,1 @@
+"""Triton kernels that `additive`, `delta` and `dense` share, and their custom op."""

@@ -1,0 +1,175 @@
+"""Linear memories in Triton as custom ops: the one implementation behind the Triton rows of `additive` and `delta`.
+
+The kernels are imported when they first run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import PointBelief
+from kalmix.ops._shared.custom_op import operator, register_backward
+from kalmix.segments import Segments, unchecked
+from kalmix.types import Filtered
+from kalmix.validation import SINGLES
+
+SERVED: dict[str, Any] = {  # what the rows say of themselves
+    "devices": ("cuda",),
+    "dtypes": SINGLES,
+    "max_key_width": 256,
+    "triton": True,
+    "rounds_products": True,
+}
+
+
+def filter_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor | None,
+    log_decay: Tensor | None,
+    belief: PointBelief,
+    segments: Segments | None,
+    corrects: bool,
+) -> Filtered:
+    """`kalmix.ops.delta` or, if it does not correct, `kalmix.ops.additive`.
+
+    Gradients are exact; for them it keeps a memory every `tile_size` tokens and, of corrections, their errors and the
+    inverses they came from.
+    """
+    tensors = (q, k, v, gain, log_decay, belief.mean)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    mean, last, *_ = _filter(*tensors, None if segments is None else segments.rows, corrects, keep)
+    return Filtered(mean, None, PointBelief(last))
+
+
+def tile_size(length: int, dtype: torch.dtype) -> int:
+    """Tokens a tile: small where there are few, and in float32, whose tiles take twice the room."""
+    if length <= 64:
+        return 16
+    return 32 if dtype == torch.float32 else 64
+
+
+def kept_shapes(
+    k: Tensor, v: Tensor, rows: Tensor | None, corrects: bool, keep: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Of memories at tile entries, errors, and inverses."""
+    batch, length, heads, width = v.shape
+    size = tile_size(length, v.dtype)
+    count = batch * ((length + size - 1) // size) if rows is None else batch * length // size + rows.shape[0]
+    states = (count, heads, k.shape[3], width) if keep else (0,)
+    return states, v.shape if keep and corrects else (0,), (*v.shape[:3], size) if keep and corrects else (0,)
+
+
+@operator("kalmix::memory_triton")
+def _filter(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor | None,
+    log_decay: Tensor | None,
+    prior: Tensor,
+    rows: Tensor | None,
+    corrects: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from kalmix.ops._shared.triton.compile_and_launch import perform, rehearse
+
+    inputs = (q, k, v, gain, log_decay, prior, rows, corrects, keep)
+    with torch.cuda.device_of(v):
+        rehearse(_there_and_back, *inputs)
+        return perform(_forward, *inputs)
+
+
+@torch.library.register_fake(_filter)
+def _(q, k, v, gain, log_decay, prior, rows, corrects, keep):
+    kept = (v.new_empty(shape) for shape in kept_shapes(k, v, rows, corrects, keep))
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device), prior.new_empty(prior.shape), *kept
+
+
+def _forward(q, k, v, gain, log_decay, prior, rows, corrects, keep):
+    from kalmix.ops._linear_memory.triton.forward import blank, forward
+    from kalmix.ops._shared.triton.tiles import cut_tokens
+
+    segments, size = None if rows is None else unchecked(rows), tile_size(v.shape[1], v.dtype)
+    cut = cut_tokens(v.shape[0], v.shape[1], size, segments, q)
+    results = blank(k, v, cut.count, size, corrects, cut.packed)
+    last = forward(q, k, v, gain, log_decay, prior, cut, corrects, results)
+    states, errors, inverses = (x if keep else v.new_empty(0) for x in results[1:])
+    return results.mean, last, states, errors, inverses
+
+
+def _there_and_back(*inputs):
+    """All that is going to run, for a rehearsal: most often there is no gradient for the final memory."""
+    *signals, _, rows, corrects, keep = inputs
+    mean, last, *kept = _forward(*inputs)
+    follow = (*signals, *kept, rows, mean, last.new_zeros(()).expand(last.shape), corrects)
+    if keep:
+        _backward(*follow)
+
+
+@operator("kalmix::memory_triton_backward")
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor | None,
+    log_decay: Tensor | None,
+    states: Tensor,
+    errors: Tensor,
+    inverses: Tensor,
+    rows: Tensor | None,
+    grad_mean: Tensor,
+    grad_last: Tensor,
+    corrects: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from kalmix.ops._shared.triton.compile_and_launch import perform
+
+    signals, kept = (q, k, v, gain, log_decay), (states, errors, inverses)
+    with torch.cuda.device_of(v):
+        return perform(_backward, *signals, *kept, rows, grad_mean, grad_last, corrects)
+
+
+@torch.library.register_fake(_gradients)
+def _(q, k, v, gain, log_decay, states, errors, inverses, rows, grad_mean, grad_last, corrects):
+    grads = (q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, gain, log_decay))
+    return *(x.contiguous() for x in grads), grad_last.new_empty(grad_last.shape)
+
+
+def _backward(q, k, v, gain, log_decay, states, errors, inverses, rows, grad_mean, grad_last, corrects):
+    from kalmix.ops._linear_memory.triton.backward import backward, blank
+    from kalmix.ops._linear_memory.triton.forward import Results
+    from kalmix.ops._shared.triton.tiles import cut_tokens
+
+    segments, kept = None if rows is None else unchecked(rows), Results(grad_mean, states, errors, inverses)
+    cut = cut_tokens(v.shape[0], v.shape[1], tile_size(v.shape[1], v.dtype), segments, q)
+    grads = blank(q, v, gain, log_decay, cut.packed)
+    dprior = backward(q, k, v, gain, log_decay, kept, cut, grad_mean, grad_last, corrects, grads)
+    dq, dk, dv, dgain, ddecay = grads.gathered(q, gain, log_decay)
+    return dq, dk, dv, dgain, ddecay, dprior
+
+
+def _setup(ctx, inputs, output):
+    *signals, prior, rows, corrects, _ = inputs
+    ctx.save_for_backward(*signals, *output[2:], rows)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+    ctx.prior, ctx.corrects = (prior.shape, prior.dtype), corrects
+
+
+def _adjoint(ctx, grad_mean, grad_last, *_):
+    *signals, states, errors, inverses, rows = ctx.saved_tensors
+    _q, _k, v, gain, log_decay = signals
+    shape, dtype = ctx.prior
+    grad_mean = v.new_zeros(()).expand(v.shape) if grad_mean is None else grad_mean
+    grad_last = v.new_zeros((), dtype=dtype).expand(shape) if grad_last is None else grad_last
+    grads = _gradients(*signals, states, errors, inverses, rows, grad_mean, grad_last, ctx.corrects)
+    dq, dk, dv, dgain, ddecay, dprior = grads
+    dgain, ddecay = (None if x is None else grad for x, grad in ((gain, dgain), (log_decay, ddecay)))
+    return dq, dk, dv, dgain, ddecay, dprior, None, None, None
+
+
+register_backward(_filter, "kernel 'triton' of `additive` and `delta`", _adjoint, _setup)

@@ -1,0 +1,157 @@
+"""The Triton row of `ridge`: custom ops around the kernels, which are imported when they first run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import RidgeBelief
+from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
+from kalmix.ops._ridge.tiles import tile_size
+from kalmix.ops._shared.custom_op import operator, register_backward
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+
+def ridge(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor | None,
+    mix: Tensor | None,
+    ridge: Ridge,
+    solver: Solver,
+    belief: RidgeBelief,
+    segments: Segments | None,
+    variance: bool,
+) -> Filtered:
+    """See `kalmix.ops.ridge`. Implicit gradients, for which it keeps the solutions, and H and U every 64 tokens."""
+    assert isinstance(solver, Chebyshev | ConjugateGradient)
+    dtype = v.dtype
+    if dtype == torch.float16:  # whose range 1 / ||H|| leaves
+        q, k, v = (x.float() for x in (q, k, v))
+    level = ridge.factor if isinstance(ridge, Adaptive) else ridge.value
+    rows = None if segments is None else segments.rows
+    conjugate = isinstance(solver, ConjugateGradient)
+    inputs = (q, k, v, log_decay, gain, mix, *belief)
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    options = (rows, isinstance(ridge, Adaptive), float(level), conjugate, solver.iterations, trains)
+    mean, read, cross, gram, *_ = _regress(*inputs, *options)
+    return Filtered(mean.to(dtype), read if variance else None, RidgeBelief(cross, gram))
+
+
+def _kept_shapes(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[tuple[int, ...], ...]:
+    """Of solutions, norms, and H and U at the entry of every tile."""
+    (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
+    size = tile_size(length, width, k.dtype)
+    tiles = batch * ((length + size - 1) // size) if rows is None else batch * length // size + rows.shape[0]
+    tokens, states = (batch, length, heads), (tiles, heads, width)
+    return (*tokens, width), (tiles, heads, size), (*states, width), (*states, values)
+
+
+@operator("kalmix::ridge_triton")
+def _regress(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor | None,
+    mix: Tensor | None,
+    cross: Tensor,
+    gram: Tensor,
+    rows: Tensor | None,
+    adaptive: bool,
+    level: float,
+    conjugate: bool,
+    iterations: int,
+    trains: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from kalmix.ops._ridge.triton.forward import forward
+    from kalmix.ops._shared.triton.compile_and_launch import rehearse
+
+    inputs = (q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, level, conjugate, iterations)
+    with torch.cuda.device_of(k):
+        rehearse(_there_and_back, trains, *inputs)
+        return forward(*inputs, tile_size(k.shape[1], k.shape[3], k.dtype))
+
+
+def _there_and_back(trains, q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, level, conjugate, iterations):
+    """All that is going to run, for a rehearsal."""
+    from kalmix.ops._ridge.triton.backward import backward
+    from kalmix.ops._ridge.triton.forward import forward
+
+    signals, size = (q, k, v, log_decay, gain, mix), tile_size(k.shape[1], k.shape[3], k.dtype)
+    options = (adaptive, level, conjugate, iterations, size)
+    found = forward(*signals, cross, gram, rows, *options)
+    if trains:
+        none = found[2].new_zeros(())
+        given = (found[0], None, none.expand(cross.shape), none.expand(gram.shape))
+        backward(*signals, *found[4:], rows, *given, *options)
+
+
+@torch.library.register_fake(_regress)
+def _(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
+    single = {"dtype": torch.float32, "device": k.device}
+    solution, norms, grams, crosses = _kept_shapes(k, v, rows)
+    last = (torch.empty(x.shape, **single) for x in (cross, gram))
+    kept = k.new_empty(solution), torch.empty(norms, **single), k.new_empty(grams), k.new_empty(crosses)
+    return v.new_empty(v.shape), torch.empty(*v.shape[:3], 1, **single), *last, *kept
+
+
+@operator("kalmix::ridge_triton_backward")
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor | None,
+    mix: Tensor | None,
+    solution: Tensor,
+    norms: Tensor,
+    grams: Tensor,
+    crosses: Tensor,
+    rows: Tensor | None,
+    to_mean: Tensor,
+    to_read: Tensor | None,
+    to_cross: Tensor,
+    to_gram: Tensor,
+    adaptive: bool,
+    level: float,
+    conjugate: bool,
+    iterations: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from kalmix.ops._ridge.triton.backward import backward
+
+    kept, given = (solution, norms, grams, crosses), (to_mean, to_read, to_cross, to_gram)
+    size = tile_size(k.shape[1], k.shape[3], k.dtype)
+    with torch.cuda.device_of(k):
+        options = (adaptive, level, conjugate, iterations)
+        return backward(q, k, v, log_decay, gain, mix, *kept, rows, *given, *options, size)
+
+
+@torch.library.register_fake(_gradients)
+def _(q, k, v, log_decay, gain, mix, solution, norms, grams, crosses, rows, to_mean, to_read, to_cross, to_gram, *_):
+    given = (k.new_empty(0) if x is None else x for x in (q, k, v, log_decay, gain, mix))
+    return (*(x.new_empty(x.shape) for x in (*given, to_cross, to_gram)),)
+
+
+def _setup(ctx, inputs, output):
+    *signals, cross, gram, rows, adaptive, level, conjugate, iterations, _ = inputs
+    ctx.save_for_backward(*signals, *output[4:], rows)
+    ctx.mark_non_differentiable(*output[4:])
+    ctx.set_materialize_grads(False)
+    ctx.priors, ctx.options = (cross.shape, gram.shape), (adaptive, level, conjugate, iterations)
+
+
+def _backward(ctx, to_mean, to_read, *rest):
+    *signals, solution, norms, grams, crosses, rows = ctx.saved_tensors
+    kept, v = (solution, norms, grams, crosses), signals[2]
+    to_mean = v.new_zeros(()).expand(v.shape) if to_mean is None else to_mean
+    to_last = (norms.new_zeros(()).expand(s) if x is None else x for x, s in zip(rest, ctx.priors, strict=False))
+    *grads, cross, gram = _gradients(*signals, *kept, rows, to_mean, to_read, *to_last, *ctx.options)
+    given = (None if x is None else grad for x, grad in zip(signals, grads, strict=True))
+    return *given, cross, gram, *[None] * 6
+
+
+register_backward(_regress, "kernel 'triton' of `ridge`", _backward, _setup)

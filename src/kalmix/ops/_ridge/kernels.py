@@ -1,0 +1,41 @@
+"""The kernels of the op `ridge`, best first.
+
+Each module exports the same function, and none imports another:
+
+    ridge(q, k, v, log_decay, gain, mix, ridge, solver, belief, segments, variance) -> Filtered
+
+Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
+"""
+
+from kalmix.ops._ridge import chunked, reference
+from kalmix.ops._ridge import custom_op as fused
+from kalmix.ops._ridge.solvers import Chebyshev, ConjugateGradient, Exact, Sketch, Solver
+from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
+from kalmix.validation import SINGLES
+
+UNROLLED = "unrolled gradients"
+_OTHERS = {ConjugateGradient: "conjugate gradients", Exact: "exact solutions", Sketch: "sketches"}
+
+
+def needs_of(solver: Solver) -> frozenset[str]:
+    """What a solver asks of a kernel that only some serve."""
+    if isinstance(solver, Chebyshev):
+        return frozenset({UNROLLED} if solver.backward == "unrolled" else ())
+    return frozenset({_OTHERS[type(solver)]})
+
+
+KERNELS = (
+    Kernel(
+        "triton",
+        fused.ridge,
+        devices=("cuda",),
+        dtypes=SINGLES,
+        max_key_width=256,
+        max_single_width=128,
+        serves=frozenset({_OTHERS[ConjugateGradient]}),
+        triton=True,
+        rounds_products=True,
+    ),
+    Kernel("chunked", chunked.ridge, pays_from=8, serves=frozenset(_OTHERS.values())),
+    Kernel("reference", reference.ridge, serves=frozenset({TRANSFORMS, UNROLLED, *_OTHERS.values()})),
+)

@@ -1,0 +1,194 @@
+"""Regularised normal equations S = H + ridge I of tokens, scaled to a spectrum about 1, and how solvers solve them.
+
+With m the middle of the spectrum [ridge, ridge + ||H||_F], S / m has its spectrum in [1 - rho, 1 + rho]; a solver sees
+only S / m. For an adaptive ridge rho is the same for every token, and nothing overflows however small H is. A ridge
+below eps ||H||_F is lost in the rounding of H, whose least eigenvalues may then be negative: it is raised to that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from kalmix.ops._ridge.solvers import NOTHING, Adaptive, Chebyshev, ConjugateGradient, Exact, Ridge, Sketch, Solver
+
+Rho = Tensor | float
+
+
+class Scale(NamedTuple):
+    """How tokens `[..., 1]` are scaled."""
+
+    inverse: Tensor  # 1 / m, 0 where there is nothing
+    shift: Tensor | float  # ridge / m
+    rho: Rho
+
+
+def scale_of(ridge: Ridge, norm: Tensor) -> Scale:
+    """Return the scale of systems whose H has Frobenius norm `norm`; NaN where its square overflowed."""
+    if isinstance(ridge, Adaptive):
+        factor, something = _factor(ridge, norm.dtype), norm > NOTHING
+        middle = factor + 0.5
+        inverse = torch.where(something, 1 / torch.where(something, middle * norm, 1.0), 0.0)
+        return Scale(_unless_infinite(inverse, norm), factor / middle, 0.5 / middle)
+    level = ridge_of(ridge, norm)
+    inverse = 1 / (level + norm / 2)
+    return Scale(_unless_infinite(inverse, norm), level * inverse, norm / 2 * inverse)
+
+
+def ridge_of(ridge: Ridge, norm: Tensor) -> Tensor:
+    """Return lambda, differentiable in the norm of H: at least as much of it as the dtype resolves."""
+    if isinstance(ridge, Adaptive):
+        return _factor(ridge, norm.dtype) * norm
+    return (torch.finfo(norm.dtype).eps * norm).clamp(min=ridge.value)
+
+
+def _factor(ridge: Adaptive, dtype: torch.dtype) -> float:
+    return max(ridge.factor, torch.finfo(dtype).eps)
+
+
+def _unless_infinite(x: Tensor, norm: Tensor) -> Tensor:
+    return torch.where(norm < torch.inf, x, torch.nan)
+
+
+def norm_of(square: Tensor) -> Tensor:
+    """The root of a squared norm, 0 with gradient 0 where there is nothing."""
+    nothing = square <= NOTHING**2
+    return torch.where(nothing, 0.0, torch.where(nothing, 1.0, square).sqrt())
+
+
+class System(Protocol):
+    """S / m of some tokens."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """S x / m, `[..., K]`."""
+        ...
+
+    def matrix(self) -> Tensor:
+        """`[..., K, K]`."""
+        ...
+
+    def within(self, basis: Tensor) -> Self:
+        """Restricted to a subspace, given an orthonormal basis `[K, dim]`."""
+        ...
+
+
+class Matrices(NamedTuple):
+    """Systems written out."""
+
+    entries: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        return (self.entries @ x[..., None])[..., 0]
+
+    def matrix(self) -> Tensor:
+        return self.entries
+
+    def within(self, basis: Tensor) -> Matrices:
+        return Matrices(basis.mT @ self.entries @ basis)
+
+
+def solve(solver: Solver, system: System, rhs: Tensor, rho: Rho) -> Tensor:
+    """What `solver` takes for m S^{-1} rhs, `[..., K]`."""
+    if isinstance(solver, Chebyshev):
+        return chebyshev(system.apply, rhs, rho, solver.iterations)
+    if isinstance(solver, ConjugateGradient):
+        return conjugate_gradient(system.apply, rhs, solver.iterations)
+    if isinstance(solver, Exact):
+        return torch.cholesky_solve(rhs[..., None], factor_of(system.matrix()))[..., 0]
+    basis = basis_of(solver, rhs)
+    return solve(solver.solver, system.within(basis), rhs @ basis, rho) @ basis.mT
+
+
+def factor_of(matrix: Tensor) -> Tensor:
+    """Return the lower Cholesky factors of systems S / m, `[..., K, K]`, whose eigenvalues are at most 2.
+
+    Where there is none, since rounding of a long sum outweighs the ridge, the ridge is raised to what a factorisation
+    resolves (Higham, Accuracy and Stability, theorem 10.7); if need be, to the root of the dtype's precision.
+    """
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    width, eps = matrix.shape[-1], torch.finfo(matrix.dtype).eps
+    eye = torch.eye(width, dtype=matrix.dtype, device=matrix.device)
+    for share in (width * (width + 1) * eps, eps**0.5):
+        if matrix.device.type == "cpu" and not failed.any():
+            break
+        raised, lost = torch.linalg.cholesky_ex(matrix + share * eye)
+        factor, failed = torch.where((failed > 0)[..., None, None], raised, factor), torch.where(failed > 0, lost, 0)
+    return factor
+
+
+def chebyshev(apply: Callable[[Tensor], Tensor], rhs: Tensor, rho: Rho, iterations: int) -> Tensor:
+    """Algorithm 1 of Gated KalmaNet, for a spectrum in [1 - rho, 1 + rho]."""
+    before, x = torch.zeros_like(rhs), rhs
+    for weight in chebyshev_weights(rho, iterations):
+        before, x = x, x - weight * (apply(x) - rhs) + (weight - 1) * (x - before)
+    return x
+
+
+def chebyshev_weights(rho: Rho, iterations: int) -> list[Rho]:
+    """The weight of every iteration, between 1 and 2."""
+    weights: list[Rho] = []
+    for _ in range(iterations):
+        weights.append(4 / (4 - rho**2 * (weights[-1] if weights else 2.0)))
+    return weights
+
+
+def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, iterations: int) -> Tensor:
+    """Hestenes and Stiefel's, from 0: the iterate with the smallest residual, which may grow on the way.
+
+    A token stays where it is once its residual is rounding, or its curvature not positive: what follows is noise.
+    """
+    x, residual, direction = torch.zeros_like(rhs), rhs, rhs
+    square = residual.square().sum(-1, keepdim=True)
+    best, smallest = x, square
+    least = (0.1 * torch.finfo(rhs.dtype).eps) ** 2 * square
+    for _ in range(iterations):
+        image = apply(direction)
+        step = ratio(square, (direction * image).sum(-1, keepdim=True))
+        x, last = torch.addcmul(x, step, direction), square
+        residual = torch.addcmul(residual, step, image, value=-1)
+        square = residual.square().sum(-1, keepdim=True)
+        best = torch.lerp(best, x, (square < smallest).to(x.dtype))  # by 0 or 1: sooner than `where` on a CPU
+        smallest = torch.minimum(square, smallest)
+        square = square * ((square > least) & (step > 0))
+        direction = torch.addcmul(residual, ratio(square, last), direction)
+    return best
+
+
+def ratio(above: Tensor, below: Tensor) -> Tensor:
+    """Return a quotient, 0 where there is nothing to divide by; not to be differentiated."""
+    return torch.where(below > 0, above / below, 0.0)
+
+
+def basis_of(sketch: Sketch, like: Tensor) -> Tensor:
+    """The orthonormal basis `[K, dim]` of a sketch, in the dtype and on the device of `like` `[..., K]`.
+
+    A subsampled randomised cosine transform: `dim` evenly spread cosines of keys with random signs.
+    """
+    width = like.shape[-1]
+    dim = min(sketch.dim, width)
+    key, column = (torch.arange(n, dtype=torch.float64, device=like.device) for n in (width, dim))
+    frequency = (column * width / dim).floor()
+    cosines = torch.cos((key[:, None] + 0.5) * frequency * math.pi / width)
+    one = torch.ones_like(frequency)
+    signs = torch.where(torch.sin((key + 1) * (12.9898 + sketch.seed)) < 0, -1.0, 1.0)
+    length = (torch.where(frequency == 0, one, 2 * one) / width).sqrt()
+    return (signs[:, None] * cosines * length).to(like.dtype)
+
+
+def packed(solver: Solver) -> list[int]:
+    """A solver as an operator takes it, but for how gradients go back: kind, iterations; of a sketch dim and seed."""
+    within = solver.solver if isinstance(solver, Sketch) else solver
+    kind = (Chebyshev, ConjugateGradient, Exact).index(type(within))
+    sketch = [solver.dim, solver.seed] if isinstance(solver, Sketch) else []
+    return [kind, 0 if isinstance(within, Exact) else within.iterations, *sketch]
+
+
+def unpacked(code: list[int]) -> Solver:
+    """The solver again."""
+    kind, iterations, *sketch = code
+    within = Exact() if kind == 2 else ConjugateGradient(iterations) if kind == 1 else Chebyshev(iterations)
+    return Sketch(sketch[0], within, sketch[1]) if sketch else within

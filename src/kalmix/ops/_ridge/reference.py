@@ -1,0 +1,57 @@
+"""`ridge`, step by step: every system written out, for tests, for float64 and for unrolled gradients.
+
+Memory for training O(T K (K + V)).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import RidgeBelief
+from kalmix.ops._ridge.dense_solve import solution
+from kalmix.ops._ridge.linear_solvers import norm_of, ridge_of, scale_of
+from kalmix.ops._ridge.solvers import Ridge, Solver
+from kalmix.ops._shared.step_loop import Reads, inside, owners, walk
+from kalmix.segments import Segments
+from kalmix.types import Filtered
+
+
+def ridge(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor | None,
+    mix: Tensor | None,
+    ridge: Ridge,
+    solver: Solver,
+    belief: RidgeBelief,
+    segments: Segments | None,
+    variance: bool,
+) -> Filtered:
+    """Gated KalmaNet one token at a time, any autograd. See `kalmix.ops.ridge`."""
+    batch, length, heads, _ = v.shape
+    dtype, owner = belief.gram.dtype, owners(segments, batch, length)
+    q, k, v, log_decay, gain, mix = inside(owner, q, k, v, log_decay, gain, mix)
+
+    def signal(x: Tensor | None, absent: float) -> Tensor:
+        return k.new_full(v.shape[:3], absent, dtype=dtype) if x is None else x.to(dtype)
+
+    q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
+    signals = (signal(log_decay, 0.0).exp(), signal(gain, 1.0), signal(mix, 1.0))
+    tokens = zip(*(x.unbind(1) for x in (q, k, v.to(dtype), *(s[..., None] for s in signals))), strict=True)
+
+    def step(
+        now: RidgeBelief, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, weight: Tensor, share: Tensor
+    ) -> tuple[Reads, RidgeBelief]:
+        written = (weight * key)[..., None]
+        cross = decay[..., None] * now.cross + written * value[..., None, :]
+        gram = decay[..., None] * now.gram + written * key[..., None, :]
+        norm = norm_of(gram.square().sum((-2, -1)))[..., None]
+        x = solution(solver, gram, ridge_of(ridge, norm), scale_of(ridge, norm), query)
+        mixed = torch.lerp(query, x, share)
+        return ((mixed[..., None, :] @ cross)[..., 0, :], (query * x).sum(-1, keepdim=True)), RidgeBelief(cross, gram)
+
+    reads, after = walk(step, belief, tokens, owner)
+    return Filtered(reads[0].to(v.dtype), reads[1] if variance else None, after)

@@ -1,0 +1,92 @@
+"""Checks that ops share."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kalmix.errors import ArgumentError
+from kalmix.segments import Segments
+from kalmix.types import belief_dtype
+from kalmix.validation import FLOATS, check_flag, check_kind, check_range, check_shape, check_values
+
+B = TypeVar("B", bound=tuple)
+
+
+def check_tokens(q: Tensor, k: Tensor, v: Tensor, variance: bool = False) -> dict[str, int]:
+    """Check what ops take: q, k `[B, T, H, K]` and v `[B, T, G, V]`, of one dtype, and a flag; return the sizes."""
+    check_flag("variance", variance)
+    sizes: dict[str, int] = {}
+    for name, signal, layout in (("q", q, "B T H K"), ("k", k, "B T H K"), ("v", v, "B T G V")):
+        check_shape(name, signal, layout, sizes)
+    check_heads(sizes)
+    check_kind("q", q, FLOATS, q.device)
+    for name, signal in (("q", q), ("k", k), ("v", v)):
+        check_kind(name, signal, (q.dtype,), q.device)
+        check_range(name, signal)
+    return sizes
+
+
+def check_signal(
+    name: str,
+    signal: Tensor,
+    layouts: tuple[str, ...],
+    sizes: dict[str, int],
+    like: Tensor,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+) -> None:
+    """Check a signal that has one of `layouts`, in the dtype of `like` or of its belief, between two bounds."""
+    fits = [layout for layout in layouts if len(layout.split()) == getattr(signal, "ndim", 0)]
+    check_shape(name, signal, fits[0] if fits else layouts[0], sizes)
+    check_kind(name, signal, (like.dtype, belief_dtype(like.dtype)), like.device)
+    check_range(name, signal, least=least, most=most)
+
+
+def check_heads(sizes: dict[str, int]) -> None:
+    """Value heads must be a multiple of key heads."""
+    if sizes["H"] == 0 or sizes["G"] % sizes["H"]:
+        raise ArgumentError("v", got=f"of {sizes['G']} heads", needs=f"of a multiple of the {sizes['H']} key heads")
+
+
+def check_segments(segments: Segments | None, batch: int, length: int, device: torch.device) -> int:
+    """Check that segments fit a batch; returns N, the number of sequences."""
+    if segments is None:
+        return batch
+    if not isinstance(segments, Segments):
+        raise ArgumentError("segments", got=type(segments).__name__, needs="kalmix.Segments")
+    rows = segments.rows
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != 3:
+        check_shape("segments.rows", rows, "N 3", {"3": 3})
+    check_kind("segments", rows, (torch.int32,), device)
+    if check_values(rows) and rows.shape[0]:
+        least, (row, _, stop) = (bound.tolist() for bound in rows.aminmax(dim=0))
+        if min(least) < 0 or row >= batch or stop > length:
+            raise ArgumentError(
+                "segments",
+                got=f"up to batch row {row} and token {stop}",
+                needs=f"within batch {batch} and length {length}",
+            )
+    return rows.shape[0]
+
+
+def check_belief(belief: Any, prior: B, layouts: tuple[str, ...], sizes: dict[str, int]) -> B:
+    """The belief given, checked against `prior`, its default (of the right type, dtype and device); else `prior`."""
+    if belief is None:
+        return prior
+    kind = type(prior)
+    if not isinstance(belief, kind):
+        raise ArgumentError("belief", got=type(belief).__name__, needs=f"a {kind.__name__}")
+    for field, part, default, layout in zip(prior._fields, belief, prior, layouts, strict=True):  # type: ignore[attr-defined]
+        check_shape(f"belief.{field}", part, layout, sizes)
+        check_kind(f"belief.{field}", part, (default.dtype,), default.device)
+        check_range(f"belief.{field}", part, least=0.0 if field == "variance" else None)
+    return belief
+
+
+def copied(belief: B) -> B:
+    """The belief passed through, as new tensors."""
+    return type(belief)(*(part.clone() for part in belief))

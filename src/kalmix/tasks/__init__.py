@@ -1,9 +1,0 @@
-"""Benchmarks: what each asks, how it is scored. `kalmix.training` trains on them, `kalmix.cli` shows the scores.
-
-Those whose data are rows of integers have one door: `make("mad/selective-copying", seed=12345, train=64, test=64)`.
-"""
-
-from kalmix.tasks.catalogue import TASKS, make, task
-from kalmix.tasks.task import Data, Published, Rows, Task
-
-__all__ = ["TASKS", "Data", "Published", "Rows", "Task", "make", "task"]

@@ -1,6 +1,0 @@
-"""Running the numerical studies of solvers: what each measures at which size, and one line a finished one."""
-
-from kalmix.training.solvers.protocol import PRESETS, STUDIES, Cell, Preset
-from kalmix.training.solvers.results import run
-
-__all__ = ["PRESETS", "STUDIES", "Cell", "Preset", "run"]
