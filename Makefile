@@ -27,11 +27,11 @@ bench: setup  ## time every kernel on this machine and write a dated file under 
 setup: $(VENV)/.installed
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA to a machine without a GPU.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml bench/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kalmix needs Python >= 3.11; name one with PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e 'bench[baselines]'
 	touch $@
 
 clean:

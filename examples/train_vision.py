@@ -13,11 +13,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from kalmix_bench.experiments.vision.recipe import DIGITS, VisionRecipe
-from kalmix_bench.experiments.vision.run import train
 from transformers import TrainerCallback
 
 from kalmix.layers import MIXERS
+from kalmix_bench.experiments.vision.recipe import DIGITS, VisionRecipe
+from kalmix_bench.experiments.vision.run import train
 
 
 class Printed(TrainerCallback):

@@ -24,7 +24,8 @@ class Segments(NamedTuple):
 
     A run may be empty (start = stop). Beliefs have one entry a run, in the order of `rows`.
 
-    Every constructor checks: shape and dtype always, values where they may be looked at (`kalmix.validation`). Functions
+    Every constructor checks: shape and dtype always, values where they may be looked at (`kalmix.validation`).
+    Functions
     that map over trees of tensors may put other objects in the place of `rows`; ops refuse those.
 
     Raises:

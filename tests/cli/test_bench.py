@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from kalmix_bench.experiments.collision import results
 
 PNG = b"\x89PNG\r\n"

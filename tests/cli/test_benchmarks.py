@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from kalmix_bench.experiments import all as bench_all
 from kalmix_bench.experiments.recall import Cell, Part, Protocol, Shape, presets
 from kalmix_bench.experiments.recall.presets import BENCHES, Study, cells

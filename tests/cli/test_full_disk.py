@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from kalmix_bench.experiments.recall import Part, Protocol, Shape, presets
 from kalmix_bench.experiments.recall import evaluation_callback as judge
 

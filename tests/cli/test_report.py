@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kalmix_bench.datasets import TASKS
 from kalmix_bench.experiments.recall import LAYERS
 from kalmix_bench.experiments.recall.presets import BENCHES

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from kalmix_bench.experiments.sde import PRESETS, Protocol
 from kalmix_bench.experiments.sde import report as sde_report
 

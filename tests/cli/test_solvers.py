@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from kalmix.analysis.plots.style import COLOURS
 from kalmix_bench.experiments.solvers import PRESETS, STUDIES, Cell, run
 from kalmix_bench.experiments.solvers.conditions import Conditions
 from kalmix_bench.experiments.solvers.convergence import Convergence
@@ -14,8 +16,6 @@ from kalmix_bench.experiments.solvers.figures import _colours
 from kalmix_bench.experiments.solvers.gradients import Gradients
 from kalmix_bench.experiments.solvers.reversal import Reversal
 from kalmix_bench.runner.cells import Results
-
-from kalmix.analysis.plots.style import COLOURS
 
 PNG = b"\x89PNG\r\n"
 TINY = {

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from kalmix import kernels
+from kalmix import ops
 from kalmix.ops._shared.triton import compile_and_launch as triton_launch
 
 
 def import_kernels() -> None:
     """Kernels are interpreted if they are when they are imported: before notes are taken, for the tests behind."""
-    for module in pkgutil.walk_packages(kernels.__path__, "kalmix.kernels."):
+    for module in pkgutil.walk_packages(ops.__path__, "kalmix.ops."):
         if ".triton" in module.name:
             import_module(module.name)
 

@@ -19,7 +19,7 @@ from kalmix.ops._dense.triton import backward as triton_backward
 from kalmix.ops._dense.triton import forward as triton
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
-TWINS = [("advance", triton._advance), ("retreat", triton_backward._retreat)]
+TWINS = [("forward", triton._advance), ("backward", triton_backward._retreat)]
 OPTIONS = {"BLOCK": 16, "WINDOW": 64, "PACKED": 1, "KEEP": 1, "VARIANCE": 1}
 
 
@@ -34,18 +34,18 @@ def test_takes_what_its_twin_in_triton_takes(name, twin):
 
 @pytest.mark.parametrize("lanes", [16, 32, 64, 128])
 def test_leaves_to_triton_what_is_not_on_hopper(lanes):
-    assert cuda.on_hopper("advance", "Triton's", torch.zeros(1), lanes) == "Triton's"
+    assert cuda.on_hopper("forward", "Triton's", torch.zeros(1), lanes) == "Triton's"
 
 
 @GPU
 @pytest.mark.parametrize("lanes", [16, 32, 64, 128])
 def test_serves_wide_covariances_on_hopper(lanes):
     serves = torch.cuda.get_device_capability() == cuda.HOPPER and lanes >= 64
-    assert isinstance(cuda.on_hopper("advance", None, torch.zeros(1, device="cuda"), lanes), cuda.Chain) == serves
+    assert isinstance(cuda.on_hopper("forward", None, torch.zeros(1, device="cuda"), lanes), cuda.Chain) == serves
 
 
 @pytest.mark.skipif(cuda.library() is None, reason="torch comes without NVRTC here")
-@pytest.mark.parametrize("name", ["advance", "retreat"])
+@pytest.mark.parametrize("name", ["forward", "backward"])
 @pytest.mark.parametrize(("K", "P", "DECAY"), [(40, 64, 2), (128, 128, 1)])
 def test_compiles(name, K, P, DECAY):
     options = {**OPTIONS, "K": K, "P": P, "DECAY": DECAY}

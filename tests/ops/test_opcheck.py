@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from kalmix_bench.experiments.recall import deterministic_embedding as lookup
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from kalmix.testing.cases import PROBLEMS, Case, outputs
 from kalmix.testing.measure import learnable
+from kalmix_bench.experiments.recall import deterministic_embedding as lookup
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 CASES = {  # which call runs an op, forward and backward

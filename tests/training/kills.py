@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from kalmix_bench.experiments.recall import Part, Protocol, Shape, presets
-from kalmix_bench.experiments.recall import evaluation_callback as judge
-from kalmix_bench.experiments.recall.trainer import CellTrainer
 from safetensors.torch import load_file
 
 from kalmix.cli import main
 from kalmix.training.trainer import FilterTrainer
+from kalmix_bench.experiments.recall import Part, Protocol, Shape, presets
+from kalmix_bench.experiments.recall import evaluation_callback as judge
+from kalmix_bench.experiments.recall.trainer import CellTrainer
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"}
 KILLS = 3  # of one run, at most

@@ -8,14 +8,14 @@ from importlib.metadata import version
 import pytest
 import torch
 import torch.nn.functional as F
-from kalmix_bench.experiments.recall.baselines import BASELINES, MLSTM, RWKV7, Mamba1, miscompiled
-from kalmix_bench.experiments.recall.models import Shape, build
 from torch import Tensor
 
 from kalmix import ops
 from kalmix.errors import ArgumentError
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.segments import Segments
+from kalmix_bench.experiments.recall.baselines import BASELINES, MLSTM, RWKV7, Mamba1, miscompiled
+from kalmix_bench.experiments.recall.models import Shape, build
 
 WIDTH, TOKENS = 16, 21
 

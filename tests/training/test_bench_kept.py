@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+from kalmix.errors import ArgumentError
 from kalmix_bench.experiments.recall import Cell, Part, Protocol, Shape, run
 from kalmix_bench.experiments.recall import beliefs as bench_beliefs
 from kalmix_bench.experiments.recall.checkpoints import cell_of, kept, restored
 from kalmix_bench.experiments.recall.data import draw
 from kalmix_bench.runner.cells import Results
-
-from kalmix.errors import ArgumentError
 
 COPY = Cell(
     "mad/selective-copying",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+
 from kalmix_bench.experiments.recall.deterministic_embedding import _Lookup
 
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from kalmix_bench.experiments.recall import LAYERS, Cell, Part, Protocol, Shape
-from kalmix_bench.experiments.recall.layers import layer, sized, state_size
-from kalmix_bench.experiments.recall.models import AutoEncoder, Tagger, build, sinusoids
-from kalmix_bench.experiments.recall.trainer import factor
 
 from kalmix import ArgumentError
 from kalmix.analysis.layer_diagnostics import look
 from kalmix.layers.modules import ShortConvolution
 from kalmix.models.losses import marginal_likelihood
+from kalmix_bench.experiments.recall import LAYERS, Cell, Part, Protocol, Shape
+from kalmix_bench.experiments.recall.layers import layer, sized, state_size
+from kalmix_bench.experiments.recall.models import AutoEncoder, Tagger, build, sinusoids
+from kalmix_bench.experiments.recall.trainer import factor
 
 MAD = Shape(128, state=2048)  # Table 11 of Kalman Linear Attention
 ELSEWHERE = {"mamba-1", "mlstm", "rwkv-7", "attention"}

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from kalmix_bench.datasets import Rows
 from kalmix_bench.datasets.metrics import micro
 from kalmix_bench.experiments.recall import Cell, Part, Protocol, Shape, run, trainer

@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kalmix_bench.experiments.recall import evaluation_callback as judge
-from kalmix_bench.experiments.recall import run, trainer
-from kalmix_bench.runner.cells import Results, digest
 
 from kalmix import ArgumentError
 from kalmix.errors import FormatError
 from kalmix.training import Recipe, schedule
 from kalmix.training.checkpoints import newest, saved
 from kalmix.training.run import train
+from kalmix_bench.experiments.recall import evaluation_callback as judge
+from kalmix_bench.experiments.recall import run, trainer
+from kalmix_bench.runner.cells import Results, digest
 
 from .test_bench_run import COPY, CPU, found
 from .test_run import Kill

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from kalmix_bench.experiments.sde.results import Results, learned
-from kalmix_bench.experiments.vision.run import load as load_vision
 from safetensors.torch import save_file
 
 from kalmix import ArgumentError
 from kalmix.models.convert import load_gated_deltanet
 from kalmix.models.convert_kalmanet import load_gated_kalmanet
+from kalmix_bench.experiments.sde.results import Results, learned
+from kalmix_bench.experiments.vision.run import load as load_vision
 
 
 class Attack:

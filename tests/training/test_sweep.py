@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from kalmix_bench.runner.cells import Results, digest
-from kalmix_bench.runner.scheduler import CellError, run
 
 from kalmix import ArgumentError
+from kalmix_bench.runner.cells import Results, digest
+from kalmix_bench.runner.scheduler import CellError, run
 
 CPU = torch.device("cpu")
 

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
+from transformers import TrainerCallback
+
+from kalmix.errors import ArgumentError
 from kalmix_bench.experiments.vision import data as vision_data
 from kalmix_bench.experiments.vision.data import Digits, Folder, augmented, centred, mixed
 from kalmix_bench.experiments.vision.data import load as load_images
 from kalmix_bench.experiments.vision.recipe import DIGITS, VisionRecipe
 from kalmix_bench.experiments.vision.run import build, load, train
-from PIL import Image
-from transformers import TrainerCallback
-
-from kalmix.errors import ArgumentError
 
 SMALL = replace(DIGITS, size=32, depths=(1, 1, 2, 1), windows=(2, 1), batch=32, warmup=0.2, shift=2)
 

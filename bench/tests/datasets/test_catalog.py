@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from kalmix_bench.datasets import TASKS, make
 
 from kalmix import ArgumentError
+from kalmix_bench.datasets import TASKS, make
 
 EVERY = pytest.mark.parametrize("name", TASKS)
 

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from kalmix_bench.datasets import TASKS, make
-from kalmix_bench.datasets.mad.draws import Draws
 
 from kalmix import ArgumentError
+from kalmix_bench.datasets import TASKS, make
+from kalmix_bench.datasets.mad.draws import Draws
 
 from .rows import digest, ids, wanted
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from kalmix_bench.datasets.metrics import IGNORED, by_row, macro, mean_of_rows, micro, string_match, whole_rows
 
 from kalmix import ArgumentError
+from kalmix_bench.datasets.metrics import IGNORED, by_row, macro, mean_of_rows, micro, string_match, whole_rows
 
 WANTED = np.array([[0, 1, 1, 2, IGNORED]])
 GIVEN = np.array([[0, 1, 0, 2, 2]])

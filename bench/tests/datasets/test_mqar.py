@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+
+from kalmix import ArgumentError
 from kalmix_bench.datasets import TASKS, make
 from kalmix_bench.datasets.mqar import shared, zoology
 from kalmix_bench.datasets.mqar.settings import Settings, UpdateSettings
-
-from kalmix import ArgumentError
 
 from .rows import digest, ids, wanted
 

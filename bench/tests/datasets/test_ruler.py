@@ -8,12 +8,12 @@ from itertools import islice
 
 import numpy as np
 import pytest
+
+from kalmix import ArgumentError
 from kalmix_bench.datasets import TASKS, make
 from kalmix_bench.datasets.ruler import Prompts, counting, needles, tracking
 from kalmix_bench.datasets.ruler.haystacks import Pairs, sentences, vocabulary
 from kalmix_bench.datasets.ruler.prompts import END, matched
-
-from kalmix import ArgumentError
 
 NEEDLE = needles.NeedleSettings
 MANY = {"type_haystack": "essay", "type_needle_k": "numbers", "type_needle_v": "uuids", "num_needle_v": 3}

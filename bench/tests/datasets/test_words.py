@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from kalmix_bench.datasets import make, words
-from kalmix_bench.datasets.words import Settings, every, table
 
 from kalmix import ArgumentError
+from kalmix_bench.datasets import make, words
+from kalmix_bench.datasets.words import Settings, every, table
 
 from .rows import digest, ids
 

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+
+from kalmix import ArgumentError
 from kalmix_bench.datasets.collision.sequences import Crowd, Episode, Pairs, beside, projection, scores
 from kalmix_bench.datasets.seeds import STREAMS, stream_seed
 from kalmix_bench.experiments.collision.models import OBS_NOISE, PRIOR, RESET, UPDATES, Recaller
 from kalmix_bench.experiments.collision.protocol import STUDIES, Cell, Protocol
 from kalmix_bench.experiments.collision.trainer import _clip, train
 from kalmix_bench.experiments.collision.trainer import test as judge
-
-from kalmix import ArgumentError
 
 CPU = torch.device("cpu")
 PAIRS, CROWD = Pairs(), Crowd()

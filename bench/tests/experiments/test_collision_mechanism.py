@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
+
+import kalmix
 from kalmix_bench.experiments.collision import mechanism as mech
 from kalmix_bench.experiments.collision.mechanism import A, B, Setting
 from kalmix_bench.experiments.collision.predictions import first_predicted, floor, predictions
-
-import kalmix
 
 SETTING = Setting()
 # Table E.4.3: overlap, margin of the Bayesian Layer, margin of the reset. The paper prints 0.34 where it gets 0.33497.

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from kalmix import ArgumentError
+from kalmix.errors import NonFiniteError
 from kalmix_bench.datasets.sde.settings import SETTINGS
 from kalmix_bench.datasets.sde.trajectories import Trajectories
 from kalmix_bench.experiments.sde import REFERENCES, Cell, Protocol, Results, learn, learned, run
+from kalmix_bench.experiments.sde import figures as plots
 from kalmix_bench.experiments.sde.models import MODELS, Filtering
 from kalmix_bench.experiments.sde.scores import errors
-
-from kalmix import ArgumentError
-from kalmix.analysis import plots
-from kalmix.errors import NonFiniteError
 
 CPU = torch.device("cpu")
 TINY = Protocol(epochs=2, batch=4, channels=8, train=8, validation=4, test=4)

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+
+from kalmix.analysis.diffusions import sample_backwards
 from kalmix_bench.datasets.sde.co2 import windows
 from kalmix_bench.datasets.sde.systems import SPIRAL, System, drift_of
 from kalmix_bench.datasets.sde.trajectories import Sampling, simulate
 from kalmix_bench.experiments.sde.references import Gaussian, kalman
 from kalmix_bench.experiments.sde.scores import errors
 from kalmix_bench.experiments.sde.structural import structural
-from torch import Tensor
-
-from kalmix.analysis.diffusions import sample_backwards
 
 PAPER = System(SPIRAL, 0.3, 0.5, step=0.01)
 

@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from kalmix import ArgumentError
+from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, ridge
+from kalmix.ops._ridge import linear_solvers as ops
 from kalmix_bench.experiments.solvers import tokens as tokens_
 from kalmix_bench.experiments.solvers.conditions import Conditions, conditions
 from kalmix_bench.experiments.solvers.convergence import Convergence, precisions, residuals
@@ -15,11 +20,6 @@ from kalmix_bench.experiments.solvers.iterations import by_residuals, chebyshev,
 from kalmix_bench.experiments.solvers.reversal import Reversal, bounds, fixed_point, reversals
 from kalmix_bench.experiments.solvers.systems import ARITHMETICS, Systems
 from kalmix_bench.experiments.solvers.tokens import KINDS, draw
-from torch import Tensor
-
-from kalmix import ArgumentError
-from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, ridge
-from kalmix.ops._ridge import linear_solvers as ops
 
 CPU = torch.device("cpu")
 

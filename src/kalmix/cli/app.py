@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ try:
     from rich.console import Console
 except ImportError:
     sys.exit("the command line needs typer and rich: pip install 'kalmix[all]'")
-
-from kalmix_bench import cli as bench
 
 from kalmix.cli import doctor, explain, generate, inspect, report, train
 
@@ -29,7 +28,19 @@ app = typer.Typer(
 )
 for command in (train, report, generate, inspect, explain, doctor):
     app.command(name=command.__name__.rpartition(".")[2])(command.run)
-app.add_typer(bench.app)
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    rich_help_panel="With kalmix-bench",
+)
+def bench(context: typer.Context) -> None:
+    """Run the experiments of the papers, one a command."""
+    found = entry_points(group="kalmix.commands", name="bench")
+    if not found:
+        raise ImportError("`kalmix bench` needs the package kalmix-bench; pip install kalmix-bench")
+    next(iter(found)).load()(context.args, prog_name="kalmix bench")
 
 
 def main() -> None:

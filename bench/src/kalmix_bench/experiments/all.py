@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 from rich.rule import Rule
 
-from kalmix.cli import options
 from kalmix_bench.experiments.collision import command as collision
 from kalmix_bench.experiments.recall import command as benchmark
 from kalmix_bench.experiments.recall.presets import BENCHES
 from kalmix_bench.experiments.sde import command as sde
 from kalmix_bench.experiments.solvers import command as solvers
+from kalmix_bench.runner import options
 from kalmix_bench.runner import report as bench_report
 
 COMMANDS: dict[str, Callable[..., None]] = {

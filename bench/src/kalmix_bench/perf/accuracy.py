@@ -1,10 +1,10 @@
 """Compare every launch configuration of every kernel with float64, at real sizes and at the edges of what is legal.
 
-    python -m kalmix_bench.perf.accuracy                 # this machine: a GPU if there is one, else the CPU (small sizes)
+    python -m kalmix_bench.perf.accuracy             # this machine: a GPU if there is one, else the CPU (small sizes)
     python -m kalmix_bench.perf.accuracy --op delta --start 62  # another op; the trials from number 62 on
 
-Forward and all gradients, norm-wise, each against its computed budget (`kalmix.testing.tolerances`). The exact answer is
-the chunked kernel's in float64, which the laws hold to the oracle. Exit status 1 if anything is off.
+Forward and all gradients, norm-wise, each against its computed budget (`kalmix.testing.tolerances`). The exact answer
+is the chunked kernel's in float64, which the laws hold to the oracle. Exit status 1 if anything is off.
 """
 
 from __future__ import annotations

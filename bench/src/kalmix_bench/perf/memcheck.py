@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 import torch
 from triton.runtime.jit import JITFunction
 
-from kalmix import kernels
+from kalmix import ops
 from kalmix.ops import OPS
 from kalmix.ops._dense.cuda.compile import Chain
 from kalmix.ops._shared.triton import compile_and_launch as triton_launch
@@ -60,7 +60,7 @@ def title(kernel: JITFunction | Chain) -> str:
 def entry_kernels() -> set[str]:
     """Kernels that the host launches: those with launch-time integers, and those that no other kernel calls."""
     found = {}
-    for module in pkgutil.walk_packages(kernels.__path__, "kalmix.kernels."):
+    for module in pkgutil.walk_packages(ops.__path__, "kalmix.ops."):
         if ".triton" in module.name:
             members = vars(import_module(module.name)).values()
             found |= {title(x): x for x in members if isinstance(x, JITFunction)}
@@ -69,7 +69,7 @@ def entry_kernels() -> set[str]:
     def called(kernel: JITFunction) -> bool:
         return any(re.search(rf"\b{kernel.fn.__name__}\(", body) for body in bodies)
 
-    return {name for name, x in found.items() if x.do_not_specialize or not called(x)} | {"advance.cu", "retreat.cu"}
+    return {name for name, x in found.items() if x.do_not_specialize or not called(x)} | {"forward.cu", "backward.cu"}
 
 
 def run(case: Case) -> None:

@@ -1,7 +1,7 @@
 """Train Gated KalmaNet with an adaptive and with a constant ridge, and watch loss and gradient norm.
 
     python -m kalmix_bench.perf.ridge_stability          # a CPU: 2 layers, 128 wide, bytes of real text
-    python -m kalmix_bench.perf.ridge_stability --device cuda --layers 28 --width 1024 --length 2048 --batch 8 --steps 1000
+    python -m kalmix_bench.perf.ridge_stability --device cuda --layers 28 --width 1024 --length 2048 --batch 8
 
 Figure 7 of the paper in small: ridge 0.02 ||H||_F against 0.25, nothing else differing: weights, text, order, bfloat16
 autocast. Writes bench/results/<date>-<device>-ridge-stability.json (loss in nats, gradient norm before clipping,

@@ -1,6 +1,6 @@
 """Images a second of GKAVision-T, beside the same with attention in every block, and a `timm` model of its size.
 
-    python -m kalmix_bench.perf.vision                          # 224 pixels, bf16 autocast, channels last, batch 128 and 256
+    python -m kalmix_bench.perf.vision                    # 224 pixels, bf16, channels last, batch 128 and 256
     python -m kalmix_bench.perf.vision --compile                # the same, under torch.compile as well
     python -m kalmix_bench.perf.vision --device cpu --size 64 --batch 2          # only to see it work
 

@@ -1,4 +1,4 @@
-"""The six tasks of MAD, and one of another paper that its generator makes, by the names of `kalmix_bench.datasets.make`."""
+"""The six tasks of MAD, and one of another paper that its generator makes, named as in `kalmix_bench.datasets.make`."""
 
 from kalmix_bench.datasets.mad.compression import COMPRESSION
 from kalmix_bench.datasets.mad.copying import SELECTIVE_COPYING

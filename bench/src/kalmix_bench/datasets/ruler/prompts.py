@@ -35,7 +35,7 @@ class Settings:
     """Settings of all tasks, by the names of RULER's code, and two for what it takes from elsewhere.
 
     Attributes:
-        max_seq_length: tokens of a prompt and its answer, of the tokenizer in use: of `kalmix_bench.datasets.make`, bytes.
+        max_seq_length: tokens of a prompt and its answer, by the tokenizer; bytes in `kalmix_bench.datasets.make`.
         tokens_to_generate: of these, how many are for the answer.
         words: "wonderwords" (RULER's, from the package of this name), or "own": a short list of ours, with which
             prompts are not RULER's. The first where it is installed, unless said.

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kalmix.cli import options
 from kalmix.errors import ArgumentError
 from kalmix_bench.experiments.collision import PRESETS, STUDIES, Cell, report
 from kalmix_bench.experiments.collision import run as run_cells
 from kalmix_bench.experiments.collision.mechanism import Setting
 from kalmix_bench.experiments.collision.models import UPDATES
+from kalmix_bench.runner import options
 from kalmix_bench.runner.cells import Results
 from kalmix_bench.runner.progress import progress
 

@@ -12,8 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kalmix.analysis import plots
 from kalmix.files import write_text
+from kalmix_bench.experiments.collision import figures
 from kalmix_bench.experiments.collision import mechanism as mech
 from kalmix_bench.experiments.collision.predictions import Prediction, predictions
 from kalmix_bench.runner.cells import Row
@@ -99,9 +99,9 @@ def _learned(study: str, rows: Sequence[Row], output: Path, console: Console) ->
             curves, title = {name: _over_seeds(seeds, score) for name, seeds in tests.items()}, score.replace("_", " ")
             console.print(_sweep(f"{title} by {heading}", at, curves))
             if score == SCORES[study][0]:
-                panels.append(plots.Sweep(heading, title, at, curves, trained, doubling=axis != "overlap"))
+                panels.append(figures.Sweep(heading, title, at, curves, trained, doubling=axis != "overlap"))
     path = output / f"{study}.png"
-    plots.sweeps(path, panels)
+    figures.sweeps(path, panels)
     return path
 
 
@@ -166,7 +166,7 @@ def _draw(
     overlaps = torch.linspace(0, 0.99, 100, dtype=torch.float64)
     final = mech.retrievals(setting, overlaps)
     by_equation = {row.equation: row.predicted for row in found}
-    plots.mechanism(
+    figures.mechanism(
         path,
         retrieval={name: ran.retrieval()[:, 0] for name, ran in shown.items()},
         uncertainty={

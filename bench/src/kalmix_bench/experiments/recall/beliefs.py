@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kalmix.cli.options import count
 from kalmix.errors import ArgumentError
+from kalmix_bench.runner.options import count
 
 if TYPE_CHECKING:
     from kalmix_bench.experiments.recall import Cell

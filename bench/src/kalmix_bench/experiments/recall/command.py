@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kalmix.cli import options
 from kalmix_bench.experiments.recall import presets
 from kalmix_bench.experiments.recall import run as run_cells
-from kalmix_bench.runner import report
+from kalmix_bench.runner import options, report
 from kalmix_bench.runner.cells import Results
 from kalmix_bench.runner.progress import progress
 

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kalmix.analysis import plots
+from kalmix_bench.experiments.recall import figures
 from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.summary import Entry, Score, entries, printed, slices
@@ -86,21 +86,21 @@ def _pictures(found: Sequence[Entry], output: Path) -> list[Path]:
     for (task, asked), group in by_task:
         main = group[0].main
         levels = {entry.layer: _level(entry) for entry in group if printed(entry.task, entry.layer) is not None}
-        learned.append(plots.Lines(task, asked, "epochs", f"{main} %", _by_epoch(group, main, 100), levels))
-        learned.append(plots.Lines(task, asked, "epochs", "test loss", _by_epoch(group, "test_loss"), {}))
+        learned.append(figures.Lines(task, asked, "epochs", f"{main} %", _by_epoch(group, main, 100), levels))
+        learned.append(figures.Lines(task, asked, "epochs", "test loss", _by_epoch(group, "test_loss"), {}))
         if len({entry.width for entry in group}) > 1:
-            widths.append(plots.Lines(task, asked, "width", f"{main} %", _by_width(group), {}, doubling=True))
+            widths.append(figures.Lines(task, asked, "width", f"{main} %", _by_width(group), {}, doubling=True))
         for entry in group:
             by, found_at = slices(entry)
             if len(found_at) > 1:
                 named = f"{task.rpartition('/')[2]}\n{_named(entry, group)}"
-                maps[named] = plots.HeatMap(by, {at: 100 * score for at, score in found_at.items()})
+                maps[named] = figures.HeatMap(by, {at: 100 * score for at, score in found_at.items()})
     written = []
     for name, panels, columns in (("learning", learned, 4), ("widths", widths, 3)):
         if panels:
-            written.append(Path(plots.benchmark_lines(output / f"{name}.png", panels, columns)))
+            written.append(Path(figures.benchmark_lines(output / f"{name}.png", panels, columns)))
     if maps:
-        written.append(Path(plots.heat_maps(output / "lengths.png", maps, down="tokens")))
+        written.append(Path(figures.heat_maps(output / "lengths.png", maps, down="tokens")))
     return written
 
 

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kalmix.cli import options
 from kalmix_bench.datasets.sde.settings import SETTINGS
 from kalmix_bench.experiments.sde import PRESETS, REFERENCES, Cell, Results, report
 from kalmix_bench.experiments.sde import run as run_cells
 from kalmix_bench.experiments.sde.models import MODELS
+from kalmix_bench.runner import options
 from kalmix_bench.runner.progress import progress
 
 

@@ -12,11 +12,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kalmix.analysis import plots
+from kalmix.analysis.plots import attention_maps
 from kalmix_bench.datasets.sde.settings import PUBLISHED, SETTINGS, Simulated
 from kalmix_bench.datasets.sde.systems import System
 from kalmix_bench.datasets.sde.trajectories import Trajectories
-from kalmix_bench.experiments.sde import REFERENCES, Cell, Learned, Results, learned
+from kalmix_bench.experiments.sde import REFERENCES, Cell, Learned, Results, figures, learned
 from kalmix_bench.experiments.sde.calibration import MODE, calibration
 from kalmix_bench.experiments.sde.independence import pooled
 from kalmix_bench.experiments.sde.models import Filtering
@@ -65,7 +65,7 @@ def tell(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
         console.print(table)
         drawn[setting] = {name: [*of.values()] for name, of in over.items() if name not in (whose, "last")}
     title = "squared error of the next measurement, over the reference's"
-    return [Path(plots.ratios(output / "errors.png", drawn, title))]
+    return [Path(figures.ratios(output / "errors.png", drawn, title))]
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
@@ -90,18 +90,18 @@ def pictures(rows: Mapping[Cell, Row], results: Results, output: Path) -> list[P
             times = shown.seen.times[0, :-1]
             if shown.seen.state is not None:
                 state, measured = shown.seen.state[0], shown.seen.measured[0]
-                drawn = plots.Path2D(setting, state, measured, shown.learned.predict(shown.seen, 1)[0])
+                drawn = figures.Path2D(setting, state, measured, shown.learned.predict(shown.seen, 1)[0])
                 paths.setdefault(cell.model, []).append(drawn)
                 clouds.extend(() if clouds else shown.clouds())
         labels = ["" if token % 10 else f"{time:.2g}" for token, time in enumerate(times.tolist())]
         if maps:
             path = output / f"maps-{setting}.png"
-            plots.attention_maps(path, torch.stack([*maps.values()]), labels, [*maps], title=f"Attention, {setting}")
+            attention_maps(path, torch.stack([*maps.values()]), labels, [*maps], title=f"Attention, {setting}")
             written.append(path)
     for model, drawn in paths.items():
-        written.append(Path(plots.paths(output / f"paths-{model}.png", drawn[:3])))
+        written.append(Path(figures.paths(output / f"paths-{model}.png", drawn[:3])))
     if clouds:
-        written.append(Path(plots.clouds(output / "pulled.png", clouds)))
+        written.append(Path(figures.clouds(output / "pulled.png", clouds)))
     return written
 
 
@@ -126,7 +126,7 @@ class _Shown(NamedTuple):
         return self.learned.model.maps(self.tokens[:, :-1], self.times[:, :-1], self.times.diff(dim=1))[:, 0]
 
     @torch.no_grad()
-    def clouds(self) -> list[plots.Clouds]:
+    def clouds(self) -> list[figures.Clouds]:
         """What a filter pulls forward to four times, at every stage of its learning that is kept."""
         model, stages = self.learned.model, []
         if not isinstance(model, Filtering) or self.seen.state is None:
@@ -135,7 +135,7 @@ class _Shown(NamedTuple):
         for epochs, weights in sorted(self.learned.kept.items()):
             model.load_state_dict(weights)
             pulled = [(model.pulled(self.tokens, self.times, then) @ self.learned.rows.mT)[0] for then in at]
-            stages.append(plots.Clouds(f"after {epochs} epochs", self.seen.state[0], at, pulled))
+            stages.append(figures.Clouds(f"after {epochs} epochs", self.seen.state[0], at, pulled))
         return stages
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kalmix.analysis import plots
+from kalmix_bench.experiments.solvers import figures
 from kalmix_bench.experiments.solvers.tables import FACTOR, averaged, mean, select, table_of
 from kalmix_bench.runner.cells import Row
 
@@ -40,15 +40,15 @@ def gradient(rows: Sequence[Row], path: Path, console: Console) -> Path:
         for solver in (solver for name, solver in groups if name == arithmetic):
             of = select(found, arithmetic=arithmetic, solver=solver)
             curves[solver] = [row["layers"] for row in of], [row["parameters"] for row in of]
-        drawn.append(plots.Panel(arithmetic, "layers", up, curves, marked=True, apart=True))
+        drawn.append(figures.Panel(arithmetic, "layers", up, curves, marked=True, apart=True))
     curves = {}
     for solver in solvers:
         of = [row for row in select(scaled, solver=solver) if row["scale"] is not None]
         if of:
             curves[solver] = [row["scale"] for row in of], [row["parameters"] for row in of]
     title = f"{depths[-1]} layers, float32"
-    drawn.append(plots.Panel(title, "loss multiplied by", up, curves, doubling=True, marked=True))
-    plots.panels(path, drawn, columns=2)
+    drawn.append(figures.Panel(title, "loss multiplied by", up, curves, doubling=True, marked=True))
+    figures.panels(path, drawn, columns=2)
     return path
 
 
@@ -94,13 +94,13 @@ def reversal(rows: Sequence[Row], path: Path, console: Console) -> Path:
     (single,) = select(growth, factor=FACTOR, arithmetic="float32")
     lines["float32, predicted"] = gone, [single["error"][0] * j * single["root"] ** (j - 1) for j in gone]
     others = {f"a = {of['factor']:g}": (gone, of["error"]) for of in select(growth, arithmetic="float32")}
-    plots.panels(
+    figures.panels(
         path,
         [
-            plots.Panel("Divisors of Chebyshev", "condition number", "w - 1", divisors, doubling=True),
-            plots.Panel(f"Divisors of CG, a = {FACTOR:g}, float32", "iteration", "of any token", shares),
-            plots.Panel(f"Reversed Chebyshev, a = {FACTOR:g}", "steps back", "error of the iterate", lines),
-            plots.Panel("Reversed Chebyshev, float32", "steps back", "error of the iterate", others),
+            figures.Panel("Divisors of Chebyshev", "condition number", "w - 1", divisors, doubling=True),
+            figures.Panel(f"Divisors of CG, a = {FACTOR:g}, float32", "iteration", "of any token", shares),
+            figures.Panel(f"Reversed Chebyshev, a = {FACTOR:g}", "steps back", "error of the iterate", lines),
+            figures.Panel("Reversed Chebyshev, float32", "steps back", "error of the iterate", others),
         ],
         columns=2,
     )

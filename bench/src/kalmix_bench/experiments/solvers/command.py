@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kalmix.cli import options
 from kalmix_bench.experiments.solvers import PRESETS, STUDIES, Cell, report
 from kalmix_bench.experiments.solvers import run as run_cells
+from kalmix_bench.runner import options
 from kalmix_bench.runner.cells import Results
 from kalmix_bench.runner.progress import progress
 

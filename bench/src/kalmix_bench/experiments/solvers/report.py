@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kalmix.analysis import plots
+from kalmix_bench.experiments.solvers import figures
 from kalmix_bench.experiments.solvers.backward_report import gradient, reversal
 from kalmix_bench.experiments.solvers.convergence import ROUNDED
 from kalmix_bench.experiments.solvers.tables import (
@@ -44,7 +44,7 @@ def residual(rows: Sequence[Row], path: Path, console: Console) -> Path:
     console.print(shown)
     across, up = "iterations", "largest residual norm"
     solvers = [
-        plots.Panel(
+        figures.Panel(
             f"a = {FACTOR:g}, {name}", across, up, lines_by(select(curves, arithmetic=name, factor=FACTOR), "solver")
         )
         for name in ROUNDED
@@ -53,8 +53,8 @@ def residual(rows: Sequence[Row], path: Path, console: Console) -> Path:
     for name in ROUNDED:
         lines = lines_by(select(curves, arithmetic=name, solver="Chebyshev"), "factor")
         faint = list(lines_by(select(curves, arithmetic=name, solver="CG"), "factor").values())
-        strengths.append(plots.Panel(f"by a (CG dashed), {name}", across, up, lines, faint))
-    plots.panels(path, [*solvers, *strengths])
+        strengths.append(figures.Panel(f"by a (CG dashed), {name}", across, up, lines, faint))
+    figures.panels(path, [*solvers, *strengths])
     return path
 
 
@@ -86,8 +86,8 @@ def precision(rows: Sequence[Row], path: Path, console: Console) -> Path:
         at = {"keys": keys, "factor": FACTOR}
         lines = lines_by(select(curves, solver="Chebyshev", **at), "arithmetic")
         faint = list(lines_by(select(curves, solver="CG", **at), "arithmetic").values())
-        drawn.append(plots.Panel(f"{keys} keys, a = {FACTOR:g} (CG dashed)", across, up, lines, faint))
-    plots.panels(path, drawn)
+        drawn.append(figures.Panel(f"{keys} keys, a = {FACTOR:g} (CG dashed)", across, up, lines, faint))
+    figures.panels(path, drawn)
     return path
 
 
@@ -138,8 +138,8 @@ def condition(rows: Sequence[Row], path: Path, console: Console) -> Path:
         }
         faint = [(at, adaptive[True]["curve"]), (at, pair[True]["fixed"]["curve"])]
         title, levels = f"{keys} keys (forgetting dashed)", {f"(a + 1) / a = {bound:g}": bound}
-        drawn.append(plots.Panel(title, "token", "condition number", curves, faint, levels, doubling=True))
-    plots.panels(path, drawn)
+        drawn.append(figures.Panel(title, "token", "condition number", curves, faint, levels, doubling=True))
+    figures.panels(path, drawn)
     return path
 
 

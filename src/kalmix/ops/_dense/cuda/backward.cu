@@ -17,7 +17,7 @@ struct Space {                                    // shared memory
 // Threads, and bytes of shared memory.
 extern "C" __device__ int NEEDS[] = {THREADS, sizeof(Space)};
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) retreat(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(
     const float* keys, const float* writes, const float* local, const float* asked, const float* grad_read,
     const float* edges, const float* kept, const float* grad_last, float* exits, float* spreads, float* balance,
     float* grad_prior, const long long* runs, long long length, long long tiles, long long G) {

@@ -1,4 +1,4 @@
-// The covariance of `dense` from block to block of tokens: what `_advance` in triton.py does, which see.
+// The covariance of `dense` from block to block of tokens: what `_advance` in triton/forward.py does, which see.
 
 #include "tiles.cuh"
 
@@ -56,7 +56,7 @@ INLINE void invert_cholesky(float* square, float floor) {
         if (aside) square[i * BLOCK + mine] = x[i];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) advance(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     const float* obs_noise, const float* keys, const float* queries, const float* noises, float* innovations,
     const float* edges, const float* covariance, float* projected, float* asked, float* kept, float* last,
     const long long* runs, long long length, long long tiles, long long n_stride, long long g_stride,

@@ -14,7 +14,7 @@ the mean there), E = W Q and Z = E A - E W' K~ / 2 - Y,
 where Y holds what the tokens of the block add. Only that is sequential. So there are four launches:
 
 1. `gather`: W and Y of every block, at once;
-2. `_retreat`: the adjoint from block to block, last to first, noting E (on Hopper `retreat.cu`);
+2. `_retreat`: the adjoint from block to block, last to first, noting E (on Hopper `cuda/backward.cu`);
 3. `pull_back`: du of every token, and what follows without the covariance, of all blocks at once;
 4. `finish`: Pb du, from the covariance that the forward pass kept at the entry of a window, all windows at once.
 
@@ -157,7 +157,7 @@ def backward(
     else:
         dq, dk = grads.q, grads.k  # what they hold is added to
     across = {"DECAY": kind, **chain_options(lanes, splits()), **shape}
-    ready, retreat = [], on_hopper("retreat", _retreat, k, lanes)
+    ready, retreat = [], on_hopper("backward", _retreat, k, lanes)
     room = kept.split([windows.count for windows, _ in spans])
     for (cut, tiles), entering, covariances in reversed(list(zip(spans, states, room, strict=True))):
         through = (results._replace(states=entering), tiles, grad_mean, grad_after, True, grads)

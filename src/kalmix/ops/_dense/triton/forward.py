@@ -10,7 +10,7 @@ enters a block, A(t, s) the decay from token s to token t and N_t the process no
 and only P K~' and what follows from it is sequential. So there are three launches:
 
 1. `prepare`: what the noises and decays of every block come to, at once;
-2. `_advance`: the covariance from block to block, noting P k~ of every token (on Hopper `advance.cu`);
+2. `_advance`: the covariance from block to block, noting P k~ of every token (on Hopper `cuda/forward.cu`);
 3. `gains`: the gain and the variance of every token from these and from L^-1, of all blocks at once.
 
 `_advance` has a program for each sequence and head, so that most of a GPU is idle. So long sequences are cut into
@@ -173,7 +173,7 @@ def _gains(
     stages = triton_tokens if kind == 2 else triton_blocks
     of_prepare, of_gains = (stages.options(stage, kind, lanes, splits()) | shape for stage in ("prepare", "gains"))
     across = {"DECAY": kind, "KEEP": kept.numel() > 0, **chain_options(lanes, splits()), **shape}
-    ready, advance = [], on_hopper("advance", _advance, k, lanes)
+    ready, advance = [], on_hopper("forward", _advance, k, lanes)
     room = kept.split([cut.count for cut in cuts]) if kept.numel() else [kept] * len(cuts)
     for cut, entering in zip(cuts, room, strict=True):
         blocks, sizes = cut.count * (WINDOW // BLOCK), (cut.table, length, cut.tiles, *orders)
