@@ -1,39 +1,16 @@
-"""One tiny model, trained once by the command line itself, and a way to call it as a person does."""
+"""One tiny model, trained once by the command line itself."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from kalmix.cli import main
 
 SMALL = ["--layers", "kla,attention", "--width", "8", "--block", "16", "--batch", "2", "--vocabulary", "280"]
-
-
-class Told(NamedTuple):
-    status: int
-    output: str
-    errors: str
-
-
-@pytest.fixture
-def kalmix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
-    """Run a command line in this process."""
-
-    def run(*arguments: object, columns: int = 200) -> Told:
-        monkeypatch.setattr(sys, "argv", ["kalmix", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", str(columns))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Told(int(ended.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture(scope="session")

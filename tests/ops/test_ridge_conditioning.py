@@ -41,7 +41,7 @@ def signals(length: int, width: int, scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def run(kernel: str, x: dict[str, Tensor], strength: Ridge, solver: Solver) -> Filtered:
-    function = import_module(f"kalmix.ops._ridge.kernels.{kernel}").ridge
+    function = import_module(f"kalmix.ops._ridge.{kernel}").ridge
     shape = (1, 2, x["k"].shape[3])
     belief = RidgeBelief(*(x["gain"].new_zeros(*shape, n) for n in (x["v"].shape[3], x["k"].shape[3])))
     return function(*(x[name] for name in SIGNALS), None, strength, solver, belief, None, True)
@@ -109,7 +109,7 @@ def test_triton_solves_ill_conditioned_systems(system, solver):
     for dtype in (torch.float32, torch.bfloat16) if DEVICE == "cuda" else (torch.float32,):
         rounded = {name: y.to(dtype if name in "qkv" else torch.float32) for name, y in x.items()}
         want = answers("chunked", {name: y.double() for name, y in rounded.items()}, strength, Exact())
-        got = answers("fused", rounded, strength, solver)
+        got = answers("custom_op", rounded, strength, solver)
         for name, y in want.items():
             assert float(got[name].norm()) < 10 * float(y.norm()), (name, dtype)
 
@@ -136,10 +136,10 @@ def test_a_factor_is_found_however_wrong_rounding_left_a_matrix():
 
 @pytest.mark.parametrize("solver", [Chebyshev(30), ConjugateGradient(30), Exact()], ids=str)
 @pytest.mark.parametrize("strength", [Fixed(0.25), Adaptive(0.02)], ids=str)
-@pytest.mark.parametrize("kernel", ["reference", "chunked", "fused"])
+@pytest.mark.parametrize("kernel", ["reference", "chunked", "custom_op"])
 def test_an_overflow_is_seen(kernel, strength, solver):
     """||H||^2 exceeds float32: what is read is NaN, not 0."""
-    if kernel == "fused" and isinstance(solver, Exact):
+    if kernel == "custom_op" and isinstance(solver, Exact):
         return
     x = {name: y.float() for name, y in signals(12, 4, 1e11).items()}
     found = run(kernel, x, strength, solver)

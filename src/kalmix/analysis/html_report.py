@@ -24,7 +24,7 @@ def write(path: Path, reading: Reading, *, title: str) -> Path:
         "variance": [_short(row) for row in reading.variance],
         "gain": [_short(row) for row in reading.gain],
     }
-    page = Template(files("kalmix.cli").joinpath("page.html").read_text(encoding="utf-8")).substitute(
+    page = Template(files("kalmix.analysis").joinpath("page.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(title),
         summary=f"{len(reading.tokens)} tokens, {average:.2f} bits each on average. Point at a token for its numbers.",
         plain=html.escape("".join(reading.tokens)),

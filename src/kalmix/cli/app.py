@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,12 @@ def main() -> None:
 @contextmanager
 def _one_line_messages() -> Iterator[None]:
     """Print a warning of kalmix as one line, and nothing when a thread fails to write: its main thread reports that."""
-    show, package, hook = warnings.showwarning, Path(__file__).parents[1], threading.excepthook
+    show, hook = warnings.showwarning, threading.excepthook
+    packages = [find_spec(name) for name in ("kalmix", "kalmix_bench")]
+    folders = [folder for found in packages if found for folder in found.submodule_search_locations or ()]
 
     def print_warning(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> None:
-        if category is UserWarning and Path(filename).is_relative_to(package):
+        if category is UserWarning and any(map(Path(filename).is_relative_to, folders)):
             Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"warning: {message}")
         else:
             show(message, category, filename, *place)
