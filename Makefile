@@ -22,7 +22,7 @@ lint: setup  ## style, types and the direction of imports
 	$(BIN)/lint-imports
 
 bench: setup  ## time every kernel on this machine and write a dated file under bench/results
-	$(BIN)/python -m kalmix_bench.perf.ops $(ARGS)
+	$(BIN)/python -m kalmix_bench.perf.ops --output bench/results $(ARGS)
 
 setup: $(VENV)/.installed
 

@@ -163,7 +163,7 @@ timm = types.ModuleType("timm")
 timm.__spec__ = __import__("importlib.machinery").machinery.ModuleSpec("timm", None)
 sys.modules["timm"] = timm
 import kalmix, kalmix.models, kalmix.layers
-assert "kalmix.models.vision.timm" not in sys.modules and "kalmix.models.vision.model" not in sys.modules
+assert "kalmix.models.vision.timm" not in sys.modules and "kalmix.models.vision" not in sys.modules
 """
     )
 
@@ -176,7 +176,7 @@ import sys, warnings
 sys.path.insert(0, {str(tmp_path)!r})
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
-    import kalmix.models.vision.model
+    import kalmix.models.vision
 print([str(warning.message) for warning in told if "nms" in str(warning.message)])
 """
     )

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kalmix.models.cache import BeliefLayer, restore, snapshot
     from kalmix.models.causal_lm import LanguageModel
     from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM, KalmixOutput
-    from kalmix.models.vision.model import VisionModel, gkavision_tiny
+    from kalmix.models.vision import VisionModel, gkavision_tiny
 
 _HOMES = {
     "hybrid_layers": "blocks",

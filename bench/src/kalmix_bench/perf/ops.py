@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="REGEX", help="kernels and peers whose name matches")
     parser.add_argument("--curves", action="store_true", help="time and memory against length instead")
     parser.add_argument("--compile", action="store_true", help="also the chunked kernel under torch.compile")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=Path("results"))
     arguments = parser.parse_args()
     device = arguments.device
 

@@ -30,7 +30,6 @@ from kalmix.training.optimizer import parameter_groups
 from kalmix.training.provenance import provenance
 from kalmix_bench.perf.train_layers import batches
 
-ROOT = Path(__file__).parents[1]
 RIDGES = {"adaptive, 0.02 ||H||": Adaptive(0.02), "constant, 0.25": Fixed(0.25)}
 
 
@@ -107,8 +106,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "ridge-training.png")
+    parser.add_argument("--output", type=Path, default=Path("results"))
+    parser.add_argument("--picture", type=Path, default=Path("results/ridge-training.png"))
     arguments = parser.parse_args()
     origin = provenance(torch.device(arguments.device))
     setting = {n: x for n, x in vars(arguments).items() if n not in ("output", "picture", "device")}

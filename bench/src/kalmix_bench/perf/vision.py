@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="also under torch.compile")
     parser.add_argument("--only", default="", metavar="REGEX", help="models whose name matches")
     parser.add_argument("--peer", default=PEER, help="a model of timm")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=Path("results"))
     given = parser.parse_args()
     print(f"{hardware(given.device)}; torch {torch.__version__}; kalmix {kalmix.__version__}")
     chosen = {name: make for name, make in models(given.peer).items() if re.search(given.only, name)}

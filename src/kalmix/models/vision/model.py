@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
@@ -130,18 +127,3 @@ def _initialise(module: nn.Module) -> None:
 def gkavision_tiny(**options: Any) -> VisionModel:
     """GKAVision-T (Gated KalmaNet, section N), for images of 224 pixels; `options` are those of `VisionModel`."""
     return VisionModel(**options)
-
-
-def _register() -> None:
-    """Name the models to `timm`, where it is installed and whole: a torchvision for another torch breaks its import."""
-    if find_spec("timm") is None:
-        return
-    try:
-        import_module("kalmix.models.vision.timm")
-    except (ImportError, OSError, RuntimeError) as error:
-        warnings.warn(
-            f"timm is installed, but cannot be imported, so it does not learn of GKAVision: {error}", stacklevel=2
-        )
-
-
-_register()

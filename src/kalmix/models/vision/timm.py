@@ -1,6 +1,6 @@
-"""The models of `kalmix.models.vision.model` among those of `timm`, once this is imported: `timm.create_model(name)`.
+"""The models of `kalmix.models.vision` among those of `timm`, once this is imported: `timm.create_model(name)`.
 
-Importing `kalmix.models.vision.model` imports it where `timm` is installed.
+Importing `kalmix.models.vision` imports it where `timm` is installed.
 """
 
 from __future__ import annotations
