@@ -108,7 +108,7 @@ def pull_queries(
         noises = of_pairs(noises, back, to_reach, near, lag, lag_0, ahead, model, SHARED, CAUSAL)
     else:
         noises = of_ways(noises, back, to_reach, held, lag, lag_0, model, SHARED)
-    sums = nu + partly(back[5] * residual), temperature + partly(to_temperature), noises
+    sums = nu + partly(back[4] * residual), temperature + partly(to_temperature), noises
     to_q = product(back[0].to(key.dtype), key, PRECISION, to_q)
     return to_q, own + partly(back[1]), sums
 

@@ -33,23 +33,21 @@ def total(x):
 @triton.jit
 def of_pairs(sums, back, to_reach, near, lag, lag_0, ahead, model, SHARED: tl.constexpr, CAUSAL: tl.constexpr):
     """A tile's gradients of noises and of the floor, added to those of its queries: of pairs that meet directly."""
-    _gram, _size, _size_0, to_query, to_key, _residual, to_whole, to_apart, to_sure, to_cost = back
+    _gram, _size, _size_0, to_key, _residual, to_whole, to_apart, to_sure, part = back
     rate, process, key, query, rate_0, process_0, key_0, query_0, floor = sums
     per_nu = model[2]
     to_decay, to_floor = -per_nu * to_key, -per_nu * to_key
-    if not CAUSAL:
-        to_decay = tl.where(ahead, per_nu * to_query + model[4] * to_decay, to_decay)
-        to_floor = tl.where(ahead, near[0] * to_floor, to_floor)
     to_log = -lag_0[0] * to_reach
     if not CAUSAL:
-        to_log = tl.where(ahead, 2.0 * lag_0[0] * to_cost - to_log, to_log)
+        to_floor = tl.where(ahead, near[0] * to_floor, to_floor)
+        to_log = tl.where(ahead, -2.0 * lag_0[0] * part - to_log, to_log)
     if SHARED:
-        more = of_noise(lag, model[0], to_decay, to_apart, to_sure, ahead, CAUSAL)
+        more = of_noise(lag, model[0], to_decay, -to_decay, to_apart, to_sure, ahead, CAUSAL)
         rate += partly(more[0] + to_log)
     else:
-        more = of_noise(lag, model[0], to_decay, to_whole, to_whole, ahead, CAUSAL)
+        more = of_noise(lag, model[0], to_decay, -to_decay, to_whole, to_whole, ahead, CAUSAL)
         rate += partly(more[0])
-        other = of_noise(lag_0, model[1], 0.0, to_apart, to_sure, ahead, CAUSAL)
+        other = of_noise(lag_0, model[1], 0.0, 0.0, to_apart, to_sure, ahead, CAUSAL)
         rate_0 += partly(other[0] + to_log)
         process_0 += partly(other[1])
         key_0 += partly(other[2])
@@ -63,7 +61,7 @@ def of_pairs(sums, back, to_reach, near, lag, lag_0, ahead, model, SHARED: tl.co
 @triton.jit
 def of_ways(sums, back, to_reach, holding, lag, lag_0, model, SHARED: tl.constexpr):
     """The same through what lies between queries and the blocks of keys they meet; `of_holding` has the rest."""
-    _gram, _size, _size_0, _query, to_key, _residual, to_whole, to_apart, to_sure, _cost = back
+    _gram, _size, _size_0, to_key, _residual, to_whole, to_apart, to_sure, _part = back
     rate, process, key, query, rate_0, process_0, key_0, query_0, floor = sums
     per_nu = model[2]
     to_decay, to_log = partly(to_key * holding[1][1]), partly(to_reach)
@@ -99,7 +97,7 @@ def by_rate(lag, noise, to_since, to_arrived, to_decay):
 def of_holding(sums, back, asking, lag, lag_0, SHARED: tl.constexpr):
     """Gradients of the decay of keys when their block ends, for a nu of 2, and of what is then unsure of them."""
     to_decay, to_unsure, to_unsure_0 = sums
-    _gram, _size, _size_0, _query, to_key, _residual, to_whole, _apart, to_sure, _cost = back
+    _gram, _size, _size_0, to_key, _residual, to_whole, _apart, to_sure, _part = back
     decay, decay_0 = asking[1][1], asking[2][1]
     to_decay -= lag[1] * partly(to_key * decay)
     if SHARED:

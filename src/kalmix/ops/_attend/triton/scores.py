@@ -180,10 +180,10 @@ def pull_back(
 ):  # fmt: skip
     """Compute gradients of what scores after temperature, and logarithms of precisions (`part`), are made of.
 
-    In this order: gram; the sizes of queries and of keys; their factors; the residual; the variance of keys; that of
-    values through the query noise, and through all else (if `SHARED`, these two are of keys and values together); and
-    the logarithm of weights. The first six are for a nu of 2: the caller knows better. Terms of a pair that nearly
-    cancel where the key noise is small are one formula, and never a difference of numbers.
+    In this order: gram; the sizes of queries and of keys; the factor of keys; the residual; the variance of keys; that
+    of values through the query noise, and through all else (if `SHARED`, these two are of keys and values together);
+    and the logarithm of precisions, as given. The first five are for a nu of 2: the caller knows better. Terms of a
+    pair that nearly cancel where the key noise is small are one formula, and never a difference of numbers.
     """
     keys, _values, per_nu, cooling, floor = model
     _cost, residual, level = found
@@ -224,29 +224,31 @@ def pull_back(
         else:
             to_sure = to_apart - known
     of_query, of_key = factors(decay, floor, ahead, CAUSAL)
-    to_gram, to_query_size, to_query = of_key * to_residual, to_residual, to_residual
+    to_gram, to_query_size = of_key * to_residual, to_residual
     if CAUSAL:
         to_key = to_residual * (of_key * key_size + tl.fma(of_key, key_size, gram))
     else:
         to_key = to_residual * (of_key * key_size + (of_key * key_size + of_query * gram))
-        to_query = to_residual * (of_query * query_size + (of_query * query_size + of_key * gram))
         to_gram, to_query_size = of_query * to_gram, of_query * of_query * to_residual
     to_key_size = of_key * of_key * to_residual
-    return (
-        to_gram, to_query_size, to_key_size, to_query, to_key, to_residual, to_whole, to_apart, to_sure, to_cost,
-    )  # fmt: skip
+    return to_gram, to_query_size, to_key_size, to_key, to_residual, to_whole, to_apart, to_sure, part
 
 
 @triton.jit
-def of_noise(lag, noise, to_decay, to_asked, to_sure, ahead, CAUSAL: tl.constexpr):
+def of_noise(lag, noise, to_decay, to_fall, to_asked, to_sure, ahead, CAUSAL: tl.constexpr):
     """Gradients of rate, process, key and query noise, given those of the decay and of the variance: through the query
-    noise, and through all else."""
+    noise, and through all else.
+
+    What is ahead counts as not divided, or the rate's would be a difference where the query noise is large: `to_fall`
+    is that of the logarithm of the decay there.
+    """
     away, decay, grown, slope = lag
-    _rate, process, key, query = noise
+    _rate, process, key, _query = noise
     square = decay * decay
     to_key, to_query, to_square = square * to_sure, to_asked, key * to_sure
+    to_rate = process * slope * to_sure - away * decay * (to_decay + 2.0 * decay * to_square)
     if not CAUSAL:
         to_key, to_query = tl.where(ahead, to_sure, to_key), tl.where(ahead, square * to_asked, to_asked)
-        to_square = tl.where(ahead, query * to_asked, to_square)
-    to_rate = process * slope * to_sure - away * decay * (to_decay + 2.0 * decay * to_square)
+        to_rise = 2.0 * (process * grown + key) * to_asked - to_fall
+        to_rate = tl.where(ahead, process * slope * to_sure + away * to_rise, to_rate)
     return to_rate, grown * to_sure, to_key, to_query
