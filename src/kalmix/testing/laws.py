@@ -100,7 +100,7 @@ def packed_equals_separate(case: Case) -> None:
 def padding_changes_nothing(case: Case) -> None:
     inputs = case.inputs()
     want, allowed = specified(case, inputs)
-    for left, right in ((4, 0), (0, 3), (2, 5)):
+    for left, right in ((2, 5),) if case.interpreted else ((4, 0), (0, 3), (2, 5)):
         rubbish = case.having(length=left + right, seed=1).inputs()
         padded = {
             name: torch.cat([rubbish[name][:, :left], x, rubbish[name][:, left:]], 1) if case.per_token(name) else x

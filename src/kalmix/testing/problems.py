@@ -197,7 +197,7 @@ _DENSE = partial(
     slack=1e-7,
     ranges={"obs_noise": _RESOLVED, "process_noise": (1e-6, _MOST)},
     sizes={"key_width": 17},
-    interpreted={"key_width": 9},
+    interpreted={"key_width": 9, "value_heads": 1, "length": 17},
 )
 
 PROBLEMS = {
