@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
-from kalmix.validation import check_values
+from kalmix.validation import check_kind, check_shape, check_values
 
 
 class Segments(NamedTuple):
@@ -173,3 +173,30 @@ class Tiles(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     first: Tensor
     last: Tensor
+
+
+def check_segments(segments: Segments | None, batch: int, length: int, device: torch.device) -> int:
+    """Check that segments fit a batch of `batch` rows and `length` tokens; return N, the number of sequences.
+
+    Without segments each row is one sequence. Values are checked where they may be looked at.
+
+    Raises:
+        ArgumentError: `segments` is no `Segments`, is on another device, or reaches beyond the batch.
+    """
+    if segments is None:
+        return batch
+    if not isinstance(segments, Segments):
+        raise ArgumentError("segments", got=type(segments).__name__, needs="kalmix.Segments")
+    rows = segments.rows
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != 3:
+        check_shape("segments.rows", rows, "N 3", {"3": 3})
+    check_kind("segments", rows, (torch.int32,), device)
+    if check_values(rows) and rows.shape[0]:
+        least, (row, _, stop) = (bound.tolist() for bound in rows.aminmax(dim=0))
+        if min(least) < 0 or row >= batch or stop > length:
+            raise ArgumentError(
+                "segments",
+                got=f"up to batch row {row} and token {stop}",
+                needs=f"within batch {batch} and length {length}",
+            )
+    return rows.shape[0]

@@ -16,8 +16,7 @@ from kalmix.layers.modules import unit, widen
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import Doubt
 from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads
-from kalmix.ops import Dynamics
-from kalmix.ops._attend.api import Weight
+from kalmix.ops import Dynamics, Weight
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
-from kalmix.ops._shared.validation import check_segments
-from kalmix.segments import Segments
+from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered
 from kalmix.validation import FLOATS, LARGEST, MOST, check_kind, check_shape, check_types
 

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from kalmix.errors import ArgumentError
-from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Ridge, Sketch, Solver
+from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Ridge, Sketch, Solver
 
 RIDGES: dict[str, type[Ridge]] = {"adaptive": Adaptive, "fixed": Fixed}
 SOLVERS: dict[str, type[Solver]] = {

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from kalmix.layers.afa import AdaptiveFilterAttention
 from kalmix.layers.base import check_positive
 from kalmix.layers.parametrize import positive
-from kalmix.ops._attend.dynamics import kappa
+from kalmix.ops import kappa
 
 
 def authority(rate: Tensor, duration: Tensor, worth: Tensor) -> Tensor:

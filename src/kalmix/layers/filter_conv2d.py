@@ -12,7 +12,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers.base import check_positive
 from kalmix.layers.modules import widen
 from kalmix.layers.parametrize import positive
-from kalmix.ops._attend.dynamics import kappa
+from kalmix.ops import kappa
 from kalmix.validation import check_shape
 
 SIDES = ("left", "right", "below", "above")  # where a neighbour may lie, in the order of parameters

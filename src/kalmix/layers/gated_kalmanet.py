@@ -15,7 +15,7 @@ from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import widen
 from kalmix.layers.parametrize import StepDecay
-from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, Ridge, Solver
+from kalmix.ops import Adaptive, Chebyshev, Ridge, Solver
 from kalmix.types import Filtered
 
 EPS = 1e-6  # of the published code, in the length of keys and in gains

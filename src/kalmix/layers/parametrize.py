@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from kalmix.layers.base import check_choice, check_number
 from kalmix.layers.modules import low_rank, widen
-from kalmix.ops import Dynamics
-from kalmix.ops._dense.api import LEAST_NOISE
+from kalmix.ops import LEAST_NOISE, Dynamics
 
 _KNEE = 8.0
 DISCRETIZATIONS = ("ou", "zoh")

@@ -13,8 +13,7 @@ from kalmix.layers.base import check_positive, detach, take
 from kalmix.layers.modules import widen
 from kalmix.layers.robust_weights import Doubt
 from kalmix.layers.trajectory_base import Passage, TrajectoryLayer, complex_heads
-from kalmix.ops import Dynamics
-from kalmix.ops._shared.step_loop import owners, walk
+from kalmix.ops import Dynamics, walk
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import check_shape, check_values
@@ -125,7 +124,8 @@ class RecurrentFilterAttention(TrajectoryLayer):
         looks = torch.stack([k, v], 2).to(dtype)  # [B, T, 2, H, 2 C]
         now = [None] * length if times is None else times[..., None, None, None].unbind(1)
         tokens = zip(q.to(dtype)[:, :, None].unbind(1), looks.unbind(1), now, strict=True)
-        reads, after = walk(_Step(self, dtype), belief, tokens, owners(segments, batch, length))
+        owner = None if segments is None else segments.owner(batch, length)
+        reads, after = walk(_Step(self, dtype), belief, tokens, owner)
         return Filtered(reads[0].to(v.dtype), reads[1], after)
 
 

@@ -17,8 +17,7 @@ from kalmix.layers.head_sizes import Heads
 from kalmix.layers.modules import draw, turn, widen
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import Confidence, Foresight
-from kalmix.ops import Dynamics
-from kalmix.ops._attend.dynamics import kappa
+from kalmix.ops import Dynamics, kappa
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import check_shape

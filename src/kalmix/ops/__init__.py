@@ -6,20 +6,21 @@ from typing import NamedTuple
 from kalmix.ops._additive import kernels as _additive_kernels
 from kalmix.ops._additive.api import additive
 from kalmix.ops._attend import kernels as _attend_kernels
-from kalmix.ops._attend.api import attend
-from kalmix.ops._attend.dynamics import Dynamics
+from kalmix.ops._attend.api import Weight, attend
+from kalmix.ops._attend.dynamics import Dynamics, kappa
 from kalmix.ops._attend.radial import attend_radial
 from kalmix.ops._delta import kernels as _delta_kernels
 from kalmix.ops._delta.api import delta
 from kalmix.ops._dense import kernels as _dense_kernels
-from kalmix.ops._dense.api import dense
+from kalmix.ops._dense.api import LEAST_NOISE, dense
 from kalmix.ops._diagonal import kernels as _diagonal_kernels
 from kalmix.ops._diagonal.api import diagonal
 from kalmix.ops._diagonal.forms import KalmanMatrix, diagonal_fft, diagonal_matrix
 from kalmix.ops._ridge import kernels as _ridge_kernels
 from kalmix.ops._ridge.api import ridge
-from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
+from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Ridge, Sketch, Solver
 from kalmix.ops._shared.kernel import Kernel
+from kalmix.ops._shared.step_loop import walk
 from kalmix.ops.experimental.attend_channels import attend_channels
 from kalmix.ops.experimental.attend_corotating import attend_corotating
 from kalmix.ops.experimental.attend_separable import SeparablePrecision, attend_separable
@@ -43,6 +44,7 @@ OPS = {
 }
 
 __all__ = [
+    "LEAST_NOISE",
     "OPS",
     "Adaptive",
     "Chebyshev",
@@ -52,8 +54,11 @@ __all__ = [
     "Fixed",
     "KalmanMatrix",
     "Op",
+    "Ridge",
     "SeparablePrecision",
     "Sketch",
+    "Solver",
+    "Weight",
     "additive",
     "attend",
     "attend_channels",
@@ -65,5 +70,7 @@ __all__ = [
     "diagonal",
     "diagonal_fft",
     "diagonal_matrix",
+    "kappa",
     "ridge",
+    "walk",
 ]

@@ -9,8 +9,8 @@ from kalmix.beliefs import PointBelief
 from kalmix.ops._additive.kernels import KERNELS
 from kalmix.ops._shared.dispatch import select
 from kalmix.ops._shared.kernel import Call
-from kalmix.ops._shared.validation import check_belief, check_segments, check_signal, check_tokens, copied
-from kalmix.segments import Segments
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
+from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 
 PER_HEAD, PER_KEY = "B T G", "B T G K"

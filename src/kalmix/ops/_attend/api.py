@@ -13,8 +13,8 @@ from kalmix.ops._attend.dynamics import Dynamics, Weighing
 from kalmix.ops._attend.kernels import KERNELS
 from kalmix.ops._shared.dispatch import select
 from kalmix.ops._shared.kernel import Call
-from kalmix.ops._shared.validation import check_belief, check_segments, check_signal, check_tokens, copied
-from kalmix.segments import Segments
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
+from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import LARGEST, MOST, check_flag, check_kind, check_range, check_shape, check_values
 

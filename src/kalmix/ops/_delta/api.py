@@ -10,8 +10,8 @@ from kalmix.ops._additive.api import PER_HEAD, PER_KEY, default_prior
 from kalmix.ops._delta.kernels import KERNELS
 from kalmix.ops._shared.dispatch import select
 from kalmix.ops._shared.kernel import Call
-from kalmix.ops._shared.validation import check_belief, check_segments, check_signal, check_tokens, copied
-from kalmix.segments import Segments
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
+from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered
 
 

@@ -10,8 +10,8 @@ from kalmix.errors import ArgumentError
 from kalmix.ops._dense.kernels import KERNELS
 from kalmix.ops._shared.dispatch import select
 from kalmix.ops._shared.kernel import Call
-from kalmix.ops._shared.validation import check_belief, check_segments, check_signal, check_tokens, copied
-from kalmix.segments import Segments
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
+from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import check_values
 

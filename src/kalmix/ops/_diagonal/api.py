@@ -9,8 +9,8 @@ from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.kernels import KERNELS
 from kalmix.ops._shared.dispatch import select
 from kalmix.ops._shared.kernel import Call
-from kalmix.ops._shared.validation import check_belief, check_segments, check_signal, check_tokens, copied
-from kalmix.segments import Segments
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
+from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 
 DYNAMICS = ("G K V", "B T G K V")

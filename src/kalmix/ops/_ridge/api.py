@@ -11,8 +11,8 @@ from kalmix.ops._ridge.kernels import KERNELS, needs_of
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Ridge, Sketch, Solver
 from kalmix.ops._shared.dispatch import select
 from kalmix.ops._shared.kernel import Call
-from kalmix.ops._shared.validation import check_belief, check_segments, check_signal, check_tokens, copied
-from kalmix.segments import Segments
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
+from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 
 PER_HEAD = ("B T G",)

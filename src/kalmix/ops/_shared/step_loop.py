@@ -16,10 +16,17 @@ Reads = tuple[Tensor, ...]
 def walk(
     step: Callable[..., tuple[Reads, Any]], belief: Any, tokens: Iterable[tuple[Any, ...]], owner: Tensor | None
 ) -> tuple[list[Tensor], Any]:
-    """`step(belief, *token) -> (reads, belief)` over tokens of a batch, each a tuple of `[B, ...]`.
+    """Filter a batch token by token; nothing is overwritten, so that gradients flow through every step.
 
-    `owner` `[B, T]` says which sequence a token belongs to (-1: none), if beliefs are not one a batch row. Returns the
-    reads stacked over time, 0 at tokens of no sequence, and the belief after the last token. Nothing is overwritten.
+    Args:
+        step: `step(belief, *token)` returns a tuple of reads, `[B, ...]` with two more axes each, and the next belief.
+        belief: a `NamedTuple` of tensors `[N, ...]` with four axes and a method `take`; one row a sequence.
+        tokens: one tuple of `[B, ...]` a token, in order of time.
+        owner: `[B, T]`, the sequence that each token belongs to, -1 for none; `None` where N = B and row b of the
+            belief is that of batch row b.
+
+    Returns:
+        The reads stacked over time, `[B, T, ...]`, 0 at tokens of no sequence, and the belief after the last token.
     """
     reads = []
     for t, token in enumerate(tokens):

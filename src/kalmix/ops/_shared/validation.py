@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
-from kalmix.segments import Segments
 from kalmix.types import belief_dtype
-from kalmix.validation import FLOATS, check_flag, check_kind, check_range, check_shape, check_values
+from kalmix.validation import FLOATS, check_flag, check_kind, check_range, check_shape
 
 B = TypeVar("B", bound=tuple)
 
@@ -50,27 +48,6 @@ def check_heads(sizes: dict[str, int]) -> None:
     """Value heads must be a multiple of key heads."""
     if sizes["H"] == 0 or sizes["G"] % sizes["H"]:
         raise ArgumentError("v", got=f"of {sizes['G']} heads", needs=f"of a multiple of the {sizes['H']} key heads")
-
-
-def check_segments(segments: Segments | None, batch: int, length: int, device: torch.device) -> int:
-    """Check that segments fit a batch; returns N, the number of sequences."""
-    if segments is None:
-        return batch
-    if not isinstance(segments, Segments):
-        raise ArgumentError("segments", got=type(segments).__name__, needs="kalmix.Segments")
-    rows = segments.rows
-    if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != 3:
-        check_shape("segments.rows", rows, "N 3", {"3": 3})
-    check_kind("segments", rows, (torch.int32,), device)
-    if check_values(rows) and rows.shape[0]:
-        least, (row, _, stop) = (bound.tolist() for bound in rows.aminmax(dim=0))
-        if min(least) < 0 or row >= batch or stop > length:
-            raise ArgumentError(
-                "segments",
-                got=f"up to batch row {row} and token {stop}",
-                needs=f"within batch {batch} and length {length}",
-            )
-    return rows.shape[0]
 
 
 def check_belief(belief: Any, prior: B, layouts: tuple[str, ...], sizes: dict[str, int]) -> B:
