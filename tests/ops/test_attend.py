@@ -176,7 +176,7 @@ def test_a_vanishing_decay_is_none(kernel: str) -> None:
 
 def test_long_sequences_stay_finite_in_float32() -> None:
     """From no decay to so much that nothing is left of the past, a head each, with and without noise to hide it."""
-    x = signals(length=4096, channels=1, heads=3, groups=1)
+    x = signals(length=2048, channels=1, heads=3, groups=1)
     x = {name: y[:1] if y.ndim == 4 or name == "times" else y for name, y in x.items()}
     x = {name: y if name == "times" else y.float() for name, y in x.items()}
     x |= {"log_decay": torch.tensor([0.0, -1e-3, -30.0]), "process_noise": torch.tensor([0.0, 1.0, 0.0])}

@@ -219,7 +219,7 @@ def test_one_strong_decay_spares_the_others():
 LONG = [(obs, noise, decay) for obs in (1e-4, 1e-3) for noise, decay in ((0.0, 0.0), (1e-6, 0.0), (1e-6, -1e-3))]
 
 
-@pytest.mark.parametrize("turns", [False, True], ids=["still", "turning"])
+@pytest.mark.parametrize("turns", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["still", "turning"])
 def test_covariance_stays_positive_for_100000_tokens(turns):
     """All of certain evidence, repeated or random, at once; without process noise, to rounding of the prior."""
     length, piece, width, draw = 100_000, 25_000, 16, torch.Generator().manual_seed(0)

@@ -152,8 +152,18 @@ def test_sure_observations_keep_small_gradients_accurate():
         assert (grads[name].double() - x).abs().max() <= 1e-4 * x.abs().max(), name
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("segments", [None, Segments.packed(torch.tensor([0, 100, 256]))], ids=["whole", "packed"])
+TWO_RUNS = Segments.packed(torch.tensor([0, 100, 256]))
+
+
+@pytest.mark.parametrize(
+    ("segments", "compiled"),
+    [
+        pytest.param(None, False, id="whole"),
+        pytest.param(None, True, id="whole, compiled"),
+        pytest.param(TWO_RUNS, False, id="packed"),
+        pytest.param(TWO_RUNS, True, id="packed, compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_training_keeps_no_state_per_token(segments, compiled):
     """Nor may a compiler, which sees forward and backward together and cuts between them where least is kept."""
     args = arguments(1, 256, slots=16, channels=16, sequences=segments and segments.count)

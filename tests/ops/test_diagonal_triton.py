@@ -68,17 +68,8 @@ RUNS = Segments.of(torch.tensor([[0, 3, 103], [1, 0, 10], [0, 103, 136], [1, 50,
 SHAPES = [  # batch, tokens, (key heads, value heads), slots, channels, segments, variance, dtype
     (1, 133, (1, 2), 3, 3, None, True, torch.float32),  # several tiles, an odd last one
     (2, 143, (1, 1), 5, 9, RUNS, True, torch.float32),  # tiles of runs, gaps between them, an empty one
-    (
-        1,
-        37,
-        (2, 2),
-        17,
-        20,
-        None,
-        False,
-        torch.float32,
-    ),  # blocks of channels added up, one of them ragged
-    (1, 37, (1, 1), 2, 130, None, True, torch.float32),  # blocks of channels in several sums
+    (1, 9, (2, 2), 17, 20, None, False, torch.float32),  # blocks of channels added up, one of them ragged
+    (1, 9, (1, 1), 2, 130, None, True, torch.float32),  # blocks of channels in several sums
     (1, 1, (1, 1), 32, 8, None, False, torch.float32),  # one token, nothing padded
     (1, 36, (1, 1), 8, 32, None, False, HALF),
 ]
@@ -178,6 +169,6 @@ def test_meets_the_dispatcher_as_an_operator_should():
     inputs = arguments(1, 34, (1, 2), 3, 4)
     leaves = [x.requires_grad_() for x in inputs.values()]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    for runs in (None, torch.tensor([[0, 2, 30]], dtype=torch.int32, device=DEVICE)):
-        for variance, keep in ((True, True), (False, False)):
-            torch.library.opcheck(fused._filter, (*leaves, runs, variance, keep), test_utils=checks)
+    runs = torch.tensor([[0, 2, 30]], dtype=torch.int32, device=DEVICE)
+    for last in ((None, True, True), (runs, False, False)):  # runs, variance, keep
+        torch.library.opcheck(fused._filter, (*leaves, *last), test_utils=checks)

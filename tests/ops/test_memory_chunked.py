@@ -170,7 +170,11 @@ class Counting:
 
 
 @pytest.mark.parametrize(
-    ("way", "runs"), [(("additive", "head", "head"), "whole"), (("delta", "key", "head"), "packed")], ids=str
+    ("way", "runs"),
+    [
+        pytest.param(("additive", "head", "head"), "whole", id="additive"),
+        pytest.param(("delta", "key", "head"), "packed", id="delta, packed", marks=pytest.mark.slow),
+    ],
 )
 def test_the_graph_does_not_grow_with_the_sequence(way, runs, monkeypatch):
     """Some chunks or many, in groups: the same graph, and the same answers as without a compiler."""
