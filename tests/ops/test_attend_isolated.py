@@ -11,8 +11,7 @@ import torch
 from histories import Signals, arguments, leaves, reads, signals
 from torch import Tensor
 
-from kalmix import Segments
-from kalmix import validation as checks
+from kalmix import Segments, checks
 from kalmix.ops import attend, attend_channels, attend_radial
 from kalmix.ops._attend import chunked
 from kalmix.ops._shared import batching as blocks

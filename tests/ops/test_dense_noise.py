@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kalmix import ArgumentError, DenseBelief, Segments, ops
-from kalmix import validation as checks
+from kalmix import ArgumentError, DenseBelief, Segments, checks, ops
 from kalmix.layers import BayesianLayer
 from kalmix.layers.parametrize import VARIANCES
 from kalmix.ops._dense import chunked, reference
