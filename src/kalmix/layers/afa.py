@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from kalmix import ops
+from kalmix import designs, ops
 from kalmix.beliefs import HistoryBelief
 from kalmix.layers.base import check_choice, check_positive
 from kalmix.layers.modules import unit, widen
@@ -52,6 +52,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
     the window.
     """
 
+    design = designs.AFA
     has_posterior = True
 
     def __init__(

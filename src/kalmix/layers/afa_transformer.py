@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix import ops
+from kalmix import designs, ops
 from kalmix.beliefs import HistoryBelief, loadable
 from kalmix.layers.base import Mixer, check_positive, check_state, detach, keep_owned, take, to
 from kalmix.layers.modules import widen
@@ -70,6 +70,7 @@ class AFATransformerBlock(Mixer):
     Cost: O(T (S + T) H C) for T tokens after S, and the projections; the state holds every key and value.
     """
 
+    design = designs.AFA  # of magnitudes and of directions, each by itself
     fuses_mlp = True
 
     def __init__(

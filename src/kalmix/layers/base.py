@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from kalmix.designs import Design
 from kalmix.errors import ArgumentError
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered
@@ -28,6 +29,7 @@ class Mixer(nn.Module):
     output projection: a sample of the output is `emit` of a sample of the read-out.
     """
 
+    design: Design | None = None  # the row of `kalmix.designs` that it filters by; `None` where none describes it
     has_posterior: bool = False  # whether `read` has a variance to give
     fuses_mlp: ClassVar[bool] = False  # whether the layer gates its output and so needs no MLP behind it
 

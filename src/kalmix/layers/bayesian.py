@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix import ops
+from kalmix import designs, ops
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import check_positive
 from kalmix.layers.head_sizes import Heads
@@ -37,6 +37,7 @@ class BayesianLayer(MemoryLayer):
     Cost: O(T K (K + V)) a head and the projections; the state is `[G, K, V]`, `[G, K, K]` and the convolution's window.
     """
 
+    design = designs.BAYESIAN
     has_posterior = True
 
     def __init__(

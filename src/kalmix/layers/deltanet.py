@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kalmix import ops
+from kalmix import designs, ops
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import widen
@@ -18,12 +18,14 @@ class DeltaLayer(MemoryLayer):
     """What the delta family shares: the op, and the gain sigmoid(project(x)), twice that with negative eigenvalues.
 
     A gain up to 2 along a unit key lets the transition I - gain k k' turn a direction round, which tracking a state
-    can need (Grazzi et al., 2025); up to 1 it can only forget it.
+    can need (Grazzi et al., 2025); up to 1 it can only forget it. No observation noise gives a gain above 1, so that
+    no design describes a layer with negative eigenvalues.
     """
 
     def __init__(self, hidden_size: int, sizes: Heads, *, negative_eigenvalues: bool, **options: Any) -> None:
         super().__init__(hidden_size, sizes, **options)
         self.most = 2.0 if negative_eigenvalues else 1.0
+        self.design = None if negative_eigenvalues else self.design
         self.gain_proj = nn.Linear(hidden_size, sizes.heads, bias=False)
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
@@ -49,6 +51,8 @@ class DeltaNet(DeltaLayer):
 
     Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and the convolution's window.
     """
+
+    design = designs.DELTANET
 
     def __init__(
         self,

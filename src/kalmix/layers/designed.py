@@ -41,6 +41,8 @@ class Designed(MemoryLayer):
         DesignError: its parts do not fit together.
     """
 
+    design: Design  # pyright: ignore[reportIncompatibleVariableOverride] - given, never absent
+
     def __init__(
         self,
         hidden_size: int,

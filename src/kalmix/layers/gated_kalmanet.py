@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kalmix import ops
+from kalmix import designs, ops
+from kalmix.designs import Transition
 from kalmix.layers.base import check_choice
 from kalmix.layers.config_io import as_ridge, as_solver
 from kalmix.layers.head_sizes import Heads
@@ -59,6 +61,7 @@ class GatedKalmaNet(MemoryLayer):
     convolution's window.
     """
 
+    design = designs.GATED_KALMANET
     has_posterior = True
 
     def __init__(
@@ -84,6 +87,10 @@ class GatedKalmaNet(MemoryLayer):
             check_choice("gain", gain, tuple(GAINS))
         super().__init__(hidden_size, sizes, conv=conv, gate=gate, norm_eps=norm_eps, kernel=kernel)
         self.gain, self.ridge, self.solver = gain, as_ridge(ridge), as_solver(solver)
+        if not decay:
+            self.design = replace(
+                designs.GATED_KALMANET, name="gated-kalmanet without forgetting", transition=Transition()
+            )
         self.decay = StepDecay(hidden_size, (sizes.heads,)) if decay else None
         self.gain_proj = nn.Linear(hidden_size, sizes.heads) if gain is not None else None
         self.mix_proj = nn.Linear(hidden_size, sizes.heads) if mix else None

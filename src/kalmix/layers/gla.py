@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from kalmix import ops
+from kalmix import designs, ops
 from kalmix.layers.base import check_number, check_positive
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
@@ -32,6 +32,8 @@ class GLA(MemoryLayer):
 
     Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and the convolution's window.
     """
+
+    design = designs.GLA
 
     def __init__(
         self,

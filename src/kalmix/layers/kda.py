@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kalmix import designs
 from kalmix.layers.deltanet import DeltaLayer
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.parametrize import StepDecay
@@ -26,6 +27,8 @@ class KDA(DeltaLayer):
 
     Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and the convolution's window.
     """
+
+    design = designs.KDA
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix import ops
+from kalmix import designs, ops
 from kalmix.beliefs import DiagonalBelief, loadable
 from kalmix.layers.base import Mixer, check_positive, check_state, detach, keep_owned, take, to
 from kalmix.layers.modules import ShortConvolution, unit
@@ -52,6 +52,7 @@ class KLA(Mixer):
     Cost: O(T channels slots) and the projections; the state is 2 slots + 3 numbers a channel, whatever T.
     """
 
+    design = designs.KLA
     has_posterior = True
     fuses_mlp = True
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix import ops
+from kalmix import designs, ops
 from kalmix.layers.base import check_positive
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
@@ -38,6 +38,7 @@ class Mamba2(MemoryLayer):
     Cost: O(T state_dim) a column and the projections; the state is `[G, state_dim, V]` and the convolution's window.
     """
 
+    design = designs.MAMBA2
     fuses_mlp = True
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix import ops
+from kalmix import designs, ops
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import check_number
 from kalmix.layers.head_sizes import Heads
@@ -32,6 +32,8 @@ class RetNet(MemoryLayer):
 
     Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and a position.
     """
+
+    design = designs.RETNET
 
     def __init__(
         self,
