@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,11 @@ def paragraph(seed: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def python() -> text.Corpus:
-    return text.load()
+def python() -> Iterator[text.Corpus]:
+    """Load the default corpus; the standard library, which takes seconds to parse, is parsed once for this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "_docstrings", functools.cache(text._docstrings))
+        yield text.load()
 
 
 def test_a_folder_is_read_in_order_and_only_its_texts(tmp_path: Path) -> None:
@@ -53,6 +58,7 @@ def test_no_paragraph_is_both_learned_and_judged(python: text.Corpus) -> None:
     assert [part for part in learned & judged if len(part) >= 64] == []
 
 
+@pytest.mark.usefixtures("python")
 def test_the_default_corpus_does_without_the_language_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     assert sum(map(len, text.python_documentation().values())) > 1_000_000
