@@ -10,10 +10,10 @@ train: setup  ## train a Kalman language model on real text, on this machine; AR
 	$(BIN)/kalmix train $(ARGS)
 
 test: setup  ## run the tests, without the slow ones; ARGS="-k laws" for some
-	$(BIN)/pytest -n 2 $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 test-all: setup  ## run the slow tests too; ARGS="-m slow" for these alone
-	$(BIN)/pytest -n 2 -m "slow or not slow" $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow" $(ARGS)
 
 lint: setup  ## style, types and the direction of imports
 	$(BIN)/ruff check .
