@@ -4,17 +4,23 @@ import pytest
 import torch
 
 from kalmix.ops import OPS
-from kalmix.testing.cases import PROBLEMS, cases
+from kalmix.testing.cases import PROBLEMS, Case, cases
 from kalmix.testing.laws import laws
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 CASES = cases(DEVICES, (torch.float32, torch.float64))
 
 
-def test_every_op_has_a_problem_and_every_kernel_is_tried():
+def test_every_op_has_a_problem():
     assert {problem.design.op for problem in PROBLEMS.values()} == set(OPS)
-    tried = {(case.op, case.kernel) for case in CASES}
-    assert tried == {(op, kernel.name) for op, (_, kernels) in OPS.items() for kernel in kernels}
+
+
+@pytest.mark.parametrize(("op", "kernel"), [(op, row.name) for op in OPS for row in OPS[op].kernels])
+def test_every_kernel_is_tried(op, kernel):
+    tried = [case for case in CASES if (case.op, case.kernel) == (op, kernel)]
+    if not tried and kernel == "cuda":  # no interpreter stands in for this GPU
+        pytest.skip(str(Case(op, kernel, DEVICES[-1]).fitting().refusal))
+    assert tried
 
 
 SAME_IN_FLOAT64 = {

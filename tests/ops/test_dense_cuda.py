@@ -1,10 +1,11 @@
 """The chains of `dense` in CUDA C++: who uses them, and that they are called as Triton's are.
 
-What they compute is what test_dense_triton.py asks on a GPU of Hopper, where they serve.
+What they compute is compared with float64 on a GPU of Hopper, where they serve.
 """
 
 import inspect
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,16 @@ pytest.importorskip("triton")
 
 from test_dense_triton import HALF, LONG_RUNS, arguments, check
 
+from kalmix.errors import KernelError
+from kalmix.ops import OPS
+from kalmix.ops._dense import custom_op as fused
 from kalmix.ops._dense.cuda import compile as cuda
 from kalmix.ops._dense.triton import backward as triton_backward
 from kalmix.ops._dense.triton import forward as triton
+from kalmix.ops._shared.dispatch import select
+from kalmix.ops._shared.kernel import Call
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
+UNSUPPORTED = cuda.unsupported_gpu(None) if torch.cuda.is_available() else "no GPU"
 TWINS = [("forward", triton._advance), ("backward", triton_backward._retreat)]
 OPTIONS = {"BLOCK": 16, "WINDOW": 64, "PACKED": 1, "KEEP": 1, "VARIANCE": 1}
 
@@ -32,16 +38,95 @@ def test_takes_what_its_twin_in_triton_takes(name, twin):
     assert names == [parameter.name for parameter in taken if parameter.annotation == inspect.Parameter.empty]
 
 
-@pytest.mark.parametrize("lanes", [16, 32, 64, 128])
-def test_leaves_to_triton_what_is_not_on_hopper(lanes):
-    assert cuda.on_hopper("forward", "Triton's", torch.zeros(1), lanes) == "Triton's"
+@pytest.fixture
+def machine(monkeypatch):
+    """Set the compute capability of the GPU, whether PyTorch is built for CUDA, and whether it brings NVRTC."""
+
+    def set_to(capability=cuda.HOPPER, version="12.8", nvrtc=True):
+        cuda._unsupported.cache_clear()
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        monkeypatch.setattr(torch.version, "cuda", version)
+        monkeypatch.setattr(cuda, "library", lambda: object() if nvrtc else None)
+
+    yield set_to
+    cuda._unsupported.cache_clear()
 
 
-@GPU
-@pytest.mark.parametrize("lanes", [16, 32, 64, 128])
-def test_serves_wide_covariances_on_hopper(lanes):
-    serves = torch.cuda.get_device_capability() == cuda.HOPPER and lanes >= 64
-    assert isinstance(cuda.on_hopper("forward", None, torch.zeros(1, device="cuda"), lanes), cuda.Chain) == serves
+def asked(width, needs=frozenset(), dtype=torch.float32):
+    return Call("cuda", dtype, width, 16, 512, needs)
+
+
+def chosen(call, pinned=None):
+    return select("dense", OPS["dense"].kernels, call, pinned).name
+
+
+@pytest.mark.parametrize(
+    ("width", "name"),
+    [(32, "triton"), (33, "cuda"), (64, "cuda"), (100, "cuda"), (128, "cuda"), (129, "triton"), (256, "triton")],
+)
+def test_serves_wide_covariances_on_hopper(machine, width, name):
+    machine()
+    assert chosen(asked(width)) == name
+    assert chosen(asked(width), "triton") == "triton"
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"capability": (8, 0)}, "it runs on GPUs of compute capability 9.0 (Hopper), and this one has 8.0"),
+        ({"version": None}, "it needs CUDA, and PyTorch was built without"),
+        ({"nvrtc": False}, "PyTorch's NVRTC (libcaffe2_nvrtc.so) cannot be loaded"),
+    ],
+)
+def test_other_gpus_use_triton(machine, facts, reason):
+    machine(**facts)
+    assert chosen(asked(64)) == "triton"
+    with pytest.raises(KernelError, match=re.escape(f"'cuda' of `dense` cannot serve this call: {reason}; use")):
+        chosen(asked(64), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (asked(16), "keys are 16 wide, it takes at least 33"),
+        (asked(130), "keys are 130 wide, it takes at most 128"),
+        (asked(64, dtype=torch.float64), "it takes float32, bfloat16, float16, not torch.float64"),
+        (asked(64, needs=frozenset({"rotations"})), "it does not serve rotations"),
+        (Call("cpu", torch.float32, 64, 16, 512), "it runs on cuda, not on cpu"),
+    ],
+)
+def test_refusal_of_a_pinned_kernel_names_the_reason(machine, call, reason):
+    machine()
+    with pytest.raises(KernelError, match=re.escape(f"cannot serve this call: {reason}")):
+        chosen(call, "cuda")
+
+
+@pytest.mark.parametrize(("nvrtc", "name"), [(True, "cuda"), (False, "triton")])
+def test_choice_compiles_to_one_graph(machine, nvrtc, name):
+    torch.compiler.reset()
+    machine(nvrtc=nvrtc)
+
+    def run(x):
+        return x + (chosen(asked(64)) == "cuda")
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    assert bool(compiled(torch.zeros(1))) == (name == "cuda")
+
+
+@pytest.mark.parametrize("row", [row for row in OPS["dense"].kernels if row.triton], ids=lambda row: row.name)
+def test_a_row_runs_its_own_kernels_forward_and_backward(monkeypatch, row):
+    taken = []
+
+    def chain(name):
+        taken.append(name)
+        return dict(TWINS)[name]
+
+    for module in (triton, triton_backward):
+        monkeypatch.setattr(module, "cuda_chain", chain)
+    inputs = arguments(1, 3, (1, 1), (3, 2))
+    check(inputs, run=row.function)
+    assert taken == (["forward", "backward"] if row.name == "cuda" else [])
 
 
 @pytest.mark.skipif(cuda.library() is None, reason="torch comes without NVRTC here")
@@ -52,11 +137,10 @@ def test_compiles(name, K, P, DECAY):
     assert cuda.compiled(cuda.library(), name, tuple(options.items()), "sm_90a").startswith(b"\x7fELF")
 
 
-@GPU
+@pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED))
 @pytest.mark.parametrize(("decay", "variance"), [("head", True), ("key", False)])
-@pytest.mark.parametrize("width", [64, 100, 128])
-def test_triton_serves_where_there_is_no_hopper(monkeypatch, width, decay, variance):
-    for module in (triton, triton_backward):
-        monkeypatch.setattr(module, "on_hopper", lambda name, otherwise, like, lanes: otherwise)
-    check(arguments(2, 143, (1, 2), (width, 16), decay, LONG_RUNS.count), LONG_RUNS, variance)
-    check(arguments(1, 130, (2, 2), (width, width), decay, dtype=HALF), None, variance)
+@pytest.mark.parametrize("width", [33, 64, 100, 128])
+def test_agrees_with_the_recursion(width, decay, variance):
+    run = partial(fused.dense, cuda=True)
+    check(arguments(2, 143, (1, 2), (width, 16), decay, LONG_RUNS.count), LONG_RUNS, variance, run)
+    check(arguments(1, 130, (2, 2), (width, width), decay, dtype=HALF), None, variance, run)

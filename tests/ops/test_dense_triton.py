@@ -58,10 +58,10 @@ def answer(function, inputs, segments, variance):
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(leaves.values()), weights))
 
 
-def check(inputs, segments=None, variance=True):
+def check(inputs, segments=None, variance=True, run=fused.dense):
     """Outputs and gradients agree with the float64 recursion, within what rounding its inputs would do to it."""
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
-    got = answer(fused.dense, inputs, segments, variance)
+    got = answer(run, inputs, segments, variance)
     exact = {name: x.double() for name, x in inputs.items()}
     want = answer(reference.dense, exact, segments, variance)
     allowed = budgets(
@@ -153,7 +153,7 @@ def test_keeps_a_covariance_and_a_mean_every_64_tokens_and_the_gains():
     inputs = {name: x.requires_grad_() for name, x in arguments(1, 67, (1, 1), (3, 2)).items()}
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        fused._filter(*(inputs[name] for name in NAMES), None, False, True)
+        fused._filter(*(inputs[name] for name in NAMES), None, False, True, False)
     owned = {x.data_ptr() for x in inputs.values()}
     kept = [x.numel() for x in saved if x.data_ptr() not in owned and x.numel()]
     tile = tile_size(67, torch.float32)
@@ -166,7 +166,7 @@ def test_meets_the_dispatcher_as_an_operator_should():
     leaves = [inputs[name].requires_grad_() for name in NAMES]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     rows = torch.tensor([[0, 2, 14]], dtype=torch.int32, device=DEVICE)
-    for last in ((None, True, True), (rows, False, False)):  # rows, variance, keep
+    for last in ((None, True, True, False), (rows, False, False, False)):  # rows, variance, keep, cuda
         torch.library.opcheck(fused._filter, (*leaves, *last), test_utils=checks)
 
 

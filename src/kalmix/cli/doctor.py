@@ -80,7 +80,8 @@ def _kernels() -> Table:
     table = Table("op", "kernel", *devices, box=box.SIMPLE_HEAD)
     for name, op in OPS.items():
         for kernel in op.kernels:
-            refusals = [kernel.refuses(Call(device, torch.float32, 16, 16, 64)) for device in devices]
+            keys = max(16, kernel.min_key_width)
+            refusals = [kernel.refuses(Call(device, torch.float32, keys, 16, 64)) for device in devices]
             table.add_row(
                 name, kernel.name, *("[green]serves[/]" if no is None else f"[dim]{no}[/]" for no in refusals)
             )

@@ -41,6 +41,10 @@ class Case:
     def having(self, **changes: Any) -> Case:
         return replace(self, **changes)
 
+    def fitting(self) -> Case:
+        """Return the case with keys that are wide enough for the kernel."""
+        return self.having(key_width=max(self.key_width, self.row.min_key_width))
+
     @property
     def problem(self) -> Problem:
         return PROBLEMS[self.name]
@@ -173,9 +177,9 @@ def _same(x: Tensor) -> Tensor:
 
 
 def cases(devices: list[str], dtypes: tuple[torch.dtype, ...], **sizes: int) -> list[Case]:
-    """Every kernel on every problem of its op that it serves."""
+    """Every kernel on every problem of its op that it serves, with keys as wide as it needs."""
     tried = [
-        Case(name, kernel.name, device, dtype, **(problem.sizes | sizes))
+        Case(name, kernel.name, device, dtype, **(problem.sizes | sizes)).fitting()
         for name, problem in PROBLEMS.items()
         for kernel in OPS[problem.design.op].kernels
         for device in devices

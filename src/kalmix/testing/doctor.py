@@ -45,7 +45,7 @@ def check_all() -> Iterator[Check]:
         for kernel in OPS[problem.design.op].kernels:
             for device in devices():
                 for dtype in DTYPES:
-                    case = Case(name, kernel.name, device, dtype, length=37, key_width=5, value_width=11)
+                    case = Case(name, kernel.name, device, dtype, length=37, key_width=5, value_width=11).fitting()
                     yield check(case, case.refusal)
 
 

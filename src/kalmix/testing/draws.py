@@ -19,6 +19,8 @@ from kalmix.types import belief_dtype
 OPS = ("additive", "delta", "diagonal", "dense", "ridge", "attend")
 DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 32, 33, 48, 64)
+WIDE = (33, 48, 64, 80)  # keys of the kernel "cuda"
+TILED = ("triton", "cuda")  # kernels that multiply the tokens of a tile together
 MOST_NUMBERS = 400_000  # of a state, over all its tokens: bounds time and memory of a case
 MOST_NOISE = 100.0
 LEAST_NOISE = {"dense": 1e-4, "attend": 1e-5, "ridge": 1e-4, "additive": 1e-4, "delta": 1e-4, "diagonal": 1e-4}
@@ -119,9 +121,9 @@ def draw(number: int, kernels: Callable[[str], list[str]], ops: tuple[str, ...] 
     dice = Dice(number)
     op = dice.choice(ops)
     kernel = dice.choice(kernels(op))
-    triton = kernel == "triton"
+    triton = kernel in TILED
     dtype = dice.choice(DTYPES[1:4] if triton and small else DTYPES[1:] if triton else DTYPES)
-    case = Draw(number, op, kernel, dtype, _sizes(dice, op, triton and small))
+    case = Draw(number, op, kernel, dtype, _sizes(dice, op, kernel, triton and small))
     case.runs = _runs(dice, case.sizes["B"], case.sizes["T"])
     case.sizes["N"] = len(case.sequences)
     case.x, case.options = _DRAWS[op](dice, case)
@@ -141,9 +143,9 @@ def draw(number: int, kernels: Callable[[str], list[str]], ops: tuple[str, ...] 
     return case
 
 
-def _sizes(dice: Dice, op: str, small: bool) -> dict[str, int]:
+def _sizes(dice: Dice, op: str, kernel: str, small: bool) -> dict[str, int]:
     heads, groups, batch = dice.choice((1, 1, 2, 3)), dice.choice((1, 1, 2, 3)), dice.choice((1, 1, 2, 3))
-    keys, values = dice.choice(WIDTHS), dice.choice(WIDTHS)
+    keys, values = dice.choice(WIDE if kernel == "cuda" else WIDTHS), dice.choice(WIDTHS)
     length = dice.choice((0, 1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 127, 129, 200))
     if dice.chance(0.7):
         length = int(dice.log_uniform(4.0, 200.0))
@@ -261,7 +263,7 @@ def _draw_diagonal(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
 
 
 def _draw_dense(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
-    turning = case.kernel != "triton" and dice.chance(0.25)
+    turning = case.kernel not in TILED and dice.chance(0.25)
     if turning:
         case.sizes["K"] += case.sizes["K"] % 2
         case.sizes["V"] += case.sizes["V"] == case.sizes["K"]

@@ -31,7 +31,7 @@ from kalmix.beliefs import DenseBelief, DiagonalBelief, HistoryBelief, PointBeli
 from kalmix.errors import KernelError
 from kalmix.ops._shared.environment import HAS_TRITON
 from kalmix.segments import Segments
-from kalmix.testing.draws import OPS, Draw, draw
+from kalmix.testing.draws import OPS, TILED, Draw, draw
 from kalmix.testing.pairs import DYNAMICS, ROUNDED, attend_pairs
 from kalmix.testing.recursions import FIELDS, SQUARES, filter_tokens, symmetric
 from kalmix.testing.tolerances import DATA, DRAWS, ROUNDINGS, Tensors, budgets, relative_error
@@ -86,7 +86,9 @@ def kernels_on(device: str) -> Any:
 
     def named(op: str) -> list[str]:
         names = ["chunked", "reference"]
-        return ["triton"] * 4 + names if device == "cuda" else names * 12 + ["triton"]
+        if device != "cuda":
+            return names * 12 + ["triton"]
+        return ["triton"] * 4 + names + ["cuda"] * 4 * (op == "dense")
 
     return named
 
@@ -119,7 +121,7 @@ def measure(case: Draw, device: str) -> list[Quantity]:
     try:
         got = answers(case, partial(call, case, device), case.x, weights, device)
     except KernelError:  # the kernel does not serve this call; "reference" serves all
-        case.kernel = "reference"
+        case.kernel = "triton" if case.kernel == "cuda" else "reference"
         got = answers(case, partial(call, case, device), case.x, weights, device)
     returned = [x.dtype if x.is_floating_point() else torch.float64 for x in got]
     allowed = tolerances(case, weights, stored, want, returned)
@@ -162,7 +164,7 @@ def tolerances(
         allowed = [budget + ROUNDINGS * single * told["certainty"] for budget in allowed]
     if case.dtype == torch.float64:
         return [double + (budget - double) * double / single for budget in allowed]
-    if case.kernel == "triton" and case.dtype != torch.float32:
+    if case.kernel in TILED and case.dtype != torch.float32:
         inputs = {n: y for n, y in x.items() if not n.startswith("rounding.") or n in HALVED}
         straight = [torch.float64] * len(returned)
         halves = budgets(partial(exact, case, weights), inputs, torch.float64, straight, case.dtype, draws=3 * DRAWS)
@@ -228,7 +230,7 @@ def ones_of(case: Draw) -> Tensors:
             found["rounding.value_turns"] = torch.ones(b, t, g, v, dtype=torch.float64)
         return found
     found = {"rounding.turns": torch.ones(t, n, g, k // 2, dtype=torch.float64)} if "angle" in case.x else {}
-    if case.kernel == "triton" and case.op != "diagonal":
+    if case.kernel in TILED and case.op != "diagonal":
         found["rounding.decays"] = torch.ones(t, n, g, k, dtype=torch.float64)
     if (case.kernel, case.op, case.dtype) == ("triton", "ridge", torch.bfloat16):  # float16 is computed in float32
         found["rounding.solutions"] = torch.ones(t, n, g, 2 * k, dtype=torch.float64)

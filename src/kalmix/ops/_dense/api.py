@@ -77,7 +77,8 @@ def dense(
     and `vmap`, for which the others raise `KernelError` (docs/derivatives.md).
 
     Where values are not checked (on a GPU, and in compiled code), NaN in one sequence or in padding reaches no other
-    sequence. In "reference" and "chunked" it reaches no earlier token of its own; in "triton" those of its tile.
+    sequence. In "reference" and "chunked" it reaches no earlier token of its own; in "triton" and "cuda" it reaches
+    those of its tile.
 
     Complexity: O(T K (K + V)) work; memory for training O(T (K + V) + T K (K + V) / chunk) except in "reference".
     """
@@ -96,7 +97,8 @@ def dense(
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K K"), sizes)
     needs = frozenset({"rotations"} if angle is not None else ())
-    chosen = select("dense", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs), kernel)
+    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs, q.device.index)
+    chosen = select("dense", KERNELS, call, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v[..., :1], dtype=belief.mean.dtype) if variance else None
         return Filtered(torch.zeros_like(v), spread, copied(belief))

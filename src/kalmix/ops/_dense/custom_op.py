@@ -1,4 +1,4 @@
-"""The Triton row of `dense`: custom ops around the kernels, which are imported when they first run."""
+"""The Triton and CUDA rows of `dense`: custom ops around the kernels, which are imported when they first run."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def dense(
     belief: DenseBelief,
     segments: Segments | None,
     variance: bool,
+    cuda: bool = False,
 ) -> Filtered:
     """See `kalmix.ops.dense`. The gains, which depend on the covariance alone, and then `delta` with them.
 
     Exact gradients, for which it keeps a covariance every 64 tokens, the gains, and what `delta` keeps. Tokens of a
     tile are multiplied together: where values are not checked, NaN in a token reaches earlier tokens of its tile (at
-    most 64), but no other sequence.
+    most 64), but no other sequence. With `cuda` the steps through time are CUDA C++, else Triton.
     """
     tensors = (q, k, v, obs_noise, process_noise, log_decay, *belief)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    mean, read, *last = _filter(*tensors, None if segments is None else segments.rows, variance, keep)[:4]
+    mean, read, *last = _filter(*tensors, None if segments is None else segments.rows, variance, keep, cuda)[:4]
     return Filtered(mean, read if variance else None, DenseBelief(*last))
 
 
@@ -63,17 +64,18 @@ def _filter(
     rows: Tensor | None,
     variance: bool,
     keep: bool,
+    cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._shared.triton.compile_and_launch import perform, rehearse
 
-    inputs = (q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep)
+    inputs = (q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep, cuda)
     with torch.cuda.device_of(k):
         rehearse(_there_and_back, *inputs)
         return perform(_forward, *inputs)
 
 
 @torch.library.register_fake(_filter)
-def _(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep):
+def _(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep, cuda):
     exact = torch.float32
     dtypes = exact, k.dtype, exact, exact, v.dtype, v.dtype, v.dtype
     read = k.new_empty((*v.shape[:3], 1) if variance else (0,), dtype=exact)
@@ -82,14 +84,14 @@ def _(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, vari
     return v.new_empty(v.shape), read, *last, *(k.new_empty(shape, dtype=dtype) for shape, dtype in pairs)
 
 
-def _forward(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep):
+def _forward(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep, cuda):
     from kalmix.ops._dense.triton.forward import forward
 
     segments, shapes = None if rows is None else unchecked(rows), _kept_shapes(k, v, rows, keep)
     kept = torch.empty(shapes[3], dtype=torch.float32, device=k.device)
     signals = (q, k, v, obs_noise, process_noise, log_decay)
     size = tile_size(v.shape[1], v.dtype)
-    read, after, last, found, results = forward(*signals, mean, covariance, segments, variance, size, kept)
+    read, after, last, found, results = forward(*signals, mean, covariance, segments, variance, size, kept, cuda)
     pairs = zip((*found, *results[1:]), shapes, strict=True)
     gain, rounded, scale, kept, *of_mean = (x if x.shape == shape else x.new_empty(shape) for x, shape in pairs)
     states, errors, inverses = of_mean
@@ -98,10 +100,10 @@ def _forward(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, row
 
 def _there_and_back(*inputs):
     """All that is going to run, for a rehearsal: most often there is no gradient for the final mean."""
-    *signals, _, _, rows, variance, keep = inputs
+    *signals, _, _, rows, variance, keep, cuda = inputs
     mean, read, after, last, *kept = _forward(*inputs)
     nothing = after.new_zeros(()).expand(after.shape)
-    follow = (*signals, *kept, rows, mean, read if variance else None, nothing, last)
+    follow = (*signals, *kept, rows, mean, read if variance else None, nothing, last, cuda)
     if keep:
         _backward(*follow)
 
@@ -126,24 +128,25 @@ def _gradients(
     grad_read: Tensor | None,
     grad_after: Tensor,
     grad_last: Tensor,
+    cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._shared.triton.compile_and_launch import perform
 
     signals, found = (q, k, v, obs_noise, process_noise, log_decay), (gain, rounded, scale, covariances)
     grads = (grad_mean, grad_read, grad_after, grad_last)
     with torch.cuda.device_of(k):
-        return perform(_backward, *signals, *found, states, errors, inverses, rows, *grads)
+        return perform(_backward, *signals, *found, states, errors, inverses, rows, *grads, cuda)
 
 
 @torch.library.register_fake(_gradients)
 def _(q, k, v, obs_noise, process_noise, log_decay, *rest):
-    like = (q, k, v, obs_noise, process_noise, q.new_empty(0) if log_decay is None else log_decay, *rest[-2:])
+    like = (q, k, v, obs_noise, process_noise, q.new_empty(0) if log_decay is None else log_decay, *rest[-3:-1])
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like)
 
 
 def _backward(
     q, k, v, obs_noise, process_noise, log_decay, gain, rounded, scale, covariances, states, errors, inverses, rows,
-    grad_mean, grad_read, grad_after, grad_last,
+    grad_mean, grad_read, grad_after, grad_last, cuda,
 ):  # fmt: skip
     from kalmix.ops._dense.triton.backward import backward
     from kalmix.ops._dense.triton.forward import Kept
@@ -153,15 +156,16 @@ def _backward(
     found = Kept(gain, rounded if rounded.numel() else gain, scale, covariances)
     grads = (grad_mean, grad_read, grad_after, grad_last)
     signals, results = (q, k, v, obs_noise, process_noise, log_decay), Results(grad_mean, states, errors, inverses)
-    return backward(*signals, found, results, segments, size, *grads)
+    return backward(*signals, found, results, segments, size, *grads, cuda)
 
 
 def _setup(ctx, inputs, output):
-    *signals, mean, covariance, rows, variance, _ = inputs
+    *signals, mean, covariance, rows, variance, _, cuda = inputs
     ctx.save_for_backward(*signals, *output[4:], rows)
     ctx.mark_non_differentiable(*output[4:])
     ctx.set_materialize_grads(False)
-    ctx.prior, ctx.dtype, ctx.variance = (mean.shape, covariance.shape), mean.dtype, variance
+    ctx.prior, ctx.dtype = (mean.shape, covariance.shape), mean.dtype
+    ctx.variance, ctx.cuda = variance, cuda
 
 
 def _adjoint(ctx, grad_mean, grad_read, grad_after, grad_last, *_):
@@ -171,8 +175,10 @@ def _adjoint(ctx, grad_mean, grad_read, grad_after, grad_last, *_):
     grad_after = v.new_zeros((), dtype=ctx.dtype).expand(mean) if grad_after is None else grad_after
     grad_last = v.new_zeros(covariance, dtype=torch.float32) if grad_last is None else grad_last
     asked = grad_read if ctx.variance else None
-    *direct, by_decay, by_mean, by_covariance = _gradients(*signals, rows, grad_mean, asked, grad_after, grad_last)
-    return *direct, None if signals[5] is None else by_decay, by_mean, by_covariance, None, None, None
+    *direct, by_decay, by_mean, by_covariance = _gradients(
+        *signals, rows, grad_mean, asked, grad_after, grad_last, ctx.cuda
+    )
+    return *direct, None if signals[5] is None else by_decay, by_mean, by_covariance, None, None, None, None
 
 
-register_backward(_filter, "kernel 'triton' of `dense`", _adjoint, _setup)
+register_backward(_filter, "kernels 'triton' and 'cuda' of `dense`", _adjoint, _setup)

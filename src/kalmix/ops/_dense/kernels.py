@@ -7,14 +7,28 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
+from functools import partial
+
 from kalmix.ops._dense import chunked, reference
 from kalmix.ops._dense import custom_op as fused
+from kalmix.ops._dense.cuda.compile import unsupported_gpu
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 from kalmix.validation import SINGLES
 
 _ROTATIONS = frozenset({"rotations"})
 
 KERNELS = (
+    Kernel(
+        "cuda",  # as "triton", but what steps through time is CUDA C++
+        partial(fused.dense, cuda=True),
+        devices=("cuda",),
+        dtypes=SINGLES,
+        min_key_width=33,  # covariances that fill two or four groups of 32 rows: those compared with float64
+        max_key_width=128,
+        triton=True,
+        unsupported_gpu=unsupported_gpu,
+        rounds_products=True,
+    ),
     Kernel(
         "triton",
         fused.dense,

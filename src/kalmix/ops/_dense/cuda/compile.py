@@ -25,13 +25,24 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 Options = tuple[tuple[str, int], ...]
 
 
-def on_hopper(name: str, otherwise: Any, like: Tensor, lanes: int) -> Any:
-    """The kernel of `name`.cu for tensors beside `like` where it was compared with float64, or else Triton's.
+def unsupported_gpu(index: int | None) -> str | None:
+    """Return why GPU `index` (the current one if `None`) cannot run these kernels, or `None` if it can."""
+    return _unsupported(torch.cuda.current_device() if index is None else index)
 
-    That is on Hopper, where there is an NVRTC, and for covariances that fill a group of four warps or two.
-    """
-    hopper = torch.version.cuda is not None and like.is_cuda and torch.cuda.get_device_capability(like.device) == HOPPER
-    return _chain(name) if hopper and lanes in (64, 128) and library() is not None else otherwise
+
+# `torch.compiler.assume_constant_result` sets this, too, but imports the compiler, which takes two seconds.
+unsupported_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _unsupported(index: int) -> str | None:
+    if torch.version.cuda is None:
+        return "it needs CUDA, and PyTorch was built without"
+    capability = torch.cuda.get_device_capability(index)
+    if capability != HOPPER:
+        needed, found = ("{}.{}".format(*version) for version in (HOPPER, capability))
+        return f"it runs on GPUs of compute capability {needed} (Hopper), and this one has {found}"
+    return None if library() is not None else "PyTorch's NVRTC (libcaffe2_nvrtc.so) cannot be loaded"
 
 
 class Chain:
@@ -59,7 +70,7 @@ class Chain:
         _check(library().cuLaunchKernel(kernel, *grid, 1, threads, 1, 1, shared, stream, addresses, None))
 
 
-_chain = cache(Chain)
+chain = cache(Chain)
 
 
 @cache

@@ -14,7 +14,7 @@ the mean there), E = W Q and Z = E A - E W' K~ / 2 - Y,
 where Y holds what the tokens of the block add. Only that is sequential. So there are four launches:
 
 1. `gather`: W and Y of every block, at once;
-2. `_retreat`: the adjoint from block to block, last to first, noting E (on Hopper `cuda/backward.cu`);
+2. `_retreat`: the adjoint from block to block, last to first, noting E (in the row "cuda": `cuda/backward.cu`);
 3. `pull_back`: du of every token, and what follows without the covariance, of all blocks at once;
 4. `finish`: Pb du, from the covariance that the forward pass kept at the entry of a window, all windows at once.
 
@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._dense.block_sizes import BLOCK, NARROW, WINDOW, padded
-from kalmix.ops._dense.cuda.compile import on_hopper
+from kalmix.ops._dense.cuda.compile import chain as cuda_chain
 from kalmix.ops._dense.triton import scalar_decay as triton_blocks
 from kalmix.ops._dense.triton import vector_decay as triton_tokens
 from kalmix.ops._dense.triton.forward import Kept
@@ -123,8 +123,12 @@ def backward(
     grad_read: Tensor | None,
     grad_after: Tensor,
     grad_last: Tensor,
+    cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of signals, that of log_decay of size 0 where there is none, and of the prior's mean and covariance."""
+    """Gradients of signals, that of log_decay of size 0 where there is none, and of the prior's mean and covariance.
+
+    `cuda` takes `cuda/backward.cu` in place of `_retreat`.
+    """
     (_, length, shared, width), heads, lanes = k.shape, obs_noise.shape[2], padded(k.shape[3])
     (gain, rounded, scale, kept), kind, variance = found, decay_kind(log_decay), grad_read is not None
     spans, of_mean = stretches(k, heads, size, kind, segments), (q, k, v, rounded, log_decay)
@@ -157,7 +161,7 @@ def backward(
     else:
         dq, dk = grads.q, grads.k  # what they hold is added to
     across = {"DECAY": kind, **chain_options(lanes, splits()), **shape}
-    ready, retreat = [], on_hopper("backward", _retreat, k, lanes)
+    ready, retreat = [], cuda_chain("backward") if cuda else _retreat
     room = kept.split([windows.count for windows, _ in spans])
     for (cut, tiles), entering, covariances in reversed(list(zip(spans, states, room, strict=True))):
         through = (results._replace(states=entering), tiles, grad_mean, grad_after, True, grads)

@@ -10,7 +10,7 @@ enters a block, A(t, s) the decay from token s to token t and N_t the process no
 and only P K~' and what follows from it is sequential. So there are three launches:
 
 1. `prepare`: what the noises and decays of every block come to, at once;
-2. `_advance`: the covariance from block to block, noting P k~ of every token (on Hopper `cuda/forward.cu`);
+2. `_advance`: the covariance from block to block, noting P k~ of every token (in the row "cuda": `cuda/forward.cu`);
 3. `gains`: the gain and the variance of every token from these and from L^-1, of all blocks at once.
 
 `_advance` has a program for each sequence and head, so that most of a GPU is idle. So long sequences are cut into
@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._dense.block_sizes import BLOCK, NARROW, WINDOW, padded
-from kalmix.ops._dense.cuda.compile import on_hopper
+from kalmix.ops._dense.cuda.compile import chain as cuda_chain
 from kalmix.ops._dense.triton import scalar_decay as triton_blocks
 from kalmix.ops._dense.triton import vector_decay as triton_tokens
 from kalmix.ops._dense.triton.parts import (
@@ -128,9 +128,11 @@ def forward(
     variance: bool,
     size: int,
     kept: Tensor,
+    cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Kept, Results]:
     """Read-out variances `[B, T, G, 1]`, final mean and covariance; what the backward pass takes; means and what theirs
-    does. Means are worked on in tiles of `size` tokens; covariances go to `kept` unless it is empty."""
+    does. Means are worked on in tiles of `size` tokens; covariances go to `kept` unless it is empty. `cuda` takes
+    `cuda/forward.cu` in place of `_advance`."""
     signals, kind = (q, k, obs_noise, process_noise, log_decay), decay_kind(log_decay)
     spans, packed = stretches(k, obs_noise.shape[2], size, kind, segments), segments is not None
     results = blank(k, v, sum(tiles.count for _, tiles in spans), size, True, packed)
@@ -138,7 +140,7 @@ def forward(
         gain, read, last, scale = forward_wide(*signals, covariance, segments, variance, kept)
         found, ready = Kept(gain, gain.to(k.dtype), scale, kept), [lambda: None]
     else:
-        found, read, last, ready = _gains(*signals, covariance, [windows for windows, _ in spans], variance, kept)
+        found, read, last, ready = _gains(*signals, covariance, [windows for windows, _ in spans], variance, kept, cuda)
     states = results.states.split([tiles.count for _, tiles in spans])
     for (_, tiles), entering, finish in zip(spans, states, ready, strict=True):
         finish()
@@ -156,6 +158,7 @@ def _gains(
     cuts: list[Cut],
     variance: bool,
     kept: Tensor,
+    cuda: bool,
 ) -> tuple[Kept, Tensor, Tensor, list[Callable[[], None]]]:
     """Gains, variances of what is read, and the last covariance, of stretches of time; the first two are there once
     what is returned of their stretch was called."""
@@ -173,7 +176,7 @@ def _gains(
     stages = triton_tokens if kind == 2 else triton_blocks
     of_prepare, of_gains = (stages.options(stage, kind, lanes, splits()) | shape for stage in ("prepare", "gains"))
     across = {"DECAY": kind, "KEEP": kept.numel() > 0, **chain_options(lanes, splits()), **shape}
-    ready, advance = [], on_hopper("forward", _advance, k, lanes)
+    ready, advance = [], cuda_chain("forward") if cuda else _advance
     room = kept.split([cut.count for cut in cuts]) if kept.numel() else [kept] * len(cuts)
     for cut, entering in zip(cuts, room, strict=True):
         blocks, sizes = cut.count * (WINDOW // BLOCK), (cut.table, length, cut.tiles, *orders)
