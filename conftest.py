@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from full_disk import Disk
 
 
 def patch_language_once() -> None:
@@ -59,3 +62,31 @@ def kalmix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         return Told(int(ended.value.code or 0), *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
+    """Make folders in which space runs out."""
+    disks: list[Disk] = []
+
+    def make(size: int, *, mount: bool) -> Disk:
+        disks.append(Disk(tmp_path / "disk", size, mount))
+        return disks[-1]
+
+    yield make
+    for each in disks:
+        each.close()
+
+
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    """Fail where a command takes longer than 20 seconds; one that waits for a FIFO never ends."""
+
+    def late(number: int, frame: object) -> None:
+        pytest.fail("still not done after 20 seconds")  # derives from BaseException: no command catches it
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)

@@ -21,14 +21,6 @@ def test_your_own_design(tmp_path, monkeypatch, capsys):
     assert all(0 < float(bits) < 8 for _, bits in results)
 
 
-def test_train_vision(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train_vision.py", "--mixer", "attention", "--epochs", "1"])
-    runpy.run_path(str(EXAMPLES / "train_vision.py"), run_name="__main__")
-    said = capsys.readouterr().out
-    assert len(re.findall(r"epoch +\d+ +loss \d", said)) == 1
-    assert float(re.search(r"accuracy ([0-9.]+)%$", said.strip())[1]) > 20
-
-
 def test_denoise_digits(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["denoise_digits.py", "--epochs", "4"])
     runpy.run_path(str(EXAMPLES / "denoise_digits.py"), run_name="__main__")

@@ -1,4 +1,4 @@
-"""`import kalmix` needs torch alone: it imports neither Triton nor transformers, and works where they are absent."""
+"""`import kalmix` needs torch alone, and no module of kalmix imports kalmix-bench."""
 
 import subprocess
 import sys
@@ -25,22 +25,37 @@ def test_imports_neither_triton_nor_transformers():
         + FILTERS
         + """
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
-absent = "triton transformers typer rich matplotlib tokenizers datasets accelerate timm".split()
+absent = "triton transformers typer rich matplotlib tokenizers datasets accelerate timm kalmix_bench".split()
 strange = new & set(absent)
 assert not strange, strange
 """
     )
 
 
-def test_works_without_triton_and_transformers():
-    run(
-        """
-import sys
-for name in ("triton", "transformers", "tokenizers", "datasets", "accelerate", "matplotlib", "rich", "typer"):
-    sys.modules[name] = None  # as if it were not installed
+TORCH_ALONE = """
+import re, sys
+from importlib.metadata import distribution, packages_distributions
+
+wanted, known = ["torch"], set()
+while wanted:
+    name = wanted.pop().lower().replace("_", "-")
+    if name not in known:
+        known.add(name)
+        try:
+            wanted += [re.split("[^A-Za-z0-9._-]", x)[0] for x in distribution(name).requires or () if "extra" not in x]
+        except ModuleNotFoundError:  # for another platform
+            continue
+known -= {"triton"}
+for name, owners in packages_distributions().items():
+    if name != "kalmix" and known.isdisjoint(owner.lower().replace("_", "-") for owner in owners):
+        sys.modules[name] = None  # as if it were not installed
+sys.modules["kalmix_bench"] = None
+assert sys.modules["transformers"] is None
 """
-        + FILTERS
-    )
+
+
+def test_needs_torch_alone():
+    run(TORCH_ALONE + FILTERS)
 
 
 def test_is_quick_beyond_torch():

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from attack import Attack
 from safetensors.torch import load_file, save_file
 
-SECONDS = 20  # that a command may take; one that waits for a FIFO takes for ever
 NESTED = "[" * 100_000
 ATTACK = "import pathlib; pathlib.Path(__file__).with_name('ATTACKED').touch()\n"
-
-
-class Attack:
-    """An object that leaves a mark when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.mark,)
 
 
 class Case(NamedTuple):
@@ -146,7 +135,7 @@ def deep(levels: int) -> list[Any]:
 
 CONFIG, TOKENIZER, WEIGHTS = "model/config.json", "model/tokenizer.json", "model/model.safetensors"
 TRAIN = "train --resume --output {run}"
-REPORT, BELIEFS = "report {run}", "bench beliefs {run}"
+REPORT = "report {run}"
 INSPECT = "inspect {run} --file {run}/text.txt"
 CASES = {
     # configuration
@@ -277,14 +266,6 @@ CASES = {
     "report: a text that has become a FIFO": Case(
         lambda run: (os.mkfifo(run / "f"), edit("recipe.json", {"text": str(run / "f")})(run)), "regular file", REPORT
     ),
-    # results of benchmarks
-    "beliefs: results are a FIFO": Case(lambda run: os.mkfifo(run / "results.jsonl"), "results", BELIEFS),
-    "beliefs: results are not UTF-8": Case(write("results.jsonl", b"\xff\xfe"), "results", BELIEFS),
-    "beliefs: results nested deep": Case(write("results.jsonl", NESTED), "results", BELIEFS),
-    "beliefs: results are numbers": Case(write("results.jsonl", "1\n2\n"), "results", BELIEFS),
-    "beliefs: results of other keys": Case(
-        write("results.jsonl", '{"seconds": 1, "versions": {}, "parts": 3}\n'), "results", BELIEFS
-    ),
     # recipes
     "empty recipe": Case(write("recipe.json", ""), "recipe.json", TRAIN),
     "half a recipe": Case(cut("recipe.json"), "recipe.json", TRAIN),
@@ -299,20 +280,6 @@ CASES = {
     "recipe whose text is a number": Case(edit("recipe.json", {"text": 3}), "text", TRAIN),
     "recipe whose seed is a text": Case(edit("recipe.json", {"seed": "x"}), "seed", TRAIN),
 }
-
-
-def late(seen: int, frame: object) -> None:
-    pytest.fail(f"still not done after {SECONDS} seconds")  # derives from BaseException: no command catches it
-
-
-@pytest.fixture
-def in_time():
-    """Fail where a command hangs."""
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,4 @@
-"""Mutate ops, layers, training and tasks, and tell which mutants no test notices.
+"""Mutate ops, layers, training and benchmarks, and tell which mutants no test notices.
 
     python tests/mutation/run.py --count 240 --seed 0 --jobs 2 --out mutants.json
 
@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from operators import Mutant, mutants_of
-from targets import AREAS, LAWS, SOURCE, Tests, files_of, tests_of
+from targets import AREAS, LAWS, Tests, files_of, module_of, tests_of
 
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?: - |$)", re.MULTILINE)
 NO_TESTS = 5  # pytest's exit status
@@ -40,9 +40,9 @@ NO_TESTS = 5  # pytest's exit status
 
 def draw(count: int, seed: int, only: str) -> list[Mutant]:
     """Draw mutants, as many from each area, without replacement."""
-    chosen, areas = [], [area for area in AREAS if area.startswith(only) or only.startswith(SOURCE) or not only]
+    chosen, areas = [], [area for area in AREAS if area.startswith(only) or "/" in only]
     for index, area in enumerate(areas):
-        files = [path for path in files_of(area) if path.startswith(only) or not only.startswith(SOURCE)]
+        files = [path for path in files_of(area) if path.startswith(only) or "/" not in only]
         every = [mutant for path in files for mutant in mutants_of(path, Path(path).read_text())]
         share = (count + index) // len(areas)
         chosen += random.Random(f"{seed} {area}").sample(every, min(share, len(every)))
@@ -57,7 +57,8 @@ class Copies:
         self.free: queue.Queue[Path] = queue.Queue()
         for job in range(jobs):
             copy = self.folder / str(job)
-            shutil.copytree("src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+            for source in ("src", "bench/src"):
+                shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
             self.free.put(copy)
 
     def run(self, mutant: Mutant | None, arguments: list[str], seconds: float) -> tuple[int, str]:
@@ -66,7 +67,7 @@ class Copies:
         try:
             if mutant is None:
                 return _pytest(copy, arguments, seconds)
-            path = copy / Path(mutant.path).relative_to("src")
+            path = copy / module_of(mutant.path)
             text = path.read_text()
             try:
                 _write(path, mutant.applied(text))
@@ -126,7 +127,7 @@ class Baseline:
 
     def _try(self, file: str, copies: Copies, limit: float) -> str:
         began = time.monotonic()
-        arguments = [file] if file.startswith("tests/") else [LAWS, "-k", file]
+        arguments = [file] if Path(file).exists() else [LAWS, "-k", file]
         status, output = copies.run(None, arguments, limit)
         self.seconds[file] = time.monotonic() - began
         failed = [name for name in FAILED.findall(output) if "::" in name]

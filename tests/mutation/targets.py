@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCE = "src/kalmix"
-AREAS = {"ops": ("ops", "kernels"), "layers": ("layers",), "training": ("training",), "tasks": ("tasks",)}
+AREAS = {
+    "ops": "src/kalmix/ops",
+    "layers": "src/kalmix/layers",
+    "training": "src/kalmix/training",
+    "bench": "bench/src/kalmix_bench",
+}
 LAWS = "tests/laws/test_laws.py"
 # Triton's and CUDA's code has an interpreter or a GPU to be tested with; presets are settings, not behaviour.
 LEFT_OUT = (
@@ -15,9 +19,11 @@ LEFT_OUT = (
     "/triton",
     "ops/_shared/environment.py",
     "/cuda.py",
-    "fused",
+    "/cuda/",
+    "custom_op",
     "layers/__init__",
     "ops/_ridge/tiles.py",
+    "kalmix_bench/perf/",
 )
 
 
@@ -49,48 +55,31 @@ _OPS = {
 }
 _SHARED = ("tests/ops/test_memory_chunked.py", "tests/ops/test_additive.py", "tests/ops/test_delta.py")
 
-# The first prefix that fits a path, below `SOURCE`, names its tests.
+_BENCH = "bench/tests"
+_RECALL = tuple(f"{_BENCH}/experiments/test_recall_{name}.py" for name in ("checkpoints", "embedding", "models", "run"))
+_CATALOG = f"{_BENCH}/datasets/test_catalog.py"
+
+
+def _experiment(name: str, *tests: str) -> Tests:
+    return Tests(tuple(f"{_BENCH}/experiments/test_{name}{test}.py" for test in tests))
+
+
+# The first prefix that fits the path of a module, below `src` or `bench/src`, names its tests.
 TESTS: dict[str, Tests] = {
     **{
-        f"kernels/{op}/": Tests((*files, "tests/ops/test_bad_input.py", "tests/ops/test_opcheck.py"), _laws(op))
+        f"kalmix/ops/_{op}/": Tests((*files, "tests/ops/test_bad_input.py", "tests/ops/test_opcheck.py"), _laws(op))
         for op, files in _OPS.items()
     },
-    **{f"ops/_{op}": Tests((*files, "tests/ops/test_bad_input.py"), _laws(op)) for op, files in _OPS.items()},
-    "ops/_shared/kernel.py": Tests(
+    "kalmix/ops/_shared/kernel.py": Tests(
         ("tests/ops/test_select.py", "tests/ops/test_bad_input.py", "tests/ops/test_ridge.py")
     ),
-    "ops/_shared/dispatch.py": Tests(("tests/ops/test_select.py", "tests/ops/test_bad_input.py")),
-    "kernels/primitives/": Tests(
+    "kalmix/ops/_shared/dispatch.py": Tests(("tests/ops/test_select.py", "tests/ops/test_bad_input.py")),
+    "kalmix/ops/_shared/": Tests(
         (*_SHARED, "tests/ops/test_segments.py"), "(additive or delta) and float32 and not triton and not compiles"
     ),
-    "ops/": Tests(("tests/ops/test_bad_input.py", *_SHARED, "tests/ops/test_segments.py")),
-    "layers/": Tests(("tests/layers",)),
-    "training/bench/": Tests(
-        (
-            "tests/training/test_bench_kept.py",
-            "tests/training/test_bench_lookup.py",
-            "tests/training/test_bench_models.py",
-            "tests/training/test_bench_run.py",
-            "tests/training/test_baselines.py",
-            "tests/cli/test_benchmarks.py",
-            "tests/cli/test_report.py",
-        )
-    ),
-    "training/collision/": Tests(
-        (
-            "bench/tests/experiments/test_collision_learning.py",
-            "bench/tests/experiments/test_collision_mechanism.py",
-            "tests/cli/test_bench.py",
-        )
-    ),
-    "training/sde/": Tests(
-        ("bench/tests/experiments/test_sde_learning.py", "bench/tests/experiments/test_sde.py", "tests/cli/test_sde.py")
-    ),
-    "training/solvers/": Tests(("bench/tests/experiments/test_solvers.py", "tests/cli/test_solvers.py")),
-    "training/vision": Tests(("tests/training/test_vision.py",)),
-    "kalmix_bench/runner/scheduler.py": Tests(("tests/training/test_sweep.py", "tests/training/test_bench_run.py")),
-    "kalmix_bench/runner/cells.py": Tests(("tests/training/test_sweep.py", "tests/training/test_bench_kept.py")),
-    "training/": Tests(
+    "kalmix/ops/": Tests(("tests/ops/test_bad_input.py", *_SHARED, "tests/ops/test_segments.py")),
+    "kalmix/layers/": Tests(("tests/layers",)),
+    "kalmix/training/": Tests(
         (
             "tests/training/test_parts.py",
             "tests/training/test_insight.py",
@@ -99,49 +88,38 @@ TESTS: dict[str, Tests] = {
             "tests/cli/test_run_report.py",
         )
     ),
-    "tasks/collision/": Tests(
-        ("bench/tests/experiments/test_collision_mechanism.py", "bench/tests/experiments/test_collision_learning.py")
+    "kalmix_bench/datasets/collision/": _experiment("collision", "_mechanism", "_learning"),
+    "kalmix_bench/datasets/sde/": _experiment("sde", "", "_references", "_learning"),
+    "kalmix_bench/datasets/mad/": Tests((f"{_BENCH}/datasets/test_mad.py", _CATALOG)),
+    "kalmix_bench/datasets/mqar/": Tests((f"{_BENCH}/datasets/test_mqar.py", _CATALOG)),
+    "kalmix_bench/datasets/ruler/": Tests((f"{_BENCH}/datasets/test_ruler.py", _CATALOG)),
+    "kalmix_bench/datasets/": Tests((f"{_BENCH}/datasets",)),
+    "kalmix_bench/experiments/recall/": Tests(
+        (*_RECALL, *(f"{_BENCH}/experiments/test_recall_{name}.py" for name in ("resume", "baselines", "command")))
     ),
-    "tasks/sde/": Tests(
-        (
-            "bench/tests/experiments/test_sde.py",
-            "bench/tests/experiments/test_sde_references.py",
-            "bench/tests/experiments/test_sde_learning.py",
-        )
-    ),
-    "tasks/solvers/": Tests(("bench/tests/experiments/test_solvers.py", "tests/cli/test_solvers.py")),
-    "tasks/mad/": Tests(("bench/tests/datasets/test_mad.py", "bench/tests/datasets/test_catalog.py")),
-    "tasks/mqar/": Tests(("bench/tests/datasets/test_mqar.py", "bench/tests/datasets/test_catalog.py")),
-    "tasks/ruler/": Tests(
-        (
-            "bench/tests/datasets/test_ruler.py",
-            "bench/tests/datasets/test_catalog.py",
-            "bench/tests/datasets/test_words.py",
-        )
-    ),
-    "tasks/": Tests(
-        (
-            "bench/tests/datasets/test_metrics.py",
-            "bench/tests/datasets/test_words.py",
-            "bench/tests/datasets/test_catalog.py",
-            "bench/tests/datasets/test_mad.py",
-            "bench/tests/datasets/test_mqar.py",
-            "bench/tests/experiments/test_collision_learning.py",
-        )
-    ),
+    "kalmix_bench/experiments/collision/": _experiment("collision", "_learning", "_mechanism", "_command"),
+    "kalmix_bench/experiments/sde/": _experiment("sde", "_learning", "", "_command"),
+    "kalmix_bench/experiments/solvers/": _experiment("solvers", "", "_command"),
+    "kalmix_bench/experiments/vision/": _experiment("vision", ""),
+    "kalmix_bench/": Tests((f"{_BENCH}/runner", *_RECALL)),
 }
+
+
+def module_of(path: str) -> str:
+    """Return the path of a source file below `src` or `bench/src`."""
+    return path.removeprefix("bench/").removeprefix("src/")
 
 
 def tests_of(path: str) -> Tests:
     """Tests of a source file: those named like it first, so that they run first."""
-    name = path.removeprefix(f"{SOURCE}/")
-    tests = next(tests for prefix, tests in TESTS.items() if name.startswith(prefix))
-    stem = Path(name).stem
-    own = sorted(str(x) for x in Path("tests").glob(f"{name.split('/')[0]}/test_{stem}.py"))
+    package, folder, *_ = name = Path(module_of(path)).parts
+    tests = next(tests for prefix, tests in TESTS.items() if "/".join(name).startswith(prefix))
+    root = Path("tests" if package == "kalmix" else _BENCH)
+    own = sorted(str(x) for x in root.glob(f"{folder}/test_{Path(path).stem}.py"))
     return Tests((*own, *(file for file in tests.files if file not in own)), tests.laws)
 
 
 def files_of(area: str) -> list[str]:
     """Source files of an area that have something to mutate."""
-    found = sorted(str(x) for folder in AREAS[area] for x in Path(SOURCE, folder).rglob("*.py"))
+    found = sorted(str(x) for x in Path(AREAS[area]).rglob("*.py"))
     return [path for path in found if not any(part in path for part in LEFT_OUT)]

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map_only
 
 from kalmix.testing.cases import PROBLEMS, Case, outputs
 from kalmix.testing.measure import learnable
-from kalmix_bench.experiments.recall import deterministic_embedding as lookup
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 CASES = {  # which call runs an op, forward and backward
@@ -25,7 +24,7 @@ CASES = {  # which call runs an op, forward and backward
     "ridge_chunked": ("ridge", "chunked"),
     "ridge_triton": ("ridge", "triton"),
 }
-WITHOUT_BACKWARD = {"ridge_chunked", "lookup_added"}
+WITHOUT_BACKWARD = {"ridge_chunked"}
 
 
 class Recorded(TorchDispatchMode):
@@ -48,7 +47,7 @@ def _registered() -> set[str]:
 
 def test_every_op_is_checked():
     found = {name.removesuffix("_backward") for name in _registered()}
-    assert found == {*CASES, "lookup_added"}
+    assert found == set(CASES)
     assert {name for name in found if f"{name}_backward" not in _registered()} == WITHOUT_BACKWARD
 
 
@@ -82,10 +81,3 @@ def test_op_is_sound(name, device, packed):
     assert set(calls) == {name} | ({f"{name}_backward"} - {f"{x}_backward" for x in WITHOUT_BACKWARD})
     for op, arguments in calls.values():
         _check(op, arguments)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_lookup_is_sound(device):
-    whole, ids = torch.arange(12, device=device).view(4, 3), torch.tensor([1, 0, 1, 2], device=device)
-    _check(torch.ops.kalmix.lookup_added.default, (whole, ids, 5))
-    assert lookup._added(whole, ids, 5)[1].tolist() == [6, 8, 10]

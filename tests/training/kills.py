@@ -1,147 +1,39 @@
-"""Kill tiny runs of `kalmix train` and `kalmix bench`, resume them, and check that nothing is lost, repeated or stuck.
+"""Kill tiny runs of `kalmix train`, resume them, and check that nothing is lost, repeated or stuck.
 
     python tests/training/kills.py --kills 100
 
-Half of the kills come at file events: at the n-th open for writing, rename, deletion, new folder or fsync in the output
-folder, n drawn from all of an undisturbed run. The other half come at random times. A run is killed up to three times,
-each session resuming the one before, and then ends undisturbed. After every kill, the next session must begin at the
-last checkpoint that was saved, and repeat no finished work; in the end the results must be those of the undisturbed
-run, bit for bit. Prints a line for every failure, and the counts; exits with 1 if there was a failure.
+Prints a line for every failure, and the counts; exits with 1 if there was a failure.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
-import signal
 import sys
-import tempfile
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from safetensors.torch import load_file
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from killing import Run, main
 
-from kalmix.cli import main
 from kalmix.training.trainer import FilterTrainer
-from kalmix_bench.experiments.recall import Part, Protocol, Shape, presets
-from kalmix_bench.experiments.recall import evaluation_callback as judge
-from kalmix_bench.experiments.recall.trainer import CellTrainer
-
-EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"}
-KILLS = 3  # of one run, at most
-LIMIT = 120.0  # seconds of a session
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
-WORDS = ["the", "filter", "of", "a", "belief", "that", "decays", "is", "evidence", "for", "what", "comes", "next", "in"]
-
-
-class KillError(Exception):
-    """Saved work was lost, finished work was repeated, or a run cannot go on."""
-
-
-class Session(NamedTuple):
-    """One process: exit status (negative: the signal that ended it), seconds, and number of file events."""
-
-    status: int
-    seconds: float
-    events: int
-
-
-class Run(ABC):
-    """A command, its output folder, and the notes that its sessions take of steps and checkpoints."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.output = folder, folder / "run"
-        self.notes, self.log, self.counted = folder / "notes", folder / "log", folder / "events"
-        folder.mkdir()
-        self.notes.touch()
-
-    @abstractmethod
-    def next_command(self) -> list[str] | None:
-        """Return the command that begins or continues this run; None if it has ended."""
-
-    @abstractmethod
-    def finished(self) -> set[str]:
-        """Return the names of the work that must not be done again."""
-
-    @abstractmethod
-    def checkpoints(self) -> Iterator[tuple[str, Path]]:
-        """Yield every checkpoint in the output folder, with the name of the work that it is of."""
-
-    @abstractmethod
-    def results(self) -> dict[str, Any]:
-        """Return what the run has found, which must not depend on kills."""
-
-    def noted(self) -> list[tuple[str, str, int]]:
-        """Return the notes: name of the work, "step" or "saved", and the number of the step."""
-        lines = (line.rsplit(" ", 2) for line in self.notes.read_text().splitlines())
-        return [(name, what, int(number)) for name, what, number in lines]
-
-    def saved(self) -> dict[str, int]:
-        """Return the step of the newest checkpoint that was ever saved, by name of the work."""
-        steps = [(name, number) for name, what, number in self.noted() if what == "saved"]
-        steps += [(name, int(path.name.split("-")[1])) for name, path in self.checkpoints() if complete(path)]
-        return {name: max(step for other, step in steps if other == name) for name, _ in steps}
-
-    def session(self, command: list[str], *, event: int | None = None, after: float | None = None) -> Session:
-        """Run a command in a process of its own; kill it at its `event`-th file event, or `after` so many seconds."""
-        began, deadline = time.monotonic(), LIMIT if after is None else after
-        child = os.fork()
-        if child == 0:
-            try:
-                self._child(command, event)
-            finally:
-                os._exit(70)
-        while True:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            seconds = time.monotonic() - began
-            if ended:
-                events = int(self.counted.read_text()) if self.counted.exists() else 0
-                return Session(os.waitstatus_to_exitcode(status), seconds, events)
-            if seconds > deadline:
-                os.kill(child, signal.SIGKILL)
-                _, status = os.waitpid(child, 0)
-                if after is None:
-                    raise KillError(f"stuck: {' '.join(command)}")
-                return Session(os.waitstatus_to_exitcode(status), seconds, 0)
-            time.sleep(0.002)
-
-    def _child(self, command: list[str], event: int | None) -> None:
-        with self.log.open("a") as log:
-            log.write(f"--- {' '.join(command)}\n")
-            log.flush()
-            for stream in (1, 2):
-                os.dup2(log.fileno(), stream)
-        self.counted.unlink(missing_ok=True)
-        count = _count_events(self.output, event)
-        for trainer in (FilterTrainer, CellTrainer):
-            _note_steps(trainer, self.notes)
-        sys.argv = ["kalmix", *command]
-        status = 0
-        try:
-            main()
-        except SystemExit as ended:
-            status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        sys.stdout.flush()
-        self.counted.write_text(str(count()))
-        os._exit(status)
+from training.conftest import WORDS
 
 
 class Train(Run):
     """`kalmix train` of 24 steps."""
 
+    trainer = FilterTrainer
+
     def next_command(self) -> list[str] | None:
         if not (self.output / "recipe.json").exists():
-            text = str(self.folder.parent / "text.txt")
+            text = self.folder / "text.txt"
+            draw = random.Random(0)
+            text.write_text("\n\n".join(" ".join(draw.choices(WORDS, k=40)) for _ in range(60)))
             layers = '[{"mixer": "kla", "slots": 4}]'
             sizes = ["--layers", layers, "--width", "8", "--block", "16", "--batch", "2", "--vocabulary", "280"]
-            return ["train", "--text", text, *sizes, "--steps", "24", "--output", str(self.output)]
+            return ["train", "--text", str(text), *sizes, "--steps", "24", "--output", str(self.output)]
         if not self.finished():
             return ["train", "--resume", "--output", str(self.output)]
         return None if (self.output / "result.json").exists() else ["report", str(self.output)]
@@ -166,209 +58,5 @@ class Train(Run):
         return {"curve": curve, "bits": bits, "weights": weights, "temporary files left": left}
 
 
-class Bench(Run):
-    """`kalmix bench mad` of three cells, each of four epochs of two steps."""
-
-    ended = False
-
-    def next_command(self) -> list[str] | None:
-        return None if self.ended else ["bench", "mad", "--device", "cpu", "--output", str(self.output)]
-
-    def session(self, command: list[str], *, event: int | None = None, after: float | None = None) -> Session:
-        found = super().session(command, event=event, after=after)
-        self.ended = found.status == 0
-        return found
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the complete rows of the results."""
-        file, rows = self.output / "results.jsonl", []
-        for line in file.read_text().split("\n") if file.exists() else ():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:  # cut off by a kill
-                continue
-        return rows
-
-    def finished(self) -> set[str]:
-        return {f"{row['layer']}-{row['seed']}" for row in self.rows()}
-
-    def checkpoints(self) -> Iterator[tuple[str, Path]]:
-        from kalmix_bench.runner.cells import digest
-
-        names = {digest(cell): f"{cell.layer}-{cell.seed}" for cell in presets.cells(TINY, (), (), 1)}
-        for path in (self.output / "checkpoints").glob("*/checkpoint-*"):
-            yield names[path.parent.name], path
-
-    def results(self) -> dict[str, Any]:
-        names = ("layer", "seed", "scores", "slices", "curves", "epochs", "parameters")
-        rows = sorted(([row[name] for name in names] for row in self.rows()), key=str)
-        weights = sorted(path.read_bytes() for path in (self.output / "models").glob("*.safetensors"))
-        left = list((self.output / "checkpoints").glob("*"))
-        return {
-            "rows": rows,
-            "weights": weights,
-            "report": (self.output / "report.md").exists(),
-            "checkpoints left": left,
-            "temporary files left": list(self.output.rglob(".partial.*")),
-        }
-
-
-TINY = (
-    presets.Study(
-        "mad/selective-copying",
-        (Part.of(8, 4, seq_len=12, num_tokens_to_copy=2),),
-        (Shape(8, state=32, heads=2),),
-        Protocol(epochs=4, batch=4, rate=1e-3),
-        ("kla", "gated-deltanet", "linear-attention"),
-    ),
-)
-
-
-def complete(checkpoint: Path) -> bool:
-    """Whether all that a Trainer resumes from can be read."""
-    try:
-        load_file(checkpoint / "model.safetensors")
-        json.loads((checkpoint / "trainer_state.json").read_text())
-        for name in FILES:
-            torch.load(checkpoint / name, weights_only=False)
-    except Exception:
-        return False
-    return True
-
-
-def _note_steps(trainer: Any, notes: Path) -> None:
-    """Let a trainer take notes of the steps that it begins and of the checkpoints that it has saved."""
-    step, save = trainer.training_step, trainer._save_checkpoint
-
-    def note(self: Any, what: str) -> None:
-        name = f"{self.cell.layer}-{self.cell.seed}" if hasattr(self, "cell") else "train"
-        with notes.open("a") as file:
-            file.write(f"{name} {what} {self.state.global_step}\n")
-
-    def training_step(self: Any, *given: Any, **options: Any) -> Any:
-        note(self, "step")
-        return step(self, *given, **options)
-
-    def save_checkpoint(self: Any, *given: Any, **options: Any) -> None:
-        save(self, *given, **options)
-        note(self, "saved")
-
-    trainer.training_step, trainer._save_checkpoint = training_step, save_checkpoint
-
-
-def _count_events(output: Path, stop: int | None) -> Callable[[], int]:
-    """Count the file events under `output`, and kill this process at the one numbered `stop`."""
-    events, folder, fsync = 0, str(output), os.fsync
-
-    def count() -> None:
-        nonlocal events
-        events += 1
-        if events == stop:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def hook(name: str, given: tuple[Any, ...]) -> None:
-        if name not in EVENTS:
-            return
-        if name == "open":
-            writes = set(given[1]) & set("wax+") if isinstance(given[1], str) else given[2] & WRITES
-            inside = bool(writes) and str(given[0]).startswith(folder)
-        else:  # shutil.rmtree names what it deletes relative to an open folder
-            inside = str(given[0]).startswith(folder) or (name in ("os.remove", "os.rmdir") and given[1] != -1)
-        if inside:
-            count()
-
-    def synced(handle: int) -> None:
-        count()
-        fsync(handle)
-
-    sys.addaudithook(hook)
-    os.fsync = synced
-    return lambda: events
-
-
-def check_next(run: Run, finished: set[str], saved: dict[str, int], notes: int) -> None:
-    """Check the notes of a session against what had been finished and saved before it."""
-    first: dict[str, int] = {}
-    for name, what, number in run.noted()[notes:]:
-        if what == "step":
-            first.setdefault(name, number)
-    for name, number in first.items():
-        if name in finished:
-            raise KillError(f"{name} was finished, and is run again")
-        if number < saved.get(name, 0):
-            raise KillError(f"{name} had saved step {saved[name]}, and resumed from step {number}")
-
-
-def kill_and_resume(run: Run, kills: list[dict[str, Any]], wanted: dict[str, Any]) -> int:
-    """Kill a run at given places, resume it, and compare its results with `wanted`; the number of kills that hit."""
-    hits = 0
-    for place in [*kills, None, None, None]:  # of a run that has ended, a report may be missing
-        command = run.next_command()
-        if command is None:
-            break
-        finished, saved, notes = run.finished(), run.saved(), len(run.noted())
-        found = run.session(command, **(place or {}))
-        check_next(run, finished, saved, notes)
-        hits += found.status == -signal.SIGKILL
-        if found.status not in (0, -signal.SIGKILL):
-            raise KillError(f"`{' '.join(command)}` ended with {found.status}:\n{run.log.read_text()[-1500:]}")
-    results = run.results()
-    for name, value in wanted.items():
-        if results[name] != value:
-            raise KillError(f"{name} differ from those of the undisturbed run")
-    return hits
-
-
-def places(draw: random.Random, whole: Session, index: int) -> list[dict[str, Any]]:
-    """Draw where a run is killed: at file events if `index` is even, else at times."""
-    count = draw.randint(1, KILLS)
-    if index % 2:
-        return [{"after": draw.uniform(0.02, whole.seconds)} for _ in range(count)]
-    return [{"event": draw.randint(1, whole.events)} for _ in range(count)]
-
-
-def run_kills(kills: int, seed: int, folder: Path, tell: Callable[[str], None]) -> tuple[int, int, int]:
-    """Kill runs until `kills` have hit; return the kills, the runs and the failures."""
-    draw = random.Random(seed)
-    (folder / "text.txt").write_text("\n\n".join(" ".join(draw.choices(WORDS, k=40)) for _ in range(60)))
-    judge.SAVED = 0.0
-    presets.BENCHES["mad"]["laptop"] = TINY
-    hits = runs = failures = 0
-    wholes = {}
-    for kind in (Train, Bench):
-        run = kind(folder / f"whole-{kind.__name__}")
-        command = run.next_command()
-        assert command is not None
-        whole = run.session(command)
-        if whole.status:
-            raise KillError(f"the undisturbed run ended with {whole.status}:\n{run.log.read_text()}")
-        wholes[kind] = whole, run.results()
-        tell(f"{kind.__name__.lower()}: {whole.events} file events, {whole.seconds:.1f} s")
-    while hits < kills:
-        kind = (Train, Bench)[runs % 2]
-        whole, wanted = wholes[kind]
-        run, planned = kind(folder / f"{runs}"), places(draw, whole, runs // 2)[: kills - hits]
-        try:
-            hits += kill_and_resume(run, planned, wanted)
-        except KillError as failure:
-            failures += 1
-            hits += len(planned)
-            tell(f"run {runs}, {kind.__name__.lower()}, killed at {planned}: {failure}")
-        runs += 1
-    return hits, runs, failures
-
-
-def _main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--kills", type=int, default=100)
-    options.add_argument("--seed", type=int, default=0)
-    given = options.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        kills, runs, failures = run_kills(given.kills, given.seed, Path(folder), lambda line: print(line, flush=True))
-    print(f"{kills} kills of {runs} runs, {failures} failures")
-    sys.exit(failures > 0)
-
-
 if __name__ == "__main__":
-    _main()
+    main(Train)

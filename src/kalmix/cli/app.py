@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 try:
     import typer
@@ -40,7 +40,7 @@ def bench(context: typer.Context) -> None:
     """Run the experiments of the papers, one a command."""
     found = entry_points(group="kalmix.commands", name="bench")
     if not found:
-        raise ImportError("`kalmix bench` needs the package kalmix-bench; pip install kalmix-bench")
+        _fail("`kalmix bench` needs the package kalmix-bench: pip install kalmix-bench", status=1)
     next(iter(found)).load()(context.args, prog_name="kalmix bench")
 
 
@@ -87,7 +87,7 @@ def _one_line_messages() -> Iterator[None]:
             threading.excepthook = hook
 
 
-def _fail(message: str, *, status: int) -> None:
+def _fail(message: str, *, status: int) -> NoReturn:
     Console(stderr=True, soft_wrap=True).print("[bold red]error:[/]", end=" ")
     Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(message)
     sys.exit(status)

@@ -41,7 +41,7 @@ class _Lookup(torch.autograd.Function):
         return (sums * torch.exp2(-shift)).to(grad.dtype) + 0 * largest, None  # NaN where that is infinite
 
 
-@torch.library.custom_op("kalmix::lookup_added", mutates_args=())
+@torch.library.custom_op("kalmix_bench::lookup_added", mutates_args=())
 def _added(whole: Tensor, ids: Tensor, rows: int) -> Tensor:
     """Sums `[rows, D]` of whole numbers `[n, D]` that go to the rows `ids` `[n]`, in any order."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

@@ -129,7 +129,7 @@ SWEEP = """
 import signal, sys
 from functools import partial
 from pathlib import Path
-from training.test_sweep import CPU, Square, places, run, squared
+from tests.runner.test_scheduler import CPU, Square, places, run, squared
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins by ignoring it
     results, notes = places(Path(sys.argv[1]))
@@ -143,7 +143,8 @@ def test_killing_a_sweep_loses_nothing_and_repeats_nothing(tmp_path: Path, jobs:
     script.write_text(SWEEP)
     results, notes = places(tmp_path)
     command = [sys.executable, str(script), str(tmp_path), str(jobs)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    paths = (str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     first = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 300
     while not results.path.exists() and time.monotonic() < deadline:

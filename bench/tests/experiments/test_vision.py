@@ -1,6 +1,10 @@
 """Image classifiers are trained as recipes say, on digits and on folders of images."""
 
+import re
+import runpy
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -191,3 +195,11 @@ def test_crops_are_a_part_of_the_image_between_3_4_and_4_3():
     ratios, areas = shapes[:, 0] / shapes[:, 1], shapes.prod(1) / 6000**2
     assert 0.74 < float(ratios.min()) < 0.78 and 1.28 < float(ratios.max()) < 1.34
     assert 0.07 < float(areas.min()) < 0.15 and float(areas.max()) <= 1
+
+
+def test_the_example_trains(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_vision.py", "--mixer", "attention", "--epochs", "1"])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_vision.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert len(re.findall(r"epoch +\d+ +loss \d", said)) == 1
+    assert float(re.search(r"accuracy ([0-9.]+)%$", said.strip())[1]) > 20

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kalmix_bench.experiments.recall.deterministic_embedding import _Lookup
+from kalmix_bench.experiments.recall.deterministic_embedding import _added, _Lookup
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-12, 1e-35, 1e30, 0.0])
@@ -37,3 +37,10 @@ def test_it_compiles_in_one_graph() -> None:
     (ours,) = torch.autograd.grad(read(table, ids).square().sum(), table)
     (theirs,) = torch.autograd.grad(F.embedding(ids, table).square().sum(), table)
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+def test_the_registered_op_is_sound(device: str) -> None:
+    whole, ids = torch.arange(12, device=device).view(4, 3), torch.tensor([1, 0, 1, 2], device=device)
+    torch.library.opcheck(torch.ops.kalmix_bench.lookup_added.default, (whole, ids, 5))
+    assert _added(whole, ids, 5)[1].tolist() == [6, 8, 10]

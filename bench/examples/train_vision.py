@@ -1,8 +1,8 @@
 """GKAVision, trained: on handwritten digits with a CPU, or on a folder of images by the published recipe.
 
-    python examples/train_vision.py                                     # about a minute on two CPU cores
-    python examples/train_vision.py --mixer attention --seed 1          # attention in every block
-    torchrun --nproc-per-node 8 examples/train_vision.py --images imagenet --output run     # days on eight GPUs
+    python bench/examples/train_vision.py                                     # about a minute on two CPU cores
+    python bench/examples/train_vision.py --mixer attention --seed 1          # attention in every block
+    torchrun --nproc-per-node 8 bench/examples/train_vision.py --images imagenet --output run     # days on eight GPUs
 
 The digits are scikit-learn's, of 8 x 8 pixels, enlarged to 64; a small model of GKAVision's shape learns them. The
 folder has `train` and `val`, with a folder of images for each class; its augmentation needs `kalmix[vision]`.

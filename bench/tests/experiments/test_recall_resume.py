@@ -1,0 +1,74 @@
+"""An interrupted cell resumes from its newest intact checkpoint; checkpoints are deleted after the row is written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kalmix.training.checkpoints import newest, saved
+from kalmix_bench.experiments.recall import evaluation_callback as judge
+from kalmix_bench.experiments.recall import run, trainer
+from kalmix_bench.runner.cells import Results, digest
+
+from .test_recall_run import COPY, CPU, found
+
+
+def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Interrupt a cell in its third epoch; return the folder of its checkpoints."""
+    judged = judge.Judge._judged
+
+    def stop(one, loss):
+        if len(one.curves.get("loss", ())) == 2:
+            raise KeyboardInterrupt
+        return judged(one, loss)
+
+    monkeypatch.setattr(judge, "SAVED", 0.0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(judge.Judge, "_judged", stop)
+        found(COPY, folder)
+    return folder / "checkpoints" / digest(COPY)
+
+
+def test_a_sweep_passes_over_an_unfinished_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = found(COPY, tmp_path / "whole")
+    kept = interrupted(tmp_path, monkeypatch)
+    (complete, older) = saved(kept)
+    shutil.copytree(complete, kept / "checkpoint-99")
+    for name in ("manifest.json", "trainer_state.json", "optimizer.pt"):
+        (kept / "checkpoint-99" / name).unlink(missing_ok=True)
+    with pytest.warns(UserWarning, match=r"checkpoint-99: it is unfinished"):
+        row = found(COPY, tmp_path)
+    assert row["curves"] == whole["curves"] and row["slices"] == whole["slices"]
+    assert not kept.exists() and older.name != complete.name
+
+
+def test_a_sweep_deletes_checkpoints_after_it_has_written_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "SAVED", 0.0)
+    results = Results(tmp_path / "results.jsonl")
+    kept = tmp_path / "checkpoints" / digest(COPY)
+    rmtree = shutil.rmtree
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def dying(path: Path, **options) -> None:
+        return die() if path == kept else rmtree(path, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Results, "add", die)
+        found(COPY, tmp_path)
+    assert newest(kept) is not None
+    steps = []
+    step = trainer.CellTrainer.training_step
+    monkeypatch.setattr(trainer.CellTrainer, "training_step", lambda *given: steps.append(1) or step(*given))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", dying)
+        found(COPY, tmp_path)
+    assert [row["epochs"] for row in results.read()] == [3]
+    before = len(steps)
+    run([COPY], results, CPU)
+    assert len(steps) == before and not kept.exists()
