@@ -42,7 +42,7 @@ def test_layers_are_compared_once_and_reported_with_their_papers(kalmix, tmp_pat
     asked = ("bench", "mad", "--task", "selective-copying", "--device", "cpu", "--output", tmp_path, "--seeds", 2)
     told = kalmix(*asked)
     assert told.status == 0, told.errors
-    for words in ("kla  seed 0  macro", "(4/4)", "90.67", "75.73", "±", "Figure 5a", "report.md", "8 x 1"):
+    for words in ("kla  8 x 1  seed 0  macro", "(4/4)", "90.67", "75.73", "±", "Figure 5a", "report.md", "8 x 1"):
         assert words in told.output, words
     lines = (tmp_path / "results.jsonl").read_text()
     rows = [json.loads(line) for line in lines.splitlines()]
@@ -92,6 +92,42 @@ def test_widths_are_chosen() -> None:
     assert len(asked) == 2 and {cell.shape.width for cell in asked} == {16}
 
 
+def test_variants_of_a_layer_are_told_apart_at_every_depth(kalmix, tmp_path: Path) -> None:
+    variant = 'kla:{"process_noise": false, "slots": 1}'
+    asked = ("bench", "mad", "--task", "selective-copying", "--device", "cpu", "--output", tmp_path, "--depth", "1,2")
+    told = kalmix(*asked, "--layer", "kla", "--layer", 'kla:{"slots":1,"process_noise":false}')
+    assert told.status == 0, told.errors
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {(row["layer"], row["shape"]["depth"]) for row in rows} == {(x, n) for x in ("kla", variant) for n in (1, 2)}
+    assert all(row["mixer"]["slots"] == (1 if row["layer"] == variant else 2) for row in rows)
+    report = (tmp_path / "report.md").read_text()
+    assert f"| {variant} | 8 x 2 " in report and "| kla " in report
+    assert (tmp_path / "depths.png").read_bytes().startswith(PNG)
+    with (tmp_path / "report.csv").open() as file:
+        table = [row for row in csv.DictReader(file) if row["score"] == "macro"]
+    again = kalmix(*asked, "--layer", 'kla: {"process_noise": false, "slots": 1}')
+    assert again.status == 0 and "(1/" not in again.output  # the same layers, written in another way
+    papers = {(row["layer"], row["depth"]): row["paper percent"] for row in table}
+    assert papers == {("kla", "1"): "90.67", ("kla", "2"): "90.67", (variant, "1"): "", (variant, "2"): ""}
+
+
+def test_validation_rows_choose_the_epoch_where_they_are_asked_for(kalmix, tmp_path: Path) -> None:
+    asked = ("bench", "mad", "--task", "selective-copying", "--layer", "kla", "--epochs", 4, "--device", "cpu")
+    assert kalmix(*asked, "--output", tmp_path).status == 0
+    told = kalmix(*asked, "--output", tmp_path, "--validation", 6)
+    assert told.status == 0, told.errors
+    assert "epoch chosen on 6 validation rows" in told.output and "macro %, chosen on test" in told.output
+    without, row = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
+    assert "test_chosen_scores" not in without and "validation" not in without["protocol"]
+    curves = row["curves"]
+    assert all(curves[name] == curve for name, curve in without["curves"].items())  # the same training and test rows
+    best, papers = (curves[name].index(max(curves[name])) for name in ("validation_macro", "macro"))
+    assert row["scores"]["macro"] == pytest.approx(curves["macro"][best], rel=1e-5)
+    assert row["test_chosen_scores"]["macro"] == pytest.approx(curves["macro"][papers], rel=1e-5)
+    assert row["slices"]["score on test"] == without["slices"]["score"]
+    assert "macro, chosen on test" in (tmp_path / "report.csv").read_text()
+
+
 def test_scores_over_seeds() -> None:
     assert str(Score.of([0.5])) == "50.0" and str(Score.of([0.5, 0.7])) == "60.0 ± 10.0"
     assert printed("mad/compression", "kla-noise-free") == (72.91, "Kalman Linear Attention, Table 6")
@@ -122,6 +158,14 @@ def _length(cell: Cell) -> int:
     ("options", "says"),
     [
         ("mad --layer kalman", "such as kla"),
+        ('mad --layer kla:{"slot":8}', "'slot', but must be one of 'slots'"),
+        ("mad --layer kla:{slots:8}", 'such as kla:{"slots": 8}'),
+        ('mad --layer kla:{"slots":"8"}', "`slots` is '8'"),
+        ('mad --layer kla:{"mixer":"gla"}', "'mixer', but must be one of"),
+        ('mad --layer gla:{"heads":3}', "in 3 parts"),
+        ("mad --layer design", "'design' of 'design'` is absent"),
+        ("mad --depth 1,0", "`depth` is '1,0'"),
+        ("mad --validation -1", "`validation` is -1"),
         ("mad --task copying", "selective-copying"),
         ("mad --preset desktop", "laptop, paper"),
         ("mad --seeds 0", "`seeds` is 0"),

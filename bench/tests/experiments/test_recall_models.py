@@ -59,6 +59,25 @@ def test_a_name_that_is_no_layer_meets_its_neighbours() -> None:
         layer("gated-delta-net")
 
 
+def test_options_replace_those_of_a_name_and_other_sizes_follow_from_the_state() -> None:
+    assert MAD.layer('kla:{"slots": 3}') == {"mixer": "kla", "slots": 3}
+    assert MAD.layer('kla-noise-free:{"process_noise": true}') == {"mixer": "kla", "process_noise": True, "slots": 8}
+    assert MAD.layer('gated-deltanet:{"heads": 2}')["head_dim"] == 16  # 2 heads of 16 x 64 numbers are 2,048, too
+    assert MAD.layer('mamba2:{"state_dim": 4}') == {"mixer": "mamba2", "heads": 4, "head_dim": 32, "state_dim": 4}
+    assert MAD.layer('bayesian:{"head_dim": 8}') == {"mixer": "bayesian", "heads": 4, "head_dim": 8, "expand_v": 1.0}
+    assert MAD.layer('design:{"design": "deltanet"}')["design"] == "deltanet"
+    assert MAD.layer('kla:{"samples": 5}') == {"mixer": "kla", "samples": 5, "slots": 8}
+    built = build(16, replace(MAD, width=32, state=512), 'gated-deltanet:{"heads": 2, "conv": 0}', 8, from_last=False)
+    assert state_size(built.model.mixers[0]) == 512
+
+
+def test_a_layer_has_one_name_however_its_options_are_written() -> None:
+    cell = Cell("mqar", (Part.of(1, 1),), 'kla:{"slots":8, "expand":1}', MAD, Protocol(1, 1, 1), 0)
+    assert cell.layer == 'kla:{"expand": 1, "slots": 8}' and cell == replace(cell, layer=cell.layer)
+    assert replace(cell, layer="kla:{}").layer == "kla"
+    assert replace(cell, layer="kla").written()["mixer"] == {"mixer": "kla", "slots": 8}
+
+
 def test_mads_model_is_as_published() -> None:
     model = Tagger(16, Shape(128), "attention").model
     heads = 128 * 16 + 16

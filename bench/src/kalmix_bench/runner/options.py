@@ -42,6 +42,14 @@ def preset(name: str, presets: Mapping[str, _T]) -> _T:
     return presets[name]
 
 
+def counts(option: str, given: str) -> list[int]:
+    """Return positive numbers separated by commas, in their order."""
+    try:
+        return [count(option, int(number)) for number in given.split(",")]
+    except ValueError:
+        raise ArgumentError(option, got=repr(given), needs="positive numbers with commas between, as 1,2,4") from None
+
+
 def count(option: str, given: int) -> int:
     """A number of things, of which there must be one."""
     if given < 1:

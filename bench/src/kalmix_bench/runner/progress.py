@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from kalmix_bench.runner.scheduler import Follow, Piece, Tell
@@ -29,7 +30,7 @@ class _Watch:
         self.all = None
 
     def begin(self, piece: Piece, pieces: int) -> Tell:
-        name = str(piece[0])
+        name = escape(str(piece[0]))
         if self.all is None:
             self.all = self.bars.add_task("[bold]all", total=float(pieces), told="")
         bar = self.bars.add_task(name, total=1.0, told="")

@@ -55,9 +55,14 @@ class Entry:
         """The score that its papers report."""
         return self.rows[0]["score"]
 
-    def score(self, name: str) -> Score | None:
-        """Over seeds; `None` where all diverged."""
-        return Score.of([row["scores"][name] for row in self.rows]) if self.rows else None
+    def score(self, name: str, kind: str = "scores") -> Score | None:
+        """Return a score over seeds; `None` where all diverged.
+
+        Args:
+            name: of the score.
+            kind: "scores"; or "test_chosen_scores" of the epoch that test rows choose, where validation rows chose.
+        """
+        return Score.of([row[kind][name] for row in self.rows]) if self.rows else None
 
     def average(self, fact: str) -> float:
         """Of a number that every row has."""
@@ -91,8 +96,11 @@ def asked(row: Row) -> str:
     baseline, parts = asdict(tasks.task(row["task"]).baseline), row["parts"]
     values = {name: list(dict.fromkeys(part["settings"][name] for part in parts)) for name in parts[0]["settings"]}
     told = [f"{n} {'/'.join(map(str, those))}" for n, those in values.items() if those != [baseline[n]]]
-    rows, epochs = sum(part["train"] for part in parts), row["protocol"]["epochs"]
-    return ", ".join([*told, f"{rows} rows, {epochs} times at most"])
+    rows, protocol = sum(part["train"] for part in parts), row["protocol"]
+    told.append(f"{rows} rows, {protocol['epochs']} times at most")
+    if protocol.get("validation"):
+        told.append(f"epoch chosen on {protocol['validation']} validation rows")
+    return ", ".join(told)
 
 
 class Slices(NamedTuple):

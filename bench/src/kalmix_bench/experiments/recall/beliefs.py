@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +28,7 @@ def run(
 ) -> None:
     """Posterior variance along a test row, and Kalman attention maps, of every trained model that has a posterior."""
     from kalmix_bench.experiments.recall.checkpoints import kept
+    from kalmix_bench.experiments.recall.layers import layer_name
     from kalmix_bench.runner.cells import Results
 
     count("models", models)
@@ -35,7 +37,8 @@ def run(
     asked = [
         cell
         for cell in there
-        if (not task or {cell.task, cell.task.rpartition("/")[2]} & set(task)) and (not layer or cell.layer in layer)
+        if (not task or {cell.task, cell.task.rpartition("/")[2]} & set(task))
+        and (not layer or cell.layer in map(layer_name, layer))
     ]
     if not asked:
         known = dict.fromkeys(f"{cell.layer} on {cell.task}" for cell in there)
@@ -76,7 +79,7 @@ def draw(cell: Cell, results: Results, row: int) -> list[Path]:
     asked = test.targets[row] != IGNORED
     named = np.isin(test.inputs[row], test.targets[row][asked])
     tokens, folder = [str(token) for token in test.inputs[row]], results.path.parent / "beliefs"
-    name = f"{cell.task.replace('/', '-')}-{cell.layer}-{cell.seed}"
+    name = re.sub(r"[^\w.]+", "-", f"{cell.task}-{cell.layer}-{cell.seed}")
     title = f"{cell.layer} on {cell.task}"
     variance = folder / f"{name}-variance.png"
     posterior_variance(

@@ -23,6 +23,9 @@ HELP = {
     "a5": "The word problem of the group A5: what a layer can keep track of.",
 }
 
+LAYER = """Layer to run, by name, or with options: 'kla:{"slots": 8}'. Repeatable. Default: the preset's layers."""
+VALIDATION = "Validation rows to draw in addition; they choose the epoch. Default: test rows do, as in the papers."
+
 
 def command(bench: str) -> Callable[..., None]:
     """The command of a benchmark."""
@@ -31,19 +34,22 @@ def command(bench: str) -> Callable[..., None]:
         preset: Annotated[
             str, typer.Option(help="laptop: minutes on two cores. paper: in full, for a GPU.")
         ] = "laptop",
-        layer: Annotated[list[str] | None, typer.Option(help="By name, once a layer; the preset's if absent.")] = None,
+        layer: Annotated[list[str] | None, typer.Option(help=LAYER)] = None,
         task: Annotated[list[str] | None, typer.Option(help="By name, once a task; all if absent.")] = None,
         width: Annotated[list[int] | None, typer.Option(help="Of models, once a width; all if absent.")] = None,
+        depth: Annotated[str | None, typer.Option(help="Blocks of a model, such as 1,2,4; as the preset says.")] = None,
         seeds: options.Seeds = 1,
         epochs: Annotated[int | None, typer.Option(help="At most; as the preset says if absent.")] = None,
+        validation: Annotated[int, typer.Option(help=VALIDATION)] = 0,
         jobs: options.Jobs = 1,
         device: options.Device = None,
         output: Annotated[Path | None, typer.Option(help="For results; what it holds is not run again.")] = None,
     ) -> None:
         studies = options.preset(preset, presets.BENCHES[bench])
-        if epochs is not None:
-            studies = tuple(replace(s, protocol=replace(s.protocol, epochs=epochs)) for s in studies)
-        cells = presets.cells(studies, task or (), layer or (), options.count("seeds", seeds), width or ())
+        changes = {"validation": validation, **({} if epochs is None else {"epochs": epochs})}
+        studies = tuple(replace(s, protocol=replace(s.protocol, **changes)) for s in studies)
+        depths = () if depth is None else options.counts("depth", depth)
+        cells = presets.cells(studies, task or (), layer or (), options.count("seeds", seeds), width or (), depths)
         where, console = options.device(device), Console(highlight=False)
         output = Path("runs") / bench if output is None else output
         results = Results(output / "results.jsonl")

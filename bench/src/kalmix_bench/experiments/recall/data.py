@@ -17,20 +17,46 @@ Batch = dict[str, Tensor]
 
 
 class Drawn(NamedTuple):
-    """The rows of a cell, a `Data` for each of its parts; and ids they are made of."""
+    """The rows of a cell.
+
+    Attributes:
+        parts: a `Data` for each of the cell's parts.
+        validation: validation rows of each part; none where the cell draws none, or the part has no test rows.
+        vocab_size: ids are below it.
+    """
 
     parts: list[tasks.Data]
+    validation: list[tasks.Rows]
     vocab_size: int
+
+    @property
+    def test(self) -> list[tasks.Rows]:
+        """Test rows of each part."""
+        return [part.test for part in self.parts]
 
 
 def draw(cell: Cell) -> Drawn:
-    """The rows that a cell says; parts of one setting and another differ in their seeds, too."""
-    first = cell.seed if cell.protocol.data_seed is None else cell.protocol.data_seed
-    parts = [
-        tasks.make(cell.task, seed=first + place, train=part.train, test=part.test, **dict(part.settings))
-        for place, part in enumerate(cell.parts)
-    ]
-    return Drawn(parts, max(part.vocab_size for part in parts))
+    """Draw the rows of a cell; each part has a seed of its own.
+
+    Validation rows are drawn behind the test rows and as those are: a task may ask less of test rows than of training
+    rows.
+    """
+    protocol = cell.protocol
+    first = cell.seed if protocol.data_seed is None else protocol.data_seed
+    parts, validation = [], []
+    for place, part in enumerate(cell.parts):
+        rows, settings = part.test + (protocol.validation if part.test else 0), dict(part.settings)
+        data = tasks.make(cell.task, seed=first + place, train=part.train, test=rows, **settings)
+        if rows > part.test:
+            validation.append(_take(data.test, slice(part.test, None)))
+            data = data._replace(test=_take(data.test, slice(part.test)))
+        parts.append(data)
+    return Drawn(parts, validation, max(part.vocab_size for part in parts))
+
+
+def _take(rows: tasks.Rows, which: slice) -> tasks.Rows:
+    facts = {name: fact[which] for name, fact in rows.facts.items()}
+    return tasks.Rows(rows.inputs[which], rows.targets[which], facts)
 
 
 class Batches:

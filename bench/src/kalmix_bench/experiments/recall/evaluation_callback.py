@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,12 +38,13 @@ def by_depth(score: Metric, predicted: Any, test: tasks.Rows) -> dict[str, float
 
 
 class Judge(TrainerCallback, ExportableState):
-    """Scores the test rows after each epoch, keeps the curves, and ends a run that is done or gets no better.
+    """Scores test and validation rows after each epoch, keeps the curves, and ends a run that is done or no better.
 
     Attributes:
         curves: by name, a number an epoch: `loss` of training, `test_loss`, and the task's scores, their means over
-            parts.
-        slices: by epoch that is chosen ("loss", "score", "last"), scores of each part.
+            parts; of validation rows `validation_loss` and `validation_` before a score.
+        slices: by epoch that is chosen ("loss", "score", "last"), test scores of each part. With validation rows they
+            choose the epoch, and "loss on test" and "score on test" are the epochs that test rows choose.
         seconds: of training, and of judging.
     """
 
@@ -84,12 +86,12 @@ class Judge(TrainerCallback, ExportableState):
         self.seconds["training"] += time.monotonic() - self._began
         if not math.isfinite(loss):
             raise NonFiniteError("loss")
-        scores = self._judged(loss)
-        protocol, main = self.cell.protocol, self.curves[self.main]
+        self._judged(loss)
+        protocol, main = self.cell.protocol, self.curves[self._decisive(self.main)]
         epochs = len(main)
         since = epochs - 1 - max(range(epochs), key=main.__getitem__)
         stale = protocol.patience is not None and since >= protocol.patience
-        done = stale or scores[self.main] >= protocol.enough or epochs >= protocol.epochs
+        done = stale or main[-1] >= protocol.enough or epochs >= protocol.epochs
         self._standing = f"{self.main} {main[epochs - 1 - since]:.3f}"
         self.tell(1.0 if done else epochs / protocol.epochs, self._standing)
         control.should_training_stop = done
@@ -97,24 +99,44 @@ class Judge(TrainerCallback, ExportableState):
         if control.should_save:
             self._saved = time.monotonic()
 
-    def _judged(self, loss: float) -> dict[str, float]:
-        """Scores of the test rows, which go into the curves."""
-        began, task, parts = time.monotonic(), tasks.task(self.cell.task), []
-        assert self.trainer is not None
-        for part in self.drawn.parts:
-            if len(part.test):
-                missed, predicted = self.trainer.predict_rows(part)
-                scores = {name: score(predicted, part.test.targets) for name, score in task.scores.items()}
-                parts.append({"test_loss": missed, **scores})
-                parts[-1] |= by_depth(task.scores[self.main], predicted, part.test)
-        means = {name: sum(part[name] for part in parts) / len(parts) for name in ("test_loss", *task.scores)}
-        for name, value in {"loss": loss, **means}.items():
+    def _judged(self, loss: float) -> None:
+        """Score test and validation rows; add to the curves, and to the slices where this epoch is the best so far."""
+        began = time.monotonic()
+        parts = self._scored(self.drawn.test)
+        means = {"loss": loss, **self.means(parts)}
+        if self.drawn.validation:
+            held_out = self.means(self._scored(self.drawn.validation))
+            means |= {self._decisive(name): value for name, value in held_out.items()}
+        for name, value in means.items():
             self.curves.setdefault(name, []).append(value)
-        lost, main = self.curves["test_loss"], self.curves[self.main]
-        best = {
-            "loss": lost[-1] <= min(lost),
-            "score": main[-1] >= max(main) and main.index(max(main)) == len(main) - 1,
-        }
-        self.slices |= {name: parts for name, holds in {**best, "last": True}.items() if holds}
+        best = {"last": True, **self._best(self._decisive("test_loss"), self._decisive(self.main))}
+        if self.drawn.validation:
+            best |= {f"{name} on test": holds for name, holds in self._best("test_loss", self.main).items()}
+        self.slices |= {name: parts for name, holds in best.items() if holds}
         self.seconds["judging"] += time.monotonic() - began
-        return means
+
+    def _decisive(self, name: str) -> str:
+        """Return the curve that decides for the test rows' curve `name`."""
+        return f"validation_{name.removeprefix('test_')}" if self.drawn.validation else name
+
+    def _scored(self, rows: Sequence[tasks.Rows]) -> list[dict[str, float]]:
+        """Return loss and scores of each part that has rows."""
+        assert self.trainer is not None
+        task, parts = tasks.task(self.cell.task), []
+        for part in rows:
+            if len(part):
+                missed, predicted = self.trainer.predict_rows(part)
+                scores = {name: score(predicted, part.targets) for name, score in task.scores.items()}
+                parts.append({"test_loss": missed, **scores})
+                parts[-1] |= by_depth(task.scores[self.main], predicted, part)
+        return parts
+
+    def means(self, parts: Sequence[dict[str, float]]) -> dict[str, float]:
+        """Return loss and scores, averaged over parts."""
+        names = ("test_loss", *tasks.task(self.cell.task).scores)
+        return {name: sum(part[name] for part in parts) / len(parts) for name in names}
+
+    def _best(self, loss: str, score: str) -> dict[str, bool]:
+        """Return whether the last epoch is the one of least loss (the last of these), and of best score (the first)."""
+        lost, scored = self.curves[loss], self.curves[score]
+        return {"loss": lost[-1] <= min(lost), "score": scored.index(max(scored)) == len(scored) - 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from importlib import import_module
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kalmix.errors import ArgumentError, alike
-from kalmix.layers import MIXERS, Mixer
+from kalmix.layers import MIXERS, Mixer, mixer_class
+from kalmix.layers.base import check_positive
 
 Options = dict[str, Any]
 
@@ -36,47 +38,88 @@ LAYERS: dict[str, Options] = {
 _COVARIANT = ("bayesian", "gated-kalmanet")  # a K x K matrix a head beside the memory
 
 
-def layer(name: str) -> Options:
-    """A layer by name, as an entry of a model's list of layers.
+def layer(text: str) -> Options:
+    """Return a layer as an entry of a model's list of layers.
+
+    Args:
+        text: a name of `LAYERS` or `MIXERS`, alone or with a colon and options as a JSON object behind it, such as
+            `kla:{"slots": 8}`. These options replace those of the name.
 
     Raises:
-        ArgumentError: there is none; names those that are spelled alike.
+        ArgumentError: no such layer, or an option that it does not have or of another type.
     """
-    if name not in LAYERS:
-        raise ArgumentError("layer", got=repr(name), needs=f"a known one, such as {alike(name, LAYERS)}")
-    options = dict(LAYERS[name])
+    name, own = _split(text)
+    options = dict(LAYERS.get(name) or {"mixer": name})
     if options["mixer"] not in MIXERS:  # of another package: importing this adds them
         import_module("kalmix_bench.experiments.recall.baselines")
-    return options
+    mixer = options.pop("mixer")
+    options |= own
+    mixer_class(mixer, {option: value for option, value in options.items() if option != "samples"})
+    if "samples" in options:
+        check_positive("samples", options["samples"])
+    return {"mixer": mixer, **options}
+
+
+def layer_name(text: str) -> str:
+    """Return the one text that stands for a layer, however its options are ordered and spaced.
+
+    Raises:
+        ArgumentError: no such layer, or its options are not a JSON object.
+    """
+    name, own = _split(text)
+    return f"{name}:{json.dumps(own, sort_keys=True)}" if own else name
+
+
+def _split(text: str) -> tuple[str, Options]:
+    name, colon, written = str(text).partition(":")
+    if name not in LAYERS and name not in MIXERS:
+        raise ArgumentError("layer", got=repr(name), needs=f"a known one, such as {alike(name, LAYERS)}")
+    if not colon:
+        return name, {}
+    try:
+        own = json.loads(written, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        own = None
+    if not isinstance(own, dict):
+        needs = 'a name, a colon and options as a JSON object, such as kla:{"slots": 8}'
+        raise ArgumentError("layer", got=repr(text), needs=needs)
+    return name, own
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def sized(options: Options, width: int, state: int, heads: int, values: float = 1.0) -> Options:
-    """A layer whose state is about `state` floats, as Table 11 of Kalman Linear Attention matches them.
+    """Return a layer whose state is about `state` floats, as Table 11 of Kalman Linear Attention matches them.
 
     KLA keeps a mean and a variance in each slot of `width` channels. A memory of `heads` heads keeps K x V a head, V
     as many as make `values * width` in all; with a covariance its keys are as wide as its values, and it keeps two
     such squares. Layers that keep every token (attention and its kin), and those that have neither slots nor heads of
-    a chosen width, are left as they are.
+    a chosen width, are left as they are. Sizes that `options` has are kept; its `heads` count in place of `heads`.
 
     Raises:
         ArgumentError: the state does not divide so.
     """
-    mixer = options["mixer"]
+    mixer, of = options["mixer"], options.get
     foreign = getattr(MIXERS[mixer], "sized", None)
     if foreign is not None:
         return {**foreign(width, state), **options}
     takes = inspect.signature(MIXERS[mixer]).parameters
     if "slots" in takes:
-        return {"slots": _whole(state, 2 * width), **options}
+        return {"slots": of("slots") or _whole(state, 2 * width), **options}
+    heads = of("heads", heads)
+    check_positive("heads", heads)
     if "state_dim" in takes:
-        columns = _whole(width * values, heads)
-        return {"heads": heads, "head_dim": columns, "state_dim": _whole(state, heads * columns), **options}
+        columns = of("head_dim") or _whole(width * values, heads)
+        numbers = of("state_dim") or _whole(state, heads * columns)
+        return {"heads": heads, "head_dim": columns, "state_dim": numbers, **options}
     if mixer in _COVARIANT:
-        keys = math.isqrt(_whole(state, 2 * heads))
+        keys = of("head_dim") or math.isqrt(_whole(state, 2 * heads))
         return {"heads": heads, "head_dim": keys, "expand_v": 1.0, **options}
     if {"heads", "head_dim", "expand_v"} <= takes.keys():
         columns = _whole(width * values, heads)
-        keys = _whole(state, heads * columns)
+        keys = of("head_dim") or _whole(state, heads * columns)
         return {"heads": heads, "head_dim": keys, "expand_v": columns / keys, **options}
     return options
 

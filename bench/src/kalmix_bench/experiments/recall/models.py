@@ -59,7 +59,7 @@ class Shape:
                 raise ArgumentError(name, got=getattr(self, name), needs="at least 1")
 
     def layer(self, name: str) -> Options:
-        """The layer of that name, sized."""
+        """Return the layer of that name, with options behind it or not, sized."""
         options = layer(name)
         if self.state is None:
             return options
@@ -139,7 +139,7 @@ def build(vocabulary: int, shape: Shape, name: str, length: int, *, from_last: b
     Args:
         vocabulary: ids.
         shape: all of the model but the layer.
-        name: of the layer, one of `LAYERS`.
+        name: of the layer, with options behind it or not, as `layers.layer` takes it.
         length: of a row.
         from_last: whether all targets are read from the last token.
 

@@ -20,7 +20,7 @@ class Study:
         parts: its rows.
         shapes: of the models, each run by itself.
         protocol: of training.
-        layers: that the comparison is about, where none are named.
+        layers: that the comparison is about, where none are named; names, or names with options.
         rates, decays: learning rates and weight decays of which all pairs are tried and the best counts; those of the
             protocol alone if absent.
     """
@@ -40,6 +40,11 @@ class Study:
                 for name in layers or self.layers:
                     for protocol in self.tried():
                         yield Cell(self.task, self.parts, name, shape, protocol, seed)
+
+    def at_depths(self, depths: Sequence[int]) -> Study:
+        """Return the study with each of its models at each of these depths; itself if there are none."""
+        shapes = (replace(shape, depth=depth) for depth in depths for shape in self.shapes)
+        return replace(self, shapes=tuple(dict.fromkeys(shapes))) if depths else self
 
     def tried(self) -> list[Protocol]:
         """The protocol at each rate and decay."""
@@ -257,9 +262,22 @@ BENCHES: dict[str, dict[str, Preset]] = {
 
 
 def cells(
-    studies: Preset, tasks: Sequence[str], layers: Sequence[str], seeds: int, widths: Sequence[int] = ()
+    studies: Preset,
+    tasks: Sequence[str],
+    layers: Sequence[str],
+    seeds: int,
+    widths: Sequence[int] = (),
+    depths: Sequence[int] = (),
 ) -> list[Cell]:
-    """The cells of those studies whose tasks were asked for, at those widths; all if none.
+    """Return the cells of those studies whose tasks were asked for.
+
+    Args:
+        studies: of a preset.
+        tasks: names, with or without what stands before their slash; all if none.
+        layers: as `layers.layer` takes them; each study's own if none.
+        seeds: how many.
+        widths: those of the studies to keep; all if none.
+        depths: numbers of blocks, in place of the studies' own if any.
 
     Raises:
         ArgumentError: a task or a width that no study asks, or no such layer.
@@ -270,7 +288,8 @@ def cells(
         if name not in short:
             raise ArgumentError("task", got=repr(name), needs=f"a task of this preset, such as {alike(name, short)}")
     asked = {short[name] for name in tasks} or set(known)
-    found = [cell for study in studies if study.task in asked for cell in study.cells(layers, seeds)]
+    chosen = [study.at_depths(depths) for study in studies if study.task in asked]
+    found = list(dict.fromkeys(cell for study in chosen for cell in study.cells(layers, seeds)))
     there = {cell.shape.width for cell in found}
     for width in widths:
         if width not in there:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kalmix.errors import ArgumentError
 from kalmix_bench import datasets as tasks
-from kalmix_bench.experiments.recall.layers import layer
+from kalmix_bench.experiments.recall.layers import layer_name
 from kalmix_bench.experiments.recall.models import Shape
 
 SCHEDULES = ("constant", "cosine", "warmup")
@@ -31,6 +31,8 @@ class Protocol:
         bf16: whether under bfloat16 autocast.
         chosen: the epoch whose scores are the result: that of the least "loss" on the test rows (MAD's code), of the
             best "score" on them, or the "last". All three are kept.
+        validation: validation rows to draw in addition, of each part with test rows. They take the test rows' place in
+            `chosen`, `patience` and `enough`; 0 leaves these to the test rows, as the papers do.
         data_seed: of the rows; of the cell if absent.
         captured: on a GPU, compile forward and backward, record them once as a CUDA graph and replay it: the same up to
             rounding, in fewer kernels that are launched at once. Half a minute before the first step.
@@ -52,11 +54,14 @@ class Protocol:
     chosen: str = "score"
     data_seed: int | None = None
     captured: bool = False
+    validation: int = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, got=getattr(self, name), needs="at least 1")
+        if self.validation < 0:
+            raise ArgumentError("validation", got=self.validation, needs="at least 0")
         if not 0 < self.rate < float("inf"):
             raise ArgumentError("rate", got=self.rate, needs="positive")
         for name, known in (("schedule", SCHEDULES), ("chosen", CHOICES)):
@@ -89,13 +94,13 @@ class Cell:
     Attributes:
         task: a name that `kalmix_bench.datasets.make` knows.
         parts: the rows; a batch is of one part.
-        layer: one of `LAYERS`.
+        layer: a name, or a name and options, as `layers.layer` takes them; kept as `layers.layer_name` spells it.
         shape: of the model.
         protocol: of its training.
         seed: of weights and order.
 
     Raises:
-        ArgumentError: no such task, setting or layer.
+        ArgumentError: no such task, setting, layer or option, or the layer's state cannot be sized as `shape` says.
     """
 
     task: str
@@ -107,7 +112,8 @@ class Cell:
 
     def __post_init__(self) -> None:
         self.settings()
-        layer(self.layer)
+        object.__setattr__(self, "layer", layer_name(self.layer))
+        self.shape.layer(self.layer)
 
     def settings(self) -> list[Mapping[str, Any]]:
         """All settings of each part, the baseline's where not given."""
@@ -115,20 +121,23 @@ class Cell:
         return [asdict(task.configure(**dict(part.settings))) for part in self.parts]
 
     def __str__(self) -> str:
-        return f"{self.task}  {self.layer}  seed {self.seed}"
+        return f"{self.task}  {self.layer}  {self.shape.width} x {self.shape.depth}  seed {self.seed}"
 
     def written(self) -> dict[str, Any]:
-        """As its line in a file names it."""
+        """As its line in a file names it. Without validation rows, `validation` is left out: older lines lack it."""
         parts = [
             {"train": part.train, "test": part.test, "settings": settings}
             for part, settings in zip(self.parts, self.settings(), strict=True)
         ]
+        protocol = asdict(self.protocol)
+        if not self.protocol.validation:
+            del protocol["validation"]
         return {
             "task": self.task,
             "parts": parts,
             "layer": self.layer,
             "mixer": self.shape.layer(self.layer),
             "shape": asdict(self.shape),
-            "protocol": asdict(self.protocol),
+            "protocol": protocol,
             "seed": self.seed,
         }

@@ -9,12 +9,16 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kalmix_bench.experiments.recall import figures
 from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.summary import Entry, Score, entries, printed, slices
+
+KINDS = {"scores": "", "test_chosen_scores": ", chosen on test"}
+LAYER_COLUMNS = 24  # of a table, at least, for a layer with options, where it has as many
 
 
 def tell(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
@@ -34,10 +38,12 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
         facts |= {name: first[name] for name in ("parameters", "state")}
         facts |= {name: first["protocol"][name] for name in ("rate", "decay")}
         facts["epochs"] = entry.average("epochs")
-        for name in first["scores"]:
-            score = entry.score(name)
-            assert score is not None
-            found.append(Finding(entry.task, entry.asked, entry.layer, name, score, len(entry.rows), facts))
+        for kind in (kind for kind in KINDS if kind in first):
+            for name in first["scores"]:
+                score = entry.score(name, kind)
+                assert score is not None
+                called = name + KINDS[kind]
+                found.append(Finding(entry.task, entry.asked, entry.layer, called, score, len(entry.rows), facts))
     return found
 
 
@@ -46,9 +52,13 @@ def _table(found: Sequence[Entry]) -> Table:
     sound = [entry for entry in found if entry.rows]
     scores = list(sound[0].rows[0]["scores"]) if sound else []
     scores = [name for name in scores if name != "test_loss"]
+    shown = [(name, "scores") for name in scores]
+    shown += [(sound[0].main, kind) for kind in KINDS if kind != "scores" and sound and kind in sound[0].rows[0]]
     titled = f"[bold]{found[0].task}[/]  {found[0].asked}"
-    table = Table("layer", box=box.SIMPLE_HEAD, title=titled, title_justify="left")
-    columns = ("width", "parameters", "state", "seeds", *(f"{name} %" for name in scores), "paper %")
+    table = Table(box=box.SIMPLE_HEAD, title=titled, title_justify="left")
+    longest = max(len(entry.layer) for entry in found)
+    table.add_column("layer", min_width=min(longest, LAYER_COLUMNS), overflow="fold")
+    columns = ("width", "parameters", "state", "seeds", *(f"{name} %{KINDS[kind]}" for name, kind in shown), "paper %")
     for column in (*columns, "rate", "decay", "epochs", "seconds"):
         table.add_column(column, justify="right", no_wrap=True)
     sources = {}
@@ -58,16 +68,16 @@ def _table(found: Sequence[Entry]) -> Table:
             sources[paper.source] = None
         told, size = "" if paper is None else f"{paper.percent:g}", f"{entry.width} x {entry.depth}"
         if not entry.rows:
-            table.add_row(entry.layer, size, "", "", "0", *("diverged",) * len(scores), told)
+            table.add_row(escape(entry.layer), size, "", "", "0", *("diverged",) * len(shown), told)
             continue
         first = entry.rows[0]
         table.add_row(
-            entry.layer,
+            escape(entry.layer),
             size,
             f"{first['parameters']:,}",
             "grows" if first["state"] is None else f"{first['state']:,}",
             str(len(entry.rows)) + (f" of {len(entry.rows) + entry.diverged}" if entry.diverged else ""),
-            *(str(entry.score(name)) for name in scores),
+            *(str(entry.score(name, kind)) for name, kind in shown),
             told,
             f"{first['protocol']['rate']:.2g}",
             f"{first['protocol']['decay']:g}",
@@ -80,23 +90,26 @@ def _table(found: Sequence[Entry]) -> Table:
 
 
 def _pictures(found: Sequence[Entry], output: Path) -> list[Path]:
-    """How each task was learned; scores by width, and by length and load, where there are several of them."""
+    """Draw how each task was learned; scores by width, depth, and length and load where there are several of them."""
     by_task = [(place, list(group)) for place, group in groupby(found, lambda entry: (entry.task, entry.asked))]
-    learned, widths, maps = [], [], {}
+    learned, maps = [], {}
+    sizes: dict[str, list[figures.Lines]] = {"width": [], "depth": []}
     for (task, asked), group in by_task:
         main = group[0].main
         levels = {entry.layer: _level(entry) for entry in group if printed(entry.task, entry.layer) is not None}
         learned.append(figures.Lines(task, asked, "epochs", f"{main} %", _by_epoch(group, main, 100), levels))
         learned.append(figures.Lines(task, asked, "epochs", "test loss", _by_epoch(group, "test_loss"), {}))
-        if len({entry.width for entry in group}) > 1:
-            widths.append(figures.Lines(task, asked, "width", f"{main} %", _by_width(group), {}, doubling=True))
+        for size, drawn in sizes.items():
+            if len({getattr(entry, size) for entry in group}) > 1:
+                drawn.append(figures.Lines(task, asked, size, f"{main} %", _by_size(group, size), {}, doubling=True))
         for entry in group:
             by, found_at = slices(entry)
             if len(found_at) > 1:
                 named = f"{task.rpartition('/')[2]}\n{_named(entry, group)}"
                 maps[named] = figures.HeatMap(by, {at: 100 * score for at, score in found_at.items()})
     written = []
-    for name, panels, columns in (("learning", learned, 4), ("widths", widths, 3)):
+    panelled = (("learning", learned, 4), ("widths", sizes["width"], 3), ("depths", sizes["depth"], 3))
+    for name, panels, columns in panelled:
         if panels:
             written.append(Path(figures.benchmark_lines(output / f"{name}.png", panels, columns)))
     if maps:
@@ -125,15 +138,14 @@ def _by_epoch(group: Sequence[Entry], name: str, times: float = 1) -> dict[str, 
     return curves
 
 
-def _by_width(group: Sequence[Entry]) -> dict[str, Any]:
-    curves = {}
-    for layer in dict.fromkeys(entry.layer for entry in group):
-        mine = sorted((entry for entry in group if entry.layer == layer), key=lambda entry: entry.width)
-        scores = [entry.score(entry.main) for entry in mine]
-        at = [
-            (entry.width, *(100 * x for x in score))
-            for entry, score in zip(mine, scores, strict=True)
-            if score is not None
-        ]
-        curves[layer] = tuple(list(column) for column in zip(*at, strict=True))
-    return curves
+def _by_size(group: Sequence[Entry], size: str) -> dict[str, Any]:
+    """Return scores by "width" or "depth": a curve for each layer, and for each value of the other one."""
+    other = "depth" if size == "width" else "width"
+    several = len({getattr(entry, other) for entry in group}) > 1
+    points: dict[str, list[tuple[Any, ...]]] = {}
+    for entry in sorted(group, key=lambda entry: getattr(entry, size)):
+        score = entry.score(entry.main)
+        if score is not None:
+            name = f"{entry.layer}, {other} {getattr(entry, other)}" if several else entry.layer
+            points.setdefault(name, []).append((getattr(entry, size), *(100 * x for x in score)))
+    return {name: tuple(list(column) for column in zip(*at, strict=True)) for name, at in points.items()}

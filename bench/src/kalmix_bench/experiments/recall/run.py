@@ -72,12 +72,13 @@ def find(cells: tuple[Cell, ...], tell: Tell, results: Results, device: torch.de
             return [{**sizes, "diverged": str(error)}]
     keep(cell, model, results)
     epochs, tokens = len(judge.curves["loss"]), sum(part.train.inputs.size for part in drawn.parts)
-    chosen, scores = judge.slices[cell.protocol.chosen], tasks.task(cell.task).scores
+    chosen, on_test = judge.slices[cell.protocol.chosen], judge.slices.get(f"{cell.protocol.chosen} on test")
     return [
         {
             **sizes,
             "score": judge.main,
-            "scores": {name: sum(part[name] for part in chosen) / len(chosen) for name in ("test_loss", *scores)},
+            "scores": judge.means(chosen),
+            **({} if on_test is None else {"test_chosen_scores": judge.means(on_test)}),
             "slices": judge.slices,
             "curves": {name: [float(f"{value:.6g}") for value in curve] for name, curve in judge.curves.items()},
             "epochs": epochs,

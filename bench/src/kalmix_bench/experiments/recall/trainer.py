@@ -24,7 +24,7 @@ from kalmix_bench.experiments.recall.evaluation_callback import Judge
 from kalmix_bench.experiments.recall.protocol import Cell, Protocol
 from kalmix_bench.runner.scheduler import Tell
 
-TOKENS = 1 << 18  # of test rows that are judged at once
+TOKENS = 1 << 18  # of test or validation rows that are judged at once
 
 
 def factor(protocol: Protocol, step: int, an_epoch: int) -> float:
@@ -133,20 +133,18 @@ class CellTrainer(SafeTrainer):
             loss = self._step(read, inputs, targets)
         return graph, inputs, targets, loss, [(x, x.grad) for x in self.net.parameters() if x.grad is not None]
 
-    def predict_rows(self, part: tasks.Data) -> tuple[float, Any]:
-        """Of the test rows of a part: the mean loss of a scored token, and what is predicted, `[n, T]`."""
-        inputs, targets = (torch.from_numpy(x).to(self.args.device) for x in (part.test.inputs, part.test.targets))
+    def predict_rows(self, rows: tasks.Rows) -> tuple[float, Any]:
+        """Return the mean loss of a scored token of `rows`, and the predicted ids, `[n, T]`."""
+        inputs, targets = (torch.from_numpy(x).to(self.args.device) for x in (rows.inputs, rows.targets))
         losses, found = [], []
         self.net.eval()
         with torch.no_grad(), torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.cell.protocol.bf16):
-            for x, y in zip(
-                *(rows.split(max(1, TOKENS // inputs.shape[1])) for rows in (inputs, targets)), strict=True
-            ):
+            for x, y in zip(*(z.split(max(1, TOKENS // z.shape[1])) for z in (inputs, targets)), strict=True):
                 logits = self.net(x)
                 losses.append(loss_of(logits, y) * (y != IGNORE).sum())
                 found.append(logits.argmax(-1))
         self.net.train()
-        scored = max(1, int((part.test.targets != IGNORE).sum()))
+        scored = max(1, int((rows.targets != IGNORE).sum()))
         return float(torch.stack(losses).sum()) / scored, torch.cat(found).cpu().numpy()
 
 
