@@ -10,6 +10,7 @@ from histories import Signals, arguments, leaves, signals
 from torch import Tensor
 
 from kalmix.ops import attend
+from kalmix.ops._shared import batching as blocks
 from kalmix.testing.tolerances import budgets, relative_error
 
 NOISES = (1e-5, 1e-4, 1e-2, 1.0, 1e2)
@@ -38,7 +39,7 @@ def _answer(x: Signals, dtype: torch.dtype, variance: bool, **options: Any) -> l
     return [y.detach() for y in outputs] + list(torch.autograd.grad(outputs, asked, weights))
 
 
-def _check(x: Signals, variance: bool, kernel: str, ends: str = "", **options: Any) -> None:
+def _check(x: Signals, variance: bool, kernel: str, ends: str | tuple[str, ...] = "", **options: Any) -> None:
     """Compare what has a name that ends so."""
     got = _answer(x, torch.float32, variance, kernel=kernel, **options)
 
@@ -72,3 +73,19 @@ def test_the_gradient_of_the_rate_is_right_at_a_large_query_noise(weight: str, v
     x |= {name: torch.full_like(y, 100.0) for name, y in x.items() if name.endswith("query_noise")}
     x |= {"k": x["k"] / 64, "times": x["times"] / 1024, "nu": torch.full_like(x["nu"], 2.0**-9)}
     _check(x, variance, kernel, "log_decay", weight=weight, causal=False)
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "reference"])
+@pytest.mark.parametrize("room", [blocks.ROOM, 1], ids=["one tile of keys", "several"])
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_gradients_of_noises_are_right_where_one_key_has_nearly_all_of_the_weight(
+    own: bool, room: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of its score is a small difference, which a residual of thousands of variances multiplies."""
+    monkeypatch.setattr(blocks, "ROOM", room)
+    x = _drawn(11, 150, 1e-4, own)
+    for name in (y for y in x if y.endswith(("query_noise", "process_noise"))):
+        x[name] = x[name] * 0 + (1e-4 if name.endswith("query_noise") else 1.0)
+    x = {name: y.float().double() for name, y in x.items()}
+    named = ("d q", "d k", "d key_noise", "d query_noise", "d nu", "d floor")
+    _check(x, False, kernel, named, weight="exponential")

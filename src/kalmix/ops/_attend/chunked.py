@@ -95,10 +95,56 @@ class _Lanes(NamedTuple):
         squares = q.square().sum(-1)[..., None], k.square().sum(-1)[..., None, :]
         return Scores.of(self.model, self.rules, lag, q @ k.mT, *squares)
 
+    def scores_of_pairs(self, key: Tensor, slot: Tensor) -> Scores:
+        """The scores of all queries against one key each, `[L, H, T, 1]`, given it and its slot `[L, H, T]`."""
+        time = self.times[:, None].expand(-1, slot.shape[1], -1)
+        lag = (time[:, :, -slot.shape[2] :] - time.gather(2, slot)).to(self.q.dtype)[..., None]
+        squares = (x.square().sum(-1, keepdim=True) for x in (self.q, key))
+        return Scores.of(self.model, self.rules, lag, (self.q * key).sum(-1, keepdim=True), *squares)
+
     def _own(self, queries: slice) -> slice:
         """The slots of queries."""
         past = self.k.shape[2] - self.q.shape[2]
         return slice(past + queries.start, past + queries.stop)
+
+
+class _Rest(NamedTuple):
+    """What the gradients of queries' scores lack to add up to 0, and their heaviest key: `[L, H, T]`.
+
+    Attributes:
+        lack: minus the sum so far.
+        top: the logarithm of the greatest weight so far.
+        slot: where its key is.
+    """
+
+    lack: Tensor
+    top: Tensor
+    slot: Tensor
+
+    @classmethod
+    def of(cls, lanes: _Lanes) -> _Rest:
+        lack = lanes.q.new_zeros(lanes.q.shape[:3])
+        return cls(lack, torch.full_like(lack, torch.finfo(lack.dtype).min), lack.long())
+
+    def add(self, queries: slice, keys: slice, to_score: Tensor, log_weight: Tensor) -> None:
+        """Add a tile."""
+        lack, top, slot = (x[:, :, queries] for x in self)
+        lack -= to_score.sum(-1)
+        found, at = log_weight.max(-1)
+        slot.copy_(torch.where(found > top, at + keys.start, slot))
+        torch.maximum(top, found, out=top)
+
+    def pull_back(self, lanes: _Lanes, of_keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k, numbers and frequencies of keys through what is lacking."""
+        index = self.slot[..., None].expand(-1, -1, -1, lanes.k.shape[3])
+        query, key = lanes.q, lanes.k.gather(2, index)
+        scores, lack = lanes.scores_of_pairs(key, self.slot), self.lack[..., None]
+        to_gram, to_query, to_key, to_numbers = scores.pull_back(
+            lack, torch.zeros_like(lack), None, self.top[..., None]
+        )
+        to_k = torch.zeros_like(lanes.k).scatter_add_(2, index, to_gram * query + 2 * to_key * key)
+        to_of_keys = _turning(query, to_gram * scores.lag * key, of_keys)
+        return to_gram * key + 2 * to_query * query, to_k, to_numbers, to_of_keys
 
 
 @operator("kalmix::attend_chunked")
@@ -174,6 +220,9 @@ def _attend_backward(
     """Gradients of q, k, v, numbers and frequencies.
 
     An upstream gradient that is not finite reaches its own query and the frequencies of values, which become NaN.
+
+    Gradients of a query's scores add up to 0. Where one key has nearly all of the weight, its own is what rounding
+    leaves of a difference, and large derivatives may multiply it: so what the sum lacks goes to the heavy keys.
     """
     lanes = _Lanes.of(q, k, v, times, rank, numbers, Rules(shared, rational, causal, window))
     broken = ~to_read.isfinite().all(-1) | (~to_precision.isfinite() if variance else False)
@@ -185,15 +234,23 @@ def _attend_backward(
         to_precision, precision = (x.transpose(1, 2)[..., None] for x in (to_precision, precision))
     to_q, to_k, to_v = (torch.zeros_like(x) for x in lanes[:3])
     to_numbers, to_of_keys, to_of_values = (torch.zeros_like(x) for x in (numbers, of_keys, of_values))
+    rest, several = _Rest.of(lanes), False
     for queries in lanes.queries():
-        for keys, hidden in lanes.keys_of(queries):
+        tiles = list(lanes.keys_of(queries))
+        for keys, hidden in tiles:
             scores = lanes.scores(queries, keys)
             query, key, value = lanes.q[:, :, queries], lanes.k[:, :, keys], lanes.v[:, :, keys]
             log_weight = scores.score.masked_fill(hidden, -torch.inf) - total[:, :, queries]
             reached, arrived = (log_weight + scores.log_reach).exp(), to_read[:, :, queries]
             to_v[:, :, keys] += reached.mT @ arrived
             to_reach = reached * (arrived @ value.mT)
-            to_score = to_reach - log_weight.exp() * share[:, :, queries]
+            weight = log_weight.exp()
+            to_score = to_reach - weight * share[:, :, queries]
+            if len(tiles) == 1:
+                to_score = torch.addcmul(to_score, weight, to_score.sum(-1, keepdim=True), value=-1)
+            else:
+                several = True
+                rest.add(queries, keys, to_score, log_weight)
             to_log_precision = None
             if variance:
                 part = scores.log_precision().masked_fill(hidden, -torch.inf) - precision[:, :, queries]
@@ -206,6 +263,11 @@ def _attend_backward(
             to_numbers += to_own
             to_of_keys += _turning(query, (to_gram * scores.lag) @ key, of_keys)
             to_of_values += _turning(arrived, (reached * scores.lag) @ value, of_values)
+    if several:
+        found = rest.pull_back(lanes, of_keys)
+        to_q, to_k, to_numbers, to_of_keys = (
+            x + y for x, y in zip((to_q, to_k, to_numbers, to_of_keys), found, strict=True)
+        )
     to_q, to_k, to_v = (x.transpose(1, 2).contiguous() for x in (to_q, to_k, to_v))
     to_q.masked_fill_(broken[..., None], torch.nan)
     return to_q, to_k, to_v, to_numbers, to_of_keys, to_of_values.masked_fill(broken.any(), torch.nan)
