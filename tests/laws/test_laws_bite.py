@@ -7,9 +7,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from kalmix import ops
 from kalmix.beliefs import DiagonalBelief
-from kalmix.ops import OPS, Op
+from kalmix.ops import OPS
 from kalmix.ops._diagonal.reference import diagonal as right
 from kalmix.testing import measure
 from kalmix.testing.cases import Case
@@ -134,7 +133,7 @@ def _install(monkeypatch, name="reference", **changes):
     kernels = OPS["diagonal"].kernels
     table = tuple(replace(k, **changes) if k.name == name else k for k in kernels)
     monkeypatch.setattr("kalmix.ops._diagonal.api.KERNELS", table)
-    monkeypatch.setitem(OPS, "diagonal", Op(ops.diagonal, table))
+    monkeypatch.setitem(OPS, "diagonal", replace(OPS["diagonal"], kernels=table))
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda kernel: kernel.__name__)

@@ -1,5 +1,6 @@
 """The published designs: a paper is a row. A row enters with the test that proves its reduction."""
 
+import kalmix.ops  # noqa: F401 - each op registers the designs that it filters
 from kalmix.designs.spec import Covariance, Design, Evidence, Transition
 
 _TABLE = "Memory by Design (Dowling et al., 2026), Table 1"

@@ -1,25 +1,24 @@
 """What may be assumed: `Design = Transition x Evidence x Covariance`, frozen data without tensors.
 
 A part says its assumption twice, as a formula (`statement`) and in words (`describe`), and names the signals
-it needs. A combination is legal when an op computes it exactly.
+it needs. A combination is legal when an op computes it exactly: each op registers the combination that it filters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from kalmix.designs.kinds import CovarianceKind, Kind
 from kalmix.errors import DesignError
 
 Decay = Literal["none", "head", "key", "cell", "matrix", "forgetting", "time"]
-Observed = Literal["cell", "memory", "input", "state"]
-Kept = Literal["none", "reset", "diagonal", "dense", "information", "lag"]
 
 
-def _check_choice(what: str, value: Any, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise DesignError(f"{what} is one of {', '.join(map(repr, get_args(choices)))}, not {value!r}")
+def _check_choice(what: str, value: object, choices: Collection[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise DesignError(f"{what} is one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Transition:
     rotation: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("a transition's decay", self.decay, Decay)
+        _check_choice("a transition's decay", self.decay, get_args(Decay))
         if self.rotation and self.decay in ("cell", "matrix", "forgetting", "time"):
             raise DesignError(f"pairs of keys cannot turn where the transition is per {self.decay}")
 
@@ -94,39 +93,23 @@ class Evidence:
             that share a key head.
     """
 
-    of: Observed = "cell"
+    of: str = "cell"
     columns: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("what evidence is of", self.of, Observed)
+        _check_choice("what evidence is of", self.of, _EVIDENCE)
 
     @property
     def signals(self) -> tuple[str, ...]:
-        return {
-            "cell": ("precision",),
-            "memory": ("obs_noise",),
-            "input": ("write_variance", "obs_noise"),
-            "state": ("key_noise", "query_noise"),
-        }[self.of]
+        return _EVIDENCE[self.of].signals
 
     @property
     def statement(self) -> str:
-        return {
-            "cell": "v_d = k_n z_nd + noise,  noise ~ N(0, 1 / precision_d)",
-            "memory": "v = S'k + noise,  noise ~ N(0, r^2 I)",
-            "input": "S_t = .. + k x',  x ~ N(0, write_variance I);  v = x + noise,  noise ~ N(0, r^2 I)",
-            "state": "v, k = z + noise,  noise ~ N(0, key_noise I);  q = z + noise,  noise ~ N(0, query_noise I)",
-        }[self.of]
+        return _EVIDENCE[self.of].statement
 
     @property
     def describe(self) -> str:
-        words = {
-            "cell": "each cell is observed by itself, through its key",
-            "memory": "the memory is observed along the key",
-            "input": "what is written is observed, not the memory",
-            "state": "the state is observed itself, and compared with what earlier tokens make of it",
-        }[self.of]
-        return words + (", each column with its own noise" if self.columns else "")
+        return _EVIDENCE[self.of].describe + (", each column with its own noise" if self.columns else "")
 
 
 @dataclass(frozen=True)
@@ -141,44 +124,48 @@ class Covariance:
             token is known in closed form from how long ago it was, their errors taken as independent.
     """
 
-    kept: Kept = "diagonal"
+    kept: str = "diagonal"
 
     def __post_init__(self) -> None:
-        _check_choice("the covariance kept", self.kept, Kept)
+        _check_choice("the covariance kept", self.kept, _COVARIANCE)
 
     @property
     def signals(self) -> tuple[str, ...]:
-        return ("reset",) if self.kept == "reset" else ()
+        return _COVARIANCE[self.kept].signals
 
     @property
     def statement(self) -> str:
-        return {
-            "none": "E[S | v_1..t] = M",
-            "reset": "S | v_1..t-1 ~ N(A M, reset I) a column, whatever was seen",
-            "diagonal": "z_nd | v_1..t ~ N(mu_nd, s_nd)",
-            "dense": "S | v_1..t ~ N(M, P) a column",
-            "information": "S | v_1..t ~ N((H + ridge I)^-1 U, (H + ridge I)^-1) a column",
-            "lag": "z_i | v_j ~ N(e^(lambda tau) v_j, V I),  "
-            "V = process_noise kappa + key_noise E^2 + query_noise,  E = e^(log_decay tau)",
-        }[self.kept]
+        return _COVARIANCE[self.kept].statement
 
     @property
     def describe(self) -> str:
-        return {
-            "none": "none",
-            "reset": "reset at every token",
-            "diagonal": "one variance a cell",
-            "dense": "one matrix a head",
-            "information": "the inverse of one matrix a head",
-            "lag": "in closed form, by the lag",
-        }[self.kept]
+        return _COVARIANCE[self.kept].describe
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether a belief holds its own uncertainty, so that a read-out has a variance."""
+        return _COVARIANCE[self.kept].uncertain
 
 
 @dataclass(frozen=True)
-class _Algebra:
-    """An op: the transitions it takes, and its update as Table 1 of Memory by Design has it."""
+class Algebra:
+    """Designs that one op filters.
+
+    Attributes:
+        op: the op's name.
+        evidence, covariance: the kinds that it combines.
+        decays: the decays of transitions that it takes.
+        update: its update as a formula, as Table 1 of Memory by Design has it.
+        diffuses: whether it takes process noise.
+        undiffused: the reason, if it takes none.
+        rotates: whether it turns keys.
+        optional: signals that it takes, but may go without.
+        options: names of its arguments that no token supplies.
+    """
 
     op: str
+    evidence: Kind
+    covariance: CovarianceKind
     decays: tuple[Decay, ...]
     update: str
     diffuses: bool = False
@@ -188,6 +175,7 @@ class _Algebra:
     options: tuple[str, ...] = ()
 
     def refuses(self, transition: Transition) -> str | None:
+        """Return why the op does not take a transition, or `None` if it does."""
         if transition.decay not in self.decays:
             return f"its transition may be {' or '.join(self.decays)}, not {transition.decay}"
         if transition.diffusion and not self.diffuses:
@@ -195,50 +183,24 @@ class _Algebra:
         return "it does not turn keys" if transition.rotation and not self.rotates else None
 
 
-# The op that filters a kind of evidence with a kind of covariance.
-_ALGEBRAS = {
-    ("input", "none"): _Algebra(
-        "additive",
-        ("none", "head", "key"),
-        "M_t = A M_{t-1} + w k v',  w = write_variance / (write_variance + r^2)",
-    ),
-    ("memory", "reset"): _Algebra(
-        "delta",
-        ("none", "head", "key"),
-        "M_t = A M_{t-1} + h k (v - (A M_{t-1})'k)',  h = reset / (r^2 + reset |k|^2)",
-    ),
-    ("cell", "diagonal"): _Algebra(
-        "diagonal",
-        ("none", "cell"),
-        "1 / s_t = 1 / (a^2 s + p) + k_n^2 precision_d,  mu_t = a mu + s_t k_n precision_d (v_d - k_n a mu)",
-        diffuses=True,
-    ),
-    ("memory", "dense"): _Algebra(
-        "dense",
-        ("none", "head", "key", "matrix"),
-        "Pb = A P_{t-1} A' + l^2 I,  u = Pb k,  b = 1 / (r^2 + k'u),  "
-        "M_t = A M_{t-1} + b u (v - (A M_{t-1})'k)',  P_t = Pb - b u u'",
-        diffuses=True,
-        rotates=True,
-    ),
-    ("memory", "information"): _Algebra(
-        "ridge",
-        ("none", "forgetting"),
-        "H_t = a H_{t-1} + k k' / r^2,  U_t = a U_{t-1} + k v' / r^2,  x = (H_t + ridge I)^-1 q,  "
-        "mean = U_t' (mix x + (1 - mix) q)",
-        undiffused="it takes no process noise",
-        optional=("mix",),
-        options=("ridge", "solver"),
-    ),
-    ("state", "lag"): _Algebra(
-        "attend",
-        ("time",),
-        "r_ij = |q_i - e^(lambda tau) k_j|^2 / V,  weight = 1 / (1 + r_ij / nu),  "
-        "mean_i = sum_j A_ij e^(lambda tau) v_j,  A_ij ~ (weight / V)^temperature",
-        diffuses=True,
-        options=("nu", "temperature", "value_dynamics", "weight", "window", "floor"),
-    ),
-}
+_EVIDENCE: dict[str, Kind] = {}
+_COVARIANCE: dict[str, CovarianceKind] = {}
+_ALGEBRAS: dict[tuple[str, str], Algebra] = {}
+
+
+def register_algebra(algebra: Algebra) -> None:
+    """Let designs combine the two kinds of an algebra; its op filters them.
+
+    Raises:
+        DesignError: another op filters this combination, or another kind has the name of one of these.
+    """
+    evidence, covariance = algebra.evidence, algebra.covariance
+    other = _ALGEBRAS.setdefault((evidence.name, covariance.name), algebra)
+    if other != algebra:
+        raise DesignError(f"`{other.op}` filters evidence of {evidence.name} with covariance {covariance.name} already")
+    known = _EVIDENCE.setdefault(evidence.name, evidence), _COVARIANCE.setdefault(covariance.name, covariance)
+    if known != (evidence, covariance):
+        raise DesignError(f"`{algebra.op}` defines {evidence.name} or {covariance.name} in another way than other ops")
 
 
 @dataclass(frozen=True)
@@ -272,7 +234,7 @@ class Design:
             raise DesignError(f"`{self.op}` filters evidence of {pair[0]} with covariance {pair[1]}, but {refusal}")
 
     @property
-    def _algebra(self) -> _Algebra:
+    def _algebra(self) -> Algebra:
         return _ALGEBRAS[self.evidence.of, self.covariance.kept]
 
     @property
@@ -288,7 +250,7 @@ class Design:
     @property
     def uncertain(self) -> bool:
         """Whether its belief knows how sure it is, so that a read-out has a variance."""
-        return self.covariance.kept in ("diagonal", "dense", "information", "lag")
+        return self.covariance.uncertain
 
     @property
     def signals(self) -> tuple[str, ...]:

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from kalmix import ops
-from kalmix.beliefs import DenseBelief, DiagonalBelief, HistoryBelief, PointBelief, RidgeBelief
 from kalmix.errors import KernelError
 from kalmix.ops._shared.environment import HAS_TRITON
 from kalmix.segments import Segments
@@ -36,15 +35,6 @@ from kalmix.testing.pairs import DYNAMICS, ROUNDED, attend_pairs
 from kalmix.testing.recursions import FIELDS, SQUARES, filter_tokens, symmetric
 from kalmix.testing.tolerances import DATA, DRAWS, ROUNDINGS, Tensors, budgets, relative_error
 
-BELIEFS: dict[str, type] = {
-    "additive": PointBelief,
-    "delta": PointBelief,
-    "diagonal": DiagonalBelief,
-    "dense": DenseBelief,
-    "ridge": RidgeBelief,
-    "attend": HistoryBelief,
-}
-SPREADS = ("diagonal", "dense", "ridge", "attend")  # ops that return a variance
 HALVED = {"rounding.decays", "rounding.solutions"}  # Triton keeps x and its adjoint in bfloat16, k'x may be far shorter
 TILE = 64  # tokens that a kernel sums over at once, at most
 PER_SEED = 10**9  # numbers of a seed
@@ -187,7 +177,7 @@ def learnable(x: Tensors) -> list[str]:
 
 def names_of(case: Draw) -> list[str]:
     """Names of what `answers` returns."""
-    names = ["mean", "variance"] if case.op in SPREADS else ["mean"]
+    names = ["mean", "variance"] if ops.OPS[case.op].uncertain else ["mean"]
     if case.op == "attend":
         names += ["keys", "values", "times", "positions"] if case.options["causal"] else []
     else:
@@ -241,14 +231,14 @@ def call(case: Draw, device: str, x: Tensors) -> list[Tensor]:
     """Return the kernel's mean, variance if there is one, and belief."""
     x = {name: part.to(device) for name, part in x.items()}
     signals: dict[str, Any] = {name: part for name, part in x.items() if "." not in name} | case.options
-    kind = BELIEFS[case.op]
+    kind = ops.OPS[case.op].belief
     if any(name.startswith("prior.") for name in x):
         parts = [x[f"prior.{field}"] for field in kind._fields]  # type: ignore[attr-defined]
         pairs = zip(kind._fields, parts, strict=True)  # type: ignore[attr-defined]
         signals["belief"] = kind(*(symmetric(part) if field in SQUARES else part for field, part in pairs))
     if "value_dynamics.log_decay" in x:
         signals["value_dynamics"] = ops.Dynamics(*(x[f"value_dynamics.{name}"] for name in DYNAMICS))
-    if case.op in SPREADS:
+    if ops.OPS[case.op].uncertain:
         signals["variance"] = True
     if case.runs is not None:
         rows = torch.tensor(case.runs, dtype=torch.int32, device=device).reshape(-1, 3)

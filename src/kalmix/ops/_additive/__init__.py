@@ -1,1 +1,7 @@
 """The op `additive`: a memory that adds what it is given."""
+
+from kalmix.ops._additive.api import additive as additive
+from kalmix.ops._additive.spec import SPEC
+from kalmix.ops._shared.op_spec import register
+
+register(SPEC)

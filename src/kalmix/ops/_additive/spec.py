@@ -1,0 +1,23 @@
+"""The row of the op `additive`."""
+
+from kalmix.beliefs import PointBelief
+from kalmix.designs.kinds import INPUT, NONE
+from kalmix.designs.spec import Algebra
+from kalmix.ops._additive.api import additive
+from kalmix.ops._additive.kernels import KERNELS
+from kalmix.ops._additive.lowering import lower
+from kalmix.ops._shared.op_spec import OpSpec
+
+SPEC = OpSpec(
+    algebra=Algebra(
+        op="additive",
+        evidence=INPUT,
+        covariance=NONE,
+        decays=("none", "head", "key"),
+        update="M_t = A M_{t-1} + w k v',  w = write_variance / (write_variance + r^2)",
+    ),
+    function=additive,
+    kernels=KERNELS,
+    belief=PointBelief,
+    lower=lower,
+)

@@ -1,0 +1,20 @@
+"""Lower a design to `delta`: its noises become gains."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kalmix.ops._shared.lowering import Signals, pop_positive
+from kalmix.types import belief_dtype
+
+
+def lower(k: Tensor, v: Tensor, signals: Signals) -> Signals:
+    """Compute the gain eta = reset / (r^2 + reset |k|^2) of equation 17 of Memory by Design.
+
+    The gain of a diagonal reset is a vector: the reset times k, over r^2 + k' reset k.
+    """
+    reset, noise = pop_positive("reset", signals), pop_positive("obs_noise", signals)
+    key = k.to(belief_dtype(k.dtype)).repeat_interleave(v.shape[2] // k.shape[2], 2)
+    if reset.ndim == 3:
+        return signals | {"gain": 1 / (noise / reset + key.square().sum(-1))}
+    return signals | {"gain": reset * key / (noise[..., None] + (reset * key.square()).sum(-1, keepdim=True))}

@@ -1,0 +1,23 @@
+"""The row of the op `delta`."""
+
+from kalmix.beliefs import PointBelief
+from kalmix.designs.kinds import MEMORY, RESET
+from kalmix.designs.spec import Algebra
+from kalmix.ops._delta.api import delta
+from kalmix.ops._delta.kernels import KERNELS
+from kalmix.ops._delta.lowering import lower
+from kalmix.ops._shared.op_spec import OpSpec
+
+SPEC = OpSpec(
+    algebra=Algebra(
+        op="delta",
+        evidence=MEMORY,
+        covariance=RESET,
+        decays=("none", "head", "key"),
+        update="M_t = A M_{t-1} + h k (v - (A M_{t-1})'k)',  h = reset / (r^2 + reset |k|^2)",
+    ),
+    function=delta,
+    kernels=KERNELS,
+    belief=PointBelief,
+    lower=lower,
+)

@@ -1,0 +1,26 @@
+"""The row of the op `dense`."""
+
+from kalmix.beliefs import DenseBelief
+from kalmix.designs.kinds import DENSE, MEMORY
+from kalmix.designs.spec import Algebra
+from kalmix.ops._dense.api import dense
+from kalmix.ops._dense.kernels import KERNELS
+from kalmix.ops._dense.lowering import lower
+from kalmix.ops._shared.op_spec import OpSpec
+
+SPEC = OpSpec(
+    algebra=Algebra(
+        op="dense",
+        evidence=MEMORY,
+        covariance=DENSE,
+        decays=("none", "head", "key", "matrix"),
+        update="Pb = A P_{t-1} A' + l^2 I,  u = Pb k,  b = 1 / (r^2 + k'u),  "
+        "M_t = A M_{t-1} + b u (v - (A M_{t-1})'k)',  P_t = Pb - b u u'",
+        diffuses=True,
+        rotates=True,
+    ),
+    function=dense,
+    kernels=KERNELS,
+    belief=DenseBelief,
+    lower=lower,
+)

@@ -1,0 +1,27 @@
+"""The row of the op `ridge`."""
+
+from kalmix.beliefs import RidgeBelief
+from kalmix.designs.kinds import INFORMATION, MEMORY
+from kalmix.designs.spec import Algebra
+from kalmix.ops._ridge.api import ridge
+from kalmix.ops._ridge.kernels import KERNELS
+from kalmix.ops._ridge.lowering import lower
+from kalmix.ops._shared.op_spec import OpSpec
+
+SPEC = OpSpec(
+    algebra=Algebra(
+        op="ridge",
+        evidence=MEMORY,
+        covariance=INFORMATION,
+        decays=("none", "forgetting"),
+        update="H_t = a H_{t-1} + k k' / r^2,  U_t = a U_{t-1} + k v' / r^2,  x = (H_t + ridge I)^-1 q,  "
+        "mean = U_t' (mix x + (1 - mix) q)",
+        undiffused="it takes no process noise",
+        optional=("mix",),
+        options=("ridge", "solver"),
+    ),
+    function=ridge,
+    kernels=KERNELS,
+    belief=RidgeBelief,
+    lower=lower,
+)

@@ -1,0 +1,48 @@
+"""What an op is: one row, which its folder registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kalmix.designs.spec import Algebra, register_algebra
+from kalmix.ops._shared.kernel import Kernel
+from kalmix.ops._shared.lowering import Lower
+from kalmix.types import Filtered
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """Everything that the rest of the library knows of an op.
+
+    Attributes:
+        algebra: the designs that it filters, and its name.
+        function: the public function.
+        kernels: its kernels, best first.
+        belief: the type of its belief.
+        lower: computes its signals from those of a design.
+    """
+
+    algebra: Algebra
+    function: Callable[..., Filtered]
+    kernels: tuple[Kernel, ...]
+    belief: type
+    lower: Lower
+
+    @property
+    def name(self) -> str:
+        return self.algebra.op
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether its read-out has a variance."""
+        return self.algebra.covariance.uncertain
+
+
+OPS: dict[str, OpSpec] = {}
+
+
+def register(spec: OpSpec) -> None:
+    """Add an op: designs lower to it, and laws, `kalmix doctor` and the fuzz script try it."""
+    register_algebra(spec.algebra)
+    OPS[spec.name] = spec
