@@ -59,8 +59,11 @@ def test_needs_torch_alone():
 
 
 def test_is_quick_beyond_torch():
-    """Best of three, since other work may share the machine; the promise is well under a second."""
-    code = "import time, torch; t = time.perf_counter(); import kalmix; print(time.perf_counter() - t)"
+    """Best of three, since other work may share the machine; the promise is well under a second.
+
+    Objects of torch are frozen: 0.2 s of garbage collection over them is due after torch whatever is imported next.
+    """
+    code = "import gc, time, torch; gc.freeze(); t = time.perf_counter(); import kalmix; print(time.perf_counter() - t)"
     took = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout) for _ in range(3)
     ]
