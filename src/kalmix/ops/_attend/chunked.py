@@ -17,7 +17,7 @@ from kalmix.ops._attend.assembly import assemble
 from kalmix.ops._attend.dynamics import Dynamics, Weighing, quarter
 from kalmix.ops._attend.scores import Model, Rules, Scores, numbers_of, rules_of, variance_of
 from kalmix.ops._shared import batching as blocks
-from kalmix.ops._shared.custom_op import operator, register_backward
+from kalmix.ops._shared.custom_op import custom_op, register_backward
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -147,8 +147,7 @@ class _Rest(NamedTuple):
         return to_gram * key + 2 * to_query * query, to_k, to_numbers, to_of_keys
 
 
-@operator("kalmix::attend_chunked")
-def _attend(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -190,14 +189,12 @@ def _attend(
     return read, total, precision if variance else precision.new_empty(0)
 
 
-@torch.library.register_fake(_attend)
-def _(q, k, v, times, rank, numbers, of_keys, of_values, shared, rational, causal, window, variance):
+def _forward_fake(q, k, v, times, rank, numbers, of_keys, of_values, shared, rational, causal, window, variance):
     one = q.shape[:3]
     return q.new_empty(*one, v.shape[3]), q.new_empty(one), q.new_empty(one if variance else (0,))
 
 
-@operator("kalmix::attend_chunked_backward")
-def _attend_backward(
+def _backward(
     to_read: Tensor,
     to_precision: Tensor,
     read: Tensor,
@@ -280,9 +277,8 @@ def _turning(x: Tensor, late: Tensor, frequency: Tensor) -> Tensor:
     return (x * quarter(late)).sum((0, 2, 3)).view(heads, 2, channels).sum(1)
 
 
-@torch.library.register_fake(_attend_backward)
-def _(to_read, to_precision, read, total, precision, q, k, v, times, rank, numbers, of_keys, of_values, *rules):
-    given = (q, k, v, numbers, of_keys, of_values)
+def _backward_fake(to_read, to_precision, read, total, precision, q, k, v, times, rank, *numbers_and_rules):
+    given = (q, k, v, *numbers_and_rules[:3])
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
 
 
@@ -299,4 +295,6 @@ def _pull_back(ctx, to_read, _, to_precision):
     return to_q, to_k, to_v, None, None, *others, *[None] * len(ctx.rules)
 
 
-register_backward(_attend, "kernel 'chunked' of `attend`", _pull_back, _save)
+_attend = custom_op("kalmix::attend_chunked", _forward, _forward_fake)
+_attend_backward = custom_op("kalmix::attend_chunked_backward", _backward, _backward_fake)
+register_backward(_attend, "kernel 'chunked' of `attend`", _save, _pull_back)

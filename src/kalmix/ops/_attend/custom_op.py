@@ -10,7 +10,7 @@ from kalmix.ops._attend.block_sizes import block_size, strips_of, traits_of
 from kalmix.ops._attend.dynamics import Dynamics, Weighing
 from kalmix.ops._attend.kv_layout import lay_out
 from kalmix.ops._attend.scores import Rules, numbers_of, rules_of
-from kalmix.ops._shared.custom_op import operator, register_backward
+from kalmix.ops._shared.custom_op import custom_op, needs_grad, precompiled, register_backward
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -41,8 +41,7 @@ def attend(
     dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
     options = (*rules, not plain or weighing.window is not None, variance, copied, dtype)
     inputs = (*given, keys.frequency, moves.frequency, lanes.times, lanes.rank, numbers)
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    mean, certainty, seen, held, *_ = _average(*inputs, *options, trains)
+    mean, certainty, seen, held, *_ = _average(*inputs, *options, needs_grad(*inputs))
     after = lanes.after._replace(keys=seen, values=held) if copied else lanes.after
     spread = None
     if variance:
@@ -50,8 +49,7 @@ def attend(
     return Filtered(lanes.paste(mean).to(v.dtype), spread, after if rules.causal else None)
 
 
-@operator("kalmix::attend_triton")
-def _average(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -76,12 +74,9 @@ def _average(
     """The mean `[L, T, G, V]`, log of the precision `[L, T, H]` or `[0]`, k and v in float32 or `[0]`, and what is
     kept: see `triton.forward`."""
     from kalmix.ops._attend.triton.forward import forward
-    from kalmix.ops._shared.triton.compile_and_launch import rehearse
 
     inputs, rules = (q, k, v, frequency, frequency_of_values, times, rank, numbers), (shared, rational, causal, window)
-    with torch.cuda.device_of(k):
-        rehearse(_there_and_back, *inputs, *rules, masked, variance, copied, dtype, trains)
-        return forward(*inputs, Rules(*rules), masked, variance, copied, dtype)  # pyright: ignore[reportReturnType]
+    return forward(*inputs, Rules(*rules), masked, variance, copied, dtype)  # pyright: ignore[reportReturnType]
 
 
 def _there_and_back(
@@ -97,8 +92,8 @@ def _there_and_back(
         backward(mean, sure, [sure, *kept], w, w_0, times, rank, numbers, rules, masked, variance, mean.dtype)
 
 
-@torch.library.register_fake(_average)
-def _(q, k, v, _, __, times, rank, numbers, shared, rational, causal, window, masked, variance, copied, dtype, ___):
+def _forward_fake(q, k, v, _, __, times, rank, ___, shared, *options):
+    _rational, _causal, _window, _masked, variance, copied, dtype, _trains = options
     (count, tokens, heads, width), (_, slots, own, value_width) = q.shape, v.shape
     single = {"dtype": torch.float32, "device": q.device}
     block, surveys = block_size(slots), []
@@ -122,8 +117,7 @@ def _(q, k, v, _, __, times, rank, numbers, shared, rational, causal, window, ma
     return v.new_empty(count, tokens, own, value_width), certainty, *copies, read, *turned, *totals, *surveys
 
 
-@operator("kalmix::attend_triton_backward")
-def _gradients(
+def _backward(
     to_mean: Tensor,
     to_certainty: Tensor,
     kept: list[Tensor],
@@ -148,8 +142,7 @@ def _gradients(
         return backward(to_mean, to_certainty, kept, *frequencies, times, rank, numbers, rules, masked, variance, dtype)
 
 
-@torch.library.register_fake(_gradients)
-def _(to_mean, _, kept, frequency, frequency_of_values, times, rank, numbers, *options):
+def _backward_fake(to_mean, _, kept, frequency, frequency_of_values, times, rank, numbers, *options):
     q, k = kept[2:4]
     v = k.new_empty(*k.shape[:2], *to_mean.shape[2:])
     given = (x.new_empty(x.shape, dtype=options[-1]) for x in (q, k, v))
@@ -175,4 +168,6 @@ def _pull_back(ctx, to_mean, to_certainty, to_keys, to_values, *_):
     return to_q, to_k, to_v, *found, None, None, to_numbers, *[None] * 9
 
 
-register_backward(_average, "kernel 'triton' of `attend`", _pull_back, _keep)
+_average = custom_op("kalmix::attend_triton", precompiled(_there_and_back, _forward), _forward_fake)
+_gradients = custom_op("kalmix::attend_triton_backward", _backward, _backward_fake)
+register_backward(_average, "kernel 'triton' of `attend`", _keep, _pull_back)

@@ -30,7 +30,7 @@ from kalmix.ops._dense.tile_update import (
     turned,
     variance_of,
 )
-from kalmix.ops._shared.custom_op import operator, register_backward
+from kalmix.ops._shared.custom_op import filter_op, needs_grad
 from kalmix.ops._shared.isolation import isolate
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -56,8 +56,7 @@ def dense(
 
     def filtered(*tokens: Tensor | None) -> Filtered:
         tensors = (*tokens, *belief)
-        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-        mean, var, *after = _filter(*tensors, rows, variance, keep)
+        mean, var, *after = _filter(*tensors, rows, variance, needs_grad(*tensors))
         return Filtered(mean, var if variance else None, DenseBelief(*after[:2]))
 
     tokens = (q, k, v, obs_noise, process_noise, log_decay, angle)
@@ -122,8 +121,7 @@ def _spliced(first: Tensor, lanes: Tensor) -> Tensor:
     return torch.cat([first, lanes[len(first) :]])
 
 
-@operator("kalmix::dense_chunked")
-def _filter(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -159,8 +157,7 @@ def _filter(
     return *reads, lanes.unsort(state[0], mean.dtype), lanes.unsort(state[1], mean.dtype), *kept
 
 
-@torch.library.register_fake(_filter)
-def _(q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, rows, variance, keep):
+def _forward_fake(q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, rows, variance, keep):
     count = Lanes.kept(v, mean, rows) if keep else 0
     shapes = (*v.shape[:3], int(variance)), mean.shape, covariance.shape
     reads = torch.empty_like(v, memory_format=torch.contiguous_format), *(mean.new_empty(shape) for shape in shapes)
@@ -168,8 +165,7 @@ def _(q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, row
     return *reads, *(mean.new_empty(shape, dtype=working_dtype(mean)) for shape in kept)
 
 
-@operator("kalmix::dense_chunked_backward")
-def _gradients(
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -188,6 +184,8 @@ def _gradients(
     signals = (q, k, v, obs_noise, process_noise, log_decay, angle)
     lanes = Lanes(v, grad_last_mean, rows)
     state = lanes.sort(grad_last_mean), symmetric(lanes.sort(grad_last_covariance))
+    if not grad_variance.numel():  # no variance was read
+        grad_variance = grad_mean.new_zeros(()).expand(*grad_mean.shape[:3], 1)
     given = [x for x in signals if x is not None]
     grads = [lanes.blank(x) for x in given]
     blocks = lanes.blocks()
@@ -204,32 +202,11 @@ def _gradients(
             back = look_back(block.tokens, block.path, *pull_back(*arguments, after))
             for onto, x in zip(grads, (x for x in back if x is not None), strict=True):
                 lanes.paste(block.places, onto, x)
-    pasted = [lanes.pasted(onto, x.dtype) for onto, x in zip(grads, given, strict=True)]
-    return [*pasted, *(lanes.unsort(x, grad_last_mean.dtype) for x in state)]
+    pasted = iter([lanes.pasted(onto, x.dtype) for onto, x in zip(grads, given, strict=True)])
+    direct = [v.new_empty(0) if x is None else next(pasted) for x in signals]
+    return [*direct, *(lanes.unsort(x, grad_last_mean.dtype) for x in state)]
 
 
-@torch.library.register_fake(_gradients)
-def _(q, k, v, obs_noise, process_noise, log_decay, angle, means, covariances, rows, *grads):
-    given = (q, k, v, obs_noise, process_noise, log_decay, angle, *grads[2:])
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given if x is not None]
-
-
-def _setup(ctx, inputs, output):
-    *signals, mean, covariance, rows, _, _ = inputs
-    ctx.save_for_backward(*signals, *output[4:], rows)
-    ctx.mark_non_differentiable(*output[4:])
-    ctx.set_materialize_grads(False)
-    ctx.shapes = signals[2].shape, (*signals[2].shape[:3], 1), mean.shape, covariance.shape
-    ctx.dtype = mean.dtype
-
-
-def _backward(ctx, *adjoints):
-    tensors = ctx.saved_tensors
-    nothing = tensors[7].new_zeros((), dtype=ctx.dtype)
-    given = zip(adjoints[:4], ctx.shapes, strict=True)
-    adjoints = [nothing.expand(shape) if x is None or not x.numel() else x for x, shape in given]
-    grads = iter(_gradients(*tensors, *adjoints))
-    return *(None if x is None else next(grads) for x in tensors[:7]), *grads, None, None, None
-
-
-register_backward(_filter, "kernel 'chunked' of `dense`", _backward, _setup)
+_filter = filter_op(
+    "kalmix::dense_chunked", _forward, _forward_fake, _backward, outputs=4, kernel="kernel 'chunked' of `dense`"
+)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense.block_sizes import WINDOW, padded
 from kalmix.ops._linear_memory.custom_op import kept_shapes, tile_size
-from kalmix.ops._shared.custom_op import operator, register_backward
+from kalmix.ops._shared.custom_op import filter_op, launched, needs_grad, precompiled
 from kalmix.segments import Segments, unchecked
 from kalmix.types import Filtered
 
@@ -33,8 +35,8 @@ def dense(
     most 64), but no other sequence. With `cuda` the steps through time are CUDA C++, else Triton.
     """
     tensors = (q, k, v, obs_noise, process_noise, log_decay, *belief)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    mean, read, *last = _filter(*tensors, None if segments is None else segments.rows, variance, keep, cuda)[:4]
+    rows = None if segments is None else segments.rows
+    mean, read, *last = _filter(*tensors, rows, variance, needs_grad(*tensors), cuda)[:4]
     return Filtered(mean, read if variance else None, DenseBelief(*last))
 
 
@@ -51,8 +53,16 @@ def _kept_shapes(k: Tensor, v: Tensor, rows: Tensor | None, keep: bool) -> tuple
     return gains, rounded, gains[:3], (count, heads, padded(width), padded(width)), *kept_shapes(k, v, rows, True, True)
 
 
-@operator("kalmix::dense_triton")
-def _filter(
+def _forward_fake(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep, cuda):
+    exact = torch.float32
+    dtypes = exact, k.dtype, exact, exact, v.dtype, v.dtype, v.dtype
+    read = k.new_empty((*v.shape[:3], 1) if variance else (0,), dtype=exact)
+    last = mean.new_empty(mean.shape), k.new_empty(covariance.shape, dtype=exact)
+    pairs = zip(_kept_shapes(k, v, rows, keep), dtypes, strict=True)
+    return v.new_empty(v.shape), read, *last, *(k.new_empty(shape, dtype=dtype) for shape, dtype in pairs)
+
+
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -66,25 +76,6 @@ def _filter(
     keep: bool,
     cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from kalmix.ops._shared.triton.compile_and_launch import perform, rehearse
-
-    inputs = (q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep, cuda)
-    with torch.cuda.device_of(k):
-        rehearse(_there_and_back, *inputs)
-        return perform(_forward, *inputs)
-
-
-@torch.library.register_fake(_filter)
-def _(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep, cuda):
-    exact = torch.float32
-    dtypes = exact, k.dtype, exact, exact, v.dtype, v.dtype, v.dtype
-    read = k.new_empty((*v.shape[:3], 1) if variance else (0,), dtype=exact)
-    last = mean.new_empty(mean.shape), k.new_empty(covariance.shape, dtype=exact)
-    pairs = zip(_kept_shapes(k, v, rows, keep), dtypes, strict=True)
-    return v.new_empty(v.shape), read, *last, *(k.new_empty(shape, dtype=dtype) for shape, dtype in pairs)
-
-
-def _forward(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep, cuda):
     from kalmix.ops._dense.triton.forward import forward
 
     segments, shapes = None if rows is None else unchecked(rows), _kept_shapes(k, v, rows, keep)
@@ -103,13 +94,12 @@ def _there_and_back(*inputs):
     *signals, _, _, rows, variance, keep, cuda = inputs
     mean, read, after, last, *kept = _forward(*inputs)
     nothing = after.new_zeros(()).expand(after.shape)
-    follow = (*signals, *kept, rows, mean, read if variance else None, nothing, last, cuda)
+    follow: tuple[Any, ...] = (*signals, *kept, rows, mean, read if variance else None, nothing, last, cuda)
     if keep:
         _backward(*follow)
 
 
-@operator("kalmix::dense_triton_backward")
-def _gradients(
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -130,24 +120,6 @@ def _gradients(
     grad_last: Tensor,
     cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from kalmix.ops._shared.triton.compile_and_launch import perform
-
-    signals, found = (q, k, v, obs_noise, process_noise, log_decay), (gain, rounded, scale, covariances)
-    grads = (grad_mean, grad_read, grad_after, grad_last)
-    with torch.cuda.device_of(k):
-        return perform(_backward, *signals, *found, states, errors, inverses, rows, *grads, cuda)
-
-
-@torch.library.register_fake(_gradients)
-def _(q, k, v, obs_noise, process_noise, log_decay, *rest):
-    like = (q, k, v, obs_noise, process_noise, q.new_empty(0) if log_decay is None else log_decay, *rest[-3:-1])
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like)
-
-
-def _backward(
-    q, k, v, obs_noise, process_noise, log_decay, gain, rounded, scale, covariances, states, errors, inverses, rows,
-    grad_mean, grad_read, grad_after, grad_last, cuda,
-):  # fmt: skip
     from kalmix.ops._dense.triton.backward import backward
     from kalmix.ops._dense.triton.forward import Kept
     from kalmix.ops._linear_memory.triton.forward import Results
@@ -159,26 +131,11 @@ def _backward(
     return backward(*signals, found, results, segments, size, *grads, cuda)
 
 
-def _setup(ctx, inputs, output):
-    *signals, mean, covariance, rows, variance, _, cuda = inputs
-    ctx.save_for_backward(*signals, *output[4:], rows)
-    ctx.mark_non_differentiable(*output[4:])
-    ctx.set_materialize_grads(False)
-    ctx.prior, ctx.dtype = (mean.shape, covariance.shape), mean.dtype
-    ctx.variance, ctx.cuda = variance, cuda
-
-
-def _adjoint(ctx, grad_mean, grad_read, grad_after, grad_last, *_):
-    *signals, rows = ctx.saved_tensors
-    v, (mean, covariance) = signals[2], ctx.prior
-    grad_mean = v.new_zeros(()).expand(v.shape) if grad_mean is None else grad_mean
-    grad_after = v.new_zeros((), dtype=ctx.dtype).expand(mean) if grad_after is None else grad_after
-    grad_last = v.new_zeros(covariance, dtype=torch.float32) if grad_last is None else grad_last
-    asked = grad_read if ctx.variance else None
-    *direct, by_decay, by_mean, by_covariance = _gradients(
-        *signals, rows, grad_mean, asked, grad_after, grad_last, ctx.cuda
-    )
-    return *direct, None if signals[5] is None else by_decay, by_mean, by_covariance, None, None, None, None
-
-
-register_backward(_filter, "kernels 'triton' and 'cuda' of `dense`", _adjoint, _setup)
+_filter = filter_op(
+    "kalmix::dense_triton",
+    precompiled(_there_and_back, launched(_forward)),
+    _forward_fake,
+    launched(_backward),
+    outputs=4,
+    kernel="kernels 'triton' and 'cuda' of `dense`",
+)

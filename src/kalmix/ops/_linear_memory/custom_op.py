@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief
-from kalmix.ops._shared.custom_op import operator, register_backward
+from kalmix.ops._shared.custom_op import filter_op, launched, needs_grad, precompiled
 from kalmix.segments import Segments, unchecked
 from kalmix.types import Filtered
 from kalmix.validation import SINGLES
@@ -41,8 +41,8 @@ def filter_memory(
     inverses they came from.
     """
     tensors = (q, k, v, gain, log_decay, belief.mean)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    mean, last, *_ = _filter(*tensors, None if segments is None else segments.rows, corrects, keep)
+    rows = None if segments is None else segments.rows
+    mean, last, *_ = _filter(*tensors, rows, corrects, needs_grad(*tensors))
     return Filtered(mean, None, PointBelief(last))
 
 
@@ -64,8 +64,12 @@ def kept_shapes(
     return states, v.shape if keep and corrects else (0,), (*v.shape[:3], size) if keep and corrects else (0,)
 
 
-@operator("kalmix::memory_triton")
-def _filter(
+def _forward_fake(q, k, v, gain, log_decay, prior, rows, corrects, keep):
+    kept = (v.new_empty(shape) for shape in kept_shapes(k, v, rows, corrects, keep))
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device), prior.new_empty(prior.shape), *kept
+
+
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -76,21 +80,6 @@ def _filter(
     corrects: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from kalmix.ops._shared.triton.compile_and_launch import perform, rehearse
-
-    inputs = (q, k, v, gain, log_decay, prior, rows, corrects, keep)
-    with torch.cuda.device_of(v):
-        rehearse(_there_and_back, *inputs)
-        return perform(_forward, *inputs)
-
-
-@torch.library.register_fake(_filter)
-def _(q, k, v, gain, log_decay, prior, rows, corrects, keep):
-    kept = (v.new_empty(shape) for shape in kept_shapes(k, v, rows, corrects, keep))
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device), prior.new_empty(prior.shape), *kept
-
-
-def _forward(q, k, v, gain, log_decay, prior, rows, corrects, keep):
     from kalmix.ops._linear_memory.triton.forward import blank, forward
     from kalmix.ops._shared.triton.tiles import cut_tokens
 
@@ -106,13 +95,12 @@ def _there_and_back(*inputs):
     """All that is going to run, for a rehearsal: most often there is no gradient for the final memory."""
     *signals, _, rows, corrects, keep = inputs
     mean, last, *kept = _forward(*inputs)
-    follow = (*signals, *kept, rows, mean, last.new_zeros(()).expand(last.shape), corrects)
+    follow: tuple[Any, ...] = (*signals, *kept, rows, mean, last.new_zeros(()).expand(last.shape), corrects)
     if keep:
         _backward(*follow)
 
 
-@operator("kalmix::memory_triton_backward")
-def _gradients(
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -126,20 +114,6 @@ def _gradients(
     grad_last: Tensor,
     corrects: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from kalmix.ops._shared.triton.compile_and_launch import perform
-
-    signals, kept = (q, k, v, gain, log_decay), (states, errors, inverses)
-    with torch.cuda.device_of(v):
-        return perform(_backward, *signals, *kept, rows, grad_mean, grad_last, corrects)
-
-
-@torch.library.register_fake(_gradients)
-def _(q, k, v, gain, log_decay, states, errors, inverses, rows, grad_mean, grad_last, corrects):
-    grads = (q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, gain, log_decay))
-    return *(x.contiguous() for x in grads), grad_last.new_empty(grad_last.shape)
-
-
-def _backward(q, k, v, gain, log_decay, states, errors, inverses, rows, grad_mean, grad_last, corrects):
     from kalmix.ops._linear_memory.triton.backward import backward, blank
     from kalmix.ops._linear_memory.triton.forward import Results
     from kalmix.ops._shared.triton.tiles import cut_tokens
@@ -152,24 +126,11 @@ def _backward(q, k, v, gain, log_decay, states, errors, inverses, rows, grad_mea
     return dq, dk, dv, dgain, ddecay, dprior
 
 
-def _setup(ctx, inputs, output):
-    *signals, prior, rows, corrects, _ = inputs
-    ctx.save_for_backward(*signals, *output[2:], rows)
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)
-    ctx.prior, ctx.corrects = (prior.shape, prior.dtype), corrects
-
-
-def _adjoint(ctx, grad_mean, grad_last, *_):
-    *signals, states, errors, inverses, rows = ctx.saved_tensors
-    _q, _k, v, gain, log_decay = signals
-    shape, dtype = ctx.prior
-    grad_mean = v.new_zeros(()).expand(v.shape) if grad_mean is None else grad_mean
-    grad_last = v.new_zeros((), dtype=dtype).expand(shape) if grad_last is None else grad_last
-    grads = _gradients(*signals, states, errors, inverses, rows, grad_mean, grad_last, ctx.corrects)
-    dq, dk, dv, dgain, ddecay, dprior = grads
-    dgain, ddecay = (None if x is None else grad for x, grad in ((gain, dgain), (log_decay, ddecay)))
-    return dq, dk, dv, dgain, ddecay, dprior, None, None, None
-
-
-register_backward(_filter, "kernel 'triton' of `additive` and `delta`", _adjoint, _setup)
+_filter = filter_op(
+    "kalmix::memory_triton",
+    precompiled(_there_and_back, launched(_forward)),
+    _forward_fake,
+    launched(_backward),
+    outputs=2,
+    kernel="kernel 'triton' of `additive` and `delta`",
+)

@@ -17,7 +17,7 @@ from kalmix.ops._ridge.linear_solvers import packed, scale_of, solve, unpacked
 from kalmix.ops._ridge.solvers import Adaptive, Exact, Fixed, Ridge, Sketch, Solver
 from kalmix.ops._shared.batching import in_blocks
 from kalmix.ops._shared.chunking import Chunks
-from kalmix.ops._shared.custom_op import operator
+from kalmix.ops._shared.custom_op import custom_op
 from kalmix.ops._shared.decay_products import Decays
 from kalmix.ops._shared.isolation import isolate
 from kalmix.ops._shared.scan import Writes
@@ -69,8 +69,7 @@ def _solutions(
     return _solve(rhs, k, log_decay, gain, norm, gram, rows, *options)
 
 
-@operator("kalmix::ridge_chunked")
-def _solve(
+def _solve_blocks(
     rhs: Tensor,
     k: Tensor,
     log_decay: Tensor | None,
@@ -109,9 +108,11 @@ def _solve(
     ).mean.contiguous()
 
 
-@torch.library.register_fake(_solve)
-def _(rhs, k, log_decay, gain, norm, gram, rows, fixed, level, code):
+def _solve_fake(rhs, *_):
     return rhs.new_empty(rhs.shape)
+
+
+_solve = custom_op("kalmix::ridge_chunked", _solve_blocks, _solve_fake)
 
 
 class _Chunk(NamedTuple):

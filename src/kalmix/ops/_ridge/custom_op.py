@@ -8,7 +8,7 @@ from torch import Tensor
 from kalmix.beliefs import RidgeBelief
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
 from kalmix.ops._ridge.tiles import tile_size
-from kalmix.ops._shared.custom_op import operator, register_backward
+from kalmix.ops._shared.custom_op import filter_op, needs_grad, precompiled
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -35,9 +35,8 @@ def ridge(
     rows = None if segments is None else segments.rows
     conjugate = isinstance(solver, ConjugateGradient)
     inputs = (q, k, v, log_decay, gain, mix, *belief)
-    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    options = (rows, isinstance(ridge, Adaptive), float(level), conjugate, solver.iterations, trains)
-    mean, read, cross, gram, *_ = _regress(*inputs, *options)
+    options = (rows, isinstance(ridge, Adaptive), float(level), conjugate, solver.iterations, needs_grad(*inputs))
+    mean, read, cross, gram, *_ = _filter(*inputs, *options)
     return Filtered(mean.to(dtype), read if variance else None, RidgeBelief(cross, gram))
 
 
@@ -50,8 +49,7 @@ def _kept_shapes(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[tuple[int, 
     return (*tokens, width), (tiles, heads, size), (*states, width), (*states, values)
 
 
-@operator("kalmix::ridge_triton")
-def _regress(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -68,15 +66,12 @@ def _regress(
     trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._ridge.triton.forward import forward
-    from kalmix.ops._shared.triton.compile_and_launch import rehearse
 
     inputs = (q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, level, conjugate, iterations)
-    with torch.cuda.device_of(k):
-        rehearse(_there_and_back, trains, *inputs)
-        return forward(*inputs, tile_size(k.shape[1], k.shape[3], k.dtype))
+    return forward(*inputs, tile_size(k.shape[1], k.shape[3], k.dtype))
 
 
-def _there_and_back(trains, q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, level, conjugate, iterations):
+def _there_and_back(q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, level, conjugate, iterations, trains):
     """All that is going to run, for a rehearsal."""
     from kalmix.ops._ridge.triton.backward import backward
     from kalmix.ops._ridge.triton.forward import forward
@@ -90,8 +85,7 @@ def _there_and_back(trains, q, k, v, log_decay, gain, mix, cross, gram, rows, ad
         backward(*signals, *found[4:], rows, *given, *options)
 
 
-@torch.library.register_fake(_regress)
-def _(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
+def _forward_fake(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
     single = {"dtype": torch.float32, "device": k.device}
     solution, norms, grams, crosses = _kept_shapes(k, v, rows)
     last = (torch.empty(x.shape, **single) for x in (cross, gram))
@@ -99,8 +93,7 @@ def _(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
     return v.new_empty(v.shape), torch.empty(*v.shape[:3], 1, **single), *last, *kept
 
 
-@operator("kalmix::ridge_triton_backward")
-def _gradients(
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -130,28 +123,11 @@ def _gradients(
         return backward(q, k, v, log_decay, gain, mix, *kept, rows, *given, *options, size)
 
 
-@torch.library.register_fake(_gradients)
-def _(q, k, v, log_decay, gain, mix, solution, norms, grams, crosses, rows, to_mean, to_read, to_cross, to_gram, *_):
-    given = (k.new_empty(0) if x is None else x for x in (q, k, v, log_decay, gain, mix))
-    return (*(x.new_empty(x.shape) for x in (*given, to_cross, to_gram)),)
-
-
-def _setup(ctx, inputs, output):
-    *signals, cross, gram, rows, adaptive, level, conjugate, iterations, _ = inputs
-    ctx.save_for_backward(*signals, *output[4:], rows)
-    ctx.mark_non_differentiable(*output[4:])
-    ctx.set_materialize_grads(False)
-    ctx.priors, ctx.options = (cross.shape, gram.shape), (adaptive, level, conjugate, iterations)
-
-
-def _backward(ctx, to_mean, to_read, *rest):
-    *signals, solution, norms, grams, crosses, rows = ctx.saved_tensors
-    kept, v = (solution, norms, grams, crosses), signals[2]
-    to_mean = v.new_zeros(()).expand(v.shape) if to_mean is None else to_mean
-    to_last = (norms.new_zeros(()).expand(s) if x is None else x for x, s in zip(rest, ctx.priors, strict=False))
-    *grads, cross, gram = _gradients(*signals, *kept, rows, to_mean, to_read, *to_last, *ctx.options)
-    given = (None if x is None else grad for x, grad in zip(signals, grads, strict=True))
-    return *given, cross, gram, *[None] * 6
-
-
-register_backward(_regress, "kernel 'triton' of `ridge`", _backward, _setup)
+_filter = filter_op(
+    "kalmix::ridge_triton",
+    precompiled(_there_and_back, _forward),
+    _forward_fake,
+    _backward,
+    outputs=4,
+    kernel="kernel 'triton' of `ridge`",
+)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kalmix.ops._shared.custom_op import once_differentiable
+from kalmix.ops._shared.custom_op import custom_op, once_differentiable
 
 _BITS = 40  # of a gradient; a row may be asked for 2^22 times before 63 are full
 
@@ -41,8 +41,7 @@ class _Lookup(torch.autograd.Function):
         return (sums * torch.exp2(-shift)).to(grad.dtype) + 0 * largest, None  # NaN where that is infinite
 
 
-@torch.library.custom_op("kalmix_bench::lookup_added", mutates_args=())
-def _added(whole: Tensor, ids: Tensor, rows: int) -> Tensor:
+def _add_up(whole: Tensor, ids: Tensor, rows: int) -> Tensor:
     """Sums `[rows, D]` of whole numbers `[n, D]` that go to the rows `ids` `[n]`, in any order."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
@@ -52,6 +51,8 @@ def _added(whole: Tensor, ids: Tensor, rows: int) -> Tensor:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-@_added.register_fake
-def _(whole: Tensor, ids: Tensor, rows: int) -> Tensor:
+def _add_up_fake(whole: Tensor, ids: Tensor, rows: int) -> Tensor:
     return whole.new_empty(rows, whole.shape[1])
+
+
+_added = custom_op("kalmix_bench::lookup_added", _add_up, _add_up_fake)
