@@ -214,7 +214,7 @@ def test_pictures():
     with torch.no_grad():
         layer.residual.fill_(60.0)
         layer.value_dynamics.frequency.zero_()
-        weights = layer.weights(x, times)
+        weights = layer.attention_map(x, times)
         read = layer.read(x, times=times)[0].mean.unflatten(-1, (2, 6))
         torch.testing.assert_close(torch.einsum("bhts,bshc->bthc", weights, layer.project(x)[2]), read)
         assert (weights.triu(1) == 0).all() and (weights >= 0).all()

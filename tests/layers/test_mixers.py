@@ -113,6 +113,13 @@ def test_states_move(layer):
         torch.testing.assert_close(taken, leaf[[2, 0, 0]])
 
 
+def test_state_size_counts_the_numbers_of_the_belief(layer):
+    for length in (0, 1, 6):
+        _, state = layer(tokens(layer, 1, length))
+        leaves = tree_leaves(getattr(state, "belief", state))
+        assert layer.state_size(length) == sum(x.numel() for x in leaves if x.is_floating_point())
+
+
 def test_half_precision(layer):
     """bfloat16 weights and inputs, and autocast: the same filter to bfloat16's three digits, the belief in float32."""
     x = tokens(layer, 2, 9)

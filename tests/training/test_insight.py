@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kalmix import ops
-from kalmix.analysis.layer_diagnostics import attention, gain, look
+from kalmix.analysis.layer_diagnostics import look
 from kalmix.layers import MIXERS, Mixer
 from kalmix.models import LanguageModel
 
@@ -16,6 +16,12 @@ SAYING = {
     "kla": {"slots": 3},
     "bayesian": {"heads": 2, "head_dim": 4},
     "gated-kalmanet": {"heads": 2, "head_dim": 4},
+}
+LINEAR = SAYING | {
+    "deltanet": {"heads": 2},
+    "gla": {"heads": 2},
+    "linear-attention": {"heads": 2},
+    "mamba2": {"heads": 2, "head_dim": 4, "state_dim": 3},
 }
 
 
@@ -42,12 +48,12 @@ def jacobian(mixer: Mixer, x: Tensor) -> Tensor:
     return own.permute(2, 3, 0, 1)
 
 
-@pytest.mark.parametrize("name", SAYING)
+@pytest.mark.parametrize("name", LINEAR)
 def test_attention_is_the_derivative_of_the_mean_by_the_values(name: str):
-    mixer = shaken(name, **SAYING[name])
+    mixer = shaken(name, **LINEAR[name])
     x = torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)
     with torch.no_grad():
-        found = attention(mixer, x)
+        (found,) = mixer.attention_map(x)
     exact = jacobian(mixer, x)
     if name == "kla":
         torch.testing.assert_close(found, exact[0])
@@ -82,8 +88,25 @@ def test_insight_of_every_layer_that_doubts():
 def test_gain_is_what_a_token_takes_of_the_variance(name: str):
     """A token that is seen again takes less, and none takes all of it."""
     mixer = shaken(name, **SAYING[name]).float()
-    x = torch.randn(1, 1, WIDTH).expand(1, 20, WIDTH)
+    x = torch.randn(2, 1, WIDTH).expand(2, 20, WIDTH)
     with torch.no_grad():
-        found = gain(mixer, x)
-    assert ((found > 0) & (found < 1)).all()
-    assert found[-1] < found[5]  # behind the convolution's four taps
+        found = mixer.write_gain(x)
+        torch.testing.assert_close(mixer.write_gain(x[1:]), found[1:])
+    assert found.shape == (2, 20) and ((found > 0) & (found < 1)).all()
+    assert (found[:, -1] < found[:, 5]).all()  # behind the convolution's four taps
+
+
+@pytest.mark.parametrize("name", ["deltanet", "linear-attention", "attention", "afa", "recurrent-afa"])
+def test_layers_without_a_covariance_of_their_memory_have_no_write_gain(name: str):
+    assert MIXERS[name](WIDTH).write_gain(torch.randn(1, 3, WIDTH)) is None
+
+
+def test_attention_map_of_softmax_attention_gives_its_read_out():
+    mixer = MIXERS["attention"](16, heads=4, kv_heads=2)
+    x = torch.randn(2, TOKENS, 16)
+    with torch.no_grad():
+        read, maps, values = mixer.read(x)[0].mean, mixer.attention_map(x), mixer._heads(x)[2]
+    assert maps.shape == (2, 4, TOKENS, TOKENS) and (maps.triu(1) == 0).all()
+    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, TOKENS))
+    found = torch.einsum("bhts,bshc->bthc", maps, values.repeat_interleave(2, 2))
+    torch.testing.assert_close(found.flatten(2), read, rtol=1e-5, atol=1e-6)

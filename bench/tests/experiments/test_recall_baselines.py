@@ -133,8 +133,8 @@ def test_how_much_they_remember():
     assert RWKV7.sized(128, 2048) == {"head_dim": 16}
     assert MLSTM.sized(128, 2048) == {"expand": 2, "heads": 32}
     mamba, mlstm = Mamba1(128, **Mamba1.sized(128, 2048)), MLSTM(128, **MLSTM.sized(128, 2048))
-    assert mamba.state_size == mamba.inner.A_log.numel() == 2048
-    assert mlstm.state_size == 2048 + 256 + 32  # memories, normalisers, and how far each is scaled
+    assert mamba.state_size(1) == mamba.inner.A_log.numel() == 2048
+    assert mlstm.state_size(1) == 2048 + 256 + 32  # memories, normalisers, and how far each is scaled
     with pytest.raises(ArgumentError, match=r"2048 in 100 parts"):
         Mamba1.sized(100, 2048)
 
@@ -187,7 +187,7 @@ def test_rwkv_asks_for_a_gpu_and_heads_that_fill_the_width():
     with pytest.raises(ArgumentError, match=f"a divisor of the width, {WIDTH}"):
         RWKV7(WIDTH, head_dim=32)
     layer = RWKV7(WIDTH, head_dim=8)
-    assert layer.state_size == 128
+    assert layer.state_size(1) == 128
     with pytest.raises(ArgumentError, match="must be a GPU"):
         layer(tokens())
 

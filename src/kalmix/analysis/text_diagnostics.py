@@ -11,8 +11,6 @@ from transformers import PreTrainedTokenizerFast
 
 from kalmix.analysis.layer_diagnostics import look
 from kalmix.errors import ArgumentError
-from kalmix.layers import KLA, MIXERS
-from kalmix.layers.memory_base import MemoryLayer
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.data import mark
 
@@ -43,7 +41,7 @@ def read(model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str
     """Read `text` from its beginning, as one sequence; with `weights`, memory grows as L T^2 channels.
 
     Raises:
-        ArgumentError: the text is empty, or no layer of the model knows how sure it is.
+        ArgumentError: the text is empty, or no layer of the model has a write gain.
     """
     ids, tokens = _tokens(tokenizer, text)
     embedded = model.model.embed_tokens(ids.to(model.device))
@@ -52,9 +50,8 @@ def read(model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str
     nats = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
     told = [(insight, insight.gain) for insight in insights if insight.gain is not None]
     if not told:
-        shown = (KLA, MemoryLayer)
-        known = ", ".join(repr(n) for n, mixer in MIXERS.items() if mixer.has_posterior and issubclass(mixer, shown))
-        raise ArgumentError("model", got="without a layer that knows how sure it is", needs=f"a layer of {known}")
+        needs = "a layer with a write gain, such as 'kla' or 'bayesian'"
+        raise ArgumentError("model", got="without a layer that knows how sure it is", needs=needs)
     maps = [insight.weights.abs().mean(0)[1:, 1:] for insight, _ in told if insight.weights is not None]
     return Reading(
         tokens,

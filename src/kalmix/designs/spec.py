@@ -133,6 +133,10 @@ class Covariance:
     def signals(self) -> tuple[str, ...]:
         return _COVARIANCE[self.kept].signals
 
+    def elements(self, keys: int, values: int) -> int:
+        """Return how many numbers a head's belief holds of it, beside a mean of `keys` rows and `values` columns."""
+        return {"diagonal": keys * values, "dense": keys * keys, "information": keys * keys}.get(self.kept, 0)
+
     @property
     def statement(self) -> str:
         return _COVARIANCE[self.kept].statement

@@ -106,11 +106,8 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         own = None if self.value_dynamics is None else self.value_dynamics(belief_dtype(v.dtype))
         return self._attend(q, k, v, own, variance, belief, segments, times)
 
-    def weights(self, x: Tensor, times: Tensor | None = None) -> Tensor:
-        """How much of each token (column) is in the estimate at another (row), `[B, H, T, T]`, decay included.
-
-        For pictures: tokens `[B, T, D]` are their own values here, in T channels that do not turn. Memory O(T^2).
-        """
+    def attention_map(self, x: Tensor, times: Tensor | None = None) -> Tensor:
+        """Return a map for each head: tokens are their own values here, in T channels that do not turn."""
         q, k, _ = self.project(x)
         length, heads = x.shape[1], self.sizes.heads
         own = self.states(belief_dtype(x.dtype))._replace(frequency=widen(q).new_zeros(heads, length))

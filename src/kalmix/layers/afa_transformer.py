@@ -132,6 +132,11 @@ class AFATransformerBlock(Mixer):
         after = AFATransformerState(magnitude.belief, direction.belief)
         return Filtered(keep_owned(z.flatten(2).to(parts[0].dtype), owner), None, after), owner
 
+    def state_size(self, length: int) -> int:
+        """Return the number of elements of keys, values and times of magnitudes (one channel) and directions."""
+        held = length if self.window is None else min(length, self.window)
+        return held * (4 * (self.sizes.heads + self.sizes.keys) + 2)
+
     def emit(self, readout: Tensor, context: Tensor | None) -> Tensor:
         """Output projection and MLP; 0 at tokens of no sequence, which `context` tells."""
         return keep_owned(self.mlp_out(F.relu(self.mlp_in(self.out_proj(readout)))), context)

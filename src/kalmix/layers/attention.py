@@ -118,6 +118,18 @@ class Attention(Mixer):
             found = found if owner is None else found[owner.clamp(min=0), token]
         return Filtered(keep_owned(found.flatten(2), owner), None, after), None
 
+    def state_size(self, length: int) -> int:
+        """Return the number of elements of the keys and values of all tokens."""
+        return 2 * length * self.kv_heads * self.width
+
+    def attention_map(self, x: Tensor) -> Tensor:
+        """Return a map for each query head: what it finds among values that are the columns of the identity."""
+        q, k, v = self._heads(x)
+        token = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        q, k = (rotate(x, token, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
+        own = torch.eye(x.shape[1], dtype=v.dtype, device=v.device)[:, None].expand(*v.shape[:3], -1)
+        return self._attend(q, k, own, None).transpose(1, 2)
+
     def emit(self, readout: Tensor, context: None) -> Tensor:
         """The output projection."""
         return self.out_proj(readout)

@@ -61,6 +61,33 @@ class Mixer(nn.Module):
         """The variance of the output, `[B, T, D]`, given that of the read-out, `[B, T, E]`."""
         raise NotImplementedError(f"{type(self).__name__} has no posterior")
 
+    @abstractmethod
+    def state_size(self, length: int) -> int:
+        """Return how many floating-point numbers the belief of one sequence holds after `length` tokens.
+
+        The window of a convolution and integers, such as positions, are not counted.
+        """
+
+    def write_gain(self, x: Tensor) -> Tensor | None:
+        """Return the write gain of each token of `x` `[B, T, D]`, read from the prior: `[B, T]`, or `None`.
+
+        It is the part of the variance that a token takes away of what it observes, 1 - s' / s~ with s~ the variance
+        before the token and s' after it, averaged over cells or heads: 0 where the token is ignored, 1 where it is
+        taken at its word. `None` where the belief has no covariance that a token could reduce.
+        """
+        return None
+
+    def attention_map(self, x: Tensor) -> Tensor | None:
+        """Return what each value counts for in each read-out of `x` `[B, T, D]`, read from the prior.
+
+        For pictures: memory O(T^2).
+
+        Returns:
+            `[B, M, T, T]`, lower triangular, one map for each of M heads or channels: the weight of a token's value
+            (column) in what is read at another (row). `None` where a read-out is not linear in values.
+        """
+        return None
+
     def filter(
         self, x: Tensor, state: Any = None, segments: Segments | None = None, variance: bool = False, **when: Any
     ) -> Filtered:

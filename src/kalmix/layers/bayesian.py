@@ -76,6 +76,11 @@ class BayesianLayer(MemoryLayer):
         width = self.sizes.key_width if self.rotations else 0
         return F.pad(q, (0, width)), F.pad(k, (0, width))
 
+    @property
+    def memory_shape(self) -> tuple[int, int]:
+        """Rows and columns of a value head's memory: of a key that turns both halves."""
+        return self.sizes.key_width * (1 + self.rotations), self.sizes.value_width
+
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Noises `[B, T, G]`; log-decays and, if keys turn, angles `[B, T, G, K]`. Groups differ in obs_noise only."""
         moved = self.decay(x)

@@ -41,8 +41,6 @@ class Designed(MemoryLayer):
         DesignError: its parts do not fit together.
     """
 
-    design: Design  # pyright: ignore[reportIncompatibleVariableOverride] - given, never absent
-
     def __init__(
         self,
         hidden_size: int,
@@ -68,7 +66,8 @@ class Designed(MemoryLayer):
             sizes = whole._replace(heads=whole.values, value_width=1)
         options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, sizes, norm_width=whole.value_width, **options)
-        self.design, self.has_posterior = design, design.uncertain
+        self.design: Design = design  # pyright: ignore[reportIncompatibleVariableOverride] # never absent
+        self.has_posterior = design.uncertain
         self.dynamics = self.decay = self.precision_proj = None
         names, moved = list(design.signals), design.transition
         if design.evidence.of == "cell":

@@ -121,6 +121,26 @@ class KLA(Mixer):
         signals = {name: signal[:, :, None] for name, signal in per_token.items()}
         return signals | {"log_decay": log_decay, "process_noise": process_noise}, (z, gate), after
 
+    def state_size(self, length: int) -> int:
+        """Return the number of means and variances: two a cell."""
+        return 2 * self.slots * self.channels
+
+    def write_gain(self, x: Tensor) -> Tensor:
+        """Return the write gains `[B, T]`, averaged over cells; O(T) calls of the layer."""
+        log_decay, process_noise = self.dynamics(torch.float32)
+        kept, state, gains = (2 * log_decay).exp(), None, []
+        before = torch.ones_like(log_decay)[None]  # the prior
+        for token in x.split(1, dim=1):
+            _, state = self(token, state)
+            expected = kept * before + process_noise
+            before = state.belief.variance
+            gains.append(1 - (before / expected).flatten(1).mean(1))
+        return torch.stack(gains, 1)
+
+    def attention_map(self, x: Tensor) -> Tensor:
+        """Return the Kalman attention maps of all channels (appendix E.4), in closed form."""
+        return ops.diagonal_matrix(**self.signals(x)[0]).weights.flatten(1, 2)
+
     def emit(self, readout: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """Skip, gate and output projection."""
         skipped, gate = context

@@ -47,6 +47,11 @@ class LinearAttention(MemoryLayer):
         """Positive features, so that weights are."""
         return F.elu(q) + 1, F.elu(k) + 1
 
+    @property
+    def memory_shape(self) -> tuple[int, int]:
+        """Rows and columns of a value head's memory, the sum of weights included."""
+        return self.sizes.key_width, self.sizes.value_width + 1
+
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Nothing beside q, k and v."""
         return {}

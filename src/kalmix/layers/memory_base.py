@@ -143,6 +143,43 @@ class MemoryLayer(Mixer):
         mean, var = mean.flatten(2), None if var is None else var.expand_as(mean).flatten(2)
         return Filtered(mean, var, MemoryState(belief, carried)), (gate, mean)
 
+    @property
+    def memory_shape(self) -> tuple[int, int]:
+        """Rows and columns of a value head's memory, as its op has it."""
+        return self.sizes.key_width, self.sizes.value_width
+
+    def state_size(self, length: int) -> int:
+        """Return the number of elements of the memories and, where the design keeps them, of covariances."""
+        rows, columns = self.memory_shape
+        beside = 0 if self.design is None else self.design.covariance.elements(rows, columns)
+        return self.sizes.heads * (rows * columns + beside)
+
+    def write_gain(self, x: Tensor) -> Tensor | None:
+        """Return the write gains `[B, T]`, averaged over heads: s' / r^2 with s' the variance at the token's key.
+
+        For 1 / s' = 1 / s~ + 1 / r^2. Of a regression it is the token's leverage. `None` where the memory has no
+        covariance, or is not what tokens observe.
+        """
+        if self.design is None or not self.design.uncertain or self.design.evidence.of != "memory":
+            return None
+        _, k, v, _ = self.project(x, None, None, None)
+        signals: dict[str, Any] = self.signals(x)
+        after = self.op(k, k, v, **signals, variance=True).variance
+        assert after is not None
+        weight = 1 / signals["obs_noise"] if "obs_noise" in signals else signals.get("gain", torch.ones(()))
+        return (weight * after[..., 0]).mean(-1)
+
+    def attention_map(self, x: Tensor) -> Tensor | None:
+        """Return a map for each value head: what its memory makes of values that are the columns of the identity.
+
+        A read-out is linear in values, and the same for every column; `None` where columns have cells of their own.
+        """
+        if self.design is not None and self.design.evidence.of == "cell":
+            return None
+        q, k, v, _ = self.project(x, None, None, None)
+        own = torch.eye(x.shape[1], dtype=v.dtype, device=v.device)[:, None].expand(*v.shape[:3], -1)
+        return self.op(q, k, own, **self.signals(x)).mean.transpose(1, 2)
+
     def emit(self, readout: Tensor, context: tuple[Any, Tensor]) -> Tensor:
         """Output norm, gate, output projection. Samples are normalised each by its own size."""
         gate, _ = context

@@ -96,6 +96,10 @@ class RecurrentFilterAttention(TrajectoryLayer):
         known = self.dynamics(dtype)
         return known._replace(key_noise=known.key_noise + known.query_noise)
 
+    def state_size(self, length: int) -> int:
+        """Return the number of elements of an estimate: means of two states, a precision a head, and a time."""
+        return 4 * self.sizes.keys + self.sizes.heads + 1
+
     def settle(self, known: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """As it is: the residual is the step."""
         return widen(known.mean), known.variance

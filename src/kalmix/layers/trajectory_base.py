@@ -71,6 +71,7 @@ class TrajectoryLayer(Mixer):
     """
 
     remembers: ClassVar[type] = HistoryBelief  # what the state is
+    window: int | None = None  # how many tokens a query sees; all if absent
 
     def __init__(
         self,
@@ -157,6 +158,20 @@ class TrajectoryLayer(Mixer):
             return Filtered(mean, None, known.belief), owner
         half = (spread / 2).expand(*v.shape[:3], self.sizes.key_width)
         return Filtered(mean, keep_owned(torch.cat([half, half], -1).flatten(2), owner), known.belief), owner
+
+    def state_size(self, length: int) -> int:
+        """Return the number of elements of keys, values and times of the tokens that the belief holds."""
+        held = length if self.window is None else min(length, self.window)
+        return held * (4 * self.sizes.keys + 1)
+
+    def attention_map(self, x: Tensor, times: Tensor | None = None) -> Tensor | None:
+        """Return how much of each token is in the estimate at another, decay included; see `Mixer.attention_map`.
+
+        Args:
+            x: `[B, T, D]` tokens.
+            times: `[B, T]` when they were seen; one unit a token if absent.
+        """
+        return None
 
     def settle(self, known: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """The inner residual: the estimate that goes on, and its complex variance, `[B, T, H, 1 or C]`.

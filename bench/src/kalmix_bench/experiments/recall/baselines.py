@@ -36,14 +36,14 @@ class Baseline(Mixer):
     Args:
         hidden_size: D.
         inner: the module; transformers is told not to draw its parameters anew.
+        memory: how many numbers it remembers of a sequence while it reads it, without the window of a convolution.
     """
 
     fuses_mlp = True
-    state_size: int  # numbers a sequence is remembered by as it is read, without the window of a convolution
 
-    def __init__(self, hidden_size: int, inner: nn.Module) -> None:
+    def __init__(self, hidden_size: int, inner: nn.Module, memory: int) -> None:
         super().__init__(hidden_size)
-        self.inner = inner
+        self.inner, self.memory = inner, memory
         for part in inner.modules():
             part._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
 
@@ -70,6 +70,10 @@ class Baseline(Mixer):
                 raise ArgumentError(name, got=f"a {type(given).__name__}", needs=needs)
         return Filtered(self.mix(x), None, Gone()), None
 
+    def state_size(self, length: int) -> int:
+        """Return the number of elements that are kept while a sequence is read, whatever its length."""
+        return self.memory
+
     def mix(self, x: Tensor) -> Tensor:
         """What the package makes of `x` `[B, T, D]`."""
         return self.inner(x)
@@ -90,8 +94,7 @@ class Mamba1(Baseline):
 
     def __init__(self, hidden_size: int, *, state_dim: int = 16, expand: int = 2, conv: int = 4) -> None:
         _check(hidden_size=hidden_size, state_dim=state_dim, expand=expand, conv=conv or 1)
-        super().__init__(hidden_size, _mamba(hidden_size, state_dim, expand, conv))
-        self.state_size = expand * hidden_size * state_dim
+        super().__init__(hidden_size, _mamba(hidden_size, state_dim, expand, conv), expand * hidden_size * state_dim)
 
     @classmethod
     def sized(cls, width: int, state: int) -> dict[str, Any]:
@@ -110,9 +113,9 @@ class MLSTM(Baseline):
 
     def __init__(self, hidden_size: int, *, heads: int = 4, expand: int = 2, conv: int = 4) -> None:
         _check(hidden_size=hidden_size, heads=heads, expand=expand, conv=conv or 1)
-        super().__init__(hidden_size, _mlstm(hidden_size, heads, expand, conv))
-        width = self.inner.get_parameter("learnable_skip").shape[0] // heads
-        self.state_size = heads * (width * width + width + 1)
+        inner = _mlstm(hidden_size, heads, expand, conv)
+        width = inner.get_parameter("learnable_skip").shape[0] // heads
+        super().__init__(hidden_size, inner, heads * (width * width + width + 1))
 
     @classmethod
     def sized(cls, width: int, state: int) -> dict[str, Any]:
@@ -137,8 +140,7 @@ class RWKV7(Baseline):
 
     def __init__(self, hidden_size: int, *, head_dim: int = 64, shift: bool = True) -> None:
         _check(hidden_size=hidden_size, head_dim=head_dim)
-        super().__init__(hidden_size, _rwkv(hidden_size, head_dim, shift))
-        self.state_size = hidden_size * head_dim
+        super().__init__(hidden_size, _rwkv(hidden_size, head_dim, shift), hidden_size * head_dim)
 
     @classmethod
     def sized(cls, width: int, state: int) -> dict[str, Any]:

@@ -8,9 +8,6 @@ import math
 from importlib import import_module
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kalmix.errors import ArgumentError, alike
 from kalmix.layers import MIXERS, Mixer, mixer_class
 from kalmix.layers.base import check_positive
@@ -125,28 +122,9 @@ def sized(options: Options, width: int, state: int, heads: int, values: float = 
 
 
 def state_size(mixer: Mixer) -> int | None:
-    """Floats that a mixer remembers of a sequence, whatever its length: its belief, without a convolution's window.
-
-    `None` where what it remembers grows with what it has read.
-    """
-    told = getattr(mixer, "state_size", None)
-    if told is not None:
-        return told
-    sizes = [_remembered(mixer, length) for length in (1, 2)]
-    return sizes[0] if sizes[0] == sizes[1] else None
-
-
-@torch.no_grad()
-def _remembered(mixer: Mixer, length: int) -> int:
-    like = next(mixer.parameters())
-    _, state = mixer(torch.zeros(1, length, mixer.hidden_size, device=like.device, dtype=like.dtype))
-    return sum(x.numel() for x in _tensors(getattr(state, "belief", state)) if x.is_floating_point())
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [x for part in tree for x in _tensors(part)] if isinstance(tree, tuple) else []
+    """Return `Mixer.state_size`, or `None` where it grows with what the layer has read."""
+    one, two = mixer.state_size(1), mixer.state_size(2)
+    return one if one == two else None
 
 
 def _whole(total: float, parts: int) -> int:

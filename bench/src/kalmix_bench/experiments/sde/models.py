@@ -85,9 +85,8 @@ class Filtering(Predictor):
 
     def maps(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
         """What each token is in an estimate, a mean over heads, `[1, B, T, T]`; `[0, ...]` where that is no number."""
-        if not isinstance(self.layer, AdaptiveFilterAttention):
-            return x.new_zeros(0, *x.shape[:2], x.shape[1])
-        return self.layer.weights(x, times).mean(1)[None]
+        maps = self.layer.attention_map(x, times)
+        return x.new_zeros(0, *x.shape[:2], x.shape[1]) if maps is None else maps.mean(1)[None]
 
     def pulled(self, x: Tensor, times: Tensor, at: int) -> Tensor:
         """What each token up to number `at` says, alone, of what is seen then, `[B, at + 1, D]`."""
