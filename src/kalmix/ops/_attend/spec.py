@@ -6,6 +6,7 @@ from kalmix.designs.spec import Algebra
 from kalmix.ops._attend.api import attend
 from kalmix.ops._attend.kernels import KERNELS
 from kalmix.ops._attend.lowering import lower
+from kalmix.ops._attend.oracle import RECURSION
 from kalmix.ops._shared.op_spec import OpSpec
 
 SPEC = OpSpec(
@@ -23,4 +24,5 @@ SPEC = OpSpec(
     kernels=KERNELS,
     belief=HistoryBelief,
     lower=lower,
+    recursion=RECURSION,
 )

@@ -6,6 +6,7 @@ from kalmix.designs.spec import Algebra
 from kalmix.ops._delta.api import delta
 from kalmix.ops._delta.kernels import KERNELS
 from kalmix.ops._delta.lowering import lower
+from kalmix.ops._delta.oracle import RECURSION
 from kalmix.ops._shared.op_spec import OpSpec
 
 SPEC = OpSpec(
@@ -20,4 +21,5 @@ SPEC = OpSpec(
     kernels=KERNELS,
     belief=PointBelief,
     lower=lower,
+    recursion=RECURSION,
 )

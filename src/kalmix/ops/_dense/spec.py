@@ -6,6 +6,7 @@ from kalmix.designs.spec import Algebra
 from kalmix.ops._dense.api import dense
 from kalmix.ops._dense.kernels import KERNELS
 from kalmix.ops._dense.lowering import lower
+from kalmix.ops._dense.oracle import RECURSION
 from kalmix.ops._shared.op_spec import OpSpec
 
 SPEC = OpSpec(
@@ -23,4 +24,5 @@ SPEC = OpSpec(
     kernels=KERNELS,
     belief=DenseBelief,
     lower=lower,
+    recursion=RECURSION,
 )

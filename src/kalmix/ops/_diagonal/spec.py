@@ -6,6 +6,7 @@ from kalmix.designs.spec import Algebra
 from kalmix.ops._diagonal.api import diagonal
 from kalmix.ops._diagonal.kernels import KERNELS
 from kalmix.ops._diagonal.lowering import lower
+from kalmix.ops._diagonal.oracle import RECURSION
 from kalmix.ops._shared.op_spec import OpSpec
 
 SPEC = OpSpec(
@@ -21,4 +22,5 @@ SPEC = OpSpec(
     kernels=KERNELS,
     belief=DiagonalBelief,
     lower=lower,
+    recursion=RECURSION,
 )

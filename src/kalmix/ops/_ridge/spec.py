@@ -6,6 +6,7 @@ from kalmix.designs.spec import Algebra
 from kalmix.ops._ridge.api import ridge
 from kalmix.ops._ridge.kernels import KERNELS
 from kalmix.ops._ridge.lowering import lower
+from kalmix.ops._ridge.oracle import RECURSION
 from kalmix.ops._shared.op_spec import OpSpec
 
 SPEC = OpSpec(
@@ -24,4 +25,5 @@ SPEC = OpSpec(
     kernels=KERNELS,
     belief=RidgeBelief,
     lower=lower,
+    recursion=RECURSION,
 )

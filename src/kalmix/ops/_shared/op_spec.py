@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kalmix.designs.spec import Algebra, register_algebra
 from kalmix.ops._shared.kernel import Kernel
 from kalmix.ops._shared.lowering import Lower
+from kalmix.ops._shared.recursion import Recursion
 from kalmix.types import Filtered
 
 
@@ -21,6 +22,7 @@ class OpSpec:
         kernels: its kernels, best first.
         belief: the type of its belief.
         lower: computes its signals from those of a design.
+        recursion: its definition, of which `kalmix.oracle` makes a filter.
     """
 
     algebra: Algebra
@@ -28,6 +30,7 @@ class OpSpec:
     kernels: tuple[Kernel, ...]
     belief: type
     lower: Lower
+    recursion: Recursion
 
     @property
     def name(self) -> str:
