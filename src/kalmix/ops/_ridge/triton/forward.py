@@ -108,7 +108,7 @@ def measure(key, gram, entry, decays, weight, fade, PRECISION: tl.constexpr):
     known += tl.sum(pairs * decays * weight[None, :], 1)
     gained = weight * (2.0 * known - weight * diagonal(pairs))
     square = fade * fade * entry + tl.sum(decays * decays * gained[None, :], 1)
-    return tl.sqrt(tl.maximum(square, 0.0))
+    return tl.sqrt(tl.maximum(square, 0.0, propagate_nan=tl.PropagateNan.ALL))  # NaN where it overflowed
 
 
 @triton.jit(do_not_specialize=[*LOOSE, "iterations"])
