@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from kalmix.errors import ArgumentError
 from kalmix.layers.afa import AdaptiveFilterAttention
 from kalmix.layers.afa_transformer import AFATransformerBlock, AFATransformerState
 from kalmix.layers.attention import Attention, AttentionState
-from kalmix.layers.base import Mixer, option_types
+from kalmix.layers.base import Mixer
 from kalmix.layers.bayesian import BayesianLayer
 from kalmix.layers.controlled_filter import ControlledFilter
 from kalmix.layers.deltanet import DeltaNet
@@ -26,7 +26,6 @@ from kalmix.layers.memory_base import MemoryState
 from kalmix.layers.radial_tangential import RadialTangentialAttention
 from kalmix.layers.recurrent_afa import RecurrentFilterAttention, RunningEstimate
 from kalmix.layers.retnet import RetNet
-from kalmix.validation import check_types
 
 MIXERS: dict[str, type[Mixer]] = {
     "kla": KLA,
@@ -49,23 +48,15 @@ MIXERS: dict[str, type[Mixer]] = {
 }
 
 
-def mixer_class(name: str, options: dict[str, Any]) -> type[Mixer]:
-    """The layer called `name`, if it takes `options`.
+def mixer_class(name: str, options: Mapping[str, Any]) -> type[Mixer]:
+    """Return the layer called `name`, if it takes `options`.
 
     Raises:
-        ArgumentError: no such layer, an option it does not have, one that it must be given, or one of another type;
-            says which there are.
+        ArgumentError: no such layer, or as `Mixer.check_options` raises it.
     """
     if not isinstance(name, str) or name not in MIXERS:
         raise ArgumentError("mixer", got=repr(name), needs=f"one of {', '.join(map(repr, MIXERS))}")
-    known = {n: option for n, option in inspect.signature(MIXERS[name]).parameters.items() if n != "hidden_size"}
-    for option in options:
-        if option not in known:
-            raise ArgumentError(f"option of {name!r}", got=repr(option), needs=f"one of {', '.join(map(repr, known))}")
-    for n, option in known.items():
-        if option.default is option.empty and n not in options:
-            raise ArgumentError(f"option {n!r} of {name!r}", got="absent", needs="given")
-    check_types(option_types(MIXERS[name]), options)
+    MIXERS[name].check_options(name, options)
     return MIXERS[name]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar, Self, get_type_hints
 
@@ -46,6 +47,48 @@ class Mixer(nn.Module):
         super().__init__()
         check_positive("hidden_size", hidden_size)
         self.hidden_size = hidden_size
+
+    @classmethod
+    def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
+        """Check the names and types of options before a layer is built.
+
+        Args:
+            name: of the layer, for the error.
+            options: all that it is built with, but `hidden_size`.
+
+        Raises:
+            ArgumentError: the layer does not have an option, must be given one, or takes one of another type.
+        """
+        known = {n: option for n, option in inspect.signature(cls).parameters.items() if n != "hidden_size"}
+        for option in options:
+            if option not in known:
+                needs = f"one of {', '.join(map(repr, known))}"
+                raise ArgumentError(f"option of {name!r}", got=repr(option), needs=needs)
+        for n, option in known.items():
+            if option.default is option.empty and n not in options:
+                raise ArgumentError(f"option {n!r} of {name!r}", got="absent", needs="given")
+        check_types(option_types(cls), options)
+
+    @classmethod
+    def sized(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
+        """Return options with which the belief of one sequence holds about `state` numbers (see `state_size`).
+
+        So layers are compared at equal memory, as in Table 11 of Kalman Linear Attention.
+
+        Args:
+            width: D.
+            state: how many numbers, whatever the length of the sequence.
+            given: options that are to be kept, from which others may follow; also `heads` and `values`, how many
+                columns all values have over D, for layers that keep a memory a head.
+
+        Returns:
+            Options to build the layer with, beside those given; none where no option sets the size of its belief, or
+            where it grows with the sequence.
+
+        Raises:
+            ArgumentError: so many numbers cannot be divided over the slots or heads.
+        """
+        return {}
 
     @abstractmethod
     def read(

@@ -70,3 +70,14 @@ class Heads(NamedTuple):
     def values(self) -> int:
         """Columns of all values."""
         return self.heads * self.value_width
+
+
+def divide_state(state: float, parts: int) -> int:
+    """Return an equal part of `state` numbers.
+
+    Raises:
+        ArgumentError: they do not divide so.
+    """
+    if state % parts or state < parts:
+        raise ArgumentError("state", got=f"{state:g} in {parts} parts", needs="what so many parts divide")
+    return int(state) // parts

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kalmix import designs, ops
 from kalmix.beliefs import DiagonalBelief, loadable
 from kalmix.layers.base import Mixer, check_positive, check_state, detach, keep_owned, take, to
+from kalmix.layers.head_sizes import divide_state
 from kalmix.layers.modules import ShortConvolution, unit
 from kalmix.layers.parametrize import CellDynamics, observation_precision
 from kalmix.segments import Segments
@@ -84,6 +85,11 @@ class KLA(Mixer):
     def reset_parameters(self) -> None:
         """The parameters this module holds itself; its parts reset themselves."""
         nn.init.ones_(self.skip)
+
+    @classmethod
+    def sized(cls, width: int, state: int, *, slots: int | None = None, **given: Any) -> dict[str, Any]:
+        """Return as many slots as `state` numbers make of a mean and a variance in each of `width` channels."""
+        return {"slots": slots or divide_state(state, 2 * width)}
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """Rates, steps and diffusions of the cells."""

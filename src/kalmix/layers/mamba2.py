@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kalmix import designs, ops
 from kalmix.layers.base import check_positive
-from kalmix.layers.head_sizes import Heads
+from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import StepDecay
 from kalmix.types import Filtered
@@ -65,6 +65,24 @@ class Mamba2(MemoryLayer):
         self.skip = nn.Parameter(torch.empty(values.heads))
         self.norm_scale = nn.Parameter(torch.empty(values.values))
         self.reset_parameters()
+
+    @classmethod
+    def sized(
+        cls,
+        width: int,
+        state: int,
+        *,
+        heads: int = 4,
+        values: float = 1.0,
+        head_dim: int | None = None,
+        state_dim: int | None = None,
+        **given: Any,
+    ) -> dict[str, Any]:
+        """Return heads that together have `values * width` columns, and rows for `state` numbers in all."""
+        check_positive("heads", heads)
+        columns = head_dim or divide_state(width * values, heads)
+        rows = state_dim or divide_state(state, heads * columns)
+        return {"heads": heads, "head_dim": columns, "state_dim": rows}
 
     def reset_parameters(self) -> None:
         """The parameters this module holds itself; its parts reset themselves."""

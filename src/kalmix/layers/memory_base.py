@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from kalmix.layers.base import (
     take,
     to,
 )
-from kalmix.layers.head_sizes import Heads
+from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.modules import RMSNorm, ShortConvolution, low_rank, unit
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -97,6 +98,28 @@ class MemoryLayer(Mixer):
             self.gate_proj = low_rank(hidden_size, gate_rank, sizes.values, bias=True)
         self.norm = RMSNorm(self.norm_width, norm_eps) if self.norm_width else None
         self.out_proj = nn.Linear(sizes.values, hidden_size, bias=False)
+
+    @classmethod
+    def sized(
+        cls,
+        width: int,
+        state: int,
+        *,
+        heads: int = 4,
+        values: float = 1.0,
+        head_dim: int | None = None,
+        **given: Any,
+    ) -> dict[str, Any]:
+        """Return heads that together have `values * width` columns, and keys as wide as `state` numbers make of it.
+
+        Where there is a covariance, keys are as wide as values, and a head has two such squares.
+        """
+        check_positive("heads", heads)
+        if cls.design is not None and cls.design.covariance.elements(1, 1):
+            return {"heads": heads, "head_dim": head_dim or isqrt(divide_state(state, 2 * heads)), "expand_v": 1.0}
+        columns = divide_state(width * values, heads)
+        keys = head_dim or divide_state(state, heads * columns)
+        return {"heads": heads, "head_dim": keys, "expand_v": columns / keys}
 
     @abstractmethod
     def signals(self, x: Tensor) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ brings all). They are for benchmarks: a sequence is read whole, from its beginni
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from kalmix.errors import ArgumentError
 from kalmix.layers import MIXERS, Mixer
 from kalmix.layers.base import check_positive, detach, take, to
+from kalmix.layers.head_sizes import divide_state
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -46,15 +46,6 @@ class Baseline(Mixer):
         self.inner, self.memory = inner, memory
         for part in inner.modules():
             part._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
-
-    @classmethod
-    @abstractmethod
-    def sized(cls, width: int, state: int) -> dict[str, Any]:
-        """Options by which a layer `width` wide has a memory of `state` numbers, its normalisers not counted.
-
-        Raises:
-            ArgumentError: there are none.
-        """
 
     def read(
         self, x: Tensor, state: Any = None, segments: Segments | None = None, variance: bool = False
@@ -97,9 +88,9 @@ class Mamba1(Baseline):
         super().__init__(hidden_size, _mamba(hidden_size, state_dim, expand, conv), expand * hidden_size * state_dim)
 
     @classmethod
-    def sized(cls, width: int, state: int) -> dict[str, Any]:
+    def sized(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
         """As Table 11 of Kalman Linear Attention: not expanded, and as many numbers a channel as that takes."""
-        return {"expand": 1, "state_dim": _whole(state, width)}
+        return {"expand": 1, "state_dim": divide_state(state, width)}
 
 
 class MLSTM(Baseline):
@@ -118,9 +109,9 @@ class MLSTM(Baseline):
         super().__init__(hidden_size, inner, heads * (width * width + width + 1))
 
     @classmethod
-    def sized(cls, width: int, state: int) -> dict[str, Any]:
+    def sized(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
         """Twice as wide inside, in as many heads as that takes. (Table 11 counts otherwise: 16 heads at 128, 2048.)"""
-        return {"expand": 2, "heads": _whole((2 * width) ** 2, state)}
+        return {"expand": 2, "heads": divide_state((2 * width) ** 2, state)}
 
 
 class RWKV7(Baseline):
@@ -143,9 +134,9 @@ class RWKV7(Baseline):
         super().__init__(hidden_size, _rwkv(hidden_size, head_dim, shift), hidden_size * head_dim)
 
     @classmethod
-    def sized(cls, width: int, state: int) -> dict[str, Any]:
+    def sized(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
         """In heads as wide as that takes."""
-        return {"head_dim": _whole(state, width)}
+        return {"head_dim": divide_state(state, width)}
 
     def mix(self, x: Tensor) -> Tensor:
         """What the package makes of `x` `[B, T, D]`.
@@ -232,9 +223,3 @@ def _module(name: str, package: str) -> Any:
 def _check(**sizes: int) -> None:
     for name, value in sizes.items():
         check_positive(name, value)
-
-
-def _whole(total: int, parts: int) -> int:
-    if total % parts or total < parts:
-        raise ArgumentError("state", got=f"{total} in {parts} parts", needs="what so many parts divide")
-    return total // parts

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import math
 from importlib import import_module
 from typing import Any
 
@@ -32,7 +30,6 @@ LAYERS: dict[str, Options] = {
     "rwkv-7": {"mixer": "rwkv-7"},
     "rwkv-7-no-shift": {"mixer": "rwkv-7", "shift": False},
 }
-_COVARIANT = ("bayesian", "gated-kalmanet")  # a K x K matrix a head beside the memory
 
 
 def layer(text: str) -> Options:
@@ -90,44 +87,16 @@ def _refuse(constant: str) -> None:
 def sized(options: Options, width: int, state: int, heads: int, values: float = 1.0) -> Options:
     """Return a layer whose state is about `state` floats, as Table 11 of Kalman Linear Attention matches them.
 
-    KLA keeps a mean and a variance in each slot of `width` channels. A memory of `heads` heads keeps K x V a head, V
-    as many as make `values * width` in all; with a covariance its keys are as wide as its values, and it keeps two
-    such squares. Layers that keep every token (attention and its kin), and those that have neither slots nor heads of
-    a chosen width, are left as they are. Sizes that `options` has are kept; its `heads` count in place of `heads`.
+    See `Mixer.sized`. Sizes that `options` has are kept; its `heads` count in place of `heads`.
 
     Raises:
         ArgumentError: the state does not divide so.
     """
-    mixer, of = options["mixer"], options.get
-    foreign = getattr(MIXERS[mixer], "sized", None)
-    if foreign is not None:
-        return {**foreign(width, state), **options}
-    takes = inspect.signature(MIXERS[mixer]).parameters
-    if "slots" in takes:
-        return {"slots": of("slots") or _whole(state, 2 * width), **options}
-    heads = of("heads", heads)
-    check_positive("heads", heads)
-    if "state_dim" in takes:
-        columns = of("head_dim") or _whole(width * values, heads)
-        numbers = of("state_dim") or _whole(state, heads * columns)
-        return {"heads": heads, "head_dim": columns, "state_dim": numbers, **options}
-    if mixer in _COVARIANT:
-        keys = of("head_dim") or math.isqrt(_whole(state, 2 * heads))
-        return {"heads": heads, "head_dim": keys, "expand_v": 1.0, **options}
-    if {"heads", "head_dim", "expand_v"} <= takes.keys():
-        columns = _whole(width * values, heads)
-        keys = of("head_dim") or _whole(state, heads * columns)
-        return {"heads": heads, "head_dim": keys, "expand_v": columns / keys, **options}
-    return options
+    sizes = MIXERS[options["mixer"]].sized(width, state, **{"heads": heads, "values": values, **options})
+    return {**sizes, **options}
 
 
 def state_size(mixer: Mixer) -> int | None:
     """Return `Mixer.state_size`, or `None` where it grows with what the layer has read."""
     one, two = mixer.state_size(1), mixer.state_size(2)
     return one if one == two else None
-
-
-def _whole(total: float, parts: int) -> int:
-    if total % parts or total < parts:
-        raise ArgumentError("state", got=f"{total:g}, in {parts} parts", needs="what so many parts divide")
-    return int(total) // parts
