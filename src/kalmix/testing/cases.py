@@ -14,9 +14,11 @@ from kalmix.beliefs import HistoryBelief
 from kalmix.ops import OPS
 from kalmix.ops._shared.kernel import Call, Kernel
 from kalmix.segments import Segments
-from kalmix.testing.problems import HALVES, PROBLEMS, Problem, Tensors, symmetric
+from kalmix.testing.problems import HALVES, Problem, Tensors, collect, symmetric
 from kalmix.testing.tolerances import DATA
 from kalmix.types import Filtered, belief_dtype
+
+PROBLEMS = collect()
 
 
 @dataclass(frozen=True)

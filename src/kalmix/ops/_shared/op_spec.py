@@ -37,6 +37,11 @@ class OpSpec:
         return self.algebra.op
 
     @property
+    def folder(self) -> str:
+        """The package of its public function."""
+        return self.function.__module__.rpartition(".")[0]
+
+    @property
     def uncertain(self) -> bool:
         """Whether its read-out has a variance."""
         return self.algebra.covariance.uncertain

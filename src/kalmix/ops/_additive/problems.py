@@ -1,0 +1,15 @@
+"""Problems that the laws try `additive` on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kalmix.designs import GLA, MAMBA2
+from kalmix.testing.problems import NOISES, STILL, Problem, draw_memory
+
+_MEMORY = partial(Problem, idle=STILL, silent="k", ranges=NOISES)
+
+PROBLEMS = {
+    "additive": _MEMORY(MAMBA2, draw_memory(obs_noise="B T G", write_variance="B T G", log_decay="B T G")),
+    "additive-keys": _MEMORY(GLA, draw_memory(obs_noise="B T G", write_variance="B T G", log_decay="B T G K")),
+}

@@ -1,0 +1,15 @@
+"""Problems that the laws try `delta` on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kalmix.designs import GATED_DELTANET, KDA
+from kalmix.testing.problems import NOISES, STILL, Problem, draw_memory
+
+_MEMORY = partial(Problem, idle=STILL, silent="k", ranges=NOISES)
+
+PROBLEMS = {
+    "delta": _MEMORY(GATED_DELTANET, draw_memory(obs_noise="B T G", reset="B T G", log_decay="B T G")),
+    "delta-keys": _MEMORY(KDA, draw_memory(obs_noise="B T G", reset="B T G K", log_decay="B T G K")),
+}

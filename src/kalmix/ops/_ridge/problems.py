@@ -1,0 +1,29 @@
+"""Problems that the laws try `ridge` on."""
+
+from __future__ import annotations
+
+from kalmix.designs import GATED_KALMANET
+from kalmix.ops._ridge.solvers import Adaptive, Chebyshev
+from kalmix.testing.problems import FLOOR, MOST, STILL, Normal, Problem, Tensors, draw_memory
+
+
+def draw(normal: Normal, sequences: int, size: dict[str, int]) -> Tensors:
+    drawn = draw_memory(obs_noise="B T G", log_decay="B T G")(normal, sequences, size)
+    g, width = size["G"], size["K"]
+    root = normal(sequences, g, width, width) / width**0.5
+    prior = {"prior.cross": drawn.pop("prior.mean"), "prior.gram": root @ root.mT}
+    return drawn | {"mix": normal(*(size[x] for x in "BTG")).sigmoid()} | prior
+
+
+PROBLEMS = {
+    "ridge": Problem(
+        design=GATED_KALMANET,
+        draw=draw,
+        idle=STILL,
+        silent="k",
+        sure=({"obs_noise": 1e-5, "log_decay": 0.0}, {"obs_noise": 1e-5, "log_decay": -30.0}),
+        slack=1e-6,
+        ranges={"obs_noise": (FLOOR, MOST)},
+        options={"ridge": Adaptive(10.0), "solver": Chebyshev(10)},  # 2 * 0.024^10 = 1e-16
+    ),
+}
