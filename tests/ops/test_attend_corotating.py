@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kalmix import ArgumentError
-from kalmix.ops import attend, attend_corotating, attend_radial
+from kalmix.ops import attend, attend_radial
+from kalmix.ops.experimental import attend_corotating
 from kalmix.testing.tolerances import relative_error
 
 F64, LENGTH, CHANNELS = torch.float64, 7, 3

@@ -24,8 +24,9 @@ from histories import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kalmix import ArgumentError, Segments
-from kalmix.ops import attend, attend_channels, attend_radial
+from kalmix.ops import attend, attend_radial
 from kalmix.ops._shared import batching as blocks
+from kalmix.ops.experimental import attend_channels
 from kalmix.types import Filtered
 
 

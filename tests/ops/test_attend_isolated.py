@@ -12,9 +12,10 @@ from histories import Signals, arguments, leaves, reads, signals
 from torch import Tensor
 
 from kalmix import Segments, checks
-from kalmix.ops import attend, attend_channels, attend_radial
+from kalmix.ops import attend, attend_radial
 from kalmix.ops._attend import chunked
 from kalmix.ops._shared import batching as blocks
+from kalmix.ops.experimental import attend_channels
 from kalmix.types import Filtered
 
 RUNS = [[0, 0, 4], [0, 4, 7], [0, 7, 10], [1, 1, 11]]  # padding: token 10 of row 0, token 0 of row 1

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from kalmix import ArgumentError
-from kalmix.ops import Dynamics, SeparablePrecision, attend_channels, attend_separable
+from kalmix.ops import Dynamics
 from kalmix.ops._attend.dynamics import kappa
+from kalmix.ops.experimental import SeparablePrecision, attend_channels, attend_separable
 from kalmix.testing.tolerances import relative_error
 
 F64 = torch.float64

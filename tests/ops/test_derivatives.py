@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from kalmix.errors import KernelError
-from kalmix.ops import OPS, Dynamics, attend, attend_channels, attend_corotating, attend_radial, dense
+from kalmix.ops import OPS, Dynamics, attend, attend_radial, dense
 from kalmix.ops._ridge.solvers import Chebyshev
 from kalmix.ops._shared.kernel import TRANSFORMS
+from kalmix.ops.experimental import attend_channels, attend_corotating
 
 PAGE = Path(__file__).parents[2] / "docs" / "derivatives.md"
 

@@ -9,6 +9,7 @@ import torch
 from unclear_errors import unclear
 
 from kalmix import Segments, ops
+from kalmix.ops import experimental
 from kalmix.types import Filtered
 
 B, T, H, G, K, V = 2, 5, 1, 2, 4, 4
@@ -67,13 +68,17 @@ CALLS = {
 TIMED = ("times",)  # must not decrease
 
 
+def function(op):
+    return getattr(ops if hasattr(ops, op) else experimental, op)
+
+
 def call(op, changes):
     shapes, options = CALLS[op]
     given = draw(**shapes) | options | changes
     for name in TIMED:
         if name in shapes and name not in changes:
             given[name] = torch.arange(T, dtype=torch.float64).expand(B, T)
-    return getattr(ops, op)(**given)
+    return function(op)(**given)
 
 
 def wrong_tensors(x):
@@ -168,5 +173,5 @@ def test_nothing_to_filter_gives_nothing(op, size):
     given = draw(**cut) | options
     if "times" in given:
         given["times"] = torch.zeros(cut["times"])
-    answer = getattr(ops, op)(**given)
+    answer = function(op)(**given)
     assert 0 in answer[0].shape

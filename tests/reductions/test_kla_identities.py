@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
 from kalmix.errors import ArgumentError
-from kalmix.ops import diagonal
-from kalmix.ops._diagonal.forms import diagonal_fft, diagonal_matrix
+from kalmix.ops import diagonal, diagonal_matrix
+from kalmix.ops.experimental import diagonal_fft
 
 B, T, H, G, K, V = 2, 23, 1, 2, 3, 5
 

@@ -14,7 +14,6 @@ from kalmix.ops._dense import LEAST_NOISE as LEAST_NOISE
 from kalmix.ops._dense import dense as dense
 from kalmix.ops._diagonal import KalmanMatrix as KalmanMatrix
 from kalmix.ops._diagonal import diagonal as diagonal
-from kalmix.ops._diagonal import diagonal_fft as diagonal_fft
 from kalmix.ops._diagonal import diagonal_matrix as diagonal_matrix
 from kalmix.ops._ridge import Adaptive as Adaptive
 from kalmix.ops._ridge import Chebyshev as Chebyshev
@@ -28,7 +27,3 @@ from kalmix.ops._ridge import ridge as ridge
 from kalmix.ops._shared.op_spec import OPS as OPS
 from kalmix.ops._shared.op_spec import OpSpec as OpSpec
 from kalmix.ops._shared.step_loop import walk as walk
-from kalmix.ops.experimental.attend_channels import attend_channels as attend_channels
-from kalmix.ops.experimental.attend_corotating import attend_corotating as attend_corotating
-from kalmix.ops.experimental.attend_separable import SeparablePrecision as SeparablePrecision
-from kalmix.ops.experimental.attend_separable import attend_separable as attend_separable

@@ -29,7 +29,7 @@ def attend_channels(
     segments: Segments | None,
     variance: bool,
 ) -> Filtered:
-    """The tensor form of Adaptive Filter Attention. See `kalmix.ops.attend_channels`."""
+    """The tensor form of Adaptive Filter Attention. See `kalmix.ops.experimental.attend_channels`."""
     return assemble(_attend, q, k, v, keys, values, weighing, times, belief, segments, variance)
 
 

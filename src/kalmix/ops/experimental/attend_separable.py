@@ -63,7 +63,7 @@ def attend_separable(
         mean_i = sum_j P(t_i - t_j) e^{(-a + i w) (t_i - t_j)} v_j / sum_j P(t_i - t_j)
 
     Weights that depend on pairs of tokens are not separable: with them the paper's form has only its memory to gain,
-    which `kalmix.ops.attend_channels` has as well, exactly.
+    which `attend_channels` has as well, exactly.
 
     Args:
         v: `[B, T, H, 2 C]` what is seen of the state, C complex channels, the first C columns real parts.
