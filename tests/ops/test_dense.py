@@ -321,3 +321,19 @@ def test_autocast_does_not_reach_the_covariance():
         got = answer(chunked, args)
     for ours, theirs in zip(got, want, strict=True):
         assert all(torch.equal(ours[name], x) for name, x in theirs.items())
+
+
+@pytest.mark.parametrize("kernel", ["reference", "chunked"])
+def test_gradients_of_half_precision_angles_are_rounded_once(kernel):
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, angle = (torch.randn(1, 20, 1, n, generator=draw) for n in (4, 4, 3, 2))
+    q, k = (torch.cat([x[..., :2], 0 * x[..., 2:]], -1) for x in (q, k))
+    halves, noise = [x.half() for x in (q, k, v)], torch.ones(1, 20, 1)
+
+    def gradient(angle):
+        found = ops.dense(*halves, obs_noise=noise, process_noise=noise, angle=angle, kernel=kernel)
+        return torch.autograd.grad(found.mean.float().sum(), angle)[0]
+
+    half = angle.half()
+    got, want = gradient(half.requires_grad_()), gradient(half.detach().float().requires_grad_())
+    assert torch.equal(got, want.half())

@@ -36,7 +36,8 @@ def dense(
     noises = (torch.diag_embed(noise), obs_noise.to(dtype)[..., None, None])
     turns = [(None, None)] * length
     if angle is not None:
-        turns = zip(*(x(angle.to(dtype))[..., None].unbind(1) for x in (torch.cos, torch.sin)), strict=True)
+        angle = angle.to(dtype)  # once: so gradients through cosine and sine add up in `dtype`
+        turns = zip(*(x(angle)[..., None].unbind(1) for x in (torch.cos, torch.sin)), strict=True)
     tokens = zip(*(x.unbind(1) for x in (q, k, v.to(dtype)[..., None, :], decay, *noises)), turns, strict=True)
     reads, after = walk(_step, belief, tokens, owner)
     return Filtered(reads[0].to(v.dtype), reads[1] if variance else None, after)
