@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from kalmix.errors import ArgumentError
 from kalmix.layers.afa import AdaptiveFilterAttention
@@ -48,7 +47,7 @@ MIXERS: dict[str, type[Mixer]] = {
 }
 
 
-def mixer_class(name: str, options: Mapping[str, Any]) -> type[Mixer]:
+def mixer_class(name: str, options: Mapping[str, object]) -> type[Mixer]:
     """Return the layer called `name`, if it takes `options`.
 
     Raises:

@@ -18,7 +18,7 @@ from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import Doubt
 from kalmix.layers.trajectory_base import complex_heads
 from kalmix.segments import Segments
-from kalmix.types import Filtered, belief_dtype
+from kalmix.types import Belief, Filtered, belief_dtype
 
 EPS = 1e-6  # in the length of what is divided by it
 
@@ -110,14 +110,13 @@ class AFATransformerBlock(Mixer):
     def read(
         self,
         x: Tensor,
-        state: AFATransformerState | None = None,
+        state: Belief | None = None,
         segments: Segments | None = None,
         variance: bool = False,
         times: Tensor | None = None,
     ) -> tuple[Filtered, Tensor | None]:
         """The states as filtered, `[B, T, H * 2 C]`; `times` as `kalmix.ops.attend` takes them."""
-        if state is not None:
-            check_state(state, AFATransformerState, x.shape[0] if segments is None else segments.count)
+        held = check_state(state, AFATransformerState, x, segments)
         owner = None if segments is None else segments.owner(*x.shape[:2])
         parts = [part.unflatten(-1, (self.sizes.heads, -1)) for part in self.in_proj(keep_owned(x, owner)).chunk(3, -1)]
         where = {"segments": segments, "times": times, "window": self.window, "kernel": self.kernel}
@@ -125,8 +124,8 @@ class AFATransformerBlock(Mixer):
             lengths = [_length(part) for part in parts]
             units = [_scaled(part, length, self.before) for part, length in zip(parts, lengths, strict=True)]
             real = (F.pad(length, (0, 1)).to(x.dtype) for x, length in zip(parts, lengths, strict=True))
-            magnitude = self.magnitude(real, belief=None if state is None else state.magnitude, **where)
-            direction = self.direction(units, belief=None if state is None else state.direction, **where)
+            magnitude = self.magnitude(real, belief=None if held is None else held.magnitude, **where)
+            direction = self.direction(units, belief=None if held is None else held.direction, **where)
             towards = widen(units[2]) + widen(direction.mean)
             z = widen(magnitude.mean[..., :1]) * _scaled(towards, _length(towards), self.after)
         after = AFATransformerState(magnitude.belief, direction.belief)

@@ -13,7 +13,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_number, check_positive, check_state, detach, keep_owned, take, to
 from kalmix.layers.modules import RMSNorm, rotate
 from kalmix.segments import Segments
-from kalmix.types import Filtered
+from kalmix.types import Belief, Filtered
 
 
 @loadable
@@ -82,18 +82,17 @@ class Attention(Mixer):
         self.out_proj = nn.Linear(heads * self.width, hidden_size, bias=False)
 
     def read(
-        self, x: Tensor, state: AttentionState | None = None, segments: Segments | None = None, variance: bool = False
+        self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False
     ) -> tuple[Filtered, None]:
         """What the heads found, `[B, T, heads * width]`."""
         batch, length, _ = x.shape
         where = Segments.whole(batch, length, x.device) if segments is None else segments
-        if state is not None:
-            check_state(state, AttentionState, where.count)
+        held = check_state(state, AttentionState, x, segments)
         row, start, stop = where.rows.long().unbind(1)
         token = torch.arange(length, device=x.device)
         past = torch.zeros_like(start)
-        if state is not None and state.position.shape[1]:
-            past = state.position.amax(1) + 1
+        if held is not None and held.position.shape[1]:
+            past = held.position.amax(1) + 1
         inside = (token >= start[:, None]) & (token < stop[:, None])
         position = torch.where(inside, token - start[:, None] + past[:, None], -1)  # [N, T], each its own tokens
         owner = None if segments is None else segments.owner(batch, length)
@@ -102,15 +101,15 @@ class Attention(Mixer):
         q, k, v = self._heads(keep_owned(x, owner))
         q, k = (rotate(x, mine, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
         keys, values = (x if owner is None else _rows(x, row) for x in (k, v))
-        if state is None:
+        if held is None:
             same = None if owner is None else owner[:, :, None] == owner[:, None, :]
             found = self._attend(q, k, v, None if same is None else same.tril())
             after = AttentionState(keys, values, position)
         else:
             after = AttentionState(
-                torch.cat([state.keys.to(k.dtype), keys], dim=1),
-                torch.cat([state.values.to(v.dtype), values], dim=1),
-                torch.cat([state.position, position], dim=1),
+                torch.cat([held.keys.to(k.dtype), keys], dim=1),
+                torch.cat([held.values.to(v.dtype), values], dim=1),
+                torch.cat([held.position, position], dim=1),
             )
             # Each sequence attends in its own copy of the batch row; a query outside it looks at everything, unread.
             visible = (after.position[:, None] >= 0) & (after.position[:, None] <= position[..., None])

@@ -6,7 +6,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Self, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from kalmix.designs import Design
 from kalmix.errors import ArgumentError
 from kalmix.segments import Segments, check_segments
-from kalmix.types import Filtered
+from kalmix.types import Belief, Filtered
 from kalmix.validation import FLOATS, LARGEST, MOST, check_kind, check_shape, check_types
+
+State = TypeVar("State", bound=tuple)
 
 
 class Mixer(nn.Module):
@@ -34,7 +36,7 @@ class Mixer(nn.Module):
     has_posterior: bool = False  # whether `read` has a variance to give
     fuses_mlp: ClassVar[bool] = False  # whether the layer gates its output and so needs no MLP behind it
 
-    def __new__(cls, *sizes: Any, **options: Any) -> Self:
+    def __new__(cls, *sizes: object, **options: object) -> Self:
         """Check the types of options against the annotations of the layer before anything is built.
 
         Raises:
@@ -49,7 +51,7 @@ class Mixer(nn.Module):
         self.hidden_size = hidden_size
 
     @classmethod
-    def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
+    def check_options(cls, name: str, options: Mapping[str, object]) -> None:
         """Check the names and types of options before a layer is built.
 
         Args:
@@ -92,7 +94,7 @@ class Mixer(nn.Module):
 
     @abstractmethod
     def read(
-        self, x: Tensor, state: Any = None, segments: Segments | None = None, variance: bool = False
+        self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False
     ) -> tuple[Filtered, Any]:
         """Filter `x` `[B, T, D]`: the read-out (mean and variance `[B, T, E]`, state) and the context `emit` needs."""
 
@@ -132,7 +134,12 @@ class Mixer(nn.Module):
         return None
 
     def filter(
-        self, x: Tensor, state: Any = None, segments: Segments | None = None, variance: bool = False, **when: Any
+        self,
+        x: Tensor,
+        state: Belief | None = None,
+        segments: Segments | None = None,
+        variance: bool = False,
+        **when: Tensor | None,
     ) -> Filtered:
         """All a layer knows, in output space.
 
@@ -153,15 +160,15 @@ class Mixer(nn.Module):
         check_shape("x", x, "B T D", {"D": self.hidden_size})
         check_kind("x", x, FLOATS, x.device)
         check_segments(segments, x.shape[0], x.shape[1], x.device)
-        (mean, var, state), context = self.read(x, state, segments, variance and self.has_posterior, **when)
-        return Filtered(self.emit(mean, context), None if var is None else self.emit_variance(var, context), state)
+        (mean, var, after), context = self.read(x, state, segments, variance and self.has_posterior, **when)
+        return Filtered(self.emit(mean, context), None if var is None else self.emit_variance(var, context), after)
 
     def forward(
-        self, x: Tensor, state: Any = None, segments: Segments | None = None, **when: Any
-    ) -> tuple[Tensor, Any]:
+        self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, **when: Tensor | None
+    ) -> tuple[Tensor, Belief]:
         """The output `[B, T, D]` and the state after the last token; see `filter`."""
-        mean, _, state = self.filter(x, state, segments, **when)
-        return mean, state
+        mean, _, after = self.filter(x, state, segments, False, **when)
+        return mean, after
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the latent dynamics: train them more slowly and without weight decay (appendix G.6)."""
@@ -177,7 +184,7 @@ def option_types(layer: type[Mixer]) -> dict[str, Any]:
         return {}
 
 
-def check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: object) -> None:
     """Check that a size or a count is a positive integer, and that kernels can count so far."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
         needs = "a positive integer" + (f" of at most {MOST}" if isinstance(value, int) and value > MOST else "")
@@ -192,14 +199,26 @@ def check_number(name: str, value: float, least: float = torch.finfo(torch.float
         )
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Check that an option is one of its choices."""
     if value not in choices:
         raise ArgumentError(name, got=repr(value), needs=" or ".join(map(repr, choices)))
 
 
-def check_state(state: Any, kind: type, sequences: int) -> None:
-    """Check that a state is of the layer's own kind, with one entry a sequence."""
+def check_state(state: Belief | None, kind: type[State], x: Tensor, segments: Segments | None) -> State | None:
+    """Check that a state, if there is one, is of the layer's own kind with one entry a sequence, and return it.
+
+    Args:
+        state: what the layer was given.
+        kind: its class.
+        x, segments: the tokens, and which of them form which sequence; each batch row one if absent.
+
+    Raises:
+        ArgumentError: it is of another class, or for another number of sequences.
+    """
+    if state is None:
+        return None
+    sequences = x.shape[0] if segments is None else segments.count
     if not isinstance(state, kind):
         raise ArgumentError("state", got=f"a {type(state).__name__}", needs=f"a {kind.__name__}")
     leaf: Any = state
@@ -207,14 +226,15 @@ def check_state(state: Any, kind: type, sequences: int) -> None:
         leaf = leaf[-1]
     if leaf.shape[0] != sequences:
         raise ArgumentError("state", got=f"of {leaf.shape[0]} sequences", needs=f"of {sequences}, as the input")
+    return state
 
 
-def take(state: Any, index: Tensor) -> Any:
+def take(state: State, index: Tensor) -> State:
     """The sequences `index` of a state, in that order; a state's method."""
     return type(state)(*(x.index_select(0, index) if isinstance(x, Tensor) else x.take(index) for x in state))
 
 
-def to(state: Any, *args: Any, **kwargs: Any) -> Any:
+def to(state: State, *args: Any, **kwargs: Any) -> State:
     """As `Tensor.to`, for every tensor of a state (integers keep their dtype); a state's method."""
 
     def move(x: Any) -> Any:
@@ -224,7 +244,7 @@ def to(state: Any, *args: Any, **kwargs: Any) -> Any:
     return type(state)(*map(move, state))
 
 
-def detach(state: Any) -> Any:
+def detach(state: State) -> State:
     """The same state, cut from the graph; a state's method."""
     return type(state)(*(x.detach() for x in state))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from kalmix.errors import ArgumentError
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Ridge, Sketch, Solver
@@ -24,7 +24,7 @@ SOLVERS: dict[str, type[Solver]] = {
 _NAMES: dict[type, str] = {kind: name for name, kind in (RIDGES | SOLVERS).items()}
 
 
-def is_spelled(value: object) -> bool:
+def is_spelled(value: object) -> TypeGuard[Ridge | Solver]:
     """Whether `spell` knows the value."""
     return type(value) in _NAMES
 
@@ -35,17 +35,18 @@ def spell(value: Ridge | Solver) -> dict[str, Any]:
     return {"name": _NAMES[type(value)]} | {n: spell(x) if type(x) in _NAMES else x for n, x in held.items()}
 
 
-def as_ridge(given: Any) -> Ridge:
+def as_ridge(given: object) -> Ridge:
     """The ridge given, spelled out, named, or as the factor of an adaptive one.
 
     Raises:
         ArgumentError: it is none.
     """
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    return Adaptive(given) if number else _read("ridge", given, RIDGES)
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return Adaptive(given)
+    return _read("ridge", given, RIDGES)
 
 
-def as_solver(given: Any) -> Solver:
+def as_solver(given: object) -> Solver:
     """The solver given, spelled out or named.
 
     Raises:
@@ -54,7 +55,7 @@ def as_solver(given: Any) -> Solver:
     return _read("solver", given, SOLVERS)
 
 
-def _read(what: str, given: Any, kinds: Mapping[str, type]) -> Any:
+def _read(what: str, given: object, kinds: Mapping[str, type]) -> Any:
     if isinstance(given, tuple(kinds.values())):
         return given
     options: dict[str, Any] = (

@@ -45,7 +45,7 @@ class Designed(MemoryLayer):
         self,
         hidden_size: int,
         *,
-        design: Design | str | Mapping[str, Any],
+        design: Design | str | Mapping[str, object],
         heads: int | None = None,
         key_heads: int | None = None,
         head_dim: int | None = None,
@@ -106,7 +106,7 @@ class Designed(MemoryLayer):
         return filter_by(self.design, q, k, v, **arguments)
 
 
-def as_design(given: Any) -> Design:
+def as_design(given: object) -> Design:
     """The design given, named or spelled out.
 
     Raises:

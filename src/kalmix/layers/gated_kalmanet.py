@@ -75,8 +75,8 @@ class GatedKalmaNet(MemoryLayer):
         decay: bool = True,
         gain: str | None = "sigmoid",
         mix: bool = True,
-        ridge: Ridge | float | str | Mapping[str, Any] = Adaptive(0.02),  # noqa: B008 - frozen
-        solver: Solver | str | Mapping[str, Any] = Chebyshev(30),  # noqa: B008 - frozen
+        ridge: Ridge | float | str | Mapping[str, object] = Adaptive(0.02),  # noqa: B008 - frozen
+        solver: Solver | str | Mapping[str, object] = Chebyshev(30),  # noqa: B008 - frozen
         conv: int = 4,
         gate: str | None = "silu",
         norm_eps: float = 1e-5,

@@ -16,7 +16,7 @@ from kalmix.layers.head_sizes import divide_state
 from kalmix.layers.modules import ShortConvolution, unit
 from kalmix.layers.parametrize import CellDynamics, observation_precision
 from kalmix.segments import Segments
-from kalmix.types import Filtered, belief_dtype
+from kalmix.types import Belief, Filtered, belief_dtype
 
 
 @loadable
@@ -96,12 +96,11 @@ class KLA(Mixer):
         return self.dynamics.parameters()
 
     def read(
-        self, x: Tensor, state: KLAState | None = None, segments: Segments | None = None, variance: bool = False
+        self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False
     ) -> tuple[Filtered, tuple[Tensor, Tensor]]:
         """The posterior of what the query asks, `[B, T, channels]`, independent between channels."""
-        if state is not None:
-            check_state(state, KLAState, x.shape[0] if segments is None else segments.count)
-        belief, window = (None, None) if state is None else state
+        held = check_state(state, KLAState, x, segments)
+        belief, window = (None, None) if held is None else held
         signals, (z, gate), window = self.signals(x, window, segments)
         with torch.autocast(x.device.type, enabled=False):
             mean, var, belief = ops.diagonal(

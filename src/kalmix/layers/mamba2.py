@@ -103,9 +103,10 @@ class Mamba2(MemoryLayer):
         found = ops.additive(q, k, v, **arguments)
         return found._replace(mean=found.mean + self.skip.to(v.dtype)[:, None] * v)
 
-    def emit(self, readout: Tensor, context: tuple[Any, Tensor]) -> Tensor:
+    def emit(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Gate, then the norm of each group, then projection."""
         gate, _ = context
+        assert gate is not None  # the layer always has one
         gated = (readout * gate).unflatten(-1, (self.sizes.key_heads, -1))
         normed = F.rms_norm(gated, gated.shape[-1:], eps=self.norm_eps).flatten(-2)
         return self.out_proj(normed * self.norm_scale.to(normed.dtype))

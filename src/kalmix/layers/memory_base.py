@@ -25,7 +25,7 @@ from kalmix.layers.base import (
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.modules import RMSNorm, ShortConvolution, low_rank, unit
 from kalmix.segments import Segments
-from kalmix.types import Filtered
+from kalmix.types import Belief, Filtered
 
 GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -37,7 +37,7 @@ class MemoryState(NamedTuple):
     That is the convolution's window `[N, size - 1, channels]` (of size 0 without one).
     """
 
-    belief: Any
+    belief: Any  # a Belief; see `Filtered`
     carried: Tensor
 
     take = take
@@ -148,12 +148,11 @@ class MemoryLayer(Mixer):
         return q, k, v.unflatten(-1, (sizes.heads, sizes.value_width)), after
 
     def read(
-        self, x: Tensor, state: MemoryState | None = None, segments: Segments | None = None, variance: bool = False
-    ) -> tuple[Filtered, tuple[Any, Tensor]]:
+        self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False
+    ) -> tuple[Filtered, tuple[Tensor | None, Tensor]]:
         """What the queries read out of the memory, `[B, T, G * V]`, independent between columns."""
-        if state is not None:
-            check_state(state, MemoryState, x.shape[0] if segments is None else segments.count)
-        belief, carried = (None, None) if state is None else state
+        held = check_state(state, MemoryState, x, segments)
+        belief, carried = (None, None) if held is None else held
         owner = None if segments is None else segments.owner(*x.shape[:2])
         x = keep_owned(x, owner)
         q, k, v, carried = self.project(x, carried, segments, owner)
@@ -203,13 +202,13 @@ class MemoryLayer(Mixer):
         own = torch.eye(x.shape[1], dtype=v.dtype, device=v.device)[:, None].expand(*v.shape[:3], -1)
         return self.op(q, k, own, **self.signals(x)).mean.transpose(1, 2)
 
-    def emit(self, readout: Tensor, context: tuple[Any, Tensor]) -> Tensor:
+    def emit(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Output norm, gate, output projection. Samples are normalised each by its own size."""
         gate, _ = context
         found = readout if self.norm is None else self.norm(self._split(readout)).flatten(-2)
         return self.out_proj(found if gate is None else found * gate)
 
-    def emit_variance(self, variance: Tensor, context: tuple[Any, Tensor]) -> Tensor:
+    def emit_variance(self, variance: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Through norm, gate and projection, each squared; columns are independent.
 
         The norm divides a sample by its own root mean square, which is random. Here its mean square is replaced by

@@ -19,7 +19,7 @@ from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import Confidence, Foresight
 from kalmix.ops import Dynamics, kappa
 from kalmix.segments import Segments
-from kalmix.types import Filtered, belief_dtype
+from kalmix.types import Belief, Filtered, belief_dtype
 from kalmix.validation import check_shape
 
 PREDICTIONS = ("step", "gate")
@@ -130,7 +130,7 @@ class TrajectoryLayer(Mixer):
     def read(
         self,
         x: Tensor,
-        state: Any = None,
+        state: Belief | None = None,
         segments: Segments | None = None,
         variance: bool = False,
         times: Tensor | None = None,
@@ -143,15 +143,14 @@ class TrajectoryLayer(Mixer):
             times: `[B, T]` when tokens were seen, as `kalmix.ops.attend` takes them; one unit a token if absent.
             ahead: `[B, T]` how long after its token each prediction is for, >= 0; one unit if absent.
         """
-        if state is not None:
-            check_state(state, self.remembers, x.shape[0] if segments is None else segments.count)
+        held = check_state(state, self.remembers, x, segments)
         if ahead is not None:
             check_shape("ahead", ahead, "B T", {"B": x.shape[0], "T": x.shape[1]})
         owner = None if segments is None else segments.owner(*x.shape[:2])
         q, k, v = self.project(keep_owned(x, owner))
         with torch.autocast(x.device.type, enabled=False):
             sure = variance or self.confidence is not None
-            known = self.estimate(q, k, v, sure, state, segments, times)
+            known = self.estimate(q, k, v, sure, held, segments, times)
             mean, spread = self.advance(*self.settle(known, v), v, ahead)
         mean = keep_owned(mean.flatten(2), owner)
         if not variance or spread is None:
@@ -219,7 +218,13 @@ class TrajectoryLayer(Mixer):
         return self.out_proj(Passage.of(self.states(v.dtype), ahead.to(v.dtype))(v).flatten(2).to(x.dtype))
 
     def sample(
-        self, x: Tensor, state: Any = None, segments: Segments | None = None, *, count: int = 1, **when: Tensor
+        self,
+        x: Tensor,
+        state: Belief | None = None,
+        segments: Segments | None = None,
+        *,
+        count: int = 1,
+        **when: Tensor | None,
     ) -> Tensor:
         """Draw what may be seen next, `[count, B, T, D]`: the state to come and the noise of a look (appendix B.1).
 

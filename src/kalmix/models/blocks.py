@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,9 @@ from kalmix.layers.base import check_positive
 from kalmix.layers.config_io import is_spelled, spell
 from kalmix.layers.modules import RMSNorm, draw
 from kalmix.segments import Segments
-from kalmix.types import Filtered
+from kalmix.types import Belief, Filtered
+
+LayerEntry = str | Mapping[str, Any]  # of a model's list of layers: a mixer's name, or a mapping of its options
 
 
 class LayerSpec(NamedTuple):
@@ -26,7 +28,7 @@ class LayerSpec(NamedTuple):
     mlp: int
 
 
-def layer_specs(layers: Any, hidden_size: int) -> list[LayerSpec]:
+def layer_specs(layers: Sequence[LayerEntry], hidden_size: int) -> list[LayerSpec]:
     """The specs of a list of layers, each a mixer's name or a mapping such as `{"mixer": "attention", "heads": 4}`.
 
     The MLP is absent (0) where the mixer is gated itself, otherwise 8/3 of the hidden size, unless `"mlp"` says.
@@ -41,11 +43,11 @@ def layer_specs(layers: Any, hidden_size: int) -> list[LayerSpec]:
 
 
 def hybrid_layers(
-    mixer: str | dict[str, Any] = "gated-kalmanet",
+    mixer: LayerEntry = "gated-kalmanet",
     *,
     blocks: int = 30,
     attention_at: Sequence[int] = (6, 14, 22, 29),
-    attention: str | dict[str, Any] = "attention",
+    attention: LayerEntry = "attention",
 ) -> list[str | dict[str, Any]]:
     """A list of layers in which attention takes the place of `mixer` at some positions.
 
@@ -67,25 +69,23 @@ def hybrid_layers(
     return [entry if isinstance(entry, str) else dict(entry) for entry in entries]
 
 
-def plain_layers(layers: Any) -> Any:
-    """The same list as JSON can hold it: options that are dataclasses, such as a `Design`, spelled out as mappings.
+def plain_layers(layers: Sequence[LayerEntry]) -> list[str | dict[str, Any]]:
+    """Return the same list as JSON can hold it: options that are dataclasses, such as a `Design`, become mappings.
 
-    Ridges and solvers as `kalmix.layers.config_io` spells them.
+    Ridges and solvers become those of `kalmix.layers.config_io`.
     """
-    if not isinstance(layers, list | tuple):
-        return layers
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> object:
         if is_spelled(value):
             return spell(value)
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
-    return [{k: plain(v) for k, v in entry.items()} if isinstance(entry, dict) else entry for entry in layers]
+    return [entry if isinstance(entry, str) else {k: plain(v) for k, v in entry.items()} for entry in layers]
 
 
-def _spec(entry: Any, hidden_size: int) -> LayerSpec:
+def _spec(entry: object, hidden_size: int) -> LayerSpec:
     options: dict[str, Any] = (
-        {"mixer": entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, dict) else {}
+        {"mixer": entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, Mapping) else {}
     )
     name = options.pop("mixer", None)
     if name is None:
@@ -105,7 +105,7 @@ class Posterior(NamedTuple):
     residual: Tensor
     mean: Tensor
     variance: Tensor
-    context: Any
+    context: object
 
 
 class Passed(NamedTuple):
@@ -120,7 +120,7 @@ class Passed(NamedTuple):
     """
 
     hidden: Tensor
-    state: Any
+    state: Belief
     signal: Tensor
     belief: Filtered | None
     posterior: Posterior | None
@@ -153,7 +153,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        state: Any = None,
+        state: Belief | None = None,
         segments: Segments | None = None,
         *,
         sample: bool = False,
@@ -163,17 +163,17 @@ class Block(nn.Module):
         """Pass on the posterior mean, or one sample of the posterior with `sample` (section 5.5)."""
         signal = self.norm(x)
         variance = self.mixer.has_posterior and (sample or belief or posterior)
-        (mean, var, state), context = self.mixer.read(signal, state, segments, variance)
+        (mean, var, after), context = self.mixer.read(signal, state, segments, variance)
         readout = draw(mean, var) if sample and var is not None else mean
-        known = self._known(mean, var, state, context) if belief else None
+        known = self._known(mean, var, after, context) if belief else None
         held = Posterior(x, mean, var, context) if posterior and var is not None else None
-        return Passed(self.finish(x, readout, context), state, signal, known, held)
+        return Passed(self.finish(x, readout, context), after, signal, known, held)
 
-    def finish(self, residual: Tensor, readout: Tensor, context: Any) -> Tensor:
+    def finish(self, residual: Tensor, readout: Tensor, context: object) -> Tensor:
         """The residual stream behind the block, given a read-out, or samples of it stacked in front."""
         x = residual + self.mixer.emit(readout, context)
         return x if self.mlp is None or self.mlp_norm is None else x + self.mlp(self.mlp_norm(x))
 
-    def _known(self, mean: Tensor, variance: Tensor | None, state: Any, context: Any) -> Filtered:
+    def _known(self, mean: Tensor, variance: Tensor | None, state: Belief, context: object) -> Filtered:
         spread = None if variance is None else self.mixer.emit_variance(variance, context)
         return Filtered(self.mixer.emit(mean, context), spread, state)

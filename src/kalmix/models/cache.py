@@ -12,6 +12,7 @@ from kalmix.beliefs import loadable
 from kalmix.errors import ArgumentError
 from kalmix.layers import Mixer
 from kalmix.segments import Segments, unchecked
+from kalmix.types import Belief
 
 LAYER_TYPE = "kalmix_belief"
 
@@ -20,7 +21,7 @@ LAYER_TYPE = "kalmix_belief"
 class Call(NamedTuple):
     """One call of a mixer: the state before it, and what it was given."""
 
-    before: Any
+    before: Any  # a Belief or None; see `Filtered`
     signal: Tensor
     segments: Segments | None
 
@@ -40,7 +41,7 @@ class Call(NamedTuple):
         return Call(_take(self.before, index), self.signal.index_select(0, index), segments)
 
 
-def _take(state: Any, index: Tensor) -> Any:
+def _take(state: Belief | None, index: Tensor) -> Belief | None:
     return None if state is None else state.take(index)
 
 
@@ -56,7 +57,7 @@ class Memory(NamedTuple):
         settled: whether a crop said that all before the next call will stay.
     """
 
-    state: Any = None
+    state: Any = None  # a Belief; see `Filtered`
     tokens: int = 0
     calls: tuple[Call, ...] = ()
     stale: bool = False
@@ -85,7 +86,7 @@ class BeliefLayer(CacheLayerMixin):
         self.memory = Memory()
         self.record_past = False
 
-    def recall(self, mixer: Mixer) -> Any:
+    def recall(self, mixer: Mixer) -> Belief | None:
         """The state to continue from."""
         if self.memory.stale:
             call = self.memory.calls[-1]
@@ -93,7 +94,7 @@ class BeliefLayer(CacheLayerMixin):
             self.memory = self.memory._replace(state=state, stale=False)
         return self.memory.state
 
-    def remember(self, state: Any, signal: Tensor, segments: Segments | None) -> None:
+    def remember(self, state: Belief, signal: Tensor, segments: Segments | None) -> None:
         """Take over the state after a call that began where `recall` left off."""
         memory = self.memory
         kept = memory.calls if self.record_past and not memory.settled else ()

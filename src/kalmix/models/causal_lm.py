@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_choice, check_positive
 from kalmix.layers.modules import RMSNorm
-from kalmix.models.blocks import Block, Passed, Posterior, layer_specs
+from kalmix.models.blocks import Block, LayerEntry, Passed, Posterior, layer_specs
 from kalmix.segments import Segments
-from kalmix.types import Filtered
+from kalmix.types import Belief, Filtered
 
 EMBEDDING_STD = 0.02
 PROPAGATIONS = ("mean", "sample")
@@ -34,7 +34,7 @@ class Traced(NamedTuple):
     """
 
     hidden: Tensor
-    states: tuple[Any, ...]
+    states: tuple[Belief, ...]
     signals: tuple[Tensor, ...]
     hiddens: tuple[Tensor, ...]
     beliefs: tuple[Filtered, ...]
@@ -56,7 +56,7 @@ class LanguageModel(nn.Module):
         self,
         vocab_size: int,
         hidden_size: int,
-        layers: Sequence[str | dict[str, Any]],
+        layers: Sequence[LayerEntry],
         *,
         tie_word_embeddings: bool = False,
         propagate: str = "mean",
@@ -85,7 +85,7 @@ class LanguageModel(nn.Module):
     def forward(
         self,
         x: Tensor,
-        states: Sequence[Any] | None = None,
+        states: Sequence[Belief | None] | None = None,
         segments: Segments | None = None,
         *,
         remember: bool = True,
