@@ -27,12 +27,12 @@ def _dense(v: Tensor, **options: Any) -> Tensor:
 
 
 def test_page_says_what_each_kernel_serves():
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (`.*`) \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", PAGE.read_text(), re.MULTILINE)
+    told = {name: row[1:] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
     served = {True: ("yes",) * 4, False: ("yes", "raises", "raises", "raises")}
-    tables = [(op, kernel) for op, spec in OPS.items() for kernel in spec.kernels]
-    assert {row[:2]: row[2:] for row in rows} == {
-        (op, kernel.name): served[TRANSFORMS in kernel.serves] for op, kernel in tables
-    }
+    kernels = [kernel for op in OPS.values() for kernel in op.kernels]
+    assert set(told) == {kernel.name for kernel in kernels}
+    assert all(told[kernel.name] == served[TRANSFORMS in kernel.serves] for kernel in kernels)
 
 
 @pytest.mark.parametrize("inputs_ask", [False, True], ids=["upstream alone", "inputs too"])

@@ -107,9 +107,9 @@ class Case:
         dtypes |= {name: x.dtype for name, x in drawn.items() if name in DATA}
         return {name: x.to(self.device, dtypes[name]) for name, x in drawn.items()}
 
-    def wide(self) -> Tensors:
+    def wide(self, sequences: int | None = None) -> Tensors:
         """Signals whose variances are log-uniform over all that is documented, and whose gates are often 0 or 1."""
-        inputs, generator = self.inputs(), torch.Generator().manual_seed(self.seed + 3)
+        inputs, generator = self.inputs(sequences), torch.Generator().manual_seed(self.seed + 3)
 
         def uniform(x: Tensor) -> Tensor:
             return torch.rand(x.shape, generator=generator, dtype=torch.float64)

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kalmix.ops import OPS
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
 from kalmix.testing.recursions import Run, Tensors
 from kalmix.types import belief_dtype
 
-OPS = ("additive", "delta", "diagonal", "dense", "ridge", "attend")
 DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
+Kernels = Callable[[str], list[str]]  # from an op to names of its kernels
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 32, 33, 48, 64)
 WIDE = (33, 48, 64, 80)  # keys of the kernel "cuda"
 TILED = ("triton", "cuda")  # kernels that multiply the tokens of a tile together
@@ -110,23 +111,27 @@ class Dice:
         return inside if self.chance(0.5) else self.mixed(shape, [inside, inside.round()])
 
 
-def draw(number: int, kernels: Callable[[str], list[str]], ops: tuple[str, ...] = OPS, small: bool = True) -> Draw:
-    """Draw call `number`.
+def draw(
+    number: int, kernels: Callable[[str], list[str]], ops: tuple[str, ...] | None = None, small: bool = True
+) -> Draw:
+    """Draw call `number`; of an op that is not in `DRAWN`, sizes and sequences alone.
 
     Args:
         kernels: names of the kernels of an op, each as often as it should be drawn.
-        ops: those to draw from.
+        ops: those to draw from; all if absent.
         small: whether a Triton kernel is interpreted, and so gets small sizes.
     """
     dice = Dice(number)
-    op = dice.choice(ops)
+    op = dice.choice(drawn_ops() if ops is None else ops)
     kernel = dice.choice(kernels(op))
     triton = kernel in TILED
     dtype = dice.choice(DTYPES[1:4] if triton and small else DTYPES[1:] if triton else DTYPES)
     case = Draw(number, op, kernel, dtype, _sizes(dice, op, kernel, triton and small))
     case.runs = _runs(dice, case.sizes["B"], case.sizes["T"])
     case.sizes["N"] = len(case.sequences)
-    case.x, case.options = _DRAWS[op](dice, case)
+    if op not in DRAWN:
+        return case
+    case.x, case.options = DRAWN[op](dice, case)
     _tokens(dice, case)
     carried = belief_dtype(dtype)
     gates = dtype if dice.chance(0.25) else carried  # gates and noises come in either dtype
@@ -369,7 +374,7 @@ def _history(dice: Dice, case: Draw, x: Tensors) -> Tensors:
     }
 
 
-_DRAWS = {
+DRAWN = {
     "additive": _draw_additive,
     "delta": _draw_delta,
     "diagonal": _draw_diagonal,
@@ -377,3 +382,8 @@ _DRAWS = {
     "ridge": _draw_ridge,
     "attend": _draw_attend,
 }
+
+
+def drawn_ops() -> tuple[str, ...]:
+    """Return the names of all ops, those of `DRAWN` first: the order decides what a number stands for."""
+    return *DRAWN, *(op for op in OPS if op not in DRAWN)

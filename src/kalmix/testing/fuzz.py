@@ -30,7 +30,9 @@ from kalmix import ops
 from kalmix.errors import KernelError
 from kalmix.ops._shared.environment import HAS_TRITON
 from kalmix.segments import Segments
-from kalmix.testing.draws import OPS, TILED, Draw, draw
+from kalmix.testing.cases import PROBLEMS, Case
+from kalmix.testing.draws import DRAWN, TILED, Draw, draw, drawn_ops
+from kalmix.testing.measure import forward, gradients
 from kalmix.testing.pairs import DYNAMICS, ROUNDED, attend_pairs
 from kalmix.testing.recursions import FIELDS, SQUARES, filter_tokens, symmetric
 from kalmix.testing.tolerances import DATA, DRAWS, ROUNDINGS, Tensors, budgets, relative_error
@@ -76,14 +78,14 @@ def kernels_on(device: str) -> Any:
 
     def named(op: str) -> list[str]:
         names = ["chunked", "reference"]
-        if device != "cuda":
-            return names * 12 + ["triton"]
-        return ["triton"] * 4 + names + ["cuda"] * 4 * (op == "dense")
+        names = ["triton"] * 4 + names + ["cuda"] * 4 if device == "cuda" else names * 12 + ["triton"]
+        known = {kernel.name for kernel in ops.OPS[op].kernels}
+        return [name for name in names if name in known]
 
     return named
 
 
-def run_case(number: int, device: str = "cpu", only: tuple[str, ...] = OPS) -> Outcome:
+def run_case(number: int, device: str = "cpu", only: tuple[str, ...] | None = None) -> Outcome:
     """Run call `number` and measure every output and gradient."""
     began = time.monotonic()
     case = draw(number, kernels_on(device), only, small=device == "cpu")
@@ -101,6 +103,8 @@ def interpretable() -> bool:
 
 
 def measure(case: Draw, device: str) -> list[Quantity]:
+    if case.op not in DRAWN:
+        return measure_problem(case, device)
     inputs = {name: x.double() if x.is_floating_point() else x for name, x in case.x.items()}
     if case.kernel == "triton" and device == "cpu" and not interpretable():
         case.kernel = "chunked"
@@ -124,6 +128,22 @@ def measure(case: Draw, device: str) -> list[Quantity]:
         vanishing = SMALLEST[kind] * w.numel() ** 0.5 / max(float(w.double().norm()), torch.finfo(torch.float64).tiny)
         found.append(Quantity(name, relative_error(g.cpu(), w), budget + vanishing))
     return found
+
+
+def measure_problem(case: Draw, device: str) -> list[Quantity]:
+    """Compare an op without draws and a recursion of its own with the oracle, on signals of one of its problems."""
+    names = [name for name, problem in PROBLEMS.items() if problem.design.op == case.op]
+    letters = ("batch", "B"), ("length", "T"), ("key_heads", "H"), ("value_heads", "G"), ("key_width", "K")
+    sizes = {name: case.sizes[letter] for name, letter in (*letters, ("value_width", "V"))}
+    tried = Case(names[case.number % len(names)], case.kernel, device, case.dtype, **sizes, seed=case.number)
+    if tried.refusal is not None:
+        case.kernel = "reference"
+        tried = tried.having(kernel="reference")
+    segments = None if case.runs is None else tried.segments(case.runs)
+    whole = case.dtype in (torch.float32, torch.float64)
+    inputs = tried.wide(case.sizes["N"]) if whole else tried.inputs(case.sizes["N"])
+    found = [*forward(tried, inputs, segments, 3 * DRAWS), *gradients(tried, inputs, segments)]
+    return [Quantity(*x) for x in found]
 
 
 def tolerances(
@@ -346,7 +366,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, help="begin no call after this time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--ops", nargs="+", choices=drawn_ops(), default=list(drawn_ops()))
     return parser.parse_args(arguments)
 
 
