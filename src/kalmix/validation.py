@@ -24,7 +24,7 @@ SINGLES = (torch.float32, torch.bfloat16, torch.float16)  # what is computed in 
 FLOATS = (torch.float64, *SINGLES)
 LARGEST = torch.finfo(torch.float32).max  # of a number among options
 MOST = 2**31 - 1  # of a size or a count: kernels index with int32
-PLAIN = {
+PLAIN: dict[type[Any], str] = {
     bool: "true or false",
     int: "an integer",
     float: "a finite number",

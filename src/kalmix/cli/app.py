@@ -20,7 +20,7 @@ except ImportError:
 
 from kalmix.cli import doctor, explain, generate, inspect, report, train
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="kalmix",
     help="Sequence layers that are Bayesian filters: train one, ask it what it believes.",
     no_args_is_help=True,

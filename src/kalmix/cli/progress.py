@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 _LINES = 10  # written in the course of a run where there is no terminal to draw a bar on
@@ -36,7 +36,7 @@ class ProgressBar(TrainerCallback):
         columns = (SpinnerColumn(), BarColumn(30), TaskProgressColumn(), TextColumn("{task.fields[told]}"))
         self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.bar.start()
-        self.task = self.bar.add_task("training", total=1.0, told="[dim]the first step sets everything up[/]")
+        self.task: TaskID = self.bar.add_task("training", total=1.0, told="[dim]the first step sets everything up[/]")
 
     def on_log(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers import mixer_class
-from kalmix.layers.base import check_positive
+from kalmix.layers.base import Mixer, check_positive
 from kalmix.layers.config_io import is_spelled, spell
 from kalmix.layers.modules import RMSNorm, draw
 from kalmix.segments import Segments
@@ -131,8 +131,8 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
-        self.in_proj = nn.Linear(hidden_size, 2 * width, bias=False)
-        self.out_proj = nn.Linear(width, hidden_size, bias=False)
+        self.in_proj: nn.Linear = nn.Linear(hidden_size, 2 * width, bias=False)
+        self.out_proj: nn.Linear = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., D]` to `[..., D]`."""
@@ -145,10 +145,10 @@ class Block(nn.Module):
 
     def __init__(self, hidden_size: int, spec: LayerSpec, norm_eps: float = 1e-6) -> None:
         super().__init__()
-        self.norm = RMSNorm(hidden_size, norm_eps)
-        self.mixer = mixer_class(spec.mixer, spec.options)(hidden_size, **spec.options)
-        self.mlp_norm = RMSNorm(hidden_size, norm_eps) if spec.mlp else None
-        self.mlp = MLP(hidden_size, spec.mlp) if spec.mlp else None
+        self.norm: RMSNorm = RMSNorm(hidden_size, norm_eps)
+        self.mixer: Mixer = mixer_class(spec.mixer, spec.options)(hidden_size, **spec.options)
+        self.mlp_norm: RMSNorm | None = RMSNorm(hidden_size, norm_eps) if spec.mlp else None
+        self.mlp: MLP | None = MLP(hidden_size, spec.mlp) if spec.mlp else None
 
     def forward(
         self,

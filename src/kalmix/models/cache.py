@@ -83,8 +83,8 @@ class BeliefLayer(CacheLayerMixin):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.memory = Memory()
-        self.record_past = False
+        self.memory: Memory = Memory()
+        self.record_past: bool = False
 
     def recall(self, mixer: Mixer) -> Belief | None:
         """The state to continue from."""

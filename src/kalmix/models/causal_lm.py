@@ -69,8 +69,8 @@ class LanguageModel(nn.Module):
         self.propagate = propagate
         self.gradient_checkpointing = False
         self.embed_tokens: nn.Module = nn.Embedding(vocab_size, hidden_size)
-        self.blocks = nn.ModuleList(Block(hidden_size, spec, norm_eps) for spec in specs)
-        self.norm = RMSNorm(hidden_size, norm_eps)
+        self.blocks: nn.ModuleList = nn.ModuleList(Block(hidden_size, spec, norm_eps) for spec in specs)
+        self.norm: RMSNorm = RMSNorm(hidden_size, norm_eps)
         self.lm_head: nn.Module = nn.Linear(hidden_size, vocab_size, bias=False)
         if tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

@@ -41,7 +41,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 }
 GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 # Our weight of a block: theirs, one below the other.
-BLOCK = {
+BLOCK: dict[str, tuple[str, ...]] = {
     "norm.weight": ("attn_norm.weight",),
     "mixer.qkv_proj.weight": ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"),
     "mixer.conv.weight": ("attn.q_conv1d.weight", "attn.k_conv1d.weight", "attn.v_conv1d.weight"),

@@ -46,13 +46,13 @@ GKA_REQUIRED: dict[str, tuple[Any, ...]] = {
     "kv_proj_rank": (None,),
 }
 KINDS = {"*": "attention", "full_attention": "attention", "GKA": "gated-kalmanet"}
-BLOCK = {
+BLOCK: dict[str, tuple[str, ...]] = {
     "norm.weight": ("input_layernorm.weight",),
     "mlp_norm.weight": ("post_attention_layernorm.weight",),
     "mlp.in_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.out_proj.weight": ("mlp.down_proj.weight",),
 }
-MIXERS = {
+MIXERS: dict[str, dict[str, tuple[str, ...]]] = {
     "gated-kalmanet": {
         "qkv_proj.weight": ("gka.q_proj.weight", "gka.k_proj.weight", "gka.v_proj.weight"),
         "conv.weight": ("gka.q_conv1d.weight", "gka.k_conv1d.weight", "gka.v_conv1d.weight"),

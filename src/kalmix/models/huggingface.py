@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from inspect import get_annotations
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -61,11 +61,11 @@ class KalmixConfig(PreTrainedConfig):
     """
 
     model_type = "kalmix"
-    keys_to_ignore_at_inference = ["past_key_values", "beliefs"]  # noqa: RUF012
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "beliefs"]
 
     vocab_size: int = 32768
     hidden_size: int = 512
-    layers: list = field(default_factory=lambda: ["kla"] * 12)
+    layers: list[Any] = field(default_factory=lambda: ["kla"] * 12)
     tie_word_embeddings: bool = False
     norm_eps: float = 1e-6
     propagate: str = "mean"
@@ -90,7 +90,7 @@ class KalmixConfig(PreTrainedConfig):
         for name in ("vocab_size", "loss_samples", "loss_samples_at_once"):
             check_positive(name, getattr(self, name))
         super().__post_init__(**kwargs)
-        self.auto_map = {
+        self.auto_map: dict[str, str] = {
             "AutoConfig": f"{REMOTE_MODULE}.KalmixConfig",
             "AutoModelForCausalLM": f"{REMOTE_MODULE}.KalmixForCausalLM",
         }
@@ -120,7 +120,7 @@ class KalmixConfig(PreTrainedConfig):
         """Nothing to do: a checkpoint names kalmix itself, and must not carry a copy of this file."""
 
 
-OWN = tuple(KalmixConfig.__annotations__)
+OWN = tuple(x.name for x in fields(KalmixConfig) if x.name in KalmixConfig.__annotations__)
 # Keys that transformers may add to config.json.
 INHERITED = {*PreTrainedConfig().to_dict(), "auto_map", "torch_dtype", "_commit_hash", "attn_implementation"}
 
@@ -148,7 +148,7 @@ class KalmixOutput(ModelOutput):
 class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
     """A causal language model whose layers are any of kalmix's mixers; see `KalmixConfig`."""
 
-    config_class = KalmixConfig
+    config_class: type[PreTrainedConfig] | None = KalmixConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -160,7 +160,7 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: KalmixConfig) -> None:
         super().__init__(config)
-        self.model = _language_model(config)
+        self.model: LanguageModel = _language_model(config)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

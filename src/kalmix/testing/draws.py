@@ -61,8 +61,8 @@ class Dice:
     """Random choices and tensors of one case."""
 
     def __init__(self, number: int) -> None:
-        self.random = random.Random(number)
-        self.generator = torch.Generator().manual_seed(number)
+        self.random: random.Random = random.Random(number)
+        self.generator: torch.Generator = torch.Generator().manual_seed(number)
 
     def chance(self, p: float) -> bool:
         return self.random.random() < p

@@ -312,7 +312,8 @@ class Summary:
         self.calls: Counter[tuple[str, str]] = Counter()
         self.failed: Counter[tuple[str, str]] = Counter()
         self.worst: defaultdict[tuple[str, str], tuple[float, str]] = defaultdict(lambda: (0.0, ""))
-        self.empty, self.quantities = 0, 0  # budgets of 1 and more say nothing
+        self.quantities: int = 0
+        self.empty: int = 0  # budgets of 1 and more say nothing
 
     def add(self, outcome: Outcome) -> None:
         key = outcome.case.op, outcome.case.kernel
@@ -371,6 +372,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    chosen = parse()
+    chosen: argparse.Namespace = parse()
     prepare(chosen.device)
     sys.exit(1 if fuzz(chosen) else 0)

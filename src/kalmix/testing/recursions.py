@@ -70,7 +70,7 @@ def filter_tokens(op: str, x: Tensors, options: dict[str, Any], runs: list[Run])
     return [*found, *state]
 
 
-FIELDS = {
+FIELDS: dict[str, tuple[str, ...]] = {
     "additive": ("mean",),
     "delta": ("mean",),
     "diagonal": ("mean", "variance"),

@@ -64,7 +64,7 @@ def stream(tokenizer: PreTrainedTokenizerFast, documents: Sequence[str]) -> Tens
     return torch.tensor([token for ids in encoded for token in (end, *ids)])
 
 
-class Blocks(Dataset):
+class Blocks(Dataset[dict[str, Tensor]]):
     """A stream cut into blocks of equal length; what is left over at the end is dropped.
 
     A block may hold the end of one document and the start of the next: the mark between them is all that tells the
@@ -84,8 +84,8 @@ class Blocks(Dataset):
         count = len(ids) // length
         if count == 0:
             raise ArgumentError("block", got=length, needs=f"at most {len(ids)}, the number of tokens in the text")
-        self.ids = ids[: count * length].view(count, length)
-        self.positions = _positions(self.ids == end) if documents else None
+        self.ids: Tensor = ids[: count * length].view(count, length)
+        self.positions: Tensor | None = _positions(self.ids == end) if documents else None
 
     def __len__(self) -> int:
         return len(self.ids)

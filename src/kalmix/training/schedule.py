@@ -26,9 +26,13 @@ class Schedule(TrainerCallback):
     """
 
     def __init__(self, *, steps: int | None, minutes: float | None, warmup: float, cooldown: float) -> None:
-        self.steps, self.seconds = steps, None if minutes is None else 60 * minutes
-        self.warmup, self.cooldown = warmup, cooldown
-        self.progress, self.interrupted, self.finished = 0.0, False, False
+        self.steps: int | None = steps
+        self.seconds: float | None = None if minutes is None else 60 * minutes
+        self.warmup: float = warmup
+        self.cooldown: float = cooldown
+        self.progress: float = 0.0
+        self.interrupted: bool = False
+        self.finished: bool = False
         self._resumed = self._before = 0.0
         self._began = self._first = self._saved = time.monotonic()
         self._warm = self._due = False

@@ -48,7 +48,10 @@ class FilterTrainer(SafeTrainer):
         inputs: digests of the text and the tokenizer.
         options: of `Trainer`.
         """
-        self.recipe, self.schedule, self.density, self.inputs = recipe, schedule, density, inputs
+        self.recipe: Recipe = recipe
+        self.schedule: Schedule = schedule
+        self.density: dict[str, float] = density
+        self.inputs: dict[str, str] = inputs
         super().__init__(**options)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

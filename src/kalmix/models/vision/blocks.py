@@ -47,14 +47,14 @@ class ConvBlock(nn.Module):
 
     def __init__(self, width: int, drop_path: float) -> None:
         super().__init__()
-        self.body = nn.Sequential(
+        self.body: nn.Sequential = nn.Sequential(
             nn.Conv2d(width, width, 3, 1, 1),
             nn.BatchNorm2d(width),
             nn.GELU(approximate="tanh"),
             nn.Conv2d(width, width, 3, 1, 1),
             nn.BatchNorm2d(width),
         )
-        self.drop_path = DropPath(drop_path)
+        self.drop_path: DropPath = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop_path(self.body(x))
@@ -71,8 +71,8 @@ class WindowAttention(nn.Module):
         if width % heads:
             raise ArgumentError("heads", got=heads, needs=f"a divisor of the width {width}")
         self.heads = heads
-        self.qkv_proj = nn.Linear(width, 3 * width)
-        self.out_proj = nn.Linear(width, width)
+        self.qkv_proj: nn.Linear = nn.Linear(width, 3 * width)
+        self.out_proj: nn.Linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         q, k, v = self.qkv_proj(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -85,10 +85,11 @@ class TokenBlock(nn.Module):
 
     def __init__(self, width: int, mixer: nn.Module, mlp: int, drop_path: float) -> None:
         super().__init__()
-        self.norm, self.mixer = nn.LayerNorm(width), mixer
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, mlp), nn.GELU(), nn.Linear(mlp, width))
-        self.drop_path = DropPath(drop_path)
+        self.norm: nn.LayerNorm = nn.LayerNorm(width)
+        self.mixer: nn.Module = mixer
+        self.mlp_norm: nn.LayerNorm = nn.LayerNorm(width)
+        self.mlp: nn.Sequential = nn.Sequential(nn.Linear(width, mlp), nn.GELU(), nn.Linear(mlp, width))
+        self.drop_path: DropPath = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path(self.mixer(self.norm(x))[0])
@@ -103,7 +104,8 @@ class Windows(nn.Module):
 
     def __init__(self, size: int, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.size, self.blocks = size, nn.Sequential(*blocks)
+        self.size: int = size
+        self.blocks: nn.Sequential = nn.Sequential(*blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         size, (height, width) = self.size, x.shape[-2:]

@@ -61,9 +61,11 @@ class VisionModel(nn.Module):
                 raise ArgumentError(name, got=f"{len(sizes)} numbers", needs=f"{count}")
             for size in sizes:
                 check_positive(name, size)
-        self.num_classes, self.in_chans = num_classes, in_chans
-        self.num_features = self.head_hidden_size = 8 * width
-        self.stem = stem(in_chans, stem_width, width)
+        self.num_classes: int = num_classes
+        self.in_chans: int = in_chans
+        self.num_features: int = 8 * width
+        self.head_hidden_size: int = self.num_features
+        self.stem: nn.Sequential = stem(in_chans, stem_width, width)
         drops = [drop_path_rate * n / max(1, sum(depths) - 1) for n in range(sum(depths))]
         stages: list[nn.Module] = []
         for stage, depth in enumerate(depths):
@@ -79,12 +81,12 @@ class VisionModel(nn.Module):
             if stage >= 2:
                 blocks = [Windows(windows[stage - 2], blocks)]
             stages.append(nn.Sequential(*([halve(channels // 2)] if stage else []), *blocks))
-        self.stages = nn.Sequential(*stages)
-        self.feature_info = [
+        self.stages: nn.Sequential = nn.Sequential(*stages)
+        self.feature_info: list[dict[str, Any]] = [
             {"num_chs": width << stage, "reduction": 4 << stage, "module": f"stages.{stage}"} for stage in range(4)
         ]
-        self.norm = nn.BatchNorm2d(self.num_features)
-        self.drop = nn.Dropout(drop_rate)
+        self.norm: nn.BatchNorm2d = nn.BatchNorm2d(self.num_features)
+        self.drop: nn.Dropout = nn.Dropout(drop_rate)
         self.head: nn.Module = nn.Identity()
         self.reset_classifier(num_classes)
         self.apply(_initialise)

@@ -11,7 +11,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 
 from kalmix.models.vision.model import VisionModel
 
-default_cfgs = generate_default_cfgs(
+default_cfgs: dict[str, Any] = generate_default_cfgs(
     {
         "gkavision_tiny": {
             "num_classes": 1000,
