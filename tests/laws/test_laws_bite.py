@@ -17,12 +17,12 @@ from kalmix.types import Filtered
 from kalmix.validation import transformed
 
 
-def forgets_the_prior(q, k, v, w, a, p, belief, segments, variance):
-    return right(q, k, v, w, a, p, DiagonalBelief(belief.mean * 0, belief.variance), segments, variance)
+def forgets_the_prior(signals, belief, segments, variance):
+    return right(signals, DiagonalBelief(belief.mean * 0, belief.variance), segments, variance)
 
 
-def ignores_segments(q, k, v, w, a, p, belief, segments, variance):
-    return right(q, k, v, w, a, p, DiagonalBelief(*(x[: q.shape[0]] for x in belief)), None, variance)
+def ignores_segments(signals, belief, segments, variance):
+    return right(signals, DiagonalBelief(*(x[: signals.q.shape[0]] for x in belief)), None, variance)
 
 
 def detaches_the_final_belief(*arguments):
@@ -30,8 +30,8 @@ def detaches_the_final_belief(*arguments):
     return Filtered(mean, variance, belief.detach())
 
 
-def writes_the_gate_twice(q, k, v, w, a, p, belief, segments, variance):
-    return right(q, k, v, w**2, a, p, belief, segments, variance)
+def writes_the_gate_twice(signals, belief, segments, variance):
+    return right(signals._replace(precision=signals.precision**2), belief, segments, variance)
 
 
 def rounds_its_belief(*arguments):
@@ -46,17 +46,18 @@ def leaves_a_hole(*arguments):
     return Filtered(hole, variance, belief)
 
 
-def slightly_wrong_gradient(q, k, v, w, a, p, belief, segments, variance):
-    return right(q, k, v, w, a, p + 1e-3 * (p - p.detach()), belief, segments, variance)
+def slightly_wrong_gradient(signals, belief, segments, variance):
+    p = signals.process_noise
+    return right(signals._replace(process_noise=p + 1e-3 * (p - p.detach())), belief, segments, variance)
 
 
-def decays_at_idle(q, k, v, w, a, p, belief, segments, variance):
-    return right(q, k, v, w, a - 1e-6, p, belief, segments, variance)
+def decays_at_idle(signals, belief, segments, variance):
+    return right(signals._replace(log_decay=signals.log_decay - 1e-6), belief, segments, variance)
 
 
-def multiplies_neighbours_by_zero(q, k, v, w, a, p, belief, segments, variance):
-    mean, variance, belief = right(q, k, v, w, a, p, belief, segments, variance)
-    return Filtered(mean + 0 * v.sum(1, keepdim=True), variance, belief)
+def multiplies_neighbours_by_zero(signals, belief, segments, variance):
+    mean, variance, belief = right(signals, belief, segments, variance)
+    return Filtered(mean + 0 * signals.v.sum(1, keepdim=True), variance, belief)
 
 
 def mixes_gradients_of_neighbours(*arguments):
@@ -66,9 +67,9 @@ def mixes_gradients_of_neighbours(*arguments):
     return Filtered(mean, variance, belief)
 
 
-def multiplies_later_tokens_by_zero(q, k, v, w, a, p, belief, segments, variance):
-    mean, variance, belief = right(q, k, v, w, a, p, belief, segments, variance)
-    return Filtered(mean + 0 * v.flip(1).cumsum(1).flip(1), variance, belief)
+def multiplies_later_tokens_by_zero(signals, belief, segments, variance):
+    mean, variance, belief = right(signals, belief, segments, variance)
+    return Filtered(mean + 0 * signals.v.flip(1).cumsum(1).flip(1), variance, belief)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -84,28 +85,33 @@ class _OnceDifferentiable(torch.autograd.Function):
         return grad
 
 
-def loses_second_derivatives(q, k, v, *rest):
-    return right(q, k, _OnceDifferentiable.apply(v), *rest)
+def loses_second_derivatives(signals, *rest):
+    return right(signals._replace(v=_OnceDifferentiable.apply(signals.v)), *rest)
 
 
-def loses_tangents(q, k, v, *rest):
-    return right(q, k, forward_ad.unpack_dual(v).primal if forward_ad._current_level >= 0 else v, *rest)
+def loses_tangents(signals, *rest):
+    v = forward_ad.unpack_dual(signals.v).primal if forward_ad._current_level >= 0 else signals.v
+    return right(signals._replace(v=v), *rest)
 
 
-def errs_in_batches(q, k, v, *rest):
-    return right(q, k, 1.001 * v if transformed() else v, *rest)
+def _off(signals, off, *rest):
+    return right(signals._replace(v=1.001 * signals.v) if off else signals, *rest)
 
 
-def limits_precision(q, k, v, w, *rest):
-    return right(q, k, v, w.clamp(max=1e3), *rest)
+def errs_in_batches(signals, *rest):
+    return _off(signals, transformed(), *rest)
 
 
-def errs_at_whole_tiles(q, k, v, *rest):
-    return right(q, k, 1.001 * v if v.shape[1] == 64 else v, *rest)
+def limits_precision(signals, *rest):
+    return right(signals._replace(precision=signals.precision.clamp(max=1e3)), *rest)
 
 
-def errs_when_compiled_again(q, k, v, *rest):
-    return right(q, k, 1.001 * v if torch.compiler.is_compiling() and v.shape[1] == 7 else v, *rest)
+def errs_at_whole_tiles(signals, *rest):
+    return _off(signals, signals.v.shape[1] == 64, *rest)
+
+
+def errs_when_compiled_again(signals, *rest):
+    return _off(signals, torch.compiler.is_compiling() and signals.v.shape[1] == 7, *rest)
 
 
 WRONG = {

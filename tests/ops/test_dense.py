@@ -7,6 +7,7 @@ from torch import Tensor
 from kalmix import ArgumentError, DenseBelief, KernelError, Segments, ops
 from kalmix.ops._dense import chunked, reference
 from kalmix.ops._dense import sequence_batching as lanes
+from kalmix.ops._dense.signals import DenseSignals
 from kalmix.testing.tolerances import relative_error
 
 B, T, H, G, K, V = 2, 5, 1, 2, 4, 3
@@ -140,7 +141,7 @@ def answer(kernel, args, segments=None, dtype=None):
     """Outputs and gradients by name, of a random function of them; only a covariance's symmetric part is anyone's."""
     leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in args.items() if x is not None}
     *given, mean, covariance = (leaves.get(name) for name in args)
-    got = kernel.dense(*given, DenseBelief(mean, (covariance + covariance.mT) / 2), segments, True)
+    got = kernel.dense(DenseSignals(*given), DenseBelief(mean, (covariance + covariance.mT) / 2), segments, True)
     outputs = {"mean": got.mean, "variance": got.variance, "final mean": got.belief.mean}
     outputs["final covariance"] = got.belief.covariance
     draw = torch.Generator().manual_seed(1)
@@ -276,7 +277,7 @@ def test_training_keeps_few_beliefs(segments, width, tile, every):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         *given, mean, covariance = (leaves.get(name) for name in args)
-        chunked.dense(*given, DenseBelief(mean, covariance), segments, True)
+        chunked.dense(DenseSignals(*given), DenseBelief(mean, covariance), segments, True)
     steps, most = range(0, 512 // tile, every), 512 // tile + 2
     # Packed, at most: two tiles more, of two runs while both can be under way.
     beliefs = len(steps) if segments is None else sum(min(2, most // (step + 1)) for step in steps)
@@ -295,8 +296,8 @@ def test_the_graph_does_not_grow_with_the_sequence():
         torch._dynamo.reset()
         compiled = torch.compile(chunked.dense, fullgraph=True, backend=count, dynamic=False)
         *given, mean, covariance = arguments(1, length).values()
-        got = compiled(*given, DenseBelief(mean, covariance), None, True)
-        want = chunked.dense(*given, DenseBelief(mean, covariance), None, True)
+        got = compiled(DenseSignals(*given), DenseBelief(mean, covariance), None, True)
+        want = chunked.dense(DenseSignals(*given), DenseBelief(mean, covariance), None, True)
         torch.testing.assert_close(got.mean, want.mean)
     assert len(sizes) == 2 and sizes[0] == sizes[1]
 
@@ -308,7 +309,7 @@ def test_a_gradient_that_is_not_symmetric_counts_as_its_symmetric_part():
     upper = torch.randn(4, 4, dtype=torch.float64).triu(1)
     grads = []
     for weight in (upper, (upper + upper.mT) / 2):
-        after = chunked.dense(*given, prior, None, False).belief.covariance
+        after = chunked.dense(DenseSignals(*given), prior, None, False).belief.covariance
         grads.append(torch.autograd.grad((after * weight).sum(), covariance)[0])
     torch.testing.assert_close(*grads)
     assert torch.equal(grads[0], grads[0].mT)

@@ -8,6 +8,7 @@ from kalmix.layers import BayesianLayer
 from kalmix.layers.parametrize import VARIANCES
 from kalmix.ops._dense import chunked, reference
 from kalmix.ops._dense.api import LEAST_NOISE
+from kalmix.ops._dense.signals import DenseSignals
 from kalmix.testing import measure
 from kalmix.testing.cases import Case, outputs, with_prior
 from kalmix.testing.tolerances import relative_error
@@ -140,9 +141,9 @@ def test_many_certain_tokens_do_not_amplify_rounding(kernel):
     q, k, v = unit(), unit(), torch.randn(1, length, 1, 4, generator=draw)
     tokens = (q, k, v, torch.full((1, length, 1), 1e-4), torch.zeros(1, length, 1))
     prior = DenseBelief(torch.zeros(1, 1, width, 4), torch.eye(width)[None, None])
-    got = kernel.dense(*tokens, None, None, prior, None, True)
+    got = kernel.dense(DenseSignals(*tokens, None, None), prior, None, True)
     doubled = DenseBelief(*(x.double() for x in prior))
-    want = reference.dense(*(x.double() for x in tokens), None, None, doubled, None, True)
+    want = reference.dense(DenseSignals(*(x.double() for x in tokens), None, None), doubled, None, True)
     error = 16 * torch.finfo(torch.float32).eps / 1e-4 / length * width  # of a variance: eps p0 of r^2 K / T
     assert relative_error(got.mean, want.mean) < 1e-3
     assert relative_error(got.belief.covariance, want.belief.covariance) < error

@@ -12,6 +12,7 @@ from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense import custom_op as fused
 from kalmix.ops._dense import reference
 from kalmix.ops._dense.block_sizes import WINDOW, padded
+from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._dense.triton import parts as triton_parts
 from kalmix.ops._linear_memory.custom_op import tile_size
 from kalmix.segments import Segments
@@ -51,7 +52,8 @@ def answer(function, inputs, segments, variance):
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     q, k, v, obs_noise, process_noise, log_decay, mean, covariance = (leaves.get(name) for name in NAMES)
     belief = DenseBelief(mean, (covariance + covariance.mT) / 2)
-    result = function(q, k, v, obs_noise, process_noise, log_decay, None, belief, segments, variance)
+    signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, None)
+    result = function(signals, belief, segments, variance)
     outputs = [x for x in (result.variance, *result.belief, result.mean) if x is not None]
     draw = torch.Generator().manual_seed(1)
     weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
@@ -144,8 +146,8 @@ def test_stays_positive_under_sure_and_repeated_evidence(width):
     for noise, least in ((0.0, -1e-7), (1e-6, 1e-9)):
         process = torch.full_like(inputs["process_noise"], noise)
         belief = DenseBelief(inputs["mean"], eye)
-        signals = (inputs["q"], inputs["k"], inputs["v"], inputs["obs_noise"], process, None, None)
-        last = fused.dense(*signals, belief, None, False).belief.covariance.double()
+        signals = DenseSignals(inputs["q"], inputs["k"], inputs["v"], inputs["obs_noise"], process, None, None)
+        last = fused.dense(signals, belief, None, False).belief.covariance.double()
         assert float(torch.linalg.eigvalsh((last + last.mT) / 2).min()) > least
 
 

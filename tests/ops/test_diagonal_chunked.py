@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal import chunked, reference
+from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._shared import batching as blocks
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
@@ -48,7 +49,7 @@ def arguments(
 def answer(kernel, args, segments=None, variance=True, dtype=None):
     """Outputs and gradients by name; the loss weighs mean, variance and final belief at random."""
     leaves = [x.detach().clone().to(dtype or x.dtype).requires_grad_() for x in args.values()]
-    mean, var, belief = kernel.diagonal(*leaves[:6], DiagonalBelief(*leaves[6:]), segments, variance)
+    mean, var, belief = kernel.diagonal(DiagonalSignals(*leaves[:6]), DiagonalBelief(*leaves[6:]), segments, variance)
     outputs = {"mean": mean, "final mean": belief.mean, "final variance": belief.variance}
     if variance:
         outputs["variance"] = var
@@ -122,7 +123,9 @@ def test_takes_expanded_and_strided_inputs():
     strided = {name: x.transpose(-1, -2).contiguous().transpose(-1, -2) for name, x in args.items()}
     strided |= {name: args[name] for name in ("belief.mean", "precision")}
     run = [
-        chunked.diagonal(*list(x.values())[:6], DiagonalBelief(x["belief.mean"], x["belief.variance"]), None, True)
+        chunked.diagonal(
+            DiagonalSignals(*list(x.values())[:6]), DiagonalBelief(x["belief.mean"], x["belief.variance"]), None, True
+        )
         for x in (args, strided)
     ]
     assert not strided["q"].is_contiguous()
@@ -177,7 +180,7 @@ def test_training_keeps_no_state_per_token(segments, compiled):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        run(*leaves[:6], DiagonalBelief(*leaves[6:]), segments, True)
+        run(DiagonalSignals(*leaves[:6]), DiagonalBelief(*leaves[6:]), segments, True)
     tiles = 256 // chunked.TILE + (segments.count if segments else 0)
     inputs = sum(x.nbytes for x in leaves)
     copies = 2 if compiled else 1  # a compiler may keep inputs as tiles, too, and beliefs with their first product

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal import custom_op as fused
 from kalmix.ops._diagonal import reference
+from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._diagonal.triton.plan import tile_size
 from kalmix.ops._shared.triton.tiles import rows
 from kalmix.segments import Segments
@@ -39,7 +40,7 @@ def arguments(batch, length, heads, slots, channels, sequences=None, dtype=torch
 def answer(function, inputs, segments, variance):
     """Outputs, and gradients of their sum, weighted by numbers that every dtype holds."""
     leaves = [x.detach().requires_grad_() for x in inputs.values()]
-    mean, var, belief = function(*leaves[:6], DiagonalBelief(*leaves[6:]), segments, variance)
+    mean, var, belief = function(DiagonalSignals(*leaves[:6]), DiagonalBelief(*leaves[6:]), segments, variance)
     outputs = [x for x in (mean, var, *belief) if x is not None]
     draw = torch.Generator().manual_seed(1)
     weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
@@ -114,8 +115,8 @@ def test_sixty_four_thousand_tokens():
     length = 65_536 if DEVICE == "cuda" else 256
     inputs = arguments(1, length, (1, 1), 2, 3)
     inputs["log_decay"], inputs["process_noise"] = (torch.zeros_like(inputs["log_decay"]) for _ in range(2))
-    signals, prior = list(inputs.values())[:6], DiagonalBelief(inputs["mean"], inputs["var"])
-    belief = fused.diagonal(*signals, prior, None, False).belief
+    signals, prior = DiagonalSignals(*list(inputs.values())[:6]), DiagonalBelief(inputs["mean"], inputs["var"])
+    belief = fused.diagonal(signals, prior, None, False).belief
     _, k, v, precision, _, _, mean, var = (x.double() for x in inputs.values())
     information = 1 / var + torch.einsum("bthk,btgv->bgkv", k**2, precision)
     score = mean / var + torch.einsum("bthk,btgv->bgkv", k, precision * v)
@@ -134,7 +135,7 @@ def test_keeps_a_belief_every_32_tokens_and_nothing_longer():
     inputs = {name: x.requires_grad_() for name, x in arguments(1, 70, (1, 1), 4, 6).items()}
     belief, saved = DiagonalBelief(inputs["mean"], inputs["var"]), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        fused.diagonal(*list(inputs.values())[:6], belief, None, True)
+        fused.diagonal(DiagonalSignals(*list(inputs.values())[:6]), belief, None, True)
     owned = {x.data_ptr() for x in inputs.values()}
     kept = [x for x in saved if x.data_ptr() not in owned]
     assert [x.numel() for x in kept] == [3 * 2 * 4 * 6]

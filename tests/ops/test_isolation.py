@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief
+from kalmix.ops._delta.signals import DeltaSignals
 from kalmix.ops._shared import isolation as primitive
 from kalmix.segments import Segments
 from kalmix.testing import isolation
@@ -87,7 +88,7 @@ def test_a_sequence_that_diverges_reaches_no_other(module, compiled):
     results: list[list[Tensor]] = []
     for g in (gain, wild):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, g)]
-        found = function(*leaves, None, prior, segments)
+        found = function(DeltaSignals(*leaves, None), prior, segments)
         loss = found.mean[:, 2 * length :].sum() + found.mean[:, :length].sum() + found.belief.mean[[0, 2]].sum()
         results.append([found.mean.detach(), *torch.autograd.grad(loss, leaves)])
         assert bool(found.belief.mean[[0, 2]].isfinite().all())

@@ -6,7 +6,9 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.ops._additive import kernels as additive
+from kalmix.ops._additive.signals import AdditiveSignals
 from kalmix.ops._delta import kernels as delta
+from kalmix.ops._delta.signals import DeltaSignals
 from kalmix.ops._shared import batching as blocks
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
@@ -49,9 +51,9 @@ def arguments(way, batch=1, length=LENGTH, heads=(1, 1), key=3, value=5, sequenc
 
 def call(kernel, op, args, segments=None):
     q, k, v, log_decay, gain, mean = (args.get(x) for x in ("q", "k", "v", "log_decay", "gain", "belief.mean"))
-    signals = (log_decay, gain) if op == "additive" else (gain, log_decay)
+    signals = AdditiveSignals(q, k, v, log_decay, gain) if op == "additive" else DeltaSignals(q, k, v, gain, log_decay)
     module = getattr(MODULES[op], kernel)
-    return getattr(module, op)(q, k, v, *signals, PointBelief(mean), segments)
+    return getattr(module, op)(signals, PointBelief(mean), segments)
 
 
 def answer(function, args):

@@ -11,6 +11,7 @@ from torch import Tensor
 from kalmix.beliefs import RidgeBelief
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
 from kalmix.ops._ridge.linear_solvers import factor_of
+from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Ridge, Solver
 from kalmix.types import Filtered
 
@@ -44,7 +45,7 @@ def run(kernel: str, x: dict[str, Tensor], strength: Ridge, solver: Solver) -> F
     function = import_module(f"kalmix.ops._ridge.{kernel}").ridge
     shape = (1, 2, x["k"].shape[3])
     belief = RidgeBelief(*(x["gain"].new_zeros(*shape, n) for n in (x["v"].shape[3], x["k"].shape[3])))
-    return function(*(x[name] for name in SIGNALS), None, strength, solver, belief, None, True)
+    return function(RidgeSignals(*(x[name] for name in SIGNALS), None), belief, None, True, strength, solver)
 
 
 def answers(kernel: str, x: dict[str, Tensor], strength: Ridge, solver: Solver) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from kalmix.beliefs import RidgeBelief
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Fixed
 from kalmix.ops._ridge import custom_op as fused
 from kalmix.ops._ridge import reference
+from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.triton import backward as triton_backward
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import budgets, relative_error
@@ -67,8 +68,8 @@ def answer(function: Any, inputs: dict[str, Tensor], segments: Segments | None, 
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     *signals, cross, gram = (leaves.get(name) for name in NAMES)
     assert cross is not None and gram is not None
-    belief, options = RidgeBelief(cross, (gram + gram.mT) / 2), (strength, CONVERGED[strength])
-    result = function(*signals, *options, belief, segments, True)
+    belief = RidgeBelief(cross, (gram + gram.mT) / 2)
+    result = function(RidgeSignals(*signals), belief, segments, True, strength, CONVERGED[strength])
     outputs = [result.variance, *result.belief, result.mean]
     draw = torch.Generator().manual_seed(1)
     weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
@@ -148,6 +149,7 @@ def test_all_that_a_call_runs_was_rehearsed_gradients_too(
     monkeypatch.setattr(triton_backward, "aside", lambda chain: chain.run() or (lambda: None))
     inputs = arguments(2, 38, (1, 2), (5, 4), sequences=None if segments is None else segments.count)
     *signals, cross, gram = (x.requires_grad_() for x in inputs.values())
-    fused.ridge(*signals, USUAL, Chebyshev(2), RidgeBelief(cross, gram), segments, False).mean.sum().backward()
+    belief = RidgeBelief(cross, gram)
+    fused.ridge(RidgeSignals(*signals), belief, segments, False, USUAL, Chebyshev(2)).mean.sum().backward()
     assert notes[True] == notes[False]
     assert len(notes[True]) == 8

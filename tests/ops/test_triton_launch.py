@@ -12,8 +12,11 @@ from rehearsals import import_kernels
 from triton import knobs
 
 from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief
+from kalmix.ops._delta.signals import DeltaSignals
 from kalmix.ops._dense import custom_op as fused
+from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._diagonal.custom_op import diagonal
+from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._linear_memory.custom_op import filter_memory
 from kalmix.ops._shared.triton import compile_and_launch as triton_launch
 from kalmix.ops._shared.triton.compile_and_launch import Launch, launch, perform, rehearse
@@ -136,14 +139,16 @@ def test_all_that_a_call_runs_was_rehearsed_gradients_too(notes, monkeypatch, op
     inputs = [torch.zeros(*shape, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     if op == "dense":
         belief = DenseBelief(torch.zeros(1, 2, width, width), torch.eye(width).expand(1, 2, width, width))
-        signals = [*inputs, torch.ones(shape), torch.ones(shape), log_decay, None]
-        mean = fused.dense(*[*signals, belief, None, False]).mean
+        signals = DenseSignals(*inputs, torch.ones(shape), torch.ones(shape), log_decay, None)
+        mean = fused.dense(signals, belief, None, False).mean
     elif op == "diagonal":
         cells, belief = torch.ones(2, width, width), DiagonalBelief(*torch.ones(2, 1, 2, width, width))
-        mean = diagonal(*inputs, torch.ones(inputs[2].shape), -cells, cells, belief, None, False).mean
+        signals = DiagonalSignals(*inputs, torch.ones(inputs[2].shape), -cells, cells)
+        mean = diagonal(signals, belief, None, False).mean
     else:
         belief = PointBelief(torch.zeros(1, 2, width, width))
-        mean = filter_memory(*[*inputs, torch.ones(shape), log_decay, belief, None, op == "delta"]).mean
+        signals = DeltaSignals(*inputs, torch.ones(shape), log_decay)
+        mean = filter_memory(signals, belief, None, op == "delta").mean
     mean.sum().backward()
     compiled, found = ({tuple(what) for kind, *what in notes if kind == wanted} for wanted in ("compiled", "found"))
     assert compiled == found
@@ -161,11 +166,13 @@ def test_no_number_that_kernels_are_made_for_follows_from_values(notes, monkeypa
         segments = Segments.of(torch.tensor(rows))
         if op == "dense":
             belief = DenseBelief(torch.zeros(3, 2, 5, 5), torch.eye(5).expand(3, 2, 5, 5))
-            fused.dense(*[*inputs, ones, ones, -ones, None, belief, segments, False])
+            fused.dense(DenseSignals(*inputs, ones, ones, -ones, None), belief, segments, False)
         elif op == "diagonal":
             cells, belief = torch.ones(2, 5, 5), DiagonalBelief(*torch.ones(2, 3, 2, 5, 5))
-            diagonal(*inputs, torch.ones(inputs[2].shape), -cells, cells, belief, segments, False)
+            signals = DiagonalSignals(*inputs, torch.ones(inputs[2].shape), -cells, cells)
+            diagonal(signals, belief, segments, False)
         else:
-            filter_memory(*[*inputs, ones, -ones, PointBelief(torch.zeros(3, 2, 5, 5)), segments, op == "delta"])
+            belief = PointBelief(torch.zeros(3, 2, 5, 5))
+            filter_memory(DeltaSignals(*inputs, ones, -ones), belief, segments, op == "delta")
         assert {note if note == "found" else note[0] for note in notes} == expected
         notes.clear()

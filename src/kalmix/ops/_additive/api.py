@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.ops._additive.kernels import KERNELS
+from kalmix.ops._additive.signals import AdditiveSignals
 from kalmix.ops._shared.dispatch import select
 from kalmix.ops._shared.kernel import Call
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
@@ -64,7 +65,7 @@ def additive(
     chosen = select("additive", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"]), kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         return Filtered(torch.zeros_like(v), None, copied(belief))
-    return chosen(q, k, v, log_decay, gain, belief, segments)
+    return chosen(AdditiveSignals(q, k, v, log_decay, gain), belief, segments)
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> PointBelief:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief
+from kalmix.ops._additive.signals import AdditiveSignals
 from kalmix.ops._shared.batching import in_blocks
 from kalmix.ops._shared.chunking import Chunks
 from kalmix.ops._shared.custom_op import once_differentiable
@@ -24,22 +25,14 @@ from kalmix.types import Filtered
 CHUNK = 64  # tokens of a chunk
 
 
-def additive(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    gain: Tensor | None,
-    belief: PointBelief,
-    segments: Segments | None,
-) -> Filtered:
+def additive(signals: AdditiveSignals, belief: PointBelief, segments: Segments | None) -> Filtered:
     """Equation 19 of Memory by Design, with a backward of its own. See `kalmix.ops.additive`."""
-    entries = CHUNK * v.shape[2] * max(k.shape[3], v.shape[3])
+    entries = CHUNK * signals.v.shape[2] * max(signals.k.shape[3], signals.v.shape[3])
 
     def filtered(*tokens: Any) -> Filtered:
         return in_blocks(_Additive.apply, tokens, belief, segments, entries, CHUNK)
 
-    return isolate(filtered, (q, k, v, log_decay, gain), belief, segments)
+    return isolate(filtered, signals, belief, segments)
 
 
 class _Additive(torch.autograd.Function):
@@ -55,7 +48,7 @@ class _Additive(torch.autograd.Function):
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         chunks = Chunks.of(v, q.shape[2], rows, CHUNK)
-        x = _tokens(chunks, q, k, v, log_decay, gain, mean.dtype)
+        x = _tokens(chunks, AdditiveSignals(q, k, v, log_decay, gain), mean.dtype)
         advance = Writes(x.decays.path, x.leaving.mT @ x.written)
         (entry,), (after,) = chunks.scan(advance, (chunks.states(mean),))
         read = chunks.paste(x.arriving @ entry + x.weights @ x.written)
@@ -69,7 +62,7 @@ class _Additive(torch.autograd.Function):
     def backward(ctx: Any, to_read: Tensor, to_after: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, log_decay, gain, rows, entry = ctx.saved_tensors
         chunks = Chunks.of(v, q.shape[2], rows, CHUNK)
-        x = _tokens(chunks, q, k, v, log_decay, gain, entry.dtype)
+        x = _tokens(chunks, AdditiveSignals(q, k, v, log_decay, gain), entry.dtype)
         to_read = chunks.cut(to_read, entry.dtype)
         retreat = Writes(x.decays.path, x.arriving.mT @ to_read)
         (to_exit,), (before,) = chunks.scan(retreat, (chunks.states(to_after),), backwards=True)
@@ -106,9 +99,8 @@ class _Tokens(NamedTuple):
     weights: Tensor  # [..., L, L], of what is written in what is read
 
 
-def _tokens(
-    chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, dtype: torch.dtype
-) -> _Tokens:
+def _tokens(chunks: Chunks, signals: AdditiveSignals, dtype: torch.dtype) -> _Tokens:
+    q, k, v, log_decay, gain = signals
     q, k, v = (chunks.cut(x, dtype) for x in (q, k, v))
     gain = None if gain is None else chunks.cut(gain[..., None], dtype)
     decays = Decays(chunks.cut_decay(log_decay, k))

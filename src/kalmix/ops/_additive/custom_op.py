@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from kalmix.beliefs import PointBelief
+from kalmix.ops._additive.signals import AdditiveSignals
 from kalmix.ops._linear_memory.custom_op import filter_memory
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 
-def additive(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    gain: Tensor | None,
-    belief: PointBelief,
-    segments: Segments | None,
-) -> Filtered:
+def additive(signals: AdditiveSignals, belief: PointBelief, segments: Segments | None) -> Filtered:
     """See `kalmix.ops.additive`. Exact gradients; keeps a memory a tile of at most 64 tokens for them."""
-    return filter_memory(q, k, v, gain, log_decay, belief, segments, corrects=False)
+    return filter_memory(signals, belief, segments, corrects=False)

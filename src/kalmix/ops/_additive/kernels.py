@@ -2,7 +2,7 @@
 
 Each module exports the same function, and none imports another:
 
-    additive(q, k, v, log_decay, gain, belief, segments) -> Filtered
+    additive(signals, belief, segments) -> Filtered
 
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """

@@ -5,24 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief
+from kalmix.ops._additive.signals import AdditiveSignals
 from kalmix.ops._shared.step_loop import Reads, inside, owners, walk
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 
-def additive(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    gain: Tensor | None,
-    belief: PointBelief,
-    segments: Segments | None,
-) -> Filtered:
+def additive(signals: AdditiveSignals, belief: PointBelief, segments: Segments | None) -> Filtered:
     """Equation 19 of Memory by Design, one token at a time, any autograd. See `kalmix.ops.additive`."""
-    batch, length, heads, _ = v.shape
+    batch, length, heads, _ = signals.v.shape
     dtype, owner = belief.mean.dtype, owners(segments, batch, length)
-    q, k, v, log_decay, gain = inside(owner, q, k, v, log_decay, gain)
+    q, k, v, log_decay, gain = inside(owner, *signals)
     q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
     value = v.to(dtype) if gain is None else v.to(dtype) * gain.to(dtype)[..., None]
     decay = k.new_ones(()).expand(v.shape[:3]) if log_decay is None else log_decay.to(dtype).exp()

@@ -8,6 +8,7 @@ from torch import Tensor
 from kalmix.beliefs import PointBelief
 from kalmix.ops._additive.api import PER_HEAD, PER_KEY, default_prior
 from kalmix.ops._delta.kernels import KERNELS
+from kalmix.ops._delta.signals import DeltaSignals
 from kalmix.ops._shared.dispatch import select
 from kalmix.ops._shared.kernel import Call
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
@@ -65,4 +66,4 @@ def delta(
     chosen = select("delta", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs), kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         return Filtered(torch.zeros_like(v), None, copied(belief))
-    return chosen(q, k, v, gain, log_decay, belief, segments)
+    return chosen(DeltaSignals(q, k, v, gain, log_decay), belief, segments)

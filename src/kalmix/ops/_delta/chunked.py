@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief
+from kalmix.ops._delta.signals import DeltaSignals
 from kalmix.ops._shared.batching import in_blocks
 from kalmix.ops._shared.chunking import Chunks
 from kalmix.ops._shared.custom_op import once_differentiable
@@ -27,23 +28,15 @@ from kalmix.types import Filtered
 CHUNK = 64  # tokens of a chunk, at most; as many as keys are wide, but 16 at least
 
 
-def delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor,
-    log_decay: Tensor | None,
-    belief: PointBelief,
-    segments: Segments | None,
-) -> Filtered:
+def delta(signals: DeltaSignals, belief: PointBelief, segments: Segments | None) -> Filtered:
     """Equations 17 and 31 of Memory by Design, with a backward of its own. See `kalmix.ops.delta`."""
-    size = _chunk(k)
-    entries = size * v.shape[2] * max(k.shape[3], v.shape[3])
+    size = _chunk(signals.k)
+    entries = size * signals.v.shape[2] * max(signals.k.shape[3], signals.v.shape[3])
 
     def filtered(*tokens: Any) -> Filtered:
         return in_blocks(_Delta.apply, tokens, belief, segments, entries, size)
 
-    return isolate(filtered, (q, k, v, gain, log_decay), belief, segments)
+    return isolate(filtered, signals, belief, segments)
 
 
 def _chunk(k: Tensor) -> int:
@@ -64,7 +57,7 @@ class _Delta(torch.autograd.Function):
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         chunks = Chunks.of(v, q.shape[2], rows, _chunk(k))
-        x = _tokens(chunks, q, k, v, gain, log_decay, mean.dtype)
+        x = _tokens(chunks, DeltaSignals(q, k, v, gain, log_decay), mean.dtype)
         advance = _Advance(x.decays.path, -(x.leaving.mT @ x.expected), x.leaving.mT @ x.unexpected)
         (entry,), (after,) = chunks.scan(advance, (chunks.states(mean),))
         read = chunks.paste(x.arriving[0] @ entry + x.weights @ x.errors(entry))
@@ -78,7 +71,7 @@ class _Delta(torch.autograd.Function):
     def backward(ctx: Any, to_read: Tensor, to_after: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, gain, log_decay, rows, entry = ctx.saved_tensors
         chunks = Chunks.of(v, q.shape[2], rows, _chunk(k))
-        x = _tokens(chunks, q, k, v, gain, log_decay, entry.dtype)
+        x = _tokens(chunks, DeltaSignals(q, k, v, gain, log_decay), entry.dtype)
         to_read, errors = chunks.cut(to_read, entry.dtype), x.errors(entry)
         to_errors = x.weights.mT @ to_read
         to_entry = x.arriving[0].mT @ to_read - x.expected.mT @ to_errors
@@ -128,9 +121,8 @@ class _Tokens(NamedTuple):
         return self.unexpected - self.expected @ entry
 
 
-def _tokens(
-    chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, gain: Tensor, log_decay: Tensor | None, dtype: torch.dtype
-) -> _Tokens:
+def _tokens(chunks: Chunks, signals: DeltaSignals, dtype: torch.dtype) -> _Tokens:
+    q, k, v, gain, log_decay = signals
     vector = gain.ndim == 4
     q, k, v, gain = (chunks.cut(x, dtype) for x in (q, k, v, gain if vector else gain[..., None]))
     decays, write = Decays(chunks.cut_decay(log_decay, k)), gain if vector else gain * k

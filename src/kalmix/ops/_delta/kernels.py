@@ -2,7 +2,7 @@
 
 Each module exports the same function, and none imports another:
 
-    delta(q, k, v, gain, log_decay, belief, segments) -> Filtered
+    delta(signals, belief, segments) -> Filtered
 
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """

@@ -5,24 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief
+from kalmix.ops._delta.signals import DeltaSignals
 from kalmix.ops._shared.step_loop import Reads, inside, owners, walk
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 
-def delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor,
-    log_decay: Tensor | None,
-    belief: PointBelief,
-    segments: Segments | None,
-) -> Filtered:
+def delta(signals: DeltaSignals, belief: PointBelief, segments: Segments | None) -> Filtered:
     """Equations 17 and 31 of Memory by Design, one token at a time, any autograd. See `kalmix.ops.delta`."""
-    batch, length, heads, _ = v.shape
+    batch, length, heads, _ = signals.v.shape
     dtype, owner = belief.mean.dtype, owners(segments, batch, length)
-    q, k, v, gain, log_decay = inside(owner, q, k, v, gain, log_decay)
+    q, k, v, gain, log_decay = inside(owner, *signals)
     q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
     write = gain.to(dtype)[..., None] if gain.ndim == 4 else gain.to(dtype)[..., None, None] * k
     decay = k.new_ones(()).expand(v.shape[:3]) if log_decay is None else log_decay.to(dtype).exp()

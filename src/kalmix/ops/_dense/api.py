@@ -8,6 +8,7 @@ from torch import Tensor
 from kalmix.beliefs import DenseBelief
 from kalmix.errors import ArgumentError
 from kalmix.ops._dense.kernels import KERNELS
+from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._shared.dispatch import select
 from kalmix.ops._shared.kernel import Call
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
@@ -103,7 +104,8 @@ def dense(
         spread = torch.zeros_like(v[..., :1], dtype=belief.mean.dtype) if variance else None
         return Filtered(torch.zeros_like(v), spread, copied(belief))
     _check_noise(obs_noise, belief, segments)
-    return chosen(q, k, v, obs_noise, process_noise, log_decay, angle, belief, segments, variance)
+    signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
+    return chosen(signals, belief, segments, variance)
 
 
 def _check_noise(obs_noise: Tensor, belief: DenseBelief, segments: Segments | None) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense.sequence_batching import Lanes, working_dtype
+from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._dense.tile_statistics import Tokens, follow, look, look_back
 from kalmix.ops._dense.tile_update import (
     Crossing,
@@ -35,22 +36,10 @@ from kalmix.ops._shared.isolation import isolate
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
-Signals = tuple[Tensor | None, ...]  # in the order of `Tokens`
 ABSENT = (0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)  # signals of a token that says nothing
 
 
-def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    obs_noise: Tensor,
-    process_noise: Tensor,
-    log_decay: Tensor | None,
-    angle: Tensor | None,
-    belief: DenseBelief,
-    segments: Segments | None,
-    variance: bool,
-) -> Filtered:
+def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None, variance: bool) -> Filtered:
     """Proposition 1 of Memory by Design, tile by tile, with a backward of its own. See `kalmix.ops.dense`."""
     rows = None if segments is None else segments.rows
 
@@ -59,14 +48,13 @@ def dense(
         mean, var, *after = _filter(*tensors, rows, variance, needs_grad(*tensors))
         return Filtered(mean, var if variance else None, DenseBelief(*after[:2]))
 
-    tokens = (q, k, v, obs_noise, process_noise, log_decay, angle)
-    return isolate(filtered, tokens, belief, segments, ABSENT)
+    return isolate(filtered, signals, belief, segments, ABSENT)
 
 
 class _Block:
     """A few steps of all lanes: R tiles, those of a step side by side, those of its heads together."""
 
-    def __init__(self, lanes: Lanes, steps: range, signals: Signals) -> None:
+    def __init__(self, lanes: Lanes, steps: range, signals: DenseSignals) -> None:
         self.places, self.counts = lanes.places(steps), [lanes.counts[j] * lanes.heads for j in steps]
         self.kept = sum(self.counts[:: lanes.every])
         pairs = zip(signals, ABSENT, strict=True)
@@ -135,7 +123,7 @@ def _forward(
     variance: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    signals = (q, k, v, obs_noise, process_noise, log_decay, angle)
+    signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
     lanes = Lanes(v, mean, rows)
     state = lanes.sort(mean), lanes.sort(covariance)
     read_mean, read_variance = lanes.blank(v), lanes.blank(v[..., : int(variance)])
@@ -181,7 +169,7 @@ def _backward(
     grad_last_mean: Tensor,
     grad_last_covariance: Tensor,
 ) -> list[Tensor]:
-    signals = (q, k, v, obs_noise, process_noise, log_decay, angle)
+    signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
     lanes = Lanes(v, grad_last_mean, rows)
     state = lanes.sort(grad_last_mean), symmetric(lanes.sort(grad_last_covariance))
     if not grad_variance.numel():  # no variance was read

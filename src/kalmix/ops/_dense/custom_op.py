@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense.block_sizes import WINDOW, padded
+from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._linear_memory.custom_op import kept_shapes, tile_size
 from kalmix.ops._shared.custom_op import filter_op, launched, needs_grad, precompiled
 from kalmix.segments import Segments, unchecked
@@ -16,17 +17,7 @@ from kalmix.types import Filtered
 
 
 def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    obs_noise: Tensor,
-    process_noise: Tensor,
-    log_decay: Tensor | None,
-    angle: Tensor | None,
-    belief: DenseBelief,
-    segments: Segments | None,
-    variance: bool,
-    cuda: bool = False,
+    signals: DenseSignals, belief: DenseBelief, segments: Segments | None, variance: bool, cuda: bool = False
 ) -> Filtered:
     """See `kalmix.ops.dense`. The gains, which depend on the covariance alone, and then `delta` with them.
 
@@ -34,6 +25,7 @@ def dense(
     tile are multiplied together: where values are not checked, NaN in a token reaches earlier tokens of its tile (at
     most 64), but no other sequence. With `cuda` the steps through time are CUDA C++, else Triton.
     """
+    q, k, v, obs_noise, process_noise, log_decay, _ = signals  # none turns
     tensors = (q, k, v, obs_noise, process_noise, log_decay, *belief)
     rows = None if segments is None else segments.rows
     mean, read, *last = _filter(*tensors, rows, variance, needs_grad(*tensors), cuda)[:4]

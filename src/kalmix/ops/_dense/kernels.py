@@ -2,7 +2,7 @@
 
 Each module exports the same function, and none imports another:
 
-    dense(q, k, v, obs_noise, process_noise, log_decay, angle, belief, segments, variance) -> Filtered
+    dense(signals, belief, segments, variance) -> Filtered
 
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """

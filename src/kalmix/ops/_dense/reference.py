@@ -7,24 +7,15 @@ from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense.joseph import corrected, less
+from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._shared.step_loop import Reads, inside, owners, walk
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 
-def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    obs_noise: Tensor,
-    process_noise: Tensor,
-    log_decay: Tensor | None,
-    angle: Tensor | None,
-    belief: DenseBelief,
-    segments: Segments | None,
-    variance: bool,
-) -> Filtered:
+def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None, variance: bool) -> Filtered:
     """Proposition 1 of Memory by Design, one token at a time, any autograd. See `kalmix.ops.dense`."""
+    q, k, v, obs_noise, process_noise, log_decay, angle = signals
     batch, length, heads, _ = v.shape
     dtype, width, owner = belief.mean.dtype, q.shape[3], owners(segments, batch, length)
     q, k, v, process_noise, log_decay, angle = inside(owner, q, k, v, process_noise, log_decay, angle)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.kernels import KERNELS
+from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._shared.dispatch import select
 from kalmix.ops._shared.kernel import Call
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
@@ -80,7 +81,7 @@ def diagonal(
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v, dtype=belief.mean.dtype) if variance else None
         return Filtered(torch.zeros_like(v), spread, copied(belief))
-    return chosen(q, k, v, precision, log_decay, process_noise, belief, segments, variance)
+    return chosen(DiagonalSignals(q, k, v, precision, log_decay, process_noise), belief, segments, variance)
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> DiagonalBelief:

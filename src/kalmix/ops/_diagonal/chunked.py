@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
+from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._shared.batching import in_blocks
 from kalmix.ops._shared.chunking import Chunks
 from kalmix.ops._shared.custom_op import once_differentiable
@@ -26,21 +27,12 @@ from kalmix.types import Filtered
 TILE = 16  # tokens of a tile
 
 
-def diagonal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    precision: Tensor,
-    log_decay: Tensor,
-    process_noise: Tensor,
-    belief: DiagonalBelief,
-    segments: Segments | None,
-    variance: bool,
-) -> Filtered:
+def diagonal(signals: DiagonalSignals, belief: DiagonalBelief, segments: Segments | None, variance: bool) -> Filtered:
     """Equations 16 to 23 of Kalman Linear Attention in the moment form, with a backward of its own.
 
     Takes `log_decay` and `process_noise` as `[G, K, V]`. See `kalmix.ops.diagonal`.
     """
+    q, k, v, precision, log_decay, process_noise = signals
 
     def block(*tensors: Any) -> tuple[Tensor, ...]:
         return _Diagonal.apply(variance, log_decay, process_noise, *tensors)
@@ -53,19 +45,8 @@ def diagonal(
 
 class _Diagonal(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        variance: bool,
-        log_decay: Tensor,
-        process_noise: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        precision: Tensor,
-        mean: Tensor,
-        var: Tensor,
-        rows: Tensor | None,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, variance: bool, *inputs: Any) -> tuple[Tensor, ...]:
+        log_decay, process_noise, q, k, v, precision, mean, var, rows = inputs
         chunks = Chunks.of(v, q.shape[2], rows, TILE)
         dynamics = _Dynamics.of(chunks, log_decay, process_noise, mean.dtype)
         tokens = _tokens(chunks, q, k, v, precision, mean.dtype)

@@ -9,24 +9,15 @@ from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.scratch import SPACING, padded
+from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._shared.custom_op import filter_op, launched, needs_grad, precompiled
 from kalmix.segments import Segments, unchecked
 from kalmix.types import Filtered
 
 
-def diagonal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    precision: Tensor,
-    log_decay: Tensor,
-    process_noise: Tensor,
-    belief: DiagonalBelief,
-    segments: Segments | None,
-    variance: bool,
-) -> Filtered:
+def diagonal(signals: DiagonalSignals, belief: DiagonalBelief, segments: Segments | None, variance: bool) -> Filtered:
     """See `kalmix.ops.diagonal`. Exact gradients; keeps a belief every 32 tokens for them, and no other state."""
-    tensors = (q, k, v, precision, log_decay, process_noise, *belief)
+    tensors = (*signals, *belief)
     rows = None if segments is None else segments.rows
     mean, var, last_mean, last_var, _ = _filter(*tensors, rows, variance, needs_grad(*tensors))
     return Filtered(mean, var if variance else None, DiagonalBelief(last_mean, last_var))

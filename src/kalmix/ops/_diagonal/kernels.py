@@ -2,7 +2,7 @@
 
 Each module exports the same function, and none imports another:
 
-    diagonal(q, k, v, precision, log_decay, process_noise, belief, segments, variance) -> Filtered
+    diagonal(signals, belief, segments, variance) -> Filtered
 
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """

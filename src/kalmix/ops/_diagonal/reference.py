@@ -7,26 +7,18 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
+from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._shared.step_loop import Reads, inside, owners, walk
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 
-def diagonal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    precision: Tensor,
-    log_decay: Tensor,
-    process_noise: Tensor,
-    belief: DiagonalBelief,
-    segments: Segments | None,
-    variance: bool,
-) -> Filtered:
+def diagonal(signals: DiagonalSignals, belief: DiagonalBelief, segments: Segments | None, variance: bool) -> Filtered:
     """Equations 16 to 23 of Kalman Linear Attention in the moment form, one token at a time, any autograd.
 
     Takes `log_decay` and `process_noise` as `[G, K, V]` or `[B, T, G, K, V]`. See `kalmix.ops.diagonal`.
     """
+    q, k, v, precision, log_decay, process_noise = signals
     batch, length, heads, _ = v.shape
     dtype, owner = belief.mean.dtype, owners(segments, batch, length)
     q, k, v, precision = inside(owner, q, k, v, precision)

@@ -5,7 +5,7 @@ The kernels are imported when they first run.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from kalmix.ops._shared.custom_op import filter_op, launched, needs_grad, precom
 from kalmix.segments import Segments, unchecked
 from kalmix.types import Filtered
 from kalmix.validation import SINGLES
+
+if TYPE_CHECKING:  # these ops import this module
+    from kalmix.ops._additive.signals import AdditiveSignals
+    from kalmix.ops._delta.signals import DeltaSignals
 
 SERVED: dict[str, Any] = {  # what the rows say of themselves
     "devices": ("cuda",),
@@ -26,21 +30,14 @@ SERVED: dict[str, Any] = {  # what the rows say of themselves
 
 
 def filter_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor | None,
-    log_decay: Tensor | None,
-    belief: PointBelief,
-    segments: Segments | None,
-    corrects: bool,
+    signals: AdditiveSignals | DeltaSignals, belief: PointBelief, segments: Segments | None, corrects: bool
 ) -> Filtered:
     """`kalmix.ops.delta` or, if it does not correct, `kalmix.ops.additive`.
 
     Gradients are exact; for them it keeps a memory every `tile_size` tokens and, of corrections, their errors and the
     inverses they came from.
     """
-    tensors = (q, k, v, gain, log_decay, belief.mean)
+    tensors = (signals.q, signals.k, signals.v, signals.gain, signals.log_decay, belief.mean)
     rows = None if segments is None else segments.rows
     mean, last, *_ = _filter(*tensors, rows, corrects, needs_grad(*tensors))
     return Filtered(mean, None, PointBelief(last))

@@ -8,6 +8,7 @@ from torch import Tensor
 from kalmix.beliefs import RidgeBelief
 from kalmix.errors import ArgumentError
 from kalmix.ops._ridge.kernels import KERNELS, needs_of
+from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Ridge, Sketch, Solver
 from kalmix.ops._shared.dispatch import select
 from kalmix.ops._shared.kernel import Call
@@ -99,7 +100,7 @@ def ridge(
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v[..., :1], dtype=belief.gram.dtype) if variance else None
         return Filtered(torch.zeros_like(v), spread, copied(belief))
-    return chosen(q, k, v, log_decay, gain, mix, ridge, solver, belief, segments, variance)
+    return chosen(RidgeSignals(q, k, v, log_decay, gain, mix), belief, segments, variance, ridge, solver)
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> RidgeBelief:

@@ -12,59 +12,80 @@ the memory's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief, RidgeBelief
+from kalmix.ops._additive.signals import AdditiveSignals
 from kalmix.ops._ridge.linear_solvers import norm_of, ridge_of
+from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Ridge, Solver
-from kalmix.ops._shared.custom_op import once_differentiable
+from kalmix.ops._shared.custom_op import needs_grad, once_differentiable
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 Memory = Callable[..., Filtered]  # `additive`, as its kernels have it
-Solutions = Callable[..., Tensor]  # (rhs, k, log_decay, gain, norm, gram, rows, ridge, solver) -> x, no gradient
+
+
+class NormalEquations(NamedTuple):
+    """The systems of all tokens, (H + ridge I) x = q, by what H is made of.
+
+    Attributes:
+        k: `[B, T, H, K]`.
+        log_decay, gain: `[B, T, G]` or `None`.
+        norm: `[B, T, G]`, ||H||_F.
+        gram: `[N, G, K, K]`, H before the first token.
+        rows: of `Segments`.
+    """
+
+    k: Tensor
+    log_decay: Tensor | None
+    gain: Tensor | None
+    norm: Tensor
+    gram: Tensor
+    rows: Tensor | None
+
+
+Solutions = Callable[[Tensor, NormalEquations, Ridge, Solver], Tensor]  # right sides -> x, no gradient
 
 
 def assemble(
     additive: Memory,
     solutions: Solutions,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    gain: Tensor | None,
-    mix: Tensor | None,
-    ridge: Ridge,
-    solver: Solver,
+    signals: RidgeSignals,
     belief: RidgeBelief,
     segments: Segments | None,
     variance: bool,
+    ridge: Ridge,
+    solver: Solver,
 ) -> Filtered:
     """`ridge` as its kernels have it, given a kernel of `additive` and one that solves."""
-    signals, dtype = (q, k, log_decay, gain, belief.gram), belief.gram.dtype
-    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in signals)
+    q, k, v, log_decay, gain, mix = signals
+    dtype, trains = belief.gram.dtype, needs_grad(q, k, log_decay, gain, belief.gram)
     groups = v.shape[2] // k.shape[2]
     query = q.to(dtype).repeat_interleave(groups, 2)
     key = k.to(dtype)
     own = key.repeat_interleave(groups, 2)  # keys as values
 
     def gram_times(x: Tensor) -> tuple[Tensor, Tensor]:
-        read, _, after = additive(_another(x), own, _another(own), log_decay, gain, PointBelief(belief.gram), segments)
+        tokens = AdditiveSignals(_another(x), own, _another(own), log_decay, gain)
+        read, _, after = additive(tokens, PointBelief(belief.gram), segments)
         return read, after.mean
 
     image, gram = gram_times(own)
     norm = norm_of(_squares(additive, own, image, log_decay, gain, belief.gram, segments))
-    given = (key, log_decay, gain, norm, belief.gram, None if segments is None else segments.rows)
+    equations = NormalEquations(key, log_decay, gain, norm, belief.gram, None if segments is None else segments.rows)
     with torch.no_grad():
-        x = solutions(query, *given, ridge, solver)
+        x = solutions(query, equations, ridge, solver)
     if trains:
         left = query - gram_times(x)[0] - ridge_of(ridge, norm)[..., None] * x
-        x = _Correction.apply(left, x, solutions, ridge, solver, *(None if y is None else y.detach() for y in given))
+        detached = (None if y is None else y.detach() for y in equations)
+        x = _Correction.apply(left, x, solutions, ridge, solver, *detached)
     mixed = x if mix is None else torch.lerp(query, x, mix.to(dtype)[..., None])
-    mean, _, cross = additive(mixed, own, v.to(dtype), log_decay, gain, PointBelief(belief.cross), segments)
+    tokens = AdditiveSignals(mixed, own, v.to(dtype), log_decay, gain)
+    mean, _, cross = additive(tokens, PointBelief(belief.cross), segments)
     spread = (query * x).sum(-1, keepdim=True) if variance else None
     return Filtered(mean.to(v.dtype), spread, RidgeBelief(cross.mean, gram))
 
@@ -83,7 +104,8 @@ def _squares(
     gained = 2 * weight * (key * image).sum(-1) - (weight * key.square().sum(-1)).square()
     one, decay = key.new_ones(()).expand(*key.shape[:3], 1), None if log_decay is None else 2 * log_decay
     prior = PointBelief(gram.square().sum((-2, -1), keepdim=True))
-    return additive(one, _another(one), gained[..., None], decay, None, prior, segments).mean[..., 0]
+    tokens = AdditiveSignals(one, _another(one), gained[..., None], decay, None)
+    return additive(tokens, prior, segments).mean[..., 0]
 
 
 def _another(x: Tensor) -> Tensor:
@@ -106,4 +128,4 @@ class _Correction(torch.autograd.Function):
     @once_differentiable("kernel 'chunked' of `ridge`")
     def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         given = ctx.saved_tensors  # gradient checkpointing lets them be read only once
-        return ctx.solutions(to_x, *given, ctx.ridge, ctx.solver), *[None] * (4 + len(given))
+        return ctx.solutions(to_x, NormalEquations(*given), ctx.ridge, ctx.solver), *[None] * (4 + len(given))

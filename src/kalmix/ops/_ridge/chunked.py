@@ -12,8 +12,9 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief, RidgeBelief
 from kalmix.ops._additive import chunked as memory
-from kalmix.ops._ridge.assembly import assemble
+from kalmix.ops._ridge.assembly import NormalEquations, assemble
 from kalmix.ops._ridge.linear_solvers import packed, scale_of, solve, unpacked
+from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Exact, Fixed, Ridge, Sketch, Solver
 from kalmix.ops._shared.batching import in_blocks
 from kalmix.ops._shared.chunking import Chunks
@@ -29,44 +30,22 @@ CHUNK = 32  # tokens of a chunk
 
 
 def ridge(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    gain: Tensor | None,
-    mix: Tensor | None,
-    ridge: Ridge,
-    solver: Solver,
-    belief: RidgeBelief,
-    segments: Segments | None,
-    variance: bool,
+    signals: RidgeSignals, belief: RidgeBelief, segments: Segments | None, variance: bool, ridge: Ridge, solver: Solver
 ) -> Filtered:
     """Gated KalmaNet, all chunks at once, gradients by one more solve. See `kalmix.ops.ridge`."""
-    options = (ridge, solver, belief, segments, variance)
 
     def filtered(*tokens: Any) -> Filtered:
-        q, k, v, log_decay, gain, mix = tokens
-        return assemble(memory.additive, _solutions, q, k, v, log_decay, gain, mix, *options)
+        options = (belief, segments, variance, ridge, solver)
+        return assemble(memory.additive, _solutions, RidgeSignals(*tokens), *options)
 
-    tokens = inside(owners(segments, *v.shape[:2]), q, k, v, log_decay, gain, mix)
+    tokens = inside(owners(segments, *signals.v.shape[:2]), *signals)
     return isolate(filtered, tokens, belief, segments)
 
 
-def _solutions(
-    rhs: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None,
-    gain: Tensor | None,
-    norm: Tensor,
-    gram: Tensor,
-    rows: Tensor | None,
-    ridge: Ridge,
-    solver: Solver,
-) -> Tensor:
+def _solutions(rhs: Tensor, equations: NormalEquations, ridge: Ridge, solver: Solver) -> Tensor:
     """S^{-1} rhs, both `[B, T, G, K]`."""
     fixed = isinstance(ridge, Fixed)
-    options = (fixed, float(ridge.value if fixed else ridge.factor), packed(solver))
-    return _solve(rhs, k, log_decay, gain, norm, gram, rows, *options)
+    return _solve(rhs, *equations, fixed, float(ridge.value if fixed else ridge.factor), packed(solver))
 
 
 def _solve_blocks(

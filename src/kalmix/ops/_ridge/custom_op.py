@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import RidgeBelief
+from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
 from kalmix.ops._ridge.tiles import tile_size
 from kalmix.ops._shared.custom_op import filter_op, needs_grad, precompiled
@@ -14,20 +15,11 @@ from kalmix.types import Filtered
 
 
 def ridge(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    gain: Tensor | None,
-    mix: Tensor | None,
-    ridge: Ridge,
-    solver: Solver,
-    belief: RidgeBelief,
-    segments: Segments | None,
-    variance: bool,
+    signals: RidgeSignals, belief: RidgeBelief, segments: Segments | None, variance: bool, ridge: Ridge, solver: Solver
 ) -> Filtered:
     """See `kalmix.ops.ridge`. Implicit gradients, for which it keeps the solutions, and H and U every 64 tokens."""
     assert isinstance(solver, Chebyshev | ConjugateGradient)
+    q, k, v, log_decay, gain, mix = signals
     dtype = v.dtype
     if dtype == torch.float16:  # whose range 1 / ||H|| leaves
         q, k, v = (x.float() for x in (q, k, v))

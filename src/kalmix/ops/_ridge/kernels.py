@@ -2,7 +2,7 @@
 
 Each module exports the same function, and none imports another:
 
-    ridge(q, k, v, log_decay, gain, mix, ridge, solver, belief, segments, variance) -> Filtered
+    ridge(signals, belief, segments, variance, ridge, solver) -> Filtered
 
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """

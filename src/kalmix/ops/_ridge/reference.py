@@ -11,6 +11,7 @@ from torch import Tensor
 from kalmix.beliefs import RidgeBelief
 from kalmix.ops._ridge.dense_solve import solution
 from kalmix.ops._ridge.linear_solvers import norm_of, ridge_of, scale_of
+from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Ridge, Solver
 from kalmix.ops._shared.step_loop import Reads, inside, owners, walk
 from kalmix.segments import Segments
@@ -18,29 +19,19 @@ from kalmix.types import Filtered
 
 
 def ridge(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    gain: Tensor | None,
-    mix: Tensor | None,
-    ridge: Ridge,
-    solver: Solver,
-    belief: RidgeBelief,
-    segments: Segments | None,
-    variance: bool,
+    signals: RidgeSignals, belief: RidgeBelief, segments: Segments | None, variance: bool, ridge: Ridge, solver: Solver
 ) -> Filtered:
     """Gated KalmaNet one token at a time, any autograd. See `kalmix.ops.ridge`."""
-    batch, length, heads, _ = v.shape
+    batch, length, heads, _ = signals.v.shape
     dtype, owner = belief.gram.dtype, owners(segments, batch, length)
-    q, k, v, log_decay, gain, mix = inside(owner, q, k, v, log_decay, gain, mix)
+    q, k, v, log_decay, gain, mix = inside(owner, *signals)
 
     def signal(x: Tensor | None, absent: float) -> Tensor:
         return k.new_full(v.shape[:3], absent, dtype=dtype) if x is None else x.to(dtype)
 
     q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
-    signals = (signal(log_decay, 0.0).exp(), signal(gain, 1.0), signal(mix, 1.0))
-    tokens = zip(*(x.unbind(1) for x in (q, k, v.to(dtype), *(s[..., None] for s in signals))), strict=True)
+    factors = (signal(log_decay, 0.0).exp(), signal(gain, 1.0), signal(mix, 1.0))
+    tokens = zip(*(x.unbind(1) for x in (q, k, v.to(dtype), *(x[..., None] for x in factors))), strict=True)
 
     def step(
         now: RidgeBelief, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, weight: Tensor, share: Tensor

@@ -19,12 +19,12 @@ from kalmix.types import Filtered
 
 def isolate(
     function: Callable[..., Filtered],
-    tokens: tuple[Any, ...],
+    signals: tuple[Any, ...],
     belief: Any,
     segments: Segments | None,
     absent: tuple[float, ...] | None = None,
 ) -> Filtered:
-    """Call `function(*tokens)` with finite values for those that are not, and make NaN of all that depends on them.
+    """Call `function(*signals)` with finite values for those that are not, and make NaN of all that depends on them.
 
     That is what is read from their token on, in value heads that use them, and the belief of their sequence. Tokens
     outside every sequence change nothing. Gradients are those for the finite value.
@@ -33,16 +33,16 @@ def isolate(
 
     Args:
         function: returns a mean `[B, T, G, V]`, perhaps a variance, and a belief of tensors `[N, G, *, *]`.
-        tokens: signals `[B, T, H or G, ...]`, or `None`.
+        signals: `[B, T, H or G, ...]`, or `None`.
         belief, segments: as the kernel takes them.
         absent: the finite value for each signal; 0 if not given.
     """
-    signals = [x for x in tokens if x is not None]
-    if signals[0].device.type == "cpu" and not torch.compiler.is_compiling() and _finite(signals):
-        return function(*tokens)
-    pairs = zip(tokens, absent or (0.0,) * len(tokens), strict=True)
+    given = [x for x in signals if x is not None]
+    if given[0].device.type == "cpu" and not torch.compiler.is_compiling() and _finite(given):
+        return function(*signals)
+    pairs = zip(signals, absent or (0.0,) * len(signals), strict=True)
     found = function(*(x if x is None else torch.where(x.isfinite(), x, value) for x, value in pairs))
-    lost = _lost([x.isfinite() for x in signals], belief[0].shape[1])
+    lost = _lost([x.isfinite() for x in given], belief[0].shape[1])
     since, ended = _spread(lost, segments)
     mean, variance = _spoiled(found.mean, since[..., None]), found.variance
     if variance is not None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kalmix.ops._shared import environment as library
 from kalmix.types import Filtered
@@ -69,12 +68,18 @@ class Kernel:
     unsupported_gpu: Callable[[int | None], str | None] | None = None
     rounds_products: bool = False
 
-    def __call__(self, q: Tensor, *arguments: Any) -> Filtered:
-        """Run it in the dtypes given: a filter stays out of autocast, which would round its beliefs."""
-        if q.device.type == "meta":  # which autocast does not know
-            return self.function(q, *arguments)
-        with torch.autocast(q.device.type, enabled=False):
-            return self.function(q, *arguments)
+    def __call__(self, signals: tuple[Any, ...], *arguments: Any) -> Filtered:
+        """Run it in the dtypes given: a filter stays out of autocast, which would round its beliefs.
+
+        Args:
+            signals: the tensors of the op's tokens, q first.
+            arguments: the belief, the segments, and what else the kernels of the op take.
+        """
+        device = signals[0].device.type
+        if device == "meta":  # which autocast does not know
+            return self.function(signals, *arguments)
+        with torch.autocast(device, enabled=False):
+            return self.function(signals, *arguments)
 
     def refuses(self, call: Call) -> str | None:
         """Why this kernel cannot serve `call`, or `None` if it can."""

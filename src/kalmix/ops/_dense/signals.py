@@ -1,0 +1,27 @@
+"""The signals of the op `dense`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class DenseSignals(NamedTuple):
+    """Signals of B rows of T tokens, for H key heads of width K and G value heads of width V.
+
+    Attributes:
+        q, k: `[B, T, H, K]`.
+        v: `[B, T, G, V]`.
+        obs_noise, process_noise: `[B, T, G]`.
+        log_decay: `[B, T, G]`, or `[B, T, G, K]`, or `[B, T, G, K / 2]` with angles; no decay if `None`.
+        angle: `[B, T, G, K / 2]`; no rotation if `None`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    obs_noise: Tensor
+    process_noise: Tensor
+    log_decay: Tensor | None
+    angle: Tensor | None

@@ -1,0 +1,25 @@
+"""The signals of the op `ridge`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class RidgeSignals(NamedTuple):
+    """Signals of B rows of T tokens, for H key heads of width K and G value heads of width V.
+
+    Attributes:
+        q, k: `[B, T, H, K]`.
+        v: `[B, T, G, V]`.
+        log_decay: `[B, T, G]`; no decay if `None`.
+        gain, mix: `[B, T, G]`; 1 if `None`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    gain: Tensor | None
+    mix: Tensor | None
