@@ -20,6 +20,7 @@ from kalmix.ops import Dynamics
 from kalmix.ops._attend import custom_op as fused
 from kalmix.ops._attend import reference
 from kalmix.ops._attend.dynamics import Weighing
+from kalmix.ops._attend.signals import AttendSignals
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import ROUNDINGS, budgets, relative_error
 from kalmix.types import Filtered
@@ -104,7 +105,7 @@ def called(
         own = Dynamics._make(leaves[f"{name} of values"] for name in DYNAMICS)
     weighing = Weighing._make((*(leaves[name] for name in WEIGHING), *how[:3]))
     belief = HistoryBelief(keys, values, before, positions)
-    return function(q, k, v, moves, own, weighing, times, belief, segments, how[3])
+    return function(AttendSignals(q, k, v, times, moves, own, weighing), belief, segments, how[3])
 
 
 RUNS = Segments.of(torch.tensor([[0, 0, 13], [1, 3, 18], [0, 14, 36], [1, 20, 20], [1, 20, 36]]))

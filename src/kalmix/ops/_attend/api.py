@@ -11,6 +11,7 @@ from kalmix.beliefs import HistoryBelief
 from kalmix.errors import ArgumentError
 from kalmix.ops._attend.dynamics import Dynamics, Weighing
 from kalmix.ops._attend.kernels import KERNELS
+from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.dispatch import select
 from kalmix.ops._shared.kernel import Call
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
@@ -114,13 +115,14 @@ def attend(
     )
     check_channels(q, v, sizes)
     check_models(given, value_dynamics, ("H", "H C", "H"), sizes, v, sure=variance)
-    weighing = weighing_of(nu, temperature, floor, weight, window, causal, ("H", "H", "H"), sizes, v)
+    weighing = weighing_of((nu, temperature, floor), weight, window, causal, ("H", "H", "H"), sizes, v)
     belief = check_history(belief, times, segments, causal, sizes, v)
     call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
     chosen = select("attend", KERNELS, call, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         return nothing_read(v, belief, causal, 1 if variance else None)
-    return chosen(q, k, v, given, value_dynamics, weighing, times, belief, segments, variance)
+    signals = AttendSignals(q, k, v, times, given, value_dynamics, weighing)
+    return chosen(signals, belief, segments, variance)
 
 
 def check_channels(q: Tensor, v: Tensor, sizes: dict[str, int]) -> None:
@@ -165,17 +167,15 @@ def check_models(
 
 
 def weighing_of(
-    nu: Tensor | float,
-    temperature: Tensor | float,
-    floor: Tensor | float,
+    numbers: tuple[Tensor | float, Tensor | float, Tensor | float],
     weight: str,
     window: int | None,
     causal: bool,
-    layouts: tuple[str, ...],
+    layouts: tuple[str, str, str],
     sizes: dict[str, int],
     like: Tensor,
 ) -> Weighing:
-    """How tokens are weighed, checked; numbers for all heads are spread out to their layouts."""
+    """Check how tokens are weighed; spread nu, temperature and floor out to their layouts if they are for all heads."""
     check_flag("causal", causal)
     if not isinstance(weight, str) or weight not in get_args(Weight):
         raise ArgumentError("weight", got=repr(weight), needs=" or ".join(map(repr, get_args(Weight))))
@@ -190,9 +190,9 @@ def weighing_of(
             raise ArgumentError(name, got=repr(x), needs=f"a number of at least {least:g}, or a tensor of them")
         return like.new_full([sizes[letter] for letter in layout.split()], float(x), dtype=belief_dtype(like.dtype))
 
-    tiny = torch.finfo(torch.float32).tiny
-    nus, temperatures = given("nu", nu, layouts[0], tiny), given("temperature", temperature, layouts[1], tiny)
-    floors = given("floor", floor, layouts[2], 0.0)
+    least = (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).tiny, 0.0)
+    rows = zip(("nu", "temperature", "floor"), numbers, layouts, least, strict=True)
+    nus, temperatures, floors = (given(*row) for row in rows)
     return Weighing(nus, temperatures, floors, weight == "rational", window and min(window, MOST), causal)
 
 

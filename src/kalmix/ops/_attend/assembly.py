@@ -13,38 +13,31 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
-from kalmix.ops._attend.dynamics import Dynamics, Weighing, turned
+from kalmix.ops._attend.dynamics import turned
 from kalmix.ops._attend.kv_layout import Lanes, lay_out
 from kalmix.ops._attend.scores import Rules, rules_of
+from kalmix.ops._attend.signals import AttendSignals
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
-# (q, k, v, times, rank, keys, values, weighing, variance) -> what was read, `[L, T, H, V]`, and its variance if asked
-# for, `[L, T, H, 1]` or one a column of a value head; v is `[L, S, H, V]`, the value heads of a key head side by side.
-# The gradient of frequencies is the core's: see `owed`.
-Core = Callable[..., tuple[Tensor, Tensor | None]]
+# (lanes, signals, variance) -> what was read, `[L, T, H, V]`, and its variance if asked for, `[L, T, H, 1]` or one a
+# column of a value head; v of the lanes is `[L, S, H, V]`, the value heads of a key head side by side. The gradient of
+# frequencies is the core's: see `owed`.
+Core = Callable[[Lanes, AttendSignals, bool], tuple[Tensor, Tensor | None]]
 
 
 def assemble(
-    core: Core,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Dynamics,
-    values: Dynamics | None,
-    weighing: Weighing,
-    times: Tensor | None,
-    belief: HistoryBelief,
-    segments: Segments | None,
-    variance: bool,
+    core: Core, signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool
 ) -> Filtered:
     """`attend` as its kernels have it, given what attends where states only decay."""
+    q, k, v, times, keys, values, weighing = signals
     lanes, spoiled = _cleared(lay_out(q, k, v, times, belief, segments, weighing.window), rules_of(values, weighing))
     times = lanes.times
     now, heads, moved = times[:, -q.shape[1] :], k.shape[2], (keys if values is None else values).frequency.detach()
     query, key = (turned(x, t, keys.frequency.detach(), forward=False) for x, t in ((lanes.q, now), (lanes.k, times)))
     value = turned(lanes.v.unflatten(2, (heads, -1)), times, moved, forward=False)
-    read, spread = core(query, key, value.flatten(3), times, lanes.rank, keys, values, weighing, variance)
+    still = lanes._replace(q=query, k=key, v=value.flatten(3))
+    read, spread = core(still, signals, variance)
     mean = turned(read.unflatten(3, value.shape[3:]), now, moved, forward=True).flatten(2, 3)
     mean = mean.masked_fill(spoiled, torch.nan)
     if spread is not None:

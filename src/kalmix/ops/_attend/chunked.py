@@ -14,8 +14,10 @@ from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops._attend.assembly import assemble
-from kalmix.ops._attend.dynamics import Dynamics, Weighing, quarter
+from kalmix.ops._attend.dynamics import quarter
+from kalmix.ops._attend.kv_layout import Lanes
 from kalmix.ops._attend.scores import Model, Rules, Scores, numbers_of, rules_of, variance_of
+from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared import batching as blocks
 from kalmix.ops._shared.custom_op import custom_op, register_backward
 from kalmix.segments import Segments
@@ -24,33 +26,13 @@ from kalmix.types import Filtered
 QUERIES = 64  # of a tile
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Dynamics,
-    values: Dynamics | None,
-    weighing: Weighing,
-    times: Tensor | None,
-    belief: HistoryBelief,
-    segments: Segments | None,
-    variance: bool,
-) -> Filtered:
+def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool) -> Filtered:
     """Adaptive Filter Attention with a backward of its own. See `kalmix.ops.attend`."""
-    return assemble(_core, q, k, v, keys, values, weighing, times, belief, segments, variance)
+    return assemble(_core, signals, belief, segments, variance)
 
 
-def _core(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    times: Tensor,
-    rank: Tensor,
-    keys: Dynamics,
-    values: Dynamics | None,
-    weighing: Weighing,
-    variance: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _core(lanes: Lanes, signals: AttendSignals, variance: bool) -> tuple[Tensor, Tensor | None]:
+    (q, k, v, times, rank, *_), (*_, keys, values, weighing) = lanes, signals
     numbers, rules = numbers_of(keys, values, weighing, q.dtype), rules_of(values, weighing)
     turning = (x.frequency.to(q.dtype) for x in (keys, keys if values is None else values))
     read, _, log_precision = _attend(q, k, v, times, rank, numbers, *turning, *rules, variance)

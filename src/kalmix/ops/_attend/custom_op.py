@@ -7,30 +7,20 @@ from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops._attend.block_sizes import block_size, strips_of, traits_of
-from kalmix.ops._attend.dynamics import Dynamics, Weighing
 from kalmix.ops._attend.kv_layout import lay_out
 from kalmix.ops._attend.scores import Rules, numbers_of, rules_of
+from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.custom_op import custom_op, needs_grad, precompiled, register_backward
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Dynamics,
-    values: Dynamics | None,
-    weighing: Weighing,
-    times: Tensor | None,
-    belief: HistoryBelief,
-    segments: Segments | None,
-    variance: bool,
-) -> Filtered:
+def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool) -> Filtered:
     """Adaptive Filter Attention as flash attention: tensor cores, and nothing kept of a pair. See `kalmix.ops.attend`.
 
     Products are taken in bfloat16 if the inputs are, else in float32.
     """
+    q, k, v, times, keys, values, weighing = signals
     plain = segments is None and belief.positions.shape[1] == 0  # rows are lanes, and queries stay as they are
     copied = plain and weighing.window is None and k.dtype != belief.keys.dtype  # on the way, to be the belief
     seen, held = (k[..., :0], v[..., :0]) if copied else (k, v)

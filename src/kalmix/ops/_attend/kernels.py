@@ -2,10 +2,9 @@
 
 Each module exports the same function, and none imports another:
 
-    attend(q, k, v, keys, values, weighing, times, belief, segments, variance) -> Filtered
+    attend(signals, belief, segments, variance) -> Filtered
 
-Arguments are checked by the op before they arrive; `keys` and `values` are `Dynamics`, values those of keys if `None`.
-`belief` is always there; its tensors may be expanded.
+Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
 from kalmix.ops._attend import chunked, reference

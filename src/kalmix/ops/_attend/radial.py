@@ -9,6 +9,7 @@ from kalmix.errors import ArgumentError
 from kalmix.ops._attend import radial_kernel as kernel
 from kalmix.ops._attend.api import Weight, check_channels, check_dynamics, check_history, nothing_read, weighing_of
 from kalmix.ops._attend.dynamics import Dynamics
+from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.validation import check_tokens
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -72,8 +73,9 @@ def attend_radial(
         raise ArgumentError("v", got=list(v.shape), needs=f"as k, {list(k.shape)}")
     sizes["R"] = 2
     check_dynamics("", given, ("H", "H C", "H R"), sizes, v, sure=variance)
-    weighing = weighing_of(nu, temperature, floor, weight, window, causal, ("H R", "H R", "H"), sizes, v)
+    weighing = weighing_of((nu, temperature, floor), weight, window, causal, ("H R", "H R", "H"), sizes, v)
     belief = check_history(belief, times, segments, causal, sizes, v)
     if min(sizes.values()) == 0:
         return nothing_read(v, belief, causal, v.shape[3] if variance else None)
-    return kernel.attend_radial(q, k, v, given, weighing, times, belief, segments, variance)
+    signals = AttendSignals(q, k, v, times, given, None, weighing)
+    return kernel.attend_radial(signals, belief, segments, variance)

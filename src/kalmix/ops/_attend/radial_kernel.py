@@ -11,40 +11,23 @@ from torch.nn.functional import normalize
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops._attend.assembly import assemble
-from kalmix.ops._attend.dynamics import Dynamics, Weighing, owed, quarter
+from kalmix.ops._attend.dynamics import owed, quarter
+from kalmix.ops._attend.kv_layout import Lanes
 from kalmix.ops._attend.query_blocks import some_at_a_time
 from kalmix.ops._attend.scores import Noise, Spread, rules_of, variance_of
+from kalmix.ops._attend.signals import AttendSignals
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 
-def attend_radial(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dynamics: Dynamics,
-    weighing: Weighing,
-    times: Tensor | None,
-    belief: HistoryBelief,
-    segments: Segments | None,
-    variance: bool,
-) -> Filtered:
+def attend_radial(signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool) -> Filtered:
     """Radial-tangential Adaptive Filter Attention. See `kalmix.ops.attend_radial`."""
-    return assemble(_attend, q, k, v, dynamics, None, weighing, times, belief, segments, variance)
+    return assemble(_attend, signals, belief, segments, variance)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    times: Tensor,
-    rank: Tensor,
-    dynamics: Dynamics,
-    _: None,
-    weighing: Weighing,
-    variance: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _attend(lanes: Lanes, signals: AttendSignals, variance: bool) -> tuple[Tensor, Tensor | None]:
     """Noises, nu and temperature are `[H, 2]`: along and across."""
+    (q, k, v, times, rank, *_), (*_, dynamics, _, weighing) = lanes, signals
     rules, dtype, past = rules_of(None, weighing), q.dtype, k.shape[1] - q.shape[1]
     rate = -dynamics.log_decay.to(dtype)[:, None, None]
     pairs = (x.to(dtype)[..., None, None].unbind(1) for x in (*dynamics[2:], *weighing[:2]))

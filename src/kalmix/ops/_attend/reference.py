@@ -7,39 +7,21 @@ from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops._attend.assembly import assemble
-from kalmix.ops._attend.dynamics import Dynamics, Weighing, owed, quarter
+from kalmix.ops._attend.dynamics import owed, quarter
+from kalmix.ops._attend.kv_layout import Lanes
 from kalmix.ops._attend.scores import Model, Scores, numbers_of, rules_of, variance_of
+from kalmix.ops._attend.signals import AttendSignals
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Dynamics,
-    values: Dynamics | None,
-    weighing: Weighing,
-    times: Tensor | None,
-    belief: HistoryBelief,
-    segments: Segments | None,
-    variance: bool,
-) -> Filtered:
+def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool) -> Filtered:
     """Adaptive Filter Attention, any autograd. See `kalmix.ops.attend`."""
-    return assemble(_attend, q, k, v, keys, values, weighing, times, belief, segments, variance)
+    return assemble(_attend, signals, belief, segments, variance)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    times: Tensor,
-    rank: Tensor,
-    keys: Dynamics,
-    values: Dynamics | None,
-    weighing: Weighing,
-    variance: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _attend(lanes: Lanes, signals: AttendSignals, variance: bool) -> tuple[Tensor, Tensor | None]:
+    (q, k, v, times, rank, *_), (*_, keys, values, weighing) = lanes, signals
     tokens, rules = q.shape[1], rules_of(values, weighing)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     lag = (times[:, -tokens:, None] - times[:, None]).to(q.dtype)[:, None]

@@ -7,6 +7,7 @@ from torch import Tensor
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops._attend.api import Weight, check_channels, check_history, check_models, nothing_read, weighing_of
 from kalmix.ops._attend.dynamics import Dynamics
+from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.validation import check_tokens
 from kalmix.ops.experimental import attend_channels_kernel as kernel
 from kalmix.segments import Segments
@@ -65,8 +66,9 @@ def attend_channels(
     )
     check_channels(q, v, sizes)
     check_models(given, value_dynamics, ("H C", "H C", "H C"), sizes, v, sure=variance)
-    weighing = weighing_of(nu, temperature, floor, weight, window, causal, ("H", "H", "H"), sizes, v)
+    weighing = weighing_of((nu, temperature, floor), weight, window, causal, ("H", "H", "H"), sizes, v)
     belief = check_history(belief, times, segments, causal, sizes, v)
     if min(sizes.values()) == 0:
         return nothing_read(v, belief, causal, v.shape[3] if variance else None)
-    return kernel.attend_channels(q, k, v, given, value_dynamics, weighing, times, belief, segments, variance)
+    signals = AttendSignals(q, k, v, times, given, value_dynamics, weighing)
+    return kernel.attend_channels(signals, belief, segments, variance)

@@ -10,41 +10,25 @@ from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops._attend.assembly import assemble
-from kalmix.ops._attend.dynamics import Dynamics, Weighing, owed
+from kalmix.ops._attend.dynamics import Dynamics, owed
+from kalmix.ops._attend.kv_layout import Lanes
 from kalmix.ops._attend.query_blocks import some_at_a_time
 from kalmix.ops._attend.scores import Noise, Spread, rules_of, variance_of
+from kalmix.ops._attend.signals import AttendSignals
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 
 def attend_channels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Dynamics,
-    values: Dynamics | None,
-    weighing: Weighing,
-    times: Tensor | None,
-    belief: HistoryBelief,
-    segments: Segments | None,
-    variance: bool,
+    signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool
 ) -> Filtered:
     """The tensor form of Adaptive Filter Attention. See `kalmix.ops.experimental.attend_channels`."""
-    return assemble(_attend, q, k, v, keys, values, weighing, times, belief, segments, variance)
+    return assemble(_attend, signals, belief, segments, variance)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    times: Tensor,
-    rank: Tensor,
-    keys: Dynamics,
-    values: Dynamics | None,
-    weighing: Weighing,
-    variance: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _attend(lanes: Lanes, signals: AttendSignals, variance: bool) -> tuple[Tensor, Tensor | None]:
     """Tiles are `[L, H, t, s, C]`."""
+    (q, k, v, times, rank, *_), (*_, keys, values, weighing) = lanes, signals
     rules, dtype, past = rules_of(values, weighing), q.dtype, k.shape[1] - q.shape[1]
     of_keys, of_values = (_noise(x, dtype) for x in (keys, keys if values is None else values))
     nu, temperature, floor = (x.to(dtype)[:, None, None, None] for x in weighing[:3])

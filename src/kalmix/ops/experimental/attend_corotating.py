@@ -70,7 +70,7 @@ def attend_corotating(
     check_range("direction", direction)
     sizes["C"], sizes["R"] = v.shape[3] // 2, 2
     check_dynamics("", Dynamics(log_decay, frequency, *noises), ("H", "H C", "H R"), sizes, v, sure=variance)
-    numbers = weighing_of(nu, temperature, 0.0, "rational", None, True, ("H R", "H R", "H"), sizes, v)[:2]
+    numbers = weighing_of((nu, temperature, 0.0), "rational", None, True, ("H R", "H R", "H"), sizes, v)[:2]
     shared = {"log_decay": log_decay, "frequency": frequency, "variance": variance, **options}
     names = ("process_noise", "key_noise", "query_noise", "nu", "temperature")
     parts = zip(*(x.unbind(-1) for x in (*noises, *numbers)), strict=True)
