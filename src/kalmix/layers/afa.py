@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kalmix import designs, ops
 from kalmix.beliefs import HistoryBelief
+from kalmix.designs import Design
 from kalmix.layers.base import check_choice, check_positive
 from kalmix.layers.modules import unit, widen
 from kalmix.layers.parametrize import StateDynamics
@@ -52,7 +53,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
     the window.
     """
 
-    design = designs.AFA
+    design: Design | None = designs.AFA
     has_posterior = True
 
     def __init__(
@@ -79,9 +80,14 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         options = {"rotary_base": rotary_base, "predict": predict, "confidence": confidence, "kernel": kernel}
         super().__init__(hidden_size, sizes, **options)
         heads, channels = sizes.heads, sizes.key_width
-        self.iterations, self.weight, self.window, self.normalize = iterations, weight, window, normalize
-        self.value_dynamics = StateDynamics(heads, channels, rotary_base) if value_dynamics else None
-        self.doubt = Doubt(heads, nu=1.0 if normalize else 2.0 * channels, floor=floor)
+        self.iterations = iterations
+        self.weight = weight
+        self.window = window
+        self.normalize = normalize
+        self.value_dynamics: StateDynamics | None = (
+            StateDynamics(heads, channels, rotary_base) if value_dynamics else None
+        )
+        self.doubt: Doubt = Doubt(heads, nu=1.0 if normalize else 2.0 * channels, floor=floor)
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """Rates, steps, frequencies and noises of keys and values."""

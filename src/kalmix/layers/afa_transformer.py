@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from kalmix import designs, ops
 from kalmix.beliefs import HistoryBelief, loadable
+from kalmix.designs import Design
 from kalmix.layers.base import Mixer, check_positive, check_state, detach, keep_owned, take, to
+from kalmix.layers.head_sizes import Heads
 from kalmix.layers.modules import widen
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import Doubt
@@ -40,7 +42,8 @@ class Attending(nn.Module):
 
     def __init__(self, heads: int, channels: int, rotary_base: float | None) -> None:
         super().__init__()
-        self.dynamics, self.doubt = StateDynamics(heads, channels, rotary_base), Doubt(heads, nu=1.0)
+        self.dynamics: StateDynamics = StateDynamics(heads, channels, rotary_base)
+        self.doubt: Doubt = Doubt(heads, nu=1.0)
 
     def forward(self, signals: Iterable[Tensor], **where: Any) -> Filtered:
         """`kalmix.ops.attend` of q, k and v, `[B, T, H, 2 C]` each."""
@@ -70,7 +73,7 @@ class AFATransformerBlock(Mixer):
     Cost: O(T (S + T) H C) for T tokens after S, and the projections; the state holds every key and value.
     """
 
-    design = designs.AFA  # of magnitudes and of directions, each by itself
+    design: Design | None = designs.AFA  # of magnitudes and of directions, each by itself
     fuses_mlp = True
 
     def __init__(
@@ -89,13 +92,17 @@ class AFATransformerBlock(Mixer):
         check_positive("mlp_width", 1 if mlp_width is None else mlp_width)
         sizes = complex_heads(hidden_size, heads, head_dim)
         columns, width = 2 * sizes.keys, 4 * hidden_size if mlp_width is None else mlp_width
-        self.sizes, self.window, self.kernel = sizes, window, kernel
-        self.in_proj = nn.Linear(hidden_size, 3 * columns)
-        self.magnitude = Attending(sizes.heads, 1, None)
-        self.direction = Attending(sizes.heads, sizes.key_width, rotary_base)
-        self.before, self.after = (nn.Parameter(torch.empty(sizes.heads)) for _ in range(2))
-        self.out_proj = nn.Linear(columns, hidden_size)
-        self.mlp_in, self.mlp_out = nn.Linear(hidden_size, width), nn.Linear(width, hidden_size)
+        self.sizes: Heads = sizes
+        self.window = window
+        self.kernel = kernel
+        self.in_proj: nn.Linear = nn.Linear(hidden_size, 3 * columns)
+        self.magnitude: Attending = Attending(sizes.heads, 1, None)
+        self.direction: Attending = Attending(sizes.heads, sizes.key_width, rotary_base)
+        self.before: nn.Parameter = nn.Parameter(torch.empty(sizes.heads))
+        self.after: nn.Parameter = nn.Parameter(torch.empty(sizes.heads))
+        self.out_proj: nn.Linear = nn.Linear(columns, hidden_size)
+        self.mlp_in: nn.Linear = nn.Linear(hidden_size, width)
+        self.mlp_out: nn.Linear = nn.Linear(width, hidden_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

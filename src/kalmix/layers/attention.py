@@ -76,10 +76,14 @@ class Attention(Mixer):
         if heads % kv_heads:
             raise ArgumentError("kv_heads", got=kv_heads, needs=f"a divisor of the {heads} heads")
         check_number("rotary_base", rotary_base)
-        self.heads, self.kv_heads, self.width, self.rotary_base = heads, kv_heads, head_dim, rotary_base
-        self.in_proj = nn.Linear(hidden_size, (heads + 2 * kv_heads) * self.width, bias=False)
-        self.query_norm, self.key_norm = RMSNorm(self.width, norm_eps), RMSNorm(self.width, norm_eps)
-        self.out_proj = nn.Linear(heads * self.width, hidden_size, bias=False)
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.width = head_dim
+        self.rotary_base = rotary_base
+        self.in_proj: nn.Linear = nn.Linear(hidden_size, (heads + 2 * kv_heads) * self.width, bias=False)
+        self.query_norm: RMSNorm = RMSNorm(self.width, norm_eps)
+        self.key_norm: RMSNorm = RMSNorm(self.width, norm_eps)
+        self.out_proj: nn.Linear = nn.Linear(heads * self.width, hidden_size, bias=False)
 
     def read(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix import designs, ops
+from kalmix.designs import Design
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import check_positive
 from kalmix.layers.head_sizes import Heads
@@ -37,7 +38,7 @@ class BayesianLayer(MemoryLayer):
     Cost: O(T K (K + V)) a head and the projections; the state is `[G, K, V]`, `[G, K, K]` and the convolution's window.
     """
 
-    design = designs.BAYESIAN
+    design: Design | None = designs.BAYESIAN
     has_posterior = True
 
     def __init__(
@@ -61,10 +62,13 @@ class BayesianLayer(MemoryLayer):
         sizes = whole._replace(heads=whole.heads * groups, value_width=whole.value_width // groups)
         options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, sizes, norm_width=whole.value_width, **options)
-        self.groups, self.rotations = groups, rotations
-        self.decay = StepDecay(hidden_size, (whole.heads, whole.key_width), (whole.heads, 1), turns=rotations)
-        self.process_noise = Noise(hidden_size, whole.heads, **VARIANCES["process_noise"])
-        self.obs_noise = Noise(hidden_size, sizes.heads, **VARIANCES["obs_noise"])
+        self.groups = groups
+        self.rotations = rotations
+        self.decay: StepDecay = StepDecay(
+            hidden_size, (whole.heads, whole.key_width), (whole.heads, 1), turns=rotations
+        )
+        self.process_noise: Noise = Noise(hidden_size, whole.heads, **VARIANCES["process_noise"])
+        self.obs_noise: Noise = Noise(hidden_size, sizes.heads, **VARIANCES["obs_noise"])
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """Rates, frequencies and the bias of steps."""

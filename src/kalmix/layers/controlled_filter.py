@@ -58,8 +58,9 @@ class Steering(nn.Module):
     def __init__(self, heads: int, channels: int, rank: int) -> None:
         super().__init__()
         columns = 2 * heads * channels
-        self.look, self.plan = nn.Linear(columns, rank, bias=False), nn.Linear(rank, columns, bias=False)
-        self.log_worth = nn.Parameter(torch.empty(heads, channels))
+        self.look: nn.Linear = nn.Linear(columns, rank, bias=False)
+        self.plan: nn.Linear = nn.Linear(rank, columns, bias=False)
+        self.log_worth: nn.Parameter = nn.Parameter(torch.empty(heads, channels))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -108,7 +109,7 @@ class ControlledFilter(AdaptiveFilterAttention):
         super().__init__(
             hidden_size, heads=heads, head_dim=head_dim, rotary_base=rotary_base, window=window, kernel=kernel
         )
-        self.steering = Steering(self.sizes.heads, self.sizes.key_width, rank)
+        self.steering: Steering = Steering(self.sizes.heads, self.sizes.key_width, rank)
 
     def advance(
         self, estimate: Tensor, spread: Tensor | None, v: Tensor, ahead: Tensor | None

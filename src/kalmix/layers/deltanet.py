@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmix import designs, ops
+from kalmix.designs import Design
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import widen
@@ -24,9 +25,9 @@ class DeltaLayer(MemoryLayer):
 
     def __init__(self, hidden_size: int, sizes: Heads, *, negative_eigenvalues: bool, **options: Any) -> None:
         super().__init__(hidden_size, sizes, **options)
-        self.most = 2.0 if negative_eigenvalues else 1.0
-        self.design = None if negative_eigenvalues else self.design
-        self.gain_proj = nn.Linear(hidden_size, sizes.heads, bias=False)
+        self.most: float = 2.0 if negative_eigenvalues else 1.0
+        self.design: Design | None = None if negative_eigenvalues else self.design
+        self.gain_proj: nn.Linear = nn.Linear(hidden_size, sizes.heads, bias=False)
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """The gain, `[B, T, G]`."""
@@ -52,7 +53,7 @@ class DeltaNet(DeltaLayer):
     Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and the convolution's window.
     """
 
-    design = designs.DELTANET
+    design: Design | None = designs.DELTANET
 
     def __init__(
         self,

@@ -15,7 +15,11 @@ from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import VARIANCES, CellDynamics, Noise, StepDecay, observation_precision
 from kalmix.types import Filtered
 
-PARTS = {"transition": Transition, "evidence": Evidence, "covariance": Covariance}
+PARTS: dict[str, type[Transition | Evidence | Covariance]] = {
+    "transition": Transition,
+    "evidence": Evidence,
+    "covariance": Covariance,
+}
 
 
 class Designed(MemoryLayer):
@@ -67,8 +71,10 @@ class Designed(MemoryLayer):
         options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, sizes, norm_width=whole.value_width, **options)
         self.design: Design = design  # pyright: ignore[reportIncompatibleVariableOverride] # never absent
-        self.has_posterior = design.uncertain
-        self.dynamics = self.decay = self.precision_proj = None
+        self.has_posterior: bool = design.uncertain
+        self.dynamics: CellDynamics | None = None
+        self.decay: StepDecay | None = None
+        self.precision_proj: nn.Linear | None = None
         names, moved = list(design.signals), design.transition
         if design.evidence.of == "cell":
             names.clear()
@@ -81,7 +87,7 @@ class Designed(MemoryLayer):
             rates, steps = ((*one, sizes.key_width), (*one, 1)) if per_key else (one, one)
             self.decay = StepDecay(hidden_size, rates, steps)
         variances = {n: Noise(hidden_size, sizes.heads, **VARIANCES[n]) for n in names if n in VARIANCES}
-        self.variances = nn.ModuleDict(variances)
+        self.variances: nn.ModuleDict = nn.ModuleDict(variances)
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """What is learned of the transition beside its projection."""

@@ -82,16 +82,18 @@ class FilterConv2d(nn.Module):
             check_positive(name, size)
         if kernel_size % 2 == 0:
             raise ArgumentError("kernel_size", got=kernel_size, needs="odd, so that a pixel is in the middle")
-        self.in_channels, self.kernel_size, self.heads = in_channels, kernel_size, heads
-        self.in_proj = nn.Conv2d(in_channels, 2 * heads * head_dim, 1)
-        self.log_rate = nn.Parameter(torch.empty(len(SIDES), heads))
-        self.frequency = nn.Parameter(torch.empty(len(SIDES), heads, head_dim))
-        self.log_process_noise = nn.Parameter(torch.empty(len(SIDES), heads))
-        self.log_key_noise = nn.Parameter(torch.empty(heads))
-        self.log_query_noise = nn.Parameter(torch.empty(heads))
-        self.axes = nn.Parameter(torch.empty(heads, 2, 2))
-        self.shift = nn.Parameter(torch.empty(heads, 2))
-        self.out_proj = nn.Conv2d(2 * heads * head_dim, out_channels, 1)
+        self.in_channels = in_channels
+        self.kernel_size = kernel_size
+        self.heads = heads
+        self.in_proj: nn.Conv2d = nn.Conv2d(in_channels, 2 * heads * head_dim, 1)
+        self.log_rate: nn.Parameter = nn.Parameter(torch.empty(len(SIDES), heads))
+        self.frequency: nn.Parameter = nn.Parameter(torch.empty(len(SIDES), heads, head_dim))
+        self.log_process_noise: nn.Parameter = nn.Parameter(torch.empty(len(SIDES), heads))
+        self.log_key_noise: nn.Parameter = nn.Parameter(torch.empty(heads))
+        self.log_query_noise: nn.Parameter = nn.Parameter(torch.empty(heads))
+        self.axes: nn.Parameter = nn.Parameter(torch.empty(heads, 2, 2))
+        self.shift: nn.Parameter = nn.Parameter(torch.empty(heads, 2))
+        self.out_proj: nn.Conv2d = nn.Conv2d(2 * heads * head_dim, out_channels, 1)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

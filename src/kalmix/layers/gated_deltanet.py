@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kalmix import designs
+from kalmix.designs import Design
 from kalmix.layers.deltanet import DeltaLayer
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.parametrize import StepDecay
@@ -28,7 +29,7 @@ class GatedDeltaNet(DeltaLayer):
     Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and the convolution's window.
     """
 
-    design = designs.GATED_DELTANET
+    design: Design | None = designs.GATED_DELTANET
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class GatedDeltaNet(DeltaLayer):
         )
         options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, sizes, negative_eigenvalues=negative_eigenvalues, **options)
-        self.decay = StepDecay(hidden_size, (sizes.heads,))
+        self.decay: StepDecay = StepDecay(hidden_size, (sizes.heads,))
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Gain and log-decay, `[B, T, G]`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmix import designs, ops
-from kalmix.designs import Transition
+from kalmix.designs import Design, Transition
 from kalmix.layers.base import check_choice
 from kalmix.layers.config_io import as_ridge, as_solver
 from kalmix.layers.head_sizes import Heads
@@ -21,7 +21,7 @@ from kalmix.ops import Adaptive, Chebyshev, Ridge, Solver
 from kalmix.types import Filtered
 
 EPS = 1e-6  # of the published code, in the length of keys and in gains
-GAINS = {
+GAINS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "squared": lambda raw: (torch.sigmoid(raw) + EPS).square(),
 }
@@ -61,7 +61,7 @@ class GatedKalmaNet(MemoryLayer):
     convolution's window.
     """
 
-    design = designs.GATED_KALMANET
+    design: Design | None = designs.GATED_KALMANET
     has_posterior = True
 
     def __init__(
@@ -86,14 +86,16 @@ class GatedKalmaNet(MemoryLayer):
         if gain is not None:
             check_choice("gain", gain, tuple(GAINS))
         super().__init__(hidden_size, sizes, conv=conv, gate=gate, norm_eps=norm_eps, kernel=kernel)
-        self.gain, self.ridge, self.solver = gain, as_ridge(ridge), as_solver(solver)
+        self.gain = gain
+        self.ridge: Ridge = as_ridge(ridge)
+        self.solver: Solver = as_solver(solver)
         if not decay:
             self.design = replace(
                 designs.GATED_KALMANET, name="gated-kalmanet without forgetting", transition=Transition()
             )
-        self.decay = StepDecay(hidden_size, (sizes.heads,)) if decay else None
-        self.gain_proj = nn.Linear(hidden_size, sizes.heads) if gain is not None else None
-        self.mix_proj = nn.Linear(hidden_size, sizes.heads) if mix else None
+        self.decay: StepDecay | None = StepDecay(hidden_size, (sizes.heads,)) if decay else None
+        self.gain_proj: nn.Linear | None = nn.Linear(hidden_size, sizes.heads) if gain is not None else None
+        self.mix_proj: nn.Linear | None = nn.Linear(hidden_size, sizes.heads) if mix else None
 
     def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Unit vectors, not scaled: a longer query is a longer answer, which the norm behind it takes back."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from kalmix import designs, ops
+from kalmix.designs import Design
 from kalmix.layers.base import check_number, check_positive
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
@@ -33,7 +34,7 @@ class GLA(MemoryLayer):
     Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and the convolution's window.
     """
 
-    design = designs.GLA
+    design: Design | None = designs.GLA
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class GLA(MemoryLayer):
         super().__init__(hidden_size, sizes, conv=conv, activate=conv > 0, gate=gate, norm_eps=norm_eps, kernel=kernel)
         check_number("temperature", temperature)
         self.temperature = temperature
-        self.decay_proj = low_rank(hidden_size, rank, sizes.heads * sizes.key_width, bias=True)
+        self.decay_proj: nn.Sequential = low_rank(hidden_size, rank, sizes.heads * sizes.key_width, bias=True)
 
     def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """As projected, q scaled by 1 / sqrt(K)."""

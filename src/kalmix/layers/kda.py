@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kalmix import designs
+from kalmix.designs import Design
 from kalmix.layers.deltanet import DeltaLayer
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.parametrize import StepDecay
@@ -28,7 +29,7 @@ class KDA(DeltaLayer):
     Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and the convolution's window.
     """
 
-    design = designs.KDA
+    design: Design | None = designs.KDA
 
     def __init__(
         self,
@@ -48,7 +49,9 @@ class KDA(DeltaLayer):
         rank = sizes.value_width
         options = {"conv": conv, "gate": gate, "gate_rank": rank, "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, sizes, negative_eigenvalues=negative_eigenvalues, **options)
-        self.decay = StepDecay(hidden_size, (sizes.heads, 1), (sizes.heads, sizes.key_width), least=1.0, rank=rank)
+        self.decay: StepDecay = StepDecay(
+            hidden_size, (sizes.heads, 1), (sizes.heads, sizes.key_width), least=1.0, rank=rank
+        )
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Gain `[B, T, G]` and log-decay `[B, T, G, K]`."""

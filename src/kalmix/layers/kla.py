@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kalmix import designs, ops
 from kalmix.beliefs import DiagonalBelief, loadable
+from kalmix.designs import Design
 from kalmix.layers.base import Mixer, check_positive, check_state, detach, keep_owned, take, to
 from kalmix.layers.head_sizes import divide_state
 from kalmix.layers.modules import ShortConvolution, unit
@@ -53,7 +54,7 @@ class KLA(Mixer):
     Cost: O(T channels slots) and the projections; the state is 2 slots + 3 numbers a channel, whatever T.
     """
 
-    design = designs.KLA
+    design: Design | None = designs.KLA
     has_posterior = True
     fuses_mlp = True
 
@@ -72,14 +73,18 @@ class KLA(Mixer):
         for name, value in (("slots", slots), ("expand", expand), ("rank", 1 if rank is None else rank)):
             check_positive(name, value)
         channels = expand * hidden_size
-        self.slots, self.channels, self.kernel = slots, channels, kernel
-        self.in_proj = nn.Linear(hidden_size, 2 * channels, bias=False)
-        self.conv = ShortConvolution(channels)
-        self.signal_proj = nn.Linear(channels, (2 * channels if rank is None else rank) + 2 * slots, bias=False)
-        self.value_proj = None if rank is None else nn.Linear(rank, 2 * channels, bias=False)
-        self.dynamics = CellDynamics(slots, channels, discretization, process_noise)
-        self.skip = nn.Parameter(torch.empty(channels))
-        self.out_proj = nn.Linear(channels, hidden_size, bias=False)
+        self.slots = slots
+        self.channels: int = channels
+        self.kernel = kernel
+        self.in_proj: nn.Linear = nn.Linear(hidden_size, 2 * channels, bias=False)
+        self.conv: ShortConvolution = ShortConvolution(channels)
+        self.signal_proj: nn.Linear = nn.Linear(
+            channels, (2 * channels if rank is None else rank) + 2 * slots, bias=False
+        )
+        self.value_proj: nn.Linear | None = None if rank is None else nn.Linear(rank, 2 * channels, bias=False)
+        self.dynamics: CellDynamics = CellDynamics(slots, channels, discretization, process_noise)
+        self.skip: nn.Parameter = nn.Parameter(torch.empty(channels))
+        self.out_proj: nn.Linear = nn.Linear(channels, hidden_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kalmix import designs, ops
+from kalmix.designs import Design
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import widen
@@ -29,7 +30,7 @@ class LinearAttention(MemoryLayer):
     Cost: O(T K V) a head and the projections; the state is `[G, K, V + 1]`.
     """
 
-    design = designs.LINEAR_ATTENTION
+    design: Design | None = designs.LINEAR_ATTENTION
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix import designs, ops
+from kalmix.designs import Design
 from kalmix.layers.base import check_positive
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.memory_base import MemoryLayer
@@ -38,7 +39,7 @@ class Mamba2(MemoryLayer):
     Cost: O(T state_dim) a column and the projections; the state is `[G, state_dim, V]` and the convolution's window.
     """
 
-    design = designs.MAMBA2
+    design: Design | None = designs.MAMBA2
     fuses_mlp = True
 
     def __init__(
@@ -61,9 +62,9 @@ class Mamba2(MemoryLayer):
         check_positive("state_dim", state_dim)
         options = {"conv": conv, "gate": "silu", "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, values._replace(key_width=state_dim), conv_bias=True, norm_width=0, **options)
-        self.decay = StepDecay(hidden_size, (values.heads,), least=1.0)
-        self.skip = nn.Parameter(torch.empty(values.heads))
-        self.norm_scale = nn.Parameter(torch.empty(values.values))
+        self.decay: StepDecay = StepDecay(hidden_size, (values.heads,), least=1.0)
+        self.skip: nn.Parameter = nn.Parameter(torch.empty(values.heads))
+        self.norm_scale: nn.Parameter = nn.Parameter(torch.empty(values.values))
         self.reset_parameters()
 
     @classmethod

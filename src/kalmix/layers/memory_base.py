@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from kalmix.layers.modules import RMSNorm, ShortConvolution, low_rank, unit
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
 
-GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 @loadable
@@ -86,18 +87,22 @@ class MemoryLayer(Mixer):
             check_positive("conv", conv)
         if gate is not None:
             check_choice("gate", gate, tuple(GATES))
-        self.sizes, self.activate, self.gate, self.kernel = sizes, activate, gate, kernel
-        self.norm_width, self.norm_eps = sizes.value_width if norm_width is None else norm_width, norm_eps
+        self.sizes = sizes
+        self.activate = activate
+        self.gate = gate
+        self.kernel = kernel
+        self.norm_width: int = sizes.value_width if norm_width is None else norm_width
+        self.norm_eps = norm_eps
         channels = 2 * sizes.keys + sizes.values
-        self.qkv_proj = nn.Linear(hidden_size, channels, bias=False)
-        self.conv = ShortConvolution(channels, conv, conv_bias) if conv else None
+        self.qkv_proj: nn.Linear = nn.Linear(hidden_size, channels, bias=False)
+        self.conv: ShortConvolution | None = ShortConvolution(channels, conv, conv_bias) if conv else None
         self.gate_proj: nn.Module | None = None
         if gate is not None and gate_rank is None:
             self.gate_proj = nn.Linear(hidden_size, sizes.values, bias=False)
         elif gate is not None and gate_rank is not None:
             self.gate_proj = low_rank(hidden_size, gate_rank, sizes.values, bias=True)
-        self.norm = RMSNorm(self.norm_width, norm_eps) if self.norm_width else None
-        self.out_proj = nn.Linear(sizes.values, hidden_size, bias=False)
+        self.norm: RMSNorm | None = RMSNorm(self.norm_width, norm_eps) if self.norm_width else None
+        self.out_proj: nn.Linear = nn.Linear(sizes.values, hidden_size, bias=False)
 
     @classmethod
     def sized(

@@ -77,9 +77,10 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, size: int = 4, bias: bool = False) -> None:
         super().__init__()
-        self.channels, self.size = channels, size
-        self.weight = nn.Parameter(torch.empty(channels, size))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.channels = channels
+        self.size = size
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(channels, size))
+        self.bias: nn.Parameter | None = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -83,9 +83,9 @@ class CellDynamics(nn.Module):
         super().__init__()
         check_choice("discretization", discretization, DISCRETIZATIONS)
         self.discretization = discretization
-        self.log_rate = nn.Parameter(torch.empty(slots, channels))
-        self.log_step = nn.Parameter(torch.empty(slots, channels))
-        self.log_diffusion = nn.Parameter(torch.empty(slots, channels)) if process_noise else None
+        self.log_rate: nn.Parameter = nn.Parameter(torch.empty(slots, channels))
+        self.log_step: nn.Parameter = nn.Parameter(torch.empty(slots, channels))
+        self.log_diffusion: nn.Parameter | None = nn.Parameter(torch.empty(slots, channels)) if process_noise else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -117,9 +117,10 @@ class Noise(nn.Module):
 
     def __init__(self, hidden_size: int, outputs: int, *, initial: float, floor: float) -> None:
         super().__init__()
-        self.initial, self.floor = initial, floor
-        self.proj = nn.Linear(hidden_size, outputs, bias=False)
-        self.bias = nn.Parameter(torch.empty(outputs))
+        self.initial = initial
+        self.floor = floor
+        self.proj: nn.Linear = nn.Linear(hidden_size, outputs, bias=False)
+        self.bias: nn.Parameter = nn.Parameter(torch.empty(outputs))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -142,9 +143,9 @@ class StepDynamics(nn.Module):
     def __init__(self, rates: int, steps: int, *, least: float, turns: bool) -> None:
         super().__init__()
         self.least = least
-        self.log_rate = nn.Parameter(torch.empty(rates))
-        self.step_bias = nn.Parameter(torch.empty(steps))
-        self.frequency = nn.Parameter(torch.empty(rates)) if turns else None
+        self.log_rate: nn.Parameter = nn.Parameter(torch.empty(rates))
+        self.step_bias: nn.Parameter = nn.Parameter(torch.empty(steps))
+        self.frequency: nn.Parameter | None = nn.Parameter(torch.empty(rates)) if turns else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -195,12 +196,13 @@ class StepDecay(nn.Module):
         turns: bool = False,
     ) -> None:
         super().__init__()
-        self.rates, self.steps = rates, rates if steps is None else steps
+        self.rates = rates
+        self.steps: tuple[int, ...] = rates if steps is None else steps
         outputs = math.prod(self.steps)
-        self.proj = (
+        self.proj: nn.Module = (
             nn.Linear(hidden_size, outputs, bias=False) if rank is None else low_rank(hidden_size, rank, outputs, False)
         )
-        self.dynamics = StepDynamics(math.prod(rates), outputs, least=least, turns=turns)
+        self.dynamics: StepDynamics = StepDynamics(math.prod(rates), outputs, least=least, turns=turns)
 
     def forward(self, x: Tensor) -> Stepped:
         """Of tokens `x` `[B, T, D]`."""
@@ -228,14 +230,15 @@ class StateDynamics(nn.Module):
         super().__init__()
         if rotary_base is not None:
             check_number("rotary_base", rotary_base)
-        self.channels, self.rotary_base = channels, rotary_base
-        self.log_rate = nn.Parameter(torch.empty(heads))
-        self.log_step = nn.Parameter(torch.empty(heads))
-        self.process_noise = nn.Parameter(torch.empty(heads, *parts))
-        self.key_noise = nn.Parameter(torch.empty(heads, *parts))
-        self.query_noise = nn.Parameter(torch.empty(heads, *parts))
+        self.channels = channels
+        self.rotary_base = rotary_base
+        self.log_rate: nn.Parameter = nn.Parameter(torch.empty(heads))
+        self.log_step: nn.Parameter = nn.Parameter(torch.empty(heads))
+        self.process_noise: nn.Parameter = nn.Parameter(torch.empty(heads, *parts))
+        self.key_noise: nn.Parameter = nn.Parameter(torch.empty(heads, *parts))
+        self.query_noise: nn.Parameter = nn.Parameter(torch.empty(heads, *parts))
         turning = 0 if rotary_base is None else -(-channels // 2)
-        self.frequency = nn.Parameter(torch.empty(heads, turning)) if turning else None
+        self.frequency: nn.Parameter | None = nn.Parameter(torch.empty(heads, turning)) if turning else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -53,7 +53,7 @@ class RadialTangentialAttention(TrajectoryLayer):
         sizes = complex_heads(hidden_size, heads, head_dim)
         super().__init__(hidden_size, sizes, rotary_base=rotary_base, parts=(2,), predict=predict)
         self.window = window
-        self.doubt = Doubt(sizes.heads, nu=(2.0, 2.0 * max(1, sizes.key_width - 1)))
+        self.doubt: Doubt = Doubt(sizes.heads, nu=(2.0, 2.0 * max(1, sizes.key_width - 1)))
 
     def states(self, dtype: torch.dtype) -> Dynamics:
         """The dynamics, noises as all channels have them on average: one is along the direction, the others across."""

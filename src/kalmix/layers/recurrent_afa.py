@@ -85,7 +85,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
         sizes = complex_heads(hidden_size, heads, head_dim)
         super().__init__(hidden_size, sizes, rotary_base=rotary_base, predict=predict)
         self.iterations = iterations
-        self.doubt = Doubt(sizes.heads, nu=2.0 * sizes.key_width)
+        self.doubt: Doubt = Doubt(sizes.heads, nu=2.0 * sizes.key_width)
 
     def reset_parameters(self) -> None:
         """Steps are nearly full: 0.98."""
@@ -137,12 +137,13 @@ class _Step:
     """A step of the filter, for one dtype."""
 
     def __init__(self, layer: RecurrentFilterAttention, dtype: torch.dtype) -> None:
-        self.states, self.iterations = layer.states(dtype), layer.iterations
+        self.states: Dynamics = layer.states(dtype)
+        self.iterations = layer.iterations
         doubt = layer.doubt(dtype)
         self.noise, self.nu, self.temperature, self.part = (
             x[:, None] for x in (self.states.key_noise, *doubt.values(), torch.sigmoid(layer.residual.to(dtype)))
         )
-        self.unit = Passage.of(self.states, torch.ones_like(self.noise[0, 0]))
+        self.unit: Passage = Passage.of(self.states, torch.ones_like(self.noise[0, 0]))
 
     def __call__(
         self, belief: RunningEstimate, query: Tensor, look: Tensor, now: Tensor | None

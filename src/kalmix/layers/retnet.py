@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix import designs, ops
+from kalmix.designs import Design
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import check_number
 from kalmix.layers.head_sizes import Heads
@@ -33,7 +34,7 @@ class RetNet(MemoryLayer):
     Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and a position.
     """
 
-    design = designs.RETNET
+    design: Design | None = designs.RETNET
 
     def __init__(
         self,

@@ -26,10 +26,9 @@ class Doubt(nn.Module):
         super().__init__()
         self.nu = nu
         parts = len(nu) if isinstance(nu, tuple) else 0
-        self.log_nu, self.log_temperature = (
-            nn.Parameter(torch.empty(heads, parts) if parts else torch.empty(heads)) for _ in range(2)
-        )
-        self.floor = nn.Parameter(torch.empty(heads)) if floor else None
+        self.log_nu: nn.Parameter = nn.Parameter(torch.empty(heads, parts) if parts else torch.empty(heads))
+        self.log_temperature: nn.Parameter = nn.Parameter(torch.empty(heads, parts) if parts else torch.empty(heads))
+        self.floor: nn.Parameter | None = nn.Parameter(torch.empty(heads)) if floor else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -55,7 +54,8 @@ class Confidence(nn.Module):
 
     def __init__(self, heads: int) -> None:
         super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(heads)) for _ in range(2))
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(heads))
+        self.bias: nn.Parameter = nn.Parameter(torch.empty(heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -78,7 +78,8 @@ class Foresight(nn.Module):
 
     def __init__(self, heads: int, channels: int) -> None:
         super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(heads, channels)) for _ in range(2))
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(heads, channels))
+        self.bias: nn.Parameter = nn.Parameter(torch.empty(heads, channels))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -87,14 +87,16 @@ class TrajectoryLayer(Mixer):
         super().__init__(hidden_size)
         if predict is not None:
             check_choice("predict", predict, PREDICTIONS)
-        self.sizes, self.predict, self.kernel = sizes, predict, kernel
+        self.sizes = sizes
+        self.predict = predict
+        self.kernel = kernel
         columns = 2 * sizes.keys
-        self.in_proj = nn.Linear(hidden_size, 3 * columns)
-        self.dynamics = StateDynamics(sizes.heads, sizes.key_width, rotary_base, parts)
-        self.residual = nn.Parameter(torch.empty(sizes.heads))
-        self.confidence = Confidence(sizes.heads) if confidence else None
-        self.foresight = Foresight(sizes.heads, sizes.key_width) if predict == "gate" else None
-        self.out_proj = nn.Linear(columns, hidden_size)
+        self.in_proj: nn.Linear = nn.Linear(hidden_size, 3 * columns)
+        self.dynamics: StateDynamics = StateDynamics(sizes.heads, sizes.key_width, rotary_base, parts)
+        self.residual: nn.Parameter = nn.Parameter(torch.empty(sizes.heads))
+        self.confidence: Confidence | None = Confidence(sizes.heads) if confidence else None
+        self.foresight: Foresight | None = Foresight(sizes.heads, sizes.key_width) if predict == "gate" else None
+        self.out_proj: nn.Linear = nn.Linear(columns, hidden_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
