@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kalmix_bench.experiments.collision import results
+from kalmix_bench.experiments.collision import experiment
 
 PNG = b"\x89PNG\r\n"
 TINY = ("--steps", 2, "--batch", 2, "--tests", 1)
@@ -48,13 +48,13 @@ def test_models_are_trained_tested_and_drawn(kalmix, tmp_path: Path, part: str, 
 
 def test_a_finished_cell_is_not_run_again(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learned = []
-    train = results.train
+    train = experiment.train
 
     def counting(model, study, seeds, *rest):
         learned.append(seeds)
         return train(model, study, seeds, *rest)
 
-    monkeypatch.setattr(results, "train", counting)
+    monkeypatch.setattr(experiment, "train", counting)
     asked = ("bench", "collision", "--parts", "crowding", "--models", "deltanet", *TINY, "--output", tmp_path)
     assert kalmix(*asked, "--seeds", 2).status == 0
     first = (tmp_path / "results.jsonl").read_text()

@@ -11,15 +11,8 @@ from attack import Attack
 from safetensors.torch import save_file
 
 from kalmix import ArgumentError
-from kalmix_bench.experiments.sde.results import Results, learned
+from kalmix_bench.experiments.sde import checkpoints
 from kalmix_bench.experiments.vision.run import load as load_vision
-
-
-class Fixed(Results):
-    """Results whose weights lie in one file."""
-
-    def weights(self, cell):
-        return self.path.parent / "weights.pt"
 
 
 @pytest.mark.parametrize("content", ["pickle", "empty", "text", "another"])
@@ -30,15 +23,16 @@ def test_weights_of_sde_models(tmp_path, monkeypatch, content):
     class Cell:
         model, protocol, seed = "afa", None, 0
 
-    monkeypatch.setattr("kalmix_bench.experiments.sde.results.begin", lambda *given: Found)
     file = tmp_path / "weights.pt"
+    monkeypatch.setattr(checkpoints, "begin", lambda *given: Found)
+    monkeypatch.setattr(checkpoints, "weights", lambda *given: file)
     if content == "another":
         torch.save({0: {"x": torch.ones(3)}}, file)
     else:
         attack = pickle.dumps(Attack(tmp_path / "ATTACKED"))
         file.write_bytes({"pickle": attack, "empty": b"", "text": b"weights"}[content])
     with pytest.raises(ArgumentError, match="weights"):
-        learned(cast("Any", Cell()), cast("Any", None), Fixed(tmp_path / "results.jsonl"), torch.device("cpu"))
+        checkpoints.learned(*cast("Any", (Cell(), None, None)), torch.device("cpu"))
     assert not (tmp_path / "ATTACKED").exists()
 
 

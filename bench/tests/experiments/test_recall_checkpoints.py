@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from kalmix.errors import ArgumentError
-from kalmix_bench.experiments.recall import Cell, Part, Protocol, Shape, run
+from kalmix_bench.experiments.recall import Cell, Part, Protocol, Shape
 from kalmix_bench.experiments.recall import beliefs as bench_beliefs
 from kalmix_bench.experiments.recall.checkpoints import cell_of, kept, restored
 from kalmix_bench.experiments.recall.data import draw
+from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.runner.cells import Results
+from kalmix_bench.runner.scheduler import run
 
 COPY = Cell(
     "mad/selective-copying",
@@ -32,7 +34,7 @@ DOUBTLESS = replace(COPY, layer="deltanet", shape=Shape(8))
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     results = Results(tmp_path_factory.mktemp("bench") / "results.jsonl")
-    run([COPY, PRESSED, DOUBTLESS], results, torch.device("cpu"))
+    run(Recall(), [COPY, PRESSED, DOUBTLESS], results, torch.device("cpu"))
     return results
 
 

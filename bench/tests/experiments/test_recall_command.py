@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kalmix_bench.experiments import all as bench_all
+from kalmix_bench import cli
 from kalmix_bench.experiments.recall import Cell, Part, Protocol, Shape, presets
 from kalmix_bench.experiments.recall.presets import BENCHES, Study, cells
-from kalmix_bench.runner.summary import Score, entries, printed, slices
+from kalmix_bench.experiments.recall.published import printed
+from kalmix_bench.experiments.recall.summary import entries, slices
+from kalmix_bench.runner.scores import Score
 
 PNG = b"\x89PNG\r\n"
 _COPY = Study(
@@ -201,10 +203,11 @@ def test_all_runs_every_bench_into_its_folder(kalmix, tmp_path: Path, monkeypatc
     def recorder(name: str):
         return lambda **options: called.setdefault(name, options)
 
-    for name in bench_all.COMMANDS:
-        monkeypatch.setitem(bench_all.COMMANDS, name, recorder(name))
+    for experiment in cli.EXPERIMENTS:
+        commands = {name: recorder(name) for name in experiment.commands()}
+        monkeypatch.setattr(type(experiment), "commands", lambda _, found=commands: found)
     reported = []
-    monkeypatch.setattr(bench_all.bench_report, "run", lambda *given: reported.append(given))
+    monkeypatch.setattr(cli, "report", lambda *given: reported.append(given))
     asked = ("bench", "all", "--seeds", 2, "--jobs", 2, "--output", tmp_path)
     assert kalmix(*asked).status == 0
     assert list(called) == ["mad", "mqar", "needle", "a5", "collision", "solvers", "sde"]

@@ -9,8 +9,10 @@ import pytest
 
 from kalmix.training.checkpoints import newest, saved
 from kalmix_bench.experiments.recall import evaluation_callback as judge
-from kalmix_bench.experiments.recall import run, trainer
+from kalmix_bench.experiments.recall import trainer
+from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.runner.cells import Results, digest
+from kalmix_bench.runner.scheduler import run
 
 from .test_recall_run import COPY, CPU, found
 
@@ -70,5 +72,5 @@ def test_a_sweep_deletes_checkpoints_after_it_has_written_the_row(
         found(COPY, tmp_path)
     assert [row["epochs"] for row in results.read()] == [3]
     before = len(steps)
-    run([COPY], results, CPU)
+    run(Recall(), [COPY], results, CPU)
     assert len(steps) == before and not kept.exists()

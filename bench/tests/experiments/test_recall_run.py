@@ -11,10 +11,12 @@ import torch
 
 from kalmix_bench.datasets import Rows
 from kalmix_bench.datasets.metrics import micro
-from kalmix_bench.experiments.recall import Cell, Part, Protocol, Shape, run, trainer
+from kalmix_bench.experiments.recall import Cell, Part, Protocol, Shape, trainer
 from kalmix_bench.experiments.recall import evaluation_callback as judge
 from kalmix_bench.experiments.recall.data import Batches, draw
+from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.runner.cells import Results
+from kalmix_bench.runner.scheduler import run
 
 CPU = torch.device("cpu")
 COPY = Cell(
@@ -28,7 +30,7 @@ COPY = Cell(
 
 
 def found(cell: Cell, folder: Path, device: torch.device = CPU) -> dict:
-    return run([cell], Results(folder / "results.jsonl"), device)[cell]
+    return run(Recall(), [cell], Results(folder / "results.jsonl"), device)[cell]
 
 
 def test_a_layer_learns_and_its_row_says_how(tmp_path: Path) -> None:
@@ -54,7 +56,7 @@ def test_how_far_it_is_is_told_within_an_epoch_too(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(judge, "TOLD", 0.0)
     told = []
     cell = replace(COPY, protocol=replace(COPY.protocol, epochs=2, batch=32))
-    run([cell], Results(tmp_path / "results.jsonl"), CPU, follow=lambda *_: lambda *now: told.append(now))
+    run(Recall(), [cell], Results(tmp_path / "results.jsonl"), CPU, follow=lambda *_: lambda *now: told.append(now))
     assert [done for done, _ in told] == [0.25, 0.5, 0.5, 0.75, 0.999, 0.999, 1.0]
     assert [how[:5] for _, how in told] == ["", "", *["macro"] * 5]
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kalmix import ArgumentError
 from kalmix_bench.datasets.sde.co2 import series, windows
+from kalmix_bench.datasets.sde.scores import LEVELS, coverage, fit_scale
 from kalmix_bench.datasets.sde.systems import SPIRAL, System, drift_of
 from kalmix_bench.datasets.sde.trajectories import Sampling, embedding, simulate, splits
 from kalmix_bench.experiments.sde.calibration import MODE, calibration, estimate
 from kalmix_bench.experiments.sde.independence import pooled
-from kalmix_bench.experiments.sde.scores import LEVELS, coverage, fit_scale
 
 PAPER = System(SPIRAL, 0.3, 0.5, step=0.01)
 DECAYING = System(((-0.1,),), 0.3, 0.5)  # a mode of it, its rotation undone

@@ -11,12 +11,16 @@ import torch
 
 from kalmix import ArgumentError
 from kalmix.errors import NonFiniteError
+from kalmix_bench.datasets.sde.scores import errors
 from kalmix_bench.datasets.sde.settings import SETTINGS
 from kalmix_bench.datasets.sde.trajectories import Trajectories
-from kalmix_bench.experiments.sde import REFERENCES, Cell, Protocol, Results, learn, learned, run
+from kalmix_bench.experiments.sde import REFERENCES, Cell, Protocol, learn
 from kalmix_bench.experiments.sde import figures as plots
+from kalmix_bench.experiments.sde.checkpoints import learned, weights
+from kalmix_bench.experiments.sde.experiment import Sde
 from kalmix_bench.experiments.sde.models import MODELS, Filtering
-from kalmix_bench.experiments.sde.scores import errors
+from kalmix_bench.runner.cells import Results
+from kalmix_bench.runner.scheduler import run
 
 CPU = torch.device("cpu")
 TINY = Protocol(epochs=2, batch=4, channels=8, train=8, validation=4, test=4)
@@ -105,7 +109,7 @@ def test_a_seed_learns_the_same_again_and_divergence_is_told() -> None:
 def test_cells_are_run_once_and_their_models_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = Results(tmp_path / "results.jsonl")
     cells = [Cell("outliers", model, 0, TINY) for model in (REFERENCES, "softmax")]
-    rows = run(cells, results, CPU)
+    rows = run(Sde(), cells, results, CPU)
     assert list(rows) == cells
     references, missed = (rows[cell]["errors"] for cell in cells)
     assert references["kalman, told"]["state"] < references["kalman"]["state"] < references["last"]["state"]
@@ -123,13 +127,13 @@ def test_cells_are_run_once_and_their_models_found_again(tmp_path: Path, monkeyp
         raise AssertionError("learned again")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kalmix_bench.experiments.sde.results.learn", failing)
-        assert run(cells, results, CPU) == rows
+        patch.setattr("kalmix_bench.experiments.sde.experiment.learn", failing)
+        assert run(Sde(), cells, results, CPU) == rows
         with pytest.raises(AssertionError, match="learned again"):  # another protocol is another cell
-            run([replace(cells[1], protocol=replace(TINY, epochs=1))], results, CPU)
-    results.weights(cells[1]).unlink()
-    run(cells, results, CPU)
-    assert results.weights(cells[1]).exists()
+            run(Sde(), [replace(cells[1], protocol=replace(TINY, epochs=1))], results, CPU)
+    weights(cells[1], results).unlink()
+    run(Sde(), cells, results, CPU)
+    assert weights(cells[1], results).exists()
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kalmix.analysis.diffusions import sample_backwards
 from kalmix_bench.datasets.sde.co2 import windows
+from kalmix_bench.datasets.sde.references import Gaussian, kalman
+from kalmix_bench.datasets.sde.scores import errors
+from kalmix_bench.datasets.sde.structural import structural
 from kalmix_bench.datasets.sde.systems import SPIRAL, System, drift_of
 from kalmix_bench.datasets.sde.trajectories import Sampling, simulate
-from kalmix_bench.experiments.sde.references import Gaussian, kalman
-from kalmix_bench.experiments.sde.scores import errors
-from kalmix_bench.experiments.sde.structural import structural
 
 PAPER = System(SPIRAL, 0.3, 0.5, step=0.01)
 

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from kalmix.analysis.plots.style import COLOURS
-from kalmix_bench.experiments.solvers import PRESETS, STUDIES, Cell, run
+from kalmix_bench.experiments.solvers import PRESETS, STUDIES, Cell
 from kalmix_bench.experiments.solvers.conditions import Conditions
 from kalmix_bench.experiments.solvers.convergence import Convergence
+from kalmix_bench.experiments.solvers.experiment import Solvers
 from kalmix_bench.experiments.solvers.figures import _colours
 from kalmix_bench.experiments.solvers.gradients import Gradients
 from kalmix_bench.experiments.solvers.reversal import Reversal
 from kalmix_bench.runner.cells import Results
+from kalmix_bench.runner.scheduler import run
 
 PNG = b"\x89PNG\r\n"
 TINY = {
@@ -60,14 +62,14 @@ def test_studies_are_run_printed_and_drawn_once(kalmix, tmp_path: Path, monkeypa
 def test_another_seed_is_added_and_a_cut_line_is_no_result(tmp_path: Path) -> None:
     results = Results(tmp_path / "new" / "results.jsonl")
     cells = [Cell("condition", TINY["condition"], seed) for seed in (0, 1)]
-    run(cells[:1], results, torch.device("cpu"))
-    rows = run(cells, results, torch.device("cpu"))
+    run(Solvers(), cells[:1], results, torch.device("cpu"))
+    rows = run(Solvers(), cells, results, torch.device("cpu"))
     assert [json.loads(line)["seed"] for line in results.path.read_text().splitlines()] == [0, 1]
     results.path.write_text(results.path.read_text()[:-99])
-    assert run(cells, results, torch.device("cpu"))[cells[1]]["found"] == rows[cells[1]]["found"]
+    assert run(Solvers(), cells, results, torch.device("cpu"))[cells[1]]["found"] == rows[cells[1]]["found"]
     assert json.loads(results.path.read_text().splitlines()[-1])["seed"] == 1
     other = Cell("condition", Conditions(1, 4, 8), 0)
-    assert run([other], results, torch.device("cpu"))[other]["setting"]["length"] == 4
+    assert run(Solvers(), [other], results, torch.device("cpu"))[other]["setting"]["length"] == 4
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,13 @@ import pytest
 import torch
 
 from kalmix import ArgumentError
+from kalmix_bench.runner import scheduler
 from kalmix_bench.runner.cells import Results, digest
-from kalmix_bench.runner.scheduler import CellError, run
+from kalmix_bench.runner.experiment import Experiment
+from kalmix_bench.runner.scheduler import CellError
 
 CPU = torch.device("cpu")
+Work = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,34 @@ class Square:
 
     def __str__(self) -> str:
         return f"square of {self.number}"
+
+
+class Squares(Experiment[Square]):
+    """An experiment that runs cells by a function of the test's own."""
+
+    name, keys = "squares", frozenset(("number", "sizes"))
+
+    def __init__(self, work: Work, together: Callable[[Square], Hashable] | None) -> None:
+        self.work, self.join = work, together
+
+    def commands(self):
+        return {}
+
+    def run(self, cells, results, device, tell):
+        return self.work(cells, tell)
+
+    def together(self, cell):
+        return self.join(cell) if self.join else cell
+
+    def report(self, rows, output, console):
+        return []
+
+    def findings(self, rows):
+        return []
+
+
+def run(cells, results: Results, work: Work, device: torch.device, *, together=None, **options: Any):
+    return scheduler.run(Squares(work, together), cells, results, device, **options)
 
 
 def squared(cells, tell, notes: Path, seconds: float = 0.0):

@@ -24,12 +24,12 @@ import torch
 
 from kalmix.errors import ArgumentError
 from kalmix_bench import datasets as tasks
-from kalmix_bench.experiments.recall import Cell
 from kalmix_bench.experiments.recall.data import Batches, draw
 from kalmix_bench.experiments.recall.models import build
 from kalmix_bench.experiments.recall.presets import BENCHES, cells
-from kalmix_bench.experiments.recall.run import one_order
+from kalmix_bench.experiments.recall.protocol import Cell
 from kalmix_bench.experiments.recall.trainer import learn
+from kalmix_bench.runner.determinism import one_order
 
 SECONDS = 0.3  # of repeating a step
 GIB = 2**30

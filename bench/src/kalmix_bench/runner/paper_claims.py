@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kalmix_bench.runner.summary import Score, printed
+from kalmix_bench.runner.scores import Score
+
+
+class Printed(NamedTuple):
+    """An accuracy in a paper, in percent, and where."""
+
+    percent: float
+    source: str
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,7 @@ class Finding:
         layer: by name, or whatever is compared.
         score, value, seeds: what was measured; over so many seeds.
         facts: more to know, by name; those of a model's size tell findings of one task and layer apart.
+        paper: what a paper prints of this score, at its own sizes.
     """
 
     task: str
@@ -28,6 +36,7 @@ class Finding:
     value: Score
     seeds: int
     facts: Mapping[str, Any] = field(default_factory=dict)
+    paper: Printed | None = None
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -123,8 +132,8 @@ class Seen(NamedTuple):
     @property
     def paper(self) -> str:
         """What the paper prints of it, at its own sizes, and where."""
-        task, sign = self.ordering.task, "<" if self.ordering.smaller else ">"
-        ahead, behind = printed(task, self.ordering.ahead), printed(task, self.ordering.behind)
+        sign = "<" if self.ordering.smaller else ">"
+        ahead, behind = self.ahead.paper, self.behind.paper
         told = f"{ahead.percent:.1f}% {sign} {behind.percent:.1f}%, " if ahead and behind else ""
         return told + self.ordering.source
 

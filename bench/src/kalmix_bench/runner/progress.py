@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from kalmix_bench.runner.scheduler import Follow, Piece, Tell
+from kalmix_bench.runner.experiment import Tell
+from kalmix_bench.runner.scheduler import Follow, Piece
 
 
 @contextmanager

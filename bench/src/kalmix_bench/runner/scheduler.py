@@ -7,102 +7,94 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from filelock import Timeout
 
 from kalmix.files import FORMAT, writing
 from kalmix.training.provenance import provenance
-from kalmix_bench.runner.cells import Cell, Results, Row
+from kalmix_bench.runner.cells import Results, Row
+from kalmix_bench.runner.experiment import CellT, Experiment, Tell
 
 PAUSE = 0.5  # seconds between two looks at cells that another sweep is running
 
-_CellT = TypeVar("_CellT", bound=Cell)
 Piece = tuple[Any, ...]  # cells that are run together, mostly one
-Tell = Callable[[float, str], None]  # the part done, 1 when its rows are written; and how it stands
-Work = Callable[[Piece, Tell], Sequence[Row]]  # what was found of each cell
 Follow = Callable[[Piece, int], Tell]  # called as a piece begins, with how many there are in this sweep
-Clear = Callable[[Any], None]  # deletes what a cell needed only until its row was written
 
 
 class Task(NamedTuple):
     """Arguments of `run` that every piece needs."""
 
+    experiment: Experiment[Any]
     results: Results
-    work: Work
     device: torch.device
-    clear: Clear
+
+    def finished(self, cells: Iterable[Any]) -> dict[Any, Row]:
+        """Return the rows of those cells that need not be run again."""
+        rows = self.results.rows(cells)
+        return {cell: row for cell, row in rows.items() if self.experiment.is_complete(cell, self.results)}
 
 
 class CellError(ValueError):
     """A cell cannot be run; says which, and why."""
 
 
-def _keep(_: Any) -> None:
-    """Delete nothing."""
-
-
 def run(
-    cells: Iterable[_CellT],
+    experiment: Experiment[CellT],
+    cells: Iterable[CellT],
     results: Results,
-    work: Work,
     device: torch.device,
     *,
     jobs: int = 1,
-    together: Callable[[_CellT], Hashable] | None = None,
     follow: Follow = lambda piece, pieces: lambda done, told: None,
-    clear: Clear = _keep,
-) -> dict[_CellT, Row]:
-    """Run the cells that `results` lacks, and give the rows of all that were asked, in their order.
+) -> dict[CellT, Row]:
+    """Run the cells that `results` lacks, and return the rows of all that were asked, in their order.
 
     Each row is written as soon as its piece is done, so nothing that is finished is lost or done again. Cells that
     another process is running are waited for.
 
     Args:
+        experiment: that the cells belong to; it runs them.
         cells: duplicates are run once.
-        results: where rows are kept.
-        work: runs a piece; with several jobs it must be what `pickle` takes.
-        device: that `work` runs on, for the row.
+        results: where rows are stored.
+        device: that cells run on.
         jobs: processes. One is this process; several are new ones, each of which takes a piece after the other.
-        together: cells next to each other of which this is equal are one piece; every cell is its own if absent.
         follow: told of every piece as it begins, and how it goes on.
-        clear: deletes what a cell needed only until its row was written; with several jobs it must be what `pickle`
-            takes.
 
     Raises:
-        ArgumentError: `results` is no such file, or what `work` raises of a cell that it cannot run.
+        ArgumentError: `results` is no such file, or what `experiment` raises of a cell that it cannot run.
         CellError: the same, from a process of its own.
         OSError: the disk is full; names the path.
     """
-    asked, task = list(dict.fromkeys(cells)), Task(results, work, device, clear)
-    known = results.rows(asked)
+    asked, task = list(dict.fromkeys(cells)), Task(experiment, results, device)
+    known = task.finished(asked)
     for cell in known:  # a run may have been killed between writing the row and this
-        clear(cell)
+        experiment.clear(cell, results)
     missing = [cell for cell in asked if cell not in known]
-    pieces = [tuple(group) for _, group in groupby(missing, together or id)]
+    pieces = [tuple(group) for _, group in groupby(missing, experiment.together)]
     if jobs == 1 or len(pieces) < 2:
         _here(pieces, task, follow)
     else:
         _apart(pieces, task, follow, min(jobs, len(pieces)))
-    known = results.rows(asked)
+    known = task.finished(asked)
     return {cell: known[cell] for cell in asked}
 
 
 def _finish(piece: Piece, task: Task, begin: Callable[[], Tell]) -> bool:
     """Run what is missing of a piece and write it; false if another process has one of its cells in hand."""
-    results, work, device, clear = task
+    experiment, results, device = task
     with ExitStack() as claims, writing(results.path.parent):
         for cell in piece:
             try:
                 claims.enter_context(results.claim(cell).acquire(timeout=0))
             except Timeout:
                 return False
-        tell, known = begin(), results.rows(piece)  # another sweep may have finished some of it meanwhile
+        tell, known = begin(), task.finished(piece)  # another sweep may have finished some of it meanwhile
 
         left = tuple(cell for cell in piece if cell not in known)
         how = "" if left else "by another sweep"
@@ -116,7 +108,7 @@ def _finish(piece: Piece, task: Task, begin: Callable[[], Tell]) -> bool:
             began = time.monotonic()
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            found = work(left, under_way)
+            found = experiment.run(left, results, device, under_way)
             where = {
                 "seconds": round(time.monotonic() - began, 1),
                 "format": FORMAT,
@@ -125,7 +117,7 @@ def _finish(piece: Piece, task: Task, begin: Callable[[], Tell]) -> bool:
             }
             results.add({**cell.written(), **where, **more} for cell, more in zip(left, found, strict=True))
         for cell in piece:
-            clear(cell)
+            experiment.clear(cell, results)
         tell(1.0, how)
     return True
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from kalmix_bench.datasets.sde import co2
+from kalmix_bench.datasets.sde.references import kalman
+from kalmix_bench.datasets.sde.scores import Errors, errors
+from kalmix_bench.datasets.sde.structural import structural
 from kalmix_bench.datasets.sde.systems import SPIRAL, System
 from kalmix_bench.datasets.sde.trajectories import Sampling, Splits, Trajectories, splits
-from kalmix_bench.experiments.sde.references import kalman
-from kalmix_bench.experiments.sde.scores import Errors, errors
-from kalmix_bench.experiments.sde.structural import structural
 
 PUBLISHED = Sampling()  # regular, without outliers
 

@@ -1,6 +1,5 @@
-"""The learned collision experiments (appendix E.5): train, ask beyond the training range, write one line a seed."""
+"""Collisions of addresses (section 4.1 and appendix E of Memory by Design): mechanism, learned recall, crowding."""
 
 from kalmix_bench.experiments.collision.protocol import PRESETS, STUDIES, Cell, Protocol
-from kalmix_bench.experiments.collision.results import run
 
-__all__ = ["PRESETS", "STUDIES", "Cell", "Protocol", "run"]
+__all__ = ["PRESETS", "STUDIES", "Cell", "Protocol"]

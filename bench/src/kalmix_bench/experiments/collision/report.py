@@ -18,7 +18,7 @@ from kalmix_bench.experiments.collision import mechanism as mech
 from kalmix_bench.experiments.collision.predictions import Prediction, predictions
 from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.paper_claims import Finding
-from kalmix_bench.runner.summary import Score
+from kalmix_bench.runner.scores import Score
 
 OVERLAPS = (0.30, 0.45, 0.60, 0.75, 0.85, 0.90, 0.92, 0.95, 0.98, 0.99)
 OVERLAP = 0.92  # of the mechanism's two addresses, as E.4.1 has it

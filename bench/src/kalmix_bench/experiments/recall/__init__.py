@@ -1,8 +1,7 @@
-"""The benchmarks of the papers with every layer of the library: models, protocols, and one line a finished cell."""
+"""Layers on the papers' synthetic benchmarks: models, protocols and presets, training and report."""
 
 from kalmix_bench.experiments.recall.layers import LAYERS
 from kalmix_bench.experiments.recall.models import Shape
 from kalmix_bench.experiments.recall.protocol import Cell, Part, Protocol
-from kalmix_bench.experiments.recall.run import run
 
-__all__ = ["LAYERS", "Cell", "Part", "Protocol", "Shape", "run"]
+__all__ = ["LAYERS", "Cell", "Part", "Protocol", "Shape"]

@@ -13,7 +13,7 @@ from kalmix.errors import ArgumentError
 from kalmix_bench.runner.options import count
 
 if TYPE_CHECKING:
-    from kalmix_bench.experiments.recall import Cell
+    from kalmix_bench.experiments.recall.protocol import Cell
     from kalmix_bench.runner.cells import Results
 
 MAPS = 4  # channels or heads drawn of a layer, as in Figures 11 to 13

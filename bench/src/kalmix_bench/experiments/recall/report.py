@@ -13,9 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from kalmix_bench.experiments.recall import figures
+from kalmix_bench.experiments.recall.published import printed
+from kalmix_bench.experiments.recall.summary import Entry, entries, slices
 from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.paper_claims import Finding
-from kalmix_bench.runner.summary import Entry, Score, entries, printed, slices
+from kalmix_bench.runner.scores import Score
 
 KINDS = {"scores": "", "test_chosen_scores": ", chosen on test"}
 LAYER_COLUMNS = 24  # of a table, at least, for a layer with options, where it has as many
@@ -43,7 +45,9 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
                 score = entry.score(name, kind)
                 assert score is not None
                 called = name + KINDS[kind]
-                found.append(Finding(entry.task, entry.asked, entry.layer, called, score, len(entry.rows), facts))
+                paper = printed(entry.task, entry.layer) if called == entry.main else None
+                place = (entry.task, entry.asked, entry.layer)
+                found.append(Finding(*place, called, score, len(entry.rows), facts, paper))
     return found
 
 

@@ -1,7 +1,10 @@
-"""Learning to predict linear stochastic differential equations: train, compare with who knows them, one line a cell."""
+"""Predicting linear stochastic differential equations (section 4.3 of Adaptive Filter Attention).
+
+`models`, `trainer` and `protocol`: what learns, and how. `independence` and `calibration`: how far Adaptive Filter
+Attention is from the optimum with nothing learned, and what its variance is worth.
+"""
 
 from kalmix_bench.experiments.sde.protocol import PRESETS, REFERENCES, Cell, Protocol
-from kalmix_bench.experiments.sde.results import Results, learned, run
 from kalmix_bench.experiments.sde.trainer import Learned, learn
 
-__all__ = ["PRESETS", "REFERENCES", "Cell", "Learned", "Protocol", "Results", "learn", "learned", "run"]
+__all__ = ["PRESETS", "REFERENCES", "Cell", "Learned", "Protocol", "learn"]

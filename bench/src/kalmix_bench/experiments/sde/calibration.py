@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kalmix.ops import attend
+from kalmix_bench.datasets.sde.references import Gaussian, kalman
+from kalmix_bench.datasets.sde.scores import coverage, fit_scale
 from kalmix_bench.datasets.sde.systems import System, drift_of
 from kalmix_bench.datasets.sde.trajectories import Sampling, Trajectories, splits
-from kalmix_bench.experiments.sde.references import Gaussian, kalman
-from kalmix_bench.experiments.sde.scores import coverage, fit_scale
 
 MODE = -0.1 + 1j  # the paper's, but turning without shear, so that one complex channel is all of it
 UNWEIGHTED = 1e12  # nu: no residual makes a token count less

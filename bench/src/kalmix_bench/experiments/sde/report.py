@@ -13,17 +13,20 @@ from rich.console import Console
 from rich.table import Table
 
 from kalmix.analysis.plots import attention_maps
+from kalmix_bench.datasets.sde.scores import LEVELS
 from kalmix_bench.datasets.sde.settings import PUBLISHED, SETTINGS, Simulated
 from kalmix_bench.datasets.sde.systems import System
 from kalmix_bench.datasets.sde.trajectories import Trajectories
-from kalmix_bench.experiments.sde import REFERENCES, Cell, Learned, Results, figures, learned
+from kalmix_bench.experiments.sde import figures
 from kalmix_bench.experiments.sde.calibration import MODE, calibration
+from kalmix_bench.experiments.sde.checkpoints import learned
 from kalmix_bench.experiments.sde.independence import pooled
 from kalmix_bench.experiments.sde.models import Filtering
-from kalmix_bench.experiments.sde.scores import LEVELS
-from kalmix_bench.runner.cells import Row
+from kalmix_bench.experiments.sde.protocol import REFERENCES, Cell
+from kalmix_bench.experiments.sde.trainer import Learned
+from kalmix_bench.runner.cells import Results, Row
 from kalmix_bench.runner.paper_claims import Finding
-from kalmix_bench.runner.summary import Score
+from kalmix_bench.runner.scores import Score
 
 REFERENCE = ("kalman", "structural")  # whose error others are divided by
 Errors = dict[str, dict[str, dict[int, float]]]  # by predictor, truth and seed

@@ -1,6 +1,5 @@
-"""Running the numerical studies of solvers: what each measures at which size, and one line a finished one."""
+"""Numerical studies of the solvers of a ridge regression (Figures 1, 5 and 9 of Gated KalmaNet)."""
 
 from kalmix_bench.experiments.solvers.protocol import PRESETS, STUDIES, Cell, Preset
-from kalmix_bench.experiments.solvers.results import run
 
-__all__ = ["PRESETS", "STUDIES", "Cell", "Preset", "run"]
+__all__ = ["PRESETS", "STUDIES", "Cell", "Preset"]

@@ -24,7 +24,7 @@ from kalmix_bench.experiments.solvers.tables import (
 )
 from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.paper_claims import Finding
-from kalmix_bench.runner.summary import Score
+from kalmix_bench.runner.scores import Score
 
 CARRIED = "Chebyshev by residuals"  # the form that the Triton kernels have
 

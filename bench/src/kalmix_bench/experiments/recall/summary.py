@@ -1,34 +1,16 @@
-"""What rows of results say together: scores over seeds, beside those that papers print."""
+"""Rows of one layer on one task, put together over seeds."""
 
 from __future__ import annotations
 
 import json
-import math
-import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.resources import files
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
 from kalmix_bench import datasets as tasks
 from kalmix_bench.runner.cells import Row
-
-
-class Score(NamedTuple):
-    """Of several seeds: their mean and its standard error, NaN of one."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Score:
-        """From one value a seed."""
-        return cls(mean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan)
-
-    def __str__(self) -> str:
-        return f"{100 * self.mean:.1f}" + ("" if math.isnan(self.error) else f" ± {100 * self.error:.1f}")
+from kalmix_bench.runner.scores import Score
 
 
 @dataclass(frozen=True)
@@ -128,26 +110,3 @@ def slices(entry: Entry, chosen: str = "score") -> Slices:
                 by, part = name.split()
                 found.setdefault((settings["max_seq_length"], part), []).append(scores[name])
     return Slices(by, {at: mean(values) for at, values in sorted(found.items())})
-
-
-class Printed(NamedTuple):
-    """An accuracy in a paper, in percent, and where."""
-
-    percent: float
-    source: str
-
-
-def printed(task: str, layer: str) -> Printed | None:
-    """What papers print of a layer on a task, at their own sizes."""
-    for source in _sources():
-        percent = source["accuracy"].get(layer, {}).get(task)
-        if percent is not None:
-            return Printed(percent, source["name"])
-    return None
-
-
-@cache
-def _sources() -> list[dict[str, Any]]:
-    return tomllib.loads(
-        files("kalmix_bench.experiments.recall").joinpath("published.toml").read_text(encoding="utf-8")
-    )["source"]

@@ -1,0 +1,104 @@
+"""Collisions of addresses as an experiment: with nothing learned, and with five models trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from kalmix.errors import ArgumentError
+from kalmix_bench.experiments.collision import report
+from kalmix_bench.experiments.collision.mechanism import Setting
+from kalmix_bench.experiments.collision.models import UPDATES, Recaller
+from kalmix_bench.experiments.collision.protocol import PRESETS, STUDIES, Cell
+from kalmix_bench.experiments.collision.trainer import coordinates, test, train
+from kalmix_bench.runner import options, session
+from kalmix_bench.runner.cells import Results, Row
+from kalmix_bench.runner.experiment import Experiment, Tell
+from kalmix_bench.runner.paper_claims import Finding
+
+PARTS = ("mechanism", *STUDIES)
+
+
+class Collision(Experiment[Cell]):
+    """The learned collision experiments (appendix E.5 of Memory by Design); the seeds of a model train side by side."""
+
+    name = "collision"
+    keys = frozenset(("study", "model"))
+    latest = ("study", "protocol")
+
+    def commands(self) -> dict[str, Callable[..., None]]:
+        return {"collision": _command}
+
+    def together(self, cell: Cell) -> Hashable:
+        return cell.study, cell.model, cell.protocol
+
+    def run(self, cells: tuple[Cell, ...], results: Results, device: torch.device, tell: Tell) -> list[Row]:
+        """Train and test models that differ in their seeds.
+
+        Raises:
+            NonFiniteError: a loss diverged.
+        """
+        study, model, protocol = cells[0].study, cells[0].model, cells[0].protocol
+        seeds = [cell.seed for cell in cells]
+        what, writing = STUDIES[study], protocol.queries == "write"
+        recaller = Recaller(model, what.task.inputs, what.task.labels, seeds, queries_write=writing).to(device)
+        loss = train(recaller, what, seeds, protocol, device, lambda done, loss: tell(done, f"loss {loss:.3f}"))
+        scores = [(coordinates(at), test(recaller, what, at, protocol, device)) for at in what.tests]
+        return [
+            {
+                "beside": len(seeds),
+                "loss": float(loss[member]),
+                "scores": [at | {name: float(score[member]) for name, score in of.items()} for at, of in scores],
+            }
+            for member in range(len(seeds))
+        ]
+
+    def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+        return report.tell(rows, output, console)
+
+    def report_run(self, rows: Mapping[Cell, Row], results: Results, output: Path, console: Console) -> list[Path]:
+        return report.learned(list(rows.values()), output, console)
+
+    def findings(self, rows: Sequence[Row]) -> list[Finding]:
+        return report.findings(rows)
+
+
+def _command(
+    preset: Annotated[str, typer.Option(help="laptop: minutes on two cores. paper: in full, for a GPU.")] = "laptop",
+    parts: Annotated[str, typer.Option(help="Of mechanism (nothing learned), recall and crowding.")] = ",".join(PARTS),
+    models: Annotated[str, typer.Option(help="To train, by name.")] = ",".join(UPDATES),
+    seeds: Annotated[int, typer.Option(help="How many, from 0; those of a model train side by side.")] = 3,
+    overlap: Annotated[float, typer.Option(help="Of the two addresses of the mechanism.")] = report.OVERLAP,
+    steps: Annotated[int | None, typer.Option(help="Of training; as the preset says if absent.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences a step; as the preset says if absent.")] = None,
+    tests: Annotated[int | None, typer.Option(help="Sequences a test; as the preset says if absent.")] = None,
+    queries: Annotated[str, typer.Option(help="read alone, or write first, as other tokens do.")] = "read",
+    jobs: options.Jobs = 1,
+    device: options.Device = None,
+    output: Annotated[Path, typer.Option(help="For numbers and pictures; what it holds is not run again.")] = Path(
+        "runs/collision"
+    ),
+) -> None:
+    """Collisions of addresses (section 4.1 of Memory by Design): mechanism, learned recall, crowding."""
+    wanted = options.names("parts", parts, PARTS)
+    named = options.names("models", models, tuple(UPDATES))
+    every = range(options.count("seeds", seeds))
+    if not 0 <= overlap < 1:
+        raise ArgumentError("overlap", got=overlap, needs="at least 0 and below 1")
+    changes = {"steps": steps, "batch": batch, "tests": tests, "queries": queries}
+    told = {name: value for name, value in changes.items() if value is not None}
+    protocol = replace(options.preset(preset, PRESETS), **told)
+    where = options.device(device)
+    console = Console(highlight=False)
+    output.mkdir(parents=True, exist_ok=True)
+    written = report.mechanism(Setting(), overlap, output, console) if "mechanism" in wanted else []
+    cells = [
+        Cell(part, model, seed, protocol) for part in wanted if part in STUDIES for model in named for seed in every
+    ]
+    session.run(Collision(), cells, output, console, device=where, jobs=jobs, written=written)

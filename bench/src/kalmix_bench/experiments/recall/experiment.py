@@ -1,0 +1,141 @@
+"""The benchmarks of the papers as an experiment: layers trained on synthetic tasks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from kalmix.errors import NonFiniteError
+from kalmix_bench import datasets as tasks
+from kalmix_bench.experiments.recall import presets
+from kalmix_bench.experiments.recall import report as recall_report
+from kalmix_bench.experiments.recall.checkpoints import keep
+from kalmix_bench.experiments.recall.data import draw
+from kalmix_bench.experiments.recall.layers import state_size
+from kalmix_bench.experiments.recall.models import AutoEncoder, build
+from kalmix_bench.experiments.recall.protocol import Cell
+from kalmix_bench.experiments.recall.trainer import learn
+from kalmix_bench.runner import options, report, session
+from kalmix_bench.runner.cells import Results, Row, digest
+from kalmix_bench.runner.determinism import one_order
+from kalmix_bench.runner.experiment import Experiment, Tell
+from kalmix_bench.runner.paper_claims import Finding
+
+HELP = {
+    "mad": "The six tasks of MAD, and long-context recall, by the protocol of Kalman Linear Attention.",
+    "mqar": "Multi-query associative recall: Zoology's, and those with one vocabulary of Memory by Design.",
+    "needle": "RULER's needles in a haystack, learned from bytes at one length and asked at others.",
+    "a5": "The word problem of the group A5: what a layer can keep track of.",
+}
+
+LAYER = """Layer to run, by name, or with options: 'kla:{"slots": 8}'. Repeatable. Default: the preset's layers."""
+VALIDATION = "Validation rows to draw in addition; they choose the epoch. Default: test rows do, as in the papers."
+
+
+class Recall(Experiment[Cell]):
+    """Layers on the papers' synthetic benchmarks: `kalmix bench mad`, `mqar`, `needle` and `a5`."""
+
+    name = "benchmarks"
+    keys = frozenset(("task", "layer"))
+
+    def commands(self) -> dict[str, Callable[..., None]]:
+        return {bench: _command(bench) for bench in presets.BENCHES}
+
+    def run(self, cells: tuple[Cell, ...], results: Results, device: torch.device, tell: Tell) -> list[Row]:
+        """Train a layer on a task; return scores at the epoch that the protocol chooses, curves, sizes and speed.
+
+        A run that takes minutes stores checkpoints, and resumes from them. A run that diverges is finished: its row has
+        `diverged` instead of scores. The weights at its end are stored beside the results.
+
+        Raises:
+            ArgumentError: the layer does not take the size that the cell's shape gives it.
+        """
+        (cell,) = cells
+        drawn, from_last = draw(cell), tasks.task(cell.task).from_last
+        length = drawn.parts[0].test.inputs.shape[1]
+        with one_order(device):
+            with torch.random.fork_rng():
+                torch.manual_seed(cell.seed)
+                model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=from_last)
+            mixer = (model.encoder if isinstance(model, AutoEncoder) else model).model.mixers[0]
+            sizes = {
+                "parameters": sum(x.numel() for x in model.parameters()),
+                "layer_parameters": sum(x.numel() for x in mixer.parameters()),
+                "state": state_size(mixer),
+            }
+            try:
+                judge = learn(cell, drawn, model.to(device), device, tell, _checkpoints(cell, results))
+            except NonFiniteError as error:
+                tell(1.0, f"diverged ({error})")
+                return [{**sizes, "diverged": str(error)}]
+        keep(cell, model, results)
+        epochs, tokens = len(judge.curves["loss"]), sum(part.train.inputs.size for part in drawn.parts)
+        chosen, on_test = judge.slices[cell.protocol.chosen], judge.slices.get(f"{cell.protocol.chosen} on test")
+        return [
+            {
+                **sizes,
+                "score": judge.main,
+                "scores": judge.means(chosen),
+                **({} if on_test is None else {"test_chosen_scores": judge.means(on_test)}),
+                "slices": judge.slices,
+                "curves": {name: [float(f"{value:.6g}") for value in curve] for name, curve in judge.curves.items()},
+                "epochs": epochs,
+                "training_seconds": round(judge.seconds["training"], 2),
+                "judging_seconds": round(judge.seconds["judging"], 2),
+                "tokens_per_second": round(epochs * tokens / max(judge.seconds["training"], 1e-9)),
+            }
+        ]
+
+    def clear(self, cell: Cell, results: Results) -> None:
+        shutil.rmtree(_checkpoints(cell, results), ignore_errors=True)
+
+    def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+        return recall_report.tell(rows, output, console)
+
+    def report_run(self, rows: Mapping[Cell, Row], results: Results, output: Path, console: Console) -> list[Path]:
+        return report.write(list(rows.values()), output, console, [self])
+
+    def findings(self, rows: Sequence[Row]) -> list[Finding]:
+        return recall_report.findings(rows)
+
+
+def _checkpoints(cell: Cell, results: Results) -> Path:
+    return results.path.parent / "checkpoints" / digest(cell)
+
+
+def _command(bench: str) -> Callable[..., None]:
+    """Return the command of a benchmark."""
+
+    def run(
+        preset: Annotated[
+            str, typer.Option(help="laptop: minutes on two cores. paper: in full, for a GPU.")
+        ] = "laptop",
+        layer: Annotated[list[str] | None, typer.Option(help=LAYER)] = None,
+        task: Annotated[list[str] | None, typer.Option(help="By name, once a task; all if absent.")] = None,
+        width: Annotated[list[int] | None, typer.Option(help="Of models, once a width; all if absent.")] = None,
+        depth: Annotated[str | None, typer.Option(help="Blocks of a model, such as 1,2,4; as the preset says.")] = None,
+        seeds: options.Seeds = 1,
+        epochs: Annotated[int | None, typer.Option(help="At most; as the preset says if absent.")] = None,
+        validation: Annotated[int, typer.Option(help=VALIDATION)] = 0,
+        jobs: options.Jobs = 1,
+        device: options.Device = None,
+        output: Annotated[Path | None, typer.Option(help="For results; what it holds is not run again.")] = None,
+    ) -> None:
+        studies = options.preset(preset, presets.BENCHES[bench])
+        changes = {"validation": validation, **({} if epochs is None else {"epochs": epochs})}
+        studies = tuple(replace(s, protocol=replace(s.protocol, **changes)) for s in studies)
+        depths = () if depth is None else options.counts("depth", depth)
+        cells = presets.cells(studies, task or (), layer or (), options.count("seeds", seeds), width or (), depths)
+        where, console = options.device(device), Console(highlight=False)
+        output = Path("runs") / bench if output is None else output
+        session.run(Recall(), cells, output, console, device=where, jobs=jobs)
+
+    run.__doc__ = HELP[bench]
+    return run

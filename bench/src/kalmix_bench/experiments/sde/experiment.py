@@ -1,0 +1,99 @@
+"""Linear stochastic differential equations as an experiment: learn to predict, beside who knows the system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import torch
+import typer
+from rich.console import Console
+
+from kalmix.files import replacing
+from kalmix_bench.datasets.sde.scores import errors
+from kalmix_bench.datasets.sde.settings import SETTINGS
+from kalmix_bench.experiments.sde import report
+from kalmix_bench.experiments.sde.checkpoints import weights
+from kalmix_bench.experiments.sde.models import MODELS
+from kalmix_bench.experiments.sde.protocol import PRESETS, REFERENCES, Cell
+from kalmix_bench.experiments.sde.trainer import learn
+from kalmix_bench.runner import options, session
+from kalmix_bench.runner.cells import Results, Row
+from kalmix_bench.runner.experiment import Experiment, Tell
+from kalmix_bench.runner.paper_claims import Finding
+
+
+class Sde(Experiment[Cell]):
+    """Predicting linear stochastic differential equations (section 4.3 of Adaptive Filter Attention)."""
+
+    name = "sde"
+    keys = frozenset(("setting", "model"))
+    latest = ("setting", "protocol")
+    # In full it takes as long as all others together, and says more of the machine than of the layers.
+    laptop: ClassVar = {"settings": "figure-1b", "models": "afa,softmax", "epochs": 60}
+
+    def commands(self) -> dict[str, Callable[..., None]]:
+        return {"sde": _command}
+
+    def run(self, cells: tuple[Cell, ...], results: Results, device: torch.device, tell: Tell) -> list[Row]:
+        """Train a model, store its weights, and return its errors on the test trajectories.
+
+        Raises:
+            NonFiniteError: the loss diverged.
+        """
+        (cell,) = cells
+        setting, protocol = SETTINGS[cell.setting], cell.protocol
+        given = setting.draw(protocol.sizes, cell.seed)
+        if cell.model == REFERENCES:
+            found = setting.references(given.test)
+            tell(1.0, _error(found["last"]["measurement"]))
+            return [{"errors": found}]
+        made = learn(cell.model, given, protocol, cell.seed, device, lambda done, error: tell(done, _error(error)))
+        with replacing(weights(cell, results)) as partial_file:
+            torch.save(made.kept, partial_file)
+        missed = errors(made.predict(given.test, protocol.batch), given.test)
+        return [{"errors": {cell.model: missed}, "validation": made.validation}]
+
+    def is_complete(self, cell: Cell, results: Results) -> bool:
+        return cell.model == REFERENCES or weights(cell, results).exists()
+
+    def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+        return report.tell(rows, output, console)
+
+    def report_run(self, rows: Mapping[Cell, Row], results: Results, output: Path, console: Console) -> list[Path]:
+        return [*super().report_run(rows, results, output, console), *report.pictures(rows, results, output)]
+
+    def findings(self, rows: Sequence[Row]) -> list[Finding]:
+        return report.findings(rows)
+
+
+def _command(
+    preset: Annotated[str, typer.Option(help="laptop: a minute a model and seed. paper: in full.")] = "laptop",
+    settings: Annotated[str, typer.Option(help="Noises and samplings, by name.")] = ",".join(SETTINGS),
+    models: Annotated[str, typer.Option(help="To train, by name.")] = ",".join(MODELS),
+    seeds: options.Seeds = 1,
+    epochs: Annotated[int | None, typer.Option(help="Of training; as the preset says if absent.")] = None,
+    jobs: options.Jobs = 1,
+    device: options.Device = None,
+    output: Annotated[Path, typer.Option(help="For numbers and pictures; what it holds is not run again.")] = Path(
+        "runs/sde"
+    ),
+) -> None:
+    """Linear SDEs (section 4.3 of Adaptive Filter Attention): the next measurement, learned and at best."""
+    wanted = options.names("settings", settings, tuple(SETTINGS))
+    named = options.names("models", models, tuple(MODELS))
+    protocol = options.preset(preset, PRESETS)
+    protocol = protocol if epochs is None else replace(protocol, epochs=epochs)
+    every = range(options.count("seeds", seeds))
+    where, console = options.device(device), Console(highlight=False)
+    report.unlearned(wanted, console)
+    cells = [
+        Cell(setting, model, seed, protocol) for setting in wanted for model in (REFERENCES, *named) for seed in every
+    ]
+    session.run(Sde(), cells, output, console, device=where, jobs=jobs)
+
+
+def _error(value: float) -> str:
+    return f"error {value:.4g}"

@@ -1,0 +1,57 @@
+"""Solvers of a ridge regression as an experiment: forwards, backwards and in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from kalmix_bench.experiments.solvers import report
+from kalmix_bench.experiments.solvers.protocol import PRESETS, STUDIES, Cell
+from kalmix_bench.runner import options, session
+from kalmix_bench.runner.cells import Results, Row
+from kalmix_bench.runner.experiment import Experiment, Tell
+from kalmix_bench.runner.paper_claims import Finding
+
+
+class Solvers(Experiment[Cell]):
+    """Numerical studies of the solvers of a ridge regression (Gated KalmaNet)."""
+
+    name = "solvers"
+    keys = frozenset(("study", "setting"))
+    latest = ("study", "setting")
+
+    def commands(self) -> dict[str, Callable[..., None]]:
+        return {"solvers": _command}
+
+    def run(self, cells: tuple[Cell, ...], results: Results, device: torch.device, tell: Tell) -> list[Row]:
+        (cell,) = cells
+        return [{"found": STUDIES[cell.study](cell.setting, cell.seed, device, tell)}]
+
+    def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+        return report.tell(rows, output, console)
+
+    def findings(self, rows: Sequence[Row]) -> list[Finding]:
+        return report.findings(rows)
+
+
+def _command(
+    preset: Annotated[str, typer.Option(help="laptop: minutes on two cores. paper: in full, for a GPU.")] = "laptop",
+    study: Annotated[str, typer.Option(help="One or more, separated by commas.")] = ",".join(STUDIES),
+    seeds: options.Seeds = 1,
+    jobs: options.Jobs = 1,
+    device: options.Device = None,
+    output: Annotated[Path, typer.Option(help="For numbers and pictures; what it holds is not run again.")] = Path(
+        "runs/solvers"
+    ),
+) -> None:
+    """Solvers of a ridge regression (Figures 1, 5 and 9 of Gated KalmaNet): residuals, gradients, conditions."""
+    wanted = options.names("study", study, tuple(STUDIES))
+    chosen, every = options.preset(preset, PRESETS), range(options.count("seeds", seeds))
+    where, console = options.device(device), Console(highlight=False)
+    cells = [Cell(name, chosen[name], seed) for name in wanted for seed in every]
+    session.run(Solvers(), cells, output, console, device=where, jobs=jobs)

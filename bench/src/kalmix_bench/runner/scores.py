@@ -1,0 +1,23 @@
+"""Scores over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import mean, stdev
+from typing import NamedTuple
+
+
+class Score(NamedTuple):
+    """Of several seeds: their mean and its standard error, NaN of one."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Score:
+        """From one value a seed."""
+        return cls(mean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan)
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:.1f}" + ("" if math.isnan(self.error) else f" ± {100 * self.error:.1f}")
