@@ -305,7 +305,7 @@ def _draw_ridge(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
 
 def _solver(dice: Dice, case: Draw) -> Any:
     iterations = dice.choice((3, 10, 30, 30, 30, 60))
-    enough = max(30, case.sizes["K"] + 10)  # before they converge, conjugate gradients amplify rounding
+    enough = max(30, 2 * case.sizes["K"])  # before they converge, conjugate gradients amplify rounding
     solvers = [Chebyshev(iterations), Chebyshev(iterations), ConjugateGradient(enough)]
     if case.kernel != "triton":
         solvers.append(Exact())
