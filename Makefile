@@ -15,11 +15,21 @@ test: setup  ## run the tests, without the slow ones; ARGS="-k laws" for some
 test-all: setup  ## run the slow tests too; ARGS="-m slow" for these alone
 	$(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow" $(ARGS)
 
+# pyright finds an installed package by the python of PATH.
+define TYPED
+import json, sys
+known = json.load(sys.stdin)["typeCompleteness"]["completenessScore"]
+print(f"{known:.1%} of public symbols have known types; at least 95% are needed")
+sys.exit(known < 0.95)
+endef
+export TYPED
+
 lint: setup  ## style, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	PATH="$(abspath $(BIN)):$$PATH" pyright --verifytypes kalmix --ignoreexternal --outputjson | $(BIN)/python -c "$$TYPED"
 
 bench: setup  ## time every kernel on this machine and write a dated file under bench/results
 	$(BIN)/python -m kalmix_bench.perf.ops --output bench/results $(ARGS)
