@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.rule import Rule
 
 from kalmix_bench.experiments.collision.experiment import Collision
-from kalmix_bench.experiments.recall import beliefs
+from kalmix_bench.experiments.recall import beliefs, run_cells
 from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.experiments.sde.experiment import Sde
 from kalmix_bench.experiments.solvers.experiment import Solvers
@@ -67,5 +67,5 @@ def report(
 for experiment in EXPERIMENTS:
     for name, command in experiment.commands().items():
         app.command(name=name)(command)
-for name, command in (("all", run_all), ("report", report), ("beliefs", beliefs.run)):
+for name, command in (("all", run_all), ("report", report), ("beliefs", beliefs.run), ("run", run_cells.run)):
     app.command(name=name)(command)

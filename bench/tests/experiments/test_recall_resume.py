@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from kalmix_bench.experiments.recall import evaluation_callback as judge
 from kalmix_bench.experiments.recall import trainer
 from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.runner.cells import Results, digest
+from kalmix_bench.runner.experiment import Stopped
 from kalmix_bench.runner.scheduler import run
 
 from .test_recall_run import COPY, CPU, found
@@ -74,3 +77,22 @@ def test_a_sweep_deletes_checkpoints_after_it_has_written_the_row(
     before = len(steps)
     run(Recall(), [COPY], results, CPU)
     assert len(steps) == before and not kept.exists()
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_a_stopped_cell_resumes_in_the_middle_of_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    cell = replace(COPY, layer="kla-plus", protocol=replace(COPY.protocol, validation=8))  # it draws random numbers
+    (whole,) = Recall().run((cell,), Results(tmp_path / "whole" / "results.jsonl"), CPU, lambda *_: None)
+    monkeypatch.setattr(judge, "TOLD", 0.0)
+    results, stops = Results(tmp_path / "results.jsonl"), 0
+    for _ in range(10):
+        reports = itertools.count(1)
+        try:
+            (row,) = Recall().run((cell,), results, CPU, lambda *_, reports=reports: next(reports) >= every)
+            break
+        except Stopped:
+            stops += 1
+    assert stops == {1: 8, 2: 5, 4: 2}[every]
+    assert row["curves"] == whole["curves"] and row["slices"] == whole["slices"]

@@ -23,7 +23,7 @@ from kalmix import ArgumentError
 from kalmix_bench.runner import scheduler
 from kalmix_bench.runner.cells import Results, digest
 from kalmix_bench.runner.experiment import Experiment
-from kalmix_bench.runner.scheduler import CellError
+from kalmix_bench.runner.workers import CellError
 
 CPU = torch.device("cpu")
 Work = Callable[..., Any]

@@ -50,8 +50,8 @@ def main() -> None:
         with _one_line_messages():
             app()
     except ValueError as error:
-        if not type(error).__module__.startswith("kalmix."):  # a mistake of ours, which wants its traceback
-            raise
+        if not type(error).__module__.startswith(("kalmix.", "kalmix_bench.")):
+            raise  # a mistake of ours, which wants its traceback
         _fail(str(error), status=2)
     except ImportError as error:
         _fail(f"{error}; pip install 'kalmix[all]' brings all that the command line needs", status=1)

@@ -14,7 +14,12 @@ from kalmix_bench.runner.cells import Cell, Results, Row
 from kalmix_bench.runner.paper_claims import Finding
 
 CellT = TypeVar("CellT", bound=Cell)
-Tell = Callable[[float, str], None]  # the fraction done, 1 when the rows are written; and a short status
+# Takes the fraction done, 1 when the rows are written, and a short status; returns whether the cell has to stop.
+Tell = Callable[[float, str], Any]
+
+
+class Stopped(Exception):  # noqa: N818 - nothing went wrong
+    """A cell stored a checkpoint and stopped, because `tell` returned true."""
 
 
 class Experiment(ABC, Generic[CellT]):
@@ -46,6 +51,9 @@ class Experiment(ABC, Generic[CellT]):
         """Run cells that belong together, mostly one, and return what was found of each.
 
         A run that takes minutes stores checkpoints beside `results`, and resumes from those it finds there.
+
+        Raises:
+            Stopped: `tell` returned true, so a checkpoint was stored in place of a result.
         """
 
     def together(self, cell: CellT) -> Hashable:

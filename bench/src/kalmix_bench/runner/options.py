@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeVar
 
@@ -33,6 +34,35 @@ def device(name: str | None) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("device", got="'cuda', which this machine lacks", needs="cpu")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def gpus(devices: str | None) -> list[str]:
+    """Return the GPUs to use, each as CUDA_VISIBLE_DEVICES names it; one empty name for the CPU.
+
+    Args:
+        devices: "all" GPUs of this process, "cpu", or some of its GPUs by number, with commas between. All, or the CPU
+            where there is none, if absent.
+    """
+    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = (visible.split(",") if visible else list(map(str, range(count))))[:count]
+    if devices == "cpu" or (devices is None and not there):
+        return [""]
+    if devices in (None, "all"):
+        if not there:
+            raise ArgumentError("devices", got="'all', but this machine has no GPU", needs="cpu")
+        return there
+    asked = [int(number) if number.isdecimal() else -1 for number in str(devices).split(",")]
+    if not set(asked) <= set(range(count)) or len(set(asked)) < len(asked):
+        known = f"all, cpu, or different numbers of GPUs from 0 to {count - 1}" if count else "cpu, without GPUs"
+        raise ArgumentError("devices", got=repr(devices), needs=known)
+    return [there[number] for number in asked]
+
+
+def positive(option: str, given: float) -> float:
+    """Return a number, which must be positive and finite."""
+    if not 0 < given < float("inf"):
+        raise ArgumentError(option, got=given, needs="positive")
+    return given
 
 
 def preset(name: str, presets: Mapping[str, _T]) -> _T:

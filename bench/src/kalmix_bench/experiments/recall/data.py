@@ -65,6 +65,9 @@ class Batches:
     Each is of one part, and all of a part are of one size, so that a step is recorded once: the last is filled with a
     row that asks nothing. The order of an epoch follows from seed and epoch alone, so that a run that goes on from a
     checkpoint sees what it would have seen.
+
+    Attributes:
+        skip: batches that the next pass leaves out: a checkpoint's run has had them.
     """
 
     def __init__(self, drawn: Drawn, batch: int, *, shuffle: bool, seed: int, device: torch.device) -> None:
@@ -76,7 +79,7 @@ class Batches:
             )
             for part in kept
         ]
-        self.batch, self.shuffle, self.seed, self.epoch = batch, shuffle, seed, 0
+        self.batch, self.shuffle, self.seed, self.epoch, self.skip = batch, shuffle, seed, 0, 0
 
     def set_epoch(self, epoch: int) -> None:
         """As the Trainer tells which epoch comes next."""
@@ -94,6 +97,7 @@ class Batches:
             whole = F.pad(order, (0, -count % min(count, self.batch)), value=count)
             chosen += [(part, index) for index in whole.to(inputs.device).split(self.batch)]
         turns = torch.randperm(len(chosen), generator=generator).tolist() if self.shuffle else range(len(chosen))
-        for part, index in (chosen[turn] for turn in turns):
+        skip, self.skip = self.skip, 0
+        for part, index in (chosen[turn] for turn in list(turns)[skip:]):
             inputs, targets = self.rows[part]
             yield {"inputs": inputs[index], "targets": targets[index]}

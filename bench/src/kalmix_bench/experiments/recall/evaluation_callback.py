@@ -16,7 +16,7 @@ from kalmix_bench import datasets as tasks
 from kalmix_bench.datasets.metrics import Metric
 from kalmix_bench.experiments.recall.data import Drawn
 from kalmix_bench.experiments.recall.protocol import Cell
-from kalmix_bench.runner.scheduler import Tell
+from kalmix_bench.runner.experiment import Tell
 
 if TYPE_CHECKING:
     from kalmix_bench.experiments.recall.trainer import CellTrainer
@@ -46,6 +46,7 @@ class Judge(TrainerCallback, ExportableState):
         slices: by epoch that is chosen ("loss", "score", "last"), test scores of each part. With validation rows they
             choose the epoch, and "loss on test" and "score on test" are the epochs that test rows choose.
         seconds: of training, and of judging.
+        stopped: whether the run stored a checkpoint and stopped because `tell` asked for it.
     """
 
     def __init__(self, cell: Cell, drawn: Drawn, tell: Tell) -> None:
@@ -55,16 +56,22 @@ class Judge(TrainerCallback, ExportableState):
         self.slices: dict[str, list[dict[str, float]]] = {}
         self.seconds = {"training": 0.0, "judging": 0.0}
         self._began = self._saved = self._told = time.monotonic()
+        self.stopped = False
         self._standing = ""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
-        return {"args": {}, "attributes": {"curves": self.curves, "slices": self.slices, "seconds": self.seconds}}
+        """Return what a checkpoint stores of it, with the losses of the epoch under way."""
+        held = {"curves": self.curves, "slices": self.slices, "seconds": self.seconds}
+        total = 0.0 if self.trainer is None else float(self.trainer.total)
+        return {"args": {"total": total}, "attributes": held}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        assert self.trainer is not None
         kept: Any = state.stateful_callbacks  # of the checkpoint, or as it is
         for name, value in kept["Judge"]["attributes"].items():
             setattr(self, name, value)
+        self.trainer.total.fill_(kept["Judge"]["args"].get("total", 0.0))
+        self.trainer.batches.skip = state.global_step % len(self.trainer.batches)
 
     @property
     def main(self) -> str:
@@ -75,12 +82,27 @@ class Judge(TrainerCallback, ExportableState):
         self._began = time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        assert self.trainer is not None
         if time.monotonic() - self._told > TOLD:
             self._told = time.monotonic()
-            self.tell(state.global_step / state.max_steps, self._standing)
+            if self.tell(state.global_step / state.max_steps, self._standing) and self._inside(state):
+                self._stop(control)
+
+    def _inside(self, state: TrainerState) -> bool:
+        """Return whether steps of the epoch under way are left; after its last step it is scored first."""
+        assert self.trainer is not None
+        return state.global_step % len(self.trainer.batches) > 0
+
+    def _stop(self, control: TrainerControl) -> None:
+        """Store a checkpoint and stop."""
+        self.seconds["training"] += time.monotonic() - self._began
+        self.stopped = control.should_save = control.should_training_stop = True
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert self.trainer is not None
+        if self.stopped:
+            control.should_save = False  # it is stored
+            return
         loss = float(self.trainer.total) / len(self.trainer.batches)
         self.trainer.total.zero_()
         self.seconds["training"] += time.monotonic() - self._began
@@ -93,9 +115,10 @@ class Judge(TrainerCallback, ExportableState):
         stale = protocol.patience is not None and since >= protocol.patience
         done = stale or main[-1] >= protocol.enough or epochs >= protocol.epochs
         self._standing = f"{self.main} {main[epochs - 1 - since]:.3f}"
-        self.tell(1.0 if done else epochs / protocol.epochs, self._standing)
-        control.should_training_stop = done
-        control.should_save = not done and time.monotonic() - self._saved > SAVED
+        out_of_time = self.tell(1.0 if done else epochs / protocol.epochs, self._standing)
+        self.stopped = not done and bool(out_of_time)
+        control.should_training_stop = done or self.stopped
+        control.should_save = self.stopped or (not done and time.monotonic() - self._saved > SAVED)
         if control.should_save:
             self._saved = time.monotonic()
 

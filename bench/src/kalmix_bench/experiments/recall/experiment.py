@@ -22,7 +22,7 @@ from kalmix_bench.experiments.recall.layers import state_size
 from kalmix_bench.experiments.recall.models import AutoEncoder, build
 from kalmix_bench.experiments.recall.protocol import Cell
 from kalmix_bench.experiments.recall.trainer import learn
-from kalmix_bench.runner import options, report, session
+from kalmix_bench.runner import cell_file, options, report, session
 from kalmix_bench.runner.cells import Results, Row, digest
 from kalmix_bench.runner.determinism import one_order
 from kalmix_bench.runner.experiment import Experiment, Tell
@@ -127,6 +127,9 @@ def _command(bench: str) -> Callable[..., None]:
         jobs: options.Jobs = 1,
         device: options.Device = None,
         output: Annotated[Path | None, typer.Option(help="For results; what it holds is not run again.")] = None,
+        write: Annotated[
+            Path | None, typer.Option(help="Write the cells to this file instead of running them.")
+        ] = None,
     ) -> None:
         studies = options.preset(preset, presets.BENCHES[bench])
         changes = {"validation": validation, **({} if epochs is None else {"epochs": epochs})}
@@ -134,6 +137,10 @@ def _command(bench: str) -> Callable[..., None]:
         depths = () if depth is None else options.counts("depth", depth)
         cells = presets.cells(studies, task or (), layer or (), options.count("seeds", seeds), width or (), depths)
         where, console = options.device(device), Console(highlight=False)
+        if write is not None:
+            cell_file.write(cells, write)
+            console.print(f"  {write}", soft_wrap=True)
+            return
         output = Path("runs") / bench if output is None else output
         session.run(Recall(), cells, output, console, device=where, jobs=jobs)
 

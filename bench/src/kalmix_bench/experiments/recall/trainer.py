@@ -22,7 +22,7 @@ from kalmix_bench import datasets as tasks
 from kalmix_bench.experiments.recall.data import Batches, Drawn
 from kalmix_bench.experiments.recall.evaluation_callback import Judge
 from kalmix_bench.experiments.recall.protocol import Cell, Protocol
-from kalmix_bench.runner.scheduler import Tell
+from kalmix_bench.runner.experiment import Stopped, Tell
 
 TOKENS = 1 << 18  # of test or validation rows that are judged at once
 
@@ -175,12 +175,15 @@ def learn(
 
     Raises:
         NonFiniteError: the loss diverged.
+        Stopped: `tell` asked for it; the newest checkpoint is of this moment.
     """
     judge = Judge(cell, drawn, tell)
     with _folder(checkpoints) as folder:
         trainer = CellTrainer(cell, drawn, model, judge, arguments(cell, folder, device))
         judge.trainer = trainer
         trainer.train_from(newest(folder))
+    if judge.stopped:
+        raise Stopped
     return judge
 
 
@@ -195,6 +198,7 @@ def arguments(cell: Cell, folder: Path, device: torch.device) -> TrainingArgumen
         save_strategy="no",
         save_total_limit=2,
         eval_strategy="no",
+        ignore_data_skip=True,  # `Batches` skips
         logging_strategy="no",
         logging_nan_inf_filter=False,
         remove_unused_columns=False,

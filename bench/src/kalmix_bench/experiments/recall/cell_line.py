@@ -1,0 +1,72 @@
+"""Cells as written by hand or by `--write`: what is missing takes its default, what is wrong is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, get_origin, get_type_hints
+
+from kalmix.errors import ArgumentError
+from kalmix.validation import check_types
+from kalmix_bench.experiments.recall.models import Shape
+from kalmix_bench.experiments.recall.protocol import Cell, Part, Protocol
+from kalmix_bench.runner.cells import Row
+
+_T = TypeVar("_T", Shape, Protocol)
+_KINDS = {"task": str, "parts": list, "layer": str, "mixer": dict, "shape": dict, "protocol": dict, "seed": int}
+_PART = {"train": int, "test": int, "settings": dict}
+
+
+def cell_of_line(line: Row) -> Cell:
+    """Return the cell that a line of a cell file names, or a row of results.
+
+    `mixer` may be absent; otherwise it must be what `layer` stands for. A part's `settings` may be those alone that
+    differ from the task's baseline, and `shape` and `protocol` may leave out their defaults.
+
+    Raises:
+        ArgumentError: a name is missing or unknown, or its value is of another type or out of range.
+    """
+    if "seconds" in line and "versions" in line:  # a row: a cell, and then what was found
+        line = {name: value for name, value in line.items() if name in _KINDS}
+    _check("cell", line, _KINDS, optional=("mixer",))
+    parts = []
+    for part in line["parts"]:
+        if not isinstance(part, dict):
+            raise ArgumentError("parts", got=f"with {part!r}", needs="objects with train, test and settings")
+        _check("parts", part, _PART, optional=("settings",))
+        parts.append(Part(part["train"], part["test"], tuple(sorted(part.get("settings", {}).items()))))
+    if not parts or not any(part.train for part in parts) or not any(part.test for part in parts):
+        raise ArgumentError("parts", got="without training rows or test rows", needs="both, at least in one part each")
+    shape, protocol = _made(Shape, "shape", line["shape"]), _made(Protocol, "protocol", line["protocol"])
+    cell = Cell(line["task"], tuple(parts), line["layer"], shape, protocol, line["seed"])
+    named = cell.written()["mixer"]
+    if line.get("mixer", named) != named:
+        raise ArgumentError("mixer", got=line["mixer"], needs=f"absent, or {named}, as `layer` says")
+    return cell
+
+
+def _made(kind: type[_T], name: str, given: dict[str, Any]) -> _T:
+    kinds = get_type_hints(kind)
+    defaults = [field.name for field in fields(kind) if field.default is not MISSING]
+    _check(name, given, kinds, optional=defaults)
+    return kind(**{field: _as_python(field, value, kinds[field]) for field, value in given.items()})
+
+
+def _as_python(name: str, value: Any, kind: Any) -> Any:
+    """Return a value as Python has it: JSON may write 1.0 as 1, and has lists for tuples."""
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list) or any(type(number) not in (int, float) for number in value):
+            raise ArgumentError(name, got=repr(value), needs="a list of numbers")
+        return tuple(value)
+    return float(value) if kind is float else value
+
+
+def _check(name: str, given: dict[str, Any], kinds: dict[str, Any], optional: Iterable[str]) -> None:
+    """Check the names of an object and the types of its values."""
+    for key in given:
+        if key not in kinds:
+            raise ArgumentError(name, got=f"with {key!r}", needs=f"with {', '.join(kinds)}")
+    missing = [key for key in kinds if key not in given and key not in optional]
+    if missing:
+        raise ArgumentError(name, got=f"without {', '.join(missing)}", needs=f"with {', '.join(kinds)}")
+    check_types(kinds, given)
