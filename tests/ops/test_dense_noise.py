@@ -5,9 +5,8 @@ import torch
 
 from kalmix import ArgumentError, DenseBelief, Segments, checks, ops
 from kalmix.layers import BayesianLayer
-from kalmix.layers.parametrize import VARIANCES
+from kalmix.layers.parametrize import STATE_VARIANCES, VARIANCES
 from kalmix.ops._dense import chunked, reference
-from kalmix.ops._dense.api import LEAST_NOISE
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.testing import measure
 from kalmix.testing.cases import Case, outputs, with_prior
@@ -59,8 +58,15 @@ def test_noise_that_the_belief_resolves_is_taken(noise, scale, dtype):
     ops.dense(**with_noise(1e-30, scale, dtype, segments=padded))
 
 
+@pytest.mark.parametrize("op", ops.OPS.values(), ids=lambda op: op.name)
+def test_docstring_names_the_least_noise(op):
+    assert f"{op.least_noise:.0e}".replace("e-0", "e-") in op.function.__doc__
+
+
 def test_layers_keep_above_the_least_noise():
-    assert VARIANCES["obs_noise"]["floor"] >= LEAST_NOISE[torch.float32]
+    memories = [op.least_noise for op in ops.OPS.values() if op.name != "attend"]
+    assert min(VARIANCES[name]["floor"] for name in ("obs_noise", "write_variance", "reset")) >= max(memories)
+    assert STATE_VARIANCES["key_noise"]["floor"] >= ops.OPS["attend"].least_noise
     layer = BayesianLayer(32, heads=2, head_dim=8)
     torch.nn.init.constant_(layer.obs_noise.bias, -1e4)
     torch.nn.init.constant_(layer.process_noise.bias, 1e2)

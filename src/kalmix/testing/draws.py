@@ -24,7 +24,6 @@ WIDE = (33, 48, 64, 80)  # keys of the kernel "cuda"
 TILED = ("triton", "cuda")  # kernels that multiply the tokens of a tile together
 MOST_NUMBERS = 400_000  # of a state, over all its tokens: bounds time and memory of a case
 MOST_NOISE = 100.0
-LEAST_NOISE = {"dense": 1e-4, "attend": 1e-5, "ridge": 1e-4, "additive": 1e-4, "delta": 1e-4, "diagonal": 1e-4}
 
 
 @dataclass
@@ -223,7 +222,7 @@ def _draw_additive(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
     b, t, g, k, v, n = (case.sizes[x] for x in "BTGKVN")
     x = _decays(dice, case, "BTG", "BTGK")
     if dice.chance(0.8):
-        x["gain"] = dice.gate(b, t, g) if dice.chance(0.6) else 1 / dice.noise(LEAST_NOISE["additive"], b, t, g)
+        x["gain"] = dice.gate(b, t, g) if dice.chance(0.6) else 1 / dice.noise(OPS["additive"].least_noise, b, t, g)
     return x | _prior(dice, case, mean=lambda: dice.normal(n, g, k, v)), {}
 
 
@@ -237,7 +236,7 @@ def _stabilise(dice: Dice, case: Draw, key: Tensor) -> None:
     """Draw the gain of `delta`, 0 <= k'c <= 1: a gate, or the gain of a filter whose variance is reset."""
     b, t, g, k = (case.sizes[x] for x in "BTGK")
     key = key.repeat_interleave(g // case.sizes["H"], 2)
-    noise = dice.noise(LEAST_NOISE["delta"], b, t, g)
+    noise = dice.noise(OPS["delta"].least_noise, b, t, g)
     kind = dice.random.random()
     if kind < 0.4:
         case.x["gain"] = dice.gate(b, t, g) / key.square().sum(-1).clamp(min=1.0)
@@ -251,7 +250,7 @@ def _stabilise(dice: Dice, case: Draw, key: Tensor) -> None:
 
 def _draw_diagonal(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
     b, t, g, k, v, n = (case.sizes[x] for x in "BTGKVN")
-    precision = 1 / dice.noise(LEAST_NOISE["diagonal"], b, t, g, v)
+    precision = 1 / dice.noise(OPS["diagonal"].least_noise, b, t, g, v)
     if dice.chance(0.3):
         precision = precision * (dice.uniform(b, t, g, v) < 0.6)
     varying = case.kernel == "reference" and dice.chance(0.15)
@@ -284,7 +283,7 @@ def _draw_dense(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
     x["process_noise"] = dice.noise(1e-6, b, t, g) * (not dice.chance(0.3))
     if dice.chance(0.7):  # else float32 may resolve little of what precise tokens say
         variance = max(variance, float(x["process_noise"].amax()) if t else 0.0)
-    least = LEAST_NOISE["dense"] * variance
+    least = OPS["dense"].least_noise * variance
     x["obs_noise"] = dice.noise(least, b, t, g, high=max(MOST_NOISE, 2 * least))
     return x, {"least_noise": least}
 
@@ -293,7 +292,7 @@ def _draw_ridge(dice: Dice, case: Draw) -> tuple[Tensors, dict[str, Any]]:
     b, t, g, k, v, n = (case.sizes[x] for x in "BTGKVN")
     x = _decays(dice, case, "BTG")
     if dice.chance(0.8):
-        x["gain"] = dice.gate(b, t, g) if dice.chance(0.5) else 1 / dice.noise(LEAST_NOISE["ridge"], b, t, g)
+        x["gain"] = dice.gate(b, t, g) if dice.chance(0.5) else 1 / dice.noise(OPS["ridge"].least_noise, b, t, g)
     if dice.chance(0.7):
         x["mix"] = dice.gate(b, t, g)
     root = dice.normal(n, g, k, k) / k**0.5
@@ -348,7 +347,8 @@ def exact_in_float64(step: Tensor) -> Tensor:
 
 def _dynamics(dice: Dice, heads: int, channels: int, length: int, causal: bool) -> Tensors:
     log_decay = dice.log_decay(heads)
-    noises = {name: dice.noise(LEAST_NOISE["attend"], heads) for name in ("process_noise", "key_noise", "query_noise")}
+    names, least = ("process_noise", "key_noise", "query_noise"), OPS["attend"].least_noise
+    noises = {name: dice.noise(least, heads) for name in names}
     for name in ("process_noise", "query_noise"):
         if dice.chance(0.2):
             noises[name] = torch.zeros(heads, dtype=torch.float64)

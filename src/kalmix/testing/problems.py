@@ -21,9 +21,7 @@ Tensors = dict[str, Tensor]
 Normal = Callable[..., Tensor]  # from a shape to normal numbers
 Draw = Callable[[Normal, int, dict[str, int]], Tensors]  # (normal, sequences, sizes B T H G K V)
 MOST = 1e2  # of a variance
-FLOOR = 1e-4  # of the layers' noises: `layers/parametrize.py`
 STILL = {"k": 0.0, "log_decay": 0.0}  # idle tokens of a memory
-NOISES = {"obs_noise": (FLOOR, MOST), "write_variance": (FLOOR, MOST), "reset": (FLOOR, MOST)}
 HALVES = {"q", "k", "v", "precision"}  # signals in the case's dtype, the rest in the belief's
 
 
@@ -104,6 +102,11 @@ def draw_memory(**signals: str) -> Draw:
 
 
 _SCALES = {"log_decay": -0.2, "process_noise": 0.1}
+
+
+def noise_ranges(least: float) -> dict[str, tuple[float, float]]:
+    """Return the ranges of a memory's variances, from the least noise of its op."""
+    return dict.fromkeys(("obs_noise", "write_variance", "reset"), (least, MOST))
 
 
 def symmetric(x: Tensor) -> Tensor:

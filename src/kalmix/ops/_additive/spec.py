@@ -22,4 +22,5 @@ SPEC = OpSpec(
     belief=PointBelief,
     lower=lower,
     recursion=RECURSION,
+    least_noise=1e-4,
 )

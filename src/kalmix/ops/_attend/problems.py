@@ -7,19 +7,22 @@ from functools import partial
 import torch
 
 from kalmix.designs import AFA
+from kalmix.ops._attend.spec import SPEC
 from kalmix.testing.problems import MOST, Normal, Problem, Tensors, draw_tokens
+
+NOISES = ("process_noise", "key_noise", "query_noise")
 
 
 def draw_observations(normal: Normal, sequences: int, size: dict[str, int]) -> Tensors:
     """Draw observations of a state at times that stand still and go on; nothing was seen before."""
     b, t, h, width = (size[x] for x in "BTHK")
     width += width % 2
-    noises, drawn = ("process_noise", "key_noise", "query_noise"), draw_tokens(normal, size | {"K": width, "V": width})
+    drawn = draw_tokens(normal, size | {"K": width, "V": width})
     return drawn | {
         "q": drawn["q"] / width**0.5,
         "log_decay": -0.2 * normal(h).exp(),
         "frequency": normal(h, width // 2),
-        **{name: normal(h).exp() for name in noises},
+        **{name: normal(h).exp() for name in NOISES},
         "times": (normal(b, t) + 0.5).clamp(min=0).cumsum(1),
     }
 
@@ -37,7 +40,7 @@ def draw_history(normal: Normal, sequences: int, size: dict[str, int]) -> Tensor
 
 
 _SURE = tuple(
-    {"key_noise": 1e-5, "query_noise": 0.0, "log_decay": decay, "process_noise": noise}
+    {"key_noise": SPEC.least_noise, "query_noise": 0.0, "log_decay": decay, "process_noise": noise}
     for decay, noise in ((0.0, 0.0), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e-6))
 )
 _HISTORY = partial(
@@ -46,9 +49,9 @@ _HISTORY = partial(
     draw=draw_history,
     idle={},
     silent=None,
-    invariant=("log_decay", "frequency", "process_noise", "key_noise", "query_noise"),
+    invariant=("log_decay", "frequency", *NOISES),
     sure=_SURE,
-    ranges={"key_noise": (1e-5, MOST), "query_noise": (1e-5, MOST), "process_noise": (1e-5, MOST)},
+    ranges=dict.fromkeys(NOISES, (SPEC.least_noise, MOST)),
 )
 
 PROBLEMS = {
@@ -56,7 +59,7 @@ PROBLEMS = {
     "attend-window": _HISTORY(
         draw=draw_observations,
         options={"weight": "exponential", "window": 6, "nu": 2.0, "temperature": 0.7, "floor": 0.1},
-        sure=({"key_noise": 1e-5, "query_noise": 1.0, "log_decay": -1e-3, "process_noise": 0.0},),
+        sure=({"key_noise": SPEC.least_noise, "query_noise": 1.0, "log_decay": -1e-3, "process_noise": 0.0},),
         interpreted=None,
     ),
 }

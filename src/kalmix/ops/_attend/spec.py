@@ -25,4 +25,5 @@ SPEC = OpSpec(
     belief=HistoryBelief,
     lower=lower,
     recursion=RECURSION,
+    least_noise=1e-5,
 )

@@ -37,7 +37,8 @@ def delta(
         q: `[B, T, H, K]` read-out. Not scaled.
         k: `[B, T, H, K]` observation operator; same dtype as `q`. The filter is stable where 0 <= k'c <= 2.
         v: `[B, T, G, V]` observed values; same dtype as `q`; value head g reads key head g // (G / H).
-        gain: `[B, T, G]` write along the key, or `[B, T, G, K]` write along this vector.
+        gain: `[B, T, G]` write along the key, or `[B, T, G, K]` write along this vector. Gains of filters are tested
+            for observation noises from 1e-4 on.
         log_decay: `[B, T, G]` or, per key, `[B, T, G, K]`, natural log per token, <= 0; none if absent.
         belief: prior mean `[N, G, K, V]`; 0 if absent. N is B, or the number of segments.
         segments: which tokens form which sequence; each batch row one sequence if absent.

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from kalmix.designs import BAYESIAN
-from kalmix.ops._dense.api import LEAST_NOISE
+from kalmix.ops._dense.spec import SPEC
 from kalmix.testing.problems import MOST, STILL, Draw, Normal, Problem, Tensors, draw_memory
 
 
@@ -30,7 +30,7 @@ def draw_dense(**signals: str) -> Draw:
 
 
 _SURE = tuple(
-    {"obs_noise": LEAST_NOISE[torch.float32], "log_decay": decay, "process_noise": noise}
+    {"obs_noise": SPEC.least_noise, "log_decay": decay, "process_noise": noise}
     for decay, noise in ((0.0, 0.0), (0.0, 1e-6), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e-6))
 )
 
@@ -41,7 +41,7 @@ _DENSE = partial(
     silent="k",
     sure=_SURE,
     slack=1e-7,
-    ranges={"obs_noise": (1.001 * LEAST_NOISE[torch.float32], MOST), "process_noise": (1e-6, MOST)},
+    ranges={"obs_noise": (1.001 * SPEC.least_noise, MOST), "process_noise": (1e-6, MOST)},
     sizes={"key_width": 17},
     interpreted={"key_width": 9},
 )

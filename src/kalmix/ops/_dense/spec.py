@@ -1,9 +1,11 @@
 """The row of the op `dense`."""
 
+import torch
+
 from kalmix.beliefs import DenseBelief
 from kalmix.designs.kinds import DENSE, MEMORY
 from kalmix.designs.spec import Algebra
-from kalmix.ops._dense.api import dense
+from kalmix.ops._dense.api import LEAST_NOISE, dense
 from kalmix.ops._dense.kernels import KERNELS
 from kalmix.ops._dense.lowering import lower
 from kalmix.ops._dense.oracle import RECURSION
@@ -25,4 +27,5 @@ SPEC = OpSpec(
     belief=DenseBelief,
     lower=lower,
     recursion=RECURSION,
+    least_noise=LEAST_NOISE[torch.float32],
 )

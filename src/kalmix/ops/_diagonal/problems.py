@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kalmix.designs import KLA
-from kalmix.testing.problems import FLOOR, MOST, Normal, Problem, Tensors, draw_tokens
+from kalmix.ops._diagonal.spec import SPEC
+from kalmix.testing.problems import MOST, Normal, Problem, Tensors, draw_tokens
 
 
 def draw(normal: Normal, sequences: int, size: dict[str, int]) -> Tensors:
@@ -25,9 +26,9 @@ PROBLEMS = {
         silent="precision",
         invariant=("log_decay", "process_noise"),
         sure=tuple(
-            {"precision": 1e4, "log_decay": decay, "process_noise": noise}
+            {"precision": 1 / SPEC.least_noise, "log_decay": decay, "process_noise": noise}
             for decay, noise in ((0.0, 0.0), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e3))
         ),
-        ranges={"precision": (1 / MOST, 1 / FLOOR), "process_noise": (1e-6, MOST)},
+        ranges={"precision": (1 / MOST, 1 / SPEC.least_noise), "process_noise": (1e-6, MOST)},
     ),
 }

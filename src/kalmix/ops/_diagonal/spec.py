@@ -23,4 +23,5 @@ SPEC = OpSpec(
     belief=DiagonalBelief,
     lower=lower,
     recursion=RECURSION,
+    least_noise=1e-4,
 )

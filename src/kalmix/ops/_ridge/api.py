@@ -53,7 +53,7 @@ def ridge(
         k: `[B, T, H, K]` regressor; same dtype as `q`. 0 is no evidence.
         v: `[B, T, G, V]` regressed values; same dtype as `q`; value head g reads key head g // (G / H).
         log_decay: `[B, T, G]` forgetting, natural log per token, <= 0; none if absent.
-        gain: `[B, T, G]` weight of the token, >= 0; 1 if absent.
+        gain: `[B, T, G]` weight of the token, >= 0; 1 if absent. Tested up to 1e4, the inverse of a noise of 1e-4.
         ridge: `Adaptive(a)`, lambda_t = a ||H_t||_F, which a bare number means, or `Fixed(value)`.
         mix: `[B, T, G]` share of the solution, 0 to 1, the rest is the query itself (the alpha-connection, section
             C); 1 if absent.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kalmix.designs import GATED_KALMANET
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev
-from kalmix.testing.problems import FLOOR, MOST, STILL, Normal, Problem, Tensors, draw_memory
+from kalmix.ops._ridge.spec import SPEC
+from kalmix.testing.problems import MOST, STILL, Normal, Problem, Tensors, draw_memory
 
 
 def draw(normal: Normal, sequences: int, size: dict[str, int]) -> Tensors:
@@ -23,7 +24,7 @@ PROBLEMS = {
         silent="k",
         sure=({"obs_noise": 1e-5, "log_decay": 0.0}, {"obs_noise": 1e-5, "log_decay": -30.0}),
         slack=1e-6,
-        ranges={"obs_noise": (FLOOR, MOST)},
+        ranges={"obs_noise": (SPEC.least_noise, MOST)},
         options={"ridge": Adaptive(10.0), "solver": Chebyshev(10)},  # 2 * 0.024^10 = 1e-16
     ),
 }

@@ -26,4 +26,5 @@ SPEC = OpSpec(
     belief=RidgeBelief,
     lower=lower,
     recursion=RECURSION,
+    least_noise=1e-4,
 )

@@ -23,6 +23,8 @@ class OpSpec:
         belief: the type of its belief.
         lower: computes its signals from those of a design.
         recursion: its definition, of which `kalmix.oracle` makes a filter.
+        least_noise: least variance of an observation that the function's docstring names: from there on, float32
+            results stay within their error budgets. The laws and the fuzz script draw noises from it to 100.
     """
 
     algebra: Algebra
@@ -31,6 +33,7 @@ class OpSpec:
     belief: type
     lower: Lower
     recursion: Recursion
+    least_noise: float
 
     @property
     def name(self) -> str:
