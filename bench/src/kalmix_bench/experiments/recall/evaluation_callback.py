@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from kalmix.errors import NonFiniteError
 from kalmix_bench import datasets as tasks
 from kalmix_bench.datasets.metrics import Metric
-from kalmix_bench.experiments.recall.data import Drawn
+from kalmix_bench.experiments.recall.data import Batches, Drawn
 from kalmix_bench.experiments.recall.protocol import Cell
 from kalmix_bench.runner.experiment import Tell
-
-if TYPE_CHECKING:
-    from kalmix_bench.experiments.recall.trainer import CellTrainer
 
 SAVED = 60.0  # seconds between two checkpoints
 TOLD = 0.5  # seconds between two words of how far it is
@@ -37,6 +35,17 @@ def by_depth(score: Metric, predicted: Any, test: tasks.Rows) -> dict[str, float
     return {f"depth {part + 1}/{FIFTHS}": score(predicted[rows], test.targets[rows]) for part, rows in there.items()}
 
 
+class Judged(Protocol):
+    """Trainer whose model a `Judge` scores."""
+
+    batches: Batches
+    total: Tensor  # of the losses of an epoch
+
+    def predict_rows(self, rows: tasks.Rows) -> tuple[float, Any]:
+        """Return the mean loss of a scored token of `rows`, and the predicted ids, `[n, T]`."""
+        ...
+
+
 class Judge(TrainerCallback, ExportableState):
     """Scores test and validation rows after each epoch, keeps the curves, and ends a run that is done or no better.
 
@@ -51,7 +60,7 @@ class Judge(TrainerCallback, ExportableState):
 
     def __init__(self, cell: Cell, drawn: Drawn, tell: Tell) -> None:
         self.cell, self.drawn, self.tell = cell, drawn, tell
-        self.trainer: CellTrainer | None = None
+        self.trainer: Judged | None = None
         self.curves: Curves = {}
         self.slices: dict[str, list[dict[str, float]]] = {}
         self.seconds = {"training": 0.0, "judging": 0.0}
