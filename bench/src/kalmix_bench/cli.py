@@ -14,11 +14,12 @@ from kalmix_bench.experiments.recall import beliefs, run_cells
 from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.experiments.sde.experiment import Sde
 from kalmix_bench.experiments.solvers.experiment import Solvers
+from kalmix_bench.experiments.vision.experiment import Vision
 from kalmix_bench.runner import options
 from kalmix_bench.runner import report as bench_report
 from kalmix_bench.runner.experiment import Experiment
 
-EXPERIMENTS: tuple[Experiment[Any], ...] = (Recall(), Collision(), Solvers(), Sde())
+EXPERIMENTS: tuple[Experiment[Any], ...] = (Recall(), Collision(), Solvers(), Sde(), Vision())
 
 app = typer.Typer(name="bench", help="The experiments of the papers, one a command.", no_args_is_help=True)
 

@@ -56,9 +56,16 @@ class VisionRun:
 
 
 def train(
-    recipe: VisionRecipe, output: Path, *, resume: bool = False, callbacks: Sequence[TrainerCallback] = ()
+    recipe: VisionRecipe,
+    output: Path,
+    *,
+    resume: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
+    cpu: bool = False,
 ) -> VisionRun:
     """Train as `recipe` says, into `output`; with `resume`, go on from the newest intact checkpoint there.
+
+    With `cpu`, an accelerator that is there is not used.
 
     Runs under `torchrun` as it is (the first process says where `output` is).
 
@@ -69,10 +76,12 @@ def train(
     here = processes()
     output = Path(broadcast_object_list([str(output)])[0])
     with alone(output) if here.is_main_process else nullcontext(), writing(output):
-        return _train(recipe, output, resume=resume, callbacks=callbacks)
+        return _train(recipe, output, resume=resume, callbacks=callbacks, cpu=cpu)
 
 
-def _train(recipe: VisionRecipe, output: Path, *, resume: bool, callbacks: Sequence[TrainerCallback]) -> VisionRun:
+def _train(
+    recipe: VisionRecipe, output: Path, *, resume: bool, callbacks: Sequence[TrainerCallback], cpu: bool
+) -> VisionRun:
     """Train into a folder that is this run's alone."""
     checkpoints = output / "checkpoints"
     if (output / HISTORY).exists() or (saved(checkpoints) and not resume):
@@ -85,7 +94,7 @@ def _train(recipe: VisionRecipe, output: Path, *, resume: bool, callbacks: Seque
         recipe,
         len(seen.classes),
         model=model,
-        args=_arguments(recipe, output),
+        args=_arguments(recipe, output, cpu=cpu),
         train_dataset=seen,
         eval_dataset=unseen,
         compute_metrics=lambda found: {"accuracy": float((found.predictions == found.label_ids).mean())},
@@ -196,9 +205,9 @@ class _Trainer(SafeTrainer):
         super().log(logs, *args, **options)
 
 
-def _arguments(recipe: VisionRecipe, output: Path) -> TrainingArguments:
+def _arguments(recipe: VisionRecipe, output: Path, *, cpu: bool) -> TrainingArguments:
     """What the Trainer is told."""
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available() and not cpu
     return TrainingArguments(
         output_dir=str(output / "checkpoints"),
         per_device_train_batch_size=recipe.batch,
@@ -206,7 +215,7 @@ def _arguments(recipe: VisionRecipe, output: Path) -> TrainingArguments:
         num_train_epochs=recipe.whole,
         max_grad_norm=recipe.clip,
         bf16=recipe.bf16,
-        use_cpu=not torch.accelerator.is_available(),
+        use_cpu=cpu or not torch.accelerator.is_available(),
         torch_compile=recipe.compile,
         seed=recipe.seed,
         label_names=["labels"],

@@ -1,0 +1,172 @@
+"""Small image classifiers as an experiment: GKAVision beside the same backbone with other layers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from transformers import TrainerCallback
+
+from kalmix.errors import ArgumentError
+from kalmix.files import read_json
+from kalmix.layers import MIXERS
+from kalmix_bench.experiments.vision.recipe import DIGITS, VisionRecipe
+from kalmix_bench.experiments.vision.run import HISTORY, WEIGHTS, train
+from kalmix_bench.runner import options, session
+from kalmix_bench.runner.cells import Results, Row, digest
+from kalmix_bench.runner.experiment import Experiment, Stopped, Tell
+from kalmix_bench.runner.paper_claims import Finding
+from kalmix_bench.runner.scores import Score
+
+PRESETS = {"laptop": DIGITS, "paper": VisionRecipe()}
+MODELS = ("attention", *(name for name in MIXERS if name != "design"))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run: the recipe names the images, the mixer and the seed."""
+
+    recipe: VisionRecipe
+
+    def __str__(self) -> str:
+        return f"{self.recipe.mixer}  seed {self.recipe.seed}"
+
+    def written(self) -> dict[str, Any]:
+        """Return its line in a file, without the results."""
+        return {"recipe": asdict(self.recipe)}
+
+
+class Vision(Experiment[Cell]):
+    """Image classifiers, trained on handwritten digits or on a folder of images (section N of Gated KalmaNet)."""
+
+    name = "vision"
+    keys = frozenset(("recipe", "accuracy"))
+    in_all = False
+
+    def commands(self) -> dict[str, Callable[..., None]]:
+        return {"vision": _command}
+
+    def run(self, cells: tuple[Cell, ...], results: Results, device: torch.device, tell: Tell) -> list[Row]:
+        """Train a model, or resume from its newest checkpoint, and return its accuracy on held-out images.
+
+        Raises:
+            ArgumentError: there are no images, or the loss diverged.
+        """
+        (cell,) = cells
+        folder = _folder(cell, results)
+        if not self.is_complete(cell, results):
+            (folder / HISTORY).unlink(missing_ok=True)
+            train(cell.recipe, folder, resume=True, callbacks=[_Progress(cell.recipe, tell)], cpu=device.type == "cpu")
+        history = read_json(folder / HISTORY, list)
+        evaluated = [row["eval_accuracy"] for row in history if "eval_accuracy" in row]
+        return [
+            {
+                "accuracy": evaluated[-1],
+                "curves": {"loss": [row["loss"] for row in history if "loss" in row], "accuracy": evaluated},
+                "training_seconds": round(history[-1]["train_runtime"], 2),
+            }
+        ]
+
+    def is_complete(self, cell: Cell, results: Results) -> bool:
+        return all((_folder(cell, results) / name).exists() for name in (WEIGHTS, HISTORY))
+
+    def clear(self, cell: Cell, results: Results) -> None:
+        shutil.rmtree(_folder(cell, results) / "checkpoints", ignore_errors=True)
+
+    def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+        table = Table("model", box=box.MARKDOWN, title="[bold]accuracy on held-out images, %", title_justify="left")
+        for column in ("images", "epochs", "seeds", "test accuracy", "seconds"):
+            table.add_column(column, justify="right", no_wrap=column != "images")
+        for recipe, alike in _by_recipe(rows):
+            seconds = sum(row["training_seconds"] for row in alike) / len(alike)
+            accuracy = Score.of([row["accuracy"] for row in alike])
+            cells = (_images(recipe), recipe["epochs"], len(alike), accuracy, f"{seconds:.1f}")
+            table.add_row(recipe["mixer"], *map(str, cells))
+        console.print(table)
+        return []
+
+    def findings(self, rows: Sequence[Row]) -> list[Finding]:
+        return [
+            Finding(
+                task=f"vision/{_images(recipe)}",
+                asked=f"{recipe['size']} pixels, {recipe['epochs']} epochs",
+                layer=recipe["mixer"],
+                score="accuracy",
+                value=Score.of([row["accuracy"] for row in alike]),
+                seeds=len(alike),
+                facts={"width": recipe["width"], "depth": sum(recipe["depths"]), "epochs": recipe["epochs"]},
+            )
+            for recipe, alike in _by_recipe(rows)
+        ]
+
+
+class _Progress(TrainerCallback):
+    """Callback that reports each epoch after its checkpoint is stored, and stops the run if it is told to."""
+
+    def __init__(self, recipe: VisionRecipe, tell: Tell) -> None:
+        self.recipe, self.tell = recipe, tell
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        accuracy = next(row["eval_accuracy"] for row in reversed(state.log_history) if "eval_accuracy" in row)
+        stop = self.tell(state.epoch / self.recipe.whole, f"accuracy {accuracy:.1%}")
+        if stop and state.global_step < state.max_steps:
+            raise Stopped
+
+
+def _folder(cell: Cell, results: Results) -> Path:
+    return results.path.parent / "models" / digest(cell)
+
+
+def _by_recipe(rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
+    """Group rows whose recipes differ in nothing but the seed."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        same = json.dumps({**row["recipe"], "seed": None}, sort_keys=True)
+        groups.setdefault(same, []).append(row)
+    return [(alike[0]["recipe"], alike) for alike in groups.values()]
+
+
+def _images(recipe: dict[str, Any]) -> str:
+    return "digits" if recipe["images"] is None else Path(recipe["images"]).name
+
+
+def _command(
+    preset: Annotated[
+        str, typer.Option(help="laptop: a minute a model, on digits. paper: the published recipe, for GPUs.")
+    ] = "laptop",
+    images: Annotated[
+        Path | None, typer.Option(help="Folder with train and val, each with a folder a class. Default: the digits.")
+    ] = None,
+    models: Annotated[str, typer.Option(help="Mixers to train, by name.")] = "attention,gated-kalmanet",
+    seeds: options.Seeds = 1,
+    epochs: Annotated[int | None, typer.Option(help="Epochs of the cosine. Default: the preset's.")] = None,
+    jobs: options.Jobs = 1,
+    device: options.Device = None,
+    output: Annotated[Path, typer.Option(help="Output folder; finished runs in it are skipped.")] = Path("runs/vision"),
+) -> None:
+    """Image classifiers (section N of Gated KalmaNet): accuracy of GKAVision and of other mixers."""
+    recipe = options.preset(preset, PRESETS)
+    if images is None and preset == "paper":
+        raise ArgumentError("images", got="absent", needs="a folder of images for preset paper")
+    if images is not None and not images.is_dir():
+        raise ArgumentError("images", got=repr(str(images)), needs="a folder with train and val")
+    if jobs > 1 and recipe.workers:  # processes of jobs are daemons, which cannot start the workers that load images
+        raise ArgumentError("jobs", got=jobs, needs=f"1 for preset {preset}, which loads images in worker processes")
+    recipe = replace(
+        recipe,
+        images=None if images is None else str(images.resolve()),
+        epochs=recipe.epochs if epochs is None else epochs,
+    )
+    named = options.names("models", models, MODELS)
+    every = range(options.count("seeds", seeds))
+    cells = [Cell(replace(recipe, mixer=mixer, seed=seed)) for mixer in named for seed in every]
+    session.run(Vision(), cells, output, Console(highlight=False), device=options.device(device), jobs=jobs)
