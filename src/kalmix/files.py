@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from kalmix.errors import ArgumentError, FileError, FormatError
 
 _T = TypeVar("_T", dict[str, Any], list[Any])
+PARTIAL = ".partial."  # prefix of temporary files
 MAX_DEPTH = 64  # levels of lists and mappings inside each other; our own files have six at most
 FORMAT = 1  # of checkpoints, recipes, results and configurations
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -73,10 +74,10 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file; when it is written and on the disk, rename it to `path`.
 
     Readers see the old file or the new one. If writing fails, the old file stays. If this process is killed, the
-    temporary file stays until `path` is written again. One process at a time may write `path`.
+    temporary file stays until `path` is written again, or `alone` removes it. One process at a time may write `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".partial.{path.name}")
+    partial = path.with_name(PARTIAL + path.name)
     try:
         with writing(path):
             yield partial
@@ -112,12 +113,16 @@ def sync_tree(folder: Path) -> None:
 def alone(output: Path) -> Iterator[None]:
     """Hold the lock of an output folder. The kernel releases it when this process ends, however it ends.
 
+    Removes temporary files that killed processes left there.
+
     Raises:
         ArgumentError: another process holds it.
     """
     output.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(output / ".lock").acquire(timeout=0):
+            for partial in output.rglob(f"{PARTIAL}*"):
+                partial.unlink()
             yield
     except Timeout:
         needs = "a folder that no other run writes to; wait for that run, or choose another"

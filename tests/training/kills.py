@@ -36,7 +36,8 @@ class Train(Run):
             return ["train", "--text", str(text), *sizes, "--steps", "24", "--output", str(self.output)]
         if not self.finished():
             return ["train", "--resume", "--output", str(self.output)]
-        return None if (self.output / "result.json").exists() else ["report", str(self.output)]
+        last = self.output / "attention.png"  # a report draws it after everything else
+        return None if last.exists() else ["report", str(self.output)]
 
     def finished(self) -> set[str]:
         try:

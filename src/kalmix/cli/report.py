@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kalmix.errors import ArgumentError
-from kalmix.files import writing
+from kalmix.files import alone, writing
 
 if TYPE_CHECKING:
     from kalmix.training.evaluation import Result
@@ -34,7 +34,8 @@ def report(output: Path, console: Console) -> None:
     Ctrl-C and SIGTERM end it with the command that repeats it; the run itself is only read.
 
     Raises:
-        ArgumentError: there is no run, it is not finished, or its text or its model cannot be read or have changed.
+        ArgumentError: there is no run, it is not finished, or its text or its model cannot be read or have changed;
+            another process writes to `output`.
         OSError: the disk is full; names the path.
     """
     former = signal.getsignal(signal.SIGTERM)
@@ -61,13 +62,14 @@ def _report(output: Path, console: Console) -> None:
     from kalmix.cli.progress import stages
     from kalmix.training.evaluation import evaluate
 
-    with writing(output), stages(console) as progress:
+    with stages(console) as progress:
         progress("loading the run", 0)
         ended = load_run(output)
-        result = evaluate(ended, progress)
-        written = [output / "model", result.save(output)]
-        progress("drawing", 0)
-        written += pictures(ended, result.compressors)
+        with alone(output), writing(output):
+            result = evaluate(ended, progress)
+            written = [output / "model", result.save(output)]
+            progress("drawing", 0)
+            written += pictures(ended, result.compressors)
     console.print(_verdict(result))
     if result.warning is not None:
         console.print(f"warning: {result.warning}", style="yellow", soft_wrap=True, markup=False)
