@@ -54,7 +54,7 @@ torch.set_num_threads(1)  # the suite runs one process a core
 
 
 class Told(NamedTuple):
-    """What a command line returned and printed."""
+    """Exit status and output of a command line."""
 
     status: int
     output: str

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from kalmix.errors import ArgumentError, FileError, FormatError
 
 _T = TypeVar("_T", dict[str, Any], list[Any])
-PARTIAL = ".partial."  # prefix of temporary files
+PARTIAL = ".kalmix-partial."  # prefix of temporary files; no other program has it
 MAX_DEPTH = 64  # levels of lists and mappings inside each other; our own files have six at most
 FORMAT = 1  # of checkpoints, recipes, results and configurations
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -122,7 +122,7 @@ def alone(output: Path) -> Iterator[None]:
     try:
         with FileLock(output / ".lock").acquire(timeout=0):
             for partial in output.rglob(f"{PARTIAL}*"):
-                partial.unlink()
+                partial.unlink(missing_ok=True)
             yield
     except Timeout:
         needs = "a folder that no other run writes to; wait for that run, or choose another"

@@ -1,4 +1,4 @@
-"""`filter`: from a design to its op. The only file that maps one to the other."""
+"""`filter`: lower a design to its op, by the lowering in that op's folder, and call the op."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ def test_every_op_has_a_problem():
 @pytest.mark.parametrize(("op", "kernel"), [(op, row.name) for op in OPS for row in OPS[op].kernels])
 def test_every_kernel_is_tried(op, kernel):
     tried = [case for case in CASES if (case.op, case.kernel) == (op, kernel)]
-    if not tried and kernel == "cuda":  # no interpreter stands in for this GPU
-        pytest.skip(str(Case(op, kernel, DEVICES[-1]).fitting().refusal))
+    refusal = Case(op, kernel, DEVICES[-1]).fitting().refusal
+    if kernel == "cuda" and refusal is not None:  # no interpreter stands in for this GPU
+        pytest.skip(refusal)
     assert tried
 
 

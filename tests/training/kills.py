@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from killing import Run, main
 
+from kalmix.files import PARTIAL
 from kalmix.training.trainer import FilterTrainer
 from training.conftest import WORDS
 
@@ -54,7 +55,7 @@ class Train(Run):
         curve = [(row["tokens"], row["bits_per_byte"]) for row in history if "bits_per_byte" in row]
         result = json.loads((self.output / "result.json").read_text())
         weights = (self.output / "model" / "model.safetensors").read_bytes()
-        left = list(self.output.rglob(".partial.*"))
+        left = list(self.output.rglob(f"{PARTIAL}*"))
         bits = result["bits_per_byte"]
         return {"curve": curve, "bits": bits, "weights": weights, "temporary files left": left}
 

@@ -58,7 +58,7 @@ def report(
     folders: Annotated[list[Path], typer.Argument(help="Outputs of `kalmix bench`.")],
     output: Annotated[Path | None, typer.Option(help="For tables and pictures; the first folder if absent.")] = None,
 ) -> None:
-    """What results of benches say: tables (report.md, report.csv) and pictures, papers' figures beside ours."""
+    """Report results of benches: tables (report.md, report.csv) and pictures, papers' figures beside ours."""
     console = Console(highlight=False)
     rows = bench_report.read(folders, EXPERIMENTS)
     for path in bench_report.write(rows, output or folders[0], console, EXPERIMENTS):

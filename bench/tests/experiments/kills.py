@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
 from killing import Run, Session, main
 
+from kalmix.files import PARTIAL
 from kalmix_bench.experiments.recall import Part, Protocol, Shape, presets
 from kalmix_bench.experiments.recall import evaluation_callback as judge
 from kalmix_bench.experiments.recall.trainer import CellTrainer
@@ -74,7 +75,7 @@ class Bench(Run):
             "weights": weights,
             "report": (self.output / "report.md").exists(),
             "checkpoints left": left,
-            "temporary files left": list(self.output.rglob(".partial.*")),
+            "temporary files left": list(self.output.rglob(f"{PARTIAL}*")),
         }
 
 

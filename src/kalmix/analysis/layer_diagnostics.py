@@ -1,4 +1,4 @@
-"""What the layers of a model believe while it reads tokens."""
+"""Diagnose the layers of a model: their variances, write gains and attention maps while it reads tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the problems of ops are made of: designs that the oracle knows, and random signals for them.
+"""Parts of law problems: designs that the oracle knows, and random signals for them.
 
 The problems themselves are in the folders of the ops, `ops/_<op>/problems.py`.
 """

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Score(NamedTuple):
-    """Of several seeds: their mean and its standard error, NaN of one."""
+    """Mean over seeds and its standard error, which is NaN for one seed."""
 
     mean: float
     error: float

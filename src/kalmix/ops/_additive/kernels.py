@@ -7,13 +7,12 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
-from kalmix.ops._additive import chunked, reference
-from kalmix.ops._additive import custom_op as fused
+from kalmix.ops._additive import chunked, custom_op, reference
 from kalmix.ops._linear_memory.custom_op import SERVED
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 
 KERNELS = (
-    Kernel("triton", fused.additive, **SERVED),
+    Kernel("triton", custom_op.additive, **SERVED),
     Kernel("chunked", chunked.additive, pays_from=16),
     Kernel("reference", reference.additive, serves=frozenset({TRANSFORMS})),
 )

@@ -91,7 +91,7 @@ class _Lanes(NamedTuple):
 
 
 class _Rest(NamedTuple):
-    """What the gradients of queries' scores lack to add up to 0, and their heaviest key: `[L, H, T]`.
+    """Rest by which the score gradients of each query miss a sum of 0, and its heaviest key: `[L, H, T]`.
 
     Attributes:
         lack: minus the sum so far.

@@ -7,15 +7,14 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
-from kalmix.ops._attend import chunked, reference
-from kalmix.ops._attend import custom_op as fused
+from kalmix.ops._attend import chunked, custom_op, reference
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 from kalmix.validation import SINGLES
 
 KERNELS = (
     Kernel(
         "triton",
-        fused.attend,
+        custom_op.attend,
         devices=("cuda",),
         dtypes=SINGLES,
         pays_from=16,

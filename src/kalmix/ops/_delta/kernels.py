@@ -7,13 +7,12 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
-from kalmix.ops._delta import chunked, reference
-from kalmix.ops._delta import custom_op as fused
+from kalmix.ops._delta import chunked, custom_op, reference
 from kalmix.ops._linear_memory.custom_op import SERVED
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 
 KERNELS = (
-    Kernel("triton", fused.delta, **SERVED),
+    Kernel("triton", custom_op.delta, **SERVED),
     Kernel("chunked", chunked.delta, pays_from=16, serves=frozenset({"value heads of width 1"})),
     Kernel("reference", reference.delta, serves=frozenset({TRANSFORMS, "value heads of width 1"})),
 )

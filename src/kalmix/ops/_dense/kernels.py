@@ -9,8 +9,7 @@ Arguments are checked by the op before they arrive. `belief` is always there; it
 
 from functools import partial
 
-from kalmix.ops._dense import chunked, reference
-from kalmix.ops._dense import custom_op as fused
+from kalmix.ops._dense import chunked, custom_op, reference
 from kalmix.ops._dense.cuda.compile import unsupported_gpu
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 from kalmix.validation import SINGLES
@@ -20,7 +19,7 @@ _ROTATIONS = frozenset({"rotations"})
 KERNELS = (
     Kernel(
         "cuda",  # as "triton", but what steps through time is CUDA C++
-        partial(fused.dense, cuda=True),
+        partial(custom_op.dense, cuda=True),
         devices=("cuda",),
         dtypes=SINGLES,
         min_key_width=33,  # covariances that fill two or four groups of 32 rows: those compared with float64
@@ -31,7 +30,7 @@ KERNELS = (
     ),
     Kernel(
         "triton",
-        fused.dense,
+        custom_op.dense,
         devices=("cuda",),
         dtypes=SINGLES,
         max_key_width=256,

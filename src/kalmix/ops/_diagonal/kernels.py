@@ -7,13 +7,12 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
-from kalmix.ops._diagonal import chunked, reference
-from kalmix.ops._diagonal import custom_op as fused
+from kalmix.ops._diagonal import chunked, custom_op, reference
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 from kalmix.validation import SINGLES
 
 KERNELS = (
-    Kernel("triton", fused.diagonal, devices=("cuda",), dtypes=SINGLES, max_key_width=128, triton=True),
+    Kernel("triton", custom_op.diagonal, devices=("cuda",), dtypes=SINGLES, max_key_width=128, triton=True),
     Kernel("chunked", chunked.diagonal, pays_from=16),
     Kernel("reference", reference.diagonal, serves=frozenset({TRANSFORMS, "dynamics that differ from token to token"})),
 )

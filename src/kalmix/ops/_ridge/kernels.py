@@ -7,8 +7,7 @@ Each module exports the same function, and none imports another:
 Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
 """
 
-from kalmix.ops._ridge import chunked, reference
-from kalmix.ops._ridge import custom_op as fused
+from kalmix.ops._ridge import chunked, custom_op, reference
 from kalmix.ops._ridge.solvers import Chebyshev, ConjugateGradient, Exact, Sketch, Solver
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 from kalmix.validation import SINGLES
@@ -27,7 +26,7 @@ def needs_of(solver: Solver) -> frozenset[str]:
 KERNELS = (
     Kernel(
         "triton",
-        fused.ridge,
+        custom_op.ridge,
         devices=("cuda",),
         dtypes=SINGLES,
         max_key_width=256,

@@ -1,4 +1,4 @@
-"""What lowerings of several ops are made of."""
+"""Types of a lowering, and a check that several lowerings share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an op is: one row, which its folder registers."""
+"""The row of an op, `OpSpec`, and the table of those that folders have registered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What oracles are made of: an op's defining recursion, one token of one sequence at a time, in float64.
+"""Parts of oracles: an op's defining recursion, one token of one sequence at a time, in float64.
 
 Beliefs are tuples of tensors and signals a dict; neither has a batch or a time axis. Written to be read: textbook
 formulas, torch alone.

@@ -124,7 +124,7 @@ class Cell:
         return f"{self.task}  {self.layer}  {self.shape.width} x {self.shape.depth}  seed {self.seed}"
 
     def written(self) -> dict[str, Any]:
-        """As its line in a file names it. Without validation rows, `validation` is left out: older lines lack it."""
+        """Return its line in a file, without the results; older lines lack `validation`, and so do cells without it."""
         parts = [
             {"train": part.train, "test": part.test, "settings": settings}
             for part, settings in zip(self.parts, self.settings(), strict=True)

@@ -11,7 +11,7 @@ from kalmix_bench.runner.paper_claims import Printed
 
 
 def printed(task: str, layer: str) -> Printed | None:
-    """What papers print of a layer on a task, at their own sizes."""
+    """Return the figures that papers print of a layer on a task, at their own sizes."""
     for source in _sources():
         percent = source["accuracy"].get(layer, {}).get(task)
         if percent is not None:

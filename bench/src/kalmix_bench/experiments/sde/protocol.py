@@ -77,5 +77,5 @@ class Cell:
         return f"{self.setting}  {self.model}  seed {self.seed}"
 
     def written(self) -> dict[str, Any]:
-        """As its line in a file names it."""
+        """Return its line in a file, without the results."""
         return {**asdict(self), "drawn": SETTINGS[self.setting].written()}
