@@ -135,10 +135,10 @@ def test_bad_kernels():
         ops.diagonal(**signals(), kernel="cuda")
     wide = {"q": torch.randn(B, T, H, 130), "k": torch.randn(B, T, H, 130)}
     wide |= {"log_decay": -torch.rand(G, 130, V), "process_noise": torch.rand(G, 130, V)}
-    with pytest.raises(KernelError, match=r"keys are 130 wide, it takes at most 128; use 'reference'|not on cpu"):
+    with pytest.raises(KernelError, match=r"the key width is 130; it supports at most 128; use 'reference'|not on cpu"):
         ops.diagonal(**signals(**wide), kernel="triton")
     per_token = {"log_decay": -torch.rand(B, T, G, K, V)}
-    with pytest.raises(KernelError, match="does not serve dynamics that differ from token to token; use 'reference'"):
+    with pytest.raises(KernelError, match="does not support dynamics that differ from token to token; use 'reference'"):
         ops.diagonal(**signals(**per_token), kernel="chunked")
     assert ops.diagonal(**signals(**per_token)).mean.shape == (B, T, G, V)  # unpinned, the reference serves it
 

@@ -21,8 +21,8 @@ from kalmix.ops._dense import custom_op as fused
 from kalmix.ops._dense.cuda import compile as cuda
 from kalmix.ops._dense.triton import backward as triton_backward
 from kalmix.ops._dense.triton import forward as triton
-from kalmix.ops._shared.dispatch import select
-from kalmix.ops._shared.kernel import Call
+from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.kernel import KernelRequest
 
 UNSUPPORTED = cuda.unsupported_gpu(None) if torch.cuda.is_available() else "no GPU"
 TWINS = [("forward", triton._advance), ("backward", triton_backward._retreat)]
@@ -53,12 +53,12 @@ def machine(monkeypatch):
     cuda._unsupported.cache_clear()
 
 
-def asked(width, needs=frozenset(), dtype=torch.float32):
-    return Call("cuda", dtype, width, 16, 512, needs)
+def kernel_request(width, features=frozenset(), dtype=torch.float32):
+    return KernelRequest("cuda", dtype, width, 16, 512, features)
 
 
-def chosen(call, pinned=None):
-    return select("dense", OPS["dense"].kernels, call, pinned).name
+def chosen(request, name=None):
+    return select_kernel("dense", OPS["dense"].kernels, request, name).name
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def chosen(call, pinned=None):
 )
 def test_serves_wide_covariances_on_hopper(machine, width, name):
     machine()
-    assert chosen(asked(width)) == name
-    assert chosen(asked(width), "triton") == "triton"
+    assert chosen(kernel_request(width)) == name
+    assert chosen(kernel_request(width), "triton") == "triton"
 
 
 @pytest.mark.parametrize(
@@ -81,25 +81,25 @@ def test_serves_wide_covariances_on_hopper(machine, width, name):
 )
 def test_other_gpus_use_triton(machine, facts, reason):
     machine(**facts)
-    assert chosen(asked(64)) == "triton"
-    with pytest.raises(KernelError, match=re.escape(f"'cuda' of `dense` cannot serve this call: {reason}; use")):
-        chosen(asked(64), "cuda")
+    assert chosen(kernel_request(64)) == "triton"
+    with pytest.raises(KernelError, match=re.escape(f"'cuda' of `dense` does not support this call: {reason}; use")):
+        chosen(kernel_request(64), "cuda")
 
 
 @pytest.mark.parametrize(
-    ("call", "reason"),
+    ("request_", "reason"),
     [
-        (asked(16), "keys are 16 wide, it takes at least 33"),
-        (asked(130), "keys are 130 wide, it takes at most 128"),
-        (asked(64, dtype=torch.float64), "it takes float32, bfloat16, float16, not torch.float64"),
-        (asked(64, needs=frozenset({"rotations"})), "it does not serve rotations"),
-        (Call("cpu", torch.float32, 64, 16, 512), "it runs on cuda, not on cpu"),
+        (kernel_request(16), "the key width is 16; it supports at least 33"),
+        (kernel_request(130), "the key width is 130; it supports at most 128"),
+        (kernel_request(64, dtype=torch.float64), "it supports float32, bfloat16, float16, not float64"),
+        (kernel_request(64, features=frozenset({"rotations"})), "it does not support rotations"),
+        (KernelRequest("cpu", torch.float32, 64, 16, 512), "it runs on cuda, not on cpu"),
     ],
 )
-def test_refusal_of_a_pinned_kernel_names_the_reason(machine, call, reason):
+def test_refusal_of_a_pinned_kernel_names_the_reason(machine, request_, reason):
     machine()
-    with pytest.raises(KernelError, match=re.escape(f"cannot serve this call: {reason}")):
-        chosen(call, "cuda")
+    with pytest.raises(KernelError, match=re.escape(f"does not support this call: {reason}")):
+        chosen(request_, "cuda")
 
 
 @pytest.mark.parametrize(("nvrtc", "name"), [(True, "cuda"), (False, "triton")])
@@ -108,7 +108,7 @@ def test_choice_compiles_to_one_graph(machine, nvrtc, name):
     machine(nvrtc=nvrtc)
 
     def run(x):
-        return x + (chosen(asked(64)) == "cuda")
+        return x + (chosen(kernel_request(64)) == "cuda")
 
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     assert bool(compiled(torch.zeros(1))) == (name == "cuda")

@@ -32,7 +32,7 @@ def test_page_says_what_each_kernel_serves():
     served = {True: ("yes",) * 4, False: ("yes", "raises", "raises", "raises")}
     kernels = [kernel for op in OPS.values() for kernel in op.kernels]
     assert set(told) == {kernel.name for kernel in kernels}
-    assert all(told[kernel.name] == served[TRANSFORMS in kernel.serves] for kernel in kernels)
+    assert all(told[kernel.name] == served[TRANSFORMS in kernel.features] for kernel in kernels)
 
 
 @pytest.mark.parametrize("inputs_ask", [False, True], ids=["upstream alone", "inputs too"])

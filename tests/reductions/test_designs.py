@@ -7,7 +7,7 @@ import kalmix
 from kalmix.designs import CATALOGUE, Covariance, Design, Evidence, Transition
 from kalmix.errors import DesignError
 from kalmix.ops import OPS, Exact
-from kalmix.ops._shared.kernel import Call
+from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.testing.cases import outputs
 
 MEMORY, DENSE, RESET = Evidence(of="memory"), Covariance(kept="dense"), Covariance(kept="reset")
@@ -57,8 +57,8 @@ def learnt(filtered):
 
 
 def kernels(op):
-    call = Call("cpu", torch.float64, K, V, T)
-    return [kernel.name for kernel in OPS[op].kernels if kernel.refuses(call) is None]
+    request = KernelRequest("cpu", torch.float64, K, V, T)
+    return [kernel.name for kernel in OPS[op].kernels if kernel.unsupported_reason(request) is None]
 
 
 @pytest.mark.parametrize("design", [*CATALOGUE.values(), *OWN], ids=lambda design: design.name)

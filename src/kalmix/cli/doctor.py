@@ -74,14 +74,16 @@ def _kernels() -> Table:
     import torch
 
     from kalmix.ops import OPS
-    from kalmix.ops._shared.kernel import Call
+    from kalmix.ops._shared.kernel import KernelRequest
 
     devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     table = Table("op", "kernel", *devices, box=box.SIMPLE_HEAD)
     for name, op in OPS.items():
         for kernel in op.kernels:
             keys = max(16, kernel.min_key_width)
-            refusals = [kernel.refuses(Call(device, torch.float32, keys, 16, 64)) for device in devices]
+            refusals = [
+                kernel.unsupported_reason(KernelRequest(device, torch.float32, keys, 16, 64)) for device in devices
+            ]
             table.add_row(
                 name, kernel.name, *("[green]serves[/]" if no is None else f"[dim]{no}[/]" for no in refusals)
             )

@@ -12,7 +12,7 @@ from kalmix import filtering as _filtering
 from kalmix._oracle import oracle
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops import OPS
-from kalmix.ops._shared.kernel import Call, Kernel
+from kalmix.ops._shared.kernel import Kernel, KernelRequest
 from kalmix.segments import Segments
 from kalmix.testing.problems import HALVES, Problem, Tensors, collect, symmetric
 from kalmix.testing.tolerances import DATA
@@ -64,7 +64,9 @@ class Case:
     def refusal(self) -> str | None:
         """Why the kernel cannot serve this case, if it cannot."""
         widths = (self.key_width, self.value_width)
-        return self.row.refuses(Call(self.device, self.dtype, *widths, self.length, self.problem.needs))
+        return self.row.unsupported_reason(
+            KernelRequest(self.device, self.dtype, *widths, self.length, self.problem.needs)
+        )
 
     @property
     def interpreted(self) -> bool:
@@ -78,7 +80,7 @@ class Case:
     @property
     def products(self) -> torch.dtype | None:
         """The dtype that the kernel rounds products to on the way, if it does."""
-        return self.dtype if self.row.rounds_products and self.dtype != self.carried else None
+        return self.dtype if self.row.low_precision_products and self.dtype != self.carried else None
 
     @property
     def quantities(self) -> list[str]:

@@ -117,4 +117,4 @@ def assert_refused(case: Case, derive: Derive, names: list[str]) -> None:
 
 def serves(case: Case) -> bool:
     """Whether the kernel promises derivatives of every order."""
-    return TRANSFORMS in case.row.serves
+    return TRANSFORMS in case.row.features

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import kalmix
 from kalmix.ops import OPS, Chebyshev, ConjugateGradient
-from kalmix.ops._shared.kernel import Call
+from kalmix.ops._shared.kernel import KernelRequest
 from kalmix_bench.perf.peers import PEERS
 from kalmix_bench.perf.timing import Timing, measure
 from kalmix_bench.perf.workloads import COLUMNS, CURVES, SHAPES, UNCERTAIN, Shape, Signals, signals
@@ -45,10 +45,10 @@ LONGEST = {
 def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signals], tuple[Tensor, ...]]]:
     """Our kernels that can serve, and the peers that can be imported."""
     device, dtype = x["q"].device.type, x["q"].dtype
-    call = Call(device, dtype, x["q"].shape[-1], x["v"].shape[-1], x["v"].shape[1])
+    request = KernelRequest(device, dtype, x["q"].shape[-1], x["v"].shape[-1], x["v"].shape[1])
     found: dict[str, Callable[[Signals], tuple[Tensor, ...]]] = {}
     for kernel in OPS[op].kernels:
-        if kernel.interpretable(call) or kernel.refuses(call) is not None:
+        if kernel.needs_interpreter(request) or kernel.unsupported_reason(request) is not None:
             continue
         longest = LONGEST[device].get(f"{kernel.name} {op}", LONGEST[device].get(kernel.name))
         if longest is not None and x["q"].shape[1] > longest:

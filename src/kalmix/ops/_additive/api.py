@@ -8,8 +8,8 @@ from torch import Tensor
 from kalmix.beliefs import PointBelief
 from kalmix.ops._additive.kernels import KERNELS
 from kalmix.ops._additive.signals import AdditiveSignals
-from kalmix.ops._shared.dispatch import select
-from kalmix.ops._shared.kernel import Call
+from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
@@ -62,7 +62,9 @@ def additive(
         check_signal("gain", gain, (PER_HEAD,), sizes, v)
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V",), sizes)
-    chosen = select("additive", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"]), kernel)
+    chosen = select_kernel(
+        "additive", KERNELS, KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"]), kernel
+    )
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         return Filtered(torch.zeros_like(v), None, copied(belief))
     return chosen(AdditiveSignals(q, k, v, log_decay, gain), belief, segments)

@@ -13,6 +13,6 @@ from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 
 KERNELS = (
     Kernel("triton", custom_op.additive, **SERVED),
-    Kernel("chunked", chunked.additive, pays_from=16),
-    Kernel("reference", reference.additive, serves=frozenset({TRANSFORMS})),
+    Kernel("chunked", chunked.additive, min_tokens=16),
+    Kernel("reference", reference.additive, features=frozenset({TRANSFORMS})),
 )

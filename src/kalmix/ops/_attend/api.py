@@ -12,8 +12,8 @@ from kalmix.errors import ArgumentError
 from kalmix.ops._attend.dynamics import Dynamics, Weighing
 from kalmix.ops._attend.kernels import KERNELS
 from kalmix.ops._attend.signals import AttendSignals
-from kalmix.ops._shared.dispatch import select
-from kalmix.ops._shared.kernel import Call
+from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
@@ -118,8 +118,8 @@ def attend(
     check_models(given, value_dynamics, ("H", "H C", "H"), sizes, v, sure=variance)
     weighing = weighing_of((nu, temperature, floor), weight, window, causal, ("H", "H", "H"), sizes, v)
     belief = check_history(belief, times, segments, causal, sizes, v)
-    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
-    chosen = select("attend", KERNELS, call, kernel)
+    request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
+    chosen = select_kernel("attend", KERNELS, request, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         return nothing_read(v, belief, causal, 1 if variance else None)
     signals = AttendSignals(q, k, v, times, given, value_dynamics, weighing)

@@ -9,8 +9,8 @@ from kalmix.beliefs import PointBelief
 from kalmix.ops._additive.api import PER_HEAD, PER_KEY, default_prior
 from kalmix.ops._delta.kernels import KERNELS
 from kalmix.ops._delta.signals import DeltaSignals
-from kalmix.ops._shared.dispatch import select
-from kalmix.ops._shared.kernel import Call
+from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered
@@ -64,7 +64,9 @@ def delta(
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V",), sizes)
     needs = frozenset({"value heads of width 1"} if sizes["V"] == 1 else ())
-    chosen = select("delta", KERNELS, Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs), kernel)
+    chosen = select_kernel(
+        "delta", KERNELS, KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs), kernel
+    )
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         return Filtered(torch.zeros_like(v), None, copied(belief))
     return chosen(DeltaSignals(q, k, v, gain, log_decay), belief, segments)

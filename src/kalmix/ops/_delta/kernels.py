@@ -13,6 +13,6 @@ from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 
 KERNELS = (
     Kernel("triton", custom_op.delta, **SERVED),
-    Kernel("chunked", chunked.delta, pays_from=16, serves=frozenset({"value heads of width 1"})),
-    Kernel("reference", reference.delta, serves=frozenset({TRANSFORMS, "value heads of width 1"})),
+    Kernel("chunked", chunked.delta, min_tokens=16, features=frozenset({"value heads of width 1"})),
+    Kernel("reference", reference.delta, features=frozenset({TRANSFORMS, "value heads of width 1"})),
 )

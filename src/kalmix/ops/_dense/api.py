@@ -9,8 +9,8 @@ from kalmix.beliefs import DenseBelief
 from kalmix.errors import ArgumentError
 from kalmix.ops._dense.kernels import KERNELS
 from kalmix.ops._dense.signals import DenseSignals
-from kalmix.ops._shared.dispatch import select
-from kalmix.ops._shared.kernel import Call
+from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
@@ -98,8 +98,8 @@ def dense(
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K K"), sizes)
     needs = frozenset({"rotations"} if angle is not None else ())
-    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs, q.device.index)
-    chosen = select("dense", KERNELS, call, kernel)
+    request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs, q.device.index)
+    chosen = select_kernel("dense", KERNELS, request, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v[..., :1], dtype=belief.mean.dtype) if variance else None
         return Filtered(torch.zeros_like(v), spread, copied(belief))

@@ -26,7 +26,7 @@ KERNELS = (
         max_key_width=128,
         triton=True,
         unsupported_gpu=unsupported_gpu,
-        rounds_products=True,
+        low_precision_products=True,
     ),
     Kernel(
         "triton",
@@ -34,10 +34,10 @@ KERNELS = (
         devices=("cuda",),
         dtypes=SINGLES,
         max_key_width=256,
-        wide_from=8,  # what 16 tokens see of fewer keys has a covariance that float32 cannot factor at the least noise
+        preferred_min_key_width=8,  # with narrower keys float32 cannot factor a tile's covariance at the least noise
         triton=True,
-        rounds_products=True,  # those of the mean
+        low_precision_products=True,  # those of the mean
     ),
-    Kernel("chunked", chunked.dense, pays_from=32, serves=_ROTATIONS),
-    Kernel("reference", reference.dense, serves=_ROTATIONS | {TRANSFORMS}),
+    Kernel("chunked", chunked.dense, min_tokens=32, features=_ROTATIONS),
+    Kernel("reference", reference.dense, features=_ROTATIONS | {TRANSFORMS}),
 )

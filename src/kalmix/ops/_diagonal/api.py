@@ -8,8 +8,8 @@ from torch import Tensor
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.kernels import KERNELS
 from kalmix.ops._diagonal.signals import DiagonalSignals
-from kalmix.ops._shared.dispatch import select
-from kalmix.ops._shared.kernel import Call
+from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
@@ -77,8 +77,10 @@ def diagonal(
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K V"), sizes)
 
     varying = {"dynamics that differ from token to token"} if log_decay.ndim == 5 or process_noise.ndim == 5 else set()
-    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs=frozenset(varying))
-    chosen = select("diagonal", KERNELS, call, kernel)
+    request = KernelRequest(
+        q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], required_features=frozenset(varying)
+    )
+    chosen = select_kernel("diagonal", KERNELS, request, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v, dtype=belief.mean.dtype) if variance else None
         return Filtered(torch.zeros_like(v), spread, copied(belief))

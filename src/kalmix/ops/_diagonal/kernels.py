@@ -13,6 +13,8 @@ from kalmix.validation import SINGLES
 
 KERNELS = (
     Kernel("triton", custom_op.diagonal, devices=("cuda",), dtypes=SINGLES, max_key_width=128, triton=True),
-    Kernel("chunked", chunked.diagonal, pays_from=16),
-    Kernel("reference", reference.diagonal, serves=frozenset({TRANSFORMS, "dynamics that differ from token to token"})),
+    Kernel("chunked", chunked.diagonal, min_tokens=16),
+    Kernel(
+        "reference", reference.diagonal, features=frozenset({TRANSFORMS, "dynamics that differ from token to token"})
+    ),
 )

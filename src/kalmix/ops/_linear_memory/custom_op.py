@@ -25,7 +25,7 @@ SERVED: dict[str, Any] = {  # what the rows say of themselves
     "dtypes": SINGLES,
     "max_key_width": 256,
     "triton": True,
-    "rounds_products": True,
+    "low_precision_products": True,
 }
 
 

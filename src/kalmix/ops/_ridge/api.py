@@ -10,8 +10,8 @@ from kalmix.errors import ArgumentError
 from kalmix.ops._ridge.kernels import KERNELS, needs_of
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Ridge, Sketch, Solver
-from kalmix.ops._shared.dispatch import select
-from kalmix.ops._shared.kernel import Call
+from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
@@ -95,8 +95,8 @@ def ridge(
         check_signal("mix", mix, PER_HEAD, sizes, v, least=0.0, most=1.0)
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K K"), sizes)
-    call = Call(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs_of(solver))
-    chosen = select("ridge", KERNELS, call, kernel)
+    request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs_of(solver))
+    chosen = select_kernel("ridge", KERNELS, request, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v[..., :1], dtype=belief.gram.dtype) if variance else None
         return Filtered(torch.zeros_like(v), spread, copied(belief))

@@ -1,36 +1,43 @@
-"""Choosing a kernel: the first row that can serve and pays, or the pinned one, or a sentence why not."""
+"""Kernel selection."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from kalmix.errors import KernelError
-from kalmix.ops._shared.kernel import TRANSFORMS, Call, Kernel
+from kalmix.ops._shared.kernel import TRANSFORMS, Kernel, KernelRequest
 from kalmix.validation import transformed
 
 
-def select(op: str, kernels: tuple[Kernel, ...], call: Call, pinned: str | None = None) -> Kernel:
-    """The kernel that serves `call`: `pinned` by name, else the first of `kernels` (best first) that can and pays.
+def select_kernel(op: str, kernels: tuple[Kernel, ...], request: KernelRequest, name: str | None = None) -> Kernel:
+    """Return the kernel called `name` or, if `None`, the first supported kernel that dispatch prefers.
 
-    Inside a transform of `torch.func`, or forward-mode differentiation, only kernels of plain autograd can.
+    Inside a `torch.func` transform or forward-mode differentiation, a kernel also needs the feature `TRANSFORMS`.
+
+    Args:
+        op: name of the op, for error messages.
+        kernels: the kernels of the op, best first. If none that supports the call is preferred, the last of them runs.
+        request: properties of the call.
+        name: name of the requested kernel, or `None`.
 
     Raises:
-        KernelError: `pinned` is unknown or cannot serve, or nothing can; names one that can.
+        KernelError: `name` is unknown or that kernel does not support the call, or none does; gives the reasons and
+            the name of a kernel that does.
     """
     if transformed():
-        call = replace(call, needs=call.needs | {TRANSFORMS})
-    able = [kernel for kernel in kernels if not kernel.interpretable(call) and kernel.refuses(call) is None]
-    if pinned is None:
-        if able:
-            return next((kernel for kernel in able if kernel.pays(call)), able[-1])
-        reasons = "; ".join(f"{kernel.name}: {kernel.refuses(call)}" for kernel in kernels)
-        raise KernelError(f"no kernel of `{op}` can serve this call ({reasons})")
+        request = replace(request, required_features=request.required_features | {TRANSFORMS})
+    supported = [x for x in kernels if not x.needs_interpreter(request) and x.unsupported_reason(request) is None]
+    if name is None:
+        if supported:
+            return next((kernel for kernel in supported if kernel.is_preferred(request)), supported[-1])
+        reasons = "; ".join(f"{kernel.name}: {kernel.unsupported_reason(request)}" for kernel in kernels)
+        raise KernelError(f"no kernel of `{op}` supports this call ({reasons})")
     names = [kernel.name for kernel in kernels]
-    if not isinstance(pinned, str) or pinned not in names:
-        raise KernelError(f"`{op}` has no kernel {pinned!r}; it has {', '.join(names)}")
-    kernel = kernels[names.index(pinned)]
-    refusal = kernel.refuses(call)
-    if refusal is not None:
-        instead = f"; use {able[-1].name!r}" if able else ""
-        raise KernelError(f"kernel {pinned!r} of `{op}` cannot serve this call: {refusal}{instead}")
+    if not isinstance(name, str) or name not in names:
+        raise KernelError(f"`{op}` has no kernel {name!r}; it has {', '.join(names)}")
+    kernel = kernels[names.index(name)]
+    reason = kernel.unsupported_reason(request)
+    if reason is not None:
+        alternative = f"; use {supported[-1].name!r}" if supported else ""
+        raise KernelError(f"kernel {name!r} of `{op}` does not support this call: {reason}{alternative}")
     return kernel

@@ -1,6 +1,6 @@
-"""A kernel as data: one way to compute an op, and what it needs.
+"""Kernels as data: `Kernel` describes one implementation of an op, `KernelRequest` one call.
 
-Dispatch, the laws, `kalmix doctor` and the benchmarks all read the same rows; adding a row adds them all.
+Dispatch, the laws, `kalmix doctor` and the benchmarks read the same `KERNELS` tables, so a new row is also tested.
 """
 
 from __future__ import annotations
@@ -15,98 +15,114 @@ from kalmix.ops._shared import environment as library
 from kalmix.types import Filtered
 from kalmix.validation import FLOATS
 
-TRANSFORMS = "torch.func transforms and forward-mode derivatives"  # of `Kernel.serves`: plain autograd, of any order
+TRANSFORMS = "torch.func transforms and forward-mode derivatives"  # a feature: see `Kernel.features`
 
 
 @dataclass(frozen=True)
-class Call:
-    """What a call asks of a kernel: facts known without looking at values."""
+class KernelRequest:
+    """Properties of one call that decide which kernels can run it. None depends on the values of tensors.
+
+    Attributes:
+        device: device type, such as "cuda".
+        dtype: dtype of q, k and v.
+        key_width, value_width: widths K and V of one key head and of one value head.
+        tokens: sequence length T.
+        required_features: features that the kernel must have; see `Kernel.features`.
+        device_index: index of the GPU; the current GPU if `None`.
+    """
 
     device: str
     dtype: torch.dtype
     key_width: int
     value_width: int
     tokens: int
-    needs: frozenset[str] = frozenset()  # what only some kernels serve, in words
-    index: int | None = None  # of the device; the current one if absent
+    required_features: frozenset[str] = frozenset()
+    device_index: int | None = None
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One row of an op's `KERNELS` table.
+    """One implementation of an op and its requirements: a row of the op's `KERNELS` table.
 
     Attributes:
-        name: "reference", "chunked", "triton", "cuda".
-        function: the kernel itself; a Triton row imports Triton when it runs, not before.
-        devices: device types it serves; empty for all.
-        dtypes: dtypes of q, k, v it serves.
-        pays_from: how many tokens it takes to be worth more than the rows after it.
-        wide_from: narrowest keys for which it is preferred to the rows after it.
-        min_key_width: the narrowest key it serves.
-        max_key_width: the widest key it serves; `None` for any.
-        max_single_width: the widest it serves computing in single precision, which all dtypes but bfloat16 ask for.
-        serves: what it serves of that which only some kernels do (`Call.needs`). A kernel that serves `TRANSFORMS` has
-            derivatives of every order, forward and backward; the others have first derivatives, backward.
-        triton: whether it needs Triton.
-        unsupported_gpu: function of a GPU's index (the current GPU's if `None`) that returns why this GPU cannot run
-            it, or `None` if it can. A kernel that asks is never interpreted. It must be traceable by torch.compile.
-        rounds_products: whether products of half-precision signals are rounded to their dtype again on the way, as
-            tensor cores take them; its budget then is that dtype's, not float32's.
+        name: "reference", "chunked", "triton" or "cuda".
+        function: the implementation. A Triton row imports Triton when it first runs.
+        devices: supported device types; empty for all.
+        dtypes: supported dtypes of q, k and v.
+        min_tokens: minimum sequence length for which this kernel is preferred to the rows after it.
+        preferred_min_key_width: minimum key width for which this kernel is preferred to the rows after it.
+        min_key_width: minimum supported key width.
+        max_key_width: maximum supported key width; `None` for no limit.
+        max_single_precision_key_width: maximum key width for every dtype but bfloat16; `None` for no further limit.
+        features: supported optional features, as phrases that error messages print. A kernel with the feature
+            `TRANSFORMS` has derivatives of every order in both modes; others have first derivatives in reverse mode.
+        triton: whether the kernel needs Triton.
+        unsupported_gpu: function of a GPU's index (the current GPU's if `None`) that returns the reason why this GPU
+            cannot run the kernel, or `None` if it can. `torch.compile` must be able to trace it. Triton's interpreter
+            never runs a kernel that has one.
+        low_precision_products: whether the kernel rounds factors of matrix products to the half-precision dtype of the
+            signals, as tensor cores need. Tests then allow errors of that dtype instead of float32's.
     """
 
     name: str
     function: Callable[..., Filtered]
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    pays_from: int = 1
-    wide_from: int = 1
+    min_tokens: int = 1
+    preferred_min_key_width: int = 1
     min_key_width: int = 1
     max_key_width: int | None = None
-    max_single_width: int | None = None
-    serves: frozenset[str] = frozenset()
+    max_single_precision_key_width: int | None = None
+    features: frozenset[str] = frozenset()
     triton: bool = False
     unsupported_gpu: Callable[[int | None], str | None] | None = None
-    rounds_products: bool = False
+    low_precision_products: bool = False
 
     def __call__(self, signals: tuple[Any, ...], *arguments: Any) -> Filtered:
-        """Run it in the dtypes given: a filter stays out of autocast, which would round its beliefs.
+        """Run the kernel in the dtypes of its arguments.
+
+        Autocast is disabled inside, because it would round beliefs to half precision.
 
         Args:
-            signals: the tensors of the op's tokens, q first.
-            arguments: the belief, the segments, and what else the kernels of the op take.
+            signals: the signals of the op, q first.
+            arguments: the belief, the segments, and further arguments of the op's kernels.
         """
         device = signals[0].device.type
-        if device == "meta":  # which autocast does not know
+        if device == "meta":  # autocast does not support this device
             return self.function(signals, *arguments)
         with torch.autocast(device, enabled=False):
             return self.function(signals, *arguments)
 
-    def refuses(self, call: Call) -> str | None:
-        """Why this kernel cannot serve `call`, or `None` if it can."""
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
+        """Return the reason why this kernel cannot run `request`, or `None` if it can."""
         if self.triton and not library.HAS_TRITON:
             return "Triton is not installed"
-        interpreted = self.interpretable(call) and library.triton_interprets()
-        if self.devices and call.device not in self.devices and not interpreted:
-            return f"it runs on {' and '.join(self.devices)}, not on {call.device}"
-        reason = self.unsupported_gpu(call.index) if self.unsupported_gpu is not None else None
+        interpreted = self.needs_interpreter(request) and library.triton_interprets()
+        if self.devices and request.device not in self.devices and not interpreted:
+            return f"it runs on {' and '.join(self.devices)}, not on {request.device}"
+        reason = self.unsupported_gpu(request.device_index) if self.unsupported_gpu is not None else None
         if reason is not None:
             return reason
-        if call.dtype not in self.dtypes:
-            return f"it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {call.dtype}"
-        if call.key_width < self.min_key_width:
-            return f"keys are {call.key_width} wide, it takes at least {self.min_key_width}"
-        if self.max_key_width is not None and call.key_width > self.max_key_width:
-            return f"keys are {call.key_width} wide, it takes at most {self.max_key_width}"
-        single = self.max_single_width if call.dtype != torch.bfloat16 else None
-        if single is not None and call.key_width > single:
-            return f"keys are {call.key_width} wide, it takes at most {single} but in bfloat16"
-        beyond = sorted(call.needs - self.serves)
-        return f"it does not serve {' or '.join(beyond)}" if beyond else None
+        if request.dtype not in self.dtypes:
+            return f"it supports {', '.join(map(_dtype_name, self.dtypes))}, not {_dtype_name(request.dtype)}"
+        if request.key_width < self.min_key_width:
+            return f"the key width is {request.key_width}; it supports at least {self.min_key_width}"
+        if self.max_key_width is not None and request.key_width > self.max_key_width:
+            return f"the key width is {request.key_width}; it supports at most {self.max_key_width}"
+        limit = self.max_single_precision_key_width if request.dtype != torch.bfloat16 else None
+        if limit is not None and request.key_width > limit:
+            return f"the key width is {request.key_width}; it supports at most {limit} except in bfloat16"
+        missing = sorted(request.required_features - self.features)
+        return f"it does not support {' or '.join(missing)}" if missing else None
 
-    def pays(self, call: Call) -> bool:
-        """Return whether it is preferred to the rows after it."""
-        return self.pays_from <= call.tokens and self.wide_from <= call.key_width
+    def is_preferred(self, request: KernelRequest) -> bool:
+        """Return whether dispatch prefers this kernel to the rows after it."""
+        return self.min_tokens <= request.tokens and self.preferred_min_key_width <= request.key_width
 
-    def interpretable(self, call: Call) -> bool:
-        """Whether only Triton's interpreter could serve `call`: a debugger, so never chosen unasked."""
-        return self.triton and self.unsupported_gpu is None and call.device == "cpu"
+    def needs_interpreter(self, request: KernelRequest) -> bool:
+        """Return whether only Triton's interpreter could run `request`; dispatch runs it on explicit request alone."""
+        return self.triton and self.unsupported_gpu is None and request.device == "cpu"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
