@@ -11,7 +11,7 @@ from torch import Tensor
 from kalmix import filtering as _filtering
 from kalmix._oracle import oracle
 from kalmix.beliefs import HistoryBelief
-from kalmix.ops import OPS
+from kalmix.ops import OPS, Dynamics
 from kalmix.ops._shared.kernel import Kernel, KernelRequest
 from kalmix.segments import Segments
 from kalmix.testing.problems import HALVES, Problem, Tensors, collect, symmetric
@@ -19,6 +19,7 @@ from kalmix.testing.tolerances import DATA
 from kalmix.types import Filtered, belief_dtype
 
 PROBLEMS = collect()
+OF_VALUES = "value_dynamics."  # prefix of inputs that are fields of `Dynamics`
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,10 @@ class Case:
         return (self.batch, self.length, self.key_heads, self.value_heads, self.key_width, self.value_width)
 
     def _arguments(self, inputs: Tensors) -> dict[str, Any]:
-        signals: dict[str, Any] = {name: x for name, x in inputs.items() if not name.startswith("prior.")}
+        signals: dict[str, Any] = {name: x for name, x in inputs.items() if "." not in name}
+        values = {name.removeprefix(OF_VALUES): x for name, x in inputs.items() if name.startswith(OF_VALUES)}
+        if values:
+            signals["value_dynamics"] = Dynamics(**values)
         fields = [field for field in self.problem.belief._fields if f"prior.{field}" in inputs]
         # A covariance is symmetric, and so is its gradient: only that part of it is anybody's business.
         squares = ("covariance", "gram")
@@ -148,7 +152,7 @@ class Case:
         q, k, v = (arguments.pop(name) for name in "qkv")
         signals = _filtering.lower(self.problem.design, k, v, arguments)
         tensors = {name: x for name, x in signals.items() if isinstance(x, Tensor)}
-        return {"q": q, "k": k, "v": v} | tensors | {name: x for name, x in inputs.items() if name.startswith("prior.")}
+        return {"q": q, "k": k, "v": v} | tensors | {name: x for name, x in inputs.items() if "." in name}
 
     def run_lowered(self, lowered: Tensors, segments: Segments | None = None) -> Filtered:
         """The op's answer, given signals as it takes them."""
