@@ -64,5 +64,5 @@ def test_functions_take_few_parameters():
 def _custom_ops(tree: ast.Module) -> set[str]:
     """Return the names of functions that a module registers as custom ops, and their fakes."""
     calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)]
-    made = [x for x in calls if x.func.id in ("custom_op", "filter_op")]  # pyright: ignore[reportAttributeAccessIssue]
+    made = [x for x in calls if x.func.id in ("custom_op", "register_filter_op")]  # pyright: ignore[reportAttributeAccessIssue]
     return {y.id for x in made for y in ast.walk(x) if isinstance(y, ast.Name)}

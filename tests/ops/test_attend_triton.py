@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from rehearsals import noted
+from launch_log import log_launches
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops import Dynamics
@@ -274,11 +274,11 @@ def test_gradients_of_scores_add_up_to_nothing() -> None:
         assert float(gradients[name].abs().max()) < 1e-5, name
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="notes what runs, and runs nothing")
+@pytest.mark.skipif(DEVICE == "cuda", reason="logs launches without running them")
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_all_that_a_call_runs_was_rehearsed_gradients_too(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = noted(monkeypatch)
+def test_dry_run_compiles_every_launched_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_launches(monkeypatch)
     inputs, when = arguments(1, 70, (1, 2), (6, 6), False, dtype, 1, 0)
     answer(fused.attend, inputs, when, PLAIN, None)
-    assert notes[True] == notes[False]
-    assert {name for name, *_ in notes[True]} == {"survey", "turn", "average", "turn_back", "to_queries", "to_keys"}
+    assert log[True] == log[False]
+    assert {name for name, *_ in log[True]} == {"survey", "turn", "average", "turn_back", "to_queries", "to_keys"}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from rehearsals import noted
+from launch_log import log_launches
 
 from kalmix.beliefs import RidgeBelief
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Fixed
@@ -140,16 +140,14 @@ def test_nothing_written_makes_no_nan() -> None:
     assert all(bool(torch.isfinite(x).all()) for x in answer(fused.ridge, inputs, None, USUAL))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="notes what runs, and runs nothing")
+@pytest.mark.skipif(DEVICE == "cuda", reason="logs launches without running them")
 @pytest.mark.parametrize("segments", [None, RUNS], ids=["whole", "packed"])
-def test_all_that_a_call_runs_was_rehearsed_gradients_too(
-    monkeypatch: pytest.MonkeyPatch, segments: Segments | None
-) -> None:
-    notes = noted(monkeypatch)
-    monkeypatch.setattr(triton_backward, "aside", lambda chain: chain.run() or (lambda: None))
+def test_dry_run_compiles_every_launched_kernel(monkeypatch: pytest.MonkeyPatch, segments: Segments | None) -> None:
+    log = log_launches(monkeypatch)
+    monkeypatch.setattr(triton_backward, "launch_on_side_stream", lambda chain: chain.run() or (lambda: None))
     inputs = arguments(2, 38, (1, 2), (5, 4), sequences=None if segments is None else segments.count)
     *signals, cross, gram = (x.requires_grad_() for x in inputs.values())
     belief = RidgeBelief(cross, gram)
     fused.ridge(RidgeSignals(*signals), belief, segments, False, USUAL, Chebyshev(2)).mean.sum().backward()
-    assert notes[True] == notes[False]
-    assert len(notes[True]) == 8
+    assert log[True] == log[False]
+    assert len(log[True]) == 8

@@ -1,4 +1,4 @@
-"""When kernels are compiled, found and run: told by kernels that only take notes."""
+"""Tests of precompilation and of the launch cache, with fake kernels that log their calls."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from rehearsals import import_kernels
+from launch_log import import_kernels
 from triton import knobs
 
 from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief
@@ -18,68 +18,61 @@ from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._diagonal.custom_op import diagonal
 from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._linear_memory.custom_op import filter_memory
-from kalmix.ops._shared.triton import compile_and_launch as triton_launch
-from kalmix.ops._shared.triton.compile_and_launch import Launch, launch, perform, rehearse
+from kalmix.ops._shared.triton import compile_and_launch
+from kalmix.ops._shared.triton.compile_and_launch import Launch, launch_cached, precompile
 from kalmix.segments import Segments
 
 
-class Code:
-    def __init__(self, notes):
-        self.notes, self.run = notes, "loaded"
+class Binary:
+    def __init__(self, log):
+        self.log, self.run = log, "loaded"
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.notes.append(("ran", grid, *arguments[1:]))
+        return lambda *arguments: self.log.append(("launched cached", grid, *arguments[1:]))
 
 
 class Kernel:
     params = ("x", "n", "SIZE")
 
-    def __init__(self, notes):
-        self.notes = notes
+    def __init__(self, log):
+        self.log = log
 
     def __getitem__(self, grid):
-        return lambda *arguments, **options: self.notes.append(("found", grid, *options.values())) or Code(self.notes)
+        return lambda *arguments, **options: self.log.append(("looked up", grid, *options.values())) or Binary(self.log)
 
     def warmup(self, *_, grid, **options):
-        self.notes.append(("compiled", grid, *options.values()))
-        coming = Future()
-        coming.set_result(Code(self.notes))
-        return SimpleNamespace(future=coming)
+        self.log.append(("compiled", grid, *options.values()))
+        future = Future()
+        future.set_result(Binary(self.log))
+        return SimpleNamespace(future=future)
 
 
 @pytest.fixture
-def notes(monkeypatch):
+def log(monkeypatch):
     import_kernels()
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(triton_launch, "_COMPILED", set())
-    monkeypatch.setattr(triton_launch, "_SCORES", {})
+    monkeypatch.setattr(compile_and_launch, "_PRECOMPILED", set())
+    monkeypatch.setattr(compile_and_launch, "_LAUNCH_CACHE", {})
     return []
 
 
-def test_what_is_new_is_compiled_first(notes):
-    steps = [Launch(kernel, (2,), (torch.zeros(3), 3), {"SIZE": 4}) for kernel in (Kernel(notes), Kernel(notes))]
-    launch(steps)
-    launch(steps)
-    assert notes == [("compiled", (2,), 4)] * 2 + [("found", (2,), 4)] * 4
-
-
-def test_a_rehearsal_compiles_and_runs_nothing_once_a_kind(notes):
-    kernel = Kernel(notes)
+def test_precompile_compiles_once_per_size_class_and_launches_nothing(log):
+    kernel = Kernel(log)
 
     def call(x):
-        launch([Launch(kernel, (len(x),), (x, 3), {"SIZE": 4})])
+        Launch(kernel, (len(x),), (x, 3), {"SIZE": 4}).run()
 
-    for shape in ((3, 5, 7), (4, 7, 7)):  # of one kind
-        rehearse(call, torch.zeros(shape))
-    assert notes == [("compiled", (3,), 4)]
+    for shape in ((3, 5, 7), (4, 7, 7)):  # one size class
+        precompile(call, torch.zeros(shape))
+    assert log == [("compiled", (3,), 4)]
     for other in (torch.zeros(5, 5, 7), torch.zeros(3, 5, 8), torch.zeros(3, 5, 7).half()):
-        rehearse(call, other)
-    assert len(notes) == 4
+        precompile(call, other)
+    assert len(log) == 4
 
 
-def test_kernels_are_found_once_for_calls_laid_out_alike(notes):
-    one, two = Kernel(notes), Kernel(notes)
+def test_kernels_are_looked_up_once_per_layout(log):
+    one, two = Kernel(log), Kernel(log)
     options = {"SIZE": 4}
 
     def call(x):
@@ -88,52 +81,52 @@ def test_kernels_are_found_once_for_calls_laid_out_alike(notes):
         return x + 1
 
     x = torch.zeros(4, 4)
-    found, ran = ("found", (1, 4), 4), ("ran", (1, 4, 1), 3, None)
+    looked_up, cached = ("looked up", (1, 4), 4), ("launched cached", (1, 4, 1), 3, None)
     for layout, expected in (
-        (x, [found] * 2),
-        (torch.ones(4, 4), [ran] * 2),
-        (x.mT, [found] * 2),
-        (x.half(), [found] * 2),
-        (torch.zeros(17)[1:].view(4, 4), [found] * 2),  # not where 16 bytes start
+        (x, [looked_up] * 2),
+        (torch.ones(4, 4), [cached] * 2),
+        (x.mT, [looked_up] * 2),
+        (x.half(), [looked_up] * 2),
+        (torch.zeros(17)[1:].view(4, 4), [looked_up] * 2),  # not aligned to 16 bytes
     ):
-        assert torch.equal(perform(call, layout), layout + 1)
-        assert notes == expected
-        notes.clear()
+        assert torch.equal(launch_cached(call, layout), layout + 1)
+        assert log == expected
+        log.clear()
     one, two = two, one
-    perform(call, x)
-    assert notes == [found] * 2
-    notes.clear()
+    launch_cached(call, x)
+    assert log == [looked_up] * 2
+    log.clear()
     options = {"SIZE": 8}
-    perform(call, x)
-    assert notes == [("found", (1, 4), 8)] * 2
+    launch_cached(call, x)
+    assert log == [("looked up", (1, 4), 8)] * 2
 
 
-def test_code_made_for_one_number_never_runs_with_another(notes):
-    kernel = Kernel(notes)
+def test_binary_for_one_integer_never_runs_with_another(log):
+    kernel = Kernel(log)
 
-    def call(cuts):  # what a call with values in its shapes would do
-        Launch(kernel, (1,), (cuts, int(cuts.sum())), {"SIZE": 4}).run()
+    def call(x):  # a function that wrongly derives an argument from values
+        Launch(kernel, (1,), (x, int(x.sum())), {"SIZE": 4}).run()
 
-    for last in (12, 13):  # multiples of 16 are compiled apart
-        perform(call, torch.tensor([4, last]))
-    assert notes == [("found", (1,), 4)] * 2
-    perform(call, torch.tensor([4, 13]))
-    assert notes[2:] == [("ran", (1, 1, 1), 17, None)]
+    for last in (12, 13):  # Triton compiles separately for multiples of 16
+        launch_cached(call, torch.tensor([4, last]))
+    assert log == [("looked up", (1,), 4)] * 2
+    launch_cached(call, torch.tensor([4, 13]))
+    assert log[2:] == [("launched cached", (1, 1, 1), 17, None)]
 
 
 @pytest.mark.parametrize(("op", "decay", "width"), [("additive", "key", 5), ("delta", "head", 5), ("delta", "key", 5),
     ("dense", "head", 5), ("dense", "key", 5), ("dense", "head", 130), ("diagonal", "cell", 5)])  # fmt: skip
-def test_all_that_a_call_runs_was_rehearsed_gradients_too(notes, monkeypatch, op, decay, width):
-    def note(kind):
+def test_dry_run_compiles_every_launched_kernel(log, monkeypatch, op, decay, width):
+    def record(kind):
         def add(step):
             dtypes = tuple(x.dtype for x in step.arguments if isinstance(x, torch.Tensor))
-            notes.append((kind, id(step.kernel), dtypes, *step.options.items()))
+            log.append((kind, id(step.kernel), dtypes, *step.options.items()))
             return None, ()
 
         return add
 
-    monkeypatch.setattr(triton_launch, "_compile", note("compiled"))
-    monkeypatch.setattr(triton_launch, "_run", note("found"))
+    monkeypatch.setattr(compile_and_launch, "_compile", record("compiled"))
+    monkeypatch.setattr(compile_and_launch, "_launch", record("launched"))
     shape = (1, 70, 2)
     log_decay = torch.zeros(*shape, *[width] * (decay == "key"))
     inputs = [torch.zeros(*shape, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
@@ -150,18 +143,18 @@ def test_all_that_a_call_runs_was_rehearsed_gradients_too(notes, monkeypatch, op
         signals = DeltaSignals(*inputs, torch.ones(shape), log_decay)
         mean = filter_memory(signals, belief, None, op == "delta").mean
     mean.sum().backward()
-    compiled, found = ({tuple(what) for kind, *what in notes if kind == wanted} for wanted in ("compiled", "found"))
-    assert compiled == found
+    compiled, launched = ({tuple(x) for kind, *x in log if kind == wanted} for wanted in ("compiled", "launched"))
+    assert compiled == launched
 
 
 @pytest.mark.parametrize("op", ["additive", "delta", "dense", "diagonal"])
-def test_no_number_that_kernels_are_made_for_follows_from_values(notes, monkeypatch, op):
-    """Packed sequences of other lengths run what was found."""
-    monkeypatch.setattr(triton_launch, "_compile", lambda step: None)
-    monkeypatch.setattr(triton_launch, "_run", lambda step: notes.append("found") or (Code(notes), ()))
+def test_packed_sequences_of_other_lengths_reuse_cached_launches(log, monkeypatch, op):
+    """Integers that Triton compiles for must not depend on values of tensors."""
+    monkeypatch.setattr(compile_and_launch, "_compile", lambda step: None)
+    monkeypatch.setattr(compile_and_launch, "_launch", lambda step: log.append(("looked up",)) or (Binary(log), ()))
     inputs = [torch.zeros(2, 100, 2, 5, dtype=torch.bfloat16) for _ in range(3)]
     ones = torch.ones(2, 100, 2)
-    for stops, expected in ((17, 83, 100), {"found"}), ((16, 96, 97), {"ran"}):
+    for stops, expected in ((17, 83, 100), {"looked up"}), ((16, 96, 97), {"launched cached"}):
         rows = [[0, 0, stops[0]], [0, stops[0], stops[1]], [1, 3, stops[2]]]
         segments = Segments.of(torch.tensor(rows))
         if op == "dense":
@@ -174,5 +167,5 @@ def test_no_number_that_kernels_are_made_for_follows_from_values(notes, monkeypa
         else:
             belief = PointBelief(torch.zeros(3, 2, 5, 5))
             filter_memory(DeltaSignals(*inputs, ones, -ones), belief, segments, op == "delta")
-        assert {note if note == "found" else note[0] for note in notes} == expected
-        notes.clear()
+        assert {kind for kind, *_ in log} == expected
+        log.clear()

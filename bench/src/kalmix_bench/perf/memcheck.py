@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 from kalmix import ops
 from kalmix.ops import OPS
 from kalmix.ops._dense.cuda.compile import Chain
-from kalmix.ops._shared.triton import compile_and_launch as triton_launch
+from kalmix.ops._shared.triton import compile_and_launch
 from kalmix.testing.cases import PROBLEMS, Case, outputs
 from kalmix.testing.measure import learnable
 
@@ -87,14 +87,14 @@ def run(case: Case) -> None:
 def check_share(share: str, note: Path, seconds: float) -> int:
     """Run the problems of one share, and write the names of the kernels they launched to `note`."""
     part, parts = map(int, share.split("/"))
-    launched, original, begin = set(), triton_launch.Launch.run, time.monotonic()
+    launched, original, begin = set(), compile_and_launch.Launch.run, time.monotonic()
 
-    def run_and_note(step: triton_launch.Launch) -> None:
-        if triton_launch._RUN.get() is not triton_launch._compile:
+    def run_and_note(step: compile_and_launch.Launch) -> None:
+        if not compile_and_launch.is_dry_run():
             launched.add(title(step.kernel))
         original(step)
 
-    triton_launch.Launch.run = run_and_note  # type: ignore[method-assign]
+    compile_and_launch.Launch.run = run_and_note  # type: ignore[method-assign]
     mine = list(problems())[part::parts]
     for tried, case in enumerate(mine):
         if time.monotonic() - begin > seconds:

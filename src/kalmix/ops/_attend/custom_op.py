@@ -10,7 +10,7 @@ from kalmix.ops._attend.block_sizes import block_size, strips_of, traits_of
 from kalmix.ops._attend.kv_layout import lay_out
 from kalmix.ops._attend.scores import Rules, numbers_of, rules_of
 from kalmix.ops._attend.signals import AttendSignals
-from kalmix.ops._shared.custom_op import custom_op, needs_grad, precompiled, register_backward
+from kalmix.ops._shared.custom_op import custom_op, needs_grad, register_backward, with_precompilation
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -69,10 +69,10 @@ def _forward(
     return forward(*inputs, Rules(*rules), masked, variance, copied, dtype)  # pyright: ignore[reportReturnType]
 
 
-def _there_and_back(
+def _dry_run(
     q, k, v, w, w_0, times, rank, numbers, shared, rational, causal, window, masked, variance, copied, dtype, trains
 ):
-    """All that is going to run, for a rehearsal."""
+    """Run the forward and the backward pass, to precompile their kernels."""
     from kalmix.ops._attend.triton.backward import backward
     from kalmix.ops._attend.triton.forward import forward
 
@@ -158,6 +158,6 @@ def _pull_back(ctx, to_mean, to_certainty, to_keys, to_values, *_):
     return to_q, to_k, to_v, *found, None, None, to_numbers, *[None] * 9
 
 
-_average = custom_op("kalmix::attend_triton", precompiled(_there_and_back, _forward), _forward_fake)
+_average = custom_op("kalmix::attend_triton", with_precompilation(_dry_run, _forward), _forward_fake)
 _gradients = custom_op("kalmix::attend_triton_backward", _backward, _backward_fake)
 register_backward(_average, "kernel 'triton' of `attend`", _keep, _pull_back)

@@ -31,7 +31,7 @@ from kalmix.ops._dense.tile_update import (
     turned,
     variance_of,
 )
-from kalmix.ops._shared.custom_op import filter_op, needs_grad
+from kalmix.ops._shared.custom_op import needs_grad, register_filter_op
 from kalmix.ops._shared.isolation import isolate
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -195,6 +195,6 @@ def _backward(
     return [*direct, *(lanes.unsort(x, grad_last_mean.dtype) for x in state)]
 
 
-_filter = filter_op(
+_filter = register_filter_op(
     "kalmix::dense_chunked", _forward, _forward_fake, _backward, outputs=4, kernel="kernel 'chunked' of `dense`"
 )

@@ -11,7 +11,7 @@ from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense.block_sizes import WINDOW, padded
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._linear_memory.custom_op import kept_shapes, tile_size
-from kalmix.ops._shared.custom_op import filter_op, launched, needs_grad, precompiled
+from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache, with_precompilation
 from kalmix.segments import Segments, unchecked
 from kalmix.types import Filtered
 
@@ -81,8 +81,8 @@ def _forward(
     return results.mean, read, after, last, gain, rounded, scale, kept, states, errors, inverses
 
 
-def _there_and_back(*inputs):
-    """All that is going to run, for a rehearsal: most often there is no gradient for the final mean."""
+def _dry_run(*inputs):
+    """Run the forward and the backward pass, to precompile their kernels; the final belief gets no gradient."""
     *signals, _, _, rows, variance, keep, cuda = inputs
     mean, read, after, last, *kept = _forward(*inputs)
     nothing = after.new_zeros(()).expand(after.shape)
@@ -123,11 +123,11 @@ def _backward(
     return backward(*signals, found, results, segments, size, *grads, cuda)
 
 
-_filter = filter_op(
+_filter = register_filter_op(
     "kalmix::dense_triton",
-    precompiled(_there_and_back, launched(_forward)),
+    with_precompilation(_dry_run, with_launch_cache(_forward)),
     _forward_fake,
-    launched(_backward),
+    with_launch_cache(_backward),
     outputs=4,
     kernel="kernels 'triton' and 'cuda' of `dense`",
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.scratch import SPACING, padded
 from kalmix.ops._diagonal.signals import DiagonalSignals
-from kalmix.ops._shared.custom_op import filter_op, launched, needs_grad, precompiled
+from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache, with_precompilation
 from kalmix.segments import Segments, unchecked
 from kalmix.types import Filtered
 
@@ -56,8 +56,8 @@ def _forward(
     return *forward(q, k, v, precision, log_decay, process_noise, mean, var, segments, variance, kept), kept
 
 
-def _there_and_back(*inputs):
-    """All that is going to run, for a rehearsal."""
+def _dry_run(*inputs):
+    """Run the forward and the backward pass, to precompile their kernels."""
     *signals, _, _, rows, variance, keep = inputs
     read_mean, read_var, *last, kept = _forward(*inputs)
     follow: tuple[Any, ...] = (*signals, kept, rows, read_mean, read_var if variance else None, *last)
@@ -86,11 +86,11 @@ def _backward(
     return backward(q, k, v, precision, log_decay, process_noise, kept, segments, *grads)
 
 
-_filter = filter_op(
+_filter = register_filter_op(
     "kalmix::diagonal_triton",
-    precompiled(_there_and_back, launched(_forward)),
+    with_precompilation(_dry_run, with_launch_cache(_forward)),
     _forward_fake,
-    launched(_backward),
+    with_launch_cache(_backward),
     outputs=4,
     kernel="kernel 'triton' of `diagonal`",
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief
-from kalmix.ops._shared.custom_op import filter_op, launched, needs_grad, precompiled
+from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache, with_precompilation
 from kalmix.segments import Segments, unchecked
 from kalmix.types import Filtered
 from kalmix.validation import SINGLES
@@ -88,8 +88,8 @@ def _forward(
     return results.mean, last, states, errors, inverses
 
 
-def _there_and_back(*inputs):
-    """All that is going to run, for a rehearsal: most often there is no gradient for the final memory."""
+def _dry_run(*inputs):
+    """Run the forward and the backward pass, to precompile their kernels; the final belief gets no gradient."""
     *signals, _, rows, corrects, keep = inputs
     mean, last, *kept = _forward(*inputs)
     follow: tuple[Any, ...] = (*signals, *kept, rows, mean, last.new_zeros(()).expand(last.shape), corrects)
@@ -123,11 +123,11 @@ def _backward(
     return dq, dk, dv, dgain, ddecay, dprior
 
 
-_filter = filter_op(
+_filter = register_filter_op(
     "kalmix::memory_triton",
-    precompiled(_there_and_back, launched(_forward)),
+    with_precompilation(_dry_run, with_launch_cache(_forward)),
     _forward_fake,
-    launched(_backward),
+    with_launch_cache(_backward),
     outputs=2,
     kernel="kernel 'triton' of `additive` and `delta`",
 )

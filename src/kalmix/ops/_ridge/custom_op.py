@@ -9,7 +9,7 @@ from kalmix.beliefs import RidgeBelief
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
 from kalmix.ops._ridge.tiles import tile_size
-from kalmix.ops._shared.custom_op import filter_op, needs_grad, precompiled
+from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_precompilation
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -63,8 +63,8 @@ def _forward(
     return forward(*inputs, tile_size(k.shape[1], k.shape[3], k.dtype))
 
 
-def _there_and_back(q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, level, conjugate, iterations, trains):
-    """All that is going to run, for a rehearsal."""
+def _dry_run(q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, level, conjugate, iterations, trains):
+    """Run the forward and the backward pass, to precompile their kernels."""
     from kalmix.ops._ridge.triton.backward import backward
     from kalmix.ops._ridge.triton.forward import forward
 
@@ -115,9 +115,9 @@ def _backward(
         return backward(q, k, v, log_decay, gain, mix, *kept, rows, *given, *options, size)
 
 
-_filter = filter_op(
+_filter = register_filter_op(
     "kalmix::ridge_triton",
-    precompiled(_there_and_back, _forward),
+    with_precompilation(_dry_run, _forward),
     _forward_fake,
     _backward,
     outputs=4,

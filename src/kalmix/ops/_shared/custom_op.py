@@ -1,8 +1,8 @@
-"""Custom ops of PyTorch, which its compiler does not trace into, and their gradients, which are of first order.
+"""Custom operators of PyTorch, which `torch.compile` does not trace into, with first-order gradients.
 
-A backward pass that is written by hand cannot be differentiated again. `torch.autograd.function.once_differentiable`
-refuses that only where an upstream gradient requires one, and only if nothing else leads to the same input: otherwise
-PyTorch returns a part of the second derivative. So these backward passes refuse `create_graph=True`.
+A backward pass written by hand cannot be differentiated again. `torch.autograd.function.once_differentiable` detects an
+attempt only if an upstream gradient requires a gradient and no other path leads to the same input; otherwise PyTorch
+silently returns one part of the second derivative. The backward passes registered here raise under `create_graph=True`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ REFERENCE = "kernel='reference'"
 
 
 def custom_op(name: str, function: Function, fake: Function) -> Any:
-    """Register a function as a custom op, and return the op.
+    """Register a function as a custom op and return the op.
 
-    `torch.library.custom_op` does the same, but its ops import the compiler when they first run, which takes two
-    seconds.
+    `torch.library.custom_op` does the same, but its ops import the compiler in their first call, which takes seconds.
 
     Args:
-        name: "kalmix::" and the name in `torch.ops.kalmix`.
-        function: changes none of its arguments and returns none of them. Its annotations make the schema.
-        fake: takes the same arguments, returns empty tensors of the shapes and dtypes that `function` returns.
+        name: qualified name, such as "kalmix::diagonal_triton".
+        function: implementation. It must neither modify nor return its arguments; its annotations define the schema.
+        fake: function of the same arguments that returns empty tensors of the shapes and dtypes of the results.
     """
     schema = torch.library.infer_schema(unwrap(function), mutates_args=())
     torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
@@ -40,33 +39,35 @@ def custom_op(name: str, function: Function, fake: Function) -> Any:
     return getattr(getattr(torch.ops, space), own).default
 
 
-def filter_op(name: str, forward: Function, fake: Function, backward: Function, *, outputs: int, kernel: str) -> Any:
-    """Register a filter as a custom op and its backward pass as another, `<name>_backward`; return the first.
+def register_filter_op(
+    name: str, forward: Function, fake: Function, backward: Function, *, outputs: int, kernel: str
+) -> Any:
+    """Register a filter as a custom op, and its backward pass as the custom op `<name>_backward`; return the first.
 
     Args:
-        name, fake: as for `custom_op`.
-        forward: takes signals, the tensors of the belief before, `rows`, and options. Returns what it reads and the
-            tensors of the belief after, and then what it stores for `backward`.
-        backward: takes signals, what `forward` stored, `rows`, gradients of the outputs, and those of the options that
-            it names. Returns gradients of the signals (any tensor for one that is `None`) and of the belief before.
-            Where it accepts `None` for the gradient of an output, it gets `None` if there is none; otherwise 0.
-        outputs: how many results of `forward` have gradients; the others are stored.
-        kernel: the kernel, as errors name it.
+        name, fake: see `custom_op`.
+        forward: function of the signals, the tensors of the incoming belief, `rows`, and options. Returns the read-out,
+            the tensors of the final belief, and then tensors stored for `backward`.
+        backward: function of the signals, the stored tensors, `rows`, the gradients of the outputs, and those options
+            that it names. Returns gradients of the signals (any tensor for one that is `None`) and of the incoming
+            belief. A missing output gradient is `None` if the annotation allows it, otherwise zeros.
+        outputs: number of results of `forward` that have gradients; the others are stored.
+        kernel: name of the kernel in error messages.
     """
     op = custom_op(name, forward, fake)
-    names, taken = [x.name for x in op._schema.arguments], unwrap(backward).__annotations__
+    names, backward_names = [x.name for x in op._schema.arguments], unwrap(backward).__annotations__
     rows = names.index("rows")
-    signals = sum(x in taken for x in names[:rows])
-    options = [i for i, x in enumerate(names) if i > rows and x in taken]
-    begin = signals + len(op._schema.returns) - outputs + 1  # of gradients, among the arguments of `backward`
+    signals = sum(x in backward_names for x in names[:rows])
+    options = [i for i, x in enumerate(names) if i > rows and x in backward_names]
+    begin = signals + len(op._schema.returns) - outputs + 1  # index of the first output gradient
 
     def backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
-        after = inputs[begin : begin + outputs][signals - rows :]  # the belief after has the shapes of that before
-        like = [inputs[0].new_empty(0) if x is None else x for x in (*inputs[:signals], *after)]
+        belief = inputs[begin : begin + outputs][signals - rows :]  # it has the shapes of the incoming one
+        like = [inputs[0].new_empty(0) if x is None else x for x in (*inputs[:signals], *belief)]
         return tuple(x.new_empty(x.shape) for x in like)
 
-    back = custom_op(f"{name}_backward", backward, backward_fake)
-    optional = [isinstance(x.type, torch.OptionalType) for x in back._schema.arguments[begin : begin + outputs]]
+    backward_op = custom_op(f"{name}_backward", backward, backward_fake)
+    optional = [isinstance(x.type, torch.OptionalType) for x in backward_op._schema.arguments[begin : begin + outputs]]
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[:signals], *output[outputs:], inputs[rows])
@@ -77,39 +78,39 @@ def filter_op(name: str, forward: Function, fake: Function, backward: Function, 
 
     def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        given: list[Tensor | None] = []
-        for grad, (shape, dtype), none in zip(grads[:outputs], ctx.like, optional, strict=True):
-            if none:
-                given.append(grad if grad is not None and grad.numel() else None)
+        output_grads: list[Tensor | None] = []
+        for grad, (shape, dtype), may_be_none in zip(grads[:outputs], ctx.like, optional, strict=True):
+            if may_be_none:
+                output_grads.append(grad if grad is not None and grad.numel() else None)
             else:
-                given.append(saved[0].new_zeros((), dtype=dtype).expand(shape) if grad is None else grad)
-        found = back(*saved, *given, *ctx.options)
-        of_signals = (None if x is None else grad for x, grad in zip(saved, found[:signals], strict=False))
-        return *of_signals, *found[signals:], *[None] * (len(names) - rows)
+                output_grads.append(saved[0].new_zeros((), dtype=dtype).expand(shape) if grad is None else grad)
+        results = backward_op(*saved, *output_grads, *ctx.options)
+        signal_grads = (None if x is None else grad for x, grad in zip(saved, results[:signals], strict=False))
+        return *signal_grads, *results[signals:], *[None] * (len(names) - rows)
 
     register_backward(op, kernel, setup, gradients)
     return op
 
 
 def register_backward(op: Any, kernel: str, setup: Function, backward: Function) -> None:
-    """Register the backward pass of an op; see `once_differentiable` for `kernel`."""
+    """Register the backward pass of a custom op; see `once_differentiable` for `kernel`."""
     torch.library.register_autograd(op, once_differentiable(kernel)(backward), setup_context=setup)
 
 
-def once_differentiable(what: str, instead: str = REFERENCE) -> Callable[[Function], Function]:
-    """Make a backward pass raise if its result is to be differentiated, that is under `create_graph=True`.
+def once_differentiable(name: str, alternative: str = REFERENCE) -> Callable[[Function], Function]:
+    """Make a backward pass raise `KernelError` under `create_graph=True`.
 
     Args:
-        what: the kernel, as the error names it.
-        instead: what has second derivatives.
+        name: name of the kernel in the error message.
+        alternative: phrase that names an implementation with second derivatives.
     """
 
     def decorate(backward: Function) -> Function:
         @wraps(backward)
         def checked(ctx: Any, *grads: Any) -> Any:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler refuses it itself
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # torch.compile raises its own error
                 raise KernelError(
-                    f"{what} has first derivatives only, but create_graph=True asks for second ones; use {instead}"
+                    f"{name} has first derivatives only, but create_graph=True asks for second ones; use {alternative}"
                 )
             return backward(ctx, *grads)
 
@@ -119,35 +120,35 @@ def once_differentiable(what: str, instead: str = REFERENCE) -> Callable[[Functi
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Return whether a backward pass may follow for any of these."""
+    """Return whether autograd is enabled and any of the tensors requires a gradient."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def precompiled(rehearsal: Function, forward: Function) -> Function:
-    """Let `forward` compile all Triton kernels that a call of `rehearsal` runs, before the first call of its kind.
+def with_precompilation(dry_run: Function, forward: Function) -> Function:
+    """Wrap `forward` so that the first call of each size class compiles the Triton kernels of `dry_run` in parallel.
 
-    Both take the same arguments; `rehearsal` also calls the backward pass.
+    `dry_run` takes the arguments of `forward`, and calls both the forward and the backward pass.
     """
 
     @wraps(forward)
     def run(*inputs: Any) -> Any:
-        from kalmix.ops._shared.triton.compile_and_launch import rehearse
+        from kalmix.ops._shared.triton.compile_and_launch import precompile
 
         with torch.cuda.device_of(inputs[0]):
-            rehearse(rehearsal, *inputs)
+            precompile(dry_run, *inputs)
             return forward(*inputs)
 
     return run
 
 
-def launched(function: Function) -> Function:
-    """Find the Triton kernels of `function` once for all calls that are laid out alike; see `perform`."""
+def with_launch_cache(function: Function) -> Function:
+    """Wrap `function` so that calls of equal layout reuse their compiled Triton kernels; see `launch_cached`."""
 
     @wraps(function)
     def run(*inputs: Any) -> Any:
-        from kalmix.ops._shared.triton.compile_and_launch import perform
+        from kalmix.ops._shared.triton.compile_and_launch import launch_cached
 
         with torch.cuda.device_of(inputs[0]):
-            return perform(function, *inputs)
+            return launch_cached(function, *inputs)
 
     return run

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import knobs
 
 from kalmix.ops._dense.block_sizes import IDLE, LONG, NARROW, STRETCHES, WINDOW
-from kalmix.ops._shared.triton.compile_and_launch import Launch, aside
+from kalmix.ops._shared.triton.compile_and_launch import Launch, launch_on_side_stream
 from kalmix.ops._shared.triton.tiles import LOOSE, Cut, cut_stretch, cut_tokens, tile_of
 from kalmix.segments import Segments
 
@@ -31,7 +31,7 @@ def around(before: Launch, chain: Launch, after: list[Launch], alone: bool) -> C
     if alone:
         chain.run()
         return partial(_run, after)
-    wait = aside(chain)
+    wait = launch_on_side_stream(chain)
 
     def rest(_held: tuple[Launch, Launch] = (before, chain)) -> None:  # what they work on is not given away until then
         wait()

@@ -39,7 +39,7 @@ from kalmix.ops._ridge.triton.solve import (
     tile_here,
 )
 from kalmix.ops._ridge.triton.state_backward import retrace, retreat
-from kalmix.ops._shared.triton.compile_and_launch import Launch, aside
+from kalmix.ops._shared.triton.compile_and_launch import Launch, launch_on_side_stream
 from kalmix.ops._shared.triton.tiles import LOOSE, load_per_token, load_rows, product, rows, store_rows
 
 
@@ -165,7 +165,7 @@ def backward(
         s.cut.runs, length, s.cut.tiles, *strides(q, to_mean), *to_cross.stride(), heads, s.share,
     )  # fmt: skip
     strips, options = s.strips[1] - s.strips[0], decays | mixes | s.carried | s.compiled
-    wait = aside(Launch(retrace, (s.cut.sequences, heads, strips), arguments, options))
+    wait = launch_on_side_stream(Launch(retrace, (s.cut.sequences, heads, strips), arguments, options))
     arguments = (
         q, k, v, *clock[:3], clock.weights, share, grams, crosses, norms, solution, to_mean,
         k if to_read is None else to_read.contiguous(), adjoint, to_q, to_mix, spreads, reads, owns, written, carried,
@@ -181,7 +181,7 @@ def backward(
         to_gram_prior, s.cut.runs, length, s.cut.tiles, *strides(k), *to_gram.stride(), heads, s.share,
     )  # fmt: skip
     options = decays | ridges | s.carried | {"STAGES": 1} | s.compiled
-    wait = aside(Launch(retreat, (s.cut.sequences, heads, s.strips[0]), arguments, options))
+    wait = launch_on_side_stream(Launch(retreat, (s.cut.sequences, heads, s.strips[0]), arguments, options))
     arguments = (
         q, k, v, *clock[:2], clock.across, clock.weights, share, crosses, solution, to_mean, reads,
         cross_adjoints, to_k, to_v, to_gain, to_decay, *s.tiles, *strides(q, k, v, to_mean), heads, s.share,

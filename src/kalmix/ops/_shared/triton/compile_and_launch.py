@@ -1,8 +1,8 @@
-"""Kernels to run: compiled side by side where they are new, since one after another would make the first call long, and
-found once for all calls that are laid out alike, since Triton takes longer to find them than a GPU to run them.
+"""Compilation and launch of Triton kernels.
 
-A call is rehearsed before the first of its kind, through the same code, which then compiles kernels where it would run
-them. So those of the backward pass are compiled beside those of the forward pass.
+`precompile` runs a function without executing its kernels, and compiles them in parallel: one after another they would
+make a first call slow. `launch_cached` stores the compiled kernels of a call and launches them again in calls with the
+same layout, because Triton's own lookup takes longer than a short kernel.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-MANY = 1024  # kinds of calls whose kernels are remembered
+MAX_CACHED_CALLS = 1024  # calls of different layouts whose launches are stored
 
 
 class Launch(NamedTuple):
-    """A kernel to run."""
+    """Kernel with its grid, arguments and compile-time options."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -31,153 +31,145 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def run(self) -> None:
-        """Run it; in a rehearsal, begin to compile it."""
-        _RUN.get()(self)
+        """Launch the kernel; in a dry run, start to compile it instead."""
+        _LAUNCHER.get()(self)
 
 
-def launch(steps: list[Launch]) -> None:
-    """Run kernels one after another; new ones are compiled first."""
-    compiled(steps)
-    for step in steps:
-        step.run()
+def is_dry_run() -> bool:
+    """Return whether `Launch.run` compiles kernels instead of launching them."""
+    return _LAUNCHER.get() is _compile
 
 
-def compiled(steps: list[Launch]) -> None:
-    """Compile kernels that are new, side by side."""
-    if _RUN.get() is _compile:
-        return
-    types = [[x.dtype for x in step.arguments if isinstance(x, Tensor)] for step in steps]
-    new = tuple((id(x.kernel), *x.options.values(), *kinds) for x, kinds in zip(steps, types, strict=True))
-    if new not in _COMPILED and not knobs.runtime.interpret:
-        with _rehearsal():
-            for step in steps:
-                step.run()
-        _COMPILED.add(new)
+def launch_on_side_stream(launch: Launch) -> Callable[[], None]:
+    """Launch a kernel on a side stream, concurrently with later work of the current stream.
 
+    The side stream has high priority. This suits kernels with few, long-running programs: each gets a multiprocessor
+    of its own.
 
-def aside(chain: Launch) -> Callable[[], None]:
-    """Run a kernel beside what the current stream has to do from then on; the result, once called, has it wait.
-
-    It is meant for few programs that take long: on a stream that goes first, each has a multiprocessor of its own.
+    Returns:
+        A function that makes the current stream wait for the kernel.
     """
     if knobs.runtime.interpret:
-        chain.run()
+        launch.run()
         return lambda: None
-    current, other = torch.cuda.current_stream(), _first(torch.cuda.current_device())
-    other.wait_stream(current)
-    with torch.cuda.stream(other):
-        chain.run()
-    return partial(current.wait_event, other.record_event())
+    current, side = torch.cuda.current_stream(), _high_priority_stream(torch.cuda.current_device())
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        launch.run()
+    return partial(current.wait_event, side.record_event())
 
 
 @cache
-def _first(device: int) -> torch.cuda.Stream:
+def _high_priority_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def rehearse(function: Callable[..., object], *arguments: Any) -> None:
-    """Compile all that a call of `function` runs, before the first of its kind.
+def precompile(function: Callable[..., object], *arguments: Any) -> None:
+    """Call `function` as a dry run that compiles all kernels it would launch, unless a similar call has done so.
 
-    Calls are of a kind if sizes from the third on are the same, and the first two of one magnitude.
+    Calls are similar if their tensors agree in dtype, in all sizes from the third on, and in the first two sizes
+    rounded up to powers of two, and if all other arguments are equal.
     """
-    kind = (function, *(_kind(x) if isinstance(x, Tensor) else x for x in arguments))
-    if kind not in _COMPILED and not knobs.runtime.interpret:
-        with _rehearsal():
+    key = (function, *(_size_class(x) if isinstance(x, Tensor) else x for x in arguments))
+    if key not in _PRECOMPILED and not knobs.runtime.interpret:
+        with _dry_run():
             function(*arguments)
-        _COMPILED.add(kind)
+        _PRECOMPILED.add(key)
 
 
-def perform(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns; kernels are found once for all calls whose arguments are laid out alike.
+def launch_cached(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `function` and return its result, with the compiled kernels of an earlier call of the same layout.
 
-    What it launches must follow from that: from shapes and strides, never from values. Where kernels, their options or
-    their integers differ nevertheless, they are found anew.
+    Two calls have the same layout if their tensors agree in dtype, shape, strides and address modulo 16, and if all
+    other arguments are equal. What `function` launches must depend on the layout, never on values of tensors. If a
+    kernel, its options or its integer arguments differ from the earlier call, Triton looks that kernel up again.
     """
-    if knobs.runtime.interpret or _RUN.get() is _compile:
+    if knobs.runtime.interpret or is_dry_run():
         return function(*arguments)
     layout = (function, torch.cuda.current_device(), *(_layout(x) if isinstance(x, Tensor) else x for x in arguments))
-    performance = _Performance(_SCORES.get(layout, []))
-    with _running(performance):
+    launcher = _CachingLauncher(_LAUNCH_CACHE.get(layout, []))
+    with _use_launcher(launcher):
         result = function(*arguments)
-    if len(_SCORES) >= MANY:
-        _SCORES.clear()
-    _SCORES[layout] = performance.score
+    if len(_LAUNCH_CACHE) >= MAX_CACHED_CALLS:
+        _LAUNCH_CACHE.clear()
+    _LAUNCH_CACHE[layout] = launcher.launches
     return result
 
 
-class _Found(NamedTuple):
-    """What a launch came to: the machine code, and what stands for constants, which are in it.
+class _CachedLaunch(NamedTuple):
+    """Cache entry of one launch: the binary, and placeholders for the constants compiled into it.
 
-    Code is made for integers that are 1, or multiples of 16, and for tensors that begin at multiples of 16 bytes. Those
-    that come from outside do as they did, by the layout of the call; all others are new, and the allocator aligns them.
+    Triton specialises a binary for integers that are 1 or multiples of 16, and for tensors whose address is a multiple
+    of 16. Tensors that the caller passes are aligned as before, because the layout includes their alignment; all others
+    are allocated by PyTorch, which aligns them.
     """
 
     kernel: Any
     options: dict[str, Any]
     integers: list[int]
-    code: Any
-    constants: tuple[None, ...]
+    binary: Any
+    placeholders: tuple[None, ...]
 
 
-class _Performance:
-    """Launches of a call, by the score of one that was laid out alike."""
+class _CachingLauncher:
+    """Launcher that reuses the binaries of an earlier call with the same layout, and stores those of this call."""
 
-    def __init__(self, before: list[_Found]) -> None:
-        self.before, self.score = before, []
+    def __init__(self, cached: list[_CachedLaunch]) -> None:
+        self.cached, self.launches = cached, []
 
-    def __call__(self, step: Launch) -> None:
-        place = len(self.score)
-        found = self.before[place] if place < len(self.before) else None
-        about = step.kernel, step.options, [x for x in step.arguments if type(x) is int]
-        if found is None or found.code is None or found[:3] != about:
-            found = _Found(*about, *_run(step))
+    def __call__(self, launch: Launch) -> None:
+        index = len(self.launches)
+        entry = self.cached[index] if index < len(self.cached) else None
+        key = launch.kernel, launch.options, [x for x in launch.arguments if type(x) is int]
+        if entry is None or entry.binary is None or entry[:3] != key:
+            entry = _CachedLaunch(*key, *_launch(launch))
         else:
-            found.code[(*step.grid, 1, 1)[:3]](*step.arguments, *found.constants)
-        self.score.append(found)
+            entry.binary[(*launch.grid, 1, 1)[:3]](*launch.arguments, *entry.placeholders)
+        self.launches.append(entry)
 
 
-def _run(step: Launch) -> tuple[Any, tuple[None, ...]]:
-    """Triton's way, which finds the code."""
-    code = step.kernel[step.grid](*step.arguments, **step.options)
-    return code, () if code is None else (None,) * (len(step.kernel.params) - len(step.arguments))
+def _launch(launch: Launch) -> tuple[Any, tuple[None, ...]]:
+    """Launch a kernel through Triton; return the binary and its placeholders."""
+    binary = launch.kernel[launch.grid](*launch.arguments, **launch.options)
+    return binary, () if binary is None else (None,) * (len(launch.kernel.params) - len(launch.arguments))
 
 
-def _compile(step: Launch) -> None:
-    coming = step.kernel.warmup(*step.arguments, grid=step.grid, **step.options)
-    if isinstance(future := getattr(coming, "future", None), Future):
+def _compile(launch: Launch) -> None:
+    result = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
+    if isinstance(future := getattr(result, "future", None), Future):
         future.add_done_callback(_load)
 
 
-def _load(done: Future[Any]) -> None:
-    """Load what was compiled, by the thread that did: that takes a launcher in C, which has to be compiled, too."""
-    if done.exception() is None:
-        _ = done.result().run
+def _load(future: Future[Any]) -> None:
+    """Load a compiled binary in the thread that compiled it, since this compiles a C launcher, too."""
+    if future.exception() is None:
+        _ = future.result().run
 
 
-_RUN: ContextVar[Callable[[Launch], Any]] = ContextVar("run", default=_run)
-_COMPILED: set[Any] = set()  # kinds of calls, and of lists of launches
-_SCORES: dict[Any, list[_Found]] = {}
+_LAUNCHER: ContextVar[Callable[[Launch], Any]] = ContextVar("launcher", default=_launch)
+_PRECOMPILED: set[Any] = set()  # keys of calls in `precompile`
+_LAUNCH_CACHE: dict[Any, list[_CachedLaunch]] = {}
 
 
 @contextmanager
-def _running(run: Callable[[Launch], Any]) -> Iterator[None]:
-    before = _RUN.set(run)
+def _use_launcher(launcher: Callable[[Launch], Any]) -> Iterator[None]:
+    previous = _LAUNCHER.set(launcher)
     try:
         yield
     finally:
-        _RUN.reset(before)
+        _LAUNCHER.reset(previous)
 
 
 @contextmanager
-def _rehearsal() -> Iterator[None]:
-    """Inside, kernels are compiled and not run; it ends when they are."""
-    here = torch.cuda.current_device()
-    pool = ThreadPoolExecutor(32, "compile", torch.cuda.set_device, (here,))
-    with pool, triton.AsyncCompileMode(pool), _running(_compile):
+def _dry_run() -> Iterator[None]:
+    """Compile kernels instead of launching them, in 32 threads; wait for all of them on exit."""
+    device = torch.cuda.current_device()
+    pool = ThreadPoolExecutor(32, "compile", torch.cuda.set_device, (device,))
+    with pool, triton.AsyncCompileMode(pool), _use_launcher(_compile):
         yield
 
 
-def _kind(x: Tensor) -> tuple[Any, ...]:
+def _size_class(x: Tensor) -> tuple[Any, ...]:
     return x.dtype, *((size - 1).bit_length() for size in x.shape[:2]), *x.shape[2:]
 
 
