@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all lint bench setup clean
+.PHONY: train test test-all lint docs bench setup clean
 .DELETE_ON_ERROR:
 
 train: setup  ## train a Kalman language model on real text, on this machine; ARGS="--help" for the options
@@ -30,6 +30,13 @@ lint: setup  ## style, types and the direction of imports
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	PATH="$(abspath $(BIN)):$$PATH" pyright --verifytypes kalmix --ignoreexternal --outputjson | $(BIN)/python -c "$$TYPED"
+
+docs: $(VENV)/.docs-installed  ## build the documentation site into build/site; fails on a broken link or example
+	$(BIN)/python docs/tools/build.py $(ARGS)
+
+$(VENV)/.docs-installed: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
 
 bench: setup  ## time every kernel on this machine and write a dated file under bench/results
 	$(BIN)/python -m kalmix_bench.perf.ops --output bench/results $(ARGS)

@@ -19,7 +19,7 @@ WORST = {
     -0.9: 0.538,
     2.0: 0.173,
     10.0: 0.565,
-}  # of first variance / last - 1; see docs/afa.md
+}  # of first variance / last - 1; see docs/results/afa.md
 
 
 def _precision(dynamics: Dynamics, lag: Tensor) -> Tensor:

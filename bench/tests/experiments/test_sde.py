@@ -178,7 +178,7 @@ def test_pooling_errs_as_it_is_said_to() -> None:
 
 
 def test_pooling_is_several_times_worse_than_the_optimum_and_does_not_know() -> None:
-    """The paper's mode, after its 102 measurements; the figures of docs/sde.md."""
+    """The paper's mode, after its 102 measurements; the figures of docs/results/sde.md."""
     found = pooled(DECAYING, torch.arange(102).double() / 10)
     assert found.actual[-1] / found.optimal[-1] == pytest.approx(4.98, abs=0.01)
     assert found.actual[-1] / found.claimed[-1] == pytest.approx(53.2, abs=0.1)

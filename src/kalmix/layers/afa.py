@@ -31,7 +31,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
     the query at i is from the key carried from j: see `kalmix.ops.attend`, and `TrajectoryLayer` for what follows.
 
     Its posterior is the one of looks whose errors are independent: exact without process noise and with unit weights,
-    else overconfident (docs/afa.md says by how much, and how to calibrate it).
+    else overconfident (docs/results/afa.md says by how much, and how to calibrate it).
 
     Args:
         hidden_size: D.

@@ -57,7 +57,7 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
         found[kernel.name] = run
         if op == "dense":  # as a layer in training asks, and as its peer answers
             found[f"{kernel.name}, mean alone"] = partial(run, variance=False)
-        if op == "ridge":  # about enough in half precision: see docs/solvers.md
+        if op == "ridge":  # about enough in half precision: see docs/results/solvers.md
             found[f"{kernel.name}, 24 iterations"] = partial(run, solver=Chebyshev(24))
             found[f"{kernel.name}, 14 CG"] = partial(run, solver=ConjugateGradient(14))
         if compiled and kernel.name == "chunked":

@@ -5,7 +5,8 @@
 
 Figure 7 of the paper in small: ridge 0.02 ||H||_F against 0.25, nothing else differing: weights, text, order, bfloat16
 autocast. Writes bench/results/<date>-<device>-ridge-stability.json (loss in nats, gradient norm before clipping,
-a pair a step) and docs/ridge-training.png. A run that is no longer finite ends there, and its curve with it.
+a pair a step) and docs/results/figures/ridge-training.png. A run that is no longer finite ends there, and its curve
+with it.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class ConjugateGradient:
     """Conjugate gradients, from 0, with nothing added to divisors.
 
     In float32 as accurate as Cholesky after a few dozen iterations; where products are rounded to bfloat16 `Chebyshev`,
-    with its residual carried along, is the more accurate (docs/solvers.md).
+    with its residual carried along, is the more accurate (docs/results/solvers.md).
     """
 
     iterations: int = 30

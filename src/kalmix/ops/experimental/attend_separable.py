@@ -19,7 +19,8 @@ class SeparablePrecision(NamedTuple):
     """last + (first - last) exp(-rate lag): the precision of what is pulled forward, nearly (appendix B.3).
 
     It has the value and the slope of 1 / V at lag 0, and its limit; between, it is too low, by at most a share that
-    grows with how far `first / last` is from 1 (docs/afa.md has it). The paper's l_r is last / first - 1; written so,
+    grows with how far `first / last` is from 1 (docs/results/afa.md has it). The paper's l_r is
+    last / first - 1; written so,
     nothing is singular where nothing decays.
 
     Attributes:

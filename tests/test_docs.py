@@ -1,0 +1,40 @@
+"""Tools that build the site find broken blocks and links."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs" / "tools"))
+
+from check_links import broken_links  # noqa: E402
+from execute import PageError, run_page  # noqa: E402
+
+
+def test_page_shows_output_and_figures(tmp_path):
+    page = (
+        "Text.\n\n```python\nx = 2\nprint(x + 1)\n```\n\n```python\nimport matplotlib.pyplot as plt\n"
+        "plt.figure()\nplt.title('Square')\nplt.plot([1, x])\n```\n\n```python no-run\n1 / 0\n```\n"
+    )
+    built = run_page(page, Path("page.md"), tmp_path)
+    assert "```text\n3\n```" in built
+    assert "![Square](page-1.svg)" in built
+    assert (tmp_path / "page-1.svg").exists()
+
+
+@pytest.mark.parametrize(("fence", "message"), [("python", "page.md:2: ZeroDivisionError"), ("python run", "unknown")])
+def test_page_with_a_wrong_block_is_refused(fence, message):
+    with pytest.raises(PageError, match=message):
+        run_page(f"```{fence}\n1 / 0\n```\n", Path("page.md"))
+
+
+def test_broken_links_are_found(tmp_path):
+    (tmp_path / "index.html").write_text(
+        '<h1 id="top"></h1><a href="other/">1</a><a href="other/#here">2</a><a href="#top">3</a>'
+        '<a href="https://example.org/x">4</a><img src="no.png"><a href="gone/">5</a><a href="other/#there">6</a>'
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "index.html").write_text('<h2 id="here"></h2><a href="../">back</a>')
+    found = broken_links(tmp_path)
+    assert [line.split(": ")[1] for line in found] == ["'no.png'", "'gone/'", "'other/#there'"]
