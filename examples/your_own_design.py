@@ -43,12 +43,12 @@ def check(design: Design, tokens: int = 12) -> float:
 
 def learn(name: str, layer: dict, steps: int, text: str | None) -> None:
     """A language model of two such layers, trained on a text; prints how well it codes a part that it never saw."""
-    recipe = Recipe(text=text, layers=(layer,) * 2, width=96, block=128, steps=steps, vocabulary=512)
+    recipe = Recipe(text=text, layers=(layer,) * 2, hidden_size=96, seq_len=128, steps=steps, vocab_size=512)
     with tempfile.TemporaryDirectory() as folder:
         run = train(recipe, Path(folder) / "run")
     weights = sum(weight.numel() for weight in run.model.parameters())
-    tokens = steps * recipe.batch * recipe.block
-    bits = bits_per_byte(run.model, run.tokenizer, run.corpus.held_out, window=recipe.block)
+    tokens = steps * recipe.batch_size * recipe.seq_len
+    bits = bits_per_byte(run.model, run.tokenizer, run.corpus.held_out, window=recipe.seq_len)
     print(
         f"{name:>16}  {weights / 1e6:5.2f} M weights  {tokens / run.seconds:7,.0f} tokens/s  {bits:.3f} bits per byte"
     )

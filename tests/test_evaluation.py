@@ -45,7 +45,7 @@ def reading() -> ModuleType:
 def folder(text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint with weights far from their start, so that contexts matter, and its tokenizer."""
     torch.manual_seed(0)
-    tokenizer = pretrained(train_tokenizer([Path(text).read_text()], vocabulary=280))
+    tokenizer = pretrained(train_tokenizer([Path(text).read_text()], vocab_size=280))
     end, where = mark(tokenizer), tmp_path_factory.mktemp("model")
     marks = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     layers = ["kla", {"mixer": "attention", "heads": 2}, {"mixer": "bayesian", "heads": 1, "head_dim": 8}]

@@ -87,7 +87,7 @@ def test_held_out_paragraphs_are_taken_out_of_the_training_text() -> None:
 
 @pytest.mark.parametrize("kind", ["bpe", "bytes"])
 def test_tokens_lose_nothing(kind: str) -> None:
-    tokenizer = text.train_tokenizer(map(paragraph, range(9)), kind, vocabulary=270)
+    tokenizer = text.train_tokenizer(map(paragraph, range(9)), kind, vocab_size=270)
     for sample in ("plain", "  spaces\t and\n\nlines ", "naïve — 日本語 🙂", "\x00\x7f", ""):
         assert tokenizer.decode(tokenizer.encode(sample).ids) == sample
     assert tokenizer.get_vocab_size() == (257 if kind == "bytes" else 270)
@@ -123,7 +123,7 @@ def test_an_empty_folder_is_named(tmp_path: Path) -> None:
         text.load(tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "vocabulary"), [("words", 300), ("bpe", 256)])
-def test_tokens_that_do_not_exist(kind: str, vocabulary: int) -> None:
-    with pytest.raises(ArgumentError, match=r"tokens|vocabulary"):
-        text.train_tokenizer([], kind, vocabulary=vocabulary)
+@pytest.mark.parametrize(("kind", "vocab_size"), [("words", 300), ("bpe", 256)])
+def test_wrong_tokenizer_options_are_refused(kind: str, vocab_size: int) -> None:
+    with pytest.raises(ArgumentError, match=r"tokenizer|vocab_size"):
+        text.train_tokenizer([], kind, vocab_size=vocab_size)

@@ -36,8 +36,8 @@ class NonFiniteError(ArgumentError):
 class FormatError(ArgumentError):
     """A file has a format that this version of kalmix does not know."""
 
-    def __init__(self, *, got: object, newest: int) -> None:
-        super().__init__("format", got=got, needs=f"at most {newest}: update kalmix")
+    def __init__(self, *, got: object, needs: object) -> None:
+        super().__init__("format", got=got, needs=needs)
 
 
 class FileError(ValueError):

@@ -18,22 +18,30 @@ from kalmix.errors import ArgumentError, FileError, FormatError
 _T = TypeVar("_T", dict[str, Any], list[Any])
 PARTIAL = ".kalmix-partial."  # prefix of temporary files; no other program has it
 MAX_DEPTH = 64  # levels of lists and mappings inside each other; our own files have six at most
-FORMAT = 1  # of checkpoints, recipes, results and configurations
+FORMAT = 2  # of checkpoints, recipes, results and configurations
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 _CODE = re.compile(r"\(os error (\d+)\)")  # as libraries in Rust report an errno
 _TORCH = re.compile(r"inline_container\.cc|iostream error")  # as `torch.save` reports any failure
 _SPARE = 1 << 16  # bytes; a disk with less free space is full
 
 
-def check_format(found: Mapping[str, Any], path: Path) -> None:
+def check_format(found: Mapping[str, Any], path: Path, *, oldest: int = 0) -> None:
     """Check that this version of kalmix can read `found`, the contents of `path`.
 
+    Args:
+        found: contents of the file; `found["format"]` is its format version, 0 if absent.
+        path: the file, for the error message.
+        oldest: oldest format version that can be read.
+
     Raises:
-        FormatError: a newer version wrote it.
+        FormatError: a newer version of kalmix wrote the file, or one before format `oldest`.
     """
     version = found.get("format", 0)
     if not isinstance(version, int) or version > FORMAT:
-        raise FormatError(got=f"{version!r} in {str(path)!r}", newest=FORMAT)
+        raise FormatError(got=f"{version!r} in {str(path)!r}", needs=f"at most {FORMAT}: update kalmix")
+    if version < oldest:
+        needs = f"at least {oldest}: an older kalmix wrote this file; create it again with this version"
+        raise FormatError(got=f"{version} in {str(path)!r}", needs=needs)
 
 
 @contextmanager

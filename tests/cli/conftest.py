@@ -10,7 +10,18 @@ import pytest
 
 from kalmix.cli import main
 
-SMALL = ["--layers", "kla,attention", "--width", "8", "--block", "16", "--batch", "2", "--vocabulary", "280"]
+SMALL = [
+    "--layers",
+    "kla,attention",
+    "--hidden-size",
+    "8",
+    "--seq-len",
+    "16",
+    "--batch-size",
+    "2",
+    "--vocab-size",
+    "280",
+]
 
 
 @pytest.fixture(scope="session")

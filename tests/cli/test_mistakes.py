@@ -20,12 +20,12 @@ MISTAKES = [
     ("train --text {text} --layers kla,,kla", "layers"),
     ('train --text {text} --layers [{{"mixer":"kla","slot":4}}]', "'slot'"),
     ('train --text {text} --layers [{{"mixer":"kla","slots":-4}}]', "slots"),
-    ("train --text {text} --tokens words", "'bpe' or 'bytes'"),
-    ("train --text {text} --vocabulary 10", "at least 257"),
-    ("train --text {text} --width 0", "width"),
-    ("train --text {text} --width 3 --layers attention", "heads"),
-    ("train --text {text} --rate -1", "rate"),
-    ("train --text {text} --rate 1e30 --warmup 0", "diverged"),
+    ("train --text {text} --tokenizer words", "'bpe' or 'bytes'"),
+    ("train --text {text} --vocab-size 10", "at least 257"),
+    ("train --text {text} --hidden-size 0", "hidden_size"),
+    ("train --text {text} --hidden-size 3 --layers attention", "heads"),
+    ("train --text {text} --learning-rate -1", "learning_rate"),
+    ("train --text {text} --learning-rate 1e30 --warmup 0", "diverged"),
     ("train --text {text} --minutes 0", "minutes"),
     ("train --text {text} --steps 0", "steps"),
     ("train --text {text} --loss l2", "loss"),
@@ -34,7 +34,12 @@ MISTAKES = [
     ("train --resume", "--resume"),
     ("train --resume --output {missing}", "holds no run"),
     ("train --resume --output {run}", "a finished run"),
-    ("train --resume --output {run} --width 4", "keeps its settings"),
+    ("train --text {text} --seed -1", "seed"),
+    ("train --text {text} --weight-decay -1", "weight_decay"),
+    ("train --text {text} --warmup 0.6 --cooldown 0.6", "warmup"),
+    ("train --text= --steps 1", "`text` is empty"),
+    ("train --text {text} --output= --steps 1", "`output` is empty"),
+    ("train --resume --output {run} --hidden-size 4", "keeps its settings"),
     ("train --resume --output {scribbled}", "unreadable"),
     ("report {missing}", "holds no run"),
     ("report {folder}", "holds no run"),
@@ -66,7 +71,7 @@ def things(tmp_path_factory: pytest.TempPathFactory, text_file: Path, run_folder
     named["binary"].write_bytes(b"\x80\x81\x82")
     named["short"].write_text("one two three\n\nfour five six\n\nseven")
     named["scribbled"].mkdir()
-    (named["scribbled"] / "recipe.json").write_text('{"width": ')
+    (named["scribbled"] / "recipe.json").write_text('{"hidden_size": ')
     for name in ("truncated", "weightless", "garbled", "untokenized", "foreign"):
         named[name] = root / name
         shutil.copytree(run_folder / "model", named[name])

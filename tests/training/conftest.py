@@ -23,7 +23,13 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe(text_file: Path):
     def make(**changes) -> Recipe:
-        small = {"layers": ({"mixer": "kla", "slots": 4},), "vocabulary": 280, "width": 8, "block": 16, "batch": 2}
+        small = {
+            "layers": ({"mixer": "kla", "slots": 4},),
+            "vocab_size": 280,
+            "hidden_size": 8,
+            "seq_len": 16,
+            "batch_size": 2,
+        }
         return Recipe(**{"text": str(text_file), **small, "steps": 8, **changes})
 
     return make

@@ -33,7 +33,18 @@ class Train(Run):
             draw = random.Random(0)
             text.write_text("\n\n".join(" ".join(draw.choices(WORDS, k=40)) for _ in range(60)))
             layers = '[{"mixer": "kla", "slots": 4}]'
-            sizes = ["--layers", layers, "--width", "8", "--block", "16", "--batch", "2", "--vocabulary", "280"]
+            sizes = [
+                "--layers",
+                layers,
+                "--hidden-size",
+                "8",
+                "--seq-len",
+                "16",
+                "--batch-size",
+                "2",
+                "--vocab-size",
+                "280",
+            ]
             return ["train", "--text", str(text), *sizes, "--steps", "24", "--output", str(self.output)]
         if not self.finished():
             return ["train", "--resume", "--output", str(self.output)]

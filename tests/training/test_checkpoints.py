@@ -27,7 +27,13 @@ def stopped(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     folder = tmp_path_factory.mktemp("stopped")
     text = folder / "text.txt"
     shutil.copy(text_file, text)
-    small = {"layers": ({"mixer": "kla", "slots": 4},), "vocabulary": 280, "width": 8, "block": 16, "batch": 2}
+    small = {
+        "layers": ({"mixer": "kla", "slots": 4},),
+        "vocab_size": 280,
+        "hidden_size": 8,
+        "seq_len": 16,
+        "batch_size": 2,
+    }
     recipe = Recipe(text=str(text), steps=8, **small)
     train(recipe, folder / "run", callbacks=[Kill(5)])
     assert [path.name for path in saved(folder / "run" / "checkpoints")] == ["checkpoint-5", "checkpoint-4"]
@@ -100,12 +106,21 @@ def test_a_newer_format_is_refused(halted: tuple[Recipe, Path]) -> None:
     recipe, folder = halted
     for file in (folder / "checkpoints" / "checkpoint-5" / "manifest.json", folder / "recipe.json"):
         written = json.loads(file.read_text())
-        assert written["format"] == 1
-        file.write_text(json.dumps({**written, "format": 2}))
-    with pytest.raises(FormatError, match=r"`format` is 2 in '.*manifest.json', but must be at most 1: update kalmix"):
+        assert written["format"] == 2
+        file.write_text(json.dumps({**written, "format": 3}))
+    with pytest.raises(FormatError, match=r"`format` is 3 in '.*manifest.json', but must be at most 2: update kalmix"):
         train(recipe, folder, resume=True)
-    with pytest.raises(FormatError, match=r"`format` is 2 in '.*recipe.json'"):
+    with pytest.raises(FormatError, match=r"`format` is 3 in '.*recipe.json'"):
         Recipe.load(folder)
+
+
+def test_recipe_of_an_old_format_is_refused(halted: tuple[Recipe, Path]) -> None:
+    file = halted[1] / "recipe.json"
+    written = json.loads(file.read_text())
+    for old in (written | {"format": 1}, {name: value for name, value in written.items() if name != "format"}):
+        file.write_text(json.dumps(old))
+        with pytest.raises(FormatError, match=r"`format` is [01] in '.*recipe.json', but must be at least 2: an older"):
+            Recipe.load(halted[1])
 
 
 def test_a_run_that_was_stopped_before_its_first_checkpoint_says_so(recipe, tmp_path: Path) -> None:

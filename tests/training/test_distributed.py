@@ -9,7 +9,20 @@ from pathlib import Path
 
 
 def test_torchrun_trains_one_model_from_two_processes(text_file: Path, tmp_path: Path) -> None:
-    small = ["--layers", "kla", "--width", "8", "--block", "16", "--batch", "2", "--vocabulary", "280", "--steps", "3"]
+    small = [
+        "--layers",
+        "kla",
+        "--hidden-size",
+        "8",
+        "--seq-len",
+        "16",
+        "--batch-size",
+        "2",
+        "--vocab-size",
+        "280",
+        "--steps",
+        "3",
+    ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     told = subprocess.run(
         [*torchrun, "-m", "kalmix.cli", "train", "--text", str(text_file), *small],

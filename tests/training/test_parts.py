@@ -42,13 +42,13 @@ def test_positions_start_over_at_each_document() -> None:
 
 
 def test_a_text_shorter_than_a_block_is_said_so() -> None:
-    with pytest.raises(ArgumentError, match="block"):
+    with pytest.raises(ArgumentError, match="seq_len"):
         Blocks(torch.arange(4), 5, end=0)
 
 
 def test_every_parameter_is_in_one_group_and_dynamics_are_slow() -> None:
     network = model()
-    groups = {group["name"]: group for group in parameter_groups(network, rate=1.0, decay=0.1)}
+    groups = {group["name"]: group for group in parameter_groups(network, learning_rate=1.0, weight_decay=0.1)}
     grouped = [id(value) for group in groups.values() for value in group["params"]]
     assert sorted(grouped) == sorted(map(id, network.parameters()))
     assert set(map(id, groups["dynamics"]["params"])) == set(
@@ -112,16 +112,22 @@ def test_layers_mistyped(typed: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"width": 0},
-        {"batch": -1},
-        {"rate": 0.0},
-        {"rate": math.nan},
+        {"hidden_size": 0},
+        {"batch_size": -1},
+        {"learning_rate": 0.0},
+        {"learning_rate": math.nan},
         {"minutes": -1.0},
         {"cooldown": 2.0},
         {"loss": "l2"},
         {"steps": None},
         {"layers": ()},
-        {"block": 1},
+        {"seq_len": 1},
+        {"seed": -1},
+        {"seed": 2**32},
+        {"weight_decay": -0.1},
+        {"warmup": 0.6, "cooldown": 0.5},
+        {"text": ""},
+        {"text": " "},
     ],
     ids=str,
 )
@@ -194,7 +200,9 @@ def test_decoding_keeps_spaces(tokenizer) -> None:
 
 def test_embeddings_and_the_head_have_groups_of_their_own() -> None:
     network = model()
-    groups = {group["name"]: group["params"] for group in parameter_groups(network, rate=1.0, decay=0.1)}
+    groups = {
+        group["name"]: group["params"] for group in parameter_groups(network, learning_rate=1.0, weight_decay=0.1)
+    }
     assert [id(value) for value in groups["embeddings"]] == [id(network.get_input_embeddings().weight)]
     head = network.get_output_embeddings().weight
     assert head is network.get_input_embeddings().weight or [id(value) for value in groups["head"]] == [id(head)]

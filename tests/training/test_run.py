@@ -30,7 +30,7 @@ class Kill(TrainerCallback):
 
 
 def test_a_run_learns_and_leaves_a_model(recipe, tmp_path: Path) -> None:
-    ended = train(recipe(steps=40, rate=1e-2), tmp_path / "run")
+    ended = train(recipe(steps=40, learning_rate=1e-2), tmp_path / "run")
     assert ended.finished
     assert ended.steps == 40
     assert ended.held_out[-1][1] < ended.held_out[0][1]
@@ -59,11 +59,11 @@ def test_a_run_learns_and_leaves_a_model(recipe, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_run_resumed_is_the_run_uninterrupted(recipe, tmp_path: Path, number: int) -> None:
     before = signal.getsignal(signal.SIGINT)  # nothing, where a shell started this in the background
-    whole = train(recipe(accumulate=2), tmp_path / "whole")
-    part = train(recipe(accumulate=2), tmp_path / "part", callbacks=[Kill(3, number)])
+    whole = train(recipe(grad_accum=2), tmp_path / "whole")
+    part = train(recipe(grad_accum=2), tmp_path / "part", callbacks=[Kill(3, number)])
     assert (part.finished, part.steps) == (False, 3)
     assert signal.getsignal(signal.SIGINT) is before
-    rest = train(recipe(accumulate=2), tmp_path / "part", resume=True)
+    rest = train(recipe(grad_accum=2), tmp_path / "part", resume=True)
     assert (rest.finished, rest.steps) == (True, 8)
     assert rest.training == whole.training
     for name, value in whole.model.state_dict().items():
@@ -114,7 +114,7 @@ def test_minutes_are_counted_over_all_sessions(recipe, tmp_path: Path) -> None:
 
 def test_a_rate_that_diverges_is_said_so(recipe, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="diverged"):
-        train(recipe(rate=1e30, warmup=0.0), tmp_path)
+        train(recipe(learning_rate=1e30, warmup=0.0), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_a_rate_that_diverges_is_said_so(recipe, tmp_path: Path) -> None:
     [
         {"loss": "marginal"},
         {"bf16": True},
-        {"documents": True},
-        {"tokens": "bytes"},
+        {"separate_documents": True},
+        {"tokenizer": "bytes"},
         {"layers": ("attention", "kla")},
         {"layers": ("attention",)},
     ],
@@ -136,7 +136,7 @@ def test_options_train(recipe, tmp_path: Path, changes: dict) -> None:
 
 def test_documents_are_filtered_apart(recipe, tmp_path: Path) -> None:
     """A loss over two documents in a block is the same as over each alone, if documents are kept apart."""
-    ended = train(recipe(steps=1, documents=True), tmp_path)
+    ended = train(recipe(steps=1, separate_documents=True), tmp_path)
     one, two = torch.tensor([[0, 5, 6, 7]]), torch.tensor([[0, 9, 8]])
     packed = ended.model(torch.cat([one, two], 1), position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]]))
     torch.testing.assert_close(packed.logits[:, 4:], ended.model(two).logits)

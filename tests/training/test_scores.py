@@ -55,7 +55,7 @@ def test_each_token_is_scored_from_the_earliest_window_that_holds_it(network, wi
 
 
 def test_a_run_is_scored_with_contexts_of_a_block(recipe, tmp_path: Path) -> None:
-    run = train(recipe(steps=4, rate=1e-2), tmp_path)
+    run = train(recipe(steps=4, learning_rate=1e-2), tmp_path)
     documents = run.corpus.held_out
     found = evaluate(run).bits_per_byte
     assert found == bits_per_byte(run.model, run.tokenizer, documents, window=16, batch=2)
@@ -84,7 +84,7 @@ def test_bits_per_byte_of_the_log_have_the_density_of_their_own_text(recipe, tmp
 
 
 def test_tokens_of_accumulated_batches_count(recipe, tmp_path: Path) -> None:
-    train(recipe(steps=2, accumulate=3), tmp_path)
+    train(recipe(steps=2, grad_accum=3), tmp_path)
     history = json.loads((tmp_path / "history.json").read_text())
     assert history[-1]["tokens"] == 2 * 3 * 2 * 16  # steps, batches a step, sequences, tokens
 
@@ -94,7 +94,7 @@ def test_tokens_of_all_processes_count(recipe, monkeypatch: pytest.MonkeyPatch, 
     logged: dict[str, Any] = {}
     monkeypatch.setattr(Trainer, "log", lambda trainer, logs: logged.update(logs))
     trainer: Any = object.__new__(FilterTrainer)
-    trainer.recipe, trainer.density = recipe(accumulate=2), {}
+    trainer.recipe, trainer.density = recipe(grad_accum=2), {}
     trainer.schedule, trainer.state = SimpleNamespace(progress=0.5), SimpleNamespace(global_step=7)
     trainer.args = SimpleNamespace(per_device_train_batch_size=batch, world_size=processes)
     trainer.log({})

@@ -265,7 +265,7 @@ def test_rows_of_a_newer_version_are_refused(tmp_path: Path) -> None:
     results, notes = places(tmp_path)
     run([Square(1)], results, partial(squared, notes=notes), CPU)
     (row,) = results.read()
-    assert row["format"] == 1
-    results.path.write_text(json.dumps({**row, "format": 2}) + "\n")
-    with pytest.raises(ArgumentError, match=r"`format` is 2 in '.*results.jsonl', but must be at most 1"):
+    assert row["format"] == 2
+    results.path.write_text(json.dumps({**row, "format": 3}) + "\n")
+    with pytest.raises(ArgumentError, match=r"`format` is 3 in '.*results.jsonl', but must be at most 2"):
         run([Square(1)], results, partial(squared, notes=notes), CPU)

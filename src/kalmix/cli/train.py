@@ -18,37 +18,42 @@ def run(
     text: Annotated[
         str | None, typer.Option(help="A UTF-8 text file or folder; this Python's documentation if absent.")
     ] = None,
-    tokens: Annotated[str, typer.Option(help="bpe, or bytes.")] = Recipe.tokens,
-    vocabulary: Annotated[int, typer.Option(help="Pieces of the BPE.")] = Recipe.vocabulary,
+    tokenizer: Annotated[str, typer.Option(help="bpe, or bytes.")] = Recipe.tokenizer,
+    vocab_size: Annotated[int, typer.Option(help="Largest vocabulary of a BPE tokenizer.")] = Recipe.vocab_size,
     layers: Annotated[
         str, typer.Option(help="Mixers: kla,kla,attention or 3*kla,attention, or JSON with options.")
     ] = "kla,kla,kla",
-    width: Annotated[int, typer.Option(help="Of the residual stream.")] = Recipe.width,
-    block: Annotated[int, typer.Option(help="Tokens of a training sequence.")] = Recipe.block,
-    batch: Annotated[int, typer.Option(help="Sequences a step and device.")] = Recipe.batch,
-    accumulate: Annotated[int, typer.Option(help="Batches whose gradients make a step.")] = Recipe.accumulate,
-    documents: Annotated[bool, typer.Option("--documents", help="Forget at the start of each document.")] = False,
+    hidden_size: Annotated[int, typer.Option(help="Hidden size.")] = Recipe.hidden_size,
+    seq_len: Annotated[int, typer.Option(help="Tokens per training sequence.")] = Recipe.seq_len,
+    batch_size: Annotated[int, typer.Option(help="Sequences per batch on each device.")] = Recipe.batch_size,
+    grad_accum: Annotated[int, typer.Option(help="Batches per optimizer step.")] = Recipe.grad_accum,
+    separate_documents: Annotated[
+        bool, typer.Option("--separate-documents", help="Reset the state at the start of each document.")
+    ] = False,
     steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
     minutes: Annotated[float | None, typer.Option(help=f"Stop after so long ({MINUTES} without --steps).")] = None,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = Recipe.rate,
-    decay: Annotated[float, typer.Option(help="Weight decay of matrices.")] = Recipe.decay,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = Recipe.learning_rate,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of matrices.")] = Recipe.weight_decay,
     warmup: Annotated[float, typer.Option(help="Part of the run in which the rate rises.")] = Recipe.warmup,
     cooldown: Annotated[float, typer.Option(help="Part of the run in which it falls.")] = Recipe.cooldown,
     loss: Annotated[str, typer.Option(help="cross-entropy, or marginal (likelihood).")] = Recipe.loss,
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in mixed precision.")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the model first.")] = False,  # noqa: A002
     seed: Annotated[int, typer.Option(help="Of weights, order and samples.")] = Recipe.seed,
-    output: Annotated[Path | None, typer.Option(help="Where everything goes (runs/ and the time).")] = None,
+    output: Annotated[str | None, typer.Option(help="Output folder. Default: runs/ and the time.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output, as it was set up.")] = False,
 ) -> None:
     """Train a language model on a text, and evaluate it on text that it never saw, as `kalmix report` does."""
+    if output is not None and not output.strip():
+        raise ArgumentError("output", got="empty", needs="the path of a folder")
+    folder = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}" if output is None else Path(output)
     if resume:
-        recipe, output = _resumed(context, output)
+        recipe = _resumed(context, None if output is None else folder)
     else:
         given = {name: value for name, value in context.params.items() if name not in ("output", "resume")}
-        given |= {"text": text and str(Path(text).resolve()), "layers": parse_layers(layers)}
+        given |= {"text": str(Path(text).resolve()) if text and text.strip() else text, "layers": parse_layers(layers)}
         given["minutes"] = MINUTES if steps is None and minutes is None else minutes
-        recipe, output = Recipe(**given), output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
+        recipe = Recipe(**given)
     from transformers.utils import logging
 
     from kalmix.cli.progress import ProgressBar
@@ -61,27 +66,27 @@ def run(
     first = processes().is_main_process
     if first:
         console.print(f"reading {recipe.text or 'the documentation of this Python installation'}", soft_wrap=True)
-    ended = train(recipe, output, resume=resume, callbacks=[ProgressBar(console)])
+    ended = train(recipe, folder, resume=resume, callbacks=[ProgressBar(console)])
     if not ended.finished:
         if first:
             console.print(f"interrupted after {ended.steps} steps; nothing is lost. To go on:", soft_wrap=True)
-            console.print(f"  kalmix train --resume --output {output}", style="bold", soft_wrap=True, markup=False)
+            console.print(f"  kalmix train --resume --output {folder}", style="bold", soft_wrap=True, markup=False)
         raise typer.Exit(130)
-    output, interrupted = ended.output, ended.interrupted
+    folder, interrupted = ended.output, ended.interrupted
     del ended  # and with it the memory of the model, which is loaded again
     if interrupted and first:
-        interruption(output, console)
+        interruption(folder, console)
     if interrupted:
         raise typer.Exit(130)
     if first:
-        report(output, console)
+        report(folder, console)
 
 
-def _resumed(context: typer.Context, output: Path | None) -> tuple[Recipe, Path]:
-    if output is None:
+def _resumed(context: typer.Context, folder: Path | None) -> Recipe:
+    if folder is None:
         raise ArgumentError("output", got="absent", needs="given with --resume: the folder of the run to go on with")
     for name in context.params:
         source = context.get_parameter_source(name)
         if name not in ("output", "resume") and source is not None and source.name == "COMMANDLINE":
             raise ArgumentError(name, got="given with --resume", needs="left out: a resumed run keeps its settings")
-    return Recipe.load(output), output
+    return Recipe.load(folder)

@@ -201,13 +201,13 @@ def _without(text: str, known: set[str]) -> str:
     return "\n\n".join(part for part in _paragraphs(text) if " ".join(part.split()) not in known)
 
 
-def train_tokenizer(texts: Iterable[str], kind: str = "bpe", *, vocabulary: int = 2048) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], kind: str = "bpe", *, vocab_size: int = 2048) -> Tokenizer:
     """A lossless byte-level tokenizer with the one special token `END`.
 
     Args:
         texts: what to learn merges from.
         kind: "bpe" (byte-pair encoding), or "bytes" (no merges: a token a byte).
-        vocabulary: how many tokens at most, `END` and the 256 bytes among them; for "bpe" only.
+        vocab_size: how many tokens at most, `END` and the 256 bytes among them; for "bpe" only.
 
     Raises:
         ArgumentError: an unknown kind, or a vocabulary smaller than 257.
@@ -215,14 +215,14 @@ def train_tokenizer(texts: Iterable[str], kind: str = "bpe", *, vocabulary: int 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if kind not in ("bpe", "bytes"):
-        raise ArgumentError("tokens", got=repr(kind), needs="'bpe' or 'bytes'")
-    if vocabulary < 257:
-        raise ArgumentError("vocabulary", got=vocabulary, needs="at least 257 (256 bytes and the end of a document)")
+        raise ArgumentError("tokenizer", got=repr(kind), needs="'bpe' or 'bytes'")
+    if vocab_size < 257:
+        raise ArgumentError("vocab_size", got=vocab_size, needs="at least 257 (256 bytes and the end of a document)")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary if kind == "bpe" else 257,
+        vocab_size=vocab_size if kind == "bpe" else 257,
         special_tokens=[END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

@@ -83,7 +83,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
         """
         count = len(ids) // length
         if count == 0:
-            raise ArgumentError("block", got=length, needs=f"at most {len(ids)}, the number of tokens in the text")
+            raise ArgumentError("seq_len", got=length, needs=f"at most {len(ids)}, the number of tokens in the text")
         self.ids: Tensor = ids[: count * length].view(count, length)
         self.positions: Tensor | None = _positions(self.ids == end) if documents else None
 

@@ -71,8 +71,8 @@ def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> Resul
             run.model,
             run.tokenizer,
             documents,
-            window=recipe.block,
-            batch=recipe.batch,
+            window=recipe.seq_len,
+            batch=recipe.batch_size,
             progress=lambda done: progress("reading the held-out text", done),
         )
         progress("compressing the held-out text", 0)

@@ -11,16 +11,16 @@ from kalmix.layers import Mixer
 DYNAMICS_RATE = 0.1  # of the matrices' rate: dynamics act at every step of the recurrence
 
 
-def parameter_groups(model: nn.Module, *, rate: float, decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, *, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
     """Five groups for an optimiser: dynamics, embeddings, the head, matrices, vectors; empty ones left out.
 
-    Dynamics are what mixers call their `dynamics_parameters`; they learn at a tenth of `rate`. Only matrices decay:
-    a decaying embedding forgets rare tokens, a decaying vector has no scale to shrink.
+    Dynamics are what mixers call their `dynamics_parameters`; they learn at a tenth of `learning_rate`. Only matrices
+    decay: a decaying embedding forgets rare tokens, a decaying vector has no scale to shrink.
 
     Args:
         model: a Hugging Face model; a parameter shared by embeddings and head counts as an embedding.
-        rate: learning rate of the matrices.
-        decay: weight decay of the matrices.
+        learning_rate: learning rate of all parameters but the dynamics.
+        weight_decay: weight decay of the matrices.
     """
     embeddings, head = _weights(model, "get_input_embeddings"), _weights(model, "get_output_embeddings")
     mixers = (module for module in model.modules() if isinstance(module, Mixer))
@@ -39,9 +39,9 @@ def parameter_groups(model: nn.Module, *, rate: float, decay: float) -> list[dic
         else:
             name = "matrices" if value.ndim >= 2 else "vectors"
         groups[name].append(value)
-    rates, decays = {"dynamics": DYNAMICS_RATE * rate}, {"matrices": decay}
+    rates, decays = {"dynamics": DYNAMICS_RATE * learning_rate}, {"matrices": weight_decay}
     return [
-        {"name": name, "params": values, "lr": rates.get(name, rate), "weight_decay": decays.get(name, 0.0)}
+        {"name": name, "params": values, "lr": rates.get(name, learning_rate), "weight_decay": decays.get(name, 0.0)}
         for name, values in groups.items()
         if values
     ]

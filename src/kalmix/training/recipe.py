@@ -14,6 +14,7 @@ from kalmix.validation import check_types
 
 Layers = tuple[str | dict[str, Any], ...]
 FILE = "recipe.json"
+LARGEST_SEED = 2**32 - 1  # NumPy accepts no larger seed
 MINUTES = 3.5  # that the command line trains for, unless told
 
 
@@ -23,31 +24,40 @@ class Recipe:
 
     Attributes:
         text: a UTF-8 file or folder; the documentation of the Python installation if absent.
-        tokens: "bpe" or "bytes".  vocabulary: pieces of the BPE at most.
-        layers: mixers, first to last.  width: of the residual stream.
-        block: tokens of a training sequence.  batch: sequences a step, a device.  accumulate: batches a step.
-        documents: whether a document's first token forgets the one before it (else they are joined by an end mark).
-        steps, minutes: where to stop, whichever comes first; minutes are of training, its set-up included.
-        rate: peak learning rate of the matrices.  decay: weight decay of the matrices.
-        warmup, cooldown: the parts of the run in which the rate rises and falls, linearly.
+        tokenizer: "bpe" (byte-pair encoding) or "bytes".
+        vocab_size: largest vocabulary of a BPE tokenizer; at least 257.
+        layers: mixers, first to last: names, or mappings of a mixer's options.
+        hidden_size: width of the residual stream.
+        seq_len: tokens per training sequence; at least 2.
+        batch_size: sequences per batch on each device.
+        grad_accum: batches whose gradients are summed before an optimizer step.
+        separate_documents: reset the state at the start of each document. Otherwise documents are joined by an
+            end-of-text token.
+        steps: optimizer steps after which training stops; `None` for no limit.
+        minutes: minutes after which training stops, set-up included; `None` for no limit. Training stops at the
+            earlier of the two limits.
+        learning_rate: peak learning rate.
+        weight_decay: weight decay of the matrices.
+        warmup: fraction of the run in which the learning rate rises linearly from 0.
+        cooldown: fraction of the run in which the learning rate falls linearly to 0, at the end.
         loss: "cross-entropy" on the posterior mean, or "marginal" likelihood under the last layer's belief.
         bf16: train under bfloat16 autocast.  compile: `torch.compile` the model.
         seed: of weights, order and samples.
     """
 
     text: str | None = None
-    tokens: Literal["bpe", "bytes"] = "bpe"
-    vocabulary: int = 2048
+    tokenizer: Literal["bpe", "bytes"] = "bpe"
+    vocab_size: int = 2048
     layers: Layers = ("kla",) * 3
-    width: int = 192
-    block: int = 256
-    batch: int = 8
-    accumulate: int = 1
-    documents: bool = False
+    hidden_size: int = 192
+    seq_len: int = 256
+    batch_size: int = 8
+    grad_accum: int = 1
+    separate_documents: bool = False
     steps: int | None = None
     minutes: float | None = None
-    rate: float = 4e-3
-    decay: float = 0.1
+    learning_rate: float = 4e-3
+    weight_decay: float = 0.1
     warmup: float = 0.02
     cooldown: float = 0.6
     loss: Literal["cross-entropy", "marginal"] = "cross-entropy"
@@ -59,15 +69,23 @@ class Recipe:
         check_types(get_annotations(Recipe, eval_str=True), vars(self))
         if not isinstance(self.layers, tuple) or not all(isinstance(entry, str | dict) for entry in self.layers):
             raise ArgumentError("layers", got=repr(self.layers), needs="a list of mixer names and mappings")
-        for name in ("vocabulary", "width", "block", "batch", "accumulate"):
-            if getattr(self, name) < 1 + (name == "block"):
-                raise ArgumentError(name, got=getattr(self, name), needs=f"at least {1 + (name == 'block')}")
-        for name in ("steps", "minutes", "rate"):
+        least = {"vocab_size": 1, "hidden_size": 1, "seq_len": 2, "batch_size": 1, "grad_accum": 1, "weight_decay": 0}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ArgumentError(name, got=getattr(self, name), needs=f"at least {minimum}")
+        for name in ("steps", "minutes", "learning_rate"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
                 raise ArgumentError(name, got=getattr(self, name), needs="positive")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise ArgumentError("seed", got=self.seed, needs=f"between 0 and {LARGEST_SEED}")
+        if self.text is not None and not self.text.strip():
+            raise ArgumentError("text", got="empty", needs="the path of a UTF-8 text file or folder")
         for name in ("warmup", "cooldown"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ArgumentError(name, got=getattr(self, name), needs="between 0 and 1")
+        if self.warmup + self.cooldown > 1 + 1e-9:
+            got = f"{self.warmup:g}, and with `cooldown` {self.warmup + self.cooldown:g} of the run"
+            raise ArgumentError("warmup", got=got, needs="at most 1 together with `cooldown`")
         if self.steps is None and self.minutes is None:
             raise ArgumentError("minutes", got="absent, as are steps", needs="given, or steps")
         if not self.layers:
@@ -84,12 +102,13 @@ class Recipe:
         """Read `recipe.json` of `folder`.
 
         Raises:
-            ArgumentError: there is none, it is not a recipe, or a newer version wrote it.
+            ArgumentError: there is none, or it is not a recipe.
+            FormatError: a newer version of kalmix wrote it, or one before format 2.
         """
         needs = "the folder of a run"
         try:
             written = read_json(folder / FILE)
-            check_format(written, folder / FILE)
+            check_format(written, folder / FILE, oldest=2)
             given = {name: value for name, value in written.items() if name in FIELDS}
             if isinstance(given.get("layers"), list):
                 given["layers"] = tuple(given["layers"])

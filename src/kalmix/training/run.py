@@ -124,7 +124,7 @@ def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callba
     end = mark(tokenizer)
     model = build(recipe, len(tokenizer), end)
     seen, unseen = stream(tokenizer, corpus.training), stream(tokenizer, corpus.held_out)
-    data = Blocks(seen, recipe.block, end=end, documents=recipe.documents)
+    data = Blocks(seen, recipe.seq_len, end=end, documents=recipe.separate_documents)
     schedule = Schedule(steps=recipe.steps, minutes=recipe.minutes, warmup=recipe.warmup, cooldown=recipe.cooldown)
     read = inputs.digests(corpus, output)
     if here.is_main_process:
@@ -136,7 +136,7 @@ def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callba
         {"loss": len(seen) / _bytes(corpus.training), "eval_loss": len(unseen) / _bytes(corpus.held_out)},
         read,
         model=model,
-        args=arguments(recipe, output, batch=min(recipe.batch, max(1, len(data) // here.num_processes))),
+        args=arguments(recipe, output, batch=min(recipe.batch_size, max(1, len(data) // here.num_processes))),
         train_dataset=data,
         eval_dataset=_look(unseen, recipe),
         callbacks=[schedule, *tensorboard(output, here.is_main_process), *callbacks],
@@ -151,15 +151,15 @@ def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callba
         raise ArgumentError("compile", got=f"asked for where it fails ({reason})", needs="left out") from error
 
 
-def build(recipe: Recipe, vocabulary: int, end: int) -> KalmixForCausalLM:
+def build(recipe: Recipe, vocab_size: int, end: int) -> KalmixForCausalLM:
     """The model of a recipe, freshly initialised.
 
     Raises:
         ArgumentError: an unknown mixer, or a size that does not fit.
     """
     config = KalmixConfig(
-        vocab_size=vocabulary,
-        hidden_size=recipe.width,
+        vocab_size=vocab_size,
+        hidden_size=recipe.hidden_size,
         layers=list(recipe.layers),
         loss=recipe.loss,
         bos_token_id=end,
@@ -199,7 +199,7 @@ def _tokenizer(recipe: Recipe, corpus: Corpus, folder: Path, *, fresh: bool) -> 
     """A new tokenizer, saved to `folder`; or the one there, so that a resumed run or another process has the same."""
     if not fresh and (folder / "tokenizer.json").exists():
         return read_tokenizer(folder)
-    tokenizer = pretrained(train_tokenizer(corpus.training, recipe.tokens, vocabulary=recipe.vocabulary))
+    tokenizer = pretrained(train_tokenizer(corpus.training, recipe.tokenizer, vocab_size=recipe.vocab_size))
     tokenizer.save_pretrained(folder)
     sync_tree(folder)
     return tokenizer
@@ -208,8 +208,9 @@ def _tokenizer(recipe: Recipe, corpus: Corpus, folder: Path, *, fresh: bool) -> 
 def _look(ids: Tensor, recipe: Recipe) -> Dataset | None:
     """What is looked at during training: the first blocks of the held-out text, in full batches if it has one."""
     ids = ids[:LOOK]
-    whole = len(ids) // (recipe.block * recipe.batch) * recipe.block * recipe.batch  # another size would compile anew
-    return Blocks(ids[: whole or None], recipe.block, end=-1) if len(ids) >= recipe.block else None
+    batch = recipe.seq_len * recipe.batch_size
+    whole = len(ids) // batch * batch  # another size would compile anew
+    return Blocks(ids[: whole or None], recipe.seq_len, end=-1) if len(ids) >= recipe.seq_len else None
 
 
 def _bytes(documents: Sequence[str]) -> int:

@@ -57,7 +57,9 @@ class FilterTrainer(SafeTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             groups = parameter_groups(
-                model or self.accelerator.unwrap_model(self.model), rate=self.recipe.rate, decay=self.recipe.decay
+                model or self.accelerator.unwrap_model(self.model),
+                learning_rate=self.recipe.learning_rate,
+                weight_decay=self.recipe.weight_decay,
             )
             self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, fused=True)
         return self.optimizer
@@ -74,8 +76,8 @@ class FilterTrainer(SafeTrainer):
             raise self._diverged() from error  # a filter refuses such signals before there is a loss
 
     def _diverged(self) -> ArgumentError:
-        got = f"{self.recipe.rate:g}, at which training diverged in step {self.state.global_step}"
-        return ArgumentError("rate", got=got, needs="lower")
+        got = f"{self.recipe.learning_rate:g}, at which training diverged in step {self.state.global_step}"
+        return ArgumentError("learning_rate", got=got, needs="lower")
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
@@ -85,7 +87,7 @@ class FilterTrainer(SafeTrainer):
             for name, density in self.density.items()
             if name in logs
         }
-        tokens = self.state.global_step * self.recipe.block * self.recipe.accumulate
+        tokens = self.state.global_step * self.recipe.seq_len * self.recipe.grad_accum
         tokens *= self.args.per_device_train_batch_size * self.args.world_size
         super().log({**logs, **bits, "tokens": tokens, "progress": self.schedule.progress}, *args, **options)
 
@@ -95,8 +97,8 @@ def arguments(recipe: Recipe, output: Path, *, batch: int) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(output / "checkpoints"),
         per_device_train_batch_size=batch,
-        per_device_eval_batch_size=recipe.batch,
-        gradient_accumulation_steps=recipe.accumulate,
+        per_device_eval_batch_size=recipe.batch_size,
+        gradient_accumulation_steps=recipe.grad_accum,
         max_steps=FOREVER if recipe.steps is None else recipe.steps,
         max_grad_norm=1.0,
         bf16=recipe.bf16,

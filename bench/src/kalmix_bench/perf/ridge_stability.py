@@ -41,7 +41,9 @@ def train(ridge: Adaptive | Fixed, arguments: argparse.Namespace) -> list[tuple[
     torch.manual_seed(arguments.seed)
     config = KalmixConfig(vocab_size=256, hidden_size=arguments.width, layers=[entry] * arguments.layers)
     model = KalmixForCausalLM(config).to(device)
-    optimizer = torch.optim.AdamW(parameter_groups(model, rate=arguments.rate, decay=0.1), betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, learning_rate=arguments.rate, weight_decay=0.1), betas=(0.9, 0.95)
+    )
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / arguments.warmup))
     data, curve, begin = batches(arguments.length, arguments.batch, device), [], time.perf_counter()
     for step in range(arguments.steps):

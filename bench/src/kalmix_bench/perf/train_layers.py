@@ -51,7 +51,7 @@ def train(mixer: str, arguments: argparse.Namespace) -> bool:
     """Whether `mixer` learned, and stayed finite."""
     device = arguments.device
     model = build(mixer, arguments.parameters, arguments.width).to(device)
-    optimizer = torch.optim.AdamW(parameter_groups(model, rate=3e-4, decay=0.1), betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(parameter_groups(model, learning_rate=3e-4, weight_decay=0.1), betas=(0.9, 0.95))
     data = batches(arguments.length, arguments.batch, device)
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
     losses, finite, begin = [], torch.ones((), dtype=torch.bool, device=device), 0.0

@@ -164,7 +164,7 @@ class _Trainer(SafeTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             model = model or self.accelerator.unwrap_model(self.model)
-            groups = parameter_groups(model, rate=self.recipe.rate, decay=self.recipe.decay)
+            groups = parameter_groups(model, learning_rate=self.recipe.rate, weight_decay=self.recipe.decay)
             self.optimizer = torch.optim.AdamW(groups, fused=True)
         return self.optimizer
 
