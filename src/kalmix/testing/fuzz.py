@@ -33,7 +33,7 @@ from kalmix.segments import Segments
 from kalmix.testing.cases import PROBLEMS, Case
 from kalmix.testing.draws import DRAWN, TILED, Draw, draw, drawn_ops
 from kalmix.testing.measure import forward, gradients
-from kalmix.testing.pairs import DYNAMICS, ROUNDED, attend_pairs
+from kalmix.testing.pairs import DYNAMICS, QUERY_SHARE, ROUNDED, attend_pairs
 from kalmix.testing.recursions import FIELDS, SQUARES, filter_tokens, symmetric
 from kalmix.testing.tolerances import DATA, DRAWS, ROUNDINGS, Tensors, budgets, relative_error
 
@@ -243,6 +243,7 @@ def ones_of(case: Draw) -> Tensors:
         if case.kernel == "triton":  # DESIGN.md, the mathematics of `attend`: a sum over tokens
             found["rounding.query_turns"] = torch.ones(b, t, h, k, dtype=torch.float64)
             found["rounding.value_turns"] = torch.ones(b, t, g, v, dtype=torch.float64)
+            found[f"rounding.{QUERY_SHARE}"] = torch.ones(b, t, slots + t, h, dtype=torch.float64)
         return found
     found = {"rounding.turns": torch.ones(t, n, g, k // 2, dtype=torch.float64)} if "angle" in case.x else {}
     if case.kernel in TILED and case.op != "diagonal":

@@ -49,20 +49,18 @@ def _sequence(
     span = float(lag.abs().max()) if lag.numel() else 0.0
     lag = torch.where(visible[..., 0], lag, 0.0).to(x["v"].dtype)  # what nobody sees must not overflow
     mine = torch.cat([held, slots + torch.arange(start, stop)])
-    ones = {name: x[f"rounding.{name}"][row, now][:, mine] for name in ROUNDED if f"rounding.{name}" in x}
-    dynamics = {name: x[name] for name in DYNAMICS}
-    prefix = "value_dynamics." if "value_dynamics.log_decay" in x else ""
-    values = {name: x[prefix + name] for name in DYNAMICS} if prefix else dynamics
-
-    def number(name: str, absent: float) -> Any:
-        return x[name] if name in x else options.get(name, absent)
-
+    rounded = (name for name in (*ROUNDED, QUERY_SHARE) if f"rounding.{name}" in x)
+    ones = {name: x[f"rounding.{name}"][row, now][:, mine] for name in rounded}
+    dynamics, values = _dynamics(x)
     query = _slipped(x["q"][row, now], dynamics["frequency"], x, "query_turns", row, now, span)
-    score, known = _score(dynamics, values, number, options, lag, ones, query, seen["keys"])
+    score, known = _score(x, options, lag, ones, query, seen["keys"])
     score = score.masked_fill(~visible, -torch.inf)
     shares = score.softmax(1)
     if "share" in ones:  # of A (dA - sum A dA), backwards, each part rounds by itself
         shares = shares + (ones["share"] - 1) * (score - score.logsumexp(1, keepdim=True).detach()).exp()
+    if QUERY_SHARE in ones:
+        turned = _score_of_turned(x, options, lag, ones, query, seen["keys"], span).masked_fill(~visible, 0.0)
+        shares = shares + (ones[QUERY_SHARE] - 1) * score.softmax(1).detach() * (turned - turned.detach())
     decay = _spread(values, lag, ones)[0]
     groups = seen["values"].shape[1] // seen["keys"].shape[1]
     pulled = _pulled(seen["values"], values["frequency"], decay, lag, groups)
@@ -76,6 +74,30 @@ def _sequence(
 
 
 ROUNDED = ("square", "variance", "share")  # what is rounded for every pair and key head
+QUERY_SHARE = "query_share"  # as "share", in a kernel that sums the gradients of queries apart from those of keys
+
+
+def _dynamics(x: Tensors) -> tuple[Tensors, Tensors]:
+    """Return the dynamics of keys and of values, the same object if values have none of their own."""
+    keys = {name: x[name] for name in DYNAMICS}
+    own = "value_dynamics.log_decay" in x
+    return keys, {name: x[f"value_dynamics.{name}"] for name in DYNAMICS} if own else keys
+
+
+def _score_of_turned(
+    x: Tensors, options: dict[str, Any], lag: Tensor, ones: Tensors, query: Tensor, key: Tensor, span: float
+) -> Tensor:
+    """Return scores whose only gradient is that of frequencies through queries that turn for the time `span`.
+
+    Triton computes the frequencies' gradient as sum_i t_i <dq_i, -i q_i> + sum_j t_j <dk_j, -i k_j>, where dq and dk
+    come from two kernels. Both contain the gradient of a score, A (dA - sum A dA), which each kernel rounds by itself.
+    A gradient of a score that is off by e in both is off by e (t_i - t_j) in the sum, and in one kernel by e t_i.
+    """
+    slip = x["frequency"] - x["frequency"].detach()
+    fixed = {name: y.detach() for name, y in x.items()}
+    query, turn = query.detach(), span * slip.repeat(1, 2)
+    real, imaginary = query.chunk(2, -1)
+    return _score(fixed, options, lag, ones, query + turn * torch.cat([-imaginary, real], -1), key.detach())[0]
 
 
 def _slipped(y: Tensor, frequency: Tensor, x: Tensors, name: str, row: int, now: slice, span: float) -> Tensor:
@@ -87,16 +109,14 @@ def _slipped(y: Tensor, frequency: Tensor, x: Tensors, name: str, row: int, now:
 
 
 def _score(
-    dynamics: Tensors,
-    values: Tensors,
-    number: Any,
-    options: dict[str, Any],
-    lag: Tensor,
-    ones: Tensors,
-    query: Tensor,
-    key: Tensor,
+    x: Tensors, options: dict[str, Any], lag: Tensor, ones: Tensors, query: Tensor, key: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return temperature log(weight / V) and weight / (V - query_noise), both `[T, S, H]`."""
+    dynamics, values = _dynamics(x)
+
+    def number(name: str, absent: float) -> Any:
+        return x[name] if name in x else options.get(name, absent)
+
     decay, _, variance = _spread(dynamics, lag, ones)
     pulled = _pulled(key, dynamics["frequency"], decay + number("floor", 0.0), lag, 1)
     square = _square(torch.complex(*query.chunk(2, -1))[:, None] - pulled)
