@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from kalmix import ArgumentError, DenseBelief, KernelError, Segments, ops
-from kalmix.ops._dense import chunked, reference
-from kalmix.ops._dense import sequence_batching as lanes
+from kalmix.ops._dense import chunked, reference, sequence_batching
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.testing.tolerances import relative_error
 
@@ -163,8 +162,8 @@ def check(args, segments=None, tolerance=1e-10):
 @pytest.fixture(params=[(16, 8, 1 << 24), (32, 8, 1 << 24), (4, 3, 1 << 24), (8, 8, 1)], ids=["8", "16", "2", "room"])
 def tiling(request, monkeypatch):
     """Tiles of 8, 16, 2 and 4 tokens (keys are narrow here); in the last case without room for two at once."""
-    for name, value in zip(("TILE", "STEPS", "ROOM"), request.param, strict=True):
-        monkeypatch.setattr(lanes, name, value)
+    for name, value in zip(("TILE", "MAX_GROUP_STEPS", "MAX_GROUP_NUMEL"), request.param, strict=True):
+        monkeypatch.setattr(sequence_batching, name, value)
 
 
 @pytest.mark.parametrize(

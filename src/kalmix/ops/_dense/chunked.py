@@ -14,29 +14,29 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
-from kalmix.ops._dense.sequence_batching import Lanes, working_dtype
+from kalmix.ops._dense.sequence_batching import SequenceBatch, working_dtype
 from kalmix.ops._dense.signals import DenseSignals
-from kalmix.ops._dense.tile_statistics import Tokens, follow, look, look_back
+from kalmix.ops._dense.tile_statistics import Tokens, tile_statistics, tile_statistics_backward, tile_transitions
 from kalmix.ops._dense.tile_update import (
-    Crossing,
+    BackwardMap,
     State,
-    Tile,
-    crossing,
-    gains,
-    gains_back,
-    leave,
-    meet,
-    pull_back,
-    symmetric,
-    turned,
-    variance_of,
+    TileUpdate,
+    backward_map,
+    final_state,
+    readout_gains,
+    readout_gains_backward,
+    readout_variance,
+    rotate_state,
+    symmetrize,
+    tile_vjp,
+    update_tile,
 )
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op
 from kalmix.ops._shared.isolation import isolate
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
-ABSENT = (0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)  # signals of a token that says nothing
+MISSING_TOKEN = (0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)  # signals of a token that says nothing
 
 
 def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None, variance: bool) -> Filtered:
@@ -48,65 +48,67 @@ def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None,
         mean, var, *after = _filter(*tensors, rows, variance, needs_grad(*tensors))
         return Filtered(mean, var if variance else None, DenseBelief(*after[:2]))
 
-    return isolate(filtered, signals, belief, segments, ABSENT)
+    return isolate(filtered, signals, belief, segments, MISSING_TOKEN)
 
 
-class _Block:
+class _StepGroup:
     """A few steps of all lanes: R tiles, those of a step side by side, those of its heads together."""
 
-    def __init__(self, lanes: Lanes, steps: range, signals: DenseSignals) -> None:
-        self.places, self.counts = lanes.places(steps), [lanes.counts[j] * lanes.heads for j in steps]
-        self.kept = sum(self.counts[:: lanes.every])
-        pairs = zip(signals, ABSENT, strict=True)
-        cut = (None if x is None else lanes.cut(self.places, x, absent) for x, absent in pairs)
+    def __init__(self, batch: SequenceBatch, steps: range, signals: DenseSignals) -> None:
+        self.index, self.active_counts = batch.token_index(steps), [batch.active_counts[j] * batch.heads for j in steps]
+        self.num_checkpoints = sum(self.active_counts[:: batch.checkpoint_interval])
+        pairs = zip(signals, MISSING_TOKEN, strict=True)
+        cut = (None if x is None else batch.gather_tiles(self.index, x, fill) for x, fill in pairs)
         self.tokens = Tokens(*cut)  # type: ignore[arg-type]
-        self.path = follow(self.tokens)
-        self.outlook = look(self.tokens, self.path)
+        self.transitions = tile_transitions(self.tokens)
+        self.stats = tile_statistics(self.tokens, self.transitions)
 
-    def advance(self, state: State) -> tuple[Tile, State]:
+    def forward(self, state: State) -> tuple[TileUpdate, State]:
         """All tiles, and the beliefs of all lanes after them."""
-        tiles = []
-        for outlook, v, count in zip(
-            self._each(self.outlook), self.tokens.v.split(self.counts), self.counts, strict=True
+        updates = []
+        for stats, v, count in zip(
+            self._split_steps(self.stats), self.tokens.v.split(self.active_counts), self.active_counts, strict=True
         ):
-            tiles.append(meet(outlook, v, _first(count, state)))
-            state = _joined(leave(outlook, tiles[-1]), state)
-        return Tile(*(torch.cat(x) for x in zip(*tiles, strict=True))), state
+            updates.append(update_tile(stats, v, _first(count, state)))
+            state = _replace_first(final_state(stats, updates[-1]), state)
+        return TileUpdate(*(torch.cat(x) for x in zip(*updates, strict=True))), state
 
-    def again(self, kept: State) -> Tile:
+    def recompute(self, checkpoints: State) -> TileUpdate:
         """All tiles, from beliefs before all of them, or before the first of every lane."""
-        whole = self.kept == sum(self.counts)
-        return meet(self.outlook, self.tokens.v, kept) if whole else self.advance(kept)[0]
+        complete = self.num_checkpoints == sum(self.active_counts)
+        return update_tile(self.stats, self.tokens.v, checkpoints) if complete else self.forward(checkpoints)[0]
 
-    def retreat(self, crossings: Crossing, state: State) -> tuple[State, State]:
+    def backward(self, maps: BackwardMap, state: State) -> tuple[State, State]:
         """The adjoints of the beliefs after every tile, before they turn, and of all lanes' before the first."""
-        turn = self.outlook.turn
-        turns = [None] * len(self.counts) if turn is None else (-turn).split(self.counts)
-        passed = []
-        for angle, cross, count in reversed(list(zip(turns, self._each(crossings), self.counts, strict=True))):
-            passed.append(turned(_first(count, state), angle))
-            state = _joined(cross(passed[-1]), state)
-        to_mean, to_covariance = (torch.cat(x[::-1]) for x in zip(*passed, strict=True))
-        return (to_mean, to_covariance), state
+        rotation = self.stats.rotation
+        rotations = [None] * len(self.active_counts) if rotation is None else (-rotation).split(self.active_counts)
+        grads = []
+        for angle, step_map, count in reversed(
+            list(zip(rotations, self._split_steps(maps), self.active_counts, strict=True))
+        ):
+            grads.append(rotate_state(_first(count, state), angle))
+            state = _replace_first(step_map(grads[-1]), state)
+        grad_means, grad_covariances = (torch.cat(x[::-1]) for x in zip(*grads, strict=True))
+        return (grad_means, grad_covariances), state
 
-    def _each(self, tiles: Any) -> list[Any]:
+    def _split_steps(self, tiles: Any) -> list[Any]:
         """Of R tiles, those of each step."""
-        parts = ([None] * len(self.counts) if x is None else x.split(self.counts) for x in tiles)
-        return [type(tiles)(*step) for step in zip(*parts, strict=True)]
+        columns = ([None] * len(self.active_counts) if x is None else x.split(self.active_counts) for x in tiles)
+        return [type(tiles)(*step) for step in zip(*columns, strict=True)]
 
 
 def _first(count: int, state: State) -> State:
     return state[0][:count], state[1][:count]
 
 
-def _joined(first: State, state: State) -> State:
+def _replace_first(first: State, state: State) -> State:
     """The first lanes anew, the others as they are."""
     count = len(first[0])
-    return first if count == len(state[0]) else (_spliced(first[0], state[0]), _spliced(first[1], state[1]))
+    return first if count == len(state[0]) else (_replace_rows(first[0], state[0]), _replace_rows(first[1], state[1]))
 
 
-def _spliced(first: Tensor, lanes: Tensor) -> Tensor:
-    return torch.cat([first, lanes[len(first) :]])
+def _replace_rows(first: Tensor, rows: Tensor) -> Tensor:
+    return torch.cat([first, rows[len(first) :]])
 
 
 def _forward(
@@ -121,36 +123,43 @@ def _forward(
     covariance: Tensor,
     rows: Tensor | None,
     variance: bool,
-    keep: bool,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
-    lanes = Lanes(v, mean, rows)
-    state = lanes.sort(mean), lanes.sort(covariance)
-    read_mean, read_variance = lanes.blank(v), lanes.blank(v[..., : int(variance)])
-    count = Lanes.kept(v, mean, rows) if keep else 0
-    kept, filled = (state[0].new_zeros(count, *mean.shape[2:]), state[1].new_zeros(count, *covariance.shape[2:])), 0
+    batch = SequenceBatch(v, mean, rows)
+    state = batch.sort(mean), batch.sort(covariance)
+    readout_means, readout_variances = batch.empty_output(v), batch.empty_output(v[..., : int(variance)])
+    count = SequenceBatch.num_checkpoints(v, mean, rows) if save else 0
+    checkpoints, num_saved = (
+        (state[0].new_zeros(count, *mean.shape[2:]), state[1].new_zeros(count, *covariance.shape[2:])),
+        0,
+    )
     with torch.autocast(v.device.type, enabled=False):
-        for steps in lanes.blocks():
-            block = _Block(lanes, steps, signals)
-            tile, state = block.advance(state)
-            if keep:
-                for onto, x in zip(kept, _first(block.kept, (tile.mean, tile.covariance)), strict=True):
-                    onto[filled : filled + len(x)] = x
-                filled += block.kept
-            along = gains(block.outlook, tile)
-            lanes.paste(block.places, read_mean, block.outlook.queries @ tile.mean + along @ tile.surprise)
+        for steps in batch.step_groups():
+            group = _StepGroup(batch, steps, signals)
+            update, state = group.forward(state)
+            if save:
+                for dest, x in zip(
+                    checkpoints, _first(group.num_checkpoints, (update.mean, update.covariance)), strict=True
+                ):
+                    dest[num_saved : num_saved + len(x)] = x
+                num_saved += group.num_checkpoints
+            gains = readout_gains(group.stats, update)
+            batch.scatter_tiles(
+                group.index, readout_means, group.stats.queries @ update.mean + gains @ update.innovation
+            )
             if variance:
-                lanes.paste(block.places, read_variance, variance_of(block.outlook, tile, along))
-    reads = lanes.pasted(read_mean, v.dtype), lanes.pasted(read_variance, mean.dtype)
-    return *reads, lanes.unsort(state[0], mean.dtype), lanes.unsort(state[1], mean.dtype), *kept
+                batch.scatter_tiles(group.index, readout_variances, readout_variance(group.stats, update, gains))
+    outputs = batch.to_output(readout_means, v.dtype), batch.to_output(readout_variances, mean.dtype)
+    return *outputs, batch.unsort(state[0], mean.dtype), batch.unsort(state[1], mean.dtype), *checkpoints
 
 
-def _forward_fake(q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, rows, variance, keep):
-    count = Lanes.kept(v, mean, rows) if keep else 0
+def _forward_fake(q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, rows, variance, save):
+    count = SequenceBatch.num_checkpoints(v, mean, rows) if save else 0
     shapes = (*v.shape[:3], int(variance)), mean.shape, covariance.shape
-    reads = torch.empty_like(v, memory_format=torch.contiguous_format), *(mean.new_empty(shape) for shape in shapes)
-    kept = ((count, *x.shape[2:]) for x in (mean, covariance))
-    return *reads, *(mean.new_empty(shape, dtype=working_dtype(mean)) for shape in kept)
+    outputs = torch.empty_like(v, memory_format=torch.contiguous_format), *(mean.new_empty(shape) for shape in shapes)
+    checkpoints = ((count, *x.shape[2:]) for x in (mean, covariance))
+    return *outputs, *(mean.new_empty(shape, dtype=working_dtype(mean)) for shape in checkpoints)
 
 
 def _backward(
@@ -166,33 +175,43 @@ def _backward(
     rows: Tensor | None,
     grad_mean: Tensor,
     grad_variance: Tensor,
-    grad_last_mean: Tensor,
-    grad_last_covariance: Tensor,
+    grad_final_mean: Tensor,
+    grad_final_covariance: Tensor,
 ) -> list[Tensor]:
     signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
-    lanes = Lanes(v, grad_last_mean, rows)
-    state = lanes.sort(grad_last_mean), symmetric(lanes.sort(grad_last_covariance))
+    batch = SequenceBatch(v, grad_final_mean, rows)
+    state = batch.sort(grad_final_mean), symmetrize(batch.sort(grad_final_covariance))
     if not grad_variance.numel():  # no variance was read
         grad_variance = grad_mean.new_zeros(()).expand(*grad_mean.shape[:3], 1)
-    given = [x for x in signals if x is not None]
-    grads = [lanes.blank(x) for x in given]
-    blocks = lanes.blocks()
-    end = sum(lanes.counts[:: lanes.every]) * lanes.heads
+    inputs = [x for x in signals if x is not None]
+    grads = [batch.empty_output(x) for x in inputs]
+    groups = batch.step_groups()
+    end = sum(batch.active_counts[:: batch.checkpoint_interval]) * batch.heads
     with torch.autocast(v.device.type, enabled=False):
-        for steps in reversed(blocks):
-            block = _Block(lanes, steps, signals)
-            begin = end - block.kept
-            tile = block.again((means[begin:end], covariances[begin:end]))
-            end, along = begin, gains(block.outlook, tile)
-            to_mean, to_variance = lanes.cut(block.places, grad_mean), lanes.cut(block.places, grad_variance)
-            arguments = block.outlook, tile, along, gains_back(tile, to_mean), to_mean, to_variance
-            after, state = block.retreat(crossing(*arguments), state)
-            back = look_back(block.tokens, block.path, *pull_back(*arguments, after))
-            for onto, x in zip(grads, (x for x in back if x is not None), strict=True):
-                lanes.paste(block.places, onto, x)
-    pasted = iter([lanes.pasted(onto, x.dtype) for onto, x in zip(grads, given, strict=True)])
-    direct = [v.new_empty(0) if x is None else next(pasted) for x in signals]
-    return [*direct, *(lanes.unsort(x, grad_last_mean.dtype) for x in state)]
+        for steps in reversed(groups):
+            group = _StepGroup(batch, steps, signals)
+            start = end - group.num_checkpoints
+            update = group.recompute((means[start:end], covariances[start:end]))
+            end, gains = start, readout_gains(group.stats, update)
+            grad_readout, grad_readout_variance = (
+                batch.gather_tiles(group.index, grad_mean),
+                batch.gather_tiles(group.index, grad_variance),
+            )
+            arguments = (
+                group.stats,
+                update,
+                gains,
+                readout_gains_backward(update, grad_readout),
+                grad_readout,
+                grad_readout_variance,
+            )
+            grad_after, state = group.backward(backward_map(*arguments), state)
+            token_grads = tile_statistics_backward(group.tokens, group.transitions, *tile_vjp(*arguments, grad_after))
+            for output, x in zip(grads, (x for x in token_grads if x is not None), strict=True):
+                batch.scatter_tiles(group.index, output, x)
+    signal_grads = iter([batch.to_output(output, x.dtype) for output, x in zip(grads, inputs, strict=True)])
+    all_grads = [v.new_empty(0) if x is None else next(signal_grads) for x in signals]
+    return [*all_grads, *(batch.unsort(x, grad_final_mean.dtype) for x in state)]
 
 
 _filter = register_filter_op(

@@ -6,8 +6,13 @@ import torch
 from torch import Tensor
 
 
-def corrected(
-    covariance: Tensor, moved: Tensor, left: Tensor | None, gain: Tensor, keys: Tensor, noise: Tensor
+def joseph_update(
+    covariance: Tensor,
+    transition_cov: Tensor,
+    noise_cross_cov: Tensor | None,
+    gain: Tensor,
+    keys: Tensor,
+    noise: Tensor,
 ) -> Tensor:
     """Return the symmetric posterior covariance, corrected for the rounding of the gain.
 
@@ -23,18 +28,20 @@ def corrected(
         keys: `[..., L, K]`.
         noise: `[..., L, L]`, Cov(e).
     """
-    rest = moved @ keys.mT if left is None else torch.baddbmm(left, moved, keys.mT)
-    rest = less(rest, gain, noise)
-    return symmetric(less(covariance, rest, gain.mT))
+    cross_cov = (
+        transition_cov @ keys.mT if noise_cross_cov is None else torch.baddbmm(noise_cross_cov, transition_cov, keys.mT)
+    )
+    cross_cov = subtract_product(cross_cov, gain, noise)
+    return symmetrize(subtract_product(covariance, cross_cov, gain.mT))
 
 
-def less(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def subtract_product(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return x - left right, for `[..., K, L]` times `[..., L, *]`; more than one batch axis only where L is 1."""
     if left.shape[-1] == 1:
         return torch.addcmul(x, left, right, value=-1)  # sooner than a matrix product
     return torch.baddbmm(x, left, right, alpha=-1)
 
 
-def symmetric(x: Tensor) -> Tensor:
+def symmetrize(x: Tensor) -> Tensor:
     """Return the symmetric part of `[..., K, K]`."""
     return (x + x.mT) / 2

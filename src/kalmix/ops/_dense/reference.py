@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
-from kalmix.ops._dense.joseph import corrected, less
+from kalmix.ops._dense.joseph import joseph_update, subtract_product
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._shared.step_loop import Reads, inside, owners, walk
 from kalmix.segments import Segments
@@ -23,18 +23,18 @@ def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None,
     q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
     decay = k.new_ones(()).expand(v.shape[:3]) if log_decay is None else log_decay.to(dtype).exp()
     decay = decay[..., None, None] if decay.ndim == 3 else decay.repeat(1, 1, 1, width // decay.shape[3])[..., None]
-    noise = process_noise.to(dtype)[..., None] * _diffusing(k, angle is not None)  # [B, T, G, K]
+    noise = process_noise.to(dtype)[..., None] * _diffusion_mask(k, angle is not None)  # [B, T, G, K]
     noises = (torch.diag_embed(noise), obs_noise.to(dtype)[..., None, None])
-    turns = [(None, None)] * length
+    rotations = [(None, None)] * length
     if angle is not None:
         angle = angle.to(dtype)  # once: so gradients through cosine and sine add up in `dtype`
-        turns = zip(*(x(angle)[..., None].unbind(1) for x in (torch.cos, torch.sin)), strict=True)
-    tokens = zip(*(x.unbind(1) for x in (q, k, v.to(dtype)[..., None, :], decay, *noises)), turns, strict=True)
+        rotations = zip(*(x(angle)[..., None].unbind(1) for x in (torch.cos, torch.sin)), strict=True)
+    tokens = zip(*(x.unbind(1) for x in (q, k, v.to(dtype)[..., None, :], decay, *noises)), rotations, strict=True)
     reads, after = walk(_step, belief, tokens, owner)
     return Filtered(reads[0].to(v.dtype), reads[1] if variance else None, after)
 
 
-def _diffusing(like: Tensor, paired: bool) -> Tensor:
+def _diffusion_mask(like: Tensor, paired: bool) -> Tensor:
     """Which rows take process noise, `[K]`: all or, of pairs, the observed first half."""
     width = like.shape[3]
     return torch.arange(width, device=like.device) < (width // 2 if paired else width)
@@ -46,23 +46,25 @@ def _step(
     key: Tensor,
     value: Tensor,
     decay: Tensor,
-    process: Tensor,
+    process_cov: Tensor,
     noise: Tensor,
-    turn: tuple[Tensor | None, Tensor | None],
+    rotation: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Reads, DenseBelief]:
-    mean = decay * _turn(belief.mean, *turn)
-    covariance = decay * _turn((decay * _turn(belief.covariance, *turn)).mT, *turn) + process  # P is symmetric
-    warped = covariance @ key
-    gain = warped / (noise + key.mT @ warped)
+    mean = decay * _rotate(belief.mean, *rotation)
+    covariance = (
+        decay * _rotate((decay * _rotate(belief.covariance, *rotation)).mT, *rotation) + process_cov
+    )  # P is symmetric
+    cov_key = covariance @ key
+    gain = cov_key / (noise + key.mT @ cov_key)
     mean = mean + gain * (value - key.mT @ mean)
-    moved = less(covariance, gain, warped.mT)
-    covariance = corrected(moved, moved, None, gain, key.mT, noise)
+    transition_cov = subtract_product(covariance, gain, cov_key.mT)
+    covariance = joseph_update(transition_cov, transition_cov, None, gain, key.mT, noise)
     return ((query.mT @ mean)[..., 0, :], (query.mT @ covariance @ query)[..., 0]), DenseBelief(mean, covariance)
 
 
-def _turn(rows: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+def _rotate(rows: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """Every pair of rows of `[B, G, K, *]` turned by its angle."""
     if cos is None or sin is None:
         return rows
-    seen, hidden = rows.chunk(2, -2)
-    return torch.cat([cos * seen - sin * hidden, sin * seen + cos * hidden], -2)
+    observed, hidden = rows.chunk(2, -2)
+    return torch.cat([cos * observed - sin * hidden, sin * observed + cos * hidden], -2)

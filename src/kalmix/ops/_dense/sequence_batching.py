@@ -14,13 +14,13 @@ from kalmix.segments import Segments
 TILE = 16  # tokens that share a factorisation, half as many where keys are narrower than `WIDE`
 # Tokens of a tile that see few directions have a nearly singular covariance: its condition is about L p / r^2, for
 # variances p of the prior and r^2 of the noise. Float32 factors it as well as it stores the belief if L <= 2 K / 3.
-WIDE = 3 * TILE // 2
-NARROW = TILE  # keys narrower than this are filtered in float64, which costs them little
-STEPS = 8  # tiles of a lane that are prepared at once; of wide keys, only the belief before them is kept
-ROOM = 1 << 24  # numbers in the largest array of what is prepared
+FULL_TILE_WIDTH = 3 * TILE // 2
+MIN_FLOAT32_WIDTH = TILE  # keys narrower than this are filtered in float64, which costs them little
+MAX_GROUP_STEPS = 8  # tiles of a lane that are prepared at once; of wide keys, only the belief before them is kept
+MAX_GROUP_NUMEL = 1 << 24  # numbers in the largest array of what is prepared
 
 
-class Places:
+class TokenIndex:
     """Where the tokens of R / G tiles lie, which all heads share.
 
     Attributes:
@@ -28,49 +28,55 @@ class Places:
         here: `[R / G, L]`, whether there is one; `None` if everywhere.
     """
 
-    def __init__(self, token: Tensor, here: Tensor | None) -> None:
-        self.token, self.here = token, here
-        self._rows: dict[tuple[int, int], Tensor] = {}
+    def __init__(self, tokens: Tensor, valid: Tensor | None) -> None:
+        self.tokens, self.valid = tokens, valid
+        self._row_index: dict[tuple[int, int], Tensor] = {}
 
-    def rows(self, heads: int, repeats: int = 1) -> Tensor:
+    def row_index(self, heads: int, repeats: int = 1) -> Tensor:
         """Where these tokens lie in `[B * T * heads, *]`, one after another; at its end or behind for none."""
-        if (heads, repeats) not in self._rows:
-            head = torch.arange(heads, device=self.token.device).repeat_interleave(repeats)
-            self._rows[heads, repeats] = (self.token[:, None] * heads + head[:, None]).flatten()
-        return self._rows[heads, repeats]
+        if (heads, repeats) not in self._row_index:
+            head = torch.arange(heads, device=self.tokens.device).repeat_interleave(repeats)
+            self._row_index[heads, repeats] = (self.tokens[:, None] * heads + head[:, None]).flatten()
+        return self._row_index[heads, repeats]
 
 
-class Lanes:
+class SequenceBatch:
     """N sequences of `[B, T]` tokens, for beliefs `[N, G, K, V]`; step j takes the j-th tile of `counts[j]` lanes.
 
     Tiles, and the beliefs before them, are of one head each: R are those of R / G stretches of time.
     """
 
     def __init__(self, v: Tensor, mean: Tensor, rows: Tensor | None) -> None:
-        self.tokens, self.heads, self.dtype = v.shape[:2], v.shape[2], working_dtype(mean)
-        self.size, self.together, self.every = _tile(v, mean), _together(v, mean), _every(v, mean)
-        self.whole = rows is None
-        runs = Segments.whole(v.shape[0], v.shape[1], v.device).rows if rows is None else rows
-        row, start, stop = runs.long().unbind(1)
-        tiles = (stop - start + self.size - 1) // self.size
+        self.token_shape, self.heads, self.dtype = v.shape[:2], v.shape[2], working_dtype(mean)
+        self.tile_size, self.steps_per_group, self.checkpoint_interval = (
+            _tile_size(v, mean),
+            _steps_per_group(v, mean),
+            _checkpoint_interval(v, mean),
+        )
+        self.covers_all_tokens = rows is None
+        spans = Segments.whole(v.shape[0], v.shape[1], v.device).rows if rows is None else rows
+        row, start, stop = spans.long().unbind(1)
+        tiles = (stop - start + self.tile_size - 1) // self.tile_size
         self.order = tiles.argsort(descending=True, stable=True)
-        begin = row * self.tokens[1]
-        self.begin, self.end = (begin + start)[self.order], (begin + stop)[self.order]
-        self.counts = [_under_way(j, v, mean, rows) for j in range(-(-self.tokens[1] // self.size))]
+        first = row * self.token_shape[1]
+        self.first, self.end = (first + start)[self.order], (first + stop)[self.order]
+        self.active_counts = [
+            _active_sequences(j, v, mean, rows) for j in range(-(-self.token_shape[1] // self.tile_size))
+        ]
         if rows is not None and v.device.type == "cpu":  # look
-            counts = (tiles > torch.arange(len(self.counts))[:, None]).sum(1)
-            self.counts = [count for count in counts.tolist() if count]
+            active = (tiles > torch.arange(len(self.active_counts))[:, None]).sum(1)
+            self.active_counts = [count for count in active.tolist() if count]
 
     @staticmethod
-    def kept(v: Tensor, mean: Tensor, rows: Tensor | None) -> int:
+    def num_checkpoints(v: Tensor, mean: Tensor, rows: Tensor | None) -> int:
         """How many beliefs there are before tiles that one is kept before, at most."""
-        steps, every = -(-v.shape[1] // _tile(v, mean)), _every(v, mean)
-        return mean.shape[1] * sum(_under_way(j, v, mean, rows) for j in range(0, steps, every))
+        steps, interval = -(-v.shape[1] // _tile_size(v, mean)), _checkpoint_interval(v, mean)
+        return mean.shape[1] * sum(_active_sequences(j, v, mean, rows) for j in range(0, steps, interval))
 
-    def blocks(self) -> list[range]:
+    def step_groups(self) -> list[range]:
         """All steps, a few at a time."""
-        count = len(self.counts)
-        return [range(j, min(j + self.together, count)) for j in range(0, count, self.together)]
+        count = len(self.active_counts)
+        return [range(j, min(j + self.steps_per_group, count)) for j in range(0, count, self.steps_per_group)]
 
     def sort(self, states: Tensor) -> Tensor:
         """States `[N, G, ...]` as `[N * G, ...]`, in the order of the lanes."""
@@ -80,67 +86,67 @@ class Lanes:
         states = states.unflatten(0, (-1, self.heads)).to(dtype)
         return torch.empty_like(states).index_copy_(0, self.order, states)
 
-    def places(self, block: range) -> Places:
+    def token_index(self, steps: range) -> TokenIndex:
         """Where the tokens of a block's tiles lie."""
-        within = torch.arange(self.size, device=self.begin.device)
-        token = torch.cat([self.begin[: self.counts[j], None] + j * self.size + within for j in block])
-        end = torch.cat([self.end[: self.counts[j], None] for j in block])
-        here = token < end
-        everywhere = here.device.type == "cpu" and bool(here.all())  # look
-        return Places(torch.where(here, token, self.tokens.numel()), None if everywhere else here)
+        offset = torch.arange(self.tile_size, device=self.first.device)
+        token = torch.cat([self.first[: self.active_counts[j], None] + j * self.tile_size + offset for j in steps])
+        end = torch.cat([self.end[: self.active_counts[j], None] for j in steps])
+        valid = token < end
+        all_valid = valid.device.type == "cpu" and bool(valid.all())  # look
+        return TokenIndex(torch.where(valid, token, self.token_shape.numel()), None if all_valid else valid)
 
-    def cut(self, places: Places, x: Tensor, absent: float = 0.0) -> Tensor:
+    def gather_tiles(self, index: TokenIndex, x: Tensor, fill: float = 0.0) -> Tensor:
         """`[B, T, H or G, *]` to `[R, L, *]`."""
-        index, rows = places.rows(x.shape[2], self.heads // x.shape[2]), x.flatten(0, 2)
-        index = index if places.here is None else index.clamp(max=len(rows) - 1)
-        x = rows.index_select(0, index).to(self.dtype).unflatten(0, (-1, self.size))
-        if places.here is None:
+        row_index, rows = index.row_index(x.shape[2], self.heads // x.shape[2]), x.flatten(0, 2)
+        row_index = row_index if index.valid is None else row_index.clamp(max=len(rows) - 1)
+        x = rows.index_select(0, row_index).to(self.dtype).unflatten(0, (-1, self.tile_size))
+        if index.valid is None:
             return x
-        here = places.here.repeat_interleave(self.heads, 0)
-        return torch.where(here.view(*here.shape, *(1,) * (x.ndim - 2)), x, absent)
+        valid = index.valid.repeat_interleave(self.heads, 0)
+        return torch.where(valid.view(*valid.shape, *(1,) * (x.ndim - 2)), x, fill)
 
-    def blank(self, like: Tensor) -> Tensor:
+    def empty_output(self, like: Tensor) -> Tensor:
         """What to paste `[B, T, *]` onto, 0 where no sequence is, and one token more for what belongs nowhere."""
-        new = like.new_empty if self.whole else like.new_zeros
-        return new(self.tokens.numel() + 1, *like.shape[2:], dtype=self.dtype)
+        new = like.new_empty if self.covers_all_tokens else like.new_zeros
+        return new(self.token_shape.numel() + 1, *like.shape[2:], dtype=self.dtype)
 
-    def paste(self, places: Places, onto: Tensor, x: Tensor) -> None:
+    def scatter_tiles(self, index: TokenIndex, output: Tensor, x: Tensor) -> None:
         """`[R, L, *]` onto `blank`; value heads that share a key head add up."""
-        shared = self.heads // onto.shape[1]
+        shared = self.heads // output.shape[1]
         x = x if shared == 1 else x.unflatten(0, (-1, shared)).sum(1)
-        onto.flatten(0, 1).index_copy_(0, places.rows(onto.shape[1]), x.flatten(0, 1))
+        output.flatten(0, 1).index_copy_(0, index.row_index(output.shape[1]), x.flatten(0, 1))
 
-    def pasted(self, onto: Tensor, dtype: torch.dtype) -> Tensor:
+    def to_output(self, output: Tensor, dtype: torch.dtype) -> Tensor:
         """What was pasted, `[B, T, *]`."""
-        return onto[:-1].unflatten(0, self.tokens).to(dtype)
+        return output[:-1].unflatten(0, self.token_shape).to(dtype)
 
 
 def working_dtype(mean: Tensor) -> torch.dtype:
     """Return the dtype that beliefs have between tiles."""
-    return torch.float64 if mean.shape[2] < NARROW else mean.dtype
+    return torch.float64 if mean.shape[2] < MIN_FLOAT32_WIDTH else mean.dtype
 
 
-def _tile(v: Tensor, mean: Tensor) -> int:
+def _tile_size(v: Tensor, mean: Tensor) -> int:
     """Tokens of a tile: a power of two, which `Decays` halves."""
-    most = TILE if mean.shape[2] >= WIDE else TILE // 2
-    return most if v.shape[1] >= most else 1 << (int(v.shape[1]) - 1).bit_length()
+    largest = TILE if mean.shape[2] >= FULL_TILE_WIDTH else TILE // 2
+    return largest if v.shape[1] >= largest else 1 << (int(v.shape[1]) - 1).bit_length()
 
 
-def _together(v: Tensor, mean: Tensor) -> int:
+def _steps_per_group(v: Tensor, mean: Tensor) -> int:
     """Steps of a block."""
     sequences, heads, width = mean.shape[:3]
-    return max(1, min(STEPS, ROOM // (sequences * heads * width * width)))
+    return max(1, min(MAX_GROUP_STEPS, MAX_GROUP_NUMEL // (sequences * heads * width * width)))
 
 
-def _every(v: Tensor, mean: Tensor) -> int:
+def _checkpoint_interval(v: Tensor, mean: Tensor) -> int:
     """Of so many steps, the belief before one is kept: of narrow keys it is no larger than its tokens."""
-    return 1 if mean.shape[2] <= TILE else _together(v, mean)
+    return 1 if mean.shape[2] <= TILE else _steps_per_group(v, mean)
 
 
-def _under_way(step: int, v: Tensor, mean: Tensor, rows: Tensor | None) -> int:
+def _active_sequences(step: int, v: Tensor, mean: Tensor, rows: Tensor | None) -> int:
     """Lanes at a step, at most: with so many tiles each, there are no more than all tiles allow."""
     sequences = mean.shape[0]
     if rows is None:
         return sequences
-    tiles = v.shape[0] * v.shape[1] // _tile(v, mean) + sequences
+    tiles = v.shape[0] * v.shape[1] // _tile_size(v, mean) + sequences
     return min(sequences, tiles // (step + 1))

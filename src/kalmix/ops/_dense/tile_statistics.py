@@ -30,102 +30,122 @@ class Tokens(NamedTuple):
     angle: Tensor | None  # [R, L, K / 2]
 
 
-class Outlook(NamedTuple):
+class TileStatistics(NamedTuple):
     """R tiles seen from the beliefs before them, or adjoints of this."""
 
     queries: Tensor  # [R, L, K], A_{t:0}' q_t
     keys: Tensor  # [R, L, K], A_{t:0}' k_t
     decay: Tensor  # [R, K, 1], A_{L:0}
-    seen: Tensor  # [R, L, L], covariance of what is seen, had the belief none; symmetric
-    read: Tensor  # [R, L, L], of what is read with what was seen until then; lower triangular
-    spread: Tensor  # [R, L, 1], variance of what is read
-    left: Tensor  # [R, K, L], covariance of the state after the tile with what was seen
-    noise: Tensor  # [R, K, K], of the state after the tile
-    turn: Tensor | None  # [R, K / 2, 1], the angle of pairs after the tile
+    obs_cov: Tensor  # [R, L, L], covariance of what is seen, had the belief none; symmetric
+    readout_obs_cov: Tensor  # [R, L, L], of what is read with what was seen until then; lower triangular
+    readout_var: Tensor  # [R, L, 1], variance of what is read
+    state_obs_cov: Tensor  # [R, K, L], covariance of the state after the tile with what was seen
+    noise_cov: Tensor  # [R, K, K], of the state after the tile
+    rotation: Tensor | None  # [R, K / 2, 1], the angle of pairs after the tile
 
 
-class Path(NamedTuple):
+class TileTransitions(NamedTuple):
     """What both ways need of R tiles; pairs turned back."""
 
     k: Tensor  # [R, L, K]
     q: Tensor  # [R, L, K]
     decays: Decays
-    square: Tensor  # [R, L, 1, 1 or K], the decay of a variance at each token
-    shape: Tensor  # [R, L, 2, K], the blocks of noise 1; [1, 1] without turns
-    noise: Tensor  # [R, L, 1 or 2, 1 or K], N_t
-    warped: Tensor  # [R, L, K], N_t k_t
+    decay_squared: Tensor  # [R, L, 1, 1 or K], the decay of a variance at each token
+    noise_blocks: Tensor  # [R, L, 2, K], the blocks of noise 1; [1, 1] without turns
+    accumulated_noise: Tensor  # [R, L, 1 or 2, 1 or K], N_t
+    noise_keys: Tensor  # [R, L, K], N_t k_t
 
 
-def look(tokens: Tokens, path: Path) -> Outlook:
+def tile_statistics(tokens: Tokens, transitions: TileTransitions) -> TileStatistics:
     """All that can be said of R tiles at once, before their beliefs are known."""
-    q, since = path.q, path.decays.since
-    seen, read = path.decays.products((path.k, q), path.warped)
+    q, entry_decay = transitions.q, transitions.decays.since
+    obs_cov, readout_obs_cov = transitions.decays.products((transitions.k, q), transitions.noise_keys)
     count, _, width = q.shape
-    return Outlook(
-        queries=q * since,
-        keys=path.k * since,
-        decay=path.decays.path.expand(count, width, 1),
-        seen=seen + torch.diagonal_scatter(seen, tokens.obs_noise, dim1=-2, dim2=-1).mT,
-        read=read,
-        spread=(_times(path.noise, q) * q).sum(-1, keepdim=True),
-        left=(path.warped * path.decays.until).mT,
-        noise=_matrix(path.noise[..., -1, :, :].expand(count, -1, width)),
-        turn=None if tokens.angle is None else tokens.angle.sum(-2)[..., None],
+    return TileStatistics(
+        queries=q * entry_decay,
+        keys=transitions.k * entry_decay,
+        decay=transitions.decays.path.expand(count, width, 1),
+        obs_cov=obs_cov + torch.diagonal_scatter(obs_cov, tokens.obs_noise, dim1=-2, dim2=-1).mT,
+        readout_obs_cov=readout_obs_cov,
+        readout_var=(_multiply_noise(transitions.accumulated_noise, q) * q).sum(-1, keepdim=True),
+        state_obs_cov=(transitions.noise_keys * transitions.decays.until).mT,
+        noise_cov=_noise_matrix(transitions.accumulated_noise[..., -1, :, :].expand(count, -1, width)),
+        rotation=None if tokens.angle is None else tokens.angle.sum(-2)[..., None],
     )
 
 
-def look_back(tokens: Tokens, path: Path, to: Outlook, to_v: Tensor) -> Tokens:
+def tile_statistics_backward(
+    tokens: Tokens, transitions: TileTransitions, grad: TileStatistics, grad_v: Tensor
+) -> Tokens:
     """The adjoint of `look` and of the path, beside that of the values."""
-    k, q = path.k, path.q
-    since, until, to_left = path.decays.since, path.decays.until, to.left.mT
-    to_obs = to.seen.diagonal(dim1=-2, dim2=-1)
-    to_pairs = lower(to.seen) + lower(to.seen, -1), to.read
-    (to_k, to_q), to_warped, levels = path.decays.products_backward((k, q), path.warped, to_pairs)
-    to_warped = torch.addcmul(to_warped, to_left, until)
-    to_noise = to_warped[..., None, :] * _images(k, path.noise)
-    to_noise += (to.spread * q)[..., None, :] * _images(q, path.noise)
-    to_noise[..., -1, :, :] += _diagonals(to.noise, path.noise)
-    to_process, to_squares = _gathered_back(path, to_noise)
-    to_k = torch.addcmul(to_k + _times(path.noise, to_warped), since, to.keys)
-    to_q = torch.addcmul(torch.addcmul(to_q, to.spread, _times(path.noise, q), value=2), since, to.queries)
+    k, q = transitions.k, transitions.q
+    entry_decay, exit_decay, grad_state_obs = transitions.decays.since, transitions.decays.until, grad.state_obs_cov.mT
+    grad_obs_noise = grad.obs_cov.diagonal(dim1=-2, dim2=-1)
+    grad_pairs = lower(grad.obs_cov) + lower(grad.obs_cov, -1), grad.readout_obs_cov
+    (grad_k, grad_q), grad_noise_keys, levels = transitions.decays.products_backward(
+        (k, q), transitions.noise_keys, grad_pairs
+    )
+    grad_noise_keys = torch.addcmul(grad_noise_keys, grad_state_obs, exit_decay)
+    grad_noise = grad_noise_keys[..., None, :] * _with_partners(k, transitions.accumulated_noise)
+    grad_noise += (grad.readout_var * q)[..., None, :] * _with_partners(q, transitions.accumulated_noise)
+    grad_noise[..., -1, :, :] += _noise_matrix_backward(grad.noise_cov, transitions.accumulated_noise)
+    grad_process, grad_squares = _accumulate_noise_backward(transitions, grad_noise)
+    grad_k = torch.addcmul(
+        grad_k + _multiply_noise(transitions.accumulated_noise, grad_noise_keys), entry_decay, grad.keys
+    )
+    grad_q = torch.addcmul(
+        torch.addcmul(grad_q, grad.readout_var, _multiply_noise(transitions.accumulated_noise, q), value=2),
+        entry_decay,
+        grad.queries,
+    )
 
-    to_log_decay = to_angle = None
+    grad_log_decay = grad_angle = None
     if tokens.log_decay is not None:
-        arriving = inner((to.keys, to.queries), (k, q)) * since
-        leaving = to_left * path.warped * until
-        to_log_decay = to_squares + path.decays.backward(arriving, leaving, to.decay * path.decays.path, levels)
+        entry_terms = inner((grad.keys, grad.queries), (k, q)) * entry_decay
+        exit_terms = grad_state_obs * transitions.noise_keys * exit_decay
+        grad_log_decay = grad_squares + transitions.decays.backward(
+            entry_terms, exit_terms, grad.decay * transitions.decays.path, levels
+        )
         if tokens.log_decay.ndim == 2:
-            to_log_decay = to_log_decay.squeeze(-1)
+            grad_log_decay = grad_log_decay.squeeze(-1)
         elif tokens.angle is not None:
-            seen, hidden = to_log_decay.chunk(2, -1)
-            to_log_decay = seen + hidden
-    if tokens.angle is not None and to.turn is not None:
+            grad_observed, grad_hidden = grad_log_decay.chunk(2, -1)
+            grad_log_decay = grad_observed + grad_hidden
+    if tokens.angle is not None and grad.rotation is not None:
         angle = tokens.angle.cumsum(-2)
-        to_angle = _slope_of_shape(to_process * tokens.process_noise[..., None, None], angle)
-        to_angle -= slope(to_q.mT, q.mT).mT + slope(to_k.mT, k.mT).mT
-        to_angle = to_angle.flip(-2).cumsum(-2).flip(-2) + to.turn.mT
-        to_q, to_k = (turn(x.mT, angle.mT).mT for x in (to_q, to_k))
-    return Tokens(to_q, to_k, to_v, to_obs, (to_process * path.shape).sum((-1, -2)), to_log_decay, to_angle)
+        grad_angle = _observed_noise_blocks_backward(grad_process * tokens.process_noise[..., None, None], angle)
+        grad_angle -= rotation_angle_grad(grad_q.mT, q.mT).mT + rotation_angle_grad(grad_k.mT, k.mT).mT
+        grad_angle = grad_angle.flip(-2).cumsum(-2).flip(-2) + grad.rotation.mT
+        grad_q, grad_k = (rotate(x.mT, angle.mT).mT for x in (grad_q, grad_k))
+    return Tokens(
+        grad_q,
+        grad_k,
+        grad_v,
+        grad_obs_noise,
+        (grad_process * transitions.noise_blocks).sum((-1, -2)),
+        grad_log_decay,
+        grad_angle,
+    )
 
 
-def turn(rows: Tensor, angle: Tensor) -> Tensor:
+def rotate(rows: Tensor, angle: Tensor) -> Tensor:
     """Every pair of rows of `[..., K, *]` turned by its angle, `[..., K / 2, *]`."""
-    (seen, hidden), cos, sin = rows.chunk(2, -2), angle.cos(), angle.sin()
-    return torch.cat([cos * seen - sin * hidden, sin * seen + cos * hidden], -2)
+    (observed, hidden), cos, sin = rows.chunk(2, -2), angle.cos(), angle.sin()
+    return torch.cat([cos * observed - sin * hidden, sin * observed + cos * hidden], -2)
 
 
-def slope(to: Tensor, turned: Tensor) -> Tensor:
+def rotation_angle_grad(grad: Tensor, rotated: Tensor) -> Tensor:
     """The adjoint of the angle by which pairs of rows were turned, `[..., K / 2, *]`, from that of the turned rows."""
-    (to_seen, to_hidden), (seen, hidden) = to.chunk(2, -2), turned.chunk(2, -2)
-    return to_hidden * seen - to_seen * hidden
+    (grad_observed, grad_hidden), (observed, hidden) = grad.chunk(2, -2), rotated.chunk(2, -2)
+    return grad_hidden * observed - grad_observed * hidden
 
 
-def follow(tokens: Tokens) -> Path:
+def tile_transitions(tokens: Tokens) -> TileTransitions:
     """The path of R tiles."""
-    k, q, log_decay, shape = tokens.k, tokens.q, tokens.log_decay, tokens.q.new_ones(1, 1)
+    k, q, log_decay, noise_blocks = tokens.k, tokens.q, tokens.log_decay, tokens.q.new_ones(1, 1)
     if tokens.angle is not None:
         angle = tokens.angle.cumsum(-2)
-        k, q, shape = turn(k.mT, -angle.mT).mT, turn(q.mT, -angle.mT).mT, _shape(angle)
+        k, q, noise_blocks = rotate(k.mT, -angle.mT).mT, rotate(q.mT, -angle.mT).mT, _observed_noise_blocks(angle)
     if log_decay is None:
         log_decay = torch.zeros_like(tokens.obs_noise)
     if log_decay.ndim == 2:
@@ -133,61 +153,65 @@ def follow(tokens: Tokens) -> Path:
     elif log_decay.shape[-1] < k.shape[-1]:
         log_decay = log_decay.repeat(1, 1, 2)
     decays = Decays(log_decay)
-    square = decays.each.square()[..., None, :]
-    noise = _gathered(square, tokens.process_noise[..., None, None] * shape)
-    return Path(k, q, decays, square, shape, noise, _times(noise, k))
+    decay_squared = decays.each.square()[..., None, :]
+    accumulated_noise = _accumulate_noise(decay_squared, tokens.process_noise[..., None, None] * noise_blocks)
+    return TileTransitions(
+        k, q, decays, decay_squared, noise_blocks, accumulated_noise, _multiply_noise(accumulated_noise, k)
+    )
 
 
-def _gathered(square: Tensor, process: Tensor) -> Tensor:
+def _accumulate_noise(decay_squared: Tensor, process: Tensor) -> Tensor:
     """The noise since the tile began, after every token."""
-    sums = [process[:, 0].expand(torch.broadcast_shapes(process[:, 0].shape, square[:, 0].shape))]
+    sums = [process[:, 0].expand(torch.broadcast_shapes(process[:, 0].shape, decay_squared[:, 0].shape))]
     for t in range(1, process.shape[1]):
-        sums.append(torch.addcmul(process[:, t], square[:, t], sums[-1]))
+        sums.append(torch.addcmul(process[:, t], decay_squared[:, t], sums[-1]))
     return torch.stack(sums, 1)
 
 
-def _gathered_back(path: Path, to_noise: Tensor) -> tuple[Tensor, Tensor]:
+def _accumulate_noise_backward(transitions: TileTransitions, grad_noise: Tensor) -> tuple[Tensor, Tensor]:
     """The adjoints of the noise at every token and of the log-decays of `square`, the latter `[R, L, 1 or K]`."""
-    sums = [to_noise[:, -1]]
-    for t in range(to_noise.shape[1] - 1, 0, -1):
-        sums.append(torch.addcmul(to_noise[:, t - 1], path.square[:, t], sums[-1]))
-    to_process = torch.stack(sums[::-1], 1)
-    to_squares = torch.zeros_like(to_process)
-    to_squares[:, 1:] = 2 * path.square[:, 1:] * path.noise[:, :-1] * to_process[:, 1:]
-    return to_process, to_squares.sum_to_size(path.square.shape).squeeze(-2)
+    sums = [grad_noise[:, -1]]
+    for t in range(grad_noise.shape[1] - 1, 0, -1):
+        sums.append(torch.addcmul(grad_noise[:, t - 1], transitions.decay_squared[:, t], sums[-1]))
+    grad_process = torch.stack(sums[::-1], 1)
+    grad_squares = torch.zeros_like(grad_process)
+    grad_squares[:, 1:] = (
+        2 * transitions.decay_squared[:, 1:] * transitions.accumulated_noise[:, :-1] * grad_process[:, 1:]
+    )
+    return grad_process, grad_squares.sum_to_size(transitions.decay_squared.shape).squeeze(-2)
 
 
-def _shape(angle: Tensor) -> Tensor:
+def _observed_noise_blocks(angle: Tensor) -> Tensor:
     """The blocks of unit noise on observed rows, turned back by `[..., K / 2]`: `[..., 2, K]`."""
     cos, sin = angle.cos(), angle.sin()
     return torch.stack([torch.cat([cos * cos, sin * sin], -1), (-cos * sin).repeat(1, 1, 2)], -2)
 
 
-def _slope_of_shape(to: Tensor, angle: Tensor) -> Tensor:
+def _observed_noise_blocks_backward(grad: Tensor, angle: Tensor) -> Tensor:
     """The adjoint of the angle in `_shape`."""
-    (seen, cross), (hidden, same) = (x.unbind(-2) for x in to.chunk(2, -1))
-    return (hidden - seen) * (2 * angle).sin() - (cross + same) * (2 * angle).cos()
+    (observed, cross), (hidden, cross_hidden) = (x.unbind(-2) for x in grad.chunk(2, -1))
+    return (hidden - observed) * (2 * angle).sin() - (cross + cross_hidden) * (2 * angle).cos()
 
 
-def _images(x: Tensor, noise: Tensor) -> Tensor:
+def _with_partners(x: Tensor, noise: Tensor) -> Tensor:
     """Rows, and where noise has blocks their partners: `[..., K]` to `[..., 1 or 2, K]`."""
     return x[..., None, :] if noise.shape[-2] == 1 else torch.stack([x, x.roll(x.shape[-1] // 2, -1)], -2)
 
 
-def _times(noise: Tensor, x: Tensor) -> Tensor:
+def _multiply_noise(noise: Tensor, x: Tensor) -> Tensor:
     """The product of noise, `[..., 1 or 2, K]`, and x, `[..., K]`."""
-    return inner(noise.unbind(-2), _images(x, noise).unbind(-2))
+    return inner(noise.unbind(-2), _with_partners(x, noise).unbind(-2))
 
 
-def _matrix(noise: Tensor) -> Tensor:
+def _noise_matrix(noise: Tensor) -> Tensor:
     """Blocks `[..., 1 or 2, K]` as a matrix `[..., K, K]`."""
-    whole = torch.diag_embed(noise[..., 0, :])
+    matrix = torch.diag_embed(noise[..., 0, :])
     if noise.shape[-2] == 2:
-        whole = whole + torch.diag_embed(noise[..., 1, :]).roll(noise.shape[-1] // 2, -1)
-    return whole
+        matrix = matrix + torch.diag_embed(noise[..., 1, :]).roll(noise.shape[-1] // 2, -1)
+    return matrix
 
 
-def _diagonals(matrix: Tensor, noise: Tensor) -> Tensor:
+def _noise_matrix_backward(matrix: Tensor, noise: Tensor) -> Tensor:
     """The adjoint of `_matrix`."""
     partners = matrix.roll(matrix.shape[-1] // 2, -1)
     return torch.stack([x.diagonal(dim1=-2, dim2=-1) for x in (matrix, partners)][: noise.shape[-2]], -2)

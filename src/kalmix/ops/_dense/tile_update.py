@@ -11,154 +11,176 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.ops._dense.joseph import corrected, less, symmetric
-from kalmix.ops._dense.tile_statistics import Outlook, slope, turn
+from kalmix.ops._dense.joseph import joseph_update, subtract_product, symmetrize
+from kalmix.ops._dense.tile_statistics import TileStatistics, rotate, rotation_angle_grad
 from kalmix.ops._shared.triangular import lower, solve_lower
 
 State = tuple[Tensor, Tensor]  # means [n, K, V] and covariances [n, K, K] of heads, or the adjoints of these
 
 
-class Tile(NamedTuple):
+class TileUpdate(NamedTuple):
     """R tiles and the beliefs before them."""
 
     mean: Tensor  # [R, K, V]
     covariance: Tensor  # [R, K, K]
-    warped: Tensor  # [R, K, L], covariance keys'
-    whiten: Tensor  # [R, L, L], L^{-1}
-    surprise: Tensor  # [R, L, V], independent, of variance 1 a column
+    cov_keys: Tensor  # [R, K, L], covariance keys'
+    whitening: Tensor  # [R, L, L], L^{-1}
+    innovation: Tensor  # [R, L, V], independent, of variance 1 a column
     gain: Tensor  # [R, K, L], of the state after the tile, along surprise
 
 
-class Crossing(NamedTuple):
+class BackwardMap(NamedTuple):
     """How the adjoint of a belief crosses R tiles: with F the filter's own transition,
     dM = F' dM' + mean and dP = F' dP' F + F' dM' mixed' + covariance, made symmetric."""
 
     transition: Tensor  # [R, K, K], F
-    mixed: Tensor  # [R, K, V]
+    mean_coefficient: Tensor  # [R, K, V]
     mean: Tensor  # [R, K, V]
     covariance: Tensor  # [R, K, K]
 
-    def __call__(self, after: State) -> State:
-        back = self.transition.mT
-        to_mean = back @ after[0]
-        to_covariance = torch.baddbmm(self.covariance, to_mean, self.mixed.mT)
-        to_covariance = torch.baddbmm(to_covariance, back @ after[1], self.transition)
-        return to_mean + self.mean, symmetric(to_covariance)
+    def __call__(self, grad_after: State) -> State:
+        transition_t = self.transition.mT
+        grad_mean = transition_t @ grad_after[0]
+        grad_covariance = torch.baddbmm(self.covariance, grad_mean, self.mean_coefficient.mT)
+        grad_covariance = torch.baddbmm(grad_covariance, transition_t @ grad_after[1], self.transition)
+        return grad_mean + self.mean, symmetrize(grad_covariance)
 
 
-def meet(outlook: Outlook, v: Tensor, before: State) -> Tile:
+def update_tile(stats: TileStatistics, v: Tensor, before: State) -> TileUpdate:
     """The filter over R tiles side by side."""
     mean, covariance = before
-    warped = covariance @ outlook.keys.mT
-    whiten = _whitening(torch.baddbmm(outlook.seen, outlook.keys, warped))
-    gain = torch.addcmul(outlook.left, outlook.decay, warped) @ whiten.mT
-    surprise = whiten @ torch.baddbmm(v, outlook.keys, mean, alpha=-1)
-    return Tile(mean, covariance, warped, whiten, surprise, gain)
+    cov_keys = covariance @ stats.keys.mT
+    whitening = _inverse_cholesky(torch.baddbmm(stats.obs_cov, stats.keys, cov_keys))
+    gain = torch.addcmul(stats.state_obs_cov, stats.decay, cov_keys) @ whitening.mT
+    innovation = whitening @ torch.baddbmm(v, stats.keys, mean, alpha=-1)
+    return TileUpdate(mean, covariance, cov_keys, whitening, innovation, gain)
 
 
-def leave(outlook: Outlook, tile: Tile) -> State:
+def final_state(stats: TileStatistics, update: TileUpdate) -> State:
     """The beliefs after R tiles."""
-    return turned(_after(outlook, tile), outlook.turn)
+    return rotate_state(_final_state_unrotated(stats, update), stats.rotation)
 
 
-def gains(outlook: Outlook, tile: Tile) -> Tensor:
+def readout_gains(stats: TileStatistics, update: TileUpdate) -> Tensor:
     """Of what is read, along surprise, `[R, L, L]`, lower triangular."""
-    return lower(torch.baddbmm(outlook.read, outlook.queries, tile.warped) @ tile.whiten.mT)
+    return lower(torch.baddbmm(stats.readout_obs_cov, stats.queries, update.cov_keys) @ update.whitening.mT)
 
 
-def gains_back(tile: Tile, to_mean: Tensor) -> Tensor:
+def readout_gains_backward(update: TileUpdate, grad_mean: Tensor) -> Tensor:
     """The adjoint of `gains` from that of the mean."""
-    return lower(to_mean @ tile.surprise.mT)
+    return lower(grad_mean @ update.innovation.mT)
 
 
-def variance_of(outlook: Outlook, tile: Tile, gains: Tensor) -> Tensor:
+def readout_variance(stats: TileStatistics, update: TileUpdate, gains: Tensor) -> Tensor:
     """Of what is read, `[R, L, 1]`; without process noise a sum of squares."""
-    gains = gains @ tile.whiten
-    read = outlook.queries - gains @ outlook.keys
-    spread = (read @ tile.covariance * read).sum(-1, keepdim=True)
-    spread += outlook.spread + (gains * (gains @ outlook.seen - 2 * outlook.read)).sum(-1, keepdim=True)
-    return spread.clamp(min=0)  # rounding
+    gains = gains @ update.whitening
+    readout = stats.queries - gains @ stats.keys
+    variance = (readout @ update.covariance * readout).sum(-1, keepdim=True)
+    variance += stats.readout_var + (gains * (gains @ stats.obs_cov - 2 * stats.readout_obs_cov)).sum(-1, keepdim=True)
+    return variance.clamp(min=0)  # rounding
 
 
-def crossing(
-    outlook: Outlook, tile: Tile, gains: Tensor, by_read: Tensor, to_mean: Tensor, to_variance: Tensor
-) -> Crossing:
+def backward_map(
+    stats: TileStatistics,
+    update: TileUpdate,
+    gains: Tensor,
+    grad_gains: Tensor,
+    grad_mean: Tensor,
+    grad_variance: Tensor,
+) -> BackwardMap:
     """From the adjoints of what is read, `[R, L, V]` and `[R, L, 1]`; `by_read` is `gains_back`."""
-    seen = tile.whiten @ outlook.keys
-    read = torch.baddbmm(
-        outlook.queries, gains, seen, alpha=-1
+    whitened_keys = update.whitening @ stats.keys
+    readout = torch.baddbmm(
+        stats.queries, gains, whitened_keys, alpha=-1
     )  # how what is read moves with the belief before the tile
-    transition = torch.baddbmm(torch.diag_embed(outlook.decay.squeeze(-1)), tile.gain, seen, alpha=-1)
-    along = torch.addcmul(by_read @ seen, to_variance, read)
-    return Crossing(transition, seen.mT @ tile.surprise, read.mT @ to_mean, read.mT @ along)
+    transition = torch.baddbmm(torch.diag_embed(stats.decay.squeeze(-1)), update.gain, whitened_keys, alpha=-1)
+    grad_readout = torch.addcmul(grad_gains @ whitened_keys, grad_variance, readout)
+    return BackwardMap(
+        transition, whitened_keys.mT @ update.innovation, readout.mT @ grad_mean, readout.mT @ grad_readout
+    )
 
 
-def pull_back(
-    outlook: Outlook, tile: Tile, gains: Tensor, by_read: Tensor, to_mean: Tensor, to_variance: Tensor, after: State
-) -> tuple[Outlook, Tensor]:
+def tile_vjp(
+    stats: TileStatistics,
+    update: TileUpdate,
+    gains: Tensor,
+    grad_gains: Tensor,
+    grad_mean: Tensor,
+    grad_variance: Tensor,
+    grad_after: State,
+) -> tuple[TileStatistics, Tensor]:
     """The adjoints of outlooks and of values, from those of what is read and of the beliefs after (before they turn).
 
     It takes no derivative of the factorisation: gains are the best there are, so that to first order what they weigh
     does not move with them.
     """
-    to_state, to_covariance = after
-    by_left = to_state @ tile.surprise.mT
-    of_read, of_left = to_variance * gains, to_covariance @ tile.gain
-    to_seen = torch.baddbmm(gains.mT @ (of_read - by_read), tile.gain.mT, of_left - by_left)
-    to_seen = tile.whiten.mT @ symmetric(to_seen) @ tile.whiten
-    to_read, to_left = (torch.sub(by, of, alpha=2) @ tile.whiten for by, of in ((by_read, of_read), (by_left, of_left)))
-    to_v = tile.whiten.mT @ torch.baddbmm(gains.mT @ to_mean, tile.gain.mT, to_state)
+    grad_state, grad_covariance = grad_after
+    grad_state_gain = grad_state @ update.innovation.mT
+    var_gains, cov_gain = grad_variance * gains, grad_covariance @ update.gain
+    grad_obs_cov = torch.baddbmm(gains.mT @ (var_gains - grad_gains), update.gain.mT, cov_gain - grad_state_gain)
+    grad_obs_cov = update.whitening.mT @ symmetrize(grad_obs_cov) @ update.whitening
+    grad_readout_obs, grad_state_obs = (
+        torch.sub(grad, second, alpha=2) @ update.whitening
+        for grad, second in ((grad_gains, var_gains), (grad_state_gain, cov_gain))
+    )
+    grad_v = update.whitening.mT @ torch.baddbmm(gains.mT @ grad_mean, update.gain.mT, grad_state)
 
-    by_keys = torch.baddbmm((outlook.decay * to_left).mT, to_read.mT, outlook.queries)
-    by_keys = torch.baddbmm(by_keys, to_seen, outlook.keys, alpha=2)
-    by_queries = torch.addcmul(to_read @ outlook.keys, to_variance, outlook.queries, value=2)
-    by_means = (to_state * tile.mean).sum(-1, keepdim=True) + (to_left * tile.warped).sum(-1, keepdim=True)
-    to_turn = None
-    if outlook.turn is not None:
-        mean, covariance = _after(outlook, tile)
-        by_turn = slope(to_state, mean), 2 * slope(to_covariance, covariance)
-        to_turn = sum(x.sum(-1, keepdim=True) for x in by_turn)
-    return Outlook(
-        queries=torch.baddbmm(by_queries @ tile.covariance, to_mean, tile.mean.mT),
-        keys=torch.baddbmm(by_keys @ tile.covariance, to_v, tile.mean.mT, alpha=-1),
-        decay=torch.baddbmm(by_means, to_covariance * tile.covariance, outlook.decay, alpha=2),
-        seen=to_seen,
-        read=to_read,
-        spread=to_variance,
-        left=to_left,
-        noise=to_covariance,
-        turn=to_turn,  # type: ignore[arg-type]
-    ), to_v
+    grad_keys = torch.baddbmm((stats.decay * grad_state_obs).mT, grad_readout_obs.mT, stats.queries)
+    grad_keys = torch.baddbmm(grad_keys, grad_obs_cov, stats.keys, alpha=2)
+    grad_queries = torch.addcmul(grad_readout_obs @ stats.keys, grad_variance, stats.queries, value=2)
+    grad_decay = (grad_state * update.mean).sum(-1, keepdim=True) + (grad_state_obs * update.cov_keys).sum(
+        -1, keepdim=True
+    )
+    grad_rotation = None
+    if stats.rotation is not None:
+        mean, covariance = _final_state_unrotated(stats, update)
+        angle_grads = rotation_angle_grad(grad_state, mean), 2 * rotation_angle_grad(grad_covariance, covariance)
+        grad_rotation = sum(x.sum(-1, keepdim=True) for x in angle_grads)
+    return TileStatistics(
+        queries=torch.baddbmm(grad_queries @ update.covariance, grad_mean, update.mean.mT),
+        keys=torch.baddbmm(grad_keys @ update.covariance, grad_v, update.mean.mT, alpha=-1),
+        decay=torch.baddbmm(grad_decay, grad_covariance * update.covariance, stats.decay, alpha=2),
+        obs_cov=grad_obs_cov,
+        readout_obs_cov=grad_readout_obs,
+        readout_var=grad_variance,
+        state_obs_cov=grad_state_obs,
+        noise_cov=grad_covariance,
+        rotation=grad_rotation,  # type: ignore[arg-type]
+    ), grad_v
 
 
-def turned(state: State, angle: Tensor | None) -> State:
+def rotate_state(state: State, angle: Tensor | None) -> State:
     """Beliefs, or adjoints of them, with every pair of rows turned."""
     if angle is None:
         return state
-    return turn(state[0], angle), symmetric(turn(turn(state[1], angle).mT, angle))
+    return rotate(state[0], angle), symmetrize(rotate(rotate(state[1], angle).mT, angle))
 
 
-def _after(outlook: Outlook, tile: Tile) -> State:
+def _final_state_unrotated(stats: TileStatistics, update: TileUpdate) -> State:
     """The beliefs after the tiles, before they turn."""
-    gain, decay = tile.gain @ tile.whiten, outlook.decay
-    moved = less(decay * tile.covariance, gain, tile.warped.mT)
-    covariance = less(torch.addcmul(outlook.noise, moved, decay.mT), gain, outlook.left.mT)
-    covariance = corrected(covariance, moved, outlook.left, gain, outlook.keys, outlook.seen)
-    return torch.baddbmm(decay * tile.mean, tile.gain, tile.surprise), covariance
+    gain, decay = update.gain @ update.whitening, stats.decay
+    transition_cov = subtract_product(decay * update.covariance, gain, update.cov_keys.mT)
+    covariance = subtract_product(
+        torch.addcmul(stats.noise_cov, transition_cov, decay.mT), gain, stats.state_obs_cov.mT
+    )
+    covariance = joseph_update(covariance, transition_cov, stats.state_obs_cov, gain, stats.keys, stats.obs_cov)
+    return torch.baddbmm(decay * update.mean, update.gain, update.innovation), covariance
 
 
-def _whitening(seen: Tensor) -> Tensor:
+def _inverse_cholesky(innovation_cov: Tensor) -> Tensor:
     """The inverse of the lower Cholesky factor of `[..., L, L]`.
 
     Where rounding leaves no factor, since the noise is less than the dtype resolves beside the belief's variance, the
     noise is raised to that. What has no factor even so tells nothing.
     """
-    factor, failed = torch.linalg.cholesky_ex(seen)
-    eye = torch.eye(seen.shape[-1], dtype=seen.dtype, device=seen.device)
-    if seen.device.type == "cpu" and not failed.any():
+    factor, failed = torch.linalg.cholesky_ex(innovation_cov)
+    eye = torch.eye(innovation_cov.shape[-1], dtype=innovation_cov.dtype, device=innovation_cov.device)
+    if innovation_cov.device.type == "cpu" and not failed.any():
         return solve_lower(factor, eye)
-    resolved = len(eye) * (len(eye) + 1) * torch.finfo(seen.dtype).eps  # Higham, Accuracy and Stability, theorem 10.7
-    raised, lost = torch.linalg.cholesky_ex(seen + resolved * eye * seen)
-    failed, lost = (failed > 0)[..., None, None], ((failed > 0) & (lost > 0))[..., None, None]
-    factor = torch.where(lost, eye, torch.where(failed, raised, factor))
-    return torch.where(lost, 0, solve_lower(factor, eye))
+    min_noise = (
+        len(eye) * (len(eye) + 1) * torch.finfo(innovation_cov.dtype).eps
+    )  # Higham, Accuracy and Stability, theorem 10.7
+    regularized_factor, singular = torch.linalg.cholesky_ex(innovation_cov + min_noise * eye * innovation_cov)
+    failed, singular = (failed > 0)[..., None, None], ((failed > 0) & (singular > 0))[..., None, None]
+    factor = torch.where(singular, eye, torch.where(failed, regularized_factor, factor))
+    return torch.where(singular, 0, solve_lower(factor, eye))
