@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kalmix.beliefs import RidgeBelief
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
-from kalmix.ops._ridge.linear_solvers import factor_of
+from kalmix.ops._ridge.linear_solvers import cholesky_factor
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Ridge, Solver
 from kalmix.types import Filtered
@@ -129,7 +129,7 @@ def test_a_factor_is_found_however_wrong_rounding_left_a_matrix():
     least = torch.tensor([1.0, 0.0, -1e-6, -1e-5, -1e-4])
     values = torch.cat([least[:, None].expand(5, 6), torch.ones(5, 6)], 1)
     matrix = (basis * values[:, None]) @ basis.mT
-    factor = factor_of(matrix.to(DEVICE)).cpu()
+    factor = cholesky_factor(matrix.to(DEVICE)).cpu()
     assert bool(factor.isfinite().all())
     assert error(factor @ factor.mT, matrix) < 1e-3
     assert error((factor @ factor.mT)[0], matrix[0]) < 1e-6

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kalmix.ops import Chebyshev, ConjugateGradient, Exact, Fixed, Sketch, ridge
-from kalmix.ops._ridge.linear_solvers import basis_of, packed, unpacked
+from kalmix.ops._ridge.linear_solvers import decode_solver, encode_solver, sketch_basis
 
 KERNELS = ("chunked", "reference")
 
@@ -12,16 +12,16 @@ KERNELS = ("chunked", "reference")
 @pytest.mark.parametrize("seed", [0, 1, 7])
 def test_the_seed_chooses_the_signs_of_an_orthonormal_basis(seed: int) -> None:
     like = torch.zeros(1, 12, dtype=torch.float64)
-    basis = basis_of(Sketch(5, seed=seed), like)
+    basis = sketch_basis(Sketch(5, seed=seed), like)
     torch.testing.assert_close(basis.mT @ basis, torch.eye(5, dtype=torch.float64))
-    others = [basis_of(Sketch(5, seed=other), like) for other in range(8) if other != seed]
+    others = [sketch_basis(Sketch(5, seed=other), like) for other in range(8) if other != seed]
     assert all((basis - other).abs().max() > 0.1 for other in others)
 
 
 @pytest.mark.parametrize("solver", [Chebyshev(7), ConjugateGradient(3), Exact()], ids=str)
 def test_an_operator_takes_the_seed(solver) -> None:
     sketch = Sketch(4, solver, seed=9)
-    assert unpacked(packed(sketch)) == sketch
+    assert decode_solver(encode_solver(sketch)) == sketch
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -34,7 +34,7 @@ def test_the_answer_is_the_best_among_the_directions_of_the_seed(kernel: str) ->
         sketch, keys = Sketch(2, Exact(), seed=seed), k.clone().requires_grad_()
         mean = ridge(q, keys, v, ridge=Fixed(0.5), solver=sketch, kernel=kernel).mean
         (gradient,) = torch.autograd.grad(mean.square().sum(), keys)
-        basis, wanted = basis_of(sketch, k), []
+        basis, wanted = sketch_basis(sketch, k), []
         for t in range(9):
             before, values = k[0, : t + 1, 0], v[0, : t + 1, 0]
             system = before.mT @ before + 0.5 * torch.eye(6, dtype=torch.float64)

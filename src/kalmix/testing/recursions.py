@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix.ops._ridge.linear_solvers import basis_of
+from kalmix.ops._ridge.linear_solvers import sketch_basis
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Sketch
 
 Tensors = dict[str, Tensor]
@@ -217,7 +217,7 @@ def iterate(system: Tensor, rhs: Tensor, solver: Any, least: Tensor, most: Tenso
     if isinstance(solver, Exact):
         return torch.linalg.solve(system, rhs)
     assert isinstance(solver, Sketch)
-    basis = basis_of(solver, rhs)
+    basis = sketch_basis(solver, rhs)
     return iterate(basis.mT @ system @ basis, rhs @ basis, solver.solver, least, most) @ basis.mT
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kalmix.beliefs import RidgeBelief
 from kalmix.errors import ArgumentError
-from kalmix.ops._ridge.kernels import KERNELS, needs_of
+from kalmix.ops._ridge.kernels import KERNELS, required_features
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Ridge, Sketch, Solver
 from kalmix.ops._shared.dispatch import select_kernel
@@ -95,16 +95,16 @@ def ridge(
         check_signal("mix", mix, PER_HEAD, sizes, v, least=0.0, most=1.0)
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K K"), sizes)
-    request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs_of(solver))
-    chosen = select_kernel("ridge", KERNELS, request, kernel)
+    request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], required_features(solver))
+    implementation = select_kernel("ridge", KERNELS, request, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
-        spread = torch.zeros_like(v[..., :1], dtype=belief.gram.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), spread, copied(belief))
-    return chosen(RidgeSignals(q, k, v, log_decay, gain, mix), belief, segments, variance, ridge, solver)
+        zero_variance = torch.zeros_like(v[..., :1], dtype=belief.gram.dtype) if variance else None
+        return Filtered(torch.zeros_like(v), zero_variance, copied(belief))
+    return implementation(RidgeSignals(q, k, v, log_decay, gain, mix), belief, segments, variance, ridge, solver)
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> RidgeBelief:
     """Nothing written."""
-    nothing = v.new_zeros((), dtype=belief_dtype(v.dtype))
+    zero = v.new_zeros((), dtype=belief_dtype(v.dtype))
     shapes = (tuple(sizes[x] for x in layout) for layout in ("NGKV", "NGKK"))
-    return RidgeBelief(*(nothing.expand(shape) for shape in shapes))
+    return RidgeBelief(*(zero.expand(shape) for shape in shapes))

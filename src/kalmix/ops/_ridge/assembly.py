@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief, RidgeBelief
 from kalmix.ops._additive.signals import AdditiveSignals
-from kalmix.ops._ridge.linear_solvers import norm_of, ridge_of
+from kalmix.ops._ridge.linear_solvers import frobenius_norm, ridge_strength
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Ridge, Solver
 from kalmix.ops._shared.custom_op import needs_grad, once_differentiable
@@ -48,12 +48,12 @@ class NormalEquations(NamedTuple):
     rows: Tensor | None
 
 
-Solutions = Callable[[Tensor, NormalEquations, Ridge, Solver], Tensor]  # right sides -> x, no gradient
+SolveFn = Callable[[Tensor, NormalEquations, Ridge, Solver], Tensor]  # right sides -> x, no gradient
 
 
 def assemble(
     additive: Memory,
-    solutions: Solutions,
+    solve_systems: SolveFn,
     signals: RidgeSignals,
     belief: RidgeBelief,
     segments: Segments | None,
@@ -63,52 +63,52 @@ def assemble(
 ) -> Filtered:
     """`ridge` as its kernels have it, given a kernel of `additive` and one that solves."""
     q, k, v, log_decay, gain, mix = signals
-    dtype, trains = belief.gram.dtype, needs_grad(q, k, log_decay, gain, belief.gram)
+    dtype, needs_gradient = belief.gram.dtype, needs_grad(q, k, log_decay, gain, belief.gram)
     groups = v.shape[2] // k.shape[2]
     query = q.to(dtype).repeat_interleave(groups, 2)
     key = k.to(dtype)
-    own = key.repeat_interleave(groups, 2)  # keys as values
+    value_keys = key.repeat_interleave(groups, 2)  # keys as values
 
-    def gram_times(x: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = AdditiveSignals(_another(x), own, _another(own), log_decay, gain)
-        read, _, after = additive(tokens, PointBelief(belief.gram), segments)
-        return read, after.mean
+    def apply_gram(x: Tensor) -> tuple[Tensor, Tensor]:
+        memory_signals = AdditiveSignals(_alias(x), value_keys, _alias(value_keys), log_decay, gain)
+        products, _, final = additive(memory_signals, PointBelief(belief.gram), segments)
+        return products, final.mean
 
-    image, gram = gram_times(own)
-    norm = norm_of(_squares(additive, own, image, log_decay, gain, belief.gram, segments))
+    gram_keys, gram = apply_gram(value_keys)
+    norm = frobenius_norm(_squared_norms(additive, value_keys, gram_keys, log_decay, gain, belief.gram, segments))
     equations = NormalEquations(key, log_decay, gain, norm, belief.gram, None if segments is None else segments.rows)
     with torch.no_grad():
-        x = solutions(query, equations, ridge, solver)
-    if trains:
-        left = query - gram_times(x)[0] - ridge_of(ridge, norm)[..., None] * x
-        detached = (None if y is None else y.detach() for y in equations)
-        x = _Correction.apply(left, x, solutions, ridge, solver, *detached)
-    mixed = x if mix is None else torch.lerp(query, x, mix.to(dtype)[..., None])
-    tokens = AdditiveSignals(mixed, own, v.to(dtype), log_decay, gain)
-    mean, _, cross = additive(tokens, PointBelief(belief.cross), segments)
-    spread = (query * x).sum(-1, keepdim=True) if variance else None
-    return Filtered(mean.to(v.dtype), spread, RidgeBelief(cross.mean, gram))
+        x = solve_systems(query, equations, ridge, solver)
+    if needs_gradient:
+        residual = query - apply_gram(x)[0] - ridge_strength(ridge, norm)[..., None] * x
+        constants = (None if y is None else y.detach() for y in equations)
+        x = _Correction.apply(residual, x, solve_systems, ridge, solver, *constants)
+    reader = x if mix is None else torch.lerp(query, x, mix.to(dtype)[..., None])
+    memory_signals = AdditiveSignals(reader, value_keys, v.to(dtype), log_decay, gain)
+    mean, _, cross = additive(memory_signals, PointBelief(belief.cross), segments)
+    read_variance = (query * x).sum(-1, keepdim=True) if variance else None
+    return Filtered(mean.to(v.dtype), read_variance, RidgeBelief(cross.mean, gram))
 
 
-def _squares(
+def _squared_norms(
     additive: Memory,
     key: Tensor,
-    image: Tensor,
+    gram_keys: Tensor,
     log_decay: Tensor | None,
     gain: Tensor | None,
     gram: Tensor,
     segments: Segments | None,
 ) -> Tensor:
     """||H||_F^2 of every token `[B, T, G]`, given H k: it decays twice as fast as H and gains 2 g k'H k - g^2 |k|^4."""
-    weight = 1.0 if gain is None else gain.to(key.dtype)
-    gained = 2 * weight * (key * image).sum(-1) - (weight * key.square().sum(-1)).square()
-    one, decay = key.new_ones(()).expand(*key.shape[:3], 1), None if log_decay is None else 2 * log_decay
+    weights = 1.0 if gain is None else gain.to(key.dtype)
+    increment = 2 * weights * (key * gram_keys).sum(-1) - (weights * key.square().sum(-1)).square()
+    ones, decay = key.new_ones(()).expand(*key.shape[:3], 1), None if log_decay is None else 2 * log_decay
     prior = PointBelief(gram.square().sum((-2, -1), keepdim=True))
-    tokens = AdditiveSignals(one, _another(one), gained[..., None], decay, None)
-    return additive(tokens, prior, segments).mean[..., 0]
+    memory_signals = AdditiveSignals(ones, _alias(ones), increment[..., None], decay, None)
+    return additive(memory_signals, prior, segments).mean[..., 0]
 
 
-def _another(x: Tensor) -> Tensor:
+def _alias(x: Tensor) -> Tensor:
     """The same: a compiler wants the tensors of one call to be different ones."""
     return x.view_as(x)
 
@@ -118,14 +118,20 @@ class _Correction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, left: Tensor, x: Tensor, solutions: Solutions, ridge: Ridge, solver: Solver, *given: Tensor | None
+        ctx: Any,
+        residual: Tensor,
+        x: Tensor,
+        solve_systems: SolveFn,
+        ridge: Ridge,
+        solver: Solver,
+        *inputs: Tensor | None,
     ) -> Tensor:
-        ctx.solutions, ctx.ridge, ctx.solver = solutions, ridge, solver
-        ctx.save_for_backward(*given)
+        ctx.solve_systems, ctx.ridge, ctx.solver = solve_systems, ridge, solver
+        ctx.save_for_backward(*inputs)
         return x.clone()
 
     @staticmethod
     @once_differentiable("kernel 'chunked' of `ridge`")
-    def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        given = ctx.saved_tensors  # gradient checkpointing lets them be read only once
-        return ctx.solutions(to_x, NormalEquations(*given), ctx.ridge, ctx.solver), *[None] * (4 + len(given))
+    def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved = ctx.saved_tensors  # gradient checkpointing lets them be read only once
+        return ctx.solve_systems(grad_x, NormalEquations(*saved), ctx.ridge, ctx.solver), *[None] * (4 + len(saved))

@@ -13,7 +13,7 @@ from torch import Tensor
 from kalmix.beliefs import PointBelief, RidgeBelief
 from kalmix.ops._additive import chunked as memory
 from kalmix.ops._ridge.assembly import NormalEquations, assemble
-from kalmix.ops._ridge.linear_solvers import packed, scale_of, solve, unpacked
+from kalmix.ops._ridge.linear_solvers import decode_solver, encode_solver, solve, spectrum_scale
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Exact, Fixed, Ridge, Sketch, Solver
 from kalmix.ops._shared.batching import in_blocks
@@ -34,21 +34,21 @@ def ridge(
 ) -> Filtered:
     """Gated KalmaNet, all chunks at once, gradients by one more solve. See `kalmix.ops.ridge`."""
 
-    def filtered(*tokens: Any) -> Filtered:
+    def run(*tokens: Any) -> Filtered:
         options = (belief, segments, variance, ridge, solver)
-        return assemble(memory.additive, _solutions, RidgeSignals(*tokens), *options)
+        return assemble(memory.additive, _solve_systems, RidgeSignals(*tokens), *options)
 
     tokens = inside(owners(segments, *signals.v.shape[:2]), *signals)
-    return isolate(filtered, tokens, belief, segments)
+    return isolate(run, tokens, belief, segments)
 
 
-def _solutions(rhs: Tensor, equations: NormalEquations, ridge: Ridge, solver: Solver) -> Tensor:
+def _solve_systems(rhs: Tensor, equations: NormalEquations, ridge: Ridge, solver: Solver) -> Tensor:
     """S^{-1} rhs, both `[B, T, G, K]`."""
     fixed = isinstance(ridge, Fixed)
-    return _solve(rhs, *equations, fixed, float(ridge.value if fixed else ridge.factor), packed(solver))
+    return _solve(rhs, *equations, fixed, float(ridge.value if fixed else ridge.factor), encode_solver(solver))
 
 
-def _solve_blocks(
+def _solve_all_chunks(
     rhs: Tensor,
     k: Tensor,
     log_decay: Tensor | None,
@@ -57,33 +57,35 @@ def _solve_blocks(
     gram: Tensor,
     rows: Tensor | None,
     fixed: bool,
-    level: float,
-    code: list[int],
+    ridge_parameter: float,
+    solver_code: list[int],
 ) -> Tensor:
     """An operator, or a compiler would see every iteration."""
-    solver, strength = unpacked(code), Fixed(level) if fixed else Adaptive(level)
+    solver, ridge = decode_solver(solver_code), Fixed(ridge_parameter) if fixed else Adaptive(ridge_parameter)
 
     def block(
         rhs: Tensor, k: Tensor, log_decay: Tensor | None, gain: Tensor | None, norm: Tensor, gram: Tensor,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         chunks = Chunks.of(rhs, k.shape[2], rows, CHUNK)
-        keys, scale = chunks.cut(k, rhs.dtype), scale_of(strength, chunks.cut(norm[..., None], rhs.dtype))
+        keys, scale = chunks.cut(k, rhs.dtype), spectrum_scale(ridge, chunks.cut(norm[..., None], rhs.dtype))
         decays = Decays(chunks.cut_decay(log_decay, keys))
-        written = keys if gain is None else keys * chunks.cut(gain[..., None], rhs.dtype)
-        advance = Writes(decays.path, (keys * decays.until).mT @ written)
-        (entry,), (after,) = chunks.scan(advance, (chunks.states(gram),))
+        weighted_keys = keys if gain is None else keys * chunks.cut(gain[..., None], rhs.dtype)
+        writes = Writes(decays.path, (keys * decays.until).mT @ weighted_keys)
+        (entry_gram,), (final_gram,) = chunks.scan(writes, (chunks.states(gram),))
         assert decays.matrix is not None
-        systems = _Chunk(entry, keys, written, scale.inverse * decays.matrix, scale.inverse * decays.since, scale.shift)
+        systems = _ChunkSystems(
+            entry_gram, keys, weighted_keys, scale.inverse * decays.matrix, scale.inverse * decays.since, scale.shift
+        )
         x = scale.inverse * solve(solver, systems, chunks.cut(rhs, rhs.dtype), scale.rho)
-        return chunks.paste(x), after.flatten(1, 2)
+        return chunks.paste(x), final_gram.flatten(1, 2)
 
-    within = solver.solver if isinstance(solver, Sketch) else solver
-    widest = k.shape[3] ** 2 if isinstance(within, Exact) else k.shape[3]
+    inner_solver = solver.solver if isinstance(solver, Sketch) else solver
+    max_width = k.shape[3] ** 2 if isinstance(inner_solver, Exact) else k.shape[3]
     segments = None if rows is None else unchecked(rows)
-    entries = CHUNK * norm.shape[2] * widest
+    chunk_numel = CHUNK * norm.shape[2] * max_width
     return in_blocks(
-        block, (rhs, k, log_decay, gain, norm), PointBelief(gram), segments, entries, CHUNK
+        block, (rhs, k, log_decay, gain, norm), PointBelief(gram), segments, chunk_numel, CHUNK
     ).mean.contiguous()
 
 
@@ -91,29 +93,29 @@ def _solve_fake(rhs, *_):
     return rhs.new_empty(rhs.shape)
 
 
-_solve = custom_op("kalmix::ridge_chunked", _solve_blocks, _solve_fake)
+_solve = custom_op("kalmix::ridge_chunked", _solve_all_chunks, _solve_fake)
 
 
-class _Chunk(NamedTuple):
+class _ChunkSystems(NamedTuple):
     """The systems of a chunk's L tokens, scaled: H before the chunk, and what its tokens wrote since."""
 
     gram: Tensor  # [..., K, K]
     keys: Tensor  # [..., L, K]
-    written: Tensor  # [..., L, K]
+    weighted_keys: Tensor  # [..., L, K]
     weights: Tensor  # [..., L, L], of what each token wrote, at each token
-    since: Tensor  # [..., L, 1], of `gram`
+    entry_decay: Tensor  # [..., L, 1], of `gram`
     shift: Tensor | float  # [..., L, 1]
 
     def apply(self, x: Tensor) -> Tensor:
-        recent = (self.weights * (x @ self.keys.mT)) @ self.written
-        return self.since * (x @ self.gram) + recent + self.shift * x
+        recent = (self.weights * (x @ self.keys.mT)) @ self.weighted_keys
+        return self.entry_decay * (x @ self.gram) + recent + self.shift * x
 
     def matrix(self) -> Tensor:
-        pairs = torch.einsum("...ts,...si,...sj->...tij", self.weights, self.keys, self.written)
+        pairs = torch.einsum("...ts,...si,...sj->...tij", self.weights, self.keys, self.weighted_keys)
         eye = torch.eye(self.keys.shape[-1], dtype=pairs.dtype, device=pairs.device)
         shift = self.shift[..., None] if isinstance(self.shift, Tensor) else self.shift
-        return self.since[..., None] * self.gram[..., None, :, :] + pairs + shift * eye
+        return self.entry_decay[..., None] * self.gram[..., None, :, :] + pairs + shift * eye
 
-    def within(self, basis: Tensor) -> _Chunk:
-        parts = (basis.mT @ self.gram @ basis, self.keys @ basis, self.written @ basis)
-        return _Chunk(*parts, *self[3:])
+    def restrict(self, basis: Tensor) -> _ChunkSystems:
+        restricted = (basis.mT @ self.gram @ basis, self.keys @ basis, self.weighted_keys @ basis)
+        return _ChunkSystems(*restricted, *self[3:])

@@ -23,16 +23,23 @@ def ridge(
     dtype = v.dtype
     if dtype == torch.float16:  # whose range 1 / ||H|| leaves
         q, k, v = (x.float() for x in (q, k, v))
-    level = ridge.factor if isinstance(ridge, Adaptive) else ridge.value
+    ridge_parameter = ridge.factor if isinstance(ridge, Adaptive) else ridge.value
     rows = None if segments is None else segments.rows
     conjugate = isinstance(solver, ConjugateGradient)
     inputs = (q, k, v, log_decay, gain, mix, *belief)
-    options = (rows, isinstance(ridge, Adaptive), float(level), conjugate, solver.iterations, needs_grad(*inputs))
-    mean, read, cross, gram, *_ = _filter(*inputs, *options)
-    return Filtered(mean.to(dtype), read if variance else None, RidgeBelief(cross, gram))
+    options = (
+        rows,
+        isinstance(ridge, Adaptive),
+        float(ridge_parameter),
+        conjugate,
+        solver.iterations,
+        needs_grad(*inputs),
+    )
+    mean, variances, cross, gram, *_ = _filter(*inputs, *options)
+    return Filtered(mean.to(dtype), variances if variance else None, RidgeBelief(cross, gram))
 
 
-def _kept_shapes(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[tuple[int, ...], ...]:
+def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[tuple[int, ...], ...]:
     """Of solutions, norms, and H and U at the entry of every tile."""
     (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
     size = tile_size(length, width, k.dtype)
@@ -52,37 +59,39 @@ def _forward(
     gram: Tensor,
     rows: Tensor | None,
     adaptive: bool,
-    level: float,
+    ridge_parameter: float,
     conjugate: bool,
     iterations: int,
-    trains: bool,
+    needs_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._ridge.triton.forward import forward
 
-    inputs = (q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, level, conjugate, iterations)
+    inputs = (q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, ridge_parameter, conjugate, iterations)
     return forward(*inputs, tile_size(k.shape[1], k.shape[3], k.dtype))
 
 
-def _dry_run(q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, level, conjugate, iterations, trains):
+def _dry_run(
+    q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, ridge_parameter, conjugate, iterations, needs_gradient
+):
     """Run the forward and the backward pass, to precompile their kernels."""
     from kalmix.ops._ridge.triton.backward import backward
     from kalmix.ops._ridge.triton.forward import forward
 
     signals, size = (q, k, v, log_decay, gain, mix), tile_size(k.shape[1], k.shape[3], k.dtype)
-    options = (adaptive, level, conjugate, iterations, size)
-    found = forward(*signals, cross, gram, rows, *options)
-    if trains:
-        none = found[2].new_zeros(())
-        given = (found[0], None, none.expand(cross.shape), none.expand(gram.shape))
-        backward(*signals, *found[4:], rows, *given, *options)
+    options = (adaptive, ridge_parameter, conjugate, iterations, size)
+    outputs = forward(*signals, cross, gram, rows, *options)
+    if needs_gradient:
+        zero = outputs[2].new_zeros(())
+        grads = (outputs[0], None, zero.expand(cross.shape), zero.expand(gram.shape))
+        backward(*signals, *outputs[4:], rows, *grads, *options)
 
 
 def _forward_fake(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
     single = {"dtype": torch.float32, "device": k.device}
-    solution, norms, grams, crosses = _kept_shapes(k, v, rows)
-    last = (torch.empty(x.shape, **single) for x in (cross, gram))
-    kept = k.new_empty(solution), torch.empty(norms, **single), k.new_empty(grams), k.new_empty(crosses)
-    return v.new_empty(v.shape), torch.empty(*v.shape[:3], 1, **single), *last, *kept
+    solution, norms, grams, crosses = _saved_shapes(k, v, rows)
+    final = (torch.empty(x.shape, **single) for x in (cross, gram))
+    saved = k.new_empty(solution), torch.empty(norms, **single), k.new_empty(grams), k.new_empty(crosses)
+    return v.new_empty(v.shape), torch.empty(*v.shape[:3], 1, **single), *final, *saved
 
 
 def _backward(
@@ -97,22 +106,22 @@ def _backward(
     grams: Tensor,
     crosses: Tensor,
     rows: Tensor | None,
-    to_mean: Tensor,
-    to_read: Tensor | None,
-    to_cross: Tensor,
-    to_gram: Tensor,
+    grad_mean: Tensor,
+    grad_variance: Tensor | None,
+    grad_cross: Tensor,
+    grad_gram: Tensor,
     adaptive: bool,
-    level: float,
+    ridge_parameter: float,
     conjugate: bool,
     iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._ridge.triton.backward import backward
 
-    kept, given = (solution, norms, grams, crosses), (to_mean, to_read, to_cross, to_gram)
+    saved, grads = (solution, norms, grams, crosses), (grad_mean, grad_variance, grad_cross, grad_gram)
     size = tile_size(k.shape[1], k.shape[3], k.dtype)
     with torch.cuda.device_of(k):
-        options = (adaptive, level, conjugate, iterations)
-        return backward(q, k, v, log_decay, gain, mix, *kept, rows, *given, *options, size)
+        options = (adaptive, ridge_parameter, conjugate, iterations)
+        return backward(q, k, v, log_decay, gain, mix, *saved, rows, *grads, *options, size)
 
 
 _filter = register_filter_op(

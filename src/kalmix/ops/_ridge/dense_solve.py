@@ -17,24 +17,24 @@ from kalmix.validation import transformed
 _UNROLLED, _IMPLICIT = "Chebyshev(backward='unrolled')", "backward='implicit'"
 
 
-def solution(solver: Solver, gram: Tensor, ridge: Tensor, scale: Scale, rhs: Tensor) -> Tensor:
+def solve_differentiable(solver: Solver, gram: Tensor, ridge: Tensor, scale: Scale, rhs: Tensor) -> Tensor:
     """What `solver` takes for (H + ridge I)^{-1} rhs: `[..., K, K]`, `[..., 1]` twice over, `[..., K]`.
 
     Gradients reach H, the ridge and `rhs`; unrolled ones also what the solver makes of the spectrum.
     """
     unrolled = solver.iterations if isinstance(solver, Chebyshev) and solver.backward == "unrolled" else 0
     inverse = scale.inverse if unrolled else scale.inverse.detach()
-    shift = torch.where(inverse > 0, ridge * inverse, _number(scale.shift, ridge).detach())
+    shift = torch.where(inverse > 0, ridge * inverse, _as_tensor(scale.shift, ridge).detach())
     matrix = gram * inverse[..., None] + torch.diag_embed(shift.expand_as(rhs))
     if unrolled:
         if transformed():
             raise KernelError(f"{_UNROLLED} has no torch.func transforms and forward-mode derivatives; use {_IMPLICIT}")
-        rho = _number(scale.rho, rhs).expand(*rhs.shape[:-1], 1)
+        rho = _as_tensor(scale.rho, rhs).expand(*rhs.shape[:-1], 1)
         return _Unrolled.apply(matrix, rhs, rho, unrolled) * inverse
-    return _implicit(matrix, rhs, _number(scale.rho, rhs).detach(), solver) * inverse
+    return _implicit(matrix, rhs, _as_tensor(scale.rho, rhs).detach(), solver) * inverse
 
 
-def _number(x: Tensor | float, like: Tensor) -> Tensor:
+def _as_tensor(x: Tensor | float, like: Tensor) -> Tensor:
     return torch.as_tensor(x, dtype=like.dtype, device=like.device)
 
 
@@ -60,10 +60,10 @@ class _Implicit(torch.autograd.Function):
         ctx.save_for_backward(matrix, output, rho)
 
     @staticmethod
-    def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         matrix, x, rho = ctx.saved_tensors
-        to_rhs = _implicit(matrix, to_x, rho, ctx.solver)
-        return -to_rhs[..., None] * x[..., None, :], to_rhs, None, None
+        grad_rhs = _implicit(matrix, grad_x, rho, ctx.solver)
+        return -grad_rhs[..., None] * x[..., None, :], grad_rhs, None, None
 
 
 class _ImplicitForward(_Implicit):
@@ -75,9 +75,9 @@ class _ImplicitForward(_Implicit):
         ctx.save_for_forward(inputs[0], output, inputs[2])
 
     @staticmethod
-    def jvp(ctx: Any, of_matrix: Tensor, of_rhs: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx: Any, matrix_tangent: Tensor, rhs_tangent: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         matrix, x, rho = ctx.saved_tensors
-        return _implicit(matrix, of_rhs - Matrices(of_matrix).apply(x), rho, ctx.solver)
+        return _implicit(matrix, rhs_tangent - Matrices(matrix_tangent).apply(x), rho, ctx.solver)
 
 
 class _Unrolled(torch.autograd.Function):
@@ -93,54 +93,59 @@ class _Unrolled(torch.autograd.Function):
     the gradient for rho, through the weights: the whole is that of the unrolled iteration.
     """
 
-    KEPT = 5
+    CHECKPOINT_INTERVAL = 5
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, rhs: Tensor, rho: Tensor, iterations: int) -> Tensor:
-        before, x, kept = torch.zeros_like(rhs), rhs, []
+        x_last, x, checkpoints = torch.zeros_like(rhs), rhs, []
         for i, weight in enumerate(chebyshev_weights(rho, iterations)):
-            if i % _Unrolled.KEPT == 0:
-                kept += [before, x]
+            if i % _Unrolled.CHECKPOINT_INTERVAL == 0:
+                checkpoints += [x_last, x]
             image = Matrices(matrix).apply(x)
-            before, x = x, weight * (x - image + rhs) - (weight - 1) * before
+            x_last, x = x, weight * (x - image + rhs) - (weight - 1) * x_last
         ctx.iterations = iterations
-        ctx.save_for_backward(matrix, rhs, rho, *kept)
+        ctx.save_for_backward(matrix, rhs, rho, *checkpoints)
         return x
 
     @staticmethod
     @once_differentiable(_UNROLLED, _IMPLICIT)
-    def backward(ctx: Any, to_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        matrix, rhs, rho, *kept = ctx.saved_tensors
+    def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        matrix, rhs, rho, *checkpoints = ctx.saved_tensors
         apply, weights = Matrices(matrix).apply, chebyshev_weights(rho, ctx.iterations)
-        to_matrix, to_rhs = torch.zeros_like(matrix), torch.zeros_like(rhs)
-        to_rho, to_next_weight = torch.zeros_like(rho), torch.zeros_like(rho)
-        after, to_after = torch.zeros_like(rho), torch.zeros_like(to_x)  # the weight and the adjoint of one step later
+        grad_matrix, grad_rhs = torch.zeros_like(matrix), torch.zeros_like(rhs)
+        grad_rho, grad_next_weight = torch.zeros_like(rho), torch.zeros_like(rho)
+        next_weight, grad_next = (
+            torch.zeros_like(rho),
+            torch.zeros_like(grad_x),
+        )  # the weight and the adjoint of one step later
         steps: list[tuple[Tensor, Tensor, Tensor]] = []
         for i in reversed(range(ctx.iterations)):
-            weight, within = weights[i], i % _Unrolled.KEPT
-            if i + 1 == ctx.iterations or within + 1 == _Unrolled.KEPT:
-                steps = _again(apply, rhs, weights[i - within : i + 1], kept[2 * (i // _Unrolled.KEPT) :])
-            earlier, before, pull = steps[within]
-            to_matrix -= (weight * to_x)[..., None] * before[..., None, :]
-            to_rhs += weight * to_x
-            to_weight = (to_x * (pull - earlier)).sum(-1, keepdim=True) + to_next_weight
-            last = weights[i - 1] if i else 2.0
-            to_rho += to_weight * weight**2 * rho * last / 2
-            to_next_weight = to_weight * weight**2 * rho**2 / 4
-            to_before = weight * (to_x - apply(to_x))
+            weight, offset = weights[i], i % _Unrolled.CHECKPOINT_INTERVAL
+            if i + 1 == ctx.iterations or offset + 1 == _Unrolled.CHECKPOINT_INTERVAL:
+                steps = _recompute_iterates(
+                    apply, rhs, weights[i - offset : i + 1], checkpoints[2 * (i // _Unrolled.CHECKPOINT_INTERVAL) :]
+                )
+            x_before_last, x_last, correction = steps[offset]
+            grad_matrix -= (weight * grad_x)[..., None] * x_last[..., None, :]
+            grad_rhs += weight * grad_x
+            grad_weight = (grad_x * (correction - x_before_last)).sum(-1, keepdim=True) + grad_next_weight
+            last_weight = weights[i - 1] if i else 2.0
+            grad_rho += grad_weight * weight**2 * rho * last_weight / 2
+            grad_next_weight = grad_weight * weight**2 * rho**2 / 4
+            grad_last = weight * (grad_x - apply(grad_x))
             if i + 1 < ctx.iterations:
-                to_before -= (after - 1) * to_after
-            after, to_after, to_x = weight, to_x, to_before
-        return to_matrix, to_rhs + to_x, to_rho, None
+                grad_last -= (next_weight - 1) * grad_next
+            next_weight, grad_next, grad_x = weight, grad_x, grad_last
+        return grad_matrix, grad_rhs + grad_x, grad_rho, None
 
 
-def _again(
-    apply: Callable[[Tensor], Tensor], rhs: Tensor, weights: Sequence[Rho], kept: Sequence[Tensor]
+def _recompute_iterates(
+    apply: Callable[[Tensor], Tensor], rhs: Tensor, weights: Sequence[Rho], checkpoints: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return of each step x_{i-2}, x_{i-1} and x_{i-1} - S x_{i-1} + q, from the pair kept first."""
-    (before, x), steps = kept[:2], []
+    (x_last, x), steps = checkpoints[:2], []
     for weight in weights:
-        pull = x - apply(x) + rhs
-        steps.append((before, x, pull))
-        before, x = x, weight * pull - (weight - 1) * before
+        correction = x - apply(x) + rhs
+        steps.append((x_last, x, correction))
+        x_last, x = x, weight * correction - (weight - 1) * x_last
     return steps

@@ -13,14 +13,14 @@ from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 from kalmix.validation import SINGLES
 
 UNROLLED = "unrolled gradients"
-_OTHERS = {ConjugateGradient: "conjugate gradients", Exact: "exact solutions", Sketch: "sketches"}
+_SOLVER_FEATURES = {ConjugateGradient: "conjugate gradients", Exact: "exact solutions", Sketch: "sketches"}
 
 
-def needs_of(solver: Solver) -> frozenset[str]:
+def required_features(solver: Solver) -> frozenset[str]:
     """What a solver asks of a kernel that only some serve."""
     if isinstance(solver, Chebyshev):
         return frozenset({UNROLLED} if solver.backward == "unrolled" else ())
-    return frozenset({_OTHERS[type(solver)]})
+    return frozenset({_SOLVER_FEATURES[type(solver)]})
 
 
 KERNELS = (
@@ -31,10 +31,10 @@ KERNELS = (
         dtypes=SINGLES,
         max_key_width=256,
         max_single_precision_key_width=128,
-        features=frozenset({_OTHERS[ConjugateGradient]}),
+        features=frozenset({_SOLVER_FEATURES[ConjugateGradient]}),
         triton=True,
         low_precision_products=True,
     ),
-    Kernel("chunked", chunked.ridge, min_tokens=8, features=frozenset(_OTHERS.values())),
-    Kernel("reference", reference.ridge, features=frozenset({TRANSFORMS, UNROLLED, *_OTHERS.values()})),
+    Kernel("chunked", chunked.ridge, min_tokens=8, features=frozenset(_SOLVER_FEATURES.values())),
+    Kernel("reference", reference.ridge, features=frozenset({TRANSFORMS, UNROLLED, *_SOLVER_FEATURES.values()})),
 )

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from kalmix.ops._ridge.solvers import NOTHING, Adaptive, Chebyshev, ConjugateGradient, Exact, Ridge, Sketch, Solver
+from kalmix.ops._ridge.solvers import MIN_NORM, Adaptive, Chebyshev, ConjugateGradient, Exact, Ridge, Sketch, Solver
 
 Rho = Tensor | float
 
@@ -27,19 +27,19 @@ class Scale(NamedTuple):
     rho: Rho
 
 
-def scale_of(ridge: Ridge, norm: Tensor) -> Scale:
+def spectrum_scale(ridge: Ridge, norm: Tensor) -> Scale:
     """Return the scale of systems whose H has Frobenius norm `norm`; NaN where its square overflowed."""
     if isinstance(ridge, Adaptive):
-        factor, something = _factor(ridge, norm.dtype), norm > NOTHING
+        factor, nonzero = _factor(ridge, norm.dtype), norm > MIN_NORM
         middle = factor + 0.5
-        inverse = torch.where(something, 1 / torch.where(something, middle * norm, 1.0), 0.0)
-        return Scale(_unless_infinite(inverse, norm), factor / middle, 0.5 / middle)
-    level = ridge_of(ridge, norm)
-    inverse = 1 / (level + norm / 2)
-    return Scale(_unless_infinite(inverse, norm), level * inverse, norm / 2 * inverse)
+        inverse = torch.where(nonzero, 1 / torch.where(nonzero, middle * norm, 1.0), 0.0)
+        return Scale(_nan_if_infinite(inverse, norm), factor / middle, 0.5 / middle)
+    strength = ridge_strength(ridge, norm)
+    inverse = 1 / (strength + norm / 2)
+    return Scale(_nan_if_infinite(inverse, norm), strength * inverse, norm / 2 * inverse)
 
 
-def ridge_of(ridge: Ridge, norm: Tensor) -> Tensor:
+def ridge_strength(ridge: Ridge, norm: Tensor) -> Tensor:
     """Return lambda, differentiable in the norm of H: at least as much of it as the dtype resolves."""
     if isinstance(ridge, Adaptive):
         return _factor(ridge, norm.dtype) * norm
@@ -50,14 +50,14 @@ def _factor(ridge: Adaptive, dtype: torch.dtype) -> float:
     return max(ridge.factor, torch.finfo(dtype).eps)
 
 
-def _unless_infinite(x: Tensor, norm: Tensor) -> Tensor:
+def _nan_if_infinite(x: Tensor, norm: Tensor) -> Tensor:
     return torch.where(norm < torch.inf, x, torch.nan)
 
 
-def norm_of(square: Tensor) -> Tensor:
+def frobenius_norm(square: Tensor) -> Tensor:
     """The root of a squared norm, 0 with gradient 0 where there is nothing."""
-    nothing = square <= NOTHING**2
-    return torch.where(nothing, 0.0, torch.where(nothing, 1.0, square).sqrt())
+    zero = square <= MIN_NORM**2
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, square).sqrt())
 
 
 class System(Protocol):
@@ -71,7 +71,7 @@ class System(Protocol):
         """`[..., K, K]`."""
         ...
 
-    def within(self, basis: Tensor) -> Self:
+    def restrict(self, basis: Tensor) -> Self:
         """Restricted to a subspace, given an orthonormal basis `[K, dim]`."""
         ...
 
@@ -87,7 +87,7 @@ class Matrices(NamedTuple):
     def matrix(self) -> Tensor:
         return self.entries
 
-    def within(self, basis: Tensor) -> Matrices:
+    def restrict(self, basis: Tensor) -> Matrices:
         return Matrices(basis.mT @ self.entries @ basis)
 
 
@@ -98,12 +98,12 @@ def solve(solver: Solver, system: System, rhs: Tensor, rho: Rho) -> Tensor:
     if isinstance(solver, ConjugateGradient):
         return conjugate_gradient(system.apply, rhs, solver.iterations)
     if isinstance(solver, Exact):
-        return torch.cholesky_solve(rhs[..., None], factor_of(system.matrix()))[..., 0]
-    basis = basis_of(solver, rhs)
-    return solve(solver.solver, system.within(basis), rhs @ basis, rho) @ basis.mT
+        return torch.cholesky_solve(rhs[..., None], cholesky_factor(system.matrix()))[..., 0]
+    basis = sketch_basis(solver, rhs)
+    return solve(solver.solver, system.restrict(basis), rhs @ basis, rho) @ basis.mT
 
 
-def factor_of(matrix: Tensor) -> Tensor:
+def cholesky_factor(matrix: Tensor) -> Tensor:
     """Return the lower Cholesky factors of systems S / m, `[..., K, K]`, whose eigenvalues are at most 2.
 
     Where there is none, since rounding of a long sum outweighs the ridge, the ridge is raised to what a factorisation
@@ -112,11 +112,14 @@ def factor_of(matrix: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(matrix)
     width, eps = matrix.shape[-1], torch.finfo(matrix.dtype).eps
     eye = torch.eye(width, dtype=matrix.dtype, device=matrix.device)
-    for share in (width * (width + 1) * eps, eps**0.5):
+    for shift in (width * (width + 1) * eps, eps**0.5):
         if matrix.device.type == "cpu" and not failed.any():
             break
-        raised, lost = torch.linalg.cholesky_ex(matrix + share * eye)
-        factor, failed = torch.where((failed > 0)[..., None, None], raised, factor), torch.where(failed > 0, lost, 0)
+        regularized, still_failed = torch.linalg.cholesky_ex(matrix + shift * eye)
+        factor, failed = (
+            torch.where((failed > 0)[..., None, None], regularized, factor),
+            torch.where(failed > 0, still_failed, 0),
+        )
     return factor
 
 
@@ -144,26 +147,26 @@ def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, iteration
     x, residual, direction = torch.zeros_like(rhs), rhs, rhs
     square = residual.square().sum(-1, keepdim=True)
     best, smallest = x, square
-    least = (0.1 * torch.finfo(rhs.dtype).eps) ** 2 * square
+    threshold = (0.1 * torch.finfo(rhs.dtype).eps) ** 2 * square
     for _ in range(iterations):
         image = apply(direction)
         step = ratio(square, (direction * image).sum(-1, keepdim=True))
-        x, last = torch.addcmul(x, step, direction), square
+        x, last_square = torch.addcmul(x, step, direction), square
         residual = torch.addcmul(residual, step, image, value=-1)
         square = residual.square().sum(-1, keepdim=True)
         best = torch.lerp(best, x, (square < smallest).to(x.dtype))  # by 0 or 1: sooner than `where` on a CPU
         smallest = torch.minimum(square, smallest)
-        square = square * ((square > least) & (step > 0))
-        direction = torch.addcmul(residual, ratio(square, last), direction)
+        square = square * ((square > threshold) & (step > 0))
+        direction = torch.addcmul(residual, ratio(square, last_square), direction)
     return best
 
 
-def ratio(above: Tensor, below: Tensor) -> Tensor:
+def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Return a quotient, 0 where there is nothing to divide by; not to be differentiated."""
-    return torch.where(below > 0, above / below, 0.0)
+    return torch.where(denominator > 0, numerator / denominator, 0.0)
 
 
-def basis_of(sketch: Sketch, like: Tensor) -> Tensor:
+def sketch_basis(sketch: Sketch, like: Tensor) -> Tensor:
     """The orthonormal basis `[K, dim]` of a sketch, in the dtype and on the device of `like` `[..., K]`.
 
     A subsampled randomised cosine transform: `dim` evenly spread cosines of keys with random signs.
@@ -179,16 +182,16 @@ def basis_of(sketch: Sketch, like: Tensor) -> Tensor:
     return (signs[:, None] * cosines * length).to(like.dtype)
 
 
-def packed(solver: Solver) -> list[int]:
+def encode_solver(solver: Solver) -> list[int]:
     """A solver as an operator takes it, but for how gradients go back: kind, iterations; of a sketch dim and seed."""
-    within = solver.solver if isinstance(solver, Sketch) else solver
-    kind = (Chebyshev, ConjugateGradient, Exact).index(type(within))
+    inner_solver = solver.solver if isinstance(solver, Sketch) else solver
+    kind = (Chebyshev, ConjugateGradient, Exact).index(type(inner_solver))
     sketch = [solver.dim, solver.seed] if isinstance(solver, Sketch) else []
-    return [kind, 0 if isinstance(within, Exact) else within.iterations, *sketch]
+    return [kind, 0 if isinstance(inner_solver, Exact) else inner_solver.iterations, *sketch]
 
 
-def unpacked(code: list[int]) -> Solver:
+def decode_solver(code: list[int]) -> Solver:
     """The solver again."""
     kind, iterations, *sketch = code
-    within = Exact() if kind == 2 else ConjugateGradient(iterations) if kind == 1 else Chebyshev(iterations)
-    return Sketch(sketch[0], within, sketch[1]) if sketch else within
+    inner_solver = Exact() if kind == 2 else ConjugateGradient(iterations) if kind == 1 else Chebyshev(iterations)
+    return Sketch(sketch[0], inner_solver, sketch[1]) if sketch else inner_solver

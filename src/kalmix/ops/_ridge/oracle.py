@@ -10,7 +10,7 @@ from torch import Tensor
 from kalmix.ops._shared.recursion import Recursion, State, Token, prior_memory
 
 FACTOR = 0.02  # of the ridge, relative to ||H||_F, where none is given
-NOTHING = 1e-10  # ||H||_F below which an adaptive ridge reads 0
+MIN_NORM = 1e-10  # ||H||_F below which an adaptive ridge reads 0
 
 
 def prior(k: Tensor, v: Tensor) -> State:
@@ -18,8 +18,8 @@ def prior(k: Tensor, v: Tensor) -> State:
 
 
 def predict(belief: State, token: Token) -> State:
-    share = token["log_decay"].exp()[:, None, None] if "log_decay" in token else 1.0
-    return share * belief[0], share * belief[1]
+    decay = token["log_decay"].exp()[:, None, None] if "log_decay" in token else 1.0
+    return decay * belief[0], decay * belief[1]
 
 
 def update(belief: State, token: Token) -> State:
@@ -31,22 +31,22 @@ def update(belief: State, token: Token) -> State:
 def read(belief: State, token: Token) -> tuple[Tensor, Tensor]:
     """Equation 3, solved exactly whatever the solver, and 0 where an adaptive ridge has nothing to go by."""
     cross, gram = belief
-    query, level = token["q"], _level(gram, token.get("ridge"))
-    weight = torch.where(level < torch.inf, level, 1.0)[:, None, None]
-    x = torch.linalg.solve(gram + weight * torch.eye(query.shape[1]).to(gram), query)
-    x = torch.where((level < torch.inf)[:, None], x, 0.0)
-    mixed = x if token.get("mix") is None else torch.lerp(query, x, token["mix"][:, None])
-    return (mixed[:, None] @ cross)[:, 0], (query * x).sum(-1, keepdim=True)
+    query, strength = token["q"], _ridge_strength(gram, token.get("ridge"))
+    shift = torch.where(strength < torch.inf, strength, 1.0)[:, None, None]
+    x = torch.linalg.solve(gram + shift * torch.eye(query.shape[1]).to(gram), query)
+    x = torch.where((strength < torch.inf)[:, None], x, 0.0)
+    reader = x if token.get("mix") is None else torch.lerp(query, x, token["mix"][:, None])
+    return (reader[:, None] @ cross)[:, 0], (query * x).sum(-1, keepdim=True)
 
 
-def _level(gram: Tensor, ridge: Any) -> Tensor:
+def _ridge_strength(gram: Tensor, ridge: Any) -> Tensor:
     """The ridge `[G]`: `ridge.value`, or `ridge.factor` times ||H||_F, infinite where nothing was written."""
     if hasattr(ridge, "value"):
         return torch.full_like(gram[:, 0, 0], ridge.value)
     square = gram.square().sum((-2, -1))
-    something = square > NOTHING**2
-    norm = torch.where(something, square, 1.0).sqrt()
-    return torch.where(something, getattr(ridge, "factor", FACTOR) * norm, torch.inf)
+    nonzero = square > MIN_NORM**2
+    norm = torch.where(nonzero, square, 1.0).sqrt()
+    return torch.where(nonzero, getattr(ridge, "factor", FACTOR) * norm, torch.inf)
 
 
 RECURSION = Recursion(prior, predict, update, read)

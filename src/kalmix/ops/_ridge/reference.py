@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import RidgeBelief
-from kalmix.ops._ridge.dense_solve import solution
-from kalmix.ops._ridge.linear_solvers import norm_of, ridge_of, scale_of
+from kalmix.ops._ridge.dense_solve import solve_differentiable
+from kalmix.ops._ridge.linear_solvers import frobenius_norm, ridge_strength, spectrum_scale
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Ridge, Solver
 from kalmix.ops._shared.step_loop import Reads, inside, owners, walk
@@ -34,15 +34,15 @@ def ridge(
     tokens = zip(*(x.unbind(1) for x in (q, k, v.to(dtype), *(x[..., None] for x in factors))), strict=True)
 
     def step(
-        now: RidgeBelief, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, weight: Tensor, share: Tensor
+        state: RidgeBelief, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, weight: Tensor, token_mix: Tensor
     ) -> tuple[Reads, RidgeBelief]:
-        written = (weight * key)[..., None]
-        cross = decay[..., None] * now.cross + written * value[..., None, :]
-        gram = decay[..., None] * now.gram + written * key[..., None, :]
-        norm = norm_of(gram.square().sum((-2, -1)))[..., None]
-        x = solution(solver, gram, ridge_of(ridge, norm), scale_of(ridge, norm), query)
-        mixed = torch.lerp(query, x, share)
-        return ((mixed[..., None, :] @ cross)[..., 0, :], (query * x).sum(-1, keepdim=True)), RidgeBelief(cross, gram)
+        weighted_key = (weight * key)[..., None]
+        cross = decay[..., None] * state.cross + weighted_key * value[..., None, :]
+        gram = decay[..., None] * state.gram + weighted_key * key[..., None, :]
+        norm = frobenius_norm(gram.square().sum((-2, -1)))[..., None]
+        x = solve_differentiable(solver, gram, ridge_strength(ridge, norm), spectrum_scale(ridge, norm), query)
+        reader = torch.lerp(query, x, token_mix)
+        return ((reader[..., None, :] @ cross)[..., 0, :], (query * x).sum(-1, keepdim=True)), RidgeBelief(cross, gram)
 
-    reads, after = walk(step, belief, tokens, owner)
-    return Filtered(reads[0].to(v.dtype), reads[1] if variance else None, after)
+    outputs, final = walk(step, belief, tokens, owner)
+    return Filtered(outputs[0].to(v.dtype), outputs[1] if variance else None, final)

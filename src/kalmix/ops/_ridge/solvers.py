@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from kalmix.errors import ArgumentError
 from kalmix.validation import LARGEST, MOST
 
-NOTHING = 1e-10  # a norm of H below which nothing has been written: gradients, like 1 / ||H||^3, are still float32
+MIN_NORM = 1e-10  # a norm of H below which nothing has been written: gradients, like 1 / ||H||^3, are still float32
 Backward = Literal["implicit", "unrolled"]
 
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._linear_memory.triton.forward import strides
-from kalmix.ops._ridge.solvers import NOTHING
+from kalmix.ops._ridge.solvers import MIN_NORM
 from kalmix.ops._ridge.triton.input_grads import pull_keys, pull_values
 from kalmix.ops._ridge.triton.solve import (
     along,
@@ -50,7 +50,7 @@ def resolve(
     q_token, q_head, k_token, k_head, v_token, v_head, m_token, m_head, G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
     DECAYS: tl.constexpr, GAINS: tl.constexpr, MIXES: tl.constexpr, READS: tl.constexpr, ADAPTIVE: tl.constexpr,
-    CONJUGATE: tl.constexpr, NOTHING: tl.constexpr, PRECISION: tl.constexpr,
+    CONJUGATE: tl.constexpr, MIN_NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dmix, y and w of a tile's tokens; what H_0 and U_0 gave; how w H adds up, at the entry and on each token."""
     KIND: tl.constexpr = grams.dtype.element_ty
@@ -101,7 +101,7 @@ def resolve(
     norm = load_numbers(norms, slot, SIZE)
     gram = load_block(grams + slot * K * K, lane, lane, K, K)
     y, weights = solve(
-        given, gram, key, weights, fade, norm, level, iterations, ADAPTIVE, CONJUGATE, NOTHING, PRECISION
+        given, gram, key, weights, fade, norm, level, iterations, ADAPTIVE, CONJUGATE, MIN_NORM, PRECISION
     )
     store_rows(adjoint + row * K, G * K, count, lane, y, K, SIZE)
     x = load_rows(solution, G * K, count, lane, K, SIZE)
@@ -109,7 +109,7 @@ def resolve(
         own = along(product(y.to(KIND), gram, PRECISION), x, PRECISION)
         store_numbers(owns, slot, own * fade)
     if ADAPTIVE:
-        spread = -tl.maximum(level, resolved(KIND)) * along(y, x, PRECISION) / tl.where(norm > NOTHING, norm, 1.0)
+        spread = -tl.maximum(level, resolved(KIND)) * along(y, x, PRECISION) / tl.where(norm > MIN_NORM, norm, 1.0)
         store_numbers(spreads, slot, spread)
         store_numbers(written, slot, tl.sum(weights * (fade * spread)[:, None], 0))
         tl.store(carried + slot, tl.sum(fade * fade * spread, 0))
@@ -172,7 +172,7 @@ def backward(
         *s.tiles, iterations, level, *strides(q, k, v, to_mean), heads, s.share,
     )  # fmt: skip
     options = decays | gains | mixes | ridges | s.compiled | s.solved
-    options |= {"BLOCK": block_of(s), "READS": to_read is not None, "CONJUGATE": conjugate, "NOTHING": NOTHING}
+    options |= {"BLOCK": block_of(s), "READS": to_read is not None, "CONJUGATE": conjugate, "MIN_NORM": MIN_NORM}
     Launch(resolve, s.grid, arguments, options).run()
     wait()
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._linear_memory.triton.forward import strides
-from kalmix.ops._ridge.solvers import NOTHING
+from kalmix.ops._ridge.solvers import MIN_NORM
 from kalmix.ops._ridge.triton.solve import (
     along,
     block_of,
@@ -117,7 +117,7 @@ def regress(
     length, tiles, iterations, level, q_token, q_head, k_token, k_head, v_token, v_head, G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, STRIPS: tl.constexpr, SIZE: tl.constexpr,
     PACKED: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr, MIXES: tl.constexpr, ADAPTIVE: tl.constexpr,
-    CONJUGATE: tl.constexpr, NOTHING: tl.constexpr, PRECISION: tl.constexpr,
+    CONJUGATE: tl.constexpr, MIN_NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x, q'x and U'(mix x + (1 - mix) q) of a tile's tokens."""
     KIND: tl.constexpr = grams.dtype.element_ty
@@ -138,7 +138,7 @@ def regress(
     query = load_rows(q, q_token, count, lane, K, SIZE).to(tl.float32)
     weights = decays * weight[None, :]
     x, weights = solve(
-        query, gram, key, weights, fade, norm, level, iterations, ADAPTIVE, CONJUGATE, NOTHING, PRECISION
+        query, gram, key, weights, fade, norm, level, iterations, ADAPTIVE, CONJUGATE, MIN_NORM, PRECISION
     )
     store_rows(solution + row * K, G * K, count, lane, x, K, SIZE)
     query = load_rows(q, q_token, count, lane, K, SIZE).to(tl.float32)
@@ -203,7 +203,7 @@ def forward(
         q, k, v, *clock[:3], clock.weights, share, grams, crosses, squares, norms, solution, mean, read,
         *s.tiles, iterations, level, *strides(q, k, v), heads, s.share,
     )  # fmt: skip
-    options = {"MIXES": mix is not None, "ADAPTIVE": adaptive, "CONJUGATE": conjugate, "NOTHING": NOTHING, **kinds}
+    options = {"MIXES": mix is not None, "ADAPTIVE": adaptive, "CONJUGATE": conjugate, "MIN_NORM": MIN_NORM, **kinds}
     options |= {"BLOCK": block_of(s), "STRIPS": s.strips[0], **s.compiled, **s.solved}
     Launch(regress, s.grid, arguments, options).run()
     return mean, read, last_cross, last_gram, solution, norms, grams, crosses

@@ -313,19 +313,19 @@ def conjugate(rhs, gram, k, weights, fade, shift, iterations, PRECISION: tl.cons
 @triton.jit
 def solve(
     rhs, gram, k, weights, fade, norm, level, iterations,
-    ADAPTIVE: tl.constexpr, CONJUGATE: tl.constexpr, NOTHING: tl.constexpr, PRECISION: tl.constexpr,
+    ADAPTIVE: tl.constexpr, CONJUGATE: tl.constexpr, MIN_NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """S^{-1} rhs of a tile's tokens, from H at its entry, keys, paths and norms; and the weights, left in registers.
 
     All is divided by m, as `systems.scale_of` has it, and by the share of H_0 that is left, so that products with H_0
-    need no scaling; by no less than `FAINT`, where all of H_0 is far below `NOTHING`. A ratio that is the same for all
+    need no scaling; by no less than `FAINT`, where all of H_0 is far below `MIN_NORM`. A ratio that is the same for all
     tokens is a number, not a row.
     """
     KIND: tl.constexpr = gram.dtype
     something = norm >= 0.0
     left = tl.maximum(fade, FAINT)
     if ADAPTIVE:
-        something = norm > NOTHING
+        something = norm > MIN_NORM
         factor = tl.maximum(level, resolved(KIND))
         middle = factor + 0.5
         inverse = 1.0 / (middle * tl.where(something, norm, 1.0))
