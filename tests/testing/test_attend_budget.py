@@ -1,5 +1,6 @@
 """Budgets of fuzzed calls of `attend`."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -37,7 +38,7 @@ def test_frequency_budget_covers_scores_rounded_apart_for_queries_and_keys():
     weights[0] = torch.randn(weights[0].shape, generator=generator, dtype=torch.float64).float().double()
 
     def gradients(kernel: str) -> Tensors:
-        used = Draw(**(vars(case) | {"kernel": kernel}))
+        used = replace(case, kernel=kernel)
         found = fuzz.answers(used, partial(fuzz.call, used, DEVICE), case.x, weights, DEVICE)
         return dict(zip(fuzz.learnable(case.x), (x.cpu() for x in found[len(weights) :]), strict=True))
 

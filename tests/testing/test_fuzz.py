@@ -50,3 +50,10 @@ def test_a_minute_of_random_calls_stays_within_budget():
     """Every call that begins within the time must pass; `python -m kalmix.testing.fuzz` runs more."""
     arguments = fuzz.parse(["--cases", "10000", "--seconds", "55"])
     assert fuzz.fuzz(arguments) == 0
+
+
+def test_all_drawn_numbers_are_finite():
+    """Case 15 drew a nu of 1e6, which is infinite in float16."""
+    case = draw(15, kernels_on("cpu"), ("attend",))
+    assert case.dtype == torch.float16
+    assert all(bool(x.isfinite().all()) for x in case.x.values())

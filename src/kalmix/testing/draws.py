@@ -137,7 +137,7 @@ def draw(
     for name, x in case.x.items():
         kind = dtype if name in ("q", "k", "v") else carried if name.startswith("prior.") else gates
         if x.is_floating_point() and not name.endswith("times"):
-            case.x[name] = x.to(kind)
+            case.x[name] = x.clamp(max=torch.finfo(kind).max).to(kind)
     least = case.options.pop("least_noise", None)
     if least is not None:  # of an observation, relative to the square of its key; rounding must not lower it
         square = case.x["k"].double().square().sum(-1).repeat_interleave(case.sizes["G"] // case.sizes["H"], 2)
