@@ -107,7 +107,7 @@ def test_bits_per_byte_of_a_coin_toss_a_byte() -> None:
         (b" \n\t", "no text"),
         (b"\x89PNG\xff\xfe", "not UTF-8 at byte 0"),
         (b"a\0b", "binary"),
-        (b"x", "long enough"),
+        (b"x", "enough text"),
     ],
 )
 def test_a_text_that_will_not_do_is_named(tmp_path: Path, content: bytes | None, message: str) -> None:

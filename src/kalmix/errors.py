@@ -1,52 +1,79 @@
-"""What can be wrong with a call, each a `ValueError` with one sentence."""
+"""Exceptions that kalmix raises, and the text of their messages. Each is a `ValueError` with a message of one line."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-LONGEST = 300  # characters of what was received that a sentence repeats
+MAX_QUOTED_CHARS = 300  # a longer value is abbreviated in a message
 
 
 class ArgumentError(ValueError):
-    """An argument has the wrong shape, dtype, device or values."""
+    """Argument of the wrong type, shape, dtype or device, or with a value that is not accepted.
 
-    def __init__(self, name: str, *, got: object, needs: object) -> None:
-        super().__init__(f"`{name}` is {in_short(got)}, but must be {needs}")
+    The message reads "`name` is GOT; expected EXPECTED. HINT", or "`name` PROBLEM; expected EXPECTED. HINT".
+
+    Args:
+        name: the argument.
+        got: the value received, printed after "is".
+        problem: a verb phrase in place of "is GOT", such as "has 2 heads" or "does not exist".
+        expected: values that are accepted, as a noun phrase such as "a positive integer" or "at least 1".
+        hint: a sentence that says how to fix the call, without its final period; none by default.
+
+    Example:
+        >>> from kalmix import ArgumentError
+        >>> print(ArgumentError("v", problem="has 2 heads", expected="a multiple of 3 (the key heads)"))
+        `v` has 2 heads; expected a multiple of 3 (the key heads).
+        >>> print(ArgumentError("steps", got=0, expected="a positive integer"))
+        `steps` is 0; expected a positive integer.
+    """
+
+    def __init__(
+        self, name: str, *, got: object = None, problem: str | None = None, expected: object, hint: str = ""
+    ) -> None:
+        wrong = f"is {abbreviate(got)}" if problem is None else abbreviate(problem)
+        super().__init__(f"`{name}` {wrong}; expected {expected}." + (f" {hint}." if hint else ""))
         self.name = name
 
 
-def in_short(told: object) -> str:
-    """Return a text on one line, its middle left out where it is long."""
-    line = " ".join(str(told).split())
-    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+def abbreviate(value: object) -> str:
+    """Return the text of a value on one line; omit the middle if it has more than 300 characters."""
+    line = " ".join(str(value).split())
+    half = MAX_QUOTED_CHARS // 2
+    return line if len(line) <= MAX_QUOTED_CHARS else f"{line[:half]} ... {line[-half:]}"
 
 
-def alike(name: object, known: Iterable[str]) -> str:
-    """Those of the known names that are spelled much like `name`, all of them if none is; for a sentence."""
+def any_of(choices: Iterable[object]) -> str:
+    """Return choices as text for a message: `'a', 'b' or 'c'`. Strings are quoted."""
+    *first, last = map(repr, choices)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def nearest_names(name: object, known: Iterable[str]) -> str:
+    """Return up to four of the known names that are spelled like `name`, separated by commas; all if none is."""
     known = list(known)
     return ", ".join(get_close_matches(str(name), known, n=4, cutoff=0.4) or known)
 
 
 class NonFiniteError(ArgumentError):
-    """A signal holds NaN or infinity: in training, a sign that it diverged."""
+    """Signal that contains NaN or infinity. In training this is a sign of divergence."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name, got="not finite", needs="finite")
+        super().__init__(name, problem="contains NaN or infinity", expected="finite values")
 
 
 class FormatError(ArgumentError):
-    """A file has a format that this version of kalmix does not know."""
+    """File in a format that this version of kalmix cannot read, because it is too new or too old."""
 
-    def __init__(self, *, got: object, needs: object) -> None:
-        super().__init__("format", got=got, needs=needs)
+    def __init__(self, *, got: object, expected: object, hint: str) -> None:
+        super().__init__("format", got=got, expected=expected, hint=hint)
 
 
 class FileError(ValueError):
-    """A file is missing, damaged or of another kind than expected; begins with its name."""
+    """File that is missing, damaged or of another kind than expected. The message begins with its name."""
 
 
 class KernelError(ValueError):
-    """No kernel, or not the pinned one, can serve a call."""
+    """Call that no kernel supports, or that the requested kernel does not support."""
 
 
 class DesignError(ValueError):
-    """The parts of a design, or the signals given to it, do not fit together."""
+    """Design whose parts no op combines, or signals that do not match a design."""

@@ -38,10 +38,10 @@ def check_format(found: Mapping[str, Any], path: Path, *, oldest: int = 0) -> No
     """
     version = found.get("format", 0)
     if not isinstance(version, int) or version > FORMAT:
-        raise FormatError(got=f"{version!r} in {str(path)!r}", needs=f"at most {FORMAT}: update kalmix")
+        raise FormatError(got=f"{version!r} in {str(path)!r}", expected=f"at most {FORMAT}", hint="Update kalmix")
     if version < oldest:
-        needs = f"at least {oldest}: an older kalmix wrote this file; create it again with this version"
-        raise FormatError(got=f"{version} in {str(path)!r}", needs=needs)
+        hint = "An older kalmix wrote this file; create it again with this version"
+        raise FormatError(got=f"{version} in {str(path)!r}", expected=f"at least {oldest}", hint=hint)
 
 
 @contextmanager
@@ -133,8 +133,8 @@ def alone(output: Path) -> Iterator[None]:
                 partial.unlink(missing_ok=True)
             yield
     except Timeout:
-        needs = "a folder that no other run writes to; wait for that run, or choose another"
-        raise ArgumentError("output", got=f"{str(output)!r}, where a run is under way", needs=needs) from None
+        expected = "a folder that no other run writes to; wait for that run, or choose another"
+        raise ArgumentError("output", got=f"{str(output)!r}, where a run is under way", expected=expected) from None
 
 
 def check_regular(path: Path) -> None:

@@ -63,7 +63,7 @@ def lower(design: Design, k: Tensor, v: Tensor, signals: Signals) -> Signals:
     check_heads(sizes)
     for name in (*design.signals, *design.optional):
         if name in signals and not isinstance(signals[name], Tensor):
-            raise ArgumentError(name, got=type(signals[name]).__name__, needs="a tensor")
+            raise ArgumentError(name, got=type(signals[name]).__name__, expected="a tensor")
     if "matrix" in signals:
         raise DesignError("no op takes a transition by a matrix; kalmix.oracle does")
     return OPS[design.op].lower(k, v, signals)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
-from kalmix.validation import check_kind, check_shape, check_values
+from kalmix.validation import can_check_values, check_dtype_and_device, check_shape
 
 
 class Segments(NamedTuple):
@@ -48,11 +48,13 @@ class Segments(NamedTuple):
     def packed(cls, cu_seqlens: Tensor) -> Segments:
         """Sequences laid end to end in one batch row: `cu_seqlens` is `[N + 1]`, 0 first, not decreasing."""
         if not isinstance(cu_seqlens, Tensor):
-            raise ArgumentError("cu_seqlens", got=f"a {type(cu_seqlens).__name__}", needs="an int32 tensor [N + 1]")
+            raise ArgumentError("cu_seqlens", got=f"a {type(cu_seqlens).__name__}", expected="an int32 tensor [N + 1]")
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ArgumentError("cu_seqlens", got=f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}", needs="int32 [N + 1]")
-        if check_values(cu_seqlens) and (int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any())):
-            raise ArgumentError("cu_seqlens", got=cu_seqlens.tolist(), needs="0 first and not decreasing")
+            raise ArgumentError(
+                "cu_seqlens", got=f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}", expected="int32 of shape [N + 1]"
+            )
+        if can_check_values(cu_seqlens) and (int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any())):
+            raise ArgumentError("cu_seqlens", got=cu_seqlens.tolist(), expected="0 first and not decreasing")
         start, stop = cu_seqlens[:-1], cu_seqlens[1:]
         return unchecked(torch.stack([torch.zeros_like(start), start, stop], dim=1).to(torch.int32))
 
@@ -65,16 +67,18 @@ class Segments(NamedTuple):
         """
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             got = list(mask.shape) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-            raise ArgumentError("mask", got=got, needs="a tensor [B, T]")
+            raise ArgumentError("mask", got=got, expected="a tensor [B, T]")
         mask = mask != 0
         count = mask.sum(1)
         start = mask.int().argmax(1) if mask.shape[1] else count
-        if check_values(mask):
+        if can_check_values(mask):
             position = torch.arange(mask.shape[1], device=mask.device)
             run = (position >= start[:, None]) & (position < (start + count)[:, None])
             if bool((run != mask).any()):
                 row = int((run != mask).any(1).int().argmax())
-                raise ArgumentError("mask", got=f"broken in row {row}", needs="one run of tokens a row, without holes")
+                raise ArgumentError(
+                    "mask", problem=f"has a gap in row {row}", expected="one contiguous run of tokens in each row"
+                )
         row = torch.arange(mask.shape[0], device=mask.device)
         return unchecked(torch.stack([row, start, start + count], dim=1).to(torch.int32))
 
@@ -136,21 +140,21 @@ def unchecked(rows: Tensor) -> Segments:
 def _check(self: Segments, rows: Tensor) -> None:
     if not isinstance(rows, Tensor):
         if isinstance(rows, list | tuple) or hasattr(rows, "__array__"):
-            raise ArgumentError("segments", got=f"a {type(rows).__name__}", needs="an int32 tensor [N, 3]")
+            raise ArgumentError("segments", got=f"a {type(rows).__name__}", expected="an int32 tensor [N, 3]")
         return  # such as the 0 that `torch.func.vmap` counts leaves with
     if rows.ndim != 2 or rows.shape[1] != 3 or rows.dtype != torch.int32:
-        raise ArgumentError("segments", got=f"{rows.dtype} {list(rows.shape)}", needs="int32 [N, 3]")
-    if not check_values(rows) or rows.numel() == 0:
+        raise ArgumentError("segments", got=f"{rows.dtype} {list(rows.shape)}", expected="int32 [N, 3]")
+    if not can_check_values(rows) or rows.numel() == 0:
         return
     batch, start, stop = rows.long().unbind(1)
     if bool((rows < 0).any()) or bool((stop < start).any()):
-        raise ArgumentError("segments", got=rows.tolist(), needs="(batch row, start, stop), 0 <= start <= stop")
+        raise ArgumentError("segments", got=rows.tolist(), expected="(batch row, start, stop), 0 <= start <= stop")
     order = torch.argsort(start, stable=True)
     order = order[torch.argsort(batch[order], stable=True)]
     order = order[(stop > start)[order]]
     ahead, behind = order[1:], order[:-1]
     if bool(((batch[ahead] == batch[behind]) & (start[ahead] < stop[behind])).any()):
-        raise ArgumentError("segments", got=rows.tolist(), needs="runs that do not overlap")
+        raise ArgumentError("segments", got=rows.tolist(), expected="runs that do not overlap")
 
 
 torch.serialization.add_safe_globals([Segments])
@@ -186,17 +190,17 @@ def check_segments(segments: Segments | None, batch: int, length: int, device: t
     if segments is None:
         return batch
     if not isinstance(segments, Segments):
-        raise ArgumentError("segments", got=type(segments).__name__, needs="kalmix.Segments")
+        raise ArgumentError("segments", got=f"a {type(segments).__name__}", expected="kalmix.Segments")
     rows = segments.rows
     if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != 3:
         check_shape("segments.rows", rows, "N 3", {"3": 3})
-    check_kind("segments", rows, (torch.int32,), device)
-    if check_values(rows) and rows.shape[0]:
+    check_dtype_and_device("segments", rows, (torch.int32,), device)
+    if can_check_values(rows) and rows.shape[0]:
         least, (row, _, stop) = (bound.tolist() for bound in rows.aminmax(dim=0))
         if min(least) < 0 or row >= batch or stop > length:
             raise ArgumentError(
                 "segments",
                 got=f"up to batch row {row} and token {stop}",
-                needs=f"within batch {batch} and length {length}",
+                expected=f"within batch {batch} and length {length}",
             )
     return rows.shape[0]

@@ -1,13 +1,14 @@
-"""Argument checks: shapes, dtypes and devices always; values only where looking at them is free.
+"""Argument checks.
 
-Looking at values on a GPU would wait for it, so there it happens only inside `kalmix.checks()`. It never happens while
-compiling, nor inside a transform of `torch.func`, where a tensor may stand for a whole batch.
+Shapes, dtypes and devices are always checked. Values are checked on the CPU only: reading them on a GPU would
+synchronise, so there they are checked only inside `kalmix.checks()`. Values are never checked under `torch.compile` or
+inside a transform of `torch.func`, where a tensor may represent a batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import NoneType, UnionType
@@ -17,18 +18,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kalmix.errors import ArgumentError, NonFiniteError
+from kalmix.errors import ArgumentError, NonFiniteError, any_of
 
-_CHECKED: ContextVar[bool | None] = ContextVar("kalmix_checks", default=None)  # None: on a CPU
-SINGLES = (torch.float32, torch.bfloat16, torch.float16)  # what is computed in float32
-FLOATS = (torch.float64, *SINGLES)
-LARGEST = torch.finfo(torch.float32).max  # of a number among options
-MOST = 2**31 - 1  # of a size or a count: kernels index with int32
-PLAIN: dict[type[Any], str] = {
+_CHECKS: ContextVar[bool | None] = ContextVar("kalmix_checks", default=None)  # None: check values on the CPU only
+FLOAT32_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # inputs whose states are float32
+FLOATS = (torch.float64, *FLOAT32_STATE_DTYPES)
+MAX_FLOAT = torch.finfo(torch.float32).max  # largest number accepted as an option
+MAX_INT = 2**31 - 1  # largest size or count: kernels index with int32
+TYPE_NAMES: dict[type[Any], str] = {
     bool: "true or false",
     int: "an integer",
     float: "a finite number",
-    str: "a text",
+    str: "a string",
     list: "a list",
     NoneType: "none",
 }
@@ -36,87 +37,136 @@ PLAIN: dict[type[Any], str] = {
 
 @contextmanager
 def checks(enabled: bool = True) -> Iterator[None]:
-    """Check values on GPUs too, which costs a synchronisation per call; or, if not `enabled`, check them nowhere."""
-    token = _CHECKED.set(enabled)
+    """Turn value checks on or off inside a `with` block, on every device.
+
+    Without this context manager, values (signs, NaN, order of times) are checked on the CPU and not on GPUs.
+
+    Args:
+        enabled: check values on GPUs too, at the cost of a synchronisation per call; if False, check none anywhere.
+
+    Example:
+        >>> import torch, kalmix
+        >>> q = k = v = torch.full((1, 2, 1, 4), torch.nan)
+        >>> with kalmix.checks(False):
+        ...     y = kalmix.ops.additive(q, k, v)  # raises `ArgumentError` without the context manager
+    """
+    token = _CHECKS.set(enabled)
     try:
         yield
     finally:
-        _CHECKED.reset(token)
+        _CHECKS.reset(token)
 
 
-def check_values(tensor: Tensor) -> bool:
-    """Whether the values of `tensor` may be looked at here."""
-    if torch.compiler.is_compiling() or tensor.device.type == "meta" or transformed():
+def can_check_values(tensor: Tensor) -> bool:
+    """Return whether the values of `tensor` may be read for a check here."""
+    if torch.compiler.is_compiling() or tensor.device.type == "meta" or in_transform():
         return False
-    enabled = _CHECKED.get()
+    enabled = _CHECKS.get()
     return tensor.device.type == "cpu" if enabled is None else enabled
 
 
-def transformed() -> bool:
-    """Whether a transform of `torch.func`, or forward-mode differentiation, is active."""
+def in_transform() -> bool:
+    """Return whether a transform of `torch.func`, or forward-mode differentiation, is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def require(condition: bool, name: str, got: object, expected: str) -> None:
+    """Raise `ArgumentError` about the argument `name` unless `condition` is true."""
+    if not condition:
+        raise ArgumentError(name, got=got, expected=expected)
+
+
 def check_shape(name: str, tensor: Tensor, layout: str, sizes: dict[str, int]) -> None:
-    """Check `tensor` against a layout such as `"B T H K"`; letters not in `sizes` yet are bound by it."""
+    """Check the shape of `tensor`, and that it is a tensor.
+
+    Args:
+        name: the argument.
+        tensor: its value.
+        layout: one letter a dimension, such as `"B T H K"`.
+        sizes: sizes of the letters so far. Letters of `layout` that it lacks are added, with the tensor's sizes.
+    """
     letters = layout.split()
-    needs = "[" + ", ".join(f"{x}={sizes[x]}" if x in sizes else x for x in letters) + "]"
+    expected = "[" + ", ".join(f"{x}={sizes[x]}" if x in sizes else x for x in letters) + "]"
     if not isinstance(tensor, Tensor):
-        raise ArgumentError(name, got=type(tensor).__name__, needs=f"a tensor {needs}")
+        got = "None" if tensor is None else f"a {type(tensor).__name__}"
+        raise ArgumentError(name, got=got, expected=f"a tensor {expected}")
     if tensor.ndim != len(letters) or any(sizes.get(x, n) != n for x, n in zip(letters, tensor.shape, strict=True)):
-        raise ArgumentError(name, got=list(tensor.shape), needs=needs)
+        raise ArgumentError(name, problem=f"has shape {list(tensor.shape)}", expected=expected)
     sizes.update(zip(letters, tensor.shape, strict=True))
 
 
-def check_kind(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    """Check dtype, device, and that the tensor is dense."""
+def check_dtype_and_device(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    """Check that `tensor` has one of `dtypes`, is on `device` and is dense."""
     if tensor.dtype not in dtypes:
-        raise ArgumentError(name, got=tensor.dtype, needs=" or ".join(str(dtype) for dtype in dict.fromkeys(dtypes)))
+        raise ArgumentError(name, problem=f"has dtype {tensor.dtype}", expected=any_of(dict.fromkeys(dtypes)))
     if tensor.device != device:
-        raise ArgumentError(name, got=f"on {tensor.device}", needs=f"on {device}")
+        raise ArgumentError(name, problem=f"is on {tensor.device}", expected=f"a tensor on {device}")
     if tensor.layout is not torch.strided:
-        raise ArgumentError(name, got=tensor.layout, needs="a dense tensor")
+        raise ArgumentError(name, problem=f"has layout {tensor.layout}", expected="a dense tensor")
 
 
-def check_flag(name: str, value: bool) -> None:
-    """Check that an option is true or false, and no tensor."""
-    if not isinstance(value, bool):
-        raise ArgumentError(name, got=repr(value), needs="True or False")
-
-
-def check_range(name: str, tensor: Tensor, *, least: float | None = None, most: float | None = None) -> None:
-    """Check that values are finite and lie between the bounds, where values may be looked at."""
-    if not check_values(tensor) or tensor.numel() == 0:
+def check_range(name: str, tensor: Tensor, *, minimum: float | None = None, maximum: float | None = None) -> None:
+    """Check that all values are finite and lie between the bounds, if values may be read here."""
+    if not can_check_values(tensor) or tensor.numel() == 0:
         return
-    low, high = (float(x) for x in tensor.detach().aminmax())  # NaN passes through aminmax
+    low, high = (float(x) for x in tensor.detach().aminmax())  # NaN if any value is NaN
     if not (-float("inf") < low <= high < float("inf")):
         raise NonFiniteError(name)
-    if least is not None and low < least:
-        raise ArgumentError(name, got=f"as low as {low:g}", needs=f"at least {least:g}")
-    if most is not None and high > most:
-        raise ArgumentError(name, got=f"as high as {high:g}", needs=f"at most {most:g}")
+    if minimum is not None and low < minimum:
+        raise ArgumentError(name, problem=f"has a minimum of {low:g}", expected=f"values of at least {minimum:g}")
+    if maximum is not None and high > maximum:
+        raise ArgumentError(name, problem=f"has a maximum of {high:g}", expected=f"values of at most {maximum:g}")
+
+
+def check_bool(name: str, value: bool) -> None:
+    """Check that an option is `True` or `False`; a tensor is not accepted."""
+    if not isinstance(value, bool):
+        raise ArgumentError(name, got=repr(value), expected="True or False")
+
+
+def check_positive_int(name: str, value: object) -> None:
+    """Check that a size or a count is an integer between 1 and 2^31 - 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_INT:
+        bound = f" of at most {MAX_INT}" if isinstance(value, int) and value > MAX_INT else ""
+        raise ArgumentError(name, got=repr(value), expected=f"a positive integer{bound}")
+
+
+def check_number(name: str, value: float, minimum: float = torch.finfo(torch.float32).tiny) -> None:
+    """Check that a number is finite and at least `minimum`; by default, that it is positive."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= MAX_FLOAT:
+        bound = "of at least 0" if minimum == 0 else "above 0"
+        raise ArgumentError(name, got=repr(value), expected=f"a finite number {bound}")
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Check that an option is one of its choices."""
+    if value not in (known := tuple(choices)):
+        raise ArgumentError(name, got=repr(value), expected=any_of(known))
 
 
 def check_types(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Check plain values, such as a configuration holds, against annotations such as `int | None`.
+    """Check plain values, such as those of a configuration file, against annotations such as `int | None`.
 
-    A float may be given as an integer up to `MOST`; NaN and infinity are not accepted. Where an annotation names
-    another class, anything is accepted here.
+    An integer of at most `MAX_INT` is accepted for a float; NaN and infinity are not. Values whose annotation names
+    any other class are not checked.
+
+    Args:
+        hints: annotations by name.
+        given: values by name.
 
     Raises:
-        ArgumentError: a value is of another type; names it.
+        ArgumentError: a value has another type.
     """
     for name, value in given.items():
         hint = hints.get(name, Any)
         union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = {get_origin(kind) or kind for kind in union}
-        if kinds <= PLAIN.keys() and not _is_plain(value, kinds):
-            raise ArgumentError(
-                name, got=repr(value), needs=" or ".join(PLAIN[kind] for kind in PLAIN if kind in kinds)
-            )
+        if kinds <= TYPE_NAMES.keys() and not _has_type(value, kinds):
+            expected = " or ".join(TYPE_NAMES[kind] for kind in TYPE_NAMES if kind in kinds)
+            raise ArgumentError(name, got=repr(value), expected=expected)
 
 
-def _is_plain(value: Any, kinds: set[Any]) -> bool:
+def _has_type(value: Any, kinds: set[Any]) -> bool:
     if float in kinds and type(value) in (int, float):
-        return math.isfinite(value) and (isinstance(value, float) or abs(value) <= MOST)
+        return math.isfinite(value) and (isinstance(value, float) or abs(value) <= MAX_INT)
     return type(value) in kinds

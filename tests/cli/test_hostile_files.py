@@ -151,7 +151,7 @@ CASES = {
     "config is a FIFO": Case(replaced(CONFIG, os.mkfifo), "config.json"),
     "config is a link to itself": Case(replaced(CONFIG, lambda path: path.symlink_to(path)), "config.json"),
     "config of another model": Case(config(model_type="gpt2"), "gpt2"),
-    "newer format": Case(config(format=3), "must be at most 2: update kalmix"),
+    "newer format": Case(config(format=3), "expected at most 2. Update kalmix"),
     "unknown key": Case(config(hidden_sise=8), "hidden_sise"),
     "layers is a text": Case(config(layers="kla"), "layers"),
     "layers is a mapping": Case(config(layers={"mixer": "kla"}), "layers"),

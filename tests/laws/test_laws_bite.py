@@ -14,7 +14,7 @@ from kalmix.testing import measure
 from kalmix.testing.cases import Case
 from kalmix.testing.laws import LAWS, MANY, assert_within
 from kalmix.types import Filtered
-from kalmix.validation import transformed
+from kalmix.validation import in_transform
 
 
 def forgets_the_prior(signals, belief, segments, variance):
@@ -99,7 +99,7 @@ def _off(signals, off, *rest):
 
 
 def errs_in_batches(signals, *rest):
-    return _off(signals, transformed(), *rest)
+    return _off(signals, in_transform(), *rest)
 
 
 def limits_precision(signals, *rest):

@@ -149,5 +149,5 @@ def test_marginal_loss_trains_the_variances():
 def test_marginal_loss_needs_a_posterior():
     model = build("gpt", loss="marginal")
     assert model(tokens(1, 3)).loss is None
-    with pytest.raises(ArgumentError, match=r"Attention layer last.*posterior"):
+    with pytest.raises(ArgumentError, match=r"ends with Attention.*posterior"):
         model(tokens(1, 3), labels=tokens(1, 3))

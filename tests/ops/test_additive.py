@@ -8,7 +8,7 @@ from kalmix import ArgumentError, KernelError, ops
 
 KERNELS = ["reference", "chunked"]
 ONLY_HERE = {
-    "a gain per key": ({"gain": torch.rand(B, T, G, K)}, "`gain` is [2, 5, 2, 3], but must be [B=2, T=5, G=2]")
+    "a gain per key": ({"gain": torch.rand(B, T, G, K)}, "`gain` has shape [2, 5, 2, 3]; expected [B=2, T=5, G=2]")
 }
 TABLE = BAD | ONLY_HERE
 

@@ -323,24 +323,24 @@ def test_the_graph_does_not_grow_with_the_sequence() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "odd width": ({"q": torch.zeros(2, 3, 2, 5), "k": torch.zeros(2, 3, 2, 5)}, "`q` is 5 wide"),
-    "odd values": ({"v": torch.zeros(2, 3, 2, 3)}, "`v` is 3 wide"),
+    "odd width": ({"q": torch.zeros(2, 3, 2, 5), "k": torch.zeros(2, 3, 2, 5)}, "`q` has 5 columns"),
+    "odd values": ({"v": torch.zeros(2, 3, 2, 3)}, "`v` has 3 columns"),
     "values of another width": ({"v": torch.zeros(2, 3, 2, 6)}, "`value_dynamics` is absent"),
     "value dynamics as a tuple": ({"value_dynamics": ()}, "`value_dynamics` is tuple"),
-    "growth": ({"log_decay": torch.ones(2)}, "`log_decay` is as high as 1"),
+    "growth": ({"log_decay": torch.ones(2)}, "`log_decay` has a maximum of 1"),
     "frequencies of another width": ({"frequency": torch.zeros(2, 3)}, "`frequency`"),
-    "negative noise": ({"query_noise": -torch.ones(2)}, "`query_noise` is as low as -1"),
+    "negative noise": ({"query_noise": -torch.ones(2)}, "`query_noise` has a minimum of -1"),
     "no noise": ({"key_noise": torch.zeros(2), "query_noise": torch.zeros(2)}, "`key_noise + query_noise`"),
-    "a sure variance": ({"key_noise": torch.zeros(2), "variance": True}, "`key_noise` is as low as 0"),
+    "a sure variance": ({"key_noise": torch.zeros(2), "variance": True}, "`key_noise` has a minimum of 0"),
     "no nu": ({"nu": 0.0}, "`nu` is 0.0"),
     "a temperature a channel": ({"temperature": torch.ones(4)}, "`temperature`"),
     "a negative floor": ({"floor": -0.1}, "`floor` is -0.1"),
     "another weight": ({"weight": "student"}, "`weight` is 'student'"),
     "no window": ({"window": 0}, "`window` is 0"),
     "a belief on both sides": ({"causal": False, "belief": ()}, "`belief` is given"),
-    "times back": ({"times": torch.tensor([[0.0, 2.0, 1.0]]).expand(2, 3)}, "`times` is decreasing"),
-    "times of another length": ({"times": torch.zeros(2, 4)}, "`times` is [2, 4]"),
-    "times in half precision": ({"times": torch.zeros(2, 3).half()}, "`times` is torch.float16"),
+    "times back": ({"times": torch.tensor([[0.0, 2.0, 1.0]]).expand(2, 3)}, "`times` decreases"),
+    "times of another length": ({"times": torch.zeros(2, 4)}, "`times` has shape [2, 4]"),
+    "times in half precision": ({"times": torch.zeros(2, 3).half()}, "`times` has dtype torch.float16"),
 }
 
 
@@ -359,5 +359,5 @@ def test_bad_arguments(case: str) -> None:
 def test_times_before_the_beliefs_are_refused() -> None:
     x = signals()
     belief = _run(x).belief
-    with pytest.raises(ArgumentError, match="`times` is decreasing"):
+    with pytest.raises(ArgumentError, match="`times` decreases"):
         _run(x, belief=belief)

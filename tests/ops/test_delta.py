@@ -8,9 +8,12 @@ from kalmix import ArgumentError, KernelError, ops
 
 KERNELS = ["reference", "chunked"]
 ONLY_HERE = {
-    "no gain": ({"gain": None}, "`gain` is NoneType, but must be a tensor"),
-    "a gain per value": ({"gain": torch.rand(B, T, G, V)}, "`gain` is [2, 5, 2, 4], but must be [B=2, T=5, G=2, K=3]"),
-    "a gain for the key heads": ({"gain": torch.rand(B, T, H, K)}, "`gain` is [2, 5, 1, 3]"),
+    "no gain": ({"gain": None}, "`gain` is None; expected a tensor"),
+    "a gain per value": (
+        {"gain": torch.rand(B, T, G, V)},
+        "`gain` has shape [2, 5, 2, 4]; expected [B=2, T=5, G=2, K=3]",
+    ),
+    "a gain for the key heads": ({"gain": torch.rand(B, T, H, K)}, "`gain` has shape [2, 5, 1, 3]"),
 }
 TABLE = BAD | ONLY_HERE
 

@@ -24,7 +24,9 @@ def with_noise(value, scale=1.0, dtype=torch.float32, **changes):
     return given | {"belief": DenseBelief(mean, (scale * eye).expand_as(mean))} | changes
 
 
-REFUSED = "`obs_noise` is as low as {}, but must be at least {} times the prior's variance where beliefs are {}"
+REFUSED = (
+    "`obs_noise` has a minimum of {}; expected values of at least {} times the prior's variance where beliefs are {}"
+)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_a_damaged_file_makes_a_run_resume_from_the_checkpoint_before(
 def test_a_missing_file_is_refused(halted: tuple[Recipe, Path], name: str) -> None:
     recipe, folder = halted
     (folder / "checkpoints" / "checkpoint-5" / name).unlink()
-    with pytest.raises(ArgumentError, match=rf"checkpoint-5.*lacks {name}.*delete that folder"):
+    with pytest.raises(ArgumentError, match=rf"checkpoint-5.*without {name}.*delete that folder"):
         train(recipe, folder, resume=True)
 
 
@@ -98,7 +98,7 @@ def test_a_changed_text_or_tokenizer_is_refused(halted: tuple[Recipe, Path]) -> 
 
 
 def test_another_number_of_processes_is_refused(halted: tuple[Recipe, Path]) -> None:
-    with pytest.raises(ArgumentError, match="`processes` is 2, but must be 1"):
+    with pytest.raises(ArgumentError, match="`processes` is 2; expected 1"):
         newest(halted[1] / "checkpoints", processes=2)
 
 
@@ -108,7 +108,7 @@ def test_a_newer_format_is_refused(halted: tuple[Recipe, Path]) -> None:
         written = json.loads(file.read_text())
         assert written["format"] == 2
         file.write_text(json.dumps({**written, "format": 3}))
-    with pytest.raises(FormatError, match=r"`format` is 3 in '.*manifest.json', but must be at most 2: update kalmix"):
+    with pytest.raises(FormatError, match=r"`format` is 3 in '.*manifest.json'; expected at most 2. Update kalmix"):
         train(recipe, folder, resume=True)
     with pytest.raises(FormatError, match=r"`format` is 3 in '.*recipe.json'"):
         Recipe.load(folder)
@@ -119,7 +119,7 @@ def test_recipe_of_an_old_format_is_refused(halted: tuple[Recipe, Path]) -> None
     written = json.loads(file.read_text())
     for old in (written | {"format": 1}, {name: value for name, value in written.items() if name != "format"}):
         file.write_text(json.dumps(old))
-        with pytest.raises(FormatError, match=r"`format` is [01] in '.*recipe.json', but must be at least 2: an older"):
+        with pytest.raises(FormatError, match=r"`format` is [01] in '.*recipe.json'; expected at least 2. An older"):
             Recipe.load(halted[1])
 
 

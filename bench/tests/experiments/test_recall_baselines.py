@@ -162,7 +162,7 @@ def test_they_read_whole_sequences(make: object):
     layer = make()
     y, state = layer(tokens())
     assert torch.allclose(y[:, :9], layer(tokens()[:, :9])[0], atol=1e-5)  # and look at none to come
-    with pytest.raises(ArgumentError, match=r"`state` is a Gone, but must be none"):
+    with pytest.raises(ArgumentError, match=r"`state` is a Gone; expected none"):
         layer(tokens(), state)
     with pytest.raises(ArgumentError, match=r"`segments` .* whole sequences, one a row"):
         layer(tokens()[:1], segments=Segments.packed(torch.tensor([0, 3, TOKENS])))
@@ -188,7 +188,7 @@ def test_rwkv_asks_for_a_gpu_and_heads_that_fill_the_width():
         RWKV7(WIDTH, head_dim=32)
     layer = RWKV7(WIDTH, head_dim=8)
     assert layer.state_size(1) == 128
-    with pytest.raises(ArgumentError, match="must be a GPU"):
+    with pytest.raises(ArgumentError, match="expected a GPU"):
         layer(tokens())
 
 

@@ -160,10 +160,10 @@ def _length(cell: Cell) -> int:
     ("options", "says"),
     [
         ("mad --layer kalman", "such as kla"),
-        ('mad --layer kla:{"slot":8}', "'slot', but must be one of 'slots'"),
+        ('mad --layer kla:{"slot":8}', "'slot'; expected one of 'slots'"),
         ("mad --layer kla:{slots:8}", 'such as kla:{"slots": 8}'),
         ('mad --layer kla:{"slots":"8"}', "`slots` is '8'"),
-        ('mad --layer kla:{"mixer":"gla"}', "'mixer', but must be one of"),
+        ('mad --layer kla:{"mixer":"gla"}', "'mixer'; expected one of"),
         ('mad --layer gla:{"heads":3}', "in 3 parts"),
         ("mad --layer design", "'design' of 'design'` is absent"),
         ("mad --depth 1,0", "`depth` is '1,0'"),

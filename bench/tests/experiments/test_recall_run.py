@@ -110,7 +110,7 @@ def test_a_run_ends_when_it_is_good_enough_or_gets_no_better(tmp_path: Path) -> 
 def test_a_run_that_diverges_is_finished(tmp_path: Path) -> None:
     cell = replace(COPY, protocol=replace(COPY.protocol, rate=1e30, clip=0.0))
     row = found(cell, tmp_path)
-    assert "not finite" in row["diverged"] and "scores" not in row
+    assert "NaN or infinity" in row["diverged"] and "scores" not in row
     assert list(Results(tmp_path / "results.jsonl").rows([cell])) == [cell]
 
 

@@ -76,7 +76,7 @@ def squared(cells, tell, notes: Path, seconds: float = 0.0):
     with notes.open("a") as file:
         file.write("".join(f"{cell.number}\n" for cell in cells))
     if any(cell.number < 0 for cell in cells):
-        raise ArgumentError("number", got=min(cell.number for cell in cells), needs="at least 0")
+        raise ArgumentError("number", got=min(cell.number for cell in cells), expected="at least 0")
     tell(0.5, "half")
     time.sleep(seconds)
     return [{"square": cell.number**2} for cell in cells]
@@ -267,5 +267,5 @@ def test_rows_of_a_newer_version_are_refused(tmp_path: Path) -> None:
     (row,) = results.read()
     assert row["format"] == 2
     results.path.write_text(json.dumps({**row, "format": 3}) + "\n")
-    with pytest.raises(ArgumentError, match=r"`format` is 3 in '.*results.jsonl', but must be at most 2"):
+    with pytest.raises(ArgumentError, match=r"`format` is 3 in '.*results.jsonl'; expected at most 2"):
         run([Square(1)], results, partial(squared, notes=notes), CPU)

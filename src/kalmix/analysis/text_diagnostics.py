@@ -50,8 +50,8 @@ def read(model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str
     nats = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
     told = [(insight, insight.gain) for insight in insights if insight.gain is not None]
     if not told:
-        needs = "a layer with a write gain, such as 'kla' or 'bayesian'"
-        raise ArgumentError("model", got="without a layer that knows how sure it is", needs=needs)
+        expected = "a layer with a write gain, such as 'kla' or 'bayesian'"
+        raise ArgumentError("model", got="without a layer that knows how sure it is", expected=expected)
     maps = [insight.weights.abs().mean(0)[1:, 1:] for insight, _ in told if insight.weights is not None]
     return Reading(
         tokens,
@@ -69,7 +69,7 @@ def _tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[Tensor, list
     A letter of several bytes may be several tokens; it is shown at the first of them.
     """
     if not text:
-        raise ArgumentError("text", got="empty", needs="at least one character")
+        raise ArgumentError("text", got="empty", expected="at least one character")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     pieces, seen = [], 0
     for _, stop in encoded["offset_mapping"]:

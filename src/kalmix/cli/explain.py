@@ -24,7 +24,7 @@ def run(
         return
     names = {_plain(name): row for name, row in CATALOGUE.items()}
     if _plain(design) not in names:
-        raise ArgumentError("design", got=repr(design), needs=f"one of {', '.join(sorted(CATALOGUE))}")
+        raise ArgumentError("design", got=repr(design), expected=f"one of {', '.join(sorted(CATALOGUE))}")
     console.print(_card(names[_plain(design)]))
 
 

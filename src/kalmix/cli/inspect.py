@@ -20,7 +20,7 @@ def run(
 ) -> None:
     """Predictive variance, write gain and surprisal of each token, as a picture and as a page."""
     if (text is None) == (file is None):
-        raise ArgumentError("text", got="given twice" if text else "absent", needs="given once, by --text or --file")
+        raise ArgumentError("text", got="given twice" if text else "absent", expected="given once, by --text or --file")
     from kalmix.analysis import html_report as page
     from kalmix.analysis.plots import beliefs
     from kalmix.analysis.text_diagnostics import read

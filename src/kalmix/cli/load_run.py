@@ -26,7 +26,7 @@ def load(folder: Path) -> tuple[KalmixForCausalLM, PreTrainedTokenizerFast]:
         ArgumentError: it is missing, is no kalmix model, or is damaged.
     """
     if not folder.is_dir():
-        raise ArgumentError("model", got=f"{str(folder)!r}, which does not exist", needs=_NEEDS)
+        raise ArgumentError("model", got=f"{str(folder)!r}, which does not exist", expected=_NEEDS)
     if (folder / "model").is_dir():
         folder = folder / "model"
     from transformers import GenerationConfig
@@ -40,7 +40,7 @@ def load(folder: Path) -> tuple[KalmixForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = read_tokenizer(folder)
     if (most := max(tokenizer.get_vocab().values())) >= model.config.vocab_size:
         got = f"{str(folder)!r}, whose tokenizer has a token {most}"
-        raise ArgumentError("model", got=got, needs=f"one with a tokenizer of at most {model.config.vocab_size} tokens")
+        raise ArgumentError("model", got=got, expected=f"token ids below {model.config.vocab_size}")
     model.generation_config = GenerationConfig.from_model_config(model.config)
     return model.eval(), tokenizer
 
@@ -62,8 +62,8 @@ def load_run(folder: Path) -> Run:
     recipe, history = Recipe.load(folder), read_history(folder)
     if not finished(history):
         done = f"at {history[-1].get('progress', 0.0):.0%} of its training" if history else "before it saved anything"
-        needs = f"a finished run; `kalmix train --resume --output {folder}` continues it"
-        raise ArgumentError("run", got=f"{str(folder)!r}, which stopped {done}", needs=needs)
+        expected = f"a finished run; `kalmix train --resume --output {folder}` continues it"
+        raise ArgumentError("run", got=f"{str(folder)!r}, which stopped {done}", expected=expected)
     model, tokenizer = load(folder)
     corpus, before = text.load(recipe.text), inputs.load(folder)
     if before is not None:

@@ -45,7 +45,7 @@ def run(
 ) -> None:
     """Train a language model on a text, and evaluate it on text that it never saw, as `kalmix report` does."""
     if output is not None and not output.strip():
-        raise ArgumentError("output", got="empty", needs="the path of a folder")
+        raise ArgumentError("output", got="empty", expected="the path of a folder")
     folder = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}" if output is None else Path(output)
     if resume:
         recipe = _resumed(context, None if output is None else folder)
@@ -84,9 +84,9 @@ def run(
 
 def _resumed(context: typer.Context, folder: Path | None) -> Recipe:
     if folder is None:
-        raise ArgumentError("output", got="absent", needs="given with --resume: the folder of the run to go on with")
+        raise ArgumentError("output", got="absent", expected="given with --resume: the folder of the run to go on with")
     for name in context.params:
         source = context.get_parameter_source(name)
         if name not in ("output", "resume") and source is not None and source.name == "COMMANDLINE":
-            raise ArgumentError(name, got="given with --resume", needs="left out: a resumed run keeps its settings")
+            raise ArgumentError(name, got="given with --resume", expected="left out: a resumed run keeps its settings")
     return Recipe.load(folder)

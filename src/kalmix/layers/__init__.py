@@ -54,7 +54,7 @@ def mixer_class(name: str, options: Mapping[str, object]) -> type[Mixer]:
         ArgumentError: no such layer, or as `Mixer.check_options` raises it.
     """
     if not isinstance(name, str) or name not in MIXERS:
-        raise ArgumentError("mixer", got=repr(name), needs=f"one of {', '.join(map(repr, MIXERS))}")
+        raise ArgumentError("mixer", got=repr(name), expected=f"one of {', '.join(map(repr, MIXERS))}")
     MIXERS[name].check_options(name, options)
     return MIXERS[name]
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from kalmix import designs, ops
 from kalmix.beliefs import HistoryBelief
 from kalmix.designs import Design
-from kalmix.layers.base import check_choice, check_positive
 from kalmix.layers.modules import unit, widen
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import Doubt
@@ -20,6 +19,7 @@ from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics, Weight
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
+from kalmix.validation import check_choice, check_positive_int
 
 
 class AdaptiveFilterAttention(TrajectoryLayer):
@@ -73,8 +73,8 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         confidence: bool = False,
         kernel: str | None = None,
     ) -> None:
-        check_positive("iterations", iterations)
-        check_positive("window", 1 if window is None else window)
+        check_positive_int("iterations", iterations)
+        check_positive_int("window", 1 if window is None else window)
         check_choice("weight", weight, get_args(Weight))
         sizes = complex_heads(hidden_size, heads, head_dim)
         options = {"rotary_base": rotary_base, "predict": predict, "confidence": confidence, "kernel": kernel}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kalmix import designs, ops
 from kalmix.beliefs import HistoryBelief, loadable
 from kalmix.designs import Design
-from kalmix.layers.base import Mixer, check_positive, check_state, detach, keep_owned, take, to
+from kalmix.layers.base import Mixer, check_state, detach, keep_owned, take, to
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.modules import widen
 from kalmix.layers.parametrize import StateDynamics
@@ -21,6 +21,7 @@ from kalmix.layers.robust_weights import Doubt
 from kalmix.layers.trajectory_base import complex_heads
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered, belief_dtype
+from kalmix.validation import check_positive_int
 
 EPS = 1e-6  # in the length of what is divided by it
 
@@ -88,8 +89,8 @@ class AFATransformerBlock(Mixer):
         kernel: str | None = None,
     ) -> None:
         super().__init__(hidden_size)
-        check_positive("window", 1 if window is None else window)
-        check_positive("mlp_width", 1 if mlp_width is None else mlp_width)
+        check_positive_int("window", 1 if window is None else window)
+        check_positive_int("mlp_width", 1 if mlp_width is None else mlp_width)
         sizes = complex_heads(hidden_size, heads, head_dim)
         columns, width = 2 * sizes.keys, 4 * hidden_size if mlp_width is None else mlp_width
         self.sizes: Heads = sizes

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import loadable
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import Mixer, check_number, check_positive, check_state, detach, keep_owned, take, to
+from kalmix.layers.base import Mixer, check_state, detach, keep_owned, take, to
 from kalmix.layers.modules import RMSNorm, rotate
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
+from kalmix.validation import check_number, check_positive_int
 
 
 @loadable
@@ -63,18 +64,18 @@ class Attention(Mixer):
         if heads is None:
             heads = max(h for h in range(1, max(1, hidden_size // 64) + 1) if hidden_size % h == 0)
         kv_heads = heads if kv_heads is None else kv_heads
-        check_positive("heads", heads)
-        check_positive("kv_heads", kv_heads)
+        check_positive_int("heads", heads)
+        check_positive_int("kv_heads", kv_heads)
         if head_dim is None:
             if hidden_size % (2 * heads):
-                needs = f"a number that cuts {hidden_size} columns into even widths"
-                raise ArgumentError("heads", got=heads, needs=needs)
+                expected = f"a number that cuts {hidden_size} columns into even widths"
+                raise ArgumentError("heads", got=heads, expected=expected)
             head_dim = hidden_size // heads
-        check_positive("head_dim", head_dim)
+        check_positive_int("head_dim", head_dim)
         if head_dim % 2:
-            raise ArgumentError("head_dim", got=head_dim, needs="an even number")
+            raise ArgumentError("head_dim", got=head_dim, expected="an even number")
         if heads % kv_heads:
-            raise ArgumentError("kv_heads", got=kv_heads, needs=f"a divisor of the {heads} heads")
+            raise ArgumentError("kv_heads", got=kv_heads, expected=f"a divisor of the {heads} heads")
         check_number("rotary_base", rotary_base)
         self.heads = heads
         self.kv_heads = kv_heads

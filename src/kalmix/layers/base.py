@@ -15,7 +15,7 @@ from kalmix.designs import Design
 from kalmix.errors import ArgumentError
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Belief, Filtered
-from kalmix.validation import FLOATS, LARGEST, MOST, check_kind, check_shape, check_types
+from kalmix.validation import FLOATS, check_dtype_and_device, check_positive_int, check_shape, check_types
 
 State = TypeVar("State", bound=tuple)
 
@@ -47,7 +47,7 @@ class Mixer(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        check_positive("hidden_size", hidden_size)
+        check_positive_int("hidden_size", hidden_size)
         self.hidden_size = hidden_size
 
     @classmethod
@@ -64,11 +64,11 @@ class Mixer(nn.Module):
         known = {n: option for n, option in inspect.signature(cls).parameters.items() if n != "hidden_size"}
         for option in options:
             if option not in known:
-                needs = f"one of {', '.join(map(repr, known))}"
-                raise ArgumentError(f"option of {name!r}", got=repr(option), needs=needs)
+                expected = f"one of {', '.join(map(repr, known))}"
+                raise ArgumentError(f"option of {name!r}", got=repr(option), expected=expected)
         for n, option in known.items():
             if option.default is option.empty and n not in options:
-                raise ArgumentError(f"option {n!r} of {name!r}", got="absent", needs="given")
+                raise ArgumentError(f"option {n!r} of {name!r}", got="absent", expected="given")
         check_types(option_types(cls), options)
 
     @classmethod
@@ -158,7 +158,7 @@ class Mixer(nn.Module):
             ArgumentError: `x` or the state has another shape or type than the layer takes.
         """
         check_shape("x", x, "B T D", {"D": self.hidden_size})
-        check_kind("x", x, FLOATS, x.device)
+        check_dtype_and_device("x", x, FLOATS, x.device)
         check_segments(segments, x.shape[0], x.shape[1], x.device)
         (mean, var, after), context = self.read(x, state, segments, variance and self.has_posterior, **when)
         return Filtered(self.emit(mean, context), None if var is None else self.emit_variance(var, context), after)
@@ -184,27 +184,6 @@ def option_types(layer: type[Mixer]) -> dict[str, Any]:
         return {}
 
 
-def check_positive(name: str, value: object) -> None:
-    """Check that a size or a count is a positive integer, and that kernels can count so far."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-        needs = "a positive integer" + (f" of at most {MOST}" if isinstance(value, int) and value > MOST else "")
-        raise ArgumentError(name, got=repr(value), needs=needs)
-
-
-def check_number(name: str, value: float, least: float = torch.finfo(torch.float32).tiny) -> None:
-    """Check that a number is finite and at least `least`; positive if that is absent."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= LARGEST:
-        raise ArgumentError(
-            name, got=repr(value), needs=f"a finite number {'of at least 0' if least == 0 else 'above 0'}"
-        )
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Check that an option is one of its choices."""
-    if value not in choices:
-        raise ArgumentError(name, got=repr(value), needs=" or ".join(map(repr, choices)))
-
-
 def check_state(state: Belief | None, kind: type[State], x: Tensor, segments: Segments | None) -> State | None:
     """Check that a state, if there is one, is of the layer's own kind with one entry a sequence, and return it.
 
@@ -220,12 +199,12 @@ def check_state(state: Belief | None, kind: type[State], x: Tensor, segments: Se
         return None
     sequences = x.shape[0] if segments is None else segments.count
     if not isinstance(state, kind):
-        raise ArgumentError("state", got=f"a {type(state).__name__}", needs=f"a {kind.__name__}")
+        raise ArgumentError("state", got=f"a {type(state).__name__}", expected=f"a {kind.__name__}")
     leaf: Any = state
     while not isinstance(leaf, Tensor):
         leaf = leaf[-1]
     if leaf.shape[0] != sequences:
-        raise ArgumentError("state", got=f"of {leaf.shape[0]} sequences", needs=f"of {sequences}, as the input")
+        raise ArgumentError("state", got=f"of {leaf.shape[0]} sequences", expected=f"of {sequences}, as the input")
     return state
 
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from kalmix import designs, ops
 from kalmix.designs import Design
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import check_positive
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import VARIANCES, Noise, StepDecay
 from kalmix.types import Filtered
+from kalmix.validation import check_positive_int
 
 
 class BayesianLayer(MemoryLayer):
@@ -56,9 +56,9 @@ class BayesianLayer(MemoryLayer):
         kernel: str | None = None,
     ) -> None:
         whole = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, share=0.75)
-        check_positive("groups", groups)
+        check_positive_int("groups", groups)
         if whole.value_width % groups:
-            raise ArgumentError("groups", got=groups, needs=f"a divisor of the {whole.value_width} columns of a head")
+            raise ArgumentError("groups", got=groups, expected=f"a divisor of {whole.value_width} (columns of a head)")
         sizes = whole._replace(heads=whole.heads * groups, value_width=whole.value_width // groups)
         options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, sizes, norm_width=whole.value_width, **options)

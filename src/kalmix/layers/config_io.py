@@ -64,12 +64,12 @@ def _read(what: str, given: object, kinds: Mapping[str, type]) -> Any:
     kind = kinds.get(options.pop("name", ""))
     if kind is None:
         values = ", ".join(kind.__name__ for kind in kinds.values())
-        needs = f"one of {values}, or a mapping with a 'name' of {', '.join(map(repr, kinds))}"
-        raise ArgumentError(what, got=repr(given), needs=needs)
+        expected = f"one of {values}, or a mapping with a 'name' of {', '.join(map(repr, kinds))}"
+        raise ArgumentError(what, got=repr(given), expected=expected)
     if isinstance(options.get("solver"), str | Mapping):
         options["solver"] = as_solver(options["solver"])
     try:
         return kind(**options)
     except TypeError as error:
-        needs = f"{kind.__name__} of {', '.join(field.name for field in fields(kind)) or 'nothing'}"
-        raise ArgumentError(what, got=f"{given!r} ({error})", needs=needs) from None
+        expected = f"{kind.__name__} of {', '.join(field.name for field in fields(kind)) or 'nothing'}"
+        raise ArgumentError(what, got=f"{given!r} ({error})", expected=expected) from None

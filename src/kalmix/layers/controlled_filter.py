@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from kalmix.layers.afa import AdaptiveFilterAttention
-from kalmix.layers.base import check_positive
 from kalmix.layers.parametrize import positive
 from kalmix.ops import kappa
+from kalmix.validation import check_positive_int
 
 
 def authority(rate: Tensor, duration: Tensor, worth: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class ControlledFilter(AdaptiveFilterAttention):
         rank: int = 8,
         kernel: str | None = None,
     ) -> None:
-        check_positive("rank", rank)
+        check_positive_int("rank", rank)
         super().__init__(
             hidden_size, heads=heads, head_dim=head_dim, rotary_base=rotary_base, window=window, kernel=kernel
         )

@@ -63,7 +63,7 @@ class Designed(MemoryLayer):
         if design.transition.decay in ("matrix", "time"):
             moved = design.transition.describe
             raise ArgumentError(
-                "design", got=f"{design.name!r}, which {moved}", needs="of a memory or of cells, per token"
+                "design", got=f"{design.name!r}, which {moved}", expected="of a memory or of cells, per token"
             )
         sizes = whole = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, key_heads=key_heads)
         if design.evidence.columns:
@@ -123,11 +123,11 @@ def as_design(given: object) -> Design:
         return given
     if isinstance(given, str) and given in CATALOGUE:
         return CATALOGUE[given]
-    needs = f"a Design, a mapping of {', '.join(PARTS)}, or one of {', '.join(map(repr, CATALOGUE))}"
+    expected = f"a Design, a mapping of {', '.join(PARTS)}, or one of {', '.join(map(repr, CATALOGUE))}"
     if not isinstance(given, Mapping) or not PARTS.keys() <= given.keys():
-        raise ArgumentError("design", got=repr(given), needs=needs)
+        raise ArgumentError("design", got=repr(given), expected=expected)
     try:
         parts = {name: part(**given[name]) for name, part in PARTS.items()}
         return Design(**{"name": "your own", **given, **parts})
     except TypeError as error:
-        raise ArgumentError("design", got=f"{given!r} ({error})", needs=needs) from None
+        raise ArgumentError("design", got=f"{given!r} ({error})", expected=expected) from None

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import check_positive
 from kalmix.layers.modules import widen
 from kalmix.layers.parametrize import positive
 from kalmix.ops import kappa
-from kalmix.validation import check_shape
+from kalmix.validation import check_positive_int, check_shape
 
 SIDES = ("left", "right", "below", "above")  # where a neighbour may lie, in the order of parameters
 
@@ -79,9 +78,9 @@ class FilterConv2d(nn.Module):
         super().__init__()
         sizes = {"in_channels": in_channels, "out_channels": out_channels, "heads": heads, "head_dim": head_dim}
         for name, size in (sizes | {"kernel_size": kernel_size}).items():
-            check_positive(name, size)
+            check_positive_int(name, size)
         if kernel_size % 2 == 0:
-            raise ArgumentError("kernel_size", got=kernel_size, needs="odd, so that a pixel is in the middle")
+            raise ArgumentError("kernel_size", got=kernel_size, expected="odd, so that a pixel is in the middle")
         self.in_channels = in_channels
         self.kernel_size = kernel_size
         self.heads = heads

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from kalmix import designs, ops
 from kalmix.designs import Design, Transition
-from kalmix.layers.base import check_choice
 from kalmix.layers.config_io import as_ridge, as_solver
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
@@ -19,6 +18,7 @@ from kalmix.layers.modules import widen
 from kalmix.layers.parametrize import StepDecay
 from kalmix.ops import Adaptive, Chebyshev, Ridge, Solver
 from kalmix.types import Filtered
+from kalmix.validation import check_choice
 
 EPS = 1e-6  # of the published code, in the length of keys and in gains
 GAINS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from kalmix import designs, ops
 from kalmix.designs import Design
-from kalmix.layers.base import check_number, check_positive
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import low_rank, widen
 from kalmix.types import Filtered
+from kalmix.validation import check_number, check_positive_int
 
 
 class GLA(MemoryLayer):
@@ -51,7 +51,7 @@ class GLA(MemoryLayer):
         kernel: str | None = None,
     ) -> None:
         sizes = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, share=0.5)
-        check_positive("rank", rank)
+        check_positive_int("rank", rank)
         super().__init__(hidden_size, sizes, conv=conv, activate=conv > 0, gate=gate, norm_eps=norm_eps, kernel=kernel)
         check_number("temperature", temperature)
         self.temperature = temperature

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import check_positive
-from kalmix.validation import MOST
+from kalmix.validation import MAX_INT, check_positive_int
 
 
 class Heads(NamedTuple):
@@ -42,23 +41,23 @@ class Heads(NamedTuple):
         Raises:
             ArgumentError: one of them is no positive number, or they do not fit.
         """
-        check_positive("hidden_size", hidden_size)
+        check_positive_int("hidden_size", hidden_size)
         if heads is not None:
-            check_positive("heads", heads)
+            check_positive_int("heads", heads)
             head_dim = max(1, int(share * hidden_size / heads)) if head_dim is None else head_dim
         elif head_dim is None:
             head_dim = 1 << (max(2, min(widest, hidden_size // 4)).bit_length() - 1)
-        check_positive("head_dim", head_dim)
+        check_positive_int("head_dim", head_dim)
         heads = max(1, int(share * hidden_size / head_dim + 0.5)) if heads is None else heads
-        check_positive("heads", heads)
+        check_positive_int("heads", heads)
         key_heads = heads if key_heads is None else key_heads
-        check_positive("key_heads", key_heads)
+        check_positive_int("key_heads", key_heads)
         if heads % key_heads:
-            raise ArgumentError("key_heads", got=key_heads, needs=f"a divisor of the {heads} heads")
-        number = isinstance(expand_v, int | float) and 0 < expand_v <= MOST
+            raise ArgumentError("key_heads", got=key_heads, expected=f"a divisor of the {heads} heads")
+        number = isinstance(expand_v, int | float) and 0 < expand_v <= MAX_INT
         value_width = round(expand_v * head_dim) if number else 0
         if value_width < 1 or abs(value_width - expand_v * head_dim) > 1e-6:
-            raise ArgumentError("expand_v", got=repr(expand_v), needs=f"a number of which {head_dim} times is whole")
+            raise ArgumentError("expand_v", got=repr(expand_v), expected=f"a number of which {head_dim} times is whole")
         return cls(key_heads, heads, head_dim, value_width)
 
     @property
@@ -79,5 +78,5 @@ def divide_state(state: float, parts: int) -> int:
         ArgumentError: they do not divide so.
     """
     if state % parts or state < parts:
-        raise ArgumentError("state", got=f"{state:g} in {parts} parts", needs="what so many parts divide")
+        raise ArgumentError("state", got=f"{state:g} in {parts} parts", expected="what so many parts divide")
     return int(state) // parts

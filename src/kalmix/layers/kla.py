@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from kalmix import designs, ops
 from kalmix.beliefs import DiagonalBelief, loadable
 from kalmix.designs import Design
-from kalmix.layers.base import Mixer, check_positive, check_state, detach, keep_owned, take, to
+from kalmix.layers.base import Mixer, check_state, detach, keep_owned, take, to
 from kalmix.layers.head_sizes import divide_state
 from kalmix.layers.modules import ShortConvolution, unit
 from kalmix.layers.parametrize import CellDynamics, observation_precision
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered, belief_dtype
+from kalmix.validation import check_positive_int
 
 
 @loadable
@@ -71,7 +72,7 @@ class KLA(Mixer):
     ) -> None:
         super().__init__(hidden_size)
         for name, value in (("slots", slots), ("expand", expand), ("rank", 1 if rank is None else rank)):
-            check_positive(name, value)
+            check_positive_int(name, value)
         channels = expand * hidden_size
         self.slots = slots
         self.channels: int = channels

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from kalmix import designs, ops
 from kalmix.designs import Design
-from kalmix.layers.base import check_positive
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import StepDecay
 from kalmix.types import Filtered
+from kalmix.validation import check_positive_int
 
 
 class Mamba2(MemoryLayer):
@@ -59,7 +59,7 @@ class Mamba2(MemoryLayer):
             hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, key_heads=groups, share=expand, widest=64
         )
         state_dim = min(128, hidden_size) if state_dim is None else state_dim
-        check_positive("state_dim", state_dim)
+        check_positive_int("state_dim", state_dim)
         options = {"conv": conv, "gate": "silu", "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, values._replace(key_width=state_dim), conv_bias=True, norm_width=0, **options)
         self.decay: StepDecay = StepDecay(hidden_size, (values.heads,), least=1.0)
@@ -80,7 +80,7 @@ class Mamba2(MemoryLayer):
         **given: Any,
     ) -> dict[str, Any]:
         """Return heads that together have `values * width` columns, and rows for `state` numbers in all."""
-        check_positive("heads", heads)
+        check_positive_int("heads", heads)
         columns = head_dim or divide_state(width * values, heads)
         rows = state_dim or divide_state(state, heads * columns)
         return {"heads": heads, "head_dim": columns, "state_dim": rows}

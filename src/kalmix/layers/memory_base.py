@@ -12,21 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.beliefs import loadable
-from kalmix.layers.base import (
-    Mixer,
-    check_choice,
-    check_number,
-    check_positive,
-    check_state,
-    detach,
-    keep_owned,
-    take,
-    to,
-)
+from kalmix.layers.base import Mixer, check_state, detach, keep_owned, take, to
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.modules import RMSNorm, ShortConvolution, low_rank, unit
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
+from kalmix.validation import check_choice, check_number, check_positive_int
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -82,9 +73,9 @@ class MemoryLayer(Mixer):
         kernel: str | None = None,
     ) -> None:
         super().__init__(hidden_size)
-        check_number("norm_eps", norm_eps, least=0.0)
+        check_number("norm_eps", norm_eps, minimum=0.0)
         if conv != 0:
-            check_positive("conv", conv)
+            check_positive_int("conv", conv)
         if gate is not None:
             check_choice("gate", gate, tuple(GATES))
         self.sizes = sizes
@@ -119,7 +110,7 @@ class MemoryLayer(Mixer):
 
         Where there is a covariance, keys are as wide as values, and a head has two such squares.
         """
-        check_positive("heads", heads)
+        check_positive_int("heads", heads)
         if cls.design is not None and cls.design.covariance.elements(1, 1):
             return {"heads": heads, "head_dim": head_dim or isqrt(divide_state(state, 2 * heads)), "expand_v": 1.0}
         columns = divide_state(width * values, heads)

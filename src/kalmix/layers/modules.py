@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.layers.base import check_number, keep_owned
+from kalmix.layers.base import keep_owned
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
+from kalmix.validation import check_number
 
 
 def widen(x: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class RMSNorm(nn.RMSNorm):
     """RMS norm in the dtype of its input, whatever its weight is in: mixed dtypes would leave PyTorch's fused path."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
-        check_number("norm_eps", eps, least=0.0)
+        check_number("norm_eps", eps, minimum=0.0)
         super().__init__(width, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:

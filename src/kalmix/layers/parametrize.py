@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.layers.base import check_choice, check_number
 from kalmix.layers.modules import low_rank, widen
 from kalmix.ops import LEAST_NOISE, Dynamics
+from kalmix.validation import check_choice, check_number
 
 _KNEE = 8.0
 DISCRETIZATIONS = ("ou", "zoh")

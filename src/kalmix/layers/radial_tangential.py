@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from kalmix import ops
-from kalmix.layers.base import check_positive
 from kalmix.layers.robust_weights import Doubt
 from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
+from kalmix.validation import check_positive_int
 
 
 class RadialTangentialAttention(TrajectoryLayer):
@@ -49,7 +49,7 @@ class RadialTangentialAttention(TrajectoryLayer):
         window: int | None = None,
         predict: str | None = "step",
     ) -> None:
-        check_positive("window", 1 if window is None else window)
+        check_positive_int("window", 1 if window is None else window)
         sizes = complex_heads(hidden_size, heads, head_dim)
         super().__init__(hidden_size, sizes, rotary_base=rotary_base, parts=(2,), predict=predict)
         self.window = window

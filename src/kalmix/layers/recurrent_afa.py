@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import loadable
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import check_positive, detach, take
+from kalmix.layers.base import detach, take
 from kalmix.layers.modules import widen
 from kalmix.layers.robust_weights import Doubt
 from kalmix.layers.trajectory_base import Passage, TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics, walk
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
-from kalmix.validation import check_shape, check_values
+from kalmix.validation import can_check_values, check_positive_int, check_shape
 
 
 @loadable
@@ -81,7 +81,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
         iterations: int = 1,
         predict: str | None = "step",
     ) -> None:
-        check_positive("iterations", iterations)
+        check_positive_int("iterations", iterations)
         sizes = complex_heads(hidden_size, heads, head_dim)
         super().__init__(hidden_size, sizes, rotary_base=rotary_base, predict=predict)
         self.iterations = iterations
@@ -155,8 +155,8 @@ class _Step:
             now = torch.where(seen[:, :, :1], time + 1, 0)
         else:
             lag = torch.where(seen[:, :, :1], now - time, 0)
-            if check_values(lag) and bool((lag < 0).any()):
-                raise ArgumentError("times", got="decreasing", needs="not to decrease in a sequence")
+            if can_check_values(lag) and bool((lag < 0).any()):
+                raise ArgumentError("times", got="decreasing", expected="not to decrease in a sequence")
             passage = Passage.of(self.states, lag[:, :, 0, 0].to(mean.dtype))
         before = passage(mean)
         # One over a variance, 0 where nothing is known, and so nothing divided by 0.

@@ -10,12 +10,12 @@ from torch import Tensor
 from kalmix import designs, ops
 from kalmix.designs import Design
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import check_number
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import rotate
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
+from kalmix.validation import check_number
 
 
 class RetNet(MemoryLayer):
@@ -50,7 +50,7 @@ class RetNet(MemoryLayer):
     ) -> None:
         sizes = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v)
         if sizes.key_width % 2:
-            raise ArgumentError("head_dim", got=sizes.key_width, needs="even, as keys turn in pairs")
+            raise ArgumentError("head_dim", got=sizes.key_width, expected="even, as keys turn in pairs")
         super().__init__(hidden_size, sizes, conv=0, activate=False, gate=gate, norm_eps=norm_eps, kernel=kernel)
         check_number("rotary_base", rotary_base)
         self.rotary_base = rotary_base

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import Mixer, check_choice, check_state, keep_owned
+from kalmix.layers.base import Mixer, check_state, keep_owned
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.modules import draw, turn, widen
 from kalmix.layers.parametrize import StateDynamics
@@ -20,7 +20,7 @@ from kalmix.layers.robust_weights import Confidence, Foresight
 from kalmix.ops import Dynamics, kappa
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered, belief_dtype
-from kalmix.validation import check_shape
+from kalmix.validation import check_choice, check_shape
 
 PREDICTIONS = ("step", "gate")
 
@@ -237,7 +237,7 @@ class TrajectoryLayer(Mixer):
             ArgumentError: the layer has no posterior.
         """
         if not self.has_posterior:
-            raise ArgumentError("sample", got=f"asked of {type(self).__name__}", needs="a layer with a posterior")
+            raise ArgumentError("sample", got=f"asked of {type(self).__name__}", expected="a layer with a posterior")
         (mean, variance, _), context = self.read(x, state, segments, True, **when)
         assert variance is not None
         look = self.states(variance.dtype).key_noise.repeat_interleave(2 * self.sizes.key_width) / 2

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers import mixer_class
-from kalmix.layers.base import Mixer, check_positive
+from kalmix.layers.base import Mixer
 from kalmix.layers.config_io import is_spelled, spell
 from kalmix.layers.modules import RMSNorm, draw
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
+from kalmix.validation import check_positive_int
 
 LayerEntry = str | Mapping[str, Any]  # of a model's list of layers: a mixer's name, or a mapping of its options
 
@@ -36,9 +37,9 @@ def layer_specs(layers: Sequence[LayerEntry], hidden_size: int) -> list[LayerSpe
     Raises:
         ArgumentError: no layers, an unknown mixer, or an option the mixer does not have.
     """
-    check_positive("hidden_size", hidden_size)
+    check_positive_int("hidden_size", hidden_size)
     if not isinstance(layers, list | tuple) or not layers:
-        raise ArgumentError("layers", got=repr(layers), needs="a list of mixer names or mappings, one a block")
+        raise ArgumentError("layers", got=repr(layers), expected="a list of mixer names or mappings, one a block")
     return [_spec(entry, hidden_size) for entry in layers]
 
 
@@ -61,10 +62,10 @@ def hybrid_layers(
     Raises:
         ArgumentError: `blocks` is no positive integer, or a position is not one of a block or is there twice.
     """
-    check_positive("blocks", blocks)
+    check_positive_int("blocks", blocks)
     places = set(attention_at)
     if not places <= set(range(blocks)) or len(places) != len(attention_at):
-        raise ArgumentError("attention_at", got=repr(attention_at), needs=f"different positions from 0 to {blocks - 1}")
+        raise ArgumentError("attention_at", got=repr(attention_at), expected=f"distinct indices from 0 to {blocks - 1}")
     entries = (attention if place in places else mixer for place in range(blocks))
     return [entry if isinstance(entry, str) else dict(entry) for entry in entries]
 
@@ -89,13 +90,13 @@ def _spec(entry: object, hidden_size: int) -> LayerSpec:
     )
     name = options.pop("mixer", None)
     if name is None:
-        raise ArgumentError("layers", got=f"with an entry {entry!r}", needs="mixer names, or mappings with a 'mixer'")
+        raise ArgumentError("layers", problem=f"contains {entry!r}", expected="layer names, or mappings with a 'mixer'")
     mlp = options.pop("mlp", None)
     mixer = mixer_class(name, options)
     if mlp is None:
         mlp = 0 if mixer.fuses_mlp else -(-8 * hidden_size // 24) * 8
     if mlp != 0:
-        check_positive("mlp", mlp)
+        check_positive_int("mlp", mlp)
     return LayerSpec(name, options, mlp)
 
 

@@ -116,8 +116,8 @@ class BeliefLayer(CacheLayerMixin):
         state, calls, stale, left = memory.state, memory.calls, memory.stale, remove
         while left:
             if not calls:
-                needs = f"at most {remove - left} tokens back (activate_past_recording() before, to go back further)"
-                raise ArgumentError("tokens_to_remove", got=asked, needs=needs)
+                expected = f"at most {remove - left} tokens back (activate_past_recording() before, to go back further)"
+                raise ArgumentError("tokens_to_remove", got=asked, expected=expected)
             *before, call = calls
             length = call.signal.shape[1]
             stale, state = left < length, call.before
@@ -180,7 +180,7 @@ class StaticBeliefLayer(StaticLayer):
     _layer_type = LAYER_TYPE
 
     def __init__(self, **kwargs: Any) -> None:
-        raise ArgumentError("cache_implementation", got="static", needs="dynamic: a belief has constant size as it is")
+        raise ArgumentError("cache_implementation", got="static", expected="dynamic (beliefs have constant size)")
 
 
 def belief_layers(cache: Cache | None, count: int) -> list[BeliefLayer]:
@@ -196,8 +196,10 @@ def belief_layers(cache: Cache | None, count: int) -> list[BeliefLayer]:
     layers = [layer for layer in cache.layers if isinstance(layer, BeliefLayer)]
     if len(layers) != len(cache.layers) or len(layers) != count:
         kinds = sorted({type(layer).__name__ for layer in cache.layers})
-        needs = f"a DynamicCache(config=model.config) with {count} belief layers"
-        raise ArgumentError("past_key_values", got=f"{len(cache.layers)} layers of {', '.join(kinds)}", needs=needs)
+        expected = f"a DynamicCache(config=model.config) with {count} belief layers"
+        raise ArgumentError(
+            "past_key_values", problem=f"has {len(cache.layers)} layers of {', '.join(kinds)}", expected=expected
+        )
     return layers
 
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import Mixer, check_choice, check_positive
+from kalmix.layers.base import Mixer
 from kalmix.layers.modules import RMSNorm
 from kalmix.models.blocks import Block, LayerEntry, Passed, Posterior, layer_specs
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
+from kalmix.validation import check_choice, check_positive_int
 
 EMBEDDING_STD = 0.02
 PROPAGATIONS = ("mean", "sample")
@@ -65,7 +66,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         check_choice("propagate", propagate, PROPAGATIONS)
         specs = layer_specs(layers, hidden_size)
-        check_positive("vocab_size", vocab_size)
+        check_positive_int("vocab_size", vocab_size)
         self.propagate = propagate
         self.gradient_checkpointing = False
         self.embed_tokens: nn.Module = nn.Embedding(vocab_size, hidden_size)
@@ -101,8 +102,8 @@ class LanguageModel(nn.Module):
             ArgumentError: `posterior` is asked of a last layer that has none.
         """
         if posterior and not self.last.mixer.has_posterior:
-            got = f"a {type(self.last.mixer).__name__} layer last"
-            raise ArgumentError("layers", got=got, needs="a list that ends in a layer with a posterior, for this loss")
+            problem = f"ends with {type(self.last.mixer).__name__}"
+            raise ArgumentError("layers", problem=problem, expected="a last layer with a posterior, for this loss")
         kept: dict[str, list[Any]] = {"states": [], "signals": [], "hiddens": [], "beliefs": []}
         passed = None
         for index, block in enumerate(self.blocks):

@@ -36,7 +36,7 @@ def read_checkpoint(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tenso
             weights |= load_file(file)
     except (FileError, OSError, SafetensorError) as error:
         got = f"{str(file)!r} ({error})"
-        raise ArgumentError("checkpoint", got=got, needs="whole, in safetensors") from error
+        raise ArgumentError("checkpoint", got=got, expected="whole, in safetensors") from error
     return config, weights
 
 
@@ -48,7 +48,7 @@ def require(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], w
     """
     for key, values in allowed.items():
         if config.get(key, values[0]) not in values:
-            raise ArgumentError(f"{where}[{key!r}]", got=repr(config[key]), needs=" or ".join(map(repr, values)))
+            raise ArgumentError(f"{where}[{key!r}]", got=repr(config[key]), expected=" or ".join(map(repr, values)))
 
 
 def check_config(config: Mapping[str, Any], defaults: Mapping[str, Any], where: str = "config") -> None:
@@ -86,7 +86,7 @@ def fill(
     """
     for name, weight in weights.items():
         if not weight.is_floating_point():
-            raise ArgumentError("weights", got=f"with {name!r} of {weight.dtype}", needs="of floating point")
+            raise ArgumentError("weights", got=f"with {name!r} of {weight.dtype}", expected="of floating point")
         check_range(f"weights[{name!r}]", weight)
     left, state = dict(weights), {}
     for name, target in module.state_dict().items():
@@ -97,14 +97,14 @@ def fill(
             continue
         for source in names:
             if source not in left:
-                raise ArgumentError("weights", got=f"without {source!r}", needs=f"all of a {what}")
+                raise ArgumentError("weights", got=f"without {source!r}", expected=f"all of a {what}")
         taken = torch.cat([prepare(source, left.pop(source)) for source in names])
         if taken.shape != target.shape:
             got = f"{list(taken.shape)} in {' and '.join(map(repr, names))}"
-            raise ArgumentError("weights", got=got, needs=f"{list(target.shape)}, as the config says")
+            raise ArgumentError("weights", got=got, expected=f"{list(target.shape)}, as the config says")
         state[name] = taken
     if left:
-        raise ArgumentError("weights", got=f"with {min(left)!r}", needs=f"those of a {what} as configured")
+        raise ArgumentError("weights", got=f"with {min(left)!r}", expected=f"those of a {what} as configured")
     module.load_state_dict(state)
 
 

@@ -106,7 +106,7 @@ def gated_deltanet_config(config: Mapping[str, Any]) -> KalmixConfig:
     its = DEFAULTS | {key: value for key, value in config.items() if key in DEFAULTS}
     if its["output_gate_activation"] not in GATES:
         got = repr(its["output_gate_activation"])
-        raise ArgumentError("config['output_gate_activation']", got=got, needs=" or ".join(map(repr, GATES)))
+        raise ArgumentError("config['output_gate_activation']", got=got, expected=" or ".join(map(repr, GATES)))
     width = int(its["hidden_size"] * (its["hidden_ratio"] or 4) * 2 / 3)
     layer = {
         "mixer": "gated-deltanet",

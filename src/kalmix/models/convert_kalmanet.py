@@ -128,13 +128,13 @@ def gated_kalmanet_config(config: Mapping[str, Any]) -> KalmixConfig:
     check_config(config, DEFAULTS)
     given = config.get("gka_config") or {}
     if not isinstance(given, Mapping):
-        raise ArgumentError("config['gka_config']", got=repr(given), needs="a mapping")
+        raise ArgumentError("config['gka_config']", got=repr(given), expected="a mapping")
     require(given, GKA_REQUIRED, "config['gka_config']")
     check_config(given, GKA_DEFAULTS, "config['gka_config']")
     its, gka, heads = DEFAULTS | _known(config, DEFAULTS), _settings(config), _heads(config)
     if gka["use_forgetting_gate"] and not given.get("use_forgetting_gate_kk", True):
-        needs = "True, for keys are forgotten with their values"
-        raise ArgumentError("config['gka_config']['use_forgetting_gate_kk']", got="False", needs=needs)
+        expected = "True, for keys are forgotten with their values"
+        raise ArgumentError("config['gka_config']['use_forgetting_gate_kk']", got="False", expected=expected)
     kalmanet = {
         "mixer": "gated-kalmanet",
         "heads": heads.queries,
@@ -176,7 +176,7 @@ def _heads(config: Mapping[str, Any]) -> _Heads:
     queries = config.get("num_attention_heads", DEFAULTS["num_attention_heads"])
     shared = config.get("num_key_value_heads", DEFAULTS["num_key_value_heads"]) or queries
     if queries % shared:
-        raise ArgumentError("config['num_key_value_heads']", got=shared, needs=f"a divisor of {queries}")
+        raise ArgumentError("config['num_key_value_heads']", got=shared, expected=f"a divisor of {queries}")
     return _Heads(queries, shared)
 
 
@@ -185,10 +185,10 @@ def _kinds(config: Mapping[str, Any], blocks: int) -> list[str]:
     pattern = config.get("hybrid_override_pattern")
     theirs = pattern.split("-") if pattern else config.get("layer_types") or ["*"] * blocks
     if len(theirs) != blocks:
-        raise ArgumentError("config['layer_types']", got=f"{len(theirs)} of them", needs=f"{blocks}, one a layer")
+        raise ArgumentError("config['layer_types']", got=f"{len(theirs)} of them", expected=f"{blocks}, one a layer")
     for kind in theirs:
         if kind not in KINDS:
-            raise ArgumentError("config['layer_types']", got=f"with {kind!r}", needs=" and ".join(map(repr, KINDS)))
+            raise ArgumentError("config['layer_types']", got=f"with {kind!r}", expected=" and ".join(map(repr, KINDS)))
     return [KINDS[kind] for kind in theirs]
 
 

@@ -18,7 +18,6 @@ from transformers.utils import ModelOutput
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import FORMAT, check_format
-from kalmix.layers.base import check_choice, check_positive
 from kalmix.models.blocks import layer_specs, plain_layers
 from kalmix.models.cache import LAYER_TYPE, belief_layers
 from kalmix.models.causal_lm import EMBEDDING_STD, PROPAGATIONS, LanguageModel, Traced
@@ -28,7 +27,7 @@ from kalmix.models.losses import cross_entropy, marginal_likelihood, next_tokens
 from kalmix.models.segments_from_inputs import find_segments
 from kalmix.segments import Segments
 from kalmix.types import Filtered
-from kalmix.validation import check_types
+from kalmix.validation import check_choice, check_positive_int, check_types
 
 LOSSES = ("cross-entropy", "marginal")
 REMOTE_MODULE = "modeling_kalmix"
@@ -88,7 +87,7 @@ class KalmixConfig(PreTrainedConfig):
         check_choice("loss", self.loss, LOSSES)
         check_choice("propagate", self.propagate, PROPAGATIONS)
         for name in ("vocab_size", "loss_samples", "loss_samples_at_once"):
-            check_positive(name, getattr(self, name))
+            check_positive_int(name, getattr(self, name))
         super().__post_init__(**kwargs)
         self.auto_map: dict[str, str] = {
             "AutoConfig": f"{REMOTE_MODULE}.KalmixConfig",
@@ -224,7 +223,7 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
                 where the last layer has no posterior.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ArgumentError("input_ids", got="given with or without inputs_embeds", needs="one of the two")
+            raise ArgumentError("input_ids", got="given with or without inputs_embeds", expected="one of the two")
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and labels is None
@@ -291,7 +290,7 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
         place, partial = str(pretrained_model_name_or_path), bool(kwargs.get("ignore_mismatched_sizes"))
         asked = kwargs.pop("output_loading_info", False)
         if kwargs.pop("use_safetensors", None) is False:
-            raise ArgumentError("use_safetensors", got="False", needs="True: pickled weights can run code")
+            raise ArgumentError("use_safetensors", got="False", expected="True: pickled weights can run code")
         try:
             folder = Path(place, kwargs.get("subfolder") or "")
             if folder.is_dir() and not {"variant", "gguf_file", "state_dict"} & kwargs.keys():
@@ -305,8 +304,8 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
                     raise FileError(f"{len(names)} weights are {fault}, {names[0]!r} first")
             check_finite(model)
         except (FileError, SafetensorError, json.JSONDecodeError, EOFError, RecursionError) as error:
-            needs = "a complete checkpoint of this model"
-            raise ArgumentError(place, got=f"damaged ({error})", needs=needs) from error
+            expected = "a complete checkpoint of this model"
+            raise ArgumentError(place, got=f"damaged ({error})", expected=expected) from error
         return (model, info) if asked else model
 
     @classmethod

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kalmix.errors import ArgumentError
 from kalmix.segments import Segments, unchecked
-from kalmix.validation import check_values
+from kalmix.validation import can_check_values
 
 
 def find_segments(
@@ -34,18 +34,20 @@ def find_segments(
     if cu_seq_lens_q is not None:
         if batch != 1:
             raise ArgumentError(
-                "cu_seq_lens_q", got=f"with {batch} batch rows", needs="with one, holding all sequences"
+                "cu_seq_lens_q", got=f"with {batch} batch rows", expected="with one, holding all sequences"
             )
         segments = Segments.packed(cu_seq_lens_q)
-        if check_values(cu_seq_lens_q) and int(cu_seq_lens_q[-1]) > length:
-            raise ArgumentError("cu_seq_lens_q", got=f"up to {int(cu_seq_lens_q[-1])}", needs=f"within {length} tokens")
+        if can_check_values(cu_seq_lens_q) and int(cu_seq_lens_q[-1]) > length:
+            raise ArgumentError(
+                "cu_seq_lens_q", problem=f"ends at {int(cu_seq_lens_q[-1])}", expected=f"at most {length} tokens"
+            )
         return segments
     if seq_idx is not None:
         return _runs("seq_idx", seq_idx, batch, length, step=0)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
-            needs = f"[{batch}, {length}] or longer by the tokens of the cache: a padding mask, not a 4-D one"
-            raise ArgumentError("attention_mask", got=list(attention_mask.shape), needs=needs)
+            expected = f"[{batch}, {length}] or longer by the tokens of the cache: a padding mask, not a 4-D one"
+            raise ArgumentError("attention_mask", got=list(attention_mask.shape), expected=expected)
         mask = attention_mask[:, attention_mask.shape[1] - length :]
         if _may_look(mask) and bool(mask.all()):
             return None
@@ -58,13 +60,13 @@ def _may_look(mask: Tensor) -> bool:
         return False
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    return check_values(mask) or not torch.is_grad_enabled()
+    return can_check_values(mask) or not torch.is_grad_enabled()
 
 
 def _runs(name: str, marks: Tensor, batch: int, length: int, step: int) -> Segments | None:
     """Runs in which `marks` grow by `step` from token to token."""
     if marks.ndim != 2 or marks.shape[1] != length or marks.shape[0] not in (1, batch):
-        raise ArgumentError(name, got=list(marks.shape), needs=[batch, length])
+        raise ArgumentError(name, got=list(marks.shape), expected=[batch, length])
     begins = torch.ones(batch, length, dtype=torch.bool, device=marks.device)
     begins[:, 1:] = marks.diff(dim=1) != step
     row, start = begins.nonzero().unbind(1)

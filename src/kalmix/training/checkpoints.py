@@ -96,10 +96,10 @@ def _damage(checkpoint: Path, processes: int) -> str | None:
         return f"{MANIFEST} is damaged ({error})"
     missing = [name for name in files if not (checkpoint / name).is_file()]
     if missing:
-        needs = "complete; delete that folder to resume from an earlier checkpoint"
-        raise ArgumentError("checkpoint", got=f"{str(checkpoint)!r}, which lacks {', '.join(missing)}", needs=needs)
+        expected = "complete; delete that folder to resume from an earlier checkpoint"
+        raise ArgumentError("checkpoint", got=f"{str(checkpoint)!r}, without {', '.join(missing)}", expected=expected)
     if savers != processes:
-        needs = f"{savers}, as when {str(checkpoint)!r} was saved"
-        raise ArgumentError("processes", got=processes, needs=needs)
+        expected = f"{savers}, as when {str(checkpoint)!r} was saved"
+        raise ArgumentError("processes", got=processes, expected=expected)
     damaged = [name for name, contents in files.items() if _contents(checkpoint / name) != contents]
     return f"{', '.join(damaged)} {'is' if len(damaged) == 1 else 'are'} damaged" if damaged else None

@@ -59,7 +59,7 @@ def load(path: str | os.PathLike[str] | None = None, *, held_out: float = 0.06) 
         ArgumentError: `path` is missing, unreadable, empty or not UTF-8; or the text is too short to split.
     """
     if not 0 < held_out < 1:
-        raise ArgumentError("held_out", got=held_out, needs="between 0 and 1")
+        raise ArgumentError("held_out", got=held_out, expected="between 0 and 1")
     return split(python_documentation() if path is None else read(Path(path)), held_out)
 
 
@@ -70,14 +70,14 @@ def read(path: Path) -> dict[str, str]:
     elif path.is_file():
         files = [path]
     elif path.exists():  # a FIFO or a device may never end
-        raise ArgumentError("text", got=f"{str(path)!r}, which is not a regular file", needs=_NEEDS)
+        raise ArgumentError("text", got=f"{str(path)!r}, which is not a regular file", expected=_NEEDS)
     else:
-        raise ArgumentError("text", got=f"{str(path)!r}, which does not exist", needs=_NEEDS)
+        raise ArgumentError("text", got=f"{str(path)!r}, which does not exist", expected=_NEEDS)
     documents = {file.relative_to(path).as_posix(): _decode(file) for file in files}
     documents = {name: text for name, text in documents.items() if text.strip()}
     if not documents:
         what = "has no text in it" if files else "has no files of text"
-        raise ArgumentError("text", got=f"{str(path)!r}, which {what}", needs=_NEEDS)
+        raise ArgumentError("text", got=f"{str(path)!r}, which {what}", expected=_NEEDS)
     return documents
 
 
@@ -98,12 +98,12 @@ def _decode(file: Path) -> str:
         text = file.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ArgumentError(
-            "text", got=f"{str(file)!r}, which cannot be read ({error.strerror})", needs=_NEEDS
+            "text", got=f"{str(file)!r}, which cannot be read ({error.strerror})", expected=_NEEDS
         ) from None
     except UnicodeDecodeError as error:
-        raise ArgumentError("text", got=f"{str(file)!r}, not UTF-8 at byte {error.start}", needs=_NEEDS) from None
+        raise ArgumentError("text", got=f"{str(file)!r}, not UTF-8 at byte {error.start}", expected=_NEEDS) from None
     if "\0" in text:
-        raise ArgumentError("text", got=f"{str(file)!r}, which is binary", needs=_NEEDS)
+        raise ArgumentError("text", got=f"{str(file)!r}, which is binary", expected=_NEEDS)
     return text
 
 
@@ -125,7 +125,7 @@ def python_documentation() -> dict[str, str]:
             if len(text) >= 200:
                 documents[name] = text
     if not documents:
-        raise ArgumentError("text", got="absent, and this Python has no documentation to train on", needs=_NEEDS)
+        raise ArgumentError("text", got="absent, and this Python has no documentation to train on", expected=_NEEDS)
     return documents
 
 
@@ -173,7 +173,9 @@ def split(documents: Mapping[str, str], held_out: float) -> Corpus:
     known = {key for text in kept for key in _keys(_paragraphs(text))}
     rest = tuple(filter(str.strip, (_without(text, known) for text in training.values())))
     if not rest or not any(map(str.strip, kept)):
-        raise ArgumentError("text", got=f"only {sum(size.values())} bytes", needs="long enough to hold some of it out")
+        raise ArgumentError(
+            "text", problem=f"has only {sum(size.values())} bytes", expected="enough text to hold some out"
+        )
     return Corpus(rest, tuple(kept))
 
 
@@ -215,9 +217,9 @@ def train_tokenizer(texts: Iterable[str], kind: str = "bpe", *, vocab_size: int 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if kind not in ("bpe", "bytes"):
-        raise ArgumentError("tokenizer", got=repr(kind), needs="'bpe' or 'bytes'")
+        raise ArgumentError("tokenizer", got=repr(kind), expected="'bpe' or 'bytes'")
     if vocab_size < 257:
-        raise ArgumentError("vocab_size", got=vocab_size, needs="at least 257 (256 bytes and the end of a document)")
+        raise ArgumentError("vocab_size", got=vocab_size, expected="at least 257 (256 bytes and the end of a document)")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

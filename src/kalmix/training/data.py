@@ -45,7 +45,7 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             raise FileError(f"{path.name} is without the token {END}")
     except FileError as error:
         got = f"of {str(folder)!r}, where {error}"
-        raise ArgumentError("tokenizer", got=got, needs="one that `kalmix train` wrote") from None
+        raise ArgumentError("tokenizer", got=got, expected="one that `kalmix train` wrote") from None
     return pretrained(tokenizer)
 
 
@@ -53,7 +53,7 @@ def mark(tokenizer: PreTrainedTokenizerFast) -> int:
     """The id of `END`."""
     end = tokenizer.backend_tokenizer.token_to_id(END)
     if end is None:
-        raise ArgumentError("tokenizer", got=f"without the token {END}", needs="one that kalmix trained")
+        raise ArgumentError("tokenizer", got=f"without the token {END}", expected="one that kalmix trained")
     return end
 
 
@@ -83,7 +83,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
         """
         count = len(ids) // length
         if count == 0:
-            raise ArgumentError("seq_len", got=length, needs=f"at most {len(ids)}, the number of tokens in the text")
+            raise ArgumentError("seq_len", got=length, expected=f"at most {len(ids)}, the number of tokens in the text")
         self.ids: Tensor = ids[: count * length].view(count, length)
         self.positions: Tensor | None = _positions(self.ids == end) if documents else None
 

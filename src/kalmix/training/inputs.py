@@ -37,7 +37,7 @@ def load(output: Path) -> Digests | None:
         return read_json(output / FILE) if (output / FILE).exists() else None
     except FileError as error:
         got = f"{str(output)!r}, whose {FILE} is damaged ({error})"
-        raise ArgumentError("run", got=got, needs="the folder of a run; delete that file to do without it") from None
+        raise ArgumentError("run", got=got, expected="the folder of a run; delete that file to do without it") from None
 
 
 def check(now: Digests, before: Mapping[str, str], when: str, purpose: str) -> None:
@@ -54,7 +54,7 @@ def check(now: Digests, before: Mapping[str, str], when: str, purpose: str) -> N
     """
     for name, digest in now.items():
         if before.get(name) != digest:
-            raise ArgumentError(name, got=f"not what it was {when}", needs=f"unchanged, {purpose}")
+            raise ArgumentError(name, got=f"not what it was {when}", expected=f"unchanged, {purpose}")
 
 
 def _digest(*parts: bytes) -> str:

@@ -68,30 +68,30 @@ class Recipe:
     def __post_init__(self) -> None:
         check_types(get_annotations(Recipe, eval_str=True), vars(self))
         if not isinstance(self.layers, tuple) or not all(isinstance(entry, str | dict) for entry in self.layers):
-            raise ArgumentError("layers", got=repr(self.layers), needs="a list of mixer names and mappings")
+            raise ArgumentError("layers", got=repr(self.layers), expected="a list of mixer names and mappings")
         least = {"vocab_size": 1, "hidden_size": 1, "seq_len": 2, "batch_size": 1, "grad_accum": 1, "weight_decay": 0}
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
-                raise ArgumentError(name, got=getattr(self, name), needs=f"at least {minimum}")
+                raise ArgumentError(name, got=getattr(self, name), expected=f"at least {minimum}")
         for name in ("steps", "minutes", "learning_rate"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
-                raise ArgumentError(name, got=getattr(self, name), needs="positive")
+                raise ArgumentError(name, got=getattr(self, name), expected="a positive number")
         if not 0 <= self.seed <= LARGEST_SEED:
-            raise ArgumentError("seed", got=self.seed, needs=f"between 0 and {LARGEST_SEED}")
+            raise ArgumentError("seed", got=self.seed, expected=f"between 0 and {LARGEST_SEED}")
         if self.text is not None and not self.text.strip():
-            raise ArgumentError("text", got="empty", needs="the path of a UTF-8 text file or folder")
+            raise ArgumentError("text", got="empty", expected="the path of a UTF-8 text file or folder")
         for name in ("warmup", "cooldown"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ArgumentError(name, got=getattr(self, name), needs="between 0 and 1")
+                raise ArgumentError(name, got=getattr(self, name), expected="between 0 and 1")
         if self.warmup + self.cooldown > 1 + 1e-9:
             got = f"{self.warmup:g}, and with `cooldown` {self.warmup + self.cooldown:g} of the run"
-            raise ArgumentError("warmup", got=got, needs="at most 1 together with `cooldown`")
+            raise ArgumentError("warmup", got=got, expected="at most 1 together with `cooldown`")
         if self.steps is None and self.minutes is None:
-            raise ArgumentError("minutes", got="absent, as are steps", needs="given, or steps")
+            raise ArgumentError("minutes", got="absent, as are steps", expected="given, or steps")
         if not self.layers:
-            raise ArgumentError("layers", got="empty", needs="one mixer or more")
+            raise ArgumentError("layers", got="empty", expected="one mixer or more")
         if self.loss not in ("cross-entropy", "marginal"):
-            raise ArgumentError("loss", got=repr(self.loss), needs="'cross-entropy' or 'marginal'")
+            raise ArgumentError("loss", got=repr(self.loss), expected="'cross-entropy' or 'marginal'")
 
     def save(self, folder: Path) -> None:
         """Write `recipe.json` into `folder`."""
@@ -105,7 +105,7 @@ class Recipe:
             ArgumentError: there is none, or it is not a recipe.
             FormatError: a newer version of kalmix wrote it, or one before format 2.
         """
-        needs = "the folder of a run"
+        expected = "the folder of a run"
         try:
             written = read_json(folder / FILE)
             check_format(written, folder / FILE, oldest=2)
@@ -118,7 +118,7 @@ class Recipe:
         except (FileError, ArgumentError) as error:
             there = (folder / FILE).exists()
             how = f"whose {FILE} is unreadable ({error})" if there else f"which holds no run ({error})"
-            raise ArgumentError("run", got=f"{str(folder)!r}, {how}", needs=needs) from None
+            raise ArgumentError("run", got=f"{str(folder)!r}, {how}", expected=expected) from None
 
 
 FIELDS = tuple(field.name for field in fields(Recipe))
@@ -130,19 +130,19 @@ def parse_layers(text: str) -> Layers:
     Raises:
         ArgumentError: it is none of these. Whether a mixer exists is the model's to say.
     """
-    needs = "such as 'kla,kla,attention', '3*kla,attention' or a JSON list of names and options"
+    expected = "such as 'kla,kla,attention', '3*kla,attention' or a JSON list of names and options"
     if text.lstrip().startswith("["):
         try:
             entries = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ArgumentError("layers", got=f"{text!r} ({error})", needs=needs) from None
+            raise ArgumentError("layers", got=f"{text!r} ({error})", expected=expected) from None
         if not all(isinstance(entry, str | dict) for entry in entries):
-            raise ArgumentError("layers", got=repr(text), needs=needs)
+            raise ArgumentError("layers", got=repr(text), expected=expected)
         return tuple(entries)
     layers: list[str] = []
     for entry in text.split(","):
         times, star, name = entry.strip().rpartition("*")
         if not name.strip() or (star and not times.strip().isdigit()):
-            raise ArgumentError("layers", got=repr(text), needs=needs)
+            raise ArgumentError("layers", got=repr(text), expected=expected)
         layers += [name.strip()] * (int(times) if star else 1)
     return tuple(layers)

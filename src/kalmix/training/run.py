@@ -148,7 +148,7 @@ def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callba
             return _ended(trainer, output, corpus, tokenizer)
     except BackendCompilerFailed as error:
         reason = str(error).splitlines()[0]
-        raise ArgumentError("compile", got=f"asked for where it fails ({reason})", needs="left out") from error
+        raise ArgumentError("compile", got=f"asked for where it fails ({reason})", expected="left out") from error
 
 
 def build(recipe: Recipe, vocab_size: int, end: int) -> KalmixForCausalLM:
@@ -178,12 +178,12 @@ def _checkpoint(output: Path, here: PartialState, *, resume: bool) -> Path | Non
     checkpoints = output / "checkpoints"
     if not resume and ((output / HISTORY).exists() or saved(checkpoints)):
         raise ArgumentError(
-            "output", got=f"{str(output)!r}, which holds a run", needs="a new folder, or that run resumed"
+            "output", got=f"{str(output)!r}, which holds a run", expected="a new folder, or that run resumed"
         )
     if resume and finished(read_history(output)):
         shutil.rmtree(checkpoints, ignore_errors=True)  # a kill may have come before this
-        needs = "an unfinished one, to resume it (`kalmix report` evaluates a finished one)"
-        raise ArgumentError("output", got=f"{str(output)!r}, a finished run", needs=needs)
+        expected = "an unfinished one, to resume it (`kalmix report` evaluates a finished one)"
+        raise ArgumentError("output", got=f"{str(output)!r}, a finished run", expected=expected)
     checkpoint = newest(checkpoints, processes=here.num_processes)
     if checkpoint is None and (output / FILE).exists() and here.is_main_process:
         lost = "holds no intact checkpoint" if saved(checkpoints) else "was stopped before its first checkpoint"

@@ -77,7 +77,7 @@ class FilterTrainer(SafeTrainer):
 
     def _diverged(self) -> ArgumentError:
         got = f"{self.recipe.learning_rate:g}, at which training diverged in step {self.state.global_step}"
-        return ArgumentError("learning_rate", got=got, needs="lower")
+        return ArgumentError("learning_rate", got=got, expected="lower")
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):

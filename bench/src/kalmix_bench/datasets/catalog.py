@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kalmix.errors import ArgumentError, alike
+from kalmix.errors import ArgumentError, nearest_names
 from kalmix_bench.datasets import mad, mqar, ruler, words
 from kalmix_bench.datasets.task import Data, Task
 
@@ -19,7 +19,7 @@ def task(name: str) -> Task[Any]:
     """
     if name not in TASKS:
         raise ArgumentError(
-            "name", got=repr(name), needs=f"one of kalmix_bench.datasets.TASKS, such as {alike(name, TASKS)}"
+            "name", got=repr(name), expected=f"one of kalmix_bench.datasets.TASKS, such as {nearest_names(name, TASKS)}"
         )
     return TASKS[name]
 

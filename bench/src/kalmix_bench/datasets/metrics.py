@@ -82,9 +82,9 @@ def string_match(answers: Sequence[str], references: Sequence[Sequence[str]]) ->
         ArgumentError: there are more of one than of the other, or a row has no reference.
     """
     if len(answers) != len(references):
-        raise ArgumentError("answers", got=f"{len(answers)} texts", needs=f"{len(references)}, one a row")
+        raise ArgumentError("answers", got=f"{len(answers)} texts", expected=f"{len(references)}, one a row")
     if not all(references):
-        raise ArgumentError("references", got="empty for a row", needs="at least one text a row")
+        raise ArgumentError("references", got="empty for a row", expected="at least one text a row")
     found = [
         np.mean([reference.lower() in answer.lower() for reference in row])
         for answer, row in zip(answers, references, strict=True)
@@ -95,7 +95,9 @@ def string_match(answers: Sequence[str], references: Sequence[Sequence[str]]) ->
 def _right(predicted: ArrayLike, targets: ArrayLike) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     predicted, targets = np.asarray(predicted), np.asarray(targets)
     if predicted.shape != targets.shape or targets.ndim != 2:
-        raise ArgumentError("predicted", got=list(predicted.shape), needs=f"[n, T], as targets {list(targets.shape)}")
+        raise ArgumentError(
+            "predicted", problem=f"has shape {list(predicted.shape)}", expected=f"{list(targets.shape)}, as `targets`"
+        )
     return predicted == targets, targets != IGNORED
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kalmix_bench.datasets.task import need
+from kalmix.validation import require
 
 STREAMS = ("training", "weights", "test")
 _BITS = 30  # of a run's seed; the two above them name the stream
@@ -16,5 +16,5 @@ def stream_seed(stream: str, seed: int) -> int:
     Raises:
         ArgumentError: `seed` is negative, or 2^30 or more.
     """
-    need(0 <= seed < 2**_BITS, "seed", seed, f"at least 0 and below 2^{_BITS}")
+    require(0 <= seed < 2**_BITS, "seed", seed, f"at least 0 and below 2^{_BITS}")
     return STREAMS.index(stream) << _BITS | seed

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kalmix.errors import ArgumentError
+from kalmix.validation import require
 from kalmix_bench.datasets.metrics import Metric
 
 Integers = NDArray[np.int64]
@@ -106,8 +106,8 @@ class Task(Generic[S]):
     def make(self, *, seed: int, train: int, test: int, **settings: Any) -> Data:
         """Rows of this task; see `kalmix_bench.datasets.make`."""
         for name, value in {"seed": seed, "train": train, "test": test}.items():
-            need(_is_a(int, value) and value >= 0, name, repr(value), "a whole number, at least 0")
-        need(seed < 2**32, "seed", seed, "below 2^32")
+            require(_is_a(int, value) and value >= 0, name, repr(value), "a whole number, at least 0")
+        require(seed < 2**32, "seed", seed, "below 2^32")
         configured = self.configure(**settings)
         rows = self.sample(configured, seed, train, test)
         return Data(*rows, configured.vocab_size, asdict(configured))
@@ -120,8 +120,8 @@ class Task(Generic[S]):
         """
         kinds = {setting.name: type(getattr(self.baseline, setting.name)) for setting in fields(self.baseline)}
         for name, value in settings.items():
-            need(name in kinds, name, f"no setting of {self.name}", f"one of {', '.join(kinds)}")
-            need(_is_a(kinds[name], value), name, repr(value), f"of type {kinds[name].__name__}")
+            require(name in kinds, name, f"no setting of {self.name}", f"one of {', '.join(kinds)}")
+            require(_is_a(kinds[name], value), name, repr(value), f"of type {kinds[name].__name__}")
         return replace(self.baseline, **{name: kinds[name](value) for name, value in settings.items()})
 
 
@@ -131,9 +131,3 @@ def _is_a(kind: type, value: object) -> bool:
         return kind is bool
     wider: dict[type, Any] = {float: (float, int, np.floating, np.integer), int: (int, np.integer)}
     return isinstance(value, wider.get(kind, kind))
-
-
-def need(holds: bool, name: str, got: object, needs: str) -> None:
-    """Raise an `ArgumentError` about a setting unless it makes sense."""
-    if not holds:
-        raise ArgumentError(name, got=got, needs=needs)

@@ -20,8 +20,9 @@ from itertools import permutations, product
 import numpy as np
 
 from kalmix.errors import ArgumentError
+from kalmix.validation import require
 from kalmix_bench.datasets.metrics import micro, whole_rows
-from kalmix_bench.datasets.task import Integers, Published, Rows, Task, need
+from kalmix_bench.datasets.task import Integers, Published, Rows, Task
 
 SPECIAL = 7  # ids after the elements': padding, the first token, and five that never occur
 
@@ -39,7 +40,7 @@ class Settings:
     k: int = 10
 
     def __post_init__(self) -> None:
-        need(self.k >= 1, "k", self.k, "at least 1")
+        require(self.k >= 1, "k", self.k, "at least 1")
         table(self.group)
 
     @property
@@ -71,7 +72,7 @@ def _simple(name: str) -> Integers:
         number = np.arange(size)
         return (number[:, None] + number) % size
     if kind not in ("A", "S") or not 1 <= size <= 6:
-        raise ArgumentError("group", got=repr(name), needs="such as 'A5', 'S5', 'Z60', 'A4_x_Z5'")
+        raise ArgumentError("group", got=repr(name), expected="such as 'A5', 'S5', 'Z60', 'A4_x_Z5'")
     elements = [p for p in permutations(range(size)) if kind == "S" or _is_even(p)]
     place = {element: i for i, element in enumerate(elements)}
     return np.array([[place[tuple(a[i] for i in b)] for b in elements] for a in elements])
@@ -85,7 +86,7 @@ def sample(settings: Settings, seed: int, train: int, test: int) -> tuple[Rows, 
     """Different rows, the first of them to train on."""
     n, count = len(table(settings.group)), train + test
     most = n**settings.k
-    need(count <= most, "train + test", count, f"at most {most}, as many words as {settings.group} has of {settings.k}")
+    require(count <= most, "train + test", count, f"at most {most}, the words of length {settings.k}")
     rng, words = random.Random(seed), set()
     while len(words) < count:
         words.add(tuple(rng.choices(range(n), k=settings.k)))
@@ -99,7 +100,7 @@ def every(settings: Settings, k: int) -> Rows:
     Raises:
         ArgumentError: `k` is above that of the settings.
     """
-    need(1 <= k <= settings.k, "k", k, f"from 1 to {settings.k}")
+    require(1 <= k <= settings.k, "k", k, f"from 1 to {settings.k}")
     return _rows(settings, np.array(list(product(range(len(table(settings.group))), repeat=k))))
 
 

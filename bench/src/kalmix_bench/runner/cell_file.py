@@ -45,7 +45,7 @@ def _object(line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ArgumentError("cell", got=f"no JSON ({error})", needs="an object of JSON") from None
+        raise ArgumentError("cell", got=f"no JSON ({error})", expected="an object of JSON") from None
     if not isinstance(found, dict):
-        raise ArgumentError("cell", got=f"a {type(found).__name__}", needs="an object of JSON")
+        raise ArgumentError("cell", got=f"a {type(found).__name__}", expected="an object of JSON")
     return found

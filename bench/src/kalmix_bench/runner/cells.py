@@ -104,7 +104,7 @@ class Results:
         return folder / f"{name}.lock"
 
     def _foreign(self, fault: str) -> ArgumentError:
-        return ArgumentError("results", got=f"{str(self.path)!r}, {fault}", needs="a file that `kalmix bench` wrote")
+        return ArgumentError("results", got=f"{str(self.path)!r}, {fault}", expected="a file that `kalmix bench` wrote")
 
 
 def digest(cell: Cell) -> str:

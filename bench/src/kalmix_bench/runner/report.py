@@ -36,11 +36,11 @@ def read(folders: Sequence[Path], experiments: Sequence[Experiment[Any]]) -> lis
     for folder in folders:
         results = Results(folder / "results.jsonl")
         if not results.path.exists():
-            raise ArgumentError("folders", got=f"{str(folder)!r}, without results.jsonl", needs="outputs of a bench")
+            raise ArgumentError("folders", got=f"{str(folder)!r}, without results.jsonl", expected="outputs of a bench")
         found = list(results.read())
         if not any(experiment.select(found) for experiment in experiments):
             got = f"{str(folder)!r}, whose results.jsonl has no finished cell of a bench"
-            raise ArgumentError("folders", got=got, needs="outputs of a bench")
+            raise ArgumentError("folders", got=got, expected="outputs of a bench")
         rows += found
     return list({_cell(row): row for row in rows}.values())
 

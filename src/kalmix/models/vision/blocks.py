@@ -69,7 +69,7 @@ class WindowAttention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         if width % heads:
-            raise ArgumentError("heads", got=heads, needs=f"a divisor of the width {width}")
+            raise ArgumentError("heads", got=heads, expected=f"a divisor of the width {width}")
         self.heads = heads
         self.qkv_proj: nn.Linear = nn.Linear(width, 3 * width)
         self.out_proj: nn.Linear = nn.Linear(width, width)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers import GatedKalmaNet
-from kalmix.layers.base import check_positive
 from kalmix.models.vision.blocks import ConvBlock, TokenBlock, WindowAttention, Windows, halve, stem
+from kalmix.validation import check_positive_int
 
 MakeMixer = Callable[[int], nn.Module]  # from a width; called on tokens, gives its output and a state
 
@@ -58,9 +58,9 @@ class VisionModel(nn.Module):
         super().__init__()
         for name, sizes, count in (("depths", depths, 4), ("heads", heads, 2), ("windows", windows, 2)):
             if len(sizes) != count:
-                raise ArgumentError(name, got=f"{len(sizes)} numbers", needs=f"{count}")
+                raise ArgumentError(name, got=f"{len(sizes)} numbers", expected=f"{count}")
             for size in sizes:
-                check_positive(name, size)
+                check_positive_int(name, size)
         self.num_classes: int = num_classes
         self.in_chans: int = in_chans
         self.num_features: int = 8 * width
@@ -111,7 +111,7 @@ class VisionModel(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new classifier for so many classes; none for 0. The pooling is a mean ("avg"), and stays so."""
         if global_pool not in (None, "avg"):
-            raise ArgumentError("global_pool", got=repr(global_pool), needs="'avg'")
+            raise ArgumentError("global_pool", got=repr(global_pool), expected="'avg'")
         self.num_classes = num_classes
         like = self.norm.weight
         self.head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()

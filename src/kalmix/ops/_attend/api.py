@@ -17,7 +17,15 @@ from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
-from kalmix.validation import LARGEST, MOST, check_flag, check_kind, check_range, check_shape, check_values
+from kalmix.validation import (
+    MAX_FLOAT,
+    MAX_INT,
+    can_check_values,
+    check_bool,
+    check_dtype_and_device,
+    check_range,
+    check_shape,
+)
 
 Weight = Literal["rational", "exponential"]
 CLOCKS = (torch.float64, torch.float32, torch.int64, torch.int32)
@@ -131,7 +139,9 @@ def check_channels(q: Tensor, v: Tensor, sizes: dict[str, int]) -> None:
     for name, x, letter in (("q", q, "C"), ("v", v, "D")):
         sizes[letter] = x.shape[3] // 2
         if x.shape[3] % 2:
-            raise ArgumentError(name, got=f"{x.shape[3]} wide", needs="of even width, real parts and imaginary ones")
+            raise ArgumentError(
+                name, problem=f"has {x.shape[3]} columns", expected="an even number (real parts, then imaginary parts)"
+            )
 
 
 def check_dynamics(
@@ -139,14 +149,14 @@ def check_dynamics(
 ) -> None:
     """Check dynamics: layouts of decays, of frequencies and of noises; `sure` if what was seen may not be certain."""
     if not isinstance(dynamics, Dynamics):
-        raise ArgumentError(prefix.rstrip("."), got=type(dynamics).__name__, needs="kalmix.ops.Dynamics")
+        raise ArgumentError(prefix.rstrip("."), got=type(dynamics).__name__, expected="kalmix.ops.Dynamics")
     (decays, frequencies, noises), tiny = layouts, torch.finfo(torch.float32).tiny
     check_signal(f"{prefix}log_decay", dynamics.log_decay, (decays,), sizes, like, most=0.0)
     check_signal(f"{prefix}frequency", dynamics.frequency, (frequencies,), sizes, like)
     check_signal(f"{prefix}process_noise", dynamics.process_noise, (noises,), sizes, like, least=0.0)
     check_signal(f"{prefix}key_noise", dynamics.key_noise, (noises,), sizes, like, least=tiny if sure else 0.0)
     check_signal(f"{prefix}query_noise", dynamics.query_noise, (noises,), sizes, like, least=0.0)
-    check_range(f"{prefix}key_noise + query_noise", dynamics.key_noise + dynamics.query_noise, least=tiny)
+    check_range(f"{prefix}key_noise + query_noise", dynamics.key_noise + dynamics.query_noise, minimum=tiny)
 
 
 def check_models(
@@ -163,8 +173,8 @@ def check_models(
     if values is not None:
         check_dynamics("value_dynamics.", values, tuple(x.replace("C", "D") for x in layouts), sizes, like, sure=sure)
     elif sizes["C"] != sizes["D"]:
-        needs = f"given, as values are {sizes['V']} wide, not {sizes['K']}"
-        raise ArgumentError("value_dynamics", got="absent", needs=needs)
+        expected = f"given, as values are {sizes['V']} wide, not {sizes['K']}"
+        raise ArgumentError("value_dynamics", got="absent", expected=expected)
 
 
 def weighing_of(
@@ -177,24 +187,24 @@ def weighing_of(
     like: Tensor,
 ) -> Weighing:
     """Check how tokens are weighed; spread nu, temperature and floor out to their layouts if they are for all heads."""
-    check_flag("causal", causal)
+    check_bool("causal", causal)
     if not isinstance(weight, str) or weight not in get_args(Weight):
-        raise ArgumentError("weight", got=repr(weight), needs=" or ".join(map(repr, get_args(Weight))))
+        raise ArgumentError("weight", got=repr(weight), expected=" or ".join(map(repr, get_args(Weight))))
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ArgumentError("window", got=repr(window), needs="a positive integer")
+        raise ArgumentError("window", got=repr(window), expected="a positive integer")
 
     def given(name: str, x: Tensor | float, layout: str, least: float) -> Tensor:
         if isinstance(x, Tensor):
             check_signal(name, x, (layout,), sizes, like, least=least)
             return x
-        if isinstance(x, bool) or not isinstance(x, int | float) or not least <= x <= LARGEST:
-            raise ArgumentError(name, got=repr(x), needs=f"a number of at least {least:g}, or a tensor of them")
+        if isinstance(x, bool) or not isinstance(x, int | float) or not least <= x <= MAX_FLOAT:
+            raise ArgumentError(name, got=repr(x), expected=f"a number of at least {least:g}, or a tensor of them")
         return like.new_full([sizes[letter] for letter in layout.split()], float(x), dtype=belief_dtype(like.dtype))
 
     least = (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).tiny, 0.0)
     rows = zip(("nu", "temperature", "floor"), numbers, layouts, least, strict=True)
     nus, temperatures, floors = (given(*row) for row in rows)
-    return Weighing(nus, temperatures, floors, weight == "rational", window and min(window, MOST), causal)
+    return Weighing(nus, temperatures, floors, weight == "rational", window and min(window, MAX_INT), causal)
 
 
 def check_history(
@@ -207,17 +217,21 @@ def check_history(
 ) -> HistoryBelief:
     """The belief given, or nothing seen, checked with the times that go on from it; binds N."""
     if not causal and belief is not None:
-        raise ArgumentError("belief", got="given", needs="absent where queries see what is to come")
+        raise ArgumentError("belief", got="given", expected="absent where queries see what is to come")
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], like.device)
     belief = check_belief(belief, default_prior(like, sizes), ("N S H K", "N S G V", "N S", "N S"), sizes)
     sizes.pop("S", None)  # a history may be empty
     if times is not None:
         check_shape("times", times, "B T", sizes)
-        check_kind("times", times, CLOCKS, like.device)
+        check_dtype_and_device("times", times, CLOCKS, like.device)
         check_range("times", times)
-        if check_values(times) and min(sizes.values()) > 0 and _decreasing(times.detach().double(), belief, segments):
+        if (
+            can_check_values(times)
+            and min(sizes.values()) > 0
+            and _decreasing(times.detach().double(), belief, segments)
+        ):
             raise ArgumentError(
-                "times", got="decreasing", needs="not to decrease in a sequence, nor from its belief on"
+                "times", problem="decreases", expected="non-decreasing times in each sequence, belief included"
             )
     return belief
 

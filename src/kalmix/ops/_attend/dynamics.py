@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.validation import transformed
+from kalmix.validation import in_transform
 
 NEAR = 0.5  # below it, derivatives of kappa are summed as series
 TERMS = 14  # of them: exact to float64 there
@@ -78,7 +78,7 @@ def owed(frequency: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 def zero_of(x: Tensor) -> Tensor | None:
     """Return 0 with the derivatives of x, or `None` if nothing asks for them."""
-    return x - x.detach() if transformed() or (torch.is_grad_enabled() and x.requires_grad) else None
+    return x - x.detach() if in_transform() or (torch.is_grad_enabled() and x.requires_grad) else None
 
 
 def quarter(x: Tensor) -> Tensor:

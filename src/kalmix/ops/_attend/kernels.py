@@ -9,14 +9,14 @@ Arguments are checked by the op before they arrive. `belief` is always there; it
 
 from kalmix.ops._attend import chunked, custom_op, reference
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
-from kalmix.validation import SINGLES
+from kalmix.validation import FLOAT32_STATE_DTYPES
 
 KERNELS = (
     Kernel(
         "triton",
         custom_op.attend,
         devices=("cuda",),
-        dtypes=SINGLES,
+        dtypes=FLOAT32_STATE_DTYPES,
         min_tokens=16,
         max_key_width=256,
         max_single_precision_key_width=128,

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kalmix.ops._attend.scores import Rules
 from kalmix.ops._shared import batching as blocks
-from kalmix.validation import transformed
+from kalmix.validation import in_transform
 
 
 def some_at_a_time(
@@ -26,7 +26,7 @@ def some_at_a_time(
     for start in range(0, tokens, size):
         queries = slice(start, min(start + size, tokens))
         keys = slice(*rules.reach(queries, tokens, slots))
-        if transformed():  # which hooks of saved tensors do not know
+        if in_transform():  # which hooks of saved tensors do not know
             found.append(read(queries, keys))
         else:
             found.append(checkpoint(read, queries, keys, use_reentrant=False, preserve_rng_state=False))

@@ -70,7 +70,7 @@ def attend_radial(
     )
     check_channels(q, v, sizes)
     if v.shape[2:] != k.shape[2:]:
-        raise ArgumentError("v", got=list(v.shape), needs=f"as k, {list(k.shape)}")
+        raise ArgumentError("v", got=list(v.shape), expected=f"as k, {list(k.shape)}")
     sizes["R"] = 2
     check_dynamics("", given, ("H", "H C", "H R"), sizes, v, sure=variance)
     weighing = weighing_of((nu, temperature, floor), weight, window, causal, ("H R", "H R", "H"), sizes, v)

@@ -14,7 +14,7 @@ from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
-from kalmix.validation import check_values
+from kalmix.validation import can_check_values
 
 # Least noise of an observation relative to the prior's variance p0, for each dtype of the belief. Storing a covariance
 # rounds it by eps p0, which makes gains wrong by about eps p0 / r^2: 0.1% at this noise.
@@ -87,7 +87,7 @@ def dense(
     per_row = ("B T G K",)
     if angle is not None:
         if sizes["K"] % 2:
-            raise ArgumentError("q", got=f"{sizes['K']} wide", needs="an even number of key rows where they turn")
+            raise ArgumentError("q", got=f"{sizes['K']} wide", expected="an even number of key rows where they turn")
         per_row = ("B T G P",)
         sizes["P"] = sizes["K"] // 2
         check_signal("angle", angle, per_row, sizes, v)
@@ -113,7 +113,7 @@ def _check_noise(obs_noise: Tensor, belief: DenseBelief, segments: Segments | No
 
     Variances above 1 count as 1: a sequence that is accepted whole, with a prior of 1, is accepted in pieces, too.
     """
-    if not check_values(obs_noise):
+    if not can_check_values(obs_noise):
         return
     noise, least = obs_noise.detach(), LEAST_NOISE[belief.mean.dtype] * (1 - torch.finfo(obs_noise.dtype).eps)
     if float(noise.amin()) >= least:
@@ -126,9 +126,9 @@ def _check_noise(obs_noise: Tensor, belief: DenseBelief, segments: Segments | No
     if low.numel():
         raise ArgumentError(
             "obs_noise",
-            got=f"as low as {float(low.min()):g}",
-            needs=f"at least {LEAST_NOISE[belief.mean.dtype]:g} times the prior's variance where beliefs are "
-            f"{str(belief.mean.dtype).removeprefix('torch.')}; float64 inputs resolve less",
+            problem=f"has a minimum of {float(low.min()):g}",
+            expected=f"values of at least {LEAST_NOISE[belief.mean.dtype]:g} times the prior's variance where "
+            f"beliefs are {str(belief.mean.dtype).removeprefix('torch.')}; float64 inputs resolve less",
         )
 
 

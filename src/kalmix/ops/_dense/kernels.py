@@ -12,7 +12,7 @@ from functools import partial
 from kalmix.ops._dense import chunked, custom_op, reference
 from kalmix.ops._dense.cuda.compile import unsupported_gpu
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
-from kalmix.validation import SINGLES
+from kalmix.validation import FLOAT32_STATE_DTYPES
 
 _ROTATIONS = frozenset({"rotations"})
 
@@ -21,7 +21,7 @@ KERNELS = (
         "cuda",  # as "triton", but what steps through time is CUDA C++
         partial(custom_op.dense, cuda=True),
         devices=("cuda",),
-        dtypes=SINGLES,
+        dtypes=FLOAT32_STATE_DTYPES,
         min_key_width=33,  # covariances that fill two or four groups of 32 rows: those compared with float64
         max_key_width=128,
         triton=True,
@@ -32,7 +32,7 @@ KERNELS = (
         "triton",
         custom_op.dense,
         devices=("cuda",),
-        dtypes=SINGLES,
+        dtypes=FLOAT32_STATE_DTYPES,
         max_key_width=256,
         preferred_min_key_width=8,  # with narrower keys float32 cannot factor a tile's covariance at the least noise
         triton=True,

@@ -9,10 +9,12 @@ Arguments are checked by the op before they arrive. `belief` is always there; it
 
 from kalmix.ops._diagonal import chunked, custom_op, reference
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
-from kalmix.validation import SINGLES
+from kalmix.validation import FLOAT32_STATE_DTYPES
 
 KERNELS = (
-    Kernel("triton", custom_op.diagonal, devices=("cuda",), dtypes=SINGLES, max_key_width=128, triton=True),
+    Kernel(
+        "triton", custom_op.diagonal, devices=("cuda",), dtypes=FLOAT32_STATE_DTYPES, max_key_width=128, triton=True
+    ),
     Kernel("chunked", chunked.diagonal, min_tokens=16),
     Kernel(
         "reference", reference.diagonal, features=frozenset({TRANSFORMS, "dynamics that differ from token to token"})

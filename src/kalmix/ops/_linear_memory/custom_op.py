@@ -14,7 +14,7 @@ from kalmix.beliefs import PointBelief
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache, with_precompilation
 from kalmix.segments import Segments, unchecked
 from kalmix.types import Filtered
-from kalmix.validation import SINGLES
+from kalmix.validation import FLOAT32_STATE_DTYPES
 
 if TYPE_CHECKING:  # these ops import this module
     from kalmix.ops._additive.signals import AdditiveSignals
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # these ops import this module
 
 SERVED: dict[str, Any] = {  # what the rows say of themselves
     "devices": ("cuda",),
-    "dtypes": SINGLES,
+    "dtypes": FLOAT32_STATE_DTYPES,
     "max_key_width": 256,
     "triton": True,
     "low_precision_products": True,

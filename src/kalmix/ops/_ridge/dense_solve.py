@@ -12,7 +12,7 @@ from kalmix.errors import KernelError
 from kalmix.ops._ridge.linear_solvers import Matrices, Rho, Scale, chebyshev_weights, solve
 from kalmix.ops._ridge.solvers import Chebyshev, Solver
 from kalmix.ops._shared.custom_op import once_differentiable
-from kalmix.validation import transformed
+from kalmix.validation import in_transform
 
 _UNROLLED, _IMPLICIT = "Chebyshev(backward='unrolled')", "backward='implicit'"
 
@@ -27,7 +27,7 @@ def solve_differentiable(solver: Solver, gram: Tensor, ridge: Tensor, scale: Sca
     shift = torch.where(inverse > 0, ridge * inverse, _as_tensor(scale.shift, ridge).detach())
     matrix = gram * inverse[..., None] + torch.diag_embed(shift.expand_as(rhs))
     if unrolled:
-        if transformed():
+        if in_transform():
             raise KernelError(f"{_UNROLLED} has no torch.func transforms and forward-mode derivatives; use {_IMPLICIT}")
         rho = _as_tensor(scale.rho, rhs).expand(*rhs.shape[:-1], 1)
         return _Unrolled.apply(matrix, rhs, rho, unrolled) * inverse

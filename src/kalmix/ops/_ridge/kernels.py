@@ -10,7 +10,7 @@ Arguments are checked by the op before they arrive. `belief` is always there; it
 from kalmix.ops._ridge import chunked, custom_op, reference
 from kalmix.ops._ridge.solvers import Chebyshev, ConjugateGradient, Exact, Sketch, Solver
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
-from kalmix.validation import SINGLES
+from kalmix.validation import FLOAT32_STATE_DTYPES
 
 UNROLLED = "unrolled gradients"
 _SOLVER_FEATURES = {ConjugateGradient: "conjugate gradients", Exact: "exact solutions", Sketch: "sketches"}
@@ -28,7 +28,7 @@ KERNELS = (
         "triton",
         custom_op.ridge,
         devices=("cuda",),
-        dtypes=SINGLES,
+        dtypes=FLOAT32_STATE_DTYPES,
         max_key_width=256,
         max_single_precision_key_width=128,
         features=frozenset({_SOLVER_FEATURES[ConjugateGradient]}),

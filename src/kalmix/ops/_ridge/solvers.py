@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from kalmix.errors import ArgumentError
-from kalmix.validation import LARGEST, MOST
+from kalmix.errors import ArgumentError, any_of
+from kalmix.validation import MAX_FLOAT, MAX_INT
 
 MIN_NORM = 1e-10  # a norm of H below which nothing has been written: gradients, like 1 / ||H||^3, are still float32
 Backward = Literal["implicit", "unrolled"]
@@ -18,9 +18,9 @@ Backward = Literal["implicit", "unrolled"]
 
 def _check_positive(name: str, value: object, kind: type) -> None:
     accepted = (int, float) if kind is float else (int,)
-    most = LARGEST if isinstance(value, float) else MOST
+    most = MAX_FLOAT if isinstance(value, float) else MAX_INT
     if isinstance(value, bool) or not isinstance(value, accepted) or not 0 < value <= most:
-        raise ArgumentError(name, got=repr(value), needs=f"a positive {'number' if kind is float else 'integer'}")
+        raise ArgumentError(name, got=repr(value), expected=f"a positive {'number' if kind is float else 'integer'}")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Chebyshev:
     def __post_init__(self) -> None:
         _check_positive("iterations", self.iterations, int)
         if not isinstance(self.backward, str) or self.backward not in get_args(Backward):
-            raise ArgumentError("backward", got=repr(self.backward), needs=" or ".join(map(repr, get_args(Backward))))
+            raise ArgumentError("backward", got=repr(self.backward), expected=any_of(get_args(Backward)))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Sketch:
     def __post_init__(self) -> None:
         _check_positive("dim", self.dim, int)
         if not isinstance(self.solver, Chebyshev | ConjugateGradient | Exact):
-            raise ArgumentError("solver", got=repr(self.solver), needs="Chebyshev, ConjugateGradient or Exact")
+            raise ArgumentError("solver", got=repr(self.solver), expected="Chebyshev, ConjugateGradient or Exact")
 
 
 Solver = Chebyshev | ConjugateGradient | Exact | Sketch

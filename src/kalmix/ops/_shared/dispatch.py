@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kalmix.errors import KernelError
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel, KernelRequest
-from kalmix.validation import transformed
+from kalmix.validation import in_transform
 
 
 def select_kernel(op: str, kernels: tuple[Kernel, ...], request: KernelRequest, name: str | None = None) -> Kernel:
@@ -24,7 +24,7 @@ def select_kernel(op: str, kernels: tuple[Kernel, ...], request: KernelRequest, 
         KernelError: `name` is unknown or that kernel does not support the call, or none does; gives the reasons and
             the name of a kernel that does.
     """
-    if transformed():
+    if in_transform():
         request = replace(request, required_features=request.required_features | {TRANSFORMS})
     supported = [x for x in kernels if not x.needs_interpreter(request) and x.unsupported_reason(request) is None]
     if name is None:

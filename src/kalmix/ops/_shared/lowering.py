@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix.validation import FLOATS, check_kind, check_range
+from kalmix.validation import FLOATS, check_dtype_and_device, check_range
 
 Signals = dict[str, Any]
 Lower = Callable[[Tensor, Tensor, Signals], Signals]  # (k, v, signals of a design) -> signals of its op
@@ -16,6 +16,6 @@ Lower = Callable[[Tensor, Tensor, Signals], Signals]  # (k, v, signals of a desi
 
 def pop_positive(name: str, signals: Signals) -> Tensor:
     """Remove a signal that must be positive, and return it."""
-    check_kind(name, signals[name], FLOATS, signals[name].device)
-    check_range(name, signals[name], least=torch.finfo(torch.float32).tiny)
+    check_dtype_and_device(name, signals[name], FLOATS, signals[name].device)
+    check_range(name, signals[name], minimum=torch.finfo(torch.float32).tiny)
     return signals.pop(name)

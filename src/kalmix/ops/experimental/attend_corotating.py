@@ -12,7 +12,7 @@ from kalmix.ops._attend.api import attend, check_dynamics, weighing_of
 from kalmix.ops._attend.dynamics import Dynamics
 from kalmix.ops._shared.validation import check_tokens
 from kalmix.types import Filtered, belief_dtype
-from kalmix.validation import check_kind, check_range, check_shape
+from kalmix.validation import check_dtype_and_device, check_range, check_shape
 
 
 def attend_corotating(
@@ -66,7 +66,7 @@ def attend_corotating(
     """
     sizes, noises = check_tokens(q, k, v, variance), (process_noise, key_noise, query_noise)
     check_shape("direction", direction, "B T G V", sizes)
-    check_kind("direction", direction, (v.dtype,), v.device)
+    check_dtype_and_device("direction", direction, (v.dtype,), v.device)
     check_range("direction", direction)
     sizes["C"], sizes["R"] = v.shape[3] // 2, 2
     check_dynamics("", Dynamics(log_decay, frequency, *noises), ("H", "H C", "H R"), sizes, v, sure=variance)

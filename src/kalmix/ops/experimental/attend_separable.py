@@ -12,7 +12,7 @@ from kalmix.ops._attend.api import CLOCKS, check_channels, check_dynamics
 from kalmix.ops._attend.dynamics import Dynamics, turned
 from kalmix.ops._shared.validation import check_tokens
 from kalmix.types import Filtered, belief_dtype
-from kalmix.validation import check_kind, check_range, check_shape
+from kalmix.validation import check_dtype_and_device, check_range, check_shape
 
 
 class SeparablePrecision(NamedTuple):
@@ -89,12 +89,12 @@ def attend_separable(
     if times is None:
         times = torch.arange(sizes["T"], device=v.device, dtype=torch.float64).expand(sizes["B"], -1)
     check_shape("times", times, "B T", sizes)
-    check_kind("times", times, CLOCKS, v.device)
+    check_dtype_and_device("times", times, CLOCKS, v.device)
     times = times.detach().double()
     if sizes["T"] > 0:
         times = times - times[:, :1]
     steps = times.diff(dim=1, prepend=times[:, :1])
-    check_range("the steps of times", steps, least=0.0)
+    check_range("the steps of times", steps, minimum=0.0)
 
     # P is a difference of exponentials, and the gradient of a frequency one of sums, that may be 1e5 times as large.
     # float64 has the digits for that, if nothing is rounded between: so all numbers are widened once, here.

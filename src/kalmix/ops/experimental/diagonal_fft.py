@@ -11,7 +11,7 @@ from kalmix.beliefs import DiagonalBelief
 from kalmix.errors import ArgumentError
 from kalmix.ops._shared.validation import check_signal, check_tokens
 from kalmix.types import Filtered, belief_dtype
-from kalmix.validation import check_kind, check_range, check_shape, check_values
+from kalmix.validation import can_check_values, check_dtype_and_device, check_range, check_shape
 
 
 def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_decay: Tensor) -> Filtered:
@@ -44,15 +44,15 @@ def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_deca
     check_signal("precision", precision, ("B T G V",), sizes, v, least=0.0)
     check_signal("log_decay", log_decay, ("G K V",), sizes, v, most=0.0)
     check_shape("k", k, "H K", sizes)
-    check_kind("k", k, (q.dtype,), q.device)
+    check_dtype_and_device("k", k, (q.dtype,), q.device)
     check_range("k", k)
     length, group, dtype = sizes["T"], sizes["G"] // sizes["H"], belief_dtype(q.dtype)
     limit = log(torch.finfo(dtype).max) / (2 * max(length, 1))
-    if check_values(log_decay) and log_decay.numel() and float(log_decay.detach().min()) < -limit:
+    if can_check_values(log_decay) and log_decay.numel() and float(log_decay.detach().min()) < -limit:
         raise ArgumentError(
             "log_decay",
             got=f"as low as {float(log_decay.detach().min()):g}",
-            needs=f"at least {-limit:g} for the kernel of {length} tokens to fit {dtype}",
+            expected=f"at least {-limit:g} for the kernel of {length} tokens to fit {dtype}",
         )
     if min(sizes.values()) == 0:
         nothing = v.new_zeros(sizes["B"], *log_decay.shape, dtype=dtype)

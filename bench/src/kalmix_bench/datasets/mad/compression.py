@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from kalmix.validation import require
 from kalmix_bench.datasets.mad.settings import Instances, Settings, task
-from kalmix_bench.datasets.task import Integers, need
+from kalmix_bench.datasets.task import Integers
 
 
 def instances(settings: Settings, seed: int) -> Instances:
@@ -18,7 +19,7 @@ def instances(settings: Settings, seed: int) -> Instances:
     s.need_noise_vocabulary()
     last = s.vocab_size - 1
     free = last - s.noise_vocab_size
-    need(free >= 1, "vocab_size", s.vocab_size, f"at least {s.vocab_size - free + 1}, for a token to compress")
+    require(free >= 1, "vocab_size", s.vocab_size, f"at least {s.vocab_size - free + 1}, for a token to compress")
     rng = np.random.default_rng(seed)
 
     def draw(training: bool) -> tuple[Integers, Integers]:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from kalmix.validation import require
 from kalmix_bench.datasets.mad.settings import Instances, Settings, task
 from kalmix_bench.datasets.metrics import IGNORED
-from kalmix_bench.datasets.task import Integers, need
+from kalmix_bench.datasets.task import Integers
 
 
 def instances(settings: Settings, seed: int) -> Instances:
     """Rows of T tokens, c of them to copy, wanted at the last c tokens, which are blank."""
     length, c = settings.seq_len, settings.num_tokens_to_copy
     blank, asks = settings.vocab_size - 2, settings.vocab_size - 1
-    need(settings.vocab_size >= 3, "vocab_size", settings.vocab_size, "at least 3: a token to copy, a blank, a request")
-    need(c >= 1, "num_tokens_to_copy", c, "at least 1")
-    need(length > 2 * c + 1, "seq_len", length, f"above {2 * c + 1}, twice the tokens to copy and a request")
+    require(settings.vocab_size >= 3, "vocab_size", settings.vocab_size, "at least 3 (to copy, blank, request)")
+    require(c >= 1, "num_tokens_to_copy", c, "at least 1")
+    require(length > 2 * c + 1, "seq_len", length, f"above {2 * c + 1}, twice the tokens to copy and a request")
     tokens, blanks = np.random.default_rng(seed), np.random.RandomState(seed)
 
     def draw(training: bool) -> tuple[Integers, Integers]:

@@ -15,9 +15,9 @@ from itertools import permutations
 
 import numpy as np
 
+from kalmix.validation import require
 from kalmix_bench.datasets.mad.settings import Instances, Settings, task
 from kalmix_bench.datasets.metrics import IGNORED
-from kalmix_bench.datasets.task import need
 
 Word = tuple[int, ...]
 
@@ -32,14 +32,14 @@ def instances(settings: Settings, seed: int) -> Instances:
     s.need_noise_vocabulary()
     pad = s.vocab_size - 1 - (not s.multi_query)
     free = pad - s.noise_vocab_size
-    need(
+    require(
         free // 2 >= s.k_motif_size and free - free // 2 >= s.v_motif_size,
         "vocab_size",
         s.vocab_size,
         f"at least {s.vocab_size - free + max(2 * s.k_motif_size, 2 * s.v_motif_size - 1)}, for the longest words",
     )
     longest = s.k_motif_size + s.v_motif_size
-    need(s.seq_len > 2 * longest, "seq_len", s.seq_len, f"above {2 * longest}, for two pairs of the longest words")
+    require(s.seq_len > 2 * longest, "seq_len", s.seq_len, f"above {2 * longest}, for two pairs of the longest words")
     keys = {size: _words(range(free // 2), size) for size in range(1, s.k_motif_size + 1)}
     values = {size: _words(range(free // 2, free), size) for size in range(1, s.v_motif_size + 1)}
     rng = np.random.default_rng(seed)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from kalmix.validation import require
 from kalmix_bench.datasets.mad.settings import Instances, Settings, task
 from kalmix_bench.datasets.metrics import IGNORED
-from kalmix_bench.datasets.task import need
 
 
 def instances(settings: Settings, seed: int) -> Instances:
@@ -18,9 +18,9 @@ def instances(settings: Settings, seed: int) -> Instances:
     s = settings
     s.need_noise_vocabulary()
     asks = s.vocab_size - 1
-    need(asks >= 2, "vocab_size", s.vocab_size, "at least 3: a key, a value, a request")
-    need(s.noise_vocab_size <= asks, "noise_vocab_size", s.noise_vocab_size, f"at most {asks}, with {asks + 1} ids")
-    need(s.seq_len >= 2, "seq_len", s.seq_len, "at least 2")
+    require(asks >= 2, "vocab_size", s.vocab_size, "at least 3: a key, a value, a request")
+    require(s.noise_vocab_size <= asks, "noise_vocab_size", s.noise_vocab_size, f"at most {asks}, with {asks + 1} ids")
+    require(s.seq_len >= 2, "seq_len", s.seq_len, "at least 2")
     keys, values = np.arange(asks // 2), np.arange(asks // 2, asks)
     once = np.random.default_rng(seed)
     once.shuffle(keys)

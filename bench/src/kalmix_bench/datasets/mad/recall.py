@@ -12,19 +12,19 @@ Tokens: keys, values, noise, in this order of ids. Noise comes as pairs among th
 from __future__ import annotations
 
 from kalmix.errors import ArgumentError
+from kalmix.validation import require
 from kalmix_bench.datasets.mad.draws import Draws
 from kalmix_bench.datasets.mad.settings import Instances, Settings, task
 from kalmix_bench.datasets.metrics import IGNORED
-from kalmix_bench.datasets.task import need
 
 
 def instances(settings: Settings, seed: int) -> Instances:
     """Rows of T / 2 pairs, the last of them one whose key came before."""
     s = settings
     s.need_noise_vocabulary()
-    need(s.seq_len >= 4 and s.seq_len % 2 == 0, "seq_len", s.seq_len, "even, and at least 4")
+    require(s.seq_len >= 4 and s.seq_len % 2 == 0, "seq_len", s.seq_len, "even, and at least 4")
     free = s.vocab_size - s.noise_vocab_size - (not s.multi_query)
-    need(free >= 2, "vocab_size", s.vocab_size, f"at least {s.vocab_size - free + 2}, for a key and a value")
+    require(free >= 2, "vocab_size", s.vocab_size, f"at least {s.vocab_size - free + 2}, for a key and a value")
     keys = free // 2
     draws = Draws(seed)
     below = draws.below
@@ -45,7 +45,7 @@ def instances(settings: Settings, seed: int) -> Instances:
             inputs += key, held[key]
             asked += IGNORED, held[key] if again and s.multi_query else IGNORED
         if not held:
-            raise ArgumentError("frac_noise", got=f"{s.frac_noise}, which made a row of noise alone", needs="smaller")
+            raise ArgumentError("frac_noise", got=f"{s.frac_noise}, which made a row of noise only", expected="less")
         key = list(held)[below(len(held))]
         if not s.multi_query:
             inputs.append(s.vocab_size - 1)

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kalmix.validation import require
 from kalmix_bench.datasets.metrics import IGNORED, macro, micro
-from kalmix_bench.datasets.task import Integers, Published, Rows, Task, need
+from kalmix_bench.datasets.task import Integers, Published, Rows, Task
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "seq_len", "k_motif_size", "v_motif_size"):
-            need(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("noise_vocab_size", "num_tokens_to_copy"):
-            need(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
-        need(0 <= self.frac_noise < 1, "frac_noise", self.frac_noise, "at least 0 and less than 1")
+            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        require(0 <= self.frac_noise < 1, "frac_noise", self.frac_noise, "at least 0 and less than 1")
 
     def need_noise_vocabulary(self) -> None:
         """For a task that knows noise: there are ids to make it of."""
         if self.frac_noise > 0:
-            need(self.noise_vocab_size > 0, "noise_vocab_size", 0, f"at least 1, as frac_noise is {self.frac_noise}")
+            require(self.noise_vocab_size > 0, "noise_vocab_size", 0, f"at least 1, as frac_noise is {self.frac_noise}")
 
 
 class Instances(NamedTuple):

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kalmix.validation import require
 from kalmix_bench.datasets.metrics import IGNORED
-from kalmix_bench.datasets.task import Integers, Rows, need
+from kalmix_bench.datasets.task import Integers, Rows
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "input_seq_len", "num_kv_pairs"):
-            need(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        need(self.input_seq_len % 2 == 0, "input_seq_len", self.input_seq_len, "even")
-        need(self.power_a > 0, "power_a", self.power_a, "positive")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(self.input_seq_len % 2 == 0, "input_seq_len", self.input_seq_len, "even")
+        require(self.power_a > 0, "power_a", self.power_a, "positive")
         least = self.context + 2 * self.num_kv_pairs
-        needs = f"at least {least}: {self.context} tokens of pairs, 2 for each of {self.num_kv_pairs} queries"
-        need(self.input_seq_len >= least, "input_seq_len", self.input_seq_len, needs)
+        expected = f"at least {least}: {self.context} tokens of pairs, 2 for each of {self.num_kv_pairs} queries"
+        require(self.input_seq_len >= least, "input_seq_len", self.input_seq_len, expected)
 
     @property
     def context(self) -> int:
@@ -61,7 +62,7 @@ class UpdateSettings(Settings):
     num_updates: int = 4
 
     def __post_init__(self) -> None:
-        need(0 <= self.num_updates <= self.num_kv_pairs, "num_updates", self.num_updates, "from 0 to num_kv_pairs")
+        require(0 <= self.num_updates <= self.num_kv_pairs, "num_updates", self.num_updates, "from 0 to num_kv_pairs")
         super().__post_init__()
 
     @property

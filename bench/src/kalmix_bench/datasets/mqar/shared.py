@@ -18,9 +18,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from kalmix.validation import require
 from kalmix_bench.datasets.mqar.settings import Settings, UpdateSettings, alternate, asked
 from kalmix_bench.datasets.mqar.zoology import FIGURE_2, SCORES
-from kalmix_bench.datasets.task import Integers, Published, Rows, Task, need
+from kalmix_bench.datasets.task import Integers, Published, Rows, Task
 
 S = TypeVar("S", bound=Settings)
 
@@ -34,7 +35,7 @@ class BlockSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         whole = self.block_size >= 1 and self.num_kv_pairs % self.block_size == 0
-        need(whole, "block_size", self.block_size, f"a divisor of num_kv_pairs, {self.num_kv_pairs}")
+        require(whole, "block_size", self.block_size, f"a divisor of num_kv_pairs, {self.num_kv_pairs}")
 
 
 Writing = tuple[Integers, Integers]  # tokens of the context, and the answer to each key
@@ -66,8 +67,8 @@ def rows(
 ) -> Rows:
     """`count` rows; keys and values are the first D of two permutations of the ids 1 ... V - 1."""
     size = settings.num_kv_pairs
-    need(size < settings.vocab_size, "vocab_size", settings.vocab_size, f"at least {size + 1}, for {size} keys")
-    need(settings.vocab_size >= 3, "vocab_size", settings.vocab_size, "at least 3, so that values can differ")
+    require(size < settings.vocab_size, "vocab_size", settings.vocab_size, f"at least {size + 1}, for {size} keys")
+    require(settings.vocab_size >= 3, "vocab_size", settings.vocab_size, "at least 3, so that values can differ")
     pairs = np.empty((count, settings.context), dtype=np.int64)
     keys, answers, gaps = np.empty((3, count, size), dtype=np.int64)
     chances = settings.gaps

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kalmix.validation import require
 from kalmix_bench.datasets.metrics import mean_of_rows, micro
 from kalmix_bench.datasets.mqar.settings import Settings, UpdateSettings, alternate, asked
-from kalmix_bench.datasets.task import Integers, Published, Rows, Task, need
+from kalmix_bench.datasets.task import Integers, Published, Rows, Task
 
 Segment = tuple[Settings, int]  # and how many rows
 
@@ -33,8 +34,8 @@ def segment(settings: Settings, seed: int, count: int) -> Rows:
     """
     s = settings
     first = s.vocab_size // 2  # of the values; keys begin at 1
-    need(s.vocab_size > s.input_seq_len, "vocab_size", s.vocab_size, f"above input_seq_len, {s.input_seq_len}")
-    need(first - 1 >= s.num_kv_pairs, "vocab_size", s.vocab_size, f"at least {2 * s.num_kv_pairs + 2}, for keys")
+    require(s.vocab_size > s.input_seq_len, "vocab_size", s.vocab_size, f"above input_seq_len, {s.input_seq_len}")
+    require(first - 1 >= s.num_kv_pairs, "vocab_size", s.vocab_size, f"at least {2 * s.num_kv_pairs + 2}, for keys")
     rng = np.random.RandomState(seed)
 
     def chosen(size: int, out_of: int, p: np.ndarray | None = None) -> Integers:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kalmix.validation import require
 from kalmix_bench.datasets.ruler.haystacks import vocabulary
 from kalmix_bench.datasets.ruler.prompts import Fit, Prompt, Settings, task
-from kalmix_bench.datasets.task import need
 
 _COMMON = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
@@ -44,10 +44,10 @@ class CommonSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        need(1 <= self.num_cw <= 20, "num_cw", self.num_cw, "from 1 to 20")
-        need(self.freq_ucw >= 1, "freq_ucw", self.freq_ucw, "at least 1")
-        need(self.freq_cw > self.freq_ucw, "freq_cw", self.freq_cw, f"above freq_ucw, {self.freq_ucw}")
-        need(self.num_fewshot >= 0, "num_fewshot", self.num_fewshot, "at least 0")
+        require(1 <= self.num_cw <= 20, "num_cw", self.num_cw, "from 1 to 20")
+        require(self.freq_ucw >= 1, "freq_ucw", self.freq_ucw, "at least 1")
+        require(self.freq_cw > self.freq_ucw, "freq_cw", self.freq_cw, f"above freq_ucw, {self.freq_ucw}")
+        require(self.num_fewshot >= 0, "num_fewshot", self.num_fewshot, "at least 0")
 
 
 def common_words(settings: CommonSettings, seed: int, tokens: Callable[[str], int]) -> Iterator[Prompt]:
@@ -96,10 +96,10 @@ class CodedSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        need(self.alpha > 1, "alpha", self.alpha, "above 1")
-        need(self.coded_wordlen >= 3, "coded_wordlen", self.coded_wordlen, "at least 3")
+        require(self.alpha > 1, "alpha", self.alpha, "above 1")
+        require(self.coded_wordlen >= 3, "coded_wordlen", self.coded_wordlen, "at least 3")
         least = 4 * 50 + self.tokens_to_generate
-        need(self.max_seq_length >= least, "max_seq_length", self.max_seq_length, f"at least {least}, for four words")
+        require(self.max_seq_length >= least, "max_seq_length", self.max_seq_length, f"at least {least} (four words)")
 
 
 def frequent_words(settings: CodedSettings, seed: int, tokens: Callable[[str], int]) -> Iterator[Prompt]:
@@ -133,7 +133,7 @@ def frequent_words(settings: CodedSettings, seed: int, tokens: Callable[[str], i
     while True:
         vocabulary, tried = coded(), size
         while (excess := tokens((prompt := written(vocabulary, tried)).text) - limit) > 0:
-            need(tried > 0, "max_seq_length", f"too small by {excess}", "large enough for the question")
+            require(tried > 0, "max_seq_length", f"too small by {excess}", "large enough for the question")
             tried -= step
         yield prompt
 

@@ -99,7 +99,7 @@ def _wonderwords(file: str) -> list[str]:
     try:
         text = (resources.files("wonderwords") / "assets" / file).read_text(encoding="utf-8")
     except ModuleNotFoundError:
-        raise ArgumentError("words", got="'wonderwords', which is not installed", needs="'own'") from None
+        raise ArgumentError("words", got="'wonderwords', which is not installed", expected="'own'") from None
     return [word.rstrip() for word in text.splitlines()]
 
 
@@ -112,21 +112,21 @@ def essay(path: str) -> tuple[str, ...]:
     Raises:
         ArgumentError: there is no such text.
     """
-    needs = "the path of a UTF-8 text"
+    expected = "the path of a UTF-8 text"
     if path:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError("essay", got=f"{path!r}, which cannot be read ({error})", needs=needs) from None
+            raise ArgumentError("essay", got=f"{path!r}, which cannot be read ({error})", expected=expected) from None
     else:
         try:
             from pydoc_data.topics import topics
         except ImportError:
-            raise ArgumentError("essay", got="absent, as is this Python's reference", needs=needs) from None
+            raise ArgumentError("essay", got="absent, as is this Python's reference", expected=expected) from None
         text = " ".join(topic for _, topic in sorted(topics.items()))
     words = tuple(text.split())
     if not words:
-        raise ArgumentError("essay", got=f"{path!r}, which is empty", needs=needs)
+        raise ArgumentError("essay", got=f"{path!r}, which is empty", expected=expected)
     return words
 
 

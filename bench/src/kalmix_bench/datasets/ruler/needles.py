@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from kalmix.validation import require
 from kalmix_bench.datasets.ruler.haystacks import NOISE, essay, sentences, vocabulary
 from kalmix_bench.datasets.ruler.prompts import Fit, Prompt, Settings, task
-from kalmix_bench.datasets.task import need
 
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _TEMPLATE = (
@@ -50,14 +50,14 @@ class NeedleSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         haystacks = ("noise", "essay", "needle")
-        need(self.type_haystack in haystacks, "type_haystack", repr(self.type_haystack), f"one of {haystacks}")
+        require(self.type_haystack in haystacks, "type_haystack", repr(self.type_haystack), f"one of {haystacks}")
         for name in ("type_needle_k", "type_needle_v"):
-            need(getattr(self, name) in _KINDS, name, repr(getattr(self, name)), f"one of {_KINDS}")
+            require(getattr(self, name) in _KINDS, name, repr(getattr(self, name)), f"one of {_KINDS}")
         for name in ("num_needle_k", "num_needle_v", "num_needle_q"):
-            need(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         if self.type_haystack == "essay":
             most = len(_DEPTHS)
-            need(self.needles <= most, "num_needle_k", self.keys, f"at most {most // self.num_needle_v} in an essay")
+            require(self.needles <= most, "num_needle_k", self.keys, f"at most {most // self.num_needle_v} in an essay")
 
     @property
     def keys(self) -> int:

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kalmix.validation import require
 from kalmix_bench.datasets.metrics import IGNORED, micro, string_match, whole_rows
-from kalmix_bench.datasets.task import Published, Rows, Task, need
+from kalmix_bench.datasets.task import Published, Rows, Task
 
 END = 256  # the id after all bytes: ends an answer, and pads
 BETWEEN = ", "  # answers, where there are several
@@ -46,10 +47,10 @@ class Settings:
     words: str = field(default_factory=lambda: "wonderwords" if find_spec("wonderwords") else "own")
 
     def __post_init__(self) -> None:
-        need(self.tokens_to_generate >= 1, "tokens_to_generate", self.tokens_to_generate, "at least 1")
+        require(self.tokens_to_generate >= 1, "tokens_to_generate", self.tokens_to_generate, "at least 1")
         least = self.tokens_to_generate + 1
-        need(self.max_seq_length >= least, "max_seq_length", self.max_seq_length, f"at least {least}")
-        need(self.words in ("wonderwords", "own"), "words", repr(self.words), "'wonderwords' or 'own'")
+        require(self.max_seq_length >= least, "max_seq_length", self.max_seq_length, f"at least {least}")
+        require(self.words in ("wonderwords", "own"), "words", repr(self.words), "'wonderwords' or 'own'")
 
     @property
     def vocab_size(self) -> int:
@@ -94,8 +95,8 @@ def draw(writer: Writer[S], settings: S, seed: int, count: int, encode: Encode, 
     for row, prompt in enumerate(prompts):
         asked, answer = list(encode(prompt.text)), [*encode(" " + BETWEEN.join(prompt.answers)), end]
         whole = asked + answer
-        needs = f"at least {len(whole) - 1}, for a prompt and its answer"
-        need(len(whole) - 1 <= s.max_seq_length, "max_seq_length", s.max_seq_length, needs)
+        expected = f"at least {len(whole) - 1}, for a prompt and its answer"
+        require(len(whole) - 1 <= s.max_seq_length, "max_seq_length", s.max_seq_length, expected)
         inputs[row, : len(whole) - 1] = whole[:-1]
         targets[row, len(asked) - 1 : len(whole) - 1] = answer
         facts["length"].append(len(asked) + s.tokens_to_generate)
@@ -155,7 +156,7 @@ class Fit:
         while True:
             tried, prompt = size, write(size)
             while (excess := self.tokens(prompt.text) - limit) > 0:
-                need(
+                require(
                     tried > self.least,
                     "max_seq_length",
                     f"too small by {excess}",

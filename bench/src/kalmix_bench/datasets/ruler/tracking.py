@@ -14,9 +14,9 @@ from itertools import pairwise
 import numpy as np
 
 from kalmix.errors import ArgumentError
+from kalmix.validation import require
 from kalmix_bench.datasets.ruler.haystacks import NOISE
 from kalmix_bench.datasets.ruler.prompts import Fit, Prompt, Settings, Write, task
-from kalmix_bench.datasets.task import need
 
 _TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
@@ -37,8 +37,8 @@ class TrackingSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        need(self.num_chains >= 1, "num_chains", self.num_chains, "at least 1")
-        need(1 <= self.num_hops <= 10, "num_hops", self.num_hops, "from 1 to 10")
+        require(self.num_chains >= 1, "num_chains", self.num_chains, "at least 1")
+        require(1 <= self.num_hops <= 10, "num_hops", self.num_hops, "from 1 to 10")
 
 
 def prompts(settings: TrackingSettings, seed: int, tokens: Callable[[str], int]) -> Iterator[Prompt]:

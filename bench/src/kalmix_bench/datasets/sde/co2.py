@@ -53,11 +53,11 @@ def windows(length: int = 64, span: int = 128, stride: int = 8, seed: int = 0) -
         ArgumentError: more are to be kept than there are, or a split is shorter than a window.
     """
     if not 1 <= length <= span:
-        raise ArgumentError("length", got=length, needs=f"between 1 and the {span} of a window")
+        raise ArgumentError("length", got=length, expected=f"between 1 and the {span} of a window")
     times, values = series()
     parts = list(pairwise([0, *_ends(len(times))]))
     if min(stop - start for start, stop in parts) < span:
-        raise ArgumentError("span", got=span, needs="no more than the shortest split has")
+        raise ArgumentError("span", got=span, expected="no more than the shortest split has")
     generator = torch.Generator().manual_seed(seed)
     found = []
     for start, stop in parts:

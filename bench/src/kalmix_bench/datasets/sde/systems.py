@@ -39,10 +39,10 @@ class System:
 
     def __post_init__(self) -> None:
         if {len(row) for row in self.drift} != {len(self.drift)}:
-            raise ArgumentError("drift", got=f"{[len(row) for row in self.drift]} wide", needs="a square matrix")
+            raise ArgumentError("drift", got=f"{[len(row) for row in self.drift]} wide", expected="a square matrix")
         for name in ("process_noise", "obs_noise"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ArgumentError(name, got=getattr(self, name), needs="a variance")
+                raise ArgumentError(name, got=getattr(self, name), expected="a variance")
 
     @property
     def width(self) -> int:
@@ -89,7 +89,7 @@ def _exact(drift: Tensor, process_noise: float, lag: Tensor) -> tuple[Tensor, Te
     """e^{A t} and the integral of s^2 e^{A u} e^{A' u} over u up to t, in the basis of eigenvectors."""
     values, vectors = torch.linalg.eig(drift)
     if torch.linalg.cond(vectors) > 1e8:
-        raise ArgumentError("drift", got=drift.tolist(), needs="diagonalisable")
+        raise ArgumentError("drift", got=drift.tolist(), expected="diagonalisable")
     inverse = torch.linalg.inv(vectors)
     matrix = vectors @ torch.diag_embed((values * lag[..., None]).exp()) @ inverse
     rates = values[:, None] + values.conj()
@@ -108,7 +108,7 @@ def _euler(drift: Tensor, process_noise: float, lag: Tensor, step: float) -> tup
     """What x + A x h + sqrt(h) s e, taken lag / h times, amounts to."""
     count = (lag / step).round()
     if ((lag / step - count).abs() > WHOLE).any():
-        raise ArgumentError("lag", got="between steps of Euler's method", needs=f"whole multiples of {step:g}")
+        raise ArgumentError("lag", got="between steps of Euler's method", expected=f"whole multiples of {step:g}")
     eye = torch.eye(len(drift), dtype=drift.dtype)
     one, matrices, covariances = eye + step * drift, [eye], [torch.zeros_like(drift)]
     for _ in range(int(count.max()) if count.numel() else 0):

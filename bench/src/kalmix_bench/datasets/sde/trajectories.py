@@ -37,11 +37,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise ArgumentError("length", got=self.length, needs="at least 1")
+            raise ArgumentError("length", got=self.length, expected="at least 1")
         if not self.interval > 0:
-            raise ArgumentError("interval", got=self.interval, needs="positive")
+            raise ArgumentError("interval", got=self.interval, expected="a positive number")
         if not 0 <= self.outliers <= 1:
-            raise ArgumentError("outliers", got=self.outliers, needs="between 0 and 1")
+            raise ArgumentError("outliers", got=self.outliers, expected="between 0 and 1")
 
     def times(self, count: int, generator: torch.Generator, step: float | None = None) -> Tensor:
         """Times of `count` trajectories, `[B, T]` float64, from 0 on, whole multiples of `step` if there is one."""
@@ -124,6 +124,6 @@ def embedding(width: int, channels: int, seed: int) -> Tensor:
         ArgumentError: there are fewer channels than rows of the state.
     """
     if channels < width:
-        raise ArgumentError("channels", got=channels, needs=f"at least {width}")
+        raise ArgumentError("channels", got=channels, expected=f"at least {width}")
     drawn = torch.randn(channels, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return torch.linalg.qr(drawn).Q.mT

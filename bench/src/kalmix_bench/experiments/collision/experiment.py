@@ -90,7 +90,7 @@ def _command(
     named = options.names("models", models, tuple(UPDATES))
     every = range(options.count("seeds", seeds))
     if not 0 <= overlap < 1:
-        raise ArgumentError("overlap", got=overlap, needs="at least 0 and below 1")
+        raise ArgumentError("overlap", got=overlap, expected="at least 0 and below 1")
     changes = {"steps": steps, "batch": batch, "tests": tests, "queries": queries}
     told = {name: value for name, value in changes.items() if value is not None}
     protocol = replace(options.preset(preset, PRESETS), **told)

@@ -37,11 +37,11 @@ class Protocol:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "tests"):
             if getattr(self, name) < 1:
-                raise ArgumentError(name, got=getattr(self, name), needs="at least 1")
+                raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
         if self.queries not in ("read", "write"):
-            raise ArgumentError("queries", got=repr(self.queries), needs="read or write")
+            raise ArgumentError("queries", got=repr(self.queries), expected="read or write")
         if not 0 < self.rate < float("inf"):
-            raise ArgumentError("rate", got=self.rate, needs="positive")
+            raise ArgumentError("rate", got=self.rate, expected="a positive number")
 
 
 PRESETS = {"laptop": Protocol(steps=250, batch=16, rate=3e-3, tests=32), "paper": Protocol()}
@@ -95,7 +95,7 @@ class Cell:
     def __post_init__(self) -> None:
         for name, known in (("study", STUDIES), ("model", UPDATES)):
             if getattr(self, name) not in known:
-                raise ArgumentError(name, got=repr(getattr(self, name)), needs=f"one of {', '.join(known)}")
+                raise ArgumentError(name, got=repr(getattr(self, name)), expected=f"one of {', '.join(known)}")
         stream_seed("training", self.seed)
 
     def __str__(self) -> str:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers import MIXERS, Mixer
-from kalmix.layers.base import check_positive, detach, take, to
+from kalmix.layers.base import detach, take, to
 from kalmix.layers.head_sizes import divide_state
 from kalmix.segments import Segments
 from kalmix.types import Filtered
+from kalmix.validation import check_positive_int
 
 
 class Gone(NamedTuple):
@@ -57,8 +58,8 @@ class Baseline(Mixer):
         """
         for name, given in (("state", state), ("segments", segments)):
             if given is not None:
-                needs = f"none: {type(self).__name__}, of another package, reads whole sequences, one a row"
-                raise ArgumentError(name, got=f"a {type(given).__name__}", needs=needs)
+                expected = f"none: {type(self).__name__}, of another package, reads whole sequences, one a row"
+                raise ArgumentError(name, got=f"a {type(given).__name__}", expected=expected)
         return Filtered(self.mix(x), None, Gone()), None
 
     def state_size(self, length: int) -> int:
@@ -145,11 +146,11 @@ class RWKV7(Baseline):
             ArgumentError: `x` is not on a GPU, or on one on which the package is wrong.
         """
         if not x.is_cuda:
-            raise ArgumentError("device", got=str(x.device), needs="a GPU, as flash-linear-attention does for RWKV-7")
+            raise ArgumentError("device", got=str(x.device), expected="a GPU, as RWKV-7 runs on GPUs only")
         triton = import_module("triton").__version__
         if miscompiled(torch.cuda.get_device_capability(x.device), triton):
             got = f"a Hopper GPU with Triton {triton}, where flash-linear-attention's RWKV-7 is wrong"
-            raise ArgumentError("device", got=got, needs="another GPU, or Triton 3.7.1 or newer")
+            raise ArgumentError("device", got=got, expected="another GPU, or Triton 3.7.1 or newer")
         return self.inner(x)[0]
 
 
@@ -203,7 +204,7 @@ def _mlstm(hidden_size: int, heads: int, expand: int, conv: int) -> nn.Module:
 def _rwkv(hidden_size: int, head_dim: int, shift: bool) -> nn.Module:
     fla = _module("fla.layers.rwkv7", "flash-linear-attention")
     if hidden_size % head_dim:
-        raise ArgumentError("head_dim", got=head_dim, needs=f"a divisor of the width, {hidden_size}")
+        raise ArgumentError("head_dim", got=head_dim, expected=f"a divisor of the width, {hidden_size}")
     # Initial values depend on the layer's place, and are defined from two layers on.
     module = fla.RWKV7Attention(hidden_size=hidden_size, head_dim=head_dim, layer_idx=0, num_hidden_layers=2)
     if not shift:  # how much of the token before is mixed in: nothing, and it stays so
@@ -217,9 +218,9 @@ def _module(name: str, package: str) -> Any:
         return import_module(name)
     except ImportError as error:
         got = f"one of the package {package}, which cannot be imported ({error})"
-        raise ArgumentError("layer", got=got, needs="installed: pip install 'kalmix[baselines]'") from error
+        raise ArgumentError("layer", got=got, expected="installed: pip install 'kalmix[baselines]'") from error
 
 
 def _check(**sizes: int) -> None:
     for name, value in sizes.items():
-        check_positive(name, value)
+        check_positive_int(name, value)

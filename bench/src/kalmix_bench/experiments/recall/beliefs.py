@@ -43,7 +43,7 @@ def run(
     if not asked:
         known = dict.fromkeys(f"{cell.layer} on {cell.task}" for cell in there)
         got = f"{str(output)!r}, with {', '.join(known) or 'no trained model'}"
-        raise ArgumentError("output", got=got, needs="a folder of results with a model of that task and layer")
+        raise ArgumentError("output", got=got, expected="a folder of results with a model of that task and layer")
     drawn = 0
     for cell in asked:
         if drawn < models:
@@ -52,7 +52,7 @@ def run(
             for path in written:
                 console.print(f"  {path}")
     if not drawn:
-        raise ArgumentError("layer", got=", ".join(sorted({cell.layer for cell in asked})), needs="with a posterior")
+        raise ArgumentError("layer", got=", ".join(sorted({cell.layer for cell in asked})), expected="with a posterior")
 
 
 def draw(cell: Cell, results: Results, row: int) -> list[Path]:
@@ -70,7 +70,7 @@ def draw(cell: Cell, results: Results, row: int) -> list[Path]:
     drawn = rows(cell)
     test = drawn.parts[0].test
     if row >= len(test):
-        raise ArgumentError("row", got=row, needs=f"below {len(test)}, as {cell} has test rows")
+        raise ArgumentError("row", got=row, expected=f"below {len(test)}, as {cell} has test rows")
     model = restored(cell, drawn, results)
     tagger = model.encoder if isinstance(model, AutoEncoder) else model
     _, found = look(tagger.model, tagger.embedded(torch.from_numpy(test.inputs[row])), weights=True)

@@ -32,16 +32,16 @@ def cell_of_line(line: Row) -> Cell:
     parts = []
     for part in line["parts"]:
         if not isinstance(part, dict):
-            raise ArgumentError("parts", got=f"with {part!r}", needs="objects with train, test and settings")
+            raise ArgumentError("parts", got=f"with {part!r}", expected="objects with train, test and settings")
         _check("parts", part, _PART, optional=("settings",))
         parts.append(Part(part["train"], part["test"], tuple(sorted(part.get("settings", {}).items()))))
     if not parts or not any(part.train for part in parts) or not any(part.test for part in parts):
-        raise ArgumentError("parts", got="without training rows or test rows", needs="both, at least in one part each")
+        raise ArgumentError("parts", problem="lacks training rows or test rows", expected="some of both")
     shape, protocol = _made(Shape, "shape", line["shape"]), _made(Protocol, "protocol", line["protocol"])
     cell = Cell(line["task"], tuple(parts), line["layer"], shape, protocol, line["seed"])
     named = cell.written()["mixer"]
     if line.get("mixer", named) != named:
-        raise ArgumentError("mixer", got=line["mixer"], needs=f"absent, or {named}, as `layer` says")
+        raise ArgumentError("mixer", got=line["mixer"], expected=f"absent, or {named}, as `layer` says")
     return cell
 
 
@@ -56,7 +56,7 @@ def _as_python(name: str, value: Any, kind: Any) -> Any:
     """Return a value as Python has it: JSON may write 1.0 as 1, and has lists for tuples."""
     if get_origin(kind) is tuple:
         if not isinstance(value, list) or any(type(number) not in (int, float) for number in value):
-            raise ArgumentError(name, got=repr(value), needs="a list of numbers")
+            raise ArgumentError(name, got=repr(value), expected="a list of numbers")
         return tuple(value)
     return float(value) if kind is float else value
 
@@ -65,8 +65,8 @@ def _check(name: str, given: dict[str, Any], kinds: dict[str, Any], optional: It
     """Check the names of an object and the types of its values."""
     for key in given:
         if key not in kinds:
-            raise ArgumentError(name, got=f"with {key!r}", needs=f"with {', '.join(kinds)}")
+            raise ArgumentError(name, got=f"with {key!r}", expected=f"with {', '.join(kinds)}")
     missing = [key for key in kinds if key not in given and key not in optional]
     if missing:
-        raise ArgumentError(name, got=f"without {', '.join(missing)}", needs=f"with {', '.join(kinds)}")
+        raise ArgumentError(name, got=f"without {', '.join(missing)}", expected=f"with {', '.join(kinds)}")
     check_types(kinds, given)

@@ -30,7 +30,7 @@ def kept(results: Results) -> list[Cell]:
         cells = [cell_of(row) for row in results.read() if "parts" in row]
     except (LookupError, TypeError, AttributeError) as error:
         got = f"{str(results.path)!r}, with a row that is not a benchmark's ({error})"
-        raise ArgumentError("results", got=got, needs="a file that `kalmix bench` wrote") from error
+        raise ArgumentError("results", got=got, expected="a file that `kalmix bench` wrote") from error
     return [cell for cell in dict.fromkeys(cells) if _file(cell, results).exists()]
 
 
@@ -42,13 +42,13 @@ def restored(cell: Cell, drawn: Drawn, results: Results) -> Tagger | AutoEncoder
     """
     file, length = _file(cell, results), drawn.parts[0].test.inputs.shape[1]
     if not file.exists():
-        raise ArgumentError("cell", got=f"{cell}, whose weights are missing", needs=f"one that wrote {file}")
+        raise ArgumentError("cell", got=f"{cell}, whose weights are missing", expected=f"one that wrote {file}")
     model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=tasks.task(cell.task).from_last)
     try:
         load_model(model, file)
         check_finite(model)
     except (OSError, SafetensorError, RuntimeError, FileError) as error:
-        raise ArgumentError("weights", got=f"{str(file)!r}, damaged ({error})", needs=f"those of {cell}") from error
+        raise ArgumentError("weights", got=f"{str(file)!r}, damaged ({error})", expected=f"those of {cell}") from error
     return model.eval()
 
 

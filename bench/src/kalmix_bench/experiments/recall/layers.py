@@ -6,9 +6,9 @@ import json
 from importlib import import_module
 from typing import Any
 
-from kalmix.errors import ArgumentError, alike
+from kalmix.errors import ArgumentError, nearest_names
 from kalmix.layers import MIXERS, Mixer, mixer_class
-from kalmix.layers.base import check_positive
+from kalmix.validation import check_positive_int
 
 Options = dict[str, Any]
 
@@ -50,7 +50,7 @@ def layer(text: str) -> Options:
     options |= own
     mixer_class(mixer, {option: value for option, value in options.items() if option != "samples"})
     if "samples" in options:
-        check_positive("samples", options["samples"])
+        check_positive_int("samples", options["samples"])
     return {"mixer": mixer, **options}
 
 
@@ -67,7 +67,7 @@ def layer_name(text: str) -> str:
 def _split(text: str) -> tuple[str, Options]:
     name, colon, written = str(text).partition(":")
     if name not in LAYERS and name not in MIXERS:
-        raise ArgumentError("layer", got=repr(name), needs=f"a known one, such as {alike(name, LAYERS)}")
+        raise ArgumentError("layer", got=repr(name), expected=f"a known one, such as {nearest_names(name, LAYERS)}")
     if not colon:
         return name, {}
     try:
@@ -75,8 +75,8 @@ def _split(text: str) -> tuple[str, Options]:
     except (ValueError, RecursionError):
         own = None
     if not isinstance(own, dict):
-        needs = 'a name, a colon and options as a JSON object, such as kla:{"slots": 8}'
-        raise ArgumentError("layer", got=repr(text), needs=needs)
+        expected = 'a name, a colon and options as a JSON object, such as kla:{"slots": 8}'
+        raise ArgumentError("layer", got=repr(text), expected=expected)
     return name, own
 
 

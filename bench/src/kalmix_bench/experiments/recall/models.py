@@ -56,7 +56,7 @@ class Shape:
     def __post_init__(self) -> None:
         for name in ("width", "depth", "heads"):
             if getattr(self, name) < 1:
-                raise ArgumentError(name, got=getattr(self, name), needs="at least 1")
+                raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
 
     def layer(self, name: str) -> Options:
         """Return the layer of that name, with options behind it or not, sized."""

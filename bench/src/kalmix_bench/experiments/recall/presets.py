@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kalmix.errors import ArgumentError, alike
+from kalmix.errors import ArgumentError, nearest_names
 from kalmix_bench.datasets import task
 from kalmix_bench.experiments.recall.models import Shape
 from kalmix_bench.experiments.recall.protocol import Cell, Part, Protocol
@@ -286,12 +286,14 @@ def cells(
     short = {name.rpartition("/")[2]: name for name in known} | {name: name for name in known}
     for name in tasks:
         if name not in short:
-            raise ArgumentError("task", got=repr(name), needs=f"a task of this preset, such as {alike(name, short)}")
+            raise ArgumentError(
+                "task", got=repr(name), expected=f"a task of this preset, such as {nearest_names(name, short)}"
+            )
     asked = {short[name] for name in tasks} or set(known)
     chosen = [study.at_depths(depths) for study in studies if study.task in asked]
     found = list(dict.fromkeys(cell for study in chosen for cell in study.cells(layers, seeds)))
     there = {cell.shape.width for cell in found}
     for width in widths:
         if width not in there:
-            raise ArgumentError("width", got=width, needs=f"one of {', '.join(map(str, sorted(there)))}")
+            raise ArgumentError("width", got=width, expected=f"one of {', '.join(map(str, sorted(there)))}")
     return [cell for cell in found if cell.shape.width in (widths or there)]

@@ -59,14 +59,14 @@ class Protocol:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch"):
             if getattr(self, name) < 1:
-                raise ArgumentError(name, got=getattr(self, name), needs="at least 1")
+                raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
         if self.validation < 0:
-            raise ArgumentError("validation", got=self.validation, needs="at least 0")
+            raise ArgumentError("validation", got=self.validation, expected="at least 0")
         if not 0 < self.rate < float("inf"):
-            raise ArgumentError("rate", got=self.rate, needs="positive")
+            raise ArgumentError("rate", got=self.rate, expected="a positive number")
         for name, known in (("schedule", SCHEDULES), ("chosen", CHOICES)):
             if getattr(self, name) not in known:
-                raise ArgumentError(name, got=repr(getattr(self, name)), needs=f"one of {', '.join(known)}")
+                raise ArgumentError(name, got=repr(getattr(self, name)), expected=f"one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)

@@ -35,5 +35,5 @@ def learned(cell: Cell, given: Splits, results: Results, device: torch.device) -
         kept = torch.load(file, map_location=device, weights_only=True)
         found.model.load_state_dict(list(kept.values())[-1])
     except (OSError, EOFError, RuntimeError, UnpicklingError, AttributeError, TypeError, LookupError) as error:
-        raise ArgumentError("weights", got=f"{str(file)!r}, damaged ({error})", needs=f"those of {cell}") from error
+        raise ArgumentError("weights", got=f"{str(file)!r}, damaged ({error})", expected=f"those of {cell}") from error
     return found._replace(validation=results.rows([cell])[cell]["validation"], kept=kept)

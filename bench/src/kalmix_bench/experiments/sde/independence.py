@@ -46,7 +46,7 @@ def pooled(system: System, times: Tensor) -> Pooled:
         ArgumentError: the system has more than one row.
     """
     if system.width != 1:
-        raise ArgumentError("system", got=f"{system.width} rows wide", needs="one mode")
+        raise ArgumentError("system", got=f"{system.width} rows wide", expected="one mode")
     found: list[Tensor] = []
     best, token = torch.zeros((), dtype=torch.float64), torch.arange(len(times))
     for i in range(len(times)):

@@ -37,9 +37,9 @@ class Protocol:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch", "channels", "heads", "train", "validation", "test"):
             if getattr(self, name) < 1:
-                raise ArgumentError(name, got=getattr(self, name), needs="at least 1")
+                raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
         if not 0 < self.rate < float("inf"):
-            raise ArgumentError("rate", got=self.rate, needs="positive")
+            raise ArgumentError("rate", got=self.rate, expected="a positive number")
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -71,7 +71,7 @@ class Cell:
     def __post_init__(self) -> None:
         for name, known in (("setting", SETTINGS), ("model", (*MODELS, REFERENCES))):
             if getattr(self, name) not in known:
-                raise ArgumentError(name, got=repr(getattr(self, name)), needs=f"one of {', '.join(known)}")
+                raise ArgumentError(name, got=repr(getattr(self, name)), expected=f"one of {', '.join(known)}")
 
     def __str__(self) -> str:
         return f"{self.setting}  {self.model}  seed {self.seed}"

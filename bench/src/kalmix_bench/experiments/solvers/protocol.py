@@ -54,7 +54,7 @@ class Cell:
 
     def __post_init__(self) -> None:
         if self.study not in STUDIES:
-            raise ArgumentError("study", got=repr(self.study), needs=f"one of {', '.join(STUDIES)}")
+            raise ArgumentError("study", got=repr(self.study), expected=f"one of {', '.join(STUDIES)}")
 
     def __str__(self) -> str:
         return f"{self.study}  seed {self.seed}"

@@ -29,7 +29,7 @@ def draw(
         ArgumentError: there is no such kind.
     """
     if kind not in KINDS:
-        raise ArgumentError("kind", got=repr(kind), needs=f"one of {', '.join(KINDS)}")
+        raise ArgumentError("kind", got=repr(kind), expected=f"one of {', '.join(KINDS)}")
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -39,7 +39,7 @@ def load(recipe: VisionRecipe) -> tuple[Images, Images]:
     root = Path(recipe.images)
     seen, unseen = Folder(root / "train", augmented(recipe)), Folder(root / "val", centred(recipe.size))
     if seen.classes != unseen.classes:
-        raise ArgumentError("images", got=f"{recipe.images!r}, whose train and val differ", needs="the same classes")
+        raise ArgumentError("images", got=f"{recipe.images!r}, whose train and val differ", expected="the same classes")
     return seen, unseen
 
 
@@ -56,7 +56,7 @@ class Digits(Images):
 
     def __init__(self, size: int, *, held_out: bool = False, shift: int = 0) -> None:
         if find_spec("sklearn") is None:
-            raise ArgumentError("images", got="absent", needs="a folder, or scikit-learn installed for its digits")
+            raise ArgumentError("images", got="absent", expected="a folder, or scikit-learn installed for its digits")
         from sklearn.datasets import load_digits
 
         found: Any = load_digits()
@@ -94,7 +94,9 @@ class Folder(Images):
             if path.suffix.lower() in SUFFIXES
         ]
         if not self.files:
-            raise ArgumentError("images", got=f"{str(root)!r}, without images", needs="a folder of them for each class")
+            raise ArgumentError(
+                "images", got=f"{str(root)!r}, without images", expected="a folder of images for each class"
+            )
         self.transform = transform
 
     def __len__(self) -> int:
@@ -118,7 +120,7 @@ def augmented(recipe: VisionRecipe) -> Callable[[Any], Tensor]:
         return lambda image: _tensor(_random_crop(image, recipe.size))
     if find_spec("timm") is None:
         got = "with `augment`, `jitter` or `erase`, which `timm` does"
-        raise ArgumentError("recipe", got=got, needs="without them, or with `pip install 'kalmix[vision]'`")
+        raise ArgumentError("recipe", got=got, expected="without them, or with `pip install 'kalmix[vision]'`")
     from timm.data.transforms_factory import create_transform
 
     transform: Any = create_transform(

@@ -156,11 +156,11 @@ def _command(
     """Image classifiers (section N of Gated KalmaNet): accuracy of GKAVision and of other mixers."""
     recipe = options.preset(preset, PRESETS)
     if images is None and preset == "paper":
-        raise ArgumentError("images", got="absent", needs="a folder of images for preset paper")
+        raise ArgumentError("images", got="absent", expected="a folder of images for preset paper")
     if images is not None and not images.is_dir():
-        raise ArgumentError("images", got=repr(str(images)), needs="a folder with train and val")
+        raise ArgumentError("images", got=repr(str(images)), expected="a folder with train and val")
     if jobs > 1 and recipe.workers:  # processes of jobs are daemons, which cannot start the workers that load images
-        raise ArgumentError("jobs", got=jobs, needs=f"1 for preset {preset}, which loads images in worker processes")
+        raise ArgumentError("jobs", got=jobs, expected=f"1 for preset {preset}, which loads images in worker processes")
     recipe = replace(
         recipe,
         images=None if images is None else str(images.resolve()),

@@ -72,21 +72,21 @@ class VisionRecipe:
         for name, length in (("depths", 4), ("heads", 2), ("windows", 2)):
             sizes = getattr(self, name)
             if not isinstance(sizes, tuple) or len(sizes) != length or not all(type(size) is int for size in sizes):
-                raise ArgumentError(name, got=repr(sizes), needs=f"{length} integers")
+                raise ArgumentError(name, got=repr(sizes), expected=f"{length} integers")
         for name in ("size", "width", "stem_width", "batch", "epochs"):
             if getattr(self, name) < 1:
-                raise ArgumentError(name, got=getattr(self, name), needs="at least 1")
+                raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
         for name in ("warmup", "cooldown", "mixup", "cutmix", "decay", "shift", "workers", "jitter"):
             if getattr(self, name) < 0:
-                raise ArgumentError(name, got=getattr(self, name), needs="at least 0")
+                raise ArgumentError(name, got=getattr(self, name), expected="at least 0")
         for name in ("rate", "first_rate", "last_rate", "clip"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ArgumentError(name, got=getattr(self, name), needs="positive")
+                raise ArgumentError(name, got=getattr(self, name), expected="a positive number")
         for name in ("drop_path", "smoothing", "erase"):
             if not 0 <= getattr(self, name) < 1:
-                raise ArgumentError(name, got=getattr(self, name), needs="from 0 up to 1")
+                raise ArgumentError(name, got=getattr(self, name), expected="from 0 up to 1")
         if self.warmup > self.epochs:
-            raise ArgumentError("warmup", got=self.warmup, needs=f"at most the {self.epochs} epochs")
+            raise ArgumentError("warmup", got=self.warmup, expected=f"at most the {self.epochs} epochs")
 
     @property
     def whole(self) -> float:
@@ -123,7 +123,7 @@ class VisionRecipe:
             raise
         except (OSError, ValueError, TypeError, AttributeError) as error:
             got = f"{str(folder)!r}, whose {FILE} is unreadable ({error})"
-            raise ArgumentError("folder", got=got, needs="the folder of a run") from None
+            raise ArgumentError("folder", got=got, expected="the folder of a run") from None
 
 
 DIGITS = VisionRecipe(

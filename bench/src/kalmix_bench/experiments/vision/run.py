@@ -86,7 +86,7 @@ def _train(
     checkpoints = output / "checkpoints"
     if (output / HISTORY).exists() or (saved(checkpoints) and not resume):
         got = f"{str(output)!r}, which holds a run"
-        raise ArgumentError("output", got=got, needs="a new folder, or that of an unfinished run, resumed")
+        raise ArgumentError("output", got=got, expected="a new folder, or that of an unfinished run, resumed")
     set_seed(recipe.seed)
     seen, unseen = vision_data.load(recipe)
     model = build(recipe, len(seen.classes), seen.channels)
@@ -150,7 +150,9 @@ def load(folder: str | Path) -> VisionModel:
         model.load_state_dict(load_file(folder / WEIGHTS))
         check_finite(model)
     except (FileError, LookupError) as error:
-        raise ArgumentError("folder", got=f"{str(folder)!r}, damaged ({error})", needs="the folder of a run") from error
+        raise ArgumentError(
+            "folder", got=f"{str(folder)!r}, damaged ({error})", expected="the folder of a run"
+        ) from error
     return model.eval()
 
 
@@ -201,7 +203,7 @@ class _Trainer(SafeTrainer):
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
             got = f"{self.recipe.rate:g}, at which training diverged in step {self.state.global_step}"
-            raise ArgumentError("rate", got=got, needs="lower")
+            raise ArgumentError("rate", got=got, expected="lower")
         super().log(logs, *args, **options)
 
 
