@@ -187,7 +187,7 @@ def test_nothing_imports_transformers_early():
     code = (
         "import sys, kalmix, kalmix.layers, kalmix.models; from kalmix.models import LanguageModel; import torch\n"
         "model = LanguageModel(9, 8, ['kla', 'attention'])\n"
-        "print(model.logits(model(model.embed_tokens(torch.arange(5)[None])).hidden).shape)\n"
+        "print(model.logits(model(model.embed_tokens(torch.arange(5)[None])).last_hidden_state).shape)\n"
         "assert 'transformers' not in sys.modules and 'triton' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

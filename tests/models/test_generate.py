@@ -180,10 +180,10 @@ def test_memory_does_not_grow():
     cache = DynamicCache(config=model.config)
     for token in tokens(1, 20).T:
         model(token[None], past_key_values=cache)
-    assert all(len(layer.memory.calls) == 1 for layer in cache.layers)
+    assert all(len(layer.entry.calls) == 1 for layer in cache.layers)
     cache.activate_past_recording()
     for _ in range(3):
         for token in tokens(1, 4).T:
             model(token[None], past_key_values=cache)
         cache.crop(-2)
-    assert all(len(layer.memory.calls) <= 4 for layer in cache.layers)
+    assert all(len(layer.entry.calls) <= 4 for layer in cache.layers)

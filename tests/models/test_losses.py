@@ -7,18 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from kalmix import ArgumentError, Segments
-from kalmix.models.losses import cross_entropy, marginal_likelihood, next_tokens
+from kalmix.models.losses import cross_entropy, marginal_likelihood, next_token_targets
 
 from .conftest import build, tokens
 
 
 def test_next_tokens():
     labels = torch.tensor([[1, 2, 3, 4, 5]])
-    assert next_tokens(labels, None).tolist() == [[2, 3, 4, 5, -100]]
+    assert next_token_targets(labels, None).tolist() == [[2, 3, 4, 5, -100]]
     packed = Segments.packed(torch.tensor([0, 2, 5]))
-    assert next_tokens(labels, packed).tolist() == [[2, -100, 4, 5, -100]]
+    assert next_token_targets(labels, packed).tolist() == [[2, -100, 4, 5, -100]]
     padded = Segments.padded(torch.tensor([[0, 1, 1, 1, 0]]))
-    assert next_tokens(labels, padded).tolist() == [[-100, 3, 4, -100, -100]]
+    assert next_token_targets(labels, padded).tolist() == [[-100, 3, 4, -100, -100]]
 
 
 def test_cross_entropy():
@@ -80,15 +80,15 @@ def test_one_certain_sample_is_cross_entropy():
     torch.testing.assert_close(marginal_likelihood(decode, mean, torch.zeros_like(variance), targets, 7, 3), certain)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3, 7, 100])
-def test_slices_change_nothing(at_once):
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 100])
+def test_slices_change_nothing(chunk_size):
     """Neither the value nor the gradients: backward draws the samples of forward."""
     decode, mean, variance, targets = gaussians()
     results = []
-    for size in (7, at_once):
+    for size in (7, chunk_size):
         m, v = mean.clone().requires_grad_(), variance.clone().requires_grad_()
         torch.manual_seed(5)
-        loss = marginal_likelihood(decode, m, v, targets, samples=7, at_once=size)
+        loss = marginal_likelihood(decode, m, v, targets, samples=7, chunk_size=size)
         torch.manual_seed(99)
         results.append((loss.detach(), *torch.autograd.grad(loss, (m, v))))
     for whole, sliced in zip(*results, strict=True):
@@ -124,7 +124,7 @@ def test_against_brute_force():
     loss = model(ids, labels=ids).loss
     with torch.no_grad():
         core = model.model
-        hidden = core.blocks[0](core.embed_tokens(ids)).hidden
+        hidden = core.blocks[0](core.embed_tokens(ids)).hidden_state
         block = core.blocks[1]
         read, context = block.mixer.read(block.norm(hidden), variance=True)
         torch.manual_seed(2)
@@ -139,11 +139,11 @@ def test_against_brute_force():
 
 
 def test_marginal_loss_trains_the_variances():
-    model = build("hybrid", loss="marginal", loss_samples=4, loss_samples_at_once=2).train()
+    model = build("hybrid", loss="marginal", loss_samples=4, loss_chunk_size=2).train()
     ids = tokens(2, 6)
     model(ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    assert all((parameter.grad != 0).any() for parameter in model.model.last.mixer.dynamics_parameters())
+    assert all((parameter.grad != 0).any() for parameter in model.model.last_block.mixer.dynamics_parameters())
 
 
 def test_marginal_loss_needs_a_posterior():

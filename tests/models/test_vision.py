@@ -9,7 +9,7 @@ from torch import nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers import KLA, GatedDeltaNet, GatedKalmaNet, RetNet
-from kalmix.models.vision.blocks import DropPath, TokenBlock, WindowAttention, Windows
+from kalmix.models.vision.blocks import DropPath, TokenBlock, WindowAttention, WindowBlocks
 from kalmix.models.vision.model import VisionModel, gated_kalmanet, gkavision_tiny
 
 TINY = {"width": 16, "stem_width": 8, "depths": (1, 1, 3, 2), "heads": (2, 4), "windows": (4, 2), "num_classes": 5}
@@ -48,9 +48,9 @@ def test_stochastic_depth_grows():
     torch.testing.assert_close(torch.tensor(rates), torch.linspace(0, 0.3, 7))
     drop, x = DropPath(0.25), torch.ones(4000, 2, 3)
     torch.manual_seed(0)
-    kept = drop(x)
-    assert ((kept == 0) | (kept == 1 / 0.75)).all() and (kept == kept[:, :1, :1]).all()
-    assert abs(kept.mean() - 1) < 0.05
+    mask = drop(x)
+    assert ((mask == 0) | (mask == 1 / 0.75)).all() and (mask == mask[:, :1, :1]).all()
+    assert abs(mask.mean() - 1) < 0.05
     assert drop.eval()(x) is x
 
 
@@ -66,7 +66,7 @@ def test_windows():
     block.mlp_norm = nn.Module()
     block.forward = lambda x: block.mixer(x)[0]
     x = torch.randn(3, 2, 5, 7)
-    y = Windows(3, [block])(x)
+    y = WindowBlocks(3, [block])(x)
     assert y.shape == x.shape
     for top in range(0, 5, 3):
         for left in range(0, 7, 3):

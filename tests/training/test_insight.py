@@ -70,10 +70,10 @@ def test_insight_of_every_layer_that_doubts():
     embedded = model.embed_tokens(ids)
     hidden, found = look(model, embedded, weights=True)
     assert [insight.name for insight in found] == ["layer 1", "layer 4", "layer 5"]
-    traced = model(embedded[None], beliefs=True)
-    torch.testing.assert_close(hidden, traced.hidden[0])
+    output = model(embedded[None], output_beliefs=True)
+    torch.testing.assert_close(hidden, output.last_hidden_state[0])
     for insight, place in zip(found, (0, 3, 4), strict=True):
-        mixer, signal = model.mixers[place], traced.signals[place]
+        mixer, signal = model.mixers[place], output.mixer_inputs[place]
         (_, variance, _), context = mixer.read(signal, None, None, True)
         torch.testing.assert_close(insight.variance, variance[0].float())
         torch.testing.assert_close(insight.output, mixer.emit_variance(variance, context)[0].mean(-1).float())

@@ -180,7 +180,7 @@ class TestReading:
         layer = network.model.blocks[0].mixer
         ids = torch.tensor(tokenizer("<|endoftext|>" + text, add_special_tokens=False)["input_ids"])
         inner = network.model
-        x = inner(inner.embed_tokens(ids[None]), remember=True).signals[0]
+        x = inner(inner.embed_tokens(ids[None]), output_states=True).mixer_inputs[0]
         _, k, v, _ = layer.project(x, None, None, None)
         signals, silent = layer.signals(x), k.clone()
         silent[:, 5] = 0

@@ -115,7 +115,7 @@ def test_mlps_stand_before_the_blocks_and_in_the_heads_place() -> None:
     norm, up, _, down = model.get_submodule("encoder").children()
     embedded = down(F.gelu(up(norm(model.model.embed_tokens(ids)))))
     (stream,) = model.stream(ids)
-    torch.testing.assert_close(stream, model.model(embedded).hidden)
+    torch.testing.assert_close(stream, model.model(embedded).last_hidden_state)
     torch.testing.assert_close(look(model.model, model.embedded(ids[0]))[0], stream[0])
     first, (one, _, second, two, _, third, last) = model.model.norm, model.model.get_submodule("lm_head").children()
     torch.testing.assert_close(model(ids), last(third(F.gelu(two(second(F.gelu(one(first(stream)))))))))
@@ -128,12 +128,13 @@ def test_kla_plus_learns_by_the_marginal_likelihood_and_its_samples_spread_as_it
     ids, targets = torch.randint(16, (3, 6)), torch.randint(16, (3, 6))
     model = build(16, Shape(32, state=512, mlp=24), "kla-plus", 6, from_last=False)
     assert isinstance(model, Tagger) and model.samples == 10
-    passed = model.model(model.model.embed_tokens(ids), posterior=True)
+    passed = model.model(model.model.embed_tokens(ids), output_posterior=True)
     posterior, losses = passed.posterior, []
     for loss in (
         lambda: F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()),
         lambda: marginal_likelihood(
-            lambda readout: model.model.decode(posterior, readout), posterior.mean, posterior.variance, targets, 10, 10
+            lambda readout: model.model.readout_logits(posterior, readout),
+            *(posterior.mean, posterior.variance, targets, 10, 10),
         ),
     ):
         torch.manual_seed(1)

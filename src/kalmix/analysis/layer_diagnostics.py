@@ -41,9 +41,10 @@ def look(model: LanguageModel, x: Tensor, *, weights: bool = False) -> tuple[Ten
     Returns:
         The residual stream behind the last block, `[T, D]`, and an `Insight` for each layer with a posterior.
     """
-    traced = model(x[None], remember=True, beliefs=True)
+    output = model(x[None], output_states=True, output_beliefs=True)
     found = []
-    for place, (mixer, signal, known) in enumerate(zip(model.mixers, traced.signals, traced.beliefs, strict=True), 1):
+    layers = zip(model.mixers, output.mixer_inputs, output.beliefs, strict=True)
+    for place, (mixer, signal, known) in enumerate(layers, 1):
         read = mixer.read(signal, None, None, True)[0] if mixer.has_posterior else None
         if read is not None and read.variance is not None and known.variance is not None:
             gain, maps = mixer.write_gain(signal), mixer.attention_map(signal) if weights else None
@@ -56,4 +57,4 @@ def look(model: LanguageModel, x: Tensor, *, weights: bool = False) -> tuple[Ten
                     None if maps is None else maps[0].float().cpu(),
                 )
             )
-    return traced.hidden[0], found
+    return output.last_hidden_state[0], found

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM, KalmixOutput
     from kalmix.models.vision import VisionModel, gkavision_tiny
 
-_HOMES = {
+_MODULES = {
     "hybrid_layers": "blocks",
     "BeliefLayer": "cache",
     "snapshot": "cache",
@@ -39,9 +39,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

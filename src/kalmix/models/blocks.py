@@ -50,7 +50,7 @@ def hybrid_layers(
     attention_at: Sequence[int] = (6, 14, 22, 29),
     attention: LayerEntry = "attention",
 ) -> list[str | dict[str, Any]]:
-    """A list of layers in which attention takes the place of `mixer` at some positions.
+    """A list of layers in which attention takes the position of `mixer` at some positions.
 
     As it is, the hybrid of Gated KalmaNet's section M: 26 blocks of it and 4 of attention, with QK norm.
 
@@ -63,14 +63,14 @@ def hybrid_layers(
         ArgumentError: `blocks` is no positive integer, or a position is not one of a block or is there twice.
     """
     check_positive_int("blocks", blocks)
-    places = set(attention_at)
-    if not places <= set(range(blocks)) or len(places) != len(attention_at):
+    positions = set(attention_at)
+    if not positions <= set(range(blocks)) or len(positions) != len(attention_at):
         raise ArgumentError("attention_at", got=repr(attention_at), expected=f"distinct indices from 0 to {blocks - 1}")
-    entries = (attention if place in places else mixer for place in range(blocks))
+    entries = (attention if position in positions else mixer for position in range(blocks))
     return [entry if isinstance(entry, str) else dict(entry) for entry in entries]
 
 
-def plain_layers(layers: Sequence[LayerEntry]) -> list[str | dict[str, Any]]:
+def layers_to_json(layers: Sequence[LayerEntry]) -> list[str | dict[str, Any]]:
     """Return the same list as JSON can hold it: options that are dataclasses, such as a `Design`, become mappings.
 
     Ridges and solvers become those of `kalmix.layers.config_io`.
@@ -109,20 +109,20 @@ class Posterior(NamedTuple):
     context: object
 
 
-class Passed(NamedTuple):
+class BlockOutput(NamedTuple):
     """What a block hands on.
 
     Attributes:
-        hidden: `[B, T, D]` residual stream behind the block.
+        hidden_state: `[B, T, D]` residual stream behind the block.
         state: the mixer's state after the last token.
-        signal: `[B, T, D]` what the mixer was given, to filter it again from an earlier state.
+        mixer_input: `[B, T, D]` what the mixer was given, to filter it again from an earlier state.
         belief: the mixer's `Filtered` in output space, if asked for.
         posterior: the posterior before gate and projection, if asked for.
     """
 
-    hidden: Tensor
+    hidden_state: Tensor
     state: Belief
-    signal: Tensor
+    mixer_input: Tensor
     belief: Filtered | None
     posterior: Posterior | None
 
@@ -130,10 +130,10 @@ class Passed(NamedTuple):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, hidden_size: int, width: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.in_proj: nn.Linear = nn.Linear(hidden_size, 2 * width, bias=False)
-        self.out_proj: nn.Linear = nn.Linear(width, hidden_size, bias=False)
+        self.in_proj: nn.Linear = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.out_proj: nn.Linear = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., D]` to `[..., D]`."""
@@ -158,23 +158,23 @@ class Block(nn.Module):
         segments: Segments | None = None,
         *,
         sample: bool = False,
-        belief: bool = False,
-        posterior: bool = False,
-    ) -> Passed:
+        output_belief: bool = False,
+        output_posterior: bool = False,
+    ) -> BlockOutput:
         """Pass on the posterior mean, or one sample of the posterior with `sample` (section 5.5)."""
-        signal = self.norm(x)
-        variance = self.mixer.has_posterior and (sample or belief or posterior)
-        (mean, var, after), context = self.mixer.read(signal, state, segments, variance)
+        mixer_input = self.norm(x)
+        variance = self.mixer.has_posterior and (sample or output_belief or output_posterior)
+        (mean, var, after), context = self.mixer.read(mixer_input, state, segments, variance)
         readout = draw(mean, var) if sample and var is not None else mean
-        known = self._known(mean, var, after, context) if belief else None
-        held = Posterior(x, mean, var, context) if posterior and var is not None else None
-        return Passed(self.finish(x, readout, context), after, signal, known, held)
+        output = self._output_belief(mean, var, after, context) if output_belief else None
+        kept = Posterior(x, mean, var, context) if output_posterior and var is not None else None
+        return BlockOutput(self.finish(x, readout, context), after, mixer_input, output, kept)
 
     def finish(self, residual: Tensor, readout: Tensor, context: object) -> Tensor:
         """The residual stream behind the block, given a read-out, or samples of it stacked in front."""
         x = residual + self.mixer.emit(readout, context)
         return x if self.mlp is None or self.mlp_norm is None else x + self.mlp(self.mlp_norm(x))
 
-    def _known(self, mean: Tensor, variance: Tensor | None, state: Belief, context: object) -> Filtered:
+    def _output_belief(self, mean: Tensor, variance: Tensor | None, state: Belief, context: object) -> Filtered:
         spread = None if variance is None else self.mixer.emit_variance(variance, context)
         return Filtered(self.mixer.emit(mean, context), spread, state)

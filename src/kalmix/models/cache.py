@@ -18,27 +18,27 @@ LAYER_TYPE = "kalmix_belief"
 
 
 @loadable
-class Call(NamedTuple):
+class CachedCall(NamedTuple):
     """One call of a mixer: the state before it, and what it was given."""
 
-    before: Any  # a Belief or None; see `Filtered`
-    signal: Tensor
+    initial_state: Any  # a Belief or None; see `Filtered`
+    mixer_input: Tensor
     segments: Segments | None
 
-    def first(self, tokens: int) -> Call:
+    def truncate(self, tokens: int) -> CachedCall:
         """The same call with only its first tokens."""
         segments = self.segments
         if segments is not None:
             segments = unchecked(torch.cat([segments.rows[:, :1], segments.rows[:, 1:].clamp(max=tokens)], dim=1))
-        return Call(self.before, self.signal[:, :tokens], segments)
+        return CachedCall(self.initial_state, self.mixer_input[:, :tokens], segments)
 
-    def take(self, index: Tensor) -> Call:
+    def take(self, index: Tensor) -> CachedCall:
         """The same call for the batch rows `index`, where each row is one sequence."""
         segments = self.segments
         if segments is not None:
             row = torch.arange(len(index), dtype=torch.int32, device=index.device)
             segments = unchecked(torch.cat([row[:, None], segments.rows[index, 1:]], dim=1))
-        return Call(_take(self.before, index), self.signal.index_select(0, index), segments)
+        return CachedCall(_take(self.initial_state, index), self.mixer_input.index_select(0, index), segments)
 
 
 def _take(state: Belief | None, index: Tensor) -> Belief | None:
@@ -46,7 +46,7 @@ def _take(state: Belief | None, index: Tensor) -> Belief | None:
 
 
 @loadable
-class Memory(NamedTuple):
+class CacheEntry(NamedTuple):
     """All a cache layer holds; immutable, so keeping one is a snapshot.
 
     Attributes:
@@ -54,25 +54,25 @@ class Memory(NamedTuple):
         tokens: how many tokens have passed, padding included.
         calls: the last call, or all since the last crop where the cache records its past.
         stale: whether `state` must first be filtered again from the last of `calls`.
-        settled: whether a crop said that all before the next call will stay.
+        drop_calls: whether a crop said that all before the next call will stay.
     """
 
     state: Any = None  # a Belief; see `Filtered`
     tokens: int = 0
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CachedCall, ...] = ()
     stale: bool = False
-    settled: bool = False
+    drop_calls: bool = False
 
-    def take(self, index: Tensor) -> Memory:
+    def take(self, index: Tensor) -> CacheEntry:
         """The sequences `index`, in that order."""
         return self._replace(state=_take(self.state, index), calls=tuple(call.take(index) for call in self.calls))
 
 
 class BeliefLayer(CacheLayerMixin):
-    """One layer's memory in a `DynamicCache`. `recall` before a mixer's call, `remember` after it.
+    """One layer's memory in a `DynamicCache`. `get_state` before a mixer's call, `set_state` after it.
 
     `crop` needs no token-by-token history: it goes back to the state before the call that is cut and filters what is
-    kept of it again, when next asked. So tokens of the last call can always be taken back, and all tokens since the
+    kept of it again, when next requested. So tokens of the last call can always be taken back, and all tokens since the
     last crop while `record_past` is set, as transformers does for speculative decoding.
     """
 
@@ -83,23 +83,23 @@ class BeliefLayer(CacheLayerMixin):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.memory: Memory = Memory()
+        self.entry: CacheEntry = CacheEntry()
         self.record_past: bool = False
 
-    def recall(self, mixer: Mixer) -> Belief | None:
+    def get_state(self, mixer: Mixer) -> Belief | None:
         """The state to continue from."""
-        if self.memory.stale:
-            call = self.memory.calls[-1]
-            _, state = mixer(call.signal, call.before, call.segments)
-            self.memory = self.memory._replace(state=state, stale=False)
-        return self.memory.state
+        if self.entry.stale:
+            call = self.entry.calls[-1]
+            _, state = mixer(call.mixer_input, call.initial_state, call.segments)
+            self.entry = self.entry._replace(state=state, stale=False)
+        return self.entry.state
 
-    def remember(self, state: Belief, signal: Tensor, segments: Segments | None) -> None:
-        """Take over the state after a call that began where `recall` left off."""
-        memory = self.memory
-        kept = memory.calls if self.record_past and not memory.settled else ()
-        call = Call(memory.state, signal, segments)
-        self.memory = Memory(state, memory.tokens + signal.shape[1], (*kept, call))
+    def set_state(self, state: Belief, mixer_input: Tensor, segments: Segments | None) -> None:
+        """Take over the state after a call that began where `get_state` left off."""
+        entry = self.entry
+        earlier = entry.calls if self.record_past and not entry.drop_calls else ()
+        call = CachedCall(entry.state, mixer_input, segments)
+        self.entry = CacheEntry(state, entry.tokens + mixer_input.shape[1], (*earlier, call))
         self.is_initialized = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -108,26 +108,26 @@ class BeliefLayer(CacheLayerMixin):
         Raises:
             ArgumentError: that is further back than the layer remembers.
         """
-        asked, memory = int(tokens_to_remove), self.memory
-        remove = min(-asked, memory.tokens) if asked <= 0 else max(0, memory.tokens - asked)
-        if remove and remove == memory.tokens:
+        requested, entry = int(tokens_to_remove), self.entry
+        remove = min(-requested, entry.tokens) if requested <= 0 else max(0, entry.tokens - requested)
+        if remove and remove == entry.tokens:
             self.reset()
             return
-        state, calls, stale, left = memory.state, memory.calls, memory.stale, remove
+        state, calls, stale, left = entry.state, entry.calls, entry.stale, remove
         while left:
             if not calls:
                 expected = f"at most {remove - left} tokens back (activate_past_recording() before, to go back further)"
-                raise ArgumentError("tokens_to_remove", got=asked, expected=expected)
+                raise ArgumentError("tokens_to_remove", got=requested, expected=expected)
             *before, call = calls
-            length = call.signal.shape[1]
-            stale, state = left < length, call.before
-            calls = (*before, call.first(length - left)) if stale else tuple(before)
+            length = call.mixer_input.shape[1]
+            stale, state = left < length, call.initial_state
+            calls = (*before, call.truncate(length - left)) if stale else tuple(before)
             left -= min(left, length)
-        self.memory = Memory(state, memory.tokens - remove, calls, stale, settled=True)
+        self.entry = CacheEntry(state, entry.tokens - remove, calls, stale, drop_calls=True)
 
     def reset(self) -> None:
         """Back to the prior."""
-        self.memory = Memory()
+        self.entry = CacheEntry()
         self.is_initialized = False
 
     def activate_past_recording(self) -> None:
@@ -136,7 +136,7 @@ class BeliefLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included."""
-        return self.memory.tokens
+        return self.entry.tokens
 
     def get_max_length(self) -> int:
         """No limit."""
@@ -144,12 +144,12 @@ class BeliefLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of a mask over all tokens."""
-        return self.memory.tokens + query_length, 0
+        return self.entry.tokens + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """The sequences `beam_idx`, in that order."""
-        if self.memory.calls:
-            self.memory = self.memory.take(beam_idx.to(self.memory.calls[-1].signal.device))
+        if self.entry.calls:
+            self.entry = self.entry.take(beam_idx.to(self.entry.calls[-1].mixer_input.device))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences `indices` (int64, or a mask)."""
@@ -157,8 +157,8 @@ class BeliefLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times."""
-        if self.memory.calls:
-            self.reorder_cache(torch.arange(self.memory.calls[-1].signal.shape[0]).repeat_interleave(repeats))
+        if self.entry.calls:
+            self.reorder_cache(torch.arange(self.entry.calls[-1].mixer_input.shape[0]).repeat_interleave(repeats))
 
     def offload(self) -> None:
         """Beliefs are small: they stay where they are."""
@@ -171,7 +171,7 @@ class BeliefLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refused: this layer holds beliefs, not keys and values."""
-        raise TypeError("a belief is not a pair of keys and values: use `recall` and `remember`")
+        raise TypeError("a belief is not a pair of keys and values: use `get_state` and `set_state`")
 
 
 class StaticBeliefLayer(StaticLayer):
@@ -203,13 +203,13 @@ def belief_layers(cache: Cache | None, count: int) -> list[BeliefLayer]:
     return layers
 
 
-def snapshot(cache: Cache) -> tuple[Memory, ...]:
+def snapshot(cache: Cache) -> tuple[CacheEntry, ...]:
     """What `cache` holds now; nothing is copied, as beliefs are immutable. Give it to `restore` to roll back."""
-    return tuple(layer.memory for layer in belief_layers(cache, len(cache.layers)))
+    return tuple(layer.entry for layer in belief_layers(cache, len(cache.layers)))
 
 
-def restore(cache: Cache, memories: tuple[Memory, ...]) -> None:
+def restore(cache: Cache, entries: tuple[CacheEntry, ...]) -> None:
     """Put `cache` back to where `snapshot` found it."""
-    for layer, memory in zip(belief_layers(cache, len(memories)), memories, strict=True):
-        layer.memory = memory
-        layer.is_initialized = memory.tokens > 0
+    for layer, entry in zip(belief_layers(cache, len(entries)), entries, strict=True):
+        layer.entry = entry
+        layer.is_initialized = entry.tokens > 0

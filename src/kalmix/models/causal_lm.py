@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer
 from kalmix.layers.modules import RMSNorm
-from kalmix.models.blocks import Block, LayerEntry, Passed, Posterior, layer_specs
+from kalmix.models.blocks import Block, BlockOutput, LayerEntry, Posterior, layer_specs
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
 from kalmix.validation import check_choice, check_positive_int
@@ -22,22 +22,22 @@ EMBEDDING_STD = 0.02
 PROPAGATIONS = ("mean", "sample")
 
 
-class Traced(NamedTuple):
+class ModelOutput(NamedTuple):
     """What a pass through the model leaves, one entry a layer in each tuple.
 
     Attributes:
-        hidden: `[B, T, D]` behind the last block, before the final norm.
+        last_hidden_state: `[B, T, D]` behind the last block, before the final norm.
         states: the layers' states; pass them on to continue.
-        signals: `[B, T, D]` what each mixer was given, to filter it again from an earlier state.
-        hiddens: `[B, T, D]` before each block.
+        mixer_inputs: `[B, T, D]` what each mixer was given, to filter it again from an earlier state.
+        hidden_states: `[B, T, D]` before each block.
         beliefs: each layer's `Filtered`.
         posterior: the last layer's posterior; `None` unless asked for, and the tuples are empty.
     """
 
-    hidden: Tensor
+    last_hidden_state: Tensor
     states: tuple[Belief, ...]
-    signals: tuple[Tensor, ...]
-    hiddens: tuple[Tensor, ...]
+    mixer_inputs: tuple[Tensor, ...]
+    hidden_states: tuple[Tensor, ...]
     beliefs: tuple[Filtered, ...]
     posterior: Posterior | None
 
@@ -89,43 +89,43 @@ class LanguageModel(nn.Module):
         states: Sequence[Belief | None] | None = None,
         segments: Segments | None = None,
         *,
-        remember: bool = True,
-        hiddens: bool = False,
-        beliefs: bool = False,
-        posterior: bool = False,
-    ) -> Traced:
+        output_states: bool = True,
+        output_hidden_states: bool = False,
+        output_beliefs: bool = False,
+        output_posterior: bool = False,
+    ) -> ModelOutput:
         """Run the blocks over embedded tokens `x` `[B, T, D]`, from `states` or the prior; `logits` does the rest.
 
-        Of all that passes by, only what is asked for is kept: states and signals (`remember`), and the rest by name.
+        The output holds only what the flags request; `output_states` requests both states and mixer inputs.
 
         Raises:
             ArgumentError: `posterior` is asked of a last layer that has none.
         """
-        if posterior and not self.last.mixer.has_posterior:
-            problem = f"ends with {type(self.last.mixer).__name__}"
+        if output_posterior and not self.last_block.mixer.has_posterior:
+            problem = f"ends with {type(self.last_block.mixer).__name__}"
             raise ArgumentError("layers", problem=problem, expected="a last layer with a posterior, for this loss")
-        kept: dict[str, list[Any]] = {"states": [], "signals": [], "hiddens": [], "beliefs": []}
-        passed = None
+        kept: dict[str, list[Any]] = {"states": [], "mixer_inputs": [], "hidden_states": [], "beliefs": []}
+        output = None
         for index, block in enumerate(self.blocks):
             last = index == len(self.blocks) - 1
-            if hiddens:
-                kept["hiddens"].append(x)
-            passed = self._pass(
+            if output_hidden_states:
+                kept["hidden_states"].append(x)
+            output = self._run_block(
                 *(block, x, None if states is None else states[index], segments),
                 sample=self.propagate == "sample" and self.training and not last,
-                belief=beliefs,
-                posterior=posterior and last,
+                output_belief=output_beliefs,
+                output_posterior=output_posterior and last,
             )
-            x = passed.hidden
-            if remember:
-                kept["states"].append(passed.state)
-                kept["signals"].append(passed.signal)
-            if beliefs:
-                kept["beliefs"].append(passed.belief)
-        held = None if passed is None else passed.posterior
-        return Traced(x, **{name: tuple(values) for name, values in kept.items()}, posterior=held)
+            x = output.hidden_state
+            if output_states:
+                kept["states"].append(output.state)
+                kept["mixer_inputs"].append(output.mixer_input)
+            if output_beliefs:
+                kept["beliefs"].append(output.belief)
+        posterior = None if output is None else output.posterior
+        return ModelOutput(x, **{name: tuple(values) for name, values in kept.items()}, posterior=posterior)
 
-    def _pass(self, block: nn.Module, *args: Any, **options: bool) -> Passed:
+    def _run_block(self, block: nn.Module, *args: Any, **options: bool) -> BlockOutput:
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             return checkpoint(partial(block, **options), *args, use_reentrant=False)
         return block(*args, **options)
@@ -136,7 +136,7 @@ class LanguageModel(nn.Module):
         return [block.mixer for block in self.blocks if isinstance(block, Block)]
 
     @property
-    def last(self) -> Block:
+    def last_block(self) -> Block:
         """The last block, whose belief the marginal likelihood integrates over."""
         block = self.blocks[-1]
         assert isinstance(block, Block)
@@ -146,6 +146,6 @@ class LanguageModel(nn.Module):
         """Final norm and head, `[..., D]` to `[..., vocabulary]`."""
         return self.lm_head(self.norm(hidden))
 
-    def decode(self, posterior: Posterior, readout: Tensor) -> Tensor:
+    def readout_logits(self, posterior: Posterior, readout: Tensor) -> Tensor:
         """Logits of read-outs `[S, B, T, E]` of the last layer, through all that lies behind it."""
-        return self.logits(self.last.finish(posterior.residual, readout, posterior.context))
+        return self.logits(self.last_block.finish(posterior.residual, readout, posterior.context))

@@ -17,8 +17,8 @@ from kalmix.models.folder import weight_files
 from kalmix.validation import check_range, check_types
 
 # Keys of a config that may be null, which means that another key decides.
-OPTIONAL = ("num_v_heads", "intermediate_size", "hidden_ratio", "num_key_value_heads")
-TIED = {"model.lm_head.weight": "model.embed_tokens.weight"}  # ours that share a weight, where a config says so
+NULLABLE_KEYS = ("num_v_heads", "intermediate_size", "hidden_ratio", "num_key_value_heads")
+TIED_WEIGHTS = {"model.lm_head.weight": "model.embed_tokens.weight"}  # ours that share a weight, where a config says so
 
 
 def read_checkpoint(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -40,7 +40,7 @@ def read_checkpoint(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tenso
     return config, weights
 
 
-def require(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], where: str = "config") -> None:
+def check_allowed(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], where: str = "config") -> None:
     """Check that keys of a config have one of the values we serve, the first if absent.
 
     Raises:
@@ -57,18 +57,18 @@ def check_config(config: Mapping[str, Any], defaults: Mapping[str, Any], where: 
     Raises:
         ArgumentError: one is of another type; names the key.
     """
-    known = {key: default for key, default in defaults.items() if key in config and not key.endswith("_token_id")}
-    hints = {f"{where}[{key!r}]": int if default is None else type(default) for key, default in known.items()}
-    given = {f"{where}[{key!r}]": config[key] for key in known if key not in OPTIONAL or config[key] is not None}
+    present = {key: default for key, default in defaults.items() if key in config and not key.endswith("_token_id")}
+    hints = {f"{where}[{key!r}]": int if default is None else type(default) for key, default in present.items()}
+    given = {f"{where}[{key!r}]": config[key] for key in present if key not in NULLABLE_KEYS or config[key] is not None}
     check_types(hints, given)
 
 
-def fill(
+def load_converted_weights(
     module: nn.Module,
     weights: Mapping[str, Tensor],
-    sources: Callable[[str], tuple[str, ...]],
-    what: str,
-    prepare: Callable[[str, Tensor], Tensor],
+    source_names: Callable[[str], tuple[str, ...]],
+    kind: str,
+    transform: Callable[[str, Tensor], Tensor],
     tied: Mapping[str, str] | None = None,
 ) -> None:
     """Load all of `weights` into all of `module`.
@@ -76,9 +76,9 @@ def fill(
     Args:
         module: takes them in its own dtype.
         weights: theirs, by name.
-        sources: their names of the pieces of one of our weights, one below the other.
-        what: their kind of model, for errors.
-        prepare: gives one of theirs, by its name, the shape of our piece.
+        source_names: their names of the pieces of one of our weights, one below the other.
+        kind: their kind of model, for errors.
+        transform: gives one of theirs, by its name, the shape of our piece.
         tied: ours that are another of ours, whatever they hold.
 
     Raises:
@@ -88,26 +88,26 @@ def fill(
         if not weight.is_floating_point():
             raise ArgumentError("weights", got=f"with {name!r} of {weight.dtype}", expected="of floating point")
         check_range(f"weights[{name!r}]", weight)
-    left, state = dict(weights), {}
+    remaining, state = dict(weights), {}
     for name, target in module.state_dict().items():
-        names = sources(name)
+        names = source_names(name)
         if tied and name in tied:
             state[name] = state[tied[name]]
-            left.pop(names[0], None)
+            remaining.pop(names[0], None)
             continue
         for source in names:
-            if source not in left:
-                raise ArgumentError("weights", got=f"without {source!r}", expected=f"all of a {what}")
-        taken = torch.cat([prepare(source, left.pop(source)) for source in names])
-        if taken.shape != target.shape:
-            got = f"{list(taken.shape)} in {' and '.join(map(repr, names))}"
+            if source not in remaining:
+                raise ArgumentError("weights", got=f"without {source!r}", expected=f"all of a {kind}")
+        weight = torch.cat([transform(source, remaining.pop(source)) for source in names])
+        if weight.shape != target.shape:
+            got = f"{list(weight.shape)} in {' and '.join(map(repr, names))}"
             raise ArgumentError("weights", got=got, expected=f"{list(target.shape)}, as the config says")
-        state[name] = taken
-    if left:
-        raise ArgumentError("weights", got=f"with {min(left)!r}", expected=f"those of a {what} as configured")
+        state[name] = weight
+    if remaining:
+        raise ArgumentError("weights", got=f"with {min(remaining)!r}", expected=f"those of a {kind} as configured")
     module.load_state_dict(state)
 
 
-def convolution(name: str, weight: Tensor) -> Tensor:
+def squeeze_conv_weight(name: str, weight: Tensor) -> Tensor:
     """Depthwise convolutions `[C, 1, taps]` as ours, `[C, taps]`; other weights as they are."""
     return weight.squeeze(1) if name.endswith("conv1d.weight") else weight

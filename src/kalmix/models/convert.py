@@ -9,7 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
-from kalmix.models.checkpoint_io import TIED, check_config, convolution, fill, read_checkpoint, require
+from kalmix.models.checkpoint_io import (
+    TIED_WEIGHTS,
+    check_allowed,
+    check_config,
+    load_converted_weights,
+    read_checkpoint,
+    squeeze_conv_weight,
+)
 from kalmix.models.convert_kalmanet import convert_gated_kalmanet, gated_kalmanet_config, load_gated_kalmanet
 from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM
 
@@ -41,7 +48,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 }
 GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 # Our weight of a block: theirs, one below the other.
-BLOCK: dict[str, tuple[str, ...]] = {
+BLOCK_WEIGHTS: dict[str, tuple[str, ...]] = {
     "norm.weight": ("attn_norm.weight",),
     "mixer.qkv_proj.weight": ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"),
     "mixer.conv.weight": ("attn.q_conv1d.weight", "attn.k_conv1d.weight", "attn.v_conv1d.weight"),
@@ -56,7 +63,7 @@ BLOCK: dict[str, tuple[str, ...]] = {
     "mlp.in_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.out_proj.weight": ("mlp.down_proj.weight",),
 }
-MODEL = {
+MODEL_WEIGHTS = {
     "model.embed_tokens.weight": ("model.embeddings.weight",),
     "model.norm.weight": ("model.norm.weight",),
     "model.lm_head.weight": ("lm_head.weight",),
@@ -89,9 +96,11 @@ def convert_gated_deltanet(config: Mapping[str, Any], weights: Mapping[str, Tens
             shape; names the key.
     """
     model = KalmixForCausalLM(gated_deltanet_config(config))
-    read = {name: weight for name, weight in weights.items() if not name.endswith(".attn.D")}
-    tied = TIED if model.config.tie_word_embeddings else None
-    fill(model, read, lambda name: _sources(name, read), "Gated DeltaNet", convolution, tied)
+    used = {name: weight for name, weight in weights.items() if not name.endswith(".attn.D")}
+    tied = TIED_WEIGHTS if model.config.tie_word_embeddings else None
+    load_converted_weights(
+        model, used, lambda name: _source_names(name, used), "Gated DeltaNet", squeeze_conv_weight, tied
+    )
     return model.eval()
 
 
@@ -101,35 +110,37 @@ def gated_deltanet_config(config: Mapping[str, Any]) -> KalmixConfig:
     Raises:
         ArgumentError: a key asks for what our model does not do.
     """
-    require(config, REQUIRED)
+    check_allowed(config, REQUIRED)
     check_config(config, DEFAULTS)
-    its = DEFAULTS | {key: value for key, value in config.items() if key in DEFAULTS}
-    if its["output_gate_activation"] not in GATES:
-        got = repr(its["output_gate_activation"])
+    settings = DEFAULTS | {key: value for key, value in config.items() if key in DEFAULTS}
+    if settings["output_gate_activation"] not in GATES:
+        got = repr(settings["output_gate_activation"])
         raise ArgumentError("config['output_gate_activation']", got=got, expected=" or ".join(map(repr, GATES)))
-    width = int(its["hidden_size"] * (its["hidden_ratio"] or 4) * 2 / 3)
+    width = int(settings["hidden_size"] * (settings["hidden_ratio"] or 4) * 2 / 3)
     layer = {
         "mixer": "gated-deltanet",
-        "heads": its["num_v_heads"] or its["num_heads"],
-        "key_heads": its["num_heads"],
-        "head_dim": its["head_dim"],
-        "expand_v": its["expand_v"],
-        "conv": its["conv_size"] if its["use_short_conv"] else 0,
-        "gate": GATES[its["output_gate_activation"]] if its["use_gate"] else None,
-        "negative_eigenvalues": its["allow_neg_eigval"],
-        "norm_eps": its["norm_eps"],
-        "mlp": its["intermediate_size"] or -(-width // 256) * 256,
+        "heads": settings["num_v_heads"] or settings["num_heads"],
+        "key_heads": settings["num_heads"],
+        "head_dim": settings["head_dim"],
+        "expand_v": settings["expand_v"],
+        "conv": settings["conv_size"] if settings["use_short_conv"] else 0,
+        "gate": GATES[settings["output_gate_activation"]] if settings["use_gate"] else None,
+        "negative_eigenvalues": settings["allow_neg_eigval"],
+        "norm_eps": settings["norm_eps"],
+        "mlp": settings["intermediate_size"] or -(-width // 256) * 256,
     }
-    same = ("vocab_size", "hidden_size", "norm_eps", "tie_word_embeddings")
+    copied = ("vocab_size", "hidden_size", "norm_eps", "tie_word_embeddings")
     tokens = ("pad_token_id", "bos_token_id", "eos_token_id")
-    return KalmixConfig(layers=[layer] * its["num_hidden_layers"], **{key: its[key] for key in (*same, *tokens)})
+    return KalmixConfig(
+        layers=[layer] * settings["num_hidden_layers"], **{key: settings[key] for key in (*copied, *tokens)}
+    )
 
 
-def _sources(name: str, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
+def _source_names(name: str, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
     """What they call our weight `name`, in pieces."""
-    if name in MODEL:
-        return MODEL[name]
+    if name in MODEL_WEIGHTS:
+        return MODEL_WEIGHTS[name]
     index, part = name.removeprefix("model.blocks.").split(".", 1)
-    sources = tuple(f"model.layers.{index}.{source}" for source in BLOCK[part])
+    sources = tuple(f"model.layers.{index}.{source}" for source in BLOCK_WEIGHTS[part])
     merged = part == "mlp.in_proj.weight" and sources[1] not in weights
     return sources[:1] if merged else sources

@@ -20,7 +20,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
-from kalmix.models.checkpoint_io import TIED, check_config, convolution, fill, read_checkpoint, require
+from kalmix.models.checkpoint_io import (
+    TIED_WEIGHTS,
+    check_allowed,
+    check_config,
+    load_converted_weights,
+    read_checkpoint,
+    squeeze_conv_weight,
+)
 from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM
 
 # What `HybridQwen3Config` and its `GKAConfig` say where a config.json says nothing.
@@ -45,14 +52,14 @@ GKA_REQUIRED: dict[str, tuple[Any, ...]] = {
     "use_v_conv": (True,),
     "kv_proj_rank": (None,),
 }
-KINDS = {"*": "attention", "full_attention": "attention", "GKA": "gated-kalmanet"}
-BLOCK: dict[str, tuple[str, ...]] = {
+MIXER_NAMES = {"*": "attention", "full_attention": "attention", "GKA": "gated-kalmanet"}
+BLOCK_WEIGHTS: dict[str, tuple[str, ...]] = {
     "norm.weight": ("input_layernorm.weight",),
     "mlp_norm.weight": ("post_attention_layernorm.weight",),
     "mlp.in_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.out_proj.weight": ("mlp.down_proj.weight",),
 }
-MIXERS: dict[str, dict[str, tuple[str, ...]]] = {
+MIXER_WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
     "gated-kalmanet": {
         "qkv_proj.weight": ("gka.q_proj.weight", "gka.k_proj.weight", "gka.v_proj.weight"),
         "conv.weight": ("gka.q_conv1d.weight", "gka.k_conv1d.weight", "gka.v_conv1d.weight"),
@@ -74,20 +81,20 @@ MIXERS: dict[str, dict[str, tuple[str, ...]]] = {
         "out_proj.weight": ("self_attn.o_proj.weight",),
     },
 }
-MODEL = {
+MODEL_WEIGHTS = {
     "model.embed_tokens.weight": ("model.embed_tokens.weight",),
     "model.norm.weight": ("model.norm.weight",),
     "model.lm_head.weight": ("lm_head.weight",),
 }
-_FADING = re.compile(r"\.gka\.(a_proj\.weight|A_log|dt_bias)$")
-_SHARED = re.compile(r"\.gka\.([kv])_(proj|conv1d)\.weight$")
+_FORGETTING_GATE = re.compile(r"\.gka\.(a_proj\.weight|A_log|dt_bias)$")
+_KEY_VALUE = re.compile(r"\.gka\.([kv])_(proj|conv1d)\.weight$")
 
 
-class _Heads(NamedTuple):
-    """Of a released layer: queries, and the keys and values that they share."""
+class _HeadCounts(NamedTuple):
+    """Of a released layer: query, and the keys and values that they share."""
 
-    queries: int
-    shared: int
+    query: int
+    key_value: int
 
 
 def load_gated_kalmanet(folder: str | Path) -> KalmixForCausalLM:
@@ -110,11 +117,18 @@ def convert_gated_kalmanet(config: Mapping[str, Any], weights: Mapping[str, Tens
             shape; names the key.
     """
     model = KalmixForCausalLM(gated_kalmanet_config(config))
-    if not _settings(config)["use_forgetting_gate"]:  # theirs are there all the same
-        weights = {name: weight for name, weight in weights.items() if not _FADING.search(name)}
+    if not _gka_settings(config)["use_forgetting_gate"]:  # theirs are there all the same
+        weights = {name: weight for name, weight in weights.items() if not _FORGETTING_GATE.search(name)}
     mixers = [entry["mixer"] for entry in model.config.layers]
-    tied = TIED if model.config.tie_word_embeddings else None
-    fill(model, weights, partial(_sources, mixers), "Gated KalmaNet", partial(_prepare, _heads(config)), tied)
+    tied = TIED_WEIGHTS if model.config.tie_word_embeddings else None
+    load_converted_weights(
+        model,
+        weights,
+        partial(_source_names, mixers),
+        "Gated KalmaNet",
+        partial(_repeat_key_values, _head_counts(config)),
+        tied,
+    )
     return model.eval()
 
 
@@ -124,21 +138,21 @@ def gated_kalmanet_config(config: Mapping[str, Any]) -> KalmixConfig:
     Raises:
         ArgumentError: a key asks for what our model does not do.
     """
-    require(config, REQUIRED)
+    check_allowed(config, REQUIRED)
     check_config(config, DEFAULTS)
     given = config.get("gka_config") or {}
     if not isinstance(given, Mapping):
         raise ArgumentError("config['gka_config']", got=repr(given), expected="a mapping")
-    require(given, GKA_REQUIRED, "config['gka_config']")
+    check_allowed(given, GKA_REQUIRED, "config['gka_config']")
     check_config(given, GKA_DEFAULTS, "config['gka_config']")
-    its, gka, heads = DEFAULTS | _known(config, DEFAULTS), _settings(config), _heads(config)
+    settings, gka, heads = DEFAULTS | _select(config, DEFAULTS), _gka_settings(config), _head_counts(config)
     if gka["use_forgetting_gate"] and not given.get("use_forgetting_gate_kk", True):
         expected = "True, for keys are forgotten with their values"
         raise ArgumentError("config['gka_config']['use_forgetting_gate_kk']", got="False", expected=expected)
     kalmanet = {
         "mixer": "gated-kalmanet",
-        "heads": heads.queries,
-        "head_dim": its["head_dim"],
+        "heads": heads.query,
+        "head_dim": settings["head_dim"],
         "decay": gka["use_forgetting_gate"],
         "gain": "squared" if gka["use_beta_gate"] else None,
         "mix": gka["use_alpha_connection"],
@@ -146,72 +160,74 @@ def gated_kalmanet_config(config: Mapping[str, Any]) -> KalmixConfig:
         "solver": {"name": "chebyshev", "iterations": gka["num_iter"]},
         "conv": gka["conv_size"],
         "gate": "silu" if gka["use_gate"] else None,
-        "norm_eps": gka["norm_eps"] * (its["head_dim"] if gka["gla_rescale"] else 1),
-        "mlp": its["intermediate_size"],
+        "norm_eps": gka["norm_eps"] * (settings["head_dim"] if gka["gla_rescale"] else 1),
+        "mlp": settings["intermediate_size"],
     }
     attention = {
         "mixer": "attention",
-        "heads": heads.queries,
-        "kv_heads": heads.shared,
-        "head_dim": its["head_dim"],
+        "heads": heads.query,
+        "kv_heads": heads.key_value,
+        "head_dim": settings["head_dim"],
         "rotary_base": _rotary_base(config),
-        "norm_eps": its["rms_norm_eps"],
-        "mlp": its["intermediate_size"],
+        "norm_eps": settings["rms_norm_eps"],
+        "mlp": settings["intermediate_size"],
     }
     entries = {"gated-kalmanet": kalmanet, "attention": attention}
-    same = ("vocab_size", "hidden_size", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
-    layers = [dict(entries[kind]) for kind in _kinds(config, its["num_hidden_layers"])]
-    return KalmixConfig(layers=layers, norm_eps=its["rms_norm_eps"], **{key: its[key] for key in same})
+    copied = ("vocab_size", "hidden_size", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+    layers = [dict(entries[kind]) for kind in _mixer_names(config, settings["num_hidden_layers"])]
+    return KalmixConfig(layers=layers, norm_eps=settings["rms_norm_eps"], **{key: settings[key] for key in copied})
 
 
-def _known(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _select(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key in defaults}
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return GKA_DEFAULTS | _known(config.get("gka_config") or {}, GKA_DEFAULTS)
+def _gka_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return GKA_DEFAULTS | _select(config.get("gka_config") or {}, GKA_DEFAULTS)
 
 
-def _heads(config: Mapping[str, Any]) -> _Heads:
-    queries = config.get("num_attention_heads", DEFAULTS["num_attention_heads"])
-    shared = config.get("num_key_value_heads", DEFAULTS["num_key_value_heads"]) or queries
-    if queries % shared:
-        raise ArgumentError("config['num_key_value_heads']", got=shared, expected=f"a divisor of {queries}")
-    return _Heads(queries, shared)
+def _head_counts(config: Mapping[str, Any]) -> _HeadCounts:
+    query = config.get("num_attention_heads", DEFAULTS["num_attention_heads"])
+    key_value = config.get("num_key_value_heads", DEFAULTS["num_key_value_heads"]) or query
+    if query % key_value:
+        raise ArgumentError("config['num_key_value_heads']", got=key_value, expected=f"a divisor of {query}")
+    return _HeadCounts(query, key_value)
 
 
-def _kinds(config: Mapping[str, Any], blocks: int) -> list[str]:
+def _mixer_names(config: Mapping[str, Any], blocks: int) -> list[str]:
     """The mixer of each block."""
     pattern = config.get("hybrid_override_pattern")
-    theirs = pattern.split("-") if pattern else config.get("layer_types") or ["*"] * blocks
-    if len(theirs) != blocks:
-        raise ArgumentError("config['layer_types']", got=f"{len(theirs)} of them", expected=f"{blocks}, one a layer")
-    for kind in theirs:
-        if kind not in KINDS:
-            raise ArgumentError("config['layer_types']", got=f"with {kind!r}", expected=" and ".join(map(repr, KINDS)))
-    return [KINDS[kind] for kind in theirs]
+    kinds = pattern.split("-") if pattern else config.get("layer_types") or ["*"] * blocks
+    if len(kinds) != blocks:
+        raise ArgumentError("config['layer_types']", got=f"{len(kinds)} of them", expected=f"{blocks}, one a layer")
+    for kind in kinds:
+        if kind not in MIXER_NAMES:
+            raise ArgumentError(
+                "config['layer_types']", got=f"with {kind!r}", expected=" and ".join(map(repr, MIXER_NAMES))
+            )
+    return [MIXER_NAMES[kind] for kind in kinds]
 
 
 def _rotary_base(config: Mapping[str, Any]) -> float:
     rope = {"rope_theta": config.get("rope_theta", 10000.0)}
     rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope.setdefault("rope_type", rope.get("type", "default"))
-    require(rope, {"rope_type": ("default",)}, "config['rope_parameters']")
+    check_allowed(rope, {"rope_type": ("default",)}, "config['rope_parameters']")
     return float(rope["rope_theta"])
 
 
-def _sources(mixers: list[str], name: str) -> tuple[str, ...]:
+def _source_names(mixers: list[str], name: str) -> tuple[str, ...]:
     """What they call our weight `name`, in pieces."""
-    if name in MODEL:
-        return MODEL[name]
+    if name in MODEL_WEIGHTS:
+        return MODEL_WEIGHTS[name]
     index, part = name.removeprefix("model.blocks.").split(".", 1)
-    names = BLOCK.get(part) or MIXERS[mixers[int(index)]][part.removeprefix("mixer.")]
+    names = BLOCK_WEIGHTS.get(part) or MIXER_WEIGHTS[mixers[int(index)]][part.removeprefix("mixer.")]
     return tuple(f"model.layers.{index}.{source}" for source in names)
 
 
-def _prepare(heads: _Heads, name: str, weight: Tensor) -> Tensor:
+def _repeat_key_values(heads: _HeadCounts, name: str, weight: Tensor) -> Tensor:
     """Their weight as a piece of ours: keys and values once for every query that reads them."""
-    weight = convolution(name, weight)
-    if not _SHARED.search(name) or weight.shape[0] % heads.shared:
+    weight = squeeze_conv_weight(name, weight)
+    if not _KEY_VALUE.search(name) or weight.shape[0] % heads.key_value:
         return weight
-    return weight.unflatten(0, (heads.shared, -1)).repeat_interleave(heads.queries // heads.shared, 0).flatten(0, 1)
+    return weight.unflatten(0, (heads.key_value, -1)).repeat_interleave(heads.query // heads.key_value, 0).flatten(0, 1)

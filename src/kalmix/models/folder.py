@@ -13,12 +13,12 @@ from torch import nn
 from kalmix.errors import FileError
 from kalmix.files import check_format, check_regular, read_json
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = ("F64", "F32", "BF16", "F16")
-OTHERS = ("generation_config.json",)  # which transformers reads beside config.json
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+EXTRA_JSON_FILES = ("generation_config.json",)  # which transformers reads beside config.json
 
 
-class Header(NamedTuple):
+class TensorHeader(NamedTuple):
     """Header entry of a tensor in a safetensors file."""
 
     dtype: str
@@ -44,7 +44,7 @@ def read_config(folder: Path, known: Collection[str]) -> dict[str, Any]:
     for key in config:
         if key not in known:
             raise FileError(f"config.json has the unknown key {key!r}")
-    for name in OTHERS:
+    for name in EXTRA_JSON_FILES:
         if (folder / name).exists():
             read_json(folder / name)
     return config
@@ -56,66 +56,66 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         FileError: there are none, or the index is damaged or names other files.
     """
-    whole, index = folder / WEIGHTS, folder / INDEX
-    if whole.exists():
-        check_regular(whole)
-        return [whole]
+    single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    if single.exists():
+        check_regular(single)
+        return [single]
     if not index.exists():
         pickles = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        why = "; pickled weights (.bin, .pt) are never opened, for they can run code" if pickles else ""
-        raise FileError(f"{WEIGHTS} is missing, so there are no weights{why}")
-    named = read_json(index).get("weight_map")
-    if not isinstance(named, dict) or not named:
-        raise FileError(f"{INDEX} is damaged (it has no weight_map)")
-    for name in named.values():
+        reason = "; pickled weights (.bin, .pt) are never opened, for they can run code" if pickles else ""
+        raise FileError(f"{WEIGHTS_FILE} is missing, so there are no weights{reason}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FileError(f"{INDEX_FILE} is damaged (it has no weight_map)")
+    for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise FileError(f"{INDEX} names {name!r}; expected safetensors files of the same folder")
-    files = [folder / name for name in dict.fromkeys(named.values())]
+            raise FileError(f"{INDEX_FILE} names {name!r}; expected safetensors files of the same folder")
+    files = [folder / name for name in dict.fromkeys(weight_map.values())]
     for file in files:
         check_regular(file)
     return files
 
 
-def read_headers(folder: Path) -> dict[str, Header]:
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """Return what the weights of a model folder are, by name, without reading their numbers.
 
     Raises:
         FileError: a file is missing or damaged.
     """
-    headers: dict[str, Header] = {}
+    headers: dict[str, TensorHeader] = {}
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - it is no mapping
                     tensor = tensors.get_slice(name)
-                    headers[name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()), file.name)
+                    headers[name] = TensorHeader(tensor.get_dtype(), tuple(tensor.get_shape()), file.name)
         except (OSError, SafetensorError) as error:
             raise FileError(f"{file.name} is damaged ({error})") from None
     return headers
 
 
-def check_weights(headers: dict[str, Header], model: nn.Module, shared: Collection[str] = ()) -> None:
+def check_weights(headers: dict[str, TensorHeader], model: nn.Module, tied: Collection[str] = ()) -> None:
     """Check that weights are those of a model, each of its shape.
 
     Args:
         headers: as `read_headers` returns them.
         model: may lie on the device "meta".
-        shared: weights that the files may leave out, for they are other weights of the model.
+        tied: weights that the files may leave out, for they are other weights of the model.
 
     Raises:
         FileError: a weight is missing, unknown, of another shape or not of floating point; names it.
     """
     expected = model.state_dict()
-    if missing := [name for name in expected if name not in headers and name not in shared]:
-        raise FileError(f"{WEIGHTS} is without {len(missing)} weights, {missing[0]!r} first")
+    if missing := [name for name in expected if name not in headers and name not in tied]:
+        raise FileError(f"{WEIGHTS_FILE} is without {len(missing)} weights, {missing[0]!r} first")
     for name, (dtype, shape, file) in headers.items():
         if name not in expected:
             raise FileError(f"{file} holds the unknown weight {name!r}")
         needs = tuple(expected[name].shape)
         if shape != needs:
             raise FileError(f"{file} holds {name!r} as {list(shape)}; config.json needs {list(needs)}")
-        if expected[name].is_floating_point() and dtype not in FLOATS:
-            raise FileError(f"{file} holds {name!r} as {dtype}; expected {', '.join(FLOATS)}")
+        if expected[name].is_floating_point() and dtype not in FLOAT_DTYPES:
+            raise FileError(f"{file} holds {name!r} as {dtype}; expected {', '.join(FLOAT_DTYPES)}")
 
 
 def check_finite(model: nn.Module) -> None:
@@ -125,6 +125,6 @@ def check_finite(model: nn.Module) -> None:
         FileError: one is not; names its tensor.
     """
     for name, tensor in model.state_dict().items():
-        held = tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel()
-        if held and not bool(torch.stack(tensor.detach().aminmax()).isfinite().all()):  # NaN passes through aminmax
-            raise FileError(f"{WEIGHTS} holds NaN or infinity in {name!r}")
+        checked = tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel()
+        if checked and not bool(torch.stack(tensor.detach().aminmax()).isfinite().all()):  # NaN passes through aminmax
+            raise FileError(f"{WEIGHTS_FILE} holds NaN or infinity in {name!r}")

@@ -14,16 +14,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput as TransformersOutput
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import FORMAT, check_format
-from kalmix.models.blocks import layer_specs, plain_layers
+from kalmix.models.blocks import layer_specs, layers_to_json
 from kalmix.models.cache import LAYER_TYPE, belief_layers
-from kalmix.models.causal_lm import EMBEDDING_STD, PROPAGATIONS, LanguageModel, Traced
-from kalmix.models.checkpoint_io import TIED
+from kalmix.models.causal_lm import EMBEDDING_STD, PROPAGATIONS, LanguageModel, ModelOutput
+from kalmix.models.checkpoint_io import TIED_WEIGHTS
 from kalmix.models.folder import check_finite, check_weights, read_config, read_headers
-from kalmix.models.losses import cross_entropy, marginal_likelihood, next_tokens
+from kalmix.models.losses import cross_entropy, marginal_likelihood, next_token_targets
 from kalmix.models.segments_from_inputs import find_segments
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -51,7 +51,7 @@ class KalmixConfig(PreTrainedConfig):
         loss: "cross-entropy" on the posterior mean, or "marginal" likelihood under the last layer's posterior
             (equations 24 and 25).
         loss_samples: Monte-Carlo samples S of the marginal likelihood.
-        loss_samples_at_once: how many of them are decoded at once, which bounds memory.
+        loss_chunk_size: how many of them are decoded at once, which bounds memory.
         use_cache: whether evaluation without labels returns a cache unless told otherwise.
         format: version of config.json and the weights beside it.
 
@@ -70,7 +70,7 @@ class KalmixConfig(PreTrainedConfig):
     propagate: str = "mean"
     loss: str = "cross-entropy"
     loss_samples: int = 10
-    loss_samples_at_once: int = 1
+    loss_chunk_size: int = 1
     use_cache: bool = True
     format: int = FORMAT
     pad_token_id: int | None = None
@@ -79,14 +79,14 @@ class KalmixConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         hints = get_annotations(KalmixConfig, eval_str=True)
-        check_types(hints, {name: getattr(self, name) for name in OWN if name != "layers"})
+        check_types(hints, {name: getattr(self, name) for name in CONFIG_FIELDS if name != "layers"})
         check_format({"format": self.format}, Path("config.json"))
         self.format = FORMAT
         layer_specs(self.layers, self.hidden_size)
-        self.layers = plain_layers(self.layers)
+        self.layers = layers_to_json(self.layers)
         check_choice("loss", self.loss, LOSSES)
         check_choice("propagate", self.propagate, PROPAGATIONS)
-        for name in ("vocab_size", "loss_samples", "loss_samples_at_once"):
+        for name in ("vocab_size", "loss_samples", "loss_chunk_size"):
             check_positive_int(name, getattr(self, name))
         super().__post_init__(**kwargs)
         self.auto_map: dict[str, str] = {
@@ -119,13 +119,13 @@ class KalmixConfig(PreTrainedConfig):
         """Nothing to do: a checkpoint names kalmix itself, and must not carry a copy of this file."""
 
 
-OWN = tuple(x.name for x in fields(KalmixConfig) if x.name in KalmixConfig.__annotations__)
+CONFIG_FIELDS = tuple(x.name for x in fields(KalmixConfig) if x.name in KalmixConfig.__annotations__)
 # Keys that transformers may add to config.json.
-INHERITED = {*PreTrainedConfig().to_dict(), "auto_map", "torch_dtype", "_commit_hash", "attn_implementation"}
+INHERITED_KEYS = {*PreTrainedConfig().to_dict(), "auto_map", "torch_dtype", "_commit_hash", "attn_implementation"}
 
 
 @dataclass
-class KalmixOutput(ModelOutput):
+class KalmixOutput(TransformersOutput):
     """What the model returns.
 
     Attributes:
@@ -153,13 +153,13 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     _no_split_modules = ["Block"]  # noqa: RUF012
-    _tied_weights_keys = TIED
+    _tied_weights_keys = TIED_WEIGHTS
     _keep_in_fp32_modules_strict = ["dynamics", "value_dynamics"]  # noqa: RUF012
     _supports_sdpa = True
 
     def __init__(self, config: KalmixConfig) -> None:
         super().__init__(config)
-        self.model: LanguageModel = _language_model(config)
+        self.model: LanguageModel = _build_language_model(config)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -229,51 +229,56 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = self.config.use_cache and not self.training and labels is None
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
-        memory = belief_layers(past_key_values, len(self.model.blocks))
-        started = bool(memory) and memory[0].get_seq_length() > 0
+        cache_layers = belief_layers(past_key_values, len(self.model.blocks))
+        has_past = bool(cache_layers) and cache_layers[0].get_seq_length() > 0
         segments = find_segments(
             *x.shape[:2],
             attention_mask=attention_mask,
-            position_ids=None if started else position_ids,
+            position_ids=None if has_past else position_ids,
             cu_seq_lens_q=cu_seq_lens_q,
             seq_idx=seq_idx,
         )
-        hiddens = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states = [layer.recall(mixer) for layer, mixer in zip(memory, self.model.mixers, strict=bool(memory))]
-        traced = self.model(
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        states = [
+            layer.get_state(mixer) for layer, mixer in zip(cache_layers, self.model.mixers, strict=bool(cache_layers))
+        ]
+        output = self.model(
             x,
             states or None,
             segments,
-            remember=bool(memory),
-            hiddens=bool(hiddens),
-            beliefs=output_beliefs,
-            posterior=labels is not None and self.config.loss == "marginal",
+            output_states=bool(cache_layers),
+            output_hidden_states=bool(output_hidden_states),
+            output_beliefs=output_beliefs,
+            output_posterior=labels is not None and self.config.loss == "marginal",
         )
-        for layer, state, signal in zip(memory, traced.states, traced.signals, strict=True):
-            layer.remember(state, signal, segments)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.model.logits(traced.hidden if labels is not None else traced.hidden[:, kept])
-        output = KalmixOutput(
-            loss=None if labels is None else self._loss(traced, logits, labels, segments, num_items_in_batch),
+        for layer, state, mixer_input in zip(cache_layers, output.states, output.mixer_inputs, strict=True):
+            layer.set_state(state, mixer_input, segments)
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.model.logits(
+            output.last_hidden_state if labels is not None else output.last_hidden_state[:, positions]
+        )
+        result = KalmixOutput(
+            loss=None if labels is None else self._loss(output, logits, labels, segments, num_items_in_batch),
             logits=logits,
             past_key_values=past_key_values,
-            hidden_states=(*traced.hiddens, traced.hidden) if hiddens else None,
-            beliefs=traced.beliefs if output_beliefs else None,
+            hidden_states=(*output.hidden_states, output.last_hidden_state) if output_hidden_states else None,
+            beliefs=output.beliefs if output_beliefs else None,
         )
-        return output.to_tuple() if return_dict is False else output
+        return result.to_tuple() if return_dict is False else result
 
     def _loss(
-        self, traced: Traced, logits: Tensor, labels: Tensor, segments: Segments | None, count: Tensor | int | None
+        self, output: ModelOutput, logits: Tensor, labels: Tensor, segments: Segments | None, count: Tensor | int | None
     ) -> Tensor:
-        targets = next_tokens(labels, segments).to(logits.device)
-        posterior = traced.posterior
+        targets = next_token_targets(labels, segments).to(logits.device)
+        posterior = output.posterior
         if posterior is None:
             return cross_entropy(logits, targets, count)
         return marginal_likelihood(
-            lambda readout: self.model.decode(posterior, readout),
+            lambda readout: self.model.readout_logits(posterior, readout),
             *(posterior.mean, posterior.variance, targets),
             samples=self.config.loss_samples,
-            at_once=self.config.loss_samples_at_once,
+            chunk_size=self.config.loss_chunk_size,
             count=count,
         )
 
@@ -287,12 +292,12 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
             ArgumentError: the checkpoint is damaged, holds pickles, numbers that are not finite, or other weights than
                 its configuration says.
         """
-        place, partial = str(pretrained_model_name_or_path), bool(kwargs.get("ignore_mismatched_sizes"))
-        asked = kwargs.pop("output_loading_info", False)
+        name, partial = str(pretrained_model_name_or_path), bool(kwargs.get("ignore_mismatched_sizes"))
+        output_loading_info = kwargs.pop("output_loading_info", False)
         if kwargs.pop("use_safetensors", None) is False:
             raise ArgumentError("use_safetensors", got="False", expected="True: pickled weights can run code")
         try:
-            folder = Path(place, kwargs.get("subfolder") or "")
+            folder = Path(name, kwargs.get("subfolder") or "")
             if folder.is_dir() and not {"variant", "gguf_file", "state_dict"} & kwargs.keys():
                 _check_folder(folder, kwargs, partial)
             loaded: Any = super().from_pretrained(
@@ -305,15 +310,15 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
             check_finite(model)
         except (FileError, SafetensorError, json.JSONDecodeError, EOFError, RecursionError) as error:
             expected = "a complete checkpoint of this model"
-            raise ArgumentError(place, got=f"damaged ({error})", expected=expected) from error
-        return (model, info) if asked else model
+            raise ArgumentError(name, got=f"damaged ({error})", expected=expected) from error
+        return (model, info) if output_loading_info else model
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
         """Nothing to do: see `KalmixConfig.register_for_auto_class`."""
 
 
-def _language_model(config: KalmixConfig) -> LanguageModel:
+def _build_language_model(config: KalmixConfig) -> LanguageModel:
     return LanguageModel(
         config.vocab_size,
         config.hidden_size,
@@ -330,7 +335,7 @@ def _check_folder(folder: Path, options: dict[str, Any], partial: bool) -> None:
     Raises:
         FileError: it does not.
     """
-    given, headers = read_config(folder, {*OWN, *INHERITED}), read_headers(folder)
+    given, headers = read_config(folder, {*CONFIG_FIELDS, *INHERITED_KEYS}), read_headers(folder)
     if partial:
         return
     layers = given.get("layers")
@@ -338,14 +343,14 @@ def _check_folder(folder: Path, options: dict[str, Any], partial: bool) -> None:
         raise FileError(f"config.json names {len(layers)} layers; the weights are {len(headers)} tensors in all")
     try:
         config = options.get("config") or KalmixConfig(
-            **given | {name: options[name] for name in OWN if name in options}
+            **given | {name: options[name] for name in CONFIG_FIELDS if name in options}
         )
         with torch.device("meta"):
-            model = _language_model(config)
+            model = _build_language_model(config)
     except (ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise FileError(f"config.json describes no model: {error}") from error
     named = nn.ModuleDict({"model": model})
-    check_weights(headers, named, TIED if config.tie_word_embeddings else ())
+    check_weights(headers, named, TIED_WEIGHTS if config.tie_word_embeddings else ())
 
 
 AutoConfig.register("kalmix", KalmixConfig, exist_ok=True)

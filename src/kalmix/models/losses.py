@@ -14,16 +14,16 @@ from kalmix.layers.modules import draw
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 
-IGNORE = -100
+IGNORE_INDEX = -100
 
 
-def next_tokens(labels: Tensor, segments: Segments | None) -> Tensor:
+def next_token_targets(labels: Tensor, segments: Segments | None) -> Tensor:
     """What each token should predict: `labels` `[B, T]` one to the left, -100 where a sequence ends."""
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     if segments is None:
         return targets
     owner = F.pad(segments.owner(*labels.shape), (0, 1), value=-1)
-    return torch.where((owner[:, :-1] >= 0) & (owner[:, :-1] == owner[:, 1:]), targets, IGNORE)
+    return torch.where((owner[:, :-1] >= 0) & (owner[:, :-1] == owner[:, 1:]), targets, IGNORE_INDEX)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
@@ -41,7 +41,7 @@ def marginal_likelihood(
     variance: Tensor,
     targets: Tensor,
     samples: int,
-    at_once: int = 1,
+    chunk_size: int = 1,
     count: Tensor | int | None = None,
 ) -> Tensor:
     """Negative log marginal likelihood by Monte Carlo, equations 24 and 25:
@@ -52,30 +52,30 @@ def marginal_likelihood(
         mean, variance: `[B, T, E]`, the posterior of the read-out.
         targets: `[B, T]`, -100 to ignore.
         samples: S. With one sample and no variance this is `cross_entropy`.
-        at_once: samples decoded at once. Memory is that of `at_once` logits, whatever S: backward draws the same
+        chunk_size: samples decoded at once. Memory is that of `chunk_size` logits, whatever S: backward draws the same
             samples and decodes them again.
         count: as in `cross_entropy`.
     """
 
-    def slice_of(size: int, mean: Tensor, variance: Tensor) -> Tensor:
+    def chunk_log_likelihood(size: int, mean: Tensor, variance: Tensor) -> Tensor:
         # One draw a sample, so that the slicing does not change the samples.
         readouts = torch.stack([draw(mean, variance) for _ in range(size)])
         return torch.logsumexp(-_nll(decode(readouts), targets.expand(size, *targets.shape)), dim=0)
 
-    sizes = [min(at_once, samples - start) for start in range(0, samples, at_once)]
-    slices = [checkpoint(slice_of, size, mean, variance, use_reentrant=False) for size in sizes]
+    sizes = [min(chunk_size, samples - start) for start in range(0, samples, chunk_size)]
+    slices = [checkpoint(chunk_log_likelihood, size, mean, variance, use_reentrant=False) for size in sizes]
     return _average(math.log(samples) - torch.logsumexp(torch.stack(slices), dim=0), targets, count)
 
 
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:
     """Elementwise, float32, 0 at ignored targets."""
     wide = logits.to(belief_dtype(logits.dtype))
-    flat = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none")
+    flat = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
     return flat.view(targets.shape)
 
 
 def _average(nll: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
-    kept = targets != IGNORE
+    kept = targets != IGNORE_INDEX
     total = torch.where(kept, nll, 0).sum()
     if count is None:
         return total / kept.sum().clamp(min=1)

@@ -43,19 +43,19 @@ def find_segments(
             )
         return segments
     if seq_idx is not None:
-        return _runs("seq_idx", seq_idx, batch, length, step=0)
+        return _segments_by_marks("seq_idx", seq_idx, batch, length, step=0)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
             expected = f"[{batch}, {length}] or longer by the tokens of the cache: a padding mask, not a 4-D one"
             raise ArgumentError("attention_mask", got=list(attention_mask.shape), expected=expected)
         mask = attention_mask[:, attention_mask.shape[1] - length :]
-        if _may_look(mask) and bool(mask.all()):
+        if _may_read_values(mask) and bool(mask.all()):
             return None
         return Segments.padded(mask)
-    return None if position_ids is None else _runs("position_ids", position_ids, batch, length, step=1)
+    return None if position_ids is None else _segments_by_marks("position_ids", position_ids, batch, length, step=1)
 
 
-def _may_look(mask: Tensor) -> bool:
+def _may_read_values(mask: Tensor) -> bool:
     if torch.compiler.is_compiling() or mask.device.type == "meta":
         return False
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -63,7 +63,7 @@ def _may_look(mask: Tensor) -> bool:
     return can_check_values(mask) or not torch.is_grad_enabled()
 
 
-def _runs(name: str, marks: Tensor, batch: int, length: int, step: int) -> Segments | None:
+def _segments_by_marks(name: str, marks: Tensor, batch: int, length: int, step: int) -> Segments | None:
     """Runs in which `marks` grow by `step` from token to token."""
     if marks.ndim != 2 or marks.shape[1] != length or marks.shape[0] not in (1, batch):
         raise ArgumentError(name, got=list(marks.shape), expected=[batch, length])

@@ -21,12 +21,12 @@ class DropPath(nn.Module):
         """`[B, ...]`."""
         if not self.training or self.rate == 0:
             return x
-        kept = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.rate)
-        return x * (kept / (1 - self.rate))
+        mask = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.rate)
+        return x * (mask / (1 - self.rate))
 
 
 def stem(channels: int, hidden: int, width: int) -> nn.Sequential:
-    """Two convolutions that halve the image, `[B, channels, H, W]` to `[B, width, H / 4, W / 4]`."""
+    """Two convolutions that downsample the image, `[B, channels, H, W]` to `[B, width, H / 4, W / 4]`."""
     return nn.Sequential(
         nn.Conv2d(channels, hidden, 3, 2, 1, bias=False),
         nn.BatchNorm2d(hidden, eps=1e-4),
@@ -37,7 +37,7 @@ def stem(channels: int, hidden: int, width: int) -> nn.Sequential:
     )
 
 
-def halve(width: int) -> nn.Conv2d:
+def downsample(width: int) -> nn.Conv2d:
     """A convolution to half the map and twice the channels."""
     return nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False)
 
@@ -76,8 +76,8 @@ class WindowAttention(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         q, k, v = self.qkv_proj(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(q, k, v)
-        return self.out_proj(found.transpose(1, 2).flatten(2)), None
+        attended = F.scaled_dot_product_attention(q, k, v)
+        return self.out_proj(attended.transpose(1, 2).flatten(2)), None
 
 
 class TokenBlock(nn.Module):
@@ -96,7 +96,7 @@ class TokenBlock(nn.Module):
         return x + self.drop_path(self.mlp(self.mlp_norm(x)))
 
 
-class Windows(nn.Module):
+class WindowBlocks(nn.Module):
     """Token blocks over the windows of a map `[B, C, H, W]`, row by row in each.
 
     A map that windows do not tile is padded with zeros below and to the right, as MambaVision pads: blocks see them.
@@ -110,8 +110,8 @@ class Windows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         size, (height, width) = self.size, x.shape[-2:]
         x = F.pad(x, (0, -width % size, 0, -height % size))
-        cut = x.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # [B, C, rows, size, columns, size]
-        batch, channels, rows, _, columns, _ = cut.shape
-        tokens = self.blocks(cut.permute(0, 2, 4, 3, 5, 1).reshape(-1, size * size, channels))
-        whole = tokens.view(batch, rows, columns, size, size, channels).permute(0, 5, 1, 3, 2, 4)
-        return whole.reshape(batch, channels, rows * size, columns * size)[..., :height, :width]
+        tiles = x.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # [B, C, rows, size, columns, size]
+        batch, channels, rows, _, columns, _ = tiles.shape
+        tokens = self.blocks(tiles.permute(0, 2, 4, 3, 5, 1).reshape(-1, size * size, channels))
+        image = tokens.view(batch, rows, columns, size, size, channels).permute(0, 5, 1, 3, 2, 4)
+        return image.reshape(batch, channels, rows * size, columns * size)[..., :height, :width]

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers import GatedKalmaNet
-from kalmix.models.vision.blocks import ConvBlock, TokenBlock, WindowAttention, Windows, halve, stem
+from kalmix.models.vision.blocks import ConvBlock, TokenBlock, WindowAttention, WindowBlocks, downsample, stem
 from kalmix.validation import check_positive_int
 
-MakeMixer = Callable[[int], nn.Module]  # from a width; called on tokens, gives its output and a state
+MixerFactory = Callable[[int], nn.Module]  # from a width; called on tokens, gives its output and a state
 
 
 def gated_kalmanet(width: int, **options: Any) -> GatedKalmaNet:
@@ -43,7 +43,7 @@ class VisionModel(nn.Module):
     def __init__(
         self,
         *,
-        mixer: MakeMixer | None = gated_kalmanet,
+        mixer: MixerFactory | None = gated_kalmanet,
         width: int = 80,
         stem_width: int = 32,
         depths: tuple[int, int, int, int] = (1, 3, 8, 4),
@@ -75,12 +75,12 @@ class VisionModel(nn.Module):
                 if stage < 2:
                     blocks.append(ConvBlock(channels, drop))
                     continue
-                remembers = mixer if n < (depth + 1) // 2 else None
-                mix = remembers(channels) if remembers else WindowAttention(channels, heads[stage - 2])
-                blocks.append(TokenBlock(channels, mix, round(mlp * channels), drop))
+                make_mixer = mixer if n < (depth + 1) // 2 else None
+                token_mixer = make_mixer(channels) if make_mixer else WindowAttention(channels, heads[stage - 2])
+                blocks.append(TokenBlock(channels, token_mixer, round(mlp * channels), drop))
             if stage >= 2:
-                blocks = [Windows(windows[stage - 2], blocks)]
-            stages.append(nn.Sequential(*([halve(channels // 2)] if stage else []), *blocks))
+                blocks = [WindowBlocks(windows[stage - 2], blocks)]
+            stages.append(nn.Sequential(*([downsample(channels // 2)] if stage else []), *blocks))
         self.stages: nn.Sequential = nn.Sequential(*stages)
         self.feature_info: list[dict[str, Any]] = [
             {"num_chs": width << stage, "reduction": 4 << stage, "module": f"stages.{stage}"} for stage in range(4)
@@ -89,7 +89,7 @@ class VisionModel(nn.Module):
         self.drop: nn.Dropout = nn.Dropout(drop_rate)
         self.head: nn.Module = nn.Identity()
         self.reset_classifier(num_classes)
-        self.apply(_initialise)
+        self.apply(_init_weights)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits `[B, num_classes]` of images `[B, in_chans, H, W]`, H and W of any size."""
@@ -113,12 +113,12 @@ class VisionModel(nn.Module):
         if global_pool not in (None, "avg"):
             raise ArgumentError("global_pool", got=repr(global_pool), expected="'avg'")
         self.num_classes = num_classes
-        like = self.norm.weight
+        weight = self.norm.weight
         self.head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
-        self.head.to(like.device, like.dtype).apply(_initialise)
+        self.head.to(weight.device, weight.dtype).apply(_init_weights)
 
 
-def _initialise(module: nn.Module) -> None:
+def _init_weights(module: nn.Module) -> None:
     """MambaVision's: projections normal with deviation 0.02, their biases 0; the rest resets itself."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)

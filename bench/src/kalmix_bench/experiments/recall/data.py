@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kalmix.models.losses import IGNORE
+from kalmix.models.losses import IGNORE_INDEX
 from kalmix_bench import datasets as tasks
 from kalmix_bench.experiments.recall.protocol import Cell
 
@@ -75,7 +75,7 @@ class Batches:
         self.rows = [
             tuple(
                 F.pad(torch.from_numpy(x).to(device), (0, 0, 0, 1), value=blank)
-                for x, blank in ((part.inputs, 0), (part.targets, IGNORE))
+                for x, blank in ((part.inputs, 0), (part.targets, IGNORE_INDEX))
             )
             for part in kept
         ]

@@ -102,12 +102,12 @@ class Tagger(nn.Module):
 
     def stream(self, ids: Tensor) -> Tensor:
         """The residual stream behind the last block, `[S, B, T, D]` of S samples, or 1, of ids `[B, T]`."""
-        traced = self.model(self.embedded(ids), remember=False, posterior=self.samples > 0)
-        if traced.posterior is None:
-            return traced.hidden[None]
-        residual, mean, variance, context = traced.posterior
+        output = self.model(self.embedded(ids), output_states=False, output_posterior=self.samples > 0)
+        if output.posterior is None:
+            return output.last_hidden_state[None]
+        residual, mean, variance, context = output.posterior
         readouts = draw(*(x.expand(self.samples, *x.shape) for x in (mean, variance)))
-        return self.model.last.finish(residual, readouts, context)
+        return self.model.last_block.finish(residual, readouts, context)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits `[B, T, vocabulary]`."""

@@ -15,7 +15,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainingArguments
 
-from kalmix.models.losses import IGNORE
+from kalmix.models.losses import IGNORE_INDEX
 from kalmix.training.checkpoints import newest
 from kalmix.training.saving import SafeTrainer
 from kalmix_bench import datasets as tasks
@@ -44,7 +44,7 @@ def factor(protocol: Protocol, step: int, an_epoch: int) -> float:
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy of the targets that are not -100, float32."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE)
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX)
 
 
 class CellTrainer(SafeTrainer):
@@ -141,10 +141,10 @@ class CellTrainer(SafeTrainer):
         with torch.no_grad(), torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.cell.protocol.bf16):
             for x, y in zip(*(z.split(max(1, TOKENS // z.shape[1])) for z in (inputs, targets)), strict=True):
                 logits = self.net(x)
-                losses.append(loss_of(logits, y) * (y != IGNORE).sum())
+                losses.append(loss_of(logits, y) * (y != IGNORE_INDEX).sum())
                 found.append(logits.argmax(-1))
         self.net.train()
-        scored = max(1, int((rows.targets != IGNORE).sum()))
+        scored = max(1, int((rows.targets != IGNORE_INDEX).sum()))
         return float(torch.stack(losses).sum()) / scored, torch.cat(found).cpu().numpy()
 
 
