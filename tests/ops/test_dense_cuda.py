@@ -126,7 +126,7 @@ def test_a_row_runs_its_own_kernels_forward_and_backward(monkeypatch, row):
         monkeypatch.setattr(module, "cuda_chain", chain)
     inputs = arguments(1, 3, (1, 1), (3, 2))
     check(inputs, run=row.function)
-    assert taken == (["forward", "backward"] if row.name == "cuda" else [])
+    assert set(taken) == ({"forward", "backward"} if row.name == "cuda" else set())
 
 
 @pytest.mark.skipif(cuda.library() is None, reason="torch comes without NVRTC here")

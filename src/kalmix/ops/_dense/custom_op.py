@@ -23,13 +23,17 @@ def dense(
 
     Exact gradients, for which it keeps a covariance every 64 tokens, the gains, and what `delta` keeps. Tokens of a
     tile are multiplied together: where values are not checked, NaN in a token reaches earlier tokens of its tile (at
-    most 64), but no other sequence. With `cuda` the steps through time are CUDA C++, else Triton.
+    most 64), but no other sequence. float16 is computed in float32. With `cuda` the steps through time are CUDA C++,
+    else Triton.
     """
     q, k, v, obs_noise, process_noise, log_decay, _ = signals  # none turns
+    dtype = v.dtype
+    if dtype == torch.float16:  # its range does not hold the gains of nearly certain memories
+        q, k, v = q.float(), k.float(), v.float()
     tensors = (q, k, v, obs_noise, process_noise, log_decay, *belief)
     rows = None if segments is None else segments.rows
     mean, read, *last = _filter(*tensors, rows, variance, needs_grad(*tensors), cuda)[:4]
-    return Filtered(mean, read if variance else None, DenseBelief(*last))
+    return Filtered(mean.to(dtype), read if variance else None, DenseBelief(*last))
 
 
 def _kept_shapes(k: Tensor, v: Tensor, rows: Tensor | None, keep: bool) -> tuple[tuple[int, ...], ...]:
