@@ -25,8 +25,8 @@ from kalmix.training.run import train
 FADING = Design(
     name="fading-memory",
     transition=Transition(decay="head", diffusion=True),
-    evidence=Evidence(of="memory"),
-    covariance=Covariance(kept="dense"),
+    evidence=Evidence(kind="memory"),
+    covariance=Covariance(kind="dense"),
 )
 
 

@@ -45,9 +45,9 @@ def _layer_page(name: str, layer: type[Mixer], note: Path) -> str:
     design = layer.design
     if isinstance(design, Design):
         facts += [
-            ("assumes of the state", design.transition.describe),
-            ("a token is evidence of", design.evidence.describe),
-            ("covariance", design.covariance.describe),
+            ("assumes of the state", design.transition.description),
+            ("a token is evidence of", design.evidence.description),
+            ("covariance", design.covariance.description),
             ("op", f"[`{design.op}`](../ops/{design.op}.md)"),
         ]
     if name != "design":
@@ -65,7 +65,7 @@ def _layer_page(name: str, layer: type[Mixer], note: Path) -> str:
 
 
 def _has_mlp(layer: type[Mixer]) -> bool:
-    return bool(getattr(layer, "includes_mlp", getattr(layer, "fuses_mlp", False)))
+    return bool(layer.includes_mlp)
 
 
 def _page(title: str, name: str, layer: type[Any], note: Path, facts: Iterable[tuple[str, str]]) -> str:
@@ -123,8 +123,8 @@ def design_table() -> str:
     """Return the catalogue of designs."""
     rows = ["| design | state | evidence | covariance | op |", "|---|---|---|---|---|"]
     for name, design in CATALOGUE.items():
-        kind = design.covariance.kept
-        rows.append(f"| `{name}` | {design.transition.describe} | {design.evidence.of} | {kind} | `{design.op}` |")
+        kind = design.covariance.kind
+        rows.append(f"| `{name}` | {design.transition.describe} | {design.evidence.kind} | {kind} | `{design.op}` |")
     return "\n".join(rows)
 
 

@@ -27,7 +27,7 @@ _STORE: ContextVar[Store | None] = ContextVar("kalmix_oracle_store", default=Non
 
 
 @contextmanager
-def storing(store: Store) -> Iterator[None]:
+def transform_stored_beliefs(store: Store) -> Iterator[None]:
     """Replace the belief after each token by `store(belief)`, which may round it as a smaller dtype does."""
     token = _STORE.set(store)
     try:

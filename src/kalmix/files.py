@@ -45,7 +45,7 @@ def check_format(found: Mapping[str, Any], path: Path, *, oldest: int = 0) -> No
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
     """Raise every failure of the disk under `path` as an `OSError` that names a file or `path` itself.
 
     PyTorch raises a `RuntimeError` on a full disk, safetensors and tokenizers exceptions of their own.
@@ -78,16 +78,17 @@ def _disk_error(error: Exception, path: Path) -> int | None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file; when it is written and on the disk, rename it to `path`.
 
     Readers see the old file or the new one. If writing fails, the old file stays. If this process is killed, the
-    temporary file stays until `path` is written again, or `alone` removes it. One process at a time may write `path`.
+    temporary file stays until `path` is written again or `lock_folder` removes it. One process at a time may write
+    `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(PARTIAL + path.name)
     try:
-        with writing(path):
+        with disk_errors(path):
             yield partial
             sync(partial)
             partial.replace(path)
@@ -98,7 +99,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` in UTF-8, replacing an older file at once."""
-    with replacing(path) as partial:
+    with replace_file(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="")
 
 
@@ -118,7 +119,7 @@ def sync_tree(folder: Path) -> None:
 
 
 @contextmanager
-def alone(output: Path) -> Iterator[None]:
+def lock_folder(output: Path) -> Iterator[None]:
     """Hold the lock of an output folder. The kernel releases it when this process ends, however it ends.
 
     Removes temporary files that killed processes left there.

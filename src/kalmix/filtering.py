@@ -42,7 +42,7 @@ def filter(  # noqa: A001 - it is what the library does
         ArgumentError: as the op raises it.
     """
     options = {"belief": belief, "segments": segments, "kernel": kernel}
-    if design.uncertain:
+    if design.has_variance:
         options["variance"] = variance
     elif variance:
         design.check(signals, variance)

@@ -56,7 +56,7 @@ class Segments(NamedTuple):
         if can_check_values(cu_seqlens) and (int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any())):
             raise ArgumentError("cu_seqlens", got=cu_seqlens.tolist(), expected="0 first and not decreasing")
         start, stop = cu_seqlens[:-1], cu_seqlens[1:]
-        return unchecked(torch.stack([torch.zeros_like(start), start, stop], dim=1).to(torch.int32))
+        return segments_without_checks(torch.stack([torch.zeros_like(start), start, stop], dim=1).to(torch.int32))
 
     @classmethod
     def padded(cls, mask: Tensor) -> Segments:
@@ -80,13 +80,15 @@ class Segments(NamedTuple):
                     "mask", problem=f"has a gap in row {row}", expected="one contiguous run of tokens in each row"
                 )
         row = torch.arange(mask.shape[0], device=mask.device)
-        return unchecked(torch.stack([row, start, start + count], dim=1).to(torch.int32))
+        return segments_without_checks(torch.stack([row, start, start + count], dim=1).to(torch.int32))
 
     @classmethod
     def whole(cls, batch: int, length: int, device: torch.device | str | None = None) -> Segments:
         """Every batch row one sequence: what `segments=None` means."""
         row = torch.arange(batch, device=device)
-        return unchecked(torch.stack([row, torch.zeros_like(row), torch.full_like(row, length)], dim=1).to(torch.int32))
+        return segments_without_checks(
+            torch.stack([row, torch.zeros_like(row), torch.full_like(row, length)], dim=1).to(torch.int32)
+        )
 
     @property
     def count(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -97,7 +99,7 @@ class Segments(NamedTuple):
         """Return the same runs on the CPU; checks the values of those that come from a GPU."""
         return self if self.rows.is_cpu else Segments(self.rows.cpu())
 
-    def owner(self, batch: int, length: int) -> Tensor:
+    def segment_ids(self, batch: int, length: int) -> Tensor:
         """The sequence each token belongs to, int64 `[B, T]`, -1 for none; O(B T log N), no host sync."""
         token = torch.arange(batch * length, device=self.rows.device)
         if self.count == 0:
@@ -105,9 +107,9 @@ class Segments(NamedTuple):
         row, start, stop = self.rows.long().unbind(1)
         begin = torch.where(stop > start, row * length + start, batch * length)  # empty runs own nothing, and lie last
         order = begin.argsort()
-        owner = order[(torch.searchsorted(begin[order], token, right=True) - 1).clamp(min=0)]
-        inside = (token >= begin[owner]) & (token < row[owner] * length + stop[owner])
-        return torch.where(inside, owner, -1).view(batch, length)
+        segment_ids = order[(torch.searchsorted(begin[order], token, right=True) - 1).clamp(min=0)]
+        inside = (token >= begin[segment_ids]) & (token < row[segment_ids] * length + stop[segment_ids])
+        return torch.where(inside, segment_ids, -1).view(batch, length)
 
     def tiles(self, batch: int, length: int, size: int) -> Tiles:
         """The runs cut into tiles of at most `size` tokens, none spanning two runs; O(tiles), no host sync."""
@@ -120,19 +122,19 @@ class Segments(NamedTuple):
         index = torch.arange(batch * length // size + self.count, device=self.rows.device)
         sequence = torch.searchsorted(ends, index, right=True)
         used = sequence < self.count
-        owner = sequence.clamp(max=self.count - 1)
-        within = index - (ends - pieces)[owner]
-        begin = start[owner] + within * size
+        segment_ids = sequence.clamp(max=self.count - 1)
+        within = index - (ends - pieces)[segment_ids]
+        begin = start[segment_ids] + within * size
         return Tiles(
-            sequence=torch.where(used, owner, 0),
-            token=torch.where(used, row[owner] * length + begin, 0),
-            count=torch.where(used, (stop[owner] - begin).clamp(max=size), 0),
+            sequence=torch.where(used, segment_ids, 0),
+            token=torch.where(used, row[segment_ids] * length + begin, 0),
+            count=torch.where(used, (stop[segment_ids] - begin).clamp(max=size), 0),
             first=used & (within == 0),
             last=torch.where(pieces > 0, ends - 1, -1),
         )
 
 
-def unchecked(rows: Tensor) -> Segments:
+def segments_without_checks(rows: Tensor) -> Segments:
     """Return segments of rows that were checked before or come from checked ones: for kernels and caches."""
     return Segments._make((rows,))
 

@@ -109,7 +109,7 @@ def test_explain_says_what_a_design_assumes(kalmix, name: str) -> None:
     said = " ".join(told.output.split())
     formulas = (design.transition.statement, design.evidence.statement, design.covariance.statement, design.update)
     statements = [part for formula in formulas for part in formula.replace(";", ",").split(",  ")]
-    for fact in (*statements, design.evidence.describe, design.op, design.equations, design.citation):
+    for fact in (*statements, design.evidence.description, design.op, design.equations, design.citation):
         assert " ".join(fact.split()) in said
 
 

@@ -43,8 +43,8 @@ def by_hand(layer, x, times, ahead):
     if layer.normalize:
         q, k = (z / (z.abs().square().sum(-1, keepdim=True) + 1e-6).sqrt() for z in (q, k))
     keys, values = layer.dynamics(torch.float64), layer.states(torch.float64)
-    doubt, taken = layer.doubt(torch.float64), torch.sigmoid(layer.residual)
-    floor, (a, w) = doubt.get("floor", torch.zeros(2)), (-keys.log_decay, keys.frequency)
+    robust_weights, taken = layer.robust_weights(torch.float64), torch.sigmoid(layer.residual)
+    floor, (a, w) = robust_weights.get("floor", torch.zeros(2)), (-keys.log_decay, keys.frequency)
     read, spread = torch.zeros_like(v), torch.zeros(v.shape[:2], dtype=torch.float64)
     for h in range(2):
         for i in range(x.shape[1]):
@@ -58,12 +58,12 @@ def by_hand(layer, x, times, ahead):
                         keys.process_noise[h] * kappa(a[h], lag) + keys.key_noise[h] * decay**2 + keys.query_noise[h]
                     )
                     key = torch.exp(1j * w[h] * lag) * k[j, h]
-                    far = (query - (decay + floor[h]) * key).abs().square().sum() / noise / doubt["nu"][h]
+                    far = (query - (decay + floor[h]) * key).abs().square().sum() / noise / robust_weights["nu"][h]
                     weight = torch.exp(-far) if layer.weight == "exponential" else 1 / (1 + far)
                     move = keys if step else values  # before the last iteration, keys are what is averaged
                     reach = torch.exp(move.log_decay[h] * lag)
                     sure = move.process_noise[h] * kappa(-move.log_decay[h], lag) + move.key_noise[h] * reach**2
-                    scores.append(doubt["temperature"][h] * torch.log(weight / (sure + move.query_noise[h])))
+                    scores.append(robust_weights["temperature"][h] * torch.log(weight / (sure + move.query_noise[h])))
                     precisions.append(weight / sure)
                     what = k if step else v
                     carried.append(reach * torch.exp(1j * move.frequency[h] * lag) * what[j, h])
@@ -78,9 +78,9 @@ def by_hand(layer, x, times, ahead):
             move = torch.exp((values.log_decay[h] + 1j * values.frequency[h]) * ahead[0, i])
             grown = values.process_noise[h] * kappa(-values.log_decay[h], ahead[0, i])
             share = torch.full((3,), float(layer.predict == "step"), dtype=torch.float64)
-            if layer.foresight is not None:
+            if layer.prediction_gate is not None:
                 surprise = torch.log1p((estimate - v[i, h]).abs().square())
-                share = torch.sigmoid(layer.foresight.weight[h] @ surprise + layer.foresight.bias[h])
+                share = torch.sigmoid(layer.prediction_gate.weight[h] @ surprise + layer.prediction_gate.bias[h])
             read[i, h] = (1 - share) * estimate + share * move * estimate
             spread[i, h] = ((1 - share + share * move).abs().square() * left + share**2 * grown).mean()
     return read, spread
@@ -153,7 +153,7 @@ def test_drift_and_delay_are_biases():
     def carried(look, lag):  # from a look at t_j + delay back to t_j, forward to t_i, and on to its look
         return drifted(drifted(drifted(look - offset, -delay), lag), delay) + offset
 
-    (q, values), found = (layer.dynamics(torch.float64), layer.doubt(torch.float64)), []
+    (q, values), found = (layer.dynamics(torch.float64), layer.robust_weights(torch.float64)), []
     for i in range(6):
         lags = times[0, i] - times[0, : i + 1]
         estimates = torch.stack([carried(z[j], lags[j]) for j in range(i + 1)])
@@ -175,7 +175,7 @@ def test_exact_without_process_noise():
     with torch.no_grad():
         layer.dynamics.process_noise.fill_(-60.0)  # of which the floor is left
         layer.dynamics.query_noise.fill_(-60.0)
-        layer.doubt.log_nu.fill_(1e9)
+        layer.robust_weights.log_nu.fill_(1e9)
         layer.residual.fill_(60.0)
     keys = layer.dynamics(torch.float64)
     assert keys.process_noise < 2e-6 and keys.query_noise < 2e-4
@@ -219,4 +219,4 @@ def test_pictures():
         torch.testing.assert_close(torch.einsum("bhts,bshc->bthc", weights, layer.project(x)[2]), read)
         assert (weights.triu(1) == 0).all() and (weights >= 0).all()
         layer, x, ahead = made(value_dynamics=True), x[:, :1], times[:, :1]
-        torch.testing.assert_close(layer.pull(x, ahead), layer(x, ahead=ahead)[0])
+        torch.testing.assert_close(layer.predict_from_token(x, ahead), layer(x, ahead=ahead)[0])

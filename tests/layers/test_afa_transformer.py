@@ -10,13 +10,16 @@ from .test_afa import kappa, pairs, seen
 
 def attended(core, q, k, v, times):
     """Algorithm 1's core for one sequence, complex `[T, H, C]`."""
-    (log_decay, frequency, process, key, query), doubt = core.dynamics(torch.float64), core.doubt(torch.float64)
+    (log_decay, frequency, process, key, query), robust_weights = (
+        core.dynamics(torch.float64),
+        core.robust_weights(torch.float64),
+    )
     lag = (times[0, :, None] - times[0]).clamp(min=0)[..., None]  # [T, T, 1]
     decay = torch.exp(log_decay * lag)
     noise = process * kappa(-log_decay, lag) + key * decay**2 + query
     move = torch.exp((log_decay[:, None] + 1j * frequency) * lag[..., None])
     far = (q[:, None] - move * k).abs().square().sum(-1)
-    score = -doubt["temperature"] * torch.log(noise + far / doubt["nu"])
+    score = -robust_weights["temperature"] * torch.log(noise + far / robust_weights["nu"])
     later = torch.ones(lag.shape[:2], dtype=torch.bool).triu(1)[..., None]
     score = score.masked_fill(later, -torch.inf)
     return (score.softmax(1)[..., None] * move * v).sum(1)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import kalmix
 from kalmix import designs, ops
 from kalmix.designs import CATALOGUE, Design
-from kalmix.layers import MIXERS, DeltaNet, Designed, Mixer
+from kalmix.layers import MIXERS, DeltaNet, DesignLayer, Mixer
 from kalmix.types import Filtered
 
 from .conftest import LAYERS, shake
@@ -105,4 +105,4 @@ def test_layers_that_leave_their_design_say_so():
     assert DeltaNet(8, negative_eigenvalues=True).design is None  # a gain of 2 is that of no noise
     bare: Mixer = LAYERS["gated-kalmanet-bare"]()
     assert bare.design is not None and bare.design.transition == designs.Transition()
-    assert Designed(8, design="longhorn").design is designs.LONGHORN
+    assert DesignLayer(8, design="longhorn").design is designs.LONGHORN

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from kalmix import ArgumentError
 from kalmix.layers import FilterConv2d
-from kalmix.layers.filter_conv2d import crossing
+from kalmix.layers.filter_conv2d import path_statistics
 from kalmix.ops import attend
 
 from .conftest import shake
@@ -124,7 +124,7 @@ def test_gradients_reach_every_parameter() -> None:
 def test_variance_is_no_less_than_its_noise_and_grows_along_a_path() -> None:
     one, still = torch.ones(4, 1, dtype=F64), torch.zeros(4, 1, 1, dtype=F64)
     path = torch.tensor([[[x, y] for x, y in ((0.0, 0.0), (1.0, 0.0), (0.0, -1.0), (1.0, 1.0), (9.0, 9.0))]], dtype=F64)
-    _, _, V = crossing(0.2 * one, still, one, 0.1 * one[0], 0.3 * one[0], path)
+    _, _, V = path_statistics(0.2 * one, still, one, 0.1 * one[0], 0.3 * one[0], path)
     assert V[0, 0] == 0.4 and V[0, 1] == V[0, 2] and (V[0, 1:].diff() >= 0).all()
     assert V[0, -1] == pytest.approx(1 / 0.4 + 0.3, rel=0.03)  # what diffusion settles at
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import kalmix
 from kalmix import designs
 from kalmix.layers import KLA
-from kalmix.layers.modules import draw
+from kalmix.layers.modules import sample_gaussian
 
 from .conftest import shake
 
@@ -50,7 +50,12 @@ def test_variance_against_samples():
         read, context = layer.read(x, variance=True)
         count = 40_000
         samples = torch.cat(
-            [layer.emit(torch.stack([draw(read.mean, read.variance) for _ in range(1000)]), context) for _ in range(40)]
+            [
+                layer.project_out(
+                    torch.stack([sample_gaussian(read.mean, read.variance) for _ in range(1000)]), context
+                )
+                for _ in range(40)
+            ]
         )
     # The outputs are Gaussian, so an estimated variance has relative standard error sqrt(2 / count); 40 are compared.
     assert ((samples.var(0) / stated.variance - 1).abs() < 5 * math.sqrt(2 / count)).all()
@@ -61,7 +66,7 @@ def test_variance_against_samples():
 def test_draw_is_the_mean_without_variance():
     mean = torch.randn(3, 4)
     variance = torch.zeros(3, 4, requires_grad=True)
-    sample = draw(mean, variance)
+    sample = sample_gaussian(mean, variance)
     assert torch.equal(sample, mean)
     sample.sum().backward()
     assert torch.isfinite(variance.grad).all()

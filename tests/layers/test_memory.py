@@ -14,7 +14,7 @@ from kalmix.layers import (
     KDA,
     BayesianLayer,
     DeltaNet,
-    Designed,
+    DesignLayer,
     GatedDeltaNet,
     GatedKalmaNet,
     LinearAttention,
@@ -22,7 +22,7 @@ from kalmix.layers import (
     MemoryState,
     RetNet,
 )
-from kalmix.layers.config_io import as_ridge, as_solver, spell
+from kalmix.layers.config_io import ridge_from_config, solver_from_config, to_config
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.parametrize import StepDecay
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Sketch
@@ -200,7 +200,7 @@ def test_gated_kalmanet(options):
             weights = gain[: t + 1, g] * torch.stack([fade[s + 1 : t + 1, g].sum().exp() for s in range(t + 1)])
             keys, values = k[: t + 1, g], v[: t + 1, g]
             gram = keys.T @ (weights[:, None] * keys)
-            ridge = as_ridge(layer.ridge)
+            ridge = ridge_from_config(layer.ridge)
             strength = ridge.factor * gram.norm() if isinstance(ridge, Adaptive) else ridge.value
             solution = torch.linalg.solve(gram + strength * torch.eye(3, dtype=torch.float64), q[t, g])
             query = mix[t, g] * solution + (1 - mix[t, g]) * q[t, g]
@@ -253,12 +253,12 @@ def test_tokens_of_almost_nothing(size, ridge):
 )
 def test_spelled_out_and_back(value):
     """Through JSON, and from as little as the value needs."""
-    back = as_ridge if isinstance(value, Adaptive | Fixed) else as_solver
-    spelled = json.loads(json.dumps(spell(value)))
+    back = ridge_from_config if isinstance(value, Adaptive | Fixed) else solver_from_config
+    spelled = json.loads(json.dumps(to_config(value)))
     assert back(spelled) == back(value) == value
     if not isinstance(value, Sketch):  # which has no default number of directions
         assert back(spelled["name"]) == type(value)()
-    assert as_ridge(0.1) == Adaptive(0.1)
+    assert ridge_from_config(0.1) == Adaptive(0.1)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -309,8 +309,8 @@ def test_variance_is_that_of_samples():
     for certainty in (1e-3, 1.0, 1e3):
         gate, mean = context[0], certainty * found.mean
         draws = mean + found.variance.sqrt() * torch.randn(4000, *mean.shape)
-        spread = layer.emit(draws, (gate, mean)).var(0)
-        stated = layer.emit_variance(found.variance, (gate, mean))
+        spread = layer.project_out(draws, (gate, mean)).var(0)
+        stated = layer.project_out_variance(found.variance, (gate, mean))
         # 4,000 samples know a variance to sqrt(2 / 4000) = 2%, the worst of 192 to 4 of these; 128 columns a head make
         # their mean square what it is expected to be to sqrt(2 / 128) = 13%, to the first order in both directions.
         torch.testing.assert_close(stated, spread, rtol=0.2, atol=1e-12)
@@ -320,7 +320,7 @@ def test_variance_is_that_of_samples():
 def test_designed_layer_is_the_papers():
     """Gated DeltaNet's design has one gain, reset / (noise + reset): at equal noises the layer is the paper's."""
     paper, x = made(GatedDeltaNet(D, heads=2, head_dim=3, expand_v=1))
-    layer, _ = made(Designed(D, design="gated-deltanet", heads=2, head_dim=3))
+    layer, _ = made(DesignLayer(D, design="gated-deltanet", heads=2, head_dim=3))
     shared = {n: w for n, w in paper.state_dict().items() if "gain_proj" not in n}
     assert not layer.load_state_dict(shared, strict=False).unexpected_keys
     for name, noise in layer.variances.items():
@@ -340,10 +340,10 @@ def test_every_design_is_a_layer(name):
     answers = []
     for given in (name, design, spelled):
         torch.manual_seed(0)
-        layer = Designed(D, design=given, heads=2, head_dim=3)
+        layer = DesignLayer(D, design=given, heads=2, head_dim=3)
         x = torch.randn(1, 4, D, generator=torch.Generator().manual_seed(1))
         found = layer.filter(x, variance=True)
-        assert (found.variance is not None) == design.uncertain == layer.has_posterior
+        assert (found.variance is not None) == design.has_variance == layer.has_posterior
         answers.append(found.mean)
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
 
@@ -353,7 +353,7 @@ def test_every_design_is_a_layer(name):
 def test_cells_that_stay_or_move(decay, diffusion):
     """Nothing is learned that the design does not ask for."""
     design = Design("cells", Transition(decay, diffusion), Evidence("cell"), Covariance("diagonal"))
-    layer, x = made(Designed(D, design=design, heads=2, head_dim=3))
+    layer, x = made(DesignLayer(D, design=design, heads=2, head_dim=3))
     layer(x)[0].square().sum().backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
@@ -373,14 +373,14 @@ def test_slow_parameters():
     slow = {id(p) for p in BayesianLayer(D, rotations=True).dynamics_parameters()}
     assert len(slow) == 3
     assert not list(GatedDeltaNet(D).dynamics_parameters())
-    assert len(list(Designed(D, design="bayesian").dynamics_parameters())) == 2
-    assert len(list(Designed(D, design="kla").dynamics_parameters())) == 3
-    assert not list(Designed(D, design="deltanet").dynamics_parameters())
+    assert len(list(DesignLayer(D, design="bayesian").dynamics_parameters())) == 2
+    assert len(list(DesignLayer(D, design="kla").dynamics_parameters())) == 3
+    assert not list(DesignLayer(D, design="deltanet").dynamics_parameters())
 
 
 def test_positions_go_on():
     """A state is where the next token is."""
     layer, x = made(RetNet(D, heads=3))
     _, state = layer(x)
-    assert isinstance(state, MemoryState) and state.carried.tolist() == [T]
-    assert layer(x, state)[1].carried.tolist() == [2 * T]
+    assert isinstance(state, MemoryState) and state.conv_state.tolist() == [T]
+    assert layer(x, state)[1].conv_state.tolist() == [2 * T]

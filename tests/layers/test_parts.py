@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kalmix.layers.modules import ShortConvolution, unit
+from kalmix.layers.modules import ShortConvolution, l2_normalize
 from kalmix.segments import Segments
 
 
@@ -28,9 +28,9 @@ def test_window_shorter_than_a_call_keeps_what_came_before():
 
 def test_unit():
     x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    torch.testing.assert_close(unit(x), torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
+    torch.testing.assert_close(l2_normalize(x), torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
     tiny = torch.zeros(2, requires_grad=True)
-    unit(tiny).sum().backward()
+    l2_normalize(tiny).sum().backward()
     assert torch.isfinite(tiny.grad).all()
 
 

@@ -15,9 +15,9 @@ def test_against_its_op():
     shake(layer)
     x, times, ahead = seen()
     q, k, v = layer.project(x)
-    dynamics, doubt = layer.dynamics(torch.float64), layer.doubt(torch.float64)
-    assert dynamics.key_noise.shape == doubt["nu"].shape == (2, 2)
-    known = ops.attend_radial(q, k, v, **dynamics._asdict(), **doubt, times=times, variance=True)
+    dynamics, robust_weights = layer.dynamics(torch.float64), layer.robust_weights(torch.float64)
+    assert dynamics.key_noise.shape == robust_weights["nu"].shape == (2, 2)
+    known = ops.attend_radial(q, k, v, **dynamics._asdict(), **robust_weights, times=times, variance=True)
     taken = torch.sigmoid(layer.residual)[:, None]
     rate = dynamics.log_decay[:, None] + 1j * dynamics.frequency
     estimate = pairs((1 - taken) * v + taken * known.mean)
@@ -34,6 +34,6 @@ def test_against_its_op():
 
 def test_residuals_across_have_as_many_degrees_of_freedom_as_directions():
     """One of C complex channels lies along the direction, C - 1 across; nu counts two real parts of each."""
-    doubt = RadialTangentialAttention(12, heads=2, head_dim=6).doubt(torch.float32)
+    robust_weights = RadialTangentialAttention(12, heads=2, head_dim=6).robust_weights(torch.float32)
     channels = RadialTangentialAttention(12, heads=2, head_dim=6).sizes.key_width
-    torch.testing.assert_close(doubt["nu"], torch.tensor([[2.0, 2.0 * (channels - 1)]] * 2))
+    torch.testing.assert_close(robust_weights["nu"], torch.tensor([[2.0, 2.0 * (channels - 1)]] * 2))

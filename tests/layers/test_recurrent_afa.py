@@ -15,7 +15,10 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 def by_hand(layer, x, times, trusting=False):
     """Algorithm 4 mended: estimates `[T, H, C]` of values, and their complex variances `[T, H]`."""
     q, k, v = (pairs(part)[0] for part in layer.project(x))
-    (log_decay, frequency, process, *noises), doubt = layer.dynamics(torch.float64), layer.doubt(torch.float64)
+    (log_decay, frequency, process, *noises), robust_weights = (
+        layer.dynamics(torch.float64),
+        layer.robust_weights(torch.float64),
+    )
     noise, full = sum(noises), torch.sigmoid(layer.residual)
     means, variances = torch.zeros_like(v), torch.zeros(v.shape[:2], dtype=torch.float64)
     for h in range(v.shape[1]):
@@ -30,7 +33,9 @@ def by_hand(layer, x, times, trusting=False):
                 guess = key
                 for _ in range(layer.iterations):
                     far = (q[t, h] - guess).abs().square().sum() / (variance + noise[h])
-                    weight = 1.0 if trusting else (1 + far / doubt["nu"][h]) ** -doubt["temperature"][h]
+                    weight = (
+                        1.0 if trusting else (1 + far / robust_weights["nu"][h]) ** -robust_weights["temperature"][h]
+                    )
                     after = 1 / (1 / variance + weight / noise[h])
                     gain = full[h] * weight * after / noise[h]
                     guess = key + gain * (k[t, h] - key)
@@ -65,7 +70,7 @@ def test_unit_weights_and_full_steps_are_a_kalman_filter(iterations):
     shake(layer)
     with torch.no_grad():
         layer.residual.fill_(60.0)
-        layer.doubt.log_nu.fill_(1e9)
+        layer.robust_weights.log_nu.fill_(1e9)
     x, times, _ = seen(12)
     compare(layer, x, times, by_hand(layer, x, times, trusting=True))
 
@@ -97,7 +102,7 @@ def test_outliers():
     layer.dynamics.query_noise.fill_(-4.0)
 
     def error(path, looks, nu: float) -> float:
-        layer.doubt.log_nu.fill_(nu)
+        layer.robust_weights.log_nu.fill_(nu)
         x = torch.cat([looks.real, looks.imag], -1)[None]
         return float((pairs(layer.read(x)[0].mean)[0] - path).abs().square().mean())
 
@@ -112,7 +117,7 @@ def test_variance_is_calibrated_where_nothing_is_doubted():
     layer = RecurrentFilterAttention(4, heads=1, head_dim=2, predict=None).double()
     identity(layer)
     layer.residual.fill_(60.0)
-    layer.doubt.log_nu.fill_(1e9)
+    layer.robust_weights.log_nu.fill_(1e9)
     path, looks = simulated(layer, 2000, 0.0)
     (mean, variance, _), _ = layer.read(torch.cat([looks.real, looks.imag], -1)[None], variance=True)
     ratio = (mean[0] - torch.cat([path.real, path.imag], -1)).square() / variance[0]

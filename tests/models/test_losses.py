@@ -131,7 +131,7 @@ def test_against_brute_force():
         p = 0
         for _ in range(5):
             readout = read.mean + read.variance.sqrt() * torch.randn_like(read.mean)
-            after = hidden + block.mixer.emit(readout, context)
+            after = hidden + block.mixer.project_out(readout, context)
             after = after + block.mlp(block.mlp_norm(after))
             logits = core.lm_head(core.norm(after))
             p = p + logits.softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]) / 5

@@ -194,7 +194,7 @@ def test_agrees_on_segments(tiling, name, decay):
     segments, batch = SEGMENTS[name], 1 if name == "packed" else 3
     args = arguments(batch, 61, sequences=segments.count, decay=decay)
     outputs, grads = check(args, segments)
-    outside = segments.owner(batch, 61) < 0
+    outside = segments.segment_ids(batch, 61) < 0
     tokens = [grads[x] for x in grads if x not in ("mean", "covariance")]
     assert all((x[outside] == 0).all() for x in (outputs["mean"], outputs["variance"], *tokens))
 

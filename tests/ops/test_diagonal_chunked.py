@@ -90,7 +90,7 @@ def test_agrees_with_reference(tiling, batch, length, heads):
 def test_agrees_on_segments(tiling, segments):
     batch = 1 if segments is PACKED else 3
     outputs, grads = check(arguments(batch, 61, (1, 2), sequences=segments.count), segments)
-    outside = segments.owner(batch, 61) < 0
+    outside = segments.segment_ids(batch, 61) < 0
     for x in (outputs["mean"], outputs["variance"], *(grads[name] for name in NAMES[:4])):
         assert (x[outside] == 0).all()
 

@@ -101,7 +101,7 @@ def test_agrees_on_segments(cut, way, runs):
     segments = RUNS[runs]
     batch = 1 if runs == "packed" else 3
     got = check(*arguments(way, batch, heads=(1, 2), sequences=segments.count), segments)
-    outside = segments.owner(batch, LENGTH) < 0
+    outside = segments.segment_ids(batch, LENGTH) < 0
     assert all(not x[outside].any() for name, x in got.items() if x.shape[:2] == outside.shape and "belief" not in name)
 
 

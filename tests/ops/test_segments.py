@@ -9,15 +9,15 @@ ROWS = [(0, 0, 3), (0, 3, 3), (0, 4, 11), (2, 5, 5), (2, 1, 9), (1, 0, 0)]
 
 
 def by_hand(rows, batch, length):
-    owner = torch.full((batch, length), -1)
+    segment_ids = torch.full((batch, length), -1)
     for n, (row, start, stop) in enumerate(rows):
-        owner[row, start:stop] = n
-    return owner
+        segment_ids[row, start:stop] = n
+    return segment_ids
 
 
 def test_owner():
-    assert Segments.of(torch.zeros(0, 3, dtype=torch.int32)).owner(2, 3).tolist() == [[-1] * 3] * 2
-    assert torch.equal(Segments.of(torch.tensor(ROWS)).owner(3, 11), by_hand(ROWS, 3, 11))
+    assert Segments.of(torch.zeros(0, 3, dtype=torch.int32)).segment_ids(2, 3).tolist() == [[-1] * 3] * 2
+    assert torch.equal(Segments.of(torch.tensor(ROWS)).segment_ids(3, 11), by_hand(ROWS, 3, 11))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 16])

@@ -10,9 +10,9 @@ from kalmix.ops import OPS, Exact
 from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.testing.cases import outputs
 
-MEMORY, DENSE, RESET = Evidence(of="memory"), Covariance(kept="dense"), Covariance(kept="reset")
-CELLS, DIAGONAL = Evidence(of="cell"), Covariance(kept="diagonal")
-INFORMATION = Covariance(kept="information")
+MEMORY, DENSE, RESET = Evidence(kind="memory"), Covariance(kind="dense"), Covariance(kind="reset")
+CELLS, DIAGONAL = Evidence(kind="cell"), Covariance(kind="diagonal")
+INFORMATION = Covariance(kind="information")
 OWN = [
     Design("still-cells", Transition(), CELLS, DIAGONAL),
     Design("diffusing-cells", Transition(diffusion=True), CELLS, DIAGONAL),
@@ -29,7 +29,7 @@ TOLD = {"ridge": {"solver": Exact()}}  # options with which an op is exact
 def signals(design, width=V):
     torch.manual_seed(0)
     per_key = design.transition.decay == "key"
-    cells, state = design.evidence.of == "cell", design.evidence.of == "state"
+    cells, state = design.evidence.kind == "cell", design.evidence.kind == "state"
     key_width, width = (4, 4) if state else (K, width)  # complex pairs
     shapes = (
         dict.fromkeys(design.signals, (H,)) | {"frequency": (H, key_width // 2)}
@@ -65,13 +65,13 @@ def kernels(op):
 def test_filter_agrees_with_the_oracle(design):
     given = signals(design, width=1 if design.evidence.columns else V)
     leaves = {name: x.requires_grad_() for name, x in given.items()}
-    want = learnt(kalmix.oracle(design, **leaves, variance=design.uncertain))
+    want = learnt(kalmix.oracle(design, **leaves, variance=design.has_variance))
     weights = [torch.randn_like(x) for x in want]
     gradients = torch.autograd.grad(want, list(leaves.values()), weights)
     names = [name for name in kernels(design.op) if name in ("reference", "chunked")]
     assert "reference" in names
     for kernel in names:
-        told = {"variance": design.uncertain, "kernel": kernel} | TOLD.get(design.op, {})
+        told = {"variance": design.has_variance, "kernel": kernel} | TOLD.get(design.op, {})
         got = learnt(kalmix.filter(design, **leaves, **told))
         assert all(float((x - y).detach().abs().max()) < 1e-10 for x, y in zip(got, want, strict=True))
         d_got = torch.autograd.grad(got, list(leaves.values()), weights)
@@ -102,7 +102,7 @@ def test_the_catalogue_is_the_table_of_the_papers():
 
 
 ILLEGAL = [
-    ((Transition(), Evidence(of="input"), DENSE), "no op filters evidence of input with covariance dense"),
+    ((Transition(), Evidence(kind="input"), DENSE), "no op filters evidence of input with covariance dense"),
     ((Transition(), CELLS, DENSE), "no op filters evidence of cell with covariance dense"),
     ((Transition(diffusion=True), MEMORY, RESET), "process noise would change nothing"),
     ((Transition(diffusion=True), MEMORY, INFORMATION), "it takes no process noise"),

@@ -168,8 +168,8 @@ def test_a_run_saves_after_ten_minutes(recipe, tmp_path: Path, monkeypatch: pyte
 HOLD = """
 import sys, time
 from pathlib import Path
-from kalmix.files import alone
-with alone(Path(sys.argv[1])):
+from kalmix.files import lock_folder
+with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """

@@ -76,7 +76,7 @@ def test_insight_of_every_layer_that_doubts():
         mixer, signal = model.mixers[place], output.mixer_inputs[place]
         (_, variance, _), context = mixer.read(signal, None, None, True)
         torch.testing.assert_close(insight.variance, variance[0].float())
-        torch.testing.assert_close(insight.output, mixer.emit_variance(variance, context)[0].mean(-1).float())
+        torch.testing.assert_close(insight.output, mixer.project_out_variance(variance, context)[0].mean(-1).float())
         assert (insight.variance >= 0).all()
     kla, bayesian, trajectory = found
     assert kla.weights.shape == (16, TOKENS, TOKENS) and bayesian.weights.shape == (2, TOKENS, TOKENS)

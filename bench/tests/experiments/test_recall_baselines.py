@@ -129,14 +129,17 @@ def rwkv(w: dict[str, Tensor], x: Tensor, head: int, eps: float) -> Tensor:
 
 def test_how_much_they_remember():
     """Sized as the layers they are compared with; what is counted is what is there."""
-    assert Mamba1.sized(128, 2048) == {"expand": 1, "state_dim": 16}  # as the paper's Table 11
-    assert RWKV7.sized(128, 2048) == {"head_dim": 16}
-    assert MLSTM.sized(128, 2048) == {"expand": 2, "heads": 32}
-    mamba, mlstm = Mamba1(128, **Mamba1.sized(128, 2048)), MLSTM(128, **MLSTM.sized(128, 2048))
+    assert Mamba1.options_for_state_size(128, 2048) == {"expand": 1, "state_dim": 16}  # as the paper's Table 11
+    assert RWKV7.options_for_state_size(128, 2048) == {"head_dim": 16}
+    assert MLSTM.options_for_state_size(128, 2048) == {"expand": 2, "heads": 32}
+    mamba, mlstm = (
+        Mamba1(128, **Mamba1.options_for_state_size(128, 2048)),
+        MLSTM(128, **MLSTM.options_for_state_size(128, 2048)),
+    )
     assert mamba.state_size(1) == mamba.inner.A_log.numel() == 2048
     assert mlstm.state_size(1) == 2048 + 256 + 32  # memories, normalisers, and how far each is scaled
     with pytest.raises(ArgumentError, match=r"2048 in 100 parts"):
-        Mamba1.sized(100, 2048)
+        Mamba1.options_for_state_size(100, 2048)
 
 
 def test_a_model_of_them_begins_as_their_packages_say():

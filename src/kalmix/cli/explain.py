@@ -36,12 +36,12 @@ def _catalogue() -> Table:
     said = [Column(name, overflow="fold") for name in ("transition", "evidence", "covariance", "op")]
     table = Table(Column("design", no_wrap=True), *said, box=box.SIMPLE_HEAD)  # a name is typed again: never cut
     for row in CATALOGUE.values():
-        table.add_row(row.name, row.transition.describe, _evidence(row), row.covariance.kept, row.op)
+        table.add_row(row.name, row.transition.description, _evidence(row), row.covariance.kind, row.op)
     return table
 
 
 def _evidence(design: Design) -> str:
-    return design.evidence.of + ", by column" * design.evidence.columns
+    return design.evidence.kind + ", by column" * design.evidence.columns
 
 
 def _card(design: Design) -> Table:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kalmix.errors import ArgumentError
-from kalmix.files import alone, writing
+from kalmix.files import disk_errors, lock_folder
 
 if TYPE_CHECKING:
     from kalmix.training.evaluation import Result
@@ -65,7 +65,7 @@ def _report(output: Path, console: Console) -> None:
     with stages(console) as progress:
         progress("loading the run", 0)
         ended = load_run(output)
-        with alone(output), writing(output):
+        with lock_folder(output), disk_errors(output):
             result = evaluate(ended, progress)
             written = [output / "model", result.save(output)]
             progress("drawing", 0)

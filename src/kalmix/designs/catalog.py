@@ -8,8 +8,8 @@ _TABLE = "Memory by Design (Dowling et al., 2026), Table 1"
 LINEAR_ATTENTION = Design(
     name="linear-attention",
     transition=Transition(),
-    evidence=Evidence(of="input"),
-    covariance=Covariance(kept="none"),
+    evidence=Evidence(kind="input"),
+    covariance=Covariance(kind="none"),
     equations=f"19, {_TABLE}",
     citation="Katharopoulos, Vyas, Pappas, Fleuret. Transformers are RNNs: Fast Autoregressive Transformers with "
     "Linear Attention. ICML 2020",
@@ -18,8 +18,8 @@ LINEAR_ATTENTION = Design(
 RETNET = Design(
     name="retnet",
     transition=Transition(decay="head"),
-    evidence=Evidence(of="input"),
-    covariance=Covariance(kept="none"),
+    evidence=Evidence(kind="input"),
+    covariance=Covariance(kind="none"),
     equations=f"19, {_TABLE}",
     citation="Sun, Dong, Huang, Ma, Xia, Xue, Wang, Wei. Retentive Network: A Successor to Transformer for Large "
     "Language Models. arXiv:2307.08621, 2023",
@@ -28,8 +28,8 @@ RETNET = Design(
 GLA = Design(
     name="gla",
     transition=Transition(decay="key"),
-    evidence=Evidence(of="input"),
-    covariance=Covariance(kept="none"),
+    evidence=Evidence(kind="input"),
+    covariance=Covariance(kind="none"),
     equations=f"19, {_TABLE}",
     citation="Yang, Wang, Shen, Panda, Kim. Gated Linear Attention Transformers with Hardware-Efficient Training. "
     "ICML 2024 (the diagonal form)",
@@ -38,8 +38,8 @@ GLA = Design(
 MAMBA2 = Design(
     name="mamba2",
     transition=Transition(decay="head"),
-    evidence=Evidence(of="input"),
-    covariance=Covariance(kept="none"),
+    evidence=Evidence(kind="input"),
+    covariance=Covariance(kind="none"),
     equations=f"19, {_TABLE}",
     citation="Dao, Gu. Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State "
     "Space Duality. ICML 2024",
@@ -48,8 +48,8 @@ MAMBA2 = Design(
 DELTANET = Design(
     name="deltanet",
     transition=Transition(),
-    evidence=Evidence(of="memory"),
-    covariance=Covariance(kept="reset"),
+    evidence=Evidence(kind="memory"),
+    covariance=Covariance(kind="reset"),
     equations=f"17, {_TABLE}",
     citation="Schlag, Irie, Schmidhuber. Linear Transformers Are Secretly Fast Weight Programmers. ICML 2021; Yang, "
     "Wang, Zhang, Shen, Kim. Parallelizing Linear Transformers with the Delta Rule over Sequence Length. NeurIPS 2024",
@@ -58,8 +58,8 @@ DELTANET = Design(
 GATED_DELTANET = Design(
     name="gated-deltanet",
     transition=Transition(decay="head"),
-    evidence=Evidence(of="memory"),
-    covariance=Covariance(kept="reset"),
+    evidence=Evidence(kind="memory"),
+    covariance=Covariance(kind="reset"),
     equations=f"17, {_TABLE}",
     citation="Yang, Kautz, Hatamizadeh. Gated Delta Networks: Improving Mamba2 with Delta Rule. ICLR 2025",
 )
@@ -67,8 +67,8 @@ GATED_DELTANET = Design(
 KDA = Design(
     name="kda",
     transition=Transition(decay="key"),
-    evidence=Evidence(of="memory"),
-    covariance=Covariance(kept="reset"),
+    evidence=Evidence(kind="memory"),
+    covariance=Covariance(kind="reset"),
     equations=f"17, {_TABLE}",
     citation="Kimi Team. Kimi Linear: An Expressive, Efficient Attention Architecture. arXiv:2510.26692, 2025",
 )
@@ -76,8 +76,8 @@ KDA = Design(
 LONGHORN = Design(
     name="longhorn",
     transition=Transition(),
-    evidence=Evidence(of="memory", columns=True),
-    covariance=Covariance(kept="reset"),
+    evidence=Evidence(kind="memory", columns=True),
+    covariance=Covariance(kind="reset"),
     equations=f"17, {_TABLE}",
     citation="Liu, Wang, Wu, Feng, Stone, Liu. Longhorn: State Space Models are Amortized Online Learners. ICLR 2025",
 )
@@ -85,8 +85,8 @@ LONGHORN = Design(
 KLA = Design(
     name="kla",
     transition=Transition(decay="cell", diffusion=True),
-    evidence=Evidence(of="cell"),
-    covariance=Covariance(kept="diagonal"),
+    evidence=Evidence(kind="cell"),
+    covariance=Covariance(kind="diagonal"),
     equations="7 to 9 (model), 16 to 20 (update), 22 and 23 (with slots)",
     citation="Shaj, Barker, Scannell, Szecsenyi, Crowley, Storkey. Kalman Linear Attention: Parallel Bayesian "
     "Filtering For Efficient Language Modelling and State Tracking. arXiv:2602.10743, 2026",
@@ -95,8 +95,8 @@ KLA = Design(
 BAYESIAN = Design(
     name="bayesian",
     transition=Transition(decay="key", diffusion=True, rotation=True),
-    evidence=Evidence(of="memory"),
-    covariance=Covariance(kept="dense"),
+    evidence=Evidence(kind="memory"),
+    covariance=Covariance(kind="dense"),
     equations="5 and 6 (model), 9 to 13 (update), 29 to 31 (in chunks)",
     citation="Dowling, Jeon, Savin, Park. Memory by Design: Probabilistic Sequence Layers. 2026",
 )
@@ -104,8 +104,8 @@ BAYESIAN = Design(
 GATED_KALMANET = Design(
     name="gated-kalmanet",
     transition=Transition(decay="forgetting"),
-    evidence=Evidence(of="memory"),
-    covariance=Covariance(kept="information"),
+    evidence=Evidence(kind="memory"),
+    covariance=Covariance(kind="information"),
     equations="3 (regression), (CH) and 55 (recurrences and solution)",
     citation="Gated KalmaNet: A Fading Memory Layer Through Test-Time Ridge Regression. CVPR 2026, arXiv:2511.21016",
 )
@@ -113,8 +113,8 @@ GATED_KALMANET = Design(
 AFA = Design(
     name="afa",
     transition=Transition(decay="time", diffusion=True),
-    evidence=Evidence(of="state"),
-    covariance=Covariance(kept="lag"),
+    evidence=Evidence(kind="state"),
+    covariance=Covariance(kind="lag"),
     equations="section 3.6 and Algorithm 1, as DESIGN.md has them",
     citation="Racioppo. Attention as an Adaptive Filter. arXiv:2509.04154, 2025",
 )

@@ -18,7 +18,7 @@ class Kind:
 
     name: str
     statement: str
-    describe: str
+    description: str
     signals: tuple[str, ...] = ()
 
 
@@ -30,7 +30,7 @@ class CovarianceKind(Kind):
         uncertain: whether a belief holds its own uncertainty, so that a read-out has a variance.
     """
 
-    uncertain: bool = True
+    has_variance: bool = True
 
 
 CELL = Kind(
@@ -53,13 +53,13 @@ STATE = Kind(
     ("key_noise", "query_noise"),
 )
 
-NONE = CovarianceKind("none", "E[S | v_1..t] = M", "none", uncertain=False)
+NONE = CovarianceKind("none", "E[S | v_1..t] = M", "none", has_variance=False)
 RESET = CovarianceKind(
     "reset",
     "S | v_1..t-1 ~ N(A M, reset I) a column, whatever was seen",
     "reset at every token",
     ("reset",),
-    uncertain=False,
+    has_variance=False,
 )
 DIAGONAL = CovarianceKind("diagonal", "z_nd | v_1..t ~ N(mu_nd, s_nd)", "one variance a cell")
 DENSE = CovarianceKind("dense", "S | v_1..t ~ N(M, P) a column", "one matrix a head")

@@ -70,7 +70,7 @@ class Transition:
         return f"S_t = {moved}" + (" + W_t,  W_t ~ N(0, l_t^2 I) a column" if self.diffusion else "")
 
     @property
-    def describe(self) -> str:
+    def description(self) -> str:
         if self.decay == "cell" and self.diffusion:
             return "Ornstein-Uhlenbeck per cell"
         words = {"none": "holds still", "matrix": "moves by a matrix", "forgetting": "holds still, forgotten per head"}
@@ -93,23 +93,23 @@ class Evidence:
             that share a key head.
     """
 
-    of: str = "cell"
+    kind: str = "cell"
     columns: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("what evidence is of", self.of, _EVIDENCE)
+        _check_choice("what evidence is of", self.kind, _EVIDENCE)
 
     @property
     def signals(self) -> tuple[str, ...]:
-        return _EVIDENCE[self.of].signals
+        return _EVIDENCE[self.kind].signals
 
     @property
     def statement(self) -> str:
-        return _EVIDENCE[self.of].statement
+        return _EVIDENCE[self.kind].statement
 
     @property
-    def describe(self) -> str:
-        return _EVIDENCE[self.of].describe + (", each column with its own noise" if self.columns else "")
+    def description(self) -> str:
+        return _EVIDENCE[self.kind].description + (", each column with its own noise" if self.columns else "")
 
 
 @dataclass(frozen=True)
@@ -124,31 +124,31 @@ class Covariance:
             token is known in closed form from how long ago it was, their errors taken as independent.
     """
 
-    kept: str = "diagonal"
+    kind: str = "diagonal"
 
     def __post_init__(self) -> None:
-        _check_choice("the covariance kept", self.kept, _COVARIANCE)
+        _check_choice("the covariance kept", self.kind, _COVARIANCE)
 
     @property
     def signals(self) -> tuple[str, ...]:
-        return _COVARIANCE[self.kept].signals
+        return _COVARIANCE[self.kind].signals
 
     def elements(self, keys: int, values: int) -> int:
         """Return how many numbers a head's belief holds of it, beside a mean of `keys` rows and `values` columns."""
-        return {"diagonal": keys * values, "dense": keys * keys, "information": keys * keys}.get(self.kept, 0)
+        return {"diagonal": keys * values, "dense": keys * keys, "information": keys * keys}.get(self.kind, 0)
 
     @property
     def statement(self) -> str:
-        return _COVARIANCE[self.kept].statement
+        return _COVARIANCE[self.kind].statement
 
     @property
-    def describe(self) -> str:
-        return _COVARIANCE[self.kept].describe
+    def description(self) -> str:
+        return _COVARIANCE[self.kind].description
 
     @property
-    def uncertain(self) -> bool:
+    def has_variance(self) -> bool:
         """Whether a belief holds its own uncertainty, so that a read-out has a variance."""
-        return _COVARIANCE[self.kept].uncertain
+        return _COVARIANCE[self.kind].has_variance
 
 
 @dataclass(frozen=True)
@@ -172,19 +172,19 @@ class Algebra:
     covariance: CovarianceKind
     decays: tuple[Decay, ...]
     update: str
-    diffuses: bool = False
-    undiffused: str = "process noise would change nothing, as no covariance is carried"
-    rotates: bool = False
+    supports_diffusion: bool = False
+    no_diffusion_reason: str = "process noise would change nothing, as no covariance is carried"
+    supports_rotation: bool = False
     optional: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
 
-    def refuses(self, transition: Transition) -> str | None:
+    def unsupported_reason(self, transition: Transition) -> str | None:
         """Return why the op does not take a transition, or `None` if it does."""
         if transition.decay not in self.decays:
             return f"its transition may be {' or '.join(self.decays)}, not {transition.decay}"
-        if transition.diffusion and not self.diffuses:
-            return self.undiffused
-        return "it does not turn keys" if transition.rotation and not self.rotates else None
+        if transition.diffusion and not self.supports_diffusion:
+            return self.no_diffusion_reason
+        return "it does not turn keys" if transition.rotation and not self.supports_rotation else None
 
 
 _EVIDENCE: dict[str, Kind] = {}
@@ -229,17 +229,17 @@ class Design:
     citation: str = ""
 
     def __post_init__(self) -> None:
-        pair = (self.evidence.of, self.covariance.kept)
+        pair = (self.evidence.kind, self.covariance.kind)
         if pair not in _ALGEBRAS:
             legal = ", ".join(f"{of} with {kept}" for of, kept in _ALGEBRAS)
             raise DesignError(f"no op filters evidence of {pair[0]} with covariance {pair[1]}; there are {legal}")
-        refusal = self._algebra.refuses(self.transition)
+        refusal = self._algebra.unsupported_reason(self.transition)
         if refusal is not None:
             raise DesignError(f"`{self.op}` filters evidence of {pair[0]} with covariance {pair[1]}, but {refusal}")
 
     @property
     def _algebra(self) -> Algebra:
-        return _ALGEBRAS[self.evidence.of, self.covariance.kept]
+        return _ALGEBRAS[self.evidence.kind, self.covariance.kind]
 
     @property
     def op(self) -> str:
@@ -252,9 +252,9 @@ class Design:
         return self._algebra.update
 
     @property
-    def uncertain(self) -> bool:
+    def has_variance(self) -> bool:
         """Whether its belief knows how sure it is, so that a read-out has a variance."""
-        return self.covariance.uncertain
+        return self.covariance.has_variance
 
     @property
     def signals(self) -> tuple[str, ...]:
@@ -282,5 +282,5 @@ class Design:
         if missing or strange:
             wrong = f"lacks {', '.join(missing)}" if missing else f"does not take {', '.join(strange)}"
             raise DesignError(f"design {self.name!r} {wrong}; its signals are {', '.join(self.signals)}")
-        if variance and not self.uncertain:
-            raise DesignError(f"design {self.name!r} has no variance: its covariance is {self.covariance.describe}")
+        if variance and not self.has_variance:
+            raise DesignError(f"design {self.name!r} has no variance: its covariance is {self.covariance.description}")

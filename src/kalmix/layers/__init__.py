@@ -12,7 +12,7 @@ from kalmix.layers.base import Mixer
 from kalmix.layers.bayesian import BayesianLayer
 from kalmix.layers.controlled_filter import ControlledFilter
 from kalmix.layers.deltanet import DeltaNet
-from kalmix.layers.designed import Designed
+from kalmix.layers.design_layer import DesignLayer
 from kalmix.layers.filter_conv2d import FilterConv2d
 from kalmix.layers.gated_deltanet import GatedDeltaNet
 from kalmix.layers.gated_kalmanet import GatedKalmaNet
@@ -23,7 +23,7 @@ from kalmix.layers.linear_attention import LinearAttention
 from kalmix.layers.mamba2 import Mamba2
 from kalmix.layers.memory_base import MemoryState
 from kalmix.layers.radial_tangential import RadialTangentialAttention
-from kalmix.layers.recurrent_afa import RecurrentFilterAttention, RunningEstimate
+from kalmix.layers.recurrent_afa import RecurrentAFAState, RecurrentFilterAttention
 from kalmix.layers.retnet import RetNet
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -43,7 +43,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "gla": GLA,
     "mamba2": Mamba2,
     "attention": Attention,
-    "design": Designed,
+    "design": DesignLayer,
 }
 
 
@@ -72,7 +72,7 @@ __all__ = [
     "BayesianLayer",
     "ControlledFilter",
     "DeltaNet",
-    "Designed",
+    "DesignLayer",
     "FilterConv2d",
     "GatedDeltaNet",
     "GatedKalmaNet",
@@ -82,8 +82,8 @@ __all__ = [
     "MemoryState",
     "Mixer",
     "RadialTangentialAttention",
+    "RecurrentAFAState",
     "RecurrentFilterAttention",
     "RetNet",
-    "RunningEstimate",
     "mixer_class",
 ]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from kalmix import designs, ops
 from kalmix.beliefs import HistoryBelief
 from kalmix.designs import Design
-from kalmix.layers.modules import unit, widen
+from kalmix.layers.modules import l2_normalize, to_state_dtype
 from kalmix.layers.parametrize import StateDynamics
-from kalmix.layers.robust_weights import Doubt
+from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics, Weight
 from kalmix.segments import Segments
@@ -87,7 +87,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         self.value_dynamics: StateDynamics | None = (
             StateDynamics(heads, channels, rotary_base) if value_dynamics else None
         )
-        self.doubt: Doubt = Doubt(heads, nu=1.0 if normalize else 2.0 * channels, floor=floor)
+        self.robust_weights: RobustWeights = RobustWeights(heads, nu=1.0 if normalize else 2.0 * channels, floor=floor)
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """Rates, steps, frequencies and noises of keys and values."""
@@ -116,7 +116,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         """Return a map for each head: tokens are their own values here, in T channels that do not turn."""
         q, k, _ = self.project(x)
         length, heads = x.shape[1], self.sizes.heads
-        own = self.states(belief_dtype(x.dtype))._replace(frequency=widen(q).new_zeros(heads, length))
+        own = self.states(belief_dtype(x.dtype))._replace(frequency=to_state_dtype(q).new_zeros(heads, length))
         themselves = torch.eye(length, 2 * length, dtype=q.dtype, device=q.device)[:, None]
         v = themselves.expand(x.shape[0], length, heads, 2 * length)
         return self._attend(q, k, v, own, times=times).mean[..., :length].transpose(1, 2)
@@ -133,8 +133,8 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         times: Tensor | None = None,
     ) -> Filtered:
         dtype = belief_dtype(q.dtype)
-        q, k = (unit(q), unit(k)) if self.normalize else (q, k)
-        rules: dict[str, Any] = self.dynamics(dtype)._asdict() | self.doubt(dtype)
+        q, k = (l2_normalize(q), l2_normalize(k)) if self.normalize else (q, k)
+        rules: dict[str, Any] = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
         rules |= {"weight": self.weight, "window": self.window, "kernel": self.kernel}
         taken = torch.sigmoid(self.residual.to(dtype))[:, None]
         for _ in range(self.iterations - 1):

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from kalmix import designs, ops
 from kalmix.beliefs import HistoryBelief, loadable
 from kalmix.designs import Design
-from kalmix.layers.base import Mixer, check_state, detach, keep_owned, take, to
+from kalmix.layers.base import Mixer, check_state, detach, mask_outside, take, to
 from kalmix.layers.head_sizes import Heads
-from kalmix.layers.modules import widen
+from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import StateDynamics
-from kalmix.layers.robust_weights import Doubt
+from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import complex_heads
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered, belief_dtype
@@ -38,19 +38,19 @@ class AFATransformerState(NamedTuple):
     detach = detach
 
 
-class Attending(nn.Module):
+class FilterAttention(nn.Module):
     """Algorithm 1 without projections, residual and prediction: q, k and v are given, of H heads and C channels."""
 
     def __init__(self, heads: int, channels: int, rotary_base: float | None) -> None:
         super().__init__()
         self.dynamics: StateDynamics = StateDynamics(heads, channels, rotary_base)
-        self.doubt: Doubt = Doubt(heads, nu=1.0)
+        self.robust_weights: RobustWeights = RobustWeights(heads, nu=1.0)
 
     def forward(self, signals: Iterable[Tensor], **where: Any) -> Filtered:
         """`kalmix.ops.attend` of q, k and v, `[B, T, H, 2 C]` each."""
         q, k, v = signals
         dtype = belief_dtype(v.dtype)
-        return ops.attend(q, k, v, **self.dynamics(dtype)._asdict(), **self.doubt(dtype), **where)
+        return ops.attend(q, k, v, **self.dynamics(dtype)._asdict(), **self.robust_weights(dtype), **where)
 
 
 class AFATransformerBlock(Mixer):
@@ -75,7 +75,7 @@ class AFATransformerBlock(Mixer):
     """
 
     design: Design | None = designs.AFA  # of magnitudes and of directions, each by itself
-    fuses_mlp = True
+    includes_mlp = True
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class AFATransformerBlock(Mixer):
         self.window = window
         self.kernel = kernel
         self.in_proj: nn.Linear = nn.Linear(hidden_size, 3 * columns)
-        self.magnitude: Attending = Attending(sizes.heads, 1, None)
-        self.direction: Attending = Attending(sizes.heads, sizes.key_width, rotary_base)
+        self.magnitude: FilterAttention = FilterAttention(sizes.heads, 1, None)
+        self.direction: FilterAttention = FilterAttention(sizes.heads, sizes.key_width, rotary_base)
         self.before: nn.Parameter = nn.Parameter(torch.empty(sizes.heads))
         self.after: nn.Parameter = nn.Parameter(torch.empty(sizes.heads))
         self.out_proj: nn.Linear = nn.Linear(columns, hidden_size)
@@ -125,8 +125,11 @@ class AFATransformerBlock(Mixer):
     ) -> tuple[Filtered, Tensor | None]:
         """The states as filtered, `[B, T, H * 2 C]`; `times` as `kalmix.ops.attend` takes them."""
         held = check_state(state, AFATransformerState, x, segments)
-        owner = None if segments is None else segments.owner(*x.shape[:2])
-        parts = [part.unflatten(-1, (self.sizes.heads, -1)) for part in self.in_proj(keep_owned(x, owner)).chunk(3, -1)]
+        segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
+        parts = [
+            part.unflatten(-1, (self.sizes.heads, -1))
+            for part in self.in_proj(mask_outside(x, segment_ids)).chunk(3, -1)
+        ]
         where = {"segments": segments, "times": times, "window": self.window, "kernel": self.kernel}
         with torch.autocast(x.device.type, enabled=False):
             lengths = [_length(part) for part in parts]
@@ -134,23 +137,23 @@ class AFATransformerBlock(Mixer):
             real = (F.pad(length, (0, 1)).to(x.dtype) for x, length in zip(parts, lengths, strict=True))
             magnitude = self.magnitude(real, belief=None if held is None else held.magnitude, **where)
             direction = self.direction(units, belief=None if held is None else held.direction, **where)
-            towards = widen(units[2]) + widen(direction.mean)
-            z = widen(magnitude.mean[..., :1]) * _scaled(towards, _length(towards), self.after)
+            towards = to_state_dtype(units[2]) + to_state_dtype(direction.mean)
+            z = to_state_dtype(magnitude.mean[..., :1]) * _scaled(towards, _length(towards), self.after)
         after = AFATransformerState(magnitude.belief, direction.belief)
-        return Filtered(keep_owned(z.flatten(2).to(parts[0].dtype), owner), None, after), owner
+        return Filtered(mask_outside(z.flatten(2).to(parts[0].dtype), segment_ids), None, after), segment_ids
 
     def state_size(self, length: int) -> int:
         """Return the number of elements of keys, values and times of magnitudes (one channel) and directions."""
         held = length if self.window is None else min(length, self.window)
         return held * (4 * (self.sizes.heads + self.sizes.keys) + 2)
 
-    def emit(self, readout: Tensor, context: Tensor | None) -> Tensor:
+    def project_out(self, readout: Tensor, context: Tensor | None) -> Tensor:
         """Output projection and MLP; 0 at tokens of no sequence, which `context` tells."""
-        return keep_owned(self.mlp_out(F.relu(self.mlp_in(self.out_proj(readout)))), context)
+        return mask_outside(self.mlp_out(F.relu(self.mlp_in(self.out_proj(readout)))), context)
 
 
 def _length(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(widen(x), dim=-1, keepdim=True)
+    return torch.linalg.vector_norm(to_state_dtype(x), dim=-1, keepdim=True)
 
 
 def _scaled(x: Tensor, length: Tensor, scale: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import loadable
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import Mixer, check_state, detach, keep_owned, take, to
-from kalmix.layers.modules import RMSNorm, rotate
+from kalmix.layers.base import Mixer, check_state, detach, mask_outside, take, to
+from kalmix.layers.modules import RMSNorm, apply_rotary
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
 from kalmix.validation import check_number, check_positive_int
@@ -100,14 +100,14 @@ class Attention(Mixer):
             past = held.position.amax(1) + 1
         inside = (token >= start[:, None]) & (token < stop[:, None])
         position = torch.where(inside, token - start[:, None] + past[:, None], -1)  # [N, T], each its own tokens
-        owner = None if segments is None else segments.owner(batch, length)
-        mine = position if owner is None else position[owner.clamp(min=0), token]  # [B, T]
+        segment_ids = None if segments is None else segments.segment_ids(batch, length)
+        mine = position if segment_ids is None else position[segment_ids.clamp(min=0), token]  # [B, T]
 
-        q, k, v = self._heads(keep_owned(x, owner))
-        q, k = (rotate(x, mine, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
-        keys, values = (x if owner is None else _rows(x, row) for x in (k, v))
+        q, k, v = self._heads(mask_outside(x, segment_ids))
+        q, k = (apply_rotary(x, mine, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
+        keys, values = (x if segment_ids is None else _rows(x, row) for x in (k, v))
         if held is None:
-            same = None if owner is None else owner[:, :, None] == owner[:, None, :]
+            same = None if segment_ids is None else segment_ids[:, :, None] == segment_ids[:, None, :]
             found = self._attend(q, k, v, None if same is None else same.tril())
             after = AttentionState(keys, values, position)
         else:
@@ -118,9 +118,9 @@ class Attention(Mixer):
             )
             # Each sequence attends in its own copy of the batch row; a query outside it looks at everything, unread.
             visible = (after.position[:, None] >= 0) & (after.position[:, None] <= position[..., None])
-            found = self._attend(q if owner is None else q[row], *after[:2], visible | (position < 0)[..., None])
-            found = found if owner is None else found[owner.clamp(min=0), token]
-        return Filtered(keep_owned(found.flatten(2), owner), None, after), None
+            found = self._attend(q if segment_ids is None else q[row], *after[:2], visible | (position < 0)[..., None])
+            found = found if segment_ids is None else found[segment_ids.clamp(min=0), token]
+        return Filtered(mask_outside(found.flatten(2), segment_ids), None, after), None
 
     def state_size(self, length: int) -> int:
         """Return the number of elements of the keys and values of all tokens."""
@@ -130,11 +130,11 @@ class Attention(Mixer):
         """Return a map for each query head: what it finds among values that are the columns of the identity."""
         q, k, v = self._heads(x)
         token = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        q, k = (rotate(x, token, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
+        q, k = (apply_rotary(x, token, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
         own = torch.eye(x.shape[1], dtype=v.dtype, device=v.device)[:, None].expand(*v.shape[:3], -1)
         return self._attend(q, k, own, None).transpose(1, 2)
 
-    def emit(self, readout: Tensor, context: None) -> Tensor:
+    def project_out(self, readout: Tensor, context: None) -> Tensor:
         """The output projection."""
         return self.out_proj(readout)
 

@@ -34,7 +34,7 @@ class Mixer(nn.Module):
 
     design: Design | None = None  # the row of `kalmix.designs` that it filters by; `None` where none describes it
     has_posterior: bool = False  # whether `read` has a variance to give
-    fuses_mlp: ClassVar[bool] = False  # whether the layer gates its output and so needs no MLP behind it
+    includes_mlp: ClassVar[bool] = False  # whether the layer gates its output and so needs no MLP behind it
 
     def __new__(cls, *sizes: object, **options: object) -> Self:
         """Check the types of options against the annotations of the layer before anything is built.
@@ -72,7 +72,7 @@ class Mixer(nn.Module):
         check_types(option_types(cls), options)
 
     @classmethod
-    def sized(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
+    def options_for_state_size(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
         """Return options with which the belief of one sequence holds about `state` numbers (see `state_size`).
 
         So layers are compared at equal memory, as in Table 11 of Kalman Linear Attention.
@@ -99,10 +99,10 @@ class Mixer(nn.Module):
         """Filter `x` `[B, T, D]`: the read-out (mean and variance `[B, T, E]`, state) and the context `emit` needs."""
 
     @abstractmethod
-    def emit(self, readout: Tensor, context: Any) -> Tensor:
+    def project_out(self, readout: Tensor, context: Any) -> Tensor:
         """The output `[..., B, T, D]` of a read-out `[..., B, T, E]`: its mean, or samples of it stacked in front."""
 
-    def emit_variance(self, variance: Tensor, context: Any) -> Tensor:
+    def project_out_variance(self, variance: Tensor, context: Any) -> Tensor:
         """The variance of the output, `[B, T, D]`, given that of the read-out, `[B, T, E]`."""
         raise NotImplementedError(f"{type(self).__name__} has no posterior")
 
@@ -161,7 +161,9 @@ class Mixer(nn.Module):
         check_dtype_and_device("x", x, FLOATS, x.device)
         check_segments(segments, x.shape[0], x.shape[1], x.device)
         (mean, var, after), context = self.read(x, state, segments, variance and self.has_posterior, **when)
-        return Filtered(self.emit(mean, context), None if var is None else self.emit_variance(var, context), after)
+        return Filtered(
+            self.project_out(mean, context), None if var is None else self.project_out_variance(var, context), after
+        )
 
     def forward(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, **when: Tensor | None
@@ -228,6 +230,6 @@ def detach(state: State) -> State:
     return type(state)(*(x.detach() for x in state))
 
 
-def keep_owned(x: Tensor, owner: Tensor | None) -> Tensor:
+def mask_outside(x: Tensor, segment_ids: Tensor | None) -> Tensor:
     """`x` `[B, T, D]` with 0 at tokens that belong to no sequence (`owner` `[B, T]` below 0), whatever was there."""
-    return x if owner is None else torch.where((owner >= 0)[..., None], x, 0)
+    return x if segment_ids is None else torch.where((segment_ids >= 0)[..., None], x, 0)

@@ -13,7 +13,7 @@ from kalmix.designs import Design
 from kalmix.errors import ArgumentError
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
-from kalmix.layers.parametrize import VARIANCES, Noise, StepDecay
+from kalmix.layers.parametrize import VARIANCES, NoiseVariance, StepDecay
 from kalmix.types import Filtered
 from kalmix.validation import check_positive_int
 
@@ -67,16 +67,16 @@ class BayesianLayer(MemoryLayer):
         self.decay: StepDecay = StepDecay(
             hidden_size, (whole.heads, whole.key_width), (whole.heads, 1), turns=rotations
         )
-        self.process_noise: Noise = Noise(hidden_size, whole.heads, **VARIANCES["process_noise"])
-        self.obs_noise: Noise = Noise(hidden_size, sizes.heads, **VARIANCES["obs_noise"])
+        self.process_noise: NoiseVariance = NoiseVariance(hidden_size, whole.heads, **VARIANCES["process_noise"])
+        self.obs_noise: NoiseVariance = NoiseVariance(hidden_size, sizes.heads, **VARIANCES["obs_noise"])
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """Rates, frequencies and the bias of steps."""
         return self.decay.dynamics.parameters()
 
-    def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Unit vectors; of pairs, the hidden halves are neither written nor read."""
-        q, k = super().address(q, k)
+        q, k = super().normalize_qk(q, k)
         width = self.sizes.key_width if self.rotations else 0
         return F.pad(q, (0, width)), F.pad(k, (0, width))
 

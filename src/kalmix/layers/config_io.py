@@ -24,18 +24,18 @@ SOLVERS: dict[str, type[Solver]] = {
 _NAMES: dict[type, str] = {kind: name for name, kind in (RIDGES | SOLVERS).items()}
 
 
-def is_spelled(value: object) -> TypeGuard[Ridge | Solver]:
+def has_config(value: object) -> TypeGuard[Ridge | Solver]:
     """Whether `spell` knows the value."""
     return type(value) in _NAMES
 
 
-def spell(value: Ridge | Solver) -> dict[str, Any]:
+def to_config(value: Ridge | Solver) -> dict[str, Any]:
     """The value as a mapping of plain data, which `as_ridge` or `as_solver` turns back into an equal one."""
     held = {field.name: getattr(value, field.name) for field in fields(value)}
-    return {"name": _NAMES[type(value)]} | {n: spell(x) if type(x) in _NAMES else x for n, x in held.items()}
+    return {"name": _NAMES[type(value)]} | {n: to_config(x) if type(x) in _NAMES else x for n, x in held.items()}
 
 
-def as_ridge(given: object) -> Ridge:
+def ridge_from_config(given: object) -> Ridge:
     """The ridge given, spelled out, named, or as the factor of an adaptive one.
 
     Raises:
@@ -46,7 +46,7 @@ def as_ridge(given: object) -> Ridge:
     return _read("ridge", given, RIDGES)
 
 
-def as_solver(given: object) -> Solver:
+def solver_from_config(given: object) -> Solver:
     """The solver given, spelled out or named.
 
     Raises:
@@ -67,7 +67,7 @@ def _read(what: str, given: object, kinds: Mapping[str, type]) -> Any:
         expected = f"one of {values}, or a mapping with a 'name' of {', '.join(map(repr, kinds))}"
         raise ArgumentError(what, got=repr(given), expected=expected)
     if isinstance(options.get("solver"), str | Mapping):
-        options["solver"] = as_solver(options["solver"])
+        options["solver"] = solver_from_config(options["solver"])
     try:
         return kind(**options)
     except TypeError as error:

@@ -11,7 +11,7 @@ from kalmix.ops import kappa
 from kalmix.validation import check_positive_int
 
 
-def authority(rate: Tensor, duration: Tensor, worth: Tensor) -> Tensor:
+def waypoint_fraction(rate: Tensor, duration: Tensor, state_weight: Tensor) -> Tensor:
     """The share beta of the way to a waypoint that a mode is taken at least cost (Adaptive Filter Attention, B.5).
 
     For dx = ((-a + i w) x + b u) dt the controls that minimise q |x(T) - waypoint|^2 + r int |u|^2 end at
@@ -26,12 +26,19 @@ def authority(rate: Tensor, duration: Tensor, worth: Tensor) -> Tensor:
 
     All broadcast.
     """
-    gained = worth * kappa(rate, duration)
+    gained = state_weight * kappa(rate, duration)
     return gained / (1 + gained)
 
 
 def control(
-    start: Tensor, waypoint: Tensor, at: Tensor, *, rate: Tensor, frequency: Tensor, duration: Tensor, worth: Tensor
+    start: Tensor,
+    waypoint: Tensor,
+    at: Tensor,
+    *,
+    rate: Tensor,
+    frequency: Tensor,
+    duration: Tensor,
+    state_weight: Tensor,
 ) -> Tensor:
     """The control that ends where `authority` says, b u(t): what is added to dx / dt at time t.
 
@@ -46,10 +53,15 @@ def control(
     """
     pole = torch.complex(-rate, frequency)
     missed = waypoint - (pole * duration).exp() * start
-    return worth * (1 - authority(rate, duration, worth)) * missed * (pole.conj() * (duration - at)).exp()
+    return (
+        state_weight
+        * (1 - waypoint_fraction(rate, duration, state_weight))
+        * missed
+        * (pole.conj() * (duration - at)).exp()
+    )
 
 
-class Steering(nn.Module):
+class WaypointControl(nn.Module):
     """Where states should be, a linear map of low rank over all heads, and what it is worth a channel to get there.
 
     At first that is e^-2: about an eighth of the way in a unit of time.
@@ -74,7 +86,7 @@ class Steering(nn.Module):
         """
         look, plan = (part.weight.to(then.dtype).mT for part in (self.look, self.plan))
         waypoint = (then.flatten(2) @ look @ plan).view_as(then)
-        beta = authority(rate[:, None], duration[..., None, None], positive(self.log_worth.to(then.dtype)))
+        beta = waypoint_fraction(rate[:, None], duration[..., None, None], positive(self.log_worth.to(then.dtype)))
         return then + torch.cat([beta, beta], -1) * (waypoint - then)
 
 
@@ -109,13 +121,13 @@ class ControlledFilter(AdaptiveFilterAttention):
         super().__init__(
             hidden_size, heads=heads, head_dim=head_dim, rotary_base=rotary_base, window=window, kernel=kernel
         )
-        self.steering: Steering = Steering(self.sizes.heads, self.sizes.key_width, rank)
+        self.waypoint_control: WaypointControl = WaypointControl(self.sizes.heads, self.sizes.key_width, rank)
 
-    def advance(
+    def predict_state(
         self, estimate: Tensor, spread: Tensor | None, v: Tensor, ahead: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The state to come, steered, and its complex variance."""
-        then, spread = super().advance(estimate, spread, v, ahead)
+        then, spread = super().predict_state(estimate, spread, v, ahead)
         duration = estimate.new_ones(()) if ahead is None else ahead.to(estimate.dtype)
-        steered = self.steering(then.to(estimate.dtype), -self.states(estimate.dtype).log_decay, duration)
+        steered = self.waypoint_control(then.to(estimate.dtype), -self.states(estimate.dtype).log_decay, duration)
         return steered.to(v.dtype), spread

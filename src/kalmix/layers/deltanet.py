@@ -11,7 +11,7 @@ from kalmix import designs, ops
 from kalmix.designs import Design
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
-from kalmix.layers.modules import widen
+from kalmix.layers.modules import to_state_dtype
 from kalmix.types import Filtered
 
 
@@ -31,7 +31,7 @@ class DeltaLayer(MemoryLayer):
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """The gain, `[B, T, G]`."""
-        return {"gain": self.most * torch.sigmoid(widen(self.gain_proj(x)))}
+        return {"gain": self.most * torch.sigmoid(to_state_dtype(self.gain_proj(x)))}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """`kalmix.ops.delta`."""

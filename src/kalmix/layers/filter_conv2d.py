@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
-from kalmix.layers.modules import widen
+from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import positive
 from kalmix.ops import kappa
 from kalmix.validation import check_positive_int, check_shape
@@ -17,7 +17,7 @@ from kalmix.validation import check_positive_int, check_shape
 SIDES = ("left", "right", "below", "above")  # where a neighbour may lie, in the order of parameters
 
 
-def crossing(
+def path_statistics(
     rate: Tensor, frequency: Tensor, process_noise: Tensor, key_noise: Tensor, query_noise: Tensor, path: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""What becomes of a complex state on its way across a plane (Adaptive Filter Attention, B.6).
@@ -114,29 +114,29 @@ class FilterConv2d(nn.Module):
         check_shape("x", x, "B C Y X", {"C": self.in_channels})
         z = self.in_proj(x)
         with torch.autocast(x.device.type, enabled=False):
-            estimate = self.estimate(widen(z))
+            estimate = self.estimate(to_state_dtype(z))
         return self.out_proj(estimate.to(z.dtype))
 
     def estimate(self, z: Tensor) -> Tensor:
         """The state at every pixel, given what is seen there: both `[B, H 2 C, Y, X]`, a head's real parts first."""
-        reach, angle, variance = self.crossing(z.dtype)
+        reach, angle, variance = self.path_statistics(z.dtype)
         cos, sin = ((reach[..., None] * turn).mT[..., None] for turn in (angle.cos(), angle.sin()))
         real, imaginary = self._around(z).chunk(2, 2)  # [B, H, C, P, Y X]
-        carried = torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], 2)
+        conv_state = torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], 2)
         own = z.flatten(2).unflatten(1, (self.heads, -1))[:, :, :, None]
-        score = -torch.log(variance[..., None] + (own - carried).square().sum(2))
+        score = -torch.log(variance[..., None] + (own - conv_state).square().sum(2))
         seen = self._around(torch.ones_like(z[:1, : self.heads]))[:, :, 0] > 0
         weights = score.masked_fill(~seen, -torch.inf).softmax(2)
-        return (weights[:, :, None] * carried).sum(3).reshape(z.shape)
+        return (weights[:, :, None] * conv_state).sum(3).reshape(z.shape)
 
-    def crossing(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def path_statistics(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Reach, angle and variance of the ways from the pixels of the square, row by row, to its middle."""
         steps = torch.arange(self.kernel_size, device=self.axes.device, dtype=dtype) - self.kernel_size // 2
         up, right = torch.meshgrid(steps, -steps, indexing="ij")  # rows count downwards
         path = torch.stack([right, up], -1).flatten(0, 1) @ self.axes.to(dtype).mT + self.shift.to(dtype)[:, None]
         logs = (self.log_rate, self.log_process_noise, self.log_key_noise, self.log_query_noise)
         rate, process, key, query = (positive(x.to(dtype)) for x in logs)
-        return crossing(rate, self.frequency.to(dtype), process, key, query, path)
+        return path_statistics(rate, self.frequency.to(dtype), process, key, query, path)
 
     def _around(self, x: Tensor) -> Tensor:
         """The square around every pixel of `[B, H C, Y, X]`, 0 outside the image: `[B, H, C, P, Y X]`."""

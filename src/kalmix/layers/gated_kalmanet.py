@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from kalmix import designs, ops
 from kalmix.designs import Design, Transition
-from kalmix.layers.config_io import as_ridge, as_solver
+from kalmix.layers.config_io import ridge_from_config, solver_from_config
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
-from kalmix.layers.modules import widen
+from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import StepDecay
 from kalmix.ops import Adaptive, Chebyshev, Ridge, Solver
 from kalmix.types import Filtered
@@ -87,8 +87,8 @@ class GatedKalmaNet(MemoryLayer):
             check_choice("gain", gain, tuple(GAINS))
         super().__init__(hidden_size, sizes, conv=conv, gate=gate, norm_eps=norm_eps, kernel=kernel)
         self.gain = gain
-        self.ridge: Ridge = as_ridge(ridge)
-        self.solver: Solver = as_solver(solver)
+        self.ridge: Ridge = ridge_from_config(ridge)
+        self.solver: Solver = solver_from_config(solver)
         if not decay:
             self.design = replace(
                 designs.GATED_KALMANET, name="gated-kalmanet without forgetting", transition=Transition()
@@ -97,7 +97,7 @@ class GatedKalmaNet(MemoryLayer):
         self.gain_proj: nn.Linear | None = nn.Linear(hidden_size, sizes.heads) if gain is not None else None
         self.mix_proj: nn.Linear | None = nn.Linear(hidden_size, sizes.heads) if mix else None
 
-    def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Unit vectors, not scaled: a longer query is a longer answer, which the norm behind it takes back."""
         return _unit(q), _unit(k)
 
@@ -105,9 +105,9 @@ class GatedKalmaNet(MemoryLayer):
         """Those of log-decay, gain and mix that the layer has, `[B, T, G]`."""
         signals = {} if self.decay is None else {"log_decay": self.decay(x).log_decay}
         if self.gain_proj is not None:
-            signals["gain"] = GAINS[str(self.gain)](widen(self.gain_proj(x)))
+            signals["gain"] = GAINS[str(self.gain)](to_state_dtype(self.gain_proj(x)))
         if self.mix_proj is not None:
-            signals["mix"] = torch.sigmoid(widen(self.mix_proj(x)))
+            signals["mix"] = torch.sigmoid(to_state_dtype(self.mix_proj(x)))
         return signals
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
@@ -117,5 +117,5 @@ class GatedKalmaNet(MemoryLayer):
 
 def _unit(x: Tensor) -> Tensor:
     """x / (|x| + eps), as published, in float32 inside. The zero vector stays zero."""
-    wide = widen(x)
+    wide = to_state_dtype(x)
     return (wide / (torch.linalg.vector_norm(wide, dim=-1, keepdim=True) + EPS)).to(x.dtype)

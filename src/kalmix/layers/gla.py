@@ -11,7 +11,7 @@ from kalmix import designs, ops
 from kalmix.designs import Design
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
-from kalmix.layers.modules import low_rank, widen
+from kalmix.layers.modules import low_rank, to_state_dtype
 from kalmix.types import Filtered
 from kalmix.validation import check_number, check_positive_int
 
@@ -57,13 +57,13 @@ class GLA(MemoryLayer):
         self.temperature = temperature
         self.decay_proj: nn.Sequential = low_rank(hidden_size, rank, sizes.heads * sizes.key_width, bias=True)
 
-    def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """As projected, q scaled by 1 / sqrt(K)."""
         return q * q.shape[-1] ** -0.5, k
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Log-decays, `[B, T, G, K]`."""
-        raw = widen(self.decay_proj(x)).unflatten(-1, (self.sizes.heads, -1))
+        raw = to_state_dtype(self.decay_proj(x)).unflatten(-1, (self.sizes.heads, -1))
         return {"log_decay": F.logsigmoid(raw) / self.temperature}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from kalmix import designs, ops
 from kalmix.beliefs import DiagonalBelief, loadable
 from kalmix.designs import Design
-from kalmix.layers.base import Mixer, check_state, detach, keep_owned, take, to
+from kalmix.layers.base import Mixer, check_state, detach, mask_outside, take, to
 from kalmix.layers.head_sizes import divide_state
-from kalmix.layers.modules import ShortConvolution, unit
+from kalmix.layers.modules import ShortConvolution, l2_normalize
 from kalmix.layers.parametrize import CellDynamics, observation_precision
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered, belief_dtype
@@ -57,7 +57,7 @@ class KLA(Mixer):
 
     design: Design | None = designs.KLA
     has_posterior = True
-    fuses_mlp = True
+    includes_mlp = True
 
     def __init__(
         self,
@@ -93,7 +93,9 @@ class KLA(Mixer):
         nn.init.ones_(self.skip)
 
     @classmethod
-    def sized(cls, width: int, state: int, *, slots: int | None = None, **given: Any) -> dict[str, Any]:
+    def options_for_state_size(
+        cls, width: int, state: int, *, slots: int | None = None, **given: Any
+    ) -> dict[str, Any]:
         """Return as many slots as `state` numbers make of a mean and a variance in each of `width` channels."""
         return {"slots": slots or divide_state(state, 2 * width)}
 
@@ -120,15 +122,15 @@ class KLA(Mixer):
     ) -> tuple[dict[str, Any], tuple[Tensor, Tensor], Tensor]:
         """What tokens `x` `[B, T, D]` supply: the arguments of `kalmix.ops.diagonal` (one head), what skip and gate
         take (both `[B, T, channels]`), and the convolution's window after them."""
-        owner = None if segments is None else segments.owner(*x.shape[:2])
-        z, gate = self.in_proj(keep_owned(x, owner)).chunk(2, dim=-1)
-        z, after = self.conv(z, window, segments, owner)
+        segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
+        z, gate = self.in_proj(mask_outside(x, segment_ids)).chunk(2, dim=-1)
+        z, after = self.conv(z, window, segments, segment_ids)
         z = F.silu(z)
         projected = self.signal_proj(z)
         q, k, rest = projected.split([self.slots, self.slots, projected.shape[-1] - 2 * self.slots], dim=-1)
         v, noise = (rest if self.value_proj is None else self.value_proj(rest)).chunk(2, dim=-1)
         log_decay, process_noise = self.dynamics(belief_dtype(v.dtype))
-        per_token = {"q": unit(q), "k": unit(k), "v": v, "precision": observation_precision(noise)}
+        per_token = {"q": l2_normalize(q), "k": l2_normalize(k), "v": v, "precision": observation_precision(noise)}
         signals = {name: signal[:, :, None] for name, signal in per_token.items()}
         return signals | {"log_decay": log_decay, "process_noise": process_noise}, (z, gate), after
 
@@ -152,12 +154,12 @@ class KLA(Mixer):
         """Return the Kalman attention maps of all channels (appendix E.4), in closed form."""
         return ops.diagonal_matrix(**self.signals(x)[0]).weights.flatten(1, 2)
 
-    def emit(self, readout: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
+    def project_out(self, readout: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """Skip, gate and output projection."""
         skipped, gate = context
         return self.out_proj((readout + skipped) * gate)
 
-    def emit_variance(self, variance: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
+    def project_out_variance(self, variance: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """Through the gate, squared, and the output projection, squared; exact, as channels are independent."""
         _, gate = context
         with torch.autocast(variance.device.type, enabled=False):

@@ -12,7 +12,7 @@ from kalmix import designs, ops
 from kalmix.designs import Design
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
-from kalmix.layers.modules import widen
+from kalmix.layers.modules import to_state_dtype
 from kalmix.types import Filtered
 
 
@@ -44,7 +44,7 @@ class LinearAttention(MemoryLayer):
         sizes = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v)
         super().__init__(hidden_size, sizes, conv=0, activate=False, norm_width=0, kernel=kernel)
 
-    def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Positive features, so that weights are."""
         return F.elu(q) + 1, F.elu(k) + 1
 
@@ -60,5 +60,5 @@ class LinearAttention(MemoryLayer):
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """`kalmix.ops.additive`, over the weights; 0 where nothing was ever written."""
         found = ops.additive(q, k, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1), **arguments)
-        value, weight = widen(found.mean).split([v.shape[-1], 1], dim=-1)
+        value, weight = to_state_dtype(found.mean).split([v.shape[-1], 1], dim=-1)
         return found._replace(mean=(value / (weight + 1e-6)).to(v.dtype))

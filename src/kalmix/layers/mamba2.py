@@ -40,7 +40,7 @@ class Mamba2(MemoryLayer):
     """
 
     design: Design | None = designs.MAMBA2
-    fuses_mlp = True
+    includes_mlp = True
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Mamba2(MemoryLayer):
         self.reset_parameters()
 
     @classmethod
-    def sized(
+    def options_for_state_size(
         cls,
         width: int,
         state: int,
@@ -90,7 +90,7 @@ class Mamba2(MemoryLayer):
         nn.init.ones_(self.skip)
         nn.init.ones_(self.norm_scale)
 
-    def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """C and B as they are, without a scale."""
         return q, k
 
@@ -104,7 +104,7 @@ class Mamba2(MemoryLayer):
         found = ops.additive(q, k, v, **arguments)
         return found._replace(mean=found.mean + self.skip.to(v.dtype)[:, None] * v)
 
-    def emit(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
+    def project_out(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Gate, then the norm of each group, then projection."""
         gate, _ = context
         assert gate is not None  # the layer always has one

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.beliefs import loadable
-from kalmix.layers.base import Mixer, check_state, detach, keep_owned, take, to
+from kalmix.layers.base import Mixer, check_state, detach, mask_outside, take, to
 from kalmix.layers.head_sizes import Heads, divide_state
-from kalmix.layers.modules import RMSNorm, ShortConvolution, low_rank, unit
+from kalmix.layers.modules import RMSNorm, ShortConvolution, l2_normalize, low_rank
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
 from kalmix.validation import check_choice, check_number, check_positive_int
@@ -30,7 +30,7 @@ class MemoryState(NamedTuple):
     """
 
     belief: Any  # a Belief; see `Filtered`
-    carried: Tensor
+    conv_state: Tensor
 
     take = take
     to = to
@@ -96,7 +96,7 @@ class MemoryLayer(Mixer):
         self.out_proj: nn.Linear = nn.Linear(sizes.values, hidden_size, bias=False)
 
     @classmethod
-    def sized(
+    def options_for_state_size(
         cls,
         width: int,
         state: int,
@@ -125,22 +125,22 @@ class MemoryLayer(Mixer):
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """Filter q, k `[B, T, H, K]` and v `[B, T, G, V]` with `signals`, a belief and segments."""
 
-    def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Where to read and write, given projected heads `[B, T, H, K]`: unit vectors, q scaled by 1 / sqrt(K)."""
-        return unit(q) * q.shape[-1] ** -0.5, unit(k)
+        return l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)
 
     def project(
-        self, x: Tensor, carried: Tensor | None, segments: Segments | None, owner: Tensor | None
+        self, x: Tensor, conv_state: Tensor | None, segments: Segments | None, segment_ids: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v of tokens `x`, and what to carry on behind them."""
         mixed = self.qkv_proj(x)
         if self.conv is None:
             after = mixed.new_zeros(x.shape[0] if segments is None else segments.count, 0)
         else:
-            mixed, after = self.conv(mixed, carried, segments, owner)
+            mixed, after = self.conv(mixed, conv_state, segments, segment_ids)
         sizes = self.sizes
         q, k, v = (F.silu(mixed) if self.activate else mixed).split([sizes.keys, sizes.keys, sizes.values], dim=-1)
-        q, k = self.address(*(part.unflatten(-1, (sizes.key_heads, sizes.key_width)) for part in (q, k)))
+        q, k = self.normalize_qk(*(part.unflatten(-1, (sizes.key_heads, sizes.key_width)) for part in (q, k)))
         return q, k, v.unflatten(-1, (sizes.heads, sizes.value_width)), after
 
     def read(
@@ -148,10 +148,10 @@ class MemoryLayer(Mixer):
     ) -> tuple[Filtered, tuple[Tensor | None, Tensor]]:
         """What the queries read out of the memory, `[B, T, G * V]`, independent between columns."""
         held = check_state(state, MemoryState, x, segments)
-        belief, carried = (None, None) if held is None else held
-        owner = None if segments is None else segments.owner(*x.shape[:2])
-        x = keep_owned(x, owner)
-        q, k, v, carried = self.project(x, carried, segments, owner)
+        belief, conv_state = (None, None) if held is None else held
+        segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
+        x = mask_outside(x, segment_ids)
+        q, k, v, conv_state = self.project(x, conv_state, segments, segment_ids)
         arguments: dict[str, Any] = self.signals(x)
         if self.has_posterior:
             arguments["variance"] = variance
@@ -159,7 +159,7 @@ class MemoryLayer(Mixer):
             mean, var, belief = self.op(q, k, v, **arguments, belief=belief, segments=segments, kernel=self.kernel)
         gate = None if self.gate_proj is None else GATES[str(self.gate)](self.gate_proj(x))
         mean, var = mean.flatten(2), None if var is None else var.expand_as(mean).flatten(2)
-        return Filtered(mean, var, MemoryState(belief, carried)), (gate, mean)
+        return Filtered(mean, var, MemoryState(belief, conv_state)), (gate, mean)
 
     @property
     def memory_shape(self) -> tuple[int, int]:
@@ -178,7 +178,7 @@ class MemoryLayer(Mixer):
         For 1 / s' = 1 / s~ + 1 / r^2. Of a regression it is the token's leverage. `None` where the memory has no
         covariance, or is not what tokens observe.
         """
-        if self.design is None or not self.design.uncertain or self.design.evidence.of != "memory":
+        if self.design is None or not self.design.has_variance or self.design.evidence.kind != "memory":
             return None
         _, k, v, _ = self.project(x, None, None, None)
         signals: dict[str, Any] = self.signals(x)
@@ -192,19 +192,19 @@ class MemoryLayer(Mixer):
 
         A read-out is linear in values, and the same for every column; `None` where columns have cells of their own.
         """
-        if self.design is not None and self.design.evidence.of == "cell":
+        if self.design is not None and self.design.evidence.kind == "cell":
             return None
         q, k, v, _ = self.project(x, None, None, None)
         own = torch.eye(x.shape[1], dtype=v.dtype, device=v.device)[:, None].expand(*v.shape[:3], -1)
         return self.op(q, k, own, **self.signals(x)).mean.transpose(1, 2)
 
-    def emit(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
+    def project_out(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Output norm, gate, output projection. Samples are normalised each by its own size."""
         gate, _ = context
         found = readout if self.norm is None else self.norm(self._split(readout)).flatten(-2)
         return self.out_proj(found if gate is None else found * gate)
 
-    def emit_variance(self, variance: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
+    def project_out_variance(self, variance: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Through norm, gate and projection, each squared; columns are independent.
 
         The norm divides a sample by its own root mean square, which is random. Here its mean square is replaced by

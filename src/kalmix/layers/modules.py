@@ -6,24 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.layers.base import keep_owned
+from kalmix.layers.base import mask_outside
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 from kalmix.validation import check_number
 
 
-def widen(x: Tensor) -> Tensor:
+def to_state_dtype(x: Tensor) -> Tensor:
     """`x` in the dtype of a belief: float32 from half precision, else as it is."""
     return x.to(belief_dtype(x.dtype))
 
 
-def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
+def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """`x` scaled to length 1 along its last axis, in float32 inside; QK norm. The zero vector stays zero."""
-    wide = widen(x)
+    wide = to_state_dtype(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
+def apply_rotary(x: Tensor, position: Tensor, base: float) -> Tensor:
     """Rotary positions: `x` `[B, T, heads, width]` turned by `position` `[B, T]`, in float32 inside; width is even.
 
     Columns turn in pairs (j, j + width / 2), by base^(-2 j / width) radians a position.
@@ -31,10 +31,10 @@ def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
     half = x.shape[-1] // 2
     frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = (position[..., None] * frequency)[:, :, None]
-    return turn(widen(x), angle.cos(), angle.sin()).to(x.dtype)
+    return rotate_pairs(to_state_dtype(x), angle.cos(), angle.sin()).to(x.dtype)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Complex pairs `[..., 2 C]`, the first C columns real, turned by angles `[..., C]`, given as cosine and sine."""
     real, imaginary = x.chunk(2, dim=-1)
     return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
@@ -45,7 +45,7 @@ def low_rank(inputs: int, rank: int, outputs: int, bias: bool) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias))
 
 
-def draw(mean: Tensor, variance: Tensor) -> Tensor:
+def sample_gaussian(mean: Tensor, variance: Tensor) -> Tensor:
     """A reparametrised sample of independent Gaussians, by PyTorch's global generator; the mean where variance is 0."""
     spread = torch.where(variance > 0, variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt(), 0)
     return mean + (spread * torch.randn_like(spread)).to(mean.dtype)
@@ -95,7 +95,7 @@ class ShortConvolution(nn.Module):
         x: Tensor,
         window: Tensor | None = None,
         segments: Segments | None = None,
-        owner: Tensor | None = None,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Convolve `x` `[B, T, C]`; `owner` is that of `segments`, worked out here if absent.
 
@@ -111,12 +111,12 @@ class ShortConvolution(nn.Module):
         if segments is None:
             history = torch.cat([window, x], dim=1)
             return self._shift(self._slide(history)), history[:, x.shape[1] :]
-        owner = segments.owner(*x.shape[:2]) if owner is None else owner
-        output, window = self._segmented(x, window, segments, owner)
-        return self._shift(output, owner), window
+        segment_ids = segments.segment_ids(*x.shape[:2]) if segment_ids is None else segment_ids
+        output, window = self._segmented(x, window, segments, segment_ids)
+        return self._shift(output, segment_ids), window
 
-    def _shift(self, output: Tensor, owner: Tensor | None = None) -> Tensor:
-        return output if self.bias is None else keep_owned(output + self.bias.to(output.dtype), owner)
+    def _shift(self, output: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+        return output if self.bias is None else mask_outside(output + self.bias.to(output.dtype), segment_ids)
 
     def _slide(self, history: Tensor, keep: list[Tensor] | None = None) -> Tensor:
         """The convolution of `[N, L + size - 1, C]`, `[N, L, C]`; `keep` masks what each tap may see.
@@ -134,20 +134,22 @@ class ShortConvolution(nn.Module):
             output = output + (seen if keep is None else torch.where(keep[tap], seen, 0)) * weight
         return output
 
-    def _segmented(self, x: Tensor, window: Tensor, segments: Segments, owner: Tensor) -> tuple[Tensor, Tensor]:
+    def _segmented(self, x: Tensor, window: Tensor, segments: Segments, segment_ids: Tensor) -> tuple[Tensor, Tensor]:
         batch, length, _ = x.shape
         reach = self.size - 1
-        before = F.pad(owner, (reach, 0), value=-2)
-        keep = [((before[:, tap : tap + length] == owner) & (owner >= 0))[..., None] for tap in range(self.size)]
+        before = F.pad(segment_ids, (reach, 0), value=-2)
+        keep = [
+            ((before[:, tap : tap + length] == segment_ids) & (segment_ids >= 0))[..., None] for tap in range(self.size)
+        ]
         within = self._slide(F.pad(x, (0, 0, reach, 0)), keep).flatten(0, 1)
 
         # The first inputs of a sequence also see its window: what it adds to them, put where they lie.
         row, start, stop = segments.rows.long()[:, :, None].unbind(1)
-        carried = self._slide(F.pad(window, (0, 0, 0, reach)))
+        conv_state = self._slide(F.pad(window, (0, 0, 0, reach)))
         token = start + torch.arange(reach, device=x.device)
         where = torch.where(token < stop, row * length + token, 0).flatten()
-        carried = torch.where((token < stop)[..., None], carried, 0).flatten(0, 1)
-        output = within.index_add(0, where, carried).unflatten(0, (batch, length))
+        conv_state = torch.where((token < stop)[..., None], conv_state, 0).flatten(0, 1)
+        output = within.index_add(0, where, conv_state).unflatten(0, (batch, length))
 
         # The window moves on: inputs from here if there were enough, else what remains of the old window.
         token = stop - reach + torch.arange(reach, device=x.device)

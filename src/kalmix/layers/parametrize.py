@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.layers.modules import low_rank, widen
+from kalmix.layers.modules import low_rank, to_state_dtype
 from kalmix.ops import LEAST_NOISE, Dynamics
 from kalmix.validation import check_choice, check_number
 
@@ -45,7 +45,7 @@ def positive(raw: Tensor) -> Tensor:
 
 def noise_variance(raw: Tensor, floor: float = 1e-4) -> Tensor:
     """Variance softplus(raw) + floor of a noise, in the dtype of a belief (appendix D of the Bayesian Layer)."""
-    return F.softplus(widen(raw)) + floor
+    return F.softplus(to_state_dtype(raw)) + floor
 
 
 def observation_precision(raw: Tensor, floor: float = 1e-4) -> Tensor:
@@ -105,7 +105,7 @@ class CellDynamics(nn.Module):
         return log_decay[None], noise[None]
 
 
-class Noise(nn.Module):
+class NoiseVariance(nn.Module):
     """Variances that a token sets: softplus(project(x) + bias) + floor, `[B, T, outputs]`, in the dtype of a belief.
 
     Args:
@@ -157,7 +157,7 @@ class StepDynamics(nn.Module):
                 self.frequency.uniform_(0, 2 * math.pi)
 
 
-class Stepped(NamedTuple):
+class DecayStep(NamedTuple):
     """What a token's step makes of learned rates, in the dtype of a belief.
 
     Attributes:
@@ -204,13 +204,13 @@ class StepDecay(nn.Module):
         )
         self.dynamics: StepDynamics = StepDynamics(math.prod(rates), outputs, least=least, turns=turns)
 
-    def forward(self, x: Tensor) -> Stepped:
+    def forward(self, x: Tensor) -> DecayStep:
         """Of tokens `x` `[B, T, D]`."""
-        raw, learned = widen(self.proj(x)), self.dynamics
+        raw, learned = to_state_dtype(self.proj(x)), self.dynamics
         step = F.softplus(raw + learned.step_bias.to(raw.dtype)).unflatten(-1, self.steps)
         rate = learned.log_rate.to(raw.dtype).exp().view(self.rates)
         angle = None if learned.frequency is None else learned.frequency.to(raw.dtype).view(self.rates) * step
-        return Stepped(-rate * step, step, angle)
+        return DecayStep(-rate * step, step, angle)
 
 
 class StateDynamics(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix import ops
-from kalmix.layers.robust_weights import Doubt
+from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics
 from kalmix.segments import Segments
@@ -53,7 +53,7 @@ class RadialTangentialAttention(TrajectoryLayer):
         sizes = complex_heads(hidden_size, heads, head_dim)
         super().__init__(hidden_size, sizes, rotary_base=rotary_base, parts=(2,), predict=predict)
         self.window = window
-        self.doubt: Doubt = Doubt(sizes.heads, nu=(2.0, 2.0 * max(1, sizes.key_width - 1)))
+        self.robust_weights: RobustWeights = RobustWeights(sizes.heads, nu=(2.0, 2.0 * max(1, sizes.key_width - 1)))
 
     def states(self, dtype: torch.dtype) -> Dynamics:
         """The dynamics, noises as all channels have them on average: one is along the direction, the others across."""
@@ -74,6 +74,6 @@ class RadialTangentialAttention(TrajectoryLayer):
     ) -> Filtered:
         """`kalmix.ops.attend_radial`."""
         dtype = belief_dtype(q.dtype)
-        rules: dict[str, Any] = self.dynamics(dtype)._asdict() | self.doubt(dtype)
+        rules: dict[str, Any] = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
         rules |= {"window": self.window, "variance": variance}
         return ops.attend_radial(q, k, v, belief=belief, segments=segments, times=times, **rules)

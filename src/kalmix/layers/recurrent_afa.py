@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from kalmix.beliefs import loadable
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import detach, take
-from kalmix.layers.modules import widen
-from kalmix.layers.robust_weights import Doubt
-from kalmix.layers.trajectory_base import Passage, TrajectoryLayer, complex_heads
+from kalmix.layers.modules import to_state_dtype
+from kalmix.layers.robust_weights import RobustWeights
+from kalmix.layers.trajectory_base import StateTransition, TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics, walk
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
@@ -20,7 +20,7 @@ from kalmix.validation import can_check_values, check_positive_int, check_shape
 
 
 @loadable
-class RunningEstimate(NamedTuple):
+class RecurrentAFAState(NamedTuple):
     """What is known of the states of a sequence after its last token.
 
     Attributes:
@@ -36,10 +36,10 @@ class RunningEstimate(NamedTuple):
     take = take
     detach = detach
 
-    def to(self, *args: Any, **kwargs: Any) -> RunningEstimate:
+    def to(self, *args: Any, **kwargs: Any) -> RecurrentAFAState:
         """As `Tensor.to`; times keep their dtype."""
         mean, precision = (x.to(*args, **kwargs) for x in self[:2])
-        return RunningEstimate(mean, precision, self.time.to(mean.device))
+        return RecurrentAFAState(mean, precision, self.time.to(mean.device))
 
 
 class RecurrentFilterAttention(TrajectoryLayer):
@@ -69,7 +69,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
     """
 
     has_posterior = True
-    remembers = RunningEstimate
+    state_type = RecurrentAFAState
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
         sizes = complex_heads(hidden_size, heads, head_dim)
         super().__init__(hidden_size, sizes, rotary_base=rotary_base, predict=predict)
         self.iterations = iterations
-        self.doubt: Doubt = Doubt(sizes.heads, nu=2.0 * sizes.key_width)
+        self.robust_weights: RobustWeights = RobustWeights(sizes.heads, nu=2.0 * sizes.key_width)
 
     def reset_parameters(self) -> None:
         """Steps are nearly full: 0.98."""
@@ -100,9 +100,9 @@ class RecurrentFilterAttention(TrajectoryLayer):
         """Return the number of elements of an estimate: means of two states, a precision a head, and a time."""
         return 4 * self.sizes.keys + self.sizes.heads + 1
 
-    def settle(self, known: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def mix_residual(self, known: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """As it is: the residual is the step."""
-        return widen(known.mean), known.variance
+        return to_state_dtype(known.mean), known.variance
 
     def estimate(
         self,
@@ -110,7 +110,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
         k: Tensor,
         v: Tensor,
         variance: bool,
-        belief: RunningEstimate | None,
+        belief: RecurrentAFAState | None,
         segments: Segments | None,
         times: Tensor | None,
     ) -> Filtered:
@@ -119,7 +119,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
         count = batch if segments is None else segments.count
         if belief is None:
             nothing = v.new_zeros(count, 2, heads, width, dtype=dtype)
-            belief = RunningEstimate(nothing, nothing[:, :1, :, :1], v.new_zeros(count, 1, 1, 1, dtype=torch.float64))
+            belief = RecurrentAFAState(nothing, nothing[:, :1, :, :1], v.new_zeros(count, 1, 1, 1, dtype=torch.float64))
         if min(count, batch, length) == 0:
             return Filtered(torch.zeros_like(v), v.new_zeros(*v.shape[:3], 1, dtype=dtype), belief)
         if times is not None:
@@ -128,8 +128,8 @@ class RecurrentFilterAttention(TrajectoryLayer):
         looks = torch.stack([k, v], 2).to(dtype)  # [B, T, 2, H, 2 C]
         now = [None] * length if times is None else times[..., None, None, None].unbind(1)
         tokens = zip(q.to(dtype)[:, :, None].unbind(1), looks.unbind(1), now, strict=True)
-        owner = None if segments is None else segments.owner(batch, length)
-        reads, after = walk(_Step(self, dtype), belief, tokens, owner)
+        segment_ids = None if segments is None else segments.segment_ids(batch, length)
+        reads, after = walk(_Step(self, dtype), belief, tokens, segment_ids)
         return Filtered(reads[0].to(v.dtype), reads[1], after)
 
 
@@ -139,15 +139,16 @@ class _Step:
     def __init__(self, layer: RecurrentFilterAttention, dtype: torch.dtype) -> None:
         self.states: Dynamics = layer.states(dtype)
         self.iterations = layer.iterations
-        doubt = layer.doubt(dtype)
+        robust_weights = layer.robust_weights(dtype)
         self.noise, self.nu, self.temperature, self.part = (
-            x[:, None] for x in (self.states.key_noise, *doubt.values(), torch.sigmoid(layer.residual.to(dtype)))
+            x[:, None]
+            for x in (self.states.key_noise, *robust_weights.values(), torch.sigmoid(layer.residual.to(dtype)))
         )
-        self.unit: Passage = Passage.of(self.states, torch.ones_like(self.noise[0, 0]))
+        self.unit: StateTransition = StateTransition.of(self.states, torch.ones_like(self.noise[0, 0]))
 
     def __call__(
-        self, belief: RunningEstimate, query: Tensor, look: Tensor, now: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor], RunningEstimate]:
+        self, belief: RecurrentAFAState, query: Tensor, look: Tensor, now: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], RecurrentAFAState]:
         mean, precision, time = belief
         seen = precision > 0
         passage = self.unit
@@ -157,7 +158,7 @@ class _Step:
             lag = torch.where(seen[:, :, :1], now - time, 0)
             if can_check_values(lag) and bool((lag < 0).any()):
                 raise ArgumentError("times", got="decreasing", expected="not to decrease in a sequence")
-            passage = Passage.of(self.states, lag[:, :, 0, 0].to(mean.dtype))
+            passage = StateTransition.of(self.states, lag[:, :, 0, 0].to(mean.dtype))
         before = passage(mean)
         # One over a variance, 0 where nothing is known, and so nothing divided by 0.
         prior = torch.where(seen, precision / (passage.decay.square() + passage.noise * precision), 0)
@@ -170,4 +171,4 @@ class _Step:
             gain = weight / (weight + self.noise * prior)
             guess = before + part * gain * (look - before)
         posterior = prior + weight / self.noise
-        return (guess[:, 1], 1 / posterior[:, 0]), RunningEstimate(guess, posterior, now)
+        return (guess[:, 1], 1 / posterior[:, 0]), RecurrentAFAState(guess, posterior, now)

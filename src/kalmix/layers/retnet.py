@@ -12,7 +12,7 @@ from kalmix.designs import Design
 from kalmix.errors import ArgumentError
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
-from kalmix.layers.modules import rotate
+from kalmix.layers.modules import apply_rotary
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import check_number
@@ -55,24 +55,24 @@ class RetNet(MemoryLayer):
         check_number("rotary_base", rotary_base)
         self.rotary_base = rotary_base
 
-    def address(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """As projected, q scaled by 1 / sqrt(K)."""
         return q * q.shape[-1] ** -0.5, k
 
     def project(
-        self, x: Tensor, carried: Tensor | None, segments: Segments | None, owner: Tensor | None
+        self, x: Tensor, conv_state: Tensor | None, segments: Segments | None, segment_ids: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q and k turned by the position of their token; carried on is how many tokens there were, int64 `[N]`."""
-        q, k, v, _ = super().project(x, None, segments, owner)
+        q, k, v, _ = super().project(x, None, segments, segment_ids)
         token = torch.arange(x.shape[1], device=x.device)
-        if segments is None or owner is None:
-            past = token.new_zeros(x.shape[0]) if carried is None else carried
+        if segments is None or segment_ids is None:
+            past = token.new_zeros(x.shape[0]) if conv_state is None else conv_state
             position, after = past[:, None] + token, past + x.shape[1]
         else:
             _, start, stop = segments.rows.long().unbind(1)
-            past = torch.zeros_like(start) if carried is None else carried
-            position, after = token + (past - start)[owner.clamp(min=0)], past + stop - start
-        return rotate(q, position, self.rotary_base), rotate(k, position, self.rotary_base), v, after
+            past = torch.zeros_like(start) if conv_state is None else conv_state
+            position, after = token + (past - start)[segment_ids.clamp(min=0)], past + stop - start
+        return apply_rotary(q, position, self.rotary_base), apply_rotary(k, position, self.rotary_base), v, after
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """The fixed log-decays, `[B, T, G]`."""

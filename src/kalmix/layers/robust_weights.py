@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kalmix.layers.parametrize import positive
 
 
-class Doubt(nn.Module):
+class RobustWeights(nn.Module):
     """How heads doubt what they see, learned: arguments of ops, `[H]` each, or `[H, parts]` where nu has parts.
 
     Args:
@@ -45,7 +45,7 @@ class Doubt(nn.Module):
         return said if self.floor is None else said | {"floor": F.softplus(self.floor.to(dtype))}
 
 
-class Confidence(nn.Module):
+class ConfidenceGate(nn.Module):
     """A gate a head and token, of how much was seen (appendix B.2): sigmoid(w log(total precision) + b).
 
     Of the logarithm, as the precision itself grows with the length of what was seen. Initially w = 1 and b = 2: shut
@@ -69,7 +69,7 @@ class Confidence(nn.Module):
         return torch.sigmoid(self.bias - self.weight * seen)[..., None]
 
 
-class Foresight(nn.Module):
+class PredictionGate(nn.Module):
     """How much of a prediction, how much of the estimate to give, a token and channel (the end of section 3.1).
 
     g = sigmoid(a' log(1 + |r|^2) + b), with r what the estimate differs by from what the token itself shows, `[C]`.

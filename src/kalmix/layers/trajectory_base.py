@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import Mixer, check_state, keep_owned
+from kalmix.layers.base import Mixer, check_state, mask_outside
 from kalmix.layers.head_sizes import Heads
-from kalmix.layers.modules import draw, turn, widen
+from kalmix.layers.modules import rotate_pairs, sample_gaussian, to_state_dtype
 from kalmix.layers.parametrize import StateDynamics
-from kalmix.layers.robust_weights import Confidence, Foresight
+from kalmix.layers.robust_weights import ConfidenceGate, PredictionGate
 from kalmix.ops import Dynamics, kappa
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered, belief_dtype
@@ -30,15 +30,15 @@ def complex_heads(hidden_size: int, heads: int | None, head_dim: int | None) -> 
     return Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, widest=64)
 
 
-class Passage(NamedTuple):
+class StateTransition(NamedTuple):
     """What becomes of a state in the time to come: `[..., H, 1]`, and of a channel `[..., H, C]`."""
 
     decay: Tensor
-    turn: tuple[Tensor, Tensor]
+    rotate_pairs: tuple[Tensor, Tensor]
     noise: Tensor
 
     @classmethod
-    def of(cls, dynamics: Dynamics, lag: Tensor) -> Passage:
+    def of(cls, dynamics: Dynamics, lag: Tensor) -> StateTransition:
         """After lags `[...]`."""
         angle = dynamics.frequency * lag[..., None, None]
         decay, grown = (dynamics.log_decay * lag[..., None]).exp(), kappa(-dynamics.log_decay, lag[..., None])
@@ -46,7 +46,7 @@ class Passage(NamedTuple):
 
     def __call__(self, state: Tensor) -> Tensor:
         """The state `[..., H, 2 C]` by then, without its noise."""
-        return self.decay * turn(state, *self.turn)
+        return self.decay * rotate_pairs(state, *self.rotate_pairs)
 
 
 class TrajectoryLayer(Mixer):
@@ -70,7 +70,7 @@ class TrajectoryLayer(Mixer):
         kernel: pin a kernel of the op.
     """
 
-    remembers: ClassVar[type] = HistoryBelief  # what the state is
+    state_type: ClassVar[type] = HistoryBelief  # what the state is
     window: int | None = None  # how many tokens a query sees; all if absent
 
     def __init__(
@@ -94,8 +94,10 @@ class TrajectoryLayer(Mixer):
         self.in_proj: nn.Linear = nn.Linear(hidden_size, 3 * columns)
         self.dynamics: StateDynamics = StateDynamics(sizes.heads, sizes.key_width, rotary_base, parts)
         self.residual: nn.Parameter = nn.Parameter(torch.empty(sizes.heads))
-        self.confidence: Confidence | None = Confidence(sizes.heads) if confidence else None
-        self.foresight: Foresight | None = Foresight(sizes.heads, sizes.key_width) if predict == "gate" else None
+        self.confidence: ConfidenceGate | None = ConfidenceGate(sizes.heads) if confidence else None
+        self.prediction_gate: PredictionGate | None = (
+            PredictionGate(sizes.heads, sizes.key_width) if predict == "gate" else None
+        )
         self.out_proj: nn.Linear = nn.Linear(columns, hidden_size)
         self.reset_parameters()
 
@@ -145,20 +147,22 @@ class TrajectoryLayer(Mixer):
             times: `[B, T]` when tokens were seen, as `kalmix.ops.attend` takes them; one unit a token if absent.
             ahead: `[B, T]` how long after its token each prediction is for, >= 0; one unit if absent.
         """
-        held = check_state(state, self.remembers, x, segments)
+        held = check_state(state, self.state_type, x, segments)
         if ahead is not None:
             check_shape("ahead", ahead, "B T", {"B": x.shape[0], "T": x.shape[1]})
-        owner = None if segments is None else segments.owner(*x.shape[:2])
-        q, k, v = self.project(keep_owned(x, owner))
+        segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
+        q, k, v = self.project(mask_outside(x, segment_ids))
         with torch.autocast(x.device.type, enabled=False):
             sure = variance or self.confidence is not None
             known = self.estimate(q, k, v, sure, held, segments, times)
-            mean, spread = self.advance(*self.settle(known, v), v, ahead)
-        mean = keep_owned(mean.flatten(2), owner)
+            mean, spread = self.predict_state(*self.mix_residual(known, v), v, ahead)
+        mean = mask_outside(mean.flatten(2), segment_ids)
         if not variance or spread is None:
-            return Filtered(mean, None, known.belief), owner
+            return Filtered(mean, None, known.belief), segment_ids
         half = (spread / 2).expand(*v.shape[:3], self.sizes.key_width)
-        return Filtered(mean, keep_owned(torch.cat([half, half], -1).flatten(2), owner), known.belief), owner
+        return Filtered(
+            mean, mask_outside(torch.cat([half, half], -1).flatten(2), segment_ids), known.belief
+        ), segment_ids
 
     def state_size(self, length: int) -> int:
         """Return the number of elements of keys, values and times of the tokens that the belief holds."""
@@ -174,7 +178,7 @@ class TrajectoryLayer(Mixer):
         """
         return None
 
-    def settle(self, known: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def mix_residual(self, known: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """The inner residual: the estimate that goes on, and its complex variance, `[B, T, H, 1 or C]`.
 
         What the token itself shows is taken as given: the variance is of what the filter adds.
@@ -185,39 +189,39 @@ class TrajectoryLayer(Mixer):
             spread = spread[..., : self.sizes.key_width]  # of imaginary parts it is the same
             taken = taken if self.confidence is None else taken * self.confidence(spread)
             spread = taken.square() * spread
-        return kept * widen(v) + taken * widen(known.mean), spread
+        return kept * to_state_dtype(v) + taken * to_state_dtype(known.mean), spread
 
-    def advance(
+    def predict_state(
         self, estimate: Tensor, spread: Tensor | None, v: Tensor, ahead: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The state to come, `[B, T, H, 2 C]` in the dtype of `v`, and its complex variance."""
         dtype = estimate.dtype
         if self.predict is None:
             return estimate.to(v.dtype), spread
-        passage = Passage.of(self.states(dtype), estimate.new_ones(()) if ahead is None else ahead.to(dtype))
+        passage = StateTransition.of(self.states(dtype), estimate.new_ones(()) if ahead is None else ahead.to(dtype))
         then = passage(estimate)
-        if self.foresight is None:
+        if self.prediction_gate is None:
             return then.to(v.dtype), None if spread is None else passage.decay.square() * spread + passage.noise
-        gate, (cos, sin) = self.foresight(estimate, widen(v)), passage.turn
+        gate, (cos, sin) = self.prediction_gate(estimate, to_state_dtype(v)), passage.rotate_pairs
         mean = estimate + torch.cat([gate, gate], -1) * (then - estimate)
         if spread is not None:
             reach = (1 - gate + gate * passage.decay * cos).square() + (gate * passage.decay * sin).square()
             spread = reach * spread + gate.square() * passage.noise
         return mean.to(v.dtype), spread
 
-    def emit(self, readout: Tensor, context: Tensor | None) -> Tensor:
+    def project_out(self, readout: Tensor, context: Tensor | None) -> Tensor:
         """The output projection; 0 at tokens of no sequence, which `context` tells."""
-        return keep_owned(self.out_proj(readout), context)
+        return mask_outside(self.out_proj(readout), context)
 
-    def emit_variance(self, variance: Tensor, context: Tensor | None) -> Tensor:
+    def project_out_variance(self, variance: Tensor, context: Tensor | None) -> Tensor:
         """Through the output projection, squared; exact, as columns are independent."""
         with torch.autocast(variance.device.type, enabled=False):
             return F.linear(variance, self.out_proj.weight.to(variance.dtype).square())
 
-    def pull(self, x: Tensor, ahead: Tensor) -> Tensor:
+    def predict_from_token(self, x: Tensor, ahead: Tensor) -> Tensor:
         """What each token alone says of what is seen after `ahead` `[B, T]`: `[B, T, D]`, in output space."""
-        v = widen(self.project(x)[2])
-        return self.out_proj(Passage.of(self.states(v.dtype), ahead.to(v.dtype))(v).flatten(2).to(x.dtype))
+        v = to_state_dtype(self.project(x)[2])
+        return self.out_proj(StateTransition.of(self.states(v.dtype), ahead.to(v.dtype))(v).flatten(2).to(x.dtype))
 
     def sample(
         self,
@@ -241,4 +245,6 @@ class TrajectoryLayer(Mixer):
         (mean, variance, _), context = self.read(x, state, segments, True, **when)
         assert variance is not None
         look = self.states(variance.dtype).key_noise.repeat_interleave(2 * self.sizes.key_width) / 2
-        return self.emit(draw(mean.expand(count, *mean.shape), (variance + look).expand(count, *mean.shape)), context)
+        return self.project_out(
+            sample_gaussian(mean.expand(count, *mean.shape), (variance + look).expand(count, *mean.shape)), context
+        )

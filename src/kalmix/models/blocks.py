@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from kalmix.errors import ArgumentError
 from kalmix.layers import mixer_class
 from kalmix.layers.base import Mixer
-from kalmix.layers.config_io import is_spelled, spell
-from kalmix.layers.modules import RMSNorm, draw
+from kalmix.layers.config_io import has_config, to_config
+from kalmix.layers.modules import RMSNorm, sample_gaussian
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
 from kalmix.validation import check_positive_int
@@ -77,8 +77,8 @@ def layers_to_json(layers: Sequence[LayerEntry]) -> list[str | dict[str, Any]]:
     """
 
     def plain(value: object) -> object:
-        if is_spelled(value):
-            return spell(value)
+        if has_config(value):
+            return to_config(value)
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
     return [entry if isinstance(entry, str) else {k: plain(v) for k, v in entry.items()} for entry in layers]
@@ -94,7 +94,7 @@ def _spec(entry: object, hidden_size: int) -> LayerSpec:
     mlp = options.pop("mlp", None)
     mixer = mixer_class(name, options)
     if mlp is None:
-        mlp = 0 if mixer.fuses_mlp else -(-8 * hidden_size // 24) * 8
+        mlp = 0 if mixer.includes_mlp else -(-8 * hidden_size // 24) * 8
     if mlp != 0:
         check_positive_int("mlp", mlp)
     return LayerSpec(name, options, mlp)
@@ -165,16 +165,16 @@ class Block(nn.Module):
         mixer_input = self.norm(x)
         variance = self.mixer.has_posterior and (sample or output_belief or output_posterior)
         (mean, var, after), context = self.mixer.read(mixer_input, state, segments, variance)
-        readout = draw(mean, var) if sample and var is not None else mean
+        readout = sample_gaussian(mean, var) if sample and var is not None else mean
         output = self._output_belief(mean, var, after, context) if output_belief else None
         kept = Posterior(x, mean, var, context) if output_posterior and var is not None else None
         return BlockOutput(self.finish(x, readout, context), after, mixer_input, output, kept)
 
     def finish(self, residual: Tensor, readout: Tensor, context: object) -> Tensor:
         """The residual stream behind the block, given a read-out, or samples of it stacked in front."""
-        x = residual + self.mixer.emit(readout, context)
+        x = residual + self.mixer.project_out(readout, context)
         return x if self.mlp is None or self.mlp_norm is None else x + self.mlp(self.mlp_norm(x))
 
     def _output_belief(self, mean: Tensor, variance: Tensor | None, state: Belief, context: object) -> Filtered:
-        spread = None if variance is None else self.mixer.emit_variance(variance, context)
-        return Filtered(self.mixer.emit(mean, context), spread, state)
+        spread = None if variance is None else self.mixer.project_out_variance(variance, context)
+        return Filtered(self.mixer.project_out(mean, context), spread, state)

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 from kalmix.beliefs import loadable
 from kalmix.errors import ArgumentError
 from kalmix.layers import Mixer
-from kalmix.segments import Segments, unchecked
+from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Belief
 
 LAYER_TYPE = "kalmix_belief"
@@ -29,7 +29,9 @@ class CachedCall(NamedTuple):
         """The same call with only its first tokens."""
         segments = self.segments
         if segments is not None:
-            segments = unchecked(torch.cat([segments.rows[:, :1], segments.rows[:, 1:].clamp(max=tokens)], dim=1))
+            segments = segments_without_checks(
+                torch.cat([segments.rows[:, :1], segments.rows[:, 1:].clamp(max=tokens)], dim=1)
+            )
         return CachedCall(self.initial_state, self.mixer_input[:, :tokens], segments)
 
     def take(self, index: Tensor) -> CachedCall:
@@ -37,7 +39,7 @@ class CachedCall(NamedTuple):
         segments = self.segments
         if segments is not None:
             row = torch.arange(len(index), dtype=torch.int32, device=index.device)
-            segments = unchecked(torch.cat([row[:, None], segments.rows[index, 1:]], dim=1))
+            segments = segments_without_checks(torch.cat([row[:, None], segments.rows[index, 1:]], dim=1))
         return CachedCall(_take(self.initial_state, index), self.mixer_input.index_select(0, index), segments)
 
 

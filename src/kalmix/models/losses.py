@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kalmix.layers.modules import draw
+from kalmix.layers.modules import sample_gaussian
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 
@@ -22,8 +22,8 @@ def next_token_targets(labels: Tensor, segments: Segments | None) -> Tensor:
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     if segments is None:
         return targets
-    owner = F.pad(segments.owner(*labels.shape), (0, 1), value=-1)
-    return torch.where((owner[:, :-1] >= 0) & (owner[:, :-1] == owner[:, 1:]), targets, IGNORE_INDEX)
+    segment_ids = F.pad(segments.segment_ids(*labels.shape), (0, 1), value=-1)
+    return torch.where((segment_ids[:, :-1] >= 0) & (segment_ids[:, :-1] == segment_ids[:, 1:]), targets, IGNORE_INDEX)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
@@ -59,7 +59,7 @@ def marginal_likelihood(
 
     def chunk_log_likelihood(size: int, mean: Tensor, variance: Tensor) -> Tensor:
         # One draw a sample, so that the slicing does not change the samples.
-        readouts = torch.stack([draw(mean, variance) for _ in range(size)])
+        readouts = torch.stack([sample_gaussian(mean, variance) for _ in range(size)])
         return torch.logsumexp(-_nll(decode(readouts), targets.expand(size, *targets.shape)), dim=0)
 
     sizes = [min(chunk_size, samples - start) for start in range(0, samples, chunk_size)]

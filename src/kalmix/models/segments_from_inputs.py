@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
-from kalmix.segments import Segments, unchecked
+from kalmix.segments import Segments, segments_without_checks
 from kalmix.validation import can_check_values
 
 
@@ -73,4 +73,4 @@ def _segments_by_marks(name: str, marks: Tensor, batch: int, length: int, step: 
     if row.shape[0] <= batch:
         return None
     ends = torch.cat([(row * length + start)[1:], row.new_tensor([batch * length])])
-    return unchecked(torch.stack([row, start, ends - row * length], dim=1).to(torch.int32))
+    return segments_without_checks(torch.stack([row, start, ends - row * length], dim=1).to(torch.int32))

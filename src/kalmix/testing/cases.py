@@ -86,7 +86,7 @@ class Case:
     @property
     def quantities(self) -> list[str]:
         """What `outputs` lists."""
-        read = ["mean", "variance"] if self.problem.design.uncertain else ["mean"]
+        read = ["mean", "variance"] if self.problem.design.has_variance else ["mean"]
         return [*read, *(f"belief.{field}" for field in self.problem.belief._fields)]
 
     def segments(self, rows: list[tuple[int, int, int]]) -> Segments:
@@ -139,7 +139,7 @@ class Case:
         # A covariance is symmetric, and so is its gradient: only that part of it is anybody's business.
         squares = ("covariance", "gram")
         priors = [(symmetric if field in squares else _same)(inputs[f"prior.{field}"]) for field in fields]
-        signals["variance"] = self.problem.design.uncertain
+        signals["variance"] = self.problem.design.has_variance
         return signals | self.problem.options | {"belief": self.problem.belief(*priors) if priors else None}
 
     def run(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
@@ -157,7 +157,7 @@ class Case:
     def run_lowered(self, lowered: Tensors, segments: Segments | None = None) -> Filtered:
         """The op's answer, given signals as it takes them."""
         arguments = self._arguments(lowered)
-        if not self.problem.design.uncertain:
+        if not self.problem.design.has_variance:
             del arguments["variance"]
         return OPS[self.op].function(**arguments, segments=segments, kernel=self.kernel)
 

@@ -202,7 +202,7 @@ def learnable(x: Tensors) -> list[str]:
 
 def names_of(case: Draw) -> list[str]:
     """Names of what `answers` returns."""
-    names = ["mean", "variance"] if ops.OPS[case.op].uncertain else ["mean"]
+    names = ["mean", "variance"] if ops.OPS[case.op].has_variance else ["mean"]
     if case.op == "attend":
         names += ["keys", "values", "times", "positions"] if case.options["causal"] else []
     else:
@@ -264,7 +264,7 @@ def call(case: Draw, device: str, x: Tensors) -> list[Tensor]:
         signals["belief"] = kind(*(symmetric(part) if field in SQUARES else part for field, part in pairs))
     if "value_dynamics.log_decay" in x:
         signals["value_dynamics"] = ops.Dynamics(*(x[f"value_dynamics.{name}"] for name in DYNAMICS))
-    if ops.OPS[case.op].uncertain:
+    if ops.OPS[case.op].has_variance:
         signals["variance"] = True
     if case.runs is not None:
         rows = torch.tensor(case.runs, dtype=torch.int32, device=device).reshape(-1, 3)

@@ -96,7 +96,7 @@ def assert_isolated(case: Case, inputs: Tensors, segments: Segments | None, clea
             where = torch.full_like(where, alone)[:1, 0]
         _assert_same(f"{what} d {name}", x, clean.grads[name], where)
     if segments is not None:
-        padding = segments.owner(*spoiled.tokens.shape) < 0
+        padding = segments.segment_ids(*spoiled.tokens.shape) < 0
         grads = {f"d {name}": x for name, x in got.grads.items() if case.per_token(name)}
         for name, x in (got.reads | grads).items():
             assert bool((x[padding] == 0).all()), f"{spoiled.fill} in padding: {name} of padding is not 0"
@@ -117,10 +117,10 @@ def packing(case: Case) -> Segments:
 
 def tokens_of(segments: Segments, case: Case, spoiled: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Masks of the tokens of some sequences (-1: of padding) and of these sequences."""
-    owner = segments.owner(case.batch, case.length)
-    numbers = torch.arange(segments.count, device=owner.device)
-    chosen = torch.tensor(spoiled, device=owner.device)
-    return torch.isin(owner, chosen), torch.isin(numbers, chosen)
+    segment_ids = segments.segment_ids(case.batch, case.length)
+    numbers = torch.arange(segments.count, device=segment_ids.device)
+    chosen = torch.tensor(spoiled, device=segment_ids.device)
+    return torch.isin(segment_ids, chosen), torch.isin(numbers, chosen)
 
 
 def assert_packed_isolated(case: Case, fills: tuple[str, ...]) -> None:

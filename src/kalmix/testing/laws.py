@@ -327,7 +327,7 @@ OF_VARIANCE: dict[str, Law] = {law.__name__: law for law in (variances_stay_posi
 def laws(case: Case) -> dict[str, Law]:
     """The laws that speak of a case: those of variance only where the belief has one, of tokens that say nothing where
     a token can, of bits where they could vary."""
-    found = LAWS | OF_VARIANCE if case.problem.design.uncertain else dict(LAWS)
+    found = LAWS | OF_VARIANCE if case.problem.design.has_variance else dict(LAWS)
     if case.problem.silent is None:
         del found[idle_tokens_leave_the_belief.__name__], found[evidence_never_raises_variance.__name__]
     if case.row.triton:  # a tile is a matrix product, where NaN times 0 is NaN

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix._oracle import storing
+from kalmix._oracle import transform_stored_beliefs
 from kalmix.beliefs import HistoryBelief
 
 ROUNDINGS = 16  # operations on the path of one token through a cell: about a dozen, and the sum over slots
@@ -89,7 +89,9 @@ def budgets(
         epsilon = torch.finfo(dtype).eps
         moved = []
         for draw in range(draws):
-            with storing(partial(stored, epsilon=epsilon, generator=torch.Generator().manual_seed(draw))):
+            with transform_stored_beliefs(
+                partial(stored, epsilon=epsilon, generator=torch.Generator().manual_seed(draw))
+            ):
                 moved.append(exact(rounded(inputs, epsilon, draw)))
         for i in range(len(want)):
             allowed[i] += times * (epsilon + max(relative_error(outputs[i], want[i]) for outputs in moved))

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from kalmix.errors import ArgumentError, FileError
-from kalmix.files import alone, read_json, sync_tree, write_text, writing
+from kalmix.files import disk_errors, lock_folder, read_json, sync_tree, write_text
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.training import inputs
 from kalmix.training.checkpoints import inputs_of, newest, saved
@@ -107,7 +107,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
     output = Path(broadcast_object_list([str(output)])[0])
     set_seed(recipe.seed)
     corpus = load(recipe.text)
-    with alone(output) if here.is_main_process else nullcontext(), writing(output):
+    with lock_folder(output) if here.is_main_process else nullcontext(), disk_errors(output):
         return _train(recipe, output, corpus, resume=resume, callbacks=callbacks)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
-from kalmix.files import sync, sync_tree, writing
+from kalmix.files import disk_errors, sync, sync_tree
 from kalmix.training.checkpoints import number, saved, write_manifest
 
 UNFINISHED = "unfinished"
@@ -49,7 +49,7 @@ class SafeTrainer(Trainer):
         if self.args.should_save:
             shutil.rmtree(self._folder / UNFINISHED, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        with writing(self._folder):
+        with disk_errors(self._folder):
             self._saving = True
             try:
                 super()._save_checkpoint(model, trial)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from filelock import FileLock
 
 from kalmix.errors import ArgumentError, FileError
-from kalmix.files import check_format, read_text, sync, writing
+from kalmix.files import check_format, disk_errors, read_text, sync
 
 Row = dict[str, Any]
 
@@ -81,7 +81,7 @@ class Results:
             OSError: the disk is full; names the file.
         """
         text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        with FileLock(self._beside("results")), writing(self.path), self.path.open("a+b", buffering=0) as file:
+        with FileLock(self._beside("results")), disk_errors(self.path), self.path.open("a+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
             text = (b"" if file.read(1) in (b"", b"\n") else b"\n") + text

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kalmix.errors import ArgumentError
-from kalmix.files import replacing
+from kalmix.files import replace_file
 from kalmix_bench.runner import markdown_console
 from kalmix_bench.runner.cells import Results, Row
 from kalmix_bench.runner.experiment import Experiment
@@ -97,7 +97,7 @@ def _orderings(known: Iterable[Seen]) -> Table:
 
 def _csv(findings: Iterable[Finding], path: Path) -> Path:
     """A line a finding."""
-    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+    with replace_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         lines = csv.writer(file)
         lines.writerow([*COLUMNS, "score", "mean", "standard error", "paper percent", "source"])
         for found in findings:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from filelock import Timeout
 
-from kalmix.files import FORMAT, writing
+from kalmix.files import FORMAT, disk_errors
 from kalmix.training.provenance import provenance
 from kalmix_bench.runner.cells import Results, Row
 from kalmix_bench.runner.experiment import CellT, Experiment, Stopped, Tell
@@ -86,7 +86,7 @@ def run(
 def _finish(task: Task, piece: Piece, begin: Callable[[], Tell]) -> str:
     """Run what is missing of a piece and write it: "finished"; "stopped"; "taken" if another process has a cell."""
     experiment, results, device, stop = task
-    with ExitStack() as claims, writing(results.path.parent):
+    with ExitStack() as claims, disk_errors(results.path.parent):
         for cell in piece:
             try:
                 claims.enter_context(results.claim(cell).acquire(timeout=0))

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from kalmix.files import replacing
+from kalmix.files import replace_file
 
 INK, MUTED, FAINT = "#1f2933", "#7b8794", "#e4e7eb"
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#c026d3", "#ca8a04", "#0891b2", "#dc2626", "#4f46e5")
@@ -61,7 +61,7 @@ def picture(
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False, **options)
         yield figure, list(axes.flat)
-        with replacing(Path(path)) as partial, warnings.catch_warnings():
+        with replace_file(Path(path)) as partial, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing")  # texts come in every script
             figure.savefig(partial)
 

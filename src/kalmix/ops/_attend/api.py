@@ -239,8 +239,8 @@ def check_history(
 def _decreasing(times: Tensor, belief: HistoryBelief, segments: Segments | None) -> bool:
     batch, length = times.shape
     segments = Segments.whole(batch, length, times.device) if segments is None else segments
-    owner = segments.owner(batch, length)
-    back = (times.diff(dim=1) < 0) & (owner[:, 1:] == owner[:, :-1]) & (owner[:, 1:] >= 0)
+    segment_ids = segments.segment_ids(batch, length)
+    back = (times.diff(dim=1) < 0) & (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
     going = segments.rows[:, 2] > segments.rows[:, 1]
     row, start, _ = segments.rows[going].long().unbind(1)
     early = (belief.positions[going] >= 0) & (belief.times[going].detach() > times[row, start][:, None])

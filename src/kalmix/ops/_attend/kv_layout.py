@@ -27,7 +27,7 @@ class Lanes(NamedTuple):
         times: float64 `[L, S]`, since the earliest of the sequence.
         rank: int64 `[L, S]`; a causal query sees keys whose rank is at most its own, by less than a window.
         after: the belief after the call.
-        owner: the sequence of each token of the call, `[B, T]`, -1 for none; `None` where a row is a sequence.
+        segment_ids: the sequence of each token of the call, `[B, T]`, -1 for none; `None` where a row is a sequence.
         copied: whether rows were copied, a lane for every sequence.
     """
 
@@ -37,16 +37,16 @@ class Lanes(NamedTuple):
     times: Tensor
     rank: Tensor
     after: HistoryBelief
-    owner: Tensor | None
+    segment_ids: Tensor | None
     copied: bool
 
     def paste(self, x: Tensor) -> Tensor:
         """What queries read, `[L, T, H, *]`, at their tokens, `[B, T, H, *]`; 0 at tokens of no sequence."""
-        if self.owner is None:
+        if self.segment_ids is None:
             return x
         if self.copied:
-            x = x[self.owner.clamp(min=0), torch.arange(x.shape[1], device=x.device)]
-        return torch.where((self.owner >= 0)[..., None, None], x, 0)
+            x = x[self.segment_ids.clamp(min=0), torch.arange(x.shape[1], device=x.device)]
+        return torch.where((self.segment_ids >= 0)[..., None, None], x, 0)
 
 
 def lay_out(
@@ -68,22 +68,22 @@ def lay_out(
         since = now if times is None else now - now[:, :1]
         return Lanes(q, k, v, since, position, _shown(HistoryBelief(k, v, now, position), window), None, False)
 
-    owner = None if segments is None else segments.owner(batch, length)
-    sequence = torch.arange(batch, device=device)[:, None] if owner is None else owner.clamp(min=0)
+    segment_ids = None if segments is None else segments.segment_ids(batch, length)
+    sequence = torch.arange(batch, device=device)[:, None] if segment_ids is None else segment_ids.clamp(min=0)
     position, clock = (x.expand(batch, length) for x in _places(belief, segments, sequence, length))
     now = clock if times is None else times.detach().double()
-    if owner is not None:
-        inside = owner >= 0
+    if segment_ids is not None:
+        inside = segment_ids >= 0
         q, k, v = (torch.where(inside[..., None, None], x, 0) for x in (q, k, v))
         position, now = torch.where(inside, position, -1), torch.where(inside, now, 0)
     row = HistoryBelief(k, v, now, position)
 
-    own = row if segments is None or owner is None else _dealt(row, segments, owner)
+    own = row if segments is None or segment_ids is None else _dealt(row, segments, segment_ids)
     after = HistoryBelief(*(torch.cat(x, 1) for x in zip(belief, own, strict=True))) if past else own
     copied = segments is not None and past
     if segments is not None and copied:
         q = q[segments.rows[:, 0].long()]
-    if owner is not None and not copied:
+    if segment_ids is not None and not copied:
         lanes = row
     else:
         lanes, sequence = after, torch.arange(after.positions.shape[0], device=device)[:, None]
@@ -94,7 +94,7 @@ def lay_out(
     else:
         first = torch.where(held & lanes.times.isfinite(), lanes.times, torch.inf).amin(1, keepdim=True)
     since = torch.where(held, lanes.times - first, 0)
-    return Lanes(q, lanes.keys, lanes.values, since, rank, _shown(after, window), owner, copied)
+    return Lanes(q, lanes.keys, lanes.values, since, rank, _shown(after, window), segment_ids, copied)
 
 
 def _shown(after: HistoryBelief, window: int | None) -> HistoryBelief:
@@ -115,11 +115,11 @@ def _places(belief: HistoryBelief, segments: Segments | None, sequence: Tensor, 
     return seen[sequence] + within, clock[sequence] + within
 
 
-def _dealt(row: HistoryBelief, segments: Segments, owner: Tensor) -> HistoryBelief:
+def _dealt(row: HistoryBelief, segments: Segments, segment_ids: Tensor) -> HistoryBelief:
     """To each sequence the row it lies in, with its own positions; one row serves all without copies."""
     index, count = segments.rows[:, 0].long(), segments.count
-    keys, values, times, positions, owner = (
-        x.expand(count, *x.shape[1:]) if x.shape[0] == 1 else x[index] for x in (*row, owner)
+    keys, values, times, positions, segment_ids = (
+        x.expand(count, *x.shape[1:]) if x.shape[0] == 1 else x[index] for x in (*row, segment_ids)
     )
-    mine = owner == torch.arange(count, device=owner.device)[:, None]
+    mine = segment_ids == torch.arange(count, device=segment_ids.device)[:, None]
     return HistoryBelief(keys, values, times, torch.where(mine, positions, -1))

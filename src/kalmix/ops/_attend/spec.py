@@ -17,7 +17,7 @@ SPEC = OpSpec(
         decays=("time",),
         update="r_ij = |q_i - e^(lambda tau) k_j|^2 / V,  weight = 1 / (1 + r_ij / nu),  "
         "mean_i = sum_j A_ij e^(lambda tau) v_j,  A_ij ~ (weight / V)^temperature",
-        diffuses=True,
+        supports_diffusion=True,
         options=("nu", "temperature", "value_dynamics", "weight", "window", "floor"),
     ),
     function=attend,

@@ -120,8 +120,8 @@ def _check_noise(obs_noise: Tensor, belief: DenseBelief, segments: Segments | No
         return
     variance = belief.covariance.detach().diagonal(dim1=-2, dim2=-1).amax(-1).clamp(max=1.0)[:, None]  # [N, 1, G]
     if segments is not None:
-        owner = segments.owner(*noise.shape[:2])
-        variance = torch.where((owner >= 0)[..., None], variance[:, 0][owner.clamp(min=0)], 0.0)
+        segment_ids = segments.segment_ids(*noise.shape[:2])
+        variance = torch.where((segment_ids >= 0)[..., None], variance[:, 0][segment_ids.clamp(min=0)], 0.0)
     low = noise[noise < (least * variance).to(noise.dtype)]
     if low.numel():
         raise ArgumentError(

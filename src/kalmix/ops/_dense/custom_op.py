@@ -12,7 +12,7 @@ from kalmix.ops._dense.block_sizes import WINDOW, padded
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._linear_memory.custom_op import kept_shapes, tile_size
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache, with_precompilation
-from kalmix.segments import Segments, unchecked
+from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 
 
@@ -74,7 +74,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._dense.triton.forward import forward
 
-    segments, shapes = None if rows is None else unchecked(rows), _kept_shapes(k, v, rows, keep)
+    segments, shapes = None if rows is None else segments_without_checks(rows), _kept_shapes(k, v, rows, keep)
     kept = torch.empty(shapes[3], dtype=torch.float32, device=k.device)
     signals = (q, k, v, obs_noise, process_noise, log_decay)
     size = tile_size(v.shape[1], v.dtype)
@@ -120,7 +120,7 @@ def _backward(
     from kalmix.ops._dense.triton.forward import Kept
     from kalmix.ops._linear_memory.triton.forward import Results
 
-    segments, size = None if rows is None else unchecked(rows), tile_size(v.shape[1], v.dtype)
+    segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
     found = Kept(gain, rounded if rounded.numel() else gain, scale, covariances)
     grads = (grad_mean, grad_read, grad_after, grad_last)
     signals, results = (q, k, v, obs_noise, process_noise, log_decay), Results(grad_mean, states, errors, inverses)

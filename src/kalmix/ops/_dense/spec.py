@@ -19,8 +19,8 @@ SPEC = OpSpec(
         decays=("none", "head", "key", "matrix"),
         update="Pb = A P_{t-1} A' + l^2 I,  u = Pb k,  b = 1 / (r^2 + k'u),  "
         "M_t = A M_{t-1} + b u (v - (A M_{t-1})'k)',  P_t = Pb - b u u'",
-        diffuses=True,
-        rotates=True,
+        supports_diffusion=True,
+        supports_rotation=True,
     ),
     function=dense,
     kernels=KERNELS,

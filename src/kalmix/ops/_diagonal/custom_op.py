@@ -11,7 +11,7 @@ from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.scratch import SPACING, padded
 from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache, with_precompilation
-from kalmix.segments import Segments, unchecked
+from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 
 
@@ -51,7 +51,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._diagonal.triton.forward import forward
 
-    segments = None if rows is None else unchecked(rows)
+    segments = None if rows is None else segments_without_checks(rows)
     kept = torch.empty(_kept_shape(q, v, rows, keep), dtype=torch.float32, device=v.device)
     return *forward(q, k, v, precision, log_decay, process_noise, mean, var, segments, variance, kept), kept
 
@@ -81,7 +81,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._diagonal.triton.backward import backward
 
-    segments = None if rows is None else unchecked(rows)
+    segments = None if rows is None else segments_without_checks(rows)
     grads = (grad_mean, grad_var, grad_last_mean, grad_last_var)
     return backward(q, k, v, precision, log_decay, process_noise, kept, segments, *grads)
 

@@ -16,7 +16,7 @@ SPEC = OpSpec(
         covariance=DIAGONAL,
         decays=("none", "cell"),
         update="1 / s_t = 1 / (a^2 s + p) + k_n^2 precision_d,  mu_t = a mu + s_t k_n precision_d (v_d - k_n a mu)",
-        diffuses=True,
+        supports_diffusion=True,
     ),
     function=diagonal,
     kernels=KERNELS,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache, with_precompilation
-from kalmix.segments import Segments, unchecked
+from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 from kalmix.validation import FLOAT32_STATE_DTYPES
 
@@ -80,7 +80,7 @@ def _forward(
     from kalmix.ops._linear_memory.triton.forward import blank, forward
     from kalmix.ops._shared.triton.tiles import cut_tokens
 
-    segments, size = None if rows is None else unchecked(rows), tile_size(v.shape[1], v.dtype)
+    segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
     cut = cut_tokens(v.shape[0], v.shape[1], size, segments, q)
     results = blank(k, v, cut.count, size, corrects, cut.packed)
     last = forward(q, k, v, gain, log_decay, prior, cut, corrects, results)
@@ -115,7 +115,10 @@ def _backward(
     from kalmix.ops._linear_memory.triton.forward import Results
     from kalmix.ops._shared.triton.tiles import cut_tokens
 
-    segments, kept = None if rows is None else unchecked(rows), Results(grad_mean, states, errors, inverses)
+    segments, kept = (
+        None if rows is None else segments_without_checks(rows),
+        Results(grad_mean, states, errors, inverses),
+    )
     cut = cut_tokens(v.shape[0], v.shape[1], tile_size(v.shape[1], v.dtype), segments, q)
     grads = blank(q, v, gain, log_decay, cut.packed)
     dprior = backward(q, k, v, gain, log_decay, kept, cut, grad_mean, grad_last, corrects, grads)

@@ -22,8 +22,8 @@ from kalmix.ops._shared.custom_op import custom_op
 from kalmix.ops._shared.decay_products import Decays
 from kalmix.ops._shared.isolation import isolate
 from kalmix.ops._shared.scan import Writes
-from kalmix.ops._shared.step_loop import inside, owners
-from kalmix.segments import Segments, unchecked
+from kalmix.ops._shared.step_loop import inside, segment_ids_of
+from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 
 CHUNK = 32  # tokens of a chunk
@@ -38,7 +38,7 @@ def ridge(
         options = (belief, segments, variance, ridge, solver)
         return assemble(memory.additive, _solve_systems, RidgeSignals(*tokens), *options)
 
-    tokens = inside(owners(segments, *signals.v.shape[:2]), *signals)
+    tokens = inside(segment_ids_of(segments, *signals.v.shape[:2]), *signals)
     return isolate(run, tokens, belief, segments)
 
 
@@ -82,7 +82,7 @@ def _solve_all_chunks(
 
     inner_solver = solver.solver if isinstance(solver, Sketch) else solver
     max_width = k.shape[3] ** 2 if isinstance(inner_solver, Exact) else k.shape[3]
-    segments = None if rows is None else unchecked(rows)
+    segments = None if rows is None else segments_without_checks(rows)
     chunk_numel = CHUNK * norm.shape[2] * max_width
     return in_blocks(
         block, (rhs, k, log_decay, gain, norm), PointBelief(gram), segments, chunk_numel, CHUNK

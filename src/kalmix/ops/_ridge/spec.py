@@ -17,7 +17,7 @@ SPEC = OpSpec(
         decays=("none", "forgetting"),
         update="H_t = a H_{t-1} + k k' / r^2,  U_t = a U_{t-1} + k v' / r^2,  x = (H_t + ridge I)^-1 q,  "
         "mean = U_t' (mix x + (1 - mix) q)",
-        undiffused="it takes no process noise",
+        no_diffusion_reason="it takes no process noise",
         optional=("mix",),
         options=("ridge", "solver"),
     ),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kalmix.ops._shared.scan import Links, State, scan
-from kalmix.segments import Segments, unchecked
+from kalmix.segments import Segments, segments_without_checks
 
 
 class Chunks:
@@ -28,7 +28,7 @@ class Chunks:
         L is `size`, or the least power of two that holds all T tokens.
         """
         size = min(size, 1 << (v.shape[1] - 1).bit_length())
-        return Chunks(v, key_heads, size) if rows is None else _Runs(v, key_heads, size, unchecked(rows))
+        return Chunks(v, key_heads, size) if rows is None else _Runs(v, key_heads, size, segments_without_checks(rows))
 
     def __init__(self, v: Tensor, key_heads: int, size: int) -> None:
         self.batch, self.length, self.device = *v.shape[:2], v.device

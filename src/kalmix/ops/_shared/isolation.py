@@ -70,12 +70,12 @@ def _spread(lost: Tensor, segments: Segments | None) -> tuple[Tensor, Tensor]:
     batch, length, _heads = lost.shape
     if segments is None:
         return lost.cumsum(1) > 0, lost.any(1)
-    owner = segments.owner(batch, length)
-    inside = (owner >= 0)[..., None]
+    segment_ids = segments.segment_ids(batch, length)
+    inside = (segment_ids >= 0)[..., None]
     before = pad((lost & inside).flatten(0, 1).cumsum(0), (0, 0, 1, 0))  # how many come before each token of the batch
     row, start, stop = segments.rows.long().unbind(1)
     begin, end = row * length + start, row * length + stop
-    first = before[begin][owner.clamp(min=0)]
+    first = before[begin][segment_ids.clamp(min=0)]
     return (before[1:].unflatten(0, (batch, length)) > first) & inside, before[end] > before[begin]
 
 

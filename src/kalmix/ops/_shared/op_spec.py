@@ -45,9 +45,9 @@ class OpSpec:
         return self.function.__module__.rpartition(".")[0]
 
     @property
-    def uncertain(self) -> bool:
+    def has_variance(self) -> bool:
         """Whether its read-out has a variance."""
-        return self.algebra.covariance.uncertain
+        return self.algebra.covariance.has_variance
 
 
 OPS: dict[str, OpSpec] = {}

@@ -40,7 +40,7 @@ class Baseline(Mixer):
         memory: how many numbers it remembers of a sequence while it reads it, without the window of a convolution.
     """
 
-    fuses_mlp = True
+    includes_mlp = True
 
     def __init__(self, hidden_size: int, inner: nn.Module, memory: int) -> None:
         super().__init__(hidden_size)
@@ -70,7 +70,7 @@ class Baseline(Mixer):
         """What the package makes of `x` `[B, T, D]`."""
         return self.inner(x)
 
-    def emit(self, readout: Tensor, context: None) -> Tensor:
+    def project_out(self, readout: Tensor, context: None) -> Tensor:
         """As it is."""
         return readout
 
@@ -89,7 +89,7 @@ class Mamba1(Baseline):
         super().__init__(hidden_size, _mamba(hidden_size, state_dim, expand, conv), expand * hidden_size * state_dim)
 
     @classmethod
-    def sized(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
+    def options_for_state_size(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
         """As Table 11 of Kalman Linear Attention: not expanded, and as many numbers a channel as that takes."""
         return {"expand": 1, "state_dim": divide_state(state, width)}
 
@@ -110,7 +110,7 @@ class MLSTM(Baseline):
         super().__init__(hidden_size, inner, heads * (width * width + width + 1))
 
     @classmethod
-    def sized(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
+    def options_for_state_size(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
         """Twice as wide inside, in as many heads as that takes. (Table 11 counts otherwise: 16 heads at 128, 2048.)"""
         return {"expand": 2, "heads": divide_state((2 * width) ** 2, state)}
 
@@ -128,14 +128,14 @@ class RWKV7(Baseline):
         shift: whether what a token supplies mixes in the token before, a convolution of two taps.
     """
 
-    fuses_mlp = False
+    includes_mlp = False
 
     def __init__(self, hidden_size: int, *, head_dim: int = 64, shift: bool = True) -> None:
         _check(hidden_size=hidden_size, head_dim=head_dim)
         super().__init__(hidden_size, _rwkv(hidden_size, head_dim, shift), hidden_size * head_dim)
 
     @classmethod
-    def sized(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
+    def options_for_state_size(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
         """In heads as wide as that takes."""
         return {"head_dim": divide_state(state, width)}
 

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 
 from kalmix.errors import ArgumentError, FileError
-from kalmix.files import replacing
+from kalmix.files import replace_file
 from kalmix.models.folder import check_finite
 from kalmix_bench import datasets as tasks
 from kalmix_bench.experiments.recall.data import Drawn
@@ -20,7 +20,7 @@ from kalmix_bench.runner.cells import Results, Row, digest
 
 def keep(cell: Cell, model: Tagger | AutoEncoder, results: Results) -> None:
     """Write the weights that a cell ended with."""
-    with replacing(_file(cell, results)) as partial:
+    with replace_file(_file(cell, results)) as partial:
         save_model(model, str(partial))
 
 

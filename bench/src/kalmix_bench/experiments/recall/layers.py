@@ -87,12 +87,14 @@ def _refuse(constant: str) -> None:
 def sized(options: Options, width: int, state: int, heads: int, values: float = 1.0) -> Options:
     """Return a layer whose state is about `state` floats, as Table 11 of Kalman Linear Attention matches them.
 
-    See `Mixer.sized`. Sizes that `options` has are kept; its `heads` count in place of `heads`.
+    See `Mixer.options_for_state_size`. Sizes that `options` has are kept; its `heads` count in place of `heads`.
 
     Raises:
         ArgumentError: the state does not divide so.
     """
-    sizes = MIXERS[options["mixer"]].sized(width, state, **{"heads": heads, "values": values, **options})
+    sizes = MIXERS[options["mixer"]].options_for_state_size(
+        width, state, **{"heads": heads, "values": values, **options}
+    )
     return {**sizes, **options}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
-from kalmix.layers.modules import RMSNorm, draw
+from kalmix.layers.modules import RMSNorm, sample_gaussian
 from kalmix.models.blocks import Block
 from kalmix.models.causal_lm import EMBEDDING_STD, LanguageModel
 from kalmix_bench.experiments.recall.deterministic_embedding import lookup
@@ -106,7 +106,7 @@ class Tagger(nn.Module):
         if output.posterior is None:
             return output.last_hidden_state[None]
         residual, mean, variance, context = output.posterior
-        readouts = draw(*(x.expand(self.samples, *x.shape) for x in (mean, variance)))
+        readouts = sample_gaussian(*(x.expand(self.samples, *x.shape) for x in (mean, variance)))
         return self.model.last_block.finish(residual, readouts, context)
 
     def forward(self, ids: Tensor) -> Tensor:

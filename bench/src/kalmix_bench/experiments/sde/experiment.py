@@ -11,7 +11,7 @@ import torch
 import typer
 from rich.console import Console
 
-from kalmix.files import replacing
+from kalmix.files import replace_file
 from kalmix_bench.datasets.sde.scores import errors
 from kalmix_bench.datasets.sde.settings import SETTINGS
 from kalmix_bench.experiments.sde import report
@@ -51,7 +51,7 @@ class Sde(Experiment[Cell]):
             tell(1.0, _error(found["last"]["measurement"]))
             return [{"errors": found}]
         made = learn(cell.model, given, protocol, cell.seed, device, lambda done, error: tell(done, _error(error)))
-        with replacing(weights(cell, results)) as partial_file:
+        with replace_file(weights(cell, results)) as partial_file:
             torch.save(made.kept, partial_file)
         missed = errors(made.predict(given.test, protocol.batch), given.test)
         return [{"errors": {cell.model: missed}, "validation": made.validation}]

@@ -91,7 +91,7 @@ class Filtering(Predictor):
     def pulled(self, x: Tensor, times: Tensor, at: int) -> Tensor:
         """What each token up to number `at` says, alone, of what is seen then, `[B, at + 1, D]`."""
         past = slice(at + 1)
-        return self.layer.pull(x[:, past], times[:, at, None] - times[:, past])
+        return self.layer.predict_from_token(x[:, past], times[:, at, None] - times[:, past])
 
 
 def _filtering(layer: Callable[..., TrajectoryLayer]) -> Callable[[int, int], Predictor]:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
 
 from kalmix.errors import ArgumentError, FileError
-from kalmix.files import alone, replacing, write_text, writing
+from kalmix.files import disk_errors, lock_folder, replace_file, write_text
 from kalmix.layers import mixer_class
 from kalmix.models.folder import check_finite, check_weights, read_headers
 from kalmix.models.vision.model import VisionModel, gated_kalmanet
@@ -75,7 +75,7 @@ def train(
     """
     here = processes()
     output = Path(broadcast_object_list([str(output)])[0])
-    with alone(output) if here.is_main_process else nullcontext(), writing(output):
+    with lock_folder(output) if here.is_main_process else nullcontext(), disk_errors(output):
         return _train(recipe, output, resume=resume, callbacks=callbacks, cpu=cpu)
 
 
@@ -107,7 +107,7 @@ def _train(
     result = trainer.train_from(newest(checkpoints, processes=processes().num_processes))
     history = trainer.state.log_history
     if trainer.is_world_process_zero():
-        with replacing(output / WEIGHTS) as partial:
+        with replace_file(output / WEIGHTS) as partial:
             save_file(model.state_dict(), partial)
         write_text(output / HISTORY, json.dumps(history, indent=1) + "\n")
         shutil.rmtree(checkpoints, ignore_errors=True)

@@ -28,7 +28,7 @@ from kalmix.ops._shared.triton.tiles import (
     product,
     tile_of,
 )
-from kalmix.segments import unchecked
+from kalmix.segments import segments_without_checks
 
 FAINT = tl.constexpr(1e-26)  # a share of H_0 that is as good as none
 FORGOTTEN = tl.constexpr(-1e4)  # a log-decay that leaves nothing
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
 def shape_of(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> Shape:
     """By rule, from widths and dtypes; `segments` are the rows of `Segments`."""
     (batch, length, shared, width), (heads, values) = k.shape, v.shape[2:]
-    cut = cut_tokens(batch, length, size, None if segments is None else unchecked(segments), k)
+    cut = cut_tokens(batch, length, size, None if segments is None else segments_without_checks(segments), k)
     lanes = max(16, triton.next_power_of_2(width))
     strip = min(lanes, 64 if lanes <= 128 else 32)
     while strip > 32 and cut.sequences * heads * (lanes // strip) < 128:

@@ -12,7 +12,7 @@ from kalmix.errors import ArgumentError
 from kalmix.filtering import filter as filter_by
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
-from kalmix.layers.parametrize import VARIANCES, CellDynamics, Noise, StepDecay, observation_precision
+from kalmix.layers.parametrize import VARIANCES, CellDynamics, NoiseVariance, StepDecay, observation_precision
 from kalmix.types import Filtered
 
 PARTS: dict[str, type[Transition | Evidence | Covariance]] = {
@@ -22,7 +22,7 @@ PARTS: dict[str, type[Transition | Evidence | Covariance]] = {
 }
 
 
-class Designed(MemoryLayer):
+class DesignLayer(MemoryLayer):
     """Any design as a layer: every signal it needs is made from the token, within what the design admits.
 
     Decays are `StepDecay` (of cells `CellDynamics`, time-invariant), variances softplus and a floor, q and k unit
@@ -59,9 +59,9 @@ class Designed(MemoryLayer):
         norm_eps: float = 1e-5,
         kernel: str | None = None,
     ) -> None:
-        design = as_design(design)
+        design = design_from_config(design)
         if design.transition.decay in ("matrix", "time"):
-            moved = design.transition.describe
+            moved = design.transition.description
             raise ArgumentError(
                 "design", got=f"{design.name!r}, which {moved}", expected="of a memory or of cells, per token"
             )
@@ -71,12 +71,12 @@ class Designed(MemoryLayer):
         options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, sizes, norm_width=whole.value_width, **options)
         self.design: Design = design  # pyright: ignore[reportIncompatibleVariableOverride] # never absent
-        self.has_posterior: bool = design.uncertain
+        self.has_posterior: bool = design.has_variance
         self.dynamics: CellDynamics | None = None
         self.decay: StepDecay | None = None
         self.precision_proj: nn.Linear | None = None
         names, moved = list(design.signals), design.transition
-        if design.evidence.of == "cell":
+        if design.evidence.kind == "cell":
             names.clear()
             self.precision_proj = nn.Linear(hidden_size, sizes.values, bias=False)
             if moved.signals:
@@ -86,7 +86,7 @@ class Designed(MemoryLayer):
             one, per_key = (sizes.heads,), moved.decay == "key"
             rates, steps = ((*one, sizes.key_width), (*one, 1)) if per_key else (one, one)
             self.decay = StepDecay(hidden_size, rates, steps)
-        variances = {n: Noise(hidden_size, sizes.heads, **VARIANCES[n]) for n in names if n in VARIANCES}
+        variances = {n: NoiseVariance(hidden_size, sizes.heads, **VARIANCES[n]) for n in names if n in VARIANCES}
         self.variances: nn.ModuleDict = nn.ModuleDict(variances)
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
@@ -112,7 +112,7 @@ class Designed(MemoryLayer):
         return filter_by(self.design, q, k, v, **arguments)
 
 
-def as_design(given: object) -> Design:
+def design_from_config(given: object) -> Design:
     """The design given, named or spelled out.
 
     Raises:
