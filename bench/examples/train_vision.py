@@ -20,7 +20,7 @@ from kalmix_bench.experiments.vision.recipe import DIGITS, VisionRecipe
 from kalmix_bench.experiments.vision.run import train
 
 
-class Printed(TrainerCallback):
+class EpochPrinter(TrainerCallback):
     """A line for every epoch."""
 
     def on_evaluate(self, args, state, control, metrics, **_):
@@ -42,7 +42,7 @@ def main() -> None:
     recipe = DIGITS if given.images is None else VisionRecipe(images=given.images)
     recipe = replace(recipe, mixer=given.mixer, seed=given.seed, epochs=given.epochs or recipe.epochs)
     with tempfile.TemporaryDirectory() as nowhere:
-        run = train(recipe, given.output or Path(nowhere) / "run", resume=given.resume, callbacks=[Printed()])
+        run = train(recipe, given.output or Path(nowhere) / "run", resume=given.resume, callbacks=[EpochPrinter()])
     weights = sum(weight.numel() for weight in run.model.parameters())
     print(f"{given.mixer}, seed {given.seed}: {weights:,} weights, {run.seconds:.0f} s, accuracy {run.accuracy:.2%}")
 

@@ -20,7 +20,7 @@ def test_rows_are_integers(name):
             assert array.dtype == np.int64 and array.shape == (count, data.test.inputs.shape[1])
             assert array.max() < data.vocab_size
         assert rows.inputs.min() >= 0 and set(rows.targets[rows.targets < 0].tolist()) <= {-100}
-        assert all(len(fact) == count for fact in rows.facts.values())
+        assert all(len(fact) == count for fact in rows.metadata.values())
     assert json.loads(json.dumps(data.settings)) == data.settings
 
 

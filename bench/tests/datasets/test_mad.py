@@ -7,7 +7,7 @@ import pytest
 
 from kalmix import ArgumentError
 from kalmix_bench.datasets import TASKS, make
-from kalmix_bench.datasets.mad.draws import Draws
+from kalmix_bench.datasets.mad.draws import ScalarGenerator
 
 from .rows import digest, ids, wanted
 
@@ -124,12 +124,12 @@ def test_a_row_is_drawn_alike_wherever_it_goes(name):
 def test_tests_of_recall_ask_for_what_was_told():
     data = make("mad/in-context-recall", seed=1, train=0, test=50)
     for inputs, targets in zip(data.test.inputs, data.test.targets, strict=True):
-        held = {}
+        bindings = {}
         for place, key in enumerate(inputs[::2]):
-            assert targets[2 * place] == held.get(key, -100)
+            assert targets[2 * place] == bindings.get(key, -100)
             if 2 * place + 1 < len(inputs):
                 assert targets[2 * place + 1] == -100
-                assert held.setdefault(key, inputs[2 * place + 1]) == inputs[2 * place + 1]
+                assert bindings.setdefault(key, inputs[2 * place + 1]) == inputs[2 * place + 1]
 
 
 def test_copying_puts_down_what_it_showed():
@@ -144,11 +144,18 @@ def test_copying_puts_down_what_it_showed():
 def test_difficulties_are_settings():
     for name in TASKS:
         if name.startswith("mad/"):
-            for change in TASKS[name].published.harder:
+            for change in TASKS[name].published.difficulties:
                 TASKS[name].configure(**{key: value for key, value in change.items() if key != "train"})
-    steps = TASKS["mad/noisy-recall"].published.harder
+    steps = TASKS["mad/noisy-recall"].published.difficulties
     assert {"vocab_size": 144} in steps and {"train": 800} in steps and {"frac_noise": 0.8} in steps
-    assert [len(TASKS[name].published.harder) for name in TASKS if name.startswith("mad/")] == [10, 13, 10, 12, 10, 5]
+    assert [len(TASKS[name].published.difficulties) for name in TASKS if name.startswith("mad/")] == [
+        10,
+        13,
+        10,
+        12,
+        10,
+        5,
+    ]
 
 
 BAD = [
@@ -182,12 +189,12 @@ def test_the_least_that_can_be_drawn():
 def test_draws_are_numpys():
     """Whatever comes after what: the half of a word that is left over waits while fractions take whole ones."""
     order = np.random.default_rng(1)
-    draws, want = Draws(7), np.random.default_rng(7)
+    generator, want = ScalarGenerator(7), np.random.default_rng(7)
     for bound in order.choice([0, 1, 2, 3, 64, 1000, 2**20 + 1, 3 * 2**30, 2**32 - 1], 4000).tolist():
         if bound:
-            assert draws.below(bound) == want.integers(bound)
+            assert generator.integers(bound) == want.integers(bound)
         else:
-            assert draws.fraction() == want.random()
+            assert generator.random() == want.random()
 
 
 def test_long_recall_has_the_published_sizes():
@@ -198,7 +205,7 @@ def test_long_recall_has_the_published_sizes():
 
 def test_compression_is_made_harder_by_doubling():
     sweeps = {}
-    for change in TASKS["mad/compression"].published.harder:
+    for change in TASKS["mad/compression"].published.difficulties:
         for name, value in change.items():
             sweeps.setdefault(name, []).append(value)
     assert {name: [max(x, y) / min(x, y) for x, y in pairwise(values)] for name, values in sweeps.items()} == {
@@ -211,8 +218,8 @@ def test_compression_is_made_harder_by_doubling():
 @pytest.mark.parametrize("name", [name for name in TASKS if name.startswith("mad/")])
 def test_published_sizes_are_multiples_of_16(name):
     task = TASKS[name]
-    harder = [value for change in task.published.harder for key, value in change.items() if key in SIZES]
-    assert all(size % 16 == 0 for size in (*harder, *(getattr(task.baseline, key) for key in SIZES)))
+    difficulties = [value for change in task.published.difficulties for key, value in change.items() if key in SIZES]
+    assert all(size % 16 == 0 for size in (*difficulties, *(getattr(task.baseline, key) for key in SIZES)))
 
 
 SIZES = ("vocab_size", "seq_len")

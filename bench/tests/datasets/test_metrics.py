@@ -4,9 +4,17 @@ import numpy as np
 import pytest
 
 from kalmix import ArgumentError
-from kalmix_bench.datasets.metrics import IGNORED, by_row, macro, mean_of_rows, micro, string_match, whole_rows
+from kalmix_bench.datasets.metrics import (
+    IGNORE_INDEX,
+    exact_match,
+    macro,
+    mean_row_accuracy,
+    micro,
+    row_accuracies,
+    string_match,
+)
 
-WANTED = np.array([[0, 1, 1, 2, IGNORED]])
+WANTED = np.array([[0, 1, 1, 2, IGNORE_INDEX]])
 GIVEN = np.array([[0, 1, 0, 2, 2]])
 
 
@@ -27,12 +35,12 @@ def test_macro_is_averaged_over_batches():
 
 
 def test_rows_count_alike_however_much_they_ask():
-    wanted = np.array([[1, 1, 1, 1], [2, IGNORED, IGNORED, IGNORED], [IGNORED] * 4])
+    wanted = np.array([[1, 1, 1, 1], [2, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX], [IGNORE_INDEX] * 4])
     given = np.array([[1, 0, 0, 0], [2, 9, 9, 9], [9] * 4])
-    assert mean_of_rows(given, wanted) == pytest.approx((0.25 + 1) / 2)
+    assert mean_row_accuracy(given, wanted) == pytest.approx((0.25 + 1) / 2)
     assert micro(given, wanted) == pytest.approx(2 / 5)
-    assert whole_rows(given, wanted) == 0.5
-    assert np.array_equal(by_row(given, wanted), [0.25, 1, np.nan], equal_nan=True)
+    assert exact_match(given, wanted) == 0.5
+    assert np.array_equal(row_accuracies(given, wanted), [0.25, 1, np.nan], equal_nan=True)
 
 
 def test_strings_match_anywhere_in_any_case():
@@ -41,14 +49,14 @@ def test_strings_match_anywhere_in_any_case():
 
 
 def test_nothing_scored_is_no_number():
-    nothing = np.full((2, 3), IGNORED)
-    for score in (micro, macro, mean_of_rows, whole_rows):
+    nothing = np.full((2, 3), IGNORE_INDEX)
+    for score in (micro, macro, mean_row_accuracy, exact_match):
         assert np.isnan(score(np.zeros((2, 3)), nothing))
     assert np.isnan(string_match([], []))
 
 
 def test_mistakes_are_named():
-    for score in (micro, macro, mean_of_rows, whole_rows):
+    for score in (micro, macro, mean_row_accuracy, exact_match):
         with pytest.raises(ArgumentError, match=r"predicted.*\[1, 4\].*\[1, 5\]"):
             score(GIVEN[:, :4], WANTED)
     with pytest.raises(ArgumentError, match="one a row"):

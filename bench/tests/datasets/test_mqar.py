@@ -7,7 +7,7 @@ import torch
 from kalmix import ArgumentError
 from kalmix_bench.datasets import TASKS, make
 from kalmix_bench.datasets.mqar import shared, zoology
-from kalmix_bench.datasets.mqar.settings import Settings, UpdateSettings
+from kalmix_bench.datasets.mqar.settings import MqarSettings, UpdateSettings
 
 from .rows import digest, ids, wanted
 
@@ -71,9 +71,9 @@ def test_worked_rows_of_one_vocabulary():
     rng = np.random.default_rng(0)
     small = {"vocab_size": 16, "input_seq_len": 24, "num_kv_pairs": 4}
     base, update, block = (
-        shared.rows(settings, write, rng, 1)
+        shared.draw_rows(settings, write, rng, 1)
         for settings, write in (
-            (Settings(**small), shared._base),
+            (MqarSettings(**small), shared._base),
             (UpdateSettings(**small, num_updates=2), shared._update),
             (shared.BlockSettings(**small), shared._block),
         )
@@ -102,7 +102,7 @@ def test_worked_rows_of_one_vocabulary():
 def test_a_query_asks_for_the_value_last_written(name, settings, filled):
     data = make(name, seed=9, train=150, test=150, random_non_queries=filled, **settings)
     told = TASKS[name].configure(**settings)
-    size, context, block = told.num_kv_pairs, told.context, data.settings.get("block_size", 1)
+    size, context, block = told.num_kv_pairs, told.context_len, data.settings.get("block_size", 1)
     assert not np.array_equal(data.train.inputs, data.test.inputs)
     for inputs, targets in zip(data.test.inputs, data.test.targets, strict=True):
         pairs = inputs[: 2 * size].reshape(-1, 2, block)
@@ -157,16 +157,16 @@ def test_global_generators_are_left_alone():
 
 def test_segments_are_seeded_as_zoology_does():
     """Its DataConfig of seed 123 with one segment each: 843828734 and 3062119789."""
-    train, test = zoology.segments([(Settings(), 3)], [(Settings(), 2)])
+    train, test = zoology.segments([(MqarSettings(), 3)], [(MqarSettings(), 2)])
     for rows, seed, count in ((train, 843828734, 3), (test, 3062119789, 2)):
-        assert np.array_equal(rows[0].inputs, zoology.segment(Settings(), seed, count).inputs)
-    seeds = {zoology.held_out(seed) for seed in range(200)}
+        assert np.array_equal(rows[0].inputs, zoology.segment(MqarSettings(), seed, count).inputs)
+    seeds = {zoology.test_seed(seed) for seed in range(200)}
     assert len(seeds) == 200 and min(seeds) >= 2**31
 
 
 def test_rows_know_what_they_are():
     data = make("mqar/update", seed=0, train=3, test=0)
-    assert {key: value.tolist() for key, value in data.train.facts.items()} == {
+    assert {key: value.tolist() for key, value in data.train.metadata.items()} == {
         "num_kv_pairs": [4] * 3,
         "input_seq_len": [64] * 3,
         "num_updates": [4] * 3,
@@ -176,7 +176,7 @@ def test_rows_know_what_they_are():
 def test_published_settings_fit():
     for name in TASKS:
         if name.startswith("mqar"):
-            for change in TASKS[name].published.harder:
+            for change in TASKS[name].published.difficulties:
                 make(name, seed=0, train=1, test=0, **change)
 
 
@@ -204,6 +204,6 @@ def test_the_smallest_settings_are_taken():
 
 
 def test_the_grid_of_updates_is_the_papers():
-    grid = [tuple(change.values()) for change in TASKS["mqar/update"].published.harder]
+    grid = [tuple(change.values()) for change in TASKS["mqar/update"].published.difficulties]
     assert {(length, pairs) for length, pairs, _ in grid} == {(64, 4), (128, 4), (128, 16)}
     assert all(pairs % updates == 0 for _, pairs, updates in grid)

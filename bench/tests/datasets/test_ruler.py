@@ -12,8 +12,8 @@ import pytest
 from kalmix import ArgumentError
 from kalmix_bench.datasets import TASKS, make
 from kalmix_bench.datasets.ruler import Prompts, counting, needles, tracking
-from kalmix_bench.datasets.ruler.haystacks import Pairs, sentences, vocabulary
-from kalmix_bench.datasets.ruler.prompts import END, matched
+from kalmix_bench.datasets.ruler.haystacks import WordPairs, load_words, split_sentences
+from kalmix_bench.datasets.ruler.prompts import END_ID, byte_string_match
 
 NEEDLE = needles.NeedleSettings
 MANY = {"type_haystack": "essay", "type_needle_k": "numbers", "type_needle_v": "uuids", "num_needle_v": 3}
@@ -66,16 +66,16 @@ def test_rows_are_prompts_with_their_answers(name):
         scored = everyone.targets[row] != -100
         length = len(text.encode())
         assert bytes(everyone.inputs[row, :length].tolist()).decode() == text
-        assert everyone.targets[row][scored].tolist() == [*(" " + ", ".join(answers)).encode(), END]
+        assert everyone.targets[row][scored].tolist() == [*(" " + ", ".join(answers)).encode(), END_ID]
         assert np.flatnonzero(scored)[0] == length - 1  # the last token of the prompt is followed by the answer
-        assert everyone.facts["length"][row] == length + data.settings["tokens_to_generate"]
+        assert everyone.metadata["length"][row] == length + data.settings["tokens_to_generate"]
         assert all(answer in text for answer in answers)
-        if "depth" in everyone.facts:
+        if "depth" in everyone.metadata:
             at = text.encode().find(answers[0].encode())
-            assert everyone.facts["depth"][row] == (
+            assert everyone.metadata["depth"][row] == (
                 at / length if name != "needle/variable-tracking" else pytest.approx(at / length, abs=0.05)
             )
-    assert "depth" in everyone.facts or name in ("needle/common-words", "needle/frequent-words")
+    assert "depth" in everyone.metadata or name in ("needle/common-words", "needle/frequent-words")
 
 
 def test_what_is_asked_for_is_told():
@@ -112,7 +112,7 @@ def test_words_to_count_come_most_often():
 
 
 def _both(name):
-    drawn = make(name, seed=11, train=0, test=3, words="own").test
+    drawn = make(name, seed=11, train=0, test=3, words="builtin").test
     return drawn.texts, drawn.answers
 
 
@@ -122,41 +122,41 @@ def test_any_tokenizer_serves():
     def encode(text):
         return [ids.setdefault(word, len(ids)) for word in tokens(text)]
 
-    settings = {"max_seq_length": 800, "tokens_to_generate": 16, "words": "own"}
+    settings = {"max_seq_length": 800, "tokens_to_generate": 16, "words": "builtin"}
     drawn = TASKS["needle/single-1"].prompts(seed=0, count=2, encode=encode, end=10**6, **settings)
     assert drawn.inputs.shape == (2, 800) and drawn.inputs[0, -1] == 10**6
     want = [*encode(drawn.answers[0][0]), 10**6]
     assert drawn.targets[0][drawn.targets[0] != -100].tolist() == want
-    assert (drawn.facts["length"] > 700).all()
+    assert (drawn.metadata["length"] > 700).all()
 
 
 def test_scores_find_answers_in_bytes():
     rows = make("needle/multivalue", seed=0, train=0, test=2, max_seq_length=2048).test
     given = rows.targets.copy()
-    assert matched(given, rows.targets) == 1
+    assert byte_string_match(given, rows.targets) == 1
     given[0, np.flatnonzero(given[0] != -100)[3]] = ord("x")  # one digit of the first of four answers
-    assert matched(given, rows.targets) == pytest.approx((0.75 + 1) / 2)
-    assert TASKS["needle/multivalue"].scores["whole_rows"](given, rows.targets) == 0.5
+    assert byte_string_match(given, rows.targets) == pytest.approx((0.75 + 1) / 2)
+    assert TASKS["needle/multivalue"].scores["exact_match"](given, rows.targets) == 0.5
 
 
 def test_pairs_of_words_are_in_order():
     """Also where one beginning begins another, as "blue-" does "blue-eyed-"."""
     adjectives, nouns = ["red", "blue", "blue-eyed", "bold", "red"], ["owl", "fan", "eyed-owl", "zoo"]
-    pairs, want = Pairs(adjectives, nouns), sorted({f"{a}-{n}" for a in adjectives for n in nouns})
+    pairs, want = WordPairs(adjectives, nouns), sorted({f"{a}-{n}" for a in adjectives for n in nouns})
     assert list(pairs) == want and pairs[-1] == want[-1] and pairs[1:3] == want[1:3]
     assert random.Random(0).choice(pairs) == random.Random(0).choice(want)
-    pairs, words = vocabulary("own")
+    pairs, words = load_words("builtin")
     assert len(pairs) > 20_000 and len(words) > 400 and all(word.isalpha() for word in words)
 
 
 def test_sentences_end_where_they_do():
-    assert sentences(" One. Two? 3.5 is one! Last ") == ["One.", "Two?", "3.5 is one!", "Last"]
+    assert split_sentences(" One. Two? 3.5 is one! Last ") == ["One.", "Two?", "3.5 is one!", "Last"]
 
 
 def test_a_length_too_small_is_refused_and_never_endless():
     """What the original would shrink no further: the noise of these is less than its least."""
     short = make("needle/single-1", seed=0, train=3, test=0, max_seq_length=550, tokens_to_generate=16).train
-    assert (short.facts["length"] <= 550).all()
+    assert (short.metadata["length"] <= 550).all()
     for name, length in (("single-1", 400), ("multikey-3", 500), ("variable-tracking", 1000), ("common-words", 1500)):
         with pytest.raises(ArgumentError, match=r"max_seq_length.*too small by"):
             make(f"needle/{name}", seed=0, train=1, test=0, max_seq_length=length)

@@ -5,7 +5,7 @@ import pytest
 
 from kalmix import ArgumentError
 from kalmix_bench.datasets import make, words
-from kalmix_bench.datasets.words import Settings, every, table
+from kalmix_bench.datasets.words import WordSettings, all_words, multiplication_table
 
 from .rows import digest, ids
 
@@ -42,7 +42,7 @@ def test_worked_rows(k, seed, inputs, targets):
 
 @pytest.mark.parametrize("group", ["A5", "S5", "Z60", "A4_x_Z5"])
 def test_a_table_is_a_groups(group):
-    products = table(group)
+    products = multiplication_table(group)
     n = len(products)
     everyone = np.arange(n)
     assert np.array_equal(products[0], everyone) and np.array_equal(products[:, 0], everyone)
@@ -53,7 +53,7 @@ def test_a_table_is_a_groups(group):
 
 
 def test_orders_of_a5():
-    products, orders = table("A5"), []
+    products, orders = multiplication_table("A5"), []
     for element in range(60):
         held, order = element, 1
         while held:
@@ -64,10 +64,10 @@ def test_orders_of_a5():
 
 def test_short_words_are_padded():
     """Padding is asked for, as there."""
-    rows = every(Settings(k=4), 2)
+    rows = all_words(WordSettings(k=4), 2)
     assert rows.inputs.shape == (3600, 5) and len(np.unique(rows.inputs, axis=0)) == 3600
     assert rows.inputs[61].tolist() == [61, 1, 1, 60, 60]
-    assert rows.targets[61].tolist() == [61, 1, table("A5")[1, 1], 60, 60]
+    assert rows.targets[61].tolist() == [61, 1, multiplication_table("A5")[1, 1], 60, 60]
     assert make("words/a5", seed=0, train=1, test=0).vocab_size == 67
     assert make("words/s5", seed=0, train=1, test=0).vocab_size == 127
 
@@ -77,8 +77,8 @@ def test_mistakes_are_named():
         make("words/a5", seed=0, train=3600, test=1, k=2)
     for group in ("B5", "A7", "A", "Z0", "", "A5_x_"):
         with pytest.raises(ArgumentError, match="such as 'A5'"):
-            words.Settings(group)
+            words.WordSettings(group)
     with pytest.raises(ArgumentError, match="`k` is 0"):
         make("words/a5", seed=0, train=1, test=1, k=0)
     with pytest.raises(ArgumentError, match="from 1 to 3"):
-        every(Settings(k=3), 4)
+        all_words(WordSettings(k=3), 4)

@@ -17,17 +17,16 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
 from killing import Run, Session, main
 
 from kalmix.files import PARTIAL
-from kalmix_bench.experiments.recall import Part, Protocol, Shape, presets
-from kalmix_bench.experiments.recall import evaluation_callback as judge
+from kalmix_bench.experiments.recall import ModelShape, Part, RecallProtocol, evaluation_callback, presets
 from kalmix_bench.experiments.recall.trainer import CellTrainer
 from kalmix_bench.runner.cells import digest
 
 TINY = (
-    presets.Study(
+    presets.RecallStudy(
         "mad/selective-copying",
         (Part.of(8, 4, seq_len=12, num_tokens_to_copy=2),),
-        (Shape(8, state=32, heads=2),),
-        Protocol(epochs=4, batch=4, rate=1e-3),
+        (ModelShape(8, state=32, heads=2),),
+        RecallProtocol(epochs=4, batch=4, rate=1e-3),
         ("kla", "gated-deltanet", "linear-attention"),
     ),
 )
@@ -61,7 +60,7 @@ class Bench(Run):
         return {f"{row['layer']}-{row['seed']}" for row in self.rows()}
 
     def checkpoints(self) -> Iterator[tuple[str, Path]]:
-        names = {digest(cell): f"{cell.layer}-{cell.seed}" for cell in presets.cells(TINY, (), (), 1)}
+        names = {digest(cell): f"{cell.layer}-{cell.seed}" for cell in presets.make_cells(TINY, (), (), 1)}
         for path in (self.output / "checkpoints").glob("*/checkpoint-*"):
             yield names[path.parent.name], path
 
@@ -80,6 +79,6 @@ class Bench(Run):
 
 
 if __name__ == "__main__":
-    judge.SAVED = 0.0
+    evaluation_callback.CHECKPOINT_SECONDS = 0.0
     presets.BENCHES["mad"]["laptop"] = TINY
     main(Bench)

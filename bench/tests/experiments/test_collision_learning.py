@@ -4,15 +4,21 @@ import pytest
 import torch
 
 from kalmix import ArgumentError
-from kalmix_bench.datasets.collision.sequences import Crowd, Episode, Pairs, beside, projection, scores
+from kalmix_bench.datasets.collision.sequences import (
+    CollidingPairs,
+    Episode,
+    RandomAddresses,
+    projection,
+    scores,
+    stack_episodes,
+)
 from kalmix_bench.datasets.seeds import STREAMS, stream_seed
-from kalmix_bench.experiments.collision.models import OBS_NOISE, PRIOR, RESET, UPDATES, Recaller
-from kalmix_bench.experiments.collision.protocol import STUDIES, Cell, Protocol
-from kalmix_bench.experiments.collision.trainer import _clip, train
-from kalmix_bench.experiments.collision.trainer import test as judge
+from kalmix_bench.experiments.collision.models import OBS_NOISE, PRIOR, RESET, UPDATES, RecallModel
+from kalmix_bench.experiments.collision.protocol import STUDIES, CollisionCell, CollisionProtocol
+from kalmix_bench.experiments.collision.trainer import _clip, evaluate, train
 
 CPU = torch.device("cpu")
-PAIRS, CROWD = Pairs(), Crowd()
+PAIRS, CROWD = CollidingPairs(), RandomAddresses()
 
 
 def generator(seed=0):
@@ -97,17 +103,17 @@ def test_the_margin_weighs_target_against_distractor_alone():
 def written(name, k, v, raw):
     """The memory of Table 2, token by token, read at its keys."""
     memory, covariance, read = torch.zeros(16, 16).double(), PRIOR * torch.eye(16).double(), []
-    for key, value, numbers in zip(k, v, raw, strict=True):
+    for key, value, num_signals in zip(k, v, raw, strict=True):
         error = value - memory.T @ key
         if name == "linear-attention":
             memory = memory + torch.outer(key, value)
         elif name == "gla":
-            memory = numbers.sigmoid()[:, None] * memory + torch.outer(key, value)
+            memory = num_signals.sigmoid()[:, None] * memory + torch.outer(key, value)
         elif name == "deltanet":
-            memory = memory + numbers.sigmoid() * torch.outer(key, error)
+            memory = memory + num_signals.sigmoid() * torch.outer(key, error)
         else:
             kept = RESET * torch.eye(16).double()
-            predicted = kept if name == "reset" else covariance + torch.eye(16) * (1 + numbers.exp()).log()
+            predicted = kept if name == "reset" else covariance + torch.eye(16) * (1 + num_signals.exp()).log()
             warped = predicted @ key
             gain = warped / (OBS_NOISE + key @ warped)
             memory, covariance = memory + torch.outer(gain, error), predicted - torch.outer(gain, warped)
@@ -119,7 +125,7 @@ def written(name, k, v, raw):
 def test_updates_are_those_of_table_2(name):
     k = torch.randn(1, 7, 1, 16, generator=generator()).double()
     v = torch.randn(1, 7, 2, 16, generator=generator(1)).double()
-    raw = torch.randn(1, 7, 2, UPDATES[name].numbers, generator=generator(2)).double()
+    raw = torch.randn(1, 7, 2, UPDATES[name].num_signals, generator=generator(2)).double()
     got = UPDATES[name].read(k / 4, k / 4, v, raw)
     for head in range(2):
         want = written(name, k[0, :, 0] / 4, v[0, :, head], raw[0, :, head])
@@ -130,17 +136,17 @@ def test_updates_are_those_of_table_2(name):
 @pytest.mark.parametrize("name", ["deltanet", "bayesian"])
 def test_a_query_can_be_kept_from_writing(name, queries_write):
     """Then asking twice at one address gives one answer."""
-    episode = beside([PAIRS.draw(2, 1, (0.6, 0.8), generator())])
+    episode = stack_episodes([PAIRS.draw(2, 1, (0.6, 0.8), generator())])
     twice = Episode(*(torch.cat([x[:, :, :-1], x[:, :, -2:-1]], 2) for x in episode[:2]), *episode[2:])
-    logits = Recaller(name, 33, 16, [0], queries_write)(twice)
+    logits = RecallModel(name, 33, 16, [0], queries_write)(twice)
     assert torch.allclose(logits[:, :, -1], logits[:, :, -2], atol=1e-5) is not queries_write
 
 
 @pytest.mark.parametrize("name", ["gla", "bayesian"])
 def test_members_do_not_mix(name):
     episodes = [PAIRS.draw(2, 1, (0.6, 0.8), generator(seed)) for seed in (3, 4)]
-    both, alone = (Recaller(name, 33, 16, seeds) for seeds in ([3, 4], [4]))
-    assert torch.allclose(both(beside(episodes))[1], alone(beside(episodes[1:]))[0], atol=1e-5)
+    both, alone = (RecallModel(name, 33, 16, seeds) for seeds in ([3, 4], [4]))
+    assert torch.allclose(both(stack_episodes(episodes))[1], alone(stack_episodes(episodes[1:]))[0], atol=1e-5)
 
 
 def test_members_are_clipped_by_themselves():
@@ -150,15 +156,15 @@ def test_members_are_clipped_by_themselves():
 
 
 def test_a_seed_learns_the_same_whoever_is_beside_it():
-    protocol = Protocol(steps=4, batch=2, rate=3e-3, tests=3)
+    protocol = CollisionProtocol(steps=4, batch=2, rate=3e-3, tests=3)
     study = STUDIES["crowding"]
 
     def learn(seeds):
-        model = Recaller("deltanet", study.task.inputs, study.task.labels, seeds)
+        model = RecallModel("deltanet", study.task.inputs, study.task.labels, seeds)
         told = []
         loss = train(model, study, seeds, protocol, CPU, lambda done, loss: told.append(done))
         assert told == [0.25, 0.5, 0.75, 1.0]
-        return torch.stack([loss, *judge(model, study, {"writes": 24}, protocol, CPU).values()])
+        return torch.stack([loss, *evaluate(model, study, {"writes": 24}, protocol, CPU).values()])
 
     first, again, other = learn([0, 1]), learn([0, 1]), learn([1])
     assert torch.equal(first, again)
@@ -167,11 +173,11 @@ def test_a_seed_learns_the_same_whoever_is_beside_it():
 
 
 def test_a_model_learns_to_recall():
-    protocol, study = Protocol(steps=40, batch=8, rate=1e-2, tests=8), STUDIES["recall"]
-    model = Recaller("reset", study.task.inputs, study.task.labels, [0])
-    before = judge(model, study, {"flood": 1, "overlap": (0.7, 0.7)}, protocol, CPU)
+    protocol, study = CollisionProtocol(steps=40, batch=8, rate=1e-2, tests=8), STUDIES["recall"]
+    model = RecallModel("reset", study.task.inputs, study.task.labels, [0])
+    before = evaluate(model, study, {"flood": 1, "overlap": (0.7, 0.7)}, protocol, CPU)
     train(model, study, [0], protocol, CPU, lambda done, loss: None)
-    after = judge(model, study, {"flood": 1, "overlap": (0.7, 0.7)}, protocol, CPU)
+    after = evaluate(model, study, {"flood": 1, "overlap": (0.7, 0.7)}, protocol, CPU)
     assert float(after["accuracy"]) > 0.5 > float(before["accuracy"])
     assert float(after["cross_entropy"]) < float(before["cross_entropy"])
 
@@ -179,17 +185,17 @@ def test_a_model_learns_to_recall():
 @pytest.mark.parametrize("study", STUDIES)
 def test_no_test_sequence_was_trained_on(study, monkeypatch):
     """Seed 0 is included: PyTorch's CPU generator treats 2^32 as 0."""
-    what, protocol = STUDIES[study], Protocol(steps=16, batch=4, rate=3e-3, tests=4)
-    drawn, draw = [], type(what).draw
-    monkeypatch.setattr(type(what), "draw", lambda *asked: drawn.append(draw(*asked)) or drawn[-1])
+    study_spec, protocol = STUDIES[study], CollisionProtocol(steps=16, batch=4, rate=3e-3, tests=4)
+    drawn, draw = [], type(study_spec).draw
+    monkeypatch.setattr(type(study_spec), "draw", lambda *asked: drawn.append(draw(*asked)) or drawn[-1])
     seeds = [0, 1, 2, 2**30 - 1]
-    model = Recaller("linear-attention", what.task.inputs, what.task.labels, seeds)
-    train(model, what, seeds, protocol, CPU, lambda done, loss: None)
-    trained, drawn[:] = sequences(drawn, what.task.labels), []
-    for condition in what.training:
-        judge(model, what, condition, protocol, CPU)
-    tested = sequences(drawn, what.task.labels)
-    assert len(trained) == 16 * len(seeds) * 4 and len(tested) >= 4 * len(what.training)
+    model = RecallModel("linear-attention", study_spec.task.inputs, study_spec.task.labels, seeds)
+    train(model, study_spec, seeds, protocol, CPU, lambda done, loss: None)
+    trained, drawn[:] = sequences(drawn, study_spec.task.labels), []
+    for condition in study_spec.training:
+        evaluate(model, study_spec, condition, protocol, CPU)
+    tested = sequences(drawn, study_spec.task.labels)
+    assert len(trained) == 16 * len(seeds) * 4 and len(tested) >= 4 * len(study_spec.training)
     assert not trained & tested
 
 
@@ -205,4 +211,4 @@ def test_streams_share_no_seed_of_32_bits():
     assert len({seed % 2**32 for seed in found}) == len(found)
     for seed in (-1, 2**30, 2**32):
         with pytest.raises(ArgumentError, match="seed"):
-            Cell("recall", "reset", seed, Protocol())
+            CollisionCell("recall", "reset", seed, CollisionProtocol())

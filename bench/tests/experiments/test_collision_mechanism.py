@@ -7,10 +7,10 @@ import torch
 
 import kalmix
 from kalmix_bench.experiments.collision import mechanism as mech
-from kalmix_bench.experiments.collision.mechanism import A, B, Setting
-from kalmix_bench.experiments.collision.predictions import first_predicted, floor, predictions
+from kalmix_bench.experiments.collision.mechanism import A, B, MechanismSetting
+from kalmix_bench.experiments.collision.predictions import final_gain, first_predicted, predictions
 
-SETTING = Setting()
+SETTING = MechanismSetting()
 # Table E.4.3: overlap, margin of the Bayesian Layer, margin of the reset. The paper prints 0.34 where it gets 0.33497.
 PRINTED = [
     (0.30, 0.46, 0.40),
@@ -34,7 +34,7 @@ def traces(overlap=0.92, setting=SETTING):
 @functools.cache
 def margins():
     at = torch.tensor([row[0] for row in PRINTED], dtype=torch.float64)
-    return {name: 2 * last - 1 for name, last in mech.retrievals(SETTING, at).items()}
+    return {name: 2 * last - 1 for name, last in mech.final_retrievals(SETTING, at).items()}
 
 
 @pytest.mark.parametrize("row", range(len(PRINTED)), ids=lambda row: f"{PRINTED[row][0]}")
@@ -46,12 +46,12 @@ def test_margins_by_overlap_are_those_printed(row):
 
 def test_the_plateaus_are_those_printed():
     ran = traces()
-    boosted = ran["Bayesian Layer"].retrieval()[SETTING.boosted, 0]
-    assert float(boosted) == pytest.approx(0.731, abs=5e-4)
+    writes_before_flood = ran["Bayesian Layer"].retrieval()[SETTING.writes_before_flood, 0]
+    assert float(writes_before_flood) == pytest.approx(0.731, abs=5e-4)
     assert float(ran["DeltaNet-style"].retrieval()[-1, 0]) == pytest.approx(0.35138, abs=5e-6)
     assert float(ran["Bayesian Layer"].retrieval()[-1, 0]) == pytest.approx(0.72309, abs=5e-6)
     assert float(ran["linear attention"].retrieval()[-1, 0]) < 1e-3
-    assert float(ran["Bayesian Layer"].margin()[SETTING.boosted, 0]) == pytest.approx(0.4621, abs=5e-5)
+    assert float(ran["Bayesian Layer"].margin()[SETTING.writes_before_flood, 0]) == pytest.approx(0.4621, abs=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -63,16 +63,16 @@ def test_the_plateaus_are_those_printed():
 )
 def test_the_states_before_and_after_the_flood_are_those_printed(name, at_a, end):
     ran = traces()[name]
-    assert ran.logits(A)[SETTING.boosted, 0, :2].tolist() == pytest.approx(at_a, abs=5e-6)
-    assert ran.logits(B)[SETTING.boosted, 0, :2].tolist() == pytest.approx((0, 1), abs=1e-9)
+    assert ran.logits(A)[SETTING.writes_before_flood, 0, :2].tolist() == pytest.approx(at_a, abs=5e-6)
+    assert ran.logits(B)[SETTING.writes_before_flood, 0, :2].tolist() == pytest.approx((0, 1), abs=1e-9)
     assert ran.logits(B)[-1, 0, :2].tolist() == pytest.approx(end, abs=5e-6)
 
 
 def test_gain_and_slope_are_those_printed():
     bayes = traces()["Bayesian Layer"]
-    assert floor(SETTING) == pytest.approx((5**0.5 - 1) / 2, abs=1e-15)
+    assert final_gain(SETTING) == pytest.approx((5**0.5 - 1) / 2, abs=1e-15)
     assert float(bayes.gain[-1, 0]) == pytest.approx(0.618, abs=5e-4)
-    assert float(bayes.gain[SETTING.boosted, 0]) == pytest.approx(0.91, abs=5e-3)
+    assert float(bayes.gain[SETTING.writes_before_flood, 0]) == pytest.approx(0.91, abs=5e-3)
     assert float(bayes.uncertainty(B)[-2:, 0].diff()) == pytest.approx(0.00768, abs=5e-6)
 
 
@@ -87,7 +87,7 @@ def test_closed_forms_hold_exactly(overlap):
 
 def test_the_first_flooding_write_turns_as_far_as_the_limit_says():
     def left(boost):
-        setting = Setting(boost=boost)
+        setting = MechanismSetting(boost=boost)
         rows = predictions(setting, 0.92, traces(0.92, setting))
         return next(-row.difference for row in rows if row.equation == "45")
 
@@ -97,13 +97,13 @@ def test_the_first_flooding_write_turns_as_far_as_the_limit_says():
 
 def test_tables_e_4_2_and_e_4_4_were_printed_for_another_overlap():
     priors = torch.tensor([0.01, 0.05, 0.1, 0.5, 1.0, 3.0], dtype=torch.float64)
-    swept = mech.sweep(SETTING, 0.99, priors)
+    swept = mech.sweep_priors(SETTING, 0.99, priors)
     assert swept.gain.tolist() == pytest.approx([0.17, 0.50, 0.67, 0.91, 0.95, 0.98], abs=0.005)
     assert swept.margin.tolist() == pytest.approx([-0.45, -0.44, -0.44, -0.43, -0.43, -0.43], abs=0.005)
     assert swept.crossing.tolist() == [56, 54, 53, 53, 53, 53]
     assert float(traces(0.99)["Bayesian Layer"].margin()[-1]) == pytest.approx(0.20, abs=0.005)
     assert int(mech.crossing(traces(0.99)["Bayesian Layer"], SETTING)) == 0
-    stated = mech.sweep(SETTING, 0.92, priors)
+    stated = mech.sweep_priors(SETTING, 0.92, priors)
     assert stated.margin.tolist() == pytest.approx([-0.345, -0.297, -0.267, -0.211, -0.199, -0.190], abs=0.0005)
 
 
@@ -135,8 +135,8 @@ def test_token_by_token_is_the_whole():
 def test_tables_hold_what_is_read_after_the_last_write():
     at = torch.tensor([0.92], dtype=torch.float64)
     for name, ran in traces().items():
-        assert torch.equal(mech.retrievals(SETTING, at)[name], ran.retrieval()[-1])
-    swept = mech.sweep(SETTING, 0.92, torch.tensor([0.5, 2.0], dtype=torch.float64))
+        assert torch.equal(mech.final_retrievals(SETTING, at)[name], ran.retrieval()[-1])
+    swept = mech.sweep_priors(SETTING, 0.92, torch.tensor([0.5, 2.0], dtype=torch.float64))
     rule = mech.rules(SETTING)["DeltaNet-style"]
     ran = mech.trace(rule, SETTING, torch.full_like(swept.prior, 0.92), reset=swept.prior)
     assert torch.equal(swept.gain, ran.gain[-1]) and torch.equal(swept.margin, ran.margin()[-1])

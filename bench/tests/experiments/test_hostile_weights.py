@@ -20,11 +20,11 @@ def test_weights_of_sde_models(tmp_path, monkeypatch, content):
     class Found:
         model = torch.nn.Linear(2, 2)
 
-    class Cell:
+    class SdeCell:
         model, protocol, seed = "afa", None, 0
 
     file = tmp_path / "weights.pt"
-    monkeypatch.setattr(checkpoints, "begin", lambda *given: Found)
+    monkeypatch.setattr(checkpoints, "init_predictor", lambda *given: Found)
     monkeypatch.setattr(checkpoints, "weights", lambda *given: file)
     if content == "another":
         torch.save({0: {"x": torch.ones(3)}}, file)
@@ -32,7 +32,7 @@ def test_weights_of_sde_models(tmp_path, monkeypatch, content):
         attack = pickle.dumps(Attack(tmp_path / "ATTACKED"))
         file.write_bytes({"pickle": attack, "empty": b"", "text": b"weights"}[content])
     with pytest.raises(ArgumentError, match="weights"):
-        checkpoints.learned(*cast("Any", (Cell(), None, None)), torch.device("cpu"))
+        checkpoints.load_predictor(*cast("Any", (SdeCell(), None, None)), torch.device("cpu"))
     assert not (tmp_path / "ATTACKED").exists()
 
 

@@ -14,8 +14,8 @@ from kalmix import ops
 from kalmix.errors import ArgumentError
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.segments import Segments
-from kalmix_bench.experiments.recall.baselines import BASELINES, MLSTM, RWKV7, Mamba1, miscompiled
-from kalmix_bench.experiments.recall.models import Shape, build
+from kalmix_bench.experiments.recall.baselines import BASELINES, MLSTM, RWKV7, Mamba1, is_miscompiled
+from kalmix_bench.experiments.recall.models import ModelShape, build
 
 WIDTH, TOKENS = 16, 21
 
@@ -85,7 +85,7 @@ def test_mlstm_is_an_additive_memory_over_its_count(conv: int):
 
 @pytest.mark.parametrize("shift", [True, False])
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or miscompiled(torch.cuda.get_device_capability(), version("triton")),
+    not torch.cuda.is_available() or is_miscompiled(torch.cuda.get_device_capability(), version("triton")),
     reason="flash-linear-attention has RWKV-7 for a GPU, and not for a Hopper one with Triton before 3.7.1",
 )
 def test_rwkv_is_a_generalised_delta_rule(shift: bool):
@@ -152,7 +152,7 @@ def test_a_model_of_them_begins_as_their_packages_say():
     assert 0.9e-3 < step.min() < step.max() < 0.11
     assert not mlstm.mlstm_cell.fgate.weight.any()
     assert mlstm.mlstm_cell.fgate.bias.min() == 3
-    scaled = build(9, Shape(WIDTH, scaled=True), "mamba-1", 8, from_last=False).model.mixers[0].inner
+    scaled = build(9, ModelShape(WIDTH, scaled=True), "mamba-1", 8, from_last=False).model.mixers[0].inner
     assert F.softplus(scaled.dt_proj.bias).max() < 0.11
     ids = torch.arange(8)[None]
     loss = model(input_ids=ids, labels=ids).loss
@@ -165,7 +165,7 @@ def test_they_read_whole_sequences(make: object):
     layer = make()
     y, state = layer(tokens())
     assert torch.allclose(y[:, :9], layer(tokens()[:, :9])[0], atol=1e-5)  # and look at none to come
-    with pytest.raises(ArgumentError, match=r"`state` is a Gone; expected none"):
+    with pytest.raises(ArgumentError, match=r"`state` is a NoState; expected none"):
         layer(tokens(), state)
     with pytest.raises(ArgumentError, match=r"`segments` .* whole sequences, one a row"):
         layer(tokens()[:1], segments=Segments.packed(torch.tensor([0, 3, TOKENS])))
@@ -196,5 +196,9 @@ def test_rwkv_asks_for_a_gpu_and_heads_that_fill_the_width():
 
 
 def test_rwkv_is_refused_where_it_is_compiled_wrong():
-    assert miscompiled((9, 0), "3.6.0") and miscompiled((9, 0), "3.7.0+git1")
-    assert not miscompiled((9, 0), "3.7.1") and not miscompiled((8, 9), "3.6.0") and not miscompiled((9, 0), "3.3.1")
+    assert is_miscompiled((9, 0), "3.6.0") and is_miscompiled((9, 0), "3.7.0+git1")
+    assert (
+        not is_miscompiled((9, 0), "3.7.1")
+        and not is_miscompiled((8, 9), "3.6.0")
+        and not is_miscompiled((9, 0), "3.3.1")
+    )

@@ -9,26 +9,26 @@ import pytest
 import torch
 
 from kalmix.errors import ArgumentError
-from kalmix_bench.experiments.recall import Cell, Part, Protocol, Shape
+from kalmix_bench.experiments.recall import ModelShape, Part, RecallCell, RecallProtocol
 from kalmix_bench.experiments.recall import beliefs as bench_beliefs
-from kalmix_bench.experiments.recall.checkpoints import cell_of, kept, restored
-from kalmix_bench.experiments.recall.data import draw
+from kalmix_bench.experiments.recall.checkpoints import cell_from_row, cells_with_weights, load_trained_model
+from kalmix_bench.experiments.recall.data import draw_cell_data
 from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.runner.cells import Results
 from kalmix_bench.runner.scheduler import run
 
-COPY = Cell(
+COPY = RecallCell(
     "mad/selective-copying",
     (Part.of(32, 16, seq_len=16, num_tokens_to_copy=2, vocab_size=6),),
     "kla",
-    Shape(8, state=64),
-    Protocol(epochs=2, batch=16, rate=1e-2),
+    ModelShape(8, state=64),
+    RecallProtocol(epochs=2, batch=16, rate=1e-2),
     0,
 )
-PRESSED = Cell(
+PRESSED = RecallCell(
     "mad/compression", (Part.of(32, 16, seq_len=8, vocab_size=6),), *(COPY.layer, COPY.shape), COPY.protocol, 1
 )
-DOUBTLESS = replace(COPY, layer="deltanet", shape=Shape(8))
+DOUBTLESS = replace(COPY, layer="deltanet", shape=ModelShape(8))
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +39,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def test_a_model_is_found_as_it_ended(results: Results):
-    assert kept(results) == [cell_of(row) for row in results.read()]
+    assert cells_with_weights(results) == [cell_from_row(row) for row in results.read()]
     for cell, row in zip((COPY, PRESSED, DOUBTLESS), results.read(), strict=True):
-        assert cell_of(row).written() == cell.written()
-        drawn = draw(cell)
+        assert cell_from_row(row).to_dict() == cell.to_dict()
+        drawn = draw_cell_data(cell)
         test = drawn.parts[0].test
         with torch.no_grad():
-            predicted = restored(cell, drawn, results)(torch.from_numpy(test.inputs)).argmax(-1).numpy()
+            predicted = load_trained_model(cell, drawn, results)(torch.from_numpy(test.inputs)).argmax(-1).numpy()
         scored = test.targets != -100
         assert (predicted == test.targets)[scored].mean() == pytest.approx(row["curves"]["micro"][-1], abs=1e-5)
     with pytest.raises(ArgumentError, match="whose weights are missing"):
-        restored(replace(COPY, seed=5), draw(COPY), results)
+        load_trained_model(replace(COPY, seed=5), draw_cell_data(COPY), results)
 
 
 def test_pictures_of_what_they_believe(results: Results):

@@ -10,25 +10,25 @@ from pathlib import Path
 import pytest
 
 from kalmix_bench import cli
-from kalmix_bench.experiments.recall import Cell, Part, Protocol, Shape, presets
-from kalmix_bench.experiments.recall.presets import BENCHES, Study, cells
-from kalmix_bench.experiments.recall.published import printed
-from kalmix_bench.experiments.recall.summary import entries, slices
+from kalmix_bench.experiments.recall import ModelShape, Part, RecallCell, RecallProtocol, presets
+from kalmix_bench.experiments.recall.presets import BENCHES, RecallStudy, make_cells
+from kalmix_bench.experiments.recall.published import published_score
+from kalmix_bench.experiments.recall.summary import slices, summarize
 from kalmix_bench.runner.scores import Score
 
 PNG = b"\x89PNG\r\n"
-_COPY = Study(
+_COPY = RecallStudy(
     "mad/selective-copying",
     (Part.of(8, 4, seq_len=12, num_tokens_to_copy=2),),
-    (Shape(8, state=32, heads=2),),
-    Protocol(epochs=2, batch=4, rate=1e-3),
+    (ModelShape(8, state=32, heads=2),),
+    RecallProtocol(epochs=2, batch=4, rate=1e-3),
     ("kla", "kla-noise-free"),
 )
-_RECALL = Study(
+_RECALL = RecallStudy(
     "mqar",
     tuple(Part.of(8, 4, vocab_size=40, input_seq_len=n, num_kv_pairs=d) for n, d in ((16, 2), (24, 4))),
-    (Shape(8), Shape(16)),
-    Protocol(epochs=1, batch=4, rate=1e-3),
+    (ModelShape(8), ModelShape(16)),
+    RecallProtocol(epochs=1, batch=4, rate=1e-3),
     ("linear-attention",),
     rates=(1e-3, 1e-2),
 )
@@ -74,23 +74,23 @@ def test_widths_and_loads_are_drawn_at_the_best_rate(kalmix, tmp_path: Path) -> 
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert len(rows) == 4
-    by, found = slices(entries(rows)[0])
+    by, found = slices(summarize(rows)[0])
     assert by == "pairs" and list(found) == [(16, 2), (24, 4)]
     for row in rows:
         row["scores"][row["score"]] = row["protocol"]["rate"]
-    assert [entry.rows[0]["protocol"]["rate"] for entry in entries(rows)] == [1e-2, 1e-2]
+    assert [entry.rows[0]["protocol"]["rate"] for entry in summarize(rows)] == [1e-2, 1e-2]
     rows[1] |= {"diverged": "loss"}
-    assert [entry.rows[0]["protocol"]["rate"] for entry in entries(rows)] == [1e-3, 1e-2]
+    assert [entry.rows[0]["protocol"]["rate"] for entry in summarize(rows)] == [1e-3, 1e-2]
 
 
 def test_layers_of_a_task_stand_together_in_whatever_order_their_cells_end() -> None:
-    asked = cells(BENCHES["mad"]["laptop"], (), (), 1)
-    rows = [{**cell.written(), "score": "macro", "scores": {"macro": 0.5}} for cell in (*asked[::2], *asked[1::2])]
-    assert [entry.task for entry in entries(rows)] == sorted((cell.task for cell in asked), reverse=True)
+    asked = make_cells(BENCHES["mad"]["laptop"], (), (), 1)
+    rows = [{**cell.to_dict(), "score": "macro", "scores": {"macro": 0.5}} for cell in (*asked[::2], *asked[1::2])]
+    assert [entry.task for entry in summarize(rows)] == sorted((cell.task for cell in asked), reverse=True)
 
 
 def test_widths_are_chosen() -> None:
-    asked = cells(BENCHES["mqar"]["laptop"], (), (), 1, (16,))
+    asked = make_cells(BENCHES["mqar"]["laptop"], (), (), 1, (16,))
     assert len(asked) == 2 and {cell.shape.width for cell in asked} == {16}
 
 
@@ -132,27 +132,27 @@ def test_validation_rows_choose_the_epoch_where_they_are_asked_for(kalmix, tmp_p
 
 def test_scores_over_seeds() -> None:
     assert str(Score.of([0.5])) == "50.0" and str(Score.of([0.5, 0.7])) == "60.0 ± 10.0"
-    assert printed("mad/compression", "kla-noise-free") == (72.91, "Kalman Linear Attention, Table 6")
-    assert printed("mqar", "kla") is None
+    assert published_score("mad/compression", "kla-noise-free") == (72.91, "Kalman Linear Attention, Table 6")
+    assert published_score("mqar", "kla") is None
 
 
 @pytest.mark.parametrize(("bench", "preset"), [(bench, preset) for bench in BENCHES for preset in BENCHES[bench]])
 def test_presets_are_cells(bench: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    asked = cells(BENCHES[bench][preset], (), (), 1)
+    asked = make_cells(BENCHES[bench][preset], (), (), 1)
     assert asked and len(set(asked)) == len(asked)
-    assert all(json.dumps(cell.written()) for cell in asked)
+    assert all(json.dumps(cell.to_dict()) for cell in asked)
 
 
 def test_mads_own_protocol_asks_every_difficulty_at_every_rate_and_decay() -> None:
-    asked = cells(BENCHES["mad"]["mad-lab"], ("compression",), ("kla",), 1)
+    asked = make_cells(BENCHES["mad"]["mad-lab"], ("compression",), ("kla",), 1)
     tried = {(cell.protocol.rate, cell.protocol.decay) for cell in asked}
     assert tried == {(rate, decay) for rate in (1e-4, 5e-4, 1e-3) for decay in (0.0, 0.1)}
     lengths, rows = ({settings(cell) for cell in asked} for settings in (_length, lambda cell: cell.parts[0].train))
     assert lengths == {32, 64, 128, 256} and rows == {12_800, 6400, 3200, 1600, 800} and len(asked) == 6 * 11
 
 
-def _length(cell: Cell) -> int:
+def _length(cell: RecallCell) -> int:
     return cell.settings()[0]["seq_len"]
 
 
@@ -224,8 +224,8 @@ def test_all_runs_every_bench_into_its_folder(kalmix, tmp_path: Path, monkeypatc
 
 def test_needles_are_scored_by_length_and_depth(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = tuple(presets._bytes(length, train, 6) for length, train in ((464, 4), (640, 0)))
-    protocol = Protocol(epochs=1, batch=4, rate=1e-3)
-    study = Study("needle/single-1", parts, (Shape(8),), protocol, ("linear-attention",))
+    protocol = RecallProtocol(epochs=1, batch=4, rate=1e-3)
+    study = RecallStudy("needle/single-1", parts, (ModelShape(8),), protocol, ("linear-attention",))
     monkeypatch.setitem(BENCHES["needle"], "laptop", (study,))
     told = kalmix("bench", "needle", "--device", "cpu", "--output", tmp_path)
     assert told.status == 0 and "string_match 0.000" in told.output, told.errors
@@ -233,6 +233,6 @@ def test_needles_are_scored_by_length_and_depth(kalmix, tmp_path: Path, monkeypa
     for scores in row["slices"]["last"]:
         depths = [name for name in scores if name.startswith("depth")]
         assert depths and set(depths) <= {f"depth {fifth}/5" for fifth in range(1, 6)}
-    by, found = slices(entries([row])[0])
+    by, found = slices(summarize([row])[0])
     assert by == "depth" and {length for length, _ in found} == {464, 640} and {part[1:] for _, part in found} == {"/5"}
     assert (tmp_path / "lengths.png").read_bytes().startswith(PNG)

@@ -13,12 +13,12 @@ from kalmix import ArgumentError
 from kalmix.analysis.layer_diagnostics import look
 from kalmix.layers.modules import ShortConvolution
 from kalmix.models.losses import marginal_likelihood
-from kalmix_bench.experiments.recall import LAYERS, Cell, Part, Protocol, Shape
-from kalmix_bench.experiments.recall.layers import layer, sized, state_size
-from kalmix_bench.experiments.recall.models import AutoEncoder, Tagger, build, sinusoids
-from kalmix_bench.experiments.recall.trainer import factor
+from kalmix_bench.experiments.recall import LAYERS, ModelShape, Part, RecallCell, RecallProtocol
+from kalmix_bench.experiments.recall.layers import parse_layer, sized, state_size
+from kalmix_bench.experiments.recall.models import AutoEncoder, TokenModel, build, sinusoidal_positions
+from kalmix_bench.experiments.recall.trainer import learning_rate_factor
 
-MAD = Shape(128, state=2048)  # Table 11 of Kalman Linear Attention
+MAD = ModelShape(128, state=2048)  # Table 11 of Kalman Linear Attention
 ELSEWHERE = {"mamba-1", "mlstm", "rwkv-7", "attention"}
 GROWING = {"attention", "afa", "rt-afa", "afa-transformer", "controlled-afa"}
 UNSIZED = {"recurrent-afa", *GROWING}
@@ -29,7 +29,7 @@ OWN = [name for name in LAYERS if LAYERS[name]["mixer"] not in ELSEWHERE - {"att
 def test_every_layer_is_built_at_the_state_it_is_matched_to(name: str) -> None:
     shape = replace(MAD, width=32, state=512)
     model = build(16, shape, name, 8, from_last=False)
-    assert isinstance(model, Tagger)
+    assert isinstance(model, TokenModel)
     assert model(torch.randint(16, (2, 8))).shape == (2, 8, 16)
     size = state_size(model.model.mixers[0])
     if name in GROWING:
@@ -41,45 +41,71 @@ def test_every_layer_is_built_at_the_state_it_is_matched_to(name: str) -> None:
 
 
 def test_sizes_are_those_of_table_11_and_of_table_3_of_memory_by_design() -> None:
-    assert MAD.layer("kla") == {"mixer": "kla", "slots": 8}
-    assert MAD.layer("gated-deltanet") == {"mixer": "gated-deltanet", "heads": 4, "head_dim": 16, "expand_v": 2.0}
-    assert MAD.layer("gla")["heads"] * MAD.layer("gla")["head_dim"] == 0.5 * 128
-    assert MAD.layer("mamba2") == {"mixer": "mamba2", "heads": 4, "head_dim": 32, "state_dim": 16}
-    assert MAD.layer("mamba-1") == {"mixer": "mamba-1", "expand": 1, "state_dim": 16}
-    theirs = Shape(128, depth=2, state=8192, values=2.0)
-    assert theirs.layer("bayesian")["head_dim"] == 32
-    assert theirs.layer("gated-deltanet") == {"mixer": "gated-deltanet", "heads": 4, "head_dim": 32, "expand_v": 2.0}
-    assert theirs.layer("kla-noise-free") == {"mixer": "kla", "process_noise": False, "slots": 32}
+    assert MAD.layer_options("kla") == {"mixer": "kla", "slots": 8}
+    assert MAD.layer_options("gated-deltanet") == {
+        "mixer": "gated-deltanet",
+        "heads": 4,
+        "head_dim": 16,
+        "expand_v": 2.0,
+    }
+    assert MAD.layer_options("gla")["heads"] * MAD.layer_options("gla")["head_dim"] == 0.5 * 128
+    assert MAD.layer_options("mamba2") == {"mixer": "mamba2", "heads": 4, "head_dim": 32, "state_dim": 16}
+    assert MAD.layer_options("mamba-1") == {"mixer": "mamba-1", "expand": 1, "state_dim": 16}
+    theirs = ModelShape(128, depth=2, state=8192, values=2.0)
+    assert theirs.layer_options("bayesian")["head_dim"] == 32
+    assert theirs.layer_options("gated-deltanet") == {
+        "mixer": "gated-deltanet",
+        "heads": 4,
+        "head_dim": 32,
+        "expand_v": 2.0,
+    }
+    assert theirs.layer_options("kla-noise-free") == {"mixer": "kla", "process_noise": False, "slots": 32}
     with pytest.raises(ArgumentError, match="`state`"):
-        sized(layer("kla"), 96, 1000, 4)
+        sized(parse_layer("kla"), 96, 1000, 4)
 
 
 def test_a_name_that_is_no_layer_meets_its_neighbours() -> None:
     with pytest.raises(ArgumentError, match=r"'gated-delta-net'.*gated-deltanet"):
-        layer("gated-delta-net")
+        parse_layer("gated-delta-net")
 
 
 def test_options_replace_those_of_a_name_and_other_sizes_follow_from_the_state() -> None:
-    assert MAD.layer('kla:{"slots": 3}') == {"mixer": "kla", "slots": 3}
-    assert MAD.layer('kla-noise-free:{"process_noise": true}') == {"mixer": "kla", "process_noise": True, "slots": 8}
-    assert MAD.layer('gated-deltanet:{"heads": 2}')["head_dim"] == 16  # 2 heads of 16 x 64 numbers are 2,048, too
-    assert MAD.layer('mamba2:{"state_dim": 4}') == {"mixer": "mamba2", "heads": 4, "head_dim": 32, "state_dim": 4}
-    assert MAD.layer('bayesian:{"head_dim": 8}') == {"mixer": "bayesian", "heads": 4, "head_dim": 8, "expand_v": 1.0}
-    assert MAD.layer('design:{"design": "deltanet"}')["design"] == "deltanet"
-    assert MAD.layer('kla:{"samples": 5}') == {"mixer": "kla", "samples": 5, "slots": 8}
+    assert MAD.layer_options('kla:{"slots": 3}') == {"mixer": "kla", "slots": 3}
+    assert MAD.layer_options('kla-noise-free:{"process_noise": true}') == {
+        "mixer": "kla",
+        "process_noise": True,
+        "slots": 8,
+    }
+    assert (
+        MAD.layer_options('gated-deltanet:{"heads": 2}')["head_dim"] == 16
+    )  # 2 heads of 16 x 64 numbers are 2,048, too
+    assert MAD.layer_options('mamba2:{"state_dim": 4}') == {
+        "mixer": "mamba2",
+        "heads": 4,
+        "head_dim": 32,
+        "state_dim": 4,
+    }
+    assert MAD.layer_options('bayesian:{"head_dim": 8}') == {
+        "mixer": "bayesian",
+        "heads": 4,
+        "head_dim": 8,
+        "expand_v": 1.0,
+    }
+    assert MAD.layer_options('design:{"design": "deltanet"}')["design"] == "deltanet"
+    assert MAD.layer_options('kla:{"samples": 5}') == {"mixer": "kla", "samples": 5, "slots": 8}
     built = build(16, replace(MAD, width=32, state=512), 'gated-deltanet:{"heads": 2, "conv": 0}', 8, from_last=False)
     assert state_size(built.model.mixers[0]) == 512
 
 
 def test_a_layer_has_one_name_however_its_options_are_written() -> None:
-    cell = Cell("mqar", (Part.of(1, 1),), 'kla:{"slots":8, "expand":1}', MAD, Protocol(1, 1, 1), 0)
+    cell = RecallCell("mqar", (Part.of(1, 1),), 'kla:{"slots":8, "expand":1}', MAD, RecallProtocol(1, 1, 1), 0)
     assert cell.layer == 'kla:{"expand": 1, "slots": 8}' and cell == replace(cell, layer=cell.layer)
     assert replace(cell, layer="kla:{}").layer == "kla"
-    assert replace(cell, layer="kla").written()["mixer"] == {"mixer": "kla", "slots": 8}
+    assert replace(cell, layer="kla").to_dict()["mixer"] == {"mixer": "kla", "slots": 8}
 
 
 def test_mads_model_is_as_published() -> None:
-    model = Tagger(16, Shape(128), "attention").model
+    model = TokenModel(16, ModelShape(128), "attention").model
     heads = 128 * 16 + 16
     own = 4 * 128 * 128 + sum(x.numel() for name, x in model.mixers[0].named_parameters() if "norm" in name)
     assert sum(x.numel() for x in model.parameters()) == 16 * 128 + 128 + own + 128 + heads
@@ -91,32 +117,32 @@ def test_mads_model_is_as_published() -> None:
 
 def test_the_autoencoder_knows_the_last_token_alone() -> None:
     torch.manual_seed(0)
-    shape = Shape(32, decoder=(24, 12))
+    shape = ModelShape(32, decoder=(24, 12))
     model = build(16, shape, "gated-deltanet", 6, from_last=True)
     assert isinstance(model, AutoEncoder)
     ids = torch.randint(16, (3, 6))
-    (stream,) = model.encoder.stream(ids)
+    (stream,) = model.encoder.hidden_states(ids)
     first, one, _, second, two, _, norm, last = model.decoder
-    x = F.gelu(one(first(stream[:, -1:] + sinusoids(6, 32))))
+    x = F.gelu(one(first(stream[:, -1:] + sinusoidal_positions(6, 32))))
     x = F.gelu(two(second(x)))
     torch.testing.assert_close(model(ids), last(norm(x)))
     assert one.get_parameter("weight").shape == (24, 32) and two.get_parameter("weight").shape == (12, 24)
-    assert sinusoids(6, 32)[3, 0] == pytest.approx(math.sin(3)) and sinusoids(6, 32)[3, 16] == pytest.approx(
-        math.cos(3)
-    )
-    assert sinusoids(6, 32)[3, 15] == pytest.approx(math.sin(3e-4))
+    assert sinusoidal_positions(6, 32)[3, 0] == pytest.approx(math.sin(3)) and sinusoidal_positions(6, 32)[
+        3, 16
+    ] == pytest.approx(math.cos(3))
+    assert sinusoidal_positions(6, 32)[3, 15] == pytest.approx(math.sin(3e-4))
 
 
 def test_mlps_stand_before_the_blocks_and_in_the_heads_place() -> None:
     torch.manual_seed(0)
-    model = build(16, Shape(32, encoder=20, decoder=(24, 12)), "gated-deltanet", 6, from_last=False)
-    assert isinstance(model, Tagger)
+    model = build(16, ModelShape(32, encoder=20, decoder=(24, 12)), "gated-deltanet", 6, from_last=False)
+    assert isinstance(model, TokenModel)
     ids = torch.randint(16, (3, 6))
     norm, up, _, down = model.get_submodule("encoder").children()
     embedded = down(F.gelu(up(norm(model.model.embed_tokens(ids)))))
-    (stream,) = model.stream(ids)
+    (stream,) = model.hidden_states(ids)
     torch.testing.assert_close(stream, model.model(embedded).last_hidden_state)
-    torch.testing.assert_close(look(model.model, model.embedded(ids[0]))[0], stream[0])
+    torch.testing.assert_close(look(model.model, model.embed(ids[0]))[0], stream[0])
     first, (one, _, second, two, _, third, last) = model.model.norm, model.model.get_submodule("lm_head").children()
     torch.testing.assert_close(model(ids), last(third(F.gelu(two(second(F.gelu(one(first(stream)))))))))
     assert up.get_parameter("weight").shape == (20, 32) and two.get_parameter("weight").shape == (12, 24)
@@ -126,8 +152,8 @@ def test_mlps_stand_before_the_blocks_and_in_the_heads_place() -> None:
 def test_kla_plus_learns_by_the_marginal_likelihood_and_its_samples_spread_as_it_believes() -> None:
     torch.manual_seed(0)
     ids, targets = torch.randint(16, (3, 6)), torch.randint(16, (3, 6))
-    model = build(16, Shape(32, state=512, mlp=24), "kla-plus", 6, from_last=False)
-    assert isinstance(model, Tagger) and model.samples == 10
+    model = build(16, ModelShape(32, state=512, mlp=24), "kla-plus", 6, from_last=False)
+    assert isinstance(model, TokenModel) and model.samples == 10
     passed = model.model(model.model.embed_tokens(ids), output_posterior=True)
     posterior, losses = passed.posterior, []
     for loss in (
@@ -140,19 +166,19 @@ def test_kla_plus_learns_by_the_marginal_likelihood_and_its_samples_spread_as_it
         torch.manual_seed(1)
         losses.append(float(loss().detach()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    mean = build(16, Shape(32, state=512, mlp=24), "kla", 6, from_last=False)
+    mean = build(16, ModelShape(32, state=512, mlp=24), "kla", 6, from_last=False)
     mean.load_state_dict(model.state_dict())
     assert float((mean(ids).log_softmax(-1) - model(ids)).detach().abs().max()) > 1e-3
-    both = build(16, Shape(32, state=512, decoder=(24, 12)), "kla-plus", 6, from_last=True)
+    both = build(16, ModelShape(32, state=512, decoder=(24, 12)), "kla-plus", 6, from_last=True)
     assert both(ids).shape == (3, 6, 16)
 
 
 def test_zoologys_model_echoes_its_norm() -> None:
     """h = mixer(LN1(r)); r = r + h; r = r + LN2(r), twice, then LN and the embedding's own rows."""
     torch.manual_seed(0)
-    shape = Shape(16, depth=2, norm="layer", head="tied", echo=True, scaled=True, dropout=0.1)
+    shape = ModelShape(16, depth=2, norm="layer", head="tied", echo=True, scaled=True, dropout=0.1)
     model = build(40, shape, "gated-deltanet", 8, from_last=False).eval()
-    assert isinstance(model, Tagger)
+    assert isinstance(model, TokenModel)
     ids = torch.randint(40, (2, 8))
     r = model.model.embed_tokens(ids)
     for block in model.model.blocks:
@@ -169,26 +195,29 @@ def test_zoologys_model_echoes_its_norm() -> None:
 
 
 def test_rates_follow_their_schedules() -> None:
-    cosine = Protocol(epochs=4, batch=8, rate=1e-3, schedule="cosine", least=1e-6)
-    assert [factor(cosine, step, 5) for step in (0, 4)] == [1, 1]
-    assert factor(cosine, 10, 5) == pytest.approx(0.5, abs=1e-3)
-    assert factor(cosine, 20, 5) == pytest.approx(1e-3)
-    warm = Protocol(epochs=4, batch=8, rate=1e-3, schedule="warmup", warmup=10)
-    assert [factor(warm, step, 5) for step in (0, 4, 9, 15)] == pytest.approx([0.1, 0.5, 1.0, 0.5])
-    assert factor(Protocol(epochs=4, batch=8, rate=1e-3), 19, 5) == 1
+    cosine = RecallProtocol(epochs=4, batch=8, rate=1e-3, schedule="cosine", least=1e-6)
+    assert [learning_rate_factor(cosine, step, 5) for step in (0, 4)] == [1, 1]
+    assert learning_rate_factor(cosine, 10, 5) == pytest.approx(0.5, abs=1e-3)
+    assert learning_rate_factor(cosine, 20, 5) == pytest.approx(1e-3)
+    warm = RecallProtocol(epochs=4, batch=8, rate=1e-3, schedule="warmup", warmup=10)
+    assert [learning_rate_factor(warm, step, 5) for step in (0, 4, 9, 15)] == pytest.approx([0.1, 0.5, 1.0, 0.5])
+    assert learning_rate_factor(RecallProtocol(epochs=4, batch=8, rate=1e-3), 19, 5) == 1
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Protocol(epochs=0, batch=1, rate=1), "`epochs`"),
-        (lambda: Protocol(epochs=1, batch=1, rate=0), "`rate`"),
-        (lambda: Protocol(epochs=1, batch=1, rate=1, schedule="linear"), "constant, cosine, warmup"),
-        (lambda: Protocol(epochs=1, batch=1, rate=1, chosen="first"), "loss, score, last"),
-        (lambda: Shape(0), "`width`"),
-        (lambda: Cell("mad/copying", (), "kla", MAD, Protocol(1, 1, 1), 0), "mad/selective-copying"),
-        (lambda: Cell("mqar", (Part.of(1, 1, frac_noise=0.1),), "kla", MAD, Protocol(1, 1, 1), 0), "frac_noise"),
-        (lambda: Cell("mqar", (Part.of(1, 1),), "kalman", MAD, Protocol(1, 1, 1), 0), "kla"),
+        (lambda: RecallProtocol(epochs=0, batch=1, rate=1), "`epochs`"),
+        (lambda: RecallProtocol(epochs=1, batch=1, rate=0), "`rate`"),
+        (lambda: RecallProtocol(epochs=1, batch=1, rate=1, schedule="linear"), "constant, cosine, warmup"),
+        (lambda: RecallProtocol(epochs=1, batch=1, rate=1, chosen="first"), "loss, score, last"),
+        (lambda: ModelShape(0), "`width`"),
+        (lambda: RecallCell("mad/copying", (), "kla", MAD, RecallProtocol(1, 1, 1), 0), "mad/selective-copying"),
+        (
+            lambda: RecallCell("mqar", (Part.of(1, 1, frac_noise=0.1),), "kla", MAD, RecallProtocol(1, 1, 1), 0),
+            "frac_noise",
+        ),
+        (lambda: RecallCell("mqar", (Part.of(1, 1),), "kalman", MAD, RecallProtocol(1, 1, 1), 0), "kla"),
     ],
 )
 def test_nonsense_raises(make, says: str) -> None:

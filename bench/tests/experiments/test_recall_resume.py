@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from kalmix.training.checkpoints import newest, saved
-from kalmix_bench.experiments.recall import evaluation_callback as judge
-from kalmix_bench.experiments.recall import trainer
+from kalmix_bench.experiments.recall import evaluation_callback, trainer
 from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.runner.cells import Results, digest
-from kalmix_bench.runner.experiment import Stopped
+from kalmix_bench.runner.experiment import CellStopped
 from kalmix_bench.runner.scheduler import run
 
 from .test_recall_run import COPY, CPU, found
@@ -22,16 +21,16 @@ from .test_recall_run import COPY, CPU, found
 
 def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Interrupt a cell in its third epoch; return the folder of its checkpoints."""
-    judged = judge.Judge._judged
+    judged = evaluation_callback.EvaluationCallback._evaluate
 
     def stop(one, loss):
         if len(one.curves.get("loss", ())) == 2:
             raise KeyboardInterrupt
         return judged(one, loss)
 
-    monkeypatch.setattr(judge, "SAVED", 0.0)
+    monkeypatch.setattr(evaluation_callback, "CHECKPOINT_SECONDS", 0.0)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(judge.Judge, "_judged", stop)
+        patch.setattr(evaluation_callback.EvaluationCallback, "_evaluate", stop)
         found(COPY, folder)
     return folder / "checkpoints" / digest(COPY)
 
@@ -52,7 +51,7 @@ def test_a_sweep_passes_over_an_unfinished_checkpoint(tmp_path: Path, monkeypatc
 def test_a_sweep_deletes_checkpoints_after_it_has_written_the_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judge, "SAVED", 0.0)
+    monkeypatch.setattr(evaluation_callback, "CHECKPOINT_SECONDS", 0.0)
     results = Results(tmp_path / "results.jsonl")
     kept = tmp_path / "checkpoints" / digest(COPY)
     rmtree = shutil.rmtree
@@ -85,14 +84,14 @@ def test_a_stopped_cell_resumes_in_the_middle_of_an_epoch(
 ) -> None:
     cell = replace(COPY, layer="kla-plus", protocol=replace(COPY.protocol, validation=8))  # it draws random numbers
     (whole,) = Recall().run((cell,), Results(tmp_path / "whole" / "results.jsonl"), CPU, lambda *_: None)
-    monkeypatch.setattr(judge, "TOLD", 0.0)
+    monkeypatch.setattr(evaluation_callback, "REPORT_SECONDS", 0.0)
     results, stops = Results(tmp_path / "results.jsonl"), 0
     for _ in range(10):
         reports = itertools.count(1)
         try:
             (row,) = Recall().run((cell,), results, CPU, lambda *_, reports=reports: next(reports) >= every)
             break
-        except Stopped:
+        except CellStopped:
             stops += 1
     assert stops == {1: 8, 2: 5, 4: 2}[every]
     assert row["curves"] == whole["curves"] and row["slices"] == whole["slices"]

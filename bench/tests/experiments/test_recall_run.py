@@ -11,25 +11,24 @@ import torch
 
 from kalmix_bench.datasets import Rows
 from kalmix_bench.datasets.metrics import micro
-from kalmix_bench.experiments.recall import Cell, Part, Protocol, Shape, trainer
-from kalmix_bench.experiments.recall import evaluation_callback as judge
-from kalmix_bench.experiments.recall.data import Batches, draw
+from kalmix_bench.experiments.recall import ModelShape, Part, RecallCell, RecallProtocol, evaluation_callback, trainer
+from kalmix_bench.experiments.recall.data import Batches, draw_cell_data
 from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.runner.cells import Results
 from kalmix_bench.runner.scheduler import run
 
 CPU = torch.device("cpu")
-COPY = Cell(
+COPY = RecallCell(
     "mad/selective-copying",
     (Part.of(64, 32, seq_len=16, num_tokens_to_copy=2, vocab_size=6),),
     "gated-deltanet",
-    Shape(16, state=64, heads=2),
-    Protocol(epochs=3, batch=24, rate=1e-2, clip=5.0),
+    ModelShape(16, state=64, heads=2),
+    RecallProtocol(epochs=3, batch=24, rate=1e-2, clip=5.0),
     0,
 )
 
 
-def found(cell: Cell, folder: Path, device: torch.device = CPU) -> dict:
+def found(cell: RecallCell, folder: Path, device: torch.device = CPU) -> dict:
     return run(Recall(), [cell], Results(folder / "results.jsonl"), device)[cell]
 
 
@@ -53,10 +52,16 @@ def test_a_seed_learns_the_same_again_and_another_does_not(tmp_path: Path) -> No
 
 
 def test_how_far_it_is_is_told_within_an_epoch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "TOLD", 0.0)
+    monkeypatch.setattr(evaluation_callback, "REPORT_SECONDS", 0.0)
     told = []
     cell = replace(COPY, protocol=replace(COPY.protocol, epochs=2, batch=32))
-    run(Recall(), [cell], Results(tmp_path / "results.jsonl"), CPU, follow=lambda *_: lambda *now: told.append(now))
+    run(
+        Recall(),
+        [cell],
+        Results(tmp_path / "results.jsonl"),
+        CPU,
+        progress_factory=lambda *_: lambda *now: told.append(now),
+    )
     assert [done for done, _ in told] == [0.25, 0.5, 0.5, 0.75, 0.999, 0.999, 1.0]
     assert [how[:5] for _, how in told] == ["", "", *["macro"] * 5]
 
@@ -74,14 +79,14 @@ def test_so_it_does_on_a_gpu(tmp_path: Path, layer: str, captured: bool) -> None
     assert before == (False, True)
 
 
-@pytest.mark.parametrize("head", ["own", "tied"])
+@pytest.mark.parametrize("head", ["untied", "tied"])
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str
 ) -> None:
     cell = replace(COPY, shape=replace(COPY.shape, head=head))
     whole = found(cell, tmp_path / "whole")
-    monkeypatch.setattr(judge, "SAVED", 0.0)
-    judged = judge.Judge._judged
+    monkeypatch.setattr(evaluation_callback, "CHECKPOINT_SECONDS", 0.0)
+    judged = evaluation_callback.EvaluationCallback._evaluate
 
     def interrupted(one, loss):
         if len(one.curves.get("loss", ())) == 2:
@@ -89,7 +94,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
         return judged(one, loss)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(judge.Judge, "_judged", interrupted)
+        patch.setattr(evaluation_callback.EvaluationCallback, "_evaluate", interrupted)
         found(cell, tmp_path / "parts")
     (kept,) = (tmp_path / "parts" / "checkpoints").iterdir()
     steps = []
@@ -119,8 +124,8 @@ def test_parts_share_no_batch_and_an_epoch_takes_every_row_once() -> None:
         Part.of(7, 3, vocab_size=40, input_seq_len=16, num_kv_pairs=2),
         Part.of(5, 2, vocab_size=60, input_seq_len=24, num_kv_pairs=2),
     )
-    cell = Cell("mqar", parts, "gated-deltanet", COPY.shape, COPY.protocol, 4)
-    drawn = draw(cell)
+    cell = RecallCell("mqar", parts, "gated-deltanet", COPY.shape, COPY.protocol, 4)
+    drawn = draw_cell_data(cell)
     assert drawn.vocab_size == 60
     batches = Batches(drawn, 4, shuffle=True, seed=0, device=CPU)
     for epoch in (0, 1):
@@ -141,5 +146,9 @@ def test_scores_by_depth_are_those_of_their_rows() -> None:
     targets = np.array([[1, 2], [3, 4], [5, 6], [7, 8]])
     predicted = np.array([[1, 0], [3, 4], [5, 0], [0, 0]])
     rows = Rows(targets, targets, {"depth": np.array([0.0, 0.19, 0.2, 1.0])})
-    assert judge.by_depth(micro, predicted, rows) == {"depth 1/5": 0.75, "depth 2/5": 0.5, "depth 5/5": 0.0}
-    assert judge.by_depth(micro, predicted, Rows(targets, targets)) == {}
+    assert evaluation_callback.by_depth(micro, predicted, rows) == {
+        "depth 1/5": 0.75,
+        "depth 2/5": 0.5,
+        "depth 5/5": 0.0,
+    }
+    assert evaluation_callback.by_depth(micro, predicted, Rows(targets, targets)) == {}

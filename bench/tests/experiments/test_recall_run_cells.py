@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kalmix.errors import ArgumentError
-from kalmix_bench.experiments.recall.cell_line import cell_of_line
-from kalmix_bench.experiments.recall.protocol import Cell
+from kalmix_bench.experiments.recall.cell_line import parse_cell
+from kalmix_bench.experiments.recall.protocol import RecallCell
 from kalmix_bench.runner import options, workers
 from kalmix_bench.runner.cells import digest
 
@@ -32,7 +32,7 @@ LINE = {
 @pytest.fixture(autouse=True)
 def start_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork processes: these see no GPU."""
-    monkeypatch.setattr(workers, "START", "fork")
+    monkeypatch.setattr(workers, "START_METHOD", "fork")
 
 
 def line(**changes: object) -> dict:
@@ -67,7 +67,7 @@ def test_the_documented_commands_write_cells_and_run_them(kalmix, tmp_path: Path
     assert told.status == 0, told.errors
     (file,) = tmp_path.glob("*.jsonl")
     written = [json.loads(cell) for cell in file.read_text().splitlines()]
-    assert all(json.loads(json.dumps(cell_of_line(cell).written())) == cell for cell in written)
+    assert all(json.loads(json.dumps(parse_cell(cell).to_dict())) == cell for cell in written)
     small = [line(layer=cell["layer"], shape={"width": 8, "depth": cell["shape"]["depth"]}) for cell in written]
     small = [cell for place, cell in enumerate(small) if cell not in small[:place]]
     assert len(small) == 4
@@ -93,8 +93,8 @@ def test_a_campaign_ends_by_its_deadline_and_continues(kalmix, tmp_path: Path) -
     assert steps > 0
     enough = line(protocol__epochs=steps // 2 + 2, layer="linear-attention")  # two steps an epoch
     lines(file, enough, *(json.loads(row) for row in file.read_text().splitlines()[::2]))
-    (output / "checkpoints" / digest(cell_of_line(enough))).parent.mkdir(exist_ok=True)
-    checkpoints.rename(output / "checkpoints" / digest(cell_of_line(enough)))
+    (output / "checkpoints" / digest(parse_cell(enough))).parent.mkdir(exist_ok=True)
+    checkpoints.rename(output / "checkpoints" / digest(parse_cell(enough)))
     told = kalmix(*asked)
     assert told.status == 0, told.errors
     found = rows(output)
@@ -160,18 +160,18 @@ def test_a_mistake_is_one_line(kalmix, tmp_path: Path, content: str | None, word
 
 
 def test_a_line_may_leave_out_defaults_and_a_row_of_results_is_a_line() -> None:
-    cell = cell_of_line(line(protocol__rate=1))
-    assert isinstance(cell, Cell) and cell.protocol.rate == 1.0 and isinstance(cell.protocol.rate, float)
-    row = {**cell.written(), "seconds": 1.0, "versions": {}, "scores": {}}
-    assert cell_of_line(json.loads(json.dumps(row))).written() == cell.written()
+    cell = parse_cell(line(protocol__rate=1))
+    assert isinstance(cell, RecallCell) and cell.protocol.rate == 1.0 and isinstance(cell.protocol.rate, float)
+    row = {**cell.to_dict(), "seconds": 1.0, "versions": {}, "scores": {}}
+    assert parse_cell(json.loads(json.dumps(row))).to_dict() == cell.to_dict()
 
 
 def test_devices_are_gpus_as_each_process_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.delenv(workers.VISIBLE, raising=False)
+    monkeypatch.delenv(workers.VISIBLE_DEVICES, raising=False)
     assert options.gpus(None) == options.gpus("all") == ["0", "1", "2"]
     assert options.gpus("2,0") == ["2", "0"] and options.gpus("cpu") == [""]
-    monkeypatch.setenv(workers.VISIBLE, "5,GPU-7,3")
+    monkeypatch.setenv(workers.VISIBLE_DEVICES, "5,GPU-7,3")
     assert options.gpus("1,2") == ["GPU-7", "3"]
     for wrong in ("3", "0,0", "-1", "", "a"):
         with pytest.raises(ArgumentError, match="from 0 to 2"):
@@ -180,6 +180,6 @@ def test_devices_are_gpus_as_each_process_sees_them(monkeypatch: pytest.MonkeyPa
     assert options.gpus(None) == [""]
     with pytest.raises(ArgumentError, match="no GPU"):
         options.gpus("all")
-    with workers._visible("GPU-7"):
-        assert os.environ[workers.VISIBLE] == "GPU-7"
-    assert os.environ[workers.VISIBLE] == "5,GPU-7,3"
+    with workers._visible_devices("GPU-7"):
+        assert os.environ[workers.VISIBLE_DEVICES] == "GPU-7"
+    assert os.environ[workers.VISIBLE_DEVICES] == "5,GPU-7,3"

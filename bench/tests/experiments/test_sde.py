@@ -12,10 +12,10 @@ from torch import Tensor
 from kalmix import ArgumentError
 from kalmix_bench.datasets.sde.co2 import series, windows
 from kalmix_bench.datasets.sde.scores import LEVELS, coverage, fit_scale
-from kalmix_bench.datasets.sde.systems import SPIRAL, System, drift_of
+from kalmix_bench.datasets.sde.systems import SPIRAL, System, drift_from_eigenvalues
 from kalmix_bench.datasets.sde.trajectories import Sampling, embedding, simulate, splits
 from kalmix_bench.experiments.sde.calibration import MODE, calibration, estimate
-from kalmix_bench.experiments.sde.independence import pooled
+from kalmix_bench.experiments.sde.independence import pooled_variances
 
 PAPER = System(SPIRAL, 0.3, 0.5, step=0.01)
 DECAYING = System(((-0.1,),), 0.3, 0.5)  # a mode of it, its rotation undone
@@ -30,7 +30,7 @@ def times(*values: float) -> Tensor:
 
 
 def test_a_drift_has_the_eigenvalues_it_was_made_of() -> None:
-    made = torch.linalg.eigvals(torch.tensor(drift_of([-0.1 + 1j, -2.0, 0.5j])))
+    made = torch.linalg.eigvals(torch.tensor(drift_from_eigenvalues([-0.1 + 1j, -2.0, 0.5j])))
     want = [-0.1 + 1j, -0.1 - 1j, -2.0, 0.5j, -0.5j]
     assert sorted((round(x.real, 6), round(x.imag, 6)) for x in made.tolist()) == sorted(
         (complex(x).real, complex(x).imag) for x in want
@@ -39,7 +39,10 @@ def test_a_drift_has_the_eigenvalues_it_was_made_of() -> None:
     assert {round(x.imag, 9) for x in spiral.tolist()} == {1, -1} and (spiral.real + 0.1).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("drift", [SPIRAL, drift_of([0.0, 2j]), drift_of([-30.0, 0.4]), ((-1.0, 1e3), (0.0, -1.5))])
+@pytest.mark.parametrize(
+    "drift",
+    [SPIRAL, drift_from_eigenvalues([0.0, 2j]), drift_from_eigenvalues([-30.0, 0.4]), ((-1.0, 1e3), (0.0, -1.5))],
+)
 def test_transitions_are_those_of_the_equation(drift: tuple[tuple[float, ...], ...]) -> None:
     """e^{A t}, and the integral of s^2 e^{A u} e^{A' u}, by Simpson's rule."""
     system, lag = System(drift, 0.7, 1.0), 1.3
@@ -88,7 +91,7 @@ def test_trajectories_have_the_moments_of_the_system(sampling: Sampling) -> None
     matrix, covariance = PAPER.transition(drawn.times[:, -1])
     pushed = drawn.state[:, -1] - (matrix @ drawn.state[:, 0, :, None])[..., 0]
     whitened = torch.linalg.solve_triangular(torch.linalg.cholesky(covariance), pushed[..., None], upper=False)[..., 0]
-    noise = (drawn.measured - drawn.state).flatten(0, 1) / 0.5**0.5
+    noise = (drawn.measurements - drawn.state).flatten(0, 1) / 0.5**0.5
     first = drawn.state[:, 0] / PAPER.prior().diagonal().sqrt()
     for unit in (whitened, noise, first):
         assert (unit.mean(0)).abs().max() < 4 / len(unit) ** 0.5
@@ -106,19 +109,19 @@ def test_times_are_regular_or_come_at_random_on_whole_steps() -> None:
 
 def test_outliers_are_as_many_and_as_far_off_as_said() -> None:
     drawn = simulate(PAPER, Sampling(outliers=0.12, outlier_scale=20), 400, generator())
-    assert drawn.state is not None and drawn.outlying is not None
-    assert not drawn.outlying[:, 0].any()
-    assert drawn.outlying[:, 1:].double().mean() == pytest.approx(0.12, abs=0.01)
-    off = (drawn.measured - drawn.state).square()
-    assert off[drawn.outlying].mean() == pytest.approx(400 * 0.5, rel=0.05)
-    assert off[~drawn.outlying].mean() == pytest.approx(0.5, rel=0.02)
+    assert drawn.state is not None and drawn.is_outlier is not None
+    assert not drawn.is_outlier[:, 0].any()
+    assert drawn.is_outlier[:, 1:].double().mean() == pytest.approx(0.12, abs=0.01)
+    off = (drawn.measurements - drawn.state).square()
+    assert off[drawn.is_outlier].mean() == pytest.approx(400 * 0.5, rel=0.05)
+    assert off[~drawn.is_outlier].mean() == pytest.approx(0.5, rel=0.02)
 
 
 def test_a_seed_gives_the_same_splits_whatever_their_sizes() -> None:
     one, other = splits(PAPER, Sampling(), (4, 3, 2), 7), splits(PAPER, Sampling(), (9, 3, 2), 7)
-    assert torch.equal(one.test.measured, other.test.measured)
-    assert torch.equal(one.validation.measured, other.validation.measured)
-    firsts = [x.measured[0, 0].tolist() for seed in (7, 8) for x in splits(PAPER, Sampling(), (1, 1, 1), seed)]
+    assert torch.equal(one.test.measurements, other.test.measurements)
+    assert torch.equal(one.validation.measurements, other.validation.measurements)
+    firsts = [x.measurements[0, 0].tolist() for seed in (7, 8) for x in splits(PAPER, Sampling(), (1, 1, 1), seed)]
     assert len({tuple(first) for first in firsts}) == 6
 
 
@@ -139,7 +142,7 @@ def test_an_embedding_keeps_lengths_and_is_read_back() -> None:
         (lambda: Sampling(0), "length"),
         (lambda: Sampling(interval=0), "interval"),
         (lambda: Sampling(outliers=1.5), "outliers"),
-        (lambda: pooled(PAPER, times(0, 1)), "system"),
+        (lambda: pooled_variances(PAPER, times(0, 1)), "system"),
         (lambda: windows(9, 8), "length"),
         (lambda: windows(9, 500), "span"),
     ],
@@ -150,7 +153,7 @@ def test_nonsense_raises(make, name: str) -> None:
 
 
 def test_without_process_noise_pooling_is_a_kalman_filter() -> None:
-    found = pooled(System(((-0.3,),), 0.0, 0.5), times(0, 0.5, 0.5, 2, 7))
+    found = pooled_variances(System(((-0.3,),), 0.0, 0.5), times(0, 0.5, 0.5, 2, 7))
     assert torch.allclose(found.claimed, found.optimal, rtol=1e-12)
     assert torch.allclose(found.actual, found.optimal, rtol=1e-12)
 
@@ -158,7 +161,7 @@ def test_without_process_noise_pooling_is_a_kalman_filter() -> None:
 def test_pooling_errs_as_it_is_said_to() -> None:
     """Against simulation, and the optimum against generalised least squares."""
     at = Sampling(12, 0.5, irregular=True).times(1, generator())[0]
-    found = pooled(DECAYING, at)
+    found = pooled_variances(DECAYING, at)
     matrix, covariance = (x[..., 0, 0] for x in DECAYING.transition((at[-1] - at).clamp(min=0)))
     own = DECAYING.obs_noise * matrix.square()
     index = torch.arange(12)
@@ -179,7 +182,7 @@ def test_pooling_errs_as_it_is_said_to() -> None:
 
 def test_pooling_is_several_times_worse_than_the_optimum_and_does_not_know() -> None:
     """The paper's mode, after its 102 measurements; the figures of docs/results/sde.md."""
-    found = pooled(DECAYING, torch.arange(102).double() / 10)
+    found = pooled_variances(DECAYING, torch.arange(102).double() / 10)
     assert found.actual[-1] / found.optimal[-1] == pytest.approx(4.98, abs=0.01)
     assert found.actual[-1] / found.claimed[-1] == pytest.approx(53.2, abs=0.1)
     assert (found.actual / found.optimal).mean() == pytest.approx(3.03, abs=0.01)
@@ -199,11 +202,11 @@ def test_a_fitted_scale_covers_held_out_errors() -> None:
 
 
 def test_attention_is_the_pooled_estimate_and_a_fitted_scale_makes_it_honest_where_it_is_fitted() -> None:
-    system = System(drift_of([MODE]), 0.3, 0.5)
+    system = System(drift_from_eigenvalues([MODE]), 0.3, 0.5)
     drawn = simulate(system, Sampling(irregular=True), 2, generator())
     believed = estimate(system, drawn)
     for one in range(2):
-        claimed = pooled(replace(system, drift=((MODE.real,),)), drawn.times[one]).claimed
+        claimed = pooled_variances(replace(system, drift=((MODE.real,),)), drawn.times[one]).claimed
         assert torch.allclose(believed.covariance[one, :, 1, 1], claimed, rtol=1e-6)
     covered = calibration(0.3, 0.5, trajectories=100)
     assert covered["claimed"][2] < 0.45  # what is said to hold for 90%
@@ -220,9 +223,9 @@ def test_carbon_dioxide_is_in_windows_that_do_not_meet() -> None:
     parts = windows()
     assert [len(part.times) for part in parts] == [179, 26, 26]
     for part in parts:
-        assert part.measured.shape == (len(part.times), 64, 1)
-        assert not part.times[:, 0].any() and not part.measured[:, 0].any()
+        assert part.measurements.shape == (len(part.times), 64, 1)
+        assert not part.times[:, 0].any() and not part.measurements[:, 0].any()
         assert part.times.diff(dim=1).min() > 0.01
         assert 1 < part.times.diff(dim=1).max() / part.times.diff(dim=1).min() < 30
-    assert parts.train.measured.std() == pytest.approx(1, abs=0.02)
+    assert parts.train.measurements.std() == pytest.approx(1, abs=0.02)
     assert not torch.equal(parts.train.times[0], parts.train.times[1])

@@ -11,19 +11,19 @@ import torch
 
 from kalmix import ArgumentError
 from kalmix.errors import NonFiniteError
-from kalmix_bench.datasets.sde.scores import errors
+from kalmix_bench.datasets.sde.scores import squared_errors
 from kalmix_bench.datasets.sde.settings import SETTINGS
 from kalmix_bench.datasets.sde.trajectories import Trajectories
-from kalmix_bench.experiments.sde import REFERENCES, Cell, Protocol, learn
+from kalmix_bench.experiments.sde import REFERENCES, SdeCell, SdeProtocol, train_predictor
 from kalmix_bench.experiments.sde import figures as plots
-from kalmix_bench.experiments.sde.checkpoints import learned, weights
+from kalmix_bench.experiments.sde.checkpoints import load_predictor, weights
 from kalmix_bench.experiments.sde.experiment import Sde
-from kalmix_bench.experiments.sde.models import MODELS, Filtering
+from kalmix_bench.experiments.sde.models import MODELS, FilterPredictor
 from kalmix_bench.runner.cells import Results
 from kalmix_bench.runner.scheduler import run
 
 CPU = torch.device("cpu")
-TINY = Protocol(epochs=2, batch=4, channels=8, train=8, validation=4, test=4)
+TINY = SdeProtocol(epochs=2, batch=4, channels=8, train=8, validation=4, test=4)
 
 
 def silent(done: float, error: float) -> None:
@@ -33,8 +33,8 @@ def silent(done: float, error: float) -> None:
 def test_errors_are_means_over_rows_and_predictions() -> None:
     state = torch.tensor([[[9.0, 9.0], [1.0, 2.0], [3.0, 5.0]]])
     seen = Trajectories(torch.arange(3.0)[None], state + 1, state)
-    assert errors(state[:, 1:] + torch.tensor([0.0, 2.0]), seen) == {"measurement": 1.0, "state": 2.0}
-    assert errors(state[:, 1:], Trajectories(seen.times, seen.measured)) == {"measurement": 1.0}
+    assert squared_errors(state[:, 1:] + torch.tensor([0.0, 2.0]), seen) == {"measurement": 1.0, "state": 2.0}
+    assert squared_errors(state[:, 1:], Trajectories(seen.times, seen.measurements)) == {"measurement": 1.0}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -59,7 +59,7 @@ def test_what_is_pulled_forward_and_weighed_is_the_prediction() -> None:
     """Of AFA: the map's rows times what tokens say on their own, where the estimate is taken whole."""
     torch.manual_seed(0)
     model = MODELS["afa"](16, 1)
-    assert isinstance(model, Filtering)
+    assert isinstance(model, FilterPredictor)
     torch.nn.init.constant_(model.layer.residual, 50.0)  # no token is added to its own estimate
     torch.nn.init.zeros_(model.layer.out_proj.bias)
     x, times = torch.randn(2, 7, 16), torch.rand(2, 7).cumsum(1)
@@ -68,57 +68,59 @@ def test_what_is_pulled_forward_and_weighed_is_the_prediction() -> None:
     for at in (0, 3, 6):
         faded = torch.exp(-rate * (times[:, at, None] - times[:, : at + 1]))  # which the map has in it, too
         weights = model.maps(x, times, times)[0, :, at, : at + 1] / faded
-        pooled = (weights[..., None] * model.pulled(x, times, at)).sum(1)
-        assert torch.allclose(pooled, predicted[:, at], atol=1e-5)
+        pooled_variances = (weights[..., None] * model.propagate(x, times, at)).sum(1)
+        assert torch.allclose(pooled_variances, predicted[:, at], atol=1e-5)
 
 
 def test_a_model_learns_to_beat_the_last_measurement() -> None:
     protocol = replace(TINY, epochs=12, batch=16, channels=32, train=64, validation=16, test=16)
     setting = SETTINGS["figure-1b"]
     given = setting.draw(protocol.sizes, 0)
-    found = learn("softmax", given, protocol, 0, CPU, silent)
+    found = train_predictor("softmax", given, protocol, 0, CPU, silent)
     references = setting.references(given.test)
-    missed = errors(found.predict(given.test, 5), given.test)
+    missed = squared_errors(found.predict(given.test, 5), given.test)
     assert references["kalman"]["measurement"] < missed["measurement"] < 0.7 * references["last"]["measurement"]
     assert references["smoother"]["state"] < references["kalman"]["state"] < missed["state"]
-    assert len(found.validation) == 12 and list(found.kept)[:2] == [0, 2]
+    assert len(found.validation) == 12 and list(found.snapshots)[:2] == [0, 2]
 
 
 def test_the_weights_that_did_best_in_validation_are_kept() -> None:
     """They are the first, where what is learned is that every other measurement is turned round."""
     protocol = replace(TINY, epochs=4)
     given = SETTINGS["figure-1b"].draw(protocol.sizes, 0)
-    turned = torch.tensor([1.0, -1.0]).repeat(51)[:, None] * given.train.measured
-    found = learn("softmax", given._replace(train=given.train._replace(measured=turned)), protocol, 0, CPU, silent)
+    turned = torch.tensor([1.0, -1.0]).repeat(51)[:, None] * given.train.measurements
+    found = train_predictor(
+        "softmax", given._replace(train=given.train._replace(measurements=turned)), protocol, 0, CPU, silent
+    )
     best = 1 + found.validation.index(min(found.validation))
-    assert best < 4 and list(found.kept)[-1] == best
-    check = errors(found.predict(given.validation, 64), given.validation)
+    assert best < 4 and list(found.snapshots)[-1] == best
+    check = squared_errors(found.predict(given.validation, 64), given.validation)
     assert check["measurement"] == pytest.approx(min(found.validation), rel=1e-4)
 
 
 def test_a_seed_learns_the_same_again_and_divergence_is_told() -> None:
     given = SETTINGS["co2"].draw(TINY.sizes, 0)
-    few = given._replace(train=given.train.take(torch.arange(8)))
-    first, same, other = (learn("softmax", few, TINY, seed, CPU, silent).validation for seed in (0, 0, 1))
+    few = given._replace(train=given.train.select(torch.arange(8)))
+    first, same, other = (train_predictor("softmax", few, TINY, seed, CPU, silent).validation for seed in (0, 0, 1))
     assert first == same != other
-    broken = few._replace(train=Trajectories(few.train.times, few.train.measured * torch.nan))
+    broken = few._replace(train=Trajectories(few.train.times, few.train.measurements * torch.nan))
     with pytest.raises(NonFiniteError, match="loss"):
-        learn("softmax", broken, TINY, 0, CPU, silent)
+        train_predictor("softmax", broken, TINY, 0, CPU, silent)
 
 
 def test_cells_are_run_once_and_their_models_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = Results(tmp_path / "results.jsonl")
-    cells = [Cell("outliers", model, 0, TINY) for model in (REFERENCES, "softmax")]
+    cells = [SdeCell("outliers", model, 0, TINY) for model in (REFERENCES, "softmax")]
     rows = run(Sde(), cells, results, CPU)
     assert list(rows) == cells
     references, missed = (rows[cell]["errors"] for cell in cells)
-    assert references["kalman, told"]["state"] < references["kalman"]["state"] < references["last"]["state"]
+    assert references["kalman, known outliers"]["state"] < references["kalman"]["state"] < references["last"]["state"]
     lines = [json.loads(line) for line in results.path.read_text().splitlines()]
-    assert lines[1]["drawn"]["sampling"]["outliers"] == 0.12 and lines[1]["protocol"]["epochs"] == 2
+    assert lines[1]["data_source"]["sampling"]["outliers"] == 0.12 and lines[1]["protocol"]["epochs"] == 2
 
     given = SETTINGS["outliers"].draw(TINY.sizes, 0)
-    again = learned(cells[1], given, results, CPU)
-    assert errors(again.predict(given.test, 4), given.test)["state"] == pytest.approx(
+    again = load_predictor(cells[1], given, results, CPU)
+    assert squared_errors(again.predict(given.test, 4), given.test)["state"] == pytest.approx(
         missed["softmax"]["state"], rel=1e-5
     )
     assert again.validation == rows[cells[1]]["validation"]
@@ -127,7 +129,7 @@ def test_cells_are_run_once_and_their_models_found_again(tmp_path: Path, monkeyp
         raise AssertionError("learned again")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kalmix_bench.experiments.sde.experiment.learn", failing)
+        patch.setattr("kalmix_bench.experiments.sde.experiment.train_predictor", failing)
         assert run(Sde(), cells, results, CPU) == rows
         with pytest.raises(AssertionError, match="learned again"):  # another protocol is another cell
             run(Sde(), [replace(cells[1], protocol=replace(TINY, epochs=1))], results, CPU)
@@ -139,10 +141,10 @@ def test_cells_are_run_once_and_their_models_found_again(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: Cell("figure-2", "softmax", 0, TINY), "setting"),
-        (lambda: Cell("co2", "rnn", 0, TINY), "model"),
-        (lambda: Protocol(epochs=0), "epochs"),
-        (lambda: Protocol(rate=0), "rate"),
+        (lambda: SdeCell("figure-2", "softmax", 0, TINY), "setting"),
+        (lambda: SdeCell("co2", "rnn", 0, TINY), "model"),
+        (lambda: SdeProtocol(epochs=0), "epochs"),
+        (lambda: SdeProtocol(rate=0), "rate"),
     ],
 )
 def test_nonsense_raises(make, name: str) -> None:

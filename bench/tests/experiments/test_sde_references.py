@@ -11,17 +11,17 @@ from torch import Tensor
 from kalmix.analysis.diffusions import sample_backwards
 from kalmix_bench.datasets.sde.co2 import windows
 from kalmix_bench.datasets.sde.references import Gaussian, kalman
-from kalmix_bench.datasets.sde.scores import errors
+from kalmix_bench.datasets.sde.scores import squared_errors
 from kalmix_bench.datasets.sde.structural import structural
-from kalmix_bench.datasets.sde.systems import SPIRAL, System, drift_of
+from kalmix_bench.datasets.sde.systems import SPIRAL, System, drift_from_eigenvalues
 from kalmix_bench.datasets.sde.trajectories import Sampling, simulate
 
 PAPER = System(SPIRAL, 0.3, 0.5, step=0.01)
 
 
-def textbook(system: System, times: Tensor, measured: Tensor, noise: Tensor) -> list[Gaussian]:
+def textbook(system: System, times: Tensor, measurements: Tensor, noise: Tensor) -> list[Gaussian]:
     """One trajectory: predicted, filtered and smoothed, token by token."""
-    eye, mean, covariance = torch.eye(system.width).double(), torch.zeros(system.width).double(), system.prior()
+    eye, mean, covariance = torch.eye(system.dim).double(), torch.zeros(system.dim).double(), system.prior()
     matrix, pushed = system.transition(times.diff())
     predicted, filtered = [], []
     for t in range(len(times)):
@@ -29,7 +29,7 @@ def textbook(system: System, times: Tensor, measured: Tensor, noise: Tensor) -> 
             mean, covariance = matrix[t - 1] @ mean, matrix[t - 1] @ covariance @ matrix[t - 1].T + pushed[t - 1]
         predicted.append((mean, covariance))
         gain = covariance @ torch.linalg.inv(covariance + noise[t] * eye)
-        mean, covariance = mean + gain @ (measured[t] - mean), covariance - gain @ covariance
+        mean, covariance = mean + gain @ (measurements[t] - mean), covariance - gain @ covariance
         filtered.append((mean, covariance))
     smoothed = filtered[-1:]
     for t in range(len(times) - 2, -1, -1):
@@ -40,15 +40,15 @@ def textbook(system: System, times: Tensor, measured: Tensor, noise: Tensor) -> 
     return [Gaussian(*(torch.stack(x) for x in zip(*of, strict=True))) for of in (predicted, filtered, smoothed)]
 
 
-@pytest.mark.parametrize("system", [PAPER, System(drift_of([-0.3 + 2j, -1.0]), 0.2, 0.7)])
+@pytest.mark.parametrize("system", [PAPER, System(drift_from_eigenvalues([-0.3 + 2j, -1.0]), 0.2, 0.7)])
 def test_references_are_the_textbooks(system: System) -> None:
     """At irregular times, some measurements known to be outliers."""
     drawn = simulate(system, Sampling(20, irregular=True, outliers=0.3), 3, torch.Generator().manual_seed(0))
-    assert drawn.outlying is not None
-    noise = system.obs_noise * torch.where(drawn.outlying, 400.0, 1.0)
-    found = kalman(system, drawn.times, drawn.measured, noise)
+    assert drawn.is_outlier is not None
+    noise = system.obs_noise * torch.where(drawn.is_outlier, 400.0, 1.0)
+    found = kalman(system, drawn.times, drawn.measurements, noise)
     for one in range(3):
-        wanted = textbook(system, drawn.times[one], drawn.measured[one], noise[one])
+        wanted = textbook(system, drawn.times[one], drawn.measurements[one], noise[one])
         for got, want in zip(found, wanted, strict=True):
             assert (got.mean[one] - want.mean).abs().max() < 1e-9
             assert (got.covariance[one] - want.covariance).abs().max() < 1e-9
@@ -66,32 +66,35 @@ def test_the_optimum_of_the_papers_system(
     """
     system = replace(PAPER, process_noise=process_noise, obs_noise=obs_noise)
     drawn = simulate(system, Sampling(), 400, torch.Generator().manual_seed(0))
-    predicted = kalman(system, drawn.times, drawn.measured).predicted
+    predicted = kalman(system, drawn.times, drawn.measurements).predicted
     claimed = predicted.covariance[:, 1:].diagonal(dim1=-2, dim2=-1).mean() + obs_noise
     assert claimed == pytest.approx(least, rel=1e-3)
-    error = (predicted.mean - drawn.measured)[:, 1:].square().mean()
+    error = (predicted.mean - drawn.measurements)[:, 1:].square().mean()
     assert error == pytest.approx(least, rel=0.02)
     assert published == pytest.approx(least, rel=2 * 0.018)
 
 
 def test_more_is_known_the_more_is_seen_and_of_outliers() -> None:
     drawn = simulate(PAPER, Sampling(outliers=0.12), 50, torch.Generator().manual_seed(0))
-    assert drawn.state is not None and drawn.outlying is not None
-    told = PAPER.obs_noise * torch.where(drawn.outlying, 400.0, 1.0)
-    plain, knowing = (kalman(PAPER, drawn.times, drawn.measured, noise) for noise in (None, told))
-    plain_error, *errors = (float((of.mean - drawn.state)[:, 1:].square().mean()) for of in (plain.filtered, *knowing))
-    assert errors == sorted(errors, reverse=True)
-    assert plain_error > 10 * errors[1]
+    assert drawn.state is not None and drawn.is_outlier is not None
+    told = PAPER.obs_noise * torch.where(drawn.is_outlier, 400.0, 1.0)
+    plain, knowing = (kalman(PAPER, drawn.times, drawn.measurements, noise) for noise in (None, told))
+    plain_error, *others = (float((of.mean - drawn.state)[:, 1:].square().mean()) for of in (plain.filtered, *knowing))
+    assert others == sorted(others, reverse=True)
+    assert plain_error > 10 * others[1]
 
 
 def test_a_structural_model_of_carbon_dioxide_beats_the_last_measurement() -> None:
     """And no measurement to come, nor its own, is in a prediction."""
-    seen = windows().test.take(torch.tensor([0, 20]))
+    seen = windows().test.select(torch.tensor([0, 20]))
     predicted = structural(seen)
-    assert errors(predicted, seen)["measurement"] < 0.5 * errors(seen.measured[:, :-1], seen)["measurement"]
-    changed = seen.measured.clone()
+    assert (
+        squared_errors(predicted, seen)["measurement"]
+        < 0.5 * squared_errors(seen.measurements[:, :-1], seen)["measurement"]
+    )
+    changed = seen.measurements.clone()
     changed[:, 30:] += 1
-    other = structural(seen._replace(measured=changed))
+    other = structural(seen._replace(measurements=changed))
     assert torch.allclose(other[:, :30], predicted[:, :30]) and (other[:, 30] - predicted[:, 30]).abs().min() > 0.1
 
 
@@ -100,7 +103,7 @@ def test_drawing_backwards_gives_the_smoothers_trajectories() -> None:
     system, count = System(SPIRAL, 0.3, 0.5, start=(1.0, 2.0)), 40_000
     drawn = simulate(system, Sampling(5, 0.7, irregular=True), 2, torch.Generator().manual_seed(0))
     matrix, pushed = system.transition(drawn.times.diff(dim=1))
-    known = kalman(system, drawn.times, drawn.measured)
+    known = kalman(system, drawn.times, drawn.measurements)
     paths = sample_backwards(*known.filtered, matrix, pushed, count, torch.Generator().manual_seed(1))
     assert paths.shape == (count, 2, 5, 2)
     for one in range(2):
@@ -116,7 +119,7 @@ def test_drawing_backwards_gives_the_smoothers_trajectories() -> None:
                 joint[2 * s : 2 * s + 2, 2 * t : 2 * t + 2] = across
                 joint[2 * t : 2 * t + 2, 2 * s : 2 * s + 2] = across.T
         gain = joint @ torch.linalg.inv(joint + 0.5 * torch.eye(10))
-        mean, covariance = gain @ drawn.measured[one].flatten(), joint - gain @ joint
+        mean, covariance = gain @ drawn.measurements[one].flatten(), joint - gain @ joint
         assert (known.smoothed.mean[one].flatten() - mean).abs().max() < 1e-9
         scale = covariance.diagonal().sqrt()
         path = (paths[:, one].flatten(1) - mean) / scale
@@ -129,7 +132,7 @@ def test_drawing_backwards_from_certainty_follows_the_transition() -> None:
     system = System(SPIRAL, 0.0, 0.5)
     drawn = simulate(system, Sampling(6), 1, torch.Generator().manual_seed(0))
     matrix, pushed = system.transition(drawn.times.diff(dim=1))
-    filtered = kalman(system, drawn.times, drawn.measured).filtered
+    filtered = kalman(system, drawn.times, drawn.measurements).filtered
     paths = sample_backwards(*filtered, matrix, pushed, 3, torch.Generator().manual_seed(1))
     assert ((matrix @ paths[..., :-1, :, None])[..., 0] - paths[..., 1:, :]).abs().max() < 1e-6
     assert (paths[0] - paths[1]).abs().max() > 0.1

@@ -15,8 +15,8 @@ from kalmix.ops._ridge import linear_solvers as ops
 from kalmix_bench.experiments.solvers import tokens as tokens_
 from kalmix_bench.experiments.solvers.conditions import Conditions, conditions
 from kalmix_bench.experiments.solvers.convergence import Convergence, precisions, residuals
-from kalmix_bench.experiments.solvers.gradients import Gradients, Model, explicit, gradients
-from kalmix_bench.experiments.solvers.iterations import by_residuals, chebyshev, conjugate_gradient, rate
+from kalmix_bench.experiments.solvers.gradients import Gradients, Model, gradients, iterative_ridge
+from kalmix_bench.experiments.solvers.iterations import chebyshev, chebyshev_residual_form, conjugate_gradient, rate
 from kalmix_bench.experiments.solvers.reversal import Reversal, bounds, fixed_point, reversals
 from kalmix_bench.experiments.solvers.systems import ARITHMETICS, Systems
 from kalmix_bench.experiments.solvers.tokens import KINDS, draw
@@ -28,16 +28,16 @@ def silent(done: float, told: str) -> None:
     assert 0 <= done <= 1 and told
 
 
-def systems(kind: str = "random", *, forgets: bool = False, factor: float = 0.02) -> tuple[Systems, Tensor]:
-    tokens = draw(kind, 2, 32, 12, 0, CPU, forgets=forgets)
+def systems(kind: str = "random", *, with_decay: bool = False, factor: float = 0.02) -> tuple[Systems, Tensor]:
+    tokens = draw(kind, 2, 32, 12, 0, CPU, with_decay=with_decay)
     made = Systems.of(tokens, factor, chunk=8)
-    return made, made.cut(tokens.q)
+    return made, made.to_chunks(tokens.q)
 
 
-@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("with_decay", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_systems_in_chunks_are_the_normal_equations_of_every_token(kind: str, forgets: bool) -> None:
-    tokens = draw(kind, 2, 32, 12, 0, CPU, forgets=forgets)
+def test_systems_in_chunks_are_the_normal_equations_of_every_token(kind: str, with_decay: bool) -> None:
+    tokens = draw(kind, 2, 32, 12, 0, CPU, with_decay=with_decay)
     made = Systems.of(tokens, 0.02, chunk=8)
     gram, written = torch.zeros(2, 12, 12, dtype=torch.float64), []
     for t in range(32):
@@ -46,7 +46,7 @@ def test_systems_in_chunks_are_the_normal_equations_of_every_token(kind: str, fo
         written.append(gram / torch.linalg.matrix_norm(gram)[:, None, None])
     want = torch.stack(written, 1)
     assert (torch.cat(list(made.grams()), 1) - want).abs().max() < 1e-14
-    rhs = made.cut(tokens.q)
+    rhs = made.to_chunks(tokens.q)
     applied = (want @ tokens.q[..., None])[..., 0] + 0.02 * tokens.q
     assert (made.apply(rhs).flatten(1, 2) - applied).abs().max() < 1e-14
     assert (made.apply(made.exact(rhs)) - rhs).abs().max() < 1e-12
@@ -58,7 +58,7 @@ def test_iterations_are_those_of_the_op() -> None:
     apply, middle = ops.Matrices(matrices / 0.52).apply, 0.52
     *_, got = chebyshev(made, rhs, 9, ARITHMETICS["float64"])
     assert (got - ops.chebyshev(apply, rhs, 0.5 / 0.52, 9) / middle).abs().max() < 1e-12
-    *_, same = by_residuals(made, rhs, 9, ARITHMETICS["float64"])
+    *_, same = chebyshev_residual_form(made, rhs, 9, ARITHMETICS["float64"])
     assert (same - got).abs().max() < 1e-12
     iterates = torch.stack([y.x for y in conjugate_gradient(made, rhs, 5, ARITHMETICS["float64"])])
     residuals = torch.stack([(rhs - middle * apply(x)).norm(dim=-1) for x in iterates])
@@ -110,15 +110,15 @@ def test_carrying_the_residual_keeps_what_is_read_in_bfloat16() -> None:
 
 def test_the_condition_number_is_within_its_bound_on_every_token() -> None:
     kinds = conditions(Conditions(2, 128, 16), 0, CPU, silent)["kinds"]
-    assert {(x["keys"], x["forgets"]) for x in kinds} == {
-        (keys, forgets) for keys in KINDS for forgets in (False, True)
+    assert {(x["keys"], x["with_decay"]) for x in kinds} == {
+        (keys, with_decay) for keys in KINDS for with_decay in (False, True)
     }
     for kind in kinds:
         assert kind["tokens"] == 256
         assert [x["above"] for x in kind["adaptive"]] == [0] * 4
         first = kind["adaptive"][0]["curve"][0]  # one key: H has rank one, and the bound is reached
         assert first == pytest.approx(101)
-    (repeated,) = (x for x in kinds if x["keys"] == "repeated" and not x["forgets"])
+    (repeated,) = (x for x in kinds if x["keys"] == "repeated" and not x["with_decay"])
     assert repeated["fixed"]["largest"] == pytest.approx(1 + 128 / 0.25)  # which no fixed ridge bounds
 
 
@@ -185,7 +185,7 @@ def test_the_mixers_of_the_study_are_the_op(name: str, solver: Any, unrolled: bo
     q, k, v, weight = (torch.randn(2, 16, 2, 8, generator=generator, dtype=torch.float64) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     options = {"solver": name, "iterations": 6, "arithmetic": ARITHMETICS["float64"], "unrolled": unrolled}
-    got = explicit(q, k, v, factor=factor, **options)
+    got = iterative_ridge(q, k, v, factor=factor, **options)
     want = ridge(q, k, v, ridge=Adaptive(factor), solver=solver).mean
     most = 1e-5 if unrolled else 1e-10  # the unrolled op takes rho as a float32 number
     assert _apart(got, want) < most

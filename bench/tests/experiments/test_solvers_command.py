@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kalmix.analysis.plots.style import COLOURS
-from kalmix_bench.experiments.solvers import PRESETS, STUDIES, Cell
+from kalmix_bench.experiments.solvers import PRESETS, STUDIES, SolverCell
 from kalmix_bench.experiments.solvers.conditions import Conditions
 from kalmix_bench.experiments.solvers.convergence import Convergence
 from kalmix_bench.experiments.solvers.experiment import Solvers
@@ -61,14 +61,14 @@ def test_studies_are_run_printed_and_drawn_once(kalmix, tmp_path: Path, monkeypa
 
 def test_another_seed_is_added_and_a_cut_line_is_no_result(tmp_path: Path) -> None:
     results = Results(tmp_path / "new" / "results.jsonl")
-    cells = [Cell("condition", TINY["condition"], seed) for seed in (0, 1)]
+    cells = [SolverCell("condition", TINY["condition"], seed) for seed in (0, 1)]
     run(Solvers(), cells[:1], results, torch.device("cpu"))
     rows = run(Solvers(), cells, results, torch.device("cpu"))
     assert [json.loads(line)["seed"] for line in results.path.read_text().splitlines()] == [0, 1]
     results.path.write_text(results.path.read_text()[:-99])
     assert run(Solvers(), cells, results, torch.device("cpu"))[cells[1]]["found"] == rows[cells[1]]["found"]
     assert json.loads(results.path.read_text().splitlines()[-1])["seed"] == 1
-    other = Cell("condition", Conditions(1, 4, 8), 0)
+    other = SolverCell("condition", Conditions(1, 4, 8), 0)
     assert run(Solvers(), [other], results, torch.device("cpu"))[other]["setting"]["length"] == 4
 
 

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from kalmix.errors import ArgumentError
 from kalmix_bench.experiments.vision import data as vision_data
-from kalmix_bench.experiments.vision.data import Digits, Folder, augmented, centred, mixed
+from kalmix_bench.experiments.vision.data import Digits, Folder, eval_transform, mix_images, train_transform
 from kalmix_bench.experiments.vision.data import load as load_images
 from kalmix_bench.experiments.vision.recipe import DIGITS, VisionRecipe
 from kalmix_bench.experiments.vision.run import build, load, train
@@ -67,8 +67,8 @@ def test_the_default_recipe_builds_the_published_model():
 def test_rates():
     """From 1e-6 up to 5e-4 in 20 epochs, along a cosine to 5e-6 at 310, and there until 320."""
     recipe = VisionRecipe()
-    assert recipe.whole == 320
-    rates = [recipe.rate * recipe.factor(epoch) for epoch in (0, 10, 20, 155, 310, 320)]
+    assert recipe.total_epochs == 320
+    rates = [recipe.rate * recipe.learning_rate_factor(epoch) for epoch in (0, 10, 20, 155, 310, 320)]
     top = 5e-6 + (5e-4 - 5e-6) * (1 + torch.cos(torch.tensor(torch.pi * 20 / 310)).item()) / 2
     assert rates == pytest.approx([1e-6, 2.505e-4, top, 2.525e-4, 5e-6, 5e-6])
 
@@ -115,7 +115,7 @@ def test_centre():
     """The shorter side is fitted, and what sticks out of the other cut off on both sides."""
     image = Image.new("RGB", (60, 30), (0, 0, 0))
     image.paste((255, 255, 255), (15, 0, 45, 30))
-    found = centred(10)(image)
+    found = eval_transform(10)(image)
     assert found.shape == (3, 10, 10)
     torch.testing.assert_close(
         found[:, 5, 5], (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
@@ -126,7 +126,7 @@ def test_centre():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: Folder(path / "nothing", centred(8)), "without images"),
+        (lambda path: Folder(path / "nothing", eval_transform(8)), "without images"),
         (lambda path: VisionRecipe(rate=0.0), "rate"),
         (lambda path: VisionRecipe(warmup=400), "warmup"),
         (lambda path: VisionRecipe(drop_path=1.0), "drop_path"),
@@ -141,7 +141,7 @@ def test_mistakes(make, says, tmp_path):
 def test_augmentation_without_timm(monkeypatch):
     monkeypatch.setattr("kalmix_bench.experiments.vision.data.find_spec", lambda name: None)
     with pytest.raises(ArgumentError, match=r"kalmix\[vision\]"):
-        augmented(VisionRecipe())
+        train_transform(VisionRecipe())
     with pytest.raises(ArgumentError, match="scikit-learn"):
         Digits(8)
 
@@ -150,7 +150,7 @@ def test_mixed():
     """Labels say in which shares an image shows what; smoothing spreads a tenth of them."""
     labels = torch.tensor([0, 1, 2, 3])
     images = labels[:, None, None, None].float().expand(4, 1, 20, 20)
-    plain, shown = mixed(images, labels, 5, replace(SMALL, mixup=0.0, cutmix=0.0, smoothing=0.1))
+    plain, shown = mix_images(images, labels, 5, replace(SMALL, mixup=0.0, cutmix=0.0, smoothing=0.1))
     assert torch.equal(plain, images)
     torch.testing.assert_close(shown, 0.9 * torch.eye(5)[:4] + 0.02)
     torch.manual_seed(0)
@@ -158,7 +158,7 @@ def test_mixed():
         recipe = replace(SMALL, **{"mixup": 0.0, "cutmix": 0.0, "smoothing": 0.0, kind: 1.0})
         shares = []
         for _ in range(50):
-            found, shown = mixed(images, labels, 5, recipe)
+            found, shown = mix_images(images, labels, 5, recipe)
             torch.testing.assert_close(shown.sum(-1), torch.ones(4))
             torch.testing.assert_close(shown @ torch.arange(5.0), found.mean((1, 2, 3)))
             assert kind == "mixup" or set(found[0].unique().tolist()) <= {0.0, 3.0}
@@ -168,7 +168,7 @@ def test_mixed():
 
 def test_augmentation_by_timm():
     pytest.importorskip("timm", reason="timm is in an extra of its own, as it brings another torch")
-    transform = augmented(VisionRecipe())
+    transform = train_transform(VisionRecipe())
     image = Image.effect_noise((300, 260), 60).convert("RGB")
     torch.manual_seed(0)
     first, second = transform(image), transform(image)

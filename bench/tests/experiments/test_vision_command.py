@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from kalmix_bench.experiments.vision import experiment
-from kalmix_bench.experiments.vision.experiment import PRESETS, Cell, Vision
+from kalmix_bench.experiments.vision.experiment import PRESETS, Vision, VisionCell
 from kalmix_bench.experiments.vision.recipe import DIGITS
 from kalmix_bench.runner.cells import Results
-from kalmix_bench.runner.experiment import Stopped
+from kalmix_bench.runner.experiment import CellStopped
 
 TINY = replace(DIGITS, size=32, width=8, depths=(1, 1, 2, 1), windows=(2, 1), batch=2, epochs=1, warmup=0.2)
 
@@ -64,10 +64,10 @@ def test_models_are_trained_and_reported_once(
 
 
 def test_a_stopped_cell_resumes_from_its_checkpoint(tmp_path: Path, images: Path) -> None:
-    cell, cpu = Cell(replace(TINY, images=str(images), epochs=2)), torch.device("cpu")
+    cell, cpu = VisionCell(replace(TINY, images=str(images), epochs=2)), torch.device("cpu")
     whole = Vision().run((cell,), Results(tmp_path / "whole" / "results.jsonl"), cpu, lambda *_: False)
     results, told = Results(tmp_path / "cut" / "results.jsonl"), []
-    with pytest.raises(Stopped):
+    with pytest.raises(CellStopped):
         Vision().run((cell,), results, cpu, lambda *_: True)
     assert not Vision().is_complete(cell, results)
     resumed = Vision().run((cell,), results, cpu, lambda done, _: told.append(done))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from full_disk import SIZES, check_refusal
 
-from kalmix_bench.experiments.recall import Part, Protocol, Shape, presets
-from kalmix_bench.experiments.recall import evaluation_callback as judge
+from kalmix_bench.experiments.recall import ModelShape, Part, RecallProtocol, evaluation_callback, presets
 
-STUDY = presets.Study(
+STUDY = presets.RecallStudy(
     "mad/selective-copying",
     (Part.of(8, 4, seq_len=12, num_tokens_to_copy=2),),
-    (Shape(8, state=32, heads=2),),
-    Protocol(epochs=3, batch=4, rate=1e-3),
+    (ModelShape(8, state=32, heads=2),),
+    RecallProtocol(epochs=3, batch=4, rate=1e-3),
     ("kla",),
 )
 
@@ -20,7 +19,7 @@ STUDY = presets.Study(
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(presets.BENCHES["mad"], "laptop", (STUDY,))
-    monkeypatch.setattr(judge, "SAVED", 0.0)
+    monkeypatch.setattr(evaluation_callback, "CHECKPOINT_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize(("size", "mount"), SIZES)

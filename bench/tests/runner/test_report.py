@@ -12,55 +12,55 @@ import pytest
 from kalmix_bench.datasets import TASKS
 from kalmix_bench.experiments.recall import LAYERS
 from kalmix_bench.experiments.recall.presets import BENCHES
-from kalmix_bench.experiments.recall.published import printed
+from kalmix_bench.experiments.recall.published import published_score
 from kalmix_bench.experiments.solvers import PRESETS
 from kalmix_bench.experiments.solvers.convergence import Convergence
-from kalmix_bench.runner.paper_claims import ORDERINGS, Finding, Ordering, Seen, seen
+from kalmix_bench.runner.paper_claims import CLAIMS, Claim, ClaimCheck, Finding, check_claims
 from kalmix_bench.runner.scores import Score
 
 RUN = {"seconds": 1.0, "versions": {}, "device": "cpu"}
 TESTS = [{"flood": flood, "overlap": 0.8} for flood in (1, 256)] + [{"flood": 64, "overlap": o} for o in (0.8, 0.95)]
 
 
-def found(layer: str, value: float, task: str = "mad/compression", score: str = "macro", **facts: Any) -> Finding:
-    return Finding(task, "seq_len 16", layer, score, Score.of([value]), 1, facts, printed(task, layer))
+def found(layer: str, value: float, task: str = "mad/compression", score: str = "macro", **metadata: Any) -> Finding:
+    return Finding(task, "seq_len 16", layer, score, Score.of([value]), 1, metadata, published_score(task, layer))
 
 
 def test_orderings_are_read_from_what_was_found() -> None:
-    (one,) = seen([found("kla", 0.85), found("kla-noise-free", 0.729), found("gla", 0.99)])
-    assert one.holds and str(one) == "85.0% > 72.9%"
+    (one,) = check_claims([found("kla", 0.85), found("kla-noise-free", 0.729), found("gla", 0.99)])
+    assert one.is_confirmed and str(one) == "85.0% > 72.9%"
     assert one.paper == "85.0% > 72.9%, Kalman Linear Attention, Table 6"
-    (other,) = seen([found("kla-noise-free", 0.54), found("kla", 0.51)])
-    assert not other.holds and str(other) == "51.0% < 54.0%"
-    (same,) = seen([found("kla-noise-free", 1.0), found("kla", 1.0)])
-    assert not same.holds and str(same) == "100.0% = 100.0%"
+    (other,) = check_claims([found("kla-noise-free", 0.54), found("kla", 0.51)])
+    assert not other.is_confirmed and str(other) == "51.0% < 54.0%"
+    (same,) = check_claims([found("kla-noise-free", 1.0), found("kla", 1.0)])
+    assert not same.is_confirmed and str(same) == "100.0% = 100.0%"
 
 
 def test_only_what_was_asked_alike_is_compared() -> None:
-    assert not list(seen([found("kla", 0.85, width=64), found("kla-noise-free", 0.7, width=128)]))
-    assert not list(seen([found("kla", 0.85, score="micro"), found("kla-noise-free", 0.7, score="micro")]))
+    assert not list(check_claims([found("kla", 0.85, width=64), found("kla-noise-free", 0.7, width=128)]))
+    assert not list(check_claims([found("kla", 0.85, score="micro"), found("kla-noise-free", 0.7, score="micro")]))
     both = [found(layer, 0.5, depth=depth) for depth in (1, 2) for layer in ("kla", "kla-noise-free")]
-    assert len(list(seen(both))) == 2
+    assert len(list(check_claims(both))) == 2
 
 
 def test_the_smaller_error_is_the_better_one() -> None:
-    less = Ordering("sde/figure-1b", "error", "afa", "softmax", "here", form=".2f", smaller=True)
+    less = Claim("sde/figure-1b", "error", "afa", "softmax", "here", number_format=".2f", lower_is_better=True)
     errors = {"afa": Score(1.04, 0.01), "softmax": Score(1.5, 0.2)}
     first, second = (Finding("sde/figure-1b", "", name, "error", value, 2) for name, value in errors.items())
-    one = Seen(less, first, second)
-    assert one.holds and str(one) == "1.04 ± 0.01 < 1.50 ± 0.20"
-    assert not Seen(less, second, first).holds
+    one = ClaimCheck(less, first, second)
+    assert one.is_confirmed and str(one) == "1.04 ± 0.01 < 1.50 ± 0.20"
+    assert not ClaimCheck(less, second, first).is_confirmed
 
 
 def test_every_ordering_names_something_known() -> None:
-    for one in ORDERINGS:
+    for one in CLAIMS:
         if one.task in TASKS:
-            assert {one.ahead, one.behind} <= LAYERS.keys() and one.score == next(iter(TASKS[one.task].scores))
+            assert {one.better, one.worse} <= LAYERS.keys() and one.score == next(iter(TASKS[one.task].scores))
 
 
 def test_a_laptop_has_both_sides_of_the_orderings_of_every_benchmark_that_it_runs() -> None:
     asked = {(s.task, layer) for presets in BENCHES.values() for s in presets["laptop"] for layer in s.layers}
-    compared = [one for one in ORDERINGS if {(one.task, one.ahead), (one.task, one.behind)} <= asked]
+    compared = [one for one in CLAIMS if {(one.task, one.better), (one.task, one.worse)} <= asked]
     tasks = {"mad/selective-copying", "mad/compression", "words/a5", "mqar/update", "mqar"}
     assert {one.task for one in compared} == tasks
 
@@ -103,12 +103,12 @@ def test_all_kinds_of_results_are_in_one_report(kalmix, tmp_path: Path, monkeypa
     told = kalmix("bench", "report", collision, solvers, sde, sde, "--output", tmp_path / "all")
     assert told.status == 0, told.errors
     report = (tmp_path / "all" / "report.md").read_text()
-    parts = ["# orderings", "# collision", "# solvers", "# sde"]
+    parts = ["# paper claims", "# collision", "# solvers", "# sde"]
     assert [line for line in report.splitlines() if line.startswith("# ")] == parts
     for words in ("+0.91 > -0.86", "1.040 ± 0.000 < 1.500", "Memory by Design, Figure 3d", "covariance reset (E.4.3)"):
         assert words in report, words
     with (tmp_path / "all" / "report.csv").open() as file:
-        table = {(row["task"], row["asked"], row["layer"], row["score"]): row for row in csv.DictReader(file)}
+        table = {(row["task"], row["condition"], row["layer"], row["score"]): row for row in csv.DictReader(file)}
     margin = table["collision/recall", "flood 64, overlap 0.95", "bayesian", "margin"]
     assert (margin["mean"], margin["seeds"], margin["width"]) == ("0.91", "1", "")
     assert table["sde/figure-1b", "", "afa", "error over kalman"]["seeds"] == "2"

@@ -36,7 +36,7 @@ class Square:
     number: int
     sizes: tuple[int, ...] = (1, 2)
 
-    def written(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
@@ -54,10 +54,10 @@ class Squares(Experiment[Square]):
     def commands(self):
         return {}
 
-    def run(self, cells, results, device, tell):
-        return self.work(cells, tell)
+    def run(self, cells, results, device, on_progress):
+        return self.work(cells, on_progress)
 
-    def together(self, cell):
+    def group_key(self, cell):
         return self.join(cell) if self.join else cell
 
     def report(self, rows, output, console):
@@ -71,13 +71,13 @@ def run(cells, results: Results, work: Work, device: torch.device, *, together=N
     return scheduler.run(Squares(work, together), cells, results, device, **options)
 
 
-def squared(cells, tell, notes: Path, seconds: float = 0.0):
+def squared(cells, on_progress, notes: Path, seconds: float = 0.0):
     """Squares, with a note of each that was begun."""
     with notes.open("a") as file:
         file.write("".join(f"{cell.number}\n" for cell in cells))
     if any(cell.number < 0 for cell in cells):
         raise ArgumentError("number", got=min(cell.number for cell in cells), expected="at least 0")
-    tell(0.5, "half")
+    on_progress(0.5, "half")
     time.sleep(seconds)
     return [{"square": cell.number**2} for cell in cells]
 
@@ -90,11 +90,11 @@ def test_cells_are_run_once_and_found_by_what_they_write(tmp_path: Path) -> None
     results, notes = places(tmp_path)
     told = []
 
-    def follow(piece, pieces):
+    def progress_factory(piece, pieces):
         return lambda done, how: told.append((str(piece[0]), pieces, done, how))
 
     cells = [Square(2), Square(3), Square(2)]
-    rows = run(cells, results, partial(squared, notes=notes), CPU, follow=follow)
+    rows = run(cells, results, partial(squared, notes=notes), CPU, progress_factory=progress_factory)
     assert [(cell.number, row["square"]) for cell, row in rows.items()] == [(2, 4), (3, 9)]
     assert told == [(f"square of {n}", 2, done, "half") for n in (2, 3) for done in (0.5, 1.0)]
     (first, _) = (json.loads(line) for line in results.path.read_text().splitlines())
@@ -109,7 +109,7 @@ def test_neighbours_are_run_together_and_what_of_them_is_missing_alone(tmp_path:
     results, _ = places(tmp_path)
     pieces = []
 
-    def work(cells, tell):
+    def work(cells, on_progress):
         pieces.append([cell.number for cell in cells])
         return [{} for _ in cells]
 
@@ -126,10 +126,10 @@ def test_a_cell_in_the_hands_of_another_sweep_is_waited_for(tmp_path: Path) -> N
     claim = results.claim(Square(1))
     order = []
 
-    def work(cells, tell):
+    def work(cells, on_progress):
         order.append(cells[0].number)
         if cells[0].number == 2:  # the other sweep finishes meanwhile
-            results.add([{**Square(1).written(), "seconds": 1.0, "versions": {}, "square": "another's"}])
+            results.add([{**Square(1).to_dict(), "seconds": 1.0, "versions": {}, "square": "another's"}])
             claim.release()
         return [{"square": cells[0].number ** 2}]
 
@@ -144,12 +144,12 @@ def test_several_processes_share_the_cells(tmp_path: Path) -> None:
     results, notes = places(tmp_path)
     done = []
 
-    def follow(piece, pieces):
+    def progress_factory(piece, pieces):
         return lambda part, how: done.append(piece[0].number) if part == 1 else None
 
     work = partial(squared, notes=notes)
     with pytest.raises(CellError, match="square of -1: `number` is -1"):
-        run([Square(n) for n in (0, 1, 2, 3, -1)], results, work, CPU, jobs=2, follow=follow)
+        run([Square(n) for n in (0, 1, 2, 3, -1)], results, work, CPU, jobs=2, progress_factory=progress_factory)
     assert done and set(done) <= {0, 1, 2, 3}
     rows = run([Square(n) for n in range(5)], results, work, CPU)
     assert [row["square"] for row in rows.values()] == [0, 1, 4, 9, 16]
@@ -236,7 +236,7 @@ def test_what_a_power_cut_leaves_in_a_file_is_skipped(tmp_path: Path, damage: by
     assert notes.read_text().split() == ["1", "2", "3"]
 
 
-def onto_a_full_disk(cells, tell):
+def onto_a_full_disk(cells, on_progress):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -8,10 +8,10 @@ from kalmix.errors import ArgumentError, nearest_names
 from kalmix_bench.datasets import mad, mqar, ruler, words
 from kalmix_bench.datasets.task import Data, Task
 
-TASKS: dict[str, Task[Any]] = {task.name: task for task in (*mad.ALL, *mqar.ALL, *words.ALL, *ruler.ALL)}
+TASKS: dict[str, Task[Any]] = {get_task.name: get_task for get_task in (*mad.ALL, *mqar.ALL, *words.ALL, *ruler.ALL)}
 
 
-def task(name: str) -> Task[Any]:
+def get_task(name: str) -> Task[Any]:
     """The benchmark of this name.
 
     Raises:
@@ -42,4 +42,4 @@ def make(name: str, *, seed: int, train: int, test: int, **settings: Any) -> Dat
         ArgumentError: there is no such benchmark or setting; a setting has a value that it cannot have; sizes do not
             fit one another.
     """
-    return task(name).make(seed=seed, train=train, test=test, **settings)
+    return get_task(name).make(seed=seed, train=train, test=test, **settings)

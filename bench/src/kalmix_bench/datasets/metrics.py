@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kalmix.errors import ArgumentError
 
-IGNORED = -100  # a target that is not scored
+IGNORE_INDEX = -100  # a target that is not scored
 
 Metric = Callable[[ArrayLike, ArrayLike], float]
 
@@ -54,22 +54,22 @@ def macro(predicted: ArrayLike, targets: ArrayLike, *, batch: int = 128) -> floa
     return float(np.average(found, weights=rows)) if rows else float("nan")
 
 
-def by_row(predicted: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
+def row_accuracies(predicted: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
     """The part of scored tokens that are right in each row, `[n]`; NaN where a row has none."""
     right, scored = _right(predicted, targets)
     count = scored.sum(1)
     return np.where(count > 0, (right & scored).sum(1) / np.maximum(count, 1), np.nan)
 
 
-def mean_of_rows(predicted: ArrayLike, targets: ArrayLike) -> float:
+def mean_row_accuracy(predicted: ArrayLike, targets: ArrayLike) -> float:
     """Zoology's accuracy: of each row by itself, then the mean over rows that have anything to score."""
-    found = by_row(predicted, targets)
+    found = row_accuracies(predicted, targets)
     return _mean(found[~np.isnan(found)])
 
 
-def whole_rows(predicted: ArrayLike, targets: ArrayLike) -> float:
+def exact_match(predicted: ArrayLike, targets: ArrayLike) -> float:
     """The word problem's accuracy: the part of rows in which every scored token is right."""
-    found = by_row(predicted, targets)
+    found = row_accuracies(predicted, targets)
     return _mean(found[~np.isnan(found)] == 1)
 
 
@@ -98,7 +98,7 @@ def _right(predicted: ArrayLike, targets: ArrayLike) -> tuple[NDArray[np.bool_],
         raise ArgumentError(
             "predicted", problem=f"has shape {list(predicted.shape)}", expected=f"{list(targets.shape)}, as `targets`"
         )
-    return predicted == targets, targets != IGNORED
+    return predicted == targets, targets != IGNORE_INDEX
 
 
 def _mean(values: NDArray) -> float:

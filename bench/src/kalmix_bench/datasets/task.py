@@ -27,7 +27,7 @@ class Rows:
 
     inputs: Integers
     targets: Integers
-    facts: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    metadata: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -49,7 +49,7 @@ class Data(NamedTuple):
     settings: dict[str, Any]
 
 
-class Settings(Protocol):
+class TaskSettings(Protocol):
     """A frozen dataclass: a benchmark's settings by the names of its own code, each a number, a truth or a string."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -58,7 +58,7 @@ class Settings(Protocol):
     def vocab_size(self) -> int: ...
 
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=TaskSettings)
 Sampler = Callable[[S, int, int, int], tuple[Rows, Rows]]  # settings, seed, train rows, test rows
 
 
@@ -78,8 +78,8 @@ class Published:
     seed: int
     train: int
     test: int
-    batch: int
-    harder: tuple[Mapping[str, Any], ...] = ()
+    batch_size: int
+    difficulties: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Task(Generic[S]):
     def make(self, *, seed: int, train: int, test: int, **settings: Any) -> Data:
         """Rows of this task; see `kalmix_bench.datasets.make`."""
         for name, value in {"seed": seed, "train": train, "test": test}.items():
-            require(_is_a(int, value) and value >= 0, name, repr(value), "a whole number, at least 0")
+            require(_has_type(int, value) and value >= 0, name, repr(value), "a whole number, at least 0")
         require(seed < 2**32, "seed", seed, "below 2^32")
         configured = self.configure(**settings)
         rows = self.sample(configured, seed, train, test)
@@ -121,13 +121,13 @@ class Task(Generic[S]):
         kinds = {setting.name: type(getattr(self.baseline, setting.name)) for setting in fields(self.baseline)}
         for name, value in settings.items():
             require(name in kinds, name, f"no setting of {self.name}", f"one of {', '.join(kinds)}")
-            require(_is_a(kinds[name], value), name, repr(value), f"of type {kinds[name].__name__}")
+            require(_has_type(kinds[name], value), name, repr(value), f"of type {kinds[name].__name__}")
         return replace(self.baseline, **{name: kinds[name](value) for name, value in settings.items()})
 
 
-def _is_a(kind: type, value: object) -> bool:
+def _has_type(kind: type, value: object) -> bool:
     """Whether a setting of this kind (bool, int, float or str) may have the value; numpy's numbers are numbers, too."""
     if isinstance(value, bool | np.bool_):
         return kind is bool
-    wider: dict[type, Any] = {float: (float, int, np.floating, np.integer), int: (int, np.integer)}
-    return isinstance(value, wider.get(kind, kind))
+    accepted_types: dict[type, Any] = {float: (float, int, np.floating, np.integer), int: (int, np.integer)}
+    return isinstance(value, accepted_types.get(kind, kind))

@@ -21,14 +21,14 @@ import numpy as np
 
 from kalmix.errors import ArgumentError
 from kalmix.validation import require
-from kalmix_bench.datasets.metrics import micro, whole_rows
+from kalmix_bench.datasets.metrics import exact_match, micro
 from kalmix_bench.datasets.task import Integers, Published, Rows, Task
 
-SPECIAL = 7  # ids after the elements': padding, the first token, and five that never occur
+NUM_SPECIAL_IDS = 7  # ids after the elements': padding, the first token, and five that never occur
 
 
 @dataclass(frozen=True)
-class Settings:
+class WordSettings:
     """Settings of the word problem, by the names of its code.
 
     Attributes:
@@ -41,15 +41,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         require(self.k >= 1, "k", self.k, "at least 1")
-        table(self.group)
+        multiplication_table(self.group)
 
     @property
     def vocab_size(self) -> int:
-        return len(table(self.group)) + SPECIAL
+        return len(multiplication_table(self.group)) + NUM_SPECIAL_IDS
 
 
 @cache
-def table(group: str) -> Integers:
+def multiplication_table(group: str) -> Integers:
     """`[n, n]` the product of any two elements; 0 is the identity.
 
     Permutations come in lexicographic order, and a product takes the right one first: (a b)(i) = a(b(i)).
@@ -57,7 +57,7 @@ def table(group: str) -> Integers:
     Raises:
         ArgumentError: there is no group of this name.
     """
-    tables = [_simple(name) for name in group.split("_x_")]
+    tables = [_simple_group_table(name) for name in group.split("_x_")]
     found = tables[0]
     for other in tables[1:]:
         n = len(found) * len(other)
@@ -66,7 +66,7 @@ def table(group: str) -> Integers:
     return found
 
 
-def _simple(name: str) -> Integers:
+def _simple_group_table(name: str) -> Integers:
     kind, size = name[:1], int(name[1:]) if name[1:].isdecimal() else 0
     if kind == "Z" and 1 <= size <= 1000:
         number = np.arange(size)
@@ -74,55 +74,55 @@ def _simple(name: str) -> Integers:
     if kind not in ("A", "S") or not 1 <= size <= 6:
         raise ArgumentError("group", got=repr(name), expected="such as 'A5', 'S5', 'Z60', 'A4_x_Z5'")
     elements = [p for p in permutations(range(size)) if kind == "S" or _is_even(p)]
-    place = {element: i for i, element in enumerate(elements)}
-    return np.array([[place[tuple(a[i] for i in b)] for b in elements] for a in elements])
+    position = {element: i for i, element in enumerate(elements)}
+    return np.array([[position[tuple(a[i] for i in b)] for b in elements] for a in elements])
 
 
 def _is_even(permutation: tuple[int, ...]) -> bool:
     return sum(a > b for i, a in enumerate(permutation) for b in permutation[i + 1 :]) % 2 == 0
 
 
-def sample(settings: Settings, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
+def sample(settings: WordSettings, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
     """Different rows, the first of them to train on."""
-    n, count = len(table(settings.group)), train + test
+    n, count = len(multiplication_table(settings.group)), train + test
     most = n**settings.k
     require(count <= most, "train + test", count, f"at most {most}, the words of length {settings.k}")
     rng, words = random.Random(seed), set()
     while len(words) < count:
         words.add(tuple(rng.choices(range(n), k=settings.k)))
-    every = np.array(list(words), dtype=np.int64).reshape(count, settings.k)
-    return _rows(settings, every[:train]), _rows(settings, every[train:])
+    all_words = np.array(list(words), dtype=np.int64).reshape(count, settings.k)
+    return _rows(settings, all_words[:train]), _rows(settings, all_words[train:])
 
 
-def every(settings: Settings, k: int) -> Rows:
+def all_words(settings: WordSettings, k: int) -> Rows:
     """All words of `k` elements in lexicographic order, padded to the length of others: n^k rows.
 
     Raises:
         ArgumentError: `k` is above that of the settings.
     """
     require(1 <= k <= settings.k, "k", k, f"from 1 to {settings.k}")
-    return _rows(settings, np.array(list(product(range(len(table(settings.group))), repeat=k))))
+    return _rows(settings, np.array(list(product(range(len(multiplication_table(settings.group))), repeat=k))))
 
 
-def _rows(settings: Settings, words: Integers) -> Rows:
-    products = table(settings.group)
+def _rows(settings: WordSettings, words: Integers) -> Rows:
+    products = multiplication_table(settings.group)
     padding, first = len(products), len(products) + 1
     count, k = words.shape
     inputs, targets = np.full((2, count, settings.k + 1), padding, dtype=np.int64)
     inputs[:, 0] = targets[:, 0] = first
     inputs[:, 1 : k + 1] = words
     held = np.zeros(count, dtype=np.int64)
-    for place in range(k):
-        targets[:, place + 1] = held = products[held, words[:, place]]
+    for position in range(k):
+        targets[:, position + 1] = held = products[held, words[:, position]]
     return Rows(inputs, targets, {"k": np.full(count, k)})
 
 
 ALL = tuple(
     Task(
         f"words/{group.lower()}",
-        Settings(group),
+        WordSettings(group),
         sample,
-        {"sequence_accuracy": whole_rows, "token_accuracy": micro},
+        {"sequence_accuracy": exact_match, "token_accuracy": micro},
         Published("jopetty/word-problem", 0, 800_000, 200_000, 512, tuple({"k": k} for k in range(6, 21))),
     )
     for group in ("A5", "S5", "Z60")

@@ -38,7 +38,7 @@ class Trial:
     heads: tuple[int, int] = (1, 1)
     packed: bool = False
     dtype: torch.dtype = torch.float32
-    set_to: dict[str, float] = field(default_factory=dict)
+    overrides: dict[str, float] = field(default_factory=dict)
 
     def case(self, kernel: str, device: str) -> Case:
         sizes = {"batch": self.batch, "length": self.length, "key_width": self.key_width}
@@ -48,10 +48,10 @@ class Trial:
     def inputs(self, case: Case) -> tuple[Tensors, Segments | None]:
         segments = case.packing() if self.packed else None
         inputs = case.inputs(sequences=segments and segments.count)
-        return inputs | {name: torch.full_like(inputs[name], x) for name, x in self.set_to.items()}, segments
+        return inputs | {name: torch.full_like(inputs[name], x) for name, x in self.overrides.items()}, segments
 
 
-def cells(small: bool) -> Iterator[Trial]:
+def diagonal_trials(small: bool) -> Iterator[Trial]:
     """Trials of `diagonal`."""
     trial = partial(Trial, "diagonal")
     long, wide = (200, 33) if small else (2048, 1361)
@@ -69,16 +69,16 @@ def cells(small: bool) -> Iterator[Trial]:
         edges.append({"precision": 1e4, "log_decay": decay, "process_noise": noise})
     for edge in edges:
         for packed in (False, True):
-            yield trial(2, long, 16, 96, packed=packed, set_to=edge)
+            yield trial(2, long, 16, 96, packed=packed, overrides=edge)
     if not small:
         for slots in (16, 32):
             yield trial(1, 65_536, slots, 96)
-            yield trial(1, 65_536, slots, 96, set_to={"log_decay": 0.0, "process_noise": 0.0})
+            yield trial(1, 65_536, slots, 96, overrides={"log_decay": 0.0, "process_noise": 0.0})
             yield trial(4, 4096, slots, 496)
         yield trial(64, 512, 32, 512)
 
 
-def memories(problem: str, small: bool) -> Iterator[Trial]:
+def memory_trials(problem: str, small: bool) -> Iterator[Trial]:
     """Trials of an op whose state is a memory."""
     trial = partial(Trial, problem)
     long = 100 if small else 1024
@@ -95,14 +95,14 @@ def memories(problem: str, small: bool) -> Iterator[Trial]:
     if PROBLEMS[problem].design.op == "dense":
         edges += [{"process_noise": 0.0}, {"process_noise": 1e-6, "obs_noise": 1e-5, "log_decay": 0.0}]
     for edge in edges:
-        yield trial(2, long, 64, 64, set_to=edge)
-        yield trial(2, long, 48, 80, set_to=edge, packed=True)
+        yield trial(2, long, 64, 64, overrides=edge)
+        yield trial(2, long, 48, 80, overrides=edge, packed=True)
     if not small:
         yield trial(1, 65_536, 64, 64)
         yield trial(4, 4096, 128, 128, heads=(16, 16), dtype=torch.bfloat16)
 
 
-def histories(problem: str, small: bool) -> Iterator[Trial]:
+def attend_trials(problem: str, small: bool) -> Iterator[Trial]:
     """Trials of an op whose state is its history."""
     trial = partial(Trial, problem)
     long = 100 if small else 1024
@@ -118,8 +118,8 @@ def histories(problem: str, small: bool) -> Iterator[Trial]:
     edges += [{"key_noise": 1e-5}, {"query_noise": 0.0}, {"frequency": 0.0}]
     edges += [{"log_decay": 0.0, "process_noise": 0.0, "query_noise": 0.0}]
     for edge in edges:
-        yield trial(2, long, 64, 64, set_to=edge)
-        yield trial(2, long, 48, 48, set_to=edge, packed=True)
+        yield trial(2, long, 64, 64, overrides=edge)
+        yield trial(2, long, 48, 48, overrides=edge, packed=True)
     if not small:
         yield trial(1, 16_384, 128, 128)
         yield trial(4, 4096, 128, 128, heads=(16, 16), dtype=torch.bfloat16)
@@ -128,7 +128,7 @@ def histories(problem: str, small: bool) -> Iterator[Trial]:
 def trials(op: str, small: bool) -> list[Trial]:
     """Those of every problem of an op."""
     problems = [name for name, problem in PROBLEMS.items() if problem.design.op == op]
-    of = {"diagonal": lambda _, small: cells(small), "attend": histories}.get(op, memories)
+    of = {"diagonal": lambda _, small: diagonal_trials(small), "attend": attend_trials}.get(op, memory_trials)
     return [trial for name in problems for trial in of(name, small)]
 
 

@@ -23,13 +23,13 @@ from typing import NamedTuple
 import torch
 
 from kalmix.errors import ArgumentError
-from kalmix_bench import datasets as tasks
-from kalmix_bench.experiments.recall.data import Batches, draw
+from kalmix_bench import datasets
+from kalmix_bench.experiments.recall.data import Batches, draw_cell_data
 from kalmix_bench.experiments.recall.models import build
-from kalmix_bench.experiments.recall.presets import BENCHES, cells
-from kalmix_bench.experiments.recall.protocol import Cell
-from kalmix_bench.experiments.recall.trainer import learn
-from kalmix_bench.runner.determinism import one_order
+from kalmix_bench.experiments.recall.presets import BENCHES, make_cells
+from kalmix_bench.experiments.recall.protocol import RecallCell
+from kalmix_bench.experiments.recall.trainer import train_cell
+from kalmix_bench.runner.determinism import deterministic_mode
 
 SECONDS = 0.3  # of repeating a step
 GIB = 2**30
@@ -44,7 +44,7 @@ class Cost(NamedTuple):
     first: float
 
 
-def cost(cell: Cell, device: torch.device) -> Cost:
+def cost(cell: RecallCell, device: torch.device) -> Cost:
     """Train on two batches of each part, then repeat one of each."""
     batch = cell.protocol.batch
     few = replace(
@@ -52,15 +52,17 @@ def cost(cell: Cell, device: torch.device) -> Cost:
         parts=tuple(replace(part, train=min(part.train, 2 * batch), test=min(part.test, 16)) for part in cell.parts),
         protocol=replace(cell.protocol, epochs=1, shuffle=False),
     )
-    drawn = draw(few)
+    drawn = draw_cell_data(few)
     length = drawn.parts[0].test.inputs.shape[1]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    with one_order(device):
+    with deterministic_mode(device):
         torch.manual_seed(0)
-        model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=tasks.task(cell.task).from_last)
+        model = build(
+            drawn.vocab_size, cell.shape, cell.layer, length, from_last=datasets.get_task(cell.task).from_last
+        )
         began = time.perf_counter()
-        trainer = learn(few, drawn, model.to(device), device, lambda *_: None).trainer
+        trainer = train_cell(few, drawn, model.to(device), device, lambda *_: None).trainer
         first = time.perf_counter() - began
         assert trainer is not None
         parts = [drawn._replace(parts=[part]) for part in drawn.parts if len(part.train)]
@@ -84,7 +86,7 @@ def _least(step: Callable[[], object], device: torch.device) -> float:
     return min(times) * 1e3
 
 
-def alike(cell: Cell) -> Cell:
+def representative(cell: RecallCell) -> RecallCell:
     """The one of its kind whose steps are timed."""
     return replace(cell, protocol=replace(cell.protocol, rate=1e-3, decay=0.0), seed=0)
 
@@ -99,7 +101,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     studies = BENCHES[arguments.bench][arguments.preset]
-    asked = Counter(map(alike, cells(studies, arguments.task, arguments.layer, 1, arguments.width)))
+    asked = Counter(map(representative, make_cells(studies, arguments.task, arguments.layer, 1, arguments.width)))
     hours = 0.0
     for cell, count in asked.items():
         parts = " ".join(f"{name}={value}" for name, value in cell.parts[0].settings)

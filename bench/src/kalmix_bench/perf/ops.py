@@ -30,7 +30,7 @@ from kalmix.ops import OPS, Chebyshev, ConjugateGradient
 from kalmix.ops._shared.kernel import KernelRequest
 from kalmix_bench.perf.peers import PEERS
 from kalmix_bench.perf.timing import Timing, measure
-from kalmix_bench.perf.workloads import COLUMNS, CURVES, SHAPES, UNCERTAIN, Shape, Signals, signals
+from kalmix_bench.perf.workloads import COLUMNS, CURVES, SHAPES, WITH_VARIANCE, Shape, Signals, signals
 
 CONVERGED = {"ridge": {"solver": Chebyshev(100)}}  # options with which an op's answer is exact
 PEER_DTYPE = {"diagonal": torch.float32}  # what peers take; bfloat16 where not said
@@ -69,7 +69,7 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
 
 
 def _ours(op: str, kernel: str, x: Signals, **options: Any) -> tuple[Tensor, ...]:
-    if op not in UNCERTAIN:
+    if op not in WITH_VARIANCE:
         return (OPS[op].function(**x, **options, kernel=kernel).mean,)
     result = OPS[op].function(**x, **{"variance": True} | options, kernel=kernel)
     return (result.mean,) if result.variance is None else (result.mean, result.variance)
@@ -81,7 +81,7 @@ def backward(run: Callable[[Signals], tuple[Tensor, ...]], x: Signals, upstream:
     return torch.autograd.grad(results, list(x.values()), weights, allow_unused=True)
 
 
-class Truth:
+class Float64Reference:
     """What float64 answers to the same inputs, forward and backward, for candidates to be held against."""
 
     def __init__(self, op: str, x: Signals) -> None:
@@ -117,7 +117,7 @@ def bench(
     x = signals(op, decay, shape, device, dtype)
     runs = {name: run for name, run in candidates(op, x, compiled).items() if re.search(only, name)}
     upstream = [torch.ones_like(x["v"].detach())]  # of the mean, of the variance
-    if op in UNCERTAIN:
+    if op in WITH_VARIANCE:
         width = x["v"].shape[3] if op == "diagonal" else 1
         upstream.append(torch.ones(*x["v"].shape[:3], width, device=device))
     held = sum(leaf.numel() * leaf.element_size() for leaf in [*x.values(), *upstream])  # while a call runs
@@ -129,7 +129,7 @@ def bench(
         backs = measure({name: partial(backward, runs[name], x, upstream) for name in names}, device)
         with torch.no_grad():
             aheads = measure({name: partial(runs[name], x) for name in backs}, device)
-        truth = truth or (Truth(op, x) if errors else None)
+        truth = truth or (Float64Reference(op, x) if errors else None)
         for name, back in backs.items():
             row = _row(name, shape, dtype, aheads[name], back) | {
                 # Against what any implementation holds: inputs, outputs, and the gradients of both.

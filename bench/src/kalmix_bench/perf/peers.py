@@ -106,7 +106,7 @@ def ridge() -> dict[str, Run]:
     if _fla() and find_spec("gka_ops") is not None:
         from gka_ops.chebyshev.gka_chebyshev_solve import gka_chebyshev_gla
 
-        _as_powers_of_2()
+        _convert_decays_to_base_2()
 
         def authors(x: dict[str, Tensor]) -> tuple[Tensor, ...]:  # their gate scales keys and values
             gate, decay = x["gain"].sqrt()[..., None], x["log_decay"]
@@ -117,7 +117,7 @@ def ridge() -> dict[str, Run]:
     return found
 
 
-def _as_powers_of_2() -> None:
+def _convert_decays_to_base_2() -> None:
     """Have the authors' solver hand its decays on as flash-linear-attention's states take them.
 
     They are natural logarithms there; fla's states took such when it was written, and powers of 2 as of 0.6.0, which

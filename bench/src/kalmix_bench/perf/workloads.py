@@ -13,24 +13,24 @@ Shape = tuple[int, int, int, int]
 unit = partial(F.normalize, dim=-1)
 
 # `diagonal`: (batch, tokens, channels, slots), the authors' models, and one that a CPU can bear.
-CELLS = {
+DIAGONAL_SHAPES = {
     "cuda": [(8, 2048, 496, 32), (4, 2048, 1360, 32), (1, 16384, 1360, 32), (8, 2048, 128, 16)],
     "cpu": [(1, 2048, 128, 16), (1, 16384, 128, 16), (1, 65536, 128, 16)],
 }
 # The rest: (batch, tokens, heads, width).
-MEMORIES = {
+MEMORY_SHAPES = {
     "cuda": [(4, 4096, 16, 128), (8, 2048, 8, 128), (4, 4096, 4, 256), (1, 16384, 16, 128)],
     "cpu": [(1, 2048, 4, 64), (1, 16384, 4, 64)],
 }
-RIDGES = MEMORIES | {"cuda": [*MEMORIES["cuda"][:3], (4, 4096, 10, 64)]}
-HISTORIES = MEMORIES | {"cuda": [(8, 2048, 8, 128), (1, 16384, 16, 128)]}
+RIDGE_SHAPES = MEMORY_SHAPES | {"cuda": [*MEMORY_SHAPES["cuda"][:3], (4, 4096, 10, 64)]}
+ATTEND_SHAPES = MEMORY_SHAPES | {"cuda": [(8, 2048, 8, 128), (1, 16384, 16, 128)]}
 SHAPES = {
-    "diagonal": CELLS,
-    "additive": MEMORIES,
-    "delta": MEMORIES,
-    "dense": MEMORIES,
-    "ridge": RIDGES,
-    "attend": HISTORIES,
+    "diagonal": DIAGONAL_SHAPES,
+    "additive": MEMORY_SHAPES,
+    "delta": MEMORY_SHAPES,
+    "dense": MEMORY_SHAPES,
+    "ridge": RIDGE_SHAPES,
+    "attend": ATTEND_SHAPES,
 }
 CURVES = {  # the longest of each curve
     op: {"cuda": (1, 2**17, 960, 16), "cpu": (1, 2**16, 128, 16)}
@@ -41,7 +41,7 @@ CURVES = {  # the longest of each curve
 COLUMNS = {op: "(B, T, channels, slots)" if op == "diagonal" else "(B, T, heads, width)" for op in SHAPES}
 
 
-def cells(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
+def diagonal(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
     """As KLA supplies them at initialisation: normalised keys, decays over three decades."""
     batch, length, channels, slots = shape
     step = torch.empty(1, slots, channels, device=device).uniform_(-6.9, -2.3).exp()
@@ -91,14 +91,14 @@ def attend(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
     }
 
 
-DRAW = {"diagonal": cells, "additive": memory, "delta": delta, "dense": dense, "ridge": ridge, "attend": attend}
-UNCERTAIN = {"diagonal", "dense"}  # ops with a variance of the read-out
+SIGNALS = {"diagonal": diagonal, "additive": memory, "delta": delta, "dense": dense, "ridge": ridge, "attend": attend}
+WITH_VARIANCE = {"diagonal", "dense"}  # ops with a variance of the read-out
 
 
 def signals(op: str, decay: str, shape: Shape, device: str, dtype: torch.dtype) -> Signals:
     """Leaves; `decay` is "head" or "key" (GLA, KDA, the Bayesian Layer), which only memories have a say in."""
     torch.manual_seed(0)
-    x = DRAW[op](shape, device, dtype)
+    x = SIGNALS[op](shape, device, dtype)
     if decay == "key" and op not in ("diagonal", "ridge", "attend"):
         x["log_decay"] = x["log_decay"][..., None] * torch.rand(*shape, device=device)
     return {name: leaf.requires_grad_() for name, leaf in x.items()}

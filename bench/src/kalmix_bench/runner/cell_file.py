@@ -15,7 +15,7 @@ from kalmix_bench.runner.experiment import CellT
 
 def write(cells: Iterable[Cell], path: Path) -> None:
     """Write cells to a file, one a line."""
-    write_text(path, "".join(json.dumps(cell.written()) + "\n" for cell in cells))
+    write_text(path, "".join(json.dumps(cell.to_dict()) + "\n" for cell in cells))
 
 
 def read(path: Path, cell_of: Callable[[Row], CellT]) -> list[CellT]:

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 class Cell(Protocol):
     """What is run once: a value that can be hashed, names itself by `str` and writes itself."""
 
-    def written(self) -> Row:
+    def to_dict(self) -> Row:
         """All that makes it what it is, as its line holds it; cells that write the same are the same."""
         ...
 
@@ -66,12 +66,12 @@ class Results:
 
     def rows(self, cells: Iterable[Any]) -> dict[Any, Row]:
         """The rows of those cells that are there, in their order; of several, the last. One reading, however many."""
-        written = {cell: cell.written() for cell in cells}
+        written = {cell: cell.to_dict() for cell in cells}
         names = {frozenset(what) for what in written.values()}
         there: dict[str, Row] = {}
         for row in self.read():
-            there |= {_told({name: row[name] for name in these}): row for these in names if these <= row.keys()}
-        told = {cell: _told(what) for cell, what in written.items()}
+            there |= {cell_key({name: row[name] for name in these}): row for these in names if these <= row.keys()}
+        told = {cell: cell_key(what) for cell, what in written.items()}
         return {cell: there[name] for cell, name in told.items() if name in there}
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -109,9 +109,9 @@ class Results:
 
 def digest(cell: Cell) -> str:
     """A name for files that belong to a cell."""
-    return hashlib.sha256(_told(cell.written()).encode()).hexdigest()[:16]
+    return hashlib.sha256(cell_key(cell.to_dict()).encode()).hexdigest()[:16]
 
 
-def _told(written: Row) -> str:
+def cell_key(written: Row) -> str:
     """What cells are compared by: a tuple is what it is when read back."""
     return json.dumps(written, sort_keys=True)

@@ -10,7 +10,7 @@ import torch
 
 
 @contextmanager
-def one_order(device: torch.device) -> Iterator[None]:
+def deterministic_mode(device: torch.device) -> Iterator[None]:
     """Sums are in one order, so that a seed gives the same numbers again, whatever runs beside it.
 
     On a CPU a cell takes one core. On a GPU it takes PyTorch's deterministic algorithms; of an operation that has none,

@@ -15,10 +15,10 @@ from kalmix_bench.runner.paper_claims import Finding
 
 CellT = TypeVar("CellT", bound=Cell)
 # Takes the fraction done, 1 when the rows are written, and a short status; returns whether the cell has to stop.
-Tell = Callable[[float, str], Any]
+ProgressFn = Callable[[float, str], Any]
 
 
-class Stopped(Exception):  # noqa: N818 - nothing went wrong
+class CellStopped(Exception):  # noqa: N818 - nothing went wrong
     """A cell stored a checkpoint and stopped, because `tell` returned true."""
 
 
@@ -47,7 +47,9 @@ class Experiment(ABC, Generic[CellT]):
         """Return its commands of `kalmix bench`, by name."""
 
     @abstractmethod
-    def run(self, cells: tuple[CellT, ...], results: Results, device: torch.device, tell: Tell) -> Sequence[Row]:
+    def run(
+        self, cells: tuple[CellT, ...], results: Results, device: torch.device, on_progress: ProgressFn
+    ) -> Sequence[Row]:
         """Run cells that belong together, mostly one, and return what was found of each.
 
         A run that takes minutes stores checkpoints beside `results`, and resumes from those it finds there.
@@ -56,7 +58,7 @@ class Experiment(ABC, Generic[CellT]):
             Stopped: `tell` returned true, so a checkpoint was stored in place of a result.
         """
 
-    def together(self, cell: CellT) -> Hashable:
+    def group_key(self, cell: CellT) -> Hashable:
         """Return a value that is equal for neighbouring cells that are run together; by default each runs alone."""
         return cell
 
@@ -84,6 +86,6 @@ class Experiment(ABC, Generic[CellT]):
         mine = [row for row in rows if self.keys <= row.keys()]
         if self.latest is None:
             return mine
-        by, alike = self.latest
-        last = {row[by]: row[alike] for row in mine}
-        return [row for row in mine if row[alike] == last[row[by]]]
+        group_name, value_name = self.latest
+        last = {row[group_name]: row[value_name] for row in mine}
+        return [row for row in mine if row[value_name] == last[row[group_name]]]

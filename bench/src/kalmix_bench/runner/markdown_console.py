@@ -14,14 +14,14 @@ from rich.text import Text
 
 from kalmix.files import write_text
 
-WIDE = 160  # columns, where there is no terminal to fit
+DEFAULT_WIDTH = 160  # columns, where there is no terminal to fit
 
 
-class Sheet(Console):
+class RecordingConsole(Console):
     """Prints where `console` does, and keeps the tables."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__(file=console.file, width=None if console.is_terminal else WIDE, highlight=False)
+        super().__init__(file=console.file, width=None if console.is_terminal else DEFAULT_WIDTH, highlight=False)
         self.tables: list[Table] = []
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -42,6 +42,6 @@ def _markdown(table: Table) -> str:
     table.title = table.caption = None
     table.box = box.MARKDOWN
     plain = StringIO()
-    Console(file=plain, width=10 * WIDE, color_system=None).print(table)
+    Console(file=plain, width=10 * DEFAULT_WIDTH, color_system=None).print(table)
     lines = [line.rstrip() for line in plain.getvalue().splitlines() if line.strip()]
     return "\n".join([f"## {title}", "", *lines, "", *([caption, ""] if caption else []), ""])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kalmix_bench.runner.scores import Score
 
 
-class Printed(NamedTuple):
+class PublishedScore(NamedTuple):
     """An accuracy in a paper, in percent, and where."""
 
     percent: float
@@ -30,28 +30,28 @@ class Finding:
     """
 
     task: str
-    asked: str
+    condition: str
     layer: str
     score: str
     value: Score
     seeds: int
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    paper: Printed | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    paper: PublishedScore | None = None
 
     @property
-    def place(self) -> tuple[Any, ...]:
+    def comparison_key(self) -> tuple[Any, ...]:
         """What layers that are compared have in common."""
-        return self.task, self.asked, self.score, self.facts.get("width"), self.facts.get("depth")
+        return self.task, self.condition, self.score, self.metadata.get("width"), self.metadata.get("depth")
 
     @property
-    def where(self) -> str:
+    def label(self) -> str:
         """The same in words."""
-        size = f"{self.facts['width']} x {self.facts['depth']}" if "width" in self.facts else ""
-        return ", ".join(part for part in (self.task, size, self.asked) if part)
+        size = f"{self.metadata['width']} x {self.metadata['depth']}" if "width" in self.metadata else ""
+        return ", ".join(part for part in (self.task, size, self.condition) if part)
 
 
 @dataclass(frozen=True)
-class Ordering:
+class Claim:
     """That one layer does better than another.
 
     Attributes:
@@ -65,29 +65,29 @@ class Ordering:
 
     task: str
     score: str
-    ahead: str
-    behind: str
+    better: str
+    worse: str
     source: str
-    asked: str = ""
-    form: str = ".1%"
-    smaller: bool = False
+    condition: str = ""
+    number_format: str = ".1%"
+    lower_is_better: bool = False
 
 
 _KLA, _BAYES, _GKA = "Kalman Linear Attention", "Memory by Design", "Gated KalmaNet"
 _AFA = "Adaptive Filter Attention"
-ORDERINGS = (
-    Ordering("mad/selective-copying", "macro", "kla", "kla-noise-free", f"{_KLA}, Table 6"),
-    Ordering("mad/compression", "macro", "kla", "kla-noise-free", f"{_KLA}, Table 6"),
-    Ordering("words/a5", "sequence_accuracy", "kla", "mamba2", f"{_KLA}, Figure 1a"),
-    Ordering("mqar/update", "accuracy", "bayesian", "gated-deltanet", f"{_BAYES}, Figure 4b"),
-    Ordering("mqar", "accuracy", "kalmanet-bare", "linear-attention", f"{_GKA}, Figure 2a"),
-    Ordering("mqar", "accuracy", "kalmanet-bare", "mamba2", f"{_GKA}, Figure 2a"),
-    Ordering(
-        "collision/recall", "margin", "bayesian", "reset", f"{_BAYES}, Figure 3d", "flood 64, overlap 0.95", "+.2f"
+CLAIMS = (
+    Claim("mad/selective-copying", "macro", "kla", "kla-noise-free", f"{_KLA}, Table 6"),
+    Claim("mad/compression", "macro", "kla", "kla-noise-free", f"{_KLA}, Table 6"),
+    Claim("words/a5", "sequence_accuracy", "kla", "mamba2", f"{_KLA}, Figure 1a"),
+    Claim("mqar/update", "accuracy", "bayesian", "gated-deltanet", f"{_BAYES}, Figure 4b"),
+    Claim("mqar", "accuracy", "kalmanet-bare", "linear-attention", f"{_GKA}, Figure 2a"),
+    Claim("mqar", "accuracy", "kalmanet-bare", "mamba2", f"{_GKA}, Figure 2a"),
+    Claim("collision/recall", "margin", "bayesian", "reset", f"{_BAYES}, Figure 3d", "flood 64, overlap 0.95", "+.2f"),
+    Claim("collision/recall", "margin", "bayesian", "linear-attention", f"{_BAYES}, Figure 3c", "flood 256", "+.2f"),
+    Claim(
+        "sde/figure-1b", "error over kalman", "afa", "softmax", f"{_AFA}, section 4.3", "", ".3f", lower_is_better=True
     ),
-    Ordering("collision/recall", "margin", "bayesian", "linear-attention", f"{_BAYES}, Figure 3c", "flood 256", "+.2f"),
-    Ordering("sde/figure-1b", "error over kalman", "afa", "softmax", f"{_AFA}, section 4.3", "", ".3f", smaller=True),
-    Ordering(
+    Claim(
         "solvers/residual",
         "residual",
         "Chebyshev by residuals",
@@ -95,9 +95,9 @@ ORDERINGS = (
         f"{_GKA}, Figure 1a",
         "bfloat16 products, a = 0.02",
         ".1e",
-        smaller=True,
+        lower_is_better=True,
     ),
-    Ordering(
+    Claim(
         "solvers/gradient",
         "error",
         "Chebyshev 30",
@@ -105,50 +105,52 @@ ORDERINGS = (
         f"{_GKA}, Figure 1e",
         "float32, 5 layers",
         ".1e",
-        smaller=True,
+        lower_is_better=True,
     ),
 )
 
 
-class Seen(NamedTuple):
+class ClaimCheck(NamedTuple):
     """An ordering that results speak of."""
 
-    ordering: Ordering
-    ahead: Finding
-    behind: Finding
+    ordering: Claim
+    better: Finding
+    worse: Finding
 
     @property
-    def holds(self) -> bool:
+    def is_confirmed(self) -> bool:
         """Whether results say so, too, by however little."""
-        better, worse = self.ahead.value.mean, self.behind.value.mean
-        return better < worse if self.ordering.smaller else better > worse
+        better, worse = self.better.value.mean, self.worse.value.mean
+        return better < worse if self.ordering.lower_is_better else better > worse
 
     def __str__(self) -> str:
-        better, worse = self.ahead.value, self.behind.value
+        better, worse = self.better.value, self.worse.value
         sign = "=" if better.mean == worse.mean else ">" if better.mean > worse.mean else "<"
-        form = self.ordering.form
-        return f"{_said(better, form)} {sign} {_said(worse, form)}"
+        number_format = self.ordering.number_format
+        return f"{_format_score(better, number_format)} {sign} {_format_score(worse, number_format)}"
 
     @property
     def paper(self) -> str:
         """What the paper prints of it, at its own sizes, and where."""
-        sign = "<" if self.ordering.smaller else ">"
-        ahead, behind = self.ahead.paper, self.behind.paper
-        told = f"{ahead.percent:.1f}% {sign} {behind.percent:.1f}%, " if ahead and behind else ""
+        sign = "<" if self.ordering.lower_is_better else ">"
+        better, worse = self.better.paper, self.worse.paper
+        told = f"{better.percent:.1f}% {sign} {worse.percent:.1f}%, " if better and worse else ""
         return told + self.ordering.source
 
 
-def _said(score: Score, form: str) -> str:
-    return f"{score.mean:{form}}" + ("" if score.error != score.error else f" ± {score.error:{form.lstrip('+')}}")
+def _format_score(score: Score, number_format: str) -> str:
+    return f"{score.mean:{number_format}}" + (
+        "" if score.error != score.error else f" ± {score.error:{number_format.lstrip('+')}}"
+    )
 
 
-def seen(findings: Iterable[Finding]) -> Iterator[Seen]:
+def check_claims(findings: Iterable[Finding]) -> Iterator[ClaimCheck]:
     """The orderings of which there are both sides, in one place, in the order of `ORDERINGS`."""
     places: dict[tuple[Any, ...], dict[str, Finding]] = {}
     for finding in findings:
-        places.setdefault(finding.place, {})[finding.layer] = finding
-    for ordering in ORDERINGS:
-        for (task, asked, score, *_), layers in places.items():
-            of = (task, score) == (ordering.task, ordering.score) and ordering.asked in asked
-            if of and layers.keys() >= {ordering.ahead, ordering.behind}:
-                yield Seen(ordering, layers[ordering.ahead], layers[ordering.behind])
+        places.setdefault(finding.comparison_key, {})[finding.layer] = finding
+    for ordering in CLAIMS:
+        for (task, condition, score, *_), layers in places.items():
+            of = (task, score) == (ordering.task, ordering.score) and ordering.condition in condition
+            if of and layers.keys() >= {ordering.better, ordering.worse}:
+                yield ClaimCheck(ordering, layers[ordering.better], layers[ordering.worse])

@@ -17,11 +17,11 @@ from kalmix.files import replace_file
 from kalmix_bench.runner import markdown_console
 from kalmix_bench.runner.cells import Results, Row
 from kalmix_bench.runner.experiment import Experiment
-from kalmix_bench.runner.markdown_console import Sheet
-from kalmix_bench.runner.paper_claims import Finding, Seen, seen
+from kalmix_bench.runner.markdown_console import RecordingConsole
+from kalmix_bench.runner.paper_claims import ClaimCheck, Finding, check_claims
 
 COLUMNS = (
-    *("task", "asked", "layer", "width", "depth", "seeds", "diverged", "parameters", "state"),
+    *("task", "condition", "layer", "width", "depth", "seeds", "diverged", "parameters", "state"),
     *("rate", "decay", "epochs"),
 )
 
@@ -42,10 +42,10 @@ def read(folders: Sequence[Path], experiments: Sequence[Experiment[Any]]) -> lis
             got = f"{str(folder)!r}, whose results.jsonl has no finished cell of a bench"
             raise ArgumentError("folders", got=got, expected="outputs of a bench")
         rows += found
-    return list({_cell(row): row for row in rows}.values())
+    return list({_row_key(row): row for row in rows}.values())
 
 
-def _cell(row: Row) -> str:
+def _row_key(row: Row) -> str:
     """Return what makes a row's cell: a line has that first, then where it was run, which begins with its seconds."""
     names = list(row)
     return json.dumps({name: row[name] for name in names[: names.index("seconds")]}, sort_keys=True)
@@ -57,24 +57,24 @@ def write(rows: Sequence[Row], output: Path, console: Console, experiments: Sequ
     What papers find better than what comes last on the terminal, and first in the file.
     """
     output.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, list[Table]] = {"orderings": []}
+    parts: dict[str, list[Table]] = {"paper claims": []}
     findings, drawn = [], []
     for experiment in experiments:
         mine = experiment.select(rows)
         if mine:
-            told = Sheet(console)
+            told = RecordingConsole(console)
             drawn += experiment.report(mine, output, told)
             findings += experiment.findings(mine)
             parts[experiment.name] = told.tables
-    known = list(seen(findings))
+    known = list(check_claims(findings))
     if known:
-        last = Sheet(console)
-        last.print(_orderings(known))
-        parts["orderings"] = last.tables
+        last = RecordingConsole(console)
+        last.print(_claims_table(known))
+        parts["paper claims"] = last.tables
     return [markdown_console.write(parts, output / "report.md"), _csv(findings, output / "report.csv"), *drawn]
 
 
-def _orderings(known: Iterable[Seen]) -> Table:
+def _claims_table(known: Iterable[ClaimCheck]) -> Table:
     table = Table(
         "better, by the paper",
         box=box.SIMPLE_HEAD,
@@ -88,10 +88,10 @@ def _orderings(known: Iterable[Seen]) -> Table:
     table.add_column("paper")
     table.add_column("at")
     for one in known:
-        ordering, seeds = one.ordering, dict.fromkeys((one.ahead.seeds, one.behind.seeds))
-        better = f"{ordering.ahead} over {ordering.behind}"
-        holds, where = "yes" if one.holds else "no", one.ahead.where
-        table.add_row(better, ordering.score, str(one), "/".join(map(str, seeds)), holds, one.paper, where)
+        ordering, seeds = one.ordering, dict.fromkeys((one.better.seeds, one.worse.seeds))
+        better = f"{ordering.better} over {ordering.worse}"
+        holds, label = "yes" if one.is_confirmed else "no", one.better.label
+        table.add_row(better, ordering.score, str(one), "/".join(map(str, seeds)), holds, one.paper, label)
     return table
 
 
@@ -101,7 +101,13 @@ def _csv(findings: Iterable[Finding], path: Path) -> Path:
         lines = csv.writer(file)
         lines.writerow([*COLUMNS, "score", "mean", "standard error", "paper percent", "source"])
         for found in findings:
-            told = {"task": found.task, "asked": found.asked, "layer": found.layer, "seeds": found.seeds, **found.facts}
+            told = {
+                "task": found.task,
+                "condition": found.condition,
+                "layer": found.layer,
+                "seeds": found.seeds,
+                **found.metadata,
+            }
             paper = found.paper or ("", "")
             lines.writerow([*(told.get(name) for name in COLUMNS), found.score, *found.value, *paper])
     return path

@@ -17,8 +17,8 @@ from filelock import Timeout
 from kalmix.files import FORMAT, disk_errors
 from kalmix.training.provenance import provenance
 from kalmix_bench.runner.cells import Results, Row
-from kalmix_bench.runner.experiment import CellT, Experiment, Stopped, Tell
-from kalmix_bench.runner.workers import PAUSE, Campaign, Follow, Piece, share
+from kalmix_bench.runner.experiment import CellStopped, CellT, Experiment, ProgressFn
+from kalmix_bench.runner.workers import POLL_SECONDS, Batch, ProgressFactory, WorkerConfig, run_in_workers
 
 
 class Task(NamedTuple):
@@ -42,8 +42,8 @@ def run(
     device: torch.device,
     *,
     jobs: int = 1,
-    follow: Follow = lambda piece, pieces: lambda done, told: None,
-    campaign: Campaign | None = None,
+    progress_factory: ProgressFactory = lambda batch, batches: lambda done, told: None,
+    worker_config: WorkerConfig | None = None,
 ) -> dict[CellT, Row]:
     """Run the cells that `results` lacks, and return the rows of all that were asked, in their order.
 
@@ -66,41 +66,41 @@ def run(
     """
     asked, task = (
         list(dict.fromkeys(cells)),
-        Task(experiment, results, device, math.inf if campaign is None else campaign.stop),
+        Task(experiment, results, device, math.inf if worker_config is None else worker_config.stop),
     )
     known = task.finished(asked)
     for cell in known:  # a run may have been killed between writing the row and this
         experiment.clear(cell, results)
     missing = [cell for cell in asked if cell not in known]
-    pieces = [tuple(group) for _, group in groupby(missing, experiment.together)]
-    if campaign is None and (jobs == 1 or len(pieces) < 2):
-        _here(pieces, task, follow)
-    elif pieces:
-        campaign = campaign or Campaign([None] * jobs)
-        campaign = campaign._replace(gpus=campaign.gpus[: len(pieces)])
-        share(pieces, partial(_finish, task), follow, campaign)
+    batches = [tuple(group) for _, group in groupby(missing, experiment.group_key)]
+    if worker_config is None and (jobs == 1 or len(batches) < 2):
+        _run_in_this_process(batches, task, progress_factory)
+    elif batches:
+        worker_config = worker_config or WorkerConfig([None] * jobs)
+        worker_config = worker_config._replace(gpus=worker_config.gpus[: len(batches)])
+        run_in_workers(batches, partial(_run_batch, task), progress_factory, worker_config)
     known = task.finished(asked)
     return {cell: known[cell] for cell in asked if cell in known}
 
 
-def _finish(task: Task, piece: Piece, begin: Callable[[], Tell]) -> str:
+def _run_batch(task: Task, batch: Batch, begin: Callable[[], ProgressFn]) -> str:
     """Run what is missing of a piece and write it: "finished"; "stopped"; "taken" if another process has a cell."""
     experiment, results, device, stop = task
     with ExitStack() as claims, disk_errors(results.path.parent):
-        for cell in piece:
+        for cell in batch:
             try:
                 claims.enter_context(results.claim(cell).acquire(timeout=0))
             except Timeout:
                 return "taken"
-        tell, known = begin(), task.finished(piece)  # another sweep may have finished some of it meanwhile
+        on_progress, known = begin(), task.finished(batch)  # another sweep may have finished some of it meanwhile
 
-        left = tuple(cell for cell in piece if cell not in known)
+        left = tuple(cell for cell in batch if cell not in known)
         how = "" if left else "by another sweep"
 
         def under_way(done: float, told: str) -> bool:
             nonlocal how
             how = told
-            tell(min(done, 0.999), told)
+            on_progress(min(done, 0.999), told)
             return time.monotonic() >= stop
 
         if left:
@@ -109,7 +109,7 @@ def _finish(task: Task, piece: Piece, begin: Callable[[], Tell]) -> str:
                 torch.cuda.reset_peak_memory_stats(device)
             try:
                 found = experiment.run(left, results, device, under_way)
-            except Stopped:
+            except CellStopped:
                 return "stopped"
             where = {
                 "seconds": round(time.monotonic() - began, 1),
@@ -117,21 +117,21 @@ def _finish(task: Task, piece: Piece, begin: Callable[[], Tell]) -> str:
                 "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
                 **provenance(device),
             }
-            results.add({**cell.written(), **where, **more} for cell, more in zip(left, found, strict=True))
-        for cell in piece:
+            results.add({**cell.to_dict(), **where, **more} for cell, more in zip(left, found, strict=True))
+        for cell in batch:
             experiment.clear(cell, results)
-        tell(1.0, how)
+        on_progress(1.0, how)
     return "finished"
 
 
-def _here(pieces: list[Piece], task: Task, follow: Follow) -> None:
-    waiting, refused = deque(pieces), 0
-    while waiting:
-        piece = waiting.popleft()
-        if _finish(task, piece, lambda piece=piece: follow(piece, len(pieces))) == "finished":
-            refused = 0
+def _run_in_this_process(batches: list[Batch], task: Task, progress_factory: ProgressFactory) -> None:
+    queue, skipped = deque(batches), 0
+    while queue:
+        batch = queue.popleft()
+        if _run_batch(task, batch, lambda batch=batch: progress_factory(batch, len(batches))) == "finished":
+            skipped = 0
         else:
-            waiting.append(piece)
-            refused += 1
-        if refused and refused >= len(waiting):
-            time.sleep(PAUSE)
+            queue.append(batch)
+            skipped += 1
+        if skipped and skipped >= len(queue):
+            time.sleep(POLL_SECONDS)

@@ -36,8 +36,10 @@ def run(
         written: paths of files that the command wrote before.
     """
     results = Results(output / "results.jsonl")
-    with progress(console) as follow:
-        rows = scheduler.run(experiment, cells, results, device, jobs=options.count("jobs", jobs), follow=follow)
+    with progress(console) as progress_factory:
+        rows = scheduler.run(
+            experiment, cells, results, device, jobs=options.count("jobs", jobs), progress_factory=progress_factory
+        )
     reported = experiment.report_run(rows, results, output, console)
     stored = [results.path] if rows else []
     for path in (*stored, *written, *reported):

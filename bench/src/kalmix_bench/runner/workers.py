@@ -16,23 +16,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kalmix_bench.runner.experiment import Tell
+from kalmix_bench.runner.experiment import ProgressFn
 
-PAUSE = 0.5  # seconds between two looks at cells that another sweep is running
-CLOSING = 2.0  # seconds that processes are given to end by themselves
-START = "spawn"  # how processes start; CUDA does not survive a fork
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+POLL_SECONDS = 0.5  # seconds between two looks at cells that another sweep is running
+SHUTDOWN_SECONDS = 2.0  # seconds that processes are given to end by themselves
+START_METHOD = "spawn"  # how processes start; CUDA does not survive a fork
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
-Piece = tuple[Any, ...]  # cells that are run together, mostly one
-Follow = Callable[[Piece, int], Tell]  # called as a piece begins, with how many there are in this sweep
-Finish = Callable[[Piece, Callable[[], Tell]], str]  # runs a piece: "finished", "stopped", or "taken" by another sweep
+Batch = tuple[Any, ...]  # cells that are run together, mostly one
+ProgressFactory = Callable[[Batch, int], ProgressFn]  # called as a piece begins, with how many there are in this sweep
+RunBatchFn = Callable[
+    [Batch, Callable[[], ProgressFn]], str
+]  # runs a piece: "finished", "stopped", or "taken" by another sweep
 
 
 class CellError(ValueError):
     """A cell cannot be run; says which, and why."""
 
 
-class Campaign(NamedTuple):
+class WorkerConfig(NamedTuple):
     """The processes of a sweep, and when it ends.
 
     Attributes:
@@ -48,7 +50,9 @@ class Campaign(NamedTuple):
     failures: dict[Any, str] | None = None
 
 
-def share(pieces: Sequence[Piece], finish: Finish, follow: Follow, campaign: Campaign) -> None:
+def run_in_workers(
+    batches: Sequence[Batch], run_batch: RunBatchFn, progress_factory: ProgressFactory, worker_config: WorkerConfig
+) -> None:
     """Run pieces in processes of their own, until all are finished or failed, or the campaign ends.
 
     Args:
@@ -62,7 +66,7 @@ def share(pieces: Sequence[Piece], finish: Finish, follow: Follow, campaign: Cam
         RuntimeError: a cell failed, or its process died.
         OSError: the disk is full; names the path.
     """
-    _Sharing(pieces, finish, follow, campaign).run()
+    _WorkerPool(batches, run_batch, progress_factory, worker_config).run()
 
 
 class _Worker(NamedTuple):
@@ -70,38 +74,49 @@ class _Worker(NamedTuple):
     gpu: str | None
 
 
-class _Running:
+class _BatchInProgress:
     """A piece in the hands of a worker; `told` is its first report, which comes after a step of training."""
 
-    def __init__(self, piece: Piece) -> None:
-        self.piece, self.began, self.told = piece, math.inf, False
-        self.tell: Tell | None = None
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.start_time, self.has_reported = batch, math.inf, False
+        self.on_progress: ProgressFn | None = None
 
 
-class _Sharing:
+class _WorkerPool:
     """Each worker has a pipe: pieces go in; that one began, how it stands, and its end come out."""
 
-    def __init__(self, pieces: Sequence[Piece], finish: Finish, follow: Follow, campaign: Campaign) -> None:
-        self.count, self.finish, self.follow, self.campaign = len(pieces), finish, follow, campaign
-        self.waiting: deque[Piece] = deque(pieces)
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        run_batch: RunBatchFn,
+        progress_factory: ProgressFactory,
+        worker_config: WorkerConfig,
+    ) -> None:
+        self.count, self.run_batch, self.progress_factory, self.worker_config = (
+            len(batches),
+            run_batch,
+            progress_factory,
+            worker_config,
+        )
+        self.queue: deque[Batch] = deque(batches)
         self.idle: deque[Connection] = deque()
         self.workers: dict[Connection, _Worker] = {}
-        self.running: dict[Connection, _Running] = {}
-        self.not_before = 0.0  # pieces of another sweep are not tried again before
-        self.slowest = 0.0  # seconds from the beginning of a piece to its first report, the most so far
+        self.running: dict[Connection, _BatchInProgress] = {}
+        self.retry_time = 0.0  # pieces of another sweep are not tried again before
+        self.max_first_report = 0.0  # seconds from the beginning of a piece to its first report, the most so far
 
     def run(self) -> None:
         try:
-            for gpu in self.campaign.gpus:
+            for gpu in self.worker_config.gpus:
                 self._start(gpu)
-            while (self.waiting or self.running) and time.monotonic() < self.campaign.end:
-                self._hand_out()
-                for link in wait(list(self.running), PAUSE) if self.running else ():
+            while (self.queue or self.running) and time.monotonic() < self.worker_config.end:
+                self._assign_batches()
+                for link in wait(list(self.running), POLL_SECONDS) if self.running else ():
                     assert isinstance(link, Connection)
                     self._receive(link)
-                if not self.running and self.waiting:
-                    time.sleep(max(0.0, self.not_before - time.monotonic()))
-            self._close()
+                if not self.running and self.queue:
+                    time.sleep(max(0.0, self.retry_time - time.monotonic()))
+            self._shut_down()
         finally:
             for worker in self.workers.values():
                 worker.process.terminate()
@@ -109,61 +124,64 @@ class _Sharing:
                 worker.process.join()
 
     def _start(self, gpu: str | None) -> None:
-        context = multiprocessing.get_context(START)
+        context = multiprocessing.get_context(START_METHOD)
         here, there = context.Pipe()
-        threads = max(1, torch.get_num_threads() // len(self.campaign.gpus))
-        process = context.Process(target=_serve, args=(there, self.finish, threads), daemon=True)
-        with _visible(gpu):
+        threads = max(1, torch.get_num_threads() // len(self.worker_config.gpus))
+        process = context.Process(target=_serve, args=(there, self.run_batch, threads), daemon=True)
+        with _visible_devices(gpu):
             process.start()
         there.close()
         self.workers[here] = _Worker(process, gpu)
         self.idle.append(here)
 
-    def _close(self) -> None:
+    def _shut_down(self) -> None:
         """Let idle processes end by themselves: a signal to one disturbs others that share its GPU through MPS."""
         for link in self.idle:
             link.close()
-        until = time.monotonic() + CLOSING
+        until = time.monotonic() + SHUTDOWN_SECONDS
         for link in self.idle:
             self.workers[link].process.join(max(0.0, until - time.monotonic()))
 
-    def _hand_out(self) -> None:
+    def _assign_batches(self) -> None:
         """Give a piece to each idle worker; none that could not report, and so stop, in time."""
-        if time.monotonic() + self.slowest >= self.campaign.stop:
-            self.waiting.clear()
-        while self.waiting and self.idle and time.monotonic() >= self.not_before:
-            link, piece = self.idle.popleft(), self.waiting.popleft()
-            link.send(piece)
-            self.running[link] = _Running(piece)
+        if time.monotonic() + self.max_first_report >= self.worker_config.stop:
+            self.queue.clear()
+        while self.queue and self.idle and time.monotonic() >= self.retry_time:
+            link, batch = self.idle.popleft(), self.queue.popleft()
+            link.send(batch)
+            self.running[link] = _BatchInProgress(batch)
 
     def _receive(self, link: Connection) -> None:
         running = self.running[link]
-        piece = running.piece
+        batch = running.batch
         try:
-            message, *said = link.recv()
+            message, *payload = link.recv()
         except EOFError:
             self.workers[link].process.join()
             died = f"its process died ({self.workers[link].process.exitcode})"
-            self._replace(link, RuntimeError(f"{piece[0]}: {died}"), died)
+            self._replace(link, RuntimeError(f"{batch[0]}: {died}"), died)
             return
-        if message == "began":
-            running.began, running.tell = time.monotonic(), self.follow(piece, self.count)
-        elif message == "told" and running.tell is not None:
-            if not running.told:
-                running.told, self.slowest = True, max(self.slowest, time.monotonic() - running.began)
-            running.tell(*said)
+        if message == "started":
+            running.start_time, running.on_progress = time.monotonic(), self.progress_factory(batch, self.count)
+        elif message == "progress" and running.on_progress is not None:
+            if not running.has_reported:
+                running.has_reported, self.max_first_report = (
+                    True,
+                    max(self.max_first_report, time.monotonic() - running.start_time),
+                )
+            running.on_progress(*payload)
         elif message == "disk":
-            raise OSError(*said)
-        elif message == "mistake":
-            self._fail(piece, CellError(f"{piece[0]}: {said[0]}"), said[0])
+            raise OSError(*payload)
+        elif message == "invalid":
+            self._fail(batch, CellError(f"{batch[0]}: {payload[0]}"), payload[0])
             self._release(link)
         elif message == "failed":
-            self._replace(link, RuntimeError(f"{piece[0]}:\n{said[0]}"), said[0])
+            self._replace(link, RuntimeError(f"{batch[0]}:\n{payload[0]}"), payload[0])
         elif message in ("finished", "stopped", "taken"):
             self._release(link)
             if message == "taken":
-                self.waiting.append(piece)
-                self.not_before = time.monotonic() + (PAUSE if len(self.waiting) <= len(self.idle) else 0.0)
+                self.queue.append(batch)
+                self.retry_time = time.monotonic() + (POLL_SECONDS if len(self.queue) <= len(self.idle) else 0.0)
 
     def _release(self, link: Connection) -> None:
         del self.running[link]
@@ -171,49 +189,49 @@ class _Sharing:
 
     def _replace(self, link: Connection, error: Exception, reason: str) -> None:
         """Start another process in place of one that ended with a failure."""
-        self._fail(self.running.pop(link).piece, error, reason)
+        self._fail(self.running.pop(link).batch, error, reason)
         link.close()
         gpu = self.workers.pop(link).gpu
-        if self.waiting:
+        if self.queue:
             self._start(gpu)
 
-    def _fail(self, piece: Piece, error: Exception, reason: str) -> None:
-        if self.campaign.failures is None:
+    def _fail(self, batch: Batch, error: Exception, reason: str) -> None:
+        if self.worker_config.failures is None:
             raise error
-        self.campaign.failures[piece[0]] = reason
+        self.worker_config.failures[batch[0]] = reason
 
 
 @contextmanager
-def _visible(gpu: str | None) -> Iterator[None]:
+def _visible_devices(gpu: str | None) -> Iterator[None]:
     """Let a process that starts see this GPU only."""
-    before = os.environ.get(VISIBLE)
+    before = os.environ.get(VISIBLE_DEVICES)
     if gpu is not None:
-        os.environ[VISIBLE] = gpu
+        os.environ[VISIBLE_DEVICES] = gpu
     try:
         yield
     finally:
         if before is not None:
-            os.environ[VISIBLE] = before
+            os.environ[VISIBLE_DEVICES] = before
         elif gpu is not None:
-            del os.environ[VISIBLE]
+            del os.environ[VISIBLE_DEVICES]
 
 
-def _serve(link: Connection, finish: Finish, threads: int) -> None:
+def _serve(link: Connection, run_batch: RunBatchFn, threads: int) -> None:
     """Run the pieces that come, until one fails or the other end closes. Ctrl-C is for the other end to act on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
 
-    def begin() -> Tell:
-        link.send(("began",))
-        return lambda done, told: link.send(("told", done, told))
+    def begin() -> ProgressFn:
+        link.send(("started",))
+        return lambda done, has_reported: link.send(("progress", done, has_reported))
 
     while True:
         try:
-            piece = link.recv()
+            batch = link.recv()
         except EOFError:
             return
         try:
-            link.send((finish(piece, begin),))
+            link.send((run_batch(batch, begin),))
         except (BrokenPipeError, ConnectionResetError):  # nobody is left to tell
             return
         except OSError as error:
@@ -225,7 +243,7 @@ def _serve(link: Connection, finish: Finish, threads: int) -> None:
             if not type(error).__module__.startswith("kalmix."):
                 link.send(("failed", traceback.format_exc()))
                 return
-            link.send(("mistake", str(error)))
+            link.send(("invalid", str(error)))
         except Exception:
             link.send(("failed", traceback.format_exc()))
             return

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WIDTH = 16  # of the addresses that memory sees
+ADDRESS_DIM = 16  # of the addresses that memory sees
 
 
 class Episode(NamedTuple):
@@ -35,14 +35,14 @@ class Episode(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pairs:
+class CollidingPairs:
     """Targets B_i and distractors A_i, in planes of their own, with rho between them (E.5.1).
 
     Identity 2i is B_i, with address e_{2i}; identity 2i + 1 is A_i, with rho_i e_{2i} + sqrt(1 - rho_i^2) e_{2i+1}.
     Every sequence shuffles which label belongs to which identity.
     """
 
-    pairs: int = WIDTH // 2
+    pairs: int = ADDRESS_DIM // 2
     boost: int = 4
 
     @property
@@ -51,7 +51,7 @@ class Pairs:
 
     @property
     def inputs(self) -> int:
-        return 1 + WIDTH + self.labels
+        return 1 + ADDRESS_DIM + self.labels
 
     def draw(self, count: int, flood: int, overlap: tuple[float, float], generator: torch.Generator) -> Episode:
         """`count` sequences: seed all, boost the B_i, write each A_i `flood` times, ask for the B_i in random order.
@@ -60,19 +60,19 @@ class Pairs:
         """
         device = generator.device
         rho = torch.rand(count, self.pairs, generator=generator, device=device) * (overlap[1] - overlap[0]) + overlap[0]
-        label = _shuffled(count, self.labels, generator)
+        label = _permutations(count, self.labels, generator)
         pair = torch.arange(self.pairs, device=device)
         fixed = torch.cat([(2 * pair).repeat_interleave(self.boost), (2 * pair + 1).repeat_interleave(flood)])
-        asked = 2 * _shuffled(count, self.pairs, generator)
-        seeded = _shuffled(count, self.labels, generator)
-        identity = torch.cat([seeded, fixed.expand(count, -1), asked], 1)
-        addresses = self.addresses(rho).gather(1, identity[..., None].expand(-1, -1, WIDTH))
+        queried = 2 * _permutations(count, self.pairs, generator)
+        seeded = _permutations(count, self.labels, generator)
+        identity = torch.cat([seeded, fixed.expand(count, -1), queried], 1)
+        addresses = self.addresses(rho).gather(1, identity[..., None].expand(-1, -1, ADDRESS_DIM))
         values = F.one_hot(label.gather(1, identity), self.labels).float()
         return Episode(
             tokens=_tokens(addresses, values, self.pairs),
             addresses=addresses,
-            targets=label.gather(1, asked),
-            distractors=label.gather(1, asked + 1),
+            targets=label.gather(1, queried),
+            distractors=label.gather(1, queried + 1),
         )
 
     def addresses(self, rho: Tensor) -> Tensor:
@@ -81,11 +81,11 @@ class Pairs:
         shift = torch.stack([rho, (1 - rho.square()).sqrt()], -1)[:, :, None]  # [B, pair, 1, 2]
         distractor = torch.eye(self.pairs, device=rho.device)[..., None] * shift
         both = torch.stack([target.expand_as(distractor), distractor], 2)  # [B, pair, 2, plane, 2]
-        return F.pad(both.flatten(3).flatten(1, 2), (0, WIDTH - self.labels))
+        return F.pad(both.flatten(3).flatten(1, 2), (0, ADDRESS_DIM - self.labels))
 
 
 @dataclass(frozen=True)
-class Crowd:
+class RandomAddresses:
     """Random addresses, far more than a memory of 16 rows can tell apart (E.5.4).
 
     Raw addresses are 64 wide, of random direction; memory sees them through one frozen projection with orthonormal
@@ -105,14 +105,14 @@ class Crowd:
         device = generator.device
         written = F.normalize(torch.randn(count, writes, self.raw, generator=generator, device=device), dim=-1)
         label = torch.randint(self.labels, (count, writes), generator=generator, device=device)
-        asked = _shuffled(count, writes, generator)[:, : self.queries]
-        order = torch.cat([torch.arange(writes, device=device).expand(count, -1), asked], 1)
+        queried = _permutations(count, writes, generator)[:, : self.queries]
+        order = torch.cat([torch.arange(writes, device=device).expand(count, -1), queried], 1)
         raw = written.gather(1, order[..., None].expand(-1, -1, self.raw))
         values = F.one_hot(label.gather(1, order), self.labels).float()
         return Episode(
             tokens=_tokens(raw, values, self.queries),
             addresses=F.normalize(raw @ projection(self.raw).to(device).mT, dim=-1),
-            targets=label.gather(1, asked),
+            targets=label.gather(1, queried),
             distractors=None,
         )
 
@@ -120,22 +120,22 @@ class Crowd:
 @cache
 def projection(raw: int) -> Tensor:
     """R `[16, raw]` with orthonormal rows: the same always, whatever the seed of a run."""
-    rows = torch.randn(raw, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = torch.randn(raw, ADDRESS_DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return torch.linalg.qr(rows).Q.mT.float()
 
 
-def _shuffled(count: int, size: int, generator: torch.Generator) -> Tensor:
+def _permutations(count: int, size: int, generator: torch.Generator) -> Tensor:
     """`count` random permutations of `size`."""
     return torch.rand(count, size, generator=generator, device=generator.device).argsort(1)
 
 
 def _tokens(addresses: Tensor, values: Tensor, queries: int) -> Tensor:
-    asks = torch.arange(addresses.shape[1], device=addresses.device) >= addresses.shape[1] - queries
-    asks = asks[:, None].expand(len(addresses), -1, 1).float()
-    return torch.cat([asks, addresses, values * (1 - asks)], -1)
+    is_query = torch.arange(addresses.shape[1], device=addresses.device) >= addresses.shape[1] - queries
+    is_query = is_query[:, None].expand(len(addresses), -1, 1).float()
+    return torch.cat([is_query, addresses, values * (1 - is_query)], -1)
 
 
-def beside(episodes: Sequence[Episode]) -> Episode:
+def stack_episodes(episodes: Sequence[Episode]) -> Episode:
     """Episodes of one shape stacked, one a member of a `Recaller`."""
     distractors = [episode.distractors for episode in episodes if episode.distractors is not None]
     return Episode(

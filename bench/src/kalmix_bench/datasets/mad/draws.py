@@ -9,7 +9,7 @@ import numpy as np
 _LOW = 2**32 - 1
 
 
-class Draws:
+class ScalarGenerator:
     """What `numpy.random.default_rng(seed)` gives, call for call, at a fifth of the time.
 
     The words of PCG64 are taken a thousand at once. A number below 2^32 takes half of a word, the lower one first, by
@@ -20,7 +20,7 @@ class Draws:
         self._words = _words(seed)
         self._halves = _halves(self._words)
 
-    def below(self, bound: int) -> int:
+    def integers(self, bound: int) -> int:
         """`integers(bound)`, for 1 <= bound < 2^32; 1 draws nothing."""
         if bound == 1:
             return 0
@@ -30,7 +30,7 @@ class Draws:
                 product = next(self._halves) * bound
         return product >> 32
 
-    def fraction(self) -> float:
+    def random(self) -> float:
         """`random()`."""
         return (next(self._words) >> 11) * 2.0**-53
 

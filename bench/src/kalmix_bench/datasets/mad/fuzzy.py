@@ -16,20 +16,20 @@ from itertools import permutations
 import numpy as np
 
 from kalmix.validation import require
-from kalmix_bench.datasets.mad.settings import Instances, Settings, task
-from kalmix_bench.datasets.metrics import IGNORED
+from kalmix_bench.datasets.mad.settings import MadSettings, RowGenerator, make_task
+from kalmix_bench.datasets.metrics import IGNORE_INDEX
 
 Word = tuple[int, ...]
 
 
-def instances(settings: Settings, seed: int) -> Instances:
+def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
     """Rows of T tokens.
 
     For each, the original shuffles all words anew. Here only their order is shuffled, which takes the same numbers
     from the generator: 20 microseconds a row at V = 16, some milliseconds at V = 128 (there 3.5 s).
     """
     s = settings
-    s.need_noise_vocabulary()
+    s.check_noise_vocabulary()
     pad = s.vocab_size - 1 - (not s.multi_query)
     free = pad - s.noise_vocab_size
     require(
@@ -43,7 +43,7 @@ def instances(settings: Settings, seed: int) -> Instances:
     keys = {size: _words(range(free // 2), size) for size in range(1, s.k_motif_size + 1)}
     values = {size: _words(range(free // 2, free), size) for size in range(1, s.v_motif_size + 1)}
     rng = np.random.default_rng(seed)
-    below = rng.integers
+    integers = rng.integers
 
     def draw(training: bool) -> tuple[list[int], list[int]]:
         key_sizes = range(1 if training else s.k_motif_size, s.k_motif_size + 1)
@@ -51,45 +51,45 @@ def instances(settings: Settings, seed: int) -> Instances:
         valued = {size: _shuffled(values[size], rng) for size in values}
 
         def key_size() -> int:
-            return 1 + int(below(s.k_motif_size)) if training else s.k_motif_size
+            return 1 + int(integers(s.k_motif_size)) if training else s.k_motif_size
 
         def value_size() -> int:
-            return 1 + int(below(s.v_motif_size))
+            return 1 + int(integers(s.v_motif_size))
 
         sizes = key_size(), value_size()
         key, value = _pick(spelled[sizes[0]], rng), _pick(valued[sizes[1]], rng)
         last = s.seq_len - sum(sizes)
-        place = below(last - sum(sizes))
-        held: dict[Word, Word] = {}
+        position = integers(last - sum(sizes))
+        bindings: dict[Word, Word] = {}
         inputs: list[int] = []
-        asked: list[int] = []
+        targets: list[int] = []
         while len(inputs) < last - longest:
             sizes = key_size(), value_size()
-            if len(inputs) >= place and key not in held:
-                held[key] = value
+            if len(inputs) >= position and key not in bindings:
+                bindings[key] = value
                 inputs += key + value
-                asked += [IGNORED] * len(key + value)
+                targets += [IGNORE_INDEX] * len(key + value)
             elif s.frac_noise > 0 and rng.random() < s.frac_noise:
-                inputs += below(free, pad, size=sum(sizes)).tolist()
-                asked += [IGNORED] * sum(sizes)
+                inputs += integers(free, pad, size=sum(sizes)).tolist()
+                targets += [IGNORE_INDEX] * sum(sizes)
             else:
                 word = _pick(spelled[sizes[0]], rng)
-                again = word in held
-                if not again:
-                    held[word] = value if word == key else _pick(valued[sizes[1]], rng)
-                inputs += word + held[word]
-                asked += [IGNORED] * len(word)
-                asked += held[word] if again and s.multi_query else [IGNORED] * len(held[word])
+                is_repeat = word in bindings
+                if not is_repeat:
+                    bindings[word] = value if word == key else _pick(valued[sizes[1]], rng)
+                inputs += word + bindings[word]
+                targets += [IGNORE_INDEX] * len(word)
+                targets += bindings[word] if is_repeat and s.multi_query else [IGNORE_INDEX] * len(bindings[word])
         if not s.multi_query:
             inputs.append(s.vocab_size - 1)
-            asked.append(IGNORED)
+            targets.append(IGNORE_INDEX)
         inputs += key + value
-        asked += [IGNORED] * len(key) + list(value)
+        targets += [IGNORE_INDEX] * len(key) + list(value)
         missing = s.seq_len + 1 - len(inputs)
-        inputs, asked = [pad] * missing + inputs, [IGNORED] * missing + asked
-        return inputs[:-1], (inputs if training else asked)[1:]
+        inputs, targets = [pad] * missing + inputs, [IGNORE_INDEX] * missing + targets
+        return inputs[:-1], (inputs if training else targets)[1:]
 
-    return Instances(s.seq_len, draw)
+    return RowGenerator(s.seq_len, draw)
 
 
 def _words(letters: range, size: int) -> np.ndarray:
@@ -107,10 +107,10 @@ def _pick(shuffled: tuple[np.ndarray, np.ndarray], rng: np.random.Generator) -> 
     return tuple(words[order[rng.integers(len(order))]].tolist())
 
 
-FUZZY = task(
+FUZZY = make_task(
     "fuzzy-recall",
     "fuzzy-in-context-recall",
-    instances,
-    Settings(vocab_size=16, seq_len=128, k_motif_size=3, v_motif_size=3),
+    row_generator,
+    MadSettings(vocab_size=16, seq_len=128, k_motif_size=3, v_motif_size=3),
     sweeps={"vocab_size": (32, 64, 128), "seq_len": (256, 512, 1024), "train": (6400, 3200, 1600, 800)},
 )

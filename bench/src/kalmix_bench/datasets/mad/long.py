@@ -8,15 +8,15 @@ how many pairs there are; here 1,024, of up to 128 keys, and some 896 tokens of 
 from dataclasses import replace
 
 from kalmix_bench.datasets.mad.recall import IN_CONTEXT
-from kalmix_bench.datasets.mad.settings import Settings
+from kalmix_bench.datasets.mad.settings import MadSettings
 
 LONG = replace(
     IN_CONTEXT,
     name="recall/long",
-    baseline=Settings(vocab_size=256, seq_len=2048),
+    baseline=MadSettings(vocab_size=256, seq_len=2048),
     published=replace(
         IN_CONTEXT.published,
         source="Kalman Linear Attention, Table 9; an inference, see kalmix_bench.datasets.mad.long",
-        harder=(),
+        difficulties=(),
     ),
 )

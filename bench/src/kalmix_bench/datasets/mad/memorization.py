@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from kalmix.validation import require
-from kalmix_bench.datasets.mad.settings import Instances, Settings, task
-from kalmix_bench.datasets.metrics import IGNORED
+from kalmix_bench.datasets.mad.settings import MadSettings, RowGenerator, make_task
+from kalmix_bench.datasets.metrics import IGNORE_INDEX
 
 
-def instances(settings: Settings, seed: int) -> Instances:
+def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
     """Rows of T / 2 keys, the id that asks after each."""
     s = settings
-    s.need_noise_vocabulary()
+    s.check_noise_vocabulary()
     asks = s.vocab_size - 1
     require(asks >= 2, "vocab_size", s.vocab_size, "at least 3: a key, a value, a request")
     require(s.noise_vocab_size <= asks, "noise_vocab_size", s.noise_vocab_size, f"at most {asks}, with {asks + 1} ids")
@@ -36,21 +36,21 @@ def instances(settings: Settings, seed: int) -> Instances:
         for pair in range(pairs):
             if s.frac_noise > 0 and pair != certain and rng.random() < s.frac_noise:
                 inputs += rng.integers(asks - s.noise_vocab_size, asks, size=2).tolist()
-                targets += IGNORED, IGNORED
+                targets += IGNORE_INDEX, IGNORE_INDEX
             else:
                 key = names[rng.integers(len(names))]
                 inputs += key, asks
-                targets += IGNORED, value_of[key]
+                targets += IGNORE_INDEX, value_of[key]
         return inputs, targets
 
-    return Instances(s.seq_len // 2 * 2, draw)
+    return RowGenerator(s.seq_len // 2 * 2, draw)
 
 
-MEMORIZATION = task(
+MEMORIZATION = make_task(
     "memorization",
     "memorization",
-    instances,
-    Settings(vocab_size=256, seq_len=32),
+    row_generator,
+    MadSettings(vocab_size=256, seq_len=32),
     sweeps={"vocab_size": (512, 1024, 2048, 4096, 8192)},
     train=256,
 )

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kalmix.validation import require
-from kalmix_bench.datasets.metrics import IGNORED, macro, micro
+from kalmix_bench.datasets.metrics import IGNORE_INDEX, macro, micro
 from kalmix_bench.datasets.task import Integers, Published, Rows, Task
 
 
 @dataclass(frozen=True)
-class Settings:
+class MadSettings:
     """Settings of MAD, by its names; each task takes all, and leaves aside those that mean nothing to it.
 
     Attributes:
@@ -47,29 +47,29 @@ class Settings:
             require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         require(0 <= self.frac_noise < 1, "frac_noise", self.frac_noise, "at least 0 and less than 1")
 
-    def need_noise_vocabulary(self) -> None:
+    def check_noise_vocabulary(self) -> None:
         """For a task that knows noise: there are ids to make it of."""
         if self.frac_noise > 0:
             require(self.noise_vocab_size > 0, "noise_vocab_size", 0, f"at least 1, as frac_noise is {self.frac_noise}")
 
 
-class Instances(NamedTuple):
+class RowGenerator(NamedTuple):
     """What draws rows one after the other: `draw(training)` gives the next one's inputs and targets, `width` each."""
 
     width: int
     draw: Callable[[bool], tuple[Sequence[int] | Integers, Sequence[int] | Integers]]
 
 
-def task(
+def make_task(
     name: str,
     original: str,
-    instances: Callable[[Settings, int], Instances],
-    baseline: Settings,
+    row_generator: Callable[[MadSettings, int], RowGenerator],
+    baseline: MadSettings,
     *,
     sweeps: Mapping[str, tuple[Any, ...]],
     train: int = 12_800,
     from_last: bool = False,
-) -> Task[Settings]:
+) -> Task[MadSettings]:
     """A task of MAD, from what makes its rows for some settings and a seed.
 
     It is made harder one setting at a time, through its `sweeps`; MAD's score of a model is the mean over all of them.
@@ -77,17 +77,17 @@ def task(
     train rows.
     """
 
-    def sample(settings: Settings, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
-        width, draw = instances(settings, seed)
+    def sample(settings: MadSettings, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
+        width, draw = row_generator(settings, seed)
 
         def rows(count: int, training: bool) -> Rows:
-            made = np.full((2, count, width), IGNORED, dtype=np.int64)
+            made = np.full((2, count, width), IGNORE_INDEX, dtype=np.int64)
             for row in range(count):
                 made[0, row], made[1, row] = draw(training)
             return Rows(made[0], made[1])
 
         return rows(train, True), rows(test, False)
 
-    harder = tuple({name: value} for name, values in sweeps.items() for value in values)
-    published = Published(f"athms/mad-lab, {original}", 12345, train, 1_280, 128, harder)
+    difficulties = tuple({name: value} for name, values in sweeps.items() for value in values)
+    published = Published(f"athms/mad-lab, {original}", 12345, train, 1_280, 128, difficulties)
     return Task(f"mad/{name}", baseline, sample, {"macro": macro, "micro": micro}, published, from_last)

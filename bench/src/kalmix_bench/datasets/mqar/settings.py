@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kalmix.validation import require
-from kalmix_bench.datasets.metrics import IGNORED
+from kalmix_bench.datasets.metrics import IGNORE_INDEX
 from kalmix_bench.datasets.task import Integers, Rows
 
 
 @dataclass(frozen=True)
-class Settings:
+class MqarSettings:
     """Settings of MQAR, by Zoology's names; the baseline is the first column of its Figure 2.
 
     Attributes:
@@ -38,25 +38,25 @@ class Settings:
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         require(self.input_seq_len % 2 == 0, "input_seq_len", self.input_seq_len, "even")
         require(self.power_a > 0, "power_a", self.power_a, "positive")
-        least = self.context + 2 * self.num_kv_pairs
-        expected = f"at least {least}: {self.context} tokens of pairs, 2 for each of {self.num_kv_pairs} queries"
+        least = self.context_len + 2 * self.num_kv_pairs
+        expected = f"at least {least}: {self.context_len} tokens of pairs, 2 for each of {self.num_kv_pairs} queries"
         require(self.input_seq_len >= least, "input_seq_len", self.input_seq_len, expected)
 
     @property
-    def context(self) -> int:
+    def context_len(self) -> int:
         """Tokens before the first that may be a query."""
         return 2 * self.num_kv_pairs
 
     @property
-    def gaps(self) -> NDArray[np.float64]:
+    def gap_probabilities(self) -> NDArray[np.float64]:
         """The chance of each place for a query, which are two tokens apart, nearest first."""
-        steps = np.arange(1, (self.input_seq_len - self.context) // 2 + 1)
+        steps = np.arange(1, (self.input_seq_len - self.context_len) // 2 + 1)
         p = self.power_a * steps ** (self.power_a - 1)
         return p / p.sum()
 
 
 @dataclass(frozen=True)
-class UpdateSettings(Settings):
+class UpdateSettings(MqarSettings):
     """And `num_updates`, U: keys of a row that get another value after all pairs, which is the one asked for."""
 
     num_updates: int = 4
@@ -66,23 +66,23 @@ class UpdateSettings(Settings):
         super().__post_init__()
 
     @property
-    def context(self) -> int:
+    def context_len(self) -> int:
         """Tokens before the first that may be a query."""
         return 2 * (self.num_kv_pairs + self.num_updates)
 
 
-def asked(settings: Settings, pairs: Integers, keys: Integers, answers: Integers, gaps: Integers) -> Rows:
+def make_rows(settings: MqarSettings, pairs: Integers, keys: Integers, answers: Integers, gaps: Integers) -> Rows:
     """Rows of their pairs and, `gaps` places behind, their keys, whose answers are wanted there.
 
     Args:
         pairs: `[n, context]` tokens; keys, answers, gaps: `[n, D]`.
     """
     count = len(pairs)
-    at = settings.context + 2 * gaps
+    at = settings.context_len + 2 * gaps
     inputs = np.zeros((count, settings.input_seq_len), dtype=np.int64)
-    inputs[:, : settings.context] = pairs
+    inputs[:, : settings.context_len] = pairs
     np.put_along_axis(inputs, at, keys, 1)
-    targets = np.full_like(inputs, IGNORED)
+    targets = np.full_like(inputs, IGNORE_INDEX)
     np.put_along_axis(targets, at, answers, 1)
     facts = {"num_kv_pairs": settings.num_kv_pairs, "input_seq_len": settings.input_seq_len}
     if isinstance(settings, UpdateSettings):
@@ -90,6 +90,6 @@ def asked(settings: Settings, pairs: Integers, keys: Integers, answers: Integers
     return Rows(inputs, targets, {name: np.full(count, value) for name, value in facts.items()})
 
 
-def alternate(keys: Integers, values: Integers) -> Integers:
+def interleave(keys: Integers, values: Integers) -> Integers:
     """Keys and values `[..., D]` in turns, `[..., 2 D]`."""
     return np.stack([keys, values], -1).reshape(*keys.shape[:-1], 2 * keys.shape[-1])

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from kalmix.validation import require
-from kalmix_bench.datasets.metrics import mean_of_rows, micro
-from kalmix_bench.datasets.mqar.settings import Settings, UpdateSettings, alternate, asked
+from kalmix_bench.datasets.metrics import mean_row_accuracy, micro
+from kalmix_bench.datasets.mqar.settings import MqarSettings, UpdateSettings, interleave, make_rows
 from kalmix_bench.datasets.task import Integers, Published, Rows, Task
 
-Segment = tuple[Settings, int]  # and how many rows
+SegmentSpec = tuple[MqarSettings, int]  # and how many rows
 
 
-def segment(settings: Settings, seed: int, count: int) -> Rows:
+def segment(settings: MqarSettings, seed: int, count: int) -> Rows:
     """`count` rows of one seed, below 2^32.
 
     Raises:
@@ -45,22 +45,24 @@ def segment(settings: Settings, seed: int, count: int) -> Rows:
 
     keys = 1 + chosen(s.num_kv_pairs, first - 1)
     values = first + chosen(s.num_kv_pairs, s.vocab_size - first)
-    pairs, answers = alternate(keys, values), values
+    pairs, answers = interleave(keys, values), values
     if isinstance(s, UpdateSettings):
         drawn = rng.randint(0, s.vocab_size - first - 1, (count, s.num_updates))
         new = first + drawn + (drawn >= values[:, : s.num_updates] - first)
         updated = chosen(s.num_updates, s.num_kv_pairs)
         answers = values.copy()
         np.put_along_axis(answers, updated, new, 1)
-        pairs = np.hstack([pairs, alternate(np.take_along_axis(keys, updated, 1), new)])
-    rows = asked(s, pairs, keys, answers, chosen(s.num_kv_pairs, len(s.gaps), s.gaps))
+        pairs = np.hstack([pairs, interleave(np.take_along_axis(keys, updated, 1), new)])
+    rows = make_rows(s, pairs, keys, answers, chosen(s.num_kv_pairs, len(s.gap_probabilities), s.gap_probabilities))
     if s.random_non_queries:
         fill = torch.randint(s.vocab_size, rows.inputs.shape, generator=torch.Generator().manual_seed(seed)).numpy()
         np.copyto(rows.inputs, fill, where=rows.inputs == 0)
     return rows
 
 
-def segments(train: Sequence[Segment], test: Sequence[Segment], seed: int = 123) -> tuple[list[Rows], list[Rows]]:
+def segments(
+    train: Sequence[SegmentSpec], test: Sequence[SegmentSpec], seed: int = 123
+) -> tuple[list[Rows], list[Rows]]:
     """Segments of several settings and sizes, as Zoology's `DataConfig` with this seed has them.
 
     Each has a seed of its own, drawn below 2^31 to train on and above to test. A batch there has rows of one segment.
@@ -74,23 +76,23 @@ def segments(train: Sequence[Segment], test: Sequence[Segment], seed: int = 123)
     return drawn[0], drawn[1]
 
 
-def held_out(seed: int) -> int:
+def test_seed(seed: int) -> int:
     """The seed of test rows beside train rows of `seed`: the first in [2^31, 2^32) that numpy's
     `RandomState(seed)` gives, so never that of train rows whose seed is below 2^31."""
     return int(np.random.RandomState(seed).randint(2**31, 2**32, dtype=np.int64))
 
 
-def sample(settings: Settings, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
+def sample(settings: MqarSettings, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
     """One segment to train on, of `seed` itself, and one to test on, of the seed `held_out` makes of it."""
-    return segment(settings, seed, train), segment(settings, held_out(seed), test)
+    return segment(settings, seed, train), segment(settings, test_seed(seed), test)
 
 
-SCORES = {"accuracy": mean_of_rows, "micro": micro}
+SCORES = {"accuracy": mean_row_accuracy, "micro": micro}
 FIGURE_2 = tuple({"input_seq_len": n, "num_kv_pairs": d} for n, d in ((64, 4), (128, 8), (256, 16), (512, 64)))
 
 MQAR = Task(
     "mqar",
-    Settings(),
+    MqarSettings(),
     sample,
     SCORES,
     Published("HazyResearch/zoology, multiquery_ar; Figure 2 of the paper", 123, 100_000, 3_000, 512, FIGURE_2),

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from kalmix.validation import require
-from kalmix_bench.datasets.ruler.haystacks import vocabulary
-from kalmix_bench.datasets.ruler.prompts import Fit, Prompt, Settings, task
+from kalmix_bench.datasets.ruler.haystacks import load_words
+from kalmix_bench.datasets.ruler.prompts import Fit, Prompt, RulerSettings, make_task
 
 _COMMON = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
@@ -33,7 +33,7 @@ _CODED = (
 
 
 @dataclass(frozen=True)
-class CommonSettings(Settings):
+class CommonSettings(RulerSettings):
     """And how often words come: `num_cw` common ones `freq_cw` times, others `freq_ucw`; `num_fewshot` examples."""
 
     tokens_to_generate: int = 120
@@ -56,7 +56,7 @@ def common_words(settings: CommonSettings, seed: int, tokens: Callable[[str], in
     Where more words are needed than are known, they are drawn from pairs of words, too.
     """
     s, rng = settings, random.Random(seed)
-    pairs, words = vocabulary(s.words)
+    pairs, words = load_words(s.words)
     words = list(words)
     random.Random(seed).shuffle(words)
     long = s.max_seq_length >= 4096
@@ -77,8 +77,8 @@ def common_words(settings: CommonSettings, seed: int, tokens: Callable[[str], in
         return Prompt(f"{told}\n{asked.text}", asked.answers)
 
     limit = s.max_seq_length - s.tokens_to_generate
-    fit = Fit(tokens, step=10, least=s.num_cw)
-    size = fit.largest(write, limit, int(s.max_seq_length // fit.cost(write, 4096)) * 2)
+    fit = Fit(tokens, step=10, min_size=s.num_cw)
+    size = fit.largest_size(write, limit, int(s.max_seq_length // fit.cost(write, 4096)) * 2)
     return fit.prompts(write, limit, size)
 
 
@@ -87,7 +87,7 @@ def _numbered(words: list[str] | tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class CodedSettings(Settings):
+class CodedSettings(RulerSettings):
     """And `coded_wordlen`, letters of a word, and `alpha`, the exponent of the law by which words come."""
 
     tokens_to_generate: int = 50
@@ -98,8 +98,10 @@ class CodedSettings(Settings):
         super().__post_init__()
         require(self.alpha > 1, "alpha", self.alpha, "above 1")
         require(self.coded_wordlen >= 3, "coded_wordlen", self.coded_wordlen, "at least 3")
-        least = 4 * 50 + self.tokens_to_generate
-        require(self.max_seq_length >= least, "max_seq_length", self.max_seq_length, f"at least {least} (four words)")
+        min_size = 4 * 50 + self.tokens_to_generate
+        require(
+            self.max_seq_length >= min_size, "max_seq_length", self.max_seq_length, f"at least {min_size} (four words)"
+        )
 
 
 def frequent_words(settings: CodedSettings, seed: int, tokens: Callable[[str], int]) -> Iterator[Prompt]:
@@ -112,18 +114,18 @@ def frequent_words(settings: CodedSettings, seed: int, tokens: Callable[[str], i
 
     def coded() -> list[str]:
         """A vocabulary, most frequent first."""
-        found = ["".join(rng.choices(string.ascii_lowercase, k=s.coded_wordlen)) for _ in ranks]
-        while len(set(found)) < len(ranks):
-            found.append("".join(rng.choices(string.ascii_lowercase, k=s.coded_wordlen)))
-        found = sorted(set(found))
-        random.Random(seed).shuffle(found)
-        return ["...", *found[1:]]
+        words = ["".join(rng.choices(string.ascii_lowercase, k=s.coded_wordlen)) for _ in ranks]
+        while len(set(words)) < len(ranks):
+            words.append("".join(rng.choices(string.ascii_lowercase, k=s.coded_wordlen)))
+        words = sorted(set(words))
+        random.Random(seed).shuffle(words)
+        return ["...", *words[1:]]
 
-    def written(vocabulary: list[str], size: int) -> Prompt:
+    def written(load_words: list[str], size: int) -> Prompt:
         counts = (size * share / whole).astype(int)
-        text = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]
+        text = [word for word, count in zip(load_words, counts, strict=True) for _ in range(count)]
         random.Random(seed).shuffle(text)
-        return Prompt(_CODED.format(context=" ".join(text)), tuple(vocabulary[1:4]))
+        return Prompt(_CODED.format(context=" ".join(text)), tuple(load_words[1:4]))
 
     step, size = limit // 32, limit // s.coded_wordlen
     first = coded()
@@ -131,14 +133,14 @@ def frequent_words(settings: CodedSettings, seed: int, tokens: Callable[[str], i
         size += step
     size -= step
     while True:
-        vocabulary, tried = coded(), size
-        while (excess := tokens((prompt := written(vocabulary, tried)).text) - limit) > 0:
+        load_words, tried = coded(), size
+        while (excess := tokens((prompt := written(load_words, tried)).text) - limit) > 0:
             require(tried > 0, "max_seq_length", f"too small by {excess}", "large enough for the question")
             tried -= step
         yield prompt
 
 
 COUNTING = (
-    task("needle/common-words", "cwe", common_words, CommonSettings(max_seq_length=8192)),
-    task("needle/frequent-words", "fwe", frequent_words, CodedSettings()),
+    make_task("needle/common-words", "cwe", common_words, CommonSettings(max_seq_length=8192)),
+    make_task("needle/frequent-words", "fwe", frequent_words, CodedSettings()),
 )

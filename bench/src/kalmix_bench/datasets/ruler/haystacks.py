@@ -15,7 +15,7 @@ from kalmix.errors import ArgumentError
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
-_OWN = {
+_BUILTIN_WORDS = {
     "adjective": """
 able amber ample azure bitter bold brave brief bright brisk broad calm candid careful cheerful clean
 clear clever cold cool coral crisp curly dapper daring deep dense distant dusty eager early earnest easy elder
@@ -49,7 +49,7 @@ try turn visit wait walk wash watch weave whisper win wonder work write""",
 }
 
 
-class Pairs(Sequence[str]):
+class WordPairs(Sequence[str]):
     """All "adjective-noun" in the order of letters, each once; of wonderwords six million, so not written down."""
 
     def __init__(self, adjectives: Iterable[str], nouns: Iterable[str]) -> None:
@@ -71,28 +71,28 @@ class Pairs(Sequence[str]):
         return self._ends[-1]
 
     @overload
-    def __getitem__(self, place: int) -> str: ...
+    def __getitem__(self, position: int) -> str: ...
     @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
-    def __getitem__(self, place: int | slice) -> str | list[str]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        place = range(len(self))[place]
-        at = bisect(self._ends, place)
-        group, within = self._groups[at], place - (self._ends[at - 1] if at else 0)
+    def __getitem__(self, position: slice) -> list[str]: ...
+    def __getitem__(self, position: int | slice) -> str | list[str]:
+        if isinstance(position, slice):
+            return [self[i] for i in range(*position.indices(len(self)))]
+        position = range(len(self))[position]
+        at = bisect(self._ends, position)
+        group, within = self._groups[at], position - (self._ends[at - 1] if at else 0)
         return group + self._nouns[within] if isinstance(group, str) else group[within]
 
 
 @cache
-def vocabulary(source: str) -> tuple[Pairs, list[str]]:
+def load_words(source: str) -> tuple[WordPairs, list[str]]:
     """Words for keys, and words to count, sorted.
 
     Raises:
         ArgumentError: the package is not installed.
     """
     kinds = ("adjective", "noun", "verb")
-    found = [_OWN[kind].split() if source == "own" else _wonderwords(f"{kind}list.txt") for kind in kinds]
-    return Pairs(found[0], found[1]), sorted(set().union(*found))
+    words = [_BUILTIN_WORDS[kind].split() if source == "builtin" else _wonderwords(f"{kind}list.txt") for kind in kinds]
+    return WordPairs(words[0], words[1]), sorted(set().union(*words))
 
 
 def _wonderwords(file: str) -> list[str]:
@@ -130,6 +130,6 @@ def essay(path: str) -> tuple[str, ...]:
     return words
 
 
-def sentences(text: str) -> list[str]:
+def split_sentences(text: str) -> list[str]:
     """Cut behind full stops, question and exclamation marks that a space follows. RULER cuts with NLTK's Punkt."""
     return re.split(r"(?<=[.?!]) +", text.strip())

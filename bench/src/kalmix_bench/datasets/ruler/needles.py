@@ -15,8 +15,8 @@ from itertools import pairwise
 import numpy as np
 
 from kalmix.validation import require
-from kalmix_bench.datasets.ruler.haystacks import NOISE, essay, sentences, vocabulary
-from kalmix_bench.datasets.ruler.prompts import Fit, Prompt, Settings, task
+from kalmix_bench.datasets.ruler.haystacks import NOISE, essay, load_words, split_sentences
+from kalmix_bench.datasets.ruler.prompts import Fit, Prompt, RulerSettings, make_task
 
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _TEMPLATE = (
@@ -29,7 +29,7 @@ _KINDS = ("numbers", "words", "uuids")
 
 
 @dataclass(frozen=True)
-class NeedleSettings(Settings):
+class NeedleSettings(RulerSettings):
     """And what is hidden where.
 
     Attributes:
@@ -77,7 +77,7 @@ def prompts(settings: NeedleSettings, seed: int, tokens: Callable[[str], int]) -
         if kind == "numbers":
             return str(rng.randint(10**6, 10**7 - 1))
         if kind == "words":
-            return rng.choice(vocabulary(s.words)[0])
+            return rng.choice(load_words(s.words)[0])
         return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
     def needle(key: str, value: str) -> str:
@@ -85,7 +85,7 @@ def prompts(settings: NeedleSettings, seed: int, tokens: Callable[[str], int]) -
 
     def in_essay(hidden: list[str], size: int) -> str:
         words = essay(s.essay)
-        text = sentences(" ".join((words * -(-size // len(words)))[:size]))
+        text = split_sentences(" ".join((words * -(-size // len(words)))[:size]))
         cuts = [0, *sorted(int(len(text) * (depth / 100)) for depth in rng.sample(_DEPTHS, len(hidden))), len(text)]
         pieces = [" ".join(text[start:stop]) for start, stop in pairwise(cuts)]
         return " ".join([*(part for both in zip(pieces, hidden, strict=False) for part in both), pieces[-1]])
@@ -95,20 +95,20 @@ def prompts(settings: NeedleSettings, seed: int, tokens: Callable[[str], int]) -
             lines = [NOISE] * size
         else:
             lines = [needle(drawn(s.type_needle_k), drawn(s.type_needle_v)) for _ in range(size)]
-        places = sorted(rng.sample(range(size), len(hidden)), reverse=True)
-        for place, line in zip(places, hidden, strict=True):
-            lines.insert(place, line)
+        positions = sorted(rng.sample(range(size), len(hidden)), reverse=True)
+        for position, line in zip(positions, hidden, strict=True):
+            lines.insert(position, line)
         return "\n".join(lines)
 
     def write(size: int) -> Prompt:
-        held: list[tuple[str, tuple[str, ...]]] = []
+        bindings: list[tuple[str, tuple[str, ...]]] = []
         for _ in range(s.keys):
             key = drawn(s.type_needle_k)
-            held.append((key, tuple(drawn(s.type_needle_v) for _ in range(s.num_needle_v))))
-        hidden = [needle(key, value) for key, values in held for value in values]
+            bindings.append((key, tuple(drawn(s.type_needle_v) for _ in range(s.num_needle_v))))
+        hidden = [needle(key, value) for key, values in bindings for value in values]
         random.Random(seed).shuffle(hidden)
         context = in_essay(hidden, size) if s.type_haystack == "essay" else in_lines(hidden, size)
-        asked = [held[i] for i in rng.sample(range(s.keys), s.num_needle_q)]
+        asked = [bindings[i] for i in rng.sample(range(s.keys), s.num_needle_q)]
         *most, last = (key for key, _ in asked)
         text = (_single(_TEMPLATE) if single else _TEMPLATE).format(
             kind=s.type_needle_v[:-1] if single else s.type_needle_v,
@@ -120,10 +120,10 @@ def prompts(settings: NeedleSettings, seed: int, tokens: Callable[[str], int]) -
 
     limit = s.max_seq_length - s.tokens_to_generate
     if s.type_haystack == "essay":
-        fit = Fit(tokens, step=500, least=1)
+        fit = Fit(tokens, step=500, min_size=1)
     else:
-        fit = Fit(tokens, step=25 if s.max_seq_length >= 4096 else 5, least=s.needles)
-    size = fit.largest(write, limit, int(s.max_seq_length / fit.cost(write) * 3))
+        fit = Fit(tokens, step=25 if s.max_seq_length >= 4096 else 5, min_size=s.needles)
+    size = fit.largest_size(write, limit, int(s.max_seq_length / fit.cost(write) * 3))
     return fit.prompts(write, limit, size)
 
 
@@ -138,7 +138,7 @@ _NOISE = NeedleSettings()
 _ESSAY = replace(_NOISE, type_haystack="essay")
 _NEEDLES = replace(_NOISE, type_haystack="needle")
 NEEDLES = tuple(
-    task(f"needle/{name}", f"niah_{name.replace('-', '_')}", prompts, baseline)
+    make_task(f"needle/{name}", f"niah_{name.replace('-', '_')}", prompts, baseline)
     for name, baseline in {
         "single-1": _NOISE,
         "single-2": _ESSAY,

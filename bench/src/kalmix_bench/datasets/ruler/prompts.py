@@ -23,16 +23,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kalmix.validation import require
-from kalmix_bench.datasets.metrics import IGNORED, micro, string_match, whole_rows
+from kalmix_bench.datasets.metrics import IGNORE_INDEX, exact_match, micro, string_match
 from kalmix_bench.datasets.task import Published, Rows, Task
 
-END = 256  # the id after all bytes: ends an answer, and pads
-BETWEEN = ", "  # answers, where there are several
+END_ID = 256  # the id after all bytes: ends an answer, and pads
+ANSWER_SEPARATOR = ", "  # answers, where there are several
 Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Settings:
+class RulerSettings:
     """Settings of all tasks, by the names of RULER's code, and two for what it takes from elsewhere.
 
     Attributes:
@@ -44,18 +44,18 @@ class Settings:
 
     max_seq_length: int = 4096
     tokens_to_generate: int = 128
-    words: str = field(default_factory=lambda: "wonderwords" if find_spec("wonderwords") else "own")
+    words: str = field(default_factory=lambda: "wonderwords" if find_spec("wonderwords") else "builtin")
 
     def __post_init__(self) -> None:
         require(self.tokens_to_generate >= 1, "tokens_to_generate", self.tokens_to_generate, "at least 1")
-        least = self.tokens_to_generate + 1
-        require(self.max_seq_length >= least, "max_seq_length", self.max_seq_length, f"at least {least}")
-        require(self.words in ("wonderwords", "own"), "words", repr(self.words), "'wonderwords' or 'own'")
+        min_size = self.tokens_to_generate + 1
+        require(self.max_seq_length >= min_size, "max_seq_length", self.max_seq_length, f"at least {min_size}")
+        require(self.words in ("wonderwords", "builtin"), "words", repr(self.words), "'wonderwords' or 'own'")
 
     @property
     def vocab_size(self) -> int:
         """Of rows of bytes."""
-        return END + 1
+        return END_ID + 1
 
 
 class Prompt(NamedTuple):
@@ -63,7 +63,7 @@ class Prompt(NamedTuple):
 
     text: str
     answers: tuple[str, ...]
-    found: int | None = None
+    answer_offset: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class Prompts(Rows):
     answers: tuple[tuple[str, ...], ...] = ()
 
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=RulerSettings)
 Writer = Callable[[S, int, Callable[[str], int]], Iterator[Prompt]]  # settings, seed, how many tokens a text has
 
 
@@ -90,18 +90,18 @@ def draw(writer: Writer[S], settings: S, seed: int, count: int, encode: Encode, 
     s = settings
     prompts = list(islice(writer(s, seed, lambda text: len(encode(text))), count))
     inputs, targets = np.full((2, count, s.max_seq_length), end, dtype=np.int64)
-    targets[:] = IGNORED
+    targets[:] = IGNORE_INDEX
     facts: dict[str, list[float]] = {"length": [], "depth": []}
     for row, prompt in enumerate(prompts):
-        asked, answer = list(encode(prompt.text)), [*encode(" " + BETWEEN.join(prompt.answers)), end]
+        asked, answer = list(encode(prompt.text)), [*encode(" " + ANSWER_SEPARATOR.join(prompt.answers)), end]
         whole = asked + answer
         expected = f"at least {len(whole) - 1}, for a prompt and its answer"
         require(len(whole) - 1 <= s.max_seq_length, "max_seq_length", s.max_seq_length, expected)
         inputs[row, : len(whole) - 1] = whole[:-1]
         targets[row, len(asked) - 1 : len(whole) - 1] = answer
         facts["length"].append(len(asked) + s.tokens_to_generate)
-        if prompt.found is not None:
-            facts["depth"].append(len(encode(prompt.text[: prompt.found])) / len(asked))
+        if prompt.answer_offset is not None:
+            facts["depth"].append(len(encode(prompt.text[: prompt.answer_offset])) / len(asked))
     known = {name: np.array(values) for name, values in facts.items() if len(values) == count}
     return Prompts(inputs, targets, known, tuple(p.text for p in prompts), tuple(p.answers for p in prompts))
 
@@ -121,21 +121,21 @@ class Fit:
 
     tokens: Callable[[str], int]
     step: int
-    least: int
+    min_size: int
 
     def cost(self, write: Write, size: int = 0) -> float:
         """Tokens that one more of a haystack costs, from a prompt of this size, or of the smallest that RULER tries."""
-        size = size or max(self.step, self.least)
+        size = size or max(self.step, self.min_size)
         return self.tokens(write(size).text) / size
 
-    def largest(self, write: Write, limit: int, bound: int) -> int:
+    def largest_size(self, write: Write, limit: int, bound: int) -> int:
         """The largest size up to `bound` with which a prompt has at most `limit` tokens; `least` if none has.
 
         Searched for as RULER does it, drawing a prompt at every try.
         """
-        step = max(self.step, self.least)
-        found = self._search(write, limit, step, max(bound, 2 * step))
-        return found or self._search(write, limit, self.least, step - 1) or self.least
+        step = max(self.step, self.min_size)
+        size = self._search(write, limit, step, max(bound, 2 * step))
+        return size or self._search(write, limit, self.min_size, step - 1) or self.min_size
 
     def _search(self, write: Write, limit: int, low: int, high: int) -> int:
         best = 0
@@ -157,28 +157,28 @@ class Fit:
             tried, prompt = size, write(size)
             while (excess := self.tokens(prompt.text) - limit) > 0:
                 require(
-                    tried > self.least,
+                    tried > self.min_size,
                     "max_seq_length",
                     f"too small by {excess}",
                     "large enough for the least haystack",
                 )
-                tried = max(self.least, tried - (self.step if tried > self.step else 1))
+                tried = max(self.min_size, tried - (self.step if tried > self.step else 1))
                 prompt = write(tried)
             yield prompt
 
 
-def matched(predicted: ArrayLike, targets: ArrayLike) -> float:
+def byte_string_match(predicted: ArrayLike, targets: ArrayLike) -> float:
     """RULER's score of rows of bytes, each byte predicted from those wanted before it.
 
     Where all bytes of an answer are right, a greedy continuation is the answer; otherwise the two may differ.
     """
     predicted, targets = np.asarray(predicted), np.asarray(targets)
-    texts = [[_text(x[t != IGNORED]) for x, t in zip(ids, targets, strict=True)] for ids in (predicted, targets)]
-    return string_match(texts[0], [text.strip().split(BETWEEN) for text in texts[1]])
+    texts = [[_text(x[t != IGNORE_INDEX]) for x, t in zip(ids, targets, strict=True)] for ids in (predicted, targets)]
+    return string_match(texts[0], [text.strip().split(ANSWER_SEPARATOR) for text in texts[1]])
 
 
 def _text(ids: np.ndarray) -> str:
-    return bytes(ids[(ids >= 0) & (ids < END)].tolist()).decode(errors="replace")
+    return bytes(ids[(ids >= 0) & (ids < END_ID)].tolist()).decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -204,20 +204,20 @@ class TextTask(Task[S]):
         return draw(self.writer, self.configure(**settings), seed, count, encode, end)
 
 
-def task(name: str, original: str, writer: Writer[S], baseline: S) -> TextTask[S]:
+def make_task(name: str, original: str, writer: Writer[S], baseline: S) -> TextTask[S]:
     """A task of RULER, whose rows are spelled in bytes; of a seed's prompts, the first are to train on."""
 
     def sample(settings: S, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
-        every = draw(writer, settings, seed, train + test, str.encode, END)
-        return part(every, slice(train)), part(every, slice(train, None))
+        every = draw(writer, settings, seed, train + test, str.encode, END_ID)
+        return select_prompts(every, slice(train)), select_prompts(every, slice(train, None))
 
     lengths: tuple[Mapping[str, Any], ...] = tuple({"max_seq_length": 1024 * n} for n in (4, 8, 16, 32, 64, 128))
-    scores = {"string_match": matched, "whole_rows": whole_rows, "micro": micro}
+    scores = {"string_match": byte_string_match, "exact_match": exact_match, "micro": micro}
     published = Published(f"NVIDIA/RULER, {original}", 42, 0, 500, 1, lengths)
     return TextTask(name, baseline, sample, scores, published, writer=writer)
 
 
-def part(prompts: Prompts, rows: slice) -> Prompts:
+def select_prompts(prompts: Prompts, rows: slice) -> Prompts:
     """Some of them."""
-    facts = {name: fact[rows] for name, fact in prompts.facts.items()}
+    facts = {name: fact[rows] for name, fact in prompts.metadata.items()}
     return Prompts(prompts.inputs[rows], prompts.targets[rows], facts, prompts.texts[rows], prompts.answers[rows])

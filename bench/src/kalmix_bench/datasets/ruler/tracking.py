@@ -16,7 +16,7 @@ import numpy as np
 from kalmix.errors import ArgumentError
 from kalmix.validation import require
 from kalmix_bench.datasets.ruler.haystacks import NOISE
-from kalmix_bench.datasets.ruler.prompts import Fit, Prompt, Settings, Write, task
+from kalmix_bench.datasets.ruler.prompts import Fit, Prompt, RulerSettings, Write, make_task
 
 _TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
@@ -28,7 +28,7 @@ _VALUE = "12345"  # in it, until it is replaced
 
 
 @dataclass(frozen=True)
-class TrackingSettings(Settings):
+class TrackingSettings(RulerSettings):
     """And `num_chains`, and `num_hops`: assignments of a chain after its first."""
 
     tokens_to_generate: int = 30
@@ -59,8 +59,8 @@ def prompts(settings: TrackingSettings, seed: int, tokens: Callable[[str], int])
         for chain, number in zip(chains, given, strict=True):
             said = [f"VAR {chain[0]} = {number}"]
             said += [f"VAR {after} = VAR {before} " for before, after in pairwise(chain)]
-            for passed, place in enumerate(sorted(rng.sample(range(len(lines)), links))):
-                lines.insert(place + passed, said[passed])
+            for passed, position in enumerate(sorted(rng.sample(range(len(lines)), links))):
+                lines.insert(position + passed, said[passed])
         text = _TEMPLATE.format(context="\n".join(lines), query=given[0], count=links)
         return Prompt(text, tuple(chains[0]), text.find(chains[0][0]))
 
@@ -69,27 +69,27 @@ def prompts(settings: TrackingSettings, seed: int, tokens: Callable[[str], int])
             text = text.replace(old, name(len(old)))
         return text.replace(_VALUE, str(values.randint(10000, 99999)))
 
-    shown = _example(lambda size: write(size, 3, _VALUE), Fit(tokens, step=5, least=links))
+    shown = _example(lambda size: write(size, 3, _VALUE), Fit(tokens, step=5, min_size=links))
     example = f"{shown.text} {' '.join(shown.answers)}\n"
 
     def after_example(size: int) -> Prompt:
         prompt = write(size)
         before = renamed(example, shown.answers) + "\n"
-        return Prompt(before + prompt.text, prompt.answers, len(before) + (prompt.found or 0))
+        return Prompt(before + prompt.text, prompt.answers, len(before) + (prompt.answer_offset or 0))
 
     limit = s.max_seq_length - s.tokens_to_generate
-    fit = Fit(tokens, step=10 if s.max_seq_length >= 4096 else 5, least=links)
-    size = fit.largest(write, limit - tokens(example), int(s.max_seq_length / fit.cost(write) * 3))
+    fit = Fit(tokens, step=10 if s.max_seq_length >= 4096 else 5, min_size=links)
+    size = fit.largest_size(write, limit - tokens(example), int(s.max_seq_length / fit.cost(write) * 3))
     return fit.prompts(after_example, limit, size)
 
 
 def _example(write: Write, fit: Fit) -> Prompt:
     """A prompt of at most 500 tokens, or as few as it can have."""
-    size = fit.largest(write, _EXAMPLE, int(_EXAMPLE / fit.cost(write) * 3))
+    size = fit.largest_size(write, _EXAMPLE, int(_EXAMPLE / fit.cost(write) * 3))
     try:
         return next(fit.prompts(write, _EXAMPLE, size))
     except ArgumentError:
-        return write(fit.least)
+        return write(fit.min_size)
 
 
-TRACKING = task("needle/variable-tracking", "vt", prompts, TrackingSettings())
+TRACKING = make_task("needle/variable-tracking", "vt", prompts, TrackingSettings())

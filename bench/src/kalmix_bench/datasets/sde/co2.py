@@ -24,9 +24,9 @@ def series() -> tuple[Tensor, Tensor]:
     from statsmodels.datasets import co2
 
     table: Any = co2.load_pandas().data
-    seen = table["co2"].dropna()
-    days = (seen.index - seen.index[0]).days.to_numpy()
-    return torch.tensor(days, dtype=torch.float64) / (7 * YEAR), torch.tensor(seen.to_numpy(), dtype=torch.float64)
+    observed = table["co2"].dropna()
+    days = (observed.index - observed.index[0]).days.to_numpy()
+    return torch.tensor(days, dtype=torch.float64) / (7 * YEAR), torch.tensor(observed.to_numpy(), dtype=torch.float64)
 
 
 def weeks(times: Tensor) -> Tensor:

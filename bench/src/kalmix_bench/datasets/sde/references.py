@@ -17,7 +17,7 @@ class Gaussian(NamedTuple):
     covariance: Tensor
 
 
-class Known(NamedTuple):
+class KalmanEstimates(NamedTuple):
     """What is known of the state at each token.
 
     Attributes:
@@ -32,7 +32,7 @@ class Known(NamedTuple):
     smoothed: Gaussian
 
 
-def kalman(system: System, times: Tensor, measured: Tensor, noise: Tensor | None = None) -> Known:
+def kalman(system: System, times: Tensor, measurements: Tensor, noise: Tensor | None = None) -> KalmanEstimates:
     """Filter and smooth measurements (Kalman; Rauch, Tung and Striebel), taking the prior for Gaussian.
 
     Args:
@@ -44,7 +44,7 @@ def kalman(system: System, times: Tensor, measured: Tensor, noise: Tensor | None
     """
     from statsmodels.tsa.statespace.kalman_smoother import KalmanSmoother
 
-    count, length, width = measured.shape
+    count, length, width = measurements.shape
     matrix, covariance = system.transition(times.diff(dim=1, append=times[:, -1:]))
     noise = torch.full_like(times, system.obs_noise) if noise is None else noise
     found: list[Any] = []
@@ -55,7 +55,7 @@ def kalman(system: System, times: Tensor, measured: Tensor, noise: Tensor | None
         model["state_cov"] = covariance[one].movedim(0, -1).numpy()
         model["obs_cov"] = (noise[one] * torch.eye(width, dtype=torch.float64)[..., None]).numpy()
         model.initialize_known(torch.zeros(width, dtype=torch.float64).numpy(), system.prior().numpy())
-        model.bind(measured[one].contiguous().numpy())
+        model.bind(measurements[one].contiguous().numpy())
         found.append(model.smooth())
 
     def collected(name: str) -> Gaussian:  # statsmodels has time last, and a prediction behind the end
@@ -65,4 +65,4 @@ def kalman(system: System, times: Tensor, measured: Tensor, noise: Tensor | None
         )
         return Gaussian(means[:, :length], covariances[:, :length])
 
-    return Known(*map(collected, Known._fields))
+    return KalmanEstimates(*map(collected, KalmanEstimates._fields))

@@ -13,12 +13,12 @@ LEVELS = (0.5, 0.8, 0.9, 0.95)
 Errors = dict[str, float]
 
 
-def errors(predicted: Tensor, seen: Trajectories) -> Errors:
+def squared_errors(predicted: Tensor, trajectories: Trajectories) -> Errors:
     """Mean squared errors a row of predictions `[B, T - 1, d]` of all tokens but the first, each from those before it.
 
     `measurement`: of what was measured, outliers among it; `state`: of the truth, where it is known.
     """
-    truths = {"measurement": seen.measured, "state": seen.state}
+    truths = {"measurement": trajectories.measurements, "state": trajectories.state}
     return {name: float((predicted - x[:, 1:]).square().mean()) for name, x in truths.items() if x is not None}
 
 

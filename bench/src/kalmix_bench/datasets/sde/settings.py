@@ -11,7 +11,7 @@ import torch
 
 from kalmix_bench.datasets.sde import co2
 from kalmix_bench.datasets.sde.references import kalman
-from kalmix_bench.datasets.sde.scores import Errors, errors
+from kalmix_bench.datasets.sde.scores import Errors, squared_errors
 from kalmix_bench.datasets.sde.structural import structural
 from kalmix_bench.datasets.sde.systems import SPIRAL, System
 from kalmix_bench.datasets.sde.trajectories import Sampling, Splits, Trajectories, splits
@@ -20,7 +20,7 @@ PUBLISHED = Sampling()  # regular, without outliers
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulatedSetting:
     """A system, and how it is sampled."""
 
     system: System
@@ -30,59 +30,59 @@ class Simulated:
         """So many trajectories to learn from, to choose by and to be judged on."""
         return splits(self.system, self.sampling, sizes, seed)
 
-    def references(self, seen: Trajectories) -> dict[str, Errors]:
+    def references(self, trajectories: Trajectories) -> dict[str, Errors]:
         """Errors of those who learn nothing: of the last measurement, and of who knows the system.
 
         A smoother estimates the state itself from all measurements; "kalman, told" also knows which are outliers.
         """
-        assert seen.state is not None and seen.outlying is not None
-        known = kalman(self.system, seen.times, seen.measured)
-        found = _last(seen) | {
-            "kalman": errors(known.predicted.mean[:, 1:], seen),
-            "smoother": {"state": float((known.smoothed.mean - seen.state)[:, 1:].square().mean())},
+        assert trajectories.state is not None and trajectories.is_outlier is not None
+        known = kalman(self.system, trajectories.times, trajectories.measurements)
+        found = _last(trajectories) | {
+            "kalman": squared_errors(known.predicted.mean[:, 1:], trajectories),
+            "smoother": {"state": float((known.smoothed.mean - trajectories.state)[:, 1:].square().mean())},
         }
         if self.sampling.outliers:
-            larger = torch.where(seen.outlying, self.sampling.outlier_scale**2, 1.0)
-            told = kalman(self.system, seen.times, seen.measured, self.system.obs_noise * larger)
-            found["kalman, told"] = errors(told.predicted.mean[:, 1:], seen)
+            larger = torch.where(trajectories.is_outlier, self.sampling.outlier_scale**2, 1.0)
+            told = kalman(self.system, trajectories.times, trajectories.measurements, self.system.obs_noise * larger)
+            found["kalman, known outliers"] = squared_errors(told.predicted.mean[:, 1:], trajectories)
         return found
 
-    def written(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As a line in a file has it."""
         return json.loads(json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True)
-class CarbonDioxide:
+class CarbonDioxideSetting:
     """The series of Mauna Loa."""
 
     def draw(self, sizes: tuple[int, int, int], seed: int) -> Splits:
         """Its windows, as many as there are; a seed says which weeks are left out."""
         return co2.windows(seed=seed)
 
-    def references(self, seen: Trajectories) -> dict[str, Errors]:
+    def references(self, trajectories: Trajectories) -> dict[str, Errors]:
         """Errors of the last measurement, and of a structural model of the series."""
-        return _last(seen) | {"structural": errors(structural(seen), seen)}
+        return _last(trajectories) | {"structural": squared_errors(structural(trajectories), trajectories)}
 
-    def written(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As a line in a file has it."""
         return {"series": "co2"}
 
 
-def _last(seen: Trajectories) -> dict[str, Errors]:
-    return {"last": errors(seen.measured[:, :-1], seen)}
+def _last(trajectories: Trajectories) -> dict[str, Errors]:
+    return {"last": squared_errors(trajectories.measurements[:, :-1], trajectories)}
 
 
-def _paper(process_noise: float, obs_noise: float, sampling: Sampling = PUBLISHED) -> Simulated:
-    return Simulated(System(SPIRAL, process_noise, obs_noise, step=0.01), sampling)
+def _paper(process_noise: float, obs_noise: float, sampling: Sampling = PUBLISHED) -> SimulatedSetting:
+    return SimulatedSetting(System(SPIRAL, process_noise, obs_noise, step=0.01), sampling)
 
 
-SETTINGS: Mapping[str, Simulated | CarbonDioxide] = {
+SETTINGS: Mapping[str, SimulatedSetting | CarbonDioxideSetting] = {
     "figure-1a": _paper(0.0, 1.0),
     "figure-1b": _paper(0.3, 0.5),
     "figure-1c": _paper(0.5, 2.0),
     "noisy": _paper(0.0, 4.0),  # what the author's published notebook has
     "irregular": _paper(0.3, 0.5, Sampling(irregular=True)),
     "outliers": _paper(0.3, 0.5, Sampling(outliers=0.12)),
-    "co2": CarbonDioxide(),
+    "co2": CarbonDioxideSetting(),
 }

@@ -11,7 +11,7 @@ from kalmix_bench.datasets.sde.co2 import YEAR, training, weeks
 from kalmix_bench.datasets.sde.trajectories import Trajectories
 
 
-def structural(seen: Trajectories) -> Tensor:
+def structural(trajectories: Trajectories) -> Tensor:
     """Predict windows of `co2.windows` by a Kalman filter, `[B, T - 1, 1]`: what comes after all tokens but the last.
 
     A local linear trend and two harmonics of the year, fitted to the training years by maximum likelihood. The prior
@@ -37,8 +37,8 @@ def structural(seen: Trajectories) -> Tensor:
     states[:, 0] -= values  # of the level above the measurement, as windows have it
     mean, covariance = states.mean(0), states.T.cov()
     found = []
-    for times, measured in zip(seen.times, seen.measured, strict=True):
-        one = model(weeks(times), measured[:, 0])
+    for times, measurements in zip(trajectories.times, trajectories.measurements, strict=True):
+        one = model(weeks(times), measurements[:, 0])
         one.ssm.initialize_known(mean.numpy(), covariance.numpy())
         found.append(torch.from_numpy(one.filter(fitted.params).forecasts[0])[weeks(times)[1:], None])
     return torch.stack(found)

@@ -45,7 +45,7 @@ class System:
                 raise ArgumentError(name, got=getattr(self, name), expected="a variance")
 
     @property
-    def width(self) -> int:
+    def dim(self) -> int:
         """d, the number of rows of the state."""
         return len(self.drift)
 
@@ -70,10 +70,10 @@ class System:
         """The covariance of the first state, `[d, d]` float64; its mean is 0. It is not Gaussian."""
         low, high = self.start
         square = low * low if low == high else (high**3 - low**3) / (3 * (high - low))
-        return square / self.width * torch.eye(self.width, dtype=torch.float64)
+        return square / self.dim * torch.eye(self.dim, dtype=torch.float64)
 
 
-def drift_of(eigenvalues: Sequence[complex]) -> Matrix:
+def drift_from_eigenvalues(eigenvalues: Sequence[complex]) -> Matrix:
     """A drift with these eigenvalues, in blocks: a number for a real one, a damped rotation for a pair -a +- i w.
 
     Of a pair only one is given: `drift_of([-0.1 + 1j, -2.0])` is 3 by 3.

@@ -63,13 +63,15 @@ class Trajectories(NamedTuple):
     """
 
     times: Tensor
-    measured: Tensor
+    measurements: Tensor
     state: Tensor | None = None
-    outlying: Tensor | None = None
+    is_outlier: Tensor | None = None
 
-    def take(self, index: Tensor) -> Trajectories:
+    def select(self, index: Tensor) -> Trajectories:
         """Those of these numbers, in that order."""
-        return Trajectories(self.times[index], self.measured[index], *(x if x is None else x[index] for x in self[2:]))
+        return Trajectories(
+            self.times[index], self.measurements[index], *(x if x is None else x[index] for x in self[2:])
+        )
 
 
 class Splits(NamedTuple):
@@ -102,17 +104,17 @@ def simulate(system: System, sampling: Sampling, count: int, generator: torch.Ge
 
     times = sampling.times(count, generator, system.step)
     matrix, covariance = system.transition(times.diff(dim=1))
-    pushed = (root(covariance) @ normal(count, sampling.length - 1, system.width, 1))[..., 0]
+    pushed = (root(covariance) @ normal(count, sampling.length - 1, system.dim, 1))[..., 0]
     low, high = system.start
     length = low + (high - low) * torch.rand(count, 1, generator=generator, dtype=torch.float64)
-    states = [length * torch.nn.functional.normalize(normal(count, system.width), dim=-1)]
+    states = [length * torch.nn.functional.normalize(normal(count, system.dim), dim=-1)]
     for t in range(sampling.length - 1):
         states.append((matrix[:, t] @ states[-1][..., None])[..., 0] + pushed[:, t])
     state = torch.stack(states, 1)
-    outlying = torch.rand(times.shape, generator=generator, dtype=torch.float64) < sampling.outliers
-    outlying[:, 0] = False
-    scale = system.obs_noise**0.5 * torch.where(outlying, sampling.outlier_scale, 1.0)
-    return Trajectories(times, state + scale[..., None] * normal(*state.shape), state, outlying)
+    is_outlier = torch.rand(times.shape, generator=generator, dtype=torch.float64) < sampling.outliers
+    is_outlier[:, 0] = False
+    scale = system.obs_noise**0.5 * torch.where(is_outlier, sampling.outlier_scale, 1.0)
+    return Trajectories(times, state + scale[..., None] * normal(*state.shape), state, is_outlier)
 
 
 def embedding(width: int, channels: int, seed: int) -> Tensor:

@@ -1,5 +1,5 @@
 """Collisions of addresses (section 4.1 and appendix E of Memory by Design): mechanism, learned recall, crowding."""
 
-from kalmix_bench.experiments.collision.protocol import PRESETS, STUDIES, Cell, Protocol
+from kalmix_bench.experiments.collision.protocol import PRESETS, STUDIES, CollisionCell, CollisionProtocol
 
-__all__ = ["PRESETS", "STUDIES", "Cell", "Protocol"]
+__all__ = ["PRESETS", "STUDIES", "CollisionCell", "CollisionProtocol"]

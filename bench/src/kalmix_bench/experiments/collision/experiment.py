@@ -13,19 +13,19 @@ from rich.console import Console
 
 from kalmix.errors import ArgumentError
 from kalmix_bench.experiments.collision import report
-from kalmix_bench.experiments.collision.mechanism import Setting
-from kalmix_bench.experiments.collision.models import UPDATES, Recaller
-from kalmix_bench.experiments.collision.protocol import PRESETS, STUDIES, Cell
-from kalmix_bench.experiments.collision.trainer import coordinates, test, train
+from kalmix_bench.experiments.collision.mechanism import MechanismSetting
+from kalmix_bench.experiments.collision.models import UPDATES, RecallModel
+from kalmix_bench.experiments.collision.protocol import PRESETS, STUDIES, CollisionCell
+from kalmix_bench.experiments.collision.trainer import condition_values, evaluate, train
 from kalmix_bench.runner import options, session
 from kalmix_bench.runner.cells import Results, Row
-from kalmix_bench.runner.experiment import Experiment, Tell
+from kalmix_bench.runner.experiment import Experiment, ProgressFn
 from kalmix_bench.runner.paper_claims import Finding
 
 PARTS = ("mechanism", *STUDIES)
 
 
-class Collision(Experiment[Cell]):
+class Collision(Experiment[CollisionCell]):
     """The learned collision experiments (appendix E.5 of Memory by Design); the seeds of a model train side by side."""
 
     name = "collision"
@@ -35,10 +35,12 @@ class Collision(Experiment[Cell]):
     def commands(self) -> dict[str, Callable[..., None]]:
         return {"collision": _command}
 
-    def together(self, cell: Cell) -> Hashable:
+    def group_key(self, cell: CollisionCell) -> Hashable:
         return cell.study, cell.model, cell.protocol
 
-    def run(self, cells: tuple[Cell, ...], results: Results, device: torch.device, tell: Tell) -> list[Row]:
+    def run(
+        self, cells: tuple[CollisionCell, ...], results: Results, device: torch.device, on_progress: ProgressFn
+    ) -> list[Row]:
         """Train and test models that differ in their seeds.
 
         Raises:
@@ -46,13 +48,19 @@ class Collision(Experiment[Cell]):
         """
         study, model, protocol = cells[0].study, cells[0].model, cells[0].protocol
         seeds = [cell.seed for cell in cells]
-        what, writing = STUDIES[study], protocol.queries == "write"
-        recaller = Recaller(model, what.task.inputs, what.task.labels, seeds, queries_write=writing).to(device)
-        loss = train(recaller, what, seeds, protocol, device, lambda done, loss: tell(done, f"loss {loss:.3f}"))
-        scores = [(coordinates(at), test(recaller, what, at, protocol, device)) for at in what.tests]
+        study_spec, writing = STUDIES[study], protocol.queries == "write"
+        recaller = RecallModel(model, study_spec.task.inputs, study_spec.task.labels, seeds, queries_write=writing).to(
+            device
+        )
+        loss = train(
+            recaller, study_spec, seeds, protocol, device, lambda done, loss: on_progress(done, f"loss {loss:.3f}")
+        )
+        scores = [
+            (condition_values(at), evaluate(recaller, study_spec, at, protocol, device)) for at in study_spec.tests
+        ]
         return [
             {
-                "beside": len(seeds),
+                "members": len(seeds),
                 "loss": float(loss[member]),
                 "scores": [at | {name: float(score[member]) for name, score in of.items()} for at, of in scores],
             }
@@ -60,9 +68,11 @@ class Collision(Experiment[Cell]):
         ]
 
     def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
-        return report.tell(rows, output, console)
+        return report.write_report(rows, output, console)
 
-    def report_run(self, rows: Mapping[Cell, Row], results: Results, output: Path, console: Console) -> list[Path]:
+    def report_run(
+        self, rows: Mapping[CollisionCell, Row], results: Results, output: Path, console: Console
+    ) -> list[Path]:
         return report.learned(list(rows.values()), output, console)
 
     def findings(self, rows: Sequence[Row]) -> list[Finding]:
@@ -97,8 +107,12 @@ def _command(
     where = options.device(device)
     console = Console(highlight=False)
     output.mkdir(parents=True, exist_ok=True)
-    written = report.mechanism(Setting(), overlap, output, console) if "mechanism" in wanted else []
+    written = report.mechanism(MechanismSetting(), overlap, output, console) if "mechanism" in wanted else []
     cells = [
-        Cell(part, model, seed, protocol) for part in wanted if part in STUDIES for model in named for seed in every
+        CollisionCell(part, model, seed, protocol)
+        for part in wanted
+        if part in STUDIES
+        for model in named
+        for seed in every
     ]
     session.run(Collision(), cells, output, console, device=where, jobs=jobs, written=written)

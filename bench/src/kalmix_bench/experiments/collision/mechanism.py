@@ -14,11 +14,11 @@ from kalmix.beliefs import DenseBelief
 from kalmix.designs import BAYESIAN, DELTANET, LINEAR_ATTENTION, Design, Transition
 
 A, B = 0, 1  # the colliding identities; those after them are orthogonal to both and to each other
-HOLDING = replace(BAYESIAN, transition=Transition(diffusion=True))  # the Bayesian Layer with A_t = I
+STATIC_BAYESIAN = replace(BAYESIAN, transition=Transition(diffusion=True))  # the Bayesian Layer with A_t = I
 
 
 @dataclass(frozen=True)
-class Setting:
+class MechanismSetting:
     """The hyperparameters of E.4.1: sizes, repetitions, and variances."""
 
     width: int = 16
@@ -31,7 +31,7 @@ class Setting:
     obs_noise: float = 0.05
 
     @property
-    def boosted(self) -> int:
+    def writes_before_flood(self) -> int:
         """How many writes there are before the flood."""
         return self.seeds * self.identities + self.boost
 
@@ -55,16 +55,16 @@ class Rule:
     keep: Callable[[Tensor], Tensor] | None = None
 
 
-def rules(setting: Setting) -> dict[str, Rule]:
+def rules(setting: MechanismSetting) -> dict[str, Rule]:
     """The models compared: one write gain where it is constant, one prior where it is not."""
     reset, noise = setting.process_noise, {"obs_noise": setting.obs_noise}
     dense = noise | {"process_noise": setting.process_noise}
     return {
         "linear attention": Rule(LINEAR_ATTENTION, noise | {"write_variance": reset}),
         "DeltaNet-style": Rule(DELTANET, noise | {"reset": reset}),
-        "covariance reset": Rule(HOLDING, dense, torch.zeros_like),  # predicted next: l^2 I
-        "diagonal ablation": Rule(HOLDING, dense, lambda P: torch.diag_embed(P.diagonal(dim1=-2, dim2=-1))),
-        "Bayesian Layer": Rule(HOLDING, dense, lambda P: P),
+        "covariance reset": Rule(STATIC_BAYESIAN, dense, torch.zeros_like),  # predicted next: l^2 I
+        "diagonal ablation": Rule(STATIC_BAYESIAN, dense, lambda P: torch.diag_embed(P.diagonal(dim1=-2, dim2=-1))),
+        "Bayesian Layer": Rule(STATIC_BAYESIAN, dense, lambda P: P),
     }
 
 
@@ -103,7 +103,7 @@ class Trace(NamedTuple):
         return torch.einsum("nk,tnkl,nl->tn", keys[0], self.covariance, keys[1])
 
 
-def trace(rule: Rule, setting: Setting, overlap: Tensor, **signals: Tensor) -> Trace:
+def trace(rule: Rule, setting: MechanismSetting, overlap: Tensor, **signals: Tensor) -> Trace:
     """Run a rule through the schedule, one token a call: the belief that leaves enters the next.
 
     Args:
@@ -129,13 +129,13 @@ def trace(rule: Rule, setting: Setting, overlap: Tensor, **signals: Tensor) -> T
     return Trace(keys, torch.stack(means), covariance, _gain(given, setting, keys, covariance))
 
 
-def _prior(setting: Setting, like: Tensor, keep: Callable[[Tensor], Tensor]) -> DenseBelief:
+def _prior(setting: MechanismSetting, like: Tensor, keep: Callable[[Tensor], Tensor]) -> DenseBelief:
     shape = (len(like), 1, setting.width)
     covariance = setting.prior * torch.eye(setting.width, dtype=like.dtype).expand(*shape, -1)
     return DenseBelief(like.new_zeros(*shape, setting.identities), keep(covariance))
 
 
-def _gain(given: dict[str, Tensor], setting: Setting, keys: Tensor, covariance: Tensor | None) -> Tensor:
+def _gain(given: dict[str, Tensor], setting: MechanismSetting, keys: Tensor, covariance: Tensor | None) -> Tensor:
     """g = s / (r^2 + s), where s = k'(P + l^2 I)k is the variance the rule predicted along the key it wrote."""
     written = keys[:, setting.schedule()].transpose(0, 1)  # [T, n, K]
     if covariance is None:
@@ -145,12 +145,12 @@ def _gain(given: dict[str, Tensor], setting: Setting, keys: Tensor, covariance: 
     return spread / (given["obs_noise"] + spread)
 
 
-def retrievals(setting: Setting, overlap: Tensor) -> dict[str, Tensor]:
+def final_retrievals(setting: MechanismSetting, overlap: Tensor) -> dict[str, Tensor]:
     """Every rule's final retrieval at B, `[n]`, by overlap (Figure 6, right, and the table of E.4.3)."""
     return {name: trace(rule, setting, overlap).retrieval()[-1] for name, rule in rules(setting).items()}
 
 
-class Swept(NamedTuple):
+class PriorSweep(NamedTuple):
     """The gain-matched control of E.4.2, one entry a constant prior: its gain, last margin, and first write below 0."""
 
     prior: Tensor
@@ -159,14 +159,14 @@ class Swept(NamedTuple):
     crossing: Tensor
 
 
-def sweep(setting: Setting, overlap: float, prior: Tensor) -> Swept:
+def sweep_priors(setting: MechanismSetting, overlap: float, prior: Tensor) -> PriorSweep:
     """No constant predicted covariance `prior` times I does what a propagated one does; crossing 0: never."""
     rule = rules(setting)["DeltaNet-style"]
     ran = trace(rule, setting, torch.full_like(prior, overlap), reset=prior)
-    return Swept(prior, ran.gain[-1], ran.margin()[-1], crossing(ran, setting))
+    return PriorSweep(prior, ran.gain[-1], ran.margin()[-1], crossing(ran, setting))
 
 
-def crossing(ran: Trace, setting: Setting) -> Tensor:
+def crossing(ran: Trace, setting: MechanismSetting) -> Tensor:
     """The first write of the flood (counted from 1) after which A is preferred at B, `[n]`; 0: none."""
-    below = ran.margin()[setting.boosted + 1 :] < 0
-    return torch.where(below.any(0), below.int().argmax(0) + setting.boosted + 1, 0)
+    below = ran.margin()[setting.writes_before_flood + 1 :] < 0
+    return torch.where(below.any(0), below.int().argmax(0) + setting.writes_before_flood + 1, 0)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import kalmix
 from kalmix.beliefs import DenseBelief
 from kalmix.designs import DELTANET
-from kalmix_bench.datasets.collision.sequences import WIDTH, Episode
+from kalmix_bench.datasets.collision.sequences import ADDRESS_DIM, Episode
 from kalmix_bench.datasets.seeds import stream_seed
-from kalmix_bench.experiments.collision.mechanism import HOLDING
+from kalmix_bench.experiments.collision.mechanism import STATIC_BAYESIAN
 
 HIDDEN, HEADS, LAYERS, MLP = 64, 4, 2, 128
 GROUPS = 32  # of sequences, in which weights are multiplied
@@ -36,7 +36,7 @@ class Update(NamedTuple):
             and those numbers, any real, `[B, T, G, numbers]`, to the read-out `[B, T, G, 16]`.
     """
 
-    numbers: int
+    num_signals: int
     bias: float
     read: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -59,25 +59,25 @@ def _reset(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
 
 
 def _bayesian(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
-    shape, eye = (v.shape[0], v.shape[2]), torch.eye(WIDTH, dtype=v.dtype, device=v.device)
-    prior = DenseBelief(v.new_zeros(()).expand(*shape, WIDTH, v.shape[3]), (PRIOR * eye).expand(*shape, -1, -1))
+    shape, eye = (v.shape[0], v.shape[2]), torch.eye(ADDRESS_DIM, dtype=v.dtype, device=v.device)
+    prior = DenseBelief(v.new_zeros(()).expand(*shape, ADDRESS_DIM, v.shape[3]), (PRIOR * eye).expand(*shape, -1, -1))
     process = F.softplus(raw[..., 0])
     noise = torch.full_like(process, OBS_NOISE)
-    return kalmix.filter(HOLDING, q, k, v, process_noise=process, obs_noise=noise, belief=prior).mean
+    return kalmix.filter(STATIC_BAYESIAN, q, k, v, process_noise=process, obs_noise=noise, belief=prior).mean
 
 
 _AS_RESET = math.log(math.expm1(RESET))  # softplus of it is what the ablation resets to
 
 UPDATES = {
     "linear-attention": Update(0, 0.0, _linear_attention),
-    "gla": Update(WIDTH, 4.0, _gla),
+    "gla": Update(ADDRESS_DIM, 4.0, _gla),
     "deltanet": Update(1, 0.0, _deltanet),
     "reset": Update(0, 0.0, _reset),
     "bayesian": Update(1, _AS_RESET, _bayesian),
 }
 
 
-class Affine(nn.Module):
+class MemberLinear(nn.Module):
     """A linear map a member, drawn from that member's generator as PyTorch draws one; the bias is 0."""
 
     def __init__(self, wide: int, out: int, generators: Sequence[torch.Generator], bias: bool = False) -> None:
@@ -97,7 +97,7 @@ class Affine(nn.Module):
         return (y if self.bias is None else y + self.bias[:, None]).view(*x.shape[:3], -1)
 
 
-class Norm(nn.Module):
+class MemberNorm(nn.Module):
     """RMS norm with a scale a member."""
 
     def __init__(self, members: int) -> None:
@@ -115,12 +115,14 @@ class Block(nn.Module):
     def __init__(self, update: Update, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
         self.update = update
-        self.norm, self.mlp_norm = Norm(len(generators)), Norm(len(generators))
-        self.value = Affine(HIDDEN, HEADS * WIDTH, generators)
-        self.raw = Affine(HIDDEN, HEADS * update.numbers, generators, bias=True) if update.numbers else None
-        self.out = Affine(HEADS * WIDTH, HIDDEN, generators)
-        self.mlp_in = Affine(HIDDEN, 2 * MLP, generators)
-        self.mlp_out = Affine(MLP, HIDDEN, generators)
+        self.norm, self.mlp_norm = MemberNorm(len(generators)), MemberNorm(len(generators))
+        self.value = MemberLinear(HIDDEN, HEADS * ADDRESS_DIM, generators)
+        self.raw = (
+            MemberLinear(HIDDEN, HEADS * update.num_signals, generators, bias=True) if update.num_signals else None
+        )
+        self.out = MemberLinear(HEADS * ADDRESS_DIM, HIDDEN, generators)
+        self.mlp_in = MemberLinear(HIDDEN, 2 * MLP, generators)
+        self.mlp_out = MemberLinear(MLP, HIDDEN, generators)
         if self.raw is not None and self.raw.bias is not None:
             nn.init.constant_(self.raw.bias, update.bias)
 
@@ -139,7 +141,7 @@ class Block(nn.Module):
         return x.flatten(0, 1).unflatten(-1, (HEADS, -1))
 
 
-class Recaller(nn.Module):
+class RecallModel(nn.Module):
     """Two blocks between an embedding of the tokens and logits over the labels, for M members side by side.
 
     Args:
@@ -155,10 +157,10 @@ class Recaller(nn.Module):
         self.queries_write = queries_write
         generators = [torch.Generator().manual_seed(stream_seed("weights", seed)) for seed in seeds]
         self.members = len(generators)
-        self.embed = Affine(inputs, HIDDEN, generators)
+        self.embed = MemberLinear(inputs, HIDDEN, generators)
         self.blocks = nn.ModuleList(Block(UPDATES[name], generators) for _ in range(LAYERS))
-        self.norm = Norm(len(generators))
-        self.head = Affine(HIDDEN, labels, generators)
+        self.norm = MemberNorm(len(generators))
+        self.head = MemberLinear(HIDDEN, labels, generators)
 
     def forward(self, episode: Episode) -> Tensor:
         """Logits at the queries, `[M, B, Q, labels]`, of an episode whose tensors have a leading axis M."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix_bench.experiments.collision.mechanism import A, B, Setting, Trace
+from kalmix_bench.experiments.collision.mechanism import A, B, MechanismSetting, Trace
 
 
 class Prediction(NamedTuple):
@@ -25,18 +25,18 @@ class Prediction(NamedTuple):
         return self.measured - self.predicted
 
 
-def fixed_point(setting: Setting) -> float:
+def fixed_point(setting: MechanismSetting) -> float:
     """Equation 42: the predicted variance along a key that is written for ever."""
     process, noise = setting.process_noise, setting.obs_noise
     return (process + (process**2 + 4 * noise * process) ** 0.5) / 2
 
 
-def floor(setting: Setting) -> float:
+def final_gain(setting: MechanismSetting) -> float:
     """Equation 42: the write gain that a flood ends in."""
     return fixed_point(setting) / (setting.obs_noise + fixed_point(setting))
 
 
-def boundary(setting: Setting, overlap: float, across: float) -> tuple[float, float]:
+def boundary(setting: MechanismSetting, overlap: float, across: float) -> tuple[float, float]:
     """Equations 40 and 44: gain of the first write at A after a long boost of B, and the cosine of its angle to k_A.
 
     `across` is the predicted variance along e_perp, which k_A has beside k_B.
@@ -52,7 +52,7 @@ def delta_plateau(at_a: Tensor, at_b: Tensor, overlap: float) -> Tensor:
 
 
 def bayesian_plateau(
-    setting: Setting, at_a: Tensor, at_b: Tensor, overlap: float, along: float, cross: float
+    setting: MechanismSetting, at_a: Tensor, at_b: Tensor, overlap: float, along: float, cross: float
 ) -> Tensor:
     """Equation 57: the same of a propagated covariance, its series summed until it no longer changes.
 
@@ -78,7 +78,7 @@ def _one_hot(like: Tensor) -> Tensor:
     return torch.eye(len(like), dtype=like.dtype)[A]
 
 
-def predictions(setting: Setting, overlap: float, traces: dict[str, Trace]) -> list[Prediction]:
+def predictions(setting: MechanismSetting, overlap: float, traces: dict[str, Trace]) -> list[Prediction]:
     """Every closed form of section 2.3 and appendix E beside its measurement, in traces of one overlap (n = 1)."""
     return [
         *_uncertainty(setting, overlap, traces["Bayesian Layer"]),
@@ -87,24 +87,24 @@ def predictions(setting: Setting, overlap: float, traces: dict[str, Trace]) -> l
     ]
 
 
-def _uncertainty(setting: Setting, overlap: float, bayes: Trace) -> list[Prediction]:
+def _uncertainty(setting: MechanismSetting, overlap: float, bayes: Trace) -> list[Prediction]:
     growth = bayes.uncertainty(B)[:, 0].diff()
     process = setting.process_noise
     spread = bayes.uncertainty(A)[:-1, 0] + process
     shared = bayes.uncertainty(A, B)[:-1, 0] + overlap * process
     change = process - shared.square() / (setting.obs_noise + spread)
-    flood = setting.boosted  # the index of its first write
+    flood = setting.writes_before_flood  # the index of its first write
     return [
         Prediction("16", "growth of var(k_B) a write, end of flood", (1 - overlap**2) * process, float(growth[-1])),
         Prediction("32", "change of var(k_B), first write of flood", float(change[flood]), float(growth[flood])),
         Prediction(
             "32", "change of var(k_B), second write of flood", float(change[flood + 1]), float(growth[flood + 1])
         ),
-        Prediction("42", "write gain, end of flood", floor(setting), float(bayes.gain[-1, 0])),
+        Prediction("42", "write gain, end of flood", final_gain(setting), float(bayes.gain[-1, 0])),
     ]
 
 
-def _boundary(setting: Setting, overlap: float, bayes: Trace) -> list[Prediction]:
+def _boundary(setting: MechanismSetting, overlap: float, bayes: Trace) -> list[Prediction]:
     """What the first write at A after the boost does: its gain, and how far it turns from k_A (u = Pb k_A)."""
     predicted = first_predicted(setting, bayes)
     key_a, key_b = bayes.keys[0, A], bayes.keys[0, B]
@@ -113,23 +113,23 @@ def _boundary(setting: Setting, overlap: float, bayes: Trace) -> list[Prediction
     write = predicted @ key_a
     angle = degrees(acos(float(key_a @ write / write.norm())))
     return [
-        Prediction("40", "write gain, first write of flood", gain, float(bayes.gain[setting.boosted, 0])),
+        Prediction("40", "write gain, first write of flood", gain, float(bayes.gain[setting.writes_before_flood, 0])),
         Prediction("44", "its angle to k_A, degrees", degrees(acos(cosine)), angle),
         Prediction("45", "the same after an endless boost", degrees(asin(overlap)), angle),
     ]
 
 
-def first_predicted(setting: Setting, bayes: Trace) -> Tensor:
+def first_predicted(setting: MechanismSetting, bayes: Trace) -> Tensor:
     """The covariance predicted for the first write of the flood, `[K, K]`."""
     assert bayes.covariance is not None
-    before = bayes.covariance[setting.boosted, 0]
+    before = bayes.covariance[setting.writes_before_flood, 0]
     return before + setting.process_noise * torch.eye(setting.width, dtype=before.dtype)
 
 
-def _plateaus(setting: Setting, overlap: float, traces: dict[str, Trace]) -> list[Prediction]:
+def _plateaus(setting: MechanismSetting, overlap: float, traces: dict[str, Trace]) -> list[Prediction]:
     """Section E.3: retrieval at B after the boost, and after the flood from the state before it."""
     bayes, delta, linear = (traces[name] for name in ("Bayesian Layer", "DeltaNet-style", "linear attention"))
-    start = setting.boosted
+    start = setting.writes_before_flood
     boost = float(torch.tensor(1.0, dtype=torch.float64).sigmoid())
     predicted, key_a, key_b = first_predicted(setting, bayes), bayes.keys[0, A], bayes.keys[0, B]
     series = bayesian_plateau(

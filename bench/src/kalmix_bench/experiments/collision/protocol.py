@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kalmix.errors import ArgumentError
-from kalmix_bench.datasets.collision.sequences import Crowd, Episode, Pairs
+from kalmix_bench.datasets.collision.sequences import CollidingPairs, Episode, RandomAddresses
 from kalmix_bench.datasets.seeds import stream_seed
 from kalmix_bench.experiments.collision.models import UPDATES
 
@@ -16,7 +16,7 @@ Condition = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Protocol:
+class CollisionProtocol:
     """How long a model learns, and on how much it is judged; the defaults are the paper's (E.5.5).
 
     Attributes:
@@ -44,14 +44,14 @@ class Protocol:
             raise ArgumentError("rate", got=self.rate, expected="a positive number")
 
 
-PRESETS = {"laptop": Protocol(steps=250, batch=16, rate=3e-3, tests=32), "paper": Protocol()}
+PRESETS = {"laptop": CollisionProtocol(steps=250, batch=16, rate=3e-3, tests=32), "paper": CollisionProtocol()}
 
 
 @dataclass(frozen=True)
-class Study:
+class CollisionStudy:
     """A task, the conditions that a training step picks one of, and those of its tests, by their coordinates."""
 
-    task: Pairs | Crowd
+    task: CollidingPairs | RandomAddresses
     training: tuple[Condition, ...]
     tests: tuple[Condition, ...]
 
@@ -63,16 +63,16 @@ class Study:
 _FLOODS, _OVERLAPS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (0.6, 0.65, 0.7, 0.75, 0.85, 0.9, 0.95)
 _WRITES = (16, 32, 48, 64)
 STUDIES = {
-    "recall": Study(
-        Pairs(),
+    "recall": CollisionStudy(
+        CollidingPairs(),
         training=tuple({"flood": flood, "overlap": (0.6, 0.8)} for flood in (1, 2, 4, 8)),
         tests=(
             *({"flood": flood, "overlap": (0.8, 0.8)} for flood in _FLOODS),
             *({"flood": 64, "overlap": (rho, rho)} for rho in _OVERLAPS),
         ),
     ),
-    "crowding": Study(
-        Crowd(),
+    "crowding": CollisionStudy(
+        RandomAddresses(),
         training=tuple({"writes": writes} for writes in _WRITES),
         tests=tuple({"writes": writes} for writes in (*_WRITES, 96, 128, 192, 256)),
     ),
@@ -80,7 +80,7 @@ STUDIES = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class CollisionCell:
     """One model of one study, for one seed: the unit that is never run twice.
 
     Raises:
@@ -90,7 +90,7 @@ class Cell:
     study: str
     model: str
     seed: int
-    protocol: Protocol
+    protocol: CollisionProtocol
 
     def __post_init__(self) -> None:
         for name, known in (("study", STUDIES), ("model", UPDATES)):
@@ -101,6 +101,6 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.study}  {self.model}"
 
-    def written(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return its line in a file, without the results."""
         return asdict(self)

@@ -41,9 +41,9 @@ SCORES = {"recall": ("margin", "accuracy"), "crowding": ("cross_entropy", "accur
 Scores = list[dict[str, Any]]
 
 
-def tell(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
     """What happens with nothing learned, and what models learned; the files written."""
-    return mechanism(mech.Setting(), OVERLAP, output, console) + learned(rows, output, console)
+    return mechanism(mech.MechanismSetting(), OVERLAP, output, console) + learned(rows, output, console)
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
@@ -53,34 +53,34 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
     for study, model in models:
         seeds = [row["scores"] for row in rows if (row["study"], row["model"]) == (study, model)]
         for tests in zip(*seeds, strict=True):
-            asked = ", ".join(f"{name} {value:g}" for name, value in tests[0].items() if name not in MEASURED)
+            condition = ", ".join(f"{name} {value:g}" for name, value in tests[0].items() if name not in MEASURED)
             for name in (name for name in MEASURED if name in tests[0]):
                 value = Score.of([test[name] for test in tests])
-                found.append(Finding(f"collision/{study}", asked, model, name, value, len(tests)))
+                found.append(Finding(f"collision/{study}", condition, model, name, value, len(tests)))
     return found
 
 
-def mechanism(setting: mech.Setting, overlap: float, output: Path, console: Console) -> list[Path]:
+def mechanism(setting: mech.MechanismSetting, overlap: float, output: Path, console: Console) -> list[Path]:
     """Run the deterministic experiment, print it beside its closed forms; the files written."""
     at = torch.tensor([overlap], dtype=torch.float64)
     traces = {name: mech.trace(rule, setting, at) for name, rule in mech.rules(setting).items()}
     found = predictions(setting, overlap, traces)
     overlaps = torch.tensor(OVERLAPS, dtype=torch.float64)
-    margins = {name: 2 * last - 1 for name, last in mech.retrievals(setting, overlaps).items()}
-    swept = mech.sweep(setting, overlap, torch.tensor(PRIORS, dtype=torch.float64))
+    margins = {name: 2 * last - 1 for name, last in mech.final_retrievals(setting, overlaps).items()}
+    swept = mech.sweep_priors(setting, overlap, torch.tensor(PRIORS, dtype=torch.float64))
     console.print(_predictions(found, overlap))
     console.print(_by_overlap(overlaps, margins))
     console.print(_swept(swept, traces["Bayesian Layer"], setting, overlap))
-    numbers, picture = output / "mechanism.json", output / "mechanism.png"
+    num_signals, picture = output / "mechanism.json", output / "mechanism.png"
     written = {
         "overlap": overlap,
         "predictions": [row._asdict() | {"difference": row.difference} for row in found],
         "margins": {"overlap": OVERLAPS, **{name: row.tolist() for name, row in margins.items()}},
         "constant_priors": {name: column.tolist() for name, column in swept._asdict().items()},
     }
-    write_text(numbers, json.dumps(written, indent=1) + "\n")
+    write_text(num_signals, json.dumps(written, indent=1) + "\n")
     _draw(picture, setting, overlap, traces, found)
-    return [numbers, picture]
+    return [num_signals, picture]
 
 
 def learned(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
@@ -137,12 +137,12 @@ def _predictions(rows: Sequence[Prediction], overlap: float) -> Table:
 def _by_overlap(overlaps: torch.Tensor, margins: dict[str, torch.Tensor]) -> Table:
     table = _table("margin after the flood, by overlap", "", *margins, *(f"{name} (E.4.3)" for name in PUBLISHED))
     for index, rho in enumerate(overlaps.tolist()):
-        printed = (f"{column[index]:+.2f}" if index < len(column) else "" for column in PUBLISHED.values())
-        table.add_row(f"{rho:.2f}", *(f"{column[index]:+.2f}" for column in margins.values()), *printed)
+        published_score = (f"{column[index]:+.2f}" if index < len(column) else "" for column in PUBLISHED.values())
+        table.add_row(f"{rho:.2f}", *(f"{column[index]:+.2f}" for column in margins.values()), *published_score)
     return table
 
 
-def _swept(swept: mech.Swept, bayes: mech.Trace, setting: mech.Setting, overlap: float) -> Table:
+def _swept(swept: mech.PriorSweep, bayes: mech.Trace, setting: mech.MechanismSetting, overlap: float) -> Table:
     table = _table(f"constant priors, overlap {overlap:g}", "c", "gain", "margin in the end", "below 0 after")
     for prior, gain, margin, crossing in zip(*(column.tolist() for column in swept), strict=True):
         table.add_row(f"{prior:.2f}", f"{gain:.2f}", f"{margin:+.2f}", str(crossing or "never"))
@@ -159,12 +159,16 @@ def _table(title: str, first: str, *columns: str) -> Table:
 
 
 def _draw(
-    path: Path, setting: mech.Setting, overlap: float, traces: dict[str, mech.Trace], found: Sequence[Prediction]
+    path: Path,
+    setting: mech.MechanismSetting,
+    overlap: float,
+    traces: dict[str, mech.Trace],
+    found: Sequence[Prediction],
 ) -> None:
     """Figures 3a, 3b and 6, without the reset ablation, which is the DeltaNet-style curve again."""
     shown = {name: ran for name, ran in traces.items() if name != "covariance reset"}
     overlaps = torch.linspace(0, 0.99, 100, dtype=torch.float64)
-    final = mech.retrievals(setting, overlaps)
+    final = mech.final_retrievals(setting, overlaps)
     by_equation = {row.equation: row.predicted for row in found}
     figures.mechanism(
         path,
@@ -176,7 +180,7 @@ def _draw(
         gain={name: ran.gain[:, 0] for name, ran in shown.items()},
         overlaps=overlaps,
         final={name: final[name] for name in shown},
-        phases=(setting.boosted - setting.boost, setting.boosted),
+        phases=(setting.writes_before_flood - setting.boost, setting.writes_before_flood),
         crossings={name: int(mech.crossing(ran, setting)) for name, ran in shown.items()},
         levels={name: by_equation[number] for name, number in LEVELS.items()},
     )

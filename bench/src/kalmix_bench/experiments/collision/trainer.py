@@ -10,19 +10,24 @@ import torch
 from torch import Tensor
 
 from kalmix.errors import NonFiniteError
-from kalmix_bench.datasets.collision.sequences import beside, cross_entropy, scores
+from kalmix_bench.datasets.collision.sequences import cross_entropy, scores, stack_episodes
 from kalmix_bench.datasets.seeds import stream_seed
-from kalmix_bench.experiments.collision.models import Recaller
-from kalmix_bench.experiments.collision.protocol import Condition, Protocol, Study
+from kalmix_bench.experiments.collision.models import RecallModel
+from kalmix_bench.experiments.collision.protocol import CollisionProtocol, CollisionStudy, Condition
 
-TOLD = 50  # times in a run
-TOKENS = 1 << 16  # of a test that a seed takes at once; it fixes, with the conditions, what is drawn
+REPORTS_PER_RUN = 50  # times in a run
+MAX_TEST_TOKENS = 1 << 16  # of a test that a seed takes at once; it fixes, with the conditions, what is drawn
 
-Tell = Callable[[float, float], None]
+LossCallback = Callable[[float, float], None]
 
 
 def train(
-    model: Recaller, study: Study, seeds: Sequence[int], protocol: Protocol, device: torch.device, tell: Tell
+    model: RecallModel,
+    study: CollisionStudy,
+    seeds: Sequence[int],
+    protocol: CollisionProtocol,
+    device: torch.device,
+    on_progress: LossCallback,
 ) -> Tensor:
     """Fit the members; their last losses, `[M]`. All see conditions in one order, each data of its own seed.
 
@@ -37,16 +42,16 @@ def train(
     losses = torch.zeros(len(seeds))
     for step in range(1, protocol.steps + 1):
         condition = conditions.choice(study.training)
-        episode = beside([study.draw(condition, protocol.batch, generator) for generator in generators])
+        episode = stack_episodes([study.draw(condition, protocol.batch, generator) for generator in generators])
         losses = cross_entropy(model(episode), episode)
         optimizer.zero_grad()
         losses.sum().backward()  # a sum: each member's gradient is its own
         _clip([x.grad for x in parameters if x.grad is not None], protocol.clip)
         optimizer.step()
-        if step % max(1, protocol.steps // TOLD) == 0 or step == protocol.steps:
+        if step % max(1, protocol.steps // REPORTS_PER_RUN) == 0 or step == protocol.steps:
             if not losses.isfinite().all():
                 raise NonFiniteError("loss")
-            tell(step / protocol.steps, float(losses.detach().mean()))
+            on_progress(step / protocol.steps, float(losses.detach().mean()))
     return losses.detach()
 
 
@@ -58,22 +63,22 @@ def _clip(gradients: list[Tensor], most: float) -> None:
 
 
 @torch.no_grad()
-def test(
-    model: Recaller, study: Study, condition: Condition, protocol: Protocol, device: torch.device
+def evaluate(
+    model: RecallModel, study: CollisionStudy, condition: Condition, protocol: CollisionProtocol, device: torch.device
 ) -> dict[str, Tensor]:
     """Return scores under a condition, `[M]` each. All models and seeds get the same sequences; none trains on them."""
     generator = torch.Generator(device).manual_seed(stream_seed("test", 0))
     length = study.draw(condition, 1, torch.Generator(device)).tokens.shape[1]
     left, total = protocol.tests, {}
     while left > 0:
-        count = min(left, max(1, TOKENS // length))
-        episode = beside([study.draw(condition, count, generator)] * model.members)
+        count = min(left, max(1, MAX_TEST_TOKENS // length))
+        episode = stack_episodes([study.draw(condition, count, generator)] * model.members)
         for name, score in scores(model(episode), episode).items():
             total[name] = total.get(name, 0.0) + score * count / protocol.tests
         left -= count
     return total
 
 
-def coordinates(condition: Condition) -> dict[str, Any]:
+def condition_values(condition: Condition) -> dict[str, Any]:
     """A test's condition as it is written down: a range of overlaps by its end."""
     return {name: value[-1] if isinstance(value, tuple) else value for name, value in condition.items()}

@@ -21,7 +21,7 @@ from kalmix.types import Filtered
 from kalmix.validation import check_positive_int
 
 
-class Gone(NamedTuple):
+class NoState(NamedTuple):
     """The state of a layer that has read a sequence and keeps nothing of it."""
 
     take = take
@@ -44,7 +44,7 @@ class Baseline(Mixer):
 
     def __init__(self, hidden_size: int, inner: nn.Module, memory: int) -> None:
         super().__init__(hidden_size)
-        self.inner, self.memory = inner, memory
+        self.inner, self.state_elements = inner, memory
         for part in inner.modules():
             part._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
 
@@ -60,13 +60,13 @@ class Baseline(Mixer):
             if given is not None:
                 expected = f"none: {type(self).__name__}, of another package, reads whole sequences, one a row"
                 raise ArgumentError(name, got=f"a {type(given).__name__}", expected=expected)
-        return Filtered(self.mix(x), None, Gone()), None
+        return Filtered(self.call_inner(x), None, NoState()), None
 
     def state_size(self, length: int) -> int:
         """Return the number of elements that are kept while a sequence is read, whatever its length."""
-        return self.memory
+        return self.state_elements
 
-    def mix(self, x: Tensor) -> Tensor:
+    def call_inner(self, x: Tensor) -> Tensor:
         """What the package makes of `x` `[B, T, D]`."""
         return self.inner(x)
 
@@ -139,7 +139,7 @@ class RWKV7(Baseline):
         """In heads as wide as that takes."""
         return {"head_dim": divide_state(state, width)}
 
-    def mix(self, x: Tensor) -> Tensor:
+    def call_inner(self, x: Tensor) -> Tensor:
         """What the package makes of `x` `[B, T, D]`.
 
         Raises:
@@ -148,7 +148,7 @@ class RWKV7(Baseline):
         if not x.is_cuda:
             raise ArgumentError("device", got=str(x.device), expected="a GPU, as RWKV-7 runs on GPUs only")
         triton = import_module("triton").__version__
-        if miscompiled(torch.cuda.get_device_capability(x.device), triton):
+        if is_miscompiled(torch.cuda.get_device_capability(x.device), triton):
             got = f"a Hopper GPU with Triton {triton}, where flash-linear-attention's RWKV-7 is wrong"
             raise ArgumentError("device", got=got, expected="another GPU, or Triton 3.7.1 or newer")
         return self.inner(x)[0]
@@ -158,7 +158,7 @@ BASELINES: dict[str, type[Baseline]] = {"mamba-1": Mamba1, "mlstm": MLSTM, "rwkv
 MIXERS.update(BASELINES)
 
 
-def miscompiled(capability: tuple[int, int], triton: str) -> bool:
+def is_miscompiled(capability: tuple[int, int], triton: str) -> bool:
     """Whether a GPU is one for which this Triton does not compile flash-linear-attention's RWKV-7 as it is written.
 
     Seen with 3.6.0; the package itself says of other kernels of its that 3.4 to 3.7.0 are so.

@@ -13,7 +13,7 @@ from kalmix.errors import ArgumentError
 from kalmix_bench.runner.options import count
 
 if TYPE_CHECKING:
-    from kalmix_bench.experiments.recall.protocol import Cell
+    from kalmix_bench.experiments.recall.protocol import RecallCell
     from kalmix_bench.runner.cells import Results
 
 MAPS = 4  # channels or heads drawn of a layer, as in Figures 11 to 13
@@ -27,13 +27,13 @@ def run(
     models: Annotated[int, typer.Option(help="Draw so many at most.")] = 12,
 ) -> None:
     """Posterior variance along a test row, and Kalman attention maps, of every trained model that has a posterior."""
-    from kalmix_bench.experiments.recall.checkpoints import kept
+    from kalmix_bench.experiments.recall.checkpoints import cells_with_weights
     from kalmix_bench.experiments.recall.layers import layer_name
     from kalmix_bench.runner.cells import Results
 
     count("models", models)
     results, console = Results(output / "results.jsonl"), Console(highlight=False, soft_wrap=True)
-    there = kept(results)
+    there = cells_with_weights(results)
     asked = [
         cell
         for cell in there
@@ -55,28 +55,28 @@ def run(
         raise ArgumentError("layer", got=", ".join(sorted({cell.layer for cell in asked})), expected="with a posterior")
 
 
-def draw(cell: Cell, results: Results, row: int) -> list[Path]:
+def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
     """A picture of variances and one of attention maps; of layers without a posterior, none."""
     import numpy as np
     import torch
 
     from kalmix.analysis.layer_diagnostics import look
     from kalmix.analysis.plots import channel_maps, posterior_variance
-    from kalmix_bench.datasets.metrics import IGNORED
-    from kalmix_bench.experiments.recall.checkpoints import restored
-    from kalmix_bench.experiments.recall.data import draw as rows
+    from kalmix_bench.datasets.metrics import IGNORE_INDEX
+    from kalmix_bench.experiments.recall.checkpoints import load_trained_model
+    from kalmix_bench.experiments.recall.data import draw_cell_data
     from kalmix_bench.experiments.recall.models import AutoEncoder
 
-    drawn = rows(cell)
+    drawn = draw_cell_data(cell)
     test = drawn.parts[0].test
     if row >= len(test):
         raise ArgumentError("row", got=row, expected=f"below {len(test)}, as {cell} has test rows")
-    model = restored(cell, drawn, results)
+    model = load_trained_model(cell, drawn, results)
     tagger = model.encoder if isinstance(model, AutoEncoder) else model
-    _, found = look(tagger.model, tagger.embedded(torch.from_numpy(test.inputs[row])), weights=True)
+    _, found = look(tagger.model, tagger.embed(torch.from_numpy(test.inputs[row])), weights=True)
     if not found:
         return []
-    asked = test.targets[row] != IGNORED
+    asked = test.targets[row] != IGNORE_INDEX
     named = np.isin(test.inputs[row], test.targets[row][asked])
     tokens, folder = [str(token) for token in test.inputs[row]], results.path.parent / "beliefs"
     name = re.sub(r"[^\w.]+", "-", f"{cell.task}-{cell.layer}-{cell.seed}")

@@ -8,16 +8,16 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 
 from kalmix.errors import ArgumentError
 from kalmix.validation import check_types
-from kalmix_bench.experiments.recall.models import Shape
-from kalmix_bench.experiments.recall.protocol import Cell, Part, Protocol
+from kalmix_bench.experiments.recall.models import ModelShape
+from kalmix_bench.experiments.recall.protocol import Part, RecallCell, RecallProtocol
 from kalmix_bench.runner.cells import Row
 
-_T = TypeVar("_T", Shape, Protocol)
+_T = TypeVar("_T", ModelShape, RecallProtocol)
 _KINDS = {"task": str, "parts": list, "layer": str, "mixer": dict, "shape": dict, "protocol": dict, "seed": int}
 _PART = {"train": int, "test": int, "settings": dict}
 
 
-def cell_of_line(line: Row) -> Cell:
+def parse_cell(line: Row) -> RecallCell:
     """Return the cell that a line of a cell file names, or a row of results.
 
     `mixer` may be absent; otherwise it must be what `layer` stands for. A part's `settings` may be those alone that
@@ -37,9 +37,9 @@ def cell_of_line(line: Row) -> Cell:
         parts.append(Part(part["train"], part["test"], tuple(sorted(part.get("settings", {}).items()))))
     if not parts or not any(part.train for part in parts) or not any(part.test for part in parts):
         raise ArgumentError("parts", problem="lacks training rows or test rows", expected="some of both")
-    shape, protocol = _made(Shape, "shape", line["shape"]), _made(Protocol, "protocol", line["protocol"])
-    cell = Cell(line["task"], tuple(parts), line["layer"], shape, protocol, line["seed"])
-    named = cell.written()["mixer"]
+    shape, protocol = _made(ModelShape, "shape", line["shape"]), _made(RecallProtocol, "protocol", line["protocol"])
+    cell = RecallCell(line["task"], tuple(parts), line["layer"], shape, protocol, line["seed"])
+    named = cell.to_dict()["mixer"]
     if line.get("mixer", named) != named:
         raise ArgumentError("mixer", got=line["mixer"], expected=f"absent, or {named}, as `layer` says")
     return cell

@@ -11,30 +11,30 @@ from safetensors.torch import load_model, save_model
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import replace_file
 from kalmix.models.folder import check_finite
-from kalmix_bench import datasets as tasks
-from kalmix_bench.experiments.recall.data import Drawn
-from kalmix_bench.experiments.recall.models import AutoEncoder, Shape, Tagger, build
-from kalmix_bench.experiments.recall.protocol import Cell, Part, Protocol
+from kalmix_bench import datasets
+from kalmix_bench.experiments.recall.data import CellData
+from kalmix_bench.experiments.recall.models import AutoEncoder, ModelShape, TokenModel, build
+from kalmix_bench.experiments.recall.protocol import Part, RecallCell, RecallProtocol
 from kalmix_bench.runner.cells import Results, Row, digest
 
 
-def keep(cell: Cell, model: Tagger | AutoEncoder, results: Results) -> None:
+def save_weights(cell: RecallCell, model: TokenModel | AutoEncoder, results: Results) -> None:
     """Write the weights that a cell ended with."""
     with replace_file(_file(cell, results)) as partial:
         save_model(model, str(partial))
 
 
-def kept(results: Results) -> list[Cell]:
+def cells_with_weights(results: Results) -> list[RecallCell]:
     """The finished cells whose weights are there, oldest first."""
     try:
-        cells = [cell_of(row) for row in results.read() if "parts" in row]
+        cells = [cell_from_row(row) for row in results.read() if "parts" in row]
     except (LookupError, TypeError, AttributeError) as error:
         got = f"{str(results.path)!r}, with a row that is not a benchmark's ({error})"
         raise ArgumentError("results", got=got, expected="a file that `kalmix bench` wrote") from error
     return [cell for cell in dict.fromkeys(cells) if _file(cell, results).exists()]
 
 
-def restored(cell: Cell, drawn: Drawn, results: Results) -> Tagger | AutoEncoder:
+def load_trained_model(cell: RecallCell, drawn: CellData, results: Results) -> TokenModel | AutoEncoder:
     """The model of a cell as it ended, on the CPU; `drawn` are its rows.
 
     Raises:
@@ -43,7 +43,7 @@ def restored(cell: Cell, drawn: Drawn, results: Results) -> Tagger | AutoEncoder
     file, length = _file(cell, results), drawn.parts[0].test.inputs.shape[1]
     if not file.exists():
         raise ArgumentError("cell", got=f"{cell}, whose weights are missing", expected=f"one that wrote {file}")
-    model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=tasks.task(cell.task).from_last)
+    model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=datasets.get_task(cell.task).from_last)
     try:
         load_model(model, file)
         check_finite(model)
@@ -52,11 +52,11 @@ def restored(cell: Cell, drawn: Drawn, results: Results) -> Tagger | AutoEncoder
     return model.eval()
 
 
-def cell_of(row: Row) -> Cell:
+def cell_from_row(row: Row) -> RecallCell:
     """The cell that wrote a row."""
     parts = tuple(Part.of(part["train"], part["test"], **part["settings"]) for part in row["parts"])
-    shape, protocol = Shape(**_tuples(row["shape"])), Protocol(**_tuples(row["protocol"]))
-    return Cell(row["task"], parts, row["layer"], shape, protocol, row["seed"])
+    shape, protocol = ModelShape(**_tuples(row["shape"])), RecallProtocol(**_tuples(row["protocol"]))
+    return RecallCell(row["task"], parts, row["layer"], shape, protocol, row["seed"])
 
 
 def _tuples(written: dict[str, Any]) -> dict[str, Any]:
@@ -64,5 +64,5 @@ def _tuples(written: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
 
 
-def _file(cell: Cell, results: Results) -> Path:
+def _file(cell: RecallCell, results: Results) -> Path:
     return results.path.parent / "models" / f"{digest(cell)}.safetensors"

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kalmix.models.losses import IGNORE_INDEX
-from kalmix_bench import datasets as tasks
-from kalmix_bench.experiments.recall.protocol import Cell
+from kalmix_bench import datasets
+from kalmix_bench.experiments.recall.protocol import RecallCell
 
-Batch = dict[str, Tensor]
+TensorBatch = dict[str, Tensor]
 
 
-class Drawn(NamedTuple):
+class CellData(NamedTuple):
     """The rows of a cell.
 
     Attributes:
@@ -25,17 +25,17 @@ class Drawn(NamedTuple):
         vocab_size: ids are below it.
     """
 
-    parts: list[tasks.Data]
-    validation: list[tasks.Rows]
+    parts: list[datasets.Data]
+    validation: list[datasets.Rows]
     vocab_size: int
 
     @property
-    def test(self) -> list[tasks.Rows]:
+    def test(self) -> list[datasets.Rows]:
         """Test rows of each part."""
         return [part.test for part in self.parts]
 
 
-def draw(cell: Cell) -> Drawn:
+def draw_cell_data(cell: RecallCell) -> CellData:
     """Draw the rows of a cell; each part has a seed of its own.
 
     Validation rows are drawn behind the test rows and as those are: a task may ask less of test rows than of training
@@ -46,17 +46,17 @@ def draw(cell: Cell) -> Drawn:
     parts, validation = [], []
     for place, part in enumerate(cell.parts):
         rows, settings = part.test + (protocol.validation if part.test else 0), dict(part.settings)
-        data = tasks.make(cell.task, seed=first + place, train=part.train, test=rows, **settings)
+        data = datasets.make(cell.task, seed=first + place, train=part.train, test=rows, **settings)
         if rows > part.test:
             validation.append(_take(data.test, slice(part.test, None)))
             data = data._replace(test=_take(data.test, slice(part.test)))
         parts.append(data)
-    return Drawn(parts, validation, max(part.vocab_size for part in parts))
+    return CellData(parts, validation, max(part.vocab_size for part in parts))
 
 
-def _take(rows: tasks.Rows, which: slice) -> tasks.Rows:
-    facts = {name: fact[which] for name, fact in rows.facts.items()}
-    return tasks.Rows(rows.inputs[which], rows.targets[which], facts)
+def _take(rows: datasets.Rows, which: slice) -> datasets.Rows:
+    facts = {name: fact[which] for name, fact in rows.metadata.items()}
+    return datasets.Rows(rows.inputs[which], rows.targets[which], facts)
 
 
 class Batches:
@@ -70,7 +70,7 @@ class Batches:
         skip: batches that the next pass leaves out: a checkpoint's run has had them.
     """
 
-    def __init__(self, drawn: Drawn, batch: int, *, shuffle: bool, seed: int, device: torch.device) -> None:
+    def __init__(self, drawn: CellData, batch: int, *, shuffle: bool, seed: int, device: torch.device) -> None:
         kept = [part.train for part in drawn.parts if len(part.train)]
         self.rows = [
             tuple(
@@ -88,7 +88,7 @@ class Batches:
     def __len__(self) -> int:
         return sum(-(-(len(inputs) - 1) // self.batch) for inputs, _ in self.rows)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[TensorBatch]:
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + self.epoch)
         chosen = []
         for part, (inputs, _) in enumerate(self.rows):

@@ -13,21 +13,21 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from kalmix.errors import NonFiniteError
-from kalmix_bench import datasets as tasks
+from kalmix_bench import datasets
 from kalmix_bench.datasets.metrics import Metric
-from kalmix_bench.experiments.recall.data import Batches, Drawn
-from kalmix_bench.experiments.recall.protocol import Cell
-from kalmix_bench.runner.experiment import Tell
+from kalmix_bench.experiments.recall.data import Batches, CellData
+from kalmix_bench.experiments.recall.protocol import RecallCell
+from kalmix_bench.runner.experiment import ProgressFn
 
-SAVED = 60.0  # seconds between two checkpoints
-TOLD = 0.5  # seconds between two words of how far it is
+CHECKPOINT_SECONDS = 60.0  # seconds between two checkpoints
+REPORT_SECONDS = 0.5  # seconds between two words of how far it is
 FIFTHS = 5
 Curves = dict[str, list[float]]
 
 
-def by_depth(score: Metric, predicted: Any, test: tasks.Rows) -> dict[str, float]:
+def by_depth(score: Metric, predicted: Any, test: datasets.Rows) -> dict[str, float]:
     """The score of rows whose answer stands in each fifth of them, of those that have any; of tasks that say where."""
-    depth = test.facts.get("depth")
+    depth = test.metadata.get("depth")
     if depth is None:
         return {}
     fifth = np.minimum((np.asarray(depth) * FIFTHS).astype(int), FIFTHS - 1)
@@ -35,18 +35,18 @@ def by_depth(score: Metric, predicted: Any, test: tasks.Rows) -> dict[str, float
     return {f"depth {part + 1}/{FIFTHS}": score(predicted[rows], test.targets[rows]) for part, rows in there.items()}
 
 
-class Judged(Protocol):
+class EvaluationTrainer(Protocol):
     """Trainer whose model a `Judge` scores."""
 
     batches: Batches
     total: Tensor  # of the losses of an epoch
 
-    def predict_rows(self, rows: tasks.Rows) -> tuple[float, Any]:
+    def predict_rows(self, rows: datasets.Rows) -> tuple[float, Any]:
         """Return the mean loss of a scored token of `rows`, and the predicted ids, `[n, T]`."""
         ...
 
 
-class Judge(TrainerCallback, ExportableState):
+class EvaluationCallback(TrainerCallback, ExportableState):
     """Scores test and validation rows after each epoch, keeps the curves, and ends a run that is done or no better.
 
     Attributes:
@@ -55,18 +55,18 @@ class Judge(TrainerCallback, ExportableState):
         slices: by epoch that is chosen ("loss", "score", "last"), test scores of each part. With validation rows they
             choose the epoch, and "loss on test" and "score on test" are the epochs that test rows choose.
         seconds: of training, and of judging.
-        stopped: whether the run stored a checkpoint and stopped because `tell` asked for it.
+        stopped: whether the run stored a checkpoint and stopped because `on_progress` asked for it.
     """
 
-    def __init__(self, cell: Cell, drawn: Drawn, tell: Tell) -> None:
-        self.cell, self.drawn, self.tell = cell, drawn, tell
-        self.trainer: Judged | None = None
+    def __init__(self, cell: RecallCell, drawn: CellData, on_progress: ProgressFn) -> None:
+        self.cell, self.drawn, self.on_progress = cell, drawn, on_progress
+        self.trainer: EvaluationTrainer | None = None
         self.curves: Curves = {}
         self.slices: dict[str, list[dict[str, float]]] = {}
-        self.seconds = {"training": 0.0, "judging": 0.0}
-        self._began = self._saved = self._told = time.monotonic()
+        self.seconds = {"training": 0.0, "evaluation": 0.0}
+        self._began = self._saved = self.cell_key = time.monotonic()
         self.stopped = False
-        self._standing = ""
+        self._status = ""
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores of it, with the losses of the epoch under way."""
@@ -77,27 +77,27 @@ class Judge(TrainerCallback, ExportableState):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert self.trainer is not None
         kept: Any = state.stateful_callbacks  # of the checkpoint, or as it is
-        for name, value in kept["Judge"]["attributes"].items():
+        for name, value in kept["EvaluationCallback"]["attributes"].items():
             setattr(self, name, value)
-        self.trainer.total.fill_(kept["Judge"]["args"].get("total", 0.0))
+        self.trainer.total.fill_(kept["EvaluationCallback"]["args"].get("total", 0.0))
         self.trainer.batches.skip = state.global_step % len(self.trainer.batches)
 
     @property
-    def main(self) -> str:
+    def main_score(self) -> str:
         """The score that a protocol goes by."""
-        return next(iter(tasks.task(self.cell.task).scores))
+        return next(iter(datasets.get_task(self.cell.task).scores))
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._began = time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert self.trainer is not None
-        if time.monotonic() - self._told > TOLD:
-            self._told = time.monotonic()
-            if self.tell(state.global_step / state.max_steps, self._standing) and self._inside(state):
+        if time.monotonic() - self.cell_key > REPORT_SECONDS:
+            self.cell_key = time.monotonic()
+            if self.on_progress(state.global_step / state.max_steps, self._status) and self._is_mid_epoch(state):
                 self._stop(control)
 
-    def _inside(self, state: TrainerState) -> bool:
+    def _is_mid_epoch(self, state: TrainerState) -> bool:
         """Return whether steps of the epoch under way are left; after its last step it is scored first."""
         assert self.trainer is not None
         return state.global_step % len(self.trainer.batches) > 0
@@ -117,58 +117,61 @@ class Judge(TrainerCallback, ExportableState):
         self.seconds["training"] += time.monotonic() - self._began
         if not math.isfinite(loss):
             raise NonFiniteError("loss")
-        self._judged(loss)
-        protocol, main = self.cell.protocol, self.curves[self._decisive(self.main)]
+        self._evaluate(loss)
+        protocol, main = self.cell.protocol, self.curves[self._selection_curve(self.main_score)]
         epochs = len(main)
         since = epochs - 1 - max(range(epochs), key=main.__getitem__)
         stale = protocol.patience is not None and since >= protocol.patience
         done = stale or main[-1] >= protocol.enough or epochs >= protocol.epochs
-        self._standing = f"{self.main} {main[epochs - 1 - since]:.3f}"
-        out_of_time = self.tell(1.0 if done else epochs / protocol.epochs, self._standing)
+        self._status = f"{self.main_score} {main[epochs - 1 - since]:.3f}"
+        out_of_time = self.on_progress(1.0 if done else epochs / protocol.epochs, self._status)
         self.stopped = not done and bool(out_of_time)
         control.should_training_stop = done or self.stopped
-        control.should_save = self.stopped or (not done and time.monotonic() - self._saved > SAVED)
+        control.should_save = self.stopped or (not done and time.monotonic() - self._saved > CHECKPOINT_SECONDS)
         if control.should_save:
             self._saved = time.monotonic()
 
-    def _judged(self, loss: float) -> None:
+    def _evaluate(self, loss: float) -> None:
         """Score test and validation rows; add to the curves, and to the slices where this epoch is the best so far."""
         began = time.monotonic()
-        parts = self._scored(self.drawn.test)
-        means = {"loss": loss, **self.means(parts)}
+        parts = self._score_parts(self.drawn.test)
+        means = {"loss": loss, **self.mean_scores(parts)}
         if self.drawn.validation:
-            held_out = self.means(self._scored(self.drawn.validation))
-            means |= {self._decisive(name): value for name, value in held_out.items()}
+            held_out = self.mean_scores(self._score_parts(self.drawn.validation))
+            means |= {self._selection_curve(name): value for name, value in held_out.items()}
         for name, value in means.items():
             self.curves.setdefault(name, []).append(value)
-        best = {"last": True, **self._best(self._decisive("test_loss"), self._decisive(self.main))}
+        best = {
+            "last": True,
+            **self._is_best(self._selection_curve("test_loss"), self._selection_curve(self.main_score)),
+        }
         if self.drawn.validation:
-            best |= {f"{name} on test": holds for name, holds in self._best("test_loss", self.main).items()}
+            best |= {f"{name} on test": holds for name, holds in self._is_best("test_loss", self.main_score).items()}
         self.slices |= {name: parts for name, holds in best.items() if holds}
-        self.seconds["judging"] += time.monotonic() - began
+        self.seconds["evaluation"] += time.monotonic() - began
 
-    def _decisive(self, name: str) -> str:
+    def _selection_curve(self, name: str) -> str:
         """Return the curve that decides for the test rows' curve `name`."""
         return f"validation_{name.removeprefix('test_')}" if self.drawn.validation else name
 
-    def _scored(self, rows: Sequence[tasks.Rows]) -> list[dict[str, float]]:
+    def _score_parts(self, rows: Sequence[datasets.Rows]) -> list[dict[str, float]]:
         """Return loss and scores of each part that has rows."""
         assert self.trainer is not None
-        task, parts = tasks.task(self.cell.task), []
+        task, parts = datasets.get_task(self.cell.task), []
         for part in rows:
             if len(part):
                 missed, predicted = self.trainer.predict_rows(part)
                 scores = {name: score(predicted, part.targets) for name, score in task.scores.items()}
                 parts.append({"test_loss": missed, **scores})
-                parts[-1] |= by_depth(task.scores[self.main], predicted, part)
+                parts[-1] |= by_depth(task.scores[self.main_score], predicted, part)
         return parts
 
-    def means(self, parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    def mean_scores(self, parts: Sequence[dict[str, float]]) -> dict[str, float]:
         """Return loss and scores, averaged over parts."""
-        names = ("test_loss", *tasks.task(self.cell.task).scores)
+        names = ("test_loss", *datasets.get_task(self.cell.task).scores)
         return {name: sum(part[name] for part in parts) / len(parts) for name in names}
 
-    def _best(self, loss: str, score: str) -> dict[str, bool]:
+    def _is_best(self, loss: str, score: str) -> dict[str, bool]:
         """Return whether the last epoch is the one of least loss (the last of these), and of best score (the first)."""
         lost, scored = self.curves[loss], self.curves[score]
         return {"loss": lost[-1] <= min(lost), "score": scored.index(max(scored)) == len(scored) - 1}

@@ -13,19 +13,19 @@ import typer
 from rich.console import Console
 
 from kalmix.errors import NonFiniteError
-from kalmix_bench import datasets as tasks
+from kalmix_bench import datasets
 from kalmix_bench.experiments.recall import presets
 from kalmix_bench.experiments.recall import report as recall_report
-from kalmix_bench.experiments.recall.checkpoints import keep
-from kalmix_bench.experiments.recall.data import draw
+from kalmix_bench.experiments.recall.checkpoints import save_weights
+from kalmix_bench.experiments.recall.data import draw_cell_data
 from kalmix_bench.experiments.recall.layers import state_size
 from kalmix_bench.experiments.recall.models import AutoEncoder, build
-from kalmix_bench.experiments.recall.protocol import Cell
-from kalmix_bench.experiments.recall.trainer import learn
+from kalmix_bench.experiments.recall.protocol import RecallCell
+from kalmix_bench.experiments.recall.trainer import train_cell
 from kalmix_bench.runner import cell_file, options, report, session
 from kalmix_bench.runner.cells import Results, Row, digest
-from kalmix_bench.runner.determinism import one_order
-from kalmix_bench.runner.experiment import Experiment, Tell
+from kalmix_bench.runner.determinism import deterministic_mode
+from kalmix_bench.runner.experiment import Experiment, ProgressFn
 from kalmix_bench.runner.paper_claims import Finding
 
 HELP = {
@@ -39,7 +39,7 @@ LAYER = """Layer to run, by name, or with options: 'kla:{"slots": 8}'. Repeatabl
 VALIDATION = "Validation rows to draw in addition; they choose the epoch. Default: test rows do, as in the papers."
 
 
-class Recall(Experiment[Cell]):
+class Recall(Experiment[RecallCell]):
     """Layers on the papers' synthetic benchmarks: `kalmix bench mad`, `mqar`, `needle` and `a5`."""
 
     name = "benchmarks"
@@ -48,7 +48,9 @@ class Recall(Experiment[Cell]):
     def commands(self) -> dict[str, Callable[..., None]]:
         return {bench: _command(bench) for bench in presets.BENCHES}
 
-    def run(self, cells: tuple[Cell, ...], results: Results, device: torch.device, tell: Tell) -> list[Row]:
+    def run(
+        self, cells: tuple[RecallCell, ...], results: Results, device: torch.device, on_progress: ProgressFn
+    ) -> list[Row]:
         """Train a layer on a task; return scores at the epoch that the protocol chooses, curves, sizes and speed.
 
         A run that takes minutes stores checkpoints, and resumes from them. A run that diverges is finished: its row has
@@ -58,9 +60,9 @@ class Recall(Experiment[Cell]):
             ArgumentError: the layer does not take the size that the cell's shape gives it.
         """
         (cell,) = cells
-        drawn, from_last = draw(cell), tasks.task(cell.task).from_last
+        drawn, from_last = draw_cell_data(cell), datasets.get_task(cell.task).from_last
         length = drawn.parts[0].test.inputs.shape[1]
-        with one_order(device):
+        with deterministic_mode(device):
             with torch.random.fork_rng():
                 torch.manual_seed(cell.seed)
                 model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=from_last)
@@ -71,42 +73,49 @@ class Recall(Experiment[Cell]):
                 "state": state_size(mixer),
             }
             try:
-                judge = learn(cell, drawn, model.to(device), device, tell, _checkpoints(cell, results))
+                evaluation = train_cell(cell, drawn, model.to(device), device, on_progress, _checkpoints(cell, results))
             except NonFiniteError as error:
-                tell(1.0, f"diverged ({error})")
+                on_progress(1.0, f"diverged ({error})")
                 return [{**sizes, "diverged": str(error)}]
-        keep(cell, model, results)
-        epochs, tokens = len(judge.curves["loss"]), sum(part.train.inputs.size for part in drawn.parts)
-        chosen, on_test = judge.slices[cell.protocol.chosen], judge.slices.get(f"{cell.protocol.chosen} on test")
+        save_weights(cell, model, results)
+        epochs, tokens = len(evaluation.curves["loss"]), sum(part.train.inputs.size for part in drawn.parts)
+        chosen, on_test = (
+            evaluation.slices[cell.protocol.chosen],
+            evaluation.slices.get(f"{cell.protocol.chosen} on test"),
+        )
         return [
             {
                 **sizes,
-                "score": judge.main,
-                "scores": judge.means(chosen),
-                **({} if on_test is None else {"test_chosen_scores": judge.means(on_test)}),
-                "slices": judge.slices,
-                "curves": {name: [float(f"{value:.6g}") for value in curve] for name, curve in judge.curves.items()},
+                "score": evaluation.main_score,
+                "scores": evaluation.mean_scores(chosen),
+                **({} if on_test is None else {"test_chosen_scores": evaluation.mean_scores(on_test)}),
+                "slices": evaluation.slices,
+                "curves": {
+                    name: [float(f"{value:.6g}") for value in curve] for name, curve in evaluation.curves.items()
+                },
                 "epochs": epochs,
-                "training_seconds": round(judge.seconds["training"], 2),
-                "judging_seconds": round(judge.seconds["judging"], 2),
-                "tokens_per_second": round(epochs * tokens / max(judge.seconds["training"], 1e-9)),
+                "training_seconds": round(evaluation.seconds["training"], 2),
+                "evaluation_seconds": round(evaluation.seconds["evaluation"], 2),
+                "tokens_per_second": round(epochs * tokens / max(evaluation.seconds["training"], 1e-9)),
             }
         ]
 
-    def clear(self, cell: Cell, results: Results) -> None:
+    def clear(self, cell: RecallCell, results: Results) -> None:
         shutil.rmtree(_checkpoints(cell, results), ignore_errors=True)
 
     def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
-        return recall_report.tell(rows, output, console)
+        return recall_report.write_report(rows, output, console)
 
-    def report_run(self, rows: Mapping[Cell, Row], results: Results, output: Path, console: Console) -> list[Path]:
+    def report_run(
+        self, rows: Mapping[RecallCell, Row], results: Results, output: Path, console: Console
+    ) -> list[Path]:
         return report.write(list(rows.values()), output, console, [self])
 
     def findings(self, rows: Sequence[Row]) -> list[Finding]:
         return recall_report.findings(rows)
 
 
-def _checkpoints(cell: Cell, results: Results) -> Path:
+def _checkpoints(cell: RecallCell, results: Results) -> Path:
     return results.path.parent / "checkpoints" / digest(cell)
 
 
@@ -135,7 +144,7 @@ def _command(bench: str) -> Callable[..., None]:
         changes = {"validation": validation, **({} if epochs is None else {"epochs": epochs})}
         studies = tuple(replace(s, protocol=replace(s.protocol, **changes)) for s in studies)
         depths = () if depth is None else options.counts("depth", depth)
-        cells = presets.cells(studies, task or (), layer or (), options.count("seeds", seeds), width or (), depths)
+        cells = presets.make_cells(studies, task or (), layer or (), options.count("seeds", seeds), width or (), depths)
         where, console = options.device(device), Console(highlight=False)
         if write is not None:
             cell_file.write(cells, write)

@@ -32,7 +32,7 @@ LAYERS: dict[str, Options] = {
 }
 
 
-def layer(text: str) -> Options:
+def parse_layer(text: str) -> Options:
     """Return a layer as an entry of a model's list of layers.
 
     Args:

@@ -15,11 +15,11 @@ from kalmix.layers.modules import RMSNorm, sample_gaussian
 from kalmix.models.blocks import Block
 from kalmix.models.causal_lm import EMBEDDING_STD, LanguageModel
 from kalmix_bench.experiments.recall.deterministic_embedding import lookup
-from kalmix_bench.experiments.recall.layers import Options, layer, sized
+from kalmix_bench.experiments.recall.layers import Options, parse_layer, sized
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A model without its layer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Shape:
     values: float = 1.0
     mlp: int = 0
     norm: str = "rms"
-    head: str = "own"
+    head: str = "untied"
     echo: bool = False
     dropout: float = 0.0
     scaled: bool = False
@@ -58,15 +58,15 @@ class Shape:
             if getattr(self, name) < 1:
                 raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
 
-    def layer(self, name: str) -> Options:
+    def layer_options(self, name: str) -> Options:
         """Return the layer of that name, with options behind it or not, sized."""
-        options = layer(name)
+        options = parse_layer(name)
         if self.state is None:
             return options
         return sized(options, self.width, self.state, self.heads, self.values)
 
 
-class Tagger(nn.Module):
+class TokenModel(nn.Module):
     """What token is wanted at each token: embedding, blocks, norm, head. `logits = model(ids)`.
 
     A layer's option `samples` is the model's: logits are then of the mean probability over so many samples of what the
@@ -74,9 +74,9 @@ class Tagger(nn.Module):
     Attention.
     """
 
-    def __init__(self, vocabulary: int, shape: Shape, name: str) -> None:
+    def __init__(self, vocabulary: int, shape: ModelShape, name: str) -> None:
         super().__init__()
-        width, entry = shape.width, {**shape.layer(name), "mlp": shape.mlp}
+        width, entry = shape.width, {**shape.layer_options(name), "mlp": shape.mlp}
         self.samples = entry.pop("samples", 0)
         tied = shape.head == "tied"
         self.model = LanguageModel(vocabulary, width, [entry] * shape.depth, tie_word_embeddings=tied)
@@ -96,13 +96,13 @@ class Tagger(nn.Module):
         if shape.decoder:
             self.model.lm_head = _decoder(vocabulary, shape)[1:]  # its first norm is the model's
 
-    def embedded(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor) -> Tensor:
         """What the first block is given, `[..., D]` of ids `[...]`."""
         return self.encoder(self.dropout(lookup(self.model.embed_tokens.get_parameter("weight"), ids)))
 
-    def stream(self, ids: Tensor) -> Tensor:
+    def hidden_states(self, ids: Tensor) -> Tensor:
         """The residual stream behind the last block, `[S, B, T, D]` of S samples, or 1, of ids `[B, T]`."""
-        output = self.model(self.embedded(ids), output_states=False, output_posterior=self.samples > 0)
+        output = self.model(self.embed(ids), output_states=False, output_posterior=self.samples > 0)
         if output.posterior is None:
             return output.last_hidden_state[None]
         residual, mean, variance, context = output.posterior
@@ -111,7 +111,7 @@ class Tagger(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits `[B, T, vocabulary]`."""
-        return expected(self.model.logits(self.stream(ids)))
+        return expected_logits(self.model.logits(self.hidden_states(ids)))
 
 
 class AutoEncoder(nn.Module):
@@ -120,20 +120,20 @@ class AutoEncoder(nn.Module):
     At each position the decoder is given the last token's stream plus the position's sines and cosines.
     """
 
-    def __init__(self, vocabulary: int, shape: Shape, name: str, length: int) -> None:
+    def __init__(self, vocabulary: int, shape: ModelShape, name: str, length: int) -> None:
         super().__init__()
-        self.encoder = Tagger(vocabulary, replace(shape, decoder=()), name)
+        self.encoder = TokenModel(vocabulary, replace(shape, decoder=()), name)
         del self.encoder.model.norm, self.encoder.model.lm_head  # the decoder has its own
-        self.positions = nn.Buffer(sinusoids(length, shape.width), persistent=False)
+        self.positions = nn.Buffer(sinusoidal_positions(length, shape.width), persistent=False)
         self.decoder = _decoder(vocabulary, shape)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits `[B, T, vocabulary]` of ids `[B, T]`, T as it was built for."""
-        last = self.encoder.stream(ids)[:, :, -1:]
-        return expected(self.decoder(last + self.positions))
+        last = self.encoder.hidden_states(ids)[:, :, -1:]
+        return expected_logits(self.decoder(last + self.positions))
 
 
-def build(vocabulary: int, shape: Shape, name: str, length: int, *, from_last: bool) -> Tagger | AutoEncoder:
+def build(vocabulary: int, shape: ModelShape, name: str, length: int, *, from_last: bool) -> TokenModel | AutoEncoder:
     """A model for rows of `length` ids below `vocabulary`, freshly drawn by PyTorch's global generator.
 
     Args:
@@ -146,15 +146,15 @@ def build(vocabulary: int, shape: Shape, name: str, length: int, *, from_last: b
     Raises:
         ArgumentError: no such layer, or its state cannot be sized as `shape` says.
     """
-    return AutoEncoder(vocabulary, shape, name, length) if from_last else Tagger(vocabulary, shape, name)
+    return AutoEncoder(vocabulary, shape, name, length) if from_last else TokenModel(vocabulary, shape, name)
 
 
-def expected(logits: Tensor) -> Tensor:
+def expected_logits(logits: Tensor) -> Tensor:
     """Logits `[...]` of the mean of the probabilities that logits `[S, ...]` stand for."""
     return logits[0] if len(logits) == 1 else logits.log_softmax(-1).logsumexp(0)
 
 
-def sinusoids(length: int, width: int) -> Tensor:
+def sinusoidal_positions(length: int, width: int) -> Tensor:
     """`[length, width]`: sines, then cosines, of positions at `width / 2` frequencies from 1 down to 1 / 10,000."""
     half = width // 2
     rates = torch.exp(-math.log(10_000) / max(half - 1, 1) * torch.arange(half))
@@ -162,18 +162,18 @@ def sinusoids(length: int, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos(), torch.zeros(length, width - 2 * half)], dim=1)
 
 
-def _norm(shape: Shape, width: int | None = None) -> Any:
+def _norm(shape: ModelShape, width: int | None = None) -> Any:
     return (nn.LayerNorm if shape.norm == "layer" else RMSNorm)(shape.width if width is None else width)
 
 
-def _encoder(shape: Shape) -> nn.Module:
+def _encoder(shape: ModelShape) -> nn.Module:
     if not shape.encoder:
         return nn.Identity()
     up, down = nn.Linear(shape.width, shape.encoder), nn.Linear(shape.encoder, shape.width)
     return nn.Sequential(_norm(shape), up, nn.GELU(), down)
 
 
-def _decoder(vocabulary: int, shape: Shape) -> nn.Sequential:
+def _decoder(vocabulary: int, shape: ModelShape) -> nn.Sequential:
     """To logits, with a norm before each linear map, all of which begin as MAD's."""
     widths = (shape.width, *shape.decoder)
     steps = [part for a, b in pairwise(widths) for part in (_norm(shape, a), nn.Linear(a, b), nn.GELU())]

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kalmix.errors import ArgumentError, nearest_names
-from kalmix_bench.datasets import task
-from kalmix_bench.experiments.recall.models import Shape
-from kalmix_bench.experiments.recall.protocol import Cell, Part, Protocol
+from kalmix_bench.datasets import get_task
+from kalmix_bench.experiments.recall.models import ModelShape
+from kalmix_bench.experiments.recall.protocol import Part, RecallCell, RecallProtocol
 
 
 @dataclass(frozen=True)
-class Study:
+class RecallStudy:
     """A task as a benchmark asks it.
 
     Attributes:
@@ -27,50 +27,50 @@ class Study:
 
     task: str
     parts: tuple[Part, ...]
-    shapes: tuple[Shape, ...]
-    protocol: Protocol
+    shapes: tuple[ModelShape, ...]
+    protocol: RecallProtocol
     layers: tuple[str, ...]
     rates: tuple[float, ...] = ()
     decays: tuple[float, ...] = ()
 
-    def cells(self, layers: Sequence[str], seeds: int) -> Iterator[Cell]:
+    def make_cells(self, layers: Sequence[str], seeds: int) -> Iterator[RecallCell]:
         """For these layers, or its own if there are none; seed by seed, so that all have some results early."""
         for seed in range(seeds):
             for shape in self.shapes:
                 for name in layers or self.layers:
-                    for protocol in self.tried():
-                        yield Cell(self.task, self.parts, name, shape, protocol, seed)
+                    for protocol in self.protocols():
+                        yield RecallCell(self.task, self.parts, name, shape, protocol, seed)
 
-    def at_depths(self, depths: Sequence[int]) -> Study:
+    def with_depths(self, depths: Sequence[int]) -> RecallStudy:
         """Return the study with each of its models at each of these depths; itself if there are none."""
         shapes = (replace(shape, depth=depth) for depth in depths for shape in self.shapes)
         return replace(self, shapes=tuple(dict.fromkeys(shapes))) if depths else self
 
-    def tried(self) -> list[Protocol]:
+    def protocols(self) -> list[RecallProtocol]:
         """The protocol at each rate and decay."""
         rates, decays = self.rates or (self.protocol.rate,), self.decays or (self.protocol.decay,)
         return [replace(self.protocol, rate=rate, decay=decay) for rate in rates for decay in decays]
 
 
-Preset = tuple[Study, ...]
+RecallPreset = tuple[RecallStudy, ...]
 
 # Appendix G of Kalman Linear Attention; its KLA has a state of 2,048 floats at a width of 128. Inferences: the
 # encoder, an MLP 120 wide, stands before the block, the decoder (240, 120) behind it, in every task; and the best epoch
 # counts.
-_G = Protocol(epochs=750, batch=172, rate=1e-3, patience=70, clip=5.0, data_seed=12345, captured=True)
-_SINGLE = Shape(128, state=2048, encoder=120, decoder=(240, 120))
+_G = RecallProtocol(epochs=750, batch=172, rate=1e-3, patience=70, clip=5.0, data_seed=12345, captured=True)
+_SINGLE = ModelShape(128, state=2048, encoder=120, decoder=(240, 120))
 _RIVALS = ("kla", "kla-noise-free", "gated-deltanet", "gla", "mamba-1", "mlstm")
 MAD = ("in-context-recall", "noisy-recall", "fuzzy-recall", "selective-copying", "compression", "memorization")
 
 
-def _mad(name: str) -> Study:
-    return Study(f"mad/{name}", (Part(256 if name == "memorization" else 12_800, 1280),), (_SINGLE,), _G, _RIVALS)
+def _mad(name: str) -> RecallStudy:
+    return RecallStudy(f"mad/{name}", (Part(256 if name == "memorization" else 12_800, 1280),), (_SINGLE,), _G, _RIVALS)
 
 
 # MAD's own code (athms/mad-lab), each task at its baseline and at every step of difficulty: two blocks of mixer and
 # SwiGLU. It asks for states of one size and does not say which; this is KLA's by itself. Its last word is the epoch of
 # the least test loss.
-_LAB = Protocol(
+_LAB = RecallProtocol(
     epochs=200,
     batch=128,
     rate=1e-3,
@@ -82,20 +82,20 @@ _LAB = Protocol(
     data_seed=12345,
     captured=True,
 )
-_BLOCKS_OF_TWO = Shape(128, depth=2, state=4096, mlp=352)
+_BLOCKS_OF_TWO = ModelShape(128, depth=2, state=4096, mlp=352)
 
 
-def _lab(name: str) -> Iterator[Study]:
-    asked = task(f"mad/{name}")
+def _lab(name: str) -> Iterator[RecallStudy]:
+    asked = get_task(f"mad/{name}")
     shape = replace(_BLOCKS_OF_TWO, decoder=(128, 128) if asked.from_last else ())
-    for change in ({}, *asked.published.harder):
+    for change in ({}, *asked.published.difficulties):
         part = Part.of(**{"train": asked.published.train, "test": asked.published.test, **change})
         layers = ("attention", *_RIVALS)
-        yield Study(asked.name, (part,), (shape,), _LAB, layers, rates=(1e-4, 5e-4, 1e-3), decays=(0.0, 0.1))
+        yield RecallStudy(asked.name, (part,), (shape,), _LAB, layers, rates=(1e-4, 5e-4, 1e-3), decays=(0.0, 0.1))
 
 
 # Figure 2 of Zoology (ICLR 2024). Its learning rates are a grid; it stops at 99%.
-_ZOOLOGY = Protocol(
+_ZOOLOGY = RecallProtocol(
     epochs=64,
     batch=512,
     rate=1e-3,
@@ -106,22 +106,22 @@ _ZOOLOGY = Protocol(
     data_seed=123,
     captured=True,
 )
-_TIED = Shape(64, depth=2, norm="layer", head="tied", echo=True, dropout=0.1, scaled=True)
+_TIED = ModelShape(64, depth=2, norm="layer", head="tied", echo=True, dropout=0.1, scaled=True)
 _GRID = (1e-4, 10**-3.3333333333333335, 10**-2.6666666666666665, 1e-2)
 _ATTENTIVE = ("attention", "kla", "gated-kalmanet", "bayesian", "gated-deltanet", "mamba2", "linear-attention")
 
 
-def _figure_2(length: int, pairs: int, batch: int, widths: tuple[int, ...], layers: tuple[str, ...]) -> Study:
+def _figure_2(length: int, pairs: int, batch: int, widths: tuple[int, ...], layers: tuple[str, ...]) -> RecallStudy:
     part = Part.of(100_000, 3000, input_seq_len=length, num_kv_pairs=pairs)
     shapes = tuple(replace(_TIED, width=width) for width in widths)
-    return Study("mqar", (part,), shapes, replace(_ZOOLOGY, batch=batch), layers, _GRID)
+    return RecallStudy("mqar", (part,), shapes, replace(_ZOOLOGY, batch=batch), layers, _GRID)
 
 
 # Appendix F of Memory by Design. It leaves open the rate and the epochs; these are ours.
-_BAYES = Protocol(
+_BAYES = RecallProtocol(
     epochs=16, batch=256, rate=1e-3, decay=0.1, schedule="warmup", warmup=1024, data_seed=0, captured=True
 )
-_MATCHED = Shape(128, depth=2, state=8192, values=2.0)
+_MATCHED = ModelShape(128, depth=2, state=8192, values=2.0)
 _BAYESIAN = ("bayesian", "bayesian-no-conv", "gated-deltanet", "gated-deltanet-no-conv", "mamba2", "mamba2-no-conv")
 
 
@@ -139,42 +139,44 @@ _BLOCKS = tuple(Part.of(100_000, 3000, input_seq_len=128, num_kv_pairs=d, block_
 
 # Appendix G.5 of Kalman Linear Attention, on what the word problem's own code trains on: all words of two elements
 # (3,600) and four fifths of those of length k.
-_WORDS = Protocol(epochs=500, batch=512, rate=3e-4, patience=50, decay=0.01, enough=0.99, data_seed=0, captured=True)
+_WORDS = RecallProtocol(
+    epochs=500, batch=512, rate=3e-4, patience=50, decay=0.01, enough=0.99, data_seed=0, captured=True
+)
 
 
-def _words(task: str, k: int, depth: int) -> Study:
+def _words(task: str, k: int, depth: int) -> RecallStudy:
     parts = (Part.of(800_000, 10_000, k=k), Part.of(3600, 0, k=2))
-    shape = Shape(1024, depth=depth, state=32 * 1024)
-    return Study(task, parts, (shape,), _WORDS, ("kla", "kla-noise-free", "mamba2", "gated-deltanet"))
+    shape = ModelShape(1024, depth=depth, state=32 * 1024)
+    return RecallStudy(task, parts, (shape,), _WORDS, ("kla", "kla-noise-free", "mamba2", "gated-deltanet"))
 
 
 # No paper trains for RULER alone: Memory by Design distils into a model of 340 million parameters, and asks that. Here
 # models learn the task from bytes, at one length, and are asked at others. All of it is ours.
-_NEEDLES = Protocol(
+_NEEDLES = RecallProtocol(
     epochs=20, batch=32, rate=1e-3, decay=0.1, clip=1.0, schedule="warmup", warmup=200, bf16=True, data_seed=0
 )
 
 
 def _bytes(length: int, train: int, test: int) -> Part:
-    return Part.of(train, test, max_seq_length=length, tokens_to_generate=16, words="own")
+    return Part.of(train, test, max_seq_length=length, tokens_to_generate=16, words="builtin")
 
 
 # On a laptop: as small as still shows what the papers say; docs/results/benchmarks.md says what was tried.
-_SMALL = Protocol(epochs=40, batch=32, rate=3e-3, clip=5.0, data_seed=12345)
-_NARROW = Shape(64, state=1024)
-_SLOTS = Shape(64, state=256, decoder=(128, 128))  # two a channel, so that a filter has few decays to choose from
+_SMALL = RecallProtocol(epochs=40, batch=32, rate=3e-3, clip=5.0, data_seed=12345)
+_NARROW = ModelShape(64, state=1024)
+_SLOTS = ModelShape(64, state=256, decoder=(128, 128))  # two a channel, so that a filter has few decays to choose from
 
-BENCHES: dict[str, dict[str, Preset]] = {
+BENCHES: dict[str, dict[str, RecallPreset]] = {
     "mad": {
         "laptop": (
-            Study(
+            RecallStudy(
                 "mad/selective-copying",
                 (Part.of(1600, 256, seq_len=32, num_tokens_to_copy=4),),
                 (_NARROW,),
                 _SMALL,
                 ("kla", "kla-noise-free"),
             ),
-            Study(
+            RecallStudy(
                 "mad/compression",
                 (Part.of(12_800, 256, seq_len=16),),
                 (_SLOTS,),
@@ -185,10 +187,10 @@ BENCHES: dict[str, dict[str, Preset]] = {
         "paper": (
             *map(_mad, MAD),
             *(
-                Study(
+                RecallStudy(
                     "recall/long",
                     (Part(12_800, 1280),),
-                    (Shape(width, depth=2, state=32 * width),),
+                    (ModelShape(width, depth=2, state=32 * width),),
                     replace(_G, batch=batch),
                     ("kla", "gated-deltanet", "gla", "mamba-1"),
                 )
@@ -199,14 +201,14 @@ BENCHES: dict[str, dict[str, Preset]] = {
     },
     "mqar": {
         "laptop": (
-            Study(
+            RecallStudy(
                 "mqar",
                 (Part.of(8000, 256, vocab_size=96, input_seq_len=80, num_kv_pairs=20),),
-                (Shape(16, depth=2, state=512, heads=1),),
+                (ModelShape(16, depth=2, state=512, heads=1),),
                 replace(_SMALL, epochs=10, batch=64, rate=1e-2),
                 ("kalmanet-bare", "linear-attention"),
             ),
-            Study(  # some keys are written again and the others must be kept; where all are, no order is seen
+            RecallStudy(  # some keys are written again and the others must be kept; where all are, no order is seen
                 "mqar/update",
                 (Part.of(24_000, 256, vocab_size=256, input_seq_len=128, num_kv_pairs=16, num_updates=4),),
                 (replace(_TIED, state=2048, values=2.0, dropout=0.0),),
@@ -220,26 +222,26 @@ BENCHES: dict[str, dict[str, Preset]] = {
             _figure_2(256, 16, 256, (64, 128, 256, 512), _ATTENTIVE),
             _figure_2(512, 64, 128, (64, 128, 256, 512), _ATTENTIVE),
             _figure_2(512, 64, 128, (16, 32), ("kalmanet-bare", "linear-attention", "gated-deltanet", "mamba2")),
-            Study("mqar/shared", (Part.of(100_000, 3000),), (_MATCHED,), _BAYES, _BAYESIAN),
-            Study("mqar/update", _updates(), (_MATCHED,), _BAYES, _BAYESIAN),
-            Study("mqar/block", _BLOCKS, (_MATCHED,), _BAYES, _BAYESIAN),
+            RecallStudy("mqar/shared", (Part.of(100_000, 3000),), (_MATCHED,), _BAYES, _BAYESIAN),
+            RecallStudy("mqar/update", _updates(), (_MATCHED,), _BAYES, _BAYESIAN),
+            RecallStudy("mqar/block", _BLOCKS, (_MATCHED,), _BAYES, _BAYESIAN),
         ),
     },
     "needle": {
         "laptop": (
-            Study(
+            RecallStudy(
                 "needle/single-1",
                 (_bytes(512, 640, 64), _bytes(768, 0, 64)),
-                (Shape(64, depth=2, state=2048),),
+                (ModelShape(64, depth=2, state=2048),),
                 replace(_SMALL, epochs=4),
                 ("gated-deltanet", "attention"),
             ),
         ),
         "paper": tuple(
-            Study(
+            RecallStudy(
                 f"needle/{name}",
                 (_bytes(2048, 20_000, 500), *(_bytes(length, 0, 200) for length in (1024, 4096, 8192, 16_384))),
-                (Shape(512, depth=6, state=32_768, heads=8, mlp=1536),),
+                (ModelShape(512, depth=6, state=32_768, heads=8, mlp=1536),),
                 _NEEDLES,
                 ("bayesian", "gated-deltanet", "gated-kalmanet", "kla", "mamba2", "attention"),
             )
@@ -248,10 +250,10 @@ BENCHES: dict[str, dict[str, Preset]] = {
     },
     "a5": {
         "laptop": (
-            Study(
+            RecallStudy(
                 "words/a5",
                 (Part.of(40_000, 512, k=3), Part.of(3600, 0, k=2)),
-                (Shape(64, state=2048),),
+                (ModelShape(64, state=2048),),
                 replace(_SMALL, epochs=8, batch=128),
                 ("kla", "mamba2"),
             ),
@@ -261,14 +263,14 @@ BENCHES: dict[str, dict[str, Preset]] = {
 }
 
 
-def cells(
-    studies: Preset,
+def make_cells(
+    studies: RecallPreset,
     tasks: Sequence[str],
     layers: Sequence[str],
     seeds: int,
     widths: Sequence[int] = (),
     depths: Sequence[int] = (),
-) -> list[Cell]:
+) -> list[RecallCell]:
     """Return the cells of those studies whose tasks were asked for.
 
     Args:
@@ -290,8 +292,8 @@ def cells(
                 "task", got=repr(name), expected=f"a task of this preset, such as {nearest_names(name, short)}"
             )
     asked = {short[name] for name in tasks} or set(known)
-    chosen = [study.at_depths(depths) for study in studies if study.task in asked]
-    found = list(dict.fromkeys(cell for study in chosen for cell in study.cells(layers, seeds)))
+    chosen = [study.with_depths(depths) for study in studies if study.task in asked]
+    found = list(dict.fromkeys(cell for study in chosen for cell in study.make_cells(layers, seeds)))
     there = {cell.shape.width for cell in found}
     for width in widths:
         if width not in there:

@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kalmix.errors import ArgumentError
-from kalmix_bench import datasets as tasks
+from kalmix_bench import datasets
 from kalmix_bench.experiments.recall.layers import layer_name
-from kalmix_bench.experiments.recall.models import Shape
+from kalmix_bench.experiments.recall.models import ModelShape
 
 SCHEDULES = ("constant", "cosine", "warmup")
 CHOICES = ("loss", "score", "last")
 
 
 @dataclass(frozen=True)
-class Protocol:
+class RecallProtocol:
     """How a model learns.
 
     Attributes:
@@ -88,7 +88,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Cell:
+class RecallCell:
     """One layer on one task, for one seed: what is never run twice.
 
     Attributes:
@@ -106,24 +106,24 @@ class Cell:
     task: str
     parts: tuple[Part, ...]
     layer: str
-    shape: Shape
-    protocol: Protocol
+    shape: ModelShape
+    protocol: RecallProtocol
     seed: int
 
     def __post_init__(self) -> None:
         self.settings()
         object.__setattr__(self, "layer", layer_name(self.layer))
-        self.shape.layer(self.layer)
+        self.shape.layer_options(self.layer)
 
     def settings(self) -> list[Mapping[str, Any]]:
         """All settings of each part, the baseline's where not given."""
-        task = tasks.task(self.task)
+        task = datasets.get_task(self.task)
         return [asdict(task.configure(**dict(part.settings))) for part in self.parts]
 
     def __str__(self) -> str:
         return f"{self.task}  {self.layer}  {self.shape.width} x {self.shape.depth}  seed {self.seed}"
 
-    def written(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return its line in a file, without the results; older lines lack `validation`, and so do cells without it."""
         parts = [
             {"train": part.train, "test": part.test, "settings": settings}
@@ -136,7 +136,7 @@ class Cell:
             "task": self.task,
             "parts": parts,
             "layer": self.layer,
-            "mixer": self.shape.layer(self.layer),
+            "mixer": self.shape.layer_options(self.layer),
             "shape": asdict(self.shape),
             "protocol": protocol,
             "seed": self.seed,

@@ -7,15 +7,15 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from kalmix_bench.runner.paper_claims import Printed
+from kalmix_bench.runner.paper_claims import PublishedScore
 
 
-def printed(task: str, layer: str) -> Printed | None:
+def published_score(task: str, layer: str) -> PublishedScore | None:
     """Return the figures that papers print of a layer on a task, at their own sizes."""
     for source in _sources():
         percent = source["accuracy"].get(layer, {}).get(task)
         if percent is not None:
-            return Printed(percent, source["name"])
+            return PublishedScore(percent, source["name"])
     return None
 
 

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kalmix_bench.experiments.recall import figures
-from kalmix_bench.experiments.recall.published import printed
-from kalmix_bench.experiments.recall.summary import Entry, entries, slices
+from kalmix_bench.experiments.recall.published import published_score
+from kalmix_bench.experiments.recall.summary import LayerSummary, slices, summarize
 from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.scores import Score
@@ -23,10 +23,10 @@ KINDS = {"scores": "", "test_chosen_scores": ", chosen on test"}
 LAYER_COLUMNS = 24  # of a table, at least, for a layer with options, where it has as many
 
 
-def tell(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
     """Print what rows of benchmarks say, and draw it; the files drawn."""
-    found = entries(rows)
-    for _, group in groupby(found, lambda entry: (entry.task, entry.asked)):
+    found = summarize(rows)
+    for _, group in groupby(found, lambda entry: (entry.task, entry.condition)):
         console.print(_table(list(group)))
     return _pictures([entry for entry in found if entry.rows], output)
 
@@ -34,31 +34,31 @@ def tell(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
 def findings(rows: Sequence[Row]) -> list[Finding]:
     """Every score of every layer that did not diverge."""
     found = []
-    for entry in (entry for entry in entries(rows) if entry.rows):
+    for entry in (entry for entry in summarize(rows) if entry.rows):
         first = entry.rows[0]
-        facts = {name: getattr(entry, name) for name in ("width", "depth", "diverged", "main")}
-        facts |= {name: first[name] for name in ("parameters", "state")}
-        facts |= {name: first["protocol"][name] for name in ("rate", "decay")}
-        facts["epochs"] = entry.average("epochs")
+        metadata = {name: getattr(entry, name) for name in ("width", "depth", "diverged", "main_score")}
+        metadata |= {name: first[name] for name in ("parameters", "state")}
+        metadata |= {name: first["protocol"][name] for name in ("rate", "decay")}
+        metadata["epochs"] = entry.mean_of("epochs")
         for kind in (kind for kind in KINDS if kind in first):
             for name in first["scores"]:
                 score = entry.score(name, kind)
                 assert score is not None
                 called = name + KINDS[kind]
-                paper = printed(entry.task, entry.layer) if called == entry.main else None
-                place = (entry.task, entry.asked, entry.layer)
-                found.append(Finding(*place, called, score, len(entry.rows), facts, paper))
+                paper = published_score(entry.task, entry.layer) if called == entry.main_score else None
+                place = (entry.task, entry.condition, entry.layer)
+                found.append(Finding(*place, called, score, len(entry.rows), metadata, paper))
     return found
 
 
-def _table(found: Sequence[Entry]) -> Table:
+def _table(found: Sequence[LayerSummary]) -> Table:
     """One task: a row a layer, width and depth."""
     sound = [entry for entry in found if entry.rows]
     scores = list(sound[0].rows[0]["scores"]) if sound else []
     scores = [name for name in scores if name != "test_loss"]
     shown = [(name, "scores") for name in scores]
-    shown += [(sound[0].main, kind) for kind in KINDS if kind != "scores" and sound and kind in sound[0].rows[0]]
-    titled = f"[bold]{found[0].task}[/]  {found[0].asked}"
+    shown += [(sound[0].main_score, kind) for kind in KINDS if kind != "scores" and sound and kind in sound[0].rows[0]]
+    titled = f"[bold]{found[0].task}[/]  {found[0].condition}"
     table = Table(box=box.SIMPLE_HEAD, title=titled, title_justify="left")
     longest = max(len(entry.layer) for entry in found)
     table.add_column("layer", min_width=min(longest, LAYER_COLUMNS), overflow="fold")
@@ -67,7 +67,7 @@ def _table(found: Sequence[Entry]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     sources = {}
     for entry in found:
-        paper = printed(entry.task, entry.layer)
+        paper = published_score(entry.task, entry.layer)
         if paper is not None:
             sources[paper.source] = None
         told, size = "" if paper is None else f"{paper.percent:g}", f"{entry.width} x {entry.depth}"
@@ -85,27 +85,29 @@ def _table(found: Sequence[Entry]) -> Table:
             told,
             f"{first['protocol']['rate']:.2g}",
             f"{first['protocol']['decay']:g}",
-            f"{entry.average('epochs'):.0f}",
-            f"{entry.average('seconds'):.0f}",
+            f"{entry.mean_of('epochs'):.0f}",
+            f"{entry.mean_of('seconds'):.0f}",
         )
     if sources:
         table.caption = "paper: " + "; ".join(sources)
     return table
 
 
-def _pictures(found: Sequence[Entry], output: Path) -> list[Path]:
+def _pictures(found: Sequence[LayerSummary], output: Path) -> list[Path]:
     """Draw how each task was learned; scores by width, depth, and length and load where there are several of them."""
-    by_task = [(place, list(group)) for place, group in groupby(found, lambda entry: (entry.task, entry.asked))]
+    by_task = [(place, list(group)) for place, group in groupby(found, lambda entry: (entry.task, entry.condition))]
     learned, maps = [], {}
     sizes: dict[str, list[figures.Lines]] = {"width": [], "depth": []}
-    for (task, asked), group in by_task:
-        main = group[0].main
-        levels = {entry.layer: _level(entry) for entry in group if printed(entry.task, entry.layer) is not None}
-        learned.append(figures.Lines(task, asked, "epochs", f"{main} %", _by_epoch(group, main, 100), levels))
-        learned.append(figures.Lines(task, asked, "epochs", "test loss", _by_epoch(group, "test_loss"), {}))
+    for (task, condition), group in by_task:
+        main = group[0].main_score
+        levels = {entry.layer: _level(entry) for entry in group if published_score(entry.task, entry.layer) is not None}
+        learned.append(figures.Lines(task, condition, "epochs", f"{main} %", _by_epoch(group, main, 100), levels))
+        learned.append(figures.Lines(task, condition, "epochs", "test loss", _by_epoch(group, "test_loss"), {}))
         for size, drawn in sizes.items():
             if len({getattr(entry, size) for entry in group}) > 1:
-                drawn.append(figures.Lines(task, asked, size, f"{main} %", _by_size(group, size), {}, doubling=True))
+                drawn.append(
+                    figures.Lines(task, condition, size, f"{main} %", _by_size(group, size), {}, doubling=True)
+                )
         for entry in group:
             by, found_at = slices(entry)
             if len(found_at) > 1:
@@ -121,18 +123,18 @@ def _pictures(found: Sequence[Entry], output: Path) -> list[Path]:
     return written
 
 
-def _named(entry: Entry, group: Sequence[Entry]) -> str:
+def _named(entry: LayerSummary, group: Sequence[LayerSummary]) -> str:
     """A layer, with its size where the group has several."""
     several = len({(other.width, other.depth) for other in group}) > 1
     return f"{entry.layer}, {entry.width} x {entry.depth}" if several else entry.layer
 
 
-def _level(entry: Entry) -> float:
-    paper = printed(entry.task, entry.layer)
+def _level(entry: LayerSummary) -> float:
+    paper = published_score(entry.task, entry.layer)
     return float("nan") if paper is None else paper.percent
 
 
-def _by_epoch(group: Sequence[Entry], name: str, times: float = 1) -> dict[str, Any]:
+def _by_epoch(group: Sequence[LayerSummary], name: str, times: float = 1) -> dict[str, Any]:
     """Means over seeds, `times` what they are, as far as all of them went."""
     curves = {}
     for entry in group:
@@ -142,13 +144,13 @@ def _by_epoch(group: Sequence[Entry], name: str, times: float = 1) -> dict[str, 
     return curves
 
 
-def _by_size(group: Sequence[Entry], size: str) -> dict[str, Any]:
+def _by_size(group: Sequence[LayerSummary], size: str) -> dict[str, Any]:
     """Return scores by "width" or "depth": a curve for each layer, and for each value of the other one."""
     other = "depth" if size == "width" else "width"
     several = len({getattr(entry, other) for entry in group}) > 1
     points: dict[str, list[tuple[Any, ...]]] = {}
     for entry in sorted(group, key=lambda entry: getattr(entry, size)):
-        score = entry.score(entry.main)
+        score = entry.score(entry.main_score)
         if score is not None:
             name = f"{entry.layer}, {other} {getattr(entry, other)}" if several else entry.layer
             points.setdefault(name, []).append((getattr(entry, size), *(100 * x for x in score)))

@@ -11,12 +11,12 @@ import torch
 import typer
 from rich.console import Console
 
-from kalmix_bench.experiments.recall.cell_line import cell_of_line
+from kalmix_bench.experiments.recall.cell_line import parse_cell
 from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.runner import cell_file, options, scheduler
 from kalmix_bench.runner.cells import Results
 from kalmix_bench.runner.progress import progress
-from kalmix_bench.runner.workers import Campaign
+from kalmix_bench.runner.workers import WorkerConfig
 
 SAVING = 15.0  # seconds before the deadline at which cells store a checkpoint and stop; at most a quarter of it
 ENDING = 4.0  # seconds before the deadline at which those that have not stopped are terminated; at most a tenth
@@ -39,16 +39,18 @@ def run(
     Exit status: 0 if all cells are finished, 3 if the deadline ended it before, 1 if a cell failed.
     """
     began, console = time.monotonic(), Console(highlight=False)
-    asked = cell_file.read(cells, cell_of_line)
+    asked = cell_file.read(cells, parse_cell)
     gpus = options.gpus(devices)
     workers = gpus * options.count("jobs-per-device", jobs_per_device)
     seconds = math.inf if deadline is None else options.positive("deadline", deadline)
     stop, end = (began + seconds - min(margin, seconds * part) for margin, part in ((SAVING, 0.25), (ENDING, 0.1)))
-    campaign = Campaign(workers, stop, end, failures={})
+    worker_config = WorkerConfig(workers, stop, end, failures={})
     results, device = Results(output / "results.jsonl"), torch.device("cuda" if any(gpus) else "cpu")
-    with progress(console) as follow:
-        rows = scheduler.run(Recall(), asked, results, device, follow=follow, campaign=campaign)
-    for cell, reason in (campaign.failures or {}).items():
+    with progress(console) as progress_factory:
+        rows = scheduler.run(
+            Recall(), asked, results, device, progress_factory=progress_factory, worker_config=worker_config
+        )
+    for cell, reason in (worker_config.failures or {}).items():
         Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"error: {cell}: {reason.strip()}")
     if len(rows) == len(asked):
         for path in (results.path, *Recall().report_run(rows, results, output, console)):
@@ -56,4 +58,4 @@ def run(
         return
     told = f"{len(rows)} of {len(asked)} cells are finished; the same command continues with the others"
     console.print(told, soft_wrap=True)
-    raise typer.Exit(1 if campaign.failures else UNFINISHED)
+    raise typer.Exit(1 if worker_config.failures else UNFINISHED)

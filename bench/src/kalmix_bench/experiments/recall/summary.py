@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any, NamedTuple
 
-from kalmix_bench import datasets as tasks
+from kalmix_bench import datasets
 from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.scores import Score
 
 
 @dataclass(frozen=True)
-class Entry:
+class LayerSummary:
     """One layer in one place of a comparison, all its seeds together.
 
     Attributes:
@@ -25,7 +25,7 @@ class Entry:
     """
 
     task: str
-    asked: str
+    condition: str
     layer: str
     width: int
     depth: int
@@ -33,7 +33,7 @@ class Entry:
     diverged: int
 
     @property
-    def main(self) -> str:
+    def main_score(self) -> str:
         """The score that its papers report."""
         return self.rows[0]["score"]
 
@@ -46,36 +46,36 @@ class Entry:
         """
         return Score.of([row[kind][name] for row in self.rows]) if self.rows else None
 
-    def average(self, fact: str) -> float:
+    def mean_of(self, fact: str) -> float:
         """Of a number that every row has."""
         return mean(row[fact] for row in self.rows)
 
 
-def entries(rows: Iterable[Row]) -> list[Entry]:
+def summarize(rows: Iterable[Row]) -> list[LayerSummary]:
     """Rows of benchmarks put together: tasks in the order in which they first come, and the layers of each."""
     groups: dict[tuple[Any, ...], dict[tuple[float, float], list[Row]]] = {}
     for row in rows:
         protocol, shape = dict(row["protocol"]), row["shape"]
         tried = protocol.pop("rate"), protocol.pop("decay")
-        place = (row["task"], asked(row), row["layer"], shape["width"], shape["depth"])
+        place = (row["task"], describe_condition(row), row["layer"], shape["width"], shape["depth"])
         alike = (*place, json.dumps([protocol, shape, row["parts"]]))
         groups.setdefault(alike, {}).setdefault(tried, []).append(row)
     found = []
     for (*place, _), tries in groups.items():
         best = max(tries.values(), key=lambda rows: mean(_main(row) for row in rows))
         sound = tuple(row for row in best if "diverged" not in row)
-        found.append(Entry(*place, rows=sound, diverged=len(best) - len(sound)))
-    studies = list(dict.fromkeys((entry.task, entry.asked) for entry in found))
-    return sorted(found, key=lambda entry: studies.index((entry.task, entry.asked)))
+        found.append(LayerSummary(*place, rows=sound, diverged=len(best) - len(sound)))
+    studies = list(dict.fromkeys((entry.task, entry.condition) for entry in found))
+    return sorted(found, key=lambda entry: studies.index((entry.task, entry.condition)))
 
 
 def _main(row: Row) -> float:
     return 0.0 if "diverged" in row else row["scores"][row["score"]]
 
 
-def asked(row: Row) -> str:
+def describe_condition(row: Row) -> str:
     """What of a row's task differs from the baseline, in words."""
-    baseline, parts = asdict(tasks.task(row["task"]).baseline), row["parts"]
+    baseline, parts = asdict(datasets.get_task(row["task"]).baseline), row["parts"]
     values = {name: list(dict.fromkeys(part["settings"][name] for part in parts)) for name in parts[0]["settings"]}
     told = [f"{n} {'/'.join(map(str, those))}" for n, those in values.items() if those != [baseline[n]]]
     rows, protocol = sum(part["train"] for part in parts), row["protocol"]
@@ -97,7 +97,7 @@ class Slices(NamedTuple):
     scores: dict[tuple[int, Any], float]
 
 
-def slices(entry: Entry, chosen: str = "score") -> Slices:
+def slices(entry: LayerSummary, chosen: str = "score") -> Slices:
     """Main scores by length and by what else the parts of a task differ in."""
     by, found = "", {}
     for row in entry.rows:
@@ -105,7 +105,7 @@ def slices(entry: Entry, chosen: str = "score") -> Slices:
         for settings, scores in zip(judged, row["slices"][chosen], strict=True):
             if "num_kv_pairs" in settings:
                 by, at = "pairs", (settings["input_seq_len"], settings["num_kv_pairs"])
-                found.setdefault(at, []).append(scores[entry.main])
+                found.setdefault(at, []).append(scores[entry.main_score])
             for name in (name for name in scores if name.startswith("depth ")):
                 by, part = name.split()
                 found.setdefault((settings["max_seq_length"], part), []).append(scores[name])

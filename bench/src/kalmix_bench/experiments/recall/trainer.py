@@ -18,22 +18,22 @@ from transformers import PrinterCallback, TrainingArguments
 from kalmix.models.losses import IGNORE_INDEX
 from kalmix.training.checkpoints import newest
 from kalmix.training.saving import SafeTrainer
-from kalmix_bench import datasets as tasks
-from kalmix_bench.experiments.recall.data import Batches, Drawn
-from kalmix_bench.experiments.recall.evaluation_callback import Judge
-from kalmix_bench.experiments.recall.protocol import Cell, Protocol
-from kalmix_bench.runner.experiment import Stopped, Tell
+from kalmix_bench import datasets
+from kalmix_bench.experiments.recall.data import Batches, CellData
+from kalmix_bench.experiments.recall.evaluation_callback import EvaluationCallback
+from kalmix_bench.experiments.recall.protocol import RecallCell, RecallProtocol
+from kalmix_bench.runner.experiment import CellStopped, ProgressFn
 
 TOKENS = 1 << 18  # of test or validation rows that are judged at once
 
 
-def factor(protocol: Protocol, step: int, an_epoch: int) -> float:
+def learning_rate_factor(protocol: RecallProtocol, step: int, steps_per_epoch: int) -> float:
     """The learning rate after so many steps, as a part of its peak."""
-    steps = protocol.epochs * an_epoch
+    steps = protocol.epochs * steps_per_epoch
     if protocol.schedule == "constant":
         return 1.0
     if protocol.schedule == "cosine":
-        done = (step // an_epoch) / protocol.epochs
+        done = (step // steps_per_epoch) / protocol.epochs
     elif step < protocol.warmup:
         return (step + 1) / protocol.warmup
     else:
@@ -42,7 +42,7 @@ def factor(protocol: Protocol, step: int, an_epoch: int) -> float:
     return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+def masked_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy of the targets that are not -100, float32."""
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX)
 
@@ -54,11 +54,18 @@ class CellTrainer(SafeTrainer):
     accumulation, a step is forward and backward.
     """
 
-    def __init__(self, cell: Cell, drawn: Drawn, model: nn.Module, judge: Judge, args: TrainingArguments) -> None:
-        protocol, self.cell, self.net, self.captures, self.inputs = cell.protocol, cell, model, {}, {}
+    def __init__(
+        self,
+        cell: RecallCell,
+        drawn: CellData,
+        model: nn.Module,
+        evaluation: EvaluationCallback,
+        args: TrainingArguments,
+    ) -> None:
+        protocol, self.cell, self.net, self.graphs, self.inputs = cell.protocol, cell, model, {}, {}
         self.batches = Batches(drawn, protocol.batch, shuffle=protocol.shuffle, seed=cell.seed, device=args.device)
         self.total = torch.zeros((), device=args.device)  # of the losses of an epoch
-        super().__init__(model=model, args=args, callbacks=[judge])
+        super().__init__(model=model, args=args, callbacks=[evaluation])
         self.remove_callback(PrinterCallback)
 
     def get_train_dataloader(self) -> Any:
@@ -78,9 +85,9 @@ class CellTrainer(SafeTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> torch.optim.lr_scheduler.LRScheduler:
         if self.lr_scheduler is None:
-            protocol, an_epoch = self.cell.protocol, len(self.batches)
+            protocol, steps_per_epoch = self.cell.protocol, len(self.batches)
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                optimizer or self.optimizer, lambda step: factor(protocol, step, an_epoch)
+                optimizer or self.optimizer, lambda step: learning_rate_factor(protocol, step, steps_per_epoch)
             )
         return self.lr_scheduler
 
@@ -95,22 +102,22 @@ class CellTrainer(SafeTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         captured = self.cell.protocol.captured and self.args.device.type == "cuda"
-        loss = self._replayed(**inputs) if captured else self._step(model, **inputs)
+        loss = self._replay(**inputs) if captured else self._step(model, **inputs)
         self.total += loss
         return loss
 
     def _step(self, model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.cell.protocol.bf16):
             logits = model(inputs)
-        loss = loss_of(logits, targets)
+        loss = masked_cross_entropy(logits, targets)
         loss.backward()
         return loss.detach()
 
-    def _replayed(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _replay(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The same, compiled, as a CUDA graph, one for each shape of batch; gradients lie where they lay at first."""
-        if inputs.shape not in self.captures:
-            self.captures[inputs.shape] = self._capture(inputs.clone(), targets.clone())
-        graph, given, wanted, loss, gradients = self.captures[inputs.shape]
+        if inputs.shape not in self.graphs:
+            self.graphs[inputs.shape] = self._capture(inputs.clone(), targets.clone())
+        graph, given, wanted, loss, gradients = self.graphs[inputs.shape]
         given.copy_(inputs)
         wanted.copy_(targets)
         graph.replay()
@@ -119,7 +126,7 @@ class CellTrainer(SafeTrainer):
         return loss
 
     def _capture(self, inputs: Tensor, targets: Tensor) -> tuple[Any, ...]:
-        if not self.captures:
+        if not self.graphs:
             torch.compiler.reset()  # models of earlier cells count against how many are compiled
         read, beside = torch.compile(self.net, dynamic=False), torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
@@ -133,7 +140,7 @@ class CellTrainer(SafeTrainer):
             loss = self._step(read, inputs, targets)
         return graph, inputs, targets, loss, [(x, x.grad) for x in self.net.parameters() if x.grad is not None]
 
-    def predict_rows(self, rows: tasks.Rows) -> tuple[float, Any]:
+    def predict_rows(self, rows: datasets.Rows) -> tuple[float, Any]:
         """Return the mean loss of a scored token of `rows`, and the predicted ids, `[n, T]`."""
         inputs, targets = (torch.from_numpy(x).to(self.args.device) for x in (rows.inputs, rows.targets))
         losses, found = [], []
@@ -141,7 +148,7 @@ class CellTrainer(SafeTrainer):
         with torch.no_grad(), torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.cell.protocol.bf16):
             for x, y in zip(*(z.split(max(1, TOKENS // z.shape[1])) for z in (inputs, targets)), strict=True):
                 logits = self.net(x)
-                losses.append(loss_of(logits, y) * (y != IGNORE_INDEX).sum())
+                losses.append(masked_cross_entropy(logits, y) * (y != IGNORE_INDEX).sum())
                 found.append(logits.argmax(-1))
         self.net.train()
         scored = max(1, int((rows.targets != IGNORE_INDEX).sum()))
@@ -157,9 +164,14 @@ def _folder(given: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def learn(
-    cell: Cell, drawn: Drawn, model: nn.Module, device: torch.device, tell: Tell, checkpoints: Path | None = None
-) -> Judge:
+def train_cell(
+    cell: RecallCell,
+    drawn: CellData,
+    model: nn.Module,
+    device: torch.device,
+    on_progress: ProgressFn,
+    checkpoints: Path | None = None,
+) -> EvaluationCallback:
     """Train `model` as `cell` says, from the newest intact checkpoint in `checkpoints` if there is one.
 
     Args:
@@ -167,7 +179,7 @@ def learn(
         drawn: its rows.
         model: freshly initialised, on `device`.
         device: to train on.
-        tell: told of each epoch.
+        on_progress: told of each epoch.
         checkpoints: where a run that takes minutes saves itself; nowhere that lasts if absent.
 
     Returns:
@@ -175,19 +187,19 @@ def learn(
 
     Raises:
         NonFiniteError: the loss diverged.
-        Stopped: `tell` asked for it; the newest checkpoint is of this moment.
+        Stopped: `on_progress` asked for it; the newest checkpoint is of this moment.
     """
-    judge = Judge(cell, drawn, tell)
+    evaluation = EvaluationCallback(cell, drawn, on_progress)
     with _folder(checkpoints) as folder:
-        trainer = CellTrainer(cell, drawn, model, judge, arguments(cell, folder, device))
-        judge.trainer = trainer
+        trainer = CellTrainer(cell, drawn, model, evaluation, training_arguments(cell, folder, device))
+        evaluation.trainer = trainer
         trainer.train_from(newest(folder))
-    if judge.stopped:
-        raise Stopped
-    return judge
+    if evaluation.stopped:
+        raise CellStopped
+    return evaluation
 
 
-def arguments(cell: Cell, folder: Path, device: torch.device) -> TrainingArguments:
+def training_arguments(cell: RecallCell, folder: Path, device: torch.device) -> TrainingArguments:
     """What the Trainer is told."""
     return TrainingArguments(
         output_dir=str(folder),

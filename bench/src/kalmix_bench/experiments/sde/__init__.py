@@ -4,7 +4,7 @@
 Attention is from the optimum with nothing learned, and what its variance is worth.
 """
 
-from kalmix_bench.experiments.sde.protocol import PRESETS, REFERENCES, Cell, Protocol
-from kalmix_bench.experiments.sde.trainer import Learned, learn
+from kalmix_bench.experiments.sde.protocol import PRESETS, REFERENCES, SdeCell, SdeProtocol
+from kalmix_bench.experiments.sde.trainer import TrainedPredictor, train_predictor
 
-__all__ = ["PRESETS", "REFERENCES", "Cell", "Learned", "Protocol", "learn"]
+__all__ = ["PRESETS", "REFERENCES", "SdeCell", "SdeProtocol", "TrainedPredictor", "train_predictor"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from kalmix.ops import attend
 from kalmix_bench.datasets.sde.references import Gaussian, kalman
 from kalmix_bench.datasets.sde.scores import coverage, fit_scale
-from kalmix_bench.datasets.sde.systems import System, drift_of
+from kalmix_bench.datasets.sde.systems import System, drift_from_eigenvalues
 from kalmix_bench.datasets.sde.trajectories import Sampling, Trajectories, splits
 
 MODE = -0.1 + 1j  # the paper's, but turning without shear, so that one complex channel is all of it
@@ -23,13 +23,13 @@ def calibration(
     The op knows decay, rotation and noises. Scales are fitted on trajectories of their own, as many as are tested: one
     for all tokens, and one for each place in the sequence. "late" is the last quarter of the tokens.
     """
-    system = System(drift_of([MODE]), process_noise, obs_noise)
+    system = System(drift_from_eigenvalues([MODE]), process_noise, obs_noise)
     given = splits(system, Sampling(), (1, trajectories, trajectories), seed)
     missed, claimed = _missed(given.validation, estimate(system, given.validation))
     one, each = fit_scale(missed, claimed), fit_scale(missed, claimed, dim=0)
     missed, claimed = _missed(given.test, estimate(system, given.test))
     late = slice(-(claimed.shape[1] // 4), None)
-    filtered = kalman(system, given.test.times, given.test.measured).filtered
+    filtered = kalman(system, given.test.times, given.test.measurements).filtered
     return {
         "claimed": coverage(missed, claimed),
         "one scale": coverage(missed, one * claimed),
@@ -47,7 +47,7 @@ def estimate(system: System, seen: Trajectories) -> Gaussian:
         return torch.tensor([*value], dtype=torch.float64)
 
     (decay, _), (frequency, _) = system.drift
-    z = seen.measured[:, :, None]
+    z = seen.measurements[:, :, None]
     mean, variance, _ = attend(
         *(z, z, z),
         log_decay=head(decay),

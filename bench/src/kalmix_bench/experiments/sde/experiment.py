@@ -12,20 +12,20 @@ import typer
 from rich.console import Console
 
 from kalmix.files import replace_file
-from kalmix_bench.datasets.sde.scores import errors
+from kalmix_bench.datasets.sde.scores import squared_errors
 from kalmix_bench.datasets.sde.settings import SETTINGS
 from kalmix_bench.experiments.sde import report
 from kalmix_bench.experiments.sde.checkpoints import weights
 from kalmix_bench.experiments.sde.models import MODELS
-from kalmix_bench.experiments.sde.protocol import PRESETS, REFERENCES, Cell
-from kalmix_bench.experiments.sde.trainer import learn
+from kalmix_bench.experiments.sde.protocol import PRESETS, REFERENCES, SdeCell
+from kalmix_bench.experiments.sde.trainer import train_predictor
 from kalmix_bench.runner import options, session
 from kalmix_bench.runner.cells import Results, Row
-from kalmix_bench.runner.experiment import Experiment, Tell
+from kalmix_bench.runner.experiment import Experiment, ProgressFn
 from kalmix_bench.runner.paper_claims import Finding
 
 
-class Sde(Experiment[Cell]):
+class Sde(Experiment[SdeCell]):
     """Predicting linear stochastic differential equations (section 4.3 of Adaptive Filter Attention)."""
 
     name = "sde"
@@ -37,7 +37,9 @@ class Sde(Experiment[Cell]):
     def commands(self) -> dict[str, Callable[..., None]]:
         return {"sde": _command}
 
-    def run(self, cells: tuple[Cell, ...], results: Results, device: torch.device, tell: Tell) -> list[Row]:
+    def run(
+        self, cells: tuple[SdeCell, ...], results: Results, device: torch.device, on_progress: ProgressFn
+    ) -> list[Row]:
         """Train a model, store its weights, and return its errors on the test trajectories.
 
         Raises:
@@ -48,21 +50,23 @@ class Sde(Experiment[Cell]):
         given = setting.draw(protocol.sizes, cell.seed)
         if cell.model == REFERENCES:
             found = setting.references(given.test)
-            tell(1.0, _error(found["last"]["measurement"]))
+            on_progress(1.0, _error(found["last"]["measurement"]))
             return [{"errors": found}]
-        made = learn(cell.model, given, protocol, cell.seed, device, lambda done, error: tell(done, _error(error)))
+        made = train_predictor(
+            cell.model, given, protocol, cell.seed, device, lambda done, error: on_progress(done, _error(error))
+        )
         with replace_file(weights(cell, results)) as partial_file:
-            torch.save(made.kept, partial_file)
-        missed = errors(made.predict(given.test, protocol.batch), given.test)
+            torch.save(made.snapshots, partial_file)
+        missed = squared_errors(made.predict(given.test, protocol.batch), given.test)
         return [{"errors": {cell.model: missed}, "validation": made.validation}]
 
-    def is_complete(self, cell: Cell, results: Results) -> bool:
+    def is_complete(self, cell: SdeCell, results: Results) -> bool:
         return cell.model == REFERENCES or weights(cell, results).exists()
 
     def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
-        return report.tell(rows, output, console)
+        return report.write_report(rows, output, console)
 
-    def report_run(self, rows: Mapping[Cell, Row], results: Results, output: Path, console: Console) -> list[Path]:
+    def report_run(self, rows: Mapping[SdeCell, Row], results: Results, output: Path, console: Console) -> list[Path]:
         return [*super().report_run(rows, results, output, console), *report.pictures(rows, results, output)]
 
     def findings(self, rows: Sequence[Row]) -> list[Finding]:
@@ -88,9 +92,12 @@ def _command(
     protocol = protocol if epochs is None else replace(protocol, epochs=epochs)
     every = range(options.count("seeds", seeds))
     where, console = options.device(device), Console(highlight=False)
-    report.unlearned(wanted, console)
+    report.report_untrained(wanted, console)
     cells = [
-        Cell(setting, model, seed, protocol) for setting in wanted for model in (REFERENCES, *named) for seed in every
+        SdeCell(setting, model, seed, protocol)
+        for setting in wanted
+        for model in (REFERENCES, *named)
+        for seed in every
     ]
     session.run(Sde(), cells, output, console, device=where, jobs=jobs)
 

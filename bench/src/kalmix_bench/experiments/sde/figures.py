@@ -27,7 +27,7 @@ class Path2D:
 
     title: str
     state: ArrayLike
-    measured: ArrayLike
+    measurements: ArrayLike
     predicted: ArrayLike
 
 
@@ -52,7 +52,7 @@ def paths(path: str | PathLike[str], drawn: Sequence[Path2D]) -> str | PathLike[
     """Draw trajectories side by side: truth black, measurements blue, predictions red (Figure 1)."""
     with picture(path, (0.4 + 3.9 * len(drawn), 4.1), columns=len(drawn)) as (figure, axes):
         for area, one in zip(axes, drawn, strict=True):
-            area.plot(*np.asarray(one.measured, float).T, "o", color=COLOURS[0], markersize=2.5, label="measured")
+            area.plot(*np.asarray(one.measurements, float).T, "o", color=COLOURS[0], markersize=2.5, label="measured")
             area.plot(*np.asarray(one.state, float).T, color=INK, label="truth")
             area.plot(*np.asarray(one.predicted, float).T, color=COLOURS[6], linewidth=1.2, label="predicted")
             _plane(area, one.title)
@@ -74,7 +74,7 @@ def clouds(path: str | PathLike[str], drawn: Sequence[Clouds]) -> str | PathLike
 
 
 def ratios(
-    path: str | PathLike[str], errors: Mapping[str, Mapping[str, Sequence[float]]], of: str
+    path: str | PathLike[str], squared_errors: Mapping[str, Mapping[str, Sequence[float]]], of: str
 ) -> str | PathLike[str]:
     """Draw errors as multiples of the least, a row a setting, a mark a seed of a model.
 
@@ -83,15 +83,15 @@ def ratios(
         errors: by setting and model, one a seed, the least being 1.
         of: what is divided by what.
     """
-    with picture(path, (7.5, 0.9 + 0.5 * len(errors))) as (figure, (axes,)):
-        names = list(dict.fromkeys(name for models in errors.values() for name in models))
+    with picture(path, (7.5, 0.9 + 0.5 * len(squared_errors))) as (figure, (axes,)):
+        names = list(dict.fromkeys(name for models in squared_errors.values() for name in models))
         for place, (colour, name) in enumerate(zip(COLOURS, names, strict=False)):
-            rows = [row for row, models in enumerate(errors.values()) for _ in models.get(name, ())]
-            values = [value for models in errors.values() for value in models.get(name, ())]
+            rows = [row for row, models in enumerate(squared_errors.values()) for _ in models.get(name, ())]
+            values = [value for models in squared_errors.values() for value in models.get(name, ())]
             heights = [row + 0.5 * (place + 0.5) / len(names) - 0.25 for row in rows]
             axes.plot(values, heights, "o", color=colour, markersize=4, label=name)
         axes.axvline(1, color=MUTED, linewidth=1)
-        axes.set_yticks(range(len(errors)), list(errors))
+        axes.set_yticks(range(len(squared_errors)), list(squared_errors))
         axes.invert_yaxis()
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(10, (1, 1.2, 1.5, 2, 3, 5)))

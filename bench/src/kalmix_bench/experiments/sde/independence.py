@@ -16,7 +16,7 @@ from kalmix.errors import ArgumentError
 from kalmix_bench.datasets.sde.systems import System
 
 
-class Pooled(NamedTuple):
+class PooledVariances(NamedTuple):
     """Variances of the estimate at each token, `[T]` float64.
 
     Attributes:
@@ -30,7 +30,7 @@ class Pooled(NamedTuple):
     optimal: Tensor
 
 
-def pooled(system: System, times: Tensor) -> Pooled:
+def pooled_variances(system: System, times: Tensor) -> PooledVariances:
     """The precision-weighted mean of all observations so far, pulled forward (section 2.2), of one real mode.
 
     Weights are 1 / V(t_i - t_j) with V the variance of an observation pulled forward; no robust weights. A complex mode
@@ -45,8 +45,8 @@ def pooled(system: System, times: Tensor) -> Pooled:
     Raises:
         ArgumentError: the system has more than one row.
     """
-    if system.width != 1:
-        raise ArgumentError("system", got=f"{system.width} rows wide", expected="one mode")
+    if system.dim != 1:
+        raise ArgumentError("system", got=f"{system.dim} rows wide", expected="one mode")
     found: list[Tensor] = []
     best, token = torch.zeros((), dtype=torch.float64), torch.arange(len(times))
     for i in range(len(times)):
@@ -62,4 +62,4 @@ def pooled(system: System, times: Tensor) -> Pooled:
         else:
             best = own[0]
         found.append(torch.stack([claimed, actual, best]))
-    return Pooled(*torch.stack(found, 1))
+    return PooledVariances(*torch.stack(found, 1))

@@ -72,7 +72,7 @@ class SoftmaxAttention(Predictor):
         return x, maps
 
 
-class Filtering(Predictor):
+class FilterPredictor(Predictor):
     """One layer whose tokens are looks at a trajectory, told when they were seen."""
 
     def __init__(self, layer: TrajectoryLayer) -> None:
@@ -88,7 +88,7 @@ class Filtering(Predictor):
         maps = self.layer.attention_map(x, times)
         return x.new_zeros(0, *x.shape[:2], x.shape[1]) if maps is None else maps.mean(1)[None]
 
-    def pulled(self, x: Tensor, times: Tensor, at: int) -> Tensor:
+    def propagate(self, x: Tensor, times: Tensor, at: int) -> Tensor:
         """What each token up to number `at` says, alone, of what is seen then, `[B, at + 1, D]`."""
         past = slice(at + 1)
         return self.layer.predict_from_token(x[:, past], times[:, at, None] - times[:, past])
@@ -96,7 +96,7 @@ class Filtering(Predictor):
 
 def _filtering(layer: Callable[..., TrajectoryLayer]) -> Callable[[int, int], Predictor]:
     """As the paper has it: as many complex channels as the embedding has real ones."""
-    return lambda width, heads: Filtering(layer(width, heads=heads, head_dim=width // heads))
+    return lambda width, heads: FilterPredictor(layer(width, heads=heads, head_dim=width // heads))
 
 
 MODELS: dict[str, Callable[[int, int], Predictor]] = {  # of D and the number of heads

@@ -11,7 +11,7 @@ from kalmix_bench.experiments.sde.models import MODELS
 
 
 @dataclass(frozen=True)
-class Protocol:
+class SdeProtocol:
     """How a model learns, and on how much; the defaults are the paper's where it says (section 4.3).
 
     Attributes:
@@ -47,13 +47,13 @@ class Protocol:
         return self.train, self.validation, self.test
 
 
-PRESETS = {"laptop": Protocol(epochs=100, validation=32, test=128), "paper": Protocol()}
+PRESETS = {"laptop": SdeProtocol(epochs=100, validation=32, test=128), "paper": SdeProtocol()}
 
 REFERENCES = "references"  # a cell's model that stands for all who learn nothing
 
 
 @dataclass(frozen=True)
-class Cell:
+class SdeCell:
     """One model in one setting, for one seed: the unit that is never run twice.
 
     Attributes:
@@ -66,7 +66,7 @@ class Cell:
     setting: str
     model: str
     seed: int
-    protocol: Protocol
+    protocol: SdeProtocol
 
     def __post_init__(self) -> None:
         for name, known in (("setting", SETTINGS), ("model", (*MODELS, REFERENCES))):
@@ -76,6 +76,6 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.setting}  {self.model}  seed {self.seed}"
 
-    def written(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return its line in a file, without the results."""
-        return {**asdict(self), "drawn": SETTINGS[self.setting].written()}
+        return {**asdict(self), "data_source": SETTINGS[self.setting].to_dict()}

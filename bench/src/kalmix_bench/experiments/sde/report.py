@@ -14,16 +14,16 @@ from rich.table import Table
 
 from kalmix.analysis.plots import attention_maps
 from kalmix_bench.datasets.sde.scores import LEVELS
-from kalmix_bench.datasets.sde.settings import PUBLISHED, SETTINGS, Simulated
+from kalmix_bench.datasets.sde.settings import PUBLISHED, SETTINGS, SimulatedSetting
 from kalmix_bench.datasets.sde.systems import System
 from kalmix_bench.datasets.sde.trajectories import Trajectories
 from kalmix_bench.experiments.sde import figures
 from kalmix_bench.experiments.sde.calibration import MODE, calibration
-from kalmix_bench.experiments.sde.checkpoints import learned
-from kalmix_bench.experiments.sde.independence import pooled
-from kalmix_bench.experiments.sde.models import Filtering
-from kalmix_bench.experiments.sde.protocol import REFERENCES, Cell
-from kalmix_bench.experiments.sde.trainer import Learned
+from kalmix_bench.experiments.sde.checkpoints import load_predictor
+from kalmix_bench.experiments.sde.independence import pooled_variances
+from kalmix_bench.experiments.sde.models import FilterPredictor
+from kalmix_bench.experiments.sde.protocol import REFERENCES, SdeCell
+from kalmix_bench.experiments.sde.trainer import TrainedPredictor
 from kalmix_bench.runner.cells import Results, Row
 from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.scores import Score
@@ -32,9 +32,9 @@ REFERENCE = ("kalman", "structural")  # whose error others are divided by
 Errors = dict[str, dict[str, dict[int, float]]]  # by predictor, truth and seed
 
 
-def unlearned(settings: Sequence[str], console: Console) -> None:
+def report_untrained(settings: Sequence[str], console: Console) -> None:
     """What weighing observations as if they were independent costs, and what its variance is worth, by noises."""
-    named = [setting for setting in map(SETTINGS.get, settings) if isinstance(setting, Simulated)]
+    named = [setting for setting in map(SETTINGS.get, settings) if isinstance(setting, SimulatedSetting)]
     noises = dict.fromkeys((setting.system.process_noise, setting.system.obs_noise) for setting in named)
     costs = _table("attention that knows the system, last of 102 tokens: mean squared error, over")
     for name in ("the optimum", "what is claimed", "the optimum, all tokens"):
@@ -45,7 +45,7 @@ def unlearned(settings: Sequence[str], console: Console) -> None:
     times = torch.arange(PUBLISHED.length, dtype=torch.float64) * PUBLISHED.interval
     for process, obs in noises:
         name = f"{process:g}, {obs:g}"
-        found = pooled(System(((MODE.real,),), process, obs), times)
+        found = pooled_variances(System(((MODE.real,),), process, obs), times)
         ratio, boast = found.actual / found.optimal, found.actual / found.claimed
         costs.add_row(name, *(f"{float(cell):.2f}" for cell in (ratio[-1], boast[-1], ratio.mean())))
         for whose, covered in calibration(process, obs).items():
@@ -54,7 +54,7 @@ def unlearned(settings: Sequence[str], console: Console) -> None:
         console.print(table)
 
 
-def tell(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
     """A table a setting, means over seeds with their standard deviations; and all of them in one picture."""
     drawn = {}
     for setting, found in _by_setting(rows).items():
@@ -74,26 +74,26 @@ def tell(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
 def findings(rows: Sequence[Row]) -> list[Finding]:
     """Every predictor's error in the next measurement, over that of who knows the system."""
     found = []
-    for setting, errors in _by_setting(rows).items():
-        whose, over = _over_reference(errors)
+    for setting, squared_errors in _by_setting(rows).items():
+        whose, over = _over_reference(squared_errors)
         for name, of in over.items():
             value = Score.of([*of.values()])
             found.append(Finding(f"sde/{setting}", "", name, f"error over {whose}", value, len(of)))
     return found
 
 
-def pictures(rows: Mapping[Cell, Row], results: Results, output: Path) -> list[Path]:
+def pictures(rows: Mapping[SdeCell, Row], results: Results, output: Path) -> list[Path]:
     """Figures 1, 2 and 3 of one test trajectory a setting, by the models of the first seed; the files written."""
     written, paths, clouds = [], {}, []
     for setting in dict.fromkeys(cell.setting for cell in rows):
         maps, times = {}, torch.zeros(0)
         for cell in (cell for cell in rows if cell.setting == setting and cell.seed == 0 and cell.model != REFERENCES):
-            shown = _Shown.of(cell, results)
+            shown = _Example.of(cell, results)
             maps |= {f"{cell.model}, layer {place}": weights for place, weights in enumerate(shown.maps(), 1)}
             times = shown.seen.times[0, :-1]
             if shown.seen.state is not None:
-                state, measured = shown.seen.state[0], shown.seen.measured[0]
-                drawn = figures.Path2D(setting, state, measured, shown.learned.predict(shown.seen, 1)[0])
+                state, measurements = shown.seen.state[0], shown.seen.measurements[0]
+                drawn = figures.Path2D(setting, state, measurements, shown.load_predictor.predict(shown.seen, 1)[0])
                 paths.setdefault(cell.model, []).append(drawn)
                 clouds.extend(() if clouds else shown.clouds())
         labels = ["" if token % 10 else f"{time:.2g}" for token, time in enumerate(times.tolist())]
@@ -108,36 +108,36 @@ def pictures(rows: Mapping[Cell, Row], results: Results, output: Path) -> list[P
     return written
 
 
-class _Shown(NamedTuple):
+class _Example(NamedTuple):
     """A model, the first test trajectory of its setting, and its tokens and their times as the model takes them."""
 
-    learned: Learned
+    load_predictor: TrainedPredictor
     seen: Trajectories
     tokens: torch.Tensor
     times: torch.Tensor
 
     @staticmethod
-    def of(cell: Cell, results: Results) -> _Shown:
+    def of(cell: SdeCell, results: Results) -> _Example:
         given, first = SETTINGS[cell.setting].draw(cell.protocol.sizes, cell.seed), torch.tensor([0])
-        found = learned(cell, given, results, torch.device("cpu"))
+        found = load_predictor(cell, given, results, torch.device("cpu"))
         ((tokens, times),) = found.batches(given.test, [first])
-        return _Shown(found, given.test.take(first), tokens, times)
+        return _Example(found, given.test.select(first), tokens, times)
 
     @torch.no_grad()
     def maps(self) -> torch.Tensor:
         """By layer, `[layers, T - 1, T - 1]`."""
-        return self.learned.model.maps(self.tokens[:, :-1], self.times[:, :-1], self.times.diff(dim=1))[:, 0]
+        return self.load_predictor.model.maps(self.tokens[:, :-1], self.times[:, :-1], self.times.diff(dim=1))[:, 0]
 
     @torch.no_grad()
     def clouds(self) -> list[figures.Clouds]:
         """What a filter pulls forward to four times, at every stage of its learning that is kept."""
-        model, stages = self.learned.model, []
-        if not isinstance(model, Filtering) or self.seen.state is None:
+        model, stages = self.load_predictor.model, []
+        if not isinstance(model, FilterPredictor) or self.seen.state is None:
             return stages
         at = [part * (len(self.seen.state[0]) - 1) // 4 for part in range(1, 5)]
-        for epochs, weights in sorted(self.learned.kept.items()):
+        for epochs, weights in sorted(self.load_predictor.snapshots.items()):
             model.load_state_dict(weights)
-            pulled = [(model.pulled(self.tokens, self.times, then) @ self.learned.rows.mT)[0] for then in at]
+            pulled = [(model.propagate(self.tokens, self.times, then) @ self.load_predictor.rows.mT)[0] for then in at]
             stages.append(figures.Clouds(f"after {epochs} epochs", self.seen.state[0], at, pulled))
         return stages
 

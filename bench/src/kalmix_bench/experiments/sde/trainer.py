@@ -11,13 +11,13 @@ from torch import Tensor
 from kalmix.errors import NonFiniteError
 from kalmix_bench.datasets.sde.trajectories import Splits, Trajectories, embedding
 from kalmix_bench.experiments.sde.models import MODELS, Predictor
-from kalmix_bench.experiments.sde.protocol import Protocol
+from kalmix_bench.experiments.sde.protocol import SdeProtocol
 
-Tell = Callable[[float, float], None]  # the part done, and the error of the last epoch
-State = dict[str, Tensor]
+ErrorCallback = Callable[[float, float], None]  # the part done, and the error of the last epoch
+StateDict = dict[str, Tensor]
 
 
-class Learned(NamedTuple):
+class TrainedPredictor(NamedTuple):
     """A model that has learned.
 
     Attributes:
@@ -30,9 +30,9 @@ class Learned(NamedTuple):
 
     model: Predictor
     rows: Tensor
-    unit: float
+    time_unit: float
     validation: list[float]
-    kept: dict[int, State]
+    snapshots: dict[int, StateDict]
 
     @torch.no_grad()
     def predict(self, seen: Trajectories, batch: int) -> Tensor:
@@ -43,26 +43,30 @@ class Learned(NamedTuple):
     def batches(self, seen: Trajectories, indices: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Tokens `[b, T, D]` and their times `[b, T]`, as the model takes them, of these trajectories."""
         for index in indices:
-            yield seen.measured[index].to(self.rows) @ self.rows, (seen.times[index] / self.unit).to(self.rows)
+            yield seen.measurements[index].to(self.rows) @ self.rows, (seen.times[index] / self.time_unit).to(self.rows)
 
 
-def begin(name: str, given: Splits, protocol: Protocol, seed: int, device: torch.device) -> Learned:
+def init_predictor(
+    name: str, given: Splits, protocol: SdeProtocol, seed: int, device: torch.device
+) -> TrainedPredictor:
     """A model as its seed draws it, that has learned nothing."""
-    rows = embedding(given.train.measured.shape[-1], protocol.channels, seed).float().to(device)
+    rows = embedding(given.train.measurements.shape[-1], protocol.channels, seed).float().to(device)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = MODELS[name](protocol.channels, protocol.heads).to(device)
-    return Learned(model, rows, float(given.train.times.diff(dim=1).mean()), [], {0: _copied(model)})
+    return TrainedPredictor(model, rows, float(given.train.times.diff(dim=1).mean()), [], {0: _copied(model)})
 
 
-def learn(name: str, given: Splits, protocol: Protocol, seed: int, device: torch.device, tell: Tell) -> Learned:
+def train_predictor(
+    name: str, given: Splits, protocol: SdeProtocol, seed: int, device: torch.device, on_progress: ErrorCallback
+) -> TrainedPredictor:
     """Fit a model by Adam to the squared error of the next embedded measurement.
 
     Raises:
         NonFiniteError: the loss diverged.
     """
-    learned = begin(name, given, protocol, seed, device)
-    model, weights = learned.model, learned.kept[0]
+    learned = init_predictor(name, given, protocol, seed, device)
+    model, weights = learned.model, learned.snapshots[0]
     optimizer = torch.optim.Adam(model.parameters(), lr=protocol.rate)
     steps = protocol.epochs * -(-len(given.train.times) // protocol.batch)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -77,16 +81,16 @@ def learn(name: str, given: Splits, protocol: Protocol, seed: int, device: torch
             torch.nn.utils.clip_grad_norm_(model.parameters(), protocol.clip)
             optimizer.step()
             schedule.step()
-        missed = learned.predict(given.validation, protocol.batch) - given.validation.measured[:, 1:]
+        missed = learned.predict(given.validation, protocol.batch) - given.validation.measurements[:, 1:]
         learned.validation.append(float(missed.square().mean()))
         if not torch.tensor(learned.validation[-1]).isfinite():
             raise NonFiniteError("loss")
         if epoch == -(-protocol.epochs // 10):
-            learned.kept[epoch] = _copied(model)
+            learned.snapshots[epoch] = _copied(model)
         if learned.validation[-1] == min(learned.validation):
             best, weights = epoch, _copied(model)
-        tell(epoch / protocol.epochs, learned.validation[-1])
-    learned.kept[best] = weights
+        on_progress(epoch / protocol.epochs, learned.validation[-1])
+    learned.snapshots[best] = weights
     model.load_state_dict(weights)
     return learned
 
@@ -96,5 +100,5 @@ def _predict(model: Predictor, x: Tensor, times: Tensor) -> Tensor:
     return model(x[:, :-1], times[:, :-1], times.diff(dim=1))
 
 
-def _copied(model: Predictor) -> State:
+def _copied(model: Predictor) -> StateDict:
     return {name: x.detach().cpu().clone() for name, x in model.state_dict().items()}

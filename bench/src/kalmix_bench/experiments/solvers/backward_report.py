@@ -8,14 +8,14 @@ from pathlib import Path
 from rich.console import Console
 
 from kalmix_bench.experiments.solvers import figures
-from kalmix_bench.experiments.solvers.tables import FACTOR, averaged, mean, select, table_of
+from kalmix_bench.experiments.solvers.tables import FACTOR, average_seeds, mean, select, table_of
 from kalmix_bench.runner.cells import Row
 
 
 def gradient(rows: Sequence[Row], path: Path, console: Console) -> Path:
     """Figures 1c and 1e: relative errors of gradients by depth, means over seeds."""
-    found = averaged([row["found"]["rows"] for row in rows], ("parameters", "inputs"))
-    scaled = averaged([row["found"]["scaled"] for row in rows], ("parameters",))
+    found = average_seeds([row["found"]["rows"] for row in rows], ("parameters", "inputs"))
+    scaled = average_seeds([row["found"]["scaled"] for row in rows], ("parameters",))
     depths = sorted({row["layers"] for row in found})
     groups = list(dict.fromkeys((row["arithmetic"], row["solver"]) for row in found))
     parts = ("parameters", "inputs")
@@ -60,7 +60,7 @@ def reversal(rows: Sequence[Row], path: Path, console: Console) -> Path:
     table = table_of(title, ("a",), ["Chebyshev, w - 1", "CG, last direction's share", "CG, r'r", "CG, p'S p"])
     for number, of in enumerate(conjugate):
         seeds = [row["found"]["conjugate"][number] for row in rows]
-        pairs = [[x for one in seeds for x in one[name]] for name in ("turn", "square", "curvature")]
+        pairs = [[x for one in seeds for x in one[name]] for name in ("direction_ratio", "square", "curvature")]
         ranges = [f"{min(low for low, _ in of):.1e} to {max(high for _, high in of):.1e}" for of in pairs]
         low, high = of["weights"]
         table.add_row(f"{of['factor']:g}", f"{low:.3f} to {high:.3f}", *ranges)
@@ -83,10 +83,10 @@ def reversal(rows: Sequence[Row], path: Path, console: Console) -> Path:
         "w* - 1, after endless steps": (at, lemma["limit"]),
     }
     (one,) = select(conjugate, factor=FACTOR)
-    along = range(1, 1 + len(one["turn"]))
+    along = range(1, 1 + len(one["direction_ratio"]))
     shares = {
         f"{which} {name}": (along, [pair[index] for pair in one[key]])
-        for key, name in (("turn", "share"), ("square", "r'r"))
+        for key, name in (("direction_ratio", "share"), ("square", "r'r"))
         for index, which in enumerate(("smallest", "largest"))
     }
     gone = range(1, 1 + steps)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from kalmix_bench.experiments.solvers.convergence import FACTORS, Tell
+from kalmix_bench.experiments.solvers.convergence import FACTORS
 from kalmix_bench.experiments.solvers.systems import Systems
 from kalmix_bench.experiments.solvers.tokens import KINDS, draw
+from kalmix_bench.runner.experiment import ProgressFn
 
 SHOWN = 96  # tokens of a curve, evenly spread on a logarithmic scale
 SLACK = 1e-9  # of the bound, for the rounding of eigenvalues: repeated keys reach it exactly
@@ -27,13 +28,13 @@ class Conditions:
     fixed: float = 0.25
 
 
-def conditions(setting: Conditions, seed: int, device: torch.device, tell: Tell) -> dict[str, Any]:
+def conditions(setting: Conditions, seed: int, device: torch.device, on_progress: ProgressFn) -> dict[str, Any]:
     """Condition numbers (float64 eigenvalues) of H + a ||H||_F I and of H + fixed I, on every token of every kind."""
-    cases = [(keys, forgets) for forgets in (False, True) for keys in KINDS]
+    cases = [(keys, with_decay) for with_decay in (False, True) for keys in KINDS]
     found = []
-    for done, (keys, forgets) in enumerate(cases):
-        tell(done / len(cases), f"{keys} keys{', forgetting' if forgets else ''}")
-        spectra, norm = _spectra(setting, keys, forgets, seed, device)  # [n, T, 2] of H / ||H||_F, [n, T]
+    for done, (keys, with_decay) in enumerate(cases):
+        on_progress(done / len(cases), f"{keys} keys{', forgetting' if with_decay else ''}")
+        spectra, norm = _spectra(setting, keys, with_decay, seed, device)  # [n, T, 2] of H / ||H||_F, [n, T]
         adaptive = {a: (spectra[..., 1] + a) / (spectra[..., 0] + a) for a in setting.factors}
         fixed = (spectra[..., 1] * norm + setting.fixed) / (spectra[..., 0] * norm + setting.fixed)
         at = torch.logspace(0, torch.tensor(setting.length).log10(), SHOWN).round().long().clamp(max=setting.length)
@@ -41,7 +42,7 @@ def conditions(setting: Conditions, seed: int, device: torch.device, tell: Tell)
         found.append(
             {
                 "keys": keys,
-                "forgets": forgets,
+                "with_decay": with_decay,
                 "tokens": fixed.numel(),
                 "adaptive": [
                     {
@@ -67,9 +68,9 @@ def conditions(setting: Conditions, seed: int, device: torch.device, tell: Tell)
 
 
 def _spectra(
-    setting: Conditions, keys: str, forgets: bool, seed: int, device: torch.device
+    setting: Conditions, keys: str, with_decay: bool, seed: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = draw(keys, setting.sequences, setting.length, setting.width, seed, device, forgets=forgets)
+    tokens = draw(keys, setting.sequences, setting.length, setting.width, seed, device, with_decay=with_decay)
     systems = Systems.of(tokens, 0.0)
     values = [_ends(gram.flatten(0, 1)).unflatten(0, gram.shape[:2]) for gram in systems.grams()]
     return torch.cat(values, 1), systems.norm.flatten(1).cpu()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kalmix_bench.experiments.solvers.iterations import PUBLISHED, by_residuals, chebyshev, conjugate_gradient
+from kalmix_bench.experiments.solvers.iterations import (
+    PUBLISHED,
+    chebyshev,
+    chebyshev_residual_form,
+    conjugate_gradient,
+)
 from kalmix_bench.experiments.solvers.systems import ARITHMETICS, Arithmetic, Systems
 from kalmix_bench.experiments.solvers.tokens import KINDS, Tokens, draw
+from kalmix_bench.runner.experiment import ProgressFn
 
-Tell = Callable[[float, str], None]
 FACTORS = (0.01, 0.02, 0.05, 0.1)  # strengths of the ridge, a (section K)
 READ = (5, 10, 15, 20, 25, 30, 40, 60)  # iterations after which read-outs are judged
 ROUNDED = ("float32", "bfloat16 products", "bfloat16 throughout")
@@ -38,10 +43,15 @@ def _published(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arith
     yield from (at.x for at in conjugate_gradient(systems, rhs, iterations, arithmetic, PUBLISHED))
 
 
-SOLVERS = {"Chebyshev": chebyshev, "Chebyshev by residuals": by_residuals, "CG": _conjugate, "CG + 1e-5": _published}
+SOLVERS = {
+    "Chebyshev": chebyshev,
+    "Chebyshev by residuals": chebyshev_residual_form,
+    "CG": _conjugate,
+    "CG + 1e-5": _published,
+}
 
 
-def residuals(setting: Convergence, seed: int, device: torch.device, tell: Tell) -> dict[str, Any]:
+def residuals(setting: Convergence, seed: int, device: torch.device, on_progress: ProgressFn) -> dict[str, Any]:
     """The largest and the median ||S x_i - q||_2 of all tokens, S = H / ||H||_F + a I, |q| = 1; random keys.
 
     The iteration runs as its arithmetic says; S x_i - q is computed in float64, from what was not rounded.
@@ -50,8 +60,8 @@ def residuals(setting: Convergence, seed: int, device: torch.device, tell: Tell)
     cases = [(a, f, s) for a in ROUNDED for f in setting.factors for s in SOLVERS]
     curves = []
     for done, (name, factor, solver) in enumerate(cases):
-        tell(done / len(cases), f"{name}, a = {factor:g}, {solver}")
-        arithmetic, truth = ARITHMETICS[name], systems.strengthened(factor)
+        on_progress(done / len(cases), f"{name}, a = {factor:g}, {solver}")
+        arithmetic, truth = ARITHMETICS[name], systems.with_factor(factor)
         rounded = truth.to(arithmetic.dtype)
         iterates = SOLVERS[solver](rounded, rhs.to(arithmetic.dtype), setting.iterations, arithmetic)
         norms = [(truth.apply(x.double()) - rhs).norm(dim=-1) for x in iterates]
@@ -61,7 +71,7 @@ def residuals(setting: Convergence, seed: int, device: torch.device, tell: Tell)
     return {"curves": curves}
 
 
-def precisions(setting: Convergence, seed: int, device: torch.device, tell: Tell) -> dict[str, Any]:
+def precisions(setting: Convergence, seed: int, device: torch.device, on_progress: ProgressFn) -> dict[str, Any]:
     """Errors of x_i against a float64 Cholesky solution, by iteration, of keys and queries that are bfloat16 numbers.
 
     `error` is ||X_i - X|| / ||X|| over all tokens, `worst` the largest |x_i - x| / |x| of any. `read` is the error of
@@ -71,12 +81,12 @@ def precisions(setting: Convergence, seed: int, device: torch.device, tell: Tell
     cases = [(k, f) for k in KINDS for f in setting.factors]
     curves = []
     for done, (keys, factor) in enumerate(cases):
-        tell(done / len(cases), f"{keys} keys, a = {factor:g}")
+        on_progress(done / len(cases), f"{keys} keys, a = {factor:g}")
         tokens = draw(keys, setting.sequences, setting.length, setting.width, seed, device)
         systems, rhs = _systems(Tokens(*(x.bfloat16().double() for x in tokens[:2])))
-        truth = systems.strengthened(factor)
+        truth = systems.with_factor(factor)
         x = truth.exact(rhs)
-        bare = truth.strengthened(0.0)
+        bare = truth.with_factor(0.0)
 
         def energy(x: Tensor, bare: Systems = bare) -> Tensor:  # x is ||H|| times the solution
             return (x * bare.apply(x) / bare.norm).sum()
@@ -100,4 +110,4 @@ def precisions(setting: Convergence, seed: int, device: torch.device, tell: Tell
 
 def _systems(tokens: Tokens) -> tuple[Systems, Tensor]:
     systems = Systems.of(tokens, FACTORS[0])
-    return systems, systems.cut(tokens.q)
+    return systems, systems.to_chunks(tokens.q)

@@ -11,14 +11,14 @@ import typer
 from rich.console import Console
 
 from kalmix_bench.experiments.solvers import report
-from kalmix_bench.experiments.solvers.protocol import PRESETS, STUDIES, Cell
+from kalmix_bench.experiments.solvers.protocol import PRESETS, STUDIES, SolverCell
 from kalmix_bench.runner import options, session
 from kalmix_bench.runner.cells import Results, Row
-from kalmix_bench.runner.experiment import Experiment, Tell
+from kalmix_bench.runner.experiment import Experiment, ProgressFn
 from kalmix_bench.runner.paper_claims import Finding
 
 
-class Solvers(Experiment[Cell]):
+class Solvers(Experiment[SolverCell]):
     """Numerical studies of the solvers of a ridge regression (Gated KalmaNet)."""
 
     name = "solvers"
@@ -28,12 +28,14 @@ class Solvers(Experiment[Cell]):
     def commands(self) -> dict[str, Callable[..., None]]:
         return {"solvers": _command}
 
-    def run(self, cells: tuple[Cell, ...], results: Results, device: torch.device, tell: Tell) -> list[Row]:
+    def run(
+        self, cells: tuple[SolverCell, ...], results: Results, device: torch.device, on_progress: ProgressFn
+    ) -> list[Row]:
         (cell,) = cells
-        return [{"found": STUDIES[cell.study](cell.setting, cell.seed, device, tell)}]
+        return [{"found": STUDIES[cell.study](cell.setting, cell.seed, device, on_progress)}]
 
     def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
-        return report.tell(rows, output, console)
+        return report.write_report(rows, output, console)
 
     def findings(self, rows: Sequence[Row]) -> list[Finding]:
         return report.findings(rows)
@@ -53,5 +55,5 @@ def _command(
     wanted = options.names("study", study, tuple(STUDIES))
     chosen, every = options.preset(preset, PRESETS), range(options.count("seeds", seeds))
     where, console = options.device(device), Console(highlight=False)
-    cells = [Cell(name, chosen[name], seed) for name in wanted for seed in every]
+    cells = [SolverCell(name, chosen[name], seed) for name in wanted for seed in every]
     session.run(Solvers(), cells, output, console, device=where, jobs=jobs)

@@ -15,10 +15,11 @@ from torch.nn.functional import cross_entropy, normalize, silu
 from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Exact, ridge
 from kalmix.ops._ridge.solvers import Solver
 from kalmix.ops._shared.custom_op import once_differentiable
-from kalmix_bench.experiments.solvers.convergence import SOLVERS, Tell
+from kalmix_bench.experiments.solvers.convergence import SOLVERS
 from kalmix_bench.experiments.solvers.iterations import PUBLISHED, conjugate_gradient
 from kalmix_bench.experiments.solvers.systems import ARITHMETICS, Arithmetic, Systems
 from kalmix_bench.experiments.solvers.tokens import Tokens, draw
+from kalmix_bench.runner.experiment import ProgressFn
 
 Mixer = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v `[B, T, H, D]` to the mean
 ROUNDED, LOWERED = "bfloat16 products", "bfloat16 model"  # operands in the solver; all of the model, by autocast
@@ -60,7 +61,7 @@ def variants(setting: Gradients) -> list[Variant]:
 
     def written(name: str, solver: str, arithmetic: str = "float32", *, unrolled: bool = False) -> Variant:
         options = {"iterations": count, "arithmetic": ARITHMETICS[arithmetic], "unrolled": unrolled}
-        return Variant(name, partial(explicit, factor=factor, solver=solver, **options), arithmetic)
+        return Variant(name, partial(iterative_ridge, factor=factor, solver=solver, **options), arithmetic)
 
     ours = {f"Chebyshev {count}": Chebyshev(count), f"CG {count}": ConjugateGradient(count)}
     theirs = f"CG {count} + 1e-5"
@@ -84,7 +85,7 @@ def _op(q: Tensor, k: Tensor, v: Tensor, *, factor: float, solver: Solver) -> Te
     return ridge(q, k, v, ridge=Adaptive(factor), solver=solver, kernel="chunked").mean  # the same on every device
 
 
-def explicit(
+def iterative_ridge(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -98,7 +99,7 @@ def explicit(
     """`kalmix.ops.ridge` with an iteration of this study: any arithmetic, any epsilon, plain autograd or implicit."""
     queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B H, T, D]
     systems = Systems.of(Tokens(queries, keys), factor)
-    rhs = systems.cut(queries)
+    rhs = systems.to_chunks(queries)
 
     def solve(systems: Systems, rhs: Tensor) -> Tensor:
         if solver == "CG + 1e-5":  # in a layer H is as long as it is
@@ -177,7 +178,7 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def gradients(setting: Gradients, seed: int, device: torch.device, tell: Tell) -> dict[str, Any]:
+def gradients(setting: Gradients, seed: int, device: torch.device, on_progress: ProgressFn) -> dict[str, Any]:
     """Relative errors of gradients, ||G - G*|| / ||G*||, G* by an exact solver with everything in float64.
 
     `parameters`: of all parameters at once; `inputs`: of the embedded tokens; next-token cross entropy, a mean over
@@ -188,14 +189,14 @@ def gradients(setting: Gradients, seed: int, device: torch.device, tell: Tell) -
     for place, layers in enumerate(setting.layers):
         model = Model(setting, layers, seed).to(device)
         exact = partial(_op, factor=setting.factor, solver=Exact())
-        tell(place * (len(asked) + 1) / total, f"{layers} layers, float64")
+        on_progress(place * (len(asked) + 1) / total, f"{layers} layers, float64")
         want = _gradients(model.double(), setting, seed, exact)
         for number, variant in enumerate(asked):
-            tell((place * (len(asked) + 1) + number + 1) / total, f"{layers} layers, {variant.solver}")
+            on_progress((place * (len(asked) + 1) + number + 1) / total, f"{layers} layers, {variant.solver}")
             got = _gradients(model.float(), setting, seed, variant.mixer, variant.arithmetic == LOWERED)
             errors = {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in want}
             rows.append({"layers": layers, "solver": variant.solver, "arithmetic": variant.arithmetic, **errors})
-    tell(1 - 1 / total, "one op, loss by scale")
+    on_progress(1 - 1 / total, "one op, loss by scale")
     return {"rows": rows, "scaled": list(_scaled(setting, seed, device))}
 
 

@@ -27,7 +27,7 @@ def rate(factor: float) -> float:
 
 def chebyshev(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arithmetic) -> Iterator[Tensor]:
     """Algorithm 1 of Gated KalmaNet: x_0, the first guess, to x_r."""
-    middle, stored = systems.factor + 0.5, arithmetic.stored
+    middle, stored = systems.factor + 0.5, arithmetic.round_vector
     before, x = torch.zeros_like(rhs), stored(rhs / middle)
     yield x
     for weight in chebyshev_weights(radius(systems.factor), iterations):
@@ -36,9 +36,9 @@ def chebyshev(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arithm
         yield x
 
 
-def by_residuals(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arithmetic) -> Iterator[Tensor]:
+def chebyshev_residual_form(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arithmetic) -> Iterator[Tensor]:
     """The same iterates, the residual carried along: what S multiplies, and rounding spoils, are vanishing steps."""
-    middle, stored = systems.factor + 0.5, arithmetic.stored
+    middle, stored = systems.factor + 0.5, arithmetic.round_vector
     step = stored(rhs / middle)
     x, residual = step, rhs
     yield x
@@ -55,7 +55,7 @@ class Conjugate(NamedTuple):
     x: Tensor
     curvature: Tensor  # p'S p, `[..., 1]`
     square: Tensor  # r'r before it
-    turn: Tensor  # the share of the last direction in the next one, by which its reversal would divide
+    direction_ratio: Tensor  # the share of the last direction in the next one, by which its reversal would divide
 
 
 def conjugate_gradient(
@@ -70,7 +70,7 @@ def conjugate_gradient(
 
     With an `epsilon` it matters how long H is: the iterates are `norm` times those for `norm` times these systems.
     """
-    x, residual, stored = torch.zeros_like(rhs), rhs, arithmetic.stored
+    x, residual, stored = torch.zeros_like(rhs), rhs, arithmetic.round_vector
     direction, square = residual, residual.square().sum(-1, keepdim=True)
     yield Conjugate(x, *[torch.ones_like(square)] * 3)
     for _ in range(iterations):
@@ -79,12 +79,12 @@ def conjugate_gradient(
         step = ratio(square, curvature + epsilon / norm)
         x, residual, last = stored(x + step * direction), stored(residual - step * image), square
         square = residual.square().sum(-1, keepdim=True)
-        turn = ratio(square, last + epsilon)
-        direction = stored(residual + turn * direction)
-        yield Conjugate(x, curvature, last, turn)
+        direction_ratio = ratio(square, last + epsilon)
+        direction = stored(residual + direction_ratio * direction)
+        yield Conjugate(x, curvature, last, direction_ratio)
 
 
-def backwards(
+def reverse_chebyshev(
     systems: Systems, rhs: Tensor, last: Sequence[Tensor], iterations: int, arithmetic: Arithmetic
 ) -> Iterator[Tensor]:
     """Equation 49: from x_r and x_{r-1}, x_{r-2} back to x_0. (The paper adds its last term; it is subtracted.)"""
@@ -92,5 +92,5 @@ def backwards(
     after, x = last
     for weight in reversed(chebyshev_weights(radius(systems.factor), iterations)[1:]):
         ahead = weight * (x - (systems.apply(x, arithmetic) - rhs) / middle)
-        after, x = x, arithmetic.stored((ahead - after) / (weight - 1))
+        after, x = x, arithmetic.round_vector((ahead - after) / (weight - 1))
         yield x

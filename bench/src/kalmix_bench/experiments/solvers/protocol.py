@@ -13,16 +13,16 @@ from kalmix_bench.experiments.solvers.gradients import Gradients, gradients
 from kalmix_bench.experiments.solvers.reversal import Reversal, reversals
 
 Setting = Convergence | Gradients | Conditions | Reversal
-Preset = Mapping[str, Setting]
+SolverPreset = Mapping[str, Setting]
 
-STUDIES: dict[str, Callable[..., dict[str, Any]]] = {  # (setting, seed, device, tell) -> what was found
+STUDIES: dict[str, Callable[..., dict[str, Any]]] = {  # (setting, seed, device, on_progress) -> what was found
     "residual": residuals,
     "gradient": gradients,
     "condition": conditions,
     "reversal": reversals,
     "precision": precisions,
 }
-PRESETS: dict[str, Preset] = {
+PRESETS: dict[str, SolverPreset] = {
     "laptop": {
         "residual": Convergence(sequences=1, length=1024),
         "gradient": Gradients(length=256),
@@ -41,7 +41,7 @@ PRESETS: dict[str, Preset] = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class SolverCell:
     """One study at one size with one seed: the unit that is never run twice.
 
     Raises:
@@ -59,6 +59,6 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.study}  seed {self.seed}"
 
-    def written(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return its line in a file, without the results."""
         return asdict(self)

@@ -18,7 +18,7 @@ from kalmix_bench.experiments.solvers.tables import (
     by_iteration,
     lines_by,
     mean,
-    merged,
+    merge_seeds,
     select,
     table_of,
 )
@@ -31,8 +31,8 @@ CARRIED = "Chebyshev by residuals"  # the form that the Triton kernels have
 
 def residual(rows: Sequence[Row], path: Path, console: Console) -> Path:
     """Figures 1a and 9: the largest residual norm by iteration, the largest over seeds too."""
-    curves = merged(rows, "residual", max)
-    medians = merged(rows, "median", mean)
+    curves = merge_seeds(rows, "residual", max)
+    medians = merge_seeds(rows, "median", mean)
     for name in ROUNDED:
         shown = by_iteration(f"largest residual norm of any token, {name}, by iterations", ("a", "solver"))
         for curve in select(curves, arithmetic=name):
@@ -60,7 +60,7 @@ def residual(rows: Sequence[Row], path: Path, console: Console) -> Path:
 
 def precision(rows: Sequence[Row], path: Path, console: Console) -> Path:
     """Relative errors by iteration, means over seeds, and the fewest iterations that reach what rounding leaves."""
-    curves = merged(rows, "error", mean)
+    curves = merge_seeds(rows, "error", mean)
     for keys in dict.fromkeys(curve["keys"] for curve in curves):
         shown = by_iteration(
             f"relative error of the solution, {keys} keys, by iterations", ("a", "solver", "arithmetic")
@@ -124,13 +124,13 @@ def condition(rows: Sequence[Row], path: Path, console: Console) -> Path:
             above += sum(x["above"] for x in of)
         fixed = [one["fixed"] for one in same]
         cells += [str(above), f"{max(x['largest'] for x in fixed):.4g} ({mean(x['median'] for x in fixed):.3g})"]
-        name = kind["keys"] + (", forgetting" if kind["forgets"] else "")
+        name = kind["keys"] + (", forgetting" if kind["with_decay"] else "")
         table.add_row(name, str(sum(one["tokens"] for one in same)), *cells)
     console.print(table)
     drawn = []
     for keys in dict.fromkeys(kind["keys"] for kind in kinds):
-        pair = {kind["forgets"]: kind for kind in select(kinds, keys=keys)}
-        adaptive = {forgets: select(kind["adaptive"], factor=FACTOR)[0] for forgets, kind in pair.items()}
+        pair = {kind["with_decay"]: kind for kind in select(kinds, keys=keys)}
+        adaptive = {with_decay: select(kind["adaptive"], factor=FACTOR)[0] for with_decay, kind in pair.items()}
         at, bound = pair[False]["at"], adaptive[False]["bound"]
         curves = {
             f"ridge {FACTOR:g} ||H||": (at, adaptive[False]["curve"]),
@@ -152,7 +152,7 @@ REPORTS: dict[str, Callable[[Sequence[Row], Path, Console], Path]] = {
 }
 
 
-def tell(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
     """Every study, one after the other; the files drawn."""
     studies = dict.fromkeys(row["study"] for row in rows)
     of = {study: [row for row in rows if row["study"] == study] for study in studies}
@@ -169,6 +169,6 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
         seeds = [row["found"][curves] for row in rows if row["study"] == study]
         for same in zip(*seeds, strict=True):
             value = Score.of([of(one) for one in same])
-            asked = described.format(**same[0])
-            found.append(Finding(f"solvers/{study}", asked, same[0]["solver"], score, value, len(same)))
+            condition = described.format(**same[0])
+            found.append(Finding(f"solvers/{study}", condition, same[0]["solver"], score, value, len(same)))
     return found

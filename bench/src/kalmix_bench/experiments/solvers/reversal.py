@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from kalmix.ops._ridge.linear_solvers import chebyshev_weights
-from kalmix_bench.experiments.solvers.convergence import FACTORS, Tell
-from kalmix_bench.experiments.solvers.iterations import backwards, chebyshev, conjugate_gradient, radius, rate
+from kalmix_bench.experiments.solvers.convergence import FACTORS
+from kalmix_bench.experiments.solvers.iterations import chebyshev, conjugate_gradient, radius, rate, reverse_chebyshev
 from kalmix_bench.experiments.solvers.systems import ARITHMETICS, Systems
 from kalmix_bench.experiments.solvers.tokens import draw
+from kalmix_bench.runner.experiment import ProgressFn
 
 CONDITIONS = tuple(10 ** (1 + i / 20) for i in range(41))  # 10 to 1,000
 STARTED = 5  # steps back after which growth is measured: by then the errors of all steps are alike
@@ -29,7 +30,7 @@ class Reversal:
     factors: tuple[float, ...] = FACTORS
 
 
-def reversals(setting: Reversal, seed: int, device: torch.device, tell: Tell) -> dict[str, Any]:
+def reversals(setting: Reversal, seed: int, device: torch.device, on_progress: ProgressFn) -> dict[str, Any]:
     """Divisors of both iterations, and how far the iterates that a reversed Chebyshev iteration gives are off.
 
     `error` is ||X~_i - X_i|| / ||X_r|| over all tokens, from the first step back to the last; random keys. At either
@@ -38,16 +39,16 @@ def reversals(setting: Reversal, seed: int, device: torch.device, tell: Tell) ->
     """
     tokens = draw("random", setting.sequences, setting.length, setting.width, seed, device)
     systems = Systems.of(tokens, FACTORS[0])
-    rhs = systems.cut(tokens.q)
+    rhs = systems.to_chunks(tokens.q)
     names = ("float64", "float32", "bfloat16 throughout")
     growth, divisors = [], []
     for done, factor in enumerate(setting.factors):
         for name in names:
-            tell((done + names.index(name) / len(names)) / len(setting.factors), f"{name}, a = {factor:g}")
+            on_progress((done + names.index(name) / len(names)) / len(setting.factors), f"{name}, a = {factor:g}")
             arithmetic = ARITHMETICS[name]
-            rounded, given = systems.strengthened(factor).to(arithmetic.dtype), rhs.to(arithmetic.dtype)
+            rounded, given = systems.with_factor(factor).to(arithmetic.dtype), rhs.to(arithmetic.dtype)
             iterates = list(chebyshev(rounded, given, setting.iterations, arithmetic))
-            back = backwards(rounded, given, (iterates[-1], iterates[-2]), setting.iterations, arithmetic)
+            back = reverse_chebyshev(rounded, given, (iterates[-1], iterates[-2]), setting.iterations, arithmetic)
             pairs = zip(back, reversed(iterates[:-2]), strict=True)
             size = iterates[-1].double().norm()
             error = [float((got - want).double().norm() / size) for got, want in pairs]
@@ -60,9 +61,11 @@ def reversals(setting: Reversal, seed: int, device: torch.device, tell: Tell) ->
                     "root": 1 / rate(factor),
                 }
             )
-        single = systems.strengthened(factor).to(torch.float32)
+        single = systems.with_factor(factor).to(torch.float32)
         ran = list(conjugate_gradient(single, rhs.float(), setting.iterations, ARITHMETICS["float32"]))[1:]
-        ranges = {name: [_range(getattr(at, name)) for at in ran] for name in ("curvature", "square", "turn")}
+        ranges = {
+            name: [_range(getattr(at, name)) for at in ran] for name in ("curvature", "square", "direction_ratio")
+        }
         weights = [float(w) - 1 for w in chebyshev_weights(radius(factor), setting.iterations)]
         divisors.append({"factor": factor, "weights": [min(weights), max(weights)], **ranges})
     return {"chebyshev": bounds(setting.iterations), "conjugate": divisors, "growth": growth}

@@ -26,10 +26,10 @@ class Arithmetic(NamedTuple):
     products: bool = False
     vectors: bool = False
 
-    def operand(self, x: Tensor) -> Tensor:
+    def round_operand(self, x: Tensor) -> Tensor:
         return _rounded(x) if self.products else x
 
-    def stored(self, x: Tensor) -> Tensor:
+    def round_vector(self, x: Tensor) -> Tensor:
         return _rounded(x) if self.vectors else x
 
 
@@ -88,17 +88,17 @@ class Systems(NamedTuple):
     def _made(self, of: Callable[[Tensor], Tensor]) -> Systems:
         return self._replace(**{name: of(x) for name, x in zip(self._fields, self[:5], strict=False)})
 
-    def strengthened(self, factor: float) -> Systems:
+    def with_factor(self, factor: float) -> Systems:
         """The same with another a."""
         return self._replace(factor=factor)
 
-    def cut(self, x: Tensor) -> Tensor:
+    def to_chunks(self, x: Tensor) -> Tensor:
         """A signal `[n, T, D]` as these systems hold it, `[n, C, L, D]`."""
         return _cut(x, self.keys.shape[2])
 
     def apply(self, x: Tensor, arithmetic: Arithmetic = ARITHMETICS["float64"]) -> Tensor:
         """S x of every token, `[n, C, L, D]`."""
-        operand = arithmetic.operand
+        operand = arithmetic.round_operand
         keys, given = operand(self.keys), operand(x)
         recent = operand(self.weights / self.norm * (given @ keys.mT)) @ keys
         return self.since / self.norm * (given @ operand(self.entry)) + recent + self.factor * x

@@ -15,7 +15,7 @@ FACTOR = 0.02  # the ridge of pictures that vary something else, the paper's def
 Curve = dict[str, Any]
 
 
-def merged(rows: Sequence[Row], name: str, over: Callable[[Any], float]) -> list[Curve]:
+def merge_seeds(rows: Sequence[Row], name: str, over: Callable[[Any], float]) -> list[Curve]:
     """The curves of all seeds as one each, iteration by iteration."""
     seeds = [row["found"]["curves"] for row in rows]
     return [
@@ -24,7 +24,7 @@ def merged(rows: Sequence[Row], name: str, over: Callable[[Any], float]) -> list
     ]
 
 
-def averaged(seeds: Sequence[Sequence[Curve]], names: Sequence[str]) -> list[Curve]:
+def average_seeds(seeds: Sequence[Sequence[Curve]], names: Sequence[str]) -> list[Curve]:
     return [{**of[0], **{name: mean(one[name] for one in of) for name in names}} for of in zip(*seeds, strict=True)]
 
 

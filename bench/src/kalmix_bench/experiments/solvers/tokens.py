@@ -21,7 +21,7 @@ class Tokens(NamedTuple):
 
 
 def draw(
-    kind: str, sequences: int, length: int, width: int, seed: int, device: torch.device, *, forgets: bool = False
+    kind: str, sequences: int, length: int, width: int, seed: int, device: torch.device, *, with_decay: bool = False
 ) -> Tokens:
     """Tokens of a kind, the same on every device.
 
@@ -37,7 +37,7 @@ def draw(
 
     q, k = (normalize(x, dim=-1).to(device) for x in KINDS[kind](normal, sequences, length, width))
     # a decay of 0.98 a token in the middle, from 0.88 to 0.997 within two standard deviations
-    decay = torch.nn.functional.logsigmoid(4 + normal(sequences, length)).to(device) if forgets else None
+    decay = torch.nn.functional.logsigmoid(4 + normal(sequences, length)).to(device) if with_decay else None
     return Tokens(q, k, decay)
 
 

@@ -37,7 +37,7 @@ def load(recipe: VisionRecipe) -> tuple[Images, Images]:
     if recipe.images is None:
         return Digits(recipe.size, shift=recipe.shift), Digits(recipe.size, held_out=True)
     root = Path(recipe.images)
-    seen, unseen = Folder(root / "train", augmented(recipe)), Folder(root / "val", centred(recipe.size))
+    seen, unseen = Folder(root / "train", train_transform(recipe)), Folder(root / "val", eval_transform(recipe.size))
     if seen.classes != unseen.classes:
         raise ArgumentError("images", got=f"{recipe.images!r}, whose train and val differ", expected="the same classes")
     return seen, unseen
@@ -110,7 +110,7 @@ class Folder(Images):
             return {"pixel_values": self.transform(image.convert("RGB")), "labels": label}
 
 
-def augmented(recipe: VisionRecipe) -> Callable[[Any], Tensor]:
+def train_transform(recipe: VisionRecipe) -> Callable[[Any], Tensor]:
     """What training makes of an image: `timm`'s augmentation where the recipe has some, else a random crop and flip.
 
     Raises:
@@ -137,7 +137,7 @@ def augmented(recipe: VisionRecipe) -> Callable[[Any], Tensor]:
     return transform
 
 
-def centred(size: int) -> Callable[[Any], Tensor]:
+def eval_transform(size: int) -> Callable[[Any], Tensor]:
     """What an image is judged by: its shorter side resized to `size`, its middle."""
 
     def transform(image: Any) -> Tensor:
@@ -172,7 +172,7 @@ def _tensor(image: Any) -> Tensor:
     return ((pixels / 255 - torch.tensor(MEAN)) / torch.tensor(STD)).permute(2, 0, 1)
 
 
-def mixed(images: Tensor, labels: Tensor, classes: int, recipe: VisionRecipe) -> tuple[Tensor, Tensor]:
+def mix_images(images: Tensor, labels: Tensor, classes: int, recipe: VisionRecipe) -> tuple[Tensor, Tensor]:
     """A batch as training sees it: each image mixed with another, and what it then shows, `[B, classes]`.
 
     Mixup (Zhang et al., 2018) adds them, CutMix (Yun et al., 2019) puts a rectangle of the one into the other; labels

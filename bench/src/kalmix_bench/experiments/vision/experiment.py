@@ -23,7 +23,7 @@ from kalmix_bench.experiments.vision.recipe import DIGITS, VisionRecipe
 from kalmix_bench.experiments.vision.run import HISTORY, WEIGHTS, train
 from kalmix_bench.runner import options, session
 from kalmix_bench.runner.cells import Results, Row, digest
-from kalmix_bench.runner.experiment import Experiment, Stopped, Tell
+from kalmix_bench.runner.experiment import CellStopped, Experiment, ProgressFn
 from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.scores import Score
 
@@ -32,7 +32,7 @@ MODELS = ("attention", *(name for name in MIXERS if name != "design"))
 
 
 @dataclass(frozen=True)
-class Cell:
+class VisionCell:
     """One training run: the recipe names the images, the mixer and the seed."""
 
     recipe: VisionRecipe
@@ -40,12 +40,12 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.recipe.mixer}  seed {self.recipe.seed}"
 
-    def written(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return its line in a file, without the results."""
         return {"recipe": asdict(self.recipe)}
 
 
-class Vision(Experiment[Cell]):
+class Vision(Experiment[VisionCell]):
     """Image classifiers, trained on handwritten digits or on a folder of images (section N of Gated KalmaNet)."""
 
     name = "vision"
@@ -55,7 +55,9 @@ class Vision(Experiment[Cell]):
     def commands(self) -> dict[str, Callable[..., None]]:
         return {"vision": _command}
 
-    def run(self, cells: tuple[Cell, ...], results: Results, device: torch.device, tell: Tell) -> list[Row]:
+    def run(
+        self, cells: tuple[VisionCell, ...], results: Results, device: torch.device, on_progress: ProgressFn
+    ) -> list[Row]:
         """Train a model, or resume from its newest checkpoint, and return its accuracy on held-out images.
 
         Raises:
@@ -65,7 +67,13 @@ class Vision(Experiment[Cell]):
         folder = _folder(cell, results)
         if not self.is_complete(cell, results):
             (folder / HISTORY).unlink(missing_ok=True)
-            train(cell.recipe, folder, resume=True, callbacks=[_Progress(cell.recipe, tell)], cpu=device.type == "cpu")
+            train(
+                cell.recipe,
+                folder,
+                resume=True,
+                callbacks=[_Progress(cell.recipe, on_progress)],
+                cpu=device.type == "cpu",
+            )
         history = read_json(folder / HISTORY, list)
         evaluated = [row["eval_accuracy"] for row in history if "eval_accuracy" in row]
         return [
@@ -76,10 +84,10 @@ class Vision(Experiment[Cell]):
             }
         ]
 
-    def is_complete(self, cell: Cell, results: Results) -> bool:
+    def is_complete(self, cell: VisionCell, results: Results) -> bool:
         return all((_folder(cell, results) / name).exists() for name in (WEIGHTS, HISTORY))
 
-    def clear(self, cell: Cell, results: Results) -> None:
+    def clear(self, cell: VisionCell, results: Results) -> None:
         shutil.rmtree(_folder(cell, results) / "checkpoints", ignore_errors=True)
 
     def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
@@ -98,12 +106,12 @@ class Vision(Experiment[Cell]):
         return [
             Finding(
                 task=f"vision/{_images(recipe)}",
-                asked=f"{recipe['size']} pixels, {recipe['epochs']} epochs",
+                condition=f"{recipe['size']} pixels, {recipe['epochs']} epochs",
                 layer=recipe["mixer"],
                 score="accuracy",
                 value=Score.of([row["accuracy"] for row in alike]),
                 seeds=len(alike),
-                facts={"width": recipe["width"], "depth": sum(recipe["depths"]), "epochs": recipe["epochs"]},
+                metadata={"width": recipe["width"], "depth": sum(recipe["depths"]), "epochs": recipe["epochs"]},
             )
             for recipe, alike in _by_recipe(rows)
         ]
@@ -112,17 +120,17 @@ class Vision(Experiment[Cell]):
 class _Progress(TrainerCallback):
     """Callback that reports each epoch after its checkpoint is stored, and stops the run if it is told to."""
 
-    def __init__(self, recipe: VisionRecipe, tell: Tell) -> None:
-        self.recipe, self.tell = recipe, tell
+    def __init__(self, recipe: VisionRecipe, on_progress: ProgressFn) -> None:
+        self.recipe, self.on_progress = recipe, on_progress
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         accuracy = next(row["eval_accuracy"] for row in reversed(state.log_history) if "eval_accuracy" in row)
-        stop = self.tell(state.epoch / self.recipe.whole, f"accuracy {accuracy:.1%}")
+        stop = self.on_progress(state.epoch / self.recipe.total_epochs, f"accuracy {accuracy:.1%}")
         if stop and state.global_step < state.max_steps:
-            raise Stopped
+            raise CellStopped
 
 
-def _folder(cell: Cell, results: Results) -> Path:
+def _folder(cell: VisionCell, results: Results) -> Path:
     return results.path.parent / "models" / digest(cell)
 
 
@@ -168,5 +176,5 @@ def _command(
     )
     named = options.names("models", models, MODELS)
     every = range(options.count("seeds", seeds))
-    cells = [Cell(replace(recipe, mixer=mixer, seed=seed)) for mixer in named for seed in every]
+    cells = [VisionCell(replace(recipe, mixer=mixer, seed=seed)) for mixer in named for seed in every]
     session.run(Vision(), cells, output, Console(highlight=False), device=options.device(device), jobs=jobs)

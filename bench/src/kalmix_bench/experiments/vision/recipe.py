@@ -89,11 +89,11 @@ class VisionRecipe:
             raise ArgumentError("warmup", got=self.warmup, expected=f"at most the {self.epochs} epochs")
 
     @property
-    def whole(self) -> float:
+    def total_epochs(self) -> float:
         """Epochs in all."""
         return self.epochs + self.cooldown
 
-    def factor(self, epoch: float) -> float:
+    def learning_rate_factor(self, epoch: float) -> float:
         """The learning rate at so many epochs, as a part of `rate`: linear warm-up, cosine, cool-down."""
         if epoch < self.warmup:
             now = self.first_rate + (self.rate - self.first_rate) * epoch / self.warmup

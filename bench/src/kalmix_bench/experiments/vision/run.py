@@ -174,7 +174,7 @@ class _Trainer(SafeTrainer):
         if self.lr_scheduler is None:
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
                 optimizer or self.optimizer,
-                lambda step: self.recipe.factor(step / num_training_steps * self.recipe.whole),
+                lambda step: self.recipe.learning_rate_factor(step / num_training_steps * self.recipe.total_epochs),
             )
         return self.lr_scheduler
 
@@ -195,7 +195,7 @@ class _Trainer(SafeTrainer):
     ) -> Any:
         images, labels = inputs["pixel_values"], inputs["labels"]
         if model.training:
-            images, labels = vision_data.mixed(images, labels, self.classes, self.recipe)
+            images, labels = vision_data.mix_images(images, labels, self.classes, self.recipe)
         logits = model(images.contiguous(memory_format=torch.channels_last))
         loss = F.cross_entropy(logits.float(), labels)
         return (loss, {"logits": logits}) if return_outputs else loss
@@ -214,7 +214,7 @@ def _arguments(recipe: VisionRecipe, output: Path, *, cpu: bool) -> TrainingArgu
         output_dir=str(output / "checkpoints"),
         per_device_train_batch_size=recipe.batch,
         per_device_eval_batch_size=recipe.batch,
-        num_train_epochs=recipe.whole,
+        num_train_epochs=recipe.total_epochs,
         max_grad_norm=recipe.clip,
         bf16=recipe.bf16,
         use_cpu=cpu or not torch.accelerator.is_available(),
