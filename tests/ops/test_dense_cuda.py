@@ -25,17 +25,17 @@ from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
 
 UNSUPPORTED = cuda.unsupported_gpu(None) if torch.cuda.is_available() else "no GPU"
-TWINS = [("forward", triton._advance), ("backward", triton_backward._retreat)]
-OPTIONS = {"BLOCK": 16, "WINDOW": 64, "PACKED": 1, "KEEP": 1, "VARIANCE": 1}
+KERNEL_PAIRS = [("forward", triton._forward_scan), ("backward", triton_backward._backward_scan)]
+OPTIONS = {"TILE": 16, "CHUNK": 64, "PACKED": 1, "SAVE": 1, "VARIANCE": 1}
 
 
-@pytest.mark.parametrize(("name", "twin"), TWINS)
-def test_takes_what_its_twin_in_triton_takes(name, twin):
+@pytest.mark.parametrize(("name", "triton_kernel"), KERNEL_PAIRS)
+def test_cuda_and_triton_kernels_have_the_same_arguments(name, triton_kernel):
     source = (Path(cuda.__file__).parent / f"{name}.cu").read_text()
     signature = re.search(rf"\b{name}\((.*?)\) {{", source, re.DOTALL).group(1)
     names = [re.split(r"[ *]+", parameter.strip())[-1] for parameter in signature.split(",")]
-    taken = inspect.signature(twin.fn).parameters.values()
-    assert names == [parameter.name for parameter in taken if parameter.annotation == inspect.Parameter.empty]
+    parameters = inspect.signature(triton_kernel.fn).parameters.values()
+    assert names == [parameter.name for parameter in parameters if parameter.annotation == inspect.Parameter.empty]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         monkeypatch.setattr(torch.version, "cuda", version)
-        monkeypatch.setattr(cuda, "library", lambda: object() if nvrtc else None)
+        monkeypatch.setattr(cuda, "nvrtc_library", lambda: object() if nvrtc else None)
 
     yield set_to
     cuda._unsupported.cache_clear()
@@ -116,25 +116,25 @@ def test_choice_compiles_to_one_graph(machine, nvrtc, name):
 
 @pytest.mark.parametrize("row", [row for row in OPS["dense"].kernels if row.triton], ids=lambda row: row.name)
 def test_a_row_runs_its_own_kernels_forward_and_backward(monkeypatch, row):
-    taken = []
+    requested = []
 
-    def chain(name):
-        taken.append(name)
-        return dict(TWINS)[name]
+    def triton_kernel(name):
+        requested.append(name)
+        return dict(KERNEL_PAIRS)[name]
 
     for module in (triton, triton_backward):
-        monkeypatch.setattr(module, "cuda_chain", chain)
+        monkeypatch.setattr(module, "cuda_kernel", triton_kernel)
     inputs = arguments(1, 3, (1, 1), (3, 2))
     check(inputs, run=row.function)
-    assert set(taken) == ({"forward", "backward"} if row.name == "cuda" else set())
+    assert set(requested) == ({"forward", "backward"} if row.name == "cuda" else set())
 
 
-@pytest.mark.skipif(cuda.library() is None, reason="torch comes without NVRTC here")
+@pytest.mark.skipif(cuda.nvrtc_library() is None, reason="torch comes without NVRTC here")
 @pytest.mark.parametrize("name", ["forward", "backward"])
 @pytest.mark.parametrize(("K", "P", "DECAY"), [(40, 64, 2), (128, 128, 1)])
 def test_compiles(name, K, P, DECAY):
     options = {**OPTIONS, "K": K, "P": P, "DECAY": DECAY}
-    assert cuda.compiled(cuda.library(), name, tuple(options.items()), "sm_90a").startswith(b"\x7fELF")
+    assert cuda.compile_source(cuda.nvrtc_library(), name, tuple(options.items()), "sm_90a").startswith(b"\x7fELF")
 
 
 @pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED))

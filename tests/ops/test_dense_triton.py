@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense import custom_op as fused
 from kalmix.ops._dense import reference
-from kalmix.ops._dense.block_sizes import WINDOW, padded
+from kalmix.ops._dense.block_sizes import CHUNK, padded_width
 from kalmix.ops._dense.signals import DenseSignals
-from kalmix.ops._dense.triton import parts as triton_parts
+from kalmix.ops._dense.triton import primitives
 from kalmix.ops._linear_memory.custom_op import tile_size
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import budgets, relative_error
@@ -172,7 +172,7 @@ def test_keeps_a_covariance_and_a_mean_every_64_tokens_and_the_gains():
     kept = [x.numel() for x in saved if x.data_ptr() not in owned and x.numel()]
     tile = tile_size(67, torch.float32)
     means = [-(-67 // tile) * 3 * 2, 67 * 2, 67 * tile]  # at the entry of tiles; errors, and inverses they came from
-    assert sorted(kept) == sorted([67 * 3, 67, -(-67 // WINDOW) * padded(3) ** 2, *means])
+    assert sorted(kept) == sorted([67 * 3, 67, -(-67 // CHUNK) * padded_width(3) ** 2, *means])
 
 
 def test_meets_the_dispatcher_as_an_operator_should():
@@ -187,8 +187,8 @@ def test_meets_the_dispatcher_as_an_operator_should():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_long_sequences_go_stretch_by_stretch(monkeypatch, dtype):
-    monkeypatch.setattr(triton_parts, "LONG", 70)
-    monkeypatch.setattr(triton_parts, "IDLE", range(4, 5))
+    monkeypatch.setattr(primitives, "MIN_SPLIT_TOKENS", 70)
+    monkeypatch.setattr(primitives, "SPLIT_PROGRAM_COUNTS", range(4, 5))
     inputs = arguments(2, 135, (1, 2), (3, 2), "head", dtype=dtype)
-    assert len(triton_parts.stretches(inputs["k"], 2, 16, 1, None)) == 2
+    assert len(primitives.time_splits(inputs["k"], 2, 16, 1, None)) == 2
     check(inputs)

@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from kalmix import ops
 from kalmix.ops import OPS
-from kalmix.ops._dense.cuda.compile import Chain
+from kalmix.ops._dense.cuda.compile import CudaKernel
 from kalmix.ops._shared.triton import compile_and_launch
 from kalmix.testing.cases import PROBLEMS, Case, outputs
 from kalmix.testing.measure import learnable
@@ -53,9 +53,9 @@ def problems() -> Iterator[Case]:
                         yield case
 
 
-def title(kernel: JITFunction | Chain) -> str:
+def title(kernel: JITFunction | CudaKernel) -> str:
     """Module and name."""
-    return f"{kernel.name}.cu" if isinstance(kernel, Chain) else f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+    return f"{kernel.name}.cu" if isinstance(kernel, CudaKernel) else f"{kernel.fn.__module__}.{kernel.fn.__name__}"
 
 
 def entry_kernels() -> set[str]:

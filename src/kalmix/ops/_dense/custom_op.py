@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
-from kalmix.ops._dense.block_sizes import WINDOW, padded
+from kalmix.ops._dense.block_sizes import CHUNK, padded_width
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._linear_memory.custom_op import kept_shapes, tile_size
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache, with_precompilation
@@ -32,30 +32,36 @@ def dense(
         q, k, v = q.float(), k.float(), v.float()
     tensors = (q, k, v, obs_noise, process_noise, log_decay, *belief)
     rows = None if segments is None else segments.rows
-    mean, read, *last = _filter(*tensors, rows, variance, needs_grad(*tensors), cuda)[:4]
-    return Filtered(mean.to(dtype), read if variance else None, DenseBelief(*last))
+    mean, variances, *final = _filter(*tensors, rows, variance, needs_grad(*tensors), cuda)[:4]
+    return Filtered(mean.to(dtype), variances if variance else None, DenseBelief(*final))
 
 
-def _kept_shapes(k: Tensor, v: Tensor, rows: Tensor | None, keep: bool) -> tuple[tuple[int, ...], ...]:
+def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None, save: bool) -> tuple[tuple[int, ...], ...]:
     """Of gains, gains rounded to the dtype of k (if that is another), innovation variances, covariances; of memories
     at tile entries, errors and inverses."""
     (batch, length, heads, _), width = v.shape, k.shape[3]
-    if not keep:
+    if not save:
         return ((0,),) * 7
-    whole = batch * ((length + WINDOW - 1) // WINDOW)
-    count = whole if rows is None else batch * length // WINDOW + rows.shape[0]
+    num_chunks = batch * ((length + CHUNK - 1) // CHUNK)
+    total_chunks = num_chunks if rows is None else batch * length // CHUNK + rows.shape[0]
     gains = (batch, length, heads, width)
-    rounded = (0,) if k.dtype == torch.float32 else gains
-    return gains, rounded, gains[:3], (count, heads, padded(width), padded(width)), *kept_shapes(k, v, rows, True, True)
+    rounded_gain = (0,) if k.dtype == torch.float32 else gains
+    return (
+        gains,
+        rounded_gain,
+        gains[:3],
+        (total_chunks, heads, padded_width(width), padded_width(width)),
+        *kept_shapes(k, v, rows, True, True),
+    )
 
 
-def _forward_fake(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, keep, cuda):
+def _forward_fake(q, k, v, obs_noise, process_noise, log_decay, mean, covariance, rows, variance, save, cuda):
     exact = torch.float32
     dtypes = exact, k.dtype, exact, exact, v.dtype, v.dtype, v.dtype
-    read = k.new_empty((*v.shape[:3], 1) if variance else (0,), dtype=exact)
-    last = mean.new_empty(mean.shape), k.new_empty(covariance.shape, dtype=exact)
-    pairs = zip(_kept_shapes(k, v, rows, keep), dtypes, strict=True)
-    return v.new_empty(v.shape), read, *last, *(k.new_empty(shape, dtype=dtype) for shape, dtype in pairs)
+    variances = k.new_empty((*v.shape[:3], 1) if variance else (0,), dtype=exact)
+    final = mean.new_empty(mean.shape), k.new_empty(covariance.shape, dtype=exact)
+    pairs = zip(_saved_shapes(k, v, rows, save), dtypes, strict=True)
+    return v.new_empty(v.shape), variances, *final, *(k.new_empty(shape, dtype=dtype) for shape, dtype in pairs)
 
 
 def _forward(
@@ -69,30 +75,55 @@ def _forward(
     covariance: Tensor,
     rows: Tensor | None,
     variance: bool,
-    keep: bool,
+    save: bool,
     cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._dense.triton.forward import forward
 
-    segments, shapes = None if rows is None else segments_without_checks(rows), _kept_shapes(k, v, rows, keep)
-    kept = torch.empty(shapes[3], dtype=torch.float32, device=k.device)
+    segments, shapes = None if rows is None else segments_without_checks(rows), _saved_shapes(k, v, rows, save)
+    saved_cov = torch.empty(shapes[3], dtype=torch.float32, device=k.device)
     signals = (q, k, v, obs_noise, process_noise, log_decay)
     size = tile_size(v.shape[1], v.dtype)
-    read, after, last, found, results = forward(*signals, mean, covariance, segments, variance, size, kept, cuda)
-    pairs = zip((*found, *results[1:]), shapes, strict=True)
-    gain, rounded, scale, kept, *of_mean = (x if x.shape == shape else x.new_empty(shape) for x, shape in pairs)
-    states, errors, inverses = of_mean
-    return results.mean, read, after, last, gain, rounded, scale, kept, states, errors, inverses
+    variances, final_mean, final_covariance, gains, results = forward(
+        *signals, mean, covariance, segments, variance, size, saved_cov, cuda
+    )
+    pairs = zip((*gains, *results[1:]), shapes, strict=True)
+    gain, rounded_gain, innovation_var, saved_cov, *mean_states = (
+        x if x.shape == shape else x.new_empty(shape) for x, shape in pairs
+    )
+    states, errors, inverses = mean_states
+    return (
+        results.mean,
+        variances,
+        final_mean,
+        final_covariance,
+        gain,
+        rounded_gain,
+        innovation_var,
+        saved_cov,
+        states,
+        errors,
+        inverses,
+    )
 
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels; the final belief gets no gradient."""
-    *signals, _, _, rows, variance, keep, cuda = inputs
-    mean, read, after, last, *kept = _forward(*inputs)
-    nothing = after.new_zeros(()).expand(after.shape)
-    follow: tuple[Any, ...] = (*signals, *kept, rows, mean, read if variance else None, nothing, last, cuda)
-    if keep:
-        _backward(*follow)
+    *signals, _, _, rows, variance, save, cuda = inputs
+    mean, variances, final_mean, final_covariance, *saved = _forward(*inputs)
+    zero = final_mean.new_zeros(()).expand(final_mean.shape)
+    backward_inputs: tuple[Any, ...] = (
+        *signals,
+        *saved,
+        rows,
+        mean,
+        variances if variance else None,
+        zero,
+        final_covariance,
+        cuda,
+    )
+    if save:
+        _backward(*backward_inputs)
 
 
 def _backward(
@@ -103,28 +134,28 @@ def _backward(
     process_noise: Tensor,
     log_decay: Tensor | None,
     gain: Tensor,
-    rounded: Tensor,
-    scale: Tensor,
+    rounded_gain: Tensor,
+    innovation_var: Tensor,
     covariances: Tensor,
     states: Tensor,
     errors: Tensor,
     inverses: Tensor,
     rows: Tensor | None,
     grad_mean: Tensor,
-    grad_read: Tensor | None,
-    grad_after: Tensor,
-    grad_last: Tensor,
+    grad_variance: Tensor | None,
+    grad_final_mean: Tensor,
+    grad_final_covariance: Tensor,
     cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._dense.triton.backward import backward
-    from kalmix.ops._dense.triton.forward import Kept
+    from kalmix.ops._dense.triton.forward import SavedGains
     from kalmix.ops._linear_memory.triton.forward import Results
 
     segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
-    found = Kept(gain, rounded if rounded.numel() else gain, scale, covariances)
-    grads = (grad_mean, grad_read, grad_after, grad_last)
+    saved = SavedGains(gain, rounded_gain if rounded_gain.numel() else gain, innovation_var, covariances)
+    grads = (grad_mean, grad_variance, grad_final_mean, grad_final_covariance)
     signals, results = (q, k, v, obs_noise, process_noise, log_decay), Results(grad_mean, states, errors, inverses)
-    return backward(*signals, found, results, segments, size, *grads, cuda)
+    return backward(*signals, saved, results, segments, size, *grads, cuda)
 
 
 _filter = register_filter_op(

@@ -1,160 +1,164 @@
 // The adjoint of the covariance of `dense`, from block to block of tokens, last to first: what `_retreat` in
 // triton_backward.py does, which see.
 
-#include "tiles.cuh"
+#include "fragments.cuh"
 
-struct Space {                                    // shared memory
-    Signals writes[2];                            // of this block of tokens, and the next
-    Rows keys, changes, asked[VARIANCE ? 2 : 1];  // what the last one adds, turned
-    Ahead summands[WARPS][2];                     // of writes leaving'
+struct SharedMemory {                                    // shared memory
+    Signals exit_gains[2];                            // of this block of tokens, and the next
+    Rows keys, grad_cov_keys, queries[VARIANCE ? 2 : 1];  // what the last one adds, turned
+    PrefetchBuffer partial_sums[WARPS][2];                     // of writes leaving'
     Flag result;                                  // it is there:
-    Ahead half[2];                                // half their sum
+    PrefetchBuffer half[2];                                // half their sum
     struct {
-        Ahead write[2], asked[2], key[2], local[2], reach;
-    } ahead[WARPS];
+        PrefetchBuffer exit_gain[2], queries[2], key[2], tile_terms[2], total_decay;
+    } prefetched[WARPS];
 };
 
 // Threads, and bytes of shared memory.
-extern "C" __device__ int NEEDS[] = {THREADS, sizeof(Space)};
+extern "C" __device__ int REQUIREMENTS[] = {THREADS, sizeof(SharedMemory)};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(
-    const float* keys, const float* writes, const float* local, const float* asked, const float* grad_read,
-    const float* edges, const float* kept, const float* grad_last, float* exits, float* spreads, float* balance,
-    float* grad_prior, const long long* runs, long long length, long long tiles, long long G) {
+    const float* keys, const float* exit_gains, const float* tile_terms, const float* queries, const float* grad_var,
+    const float* tile_decays, const float* saved_cov, const float* grad_final_cov, float* adjoint_gains,
+    float* adjoint_diags, float* adjoint_cov_diag,
+    float* grad_prior, const long long* sequence_table, long long length, long long tiles, long long G) {
     extern __shared__ uint4 memory[];
-    Space& space = *reinterpret_cast<Space*>(memory);
-    constexpr int WINDOWS = WINDOW / BLOCK;  // blocks in one
+    SharedMemory& shared = *reinterpret_cast<SharedMemory*>(memory);
+    constexpr int TILES_PER_CHUNK = CHUNK / TILE;  // blocks in one
     const int sequence = blockIdx.x, head = blockIdx.y;
-    const Run run = run_of(runs, sequence, length, tiles);
-    const int blocks = (run.count + BLOCK - 1) / BLOCK;
-    const auto slot = [&](int block) { return (run.tile * WINDOWS + block) * G + head; };
+    const SequenceSpan span = sequence_span(sequence_table, sequence, length, tiles);
+    const int num_tiles = (span.count + TILE - 1) / TILE;
+    const auto slot = [&](int tile_index) { return (span.tile * TILES_PER_CHUNK + tile_index) * G + head; };
 
-    if (threadIdx.x == 0) space.result.reset();
+    if (threadIdx.x == 0) shared.result.reset();
     __syncthreads();
     if (warp() >= WARPS) {  // the assistant
-        give<72>();
+        release_registers<72>();
         if (warp() > WARPS) return;
-        for (int block = 0; block < blocks; ++block) {
-            wait<SUMMANDS, ACTIVE>();
-            Tile sum = gathered(space.summands);
+        for (int tile_index = 0; tile_index < num_tiles; ++tile_index) {
+            wait<PARTIAL_SUMS, ACTIVE>();
+            Fragment sum = sum_over_warps(shared.partial_sums);
 #pragma unroll
             for (int n = 0; n < 8; ++n) sum.x[n] *= 0.5f;
-            leave(space.half, sum);
-            space.result.raise();
+            store_shared(shared.half, sum);
+            shared.result.raise();
         }
         return;
     }
 
-    take<216>();
-    const int mine = 16 * warp();  // the first of this warp's rows
-    auto& ahead = space.ahead[warp()];
-    const long long whole = (static_cast<long long>(sequence) * G + head) * (K * K);
-    Tile adjoint[TILES];
+    acquire_registers<216>();
+    const int first_row = 16 * warp();  // the first of this warp's rows
+    auto& prefetched = shared.prefetched[warp()];
+    const long long offset = (static_cast<long long>(sequence) * G + head) * (K * K);
+    Fragment adjoint[FRAGMENTS];
 #pragma unroll
-    for (int m = 0; m < TILES; ++m)
+    for (int m = 0; m < FRAGMENTS; ++m)
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-            const int i = mine + row(n / 4), j = 16 * m + column() + n % 4;
-            adjoint[m].x[n] = i < K && j < K ? grad_last[whole + i * K + j] : 0.0f;
+            const int i = first_row + row(n / 4), j = 16 * m + column() + n % 4;
+            adjoint[m].x[n] = i < K && j < K ? grad_final_cov[offset + i * K + j] : 0.0f;
         }
-    const auto prepare = [&](int block) {  // what is there when it leaves
-        if (block > 0) fetch(ahead.write, writes + slot(block - 1) * (BLOCK * P) + mine, P);
-        if (block >= 0) {
-            if (VARIANCE) fetch(ahead.asked, asked + slot(block) * (BLOCK * P) + mine, P);
-            fetch(ahead.key, keys + slot(block) * (BLOCK * P) + mine, P);
-            fetch(ahead.local, local + slot(block) * (BLOCK * P) + mine, P);
-            fetch(ahead.reach, edges + slot(block) * P + mine);
+    const auto prepare = [&](int tile_index) {  // what is there when it leaves
+        if (tile_index > 0)
+            prefetch(prefetched.exit_gain, exit_gains + slot(tile_index - 1) * (TILE * P) + first_row, P);
+        if (tile_index >= 0) {
+            if (VARIANCE) prefetch(prefetched.queries, queries + slot(tile_index) * (TILE * P) + first_row, P);
+            prefetch(prefetched.key, keys + slot(tile_index) * (TILE * P) + first_row, P);
+            prefetch(prefetched.tile_terms, tile_terms + slot(tile_index) * (TILE * P) + first_row, P);
+            prefetch(prefetched.total_decay, tile_decays + slot(tile_index) * P + first_row);
         }
     };
-    Split key{}, change{}, query{};  // this warp's rows of what the last block adds
-    space.keys.set(warp(), key), space.changes.set(warp(), change);
-    if (VARIANCE) space.asked[blocks & 1].set(warp(), query);
-    const auto weigh = [&](int window) {  // the diagonal of the adjoint times the covariance
-        const long long at = (run.tile + window) * G + head;
+    Split key{}, grad_cov_key{}, query{};  // this warp's rows of what the last block adds
+    shared.keys.set(warp(), key), shared.grad_cov_keys.set(warp(), grad_cov_key);
+    if (VARIANCE) shared.queries[num_tiles & 1].set(warp(), query);
+    const auto store_diagonal_product = [&](int chunk) {  // the diagonal of the adjoint times the covariance
+        const long long at = (span.tile + chunk) * G + head;
         float sums[2] = {};
 #pragma unroll
-        for (int m = 0; m < TILES; ++m) {
-            const Tile state = load(kept + at * (P * P) + mine * P + 16 * m, P);
+        for (int m = 0; m < FRAGMENTS; ++m) {
+            const Fragment state = load(saved_cov + at * (P * P) + first_row * P + 16 * m, P);
 #pragma unroll
             for (int n = 0; n < 8; ++n) sums[n / 4] += adjoint[m].x[n] * state.x[n];
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            for (int away = 1; away < 4; away *= 2) sums[h] += __shfl_xor_sync(~0u, sums[h], away);
-            if (lane() % 4 == 0) balance[at * P + mine + row(h)] = sums[h];
+            for (int distance = 1; distance < 4; distance *= 2) sums[h] += __shfl_xor_sync(~0u, sums[h], distance);
+            if (lane() % 4 == 0) adjoint_cov_diag[at * P + first_row + row(h)] = sums[h];
         }
     };
-    const auto update = [&](int block) {  // by what the one after adds
-        Tile by[TILES];
-        Tile next{};
-        ready();
-        start(by, change, space.keys, false);
-        start(by, key, space.changes, true);
-        if (VARIANCE) start(by, query, space.asked[VARIANCE ? (block + 1) & 1 : 0], true);
-        seal();
-        if (DECAY && block + 2 < blocks && (block + 2) % WINDOWS == 0) weigh((block + 2) / WINDOWS);
-        if (block + 1 < blocks) fade(adjoint, edges + slot(block + 1) * P);
-        fetched();
-        space.writes[(block - 1) & 1].set(warp(), split(here(ahead.write)));
-        if (VARIANCE && block >= 0) {
-            next = turned(here(ahead.asked));
-            space.asked[VARIANCE ? block & 1 : 0].set(warp(), split(next));
+    const auto update = [&](int tile_index) {  // by what the one after adds
+        Fragment products[FRAGMENTS];
+        Fragment next_query{};
+        wgmma_fence();
+        multiply_async(products, grad_cov_key, shared.keys, false);
+        multiply_async(products, key, shared.grad_cov_keys, true);
+        if (VARIANCE) multiply_async(products, query, shared.queries[VARIANCE ? (tile_index + 1) & 1 : 0], true);
+        wgmma_commit();
+        if (DECAY && tile_index + 2 < num_tiles && (tile_index + 2) % TILES_PER_CHUNK == 0)
+            store_diagonal_product((tile_index + 2) / TILES_PER_CHUNK);
+        if (tile_index + 1 < num_tiles) decay_matrix(adjoint, tile_decays + slot(tile_index + 1) * P);
+        prefetch_wait();
+        shared.exit_gains[(tile_index - 1) & 1].set(warp(), split(load_shared(prefetched.exit_gain)));
+        if (VARIANCE && tile_index >= 0) {
+            next_query = transpose(load_shared(prefetched.queries));
+            shared.queries[VARIANCE ? tile_index & 1 : 0].set(warp(), split(next_query));
 #pragma unroll
             for (int n = 0; n < 8; ++n) {
-                const int t = block * BLOCK + column() + n % 4;
-                next.x[n] *= t < run.count ? grad_read[(run.token + t) * G + head] : 0.0f;
+                const int t = tile_index * TILE + column() + n % 4;
+                next_query.x[n] *= t < span.count ? grad_var[(span.token + t) * G + head] : 0.0f;
             }
         }
-        finished<0>();
-        settle(next);
-        query = split(next);
+        wgmma_wait<0>();
+        pin_registers(next_query);
+        query = split(next_query);
 #pragma unroll
-        for (int m = 0; m < TILES; ++m) settle(by[m]), add(adjoint[m], by[m]);
+        for (int m = 0; m < FRAGMENTS; ++m) pin_registers(products[m]), add(adjoint[m], products[m]);
     };
-    if (blocks) {
-        const float* first = writes + slot(blocks - 1) * (BLOCK * P) + mine;
-        space.writes[(blocks - 1) & 1].set(warp(), split(load(first, P)));
+    if (num_tiles) {
+        const float* first = exit_gains + slot(num_tiles - 1) * (TILE * P) + first_row;
+        shared.exit_gains[(num_tiles - 1) & 1].set(warp(), split(load(first, P)));
     }
-    prepare(blocks - 1);
-    publish();
-    wait<WRITTEN, LANES * WARPS>();
-    for (int block = blocks - 1; block >= 0; --block) {
-        const auto& write = space.writes[block % 2];
-        update(block);
-        const Tile leaving = turned(project(adjoint, write));  // writes adjoint, the tokens its rows
-        leave(space.summands[warp()], product(split(leaving), write.get(warp())));
-        arrive<SUMMANDS, ACTIVE>();
+    prepare(num_tiles - 1);
+    fence_shared();
+    wait<UPDATES_STORED, LANES * WARPS>();
+    for (int tile_index = num_tiles - 1; tile_index >= 0; --tile_index) {
+        const auto& exit_gain = shared.exit_gains[tile_index % 2];
+        update(tile_index);
+        const Fragment adjoint_gain = transpose(project(adjoint, exit_gain));  // writes adjoint, the tokens its rows
+        store_shared(shared.partial_sums[warp()], product(split(adjoint_gain), exit_gain.get(warp())));
+        arrive<PARTIAL_SUMS, ACTIVE>();
 
-        const long long base = slot(block) * (BLOCK * P);
-        store(exits + base + mine, P, leaving);
+        const long long base = slot(tile_index) * (TILE * P);
+        store(adjoint_gains + base + first_row, P, adjoint_gain);
 #pragma unroll
-        for (int m = 0; m < TILES; ++m)
+        for (int m = 0; m < FRAGMENTS; ++m)
             if (on_diagonal(m)) {
 #pragma unroll
                 for (int n = 0; n < 8; ++n)
-                    if (on_diagonal(m, n)) spreads[slot(block) * P + mine + row(n / 4)] = adjoint[m].x[n];
+                    if (on_diagonal(m, n))
+                        adjoint_diags[slot(tile_index) * P + first_row + row(n / 4)] = adjoint[m].x[n];
             }
-        const Line reach = here(ahead.reach);
-        Tile rest = here(ahead.local);
+        const VectorFragment total_decay = load_shared(prefetched.total_decay);
+        Fragment term = load_shared(prefetched.tile_terms);
 #pragma unroll
-        for (int n = 0; n < 8; ++n) rest.x[n] -= leaving.x[n] * reach.x[n % 4];
-        rest = turned(rest);
-        key = split(turned(here(ahead.key)));
-        prepare(block - 1);
-        space.result.wait(blocks - 1 - block);
-        add(rest, product(key, split(here(space.half))));
-        change = split(rest);
-        space.keys.set(warp(), key), space.changes.set(warp(), change);
-        publish();
-        wait<WRITTEN, LANES * WARPS>();
+        for (int n = 0; n < 8; ++n) term.x[n] -= adjoint_gain.x[n] * total_decay.x[n % 4];
+        term = transpose(term);
+        key = split(transpose(load_shared(prefetched.key)));
+        prepare(tile_index - 1);
+        shared.result.wait(num_tiles - 1 - tile_index);
+        add(term, product(key, split(load_shared(shared.half))));
+        grad_cov_key = split(term);
+        shared.keys.set(warp(), key), shared.grad_cov_keys.set(warp(), grad_cov_key);
+        fence_shared();
+        wait<UPDATES_STORED, LANES * WARPS>();
     }
     update(-1);
-    if (DECAY && blocks) weigh(0);
+    if (DECAY && num_tiles) store_diagonal_product(0);
 #pragma unroll
-    for (int m = 0; m < TILES; ++m)
+    for (int m = 0; m < FRAGMENTS; ++m)
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-            const int i = mine + row(n / 4), j = 16 * m + column() + n % 4;
-            if (i < K && j < K) grad_prior[whole + i * K + j] = adjoint[m].x[n];
+            const int i = first_row + row(n / 4), j = 16 * m + column() + n % 4;
+            if (i < K && j < K) grad_prior[offset + i * K + j] = adjoint[m].x[n];
         }
 }

@@ -1,7 +1,7 @@
 """The chains of `dense` in CUDA C++ for Hopper, compiled at first use by the NVRTC that torch comes with.
 
 What steps through time is products of 16 tokens' worth, each of which waits for the last. Triton moves what one gives
-through shared memory to where the next takes it; `tiles.cuh` chooses layouts that agree, and has warps do other things
+through shared memory; `fragments.cuh` chooses register layouts that agree, and has warps do other things
 while tensor cores work. Everything else is parallel over blocks of tokens, and Triton's.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 HOPPER = (9, 0)
 _HERE = Path(__file__).parent
-_HEADER = "tiles.cuh"
+_HEADER = "fragments.cuh"
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 Options = tuple[tuple[str, int], ...]
@@ -40,12 +40,12 @@ def _unsupported(index: int) -> str | None:
         return "it needs CUDA, and PyTorch was built without"
     capability = torch.cuda.get_device_capability(index)
     if capability != HOPPER:
-        needed, found = ("{}.{}".format(*version) for version in (HOPPER, capability))
-        return f"it runs on GPUs of compute capability {needed} (Hopper), and this one has {found}"
-    return None if library() is not None else "PyTorch's NVRTC (libcaffe2_nvrtc.so) cannot be loaded"
+        required, actual = ("{}.{}".format(*version) for version in (HOPPER, capability))
+        return f"it runs on GPUs of compute capability {required} (Hopper), and this one has {actual}"
+    return None if nvrtc_library() is not None else "PyTorch's NVRTC (libcaffe2_nvrtc.so) cannot be loaded"
 
 
-class Chain:
+class CudaKernel:
     """A kernel in CUDA C++, used as those of Triton are: `chain[grid](*arguments, **options)`.
 
     Arguments are tensors and integers (64 bits there), options the constants it is compiled for. It runs on the current
@@ -57,24 +57,26 @@ class Chain:
 
     def warmup(self, *arguments: Tensor | int, grid: tuple[int, ...], **options: int) -> None:
         """Begin to compile."""
-        _coming(self.name, tuple(options.items()), torch.cuda.current_device())
+        _compile_async(self.name, tuple(options.items()), torch.cuda.current_device())
 
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
         return partial(self._run, grid)
 
     def _run(self, grid: tuple[int, int], *arguments: Tensor | int, **options: int) -> None:
-        kernel, threads, shared = _coming(self.name, tuple(options.items()), torch.cuda.current_device()).result()
+        kernel, threads, shared = _compile_async(
+            self.name, tuple(options.items()), torch.cuda.current_device()
+        ).result()
         values = [ctypes.c_int64(x.data_ptr() if isinstance(x, Tensor) else x) for x in arguments]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _check(library().cuLaunchKernel(kernel, *grid, 1, threads, 1, 1, shared, stream, addresses, None))
+        _check(nvrtc_library().cuLaunchKernel(kernel, *grid, 1, threads, 1, 1, shared, stream, addresses, None))
 
 
-chain = cache(Chain)
+cuda_kernel = cache(CudaKernel)
 
 
 @cache
-def library() -> Any:
+def nvrtc_library() -> Any:
     """NVRTC and the driver, through the library by which torch knows them; None where there is none."""
     try:
         return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
@@ -82,7 +84,7 @@ def library() -> Any:
         return None
 
 
-def compiled(nvrtc: Any, name: str, options: Options, architecture: str) -> bytes:
+def compile_source(nvrtc: Any, name: str, options: Options, architecture: str) -> bytes:
     """Machine code of `name`.cu with options as macros; RuntimeError with what the compiler says if there is none."""
     source, header = ((_HERE / file).read_bytes() for file in (f"{name}.cu", _HEADER))
     flags = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{key}={int(value)}" for key, value in options)]
@@ -91,37 +93,37 @@ def compiled(nvrtc: Any, name: str, options: Options, architecture: str) -> byte
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, f"{name}.cu".encode(), 1, headers, names)
     failed = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*map(str.encode, flags)))
     if failed:
-        raise RuntimeError(_bytes(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode())
-    code = _bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        raise RuntimeError(_read_bytes(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode())
+    code = _read_bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     return code
 
 
-def _bytes(measure: Any, write: Any, program: ctypes.c_void_p) -> bytes:
+def _read_bytes(get_size: Any, write: Any, program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
-    measure(program, ctypes.byref(size))
+    get_size(program, ctypes.byref(size))
     text = ctypes.create_string_buffer(size.value)
     write(program, text)
     return text.raw
 
 
 @cache
-def _coming(name: str, options: Options, device: int) -> Future[tuple[ctypes.c_void_p, int, int]]:
+def _compile_async(name: str, options: Options, device: int) -> Future[tuple[ctypes.c_void_p, int, int]]:
     """What `_loaded` gives, in a thread of its own."""
-    return ThreadPoolExecutor(1, name, torch.cuda.set_device, (device,)).submit(_loaded, name, options)
+    return ThreadPoolExecutor(1, name, torch.cuda.set_device, (device,)).submit(_load_kernel, name, options)
 
 
-def _loaded(name: str, options: Options) -> tuple[ctypes.c_void_p, int, int]:
+def _load_kernel(name: str, options: Options) -> tuple[ctypes.c_void_p, int, int]:
     """The kernel on the current device; the threads and the bytes of shared memory that it says it needs."""
-    driver, module, kernel, address = library(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
-    code = compiled(driver, name, options, "sm_{}{}a".format(*HOPPER))  # with what only Hopper has
+    driver, module, kernel, address = nvrtc_library(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
+    code = compile_source(driver, name, options, "sm_{}{}a".format(*HOPPER))  # with what only Hopper has
     torch.cuda.current_stream().query()  # the driver knows of torch's context from now on
     _check(driver.cuModuleLoadData(ctypes.byref(module), code))
     _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()))
-    needs = (ctypes.c_int * 2)()
-    _check(driver.cuModuleGetGlobal_v2(ctypes.byref(address), None, module, b"NEEDS"))
-    _check(driver.cuMemcpyDtoH_v2(needs, address, ctypes.sizeof(needs)))
-    threads, shared = needs
+    requirements = (ctypes.c_int * 2)()
+    _check(driver.cuModuleGetGlobal_v2(ctypes.byref(address), None, module, b"REQUIREMENTS"))
+    _check(driver.cuMemcpyDtoH_v2(requirements, address, ctypes.sizeof(requirements)))
+    threads, shared = requirements
     _check(driver.cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED, shared))
     return kernel, threads, shared
 

@@ -1,20 +1,20 @@
 // The covariance of `dense` from block to block of tokens: what `_advance` in triton/forward.py does, which see.
 
-#include "tiles.cuh"
+#include "fragments.cuh"
 
-struct Space {                               // shared memory
+struct SharedMemory {                               // shared memory
     Signals keys[2], queries[1 + VARIANCE];  // of this block of tokens, and the next
-    Rows writes;                             // what the last one wrote
-    Ahead summands[WARPS][2];                // of C
+    Rows updates;                             // what the last one wrote
+    PrefetchBuffer partial_sums[WARPS][2];                // of C
     float square[SQUARE];                    // C, and its root
     Flag result;                             // it is there
     struct {
-        Ahead key[2], query[2], noise[2], reach, gained;
-    } ahead[WARPS];
+        PrefetchBuffer key[2], query[2], noise[2], total_decay, added_noise;
+    } prefetched[WARPS];
 };
 
 // Threads, and bytes of shared memory.
-extern "C" __device__ int NEEDS[] = {THREADS, sizeof(Space)};
+extern "C" __device__ int REQUIREMENTS[] = {THREADS, sizeof(SharedMemory)};
 
 INLINE float inverse(float x) {
     float result;
@@ -23,172 +23,175 @@ INLINE float inverse(float x) {
 }
 
 INLINE float inverse_root(float x) {
-    float guess;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(x));
-    return guess + 0.5f * guess * (1.0f - x * guess * guess);
+    float estimate;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(x));
+    return estimate + 0.5f * estimate * (1.0f - x * estimate * estimate);
 }
 
 // L^-1 of C = L L', in place, by elimination of two columns at a time; no pivot lies below `floor`. A lane has a column
 // of C, or of the identity beside it, which becomes L^-1.
 INLINE void invert_cholesky(float* square, float floor) {
-    const int mine = threadIdx.x % BLOCK;
-    const bool aside = threadIdx.x / BLOCK % 2;
-    float x[BLOCK];
+    const int own_column = threadIdx.x % TILE;
+    const bool in_identity = threadIdx.x / TILE % 2;
+    float x[TILE];
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i) x[i] = aside ? (i == mine ? 1.0f : 0.0f) : square[i * BLOCK + mine];
+    for (int i = 0; i < TILE; ++i) x[i] = in_identity ? (i == own_column ? 1.0f : 0.0f) : square[i * TILE + own_column];
 #pragma unroll
-    for (int j = 0; j < BLOCK; j += 2) {
-        float a[BLOCK], b[BLOCK];
+    for (int j = 0; j < TILE; j += 2) {
+        float a[TILE], b[TILE];
 #pragma unroll
-        for (int i = j; i < BLOCK; ++i) a[i] = __shfl_sync(~0u, x[i], j), b[i] = __shfl_sync(~0u, x[i], j + 1);
-        const float above = fmaxf(a[j], floor), scale = inverse(above);
+        for (int i = j; i < TILE; ++i) a[i] = __shfl_sync(~0u, x[i], j), b[i] = __shfl_sync(~0u, x[i], j + 1);
+        const float pivot = fmaxf(a[j], floor), scale = inverse(pivot);
 #pragma unroll
-        for (int i = j + 1; i < BLOCK; ++i) a[i] *= scale, b[i] -= a[i] * b[j], x[i] -= a[i] * x[j];
-        const float below = fmaxf(b[j + 1], floor), next = inverse(below);
+        for (int i = j + 1; i < TILE; ++i) a[i] *= scale, b[i] -= a[i] * b[j], x[i] -= a[i] * x[j];
+        const float next_pivot = fmaxf(b[j + 1], floor), next = inverse(next_pivot);
 #pragma unroll
-        for (int i = j + 2; i < BLOCK; ++i) x[i] -= b[i] * next * x[j + 1];
-        x[j] *= inverse_root(above), x[j + 1] *= inverse_root(below);
+        for (int i = j + 2; i < TILE; ++i) x[i] -= b[i] * next * x[j + 1];
+        x[j] *= inverse_root(pivot), x[j + 1] *= inverse_root(next_pivot);
     }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i)
-        if (aside) square[i * BLOCK + mine] = x[i];
+    for (int i = 0; i < TILE; ++i)
+        if (in_identity) square[i * TILE + own_column] = x[i];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
-    const float* obs_noise, const float* keys, const float* queries, const float* noises, float* innovations,
-    const float* edges, const float* covariance, float* projected, float* asked, float* kept, float* last,
-    const long long* runs, long long length, long long tiles, long long n_stride, long long g_stride,
+    const float* obs_noise, const float* keys, const float* queries, const float* noise_keys, float* innovation_cov,
+    const float* tile_decays, const float* covariance, float* cov_keys, float* cov_queries, float* saved_cov,
+    float* final_cov,
+    const long long* sequence_table, long long length, long long tiles, long long n_stride, long long g_stride,
     long long i_stride, long long j_stride, long long G) {
     extern __shared__ uint4 memory[];
-    Space& space = *reinterpret_cast<Space*>(memory);
-    constexpr int WINDOWS = WINDOW / BLOCK;  // blocks in one
+    SharedMemory& shared = *reinterpret_cast<SharedMemory*>(memory);
+    constexpr int TILES_PER_CHUNK = CHUNK / TILE;  // blocks in one
     const int sequence = blockIdx.x, head = blockIdx.y;
-    const Run run = run_of(runs, sequence, length, tiles);
-    const int blocks = (run.count + BLOCK - 1) / BLOCK;
-    const auto slot = [&](int block) { return (run.tile * WINDOWS + block) * G + head; };
+    const SequenceSpan span = sequence_span(sequence_table, sequence, length, tiles);
+    const int num_tiles = (span.count + TILE - 1) / TILE;
+    const auto slot = [&](int tile_index) { return (span.tile * TILES_PER_CHUNK + tile_index) * G + head; };
 
-    if (threadIdx.x == 0) space.result.reset();
+    if (threadIdx.x == 0) shared.result.reset();
     __syncthreads();
     if (warp() >= WARPS) {  // the assistant
-        give<72>();
+        release_registers<72>();
         if (warp() > WARPS) return;
-        const auto observed = [&](int block) {
-            const int t = block * BLOCK + lane() % BLOCK;
-            return t < run.count ? obs_noise[(run.token + t) * G + head] : __int_as_float(0x7f800000);
+        const auto load_obs_noise = [&](int tile_index) {
+            const int t = tile_index * TILE + lane() % TILE;
+            return t < span.count ? obs_noise[(span.token + t) * G + head] : __int_as_float(0x7f800000);
         };
-        Tile own{};
+        Fragment noise_cov{};
         float floor = 0.0f;
-        for (int block = 0; block < blocks; ++block) {
-            own = load(innovations + slot(block) * SQUARE, BLOCK), floor = observed(block);
-            for (int away = 8; away; away /= 2) floor = fminf(floor, __shfl_xor_sync(~0u, floor, away));
-            wait<SUMMANDS, ACTIVE>();
-            Tile C = gathered(space.summands);
-            add(C, own);
-            store(space.square, BLOCK, C);
-            invert_cholesky(space.square, floor);
-            space.result.raise();
+        for (int tile_index = 0; tile_index < num_tiles; ++tile_index) {
+            noise_cov = load(innovation_cov + slot(tile_index) * SQUARE, TILE), floor = load_obs_noise(tile_index);
+            for (int distance = 8; distance; distance /= 2) floor = fminf(floor, __shfl_xor_sync(~0u, floor, distance));
+            wait<PARTIAL_SUMS, ACTIVE>();
+            Fragment C = sum_over_warps(shared.partial_sums);
+            add(C, noise_cov);
+            store(shared.square, TILE, C);
+            invert_cholesky(shared.square, floor);
+            shared.result.raise();
             __syncwarp();
-            store(innovations + slot(block) * SQUARE, BLOCK, load(space.square, BLOCK));
+            store(innovation_cov + slot(tile_index) * SQUARE, TILE, load(shared.square, TILE));
         }
         return;
     }
 
-    take<216>();  // with the 72: all that three groups of warps have
-    const int mine = 16 * warp();  // the first of this warp's rows
-    auto& ahead = space.ahead[warp()];
-    Tile state[TILES];
-    const float* from = covariance + sequence * n_stride + head * g_stride;
+    acquire_registers<216>();  // with the 72: all that three groups of warps have
+    const int first_row = 16 * warp();  // the first of this warp's rows
+    auto& prefetched = shared.prefetched[warp()];
+    Fragment state[FRAGMENTS];
+    const float* source = covariance + sequence * n_stride + head * g_stride;
 #pragma unroll
-    for (int m = 0; m < TILES; ++m)
+    for (int m = 0; m < FRAGMENTS; ++m)
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-            const int i = mine + row(n / 4), j = 16 * m + column() + n % 4;
-            state[m].x[n] = i < K && j < K ? from[i * i_stride + j * j_stride] : 0.0f;
+            const int i = first_row + row(n / 4), j = 16 * m + column() + n % 4;
+            state[m].x[n] = i < K && j < K ? source[i * i_stride + j * j_stride] : 0.0f;
         }
-    const auto prepare = [&](int block) {  // what is there when it enters
-        if (block + 1 < blocks) {
-            fetch(ahead.key, keys + slot(block + 1) * (BLOCK * P) + mine, P);
-            if (VARIANCE) fetch(ahead.query, queries + slot(block + 1) * (BLOCK * P) + mine, P);
+    const auto prepare = [&](int tile_index) {  // what is there when it enters
+        if (tile_index + 1 < num_tiles) {
+            prefetch(prefetched.key, keys + slot(tile_index + 1) * (TILE * P) + first_row, P);
+            if (VARIANCE) prefetch(prefetched.query, queries + slot(tile_index + 1) * (TILE * P) + first_row, P);
         }
-        if (block < blocks) {
-            fetch(ahead.noise, noises + slot(block) * (BLOCK * P) + mine, P);
-            fetch(ahead.reach, edges + slot(block) * (2 * P) + mine);
-            fetch(ahead.gained, edges + slot(block) * (2 * P) + P + mine);
+        if (tile_index < num_tiles) {
+            prefetch(prefetched.noise, noise_keys + slot(tile_index) * (TILE * P) + first_row, P);
+            prefetch(prefetched.total_decay, tile_decays + slot(tile_index) * (2 * P) + first_row);
+            prefetch(prefetched.added_noise, tile_decays + slot(tile_index) * (2 * P) + P + first_row);
         }
     };
-    const auto announce = [&](int block, const Tile& key, const Tile& query) {
-        space.keys[block % 2].set(warp(), split(key));
-        if (VARIANCE) space.queries[VARIANCE ? block % 2 : 0].set(warp(), split(query));
+    const auto store_signals = [&](int tile_index, const Fragment& key, const Fragment& query) {
+        shared.keys[tile_index % 2].set(warp(), split(key));
+        if (VARIANCE) shared.queries[VARIANCE ? tile_index % 2 : 0].set(warp(), split(query));
     };
-    Split write{};  // this warp's rows of what the last block wrote
-    space.writes.set(warp(), write);
-    if (blocks) {
-        const long long base = slot(0) * (BLOCK * P) + mine;
-        announce(0, load(keys + base, P), VARIANCE ? load(queries + base, P) : Tile{});
+    Split tile_update{};  // this warp's rows of what the last block wrote
+    shared.updates.set(warp(), tile_update);
+    if (num_tiles) {
+        const long long base = slot(0) * (TILE * P) + first_row;
+        store_signals(0, load(keys + base, P), VARIANCE ? load(queries + base, P) : Fragment{});
     }
     prepare(0);
-    publish();
-    wait<WRITTEN, LANES * WARPS>();
-    Line gained{};
-    const auto update = [&](int block) {  // by what the one before wrote
-        Tile by[TILES];
-        ready();
-        start(by, write, space.writes, false);
-        seal();
-        if (block) fade(state, edges + slot(block - 1) * (2 * P));
+    fence_shared();
+    wait<UPDATES_STORED, LANES * WARPS>();
+    VectorFragment added_noise{};
+    const auto update = [&](int tile_index) {  // by what the one before wrote
+        Fragment products[FRAGMENTS];
+        wgmma_fence();
+        multiply_async(products, tile_update, shared.updates, false);
+        wgmma_commit();
+        if (tile_index) decay_matrix(state, tile_decays + slot(tile_index - 1) * (2 * P));
 #pragma unroll
-        for (int m = 0; m < TILES; ++m)
+        for (int m = 0; m < FRAGMENTS; ++m)
 #pragma unroll
             for (int n = 0; n < 8; ++n)
-                if (on_diagonal(m, n)) state[m].x[n] += gained.x[n % 4];
-        fetched();
-        announce(block + 1, here(ahead.key), here(ahead.query));
-        finished<0>();
+                if (on_diagonal(m, n)) state[m].x[n] += added_noise.x[n % 4];
+        prefetch_wait();
+        store_signals(tile_index + 1, load_shared(prefetched.key), load_shared(prefetched.query));
+        wgmma_wait<0>();
 #pragma unroll
-        for (int m = 0; m < TILES; ++m) settle(by[m]), subtract(state[m], by[m]);
+        for (int m = 0; m < FRAGMENTS; ++m) pin_registers(products[m]), subtract(state[m], products[m]);
     };
-    for (int block = 0; block < blocks; ++block) {
-        const auto& key = space.keys[block % 2];
-        update(block);
-        Tile seen = turned(project(state, key));  // keys state, the tokens its rows
-        leave(space.summands[warp()], product(split(seen), key.get(warp())));
-        arrive<SUMMANDS, ACTIVE>();
+    for (int tile_index = 0; tile_index < num_tiles; ++tile_index) {
+        const auto& key = shared.keys[tile_index % 2];
+        update(tile_index);
+        Fragment cov_key_t = transpose(project(state, key));  // keys state, the tokens its rows
+        store_shared(shared.partial_sums[warp()], product(split(cov_key_t), key.get(warp())));
+        arrive<PARTIAL_SUMS, ACTIVE>();
 
-        const long long base = slot(block) * (BLOCK * P);
-        store(projected + base + mine, P, seen);
-        if (KEEP && block % WINDOWS == 0) {
-            float* const to = kept + ((run.tile + block / WINDOWS) * G + head) * (P * P) + mine * P;
+        const long long base = slot(tile_index) * (TILE * P);
+        store(cov_keys + base + first_row, P, cov_key_t);
+        if (SAVE && tile_index % TILES_PER_CHUNK == 0) {
+            const long long chunk = (span.tile + tile_index / TILES_PER_CHUNK) * G + head;
+            float* const dest = saved_cov + chunk * (P * P) + first_row * P;
 #pragma unroll
-            for (int m = 0; m < TILES; ++m) store(to + 16 * m, P, state[m]);
+            for (int m = 0; m < FRAGMENTS; ++m) store(dest + 16 * m, P, state[m]);
         }
         if (VARIANCE) {
 #pragma unroll
-            for (int m = 0; m < TILES; ++m) settle(state[m]);  // split it anew: registers do not hold all parts
-            store(asked + base + mine, P, turned(project(state, space.queries[VARIANCE ? block % 2 : 0])));
+            for (int m = 0; m < FRAGMENTS; ++m) pin_registers(state[m]);  // split again: not all terms fit in registers
+            store(cov_queries + base + first_row, P,
+                  transpose(project(state, shared.queries[VARIANCE ? tile_index % 2 : 0])));
         }
-        const Tile local = here(ahead.noise);
-        const Line reach = here(ahead.reach);
-        gained = here(ahead.gained);
+        const Fragment noise_key = load_shared(prefetched.noise);
+        const VectorFragment total_decay = load_shared(prefetched.total_decay);
+        added_noise = load_shared(prefetched.added_noise);
 #pragma unroll
-        for (int n = 0; n < 8; ++n) seen.x[n] = seen.x[n] * reach.x[n % 4] + local.x[n];
-        const Split leaving = split(turned(seen));
-        prepare(block + 1);
-        space.result.wait(block);
-        write = split(product(leaving, split(load(space.square, BLOCK))));
-        space.writes.set(warp(), write);
-        publish();
-        wait<WRITTEN, LANES * WARPS>();
+        for (int n = 0; n < 8; ++n) cov_key_t.x[n] = cov_key_t.x[n] * total_decay.x[n % 4] + noise_key.x[n];
+        const Split update_t = split(transpose(cov_key_t));
+        prepare(tile_index + 1);
+        shared.result.wait(tile_index);
+        tile_update = split(product(update_t, split(load(shared.square, TILE))));
+        shared.updates.set(warp(), tile_update);
+        fence_shared();
+        wait<UPDATES_STORED, LANES * WARPS>();
     }
-    update(blocks);
-    float* to = last + (static_cast<long long>(sequence) * G + head) * (K * K);
+    update(num_tiles);
+    float* dest = final_cov + (static_cast<long long>(sequence) * G + head) * (K * K);
 #pragma unroll
-    for (int m = 0; m < TILES; ++m) {
+    for (int m = 0; m < FRAGMENTS; ++m) {
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-            const int i = mine + row(n / 4), j = 16 * m + column() + n % 4;
-            if (i < K && j < K) to[i * K + j] = state[m].x[n];
+            const int i = first_row + row(n / 4), j = 16 * m + column() + n % 4;
+            if (i < K && j < K) dest[i * K + j] = state[m].x[n];
         }
     }
 }

@@ -34,24 +34,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.ops._dense.block_sizes import BLOCK, NARROW, WINDOW, padded
-from kalmix.ops._dense.cuda.compile import chain as cuda_chain
-from kalmix.ops._dense.triton import scalar_decay as triton_blocks
-from kalmix.ops._dense.triton import vector_decay as triton_tokens
-from kalmix.ops._dense.triton.forward import Kept
-from kalmix.ops._dense.triton.parts import (
-    COUNTS,
-    around,
-    chain_options,
+from kalmix.ops._dense.block_sizes import CHUNK, MAX_PROGRAM_WIDTH, TILE, padded_width
+from kalmix.ops._dense.cuda.compile import cuda_kernel
+from kalmix.ops._dense.triton import scalar_decay, vector_decay
+from kalmix.ops._dense.triton.forward import SavedGains
+from kalmix.ops._dense.triton.primitives import (
+    UNSPECIALIZED,
+    bf16_terms,
+    decay_covariance,
     decay_kind,
-    faded,
-    narrow_product,
+    launch_overlapped,
     product,
-    splits,
-    stretches,
+    product_across_warps,
+    scan_options,
+    time_splits,
 )
 from kalmix.ops._dense.triton.wide_backward import backward_wide
-from kalmix.ops._linear_memory.triton.backward import backward as to_signals
+from kalmix.ops._linear_memory.triton.backward import backward as mean_backward
 from kalmix.ops._linear_memory.triton.backward import blank
 from kalmix.ops._linear_memory.triton.forward import Results
 from kalmix.ops._shared.triton.compile_and_launch import Launch
@@ -59,53 +58,55 @@ from kalmix.ops._shared.triton.tiles import rows, run_of
 from kalmix.segments import Segments
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def _retreat(
-    keys, writes, local, asked, grad_read, edges, kept, grad_last, exits, spreads, balance, grad_prior, runs,
-    length, tiles, G,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr,
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _backward_scan(
+    keys, exit_gains, tile_terms, queries, grad_var, tile_decays, saved_cov, grad_final_cov, adjoint_gains,
+    adjoint_diags, adjoint_cov_diag, grad_prior, sequence_table, length, tiles, G,
+    K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
+    DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    tile, token, count = run_of(runs, sequence, length, tiles, PACKED)
-    PIECES: tl.constexpr = WINDOW // BLOCK
-    i, j, row = tl.arange(0, P), tl.arange(0, P), tl.arange(0, BLOCK)
-    inside = (i < K)[:, None] & (j < K)[None, :]
-    whole = (sequence * G + head) * (K * K) + i[:, None] * K + j[None, :]
-    adjoint = tl.load(grad_last + whole, mask=inside, other=0.0)
-    spread = tl.sum(tl.where(i[:, None] == j[None, :], adjoint, 0.0), 1)  # the diagonal
-    flat, turn = row[:, None] * P + j[None, :], row[None, :] * P + i[:, None]
-    windows = tl.cdiv(count, WINDOW)
-    for away in range(windows):
-        window = windows - 1 - away
-        start, end = window * PIECES, tl.minimum((window + 1) * PIECES, tl.cdiv(count, BLOCK))
-        for back in range(end - start):
-            block = end - 1 - back
-            slot = (tile * PIECES + block) * G + head
-            base = slot * (BLOCK * P)
-            write, written = tl.load(writes + base + flat), tl.load(writes + base + turn)
-            key, turned = tl.load(keys + base + flat), tl.load(keys + base + turn)
-            added = tl.load(local + base + turn)
-            reach = tl.load(edges + slot * P + i)
-            tl.store(spreads + slot * P + i, spread)
-            leaving = product(adjoint, written, SPLIT)
-            tl.store(exits + base + turn, leaving)
-            twice = narrow_product(write, leaving, SPLIT, BLOCK, P)
-            change = added - leaving * reach[:, None] + product(turned, 0.5 * twice, SPLIT)
-            spread = spread * reach * reach + 2.0 * tl.sum(turned * change, 1)
-            adjoint = faded(adjoint, edges + slot * P, i, j, DECAY)
-            adjoint += product(turned, tl.trans(change), SPLIT, product(change, key, SPLIT))
+    first_tile, token, count = run_of(sequence_table, sequence, length, tiles, PACKED)
+    TILES_PER_CHUNK: tl.constexpr = CHUNK // TILE
+    i, j, row = tl.arange(0, P), tl.arange(0, P), tl.arange(0, TILE)
+    in_bounds = (i < K)[:, None] & (j < K)[None, :]
+    cov_offsets = (sequence * G + head) * (K * K) + i[:, None] * K + j[None, :]
+    adjoint = tl.load(grad_final_cov + cov_offsets, mask=in_bounds, other=0.0)
+    adjoint_diag = tl.sum(tl.where(i[:, None] == j[None, :], adjoint, 0.0), 1)  # the diagonal
+    flat, flat_t = row[:, None] * P + j[None, :], row[None, :] * P + i[:, None]
+    num_chunks = tl.cdiv(count, CHUNK)
+    for reverse_index in range(num_chunks):
+        chunk = num_chunks - 1 - reverse_index
+        start, end = chunk * TILES_PER_CHUNK, tl.minimum((chunk + 1) * TILES_PER_CHUNK, tl.cdiv(count, TILE))
+        for reverse_tile in range(end - start):
+            tile_index = end - 1 - reverse_tile
+            slot = (first_tile * TILES_PER_CHUNK + tile_index) * G + head
+            base = slot * (TILE * P)
+            exit_gain, exit_gain_t = tl.load(exit_gains + base + flat), tl.load(exit_gains + base + flat_t)
+            key, key_t = tl.load(keys + base + flat), tl.load(keys + base + flat_t)
+            tile_term_t = tl.load(tile_terms + base + flat_t)
+            total_decay = tl.load(tile_decays + slot * P + i)
+            tl.store(adjoint_diags + slot * P + i, adjoint_diag)
+            adjoint_gain_t = product(adjoint, exit_gain_t, TERMS)
+            tl.store(adjoint_gains + base + flat_t, adjoint_gain_t)
+            gain_adjoint_gain = product_across_warps(exit_gain, adjoint_gain_t, TERMS, TILE, P)
+            grad_cov_key_t = (
+                tile_term_t - adjoint_gain_t * total_decay[:, None] + product(key_t, 0.5 * gain_adjoint_gain, TERMS)
+            )
+            adjoint_diag = adjoint_diag * total_decay * total_decay + 2.0 * tl.sum(key_t * grad_cov_key_t, 1)
+            adjoint = decay_covariance(adjoint, tile_decays + slot * P, i, j, DECAY)
+            adjoint += product(key_t, tl.trans(grad_cov_key_t), TERMS, product(grad_cov_key_t, key, TERMS))
             if VARIANCE:
-                t = block * BLOCK + row
-                weight = tl.load(grad_read + (token + t) * G + head, mask=t < count, other=0.0).to(tl.float32)
-                query = tl.load(asked + base + turn)
-                spread += tl.sum(query * query * weight[None, :], 1)
-                adjoint += product(query * weight[None, :], tl.load(asked + base + flat), SPLIT)
+                t = tile_index * TILE + row
+                weight = tl.load(grad_var + (token + t) * G + head, mask=t < count, other=0.0).to(tl.float32)
+                query_t = tl.load(queries + base + flat_t)
+                adjoint_diag += tl.sum(query_t * query_t * weight[None, :], 1)
+                adjoint += product(query_t * weight[None, :], tl.load(queries + base + flat), TERMS)
         if DECAY:
-            here = (tile + window) * G + head
-            state = tl.load(kept + here * (P * P) + i[:, None] * P + j[None, :])
-            tl.store(balance + here * P + i, tl.sum(adjoint * state, 1))
-    tl.store(grad_prior + whole, adjoint, mask=inside)
+            chunk_offset = (first_tile + chunk) * G + head
+            state = tl.load(saved_cov + chunk_offset * (P * P) + i[:, None] * P + j[None, :])
+            tl.store(adjoint_cov_diag + chunk_offset * P + i, tl.sum(adjoint * state, 1))
+    tl.store(grad_prior + cov_offsets, adjoint, mask=in_bounds)
 
 
 def backward(
@@ -115,101 +116,134 @@ def backward(
     obs_noise: Tensor,
     process_noise: Tensor,
     log_decay: Tensor | None,
-    found: Kept,
+    saved: SavedGains,
     results: Results,
     segments: Segments | None,
     size: int,
     grad_mean: Tensor,
-    grad_read: Tensor | None,
-    grad_after: Tensor,
-    grad_last: Tensor,
+    grad_var: Tensor | None,
+    grad_final_mean: Tensor,
+    grad_final_cov: Tensor,
     cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of signals, that of log_decay of size 0 where there is none, and of the prior's mean and covariance.
 
     `cuda` takes `cuda/backward.cu` in place of `_retreat`.
     """
-    (_, length, shared, width), heads, lanes = k.shape, obs_noise.shape[2], padded(k.shape[3])
-    (gain, rounded, scale, kept), kind, variance = found, decay_kind(log_decay), grad_read is not None
-    spans, of_mean = stretches(k, heads, size, kind, segments), (q, k, v, rounded, log_decay)
-    grads = blank(q, v, rounded, log_decay, segments is not None)
-    states = results.states.split([tiles.count for _, tiles in spans])
-    if width > NARROW:
-        through = (results, spans[0][1], grad_mean, grad_after, True, grads)
-        before, signals = to_signals(*of_mean, *through), (q, k, obs_noise, process_noise, log_decay)
-        own = backward_wide(*signals, gain, scale, kept, segments, grads.gain.float(), grad_read, grad_last)
-        by_query, by_key, by_obs, by_process, by_decay, grad_last = own
-        dq, dk, dv, _, ddecay = grads.gathered(q, rounded, log_decay)
-        dq = dq + by_query if variance else dq
-        return dq, dk + by_key, dv, by_obs, by_process, ddecay + by_decay, before, grad_last
+    (_, length, shared, width), heads, padded = k.shape, obs_noise.shape[2], padded_width(k.shape[3])
+    (gain, rounded_gain, innovation_var, saved_cov), decay_axes, variance = (
+        saved,
+        decay_kind(log_decay),
+        grad_var is not None,
+    )
+    splits, mean_inputs = time_splits(k, heads, size, decay_axes, segments), (q, k, v, rounded_gain, log_decay)
+    grads = blank(q, v, rounded_gain, log_decay, segments is not None)
+    states = results.states.split([tiles.count for _, tiles in splits])
+    if width > MAX_PROGRAM_WIDTH:
+        mean_grads_inputs = (results, splits[0][1], grad_mean, grad_final_mean, True, grads)
+        grad_prior_mean, signals = (
+            mean_backward(*mean_inputs, *mean_grads_inputs),
+            (q, k, obs_noise, process_noise, log_decay),
+        )
+        wide_grads = backward_wide(
+            *signals, gain, innovation_var, saved_cov, segments, grads.gain.float(), grad_var, grad_final_cov
+        )
+        grad_query, grad_key, grad_obs_noise, grad_process_noise, grad_log_decay, grad_final_cov = wide_grads
+        dq, dk, dv, _, ddecay = grads.gathered(q, rounded_gain, log_decay)
+        dq = dq + grad_query if variance else dq
+        return (
+            dq,
+            dk + grad_key,
+            dv,
+            grad_obs_noise,
+            grad_process_noise,
+            ddecay + grad_log_decay,
+            grad_prior_mean,
+            grad_final_cov,
+        )
     like = {"dtype": torch.float32, "device": k.device}
-    grad_last = ((grad_last + grad_last.mT) / 2).contiguous()
-    to_read = scale if grad_read is None else grad_read.contiguous()
+    grad_final_cov = ((grad_final_cov + grad_final_cov.mT) / 2).contiguous()
+    grad_var_input = innovation_var if grad_var is None else grad_var.contiguous()
     process_noise, logs = process_noise.contiguous(), k if log_decay is None else log_decay.contiguous()
     q, k = rows(q), rows(k)
-    orders = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
+    layout = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
-    grad_obs, grad_process = (tokens(scale.shape, **like) for _ in range(2))
+    grad_obs, grad_process = (tokens(innovation_var.shape, **like) for _ in range(2))
     grad_decay = tokens((0,) if log_decay is None else log_decay.shape, **like)
-    parts, shape = splits(k.dtype), {"K": width, "P": lanes, "BLOCK": BLOCK, "WINDOW": WINDOW, "VARIANCE": variance}
-    shape |= {"PACKED": spans[0][0].packed}
-    stages = triton_tokens if kind == 2 else triton_blocks
-    options = {stage: stages.options(stage, kind, lanes, parts) | shape for stage in ("gather", "pull_back", "finish")}
-    if kind == 2:  # decays one a key
+    terms, shape = bf16_terms(k.dtype), {"K": width, "P": padded, "TILE": TILE, "CHUNK": CHUNK, "VARIANCE": variance}
+    shape |= {"PACKED": splits[0][0].packed}
+    stages = vector_decay if decay_axes == 2 else scalar_decay
+    options = {
+        stage: stages.options(stage, decay_axes, padded, terms) | shape
+        for stage in ("prepare_backward", "token_vjp", "finish_backward")
+    }
+    if decay_axes == 2:  # decays one a key
         dk = tokens(gain.shape, **like)
         dq = tokens(gain.shape, **like) if variance else dk
     else:
         dq, dk = grads.q, grads.k  # what they hold is added to
-    across = {"DECAY": kind, **chain_options(lanes, splits()), **shape}
-    ready, retreat = [], cuda_chain("backward") if cuda else _retreat
-    room = kept.split([windows.count for windows, _ in spans])
-    for (cut, tiles), entering, covariances in reversed(list(zip(spans, states, room, strict=True))):
-        through = (results._replace(states=entering), tiles, grad_mean, grad_after, True, grads)
-        grad_after = to_signals(*of_mean, *through)
+    scan_constants = {"DECAY": decay_axes, **scan_options(padded, bf16_terms()), **shape}
+    pending, scan_kernel = [], cuda_kernel("backward") if cuda else _backward_scan
+    saved_by_split = saved_cov.split([chunks.count for chunks, _ in splits])
+    for (cut, tiles), tile_states, saved_split in reversed(list(zip(splits, states, saved_by_split, strict=True))):
+        mean_grads_inputs = (results._replace(states=tile_states), tiles, grad_mean, grad_final_mean, True, grads)
+        grad_final_mean = mean_backward(*mean_inputs, *mean_grads_inputs)
 
-        def scratch(*sizes: int, blocks: int = cut.count * (WINDOW // BLOCK)) -> Tensor:
-            return torch.empty(blocks, heads, *sizes, **like)
+        def scratch(*sizes: int, num_tiles: int = cut.count * (CHUNK // TILE)) -> Tensor:
+            return torch.empty(num_tiles, heads, *sizes, **like)
 
-        sizes = (cut.table, length, cut.tiles, *orders)
-        keys, writes, local, exits = (scratch(BLOCK, lanes) for _ in range(4))
-        asked = scratch(BLOCK, lanes) if variance else keys
-        coefficients, edges, spreads = scratch(3, BLOCK, BLOCK), scratch(lanes), scratch(lanes)
-        balance, grad_prior = torch.empty(cut.count, heads, lanes, **like), torch.empty(grad_last.shape, **like)
-        blocks, windows = (len(keys) * heads,), (cut.count * heads,)
-        changes, noises, flows, queries = keys, writes, local, asked  # what they held is spent
-        before = Launch(stages.gather, blocks, (
-            q, k, logs, gain, scale, grads.gain, keys, writes, local, asked, coefficients, edges, *sizes,
-        ), options["gather"])  # fmt: skip
-        chain = Launch(retreat, (cut.sequences, heads), (
-            keys, writes, local, asked, to_read, edges, covariances, grad_last, exits, spreads, balance, grad_prior,
-            cut.runs, length, cut.tiles, heads,
-        ), across)  # fmt: skip
-        if kind == 2:
-            gathered = scratch(lanes)
-            after = [Launch(stages.pull_back, blocks, (
-                q, k, process_noise, logs, gain, scale, grads.gain, to_read, coefficients, exits, spreads,
-                dk, dq, grad_obs, grad_process, changes, queries, noises, gathered, flows, *sizes,
-            ), options["pull_back"]), Launch(stages.finish, windows, (
-                q, k, logs, covariances, changes, queries, noises, gathered, edges, flows, balance, dk, dq, grad_decay,
-                *sizes,
-            ), options["finish"])]  # fmt: skip
+        sizes = (cut.table, length, cut.tiles, *layout)
+        keys, exit_gains, tile_terms, adjoint_gains = (scratch(TILE, padded) for _ in range(4))
+        queries = scratch(TILE, padded) if variance else keys
+        coefficients, tile_decays, adjoint_diags = scratch(3, TILE, TILE), scratch(padded), scratch(padded)
+        adjoint_cov_diag, grad_prior = (
+            torch.empty(cut.count, heads, padded, **like),
+            torch.empty(grad_final_cov.shape, **like),
+        )
+        tile_grid, chunk_grid = (len(keys) * heads,), (cut.count * heads,)
+        grad_cov_keys, scaled_gains, diag_flows, weighted_queries = (
+            keys,
+            exit_gains,
+            tile_terms,
+            queries,
+        )  # what they held is spent
+        prepare = Launch(stages.prepare_backward, tile_grid, (
+            q, k, logs, gain, innovation_var, grads.gain, keys, exit_gains, tile_terms, queries, coefficients,
+            tile_decays, *sizes,
+        ), options["prepare_backward"])  # fmt: skip
+        scan = Launch(scan_kernel, (cut.sequences, heads), (
+            keys, exit_gains, tile_terms, queries, grad_var_input, tile_decays, saved_split, grad_final_cov,
+            adjoint_gains, adjoint_diags, adjoint_cov_diag, grad_prior, cut.runs, length, cut.tiles, heads,
+        ), scan_constants)  # fmt: skip
+        if decay_axes == 2:
+            accumulated_noise = scratch(padded)
+            steps = [Launch(stages.token_vjp, tile_grid, (
+                q, k, process_noise, logs, gain, innovation_var, grads.gain, grad_var_input, coefficients,
+                adjoint_gains, adjoint_diags, dk, dq, grad_obs, grad_process, grad_cov_keys, weighted_queries,
+                scaled_gains, accumulated_noise, diag_flows, *sizes,
+            ), options["token_vjp"]), Launch(stages.finish_backward, chunk_grid, (
+                q, k, logs, saved_split, grad_cov_keys, weighted_queries, scaled_gains, accumulated_noise, tile_decays,
+                diag_flows, adjoint_cov_diag, dk, dq, grad_decay, *sizes,
+            ), options["finish_backward"])]  # fmt: skip
         else:
-            after = [Launch(stages.pull_back, blocks, (
-                q, k, process_noise, logs, gain, scale, grads.gain, to_read, coefficients, exits, spreads,
-                grad_obs, grad_process, grad_decay, changes, *sizes,
-            ), options["pull_back"]), Launch(stages.finish, windows, (
-                q, k, process_noise, logs, gain, scale, to_read, covariances, changes, balance, grad_obs, dk, dq,
-                grad_decay, *sizes,
-            ), options["finish"])]  # fmt: skip
-        ready.append(around(before, chain, after, alone=len(spans) == 1))
-        grad_last = grad_prior
-    for finish in ready:
+            steps = [Launch(stages.token_vjp, tile_grid, (
+                q, k, process_noise, logs, gain, innovation_var, grads.gain, grad_var_input, coefficients,
+                adjoint_gains, adjoint_diags, grad_obs, grad_process, grad_decay, grad_cov_keys, *sizes,
+            ), options["token_vjp"]), Launch(stages.finish_backward, chunk_grid, (
+                q, k, process_noise, logs, gain, innovation_var, grad_var_input, saved_split, grad_cov_keys,
+                adjoint_cov_diag, grad_obs, dk, dq, grad_decay, *sizes,
+            ), options["finish_backward"])]  # fmt: skip
+        pending.append(launch_overlapped(prepare, scan, steps, exclusive=len(splits) == 1))
+        grad_final_cov = grad_prior
+    for finish in pending:
         finish()
-    if kind == 2:
+    if decay_axes == 2:
         grads.k.add_(dk)
         if variance:
             grads.q.add_(dq)
-    dq, dk, dv, _, ddecay = grads.gathered(q, rounded, log_decay)
+    dq, dk, dv, _, ddecay = grads.gathered(q, rounded_gain, log_decay)
     ddecay.add_(grad_decay.to(ddecay.dtype))
-    by_obs, by_process = (x.to(signal.dtype) for x, signal in ((grad_obs, obs_noise), (grad_process, process_noise)))
-    return dq, dk, dv, by_obs, by_process, ddecay, grad_after, grad_last
+    grad_obs_noise, grad_process_noise = (
+        x.to(signal.dtype) for x, signal in ((grad_obs, obs_noise), (grad_process, process_noise))
+    )
+    return dq, dk, dv, grad_obs_noise, grad_process_noise, ddecay, grad_final_mean, grad_final_cov

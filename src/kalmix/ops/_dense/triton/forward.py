@@ -32,86 +32,89 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.ops._dense.block_sizes import BLOCK, NARROW, WINDOW, padded
-from kalmix.ops._dense.cuda.compile import chain as cuda_chain
-from kalmix.ops._dense.triton import scalar_decay as triton_blocks
-from kalmix.ops._dense.triton import vector_decay as triton_tokens
-from kalmix.ops._dense.triton.parts import (
-    COUNTS,
-    around,
-    chain_options,
+from kalmix.ops._dense.block_sizes import CHUNK, MAX_PROGRAM_WIDTH, TILE, padded_width
+from kalmix.ops._dense.cuda.compile import cuda_kernel
+from kalmix.ops._dense.triton import scalar_decay, vector_decay
+from kalmix.ops._dense.triton.primitives import (
+    UNSPECIALIZED,
+    bf16_terms,
+    decay_covariance,
     decay_kind,
-    faded,
     inverse_cholesky,
-    narrow_product,
+    launch_overlapped,
     product,
-    splits,
-    stretches,
+    product_across_warps,
+    scan_options,
+    time_splits,
 )
 from kalmix.ops._dense.triton.wide import forward_wide
 from kalmix.ops._linear_memory.triton.forward import Results, blank
-from kalmix.ops._linear_memory.triton.forward import forward as filter_tiles
+from kalmix.ops._linear_memory.triton.forward import forward as filter_means
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import Cut, rows, run_of
 from kalmix.segments import Segments
 
 
-@triton.jit(do_not_specialize=[*COUNTS, "n_stride", "g_stride", "i_stride", "j_stride"])
-def _advance(
-    obs_noise, keys, queries, noises, innovations, edges, covariance, projected, asked, kept, last, runs, length, tiles,
-    n_stride, g_stride, i_stride, j_stride, G,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    KEEP: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr,
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "n_stride", "g_stride", "i_stride", "j_stride"])
+def _forward_scan(
+    obs_noise, keys, queries, noise_keys, innovation_cov, tile_decays, covariance, cov_keys, cov_queries, saved_cov,
+    final_cov, sequence_table, length, tiles, n_stride, g_stride, i_stride, j_stride, G,
+    K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, SAVE: tl.constexpr,
+    DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    tile, token, count = run_of(runs, sequence, length, tiles, PACKED)
-    PIECES: tl.constexpr = WINDOW // BLOCK
-    i, j, row = tl.arange(0, P), tl.arange(0, P), tl.arange(0, BLOCK)
-    inside = (i < K)[:, None] & (j < K)[None, :]
+    first_tile, token, count = run_of(sequence_table, sequence, length, tiles, PACKED)
+    TILES_PER_CHUNK: tl.constexpr = CHUNK // TILE
+    i, j, row = tl.arange(0, P), tl.arange(0, P), tl.arange(0, TILE)
+    in_bounds = (i < K)[:, None] & (j < K)[None, :]
     at = sequence * n_stride + head * g_stride + i[:, None] * i_stride + j[None, :] * j_stride
-    state = tl.load(covariance + at, mask=inside, other=0.0)
-    square, flat = i[:, None] * P + j[None, :], row[:, None] * P + j[None, :]
-    turn = row[None, :] * P + i[:, None]  # products have the covariance first, which then stays in registers
-    spare = tl.zeros([P], tl.float32)  # process noise that is still to be added to the diagonal
-    for window in range(tl.cdiv(count, WINDOW)):
-        state += tl.where(i[:, None] == j[None, :], spare[:, None], 0.0)
-        spare = tl.zeros([P], tl.float32)
-        if KEEP:
-            tl.store(kept + ((tile + window) * G + head) * (P * P) + square, state)
-        for block in range(window * PIECES, tl.minimum((window + 1) * PIECES, tl.cdiv(count, BLOCK))):
-            slot = (tile * PIECES + block) * G + head
-            base = slot * (BLOCK * P)
-            key, turned = tl.load(keys + base + flat), tl.load(keys + base + turn)
-            noise = tl.load(noises + base + turn)
-            edge = edges + slot * 2 * P
-            reach = tl.load(edge + i)
-            C = tl.load(innovations + slot * (BLOCK * BLOCK) + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])
-            t = block * BLOCK + row
-            observed = tl.load(obs_noise + (token + t) * G + head, mask=t < count, other=float("inf")).to(tl.float32)
+    state = tl.load(covariance + at, mask=in_bounds, other=0.0)
+    cov_offsets, flat = i[:, None] * P + j[None, :], row[:, None] * P + j[None, :]
+    flat_t = row[None, :] * P + i[:, None]  # products have the covariance first, which then stays in registers
+    pending_noise = tl.zeros([P], tl.float32)  # process noise that is still to be added to the diagonal
+    for chunk in range(tl.cdiv(count, CHUNK)):
+        state += tl.where(i[:, None] == j[None, :], pending_noise[:, None], 0.0)
+        pending_noise = tl.zeros([P], tl.float32)
+        if SAVE:
+            tl.store(saved_cov + ((first_tile + chunk) * G + head) * (P * P) + cov_offsets, state)
+        for tile_index in range(
+            chunk * TILES_PER_CHUNK, tl.minimum((chunk + 1) * TILES_PER_CHUNK, tl.cdiv(count, TILE))
+        ):
+            slot = (first_tile * TILES_PER_CHUNK + tile_index) * G + head
+            base = slot * (TILE * P)
+            key, key_t = tl.load(keys + base + flat), tl.load(keys + base + flat_t)
+            noise_key_t = tl.load(noise_keys + base + flat_t)
+            tile_decay = tile_decays + slot * 2 * P
+            total_decay = tl.load(tile_decay + i)
+            C = tl.load(innovation_cov + slot * (TILE * TILE) + row[:, None] * TILE + tl.arange(0, TILE)[None, :])
+            t = tile_index * TILE + row
+            obs = tl.load(obs_noise + (token + t) * G + head, mask=t < count, other=float("inf")).to(tl.float32)
 
-            seen = product(state, turned, SPLIT) + spare[:, None] * turned
-            tl.store(projected + base + turn, seen)
+            cov_key_t = product(state, key_t, TERMS) + pending_noise[:, None] * key_t
+            tl.store(cov_keys + base + flat_t, cov_key_t)
             if VARIANCE:
-                query = tl.load(queries + base + turn)
-                tl.store(asked + base + turn, product(state, query, SPLIT) + spare[:, None] * query)
-            C += narrow_product(key, seen, SPLIT, BLOCK, P)
-            root = inverse_cholesky(C, tl.min(observed, 0), BLOCK)  # in place of what it comes from
-            tl.store(innovations + slot * (BLOCK * BLOCK) + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], root)
-            write = product(seen * reach[:, None] + noise, tl.trans(root), SPLIT)
-            state = faded(state, edge, i, j, DECAY)
-            spare = spare * reach * reach + tl.load(edge + P + i)
-            state -= product(write, tl.trans(write), SPLIT)
-    state += tl.where(i[:, None] == j[None, :], spare[:, None], 0.0)
-    tl.store(last + (sequence * G + head) * (K * K) + i[:, None] * K + j[None, :], state, mask=inside)
+                query_t = tl.load(queries + base + flat_t)
+                tl.store(cov_queries + base + flat_t, product(state, query_t, TERMS) + pending_noise[:, None] * query_t)
+            C += product_across_warps(key, cov_key_t, TERMS, TILE, P)
+            whitening = inverse_cholesky(C, tl.min(obs, 0), TILE)  # in place of what it comes from
+            tl.store(
+                innovation_cov + slot * (TILE * TILE) + row[:, None] * TILE + tl.arange(0, TILE)[None, :], whitening
+            )
+            gain = product(cov_key_t * total_decay[:, None] + noise_key_t, tl.trans(whitening), TERMS)
+            state = decay_covariance(state, tile_decay, i, j, DECAY)
+            pending_noise = pending_noise * total_decay * total_decay + tl.load(tile_decay + P + i)
+            state -= product(gain, tl.trans(gain), TERMS)
+    state += tl.where(i[:, None] == j[None, :], pending_noise[:, None], 0.0)
+    tl.store(final_cov + (sequence * G + head) * (K * K) + i[:, None] * K + j[None, :], state, mask=in_bounds)
 
 
-class Kept(NamedTuple):
+class SavedGains(NamedTuple):
     """What the backward pass takes: gains `[B, T, G, K]`, in float32 and in the dtype of k, innovation variances
     `[B, T, G]`, and covariances at the entry of windows `[windows, G, P, P]`, or none."""
 
     gain: Tensor
-    rounded: Tensor
-    scale: Tensor
+    rounded_gain: Tensor
+    innovation_var: Tensor
     covariances: Tensor
 
 
@@ -127,25 +130,29 @@ def forward(
     segments: Segments | None,
     variance: bool,
     size: int,
-    kept: Tensor,
+    saved_cov: Tensor,
     cuda: bool,
-) -> tuple[Tensor, Tensor, Tensor, Kept, Results]:
+) -> tuple[Tensor, Tensor, Tensor, SavedGains, Results]:
     """Read-out variances `[B, T, G, 1]`, final mean and covariance; what the backward pass takes; means and what theirs
     does. Means are worked on in tiles of `size` tokens; covariances go to `kept` unless it is empty. `cuda` takes
     `cuda/forward.cu` in place of `_advance`."""
-    signals, kind = (q, k, obs_noise, process_noise, log_decay), decay_kind(log_decay)
-    spans, packed = stretches(k, obs_noise.shape[2], size, kind, segments), segments is not None
-    results = blank(k, v, sum(tiles.count for _, tiles in spans), size, True, packed)
-    if k.shape[3] > NARROW:
-        gain, read, last, scale = forward_wide(*signals, covariance, segments, variance, kept)
-        found, ready = Kept(gain, gain.to(k.dtype), scale, kept), [lambda: None]
+    signals, decay_axes = (q, k, obs_noise, process_noise, log_decay), decay_kind(log_decay)
+    splits, packed = time_splits(k, obs_noise.shape[2], size, decay_axes, segments), segments is not None
+    results = blank(k, v, sum(tiles.count for _, tiles in splits), size, True, packed)
+    if k.shape[3] > MAX_PROGRAM_WIDTH:
+        gain, read_var, final_cov, innovation_var = forward_wide(*signals, covariance, segments, variance, saved_cov)
+        saved, pending = SavedGains(gain, gain.to(k.dtype), innovation_var, saved_cov), [lambda: None]
     else:
-        found, read, last, ready = _gains(*signals, covariance, [windows for windows, _ in spans], variance, kept, cuda)
-    states = results.states.split([tiles.count for _, tiles in spans])
-    for (_, tiles), entering, finish in zip(spans, states, ready, strict=True):
+        saved, read_var, final_cov, pending = _gains(
+            *signals, covariance, [chunks for chunks, _ in splits], variance, saved_cov, cuda
+        )
+    states = results.states.split([tiles.count for _, tiles in splits])
+    for (_, tiles), tile_states, finish in zip(splits, states, pending, strict=True):
         finish()
-        mean = filter_tiles(q, k, v, found.rounded, log_decay, mean, tiles, True, results._replace(states=entering))
-    return read, mean, last, found, results
+        mean = filter_means(
+            q, k, v, saved.rounded_gain, log_decay, mean, tiles, True, results._replace(states=tile_states)
+        )
+    return read_var, mean, final_cov, saved, results
 
 
 def _gains(
@@ -157,43 +164,46 @@ def _gains(
     covariance: Tensor,
     cuts: list[Cut],
     variance: bool,
-    kept: Tensor,
+    saved_cov: Tensor,
     cuda: bool,
-) -> tuple[Kept, Tensor, Tensor, list[Callable[[], None]]]:
+) -> tuple[SavedGains, Tensor, Tensor, list[Callable[[], None]]]:
     """Gains, variances of what is read, and the last covariance, of stretches of time; the first two are there once
     what is returned of their stretch was called."""
-    (batch, length, shared, width), heads, lanes = k.shape, obs_noise.shape[2], padded(k.shape[3])
-    like, kind, packed = {"dtype": torch.float32, "device": k.device}, decay_kind(log_decay), cuts[0].packed
+    (batch, length, shared, width), heads, padded = k.shape, obs_noise.shape[2], padded_width(k.shape[3])
+    like, decay_axes, packed = {"dtype": torch.float32, "device": k.device}, decay_kind(log_decay), cuts[0].packed
     tokens = torch.zeros if packed and len(cuts) == 1 else torch.empty  # those outside every segment write nothing
-    gain, scale = tokens(batch, length, heads, width, **like), torch.empty(batch, length, heads, **like)
-    rounded = gain if k.dtype == torch.float32 else tokens(gain.shape, dtype=k.dtype, device=k.device)
-    read = tokens(batch, length, heads, 1, **like) if variance else torch.empty(0, **like)
+    gain, innovation_var = tokens(batch, length, heads, width, **like), torch.empty(batch, length, heads, **like)
+    rounded_gain = gain if k.dtype == torch.float32 else tokens(gain.shape, dtype=k.dtype, device=k.device)
+    read_var = tokens(batch, length, heads, 1, **like) if variance else torch.empty(0, **like)
     q, k = rows(q), rows(k)
     obs_noise, process_noise = obs_noise.contiguous(), process_noise.contiguous()
-    logs, observed = k if log_decay is None else log_decay.contiguous(), obs_noise.float()
-    orders = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
-    shape = {"K": width, "P": lanes, "BLOCK": BLOCK, "WINDOW": WINDOW, "PACKED": packed, "VARIANCE": variance}
-    stages = triton_tokens if kind == 2 else triton_blocks
-    of_prepare, of_gains = (stages.options(stage, kind, lanes, splits()) | shape for stage in ("prepare", "gains"))
-    across = {"DECAY": kind, "KEEP": kept.numel() > 0, **chain_options(lanes, splits()), **shape}
-    ready, advance = [], cuda_chain("forward") if cuda else _advance
-    room = kept.split([cut.count for cut in cuts]) if kept.numel() else [kept] * len(cuts)
-    for cut, entering in zip(cuts, room, strict=True):
-        blocks, sizes = cut.count * (WINDOW // BLOCK), (cut.table, length, cut.tiles, *orders)
-        keys, noises, projected = (torch.empty(blocks, heads, BLOCK, lanes, **like) for _ in range(3))
-        queries, asked = (torch.empty_like(keys) if variance else keys for _ in range(2))
-        innovations = torch.empty(blocks, heads, BLOCK, BLOCK, **like)
-        edges, last = torch.empty(blocks, heads, 2, lanes, **like), torch.empty(covariance.shape, **like)
-        before = Launch(stages.prepare, (blocks * heads,), (
-            q, k, obs_noise, process_noise, logs, keys, queries, noises, innovations, edges, *sizes,
-        ), of_prepare)  # fmt: skip
-        chain = Launch(advance, (cut.sequences, heads), (
-            observed, keys, queries, noises, innovations, edges, covariance, projected, asked, entering, last,
-            cut.runs, length, cut.tiles, *covariance.stride(), heads,
-        ), across)  # fmt: skip
-        after = Launch(stages.gains, (blocks * heads,), (
-            q, k, obs_noise, process_noise, logs, innovations, projected, asked, gain, rounded, scale, read, *sizes,
-        ), of_gains)  # fmt: skip
-        ready.append(around(before, chain, [after], alone=len(cuts) == 1))
-        covariance = last
-    return Kept(gain, rounded, scale, kept), read, covariance, ready
+    logs, obs = k if log_decay is None else log_decay.contiguous(), obs_noise.float()
+    layout = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
+    shape = {"K": width, "P": padded, "TILE": TILE, "CHUNK": CHUNK, "PACKED": packed, "VARIANCE": variance}
+    stages = vector_decay if decay_axes == 2 else scalar_decay
+    prepare_options, gains_options = (
+        stages.options(stage, decay_axes, padded, bf16_terms()) | shape for stage in ("prepare", "gains")
+    )
+    scan_constants = {"DECAY": decay_axes, "SAVE": saved_cov.numel() > 0, **scan_options(padded, bf16_terms()), **shape}
+    pending, scan_kernel = [], cuda_kernel("forward") if cuda else _forward_scan
+    saved_by_split = saved_cov.split([cut.count for cut in cuts]) if saved_cov.numel() else [saved_cov] * len(cuts)
+    for cut, saved_split in zip(cuts, saved_by_split, strict=True):
+        num_tiles, sizes = cut.count * (CHUNK // TILE), (cut.table, length, cut.tiles, *layout)
+        keys, noise_keys, cov_keys = (torch.empty(num_tiles, heads, TILE, padded, **like) for _ in range(3))
+        queries, cov_queries = (torch.empty_like(keys) if variance else keys for _ in range(2))
+        innovation_cov = torch.empty(num_tiles, heads, TILE, TILE, **like)
+        tile_decays, final_cov = torch.empty(num_tiles, heads, 2, padded, **like), torch.empty(covariance.shape, **like)
+        prepare = Launch(stages.prepare, (num_tiles * heads,), (
+            q, k, obs_noise, process_noise, logs, keys, queries, noise_keys, innovation_cov, tile_decays, *sizes,
+        ), prepare_options)  # fmt: skip
+        scan = Launch(scan_kernel, (cut.sequences, heads), (
+            obs, keys, queries, noise_keys, innovation_cov, tile_decays, covariance, cov_keys, cov_queries, saved_split,
+            final_cov, cut.runs, length, cut.tiles, *covariance.stride(), heads,
+        ), scan_constants)  # fmt: skip
+        gains = Launch(stages.gains, (num_tiles * heads,), (
+            q, k, obs_noise, process_noise, logs, innovation_cov, cov_keys, cov_queries, gain, rounded_gain,
+            innovation_var, read_var, *sizes,
+        ), gains_options)  # fmt: skip
+        pending.append(launch_overlapped(prepare, scan, [gains], exclusive=len(cuts) == 1))
+        covariance = final_cov
+    return SavedGains(gain, rounded_gain, innovation_var, saved_cov), read_var, covariance, pending

@@ -23,10 +23,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._dense.triton.parts import COUNTS, block_of, product
-from kalmix.ops._shared.triton.decay_products import between, between_transposed, elapsed
+from kalmix.ops._dense.triton.primitives import UNSPECIALIZED, product, tile_in_chunk
+from kalmix.ops._dense.triton.tile_algebra import (
+    accumulated_noise,
+    cumulative_log_decay,
+    diagonal,
+    diagonal_mask,
+    earlier_mask,
+    exp_float32,
+    one_minus_inverse,
+    shared_noise,
+)
+from kalmix.ops._shared.triton.decay_products import between
 from kalmix.ops._shared.triton.tiles import (
-    levels_of,
     load_columns,
     load_per_token,
     load_rows,
@@ -36,357 +45,316 @@ from kalmix.ops._shared.triton.tiles import (
 )
 
 # Keys of its tokens that a program takes at a time: the fastest of 32, 64 and 128 on an H200.
-KEYS = {"prepare": 128, "gains": 32, "gather": 64, "pull_back": 64, "finish": 128}
+KEY_BLOCKS = {"prepare": 128, "gains": 32, "prepare_backward": 64, "token_vjp": 64, "finish_backward": 128}
 
 
-def options(stage: str, kind: int, lanes: int, parts: int) -> dict[str, int]:
+def options(stage: str, decay_axes: int, padded: int, terms: int) -> dict[str, int]:
     """How a stage is compiled."""
-    found = {"DECAY": kind, "SPLIT": parts, "CHUNK": min(lanes, KEYS[stage]), "num_stages": 1}
-    found |= {"num_warps": 4 if stage == "finish" else 1}
-    return found | ({"maxnreg": 128} if stage == "gains" else {})  # so that a multiprocessor has 16 at once
+    options_ = {"DECAY": decay_axes, "TERMS": terms, "KEY_BLOCK": min(padded, KEY_BLOCKS[stage]), "num_stages": 1}
+    options_ |= {"num_warps": 4 if stage == "finish_backward" else 1}
+    return options_ | ({"maxnreg": 128} if stage == "gains" else {})  # so that a multiprocessor has 16 at once
 
 
-@triton.jit
-def _elapsed(log_decay, token, count, head, G, SIZE: tl.constexpr, DECAY: tl.constexpr):
-    """Log-decay from a tile's entry to after each token, and over all of it, float64."""
-    if DECAY:
-        since, total = elapsed(log_decay, token, count, head, G, SIZE)
-    else:
-        since = tl.zeros([SIZE], tl.float64)
-        total = tl.sum(since, 0)
-    return since, total
-
-
-@triton.jit
-def _fade(logs):
-    return tl.exp(logs.to(tl.float32))
-
-
-@triton.jit
-def _same(SIZE: tl.constexpr):
-    """`[t, s]`, whether they are one token."""
-    t = tl.arange(0, SIZE)
-    return t[:, None] == t[None, :]
-
-
-@triton.jit
-def _earlier(SIZE: tl.constexpr):
-    """`[t, s]`, whether s comes before t."""
-    t = tl.arange(0, SIZE)
-    return t[:, None] > t[None, :]
-
-
-@triton.jit
-def _diagonal(M, SIZE: tl.constexpr):
-    return tl.sum(tl.where(_same(SIZE), M, 0.0), 1)
-
-
-@triton.jit
-def _gathered(decays, noise):
-    """Process noise from a tile's entry to after each token."""
-    return tl.sum(decays * decays * noise[None, :], 1)
-
-
-@triton.jit
-def _met_by_both(since, decays, gathered, SIZE: tl.constexpr):
-    """`[t, s]`, the process noise that two tokens both met, as it comes to the later."""
-    t = tl.arange(0, SIZE)
-    after = between_transposed(since, SIZE) * gathered[:, None]
-    return tl.where(t[:, None] < t[None, :], after, decays * gathered[None, :])
-
-
-@triton.jit
-def _found_before(S, SIZE: tl.constexpr, SPLIT: tl.constexpr):
-    """I - (I + S)^-1 of what is below the diagonal of S: inverses of blocks of two from those of their halves."""
-    t, s = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    apart = tl.where(t > s, t ^ s, 0)  # halves of a block of 2 h meet where h is its highest bit
-    inverse = tl.where(t == s, 1.0, tl.where(apart == 1, -S, 0.0))
-    for level in tl.static_range(1, levels_of(SIZE)):
-        corner = tl.where(apart >> level == 1, S, 0.0)
-        inverse -= product(product(inverse, corner, SPLIT), inverse, SPLIT)
-    return tl.where(t > s, -inverse, 0.0)
-
-
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def prepare(
-    q, k, obs_noise, process_noise, log_decay, keys, queries, noises, innovations, edges, table, length, tiles,
-    q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+    q, k, obs_noise, process_noise, log_decay, keys, queries, noise_keys, innovation_cov, tile_decays, tile_table,
+    length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
+    DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index, head, _part = place_of(G, 1)
-    token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
+    index, head, _unused = place_of(G, 1)
+    token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
         return
-    t, slot, row = tl.arange(0, BLOCK), index.to(tl.int64) * G + head, token * G + head
+    t, slot, row = tl.arange(0, TILE), index.to(tl.int64) * G + head, token * G + head
     k += token * k_token + head // SHARE * k_head
     q += token * q_token + head // SHARE * q_head
-    since, total = _elapsed(log_decay, token, count, head, G, BLOCK, DECAY)
-    decays, reach = between(since, BLOCK), _fade(since)
-    noise = _gathered(decays, load_per_token(process_noise + row, count, G, BLOCK))
-    left = noise * _fade(total - since)
-    C = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for start in range(0, P, CHUNK):
-        lane = start + tl.arange(0, CHUNK)
-        flat = slot * (BLOCK * P) + t[:, None] * P + lane[None, :]
-        key = load_rows(k, k_token, count, lane, K, BLOCK)
-        C += product(key, load_columns(k, k_token, count, lane, K, BLOCK), SPLIT)
+    log_entry_decay, log_tile_decay = cumulative_log_decay(log_decay, token, count, head, G, TILE, DECAY)
+    decays, entry_decay = between(log_entry_decay, TILE), exp_float32(log_entry_decay)
+    noise = accumulated_noise(decays, load_per_token(process_noise + row, count, G, TILE))
+    exit_noise = noise * exp_float32(log_tile_decay - log_entry_decay)
+    C = tl.zeros([TILE, TILE], tl.float32)
+    for start in range(0, P, KEY_BLOCK):
+        dim = start + tl.arange(0, KEY_BLOCK)
+        flat = slot * (TILE * P) + t[:, None] * P + dim[None, :]
+        key = load_rows(k, k_token, count, dim, K, TILE)
+        C += product(key, load_columns(k, k_token, count, dim, K, TILE), TERMS)
         key = key.to(tl.float32)
-        tl.store(keys + flat, reach[:, None] * key)
-        tl.store(noises + flat, left[:, None] * key)
+        tl.store(keys + flat, entry_decay[:, None] * key)
+        tl.store(noise_keys + flat, exit_noise[:, None] * key)
         if VARIANCE:
-            query = load_rows(q, q_token, count, lane, K, BLOCK).to(tl.float32)
-            tl.store(queries + flat, reach[:, None] * query)
-        edge = edges + slot * 2 * P + lane
-        tl.store(edge, tl.zeros([CHUNK], tl.float32) + _fade(total))
-        tl.store(edge + P, tl.zeros([CHUNK], tl.float32) + tl.sum(tl.where(t == BLOCK - 1, noise, 0.0), 0))
-    observed = tl.load(obs_noise + row + t * G, mask=t < count, other=1.0).to(tl.float32)
-    C = _met_by_both(since, decays, noise, BLOCK) * C + tl.where(_same(BLOCK), observed[:, None], 0.0)
-    tl.store(innovations + slot * (BLOCK * BLOCK) + t[:, None] * BLOCK + t[None, :], C)
+            query = load_rows(q, q_token, count, dim, K, TILE).to(tl.float32)
+            tl.store(queries + flat, entry_decay[:, None] * query)
+        tile_decay = tile_decays + slot * 2 * P + dim
+        tl.store(tile_decay, tl.zeros([KEY_BLOCK], tl.float32) + exp_float32(log_tile_decay))
+        tl.store(tile_decay + P, tl.zeros([KEY_BLOCK], tl.float32) + tl.sum(tl.where(t == TILE - 1, noise, 0.0), 0))
+    obs = tl.load(obs_noise + row + t * G, mask=t < count, other=1.0).to(tl.float32)
+    C = shared_noise(log_entry_decay, decays, noise, TILE) * C + tl.where(diagonal_mask(TILE), obs[:, None], 0.0)
+    tl.store(innovation_cov + slot * (TILE * TILE) + t[:, None] * TILE + t[None, :], C)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def gains(
-    q, k, obs_noise, process_noise, log_decay, innovations, projected, asked, gain, rounded, scale, read, table, length,
-    tiles,
-    q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+    q, k, obs_noise, process_noise, log_decay, innovation_cov, cov_keys, cov_queries, gain, rounded_gain,
+    innovation_var, read_var, tile_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
+    DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index, head, _part = place_of(G, 1)
-    token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
+    index, head, _unused = place_of(G, 1)
+    token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
         return
-    t, slot, row = tl.arange(0, BLOCK), index.to(tl.int64) * G + head, token * G + head
+    t, slot, row = tl.arange(0, TILE), index.to(tl.int64) * G + head, token * G + head
     k += token * k_token + head // SHARE * k_head
     q += token * q_token + head // SHARE * q_head
-    since, _ = _elapsed(log_decay, token, count, head, G, BLOCK, DECAY)
-    decays, reach = between(since, BLOCK), _fade(since)
-    noise = _gathered(decays, load_per_token(process_noise + row, count, G, BLOCK))
-    inverse = tl.load(innovations + slot * (BLOCK * BLOCK) + t[:, None] * BLOCK + t[None, :])
-    root = _diagonal(inverse, BLOCK)
-    inverse = tl.where(_earlier(BLOCK), inverse / root[:, None], 0.0)
-    observed = tl.load(obs_noise + row + t * G, mask=t < count, other=1.0).to(tl.float32)
-    total = tl.maximum(1.0 / (root * root), observed)
-    tl.store(scale + row + t * G, total, mask=t < count)
-    noisy = inverse * decays * noise[None, :]
-    known = tl.zeros([BLOCK, BLOCK], tl.float32)
-    answer = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, P, CHUNK):
-        lane = start + tl.arange(0, CHUNK)
-        flat = slot * (BLOCK * P) + t[:, None] * P + lane[None, :]
-        key, seen = load_rows(k, k_token, count, lane, K, BLOCK), tl.load(projected + flat)
-        write = reach[:, None] * (seen + product(inverse, seen, SPLIT))
-        write = (write + noise[:, None] * key.to(tl.float32) + product(noisy, key, SPLIT)) / total[:, None]
-        store_rows(gain + row * K, G * K, count, lane, write, K, BLOCK)
-        if gain.dtype != rounded.dtype:
-            store_rows(rounded + row * K, G * K, count, lane, write, K, BLOCK)
+    log_entry_decay, _ = cumulative_log_decay(log_decay, token, count, head, G, TILE, DECAY)
+    decays, entry_decay = between(log_entry_decay, TILE), exp_float32(log_entry_decay)
+    noise = accumulated_noise(decays, load_per_token(process_noise + row, count, G, TILE))
+    inverse = tl.load(innovation_cov + slot * (TILE * TILE) + t[:, None] * TILE + t[None, :])
+    inverse_cholesky = diagonal(inverse, TILE)
+    inverse = tl.where(earlier_mask(TILE), inverse / inverse_cholesky[:, None], 0.0)
+    obs = tl.load(obs_noise + row + t * G, mask=t < count, other=1.0).to(tl.float32)
+    innovation_variance = tl.maximum(1.0 / (inverse_cholesky * inverse_cholesky), obs)
+    tl.store(innovation_var + row + t * G, innovation_variance, mask=t < count)
+    noise_coefficients = inverse * decays * noise[None, :]
+    overlap = tl.zeros([TILE, TILE], tl.float32)
+    variance = tl.zeros([TILE], tl.float32)
+    for start in range(0, P, KEY_BLOCK):
+        dim = start + tl.arange(0, KEY_BLOCK)
+        flat = slot * (TILE * P) + t[:, None] * P + dim[None, :]
+        key, cov_key = load_rows(k, k_token, count, dim, K, TILE), tl.load(cov_keys + flat)
+        gain_rows = entry_decay[:, None] * (cov_key + product(inverse, cov_key, TERMS))
+        gain_rows = (
+            gain_rows + noise[:, None] * key.to(tl.float32) + product(noise_coefficients, key, TERMS)
+        ) / innovation_variance[:, None]
+        store_rows(gain + row * K, G * K, count, dim, gain_rows, K, TILE)
+        if gain.dtype != rounded_gain.dtype:
+            store_rows(rounded_gain + row * K, G * K, count, dim, gain_rows, K, TILE)
         if VARIANCE:
-            query = load_rows(q, q_token, count, lane, K, BLOCK)
-            known += product(query, tl.trans(write), SPLIT)
+            query = load_rows(q, q_token, count, dim, K, TILE)
+            overlap += product(query, tl.trans(gain_rows), TERMS)
             query = query.to(tl.float32)
-            answer += tl.sum(query * (reach[:, None] * tl.load(asked + flat) + noise[:, None] * query), 1)
+            variance += tl.sum(query * (entry_decay[:, None] * tl.load(cov_queries + flat) + noise[:, None] * query), 1)
     if VARIANCE:
-        known *= decays
-        answer -= tl.sum(known * known * tl.where(t < count, total, 0.0)[None, :], 1)
-        tl.store(read + row + t * G, tl.maximum(answer, 0.0), mask=t < count)
+        overlap *= decays
+        variance -= tl.sum(overlap * overlap * tl.where(t < count, innovation_variance, 0.0)[None, :], 1)
+        tl.store(read_var + row + t * G, tl.maximum(variance, 0.0), mask=t < count)
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def gather(
-    q, k, log_decay, gain, scale, grad_gain, keys, writes, local, asked, coefficients, edges, table, length, tiles,
-    q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def prepare_backward(
+    q, k, log_decay, gain, innovation_var, grad_gain, keys, exit_gains, tile_terms, queries, coefficients, tile_decays,
+    tile_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
+    DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index, head, _part = place_of(G, 1)
-    token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
+    index, head, _unused = place_of(G, 1)
+    token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
         return
-    t, slot, row = tl.arange(0, BLOCK), index.to(tl.int64) * G + head, token * G + head
+    t, slot, row = tl.arange(0, TILE), index.to(tl.int64) * G + head, token * G + head
     k += token * k_token + head // SHARE * k_head
     q += token * q_token + head // SHARE * q_head
     gain += row * K
     grad_gain += row * K
-    by_key = tl.zeros([BLOCK, BLOCK], tl.float32)
-    by_own = tl.zeros([BLOCK, BLOCK], tl.float32)
-    by_query = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for start in range(0, P, CHUNK):
-        lane = start + tl.arange(0, CHUNK)
-        write = load_columns(gain, G * K, count, lane, K, BLOCK)
-        by_key += product(load_rows(k, k_token, count, lane, K, BLOCK), write, SPLIT)
-        by_own += product(load_rows(grad_gain, G * K, count, lane, K, BLOCK), write, SPLIT)
+    key_gains = tl.zeros([TILE, TILE], tl.float32)
+    direct_gains = tl.zeros([TILE, TILE], tl.float32)
+    query_gains = tl.zeros([TILE, TILE], tl.float32)
+    for start in range(0, P, KEY_BLOCK):
+        dim = start + tl.arange(0, KEY_BLOCK)
+        gain_cols = load_columns(gain, G * K, count, dim, K, TILE)
+        key_gains += product(load_rows(k, k_token, count, dim, K, TILE), gain_cols, TERMS)
+        direct_gains += product(load_rows(grad_gain, G * K, count, dim, K, TILE), gain_cols, TERMS)
         if VARIANCE:
-            by_query += product(load_rows(q, q_token, count, lane, K, BLOCK), write, SPLIT)
-    since, total = _elapsed(log_decay, token, count, head, G, BLOCK, DECAY)
-    decays, reach, rest = between(since, BLOCK), _fade(since), _fade(total - since)
-    inverse = 1.0 / tl.load(scale + row + t * G, mask=t < count, other=1.0)
-    along = _diagonal(by_own, BLOCK)
-    by_key *= decays
-    by_own = tl.where(_earlier(BLOCK), (decays * by_own - along[:, None] * by_key) * inverse[:, None], 0.0)
-    by_key = _found_before(by_key, BLOCK, SPLIT)
-    by_own -= product(by_own, by_key, SPLIT)
-    square = coefficients + slot * (3 * BLOCK * BLOCK) + t[:, None] * BLOCK + t[None, :]
-    tl.store(square, by_key)
-    tl.store(square + BLOCK * BLOCK, by_own)
+            query_gains += product(load_rows(q, q_token, count, dim, K, TILE), gain_cols, TERMS)
+    log_entry_decay, log_tile_decay = cumulative_log_decay(log_decay, token, count, head, G, TILE, DECAY)
+    decays, entry_decay, exit_decay = (
+        between(log_entry_decay, TILE),
+        exp_float32(log_entry_decay),
+        exp_float32(log_tile_decay - log_entry_decay),
+    )
+    inverse = 1.0 / tl.load(innovation_var + row + t * G, mask=t < count, other=1.0)
+    gain_dot = diagonal(direct_gains, TILE)
+    key_gains *= decays
+    direct_gains = tl.where(
+        earlier_mask(TILE), (decays * direct_gains - gain_dot[:, None] * key_gains) * inverse[:, None], 0.0
+    )
+    key_gains = one_minus_inverse(key_gains, TILE, TERMS)
+    direct_gains -= product(direct_gains, key_gains, TERMS)
+    square = coefficients + slot * (3 * TILE * TILE) + t[:, None] * TILE + t[None, :]
+    tl.store(square, key_gains)
+    tl.store(square + TILE * TILE, direct_gains)
     if VARIANCE:
-        by_query *= decays
-        by_query -= product(by_query, by_key, SPLIT)
-        tl.store(square + 2 * BLOCK * BLOCK, by_query)
-    later, by_entered = tl.trans(by_key), by_own * reach[None, :]
-    for start in range(0, P, CHUNK):
-        lane = start + tl.arange(0, CHUNK)
-        flat = slot * (BLOCK * P) + t[:, None] * P + lane[None, :]
-        write = rest[:, None] * load_rows(gain, G * K, count, lane, K, BLOCK)
-        tl.store(writes + flat, write - product(later, write, SPLIT))
-        key = load_rows(k, k_token, count, lane, K, BLOCK)
-        half = product(by_entered, key, SPLIT)
+        query_gains *= decays
+        query_gains -= product(query_gains, key_gains, TERMS)
+        tl.store(square + 2 * TILE * TILE, query_gains)
+    key_gains_t, entry_coefficients = tl.trans(key_gains), direct_gains * entry_decay[None, :]
+    for start in range(0, P, KEY_BLOCK):
+        dim = start + tl.arange(0, KEY_BLOCK)
+        flat = slot * (TILE * P) + t[:, None] * P + dim[None, :]
+        gain_cols = exit_decay[:, None] * load_rows(gain, G * K, count, dim, K, TILE)
+        tl.store(exit_gains + flat, gain_cols - product(key_gains_t, gain_cols, TERMS))
+        key = load_rows(k, k_token, count, dim, K, TILE)
+        half_term = product(entry_coefficients, key, TERMS)
         if VARIANCE:
-            query = load_rows(q, q_token, count, lane, K, BLOCK).to(tl.float32)
-            query = reach[:, None] * query - product(by_query * reach[None, :], key, SPLIT)
-            tl.store(asked + flat, query)
+            query = load_rows(q, q_token, count, dim, K, TILE).to(tl.float32)
+            query = entry_decay[:, None] * query - product(query_gains * entry_decay[None, :], key, TERMS)
+            tl.store(queries + flat, query)
         key = key.to(tl.float32)
-        tl.store(keys + flat, reach[:, None] * key)
-        own = load_rows(grad_gain, G * K, count, lane, K, BLOCK) - along[:, None] * key
-        half = 0.5 * ((reach * inverse)[:, None] * own - half)
-        tl.store(local + flat, half - product(later, half, SPLIT))
-        tl.store(edges + slot * P + lane, tl.zeros([CHUNK], tl.float32) + _fade(total))
+        tl.store(keys + flat, entry_decay[:, None] * key)
+        direct_grad = load_rows(grad_gain, G * K, count, dim, K, TILE) - gain_dot[:, None] * key
+        half_term = 0.5 * ((entry_decay * inverse)[:, None] * direct_grad - half_term)
+        tl.store(tile_terms + flat, half_term - product(key_gains_t, half_term, TERMS))
+        tl.store(tile_decays + slot * P + dim, tl.zeros([KEY_BLOCK], tl.float32) + exp_float32(log_tile_decay))
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def pull_back(
-    q, k, process_noise, log_decay, gain, scale, grad_gain, grad_read, coefficients, exits, spreads,
-    grad_obs, grad_process, grad_decay, changes, table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def token_vjp(
+    q, k, process_noise, log_decay, gain, innovation_var, grad_gain, grad_var, coefficients, adjoint_gains,
+    adjoint_diags, grad_obs, grad_process, grad_decay, grad_cov_keys, tile_table, length, tiles, q_token, q_head,
+    k_token, k_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
+    DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """du; gradients of the noises, and of a log-decay the share that its token has without the covariance."""
-    index, head, _part = place_of(G, 1)
-    token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
+    index, head, _unused = place_of(G, 1)
+    token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
         return
-    t, slot, row = tl.arange(0, BLOCK), index.to(tl.int64) * G + head, token * G + head
+    t, slot, row = tl.arange(0, TILE), index.to(tl.int64) * G + head, token * G + head
     k += token * k_token + head // SHARE * k_head
     q += token * q_token + head // SHARE * q_head
     gain += row * K
     grad_gain += row * K
-    met = tl.zeros([BLOCK, BLOCK], tl.float32)
-    along = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, P, CHUNK):
-        lane = start + tl.arange(0, CHUNK)
-        write = load_rows(gain, G * K, count, lane, K, BLOCK)
-        along += tl.sum(write * load_rows(grad_gain, G * K, count, lane, K, BLOCK), 1)
-        leaving = tl.load(exits + slot * (BLOCK * P) + t[None, :] * P + lane[:, None])
-        met += product(write, leaving, SPLIT)
-    since, total = _elapsed(log_decay, token, count, head, G, BLOCK, DECAY)
-    decays, rest = between(since, BLOCK), _fade(total - since)
-    square = coefficients + slot * (3 * BLOCK * BLOCK) + t[:, None] * BLOCK + t[None, :]
-    by_key, by_own = tl.load(square), tl.load(square + BLOCK * BLOCK)
-    both, met = product(tl.trans(by_own), by_key, SPLIT), rest[:, None] * met
-    met += 0.5 * (both + tl.trans(both)) - product(tl.trans(by_key), met, SPLIT)
-    to_query = tl.zeros([BLOCK, BLOCK], tl.float32)
-    weight = tl.zeros([BLOCK], tl.float32)
+    gain_gram = tl.zeros([TILE, TILE], tl.float32)
+    gain_dot = tl.zeros([TILE], tl.float32)
+    for start in range(0, P, KEY_BLOCK):
+        dim = start + tl.arange(0, KEY_BLOCK)
+        gain_rows = load_rows(gain, G * K, count, dim, K, TILE)
+        gain_dot += tl.sum(gain_rows * load_rows(grad_gain, G * K, count, dim, K, TILE), 1)
+        adjoint_gain = tl.load(adjoint_gains + slot * (TILE * P) + t[None, :] * P + dim[:, None])
+        gain_gram += product(gain_rows, adjoint_gain, TERMS)
+    log_entry_decay, log_tile_decay = cumulative_log_decay(log_decay, token, count, head, G, TILE, DECAY)
+    decays, exit_decay = between(log_entry_decay, TILE), exp_float32(log_tile_decay - log_entry_decay)
+    square = coefficients + slot * (3 * TILE * TILE) + t[:, None] * TILE + t[None, :]
+    key_gains, direct_gains = tl.load(square), tl.load(square + TILE * TILE)
+    cross, gain_gram = product(tl.trans(direct_gains), key_gains, TERMS), exit_decay[:, None] * gain_gram
+    gain_gram += 0.5 * (cross + tl.trans(cross)) - product(tl.trans(key_gains), gain_gram, TERMS)
+    query_coefficients = tl.zeros([TILE, TILE], tl.float32)
+    weight = tl.zeros([TILE], tl.float32)
     if VARIANCE:
-        weight = load_per_token(grad_read + row, count, G, BLOCK)
-        by_query = tl.load(square + 2 * BLOCK * BLOCK)
-        to_query = weight[:, None] * by_query
-        met += product(tl.trans(by_query), to_query, SPLIT)
-        to_query = tl.trans(2.0 * decays * to_query)
-    straight = _diagonal(met, BLOCK)
-    inverse = 1.0 / tl.load(scale + row + t * G, mask=t < count, other=1.0)
-    tl.store(grad_obs + row + t * G, straight - along * inverse, mask=t < count)
-    to_key = tl.trans(tl.where(_earlier(BLOCK), decays * (2.0 * met - by_own), 0.0))
-    to_own = tl.trans(decays * by_key)
-    came = tl.zeros([BLOCK], tl.float32)  # to the trace of the adjoint at each token, and what leaves the block
+        weight = load_per_token(grad_var + row, count, G, TILE)
+        query_gains = tl.load(square + 2 * TILE * TILE)
+        query_coefficients = weight[:, None] * query_gains
+        gain_gram += product(tl.trans(query_gains), query_coefficients, TERMS)
+        query_coefficients = tl.trans(2.0 * decays * query_coefficients)
+    gain_quad = diagonal(gain_gram, TILE)
+    inverse = 1.0 / tl.load(innovation_var + row + t * G, mask=t < count, other=1.0)
+    tl.store(grad_obs + row + t * G, gain_quad - gain_dot * inverse, mask=t < count)
+    key_coefficients = tl.trans(tl.where(earlier_mask(TILE), decays * (2.0 * gain_gram - direct_gains), 0.0))
+    direct_coefficients = tl.trans(decays * key_gains)
+    grad_trace = tl.zeros([TILE], tl.float32)  # to the trace of the adjoint at each token, and what leaves the block
     trace = tl.zeros([1], tl.float32)
-    for start in range(0, P, CHUNK):
-        lane = start + tl.arange(0, CHUNK)
-        flat = slot * (BLOCK * P) + t[:, None] * P + lane[None, :]
-        key = load_rows(k, k_token, count, lane, K, BLOCK)
-        change = product(to_key, key, SPLIT)
+    for start in range(0, P, KEY_BLOCK):
+        dim = start + tl.arange(0, KEY_BLOCK)
+        flat = slot * (TILE * P) + t[:, None] * P + dim[None, :]
+        key = load_rows(k, k_token, count, dim, K, TILE)
+        grad_cov_key = product(key_coefficients, key, TERMS)
         key = key.to(tl.float32)
-        own = (load_rows(grad_gain, G * K, count, lane, K, BLOCK) - along[:, None] * key) * inverse[:, None]
-        change -= product(to_own, own, SPLIT)
-        change += own + straight[:, None] * key - (2.0 * rest)[:, None] * tl.load(exits + flat)
+        direct_grad = (load_rows(grad_gain, G * K, count, dim, K, TILE) - gain_dot[:, None] * key) * inverse[:, None]
+        grad_cov_key -= product(direct_coefficients, direct_grad, TERMS)
+        grad_cov_key += (
+            direct_grad + gain_quad[:, None] * key - (2.0 * exit_decay)[:, None] * tl.load(adjoint_gains + flat)
+        )
         if VARIANCE:
-            query = load_rows(q, q_token, count, lane, K, BLOCK)
-            change -= product(to_query, query, SPLIT)
+            query = load_rows(q, q_token, count, dim, K, TILE)
+            grad_cov_key -= product(query_coefficients, query, TERMS)
             query = query.to(tl.float32)
-            came += weight * tl.sum(query * query, 1)
-        tl.store(changes + flat, change)
-        came += tl.sum(change * key, 1)
-        trace += tl.sum(tl.load(spreads + slot * P + lane), 0)
-    came = tl.sum(decays * decays * came[:, None], 0) + rest * rest * trace
-    tl.store(grad_process + row + t * G, came, mask=t < count)
+            grad_trace += weight * tl.sum(query * query, 1)
+        tl.store(grad_cov_keys + flat, grad_cov_key)
+        grad_trace += tl.sum(grad_cov_key * key, 1)
+        trace += tl.sum(tl.load(adjoint_diags + slot * P + dim), 0)
+    grad_trace = tl.sum(decays * decays * grad_trace[:, None], 0) + exit_decay * exit_decay * trace
+    tl.store(grad_process + row + t * G, grad_trace, mask=t < count)
     if DECAY:
-        came *= load_per_token(process_noise + row, count, G, BLOCK)
-        tl.store(grad_decay + row + t * G, came - 0.5 * along, mask=t < count)
+        grad_trace *= load_per_token(process_noise + row, count, G, TILE)
+        tl.store(grad_decay + row + t * G, grad_trace - 0.5 * gain_dot, mask=t < count)
 
 
 @triton.jit
-def _through(
-    x, count, state, writes, G, K: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr,
+def _apply_covariance(
+    vectors_at, count, state, gains, G, K: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, TERMS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Vectors of a window's tokens, which lie at `x`, times a covariance and, `[t, s]`, times gains."""
     t, j = tl.arange(0, SIZE), tl.arange(0, P)
-    seen = tl.zeros([SIZE, P], tl.float32)
-    found = tl.zeros([SIZE, SIZE], tl.float32)
-    for start in range(0, P, CHUNK):
-        lane = start + tl.arange(0, CHUNK)
-        vectors = tl.load(x[:, None] + lane[None, :], mask=(t < count)[:, None] & (lane < K)[None, :], other=0.0)
-        found += product(vectors, load_columns(writes, G * K, count, lane, K, SIZE), SPLIT)
-        seen += product(vectors, tl.load(state + lane[:, None] * P + j[None, :]), SPLIT)
-    return seen, found
+    products = tl.zeros([SIZE, P], tl.float32)
+    gain_products = tl.zeros([SIZE, SIZE], tl.float32)
+    for start in range(0, P, KEY_BLOCK):
+        dim = start + tl.arange(0, KEY_BLOCK)
+        vectors = tl.load(vectors_at[:, None] + dim[None, :], mask=(t < count)[:, None] & (dim < K)[None, :], other=0.0)
+        gain_products += product(vectors, load_columns(gains, G * K, count, dim, K, SIZE), TERMS)
+        products += product(vectors, tl.load(state + dim[:, None] * P + j[None, :]), TERMS)
+    return products, gain_products
 
 
 @triton.jit
 def add_rows(base, stride, count, column, x, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    held = load_rows(base, stride, count, column, WIDTH, SIZE).to(tl.float32)
-    store_rows(base, stride, count, column, held + x, WIDTH, SIZE)
+    previous = load_rows(base, stride, count, column, WIDTH, SIZE).to(tl.float32)
+    store_rows(base, stride, count, column, previous + x, WIDTH, SIZE)
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def finish(
-    q, k, process_noise, log_decay, gain, scale, grad_read, kept, changes, balance, grad_obs, dk, dq, grad_decay, table,
-    length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    DECAY: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def finish_backward(
+    q, k, process_noise, log_decay, gain, innovation_var, grad_var, saved_cov, grad_cov_keys, adjoint_cov_diag,
+    grad_obs, dk, dq, grad_decay, tile_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
+    DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What a window's tokens find in the covariance at its entry, less what earlier ones took, comes to dk, dq."""
-    window, head, _part = place_of(G, 1)
-    window = window.to(tl.int64)
-    token, count = tile_of(table, window, length, tiles, WINDOW, PACKED)
+    chunk, head, _unused = place_of(G, 1)
+    chunk = chunk.to(tl.int64)
+    token, count = tile_of(tile_table, chunk, length, tiles, CHUNK, PACKED)
     if count <= 0:
         return
-    t, lane, here, row = tl.arange(0, WINDOW), tl.arange(0, P), window * G + head, token * G + head
+    t, dim, chunk_offset, row = tl.arange(0, CHUNK), tl.arange(0, P), chunk * G + head, token * G + head
     k += token * k_token + head // SHARE * k_head
     q += token * q_token + head // SHARE * q_head
-    slot = (window * (WINDOW // BLOCK) + t // BLOCK) * G + head
-    changes += slot * (BLOCK * P) + t % BLOCK * P
-    kept += here * (P * P)
+    slot = (chunk * (CHUNK // TILE) + t // TILE) * G + head
+    grad_cov_keys += slot * (TILE * P) + t % TILE * P
+    saved_cov += chunk_offset * (P * P)
     gain += row * K
-    seen, found = _through(changes, count, kept, gain, G, K, P, WINDOW, SPLIT, CHUNK)
-    since, _ = _elapsed(log_decay, token, count, head, G, WINDOW, DECAY)
-    decays, reach = between(since, WINDOW), _fade(since)
-    noise = _gathered(decays, load_per_token(process_noise + row, count, G, WINDOW))
-    total = load_per_token(scale + row, count, G, WINDOW)
-    taken = decays * decays * total[None, :]
-    straight = total * load_per_token(grad_obs + row, count, G, WINDOW)
-    found = tl.where(_same(WINDOW), straight[:, None], -taken * found)
-    seen = (reach * reach)[:, None] * seen + product(found, load_rows(gain, G * K, count, lane, K, WINDOW), SPLIT)
-    seen += noise[:, None] * tl.load(changes[:, None] + lane[None, :], mask=(t < count)[:, None], other=0.0)
-    add_rows(dk + row * K, G * K, count, lane, seen, K, WINDOW)
-    moved = tl.sum(seen * load_rows(k, k_token, count, lane, K, WINDOW).to(tl.float32), 1)
+    cov_products, gain_products = _apply_covariance(
+        grad_cov_keys, count, saved_cov, gain, G, K, P, CHUNK, TERMS, KEY_BLOCK
+    )
+    log_entry_decay, _ = cumulative_log_decay(log_decay, token, count, head, G, CHUNK, DECAY)
+    decays, entry_decay = between(log_entry_decay, CHUNK), exp_float32(log_entry_decay)
+    noise = accumulated_noise(decays, load_per_token(process_noise + row, count, G, CHUNK))
+    innovation_variance = load_per_token(innovation_var + row, count, G, CHUNK)
+    explained = decays * decays * innovation_variance[None, :]
+    gain_quad_var = innovation_variance * load_per_token(grad_obs + row, count, G, CHUNK)
+    gain_products = tl.where(diagonal_mask(CHUNK), gain_quad_var[:, None], -explained * gain_products)
+    cov_products = (entry_decay * entry_decay)[:, None] * cov_products + product(
+        gain_products, load_rows(gain, G * K, count, dim, K, CHUNK), TERMS
+    )
+    cov_products += noise[:, None] * tl.load(
+        grad_cov_keys[:, None] + dim[None, :], mask=(t < count)[:, None], other=0.0
+    )
+    add_rows(dk + row * K, G * K, count, dim, cov_products, K, CHUNK)
+    diag_terms = tl.sum(cov_products * load_rows(k, k_token, count, dim, K, CHUNK).to(tl.float32), 1)
     if VARIANCE:
-        seen, found = _through(q + t * q_token, count, kept, gain, G, K, P, WINDOW, SPLIT, CHUNK)
-        query = load_rows(q, q_token, count, lane, K, WINDOW).to(tl.float32)
-        found = product(-taken * found, load_rows(gain, G * K, count, lane, K, WINDOW), SPLIT)
-        seen = (reach * reach)[:, None] * seen + noise[:, None] * query + found
-        seen *= 2.0 * load_per_token(grad_read + row, count, G, WINDOW)[:, None]
-        add_rows(dq + row * K, G * K, count, lane, seen, K, WINDOW)
-        moved += tl.sum(seen * query, 1)
+        cov_products, gain_products = _apply_covariance(
+            q + t * q_token, count, saved_cov, gain, G, K, P, CHUNK, TERMS, KEY_BLOCK
+        )
+        query = load_rows(q, q_token, count, dim, K, CHUNK).to(tl.float32)
+        gain_products = product(-explained * gain_products, load_rows(gain, G * K, count, dim, K, CHUNK), TERMS)
+        cov_products = (entry_decay * entry_decay)[:, None] * cov_products + noise[:, None] * query + gain_products
+        cov_products *= 2.0 * load_per_token(grad_var + row, count, G, CHUNK)[:, None]
+        add_rows(dq + row * K, G * K, count, dim, cov_products, K, CHUNK)
+        diag_terms += tl.sum(cov_products * query, 1)
     if DECAY:
-        change = load_per_token(grad_decay + row, count, G, WINDOW) - 0.5 * moved
-        before = 2.0 * (tl.sum(tl.load(balance + here * P + lane), 0) + tl.cumsum(change, 0) - change)
-        tl.store(grad_decay + row + t * G, before, mask=t < count)
+        grad_change = load_per_token(grad_decay + row, count, G, CHUNK) - 0.5 * diag_terms
+        grad = 2.0 * (
+            tl.sum(tl.load(adjoint_cov_diag + chunk_offset * P + dim), 0) + tl.cumsum(grad_change, 0) - grad_change
+        )
+        tl.store(grad_decay + row + t * G, grad, mask=t < count)

@@ -9,313 +9,326 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._dense.triton.parts import COUNTS, block_of, chain_options, faded, product
+from kalmix.ops._dense.triton.primitives import UNSPECIALIZED, decay_covariance, product, scan_options, tile_in_chunk
 from kalmix.ops._shared.triton.tiles import place_of, tile_of
 
 
-def options(stage: str, kind: int, lanes: int, parts: int) -> dict[str, int]:
+def options(stage: str, decay_axes: int, padded: int, terms: int) -> dict[str, int]:
     """How a stage is compiled; a covariance steps through the windows of the last."""
-    if stage == "finish":
-        return chain_options(lanes, 3 if parts else 0)
-    return {"num_warps": max(1, lanes // 128)} | ({"SPLIT": parts} if stage == "gather" else {})
+    if stage == "finish_backward":
+        return scan_options(padded, 3 if terms else 0)
+    return {"num_warps": max(1, padded // 128)} | ({"TERMS": terms} if stage == "prepare_backward" else {})
 
 
 @triton.jit
-def _decay_of(log_decay, at, lane, K: tl.constexpr):
+def _load_decay(log_decay, position, dim, K: tl.constexpr):
     """Decays of one token, `[P]`."""
-    return tl.exp(tl.load(log_decay + at * K + lane, mask=lane < K, other=0.0).to(tl.float32))
+    return tl.exp(tl.load(log_decay + position * K + dim, mask=dim < K, other=0.0).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def prepare(
-    q, k, obs_noise, process_noise, log_decay, keys, queries, noises, innovations, edges, table, length, tiles,
-    q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    VARIANCE: tl.constexpr,
-):  # fmt: skip
-    index, head, _part = place_of(G, 1)
-    token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
-    if count <= 0:
-        return
-    lane, row = tl.arange(0, P), tl.arange(0, BLOCK)
-    slot = index.to(tl.int64) * G + head
-    k += token * k_token + head // SHARE * k_head
-    q += token * q_token + head // SHARE * q_head
-    keys += slot * (BLOCK * P) + lane[None, :]
-    queries += slot * (BLOCK * P) + lane[None, :]
-    innovations += slot * (BLOCK * BLOCK)
-    reach = tl.full([P], 1.0, tl.float32)
-    noise = tl.zeros([P], tl.float32)
-    carried = tl.zeros([BLOCK, P], tl.float32)
-    column, beyond = tl.arange(0, BLOCK)[None, :], row[:, None] >= count  # tokens there are none of say nothing
-    identity = (row[:, None] == column).to(tl.float32)
-    tl.store(innovations + row[:, None] * BLOCK + column, identity, mask=beyond | (column >= count))
-    tl.store(keys + row[:, None] * P, carried, mask=beyond & (lane >= 0)[None, :])
-    if VARIANCE:
-        tl.store(queries + row[:, None] * P, carried, mask=beyond & (lane >= 0)[None, :])
-    for t in range(count):
-        at = (token + t) * G + head
-        key = tl.load(k + t * k_token + lane, mask=lane < K, other=0.0).to(tl.float32)
-        decay = _decay_of(log_decay, at, lane, K)
-        reach *= decay
-        noise = decay * decay * noise + tl.load(process_noise + at).to(tl.float32)
-        now = row == t
-        carried = tl.where(now[:, None], (noise * key)[None, :], carried * decay[None, :])
-        line = tl.sum(carried * key[None, :], 1)
-        line = tl.where(now, line + tl.load(obs_noise + at).to(tl.float32), line)
-        tl.store(innovations + t * BLOCK + row, line, mask=row <= t)
-        tl.store(innovations + row * BLOCK + t, line, mask=row < t)
-        tl.store(keys + t * P, (key * reach)[None, :])
-        if VARIANCE:
-            query = tl.load(q + t * q_token + lane, mask=lane < K, other=0.0).to(tl.float32)
-            tl.store(queries + t * P, (query * reach)[None, :])
-    tl.store(noises + slot * (BLOCK * P) + row[:, None] * P + lane[None, :], carried)
-    tl.store(edges + slot * 2 * P + lane, reach)
-    tl.store(edges + slot * 2 * P + P + lane, noise)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def gains(
-    q, k, obs_noise, process_noise, log_decay, innovations, projected, asked, gain, rounded, scale, read, table, length,
-    tiles,
-    q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    VARIANCE: tl.constexpr,
-):  # fmt: skip
-    index, head, _part = place_of(G, 1)
-    token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
-    lane, row = tl.arange(0, P), tl.arange(0, BLOCK)
-    slot = index.to(tl.int64) * G + head
-    k += token * k_token + head // SHARE * k_head
-    q += token * q_token + head // SHARE * q_head
-    projected += slot * (BLOCK * P) + lane
-    asked += slot * (BLOCK * P) + lane
-    reach = tl.full([P], 1.0, tl.float32)
-    noise = tl.zeros([P], tl.float32)
-    written = tl.zeros([BLOCK, P], tl.float32)  # the gain of every token so far, decayed
-    scales = tl.zeros([BLOCK], tl.float32)
-    for t in range(count):
-        at = (token + t) * G + head
-        key = tl.load(k + t * k_token + lane, mask=lane < K, other=0.0).to(tl.float32)
-        decay = _decay_of(log_decay, at, lane, K)
-        reach *= decay
-        noise = decay * decay * noise + tl.load(process_noise + at).to(tl.float32)
-        written *= decay[None, :]
-        known = scales * tl.sum(written * key[None, :], 1)
-        warped = reach * tl.load(projected + t * P) + noise * key - tl.sum(written * known[:, None], 0)
-        total = tl.load(obs_noise + at).to(tl.float32) + tl.maximum(tl.sum(key * warped, 0), 0.0)
-        this = warped / total
-        tl.store(gain + at * K + lane, this, mask=lane < K)
-        if gain.dtype != rounded.dtype:
-            tl.store(rounded + at * K + lane, this.to(rounded.dtype.element_ty), mask=lane < K)
-        tl.store(scale + at, total)
-        written = tl.where((row == t)[:, None], this[None, :], written)
-        scales = tl.where(row == t, total, scales)
-        if VARIANCE:
-            query = tl.load(q + t * q_token + lane, mask=lane < K, other=0.0).to(tl.float32)
-            known = scales * tl.sum(written * query[None, :], 1)
-            spread = reach * tl.load(asked + t * P) + noise * query - tl.sum(written * known[:, None], 0)
-            tl.store(read + at, tl.maximum(tl.sum(query * spread, 0), 0.0))
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def gather(
-    q, k, log_decay, gain, scale, grad_gain, keys, writes, local, asked, coefficients, edges, table, length, tiles,
-    q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    VARIANCE: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    index, head, _part = place_of(G, 1)
-    token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
-    if count <= 0:
-        return
-    lane, row = tl.arange(0, P), tl.arange(0, BLOCK)
-    slot = index.to(tl.int64) * G + head
-    k += token * k_token + head // SHARE * k_head
-    q += token * q_token + head // SHARE * q_head
-    flat = slot * (BLOCK * P) + row[:, None] * P + lane[None, :]
-    coefficients += slot * (3 * BLOCK * BLOCK)
-    square, turn = row[:, None] * BLOCK + row[None, :], row[None, :] * BLOCK + row[:, None]
-    rest, none = row[:, None] >= count, tl.zeros([BLOCK, BLOCK], tl.float32)
-    for part in tl.static_range(3):
-        tl.store(coefficients + part * BLOCK * BLOCK + square, none, mask=rest)
-    reach = tl.full([P], 1.0, tl.float32)
-    written = tl.zeros([BLOCK, P], tl.float32)  # what is left of the gain of every token so far
-    beyond = rest & (lane >= 0)[None, :]
-    tl.store(keys + flat, written, mask=beyond)
-    tl.store(local + flat, written, mask=beyond)
-    if VARIANCE:
-        tl.store(asked + flat, written, mask=beyond)
-    for t in range(count):
-        at = (token + t) * G + head
-        key = tl.load(k + t * k_token + lane, mask=lane < K, other=0.0).to(tl.float32)
-        this = tl.load(gain + at * K + lane, mask=lane < K, other=0.0)
-        given = tl.load(grad_gain + at * K + lane, mask=lane < K, other=0.0).to(tl.float32)
-        own = (given - tl.sum(given * this, 0) * key) / tl.load(scale + at)
-        decay = _decay_of(log_decay, at, lane, K)
-        reach *= decay
-        written *= decay[None, :]
-        by_key = tl.sum(written * key[None, :], 1)
-        by_own = tl.sum(written * own[None, :], 1)
-        written = tl.where((row == t)[:, None], this[None, :], written - by_key[:, None] * this[None, :])
-        to = slot * (BLOCK * P) + t * P + lane
-        tl.store(keys + to, reach * key)
-        tl.store(local + to, reach * own)
-        tl.store(coefficients + t * BLOCK + row, by_key)
-        tl.store(coefficients + (BLOCK + t) * BLOCK + row, by_own)
-        if VARIANCE:
-            query = tl.load(q + t * q_token + lane, mask=lane < K, other=0.0).to(tl.float32)
-            tl.store(coefficients + (2 * BLOCK + t) * BLOCK + row, tl.sum(written * query[None, :], 1))
-            tl.store(asked + to, reach * query)
-    tl.store(writes + flat, written)
-    tl.store(edges + slot * P + lane, reach)
-    tl.debug_barrier()  # what one thread stored another may load
-    entered = tl.load(keys + flat)
-    half = 0.5 * (tl.load(local + flat) - product(tl.load(coefficients + BLOCK * BLOCK + square), entered, SPLIT))
-    tl.store(local + flat, half - product(tl.load(coefficients + turn), half, SPLIT))
-    if VARIANCE:
-        by_query = tl.load(coefficients + 2 * BLOCK * BLOCK + square)
-        tl.store(asked + flat, tl.load(asked + flat) - product(by_query, entered, SPLIT))
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def pull_back(
-    q, k, process_noise, log_decay, gain, scale, grad_gain, grad_read, coefficients, exits, spreads,
-    dk, dq, grad_obs, grad_process, changes, queries, noises, gathered, flows, table, length, tiles,
-    q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    VARIANCE: tl.constexpr,
-):  # fmt: skip
-    index, head, _part = place_of(G, 1)
-    token, count = block_of(table, index, length, tiles, BLOCK, WINDOW, PACKED)
-    if count <= 0:
-        return
-    lane, row = tl.arange(0, P), tl.arange(0, BLOCK)
-    slot = index.to(tl.int64) * G + head
-    k += token * k_token + head // SHARE * k_head
-    q += token * q_token + head // SHARE * q_head
-    tile = slot * (BLOCK * P) + lane
-    square = slot * (BLOCK * P) + row[:, None] * P + lane[None, :]
-    coefficients += slot * (3 * BLOCK * BLOCK) + row
-
-    spread = tl.load(spreads + slot * P + lane)  # the diagonal of the adjoint
-    leaving = tl.load(exits + square)  # the adjoint times what is left of every gain
-    for back in range(count):
-        t = count - 1 - back
-        at = (token + t) * G + head
-        key = tl.load(k + t * k_token + lane, mask=lane < K, other=0.0).to(tl.float32)
-        this = tl.load(gain + at * K + lane, mask=lane < K, other=0.0)
-        given = tl.load(grad_gain + at * K + lane, mask=lane < K, other=0.0).to(tl.float32)
-        by_key = tl.load(coefficients + t * BLOCK)
-        by_own = tl.load(coefficients + (BLOCK + t) * BLOCK)
-        total = tl.load(scale + at)
-        along = tl.sum(given * this, 0)
-        own = (given - along * key) / total
-        decay = _decay_of(log_decay, at, lane, K)
-        if VARIANCE:
-            query = tl.load(q + t * q_token + lane, mask=lane < K, other=0.0).to(tl.float32)
-            weight = tl.load(grad_read + at).to(tl.float32)
-            by_query = tl.load(coefficients + (2 * BLOCK + t) * BLOCK)
-            leaving += (weight * by_query)[:, None] * query[None, :]
-            spread += weight * query * query
-        here = tl.sum(tl.where((row == t)[:, None], leaving, 0.0), 0)
-        along_twice = tl.sum(here * this, 0)
-        change = own - 2.0 * here + along_twice * key
-        tl.store(changes + tile + t * P, change)
-        tl.store(grad_obs + at, along_twice - along / total)
-        spread += change * key
-        tl.store(grad_process + at, tl.sum(spread, 0))
-        noise = tl.load(process_noise + at).to(tl.float32)
-        tl.store(flows + tile + t * P, noise * spread - 0.5 * given * this)
-        spread *= decay * decay
-        through = 0.5 * by_own - tl.sum(leaving * this[None, :], 1)
-        leaving += through[:, None] * key[None, :] + (0.5 * by_key)[:, None] * own[None, :]
-        leaving = tl.where((row < t)[:, None], leaving * decay[None, :], 0.0)
-    tl.debug_barrier()  # what one thread stored another may load
-
-    reach = tl.full([P], 1.0, tl.float32)
-    noise = tl.zeros([P], tl.float32)
-    written = tl.zeros([BLOCK, P], tl.float32)
-    scales = tl.zeros([BLOCK], tl.float32)
-    beyond = (row[:, None] >= count) & (lane >= 0)[None, :]
-    tl.store(changes + square, written, mask=beyond)
-    if VARIANCE:
-        tl.store(queries + square, written, mask=beyond)
-    for t in range(count):
-        at = (token + t) * G + head
-        this = tl.load(gain + at * K + lane, mask=lane < K, other=0.0)
-        change = tl.load(changes + tile + t * P)
-        decay = _decay_of(log_decay, at, lane, K)
-        reach *= decay
-        noise = decay * decay * noise + tl.load(process_noise + at).to(tl.float32)
-        written *= decay[None, :]
-        known = scales * tl.sum(written * change[None, :], 1)
-        total = tl.load(scale + at)
-        straight = tl.load(grad_obs + at) * total
-        rest = straight * this + noise * change - tl.sum(written * known[:, None], 0)
-        tl.store(dk + at * K + lane, rest, mask=lane < K)
-        tl.store(changes + tile + t * P, reach * change)
-        now = row == t
-        written = tl.where(now[:, None], this[None, :], written)
-        scales = tl.where(now, total, scales)
-        if VARIANCE:
-            query = tl.load(q + t * q_token + lane, mask=lane < K, other=0.0).to(tl.float32)
-            twice = 2.0 * tl.load(grad_read + at).to(tl.float32)
-            known = scales * tl.sum(written * query[None, :], 1)
-            rest = noise * query - tl.sum(written * known[:, None], 0)
-            tl.store(dq + at * K + lane, twice * rest, mask=lane < K)
-            tl.store(queries + tile + t * P, twice * reach * query)
-    tl.store(noises + square, written * tl.sqrt(scales)[:, None])
-    tl.store(gathered + slot * P + lane, noise)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def finish(
-    q, k, log_decay, kept, changes, queries, noises, gathered, edges, flows, balance, dk, dq, grad_decay, table,
+    q, k, obs_noise, process_noise, log_decay, keys, queries, noise_keys, innovation_cov, tile_decays, tile_table,
     length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    PACKED: tl.constexpr, VARIANCE: tl.constexpr, SPLIT: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
+    VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    window, head, _part = place_of(G, 1)
-    window = window.to(tl.int64)
-    token, count = tile_of(table, window, length, tiles, WINDOW, PACKED)
-    PIECES: tl.constexpr = WINDOW // BLOCK
-    i, j, row = tl.arange(0, P), tl.arange(0, P), tl.arange(0, BLOCK)
+    index, head, _unused = place_of(G, 1)
+    token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
+    if count <= 0:
+        return
+    dim, row = tl.arange(0, P), tl.arange(0, TILE)
+    slot = index.to(tl.int64) * G + head
     k += token * k_token + head // SHARE * k_head
     q += token * q_token + head // SHARE * q_head
-    turn, whole = row[None, :] * P + i[:, None], row[None, :] * P + j[:, None]
-    state = tl.load(kept + (window * G + head) * (P * P) + i[:, None] * P + j[None, :])
-    spare = tl.zeros([P], tl.float32)  # process noise that is not on its diagonal
-    flow = tl.load(balance + (window * G + head) * P + i)
-    blocks = tl.cdiv(count, BLOCK).to(tl.int32)
-    for block in range(blocks):
-        slot = (window * PIECES + block) * G + head
-        base = slot * (BLOCK * P)
-        t = block * BLOCK + row
-        live = (t < count)[None, :] & (i < K)[:, None]
-        first = (token + block * BLOCK) * G + head
-        to = row[None, :] * (G * K) + i[:, None]
-        logs = tl.load(log_decay + first * K + to, mask=live, other=0.0).to(tl.float32)
-        reach = tl.exp(tl.cumsum(logs, 1))
-        change, of_band = tl.load(changes + base + whole), tl.load(changes + base + turn)
-        by_key = tl.load(dk + first * K + to, mask=live, other=0.0)
-        by_key += reach * (product(state, change, SPLIT) + spare[:, None] * of_band)
-        tl.store(dk + first * K + to, by_key, mask=live)
+    keys += slot * (TILE * P) + dim[None, :]
+    queries += slot * (TILE * P) + dim[None, :]
+    innovation_cov += slot * (TILE * TILE)
+    entry_decay = tl.full([P], 1.0, tl.float32)
+    noise = tl.zeros([P], tl.float32)
+    decayed_noise = tl.zeros([TILE, P], tl.float32)
+    column, padding = tl.arange(0, TILE)[None, :], row[:, None] >= count  # tokens there are none of say nothing
+    identity = (row[:, None] == column).to(tl.float32)
+    tl.store(innovation_cov + row[:, None] * TILE + column, identity, mask=padding | (column >= count))
+    tl.store(keys + row[:, None] * P, decayed_noise, mask=padding & (dim >= 0)[None, :])
+    if VARIANCE:
+        tl.store(queries + row[:, None] * P, decayed_noise, mask=padding & (dim >= 0)[None, :])
+    for t in range(count):
+        position = (token + t) * G + head
+        key = tl.load(k + t * k_token + dim, mask=dim < K, other=0.0).to(tl.float32)
+        decay = _load_decay(log_decay, position, dim, K)
+        entry_decay *= decay
+        noise = decay * decay * noise + tl.load(process_noise + position).to(tl.float32)
+        is_token = row == t
+        decayed_noise = tl.where(is_token[:, None], (noise * key)[None, :], decayed_noise * decay[None, :])
+        row_values = tl.sum(decayed_noise * key[None, :], 1)
+        row_values = tl.where(is_token, row_values + tl.load(obs_noise + position).to(tl.float32), row_values)
+        tl.store(innovation_cov + t * TILE + row, row_values, mask=row <= t)
+        tl.store(innovation_cov + row * TILE + t, row_values, mask=row < t)
+        tl.store(keys + t * P, (key * entry_decay)[None, :])
         if VARIANCE:
-            query, of_band = tl.load(queries + base + whole), tl.load(queries + base + turn)
-            by_query = tl.load(dq + first * K + to, mask=live, other=0.0)
-            by_query += reach * (product(state, query, SPLIT) + spare[:, None] * of_band)
-            tl.store(dq + first * K + to, by_query, mask=live)
-        key = tl.load(k + block * (BLOCK * k_token) + row[None, :] * k_token + i[:, None], mask=live, other=0.0)
-        change = tl.load(flows + base + turn, mask=live, other=0.0) - 0.5 * by_key * key.to(tl.float32)
+            query = tl.load(q + t * q_token + dim, mask=dim < K, other=0.0).to(tl.float32)
+            tl.store(queries + t * P, (query * entry_decay)[None, :])
+    tl.store(noise_keys + slot * (TILE * P) + row[:, None] * P + dim[None, :], decayed_noise)
+    tl.store(tile_decays + slot * 2 * P + dim, entry_decay)
+    tl.store(tile_decays + slot * 2 * P + P + dim, noise)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def gains(
+    q, k, obs_noise, process_noise, log_decay, innovation_cov, cov_keys, cov_queries, gain, rounded_gain,
+    innovation_var, read_var, tile_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
+    VARIANCE: tl.constexpr,
+):  # fmt: skip
+    index, head, _unused = place_of(G, 1)
+    token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
+    dim, row = tl.arange(0, P), tl.arange(0, TILE)
+    slot = index.to(tl.int64) * G + head
+    k += token * k_token + head // SHARE * k_head
+    q += token * q_token + head // SHARE * q_head
+    cov_keys += slot * (TILE * P) + dim
+    cov_queries += slot * (TILE * P) + dim
+    entry_decay = tl.full([P], 1.0, tl.float32)
+    noise = tl.zeros([P], tl.float32)
+    decayed_gains = tl.zeros([TILE, P], tl.float32)  # the gain of every token so far, decayed
+    variances = tl.zeros([TILE], tl.float32)
+    for t in range(count):
+        position = (token + t) * G + head
+        key = tl.load(k + t * k_token + dim, mask=dim < K, other=0.0).to(tl.float32)
+        decay = _load_decay(log_decay, position, dim, K)
+        entry_decay *= decay
+        noise = decay * decay * noise + tl.load(process_noise + position).to(tl.float32)
+        decayed_gains *= decay[None, :]
+        overlap = variances * tl.sum(decayed_gains * key[None, :], 1)
+        cov_key = entry_decay * tl.load(cov_keys + t * P) + noise * key - tl.sum(decayed_gains * overlap[:, None], 0)
+        variance = tl.load(obs_noise + position).to(tl.float32) + tl.maximum(tl.sum(key * cov_key, 0), 0.0)
+        token_gain = cov_key / variance
+        tl.store(gain + position * K + dim, token_gain, mask=dim < K)
+        if gain.dtype != rounded_gain.dtype:
+            tl.store(rounded_gain + position * K + dim, token_gain.to(rounded_gain.dtype.element_ty), mask=dim < K)
+        tl.store(innovation_var + position, variance)
+        decayed_gains = tl.where((row == t)[:, None], token_gain[None, :], decayed_gains)
+        variances = tl.where(row == t, variance, variances)
         if VARIANCE:
-            query = tl.load(q + block * (BLOCK * q_token) + row[None, :] * q_token + i[:, None], mask=live, other=0.0)
-            change -= 0.5 * by_query * query.to(tl.float32)
-        before = 2.0 * (flow[:, None] + tl.cumsum(change, 1) - change)
-        flow += tl.sum(change, 1)
-        tl.store(grad_decay + first * K + to, before, mask=live)
-        if block + 1 < blocks:
-            write, turned = tl.load(noises + base + row[:, None] * P + j[None, :]), tl.load(noises + base + turn)
-            state = faded(state, edges + slot * P, i, j, 2) - product(turned, write, SPLIT)
-            fade = tl.load(edges + slot * P + i)
-            spare = spare * fade * fade + tl.load(gathered + slot * P + i)
+            query = tl.load(q + t * q_token + dim, mask=dim < K, other=0.0).to(tl.float32)
+            overlap = variances * tl.sum(decayed_gains * query[None, :], 1)
+            cov_query = (
+                entry_decay * tl.load(cov_queries + t * P) + noise * query - tl.sum(decayed_gains * overlap[:, None], 0)
+            )
+            tl.store(read_var + position, tl.maximum(tl.sum(query * cov_query, 0), 0.0))
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def prepare_backward(
+    q, k, log_decay, gain, innovation_var, grad_gain, keys, exit_gains, tile_terms, queries, coefficients, tile_decays,
+    tile_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
+    VARIANCE: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    index, head, _unused = place_of(G, 1)
+    token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
+    if count <= 0:
+        return
+    dim, row = tl.arange(0, P), tl.arange(0, TILE)
+    slot = index.to(tl.int64) * G + head
+    k += token * k_token + head // SHARE * k_head
+    q += token * q_token + head // SHARE * q_head
+    flat = slot * (TILE * P) + row[:, None] * P + dim[None, :]
+    coefficients += slot * (3 * TILE * TILE)
+    square, square_t = row[:, None] * TILE + row[None, :], row[None, :] * TILE + row[:, None]
+    padding_rows, zeros = row[:, None] >= count, tl.zeros([TILE, TILE], tl.float32)
+    for index_ in tl.static_range(3):
+        tl.store(coefficients + index_ * TILE * TILE + square, zeros, mask=padding_rows)
+    entry_decay = tl.full([P], 1.0, tl.float32)
+    decayed_gains = tl.zeros([TILE, P], tl.float32)  # what is left of the gain of every token so far
+    padding = padding_rows & (dim >= 0)[None, :]
+    tl.store(keys + flat, decayed_gains, mask=padding)
+    tl.store(tile_terms + flat, decayed_gains, mask=padding)
+    if VARIANCE:
+        tl.store(queries + flat, decayed_gains, mask=padding)
+    for t in range(count):
+        position = (token + t) * G + head
+        key = tl.load(k + t * k_token + dim, mask=dim < K, other=0.0).to(tl.float32)
+        token_gain = tl.load(gain + position * K + dim, mask=dim < K, other=0.0)
+        grad_token_gain = tl.load(grad_gain + position * K + dim, mask=dim < K, other=0.0).to(tl.float32)
+        direct_grad = (grad_token_gain - tl.sum(grad_token_gain * token_gain, 0) * key) / tl.load(
+            innovation_var + position
+        )
+        decay = _load_decay(log_decay, position, dim, K)
+        entry_decay *= decay
+        decayed_gains *= decay[None, :]
+        key_gains = tl.sum(decayed_gains * key[None, :], 1)
+        direct_gains = tl.sum(decayed_gains * direct_grad[None, :], 1)
+        decayed_gains = tl.where(
+            (row == t)[:, None], token_gain[None, :], decayed_gains - key_gains[:, None] * token_gain[None, :]
+        )
+        dest = slot * (TILE * P) + t * P + dim
+        tl.store(keys + dest, entry_decay * key)
+        tl.store(tile_terms + dest, entry_decay * direct_grad)
+        tl.store(coefficients + t * TILE + row, key_gains)
+        tl.store(coefficients + (TILE + t) * TILE + row, direct_gains)
+        if VARIANCE:
+            query = tl.load(q + t * q_token + dim, mask=dim < K, other=0.0).to(tl.float32)
+            tl.store(coefficients + (2 * TILE + t) * TILE + row, tl.sum(decayed_gains * query[None, :], 1))
+            tl.store(queries + dest, entry_decay * query)
+    tl.store(exit_gains + flat, decayed_gains)
+    tl.store(tile_decays + slot * P + dim, entry_decay)
+    tl.debug_barrier()  # what one thread stored another may load
+    entry_keys = tl.load(keys + flat)
+    half_term = 0.5 * (
+        tl.load(tile_terms + flat) - product(tl.load(coefficients + TILE * TILE + square), entry_keys, TERMS)
+    )
+    tl.store(tile_terms + flat, half_term - product(tl.load(coefficients + square_t), half_term, TERMS))
+    if VARIANCE:
+        query_gains = tl.load(coefficients + 2 * TILE * TILE + square)
+        tl.store(queries + flat, tl.load(queries + flat) - product(query_gains, entry_keys, TERMS))
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def token_vjp(
+    q, k, process_noise, log_decay, gain, innovation_var, grad_gain, grad_var, coefficients, adjoint_gains,
+    adjoint_diags, dk, dq, grad_obs, grad_process, grad_cov_keys, weighted_queries, scaled_gains, accumulated_noise,
+    diag_flows, tile_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
+    VARIANCE: tl.constexpr,
+):  # fmt: skip
+    index, head, _unused = place_of(G, 1)
+    token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
+    if count <= 0:
+        return
+    dim, row = tl.arange(0, P), tl.arange(0, TILE)
+    slot = index.to(tl.int64) * G + head
+    k += token * k_token + head // SHARE * k_head
+    q += token * q_token + head // SHARE * q_head
+    base = slot * (TILE * P) + dim
+    square = slot * (TILE * P) + row[:, None] * P + dim[None, :]
+    coefficients += slot * (3 * TILE * TILE) + row
+
+    adjoint_diag = tl.load(adjoint_diags + slot * P + dim)  # the diagonal of the adjoint
+    adjoint_gain = tl.load(adjoint_gains + square)  # the adjoint times what is left of every gain
+    for reverse_index in range(count):
+        t = count - 1 - reverse_index
+        position = (token + t) * G + head
+        key = tl.load(k + t * k_token + dim, mask=dim < K, other=0.0).to(tl.float32)
+        token_gain = tl.load(gain + position * K + dim, mask=dim < K, other=0.0)
+        grad_token_gain = tl.load(grad_gain + position * K + dim, mask=dim < K, other=0.0).to(tl.float32)
+        key_gains = tl.load(coefficients + t * TILE)
+        direct_gains = tl.load(coefficients + (TILE + t) * TILE)
+        variance = tl.load(innovation_var + position)
+        gain_dot = tl.sum(grad_token_gain * token_gain, 0)
+        direct_grad = (grad_token_gain - gain_dot * key) / variance
+        decay = _load_decay(log_decay, position, dim, K)
+        if VARIANCE:
+            query = tl.load(q + t * q_token + dim, mask=dim < K, other=0.0).to(tl.float32)
+            weight = tl.load(grad_var + position).to(tl.float32)
+            query_gains = tl.load(coefficients + (2 * TILE + t) * TILE)
+            adjoint_gain += (weight * query_gains)[:, None] * query[None, :]
+            adjoint_diag += weight * query * query
+        adjoint_token_gain = tl.sum(tl.where((row == t)[:, None], adjoint_gain, 0.0), 0)
+        gain_quad = tl.sum(adjoint_token_gain * token_gain, 0)
+        grad_cov_key = direct_grad - 2.0 * adjoint_token_gain + gain_quad * key
+        tl.store(grad_cov_keys + base + t * P, grad_cov_key)
+        tl.store(grad_obs + position, gain_quad - gain_dot / variance)
+        adjoint_diag += grad_cov_key * key
+        tl.store(grad_process + position, tl.sum(adjoint_diag, 0))
+        noise = tl.load(process_noise + position).to(tl.float32)
+        tl.store(diag_flows + base + t * P, noise * adjoint_diag - 0.5 * grad_token_gain * token_gain)
+        adjoint_diag *= decay * decay
+        coefficient = 0.5 * direct_gains - tl.sum(adjoint_gain * token_gain[None, :], 1)
+        adjoint_gain += coefficient[:, None] * key[None, :] + (0.5 * key_gains)[:, None] * direct_grad[None, :]
+        adjoint_gain = tl.where((row < t)[:, None], adjoint_gain * decay[None, :], 0.0)
+    tl.debug_barrier()  # what one thread stored another may load
+
+    entry_decay = tl.full([P], 1.0, tl.float32)
+    noise = tl.zeros([P], tl.float32)
+    decayed_gains = tl.zeros([TILE, P], tl.float32)
+    variances = tl.zeros([TILE], tl.float32)
+    padding = (row[:, None] >= count) & (dim >= 0)[None, :]
+    tl.store(grad_cov_keys + square, decayed_gains, mask=padding)
+    if VARIANCE:
+        tl.store(weighted_queries + square, decayed_gains, mask=padding)
+    for t in range(count):
+        position = (token + t) * G + head
+        token_gain = tl.load(gain + position * K + dim, mask=dim < K, other=0.0)
+        grad_cov_key = tl.load(grad_cov_keys + base + t * P)
+        decay = _load_decay(log_decay, position, dim, K)
+        entry_decay *= decay
+        noise = decay * decay * noise + tl.load(process_noise + position).to(tl.float32)
+        decayed_gains *= decay[None, :]
+        overlap = variances * tl.sum(decayed_gains * grad_cov_key[None, :], 1)
+        variance = tl.load(innovation_var + position)
+        gain_quad_var = tl.load(grad_obs + position) * variance
+        products = gain_quad_var * token_gain + noise * grad_cov_key - tl.sum(decayed_gains * overlap[:, None], 0)
+        tl.store(dk + position * K + dim, products, mask=dim < K)
+        tl.store(grad_cov_keys + base + t * P, entry_decay * grad_cov_key)
+        is_token = row == t
+        decayed_gains = tl.where(is_token[:, None], token_gain[None, :], decayed_gains)
+        variances = tl.where(is_token, variance, variances)
+        if VARIANCE:
+            query = tl.load(q + t * q_token + dim, mask=dim < K, other=0.0).to(tl.float32)
+            doubled_weight = 2.0 * tl.load(grad_var + position).to(tl.float32)
+            overlap = variances * tl.sum(decayed_gains * query[None, :], 1)
+            products = noise * query - tl.sum(decayed_gains * overlap[:, None], 0)
+            tl.store(dq + position * K + dim, doubled_weight * products, mask=dim < K)
+            tl.store(weighted_queries + base + t * P, doubled_weight * entry_decay * query)
+    tl.store(scaled_gains + square, decayed_gains * tl.sqrt(variances)[:, None])
+    tl.store(accumulated_noise + slot * P + dim, noise)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def finish_backward(
+    q, k, log_decay, saved_cov, grad_cov_keys, weighted_queries, scaled_gains, accumulated_noise, tile_decays,
+    diag_flows, adjoint_cov_diag, dk, dq, grad_decay, tile_table, length, tiles, q_token, q_head, k_token, k_head, G,
+    SHARE,
+    K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
+    VARIANCE: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    chunk, head, _unused = place_of(G, 1)
+    chunk = chunk.to(tl.int64)
+    token, count = tile_of(tile_table, chunk, length, tiles, CHUNK, PACKED)
+    TILES_PER_CHUNK: tl.constexpr = CHUNK // TILE
+    i, j, row = tl.arange(0, P), tl.arange(0, P), tl.arange(0, TILE)
+    k += token * k_token + head // SHARE * k_head
+    q += token * q_token + head // SHARE * q_head
+    flat_t, square_t = row[None, :] * P + i[:, None], row[None, :] * P + j[:, None]
+    state = tl.load(saved_cov + (chunk * G + head) * (P * P) + i[:, None] * P + j[None, :])
+    pending_noise = tl.zeros([P], tl.float32)  # process noise that is not on its diagonal
+    diag_flow = tl.load(adjoint_cov_diag + (chunk * G + head) * P + i)
+    num_tiles = tl.cdiv(count, TILE).to(tl.int32)
+    for tile_index in range(num_tiles):
+        slot = (chunk * TILES_PER_CHUNK + tile_index) * G + head
+        base = slot * (TILE * P)
+        t = tile_index * TILE + row
+        valid = (t < count)[None, :] & (i < K)[:, None]
+        first_row = (token + tile_index * TILE) * G + head
+        dest = row[None, :] * (G * K) + i[:, None]
+        logs = tl.load(log_decay + first_row * K + dest, mask=valid, other=0.0).to(tl.float32)
+        entry_decay = tl.exp(tl.cumsum(logs, 1))
+        diag_change, vectors_t = tl.load(grad_cov_keys + base + square_t), tl.load(grad_cov_keys + base + flat_t)
+        grad_key = tl.load(dk + first_row * K + dest, mask=valid, other=0.0)
+        grad_key += entry_decay * (product(state, diag_change, TERMS) + pending_noise[:, None] * vectors_t)
+        tl.store(dk + first_row * K + dest, grad_key, mask=valid)
+        if VARIANCE:
+            query, vectors_t = tl.load(weighted_queries + base + square_t), tl.load(weighted_queries + base + flat_t)
+            grad_query = tl.load(dq + first_row * K + dest, mask=valid, other=0.0)
+            grad_query += entry_decay * (product(state, query, TERMS) + pending_noise[:, None] * vectors_t)
+            tl.store(dq + first_row * K + dest, grad_query, mask=valid)
+        key = tl.load(k + tile_index * (TILE * k_token) + row[None, :] * k_token + i[:, None], mask=valid, other=0.0)
+        diag_change = tl.load(diag_flows + base + flat_t, mask=valid, other=0.0) - 0.5 * grad_key * key.to(tl.float32)
+        if VARIANCE:
+            query = tl.load(
+                q + tile_index * (TILE * q_token) + row[None, :] * q_token + i[:, None], mask=valid, other=0.0
+            )
+            diag_change -= 0.5 * grad_query * query.to(tl.float32)
+        grad = 2.0 * (diag_flow[:, None] + tl.cumsum(diag_change, 1) - diag_change)
+        diag_flow += tl.sum(diag_change, 1)
+        tl.store(grad_decay + first_row * K + dest, grad, mask=valid)
+        if tile_index + 1 < num_tiles:
+            gain_rows, gain_t = (
+                tl.load(scaled_gains + base + row[:, None] * P + j[None, :]),
+                tl.load(scaled_gains + base + flat_t),
+            )
+            state = decay_covariance(state, tile_decays + slot * P, i, j, 2) - product(gain_t, gain_rows, TERMS)
+            total_decay = tl.load(tile_decays + slot * P + i)
+            pending_noise = pending_noise * total_decay * total_decay + tl.load(accumulated_noise + slot * P + i)

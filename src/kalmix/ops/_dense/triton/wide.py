@@ -17,22 +17,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.ops._dense.block_sizes import WINDOW, padded
-from kalmix.ops._dense.triton.parts import COUNTS, decay_kind
+from kalmix.ops._dense.block_sizes import CHUNK, padded_width
+from kalmix.ops._dense.triton.primitives import UNSPECIALIZED, decay_kind
 from kalmix.ops._dense.triton.row_partition import (
-    bands,
-    by_columns,
-    columns,
+    atomic_work_id,
+    column_index,
+    decay_rows,
     dot,
-    faded,
-    layout,
-    load,
-    meeting,
+    exchange_vectors,
+    load_float32,
+    load_vector,
+    matvec,
     outer,
-    seat,
-    times,
-    vector,
-    zero_by_columns,
+    partition_options,
+    row_blocks,
+    sync_buffers,
+    zero_columns,
 )
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import cut_tokens, rows, run_of
@@ -40,116 +40,146 @@ from kalmix.segments import Segments
 
 
 @triton.jit
-def _told(
+def _load_signals(
     k, obs_noise, process_noise, log_decay, first, t, count, i, j, k_token, G, K: tl.constexpr, DECAY: tl.constexpr
 ):
     """What a token tells the covariance, as it is in memory; nothing if it is not there."""
-    at, there = first + t * G, t < count
-    key, own = load(k + t * k_token, j, K, there), load(k + t * k_token, i, K, there)
-    observed, noise = tl.load(obs_noise + at, mask=there, other=1.0), tl.load(process_noise + at, mask=there, other=0.0)
+    position, exists = first + t * G, t < count
+    key, row_key = load_vector(k + t * k_token, j, K, exists), load_vector(k + t * k_token, i, K, exists)
+    obs, noise = (
+        tl.load(obs_noise + position, mask=exists, other=1.0),
+        tl.load(process_noise + position, mask=exists, other=0.0),
+    )
     if DECAY == 2:
-        logs, own_logs = load(log_decay + at * K, j, K, there), load(log_decay + at * K, i, K, there)
+        logs, row_logs = (
+            load_vector(log_decay + position * K, j, K, exists),
+            load_vector(log_decay + position * K, i, K, exists),
+        )
     elif DECAY == 1:
-        logs = tl.load(log_decay + at, mask=there, other=0.0)
-        own_logs = logs
+        logs = tl.load(log_decay + position, mask=exists, other=0.0)
+        row_logs = logs
     else:
-        logs, own_logs = 0.0, 0.0
-    return key, own, observed, noise, logs, own_logs
+        logs, row_logs = 0.0, 0.0
+    return key, row_key, obs, noise, logs, row_logs
 
 
 @triton.jit
-def _understood(told, DECAY: tl.constexpr):
+def _signals_to_float32(signals, DECAY: tl.constexpr):
     """The same in float32, and decays for their logarithms."""
-    key, own, observed, noise, logs, own_logs = told
+    key, row_key, obs, noise, logs, row_logs = signals
     if DECAY:
-        decay, own_decay = tl.exp(logs.to(tl.float32)), tl.exp(own_logs.to(tl.float32))
+        decay, row_decay = tl.exp(logs.to(tl.float32)), tl.exp(row_logs.to(tl.float32))
     else:
-        decay, own_decay = 1.0, 1.0
-    return key.to(tl.float32), own.to(tl.float32), observed.to(tl.float32), noise.to(tl.float32), decay, own_decay
+        decay, row_decay = 1.0, 1.0
+    return key.to(tl.float32), row_key.to(tl.float32), obs.to(tl.float32), noise.to(tl.float32), decay, row_decay
 
 
 @triton.jit
-def _through(state, own_decay, decay, x, DECAY: tl.constexpr):
+def _decayed_matvec(state, row_decay, decay, x, DECAY: tl.constexpr):
     """A state that decays, times a vector by columns."""
     if DECAY == 2:
-        seen = own_decay * times(state, decay * x)
+        products = row_decay * matvec(state, decay * x)
     elif DECAY == 1:
-        seen = (decay * decay) * times(state, x)
+        products = (decay * decay) * matvec(state, x)
     else:
-        seen = times(state, x)
-    return seen
+        products = matvec(state, x)
+    return products
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def _advance(
-    q, k, obs_noise, process_noise, log_decay, states, kept, gain, scale, read, places, tickets, runs, part, length,
-    tiles, q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BAND: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
-    PACKED: tl.constexpr, KEEP: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _wide_forward_scan(
+    q, k, obs_noise, process_noise, log_decay, states, saved_cov, gain, innovation_var, read_var, exchange,
+    work_counter, sequence_table, block_stride, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    PACKED: tl.constexpr, SAVE: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    sequence, head, band = seat(tickets, G, P // BAND)
-    tile, token, count = run_of(runs, sequence, length, tiles, PACKED)
-    i, j = band * BAND + tl.arange(0, BAND), columns(P, COLUMNS)
-    square, diagonal = i[:, None, None] * P + j[None, :, :], i[:, None, None] == j[None, :, :]
-    places += (sequence * G + head) * (4 * P)
+    sequence, head, row_block = atomic_work_id(work_counter, G, P // ROWS)
+    first_tile, token, count = run_of(sequence_table, sequence, length, tiles, PACKED)
+    i, j = row_block * ROWS + tl.arange(0, ROWS), column_index(P, COLUMNS)
+    cov_offsets, diagonal = i[:, None, None] * P + j[None, :, :], i[:, None, None] == j[None, :, :]
+    exchange += (sequence * G + head) * (4 * P)
     states += (sequence * G + head) * (P * P)
     k += token * k_token + head // SHARE * k_head
     q += token * q_token + head // SHARE * q_head
     first = token * G + head
-    state = tl.load(states + square)
-    zero = zero_by_columns(state, i)
-    spare = tl.zeros([BAND], tl.float32)  # process noise that is still to be added to the diagonal
-    one = _told(k, obs_noise, process_noise, log_decay, first, 0, count, i, j, k_token, G, K, DECAY)
-    two = _told(k, obs_noise, process_noise, log_decay, first, 1, count, i, j, k_token, G, K, DECAY)
+    state = tl.load(states + cov_offsets)
+    zero = zero_columns(state, i)
+    pending_noise = tl.zeros([ROWS], tl.float32)  # process noise that is still to be added to the diagonal
+    first_signals = _load_signals(k, obs_noise, process_noise, log_decay, first, 0, count, i, j, k_token, G, K, DECAY)
+    second_signals = _load_signals(k, obs_noise, process_noise, log_decay, first, 1, count, i, j, k_token, G, K, DECAY)
     for t in range(0, count, 2):
-        if t % WINDOW == 0:
-            state += tl.where(diagonal, spare[:, None, None], 0.0)
-            spare = tl.zeros([BAND], tl.float32)
-            if KEEP:
-                tl.store(kept + ((tile + t // WINDOW) * G + head) * (P * P) + square, state)
-        key, own, observed, noise, decay, own_decay = _understood(one, DECAY)
-        next_key, next_own, next_observed, next_noise, next_decay, next_own_decay = _understood(two, DECAY)
-        one = _told(k, obs_noise, process_noise, log_decay, first, t + 2, count, i, j, k_token, G, K, DECAY)
-        two = _told(k, obs_noise, process_noise, log_decay, first, t + 3, count, i, j, k_token, G, K, DECAY)
-        before = own_decay * own_decay * spare + noise
-        spare = next_own_decay * next_own_decay * before + next_noise
-        own_reach, reach = own_decay * next_own_decay, decay * next_decay
+        if t % CHUNK == 0:
+            state += tl.where(diagonal, pending_noise[:, None, None], 0.0)
+            pending_noise = tl.zeros([ROWS], tl.float32)
+            if SAVE:
+                tl.store(saved_cov + ((first_tile + t // CHUNK) * G + head) * (P * P) + cov_offsets, state)
+        key, row_key, obs, noise, decay, row_decay = _signals_to_float32(first_signals, DECAY)
+        next_key, next_row_key, next_obs, next_noise, next_decay, next_row_decay = _signals_to_float32(
+            second_signals, DECAY
+        )
+        first_signals = _load_signals(
+            k, obs_noise, process_noise, log_decay, first, t + 2, count, i, j, k_token, G, K, DECAY
+        )
+        second_signals = _load_signals(
+            k, obs_noise, process_noise, log_decay, first, t + 3, count, i, j, k_token, G, K, DECAY
+        )
+        noise_first = row_decay * row_decay * pending_noise + noise
+        pending_noise = next_row_decay * next_row_decay * noise_first + next_noise
+        row_decay_both, decay_both = row_decay * next_row_decay, decay * next_decay
 
         # both through the covariance before the first; the second then less what the first tells
-        seen = _through(state, own_decay, decay, key, DECAY) + before * own
-        next_seen = _through(state, own_reach, reach, next_key, DECAY) + spare * next_own
-        turned, next_turned = by_columns(seen, next_seen, zero, places, band, t // 2, P, BAND)
-        total = observed + tl.maximum(dot(key, turned), 0.0)
-        inverse = 1.0 / total
-        gains = turned * inverse
-        seen, turned = next_own_decay * seen, next_decay * turned
-        shared = dot(next_key, turned) * inverse
-        rest = dot(next_key, next_turned) - shared * shared * total
-        next_total = next_observed + tl.maximum(rest, 0.0)
-        next_inverse = 1.0 / next_total
-        next_seen -= shared * seen
-        next_turned -= shared * turned
-        both = t + tl.arange(0, 2)
+        cov_key_rows = _decayed_matvec(state, row_decay, decay, key, DECAY) + noise_first * row_key
+        next_cov_key_rows = (
+            _decayed_matvec(state, row_decay_both, decay_both, next_key, DECAY) + pending_noise * next_row_key
+        )
+        cov_key_cols, next_cov_key_cols = exchange_vectors(
+            cov_key_rows, next_cov_key_rows, zero, exchange, row_block, t // 2, P, ROWS
+        )
+        variance = obs + tl.maximum(dot(key, cov_key_cols), 0.0)
+        inverse = 1.0 / variance
+        gain_cols = cov_key_cols * inverse
+        cov_key_rows, cov_key_cols = next_row_decay * cov_key_rows, next_decay * cov_key_cols
+        overlap = dot(next_key, cov_key_cols) * inverse
+        residual_variance = dot(next_key, next_cov_key_cols) - overlap * overlap * variance
+        next_variance = next_obs + tl.maximum(residual_variance, 0.0)
+        next_inverse = 1.0 / next_variance
+        next_cov_key_rows -= overlap * cov_key_rows
+        next_cov_key_cols -= overlap * cov_key_cols
+        pair = t + tl.arange(0, 2)
         if VARIANCE:
-            query, asking = vector(q + t * q_token, j, K, True), vector(q + t * q_token, i, K, True)
-            answer = asking * (_through(state, own_decay, decay, query, DECAY) + before * asking)
-            known = dot(query, gains)
-            there = t + 1 < count
-            query, asking = vector(q + (t + 1) * q_token, j, K, there), vector(q + (t + 1) * q_token, i, K, there)
-            next_answer = asking * (_through(state, own_reach, reach, query, DECAY) + spare * asking)
-            shared, next_known = dot(query, turned), dot(query, next_turned)
-            less, next_less = known * known * total, shared * shared * inverse + next_known * next_known * next_inverse
-            answers = tl.sum(tl.join(answer, next_answer), 0) - tl.where(band == 0, tl.join(less, next_less), 0.0)
-            tl.store(read + band * part + first + both * G, answers, mask=both < count)
-        state = faded(state, own_reach, reach, DECAY)
-        root, next_root = tl.rsqrt(total), tl.rsqrt(next_total)
-        state = state - outer(seen * root, turned * root) - outer(next_seen * next_root, next_turned * next_root)
-        to = (first + both * G)[None, None, :] * K + j[:, :, None]
-        live = (j < K)[:, :, None] & (both < count)[None, None, :] & (band == 0)
-        tl.store(gain + to, tl.join(gains, next_turned * next_inverse), mask=live)
-        tl.store(scale + first + both * G, tl.join(total, next_total), mask=both < count)
-    state += tl.where(diagonal, spare[:, None, None], 0.0)
-    tl.store(states + square, state)
+            query, query_rows = load_float32(q + t * q_token, j, K, True), load_float32(q + t * q_token, i, K, True)
+            products = query_rows * (_decayed_matvec(state, row_decay, decay, query, DECAY) + noise_first * query_rows)
+            query_gain = dot(query, gain_cols)
+            exists = t + 1 < count
+            query, query_rows = (
+                load_float32(q + (t + 1) * q_token, j, K, exists),
+                load_float32(q + (t + 1) * q_token, i, K, exists),
+            )
+            next_products = query_rows * (
+                _decayed_matvec(state, row_decay_both, decay_both, query, DECAY) + pending_noise * query_rows
+            )
+            overlap, next_query_gain = dot(query, cov_key_cols), dot(query, next_cov_key_cols)
+            explained, next_explained = (
+                query_gain * query_gain * variance,
+                overlap * overlap * inverse + next_query_gain * next_query_gain * next_inverse,
+            )
+            pair_variances = tl.sum(tl.join(products, next_products), 0) - tl.where(
+                row_block == 0, tl.join(explained, next_explained), 0.0
+            )
+            tl.store(read_var + row_block * block_stride + first + pair * G, pair_variances, mask=pair < count)
+        state = decay_rows(state, row_decay_both, decay_both, DECAY)
+        inverse_sd, next_inverse_sd = tl.rsqrt(variance), tl.rsqrt(next_variance)
+        state = (
+            state
+            - outer(cov_key_rows * inverse_sd, cov_key_cols * inverse_sd)
+            - outer(next_cov_key_rows * next_inverse_sd, next_cov_key_cols * next_inverse_sd)
+        )
+        dest = (first + pair * G)[None, None, :] * K + j[:, :, None]
+        valid = (j < K)[:, :, None] & (pair < count)[None, None, :] & (row_block == 0)
+        tl.store(gain + dest, tl.join(gain_cols, next_cov_key_cols * next_inverse), mask=valid)
+        tl.store(innovation_var + first + pair * G, tl.join(variance, next_variance), mask=pair < count)
+    state += tl.where(diagonal, pending_noise[:, None, None], 0.0)
+    tl.store(states + cov_offsets, state)
 
 
 def forward_wide(
@@ -161,24 +191,24 @@ def forward_wide(
     covariance: Tensor,
     segments: Segments | None,
     variance: bool,
-    kept: Tensor,
+    saved_cov: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `triton.forward`."""
-    (batch, length, shared, width), heads = k.shape, obs_noise.shape[2]
+    (batch, length, key_heads, width), heads = k.shape, obs_noise.shape[2]
     like = {"dtype": torch.float32, "device": k.device}
     q, k, logs = rows(q), rows(k), k if log_decay is None else log_decay.contiguous()
-    cut, lanes = cut_tokens(batch, length, WINDOW, segments, k), padded(width)
-    states = torch.zeros(*covariance.shape[:2], lanes, lanes, **like)
+    cut, padded = cut_tokens(batch, length, CHUNK, segments, k), padded_width(width)
+    states = torch.zeros(*covariance.shape[:2], padded, padded, **like)
     states[..., :width, :width] = (covariance + covariance.mT) / 2
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
-    gain, scale = tokens(batch, length, heads, width, **like), torch.empty(batch, length, heads, **like)
-    read = tokens(bands(lanes), batch, length, heads, 1, **like) if variance else torch.empty(1, 0, **like)
-    Launch(_advance, (cut.sequences, heads, bands(lanes)), (
-        q, k, obs_noise.contiguous(), process_noise.contiguous(), logs, states, kept, gain, scale, read,
-        *meeting(states), cut.runs, batch * length * heads, length, cut.tiles, *q.stride()[1:3], *k.stride()[1:3],
-        heads, heads // shared,
+    gain, innovation_var = tokens(batch, length, heads, width, **like), torch.empty(batch, length, heads, **like)
+    read_var = tokens(row_blocks(padded), batch, length, heads, 1, **like) if variance else torch.empty(1, 0, **like)
+    Launch(_wide_forward_scan, (cut.sequences, heads, row_blocks(padded)), (
+        q, k, obs_noise.contiguous(), process_noise.contiguous(), logs, states, saved_cov, gain, innovation_var,
+        read_var, *sync_buffers(states), cut.runs, batch * length * heads, length, cut.tiles, *q.stride()[1:3],
+        *k.stride()[1:3], heads, heads // key_heads,
     ), {
-        "K": width, "WINDOW": WINDOW, "PACKED": segments is not None, "KEEP": kept.numel() > 0,
-        "DECAY": decay_kind(log_decay), "VARIANCE": variance, **layout(lanes),
+        "K": width, "CHUNK": CHUNK, "PACKED": segments is not None, "SAVE": saved_cov.numel() > 0,
+        "DECAY": decay_kind(log_decay), "VARIANCE": variance, **partition_options(padded),
     }).run()  # fmt: skip
-    return gain, read.sum(0).clamp_min_(0), states[..., :width, :width].contiguous(), scale
+    return gain, read_var.sum(0).clamp_min_(0), states[..., :width, :width].contiguous(), innovation_var

@@ -18,21 +18,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.ops._dense.block_sizes import NEAR, WINDOW, padded
-from kalmix.ops._dense.triton.parts import COUNTS, as_inputs, decay_kind
+from kalmix.ops._dense.block_sizes import CHUNK, PREFETCH, padded_width
+from kalmix.ops._dense.triton.primitives import UNSPECIALIZED, decay_kind, reduce_to_inputs
 from kalmix.ops._dense.triton.row_partition import (
-    bands,
-    by_columns,
-    columns,
+    atomic_work_id,
+    column_index,
+    decay_rows,
     dot,
-    faded,
-    layout,
-    meeting,
+    exchange_vectors,
+    load_float32,
+    matvec,
     outer,
-    seat,
-    times,
-    vector,
-    zero_by_columns,
+    partition_options,
+    row_blocks,
+    sync_buffers,
+    zero_columns,
 )
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import cut_tokens, rows, run_of, tile_of
@@ -40,193 +40,243 @@ from kalmix.segments import Segments
 
 
 @triton.jit
-def _decays(log_decay, at, i, j, K: tl.constexpr, DECAY: tl.constexpr):
+def _load_decays(log_decay, position, i, j, K: tl.constexpr, DECAY: tl.constexpr):
     """Of a token, by rows and by columns."""
     if DECAY == 2:
-        by_row, decay = tl.exp(vector(log_decay + at * K, i, K, True)), tl.exp(vector(log_decay + at * K, j, K, True))
+        row_decay, decay = (
+            tl.exp(load_float32(log_decay + position * K, i, K, True)),
+            tl.exp(load_float32(log_decay + position * K, j, K, True)),
+        )
     elif DECAY == 1:
-        decay = tl.exp(tl.load(log_decay + at).to(tl.float32))
-        by_row = decay
+        decay = tl.exp(tl.load(log_decay + position).to(tl.float32))
+        row_decay = decay
     else:
-        by_row, decay = 1.0, 1.0
-    return by_row, decay
+        row_decay, decay = 1.0, 1.0
+    return row_decay, decay
 
 
 @triton.jit
-def _touch(x, stride, t, count, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr):
+def _prefetch(x, stride, t, count, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr):
     """A number of every 32 bytes of the vectors of some tokens, so that they are near when they are asked for."""
-    row, lane = t + tl.arange(0, TOKENS)[:, None], tl.arange(0, P // 8)[None, :] * 8
-    return tl.load(x + row.to(tl.int64) * stride + lane, mask=(row >= 0) & (row < count) & (lane < K), other=0.0)
+    row, dim = t + tl.arange(0, TOKENS)[:, None], tl.arange(0, P // 8)[None, :] * 8
+    return tl.load(x + row.to(tl.int64) * stride + dim, mask=(row >= 0) & (row < count) & (dim < K), other=0.0)
 
 
 @triton.jit
-def _touch_signals(
-    x, y, log_decay, at, t, count, G, K: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr, DECAY: tl.constexpr
+def _prefetch_signals(
+    x,
+    y,
+    log_decay,
+    position,
+    t,
+    count,
+    G,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    DECAY: tl.constexpr,
 ):
     """The same of two numbers a token, and of decays."""
-    xs, ys = _touch(x + at, G, t, count, 1, 8, NEAR), _touch(y + at, G, t, count, 1, 8, NEAR)
+    x_values, y_values = (
+        _prefetch(x + position, G, t, count, 1, 8, PREFETCH),
+        _prefetch(y + position, G, t, count, 1, 8, PREFETCH),
+    )
     if DECAY == 2:
-        logs = _touch(log_decay + at * K, G * K, t, count, K, P, NEAR)
+        logs = _prefetch(log_decay + position * K, G * K, t, count, K, P, PREFETCH)
     elif DECAY == 1:
-        logs = _touch(log_decay + at, G, t, count, 1, 8, NEAR)
+        logs = _prefetch(log_decay + position, G, t, count, 1, 8, PREFETCH)
     else:
-        logs = ys
-    return xs, ys, logs
+        logs = y_values
+    return x_values, y_values, logs
 
 
 @triton.jit
-def _arrived(sink, touched, count):
+def _wait_for_prefetch(sink, prefetched, count):
     """Wait for what was touched: stores it nowhere, which the compiler cannot know."""
-    for n in tl.static_range(len(touched)):
-        x = touched[n]
+    for n in tl.static_range(len(prefetched)):
+        x = prefetched[n]
         tl.store(sink + tl.zeros(x.shape, tl.int32), x.to(sink.dtype.element_ty), mask=count < 0)
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def _retreat(
-    q, k, log_decay, gain, scale, grad_gain, grad_read, kept, adjoints, changes, grad_obs, ends, balance,
-    places, tickets, runs, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BAND: tl.constexpr, COLUMNS: tl.constexpr, NEAR: tl.constexpr,
-    WINDOW: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _wide_backward_scan(
+    q, k, log_decay, gain, innovation_var, grad_gain, grad_var, saved_cov, adjoints, grad_cov_keys, grad_obs, end_diags,
+    adjoint_cov_diag, exchange, work_counter, sequence_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PREFETCH: tl.constexpr,
+    CHUNK: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    sequence, head, band = seat(tickets, G, P // BAND)
-    tile, token, count = run_of(runs, sequence, length, tiles, PACKED)
-    i, j = band * BAND + tl.arange(0, BAND), columns(P, COLUMNS)
-    square, diagonal = i[:, None, None] * P + j[None, :, :], i[:, None, None] == j[None, :, :]
-    places += (sequence * G + head) * (4 * P)
+    sequence, head, row_block = atomic_work_id(work_counter, G, P // ROWS)
+    first_tile, token, count = run_of(sequence_table, sequence, length, tiles, PACKED)
+    i, j = row_block * ROWS + tl.arange(0, ROWS), column_index(P, COLUMNS)
+    cov_offsets, diagonal = i[:, None, None] * P + j[None, :, :], i[:, None, None] == j[None, :, :]
+    exchange += (sequence * G + head) * (4 * P)
     adjoints += (sequence * G + head) * (P * P)
     k += token * k_token + head // SHARE * k_head
     q += token * q_token + head // SHARE * q_head
     first = token * G + head
-    adjoint = tl.load(adjoints + square)
-    zero = zero_by_columns(adjoint, i)
-    near = (count - 1) // NEAR * NEAR
-    signals = _touch_signals(scale, scale, log_decay, first, near, count, G, K, P, NEAR, DECAY)
-    vectors = _touch_vectors(k, gain, grad_gain, first, near, count, k_token, G, K, P, NEAR)
-    for back in range(count):
-        t = count - 1 - back
-        at = first + t * G
-        if (t % NEAR == NEAR - 1) | (back == 0):
-            _arrived(scale, signals, count)
-            _arrived(scale, vectors, count)
-            near = t // NEAR * NEAR - NEAR
-            signals = _touch_signals(scale, scale, log_decay, first, near, count, G, K, P, NEAR, DECAY)
-            vectors = _touch_vectors(k, gain, grad_gain, first, near, count, k_token, G, K, P, NEAR)
-        if (t % WINDOW == WINDOW - 1) | (back == 0):
-            end = tl.sum(tl.sum(tl.where(diagonal, adjoint, 0.0), 1), 1)
-            tl.store(ends + ((tile + t // WINDOW) * G + head) * P + i, end)
-        key, own = vector(k + t * k_token, j, K, True), vector(k + t * k_token, i, K, True)
-        write = vector(gain + at * K, j, K, True)
-        inverse = 1.0 / tl.load(scale + at)
-        given = inverse * vector(grad_gain + at * K, j, K, True)
-        own_given = inverse * vector(grad_gain + at * K, i, K, True)
-        by_row, decay = _decays(log_decay, at, i, j, K, DECAY)
+    adjoint = tl.load(adjoints + cov_offsets)
+    zero = zero_columns(adjoint, i)
+    prefetch_from = (count - 1) // PREFETCH * PREFETCH
+    prefetched_signals = _prefetch_signals(
+        innovation_var, innovation_var, log_decay, first, prefetch_from, count, G, K, P, PREFETCH, DECAY
+    )
+    prefetched_vectors = _prefetch_vectors(k, gain, grad_gain, first, prefetch_from, count, k_token, G, K, P, PREFETCH)
+    for reverse_index in range(count):
+        t = count - 1 - reverse_index
+        position = first + t * G
+        if (t % PREFETCH == PREFETCH - 1) | (reverse_index == 0):
+            _wait_for_prefetch(innovation_var, prefetched_signals, count)
+            _wait_for_prefetch(innovation_var, prefetched_vectors, count)
+            prefetch_from = t // PREFETCH * PREFETCH - PREFETCH
+            prefetched_signals = _prefetch_signals(
+                innovation_var, innovation_var, log_decay, first, prefetch_from, count, G, K, P, PREFETCH, DECAY
+            )
+            prefetched_vectors = _prefetch_vectors(
+                k, gain, grad_gain, first, prefetch_from, count, k_token, G, K, P, PREFETCH
+            )
+        if (t % CHUNK == CHUNK - 1) | (reverse_index == 0):
+            end_diag = tl.sum(tl.sum(tl.where(diagonal, adjoint, 0.0), 1), 1)
+            tl.store(end_diags + ((first_tile + t // CHUNK) * G + head) * P + i, end_diag)
+        key, row_key = load_float32(k + t * k_token, j, K, True), load_float32(k + t * k_token, i, K, True)
+        gain_cols = load_float32(gain + position * K, j, K, True)
+        inverse = 1.0 / tl.load(innovation_var + position)
+        grad_gain_cols = inverse * load_float32(grad_gain + position * K, j, K, True)
+        grad_gain_rows = inverse * load_float32(grad_gain + position * K, i, K, True)
+        row_decay, decay = _load_decays(log_decay, position, i, j, K, DECAY)
         if VARIANCE:
-            asking = tl.load(grad_read + at).to(tl.float32) * vector(q + t * q_token, i, K, True)
-            adjoint += outer(asking, vector(q + t * q_token, j, K, True))
-        leaving = times(adjoint, write)
-        turned, _ = by_columns(leaving, leaving, zero, places, band, back, P, BAND)
-        straight = dot(write, turned - given)
-        change, own_change = given + straight * key - 2.0 * turned, own_given + straight * own - 2.0 * leaving
-        tl.store(changes + at * K + i, own_change, mask=i < K)
-        tl.store(grad_obs + at, straight)
-        adjoint = adjoint + outer(0.5 * own_change, key) + outer(own, 0.5 * change)
-        adjoint = faded(adjoint, by_row, decay, DECAY)
-        if DECAY and t % WINDOW == 0:
-            here = (tile + t // WINDOW) * G + head
-            state = tl.load(kept + here * (P * P) + square)
-            tl.store(balance + here * P + i, tl.sum(tl.sum(adjoint * state, 1), 1))
-    tl.store(adjoints + square, adjoint)
+            weighted_query_rows = tl.load(grad_var + position).to(tl.float32) * load_float32(
+                q + t * q_token, i, K, True
+            )
+            adjoint += outer(weighted_query_rows, load_float32(q + t * q_token, j, K, True))
+        adjoint_gain_rows = matvec(adjoint, gain_cols)
+        adjoint_gain_cols, _ = exchange_vectors(
+            adjoint_gain_rows, adjoint_gain_rows, zero, exchange, row_block, reverse_index, P, ROWS
+        )
+        grad_obs_value = dot(gain_cols, adjoint_gain_cols - grad_gain_cols)
+        grad_cov_key_cols, grad_cov_key_rows = (
+            grad_gain_cols + grad_obs_value * key - 2.0 * adjoint_gain_cols,
+            grad_gain_rows + grad_obs_value * row_key - 2.0 * adjoint_gain_rows,
+        )
+        tl.store(grad_cov_keys + position * K + i, grad_cov_key_rows, mask=i < K)
+        tl.store(grad_obs + position, grad_obs_value)
+        adjoint = adjoint + outer(0.5 * grad_cov_key_rows, key) + outer(row_key, 0.5 * grad_cov_key_cols)
+        adjoint = decay_rows(adjoint, row_decay, decay, DECAY)
+        if DECAY and t % CHUNK == 0:
+            chunk_offset = (first_tile + t // CHUNK) * G + head
+            state = tl.load(saved_cov + chunk_offset * (P * P) + cov_offsets)
+            tl.store(adjoint_cov_diag + chunk_offset * P + i, tl.sum(tl.sum(adjoint * state, 1), 1))
+    tl.store(adjoints + cov_offsets, adjoint)
 
 
 @triton.jit
-def _touch_vectors(k, gain, grad_gain, at, t, count, k_token, G, K: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
+def _prefetch_vectors(
+    k, gain, grad_gain, position, t, count, k_token, G, K: tl.constexpr, P: tl.constexpr, PREFETCH: tl.constexpr
+):
     """The same of what the adjoint meets."""
-    writes = _touch(gain + at * K, G * K, t, count, K, P, NEAR)
-    grads = _touch(grad_gain + at * K, G * K, t, count, K, P, NEAR)
-    return _touch(k, k_token, t, count, K, P, NEAR), writes, grads
+    gains = _prefetch(gain + position * K, G * K, t, count, K, P, PREFETCH)
+    grads = _prefetch(grad_gain + position * K, G * K, t, count, K, P, PREFETCH)
+    return _prefetch(k, k_token, t, count, K, P, PREFETCH), gains, grads
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def _finish(
-    q, k, process_noise, log_decay, gain, scale, grad_gain, grad_read, kept, changes, grad_obs, ends, balance,
-    dk, dq, grad_process, grad_decay, table, part, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BAND: tl.constexpr, COLUMNS: tl.constexpr, NEAR: tl.constexpr,
-    WINDOW: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _wide_signal_grads(
+    q, k, process_noise, log_decay, gain, innovation_var, grad_gain, grad_var, saved_cov, grad_cov_keys, grad_obs,
+    end_diags, adjoint_cov_diag, dk, dq, grad_process, grad_decay, tile_table, block_stride, length, tiles, q_token,
+    q_head, k_token, k_head, G, SHARE,
+    K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PREFETCH: tl.constexpr,
+    CHUNK: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    window, head, band = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    token, count = tile_of(table, window, length, tiles, WINDOW, PACKED)
+    chunk, head, row_block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    token, count = tile_of(tile_table, chunk, length, tiles, CHUNK, PACKED)
     if count <= 0:
         return
-    i, j = band * BAND + tl.arange(0, BAND), columns(P, COLUMNS)
+    i, j = row_block * ROWS + tl.arange(0, ROWS), column_index(P, COLUMNS)
     k += token * k_token + head // SHARE * k_head
     q += token * q_token + head // SHARE * q_head
-    here, first = window * G + head, token * G + head
-    signals = _touch_signals(process_noise, scale, log_decay, first, 0, count, G, K, P, WINDOW, DECAY)
-    changed = _touch(changes + first * K, G * K, 0, count, K, P, WINDOW)
-    writes = _touch(gain + first * K, G * K, 0, count, K, P, WINDOW)
-    state = tl.load(kept + here * (P * P) + i[:, None, None] * P + j[None, :, :])
-    spare = tl.zeros([BAND], tl.float32)
-    _arrived(scale, (changed, writes), count)
-    _arrived(scale, signals, count)
+    chunk_offset, first = chunk * G + head, token * G + head
+    prefetched_signals = _prefetch_signals(
+        process_noise, innovation_var, log_decay, first, 0, count, G, K, P, CHUNK, DECAY
+    )
+    prefetched_grads = _prefetch(grad_cov_keys + first * K, G * K, 0, count, K, P, CHUNK)
+    prefetched_gains = _prefetch(gain + first * K, G * K, 0, count, K, P, CHUNK)
+    state = tl.load(saved_cov + chunk_offset * (P * P) + i[:, None, None] * P + j[None, :, :])
+    pending_noise = tl.zeros([ROWS], tl.float32)
+    _wait_for_prefetch(innovation_var, (prefetched_grads, prefetched_gains), count)
+    _wait_for_prefetch(innovation_var, prefetched_signals, count)
     for t in range(count):
-        at = first + t * G
-        change, own_change = vector(changes + at * K, j, K, True), vector(changes + at * K, i, K, True)
-        write, own_write = vector(gain + at * K, j, K, True), vector(gain + at * K, i, K, True)
-        total = tl.load(scale + at)
-        by_row, decay = _decays(log_decay, at, i, j, K, DECAY)
-        spare = by_row * by_row * spare + tl.load(process_noise + at).to(tl.float32)
-        state = faded(state, by_row, decay, DECAY)
-        by_key = times(state, change) + spare * own_change + tl.load(grad_obs + at) * total * own_write
-        tl.store(dk + at * K + i, by_key, mask=i < K)
-        root = tl.sqrt(total)
-        state -= outer(own_write * root, write * root)
+        position = first + t * G
+        grad_cov_key_cols, grad_cov_key_rows = (
+            load_float32(grad_cov_keys + position * K, j, K, True),
+            load_float32(grad_cov_keys + position * K, i, K, True),
+        )
+        gain_cols, gain_rows = (
+            load_float32(gain + position * K, j, K, True),
+            load_float32(gain + position * K, i, K, True),
+        )
+        variance = tl.load(innovation_var + position)
+        row_decay, decay = _load_decays(log_decay, position, i, j, K, DECAY)
+        pending_noise = row_decay * row_decay * pending_noise + tl.load(process_noise + position).to(tl.float32)
+        state = decay_rows(state, row_decay, decay, DECAY)
+        grad_key_rows = (
+            matvec(state, grad_cov_key_cols)
+            + pending_noise * grad_cov_key_rows
+            + tl.load(grad_obs + position) * variance * gain_rows
+        )
+        tl.store(dk + position * K + i, grad_key_rows, mask=i < K)
+        sd = tl.sqrt(variance)
+        state -= outer(gain_rows * sd, gain_cols * sd)
         if VARIANCE:
-            asked = times(state, vector(q + t * q_token, j, K, True)) + spare * vector(q + t * q_token, i, K, True)
-            tl.store(dq + at * K + i, 2.0 * tl.load(grad_read + at).to(tl.float32) * asked, mask=i < K)
+            cov_query = matvec(state, load_float32(q + t * q_token, j, K, True)) + pending_noise * load_float32(
+                q + t * q_token, i, K, True
+            )
+            tl.store(dq + position * K + i, 2.0 * tl.load(grad_var + position).to(tl.float32) * cov_query, mask=i < K)
 
-    t = tl.arange(0, WINDOW)
-    at, live = first + t * G, t < count
-    of_key, of_token = at[:, None] * K + i[None, :], live[:, None] & (i < K)[None, :]
-    key = tl.load(k + t[:, None] * k_token + i[None, :], mask=of_token, other=0.0).to(tl.float32)
-    came = tl.load(changes + of_key, mask=of_token, other=0.0) * key  # to the diagonal of dPb, at each token
+    t = tl.arange(0, CHUNK)
+    position, valid = first + t * G, t < count
+    key_offsets, key_mask = position[:, None] * K + i[None, :], valid[:, None] & (i < K)[None, :]
+    key = tl.load(k + t[:, None] * k_token + i[None, :], mask=key_mask, other=0.0).to(tl.float32)
+    diag_terms = (
+        tl.load(grad_cov_keys + key_offsets, mask=key_mask, other=0.0) * key
+    )  # to the diagonal of dPb, at each token
     if VARIANCE:
-        query = tl.load(q + t[:, None] * q_token + i[None, :], mask=of_token, other=0.0).to(tl.float32)
-        came += tl.load(grad_read + at, mask=live, other=0.0).to(tl.float32)[:, None] * query * query
-    came += tl.where((t == count - 1)[:, None], tl.load(ends + here * P + i)[None, :], 0.0)
-    later = t + 1 < count
+        query = tl.load(q + t[:, None] * q_token + i[None, :], mask=key_mask, other=0.0).to(tl.float32)
+        diag_terms += tl.load(grad_var + position, mask=valid, other=0.0).to(tl.float32)[:, None] * query * query
+    diag_terms += tl.where((t == count - 1)[:, None], tl.load(end_diags + chunk_offset * P + i)[None, :], 0.0)
+    has_next = t + 1 < count
     if DECAY == 2:
-        logs = tl.load(log_decay + of_key + G * K, mask=of_token & later[:, None], other=0.0).to(tl.float32)
-        spread = tl.associative_scan((tl.exp(2.0 * logs), came), 0, _then, reverse=True)[1]
-        trace = tl.sum(spread, 1)
+        logs = tl.load(log_decay + key_offsets + G * K, mask=key_mask & has_next[:, None], other=0.0).to(tl.float32)
+        adjoint_diag = tl.associative_scan((tl.exp(2.0 * logs), diag_terms), 0, _combine_decayed, reverse=True)[1]
+        trace = tl.sum(adjoint_diag, 1)
     elif DECAY == 1:
-        logs = tl.load(log_decay + at + G, mask=later, other=0.0).to(tl.float32)
-        trace = tl.associative_scan((tl.exp(2.0 * logs), tl.sum(came, 1)), 0, _then, reverse=True)[1]
+        logs = tl.load(log_decay + position + G, mask=has_next, other=0.0).to(tl.float32)
+        trace = tl.associative_scan((tl.exp(2.0 * logs), tl.sum(diag_terms, 1)), 0, _combine_decayed, reverse=True)[1]
     else:
-        trace = tl.cumsum(tl.sum(came, 1), 0, reverse=True)
-    tl.store(grad_process + band * part + at, trace, mask=live)
+        trace = tl.cumsum(tl.sum(diag_terms, 1), 0, reverse=True)
+    tl.store(grad_process + row_block * block_stride + position, trace, mask=valid)
     if DECAY:
         tl.debug_barrier()  # what one thread stored another may load
-        rest = tl.load(grad_gain + of_key, mask=of_token, other=0.0) * tl.load(gain + of_key, mask=of_token, other=0.0)
-        rest += tl.load(dk + of_key, mask=of_token, other=0.0) * key
+        token_terms = tl.load(grad_gain + key_offsets, mask=key_mask, other=0.0) * tl.load(
+            gain + key_offsets, mask=key_mask, other=0.0
+        )
+        token_terms += tl.load(dk + key_offsets, mask=key_mask, other=0.0) * key
         if VARIANCE:
-            rest += tl.load(dq + of_key, mask=of_token, other=0.0) * query
-        noise = tl.load(process_noise + at, mask=live, other=0.0).to(tl.float32)
-        flow = tl.load(balance + here * P + i)
+            token_terms += tl.load(dq + key_offsets, mask=key_mask, other=0.0) * query
+        noise = tl.load(process_noise + position, mask=valid, other=0.0).to(tl.float32)
+        diag_flow = tl.load(adjoint_cov_diag + chunk_offset * P + i)
         if DECAY == 2:
-            change = noise[:, None] * spread - 0.5 * rest
-            before = 2.0 * (flow[None, :] + tl.cumsum(change, 0) - change)
-            tl.store(grad_decay + of_key, before, mask=of_token)
+            diag_change = noise[:, None] * adjoint_diag - 0.5 * token_terms
+            grad = 2.0 * (diag_flow[None, :] + tl.cumsum(diag_change, 0) - diag_change)
+            tl.store(grad_decay + key_offsets, grad, mask=key_mask)
         else:
-            change = noise * trace - 0.5 * tl.sum(rest, 1)
-            before = 2.0 * (tl.sum(flow, 0) + tl.cumsum(change, 0) - change)
-            tl.store(grad_decay + band * part + at, before, mask=live)
+            diag_change = noise * trace - 0.5 * tl.sum(token_terms, 1)
+            grad = 2.0 * (tl.sum(diag_flow, 0) + tl.cumsum(diag_change, 0) - diag_change)
+            tl.store(grad_decay + row_block * block_stride + position, grad, mask=valid)
 
 
 @triton.jit
-def _then(later_decay, later, decay, came):
+def _combine_decayed(later_decay, later, decay, earlier):
     """Two stretches of what fades backwards in time, as one."""
-    return later_decay * decay, decay * later + came
+    return later_decay * decay, decay * later + earlier
 
 
 def backward_wide(
@@ -236,42 +286,51 @@ def backward_wide(
     process_noise: Tensor,
     log_decay: Tensor | None,
     gain: Tensor,
-    scale: Tensor,
-    kept: Tensor,
+    innovation_var: Tensor,
+    saved_cov: Tensor,
     segments: Segments | None,
     grad_gain: Tensor,
-    grad_read: Tensor | None,
-    grad_last: Tensor,
+    grad_var: Tensor | None,
+    grad_final_cov: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `triton_backward.backward`."""
-    (batch, length, shared, width), heads = k.shape, obs_noise.shape[2]
+    (batch, length, key_heads, width), heads = k.shape, obs_noise.shape[2]
     like = {"dtype": torch.float32, "device": k.device}
-    kinds = [x.dtype for x in (q, k, obs_noise, process_noise, k if log_decay is None else log_decay)]
+    dtypes = [x.dtype for x in (q, k, obs_noise, process_noise, k if log_decay is None else log_decay)]
     q, k, logs = rows(q), rows(k), k if log_decay is None else log_decay.contiguous()
     grad_gain, process_noise = grad_gain.contiguous(), process_noise.contiguous()
-    variance, to_read = grad_read is not None, scale if grad_read is None else grad_read.contiguous()
-    cut, lanes = cut_tokens(batch, length, WINDOW, segments, k), padded(width)
-    adjoints = torch.zeros(*grad_last.shape[:2], lanes, lanes, **like)
-    adjoints[..., :width, :width] = (grad_last + grad_last.mT) / 2
+    variance, grad_var_input = grad_var is not None, innovation_var if grad_var is None else grad_var.contiguous()
+    cut, padded = cut_tokens(batch, length, CHUNK, segments, k), padded_width(width)
+    adjoints = torch.zeros(*grad_final_cov.shape[:2], padded, padded, **like)
+    adjoints[..., :width, :width] = (grad_final_cov + grad_final_cov.mT) / 2
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
-    changes, ends, balance = torch.empty_like(gain), *(torch.empty(cut.count, heads, lanes, **like) for _ in range(2))
+    grad_cov_keys, end_diags, adjoint_cov_diag = (
+        torch.empty_like(gain),
+        *(torch.empty(cut.count, heads, padded, **like) for _ in range(2)),
+    )
     dk = tokens(gain.shape, **like)
     dq = tokens(gain.shape, **like) if variance else dk
-    count = bands(lanes)
-    grad_obs, grad_process = tokens(scale.shape, **like), tokens(count, *scale.shape, **like)
+    num_row_blocks = row_blocks(padded)
+    grad_obs, grad_process = tokens(innovation_var.shape, **like), tokens(num_row_blocks, *innovation_var.shape, **like)
     grad_decay = torch.empty(1, 0, **like)
     if log_decay is not None:  # that of a head is summed over bands of keys
-        grad_decay = tokens(count if log_decay.ndim == 3 else 1, *log_decay.shape, **like)
-    options = {"K": width, "NEAR": NEAR, "WINDOW": WINDOW, "PACKED": segments is not None, **layout(lanes)}
+        grad_decay = tokens(num_row_blocks if log_decay.ndim == 3 else 1, *log_decay.shape, **like)
+    options = {
+        "K": width,
+        "PREFETCH": PREFETCH,
+        "CHUNK": CHUNK,
+        "PACKED": segments is not None,
+        **partition_options(padded),
+    }
     options |= {"DECAY": decay_kind(log_decay), "VARIANCE": variance}
-    sizes = (length, cut.tiles, *q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
-    Launch(_retreat, (cut.sequences, heads, count), (
-        q, k, logs, gain, scale, grad_gain, to_read, kept, adjoints, changes, grad_obs, ends, balance,
-        *meeting(adjoints), cut.runs, *sizes,
+    sizes = (length, cut.tiles, *q.stride()[1:3], *k.stride()[1:3], heads, heads // key_heads)
+    Launch(_wide_backward_scan, (cut.sequences, heads, num_row_blocks), (
+        q, k, logs, gain, innovation_var, grad_gain, grad_var_input, saved_cov, adjoints, grad_cov_keys, grad_obs,
+        end_diags, adjoint_cov_diag, *sync_buffers(adjoints), cut.runs, *sizes,
     ), options).run()  # fmt: skip
-    Launch(_finish, (cut.count, heads, count), (
-        q, k, process_noise, logs, gain, scale, grad_gain, to_read, kept, changes, grad_obs, ends, balance,
-        dk, dq, grad_process, grad_decay, cut.table, scale.numel(), *sizes,
+    Launch(_wide_signal_grads, (cut.count, heads, num_row_blocks), (
+        q, k, process_noise, logs, gain, innovation_var, grad_gain, grad_var_input, saved_cov, grad_cov_keys, grad_obs,
+        end_diags, adjoint_cov_diag, dk, dq, grad_process, grad_decay, cut.table, innovation_var.numel(), *sizes,
     ), options).run()  # fmt: skip
     grads = (dq if variance else None, dk, grad_obs, grad_process.sum(0), grad_decay.sum(0))
-    return *as_inputs(grads, kinds, shared), adjoints[..., :width, :width].contiguous()
+    return *reduce_to_inputs(grads, dtypes, key_heads), adjoints[..., :width, :width].contiguous()

@@ -1,0 +1,71 @@
+"""Decays, masks and inverses of one tile of tokens with scalar decays: device functions of `scalar_decay`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kalmix.ops._dense.triton.primitives import product
+from kalmix.ops._shared.triton.decay_products import between_transposed, elapsed
+from kalmix.ops._shared.triton.tiles import levels_of
+
+
+@triton.jit
+def cumulative_log_decay(log_decay, token, count, head, G, SIZE: tl.constexpr, DECAY: tl.constexpr):
+    """Log-decay from a tile's entry to after each token, and over all of it, float64."""
+    if DECAY:
+        cumulative, total = elapsed(log_decay, token, count, head, G, SIZE)
+    else:
+        cumulative = tl.zeros([SIZE], tl.float64)
+        total = tl.sum(cumulative, 0)
+    return cumulative, total
+
+
+@triton.jit
+def exp_float32(logs):
+    return tl.exp(logs.to(tl.float32))
+
+
+@triton.jit
+def diagonal_mask(SIZE: tl.constexpr):
+    """`[t, s]`, whether they are one token."""
+    t = tl.arange(0, SIZE)
+    return t[:, None] == t[None, :]
+
+
+@triton.jit
+def earlier_mask(SIZE: tl.constexpr):
+    """`[t, s]`, whether s comes before t."""
+    t = tl.arange(0, SIZE)
+    return t[:, None] > t[None, :]
+
+
+@triton.jit
+def diagonal(M, SIZE: tl.constexpr):
+    return tl.sum(tl.where(diagonal_mask(SIZE), M, 0.0), 1)
+
+
+@triton.jit
+def accumulated_noise(decays, noise):
+    """Process noise from a tile's entry to after each token."""
+    return tl.sum(decays * decays * noise[None, :], 1)
+
+
+@triton.jit
+def shared_noise(log_entry_decay, decays, accumulated, SIZE: tl.constexpr):
+    """`[t, s]`, the process noise that two tokens both met, as it comes to the later."""
+    t = tl.arange(0, SIZE)
+    upper = between_transposed(log_entry_decay, SIZE) * accumulated[:, None]
+    return tl.where(t[:, None] < t[None, :], upper, decays * accumulated[None, :])
+
+
+@triton.jit
+def one_minus_inverse(S, SIZE: tl.constexpr, TERMS: tl.constexpr):
+    """I - (I + S)^-1 of what is below the diagonal of S: inverses of blocks of two from those of their halves."""
+    t, s = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    level_bits = tl.where(t > s, t ^ s, 0)  # halves of a block of 2 h meet where h is its highest bit
+    inverse = tl.where(t == s, 1.0, tl.where(level_bits == 1, -S, 0.0))
+    for level in tl.static_range(1, levels_of(SIZE)):
+        off_diagonal = tl.where(level_bits >> level == 1, S, 0.0)
+        inverse -= product(product(inverse, off_diagonal, TERMS), inverse, TERMS)
+    return tl.where(t > s, -inverse, 0.0)
