@@ -26,7 +26,7 @@ from torch import Tensor
 from kalmix import ArgumentError, HistoryBelief, Segments
 from kalmix.ops import attend
 from kalmix.ops._attend import chunked
-from kalmix.ops._attend.dynamics import grown_slope, kappa
+from kalmix.ops._attend.dynamics import accumulated_noise_slope, kappa
 from kalmix.ops._shared import batching as blocks
 from kalmix.types import Filtered
 
@@ -40,7 +40,7 @@ def _run(x: Signals, **options: Any) -> Filtered:
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each kernel; tiles so small that there are many."""
-    monkeypatch.setattr(chunked, "QUERIES", 4)
+    monkeypatch.setattr(chunked, "QUERY_TILE", 4)
     monkeypatch.setattr(blocks, "ROOM", 1)
     return request.param
 
@@ -208,12 +208,13 @@ def test_what_diffusion_grows_to() -> None:
         [float(t) if a * t == 0 else -expm1(-2 * a * t) / (2 * a) for a in rate.tolist()] for t in lag[:, 0].tolist()
     ]
     torch.testing.assert_close(kappa(rate, lag), torch.tensor(exact, dtype=torch.float64), rtol=1e-14, atol=0)
-    torch.testing.assert_close(grown_slope(rate, lag)[:, 0], -(lag[:, 0] ** 2), rtol=1e-14, atol=0)
-    torch.testing.assert_close(grown_slope(rate, lag)[:, 4], grown_slope(rate, lag)[:, 5], rtol=1e-3, atol=0)
+    slope = accumulated_noise_slope(rate, lag)
+    torch.testing.assert_close(slope[:, 0], -(lag[:, 0] ** 2), rtol=1e-14, atol=0)
+    torch.testing.assert_close(slope[:, 4], slope[:, 5], rtol=1e-3, atol=0)
     smooth = rate[2:].clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda a: kappa(a, lag[:3]), (smooth,), eps=1e-6, atol=1e-8)
-    single = grown_slope(rate.float(), lag.float()).double()
-    torch.testing.assert_close(single, grown_slope(rate, lag), rtol=4e-6, atol=0)
+    single = accumulated_noise_slope(rate.float(), lag.float()).double()
+    torch.testing.assert_close(single, accumulated_noise_slope(rate, lag), rtol=4e-6, atol=0)
 
 
 def test_one_more_observation_never_raises_the_variance(kernel: str) -> None:

@@ -55,7 +55,7 @@ OPS: dict[str, Op] = {
 @pytest.fixture(params=OPS)
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Op:
     """Each form; tiles so small that there are many, with tokens of several sequences."""
-    monkeypatch.setattr(chunked, "QUERIES", 4)
+    monkeypatch.setattr(chunked, "QUERY_TILE", 4)
     monkeypatch.setattr(blocks, "ROOM", 1)
     return OPS[request.param]
 
@@ -136,7 +136,7 @@ def test_what_a_history_holds_of_another_sequence_reaches_nothing(op: Op) -> Non
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_an_upstream_gradient_reaches_no_other_sequence(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """All values are finite; the frequencies, which all sequences share, show it."""
-    monkeypatch.setattr(chunked, "QUERIES", 4)
+    monkeypatch.setattr(chunked, "QUERY_TILE", 4)
     found = []
     for fill in (value, 1.0):
         given = leaves(signals(groups=1))

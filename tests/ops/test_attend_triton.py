@@ -19,7 +19,7 @@ from kalmix.beliefs import HistoryBelief
 from kalmix.ops import Dynamics
 from kalmix.ops._attend import custom_op as fused
 from kalmix.ops._attend import reference
-from kalmix.ops._attend.dynamics import Weighing
+from kalmix.ops._attend.dynamics import Weighting
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import ROUNDINGS, budgets, relative_error
@@ -103,7 +103,7 @@ def called(
     own = None
     if "frequency of values" in leaves:
         own = Dynamics._make(leaves[f"{name} of values"] for name in DYNAMICS)
-    weighing = Weighing._make((*(leaves[name] for name in WEIGHING), *how[:3]))
+    weighing = Weighting._make((*(leaves[name] for name in WEIGHING), *how[:3]))
     belief = HistoryBelief(keys, values, before, positions)
     return function(AttendSignals(q, k, v, times, moves, own, weighing), belief, segments, how[3])
 

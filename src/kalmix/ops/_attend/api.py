@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.errors import ArgumentError
-from kalmix.ops._attend.dynamics import Dynamics, Weighing
+from kalmix.ops._attend.dynamics import Dynamics, Weighting
 from kalmix.ops._attend.kernels import KERNELS
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.dispatch import select_kernel
@@ -28,7 +28,7 @@ from kalmix.validation import (
 )
 
 Weight = Literal["rational", "exponential"]
-CLOCKS = (torch.float64, torch.float32, torch.int64, torch.int32)
+TIME_DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32)
 
 
 def attend(
@@ -118,19 +118,19 @@ def attend(
 
     Complexity: O(T (S + T) (C + D)) work after S tokens, or O(T window (C + D)); memory O(S + T) except in "reference".
     """
-    sizes, given = (
+    sizes, key_dynamics = (
         check_tokens(q, k, v, variance),
         Dynamics(log_decay, frequency, process_noise, key_noise, query_noise),
     )
     check_channels(q, v, sizes)
-    check_models(given, value_dynamics, ("H", "H C", "H"), sizes, v, sure=variance)
-    weighing = weighing_of((nu, temperature, floor), weight, window, causal, ("H", "H", "H"), sizes, v)
+    check_key_and_value_dynamics(key_dynamics, value_dynamics, ("H", "H C", "H"), sizes, v, positive_key_noise=variance)
+    weighting = make_weighting((nu, temperature, floor), weight, window, causal, ("H", "H", "H"), sizes, v)
     belief = check_history(belief, times, segments, causal, sizes, v)
     request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
     chosen = select_kernel("attend", KERNELS, request, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
-        return nothing_read(v, belief, causal, 1 if variance else None)
-    signals = AttendSignals(q, k, v, times, given, value_dynamics, weighing)
+        return empty_output(v, belief, causal, 1 if variance else None)
+    signals = AttendSignals(q, k, v, times, key_dynamics, value_dynamics, weighting)
     return chosen(signals, belief, segments, variance)
 
 
@@ -145,7 +145,13 @@ def check_channels(q: Tensor, v: Tensor, sizes: dict[str, int]) -> None:
 
 
 def check_dynamics(
-    prefix: str, dynamics: Dynamics, layouts: tuple[str, ...], sizes: dict[str, int], like: Tensor, *, sure: bool
+    prefix: str,
+    dynamics: Dynamics,
+    layouts: tuple[str, ...],
+    sizes: dict[str, int],
+    like: Tensor,
+    *,
+    positive_key_noise: bool,
 ) -> None:
     """Check dynamics: layouts of decays, of frequencies and of noises; `sure` if what was seen may not be certain."""
     if not isinstance(dynamics, Dynamics):
@@ -154,38 +160,47 @@ def check_dynamics(
     check_signal(f"{prefix}log_decay", dynamics.log_decay, (decays,), sizes, like, most=0.0)
     check_signal(f"{prefix}frequency", dynamics.frequency, (frequencies,), sizes, like)
     check_signal(f"{prefix}process_noise", dynamics.process_noise, (noises,), sizes, like, least=0.0)
-    check_signal(f"{prefix}key_noise", dynamics.key_noise, (noises,), sizes, like, least=tiny if sure else 0.0)
+    check_signal(
+        f"{prefix}key_noise", dynamics.key_noise, (noises,), sizes, like, least=tiny if positive_key_noise else 0.0
+    )
     check_signal(f"{prefix}query_noise", dynamics.query_noise, (noises,), sizes, like, least=0.0)
     check_range(f"{prefix}key_noise + query_noise", dynamics.key_noise + dynamics.query_noise, minimum=tiny)
 
 
-def check_models(
+def check_key_and_value_dynamics(
     keys: Dynamics,
     values: Dynamics | None,
     layouts: tuple[str, ...],
     sizes: dict[str, int],
     like: Tensor,
     *,
-    sure: bool,
+    positive_key_noise: bool,
 ) -> None:
     """Check the dynamics of keys and, where these differ or channels do, of values, whose D channels stand for C."""
-    check_dynamics("", keys, layouts, sizes, like, sure=sure and values is None)
+    check_dynamics("", keys, layouts, sizes, like, positive_key_noise=positive_key_noise and values is None)
     if values is not None:
-        check_dynamics("value_dynamics.", values, tuple(x.replace("C", "D") for x in layouts), sizes, like, sure=sure)
+        check_dynamics(
+            "value_dynamics.",
+            values,
+            tuple(x.replace("C", "D") for x in layouts),
+            sizes,
+            like,
+            positive_key_noise=positive_key_noise,
+        )
     elif sizes["C"] != sizes["D"]:
         expected = f"given, as values are {sizes['V']} wide, not {sizes['K']}"
         raise ArgumentError("value_dynamics", got="absent", expected=expected)
 
 
-def weighing_of(
-    numbers: tuple[Tensor | float, Tensor | float, Tensor | float],
+def make_weighting(
+    values: tuple[Tensor | float, Tensor | float, Tensor | float],
     weight: str,
     window: int | None,
     causal: bool,
     layouts: tuple[str, str, str],
     sizes: dict[str, int],
     like: Tensor,
-) -> Weighing:
+) -> Weighting:
     """Check how tokens are weighed; spread nu, temperature and floor out to their layouts if they are for all heads."""
     check_bool("causal", causal)
     if not isinstance(weight, str) or weight not in get_args(Weight):
@@ -193,7 +208,7 @@ def weighing_of(
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ArgumentError("window", got=repr(window), expected="a positive integer")
 
-    def given(name: str, x: Tensor | float, layout: str, least: float) -> Tensor:
+    def checked(name: str, x: Tensor | float, layout: str, least: float) -> Tensor:
         if isinstance(x, Tensor):
             check_signal(name, x, (layout,), sizes, like, least=least)
             return x
@@ -202,9 +217,9 @@ def weighing_of(
         return like.new_full([sizes[letter] for letter in layout.split()], float(x), dtype=belief_dtype(like.dtype))
 
     least = (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).tiny, 0.0)
-    rows = zip(("nu", "temperature", "floor"), numbers, layouts, least, strict=True)
-    nus, temperatures, floors = (given(*row) for row in rows)
-    return Weighing(nus, temperatures, floors, weight == "rational", window and min(window, MAX_INT), causal)
+    rows = zip(("nu", "temperature", "floor"), values, layouts, least, strict=True)
+    nus, temperatures, floors = (checked(*row) for row in rows)
+    return Weighting(nus, temperatures, floors, weight == "rational", window and min(window, MAX_INT), causal)
 
 
 def check_history(
@@ -219,16 +234,16 @@ def check_history(
     if not causal and belief is not None:
         raise ArgumentError("belief", got="given", expected="absent where queries see what is to come")
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], like.device)
-    belief = check_belief(belief, default_prior(like, sizes), ("N S H K", "N S G V", "N S", "N S"), sizes)
+    belief = check_belief(belief, empty_belief(like, sizes), ("N S H K", "N S G V", "N S", "N S"), sizes)
     sizes.pop("S", None)  # a history may be empty
     if times is not None:
         check_shape("times", times, "B T", sizes)
-        check_dtype_and_device("times", times, CLOCKS, like.device)
+        check_dtype_and_device("times", times, TIME_DTYPES, like.device)
         check_range("times", times)
         if (
             can_check_values(times)
             and min(sizes.values()) > 0
-            and _decreasing(times.detach().double(), belief, segments)
+            and _times_decrease(times.detach().double(), belief, segments)
         ):
             raise ArgumentError(
                 "times", problem="decreases", expected="non-decreasing times in each sequence, belief included"
@@ -236,26 +251,28 @@ def check_history(
     return belief
 
 
-def _decreasing(times: Tensor, belief: HistoryBelief, segments: Segments | None) -> bool:
+def _times_decrease(times: Tensor, belief: HistoryBelief, segments: Segments | None) -> bool:
     batch, length = times.shape
     segments = Segments.whole(batch, length, times.device) if segments is None else segments
     segment_ids = segments.segment_ids(batch, length)
-    back = (times.diff(dim=1) < 0) & (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
-    going = segments.rows[:, 2] > segments.rows[:, 1]
-    row, start, _ = segments.rows[going].long().unbind(1)
-    early = (belief.positions[going] >= 0) & (belief.times[going].detach() > times[row, start][:, None])
-    return bool(back.any()) or bool(early.any())
+    decreasing = (times.diff(dim=1) < 0) & (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
+    nonempty = segments.rows[:, 2] > segments.rows[:, 1]
+    row, start, _ = segments.rows[nonempty].long().unbind(1)
+    before_belief = (belief.positions[nonempty] >= 0) & (belief.times[nonempty].detach() > times[row, start][:, None])
+    return bool(decreasing.any()) or bool(before_belief.any())
 
 
-def default_prior(v: Tensor, sizes: dict[str, int]) -> HistoryBelief:
+def empty_belief(v: Tensor, sizes: dict[str, int]) -> HistoryBelief:
     """Nothing seen."""
     count, dtype = sizes["N"], belief_dtype(v.dtype)
     keys, values = (v.new_zeros(count, 0, *(sizes[x] for x in layout), dtype=dtype) for layout in ("HK", "GV"))
-    nothing = v.new_zeros(count, 0, dtype=torch.float64)
-    return HistoryBelief(keys, values, nothing, nothing.long())
+    no_times = v.new_zeros(count, 0, dtype=torch.float64)
+    return HistoryBelief(keys, values, no_times, no_times.long())
 
 
-def nothing_read(v: Tensor, belief: HistoryBelief, causal: bool, columns: int | None) -> Filtered:
+def empty_output(v: Tensor, belief: HistoryBelief, causal: bool, variance_columns: int | None) -> Filtered:
     """The answer where there is no token; `columns` of the variance, if one is asked for."""
-    spread = None if columns is None else v.new_zeros(*v.shape[:3], columns, dtype=belief.keys.dtype)
-    return Filtered(torch.zeros_like(v), spread, copied(belief) if causal else None)
+    output_variance = (
+        None if variance_columns is None else v.new_zeros(*v.shape[:3], variance_columns, dtype=belief.keys.dtype)
+    )
+    return Filtered(torch.zeros_like(v), output_variance, copied(belief) if causal else None)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
-from kalmix.ops._attend.dynamics import turned
-from kalmix.ops._attend.kv_layout import Lanes, lay_out
-from kalmix.ops._attend.scores import Rules, rules_of
+from kalmix.ops._attend.dynamics import rotate
+from kalmix.ops._attend.kv_layout import KVLayout, make_layout
+from kalmix.ops._attend.scores import ScoreConfig, score_config
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -23,38 +23,54 @@ from kalmix.types import Filtered
 # (lanes, signals, variance) -> what was read, `[L, T, H, V]`, and its variance if asked for, `[L, T, H, 1]` or one a
 # column of a value head; v of the lanes is `[L, S, H, V]`, the value heads of a key head side by side. The gradient of
 # frequencies is the core's: see `owed`.
-Core = Callable[[Lanes, AttendSignals, bool], tuple[Tensor, Tensor | None]]
+AttendFn = Callable[[KVLayout, AttendSignals, bool], tuple[Tensor, Tensor | None]]
 
 
-def assemble(
-    core: Core, signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool
+def attend_with(
+    attend: AttendFn, signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool
 ) -> Filtered:
     """`attend` as its kernels have it, given what attends where states only decay."""
-    q, k, v, times, keys, values, weighing = signals
-    lanes, spoiled = _cleared(lay_out(q, k, v, times, belief, segments, weighing.window), rules_of(values, weighing))
-    times = lanes.times
-    now, heads, moved = times[:, -q.shape[1] :], k.shape[2], (keys if values is None else values).frequency.detach()
-    query, key = (turned(x, t, keys.frequency.detach(), forward=False) for x, t in ((lanes.q, now), (lanes.k, times)))
-    value = turned(lanes.v.unflatten(2, (heads, -1)), times, moved, forward=False)
-    still = lanes._replace(q=query, k=key, v=value.flatten(3))
-    read, spread = core(still, signals, variance)
-    mean = turned(read.unflatten(3, value.shape[3:]), now, moved, forward=True).flatten(2, 3)
-    mean = mean.masked_fill(spoiled, torch.nan)
-    if spread is not None:
-        spread = lanes.paste(spread.repeat_interleave(v.shape[2] // heads, 2).masked_fill(spoiled, torch.nan))
-    return Filtered(lanes.paste(mean).to(v.dtype), spread, lanes.after if weighing.causal else None)
+    q, k, v, times, key_dynamics, value_dynamics, weighting = signals
+    layout, nan_queries = _zero_nonfinite_tokens(
+        make_layout(q, k, v, times, belief, segments, weighting.window), score_config(value_dynamics, weighting)
+    )
+    times = layout.times
+    query_times, heads, value_frequency = (
+        times[:, -q.shape[1] :],
+        k.shape[2],
+        (key_dynamics if value_dynamics is None else value_dynamics).frequency.detach(),
+    )
+    query, key = (
+        rotate(x, t, key_dynamics.frequency.detach(), forward=False)
+        for x, t in ((layout.q, query_times), (layout.k, times))
+    )
+    value = rotate(layout.v.unflatten(2, (heads, -1)), times, value_frequency, forward=False)
+    rotated_layout = layout._replace(q=query, k=key, v=value.flatten(3))
+    output, output_variance = attend(rotated_layout, signals, variance)
+    mean = rotate(output.unflatten(3, value.shape[3:]), query_times, value_frequency, forward=True).flatten(2, 3)
+    mean = mean.masked_fill(nan_queries, torch.nan)
+    if output_variance is not None:
+        output_variance = layout.to_batch(
+            output_variance.repeat_interleave(v.shape[2] // heads, 2).masked_fill(nan_queries, torch.nan)
+        )
+    return Filtered(
+        layout.to_batch(mean).to(v.dtype), output_variance, layout.final_belief if weighting.causal else None
+    )
 
 
-def _cleared(lanes: Lanes, rules: Rules) -> tuple[Lanes, Tensor]:
+def _zero_nonfinite_tokens(layout: KVLayout, config: ScoreConfig) -> tuple[KVLayout, Tensor]:
     """Set tokens whose squares are not finite to 0; return also which queries see or are one, `[L, T, 1, 1]`."""
-    asked = _square(lanes.q).isfinite()
-    held = (_square(lanes.k) + _square(lanes.v) + 0 * lanes.times).isfinite()
-    q, k, v = (torch.where(y[..., None, None], x, 0) for x, y in ((lanes.q, asked), (lanes.k, held), (lanes.v, held)))
-    clean = lanes._replace(q=q, k=k, v=v, times=torch.where(held, lanes.times, 0))
-    own = lanes.rank[:, lanes.rank.shape[1] - lanes.q.shape[1] :]
-    return clean, (~asked | rules.sees_any(own, lanes.rank, ~held))[..., None, None]
+    finite_queries = _squared_norms(layout.q).isfinite()
+    finite_keys = (_squared_norms(layout.k) + _squared_norms(layout.v) + 0 * layout.times).isfinite()
+    q, k, v = (
+        torch.where(y[..., None, None], x, 0)
+        for x, y in ((layout.q, finite_queries), (layout.k, finite_keys), (layout.v, finite_keys))
+    )
+    cleaned = layout._replace(q=q, k=k, v=v, times=torch.where(finite_keys, layout.times, 0))
+    query_rank = layout.rank[:, layout.rank.shape[1] - layout.q.shape[1] :]
+    return cleaned, (~finite_queries | config.any_visible(query_rank, layout.rank, ~finite_keys))[..., None, None]
 
 
-def _square(x: Tensor) -> Tensor:
+def _squared_norms(x: Tensor) -> Tensor:
     """The square of each token, `[L, T]`."""
     return x.detach().square().sum((2, 3))

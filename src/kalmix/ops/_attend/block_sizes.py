@@ -2,7 +2,7 @@
 
 import torch
 
-WIDEST = {torch.bfloat16: 256, torch.float32: 128}
+MAX_SLICE_WIDTH = {torch.bfloat16: 256, torch.float32: 128}
 
 
 def block_size(slots: int) -> int:
@@ -10,12 +10,12 @@ def block_size(slots: int) -> int:
     return 16 if slots <= 64 else 128
 
 
-def strips_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
+def split_value_width(width: int, dtype: torch.dtype) -> tuple[int, int]:
     """Into how many strips, and how wide ones, values are cut for one program to take one."""
-    strips = -(-width // WIDEST[dtype])
-    return strips, -(-width // strips)
+    slices = -(-width // MAX_SLICE_WIDTH[dtype])
+    return slices, -(-width // slices)
 
 
-def traits_of(shared: bool) -> int:
+def num_token_features(shared_dynamics: bool) -> int:
     """Numbers a token: its size, a lag and four more of that; where values have their own dynamics, four of theirs."""
-    return 6 if shared else 10
+    return 6 if shared_dynamics else 10

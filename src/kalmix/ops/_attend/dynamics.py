@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kalmix.validation import in_transform
 
-NEAR = 0.5  # below it, derivatives of kappa are summed as series
-TERMS = 14  # of them: exact to float64 there
+SERIES_LIMIT = 0.5  # below it, derivatives of kappa are summed as series
+SERIES_TERMS = 14  # of them: exact to float64 there
 
 
 class Dynamics(NamedTuple):
@@ -34,7 +34,7 @@ class Dynamics(NamedTuple):
     query_noise: Tensor
 
 
-class Weighing(NamedTuple):
+class Weighting(NamedTuple):
     """How what is pulled forward is weighed.
 
     Attributes:
@@ -54,7 +54,7 @@ class Weighing(NamedTuple):
     causal: bool
 
 
-def turned(x: Tensor, times: Tensor, frequency: Tensor, *, forward: bool) -> Tensor:
+def rotate(x: Tensor, times: Tensor, frequency: Tensor, *, forward: bool) -> Tensor:
     """Complex pairs `[L, T, H, *, 2 C]`, the first C real, turned as in `times` `[L, T]`, float64, or turned back."""
     heads, channels = frequency.shape
     frequency = frequency.double().view(heads, *(1,) * (x.ndim - 4), channels)
@@ -64,7 +64,7 @@ def turned(x: Tensor, times: Tensor, frequency: Tensor, *, forward: bool) -> Ten
     return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
 
 
-def owed(frequency: Tensor, dtype: torch.dtype) -> Tensor | None:
+def frequency_grad_carrier(frequency: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return 0 with the gradient of frequencies, `[H, 1, 2 C]`, or `None` if nothing asks for it.
 
     x + y `quarter(x)` - y^2 x / 2, with y = owed lag, is x, which has turned already, with its first and second
@@ -72,16 +72,16 @@ def owed(frequency: Tensor, dtype: torch.dtype) -> Tensor | None:
     forward to another, it would be the small difference of what times multiply, and drown in rounding where lags are
     short.
     """
-    slip = zero_of(frequency)
-    return None if slip is None else slip.to(dtype).repeat(1, 2)[:, None]
+    zero = zero_with_grad(frequency)
+    return None if zero is None else zero.to(dtype).repeat(1, 2)[:, None]
 
 
-def zero_of(x: Tensor) -> Tensor | None:
+def zero_with_grad(x: Tensor) -> Tensor | None:
     """Return 0 with the derivatives of x, or `None` if nothing asks for them."""
     return x - x.detach() if in_transform() or (torch.is_grad_enabled() and x.requires_grad) else None
 
 
-def quarter(x: Tensor) -> Tensor:
+def times_i(x: Tensor) -> Tensor:
     """Complex pairs `[..., 2 C]` times i."""
     real, imaginary = x.chunk(2, -1)
     return torch.cat([-imaginary, real], -1)
@@ -89,28 +89,28 @@ def quarter(x: Tensor) -> Tensor:
 
 def kappa(rate: Tensor, lag: Tensor) -> Tensor:
     """What unit diffusion has grown to after a lag >= 0: (1 - exp(-2 rate lag)) / (2 rate), or the lag at rate 0."""
-    return (_Kappa if torch.compiler.is_compiling() else _KappaForward).apply(rate, lag)
+    return (_Kappa if torch.compiler.is_compiling() else _KappaWithJvp).apply(rate, lag)
 
 
-def grown(rate: Tensor, lag: Tensor) -> Tensor:
+def accumulated_noise(rate: Tensor, lag: Tensor) -> Tensor:
     """`kappa`, without its derivative."""
     y = 2 * rate * lag
     return lag * torch.where(y > 0, -torch.expm1(-y) / torch.where(y > 0, y, 1.0), 1.0)
 
 
-def grown_slope(rate: Tensor, lag: Tensor) -> Tensor:
+def accumulated_noise_slope(rate: Tensor, lag: Tensor) -> Tensor:
     """The derivative of `kappa` for the rate, -lag^2 at rate 0."""
     y = 2 * rate * lag
     series, factorial = torch.zeros_like(y), 1.0
-    small = y.clamp(max=NEAR)
+    small = y.clamp(max=SERIES_LIMIT)
     coefficients = []
-    for n in range(1, TERMS + 1):  # of the derivative of (1 - e^-y) / y
+    for n in range(1, SERIES_TERMS + 1):  # of the derivative of (1 - e^-y) / y
         factorial *= n + 1
         coefficients.append((-1.0) ** n * n / factorial)
     for coefficient in reversed(coefficients):
         series = series * small + coefficient
-    far = torch.where(y > NEAR, y, 1.0)
-    return 2 * lag.square() * torch.where(y > NEAR, ((-far).exp() * (1 + far) - 1) / far.square(), series)
+    large = torch.where(y > SERIES_LIMIT, y, 1.0)
+    return 2 * lag.square() * torch.where(y > SERIES_LIMIT, ((-large).exp() * (1 + large) - 1) / large.square(), series)
 
 
 class _Kappa(torch.autograd.Function):
@@ -118,19 +118,19 @@ class _Kappa(torch.autograd.Function):
 
     @staticmethod
     def forward(rate: Tensor, lag: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grown(rate, lag)
+        return accumulated_noise(rate, lag)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, to_kappa: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_kappa: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rate, lag = ctx.saved_tensors
-        return (to_kappa * grown_slope(rate, lag)).sum_to_size(rate.shape), None
+        return (grad_kappa * accumulated_noise_slope(rate, lag)).sum_to_size(rate.shape), None
 
 
-class _KappaForward(_Kappa):
+class _KappaWithJvp(_Kappa):
     """`_Kappa` with forward-mode derivatives, which the compiler of torch 2.11 refuses to trace."""
 
     @staticmethod
@@ -139,6 +139,6 @@ class _KappaForward(_Kappa):
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def jvp(ctx: Any, of_rate: Tensor, _: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx: Any, rate_tangent: Tensor, _: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         rate, lag = ctx.saved_tensors
-        return of_rate * grown_slope(rate, lag)
+        return rate_tangent * accumulated_noise_slope(rate, lag)

@@ -15,11 +15,11 @@ from torch import Tensor
 from kalmix.beliefs import HistoryBelief
 from kalmix.segments import Segments
 
-FAR = 1 << 40  # between the ranks of two sequences
-NOWHERE = -(1 << 60)  # the rank of a slot without a token: such see one another, and nothing else sees them
+RANK_STRIDE = 1 << 40  # between the ranks of two sequences
+EMPTY_RANK = -(1 << 60)  # the rank of a slot without a token: such see one another, and nothing else sees them
 
 
-class Lanes(NamedTuple):
+class KVLayout(NamedTuple):
     """L lanes of S keys, the last T of which have queries.
 
     Attributes:
@@ -27,7 +27,7 @@ class Lanes(NamedTuple):
         times: float64 `[L, S]`, since the earliest of the sequence.
         rank: int64 `[L, S]`; a causal query sees keys whose rank is at most its own, by less than a window.
         after: the belief after the call.
-        segment_ids: the sequence of each token of the call, `[B, T]`, -1 for none; `None` where a row is a sequence.
+        owner: the sequence of each token of the call, `[B, T]`, -1 for none; `None` where a row is a sequence.
         copied: whether rows were copied, a lane for every sequence.
     """
 
@@ -36,20 +36,20 @@ class Lanes(NamedTuple):
     v: Tensor
     times: Tensor
     rank: Tensor
-    after: HistoryBelief
+    final_belief: HistoryBelief
     segment_ids: Tensor | None
-    copied: bool
+    row_per_sequence: bool
 
-    def paste(self, x: Tensor) -> Tensor:
+    def to_batch(self, x: Tensor) -> Tensor:
         """What queries read, `[L, T, H, *]`, at their tokens, `[B, T, H, *]`; 0 at tokens of no sequence."""
         if self.segment_ids is None:
             return x
-        if self.copied:
+        if self.row_per_sequence:
             x = x[self.segment_ids.clamp(min=0), torch.arange(x.shape[1], device=x.device)]
         return torch.where((self.segment_ids >= 0)[..., None, None], x, 0)
 
 
-def lay_out(
+def make_layout(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -57,69 +57,91 @@ def lay_out(
     belief: HistoryBelief,
     segments: Segments | None,
     window: int | None,
-) -> Lanes:
+) -> KVLayout:
     """The lanes of a call. Gradients reach q, k, v and the prior; no host sync; nothing is copied that may stay."""
     dtype, device, (batch, length) = belief.keys.dtype, k.device, k.shape[:2]
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    past = belief.positions.shape[1] > 0
-    if segments is None and not past:  # every slot holds a token, and no lane more than a sequence
+    has_history = belief.positions.shape[1] > 0
+    if segments is None and not has_history:  # every slot holds a token, and no lane more than a sequence
         position = torch.arange(length, device=device).expand(batch, length)
-        now = position.double() if times is None else times.detach().double()
-        since = now if times is None else now - now[:, :1]
-        return Lanes(q, k, v, since, position, _shown(HistoryBelief(k, v, now, position), window), None, False)
+        token_times = position.double() if times is None else times.detach().double()
+        relative_times = token_times if times is None else token_times - token_times[:, :1]
+        return KVLayout(
+            q,
+            k,
+            v,
+            relative_times,
+            position,
+            _truncate_to_window(HistoryBelief(k, v, token_times, position), window),
+            None,
+            False,
+        )
 
     segment_ids = None if segments is None else segments.segment_ids(batch, length)
     sequence = torch.arange(batch, device=device)[:, None] if segment_ids is None else segment_ids.clamp(min=0)
-    position, clock = (x.expand(batch, length) for x in _places(belief, segments, sequence, length))
-    now = clock if times is None else times.detach().double()
+    position, default_times = (x.expand(batch, length) for x in _continue_positions(belief, segments, sequence, length))
+    token_times = default_times if times is None else times.detach().double()
     if segment_ids is not None:
-        inside = segment_ids >= 0
-        q, k, v = (torch.where(inside[..., None, None], x, 0) for x in (q, k, v))
-        position, now = torch.where(inside, position, -1), torch.where(inside, now, 0)
-    row = HistoryBelief(k, v, now, position)
+        in_segment = segment_ids >= 0
+        q, k, v = (torch.where(in_segment[..., None, None], x, 0) for x in (q, k, v))
+        position, token_times = torch.where(in_segment, position, -1), torch.where(in_segment, token_times, 0)
+    row = HistoryBelief(k, v, token_times, position)
 
-    own = row if segments is None or segment_ids is None else _dealt(row, segments, segment_ids)
-    after = HistoryBelief(*(torch.cat(x, 1) for x in zip(belief, own, strict=True))) if past else own
-    copied = segments is not None and past
-    if segments is not None and copied:
+    new_belief = row if segments is None or segment_ids is None else _row_per_sequence(row, segments, segment_ids)
+    final_belief = (
+        HistoryBelief(*(torch.cat(x, 1) for x in zip(belief, new_belief, strict=True))) if has_history else new_belief
+    )
+    row_per_sequence = segments is not None and has_history
+    if segments is not None and row_per_sequence:
         q = q[segments.rows[:, 0].long()]
-    if segment_ids is not None and not copied:
-        lanes = row
+    if segment_ids is not None and not row_per_sequence:
+        slots = row
     else:
-        lanes, sequence = after, torch.arange(after.positions.shape[0], device=device)[:, None]
-    held = lanes.positions >= 0
-    rank = torch.where(held, sequence * FAR + lanes.positions, NOWHERE)
-    if segments is not None and not copied:  # each sequence has its own clock: a lane may hold several
-        first = now.gather(1, segments.rows[:, 1].long()[sequence].clamp(max=length - 1))
+        slots, sequence = final_belief, torch.arange(final_belief.positions.shape[0], device=device)[:, None]
+    occupied = slots.positions >= 0
+    rank = torch.where(occupied, sequence * RANK_STRIDE + slots.positions, EMPTY_RANK)
+    if segments is not None and not row_per_sequence:  # each sequence has its own clock: a lane may hold several
+        first_time = token_times.gather(1, segments.rows[:, 1].long()[sequence].clamp(max=length - 1))
     else:
-        first = torch.where(held & lanes.times.isfinite(), lanes.times, torch.inf).amin(1, keepdim=True)
-    since = torch.where(held, lanes.times - first, 0)
-    return Lanes(q, lanes.keys, lanes.values, since, rank, _shown(after, window), segment_ids, copied)
+        first_time = torch.where(occupied & slots.times.isfinite(), slots.times, torch.inf).amin(1, keepdim=True)
+    relative_times = torch.where(occupied, slots.times - first_time, 0)
+    return KVLayout(
+        q,
+        slots.keys,
+        slots.values,
+        relative_times,
+        rank,
+        _truncate_to_window(final_belief, window),
+        segment_ids,
+        row_per_sequence,
+    )
 
 
-def _shown(after: HistoryBelief, window: int | None) -> HistoryBelief:
+def _truncate_to_window(final_belief: HistoryBelief, window: int | None) -> HistoryBelief:
     """What a window keeps."""
-    return after if window is None or after.positions.shape[1] <= window else after.newest(window)
+    return final_belief if window is None or final_belief.positions.shape[1] <= window else final_belief.newest(window)
 
 
-def _places(belief: HistoryBelief, segments: Segments | None, sequence: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _continue_positions(
+    belief: HistoryBelief, segments: Segments | None, sequence: Tensor, length: int
+) -> tuple[Tensor, Tensor]:
     """Positions, and times where none are given, of tokens that belong to the sequences `[B, T]`: both go on."""
     positions, times = belief.positions, belief.times
-    within = torch.arange(length, device=positions.device)
+    index_in_sequence = torch.arange(length, device=positions.device)
     if segments is not None:
-        within = within - segments.rows[:, 1].long()[sequence]
+        index_in_sequence = index_in_sequence - segments.rows[:, 1].long()[sequence]
     if not positions.shape[1]:
-        return within, within.double()
-    seen = positions.amax(1) + 1
-    clock = torch.where(seen > 0, torch.where(positions >= 0, times, -torch.inf).amax(1) + 1, 0)
-    return seen[sequence] + within, clock[sequence] + within
+        return index_in_sequence, index_in_sequence.double()
+    next_position = positions.amax(1) + 1
+    default_times = torch.where(next_position > 0, torch.where(positions >= 0, times, -torch.inf).amax(1) + 1, 0)
+    return next_position[sequence] + index_in_sequence, default_times[sequence] + index_in_sequence
 
 
-def _dealt(row: HistoryBelief, segments: Segments, segment_ids: Tensor) -> HistoryBelief:
+def _row_per_sequence(row: HistoryBelief, segments: Segments, segment_ids: Tensor) -> HistoryBelief:
     """To each sequence the row it lies in, with its own positions; one row serves all without copies."""
-    index, count = segments.rows[:, 0].long(), segments.count
+    rows, count = segments.rows[:, 0].long(), segments.count
     keys, values, times, positions, segment_ids = (
-        x.expand(count, *x.shape[1:]) if x.shape[0] == 1 else x[index] for x in (*row, segment_ids)
+        x.expand(count, *x.shape[1:]) if x.shape[0] == 1 else x[rows] for x in (*row, segment_ids)
     )
-    mine = segment_ids == torch.arange(count, device=segment_ids.device)[:, None]
-    return HistoryBelief(keys, values, times, torch.where(mine, positions, -1))
+    belongs = segment_ids == torch.arange(count, device=segment_ids.device)[:, None]
+    return HistoryBelief(keys, values, times, torch.where(belongs, positions, -1))

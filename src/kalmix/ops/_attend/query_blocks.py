@@ -8,26 +8,30 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kalmix.ops._attend.scores import Rules
+from kalmix.ops._attend.scores import ScoreConfig
 from kalmix.ops._shared import batching as blocks
 from kalmix.validation import in_transform
 
 
-def some_at_a_time(
-    read: Callable[[slice, slice], tuple[Tensor, ...]], rules: Rules, like: Tensor, slots: int, entries: int
+def map_query_blocks(
+    attend_block: Callable[[slice, slice], tuple[Tensor, ...]],
+    config: ScoreConfig,
+    like: Tensor,
+    num_slots: int,
+    elements_per_query: int,
 ) -> tuple[Tensor, ...]:
     """`read(queries, keys)`, given slices of tokens and of slots, over all tokens of `like` `[L, T, ...]`.
 
     `entries` is what one query has in the widest tensor that `read` makes; as many go together as there is room for.
     """
-    room, tokens = blocks.ROOM if like.device.type == "cpu" else blocks.ROOM_ELSEWHERE, like.shape[1]
-    size = max(1, room // entries)
-    found = []
+    max_elements, tokens = blocks.ROOM if like.device.type == "cpu" else blocks.ROOM_ELSEWHERE, like.shape[1]
+    size = max(1, max_elements // elements_per_query)
+    outputs = []
     for start in range(0, tokens, size):
         queries = slice(start, min(start + size, tokens))
-        keys = slice(*rules.reach(queries, tokens, slots))
+        keys = slice(*config.slot_range(queries, tokens, num_slots))
         if in_transform():  # which hooks of saved tensors do not know
-            found.append(read(queries, keys))
+            outputs.append(attend_block(queries, keys))
         else:
-            found.append(checkpoint(read, queries, keys, use_reentrant=False, preserve_rng_state=False))
-    return tuple(torch.cat(x, 1) for x in zip(*found, strict=True))
+            outputs.append(checkpoint(attend_block, queries, keys, use_reentrant=False, preserve_rng_state=False))
+    return tuple(torch.cat(x, 1) for x in zip(*outputs, strict=True))

@@ -7,7 +7,7 @@ from torch import Tensor
 from kalmix.beliefs import HistoryBelief
 from kalmix.errors import ArgumentError
 from kalmix.ops._attend import radial_kernel as kernel
-from kalmix.ops._attend.api import Weight, check_channels, check_dynamics, check_history, nothing_read, weighing_of
+from kalmix.ops._attend.api import Weight, check_channels, check_dynamics, check_history, empty_output, make_weighting
 from kalmix.ops._attend.dynamics import Dynamics
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.validation import check_tokens
@@ -64,7 +64,7 @@ def attend_radial(
 
     Complexity: O(T (S + T) C) work after S tokens, memory O((S + T) C).
     """
-    sizes, given = (
+    sizes, dynamics = (
         check_tokens(q, k, v, variance),
         Dynamics(log_decay, frequency, process_noise, key_noise, query_noise),
     )
@@ -72,10 +72,10 @@ def attend_radial(
     if v.shape[2:] != k.shape[2:]:
         raise ArgumentError("v", got=list(v.shape), expected=f"as k, {list(k.shape)}")
     sizes["R"] = 2
-    check_dynamics("", given, ("H", "H C", "H R"), sizes, v, sure=variance)
-    weighing = weighing_of((nu, temperature, floor), weight, window, causal, ("H R", "H R", "H"), sizes, v)
+    check_dynamics("", dynamics, ("H", "H C", "H R"), sizes, v, positive_key_noise=variance)
+    weighting = make_weighting((nu, temperature, floor), weight, window, causal, ("H R", "H R", "H"), sizes, v)
     belief = check_history(belief, times, segments, causal, sizes, v)
     if min(sizes.values()) == 0:
-        return nothing_read(v, belief, causal, v.shape[3] if variance else None)
-    signals = AttendSignals(q, k, v, times, given, None, weighing)
+        return empty_output(v, belief, causal, v.shape[3] if variance else None)
+    signals = AttendSignals(q, k, v, times, dynamics, None, weighting)
     return kernel.attend_radial(signals, belief, segments, variance)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
-from kalmix.ops._attend.assembly import assemble
-from kalmix.ops._attend.dynamics import owed, quarter
-from kalmix.ops._attend.kv_layout import Lanes
-from kalmix.ops._attend.scores import Model, Scores, numbers_of, rules_of, variance_of
+from kalmix.ops._attend.assembly import attend_with
+from kalmix.ops._attend.dynamics import frequency_grad_carrier, times_i
+from kalmix.ops._attend.kv_layout import KVLayout
+from kalmix.ops._attend.scores import HeadParams, Scores, score_config, stack_head_params, variance_from_log_precision
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -17,28 +17,40 @@ from kalmix.types import Filtered
 
 def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool) -> Filtered:
     """Adaptive Filter Attention, any autograd. See `kalmix.ops.attend`."""
-    return assemble(_attend, signals, belief, segments, variance)
+    return attend_with(_attend, signals, belief, segments, variance)
 
 
-def _attend(lanes: Lanes, signals: AttendSignals, variance: bool) -> tuple[Tensor, Tensor | None]:
-    (q, k, v, times, rank, *_), (*_, keys, values, weighing) = lanes, signals
-    tokens, rules = q.shape[1], rules_of(values, weighing)
+def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[Tensor, Tensor | None]:
+    (q, k, v, times, rank, *_), (*_, key_dynamics, value_dynamics, weighting) = layout, signals
+    tokens, config = q.shape[1], score_config(value_dynamics, weighting)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     lag = (times[:, -tokens:, None] - times[:, None]).to(q.dtype)[:, None]
-    squares = q.square().sum(-1)[..., None], k.square().sum(-1)[..., None, :]
-    gram, slip = q @ k.mT, owed(keys.frequency, q.dtype)
-    if slip is not None:
-        gram = gram + lag * ((slip * q) @ quarter(k).mT) - lag.square() / 2 * ((slip.square() * q) @ k.mT)
-    scores = Scores.of(Model.of(numbers_of(keys, values, weighing, q.dtype)), rules, lag, gram, *squares)
-    hidden = ~rules.sees(rank[:, -tokens:], rank)
-    weights = scores.score.masked_fill(hidden, -torch.inf).log_softmax(-1) + scores.log_reach
-    read, own = weights.exp() @ v, owed((keys if values is None else values).frequency, q.dtype)
-    if own is not None:
-        turning = quarter(v.unflatten(-1, (-1, own.shape[-1]))).flatten(-2)  # of each value head
-        own, weighed = own.repeat(1, 1, v.shape[-1] // own.shape[-1]), weights.exp() * lag
-        read = read + own * (weighed @ turning) - own.square() / 2 * ((weighed * lag) @ v)
-    read = read.transpose(1, 2)
+    squared_norms = q.square().sum(-1)[..., None], k.square().sum(-1)[..., None, :]
+    qk, carrier = q @ k.mT, frequency_grad_carrier(key_dynamics.frequency, q.dtype)
+    if carrier is not None:
+        qk = qk + lag * ((carrier * q) @ times_i(k).mT) - lag.square() / 2 * ((carrier.square() * q) @ k.mT)
+    scores = Scores.of(
+        HeadParams.of(stack_head_params(key_dynamics, value_dynamics, weighting, q.dtype)),
+        config,
+        lag,
+        qk,
+        *squared_norms,
+    )
+    masked = ~config.visible(rank[:, -tokens:], rank)
+    weights = scores.score.masked_fill(masked, -torch.inf).log_softmax(-1) + scores.log_value_decay
+    output, value_carrier = (
+        weights.exp() @ v,
+        frequency_grad_carrier((key_dynamics if value_dynamics is None else value_dynamics).frequency, q.dtype),
+    )
+    if value_carrier is not None:
+        rotated = times_i(v.unflatten(-1, (-1, value_carrier.shape[-1]))).flatten(-2)  # of each value head
+        value_carrier, weight_lag = (
+            value_carrier.repeat(1, 1, v.shape[-1] // value_carrier.shape[-1]),
+            weights.exp() * lag,
+        )
+        output = output + value_carrier * (weight_lag @ rotated) - value_carrier.square() / 2 * ((weight_lag * lag) @ v)
+    output = output.transpose(1, 2)
     if not variance:
-        return read, None
-    log_precision = scores.log_precision().masked_fill(hidden, -torch.inf).logsumexp(-1, keepdim=True)
-    return read, variance_of(log_precision).transpose(1, 2)
+        return output, None
+    log_precision = scores.log_precision().masked_fill(masked, -torch.inf).logsumexp(-1, keepdim=True)
+    return output, variance_from_log_precision(log_precision).transpose(1, 2)

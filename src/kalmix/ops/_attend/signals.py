@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kalmix.ops._attend.dynamics import Dynamics, Weighing
+from kalmix.ops._attend.dynamics import Dynamics, Weighting
 
 
 class AttendSignals(NamedTuple):
@@ -25,6 +25,6 @@ class AttendSignals(NamedTuple):
     k: Tensor
     v: Tensor
     times: Tensor | None
-    keys: Dynamics
-    values: Dynamics | None
-    weighing: Weighing
+    key_dynamics: Dynamics
+    value_dynamics: Dynamics | None
+    weighting: Weighting

@@ -5,7 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
-from kalmix.ops._attend.api import Weight, check_channels, check_history, check_models, nothing_read, weighing_of
+from kalmix.ops._attend.api import (
+    Weight,
+    check_channels,
+    check_history,
+    check_key_and_value_dynamics,
+    empty_output,
+    make_weighting,
+)
 from kalmix.ops._attend.dynamics import Dynamics
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.validation import check_tokens
@@ -60,15 +67,17 @@ def attend_channels(
 
     Complexity: O(T (S + T) (C + D)) exponentials after S tokens; memory O((S + T) (C + D)).
     """
-    sizes, given = (
+    sizes, key_dynamics = (
         check_tokens(q, k, v, variance),
         Dynamics(log_decay, frequency, process_noise, key_noise, query_noise),
     )
     check_channels(q, v, sizes)
-    check_models(given, value_dynamics, ("H C", "H C", "H C"), sizes, v, sure=variance)
-    weighing = weighing_of((nu, temperature, floor), weight, window, causal, ("H", "H", "H"), sizes, v)
+    check_key_and_value_dynamics(
+        key_dynamics, value_dynamics, ("H C", "H C", "H C"), sizes, v, positive_key_noise=variance
+    )
+    weighting = make_weighting((nu, temperature, floor), weight, window, causal, ("H", "H", "H"), sizes, v)
     belief = check_history(belief, times, segments, causal, sizes, v)
     if min(sizes.values()) == 0:
-        return nothing_read(v, belief, causal, v.shape[3] if variance else None)
-    signals = AttendSignals(q, k, v, times, given, value_dynamics, weighing)
+        return empty_output(v, belief, causal, v.shape[3] if variance else None)
+    signals = AttendSignals(q, k, v, times, key_dynamics, value_dynamics, weighting)
     return kernel.attend_channels(signals, belief, segments, variance)

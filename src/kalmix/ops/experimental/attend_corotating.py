@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kalmix.ops._attend.api import attend, check_dynamics, weighing_of
+from kalmix.ops._attend.api import attend, check_dynamics, make_weighting
 from kalmix.ops._attend.dynamics import Dynamics
 from kalmix.ops._shared.validation import check_tokens
 from kalmix.types import Filtered, belief_dtype
@@ -69,21 +69,23 @@ def attend_corotating(
     check_dtype_and_device("direction", direction, (v.dtype,), v.device)
     check_range("direction", direction)
     sizes["C"], sizes["R"] = v.shape[3] // 2, 2
-    check_dynamics("", Dynamics(log_decay, frequency, *noises), ("H", "H C", "H R"), sizes, v, sure=variance)
-    numbers = weighing_of((nu, temperature, 0.0), "rational", None, True, ("H R", "H R", "H"), sizes, v)[:2]
+    check_dynamics(
+        "", Dynamics(log_decay, frequency, *noises), ("H", "H C", "H R"), sizes, v, positive_key_noise=variance
+    )
+    weights = make_weighting((nu, temperature, 0.0), "rational", None, True, ("H R", "H R", "H"), sizes, v)[:2]
     shared = {"log_decay": log_decay, "frequency": frequency, "variance": variance, **options}
     names = ("process_noise", "key_noise", "query_noise", "nu", "temperature")
-    parts = zip(*(x.unbind(-1) for x in (*noises, *numbers)), strict=True)
+    parts = zip(*(x.unbind(-1) for x in (*noises, *weights)), strict=True)
     along, across = (attend(q, k, v, **dict(zip(names, part, strict=True)), **shared) for part in parts)
 
     dtype = belief_dtype(v.dtype)
     unit = normalize(direction.to(dtype), dim=-1)
     real, imaginary = unit.chunk(2, -1)
-    apart, mean = along.mean.to(dtype) - across.mean.to(dtype), across.mean.to(dtype)
+    difference, mean = along.mean.to(dtype) - across.mean.to(dtype), across.mean.to(dtype)
     for x in (unit, torch.cat([-imaginary, real], -1)):  # p and i p, as real vectors
-        mean = mean + (x * apart).sum(-1, keepdim=True) * x
+        mean = mean + (x * difference).sum(-1, keepdim=True) * x
     mean = mean.to(v.dtype)
     if along.variance is None or across.variance is None:
         return across._replace(mean=mean)
-    share = (real.square() + imaginary.square()).repeat(1, 1, 1, 2)
-    return across._replace(mean=mean, variance=across.variance + share * (along.variance - across.variance))
+    along_share = (real.square() + imaginary.square()).repeat(1, 1, 1, 2)
+    return across._replace(mean=mean, variance=across.variance + along_share * (along.variance - across.variance))

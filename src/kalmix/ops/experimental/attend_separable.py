@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kalmix.ops._additive.api import additive
-from kalmix.ops._attend.api import CLOCKS, check_channels, check_dynamics
-from kalmix.ops._attend.dynamics import Dynamics, turned
+from kalmix.ops._attend.api import TIME_DTYPES, check_channels, check_dynamics
+from kalmix.ops._attend.dynamics import Dynamics, rotate
 from kalmix.ops._shared.validation import check_tokens
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import check_dtype_and_device, check_range, check_shape
@@ -84,12 +84,12 @@ def attend_separable(
     """
     sizes, dynamics = check_tokens(v, v, v), Dynamics(log_decay, frequency, process_noise, key_noise, query_noise)
     check_channels(v, v, sizes)
-    check_dynamics("", dynamics, ("H C", "H C", "H C"), sizes, v, sure=False)
+    check_dynamics("", dynamics, ("H C", "H C", "H C"), sizes, v, positive_key_noise=False)
     dtype, heads = torch.float64, sizes["H"]
     if times is None:
         times = torch.arange(sizes["T"], device=v.device, dtype=torch.float64).expand(sizes["B"], -1)
     check_shape("times", times, "B T", sizes)
-    check_dtype_and_device("times", times, CLOCKS, v.device)
+    check_dtype_and_device("times", times, TIME_DTYPES, v.device)
     times = times.detach().double()
     if sizes["T"] > 0:
         times = times - times[:, :1]
@@ -100,18 +100,22 @@ def attend_separable(
     # float64 has the digits for that, if nothing is rounded between: so all numbers are widened once, here.
     dynamics = Dynamics(*(x.to(dtype) for x in dynamics))
     precision = SeparablePrecision.of(dynamics)
-    asked = torch.stack([precision.last, precision.first - precision.last], -1).flatten(0, 1)  # [H C, 2]
-    asked = asked.expand(*v.shape[:2], -1, -1)
-    fading = torch.stack([torch.zeros_like(precision.rate), -precision.rate], -1)
-    step, ones = steps.to(dtype)[..., None, None, None], torch.ones_like(asked)
+    query_terms = torch.stack([precision.last, precision.first - precision.last], -1).flatten(0, 1)  # [H C, 2]
+    query_terms = query_terms.expand(*v.shape[:2], -1, -1)
+    decay_terms = torch.stack([torch.zeros_like(precision.rate), -precision.rate], -1)
+    step, ones = steps.to(dtype)[..., None, None, None], torch.ones_like(query_terms)
 
-    def total(seen: Tensor, log_decay: Tensor) -> Tensor:
+    def weighted_sum(observed: Tensor, log_decay: Tensor) -> Tensor:
         """The sum of what was `seen` `[B, T, H C, *]`, weighed by its precision, decayed by `log_decay` `[H, C, 2]`."""
-        return additive(asked, ones, seen, log_decay=(log_decay * step).flatten(2, 3)).mean.unflatten(2, (heads, -1))
+        return additive(query_terms, ones, observed, log_decay=(log_decay * step).flatten(2, 3)).mean.unflatten(
+            2, (heads, -1)
+        )
 
-    still = turned(v.to(dtype), times, dynamics.frequency, forward=False)
-    evidence = total(still.unflatten(-1, (2, -1)).mT.flatten(2, 3), fading + dynamics.log_decay[..., None])
-    known = total(ones[..., :1], fading)  # [B, T, H, C, 1]; evidence is [B, T, H, C, 2]
-    mean = turned((evidence / known).mT.flatten(3), times, dynamics.frequency, forward=True)
-    variance = (1 / known).expand_as(evidence).mT.flatten(3)
+    rotated_v = rotate(v.to(dtype), times, dynamics.frequency, forward=False)
+    evidence = weighted_sum(
+        rotated_v.unflatten(-1, (2, -1)).mT.flatten(2, 3), decay_terms + dynamics.log_decay[..., None]
+    )
+    total_precision = weighted_sum(ones[..., :1], decay_terms)  # [B, T, H, C, 1]; evidence is [B, T, H, C, 2]
+    mean = rotate((evidence / total_precision).mT.flatten(3), times, dynamics.frequency, forward=True)
+    variance = (1 / total_precision).expand_as(evidence).mT.flatten(3)
     return Filtered(mean.to(v.dtype), variance.to(belief_dtype(v.dtype)), None)

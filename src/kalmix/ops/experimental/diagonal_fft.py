@@ -69,13 +69,13 @@ def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_deca
     evidence = _convolve(key * torch.exp(growth), (weight * v.to(dtype))[..., None, :])
 
     # Whether anything was seen is exact; the transform would return its rounding.
-    seen = (weight > 0).cummax(1).values[..., None, :] & (key != 0)
-    information = torch.where(seen, information, 1.0)
-    mean = torch.where(seen, evidence / information, 0.0)
-    variance = torch.where(seen, 1 / information, torch.inf)
-    read = (query * mean).sum(-2).to(v.dtype)
-    spread = torch.where(query != 0, query**2 * variance, 0.0).sum(-2)  # 0 times infinity is 0 here
-    return Filtered(read, spread, DiagonalBelief(mean[:, -1], variance[:, -1]))
+    observed = (weight > 0).cummax(1).values[..., None, :] & (key != 0)
+    information = torch.where(observed, information, 1.0)
+    mean = torch.where(observed, evidence / information, 0.0)
+    variance = torch.where(observed, 1 / information, torch.inf)
+    readout = (query * mean).sum(-2).to(v.dtype)
+    readout_variance = torch.where(query != 0, query**2 * variance, 0.0).sum(-2)  # 0 times infinity is 0 here
+    return Filtered(readout, readout_variance, DiagonalBelief(mean[:, -1], variance[:, -1]))
 
 
 def _convolve(kernel: Tensor, signal: Tensor) -> Tensor:

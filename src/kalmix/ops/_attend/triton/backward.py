@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kalmix.ops._attend.scores import Rules
+from kalmix.ops._attend.scores import ScoreConfig
 from kalmix.ops._attend.triton.block_masks import (
     LOOSE,
     all_seen,
@@ -339,7 +339,7 @@ def tiles_of_keys(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int
 
 def backward(
     to_mean: Tensor, to_certainty: Tensor, kept: list[Tensor], frequency: Tensor, frequency_of_values: Tensor,
-    times: Tensor, rank: Tensor, numbers: Tensor, rules: Rules, masked: bool, variance: bool, dtype: torch.dtype,
+    times: Tensor, rank: Tensor, numbers: Tensor, rules: ScoreConfig, masked: bool, variance: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, in `dtype`, of both frequencies and of numbers."""
     certainty, read, q, k, v, tops, totals, *surveys = kept

@@ -14,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._attend import kv_layout as lanes
-from kalmix.ops._attend.block_sizes import traits_of
+from kalmix.ops._attend.block_sizes import num_token_features
 from kalmix.ops._attend.triton.scores import TINY, after, between, load_model, through, variances
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.ptx import hardware
 
-NOWHERE = tl.constexpr(lanes.NOWHERE)
-OUTSIDE = tl.constexpr(2 * lanes.NOWHERE)  # the rank of what is no slot: nothing sees it
+NOWHERE = tl.constexpr(lanes.EMPTY_RANK)
+OUTSIDE = tl.constexpr(2 * lanes.EMPTY_RANK)  # the rank of what is no slot: nothing sees it
 BLOCKS = tl.constexpr(128)  # looked through at once
 LOOSE = ["tokens", "slots", "asked_blocks", "kept_blocks", "window", "H", "G"]  # numbers that must not compile anew
 
@@ -50,7 +50,7 @@ class Survey(NamedTuple):
         return self.traits[:, :, 0]
 
 
-rows_of = triton.constexpr_function(traits_of)
+rows_of = triton.constexpr_function(num_token_features)
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def surveyed(
 ) -> Survey:
     """Of x `[L, tokens, H, K]`, whose tokens are the last of `times` and `rank`, `[L, S]`; sizes are left out."""
     count, tokens, heads = x.shape[:3]
-    blocks, slots, rows = triton.cdiv(tokens, block), times.shape[1], traits_of(shared)
+    blocks, slots, rows = triton.cdiv(tokens, block), times.shape[1], num_token_features(shared)
     found = Survey(
         torch.empty(count, heads, rows, blocks * block, dtype=torch.float32, device=x.device),
         torch.empty(count, blocks, dtype=torch.float64, device=x.device),

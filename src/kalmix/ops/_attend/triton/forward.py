@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kalmix.ops._attend.block_sizes import block_size, strips_of
-from kalmix.ops._attend.scores import Rules
+from kalmix.ops._attend.block_sizes import block_size, split_value_width
+from kalmix.ops._attend.scores import ScoreConfig
 from kalmix.ops._attend.triton.block_masks import (
     LOOSE,
     all_seen,
@@ -173,7 +173,7 @@ class Shape(NamedTuple):
     compiled: dict[str, Any]
 
 
-def shape_of(q: Tensor, k: Tensor, v: Tensor, rules: Rules, masked: bool, variance: bool) -> Shape:
+def shape_of(q: Tensor, k: Tensor, v: Tensor, rules: ScoreConfig, masked: bool, variance: bool) -> Shape:
     (count, tokens, heads, width), (_, slots, own, value_width) = q.shape, v.shape
     block = block_size(slots)
     blocks = (triton.cdiv(tokens, block), triton.cdiv(slots, block))
@@ -181,7 +181,7 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor, rules: Rules, masked: bool, varian
     compiled = {
         "K": width, "P": max(16, triton.next_power_of_2(width)),
         "V": value_width, "W": max(16, triton.next_power_of_2(value_width)),
-        "BLOCK": block, "SHARED": rules.shared, "RATIONAL": rules.rational, "CAUSAL": rules.causal,
+        "BLOCK": block, "SHARED": rules.shared_dynamics, "RATIONAL": rules.rational, "CAUSAL": rules.causal,
         "MASKED": masked, "VARIANCE": variance, "PRECISION": precision(k.dtype), "PTX": hardware(),
     }  # fmt: skip
     return Shape((own, count), sizes, compiled)
@@ -204,7 +204,7 @@ def tiles_ahead(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, frequency: Tensor, frequency_of_values: Tensor, times: Tensor, rank: Tensor,
-    numbers: Tensor, rules: Rules, masked: bool, variance: bool, copied: bool, dtype: torch.dtype,
+    numbers: Tensor, rules: ScoreConfig, masked: bool, variance: bool, copied: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The mean; log of the precision; keys and values in float32 where `copied`; and, kept: what is read before it is
     turned back, float32, and q, k and v as they are turned, in `dtype`, values and what is read in strips; tops and
@@ -212,9 +212,9 @@ def forward(
     single = {"dtype": torch.float32, "device": k.device}
     copies = [torch.empty(x.shape if copied else (0,), **single) for x in (k, v)]
     times, rank, numbers = (x.contiguous() for x in (times, rank, numbers))
-    block, strips, width = block_size(k.shape[1]), *strips_of(v.shape[3], dtype)
-    asked = surveyed(q, times, rank, numbers, block, False, rules.shared)
-    kept = surveyed(k, times, rank, numbers, block, True, rules.shared)
+    block, strips, width = block_size(k.shape[1]), *split_value_width(v.shape[3], dtype)
+    asked = surveyed(q, times, rank, numbers, block, False, rules.shared_dynamics)
+    kept = surveyed(k, times, rank, numbers, block, True, rules.shared_dynamics)
     q = turned(q, times, frequency, False, dtype, asked.sizes, marks=1)
     k = turned(k, times, frequency, False, dtype, kept.sizes, copies[0], marks=1)
     value = turned(v, times, frequency_of_values, False, dtype, kept.sizes, copies[1], marks=2)
