@@ -124,7 +124,7 @@ def design_table() -> str:
     rows = ["| design | state | evidence | covariance | op |", "|---|---|---|---|---|"]
     for name, design in CATALOGUE.items():
         kind = design.covariance.kind
-        rows.append(f"| `{name}` | {design.transition.describe} | {design.evidence.kind} | {kind} | `{design.op}` |")
+        rows.append(f"| `{name}` | {design.transition.description} | {design.evidence.kind} | {kind} | `{design.op}` |")
     return "\n".join(rows)
 
 

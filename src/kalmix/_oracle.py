@@ -1,8 +1,8 @@
-"""The oracle: the defining recursion of any design, sequence by sequence, token by token, in float64.
+"""`kalmix.oracle`: the exact filter of any design, one token at a time, in float64.
 
-It is the specification that every kernel is held to, so it is written to be read, not to be fast. The recursion of an
-op (predict, update, read) is in its folder, `ops/_<op>/oracle.py`, and imports torch alone; this file applies it to
-sequences. It is differentiable.
+This is the specification that all kernels are tested against, so it is written for readability, not speed. The
+recursion of each op (predict, update, read) is in `ops/_<op>/oracle.py`, which imports torch only; this file applies it
+to sequences. All of it is differentiable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STORE: ContextVar[Store | None] = ContextVar("kalmix_oracle_store", default=Non
 
 @contextmanager
 def transform_stored_beliefs(store: Store) -> Iterator[None]:
-    """Replace the belief after each token by `store(belief)`, which may round it as a smaller dtype does."""
+    """Apply `store` to the belief after each token in calls of `oracle`, for example to round it to a smaller dtype."""
     token = _STORE.set(store)
     try:
         yield
@@ -47,36 +47,52 @@ def oracle(
     segments: Segments | None = None,
     **signals: Any,
 ) -> Filtered:
-    """Filter any design by its definition.
+    """Filter sequences under a design by its defining recursion, in float64.
+
+    Use it to check a kernel or a new design. For the same inputs `kalmix.filter` returns the same result, up to
+    rounding and, for `ridge`, the error of its solver, since the oracle solves exactly.
 
     Args:
-        design: what is assumed.
-        q, k: `[B, T, H, K]`; v: `[B, T, G, V]`; any floating dtype, computed in float64.
-        belief: prior with leading axis N, the design's default if absent.
-        variance: also return the variance of the read-out, `[B, T, G, V]`, or `[B, T, G, 1]` where one serves all.
-        segments: which tokens form which sequence; each batch row one if absent.
-        signals: what the design takes beside q, k, v (`design.signals`), per token `[B, T, ...]` or, for
-            transitions per cell, time-invariant `[G, K, V]`, or in time `[H]` and `[H, C]`. A `matrix` is
-            `[B, T, G, K, K]`. Also the design's options (`design.options`), of which a solver changes nothing: the
-            solution is exact.
+        design: model of the state and of the observations.
+        q: queries `[B, T, H, K]`, of any floating-point dtype.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, G, V]`; G is a multiple of H.
+        belief: belief to continue from, with N sequences; the op's prior by default.
+        variance: also return the variance of the read-out.
+        segments: runs of tokens that form sequences; by default each batch row is one sequence.
+        **signals: the signals of the design (`design.signals`, `design.optional`), per token `[B, T, ...]`.
+            Time-invariant ones are `[G, K, V]` (transitions of cells) or `[H]` and `[H, C]` (transitions in continuous
+            time). A `matrix` is `[B, T, G, K, K]`. Also the design's options (`design.options`); `solver` has no
+            effect.
 
     Returns:
-        `Filtered`, all float64. Complexity: O(T) Python steps a sequence.
+        `Filtered` in float64: mean `[B, T, G, V]`, variance `[B, T, G, V]` or `[B, T, G, 1]` (or `None`), and belief.
 
     Raises:
-        DesignError: a signal is missing or not the design's, or the design has no variance.
+        DesignError: a signal is missing, or is not one of the design's, or the design has no variance.
+
+    Complexity: one Python step per token.
+
+    Example:
+        >>> from kalmix import designs
+        >>> q, k, v = (torch.randn(1, 8, 1, 4) for _ in range(3))
+        >>> signals = {"obs_noise": torch.rand(1, 8, 1) + 0.1, "reset": torch.ones(1, 8, 1)}
+        >>> exact = kalmix.oracle(designs.DELTANET, q, k, v, **signals)
+        >>> fast = kalmix.filter(designs.DELTANET, q, k, v, **signals)
+        >>> exact.mean.dtype, torch.allclose(exact.mean.float(), fast.mean, atol=1e-5)
+        (torch.float64, True)
     """
     signals = {name: x for name, x in signals.items() if x is not None}
     design.check(signals, variance)
     op = OPS[design.op]
-    recursion, told = op.recursion, {name: signals.pop(name) for name in design.options if name in signals}
+    recursion, options = op.recursion, {name: signals.pop(name) for name in design.options if name in signals}
     q, k = q.double(), k.double()
     if not recursion.shares_keys:
         q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for x in (q, k))
     invariant = [name for name in recursion.invariant if name in signals and signals[name].ndim <= 3]
-    everywhere = told | {name: signals[name].double() for name in invariant}
+    shared = options | {name: signals[name].double() for name in invariant}
     per_token = {"q": q, "k": k, "v": v.double()}
-    per_token |= {name: x.double() for name, x in signals.items() if name not in everywhere}
+    per_token |= {name: x.double() for name, x in signals.items() if name not in shared}
 
     segments = Segments.whole(v.shape[0], v.shape[1]) if segments is None else segments
     store = _STORE.get() or (lambda state: state)
@@ -87,23 +103,23 @@ def oracle(
         else:
             state = type(belief)(*(leaf[n].double() if leaf.is_floating_point() else leaf[n] for leaf in belief))
         for t in range(start, stop):
-            token = everywhere | {name: x[row, t] for name, x in per_token.items()}
+            token = shared | {name: x[row, t] for name, x in per_token.items()}
             state = store(op.belief(*recursion.update(recursion.predict(state, token), token)))
             means[row, t], variances[row, t] = recursion.read(state, token)
         finals.append(state)
 
-    def lay_out(reads: dict[tuple[int, int], Any], width: int) -> Tensor:
-        nothing = v.new_zeros(v.shape[2], width, dtype=torch.float64)
-        tokens = [reads.get((b, t), nothing) for b in range(v.shape[0]) for t in range(v.shape[1])]
-        return (torch.stack(tokens) if tokens else nothing[:0]).reshape(*v.shape[:3], width)
+    def assemble(reads: dict[tuple[int, int], Any], width: int) -> Tensor:
+        zero = v.new_zeros(v.shape[2], width, dtype=torch.float64)
+        tokens = [reads.get((b, t), zero) for b in range(v.shape[0]) for t in range(v.shape[1])]
+        return (torch.stack(tokens) if tokens else zero[:0]).reshape(*v.shape[:3], width)
 
     final = type(finals[0])(*(_stacked(leaf) for leaf in zip(*finals, strict=True))) if finals else belief
-    spread = lay_out(variances, v.shape[3] if recursion.columns else 1) if variance else None
-    return Filtered(lay_out(means, v.shape[3]), spread, final)
+    spread = assemble(variances, v.shape[3] if recursion.columns else 1) if variance else None
+    return Filtered(assemble(means, v.shape[3]), spread, final)
 
 
 def _stacked(leaves: tuple[Tensor, ...]) -> Tensor:
-    """One a sequence; of histories the shorter begin with slots that hold nothing."""
+    """Stack the beliefs of all sequences; pad shorter histories with empty slots in front."""
     longest = max(x.shape[0] for x in leaves)
-    nothing = 0.0 if leaves[0].is_floating_point() else -1
-    return torch.stack([pad(x, (0, 0) * (x.ndim - 1) + (longest - x.shape[0], 0), value=nothing) for x in leaves])
+    empty = 0.0 if leaves[0].is_floating_point() else -1
+    return torch.stack([pad(x, (0, 0) * (x.ndim - 1) + (longest - x.shape[0], 0), value=empty) for x in leaves])

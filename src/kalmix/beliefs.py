@@ -1,8 +1,13 @@
-"""Beliefs: what a filter knows, one type per algebra, mean first, leading axis sequences.
+"""Beliefs: the state of a filter, one type for each form of it. The first axis of every tensor is sequences.
 
-A belief is a `NamedTuple`, so it is immutable, a pytree wherever torch looks for one, and crosses
-`torch.compile` unharmed. `torch.load(weights_only=True)` loads a saved one. The three verbs below are all a cache
-or a beam search needs.
+A belief is a `NamedTuple`: immutable, a pytree for torch, and accepted by `torch.compile` and
+`torch.load(weights_only=True)`. It has three methods:
+
+- `take(index)` returns some of its sequences (int64 `[M]`), in any order, repeated or not: beam search, batching.
+- `to(...)` applies `Tensor.to` to its tensors.
+- `detach()` removes its autograd history: truncated backpropagation through time.
+
+In shapes, N is the number of sequences, H and G key and value heads, K and V key and value widths.
 """
 
 from __future__ import annotations
@@ -15,86 +20,117 @@ from torch import Tensor
 _B = TypeVar("_B", bound=tuple)
 
 
-def _take(belief: _B, index: Tensor) -> _B:
-    """The sequences `index` (int64 `[M]`) of a belief, in that order: reordering, repeating, dropping."""
-    return type(belief)(*(leaf.index_select(0, index) for leaf in belief))
+def take(belief: _B, index: Tensor) -> _B:
+    """Return the sequences `index` (int64 `[M]`) of a belief or layer state, in that order; they may repeat."""
+    return type(belief)(*(x.index_select(0, index) if isinstance(x, Tensor) else x.take(index) for x in belief))
 
 
-def _to(belief: _B, *args: Any, **kwargs: Any) -> _B:
-    """As `Tensor.to`, for every tensor of a belief."""
-    return type(belief)(*(leaf.to(*args, **kwargs) for leaf in belief))
+def to(belief: _B, *args: Any, **kwargs: Any) -> _B:
+    """Apply `Tensor.to` to every tensor of a belief or layer state; integer tensors keep their dtype."""
+
+    def move(x: Any) -> Any:
+        moved = x.to(*args, **kwargs)
+        return x.to(moved.device) if isinstance(x, Tensor) and not x.is_floating_point() else moved
+
+    return type(belief)(*map(move, belief))
 
 
-def _detach(belief: _B) -> _B:
-    """The same belief, cut from the graph (truncated backpropagation through time)."""
-    return type(belief)(*(leaf.detach() for leaf in belief))
+def detach(belief: _B) -> _B:
+    """Return a belief or layer state without its autograd history, for truncated backpropagation through time."""
+    return type(belief)(*(x.detach() for x in belief))
 
 
 def loadable(kind: type[_B]) -> type[_B]:
-    """Let `torch.load(weights_only=True)`, its default, load saved instances of a class of tensors; a decorator."""
+    """Allow `torch.load(weights_only=True)` to load instances of a class of tensors; a class decorator."""
     torch.serialization.add_safe_globals([kind])
     return kind
 
 
 @loadable
 class PointBelief(NamedTuple):
-    """A memory without doubt: `mean` `[N, G, K, V]`."""
+    """Memory matrix without uncertainty: the belief of `additive` and `delta`.
+
+    Attributes:
+        mean: `[N, G, K, V]`.
+
+    Example:
+        >>> from kalmix import PointBelief
+        >>> belief = PointBelief(torch.zeros(2, 1, 4, 8))
+        >>> belief.take(torch.tensor([1, 1, 0])).mean.shape
+        torch.Size([3, 1, 4, 8])
+    """
 
     mean: Tensor
 
-    take = _take
-    to = _to
-    detach = _detach
+    take = take
+    to = to
+    detach = detach
 
 
 @loadable
 class DiagonalBelief(NamedTuple):
-    """Independent Gaussians, one a cell: `mean` and `variance`, both `[N, G, K, V]`."""
+    """Independent Gaussian cells: the belief of `diagonal`.
+
+    Attributes:
+        mean: `[N, G, K, V]`, posterior mean of each cell.
+        variance: `[N, G, K, V]`, its posterior variance.
+    """
 
     mean: Tensor
     variance: Tensor
 
-    take = _take
-    to = _to
-    detach = _detach
+    take = take
+    to = to
+    detach = detach
 
 
 @loadable
 class DenseBelief(NamedTuple):
-    """Gaussian columns that share a covariance: `mean` `[N, G, K, V]`, `covariance` `[N, G, K, K]`, symmetric."""
+    """Gaussian memory whose columns share one covariance: the belief of `dense`.
+
+    Attributes:
+        mean: `[N, G, K, V]`, posterior mean.
+        covariance: `[N, G, K, K]`, posterior covariance of every column; symmetric.
+    """
 
     mean: Tensor
     covariance: Tensor
 
-    take = _take
-    to = _to
-    detach = _detach
+    take = take
+    to = to
+    detach = detach
 
 
 @loadable
 class RidgeBelief(NamedTuple):
-    """Weighted sums over the past: `cross` `[N, G, K, V]` of keys and values, `gram` `[N, G, K, K]` of keys alone."""
+    """Discounted sums over past tokens, the sufficient statistics of ridge regression: the belief of `ridge`.
+
+    Attributes:
+        cross: `[N, G, K, V]`, sum of key times value.
+        gram: `[N, G, K, K]`, sum of key times key.
+    """
 
     cross: Tensor
     gram: Tensor
 
-    take = _take
-    to = _to
-    detach = _detach
+    take = take
+    to = to
+    detach = detach
 
 
 @loadable
 class HistoryBelief(NamedTuple):
-    """All that was seen, or what a window still shows of it, in S slots that may be empty.
+    """Keys, values and times of past tokens, like a key-value cache: the belief of `attend`.
+
+    It has S slots for each sequence, some of which may be empty. Sequences packed into one batch row share slots
+    without a copy; each has its own `positions`.
 
     Attributes:
-        keys: `[N, S, H, K]`, as they were given.
-        values: `[N, S, G, V]`, as they were given.
-        times: float64 `[N, S]`, so that a clock's seconds lose nothing.
-        positions: int64 `[N, S]`, which token of its sequence a slot holds, counted from 0; -1 where it holds none,
-            and then nothing is to be made of its key, value and time. They grow from slot to slot.
-
-    Sequences packed into one row share its slots, uncopied, each with its own positions.
+        keys: `[N, S, H, K]`.
+        values: `[N, S, G, V]`.
+        times: float64 `[N, S]`, so that timestamps in seconds keep their precision.
+        positions: int64 `[N, S]`, index of the token in its sequence, from 0, increasing along S; -1 for an empty slot,
+            whose key, value and time have no meaning.
     """
 
     keys: Tensor
@@ -102,28 +138,31 @@ class HistoryBelief(NamedTuple):
     times: Tensor
     positions: Tensor
 
-    take = _take
-    detach = _detach
+    take = take
+    detach = detach
 
     def to(self, *args: Any, **kwargs: Any) -> HistoryBelief:
-        """As `Tensor.to`; times and positions keep their dtypes."""
+        """Apply `Tensor.to` to keys and values; times and positions change device only, not dtype."""
         keys, values = (x.to(*args, **kwargs) for x in self[:2])
         return HistoryBelief(keys, values, self.times.to(keys.device), self.positions.to(keys.device))
 
     @property
     def lengths(self) -> Tensor:
-        """How many tokens each sequence holds, `[N]`."""
+        """Number of stored tokens of each sequence, `[N]`."""
         return (self.positions >= 0).sum(1)
 
     def newest(self, count: int) -> HistoryBelief:
-        """The last `count` tokens of every sequence, or all, side by side in the last slots."""
+        """Return the last `count` tokens of every sequence (or all, if it has fewer), aligned to the last slots."""
         empty_first = self.positions.argsort(dim=1, stable=True)
         slots = empty_first[:, max(0, self.positions.shape[1] - count) :]
         row = torch.arange(slots.shape[0], device=slots.device)[:, None]
         return HistoryBelief(*(leaf[row, slots] for leaf in self))
 
     def compact(self) -> HistoryBelief:
-        """As many slots as the longest sequence holds tokens, 0 in empty ones; looks at values: a GPU is waited for."""
+        """Keep as many slots as the longest sequence has tokens, and set empty ones to 0.
+
+        Reads values, so it synchronises a GPU.
+        """
         keys, values, times, positions = self.newest(int(self.lengths.max()) if self.positions.numel() else 0)
         held = positions >= 0
         keys, values = (torch.where(held[..., None, None], x, 0) for x in (keys, values))

@@ -1,4 +1,4 @@
-"""Files that may hold anything when read, and are written whole or not at all; locks on folders; format versions."""
+"""File access that survives crashes and hostile contents: atomic writes, locks on folders, format versions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from filelock import FileLock, Timeout
 from kalmix.errors import ArgumentError, FileError, FormatError
 
 _T = TypeVar("_T", dict[str, Any], list[Any])
-PARTIAL = ".kalmix-partial."  # prefix of temporary files; no other program has it
-MAX_DEPTH = 64  # levels of lists and mappings inside each other; our own files have six at most
-FORMAT = 2  # of checkpoints, recipes, results and configurations
+PARTIAL = ".kalmix-partial."  # prefix of temporary files, unique to kalmix
+MAX_DEPTH = 64  # levels of nested lists and mappings; files of kalmix have at most six
+FORMAT = 2  # version of checkpoints, recipes, results and configurations
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-_CODE = re.compile(r"\(os error (\d+)\)")  # as libraries in Rust report an errno
-_TORCH = re.compile(r"inline_container\.cc|iostream error")  # as `torch.save` reports any failure
-_SPARE = 1 << 16  # bytes; a disk with less free space is full
+_CODE = re.compile(r"\(os error (\d+)\)")  # errno in the messages of Rust libraries
+_TORCH = re.compile(r"inline_container\.cc|iostream error")  # message of `torch.save` for any failure
+_SPARE = 1 << 16  # bytes; a disk with less free space counts as full
 
 
 def check_format(found: Mapping[str, Any], path: Path, *, oldest: int = 0) -> None:
@@ -46,9 +46,9 @@ def check_format(found: Mapping[str, Any], path: Path, *, oldest: int = 0) -> No
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise every failure of the disk under `path` as an `OSError` that names a file or `path` itself.
+    """Convert every disk failure inside a `with` block to an `OSError` that names a file or `path`.
 
-    PyTorch raises a `RuntimeError` on a full disk, safetensors and tokenizers exceptions of their own.
+    On a full disk PyTorch raises a `RuntimeError`, safetensors and tokenizers exceptions of their own.
     """
     try:
         yield
@@ -56,7 +56,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         if error.filename is not None or error.errno not in _DISK:
             raise
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
-    except ValueError:  # a mistake of the caller, not the disk's, however full it is
+    except ValueError:  # an error of the caller, even if the disk is full
         raise
     except Exception as error:
         reason = _disk_error(error, path)
@@ -66,12 +66,12 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def _disk_error(error: Exception, path: Path) -> int | None:
-    """Return the errno behind an exception of a library, or None if it is not the disk's."""
+    """Return the errno behind an exception of a library, or `None` if the disk did not cause it."""
     code = _CODE.search(str(error))
     if code is not None:
         return int(code[1]) if int(code[1]) in _DISK else None
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    disk = os.statvfs(there)
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    disk = os.statvfs(existing)
     if disk.f_bavail * disk.f_frsize < _SPARE:
         return errno.ENOSPC
     return errno.EIO if _TORCH.search(str(error)) else None
@@ -79,7 +79,7 @@ def _disk_error(error: Exception, path: Path) -> int | None:
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file; when it is written and on the disk, rename it to `path`.
+    """Yield a temporary path to write to; on success, flush it to disk and rename it to `path`.
 
     Readers see the old file or the new one. If writing fails, the old file stays. If this process is killed, the
     temporary file stays until `path` is written again or `lock_folder` removes it. One process at a time may write
@@ -98,13 +98,13 @@ def replace_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` in UTF-8, replacing an older file at once."""
+    """Write `text` to `path` in UTF-8, replacing an older file atomically."""
     with replace_file(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's contents, or a folder's entries, are on the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -113,19 +113,19 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until all files of a folder, and of those in it, are on the disk."""
+    """Flush all files of a folder and its subfolders to disk."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
 
 
 @contextmanager
 def lock_folder(output: Path) -> Iterator[None]:
-    """Hold the lock of an output folder. The kernel releases it when this process ends, however it ends.
+    """Lock an output folder inside a `with` block, and remove temporary files that killed processes left in it.
 
-    Removes temporary files that killed processes left there.
+    The operating system releases the lock when this process ends, for whatever reason.
 
     Raises:
-        ArgumentError: another process holds it.
+        ArgumentError: another process holds the lock.
     """
     output.mkdir(parents=True, exist_ok=True)
     try:
@@ -134,26 +134,27 @@ def lock_folder(output: Path) -> Iterator[None]:
                 partial.unlink(missing_ok=True)
             yield
     except Timeout:
-        expected = "a folder that no other run writes to; wait for that run, or choose another"
-        raise ArgumentError("output", got=f"{str(output)!r}, where a run is under way", expected=expected) from None
+        hint = "Wait for that run, or choose another folder"
+        got = f"{str(output)!r}, where a run is under way"
+        raise ArgumentError("output", got=got, expected="a folder that no other run writes to", hint=hint) from None
 
 
 def check_regular(path: Path) -> None:
-    """Check that `path` is a file that can be read to its end: no folder, FIFO, socket, device or loop of links.
+    """Check that `path` is a regular file: not a folder, FIFO, socket, device or loop of links.
 
     Raises:
-        FileError: it is none.
+        FileError: it is not, or is missing.
     """
     if not path.is_file():
-        there = path.exists() or path.is_symlink()
-        raise FileError(f"{path.name} is not a regular file" if there else f"{path.name} is missing")
+        exists = path.exists() or path.is_symlink()
+        raise FileError(f"{path.name} is not a regular file" if exists else f"{path.name} is missing")
 
 
 def read_text(path: Path) -> str:
     """Return the text of a UTF-8 file.
 
     Raises:
-        FileError: it is missing, cannot be read or is not UTF-8.
+        FileError: the file is missing, cannot be read or is not UTF-8.
     """
     check_regular(path)
     try:
@@ -167,8 +168,12 @@ def read_text(path: Path) -> str:
 def read_json(path: Path, kind: type[_T] = dict) -> _T:
     """Return the JSON object, or list, in a file.
 
+    Args:
+        path: the file.
+        kind: `dict` for an object, `list` for a list.
+
     Raises:
-        FileError: it is missing, cannot be read, or holds something else; or lists are nested deeper than `MAX_DEPTH`.
+        FileError: the file is missing, cannot be read, holds anything else, or is nested deeper than `MAX_DEPTH`.
     """
     text = read_text(path)
     try:
@@ -187,7 +192,7 @@ def read_json(path: Path, kind: type[_T] = dict) -> _T:
 
 
 def _is_deep(value: Any) -> bool:
-    """Return whether lists and mappings are nested deeper than `MAX_DEPTH`; without recursion."""
+    """Return whether lists and mappings are nested deeper than `MAX_DEPTH`, without recursion."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         lists = (held.values() if isinstance(held, dict) else held for held in level if isinstance(held, dict | list))

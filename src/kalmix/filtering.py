@@ -1,4 +1,4 @@
-"""`filter`: lower a design to its op, by the lowering in that op's folder, and call the op."""
+"""`kalmix.filter`: convert the signals of a design to the arguments of its op, and call the op."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kalmix.types import Filtered
 from kalmix.validation import check_shape
 
 
-def filter(  # noqa: A001 - it is what the library does
+def filter(  # noqa: A001 - the public name
     design: Design,
     q: Tensor,
     k: Tensor,
@@ -27,19 +27,45 @@ def filter(  # noqa: A001 - it is what the library does
     kernel: str | None = None,
     **signals: Any,
 ) -> Filtered:
-    """Filter a sequence under a design: lower it to its op, with that op's contract.
+    """Filter sequences under a design.
+
+    The design determines the op (`design.op`); its signals are converted to the arguments of that op, for example noise
+    variances to gains (Table 1 of Memory by Design). The result is exact for the design, up to rounding and, for
+    `ridge`, the solver.
 
     Args:
-        design: what is assumed, from `kalmix.designs` or your own.
-        q, k: `[B, T, H, K]`; v: `[B, T, G, V]`.
-        belief, variance, segments, kernel: as the op takes them.
-        signals: what the design takes beside q, k, v (`design.signals`): variances (`obs_noise`, `write_variance`
-            and `reset` > 0) and log-decays, `[B, T, G]` or as the op takes them. `reset` is `[B, T, G]`, times the
-            identity, or a diagonal `[B, T, G, K]`. Also the design's options (`design.options`), as its op takes them.
+        design: model of the state and of the observations, from `kalmix.designs` or your own.
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, G, V]`; G is a multiple of H.
+        belief: belief to continue from, with N sequences; the op's prior by default.
+        variance: also return the variance of the read-out.
+        segments: runs of tokens that form sequences; by default each batch row is one sequence.
+        kernel: name of a kernel of the op; by default chosen by device, dtype and shape.
+        **signals: the signals in `design.signals` are required, those in `design.optional` are not. Variances
+            (`obs_noise`, `write_variance`, `reset`: > 0; `process_noise`: >= 0) and log-decays (<= 0) are `[B, T, G]`
+                or
+            as the op accepts them; `reset` may also be a diagonal, `[B, T, G, K]`. Arguments in `design.options`, such
+            as `ridge` and `solver`, are passed to the op.
+
+    Returns:
+        `Filtered`: mean `[B, T, G, V]`, variance (or `None`) and the belief after the last token of each sequence.
 
     Raises:
-        DesignError: a signal is missing or not the design's, or the design has no variance, or no op for a matrix.
-        ArgumentError: as the op raises it.
+        DesignError: a signal is missing, or is not one of the design's; `variance` is requested of a design without
+            one; or the transition is a matrix, which no op supports (`kalmix.oracle` does).
+        ArgumentError: a tensor has the wrong shape, dtype, device or values.
+        KernelError: the requested kernel does not support the call.
+
+    Complexity: that of the op; linear in T except for `attend`.
+
+    Example:
+        >>> from kalmix import designs
+        >>> q, k, v = (torch.randn(1, 32, 2, 8) for _ in range(3))
+        >>> log_decay, noise = -torch.rand(1, 32, 2), torch.rand(1, 32, 2) + 0.1
+        >>> y = kalmix.filter(designs.GATED_DELTANET, q, k, v, log_decay=log_decay, obs_noise=noise, reset=noise)
+        >>> y.mean.shape
+        torch.Size([1, 32, 2, 8])
     """
     options = {"belief": belief, "segments": segments, "kernel": kernel}
     if design.has_variance:
@@ -50,10 +76,20 @@ def filter(  # noqa: A001 - it is what the library does
 
 
 def lower(design: Design, k: Tensor, v: Tensor, signals: Signals) -> Signals:
-    """The signals of a design as its op takes them: noises become gains (Table 1 of Memory by Design).
+    """Convert the signals of a design to the arguments of its op (Table 1 of Memory by Design: noises become gains).
+
+    Args:
+        design: the design.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, G, V]`.
+        signals: signals by name; `None` means absent.
+
+    Returns:
+        Arguments of the op beside q, k and v.
 
     Raises:
-        DesignError: a signal is missing or not the design's, or no op takes its transition.
+        DesignError: a signal is missing, or is not one of the design's, or no op supports its transition.
+        ArgumentError: a signal is not a tensor, or keys and values do not match.
     """
     signals = {name: x for name, x in signals.items() if x is not None}
     design.check(signals)
@@ -63,7 +99,7 @@ def lower(design: Design, k: Tensor, v: Tensor, signals: Signals) -> Signals:
     check_heads(sizes)
     for name in (*design.signals, *design.optional):
         if name in signals and not isinstance(signals[name], Tensor):
-            raise ArgumentError(name, got=type(signals[name]).__name__, expected="a tensor")
+            raise ArgumentError(name, got=f"a {type(signals[name]).__name__}", expected="a tensor")
     if "matrix" in signals:
-        raise DesignError("no op takes a transition by a matrix; kalmix.oracle does")
+        raise DesignError("no op supports a transition by a matrix; use kalmix.oracle")
     return OPS[design.op].lower(k, v, signals)

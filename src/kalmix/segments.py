@@ -1,8 +1,4 @@
-"""Packed geometry: which tokens of a batch belong to which sequence.
-
-A sequence is one contiguous run of one batch row. Packing and padding are the same thing seen from two sides,
-and both reach an op only as `Segments`; kernels see `Tiles`, the runs cut into equal pieces.
-"""
+"""Packing and padding: `Segments` lists the runs of tokens that form sequences; `Tiles` splits them for kernels."""
 
 from __future__ import annotations
 
@@ -16,58 +12,87 @@ from kalmix.validation import can_check_values, check_dtype_and_device, check_sh
 
 
 class Segments(NamedTuple):
-    """Runs of tokens: `rows` is int32 `[N, 3]`, each (batch row, start, stop), runs of a row not overlapping.
+    """Runs of tokens that form sequences, for packed and padded batches.
 
-    Tokens outside every run leave beliefs untouched, read out 0 and have no gradient, whatever they hold. NaN, infinity
-    and overflow in one run reach no other. Within a run, NaN and infinity in inputs reach no earlier token, except in
-    Triton and CUDA kernels, where they may reach earlier tokens of the same tile.
+    A sequence is one contiguous run of tokens in one batch row; runs of a row must not overlap, and may be empty. With
+    segments, beliefs have one entry per run, in the order of `rows`.
 
-    A run may be empty (start = stop). Beliefs have one entry a run, in the order of `rows`.
+    Tokens outside every run do not change beliefs, give a read-out of 0 and have zero gradient, whatever they contain.
+    NaN and infinity in one run do not reach other runs. Inside a run they do not reach earlier tokens, except in Triton
+    and CUDA kernels, where they may reach earlier tokens of the same tile.
 
-    Every constructor checks: shape and dtype always, values where they may be looked at (`kalmix.validation`).
-    Functions
-    that map over trees of tensors may put other objects in the place of `rows`; ops refuse those.
+    Constructors check shape and dtype always, and values where `kalmix.validation` allows it.
+
+    Args:
+        rows: int32 `[N, 3]`, (batch row, start, stop) of each run; `stop` is exclusive.
 
     Raises:
         ArgumentError: `rows` is not int32 `[N, 3]`, an entry is negative, a run stops before it starts, or runs
             overlap.
+
+    Example:
+        >>> from kalmix import Segments, ops
+        >>> packed = Segments.packed(torch.tensor([0, 3, 8]))  # two sequences, of 3 and 5 tokens
+        >>> x = torch.randn(1, 8, 1, 4)
+        >>> ops.additive(x, x, x, segments=packed).belief.mean.shape
+        torch.Size([2, 1, 4, 4])
+        >>> Segments.padded(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])).rows.tolist()
+        [[0, 2, 4], [1, 0, 4]]
     """
 
     rows: Tensor
 
     @classmethod
     def of(cls, rows: Tensor) -> Segments:
-        """Build segments from int32 or int64 `[N, 3]` rows.
+        """Build segments from rows that may be int64.
+
+        Args:
+            rows: int32 or int64 `[N, 3]`, (batch row, start, stop) of each run.
 
         Raises:
-            ArgumentError: as the class does.
+            ArgumentError: see the class.
         """
         return cls(rows.to(torch.int32) if isinstance(rows, Tensor) and rows.dtype == torch.int64 else rows)
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor) -> Segments:
-        """Sequences laid end to end in one batch row: `cu_seqlens` is `[N + 1]`, 0 first, not decreasing."""
+        """Build segments of sequences that are concatenated in one batch row.
+
+        Args:
+            cu_seqlens: int32 or int64 `[N + 1]`, cumulative lengths: sequence n is tokens `cu_seqlens[n]` to
+                `cu_seqlens[n + 1]`. The first entry is 0.
+
+        Raises:
+            ArgumentError: it is not an integer tensor `[N + 1]`, does not begin with 0, or decreases.
+        """
         if not isinstance(cu_seqlens, Tensor):
             raise ArgumentError("cu_seqlens", got=f"a {type(cu_seqlens).__name__}", expected="an int32 tensor [N + 1]")
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ArgumentError(
-                "cu_seqlens", got=f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}", expected="int32 of shape [N + 1]"
+                "cu_seqlens",
+                problem=f"has dtype {cu_seqlens.dtype} and shape {list(cu_seqlens.shape)}",
+                expected="int32 [N + 1]",
             )
         if can_check_values(cu_seqlens) and (int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any())):
-            raise ArgumentError("cu_seqlens", got=cu_seqlens.tolist(), expected="0 first and not decreasing")
+            raise ArgumentError(
+                "cu_seqlens", got=cu_seqlens.tolist(), expected="non-decreasing lengths that begin with 0"
+            )
         start, stop = cu_seqlens[:-1], cu_seqlens[1:]
         return segments_without_checks(torch.stack([torch.zeros_like(start), start, stop], dim=1).to(torch.int32))
 
     @classmethod
     def padded(cls, mask: Tensor) -> Segments:
-        """One sequence a row from a padding mask `[B, T]`, true (or 1) at tokens; padding left, right or both.
+        """Build segments from a padding mask: one sequence per batch row, padded on the left, right or both sides.
+
+        Args:
+            mask: `[B, T]`, nonzero (or True) at tokens and 0 at padding.
 
         Raises:
-            ArgumentError: a hole, that is padding between two tokens of a row.
+            ArgumentError: it is not a tensor `[B, T]`, or has padding between two tokens of a row.
         """
         if not isinstance(mask, Tensor) or mask.ndim != 2:
-            got = list(mask.shape) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-            raise ArgumentError("mask", got=got, expected="a tensor [B, T]")
+            problem = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+            raise ArgumentError("mask", problem=problem, expected="a tensor [B, T]")
         mask = mask != 0
         count = mask.sum(1)
         start = mask.int().argmax(1) if mask.shape[1] else count
@@ -84,7 +109,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def whole(cls, batch: int, length: int, device: torch.device | str | None = None) -> Segments:
-        """Every batch row one sequence: what `segments=None` means."""
+        """Build segments in which every batch row is one sequence, as `segments=None` means."""
         row = torch.arange(batch, device=device)
         return segments_without_checks(
             torch.stack([row, torch.zeros_like(row), torch.full_like(row, length)], dim=1).to(torch.int32)
@@ -92,50 +117,67 @@ class Segments(NamedTuple):
 
     @property
     def count(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """N, the number of sequences."""
+        """Number of sequences, N."""
         return self.rows.shape[0]
 
     def cpu(self) -> Segments:
-        """Return the same runs on the CPU; checks the values of those that come from a GPU."""
+        """Return the same runs on the CPU. The values of runs that were on a GPU are checked."""
         return self if self.rows.is_cpu else Segments(self.rows.cpu())
 
     def segment_ids(self, batch: int, length: int) -> Tensor:
-        """The sequence each token belongs to, int64 `[B, T]`, -1 for none; O(B T log N), no host sync."""
+        """Return the index of the sequence of each token, int64 `[B, T]`; -1 for tokens outside every run.
+
+        Complexity: O(B T log N), without a synchronisation.
+
+        Args:
+            batch: B.
+            length: T.
+        """
         token = torch.arange(batch * length, device=self.rows.device)
         if self.count == 0:
             return torch.full_like(token, -1).view(batch, length)
         row, start, stop = self.rows.long().unbind(1)
-        begin = torch.where(stop > start, row * length + start, batch * length)  # empty runs own nothing, and lie last
+        begin = torch.where(
+            stop > start, row * length + start, batch * length
+        )  # empty runs hold no token; sort them last
         order = begin.argsort()
         segment_ids = order[(torch.searchsorted(begin[order], token, right=True) - 1).clamp(min=0)]
         inside = (token >= begin[segment_ids]) & (token < row[segment_ids] * length + stop[segment_ids])
         return torch.where(inside, segment_ids, -1).view(batch, length)
 
     def tiles(self, batch: int, length: int, size: int) -> Tiles:
-        """The runs cut into tiles of at most `size` tokens, none spanning two runs; O(tiles), no host sync."""
+        """Split the runs into tiles of at most `size` tokens, none of which spans two runs.
+
+        Complexity: O(P) for P = B T // size + N tiles, without a synchronisation.
+
+        Args:
+            batch: B.
+            length: T.
+            size: most tokens of a tile.
+        """
         if self.count == 0:
-            none = self.rows.new_zeros(0, dtype=torch.int64)
-            return Tiles(none, none, none, none.bool(), none)
+            empty = self.rows.new_zeros(0, dtype=torch.int64)
+            return Tiles(empty, empty, empty, empty.bool(), empty)
         row, start, stop = self.rows.long().unbind(1)
-        pieces = (stop - start + size - 1) // size
-        ends = pieces.cumsum(0)
+        tiles = (stop - start + size - 1) // size
+        ends = tiles.cumsum(0)
         index = torch.arange(batch * length // size + self.count, device=self.rows.device)
         sequence = torch.searchsorted(ends, index, right=True)
         used = sequence < self.count
         segment_ids = sequence.clamp(max=self.count - 1)
-        within = index - (ends - pieces)[segment_ids]
+        within = index - (ends - tiles)[segment_ids]
         begin = start[segment_ids] + within * size
         return Tiles(
             sequence=torch.where(used, segment_ids, 0),
             token=torch.where(used, row[segment_ids] * length + begin, 0),
             count=torch.where(used, (stop[segment_ids] - begin).clamp(max=size), 0),
             first=used & (within == 0),
-            last=torch.where(pieces > 0, ends - 1, -1),
+            last=torch.where(tiles > 0, ends - 1, -1),
         )
 
 
 def segments_without_checks(rows: Tensor) -> Segments:
-    """Return segments of rows that were checked before or come from checked ones: for kernels and caches."""
+    """Build segments from int32 `[N, 3]` rows that are known to be valid; for kernels and caches."""
     return Segments._make((rows,))
 
 
@@ -143,35 +185,41 @@ def _check(self: Segments, rows: Tensor) -> None:
     if not isinstance(rows, Tensor):
         if isinstance(rows, list | tuple) or hasattr(rows, "__array__"):
             raise ArgumentError("segments", got=f"a {type(rows).__name__}", expected="an int32 tensor [N, 3]")
-        return  # such as the 0 that `torch.func.vmap` counts leaves with
+        return  # a placeholder of `torch.func.vmap`
     if rows.ndim != 2 or rows.shape[1] != 3 or rows.dtype != torch.int32:
-        raise ArgumentError("segments", got=f"{rows.dtype} {list(rows.shape)}", expected="int32 [N, 3]")
+        raise ArgumentError(
+            "segments", problem=f"has dtype {rows.dtype} and shape {list(rows.shape)}", expected="int32 [N, 3]"
+        )
     if not can_check_values(rows) or rows.numel() == 0:
         return
     batch, start, stop = rows.long().unbind(1)
     if bool((rows < 0).any()) or bool((stop < start).any()):
-        raise ArgumentError("segments", got=rows.tolist(), expected="(batch row, start, stop), 0 <= start <= stop")
+        raise ArgumentError(
+            "segments", got=rows.tolist(), expected="rows (batch row, start, stop) with 0 <= start <= stop"
+        )
     order = torch.argsort(start, stable=True)
     order = order[torch.argsort(batch[order], stable=True)]
     order = order[(stop > start)[order]]
-    ahead, behind = order[1:], order[:-1]
-    if bool(((batch[ahead] == batch[behind]) & (start[ahead] < stop[behind])).any()):
+    later, earlier = order[1:], order[:-1]
+    if bool(((batch[later] == batch[earlier]) & (start[later] < stop[earlier])).any()):
         raise ArgumentError("segments", got=rows.tolist(), expected="runs that do not overlap")
 
 
 torch.serialization.add_safe_globals([Segments])
-Segments.__init__ = _check  # pyright: ignore[reportAttributeAccessIssue] # the body of a NamedTuple may not define it
+Segments.__init__ = _check  # pyright: ignore[reportAttributeAccessIssue] # a NamedTuple cannot define it in its body
 
 
 class Tiles(NamedTuple):
-    """Runs cut into P tiles, those of a run consecutive and in order; P is a static bound, unused tiles last.
+    """Runs split into P tiles; the tiles of a run are consecutive and in order.
+
+    P is an upper bound known without reading values; unused tiles come last.
 
     Attributes:
-        sequence: int64 `[P]`, the run a tile belongs to (0 if unused).
-        token: int64 `[P]`, where its first token lies in the flattened `[B * T]` batch (0 if unused).
-        count: int64 `[P]`, how many tokens it holds; 0 if unused.
+        sequence: int64 `[P]`, sequence of each tile (0 if unused).
+        token: int64 `[P]`, index of its first token in the flattened batch `[B * T]` (0 if unused).
+        count: int64 `[P]`, number of its tokens (0 if unused).
         first: bool `[P]`, whether it is the first tile of its run.
-        last: int64 `[N]`, each run's last tile; -1 if the run is empty.
+        last: int64 `[N]`, index of each run's last tile (-1 if the run is empty).
     """
 
     sequence: Tensor
@@ -182,12 +230,18 @@ class Tiles(NamedTuple):
 
 
 def check_segments(segments: Segments | None, batch: int, length: int, device: torch.device) -> int:
-    """Check that segments fit a batch of `batch` rows and `length` tokens; return N, the number of sequences.
+    """Check that segments fit a batch of `batch` rows and `length` tokens, and return the number of sequences.
 
-    Without segments each row is one sequence. Values are checked where they may be looked at.
+    Without segments each batch row is one sequence.
+
+    Args:
+        segments: the segments, or `None`.
+        batch: B.
+        length: T.
+        device: device that their rows must be on.
 
     Raises:
-        ArgumentError: `segments` is no `Segments`, is on another device, or reaches beyond the batch.
+        ArgumentError: `segments` is not a `Segments`, is on another device, or exceeds the batch.
     """
     if segments is None:
         return batch
@@ -202,7 +256,7 @@ def check_segments(segments: Segments | None, batch: int, length: int, device: t
         if min(least) < 0 or row >= batch or stop > length:
             raise ArgumentError(
                 "segments",
-                got=f"up to batch row {row} and token {stop}",
-                expected=f"within batch {batch} and length {length}",
+                problem=f"extends to batch row {row} and token {stop}",
+                expected=f"rows below {batch} and at most {length} tokens",
             )
     return rows.shape[0]

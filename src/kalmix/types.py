@@ -1,4 +1,4 @@
-"""The shape of every answer."""
+"""Types shared by ops and layers: `Belief`, `Filtered`, and the dtype of beliefs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor
 
 @runtime_checkable
 class Belief(Protocol):
-    """What is known after some tokens: an immutable pytree of tensors whose leading axis is sequences."""
+    """Protocol of beliefs and layer states: an immutable pytree of tensors whose first axis is sequences.
+
+    Pass it to the next call to continue a sequence. See `kalmix.beliefs` for its methods.
+    """
 
     def take(self, index: Tensor) -> Self: ...
     def to(self, *args: Any, **kwargs: Any) -> Self: ...
@@ -18,23 +21,34 @@ class Belief(Protocol):
 
 
 class Filtered(NamedTuple):
-    """What every op returns.
+    """Output of every op, of `kalmix.filter`, `kalmix.oracle` and of a layer's `filter` method.
+
+    The shapes below are those of ops. Layers return `[B, T, D]`, and their state as `belief`.
 
     Attributes:
-        mean: `[B, T, G, V]`, the posterior mean of the read-out, in the dtype of the values.
-        variance: `[B, T, G, V]`, or `[B, T, G, 1]` where one value serves all columns; `None` unless asked for.
-            It is in the dtype of the belief: half precision would round small variances to nothing.
-        belief: the belief after the last token; pass it on to continue.
+        mean: `[B, T, G, V]`, posterior mean of the read-out at each token, in the dtype of the values; 0 at tokens that
+            belong to no sequence.
+        variance: `[B, T, G, V]`, posterior variance of the read-out, or `[B, T, G, 1]` if all columns share it; `None`
+            unless the call had `variance=True`. Its dtype is that of the belief, since half precision would round small
+            variances to 0.
+        belief: belief after the last token of each sequence. Pass it to the next call to continue.
+
+    Example:
+        >>> from kalmix import ops
+        >>> x = torch.randn(2, 16, 1, 4)
+        >>> mean, variance, belief = ops.additive(x, x, x)
+        >>> mean.shape, variance, belief.mean.shape
+        (torch.Size([2, 16, 1, 4]), None, torch.Size([2, 1, 4, 4]))
     """
 
     mean: Tensor
     variance: Tensor | None
-    belief: Any  # a Belief; named Any because type checkers cannot narrow a protocol inside a NamedTuple
+    belief: Any  # a Belief: type checkers cannot narrow a protocol inside a NamedTuple
 
 
-torch.serialization.add_safe_globals([Filtered])  # a saved one loads where only data may be
+torch.serialization.add_safe_globals([Filtered])  # for `torch.load(weights_only=True)`
 
 
 def belief_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Beliefs are float32 whatever the inputs are, and float64 where the inputs are."""
+    """Return the dtype of beliefs for inputs of `dtype`: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix import designs, ops
-from kalmix.beliefs import HistoryBelief, loadable
+from kalmix.beliefs import HistoryBelief, detach, loadable, take, to
 from kalmix.designs import Design
-from kalmix.layers.base import Mixer, check_state, detach, mask_outside, take, to
+from kalmix.layers.base import Mixer, check_state, mask_outside
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import StateDynamics

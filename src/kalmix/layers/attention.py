@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.beliefs import loadable
+from kalmix.beliefs import detach, loadable, take, to
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import Mixer, check_state, detach, mask_outside, take, to
+from kalmix.layers.base import Mixer, check_state, mask_outside
 from kalmix.layers.modules import RMSNorm, apply_rotary
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered

@@ -210,26 +210,6 @@ def check_state(state: Belief | None, kind: type[State], x: Tensor, segments: Se
     return state
 
 
-def take(state: State, index: Tensor) -> State:
-    """The sequences `index` of a state, in that order; a state's method."""
-    return type(state)(*(x.index_select(0, index) if isinstance(x, Tensor) else x.take(index) for x in state))
-
-
-def to(state: State, *args: Any, **kwargs: Any) -> State:
-    """As `Tensor.to`, for every tensor of a state (integers keep their dtype); a state's method."""
-
-    def move(x: Any) -> Any:
-        moved = x.to(*args, **kwargs)
-        return x.to(moved.device) if isinstance(x, Tensor) and not x.is_floating_point() else moved
-
-    return type(state)(*map(move, state))
-
-
-def detach(state: State) -> State:
-    """The same state, cut from the graph; a state's method."""
-    return type(state)(*(x.detach() for x in state))
-
-
 def mask_outside(x: Tensor, segment_ids: Tensor | None) -> Tensor:
     """`x` `[B, T, D]` with 0 at tokens that belong to no sequence (`owner` `[B, T]` below 0), whatever was there."""
     return x if segment_ids is None else torch.where((segment_ids >= 0)[..., None], x, 0)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix import designs, ops
-from kalmix.beliefs import DiagonalBelief, loadable
+from kalmix.beliefs import DiagonalBelief, detach, loadable, take, to
 from kalmix.designs import Design
-from kalmix.layers.base import Mixer, check_state, detach, mask_outside, take, to
+from kalmix.layers.base import Mixer, check_state, mask_outside
 from kalmix.layers.head_sizes import divide_state
 from kalmix.layers.modules import ShortConvolution, l2_normalize
 from kalmix.layers.parametrize import CellDynamics, observation_precision

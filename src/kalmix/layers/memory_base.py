@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.beliefs import loadable
-from kalmix.layers.base import Mixer, check_state, detach, mask_outside, take, to
+from kalmix.beliefs import detach, loadable, take, to
+from kalmix.layers.base import Mixer, check_state, mask_outside
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.modules import RMSNorm, ShortConvolution, l2_normalize, low_rank
 from kalmix.segments import Segments

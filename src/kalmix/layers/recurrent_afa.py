@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kalmix.beliefs import loadable
+from kalmix.beliefs import detach, loadable, take
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import detach, take
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import StateTransition, TrajectoryLayer, complex_heads

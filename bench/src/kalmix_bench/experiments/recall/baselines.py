@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kalmix.beliefs import detach, take, to
 from kalmix.errors import ArgumentError
 from kalmix.layers import MIXERS, Mixer
-from kalmix.layers.base import detach, take, to
 from kalmix.layers.head_sizes import divide_state
 from kalmix.segments import Segments
 from kalmix.types import Filtered
