@@ -24,99 +24,117 @@ from torch import Tensor
 
 from kalmix.ops._linear_memory.triton.forward import strides
 from kalmix.ops._ridge.solvers import MIN_NORM
-from kalmix.ops._ridge.triton.input_grads import pull_keys, pull_values
+from kalmix.ops._ridge.triton.input_grads import key_grads, value_grads
 from kalmix.ops._ridge.triton.solve import (
-    along,
-    block_of,
+    causal_decays,
+    decay_tables,
+    launch_plan,
     load_block,
-    load_numbers,
-    paced,
-    paths,
-    resolved,
-    shape_of,
+    load_token_scalars,
+    min_relative_ridge,
+    program_tile,
+    row_dot,
     solve,
-    store_numbers,
-    tile_here,
+    store_token_scalars,
+    value_block,
 )
-from kalmix.ops._ridge.triton.state_backward import retrace, retreat
+from kalmix.ops._ridge.triton.state_backward import cross_backward, gram_backward
 from kalmix.ops._shared.triton.compile_and_launch import Launch, launch_on_side_stream
 from kalmix.ops._shared.triton.tiles import LOOSE, load_per_token, load_rows, product, rows, store_rows
 
 
 @triton.jit(do_not_specialize=[*LOOSE, "iterations"])
-def resolve(
-    q, k, v, since, beyond, entering, gains, mix, grams, crosses, norms, solution, to_mean, to_read, adjoint,
-    to_q, to_mix, spreads, reads, owns, written, carried, table, length, tiles, iterations, level,
-    q_token, q_head, k_token, k_head, v_token, v_head, m_token, m_head, G, SHARE,
-    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
-    DECAYS: tl.constexpr, GAINS: tl.constexpr, MIXES: tl.constexpr, READS: tl.constexpr, ADAPTIVE: tl.constexpr,
-    CONJUGATE: tl.constexpr, MIN_NORM: tl.constexpr, PRECISION: tl.constexpr,
+def solve_adjoint(
+    q, k, v, log_decays, log_decay_remainders, entry_decays, gain_values, mix, grams, crosses, norms, solution,
+    grad_mean, grad_variance, adjoint, grad_q, grad_mix, norm_weights, read_terms, entry_terms, tile_weights,
+    entry_weights, tile_table, length, tiles, iterations, ridge_parameter, q_token, q_head, k_token, k_head, v_token,
+    v_head, m_token, m_head, G, SHARE,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUE_BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, MIX: tl.constexpr, READ_VARIANCE: tl.constexpr,
+    ADAPTIVE: tl.constexpr, CONJUGATE_GRADIENT: tl.constexpr, MIN_NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dmix, y and w of a tile's tokens; what H_0 and U_0 gave; how w H adds up, at the entry and on each token."""
-    KIND: tl.constexpr = grams.dtype.element_ty
-    head, token, count, row, slot = tile_here(table, length, tiles, G, SIZE, PACKED)
+    DTYPE: tl.constexpr = grams.dtype.element_ty
+    head, token, count, row, slot = program_tile(tile_table, length, tiles, G, SIZE, PACKED)
     if count <= 0:
         return
-    t, lane = tl.arange(0, SIZE), tl.arange(0, P)
+    t, dim = tl.arange(0, SIZE), tl.arange(0, P)
     q += token * q_token + head // SHARE * q_head
     solution += row * K
-    to_q += row * K
-    key = load_rows(k + token * k_token + head // SHARE * k_head, k_token, count, lane, K, SIZE)
-    decays, weight, fade = paths(since, beyond, entering, gains, slot, SIZE, DECAYS, GAINS)
-    weights = decays * weight[None, :]
-
-    given, asked = tl.zeros([SIZE, P], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
-    for start in range(0, V, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        grad = load_rows(to_mean + token * m_token + head * m_head, m_token, count, column, V, SIZE)
-        value = load_rows(v + token * v_token + head * v_head, v_token, count, column, V, SIZE)
-        cross = load_block(crosses + slot * K * V, lane, column, K, V)
-        given = product(grad, tl.trans(cross), PRECISION, given)
-        asked = product(grad, tl.trans(value), PRECISION, asked)
-    given *= fade[:, None]
-    x = load_rows(solution, G * K, count, lane, K, SIZE)
-    share = tl.full([SIZE], 1.0, tl.float32)
-    if MIXES:
-        share = load_per_token(mix + row, count, G, SIZE)
-        query = load_rows(q, q_token, count, lane, K, SIZE)
-    if DECAYS:
-        said = along(given, x, PRECISION)
-        if MIXES:
-            by_query = along(given, query, PRECISION)
-            said = by_query + share * (said - by_query)
-        store_numbers(reads, slot, said)
-    given = product((asked * weights).to(KIND), key, PRECISION, given)
-    kept = (1.0 - share)[:, None] * given
-    if MIXES:
-        said = along(given, x, PRECISION) - along(given, query, PRECISION)
-        tl.store(to_mix + row + t * G, said, mask=t < count)
-        given *= share[:, None]
-    if READS:
-        said = load_per_token(to_read + row, count, G, SIZE)[:, None]
-        given += said * load_rows(q, q_token, count, lane, K, SIZE).to(tl.float32)
-        kept += said * load_rows(solution, G * K, count, lane, K, SIZE).to(tl.float32)
-    if MIXES or READS:
-        store_rows(to_q, G * K, count, lane, kept, K, SIZE)
-
-    norm = load_numbers(norms, slot, SIZE)
-    gram = load_block(grams + slot * K * K, lane, lane, K, K)
-    y, weights = solve(
-        given, gram, key, weights, fade, norm, level, iterations, ADAPTIVE, CONJUGATE, MIN_NORM, PRECISION
+    grad_q += row * K
+    key = load_rows(k + token * k_token + head // SHARE * k_head, k_token, count, dim, K, SIZE)
+    decays, gain, entry_decay = causal_decays(
+        log_decays, log_decay_remainders, entry_decays, gain_values, slot, SIZE, DECAY, GAIN
     )
-    store_rows(adjoint + row * K, G * K, count, lane, y, K, SIZE)
-    x = load_rows(solution, G * K, count, lane, K, SIZE)
-    if DECAYS:
-        own = along(product(y.to(KIND), gram, PRECISION), x, PRECISION)
-        store_numbers(owns, slot, own * fade)
+    weights = decays * gain[None, :]
+
+    grad_x, value_scores = tl.zeros([SIZE, P], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
+    for start in range(0, V, VALUE_BLOCK):
+        column = start + tl.arange(0, VALUE_BLOCK)
+        grad = load_rows(grad_mean + token * m_token + head * m_head, m_token, count, column, V, SIZE)
+        value = load_rows(v + token * v_token + head * v_head, v_token, count, column, V, SIZE)
+        cross = load_block(crosses + slot * K * V, dim, column, K, V)
+        grad_x = product(grad, tl.trans(cross), PRECISION, grad_x)
+        value_scores = product(grad, tl.trans(value), PRECISION, value_scores)
+    grad_x *= entry_decay[:, None]
+    x = load_rows(solution, G * K, count, dim, K, SIZE)
+    share = tl.full([SIZE], 1.0, tl.float32)
+    if MIX:
+        share = load_per_token(mix + row, count, G, SIZE)
+        query = load_rows(q, q_token, count, dim, K, SIZE)
+    if DECAY:
+        dots = row_dot(grad_x, x, PRECISION)
+        if MIX:
+            by_query = row_dot(grad_x, query, PRECISION)
+            dots = by_query + share * (dots - by_query)
+        store_token_scalars(read_terms, slot, dots)
+    grad_x = product((value_scores * weights).to(DTYPE), key, PRECISION, grad_x)
+    grad_q_rows = (1.0 - share)[:, None] * grad_x
+    if MIX:
+        dots = row_dot(grad_x, x, PRECISION) - row_dot(grad_x, query, PRECISION)
+        tl.store(grad_mix + row + t * G, dots, mask=t < count)
+        grad_x *= share[:, None]
+    if READ_VARIANCE:
+        dots = load_per_token(grad_variance + row, count, G, SIZE)[:, None]
+        grad_x += dots * load_rows(q, q_token, count, dim, K, SIZE).to(tl.float32)
+        grad_q_rows += dots * load_rows(solution, G * K, count, dim, K, SIZE).to(tl.float32)
+    if MIX or READ_VARIANCE:
+        store_rows(grad_q, G * K, count, dim, grad_q_rows, K, SIZE)
+
+    norm = load_token_scalars(norms, slot, SIZE)
+    gram = load_block(grams + slot * K * K, dim, dim, K, K)
+    y, weights = solve(
+        grad_x,
+        gram,
+        key,
+        weights,
+        entry_decay,
+        norm,
+        ridge_parameter,
+        iterations,
+        ADAPTIVE,
+        CONJUGATE_GRADIENT,
+        MIN_NORM,
+        PRECISION,
+    )
+    store_rows(adjoint + row * K, G * K, count, dim, y, K, SIZE)
+    x = load_rows(solution, G * K, count, dim, K, SIZE)
+    if DECAY:
+        entry_term = row_dot(product(y.to(DTYPE), gram, PRECISION), x, PRECISION)
+        store_token_scalars(entry_terms, slot, entry_term * entry_decay)
     if ADAPTIVE:
-        spread = -tl.maximum(level, resolved(KIND)) * along(y, x, PRECISION) / tl.where(norm > MIN_NORM, norm, 1.0)
-        store_numbers(spreads, slot, spread)
-        store_numbers(written, slot, tl.sum(weights * (fade * spread)[:, None], 0))
-        tl.store(carried + slot, tl.sum(fade * fade * spread, 0))
-    if MIXES or READS:
+        norm_weight = (
+            -tl.maximum(ridge_parameter, min_relative_ridge(DTYPE))
+            * row_dot(y, x, PRECISION)
+            / tl.where(norm > MIN_NORM, norm, 1.0)
+        )
+        store_token_scalars(norm_weights, slot, norm_weight)
+        store_token_scalars(tile_weights, slot, tl.sum(weights * (entry_decay * norm_weight)[:, None], 0))
+        tl.store(entry_weights + slot, tl.sum(entry_decay * entry_decay * norm_weight, 0))
+    if MIX or READ_VARIANCE:
         tl.debug_barrier()
-        y += load_rows(to_q, G * K, count, lane, K, SIZE).to(tl.float32)
-    store_rows(to_q, G * K, count, lane, y, K, SIZE)
+        y += load_rows(grad_q, G * K, count, dim, K, SIZE).to(tl.float32)
+    store_rows(grad_q, G * K, count, dim, y, K, SIZE)
 
 
 def backward(
@@ -131,72 +149,93 @@ def backward(
     grams: Tensor,
     crosses: Tensor,
     segments: Tensor | None,
-    to_mean: Tensor,
-    to_read: Tensor | None,
-    to_cross: Tensor,
-    to_gram: Tensor,
+    grad_mean: Tensor,
+    grad_variance: Tensor | None,
+    grad_cross: Tensor,
+    grad_gram: Tensor,
     adaptive: bool,
-    level: float,
-    conjugate: bool,
+    ridge_parameter: float,
+    conjugate_gradient: bool,
     iterations: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, log_decay, gain, mix (of size 0 where there is none) and the prior U and H."""
-    (batch, length, shared, width), heads = k.shape, v.shape[2]
-    s = shape_of(k, v, segments, size)
-    q, k, v, to_mean, to_gram = rows(q), rows(k), rows(v), rows(to_mean), (to_gram + to_gram.mT) / 2
+    (batch, length, key_heads, width), heads = k.shape, v.shape[2]
+    plan = launch_plan(k, v, segments, size)
+    q, k, v, grad_mean, grad_gram = rows(q), rows(k), rows(v), rows(grad_mean), (grad_gram + grad_gram.mT) / 2
     like, single = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
-    share, clock = k if mix is None else mix.contiguous(), paced(s, log_decay, gain, k)
-    numbers, decays = (batch, length, heads), {"DECAYS": log_decay is not None}
-    gains, mixes, ridges = {"GAINS": gain is not None}, {"MIXES": mix is not None}, {"ADAPTIVE": adaptive}
-    adjoint, carried = tokens(*numbers, width, **like), torch.empty(s.cut.count, heads, **single)
-    summed = k.dtype if heads == shared else torch.float32  # over the value heads that share a key
-    to_q, to_k = (tokens(*numbers, width, dtype=summed, device=k.device) for _ in range(2))
-    to_v, (spreads, reads, owns, written) = tokens(v.shape, **like), torch.empty(4, s.cut.count, heads, size, **single)
-    to_mix, to_gain, to_decay = (
-        tokens(numbers, **single) if x is not None else q.new_empty(0) for x in (mix, gain, log_decay)
+    mix_input, tables = k if mix is None else mix.contiguous(), decay_tables(plan, log_decay, gain, k)
+    scalar_shape, decay_options = (batch, length, heads), {"DECAY": log_decay is not None}
+    gain_options, mix_options, ridge_options = (
+        {"GAIN": gain is not None},
+        {"MIX": mix is not None},
+        {"ADAPTIVE": adaptive},
+    )
+    adjoint, entry_weights = tokens(*scalar_shape, width, **like), torch.empty(plan.cut.count, heads, **single)
+    sum_dtype = k.dtype if heads == key_heads else torch.float32  # over the value heads that share a key
+    grad_q, grad_k = (tokens(*scalar_shape, width, dtype=sum_dtype, device=k.device) for _ in range(2))
+    grad_v, (norm_weights, read_terms, entry_terms, tile_weights) = (
+        tokens(v.shape, **like),
+        torch.empty(4, plan.cut.count, heads, size, **single),
+    )
+    grad_mix, grad_gain, grad_log_decay = (
+        tokens(scalar_shape, **single) if x is not None else q.new_empty(0) for x in (mix, gain, log_decay)
     )
     gram_adjoints, cross_adjoints = torch.empty_like(grams), torch.empty_like(crosses)
-    to_gram_prior, to_cross_prior = (torch.empty(x.shape, **single) for x in (to_gram, to_cross))
+    grad_gram_prior, grad_cross_prior = (torch.empty(x.shape, **single) for x in (grad_gram, grad_cross))
 
     arguments = (
-        q, share, solution, to_mean, clock.entering, clock.across, cross_adjoints, to_cross, to_cross_prior,
-        s.cut.runs, length, s.cut.tiles, *strides(q, to_mean), *to_cross.stride(), heads, s.share,
+        q, mix_input, solution, grad_mean, tables.entry_decays, tables.tile_decays, cross_adjoints, grad_cross,
+        grad_cross_prior, plan.cut.runs, length, plan.cut.tiles, *strides(q, grad_mean), *grad_cross.stride(), heads,
+        plan.group_size,
     )  # fmt: skip
-    strips, options = s.strips[1] - s.strips[0], decays | mixes | s.carried | s.compiled
-    wait = launch_on_side_stream(Launch(retrace, (s.cut.sequences, heads, strips), arguments, options))
+    num_blocks, options = (
+        plan.column_blocks[1] - plan.column_blocks[0],
+        decay_options | mix_options | plan.scan_options | plan.constants,
+    )
+    wait = launch_on_side_stream(Launch(cross_backward, (plan.cut.sequences, heads, num_blocks), arguments, options))
     arguments = (
-        q, k, v, *clock[:3], clock.weights, share, grams, crosses, norms, solution, to_mean,
-        k if to_read is None else to_read.contiguous(), adjoint, to_q, to_mix, spreads, reads, owns, written, carried,
-        *s.tiles, iterations, level, *strides(q, k, v, to_mean), heads, s.share,
+        q, k, v, *tables[:3], tables.weights, mix_input, grams, crosses, norms, solution, grad_mean,
+        k if grad_variance is None else grad_variance.contiguous(), adjoint, grad_q, grad_mix, norm_weights, read_terms,
+        entry_terms, tile_weights, entry_weights, *plan.tiles, iterations, ridge_parameter,
+        *strides(q, k, v, grad_mean), heads, plan.group_size,
     )  # fmt: skip
-    options = decays | gains | mixes | ridges | s.compiled | s.solved
-    options |= {"BLOCK": block_of(s), "READS": to_read is not None, "CONJUGATE": conjugate, "MIN_NORM": MIN_NORM}
-    Launch(resolve, s.grid, arguments, options).run()
+    options = decay_options | gain_options | mix_options | ridge_options | plan.constants | plan.solve_options
+    options |= {
+        "VALUE_BLOCK": value_block(plan),
+        "READ_VARIANCE": grad_variance is not None,
+        "CONJUGATE_GRADIENT": conjugate_gradient,
+        "MIN_NORM": MIN_NORM,
+    }
+    Launch(solve_adjoint, plan.grid, arguments, options).run()
     wait()
 
     arguments = (
-        k, grams, solution, adjoint, clock.entering, clock.across, written, carried, gram_adjoints, to_gram,
-        to_gram_prior, s.cut.runs, length, s.cut.tiles, *strides(k), *to_gram.stride(), heads, s.share,
+        k, grams, solution, adjoint, tables.entry_decays, tables.tile_decays, tile_weights, entry_weights,
+        gram_adjoints, grad_gram, grad_gram_prior, plan.cut.runs, length, plan.cut.tiles, *strides(k),
+        *grad_gram.stride(), heads, plan.group_size,
     )  # fmt: skip
-    options = decays | ridges | s.carried | {"STAGES": 1} | s.compiled
-    wait = launch_on_side_stream(Launch(retreat, (s.cut.sequences, heads, s.strips[0]), arguments, options))
+    options = decay_options | ridge_options | plan.scan_options | {"STAGES": 1} | plan.constants
+    wait = launch_on_side_stream(
+        Launch(gram_backward, (plan.cut.sequences, heads, plan.column_blocks[0]), arguments, options)
+    )
     arguments = (
-        q, k, v, *clock[:2], clock.across, clock.weights, share, crosses, solution, to_mean, reads,
-        cross_adjoints, to_k, to_v, to_gain, to_decay, *s.tiles, *strides(q, k, v, to_mean), heads, s.share,
+        q, k, v, *tables[:2], tables.tile_decays, tables.weights, mix_input, crosses, solution, grad_mean,
+        read_terms, cross_adjoints, grad_k, grad_v, grad_gain, grad_log_decay, *plan.tiles,
+        *strides(q, k, v, grad_mean), heads, plan.group_size,
     )  # fmt: skip
-    pulled = s.compiled | s.solved | {"num_warps": 4, "BLOCK": 64}
-    Launch(pull_values, s.grid, arguments, decays | gains | mixes | pulled).run()
+    grad_options = plan.constants | plan.solve_options | {"num_warps": 4, "VALUE_BLOCK": 64}
+    Launch(value_grads, plan.grid, arguments, decay_options | gain_options | mix_options | grad_options).run()
     wait()
     arguments = (
-        k, *clock[:3], clock.across, clock.weights, grams, norms, solution, adjoint, spreads, owns,
-        gram_adjoints, to_k, to_gain, to_decay, *s.tiles, *strides(k), heads, s.share,
+        k, *tables[:3], tables.tile_decays, tables.weights, grams, norms, solution, adjoint, norm_weights,
+        entry_terms, gram_adjoints, grad_k, grad_gain, grad_log_decay, *plan.tiles, *strides(k), heads, plan.group_size,
     )  # fmt: skip
-    Launch(pull_keys, s.grid, arguments, decays | gains | ridges | pulled).run()
+    Launch(key_grads, plan.grid, arguments, decay_options | gain_options | ridge_options | grad_options).run()
 
-    if heads != shared:
-        to_q, to_k = (x.unflatten(2, (shared, -1)).sum(3).to(k.dtype) for x in (to_q, to_k))
-    found = zip((to_decay, to_gain, to_mix), (log_decay, gain, mix), strict=True)
-    to_decay, to_gain, to_mix = (x if like is None else x.to(like.dtype) for x, like in found)
-    return to_q, to_k, to_v, to_decay, to_gain, to_mix, to_cross_prior, to_gram_prior
+    if heads != key_heads:
+        grad_q, grad_k = (x.unflatten(2, (key_heads, -1)).sum(3).to(k.dtype) for x in (grad_q, grad_k))
+    scalar_grads = zip((grad_log_decay, grad_gain, grad_mix), (log_decay, gain, mix), strict=True)
+    grad_log_decay, grad_gain, grad_mix = (x if like is None else x.to(like.dtype) for x, like in scalar_grads)
+    return grad_q, grad_k, grad_v, grad_log_decay, grad_gain, grad_mix, grad_cross_prior, grad_gram_prior

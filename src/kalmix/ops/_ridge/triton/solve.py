@@ -30,11 +30,11 @@ from kalmix.ops._shared.triton.tiles import (
 )
 from kalmix.segments import segments_without_checks
 
-FAINT = tl.constexpr(1e-26)  # a share of H_0 that is as good as none
-FORGOTTEN = tl.constexpr(-1e4)  # a log-decay that leaves nothing
+MIN_ENTRY_DECAY = tl.constexpr(1e-26)  # a share of H_0 that is as good as none
+MIN_LOG_DECAY = tl.constexpr(-1e4)  # a log-decay that leaves nothing
 
 
-class Shape(NamedTuple):
+class LaunchPlan(NamedTuple):
     """How a call is cut and its kernels launched.
 
     Attributes:
@@ -53,46 +53,46 @@ class Shape(NamedTuple):
     heads: int
     grid: tuple[int]
     tiles: tuple[Any, ...]
-    share: int
-    strips: tuple[int, int]
-    compiled: dict[str, Any]
-    solved: dict[str, int]
-    carried: dict[str, int]
+    group_size: int
+    column_blocks: tuple[int, int]
+    constants: dict[str, Any]
+    solve_options: dict[str, int]
+    scan_options: dict[str, int]
 
 
-def shape_of(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> Shape:
+def launch_plan(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> LaunchPlan:
     """By rule, from widths and dtypes; `segments` are the rows of `Segments`."""
-    (batch, length, shared, width), (heads, values) = k.shape, v.shape[2:]
+    (batch, length, key_heads, width), (heads, values) = k.shape, v.shape[2:]
     cut = cut_tokens(batch, length, size, None if segments is None else segments_without_checks(segments), k)
-    lanes = max(16, triton.next_power_of_2(width))
-    strip = min(lanes, 64 if lanes <= 128 else 32)
-    while strip > 32 and cut.sequences * heads * (lanes // strip) < 128:
-        strip //= 2
-    strips = triton.cdiv(width, strip)
-    compiled = {"K": width, "V": values, "P": lanes, "SIZE": size, "PACKED": segments is not None}
-    solved = {"num_warps": 4 if lanes <= 128 else 8, "num_stages": 1}
-    ahead = k.dtype == torch.bfloat16 and width % 4 == 0  # as in `primitives.triton_filter.carried`
-    carried = {"VALUES": strip, "STAGES": 2 if ahead else 1, "num_warps": 4}
-    return Shape(
+    padded = max(16, triton.next_power_of_2(width))
+    columns = min(padded, 64 if padded <= 128 else 32)
+    while columns > 32 and cut.sequences * heads * (padded // columns) < 128:
+        columns //= 2
+    column_blocks = triton.cdiv(width, columns)
+    constants = {"K": width, "V": values, "P": padded, "SIZE": size, "PACKED": segments is not None}
+    solve_options = {"num_warps": 4 if padded <= 128 else 8, "num_stages": 1}
+    pipelined = k.dtype == torch.bfloat16 and width % 4 == 0  # as in `primitives.triton_filter.carried`
+    scan_options = {"COLUMNS": columns, "STAGES": 2 if pipelined else 1, "num_warps": 4}
+    return LaunchPlan(
         cut=cut,
         heads=heads,
         grid=(cut.count * heads,),
         tiles=(cut.table, length, cut.tiles),
-        share=heads // shared,
-        strips=(strips, strips + triton.cdiv(values, strip)),
-        compiled=compiled | {"PRECISION": precision(k.dtype)},
-        solved=solved,
-        carried=carried,
+        group_size=heads // key_heads,
+        column_blocks=(column_blocks, column_blocks + triton.cdiv(values, columns)),
+        constants=constants | {"PRECISION": precision(k.dtype)},
+        solve_options=solve_options,
+        scan_options=scan_options,
     )
 
 
-def block_of(s: Shape) -> int:
+def value_block(plan: LaunchPlan) -> int:
     """Columns of values worked on at a time: 64 also of narrow ones, as `triton_filter.BLOCK` says why."""
-    return 64 if s.compiled["V"] <= 64 or s.compiled["P"] > 128 else 128
+    return 64 if plan.constants["V"] <= 64 or plan.constants["P"] > 128 else 128
 
 
 @triton.constexpr_function
-def whole(width, block):
+def divides(width, block):
     """Whether blocks fill a width."""
     return width % block == 0
 
@@ -100,123 +100,138 @@ def whole(width, block):
 @triton.jit
 def load_block(base, row, column, K: tl.constexpr, V: tl.constexpr):
     """A block of a contiguous `[K, V]`, 0 beyond."""
-    at = base + row[:, None] * V + column[None, :]
-    if whole(K, row.shape[0]) and whole(V, column.shape[0]):
-        block = tl.load(at)
+    token_start = base + row[:, None] * V + column[None, :]
+    if divides(K, row.shape[0]) and divides(V, column.shape[0]):
+        block = tl.load(token_start)
     else:
-        block = tl.load(at, mask=(row < K)[:, None] & (column < V)[None, :], other=0.0)
+        block = tl.load(token_start, mask=(row < K)[:, None] & (column < V)[None, :], other=0.0)
     return block
 
 
 @triton.jit
 def load_state(base, row, column, stride, step, K: tl.constexpr, V: tl.constexpr):
     """A block of a `[K, V]` of any strides, 0 beyond."""
-    inside = (row < K)[:, None] & (column < V)[None, :]
-    return tl.load(base + row[:, None] * stride + column[None, :] * step, mask=inside, other=0.0)
+    in_bounds = (row < K)[:, None] & (column < V)[None, :]
+    return tl.load(base + row[:, None] * stride + column[None, :] * step, mask=in_bounds, other=0.0)
 
 
 @triton.jit
 def store_block(base, row, column, x, K: tl.constexpr, V: tl.constexpr):
-    at, x = base + row[:, None] * V + column[None, :], x.to(base.dtype.element_ty)
-    if whole(K, row.shape[0]) and whole(V, column.shape[0]):
-        tl.store(at, x)
+    token_start, x = base + row[:, None] * V + column[None, :], x.to(base.dtype.element_ty)
+    if divides(K, row.shape[0]) and divides(V, column.shape[0]):
+        tl.store(token_start, x)
     else:
-        tl.store(at, x, mask=(row < K)[:, None] & (column < V)[None, :])
+        tl.store(token_start, x, mask=(row < K)[:, None] & (column < V)[None, :])
 
 
 @triton.jit
-def load_numbers(base, slot, SIZE: tl.constexpr):
+def load_token_scalars(base, slot, SIZE: tl.constexpr):
     """One number a token of a tile, `[SIZE]`, from where they lie side by side."""
     return tl.load(base + slot * SIZE + tl.arange(0, SIZE))
 
 
 @triton.jit
-def store_numbers(base, slot, x):
+def store_token_scalars(base, slot, x):
     SIZE: tl.constexpr = x.shape[0]
     tl.store(base + slot * SIZE + tl.arange(0, SIZE), x)
 
 
 @triton.jit
-def tile_here(table, length, tiles, G, SIZE: tl.constexpr, PACKED: tl.constexpr):
+def program_tile(tile_table, length, tiles, G, SIZE: tl.constexpr, PACKED: tl.constexpr):
     """A program's head, and of its tile the first token, how many, its row `[B * T * G]`, its slot `[tiles * G]`."""
     index, head, _part = place_of(G, 1)
-    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    token, count = tile_of(tile_table, index, length, tiles, SIZE, PACKED)
     return head, token, count, token * G + head, index.to(tl.int64) * G + head
 
 
 @triton.jit(do_not_specialize=LOOSE)
-def pace(
-    log_decay, gain, since, beyond, entering, leaving, weights, across, table, length, tiles, G,
-    SIZE: tl.constexpr, PACKED: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr,
+def compute_decays(
+    log_decay, gain, log_decays, log_decay_remainders, entry_decays, exit_weights, weights, tile_decays, tile_table,
+    length, tiles, G, SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """Log-decay from a tile's entry to each token, in two parts; A(t, entry); g_t A(exit, t); g_t; A(exit, entry)."""
-    _head, _token, count, row, slot = tile_here(table, length, tiles, G, SIZE, PACKED)
-    rest = tl.full([SIZE], 1.0, tl.float32)
-    if DECAYS:
-        each = load_per_token(log_decay + row, count, G, SIZE)
-        each = tl.maximum(each, FORGOTTEN).to(tl.float64)  # or sums would have no digits left for what decays a little
-        now, total = tl.cumsum(each, 0), tl.sum(each, 0)
-        high = now.to(tl.float32)
-        store_numbers(since, slot, high)
-        store_numbers(beyond, slot, (now - high.to(tl.float64)).to(tl.float32))
-        store_numbers(entering, slot, tl.exp(high))
-        tl.store(across + slot, tl.exp(total.to(tl.float32)))
-        rest = tl.exp((total - now).to(tl.float32))
-    if GAINS:
-        weight = load_per_token(gain + row, count, G, SIZE)
-        store_numbers(weights, slot, weight)
-        rest *= weight
-    store_numbers(leaving, slot, rest)
+    _head, _token, count, row, slot = program_tile(tile_table, length, tiles, G, SIZE, PACKED)
+    exit_weight = tl.full([SIZE], 1.0, tl.float32)
+    if DECAY:
+        token_log_decay = load_per_token(log_decay + row, count, G, SIZE)
+        token_log_decay = tl.maximum(token_log_decay, MIN_LOG_DECAY).to(
+            tl.float64
+        )  # or sums would have no digits left for what decays a little
+        cumulative, total = tl.cumsum(token_log_decay, 0), tl.sum(token_log_decay, 0)
+        high = cumulative.to(tl.float32)
+        store_token_scalars(log_decays, slot, high)
+        store_token_scalars(log_decay_remainders, slot, (cumulative - high.to(tl.float64)).to(tl.float32))
+        store_token_scalars(entry_decays, slot, tl.exp(high))
+        tl.store(tile_decays + slot, tl.exp(total.to(tl.float32)))
+        exit_weight = tl.exp((total - cumulative).to(tl.float32))
+    if GAIN:
+        gains = load_per_token(gain + row, count, G, SIZE)
+        store_token_scalars(weights, slot, gains)
+        exit_weight *= gains
+    store_token_scalars(exit_weights, slot, exit_weight)
 
 
-class Pace(NamedTuple):
+class DecayTables(NamedTuple):
     """What decays and gains of a call come to, a number a token and tile: `[tiles, heads, SIZE]`; see `pace`."""
 
-    since: Tensor
-    beyond: Tensor
-    entering: Tensor
-    leaving: Tensor
+    log_decays: Tensor
+    log_decay_remainders: Tensor
+    entry_decays: Tensor
+    exit_weights: Tensor
     weights: Tensor
-    across: Tensor  # [tiles, heads]
+    tile_decays: Tensor  # [tiles, heads]
 
 
-def paced(s: Shape, log_decay: Tensor | None, gain: Tensor | None, placeholder: Tensor) -> Pace:
+def decay_tables(plan: LaunchPlan, log_decay: Tensor | None, gain: Tensor | None, placeholder: Tensor) -> DecayTables:
     """The pace of a call; placeholders where it has neither decays nor gains."""
     if log_decay is None and gain is None:
-        return Pace(*[placeholder] * 6)
-    size = s.cut.size
-    found = torch.empty(5, s.cut.count, s.heads, size, dtype=torch.float32, device=placeholder.device)
-    across = torch.empty(s.cut.count, s.heads, dtype=torch.float32, device=placeholder.device)
-    given = (placeholder if x is None else x.contiguous() for x in (log_decay, gain))
-    kinds = {"DECAYS": log_decay is not None, "GAINS": gain is not None, "PACKED": s.compiled["PACKED"]}
-    arguments = (*given, *found, across, *s.tiles, s.heads)
-    Launch(pace, s.grid, arguments, {"SIZE": size, "num_warps": 1, **kinds}).run()
-    return Pace(*found, across)
+        return DecayTables(*[placeholder] * 6)
+    size = plan.cut.size
+    tables = torch.empty(5, plan.cut.count, plan.heads, size, dtype=torch.float32, device=placeholder.device)
+    tile_decays = torch.empty(plan.cut.count, plan.heads, dtype=torch.float32, device=placeholder.device)
+    inputs = (placeholder if x is None else x.contiguous() for x in (log_decay, gain))
+    options = {"DECAY": log_decay is not None, "GAIN": gain is not None, "PACKED": plan.constants["PACKED"]}
+    arguments = (*inputs, *tables, tile_decays, *plan.tiles, plan.heads)
+    Launch(compute_decays, plan.grid, arguments, {"SIZE": size, "num_warps": 1, **options}).run()
+    return DecayTables(*tables, tile_decays)
 
 
 @triton.jit
-def lags(since, beyond, slot, SIZE: tl.constexpr):
+def log_decay_between(log_decays, log_decay_remainders, slot, SIZE: tl.constexpr):
     """Log-decay from token s to token t, `[t, s]`, above 0 where t < s: a difference as in float64."""
-    high, low = load_numbers(since, slot, SIZE), load_numbers(beyond, slot, SIZE)
+    high, low = load_token_scalars(log_decays, slot, SIZE), load_token_scalars(log_decay_remainders, slot, SIZE)
     return (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
 
 
 @triton.jit
-def paths(since, beyond, entering, weights, slot, SIZE: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr):
+def causal_decays(
+    log_decays,
+    log_decay_remainders,
+    entry_decays,
+    weights,
+    slot,
+    SIZE: tl.constexpr,
+    DECAY: tl.constexpr,
+    GAIN: tl.constexpr,
+):
     """Of a tile: A(t, s) `[t, s]`, 0 where t < s; gains; A(t, entry)."""
     t = tl.arange(0, SIZE)
     decays = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
-    weight, fade = tl.full([SIZE], 1.0, tl.float32), tl.full([SIZE], 1.0, tl.float32)
-    if DECAYS:
-        decays = tl.exp(tl.where(t[:, None] >= t[None, :], lags(since, beyond, slot, SIZE), float("-inf")))
-        fade = load_numbers(entering, slot, SIZE)
-    if GAINS:
-        weight = load_numbers(weights, slot, SIZE)
-    return decays, weight, fade
+    gain, entry_decay = tl.full([SIZE], 1.0, tl.float32), tl.full([SIZE], 1.0, tl.float32)
+    if DECAY:
+        decays = tl.exp(
+            tl.where(
+                t[:, None] >= t[None, :], log_decay_between(log_decays, log_decay_remainders, slot, SIZE), float("-inf")
+            )
+        )
+        entry_decay = load_token_scalars(entry_decays, slot, SIZE)
+    if GAIN:
+        gain = load_token_scalars(weights, slot, SIZE)
+    return decays, gain, entry_decay
 
 
 @triton.jit
-def along(a, b, PRECISION: tl.constexpr):
+def row_dot(a, b, PRECISION: tl.constexpr):
     """a_t'b_t of every token. From registers that hold other rows, tensor cores are the shorter way."""
     if b.dtype == tl.float32:
         return tl.sum(a * b, 1)
@@ -231,89 +246,91 @@ def diagonal(x):
 
 
 @triton.jit
-def images(d, gram, k, weights, onto, PRECISION: tl.constexpr):
+def apply_systems(directions, gram, k, weights, initial, PRECISION: tl.constexpr):
     """`onto` + d H_0 + ((d k') weights) k, rows d in the dtype of `gram`."""
-    KIND: tl.constexpr = gram.dtype
-    onto = product(d, gram, PRECISION, onto)
-    return product((product(d, tl.trans(k), PRECISION) * weights).to(KIND), k, PRECISION, onto)
+    DTYPE: tl.constexpr = gram.dtype
+    initial = product(directions, gram, PRECISION, initial)
+    return product((product(directions, tl.trans(k), PRECISION) * weights).to(DTYPE), k, PRECISION, initial)
 
 
 @triton.constexpr_function
-def lengthened(kind):
+def truncation_compensation(dtype):
     """What makes up for `shortened`, on average: of digits evenly spread it takes 2^-8 / (2 ln 2), and 0 of float32."""
-    return 1.00283 if kind == tl.bfloat16 else 1.0
+    return 1.00283 if dtype == tl.bfloat16 else 1.0
 
 
 @triton.jit
-def shortened(x, kind):
+def truncate(x, dtype):
     """`x` without the digits that a dtype does not keep: cut, not rounded, it keeps its half of a register."""
-    if kind == tl.bfloat16:
+    if dtype == tl.bfloat16:
         x = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return x
 
 
 @triton.jit
-def chebyshev(rhs, gram, k, weights, fade, shift, rho, iterations, PRECISION: tl.constexpr):
+def chebyshev(rhs, gram, k, weights, entry_decay, shift, rho, iterations, PRECISION: tl.constexpr):
     """So many iterations; `weights` and `shift` are those of S / (m fade), and r is -1 / fade of what is left.
 
     A direction that is made where it is multiplied stays in registers.
     """
-    KIND: tl.constexpr = gram.dtype
-    x, r = tl.zeros(rhs.shape, tl.float32), rhs * (-1.0 / fade)[:, None]
+    DTYPE: tl.constexpr = gram.dtype
+    x, r = tl.zeros(rhs.shape, tl.float32), rhs * (-1.0 / entry_decay)[:, None]
     if gram.shape[0] > 128:  # 8 warps, of which two share a token: directions go by shared memory
-        weight, d = 2.0 + 0.0 * rho, rhs.to(KIND)
+        weight, d = 2.0 + 0.0 * rho, rhs.to(DTYPE)
         for _ in range(iterations):
-            wide = d.to(tl.float32)
-            x += wide
-            r = images(d, gram, k, weights, r + shift[:, None] * wide, PRECISION)
+            direction = d.to(tl.float32)
+            x += direction
+            r = apply_systems(d, gram, k, weights, r + shift[:, None] * direction, PRECISION)
             weight = 4.0 / (4.0 - rho * rho * weight)
-            d = ((weight - 1.0) * wide - (weight * fade[:, None]) * r).to(KIND)
+            d = ((weight - 1.0) * direction - (weight * entry_decay[:, None]) * r).to(DTYPE)
         return x + d.to(tl.float32)
-    weight, d = 1.0 + 0.0 * rho, tl.zeros(rhs.shape, KIND)
+    weight, d = 1.0 + 0.0 * rho, tl.zeros(rhs.shape, DTYPE)
     for i in range(iterations):
-        more = lengthened(KIND) * weight
-        wide = shortened((more - lengthened(KIND)) * d.to(tl.float32) - (more * fade[:, None]) * r, KIND)
-        x += wide
-        d = wide.to(KIND)
-        r = images(d, gram, k, weights, r + shift[:, None] * wide, PRECISION)
+        scale = truncation_compensation(DTYPE) * weight
+        direction = truncate(
+            (scale - truncation_compensation(DTYPE)) * d.to(tl.float32) - (scale * entry_decay[:, None]) * r, DTYPE
+        )
+        x += direction
+        d = direction.to(DTYPE)
+        r = apply_systems(d, gram, k, weights, r + shift[:, None] * direction, PRECISION)
         weight = 4.0 / (4.0 - rho * rho * tl.where(i == 0, 2.0, weight))
-    return x + ((weight - 1.0) * d.to(tl.float32) - (weight * fade[:, None]) * r)
+    return x + ((weight - 1.0) * d.to(tl.float32) - (weight * entry_decay[:, None]) * r)
 
 
 @triton.constexpr_function
-def resolved(kind):
+def min_relative_ridge(dtype):
     """Return the least ridge, relative to ||H||_F, that outweighs the rounding of H, which is kept in this dtype."""
-    return 2.0**-10 if kind == tl.bfloat16 else 2.0**-23
+    return 2.0**-10 if dtype == tl.bfloat16 else 2.0**-23
 
 
 @triton.jit
-def conjugate(rhs, gram, k, weights, fade, shift, iterations, PRECISION: tl.constexpr):
+def conjugate_gradient(rhs, gram, k, weights, entry_decay, shift, iterations, PRECISION: tl.constexpr):
     """So many conjugate gradients; `weights` and `shift` are those of S / (m fade).
 
     A token stays where it is once its residual is rounding, or its curvature not positive: what follows is noise.
     """
-    KIND: tl.constexpr = gram.dtype
-    x, d, r, square = tl.zeros(rhs.shape, tl.float32), tl.zeros(rhs.shape, KIND), rhs, tl.sum(rhs * rhs, 1)
-    ratio, least = 0.0 * square, 1e-16 * square
+    DTYPE: tl.constexpr = gram.dtype
+    x, d, r, square = tl.zeros(rhs.shape, tl.float32), tl.zeros(rhs.shape, DTYPE), rhs, tl.sum(rhs * rhs, 1)
+    ratio, threshold = 0.0 * square, 1e-16 * square
     for _ in range(iterations):
-        wide = shortened(r + ratio[:, None] * d.to(tl.float32), KIND)
-        d = wide.to(KIND)
-        image = images(d, gram, k, weights, shift[:, None] * wide, PRECISION)
-        curve = fade * tl.sum(wide * image, 1)
-        step = tl.where(curve > 0, square / tl.where(curve > 0, curve, 1.0), 0.0)
-        x += step[:, None] * wide
-        r -= (step * fade)[:, None] * image
-        left = tl.sum(r * r, 1)
-        left = tl.where((left > least) & (step > 0), left, 0.0)
-        ratio = tl.where(square > 0, left / tl.where(square > 0, square, 1.0), 0.0)
-        square = left
+        direction = truncate(r + ratio[:, None] * d.to(tl.float32), DTYPE)
+        d = direction.to(DTYPE)
+        image = apply_systems(d, gram, k, weights, shift[:, None] * direction, PRECISION)
+        curvature = entry_decay * tl.sum(direction * image, 1)
+        step = tl.where(curvature > 0, square / tl.where(curvature > 0, curvature, 1.0), 0.0)
+        x += step[:, None] * direction
+        r -= (step * entry_decay)[:, None] * image
+        square_next = tl.sum(r * r, 1)
+        square_next = tl.where((square_next > threshold) & (step > 0), square_next, 0.0)
+        ratio = tl.where(square > 0, square_next / tl.where(square > 0, square, 1.0), 0.0)
+        square = square_next
     return x
 
 
 @triton.jit
 def solve(
-    rhs, gram, k, weights, fade, norm, level, iterations,
-    ADAPTIVE: tl.constexpr, CONJUGATE: tl.constexpr, MIN_NORM: tl.constexpr, PRECISION: tl.constexpr,
+    rhs, gram, k, weights, entry_decay, norm, ridge_parameter, iterations,
+    ADAPTIVE: tl.constexpr, CONJUGATE_GRADIENT: tl.constexpr, MIN_NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """S^{-1} rhs of a tile's tokens, from H at its entry, keys, paths and norms; and the weights, left in registers.
 
@@ -321,24 +338,24 @@ def solve(
     need no scaling; by no less than `FAINT`, where all of H_0 is far below `MIN_NORM`. A ratio that is the same for all
     tokens is a number, not a row.
     """
-    KIND: tl.constexpr = gram.dtype
-    something = norm >= 0.0
-    left = tl.maximum(fade, FAINT)
+    DTYPE: tl.constexpr = gram.dtype
+    nonzero = norm >= 0.0
+    entry_share = tl.maximum(entry_decay, MIN_ENTRY_DECAY)
     if ADAPTIVE:
-        something = norm > MIN_NORM
-        factor = tl.maximum(level, resolved(KIND))
+        nonzero = norm > MIN_NORM
+        factor = tl.maximum(ridge_parameter, min_relative_ridge(DTYPE))
         middle = factor + 0.5
-        inverse = 1.0 / (middle * tl.where(something, norm, 1.0))
-        ridge, rho = factor * tl.where(something, norm, 1.0), 0.5 / middle
+        inverse = 1.0 / (middle * tl.where(nonzero, norm, 1.0))
+        ridge, rho = factor * tl.where(nonzero, norm, 1.0), 0.5 / middle
     else:
-        ridge = tl.maximum(level, resolved(KIND) * norm)
+        ridge = tl.maximum(ridge_parameter, min_relative_ridge(DTYPE) * norm)
         inverse = 1.0 / (ridge + 0.5 * norm)
         rho = (0.5 * norm * inverse)[:, None]
     inverse = tl.where(norm < float("inf"), inverse, float("nan"))  # its square overflowed
-    weights *= (1.0 / left)[:, None]
-    shift, fade = ridge / left, left * inverse
-    if CONJUGATE:
-        x = conjugate(rhs, gram, k, weights, fade, shift, iterations, PRECISION)
+    weights *= (1.0 / entry_share)[:, None]
+    shift, entry_decay = ridge / entry_share, entry_share * inverse
+    if CONJUGATE_GRADIENT:
+        x = conjugate_gradient(rhs, gram, k, weights, entry_decay, shift, iterations, PRECISION)
     else:
-        x = chebyshev(rhs, gram, k, weights, fade, shift, rho, iterations, PRECISION)
-    return x * tl.where(something, inverse, 0.0)[:, None], weights * left[:, None]
+        x = chebyshev(rhs, gram, k, weights, entry_decay, shift, rho, iterations, PRECISION)
+    return x * tl.where(nonzero, inverse, 0.0)[:, None], weights * entry_share[:, None]
