@@ -27,7 +27,7 @@ from kalmix import ArgumentError, HistoryBelief, Segments
 from kalmix.ops import attend
 from kalmix.ops._attend import chunked
 from kalmix.ops._attend.dynamics import accumulated_noise_slope, kappa
-from kalmix.ops._shared import batching as blocks
+from kalmix.ops._shared import batching
 from kalmix.types import Filtered
 
 KERNELS = ("chunked", "reference")
@@ -41,7 +41,7 @@ def _run(x: Signals, **options: Any) -> Filtered:
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each kernel; tiles so small that there are many."""
     monkeypatch.setattr(chunked, "QUERY_TILE", 4)
-    monkeypatch.setattr(blocks, "ROOM", 1)
+    monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", 1)
     return request.param
 
 

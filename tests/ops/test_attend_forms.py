@@ -25,14 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kalmix import ArgumentError, Segments
 from kalmix.ops import attend, attend_radial
-from kalmix.ops._shared import batching as blocks
+from kalmix.ops._shared import batching
 from kalmix.ops.experimental import attend_channels
 from kalmix.types import Filtered
 
 
 @pytest.fixture(params=[1, 1 << 19], ids=["a query a tile", "one tile"])
 def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "ROOM", request.param)
+    monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", request.param)
 
 
 def _channels(x: Signals, **options: Any) -> Filtered:
@@ -165,12 +165,12 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("form", ["channels", "radial"])
 def test_tiles_keep_nothing_of_a_pair(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward make nothing as large as there are pairs, let alone pairs and channels."""
-    monkeypatch.setattr(blocks, "ROOM", 1 << 11)
+    monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", 1 << 11)
     run, x = (_radial, _both_ways(128)) if form == "radial" else (_channels, signals(128, groups=1, each=True))
     given = leaves(x)
     with Largest() as largest:
         gradients(reads(run(given)), given)
-    assert 128 * 2 * 2 * 6 <= largest.entries <= 4 * blocks.ROOM < 128 * 128
+    assert 128 * 2 * 2 * 6 <= largest.entries <= 4 * batching.MAX_ENTRIES_CPU < 128 * 128
 
 
 @pytest.mark.parametrize("form", ["channels", "radial"])

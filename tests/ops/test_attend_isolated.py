@@ -14,7 +14,7 @@ from torch import Tensor
 from kalmix import Segments, checks
 from kalmix.ops import attend, attend_radial
 from kalmix.ops._attend import chunked
-from kalmix.ops._shared import batching as blocks
+from kalmix.ops._shared import batching
 from kalmix.ops.experimental import attend_channels
 from kalmix.types import Filtered
 
@@ -56,7 +56,7 @@ OPS: dict[str, Op] = {
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Op:
     """Each form; tiles so small that there are many, with tokens of several sequences."""
     monkeypatch.setattr(chunked, "QUERY_TILE", 4)
-    monkeypatch.setattr(blocks, "ROOM", 1)
+    monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", 1)
     return OPS[request.param]
 
 

@@ -10,7 +10,7 @@ from histories import Signals, arguments, leaves, signals
 from torch import Tensor
 
 from kalmix.ops import attend
-from kalmix.ops._shared import batching as blocks
+from kalmix.ops._shared import batching
 from kalmix.testing.tolerances import budgets, relative_error
 
 NOISES = (1e-5, 1e-4, 1e-2, 1.0, 1e2)
@@ -76,13 +76,13 @@ def test_the_gradient_of_the_rate_is_right_at_a_large_query_noise(weight: str, v
 
 
 @pytest.mark.parametrize("kernel", ["chunked", "reference"])
-@pytest.mark.parametrize("room", [blocks.ROOM, 1], ids=["one tile of keys", "several"])
+@pytest.mark.parametrize("room", [batching.MAX_ENTRIES_CPU, 1], ids=["one tile of keys", "several"])
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 def test_gradients_of_noises_are_right_where_one_key_has_nearly_all_of_the_weight(
     own: bool, room: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gradient of its score is a small difference, which a residual of thousands of variances multiplies."""
-    monkeypatch.setattr(blocks, "ROOM", room)
+    monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", room)
     x = _drawn(11, 150, 1e-4, own)
     for name in (y for y in x if y.endswith(("query_noise", "process_noise"))):
         x[name] = x[name] * 0 + (1e-4 if name.endswith("query_noise") else 1.0)

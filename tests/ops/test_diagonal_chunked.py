@@ -7,7 +7,7 @@ from torch import Tensor
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal import chunked, reference
 from kalmix.ops._diagonal.signals import DiagonalSignals
-from kalmix.ops._shared import batching as blocks
+from kalmix.ops._shared import batching
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 
@@ -69,13 +69,15 @@ def check(args, segments=None, variance=True, tolerance=1e-10):
     return got
 
 
-@pytest.fixture(params=[(16, 1 << 19), (5, 1 << 19), (3, 400), (7, 1)], ids=["one block", "tile 5", "blocks", "narrow"])
+@pytest.fixture(
+    params=[(16, 1 << 19), (5, 1 << 19), (3, 400), (7, 1)], ids=["one slice", "tile 5", "slices", "one tile"]
+)
 def tiling(request, monkeypatch):
-    """Tiles and blocks of several sizes; "narrow" leaves no room for tiles side by side."""
-    tile, room = request.param
+    """Set tiles and slices of several sizes; in "one tile", every slice has a single tile."""
+    tile, max_entries = request.param
     monkeypatch.setattr(chunked, "TILE", tile)
-    monkeypatch.setattr(blocks, "ROOM", room)
-    monkeypatch.setattr(blocks, "RUNS", 1)
+    monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", max_entries)
+    monkeypatch.setattr(batching, "CHUNKS_PER_SEGMENT", 1)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.ops._delta.signals import DeltaSignals
-from kalmix.ops._shared import isolation as primitive
+from kalmix.ops._shared import isolation as isolation_op
 from kalmix.segments import Segments
 from kalmix.testing import isolation
 from kalmix.testing.cases import Case, cases
@@ -34,7 +34,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def test_kernels_that_do_not_look_at_values_isolate_sequences(case, monkeypatch):
-    monkeypatch.setattr(primitive, "_finite", lambda signals: False)
+    monkeypatch.setattr(isolation_op, "_all_finite", lambda signals: False)
     for tried in (case, case.having(length=LENGTH)):
         isolation.assert_packed_isolated(tried, isolation.FILLS)
         isolation.assert_rows_isolated(tried, isolation.FILLS)
@@ -46,7 +46,7 @@ def test_kernels_that_do_not_look_at_values_isolate_sequences(case, monkeypatch)
 def test_what_depends_on_a_value_that_is_not_finite_is_not_finite(case, value, looks, monkeypatch):
     """Signal after signal, of one value head, in the middle of the second of three sequences."""
     if not looks:
-        monkeypatch.setattr(primitive, "_finite", lambda signals: False)
+        monkeypatch.setattr(isolation_op, "_all_finite", lambda signals: False)
     case = case.having(length=LENGTH, key_heads=2)
     first, token, end = 10, 50, 70
     segments = case.segments([(0, 0, first), (0, first, end), (0, end, LENGTH)])

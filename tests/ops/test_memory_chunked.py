@@ -9,7 +9,7 @@ from kalmix.ops._additive import kernels as additive
 from kalmix.ops._additive.signals import AdditiveSignals
 from kalmix.ops._delta import kernels as delta
 from kalmix.ops._delta.signals import DeltaSignals
-from kalmix.ops._shared import batching as blocks
+from kalmix.ops._shared import batching
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 
@@ -78,26 +78,26 @@ def check(op, args, segments=None, tolerance=1e-10):
     return got
 
 
-@pytest.fixture(params=[(64, 1 << 19), (4, 1 << 19), (8, 1)], ids=["chunk", "chunks", "blocks"])
-def cut(request, monkeypatch):
-    """One chunk, many, and blocks of few."""
-    chunk, room = request.param
+@pytest.fixture(params=[(64, 1 << 19), (4, 1 << 19), (8, 1)], ids=["one chunk", "chunks", "slices"])
+def chunking(request, monkeypatch):
+    """Set one chunk, many chunks, or slices of few chunks."""
+    chunk, max_entries = request.param
     for module in MODULES.values():
         monkeypatch.setattr(module.chunked, "CHUNK", chunk)
-    monkeypatch.setattr(blocks, "ROOM", room)
-    monkeypatch.setattr(blocks, "RUNS", 1)
+    monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", max_entries)
+    monkeypatch.setattr(batching, "CHUNKS_PER_SEGMENT", 1)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (2, 4)], ids=str)
-def test_agrees_with_the_recursion(cut, way, heads):
+def test_agrees_with_the_recursion(chunking, way, heads):
     for length in (1, 2, LENGTH):
         check(*arguments(way, 2, length, heads))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("runs", ["packed", "gaps", "padded"])
-def test_agrees_on_segments(cut, way, runs):
+def test_agrees_on_segments(chunking, way, runs):
     segments = RUNS[runs]
     batch = 1 if runs == "packed" else 3
     got = check(*arguments(way, batch, heads=(1, 2), sequences=segments.count), segments)
@@ -107,7 +107,7 @@ def test_agrees_on_segments(cut, way, runs):
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way[1]], ids=str)
 @pytest.mark.parametrize("decay", [0.0, -30.0, -1e3, "mixed"])
-def test_agrees_however_strong_the_decay(cut, way, decay):
+def test_agrees_however_strong_the_decay(chunking, way, decay):
     """Relative to each gradient's own size, which is e^-30 where all decays are."""
     op, args = arguments(way, 2)
     if decay == "mixed":
@@ -127,7 +127,7 @@ def test_agrees_however_strong_the_decay(cut, way, decay):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_takes_expanded_and_strided_inputs(cut, way):
+def test_takes_expanded_and_strided_inputs(chunking, way):
     op, args = arguments(way, 2, heads=(2, 2))
     strided = {name: x.transpose(0, -1).contiguous().transpose(0, -1) for name, x in args.items()}
     strided["belief.mean"] = torch.zeros((), dtype=torch.float64).expand_as(args["belief.mean"])

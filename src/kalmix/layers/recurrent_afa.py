@@ -12,7 +12,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import StateTransition, TrajectoryLayer, complex_heads
-from kalmix.ops import Dynamics, walk
+from kalmix.ops import Dynamics, run_steps
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import can_check_values, check_positive_int, check_shape
@@ -128,7 +128,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
         now = [None] * length if times is None else times[..., None, None, None].unbind(1)
         tokens = zip(q.to(dtype)[:, :, None].unbind(1), looks.unbind(1), now, strict=True)
         segment_ids = None if segments is None else segments.segment_ids(batch, length)
-        reads, after = walk(_Step(self, dtype), belief, tokens, segment_ids)
+        reads, after = run_steps(_Step(self, dtype), belief, tokens, segment_ids)
         return Filtered(reads[0].to(v.dtype), reads[1], after)
 
 

@@ -26,4 +26,4 @@ from kalmix.ops._ridge import Solver as Solver
 from kalmix.ops._ridge import ridge as ridge
 from kalmix.ops._shared.op_spec import OPS as OPS
 from kalmix.ops._shared.op_spec import OpSpec as OpSpec
-from kalmix.ops._shared.step_loop import walk as walk
+from kalmix.ops._shared.step_loop import run_steps as run_steps

@@ -10,7 +10,7 @@ from kalmix.ops._additive.kernels import KERNELS
 from kalmix.ops._additive.signals import AdditiveSignals
 from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
-from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 
@@ -66,7 +66,7 @@ def additive(
         "additive", KERNELS, KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"]), kernel
     )
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
-        return Filtered(torch.zeros_like(v), None, copied(belief))
+        return Filtered(torch.zeros_like(v), None, clone_belief(belief))
     return chosen(AdditiveSignals(q, k, v, log_decay, gain), belief, segments)
 
 

@@ -1,7 +1,8 @@
-"""`additive` in chunks: torch only, all chunks at once but for the memory carried from one to the next.
+"""`additive` in chunks, in PyTorch: parallel over chunks, except for the scan of the memory over them.
 
-Inside a chunk the read-out is that of linear attention with decays; what a chunk does to the memory is a decay and a
-write. Training keeps the memory that enters each chunk and recomputes the rest: O(T (K + V) + T K V / CHUNK).
+Inside a chunk the read-out is linear attention with decays. A chunk maps the memory by a decay and a write. The
+backward pass stores the memory at the start of each chunk and recomputes everything else, so that training takes
+O(T (K + V) + T K V / CHUNK) memory.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.ops._additive.signals import AdditiveSignals
-from kalmix.ops._shared.batching import in_blocks
+from kalmix.ops._shared.batching import filter_in_slices
 from kalmix.ops._shared.chunking import Chunks
 from kalmix.ops._shared.custom_op import once_differentiable
 from kalmix.ops._shared.decay_products import Decays
-from kalmix.ops._shared.isolation import isolate
-from kalmix.ops._shared.scan import Writes
+from kalmix.ops._shared.isolation import isolate_non_finite
+from kalmix.ops._shared.scan import DecayAndWrite
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
-CHUNK = 64  # tokens of a chunk
+CHUNK = 64  # tokens per chunk
 
 
 def additive(signals: AdditiveSignals, belief: PointBelief, segments: Segments | None) -> Filtered:
-    """Equation 19 of Memory by Design, with a backward of its own. See `kalmix.ops.additive`."""
+    """Compute equation 19 of Memory by Design, with a backward pass of its own. See `kalmix.ops.additive`."""
     entries = CHUNK * signals.v.shape[2] * max(signals.k.shape[3], signals.v.shape[3])
 
-    def filtered(*tokens: Any) -> Filtered:
-        return in_blocks(_Additive.apply, tokens, belief, segments, entries, CHUNK)
+    def run(*tokens: Any) -> Filtered:
+        return filter_in_slices(_Additive.apply, tokens, belief, segments, entries, CHUNK)
 
-    return isolate(filtered, signals, belief, segments)
+    return isolate_non_finite(run, signals, belief, segments)
 
 
 class _Additive(torch.autograd.Function):
@@ -47,62 +48,64 @@ class _Additive(torch.autograd.Function):
         mean: Tensor,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        chunks = Chunks.of(v, q.shape[2], rows, CHUNK)
-        x = _tokens(chunks, AdditiveSignals(q, k, v, log_decay, gain), mean.dtype)
-        advance = Writes(x.decays.path, x.leaving.mT @ x.written)
-        (entry,), (after,) = chunks.scan(advance, (chunks.states(mean),))
-        read = chunks.paste(x.arriving @ entry + x.weights @ x.written)
+        chunks = Chunks.create(v, q.shape[2], rows, CHUNK)
+        x = _split_signals(chunks, AdditiveSignals(q, k, v, log_decay, gain), mean.dtype)
+        maps = DecayAndWrite(x.decays.total, x.exit_keys.mT @ x.values)
+        (entry,), (final,) = chunks.scan(maps, (chunks.group_heads(mean),))
+        readout = chunks.merge(x.entry_queries @ entry + x.scores @ x.values)
         ctx.save_for_backward(q, k, v, log_decay, gain, rows, entry)
-        if read.dtype != v.dtype:  # a cast that changes nothing returns its input, whose gradient torch 2.11 loses
-            read = read.to(v.dtype)
-        return read, after.flatten(1, 2)
+        if readout.dtype != v.dtype:  # an identity cast returns its input, whose gradient torch 2.11 loses
+            readout = readout.to(v.dtype)
+        return readout, final.flatten(1, 2)
 
     @staticmethod
     @once_differentiable("kernel 'chunked' of `additive` and `ridge`")
-    def backward(ctx: Any, to_read: Tensor, to_after: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_readout: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, log_decay, gain, rows, entry = ctx.saved_tensors
-        chunks = Chunks.of(v, q.shape[2], rows, CHUNK)
-        x = _tokens(chunks, AdditiveSignals(q, k, v, log_decay, gain), entry.dtype)
-        to_read = chunks.cut(to_read, entry.dtype)
-        retreat = Writes(x.decays.path, x.arriving.mT @ to_read)
-        (to_exit,), (before,) = chunks.scan(retreat, (chunks.states(to_after),), backwards=True)
+        chunks = Chunks.create(v, q.shape[2], rows, CHUNK)
+        x = _split_signals(chunks, AdditiveSignals(q, k, v, log_decay, gain), entry.dtype)
+        grad_readout = chunks.split(grad_readout, entry.dtype)
+        maps = DecayAndWrite(x.decays.total, x.entry_queries.mT @ grad_readout)
+        (grad_exit,), (grad_mean,) = chunks.scan(maps, (chunks.group_heads(grad_final),), reverse=True)
 
-        to_arriving, to_leaving = to_read @ entry.mT, x.written @ to_exit.mT
-        to_written = x.weights.mT @ to_read + x.leaving @ to_exit
-        (to_q,), to_k, levels = x.decays.products_backward([x.q], x.k, [to_read @ x.written.mT])
-        to_q = torch.addcmul(to_q, to_arriving, x.decays.since)
-        to_k = torch.addcmul(to_k, to_leaving, x.decays.until)
-        dlog_decay = dgain = None
+        grad_entry_queries, grad_exit_keys = grad_readout @ entry.mT, x.values @ grad_exit.mT
+        grad_values = x.scores.mT @ grad_readout + x.exit_keys @ grad_exit
+        (grad_q,), grad_k, level_grads = x.decays.products_backward([x.q], x.k, [grad_readout @ x.values.mT])
+        grad_q = torch.addcmul(grad_q, grad_entry_queries, x.decays.from_start)
+        grad_k = torch.addcmul(grad_k, grad_exit_keys, x.decays.to_end)
+        grad_log_decay = grad_gain = None
         if log_decay is not None:
-            carried = x.decays.path * (to_exit * entry).sum(-1, keepdim=True)
-            to_decay = x.decays.backward(to_arriving * x.arriving, to_leaving * x.leaving, carried, levels)
-            dlog_decay = chunks.paste(to_decay).reshape(log_decay.shape).to(log_decay.dtype)
-        to_v = to_written
+            total = x.decays.total * (grad_exit * entry).sum(-1, keepdim=True)
+            from_start, to_end = grad_entry_queries * x.entry_queries, grad_exit_keys * x.exit_keys
+            grad_log_decay = chunks.merge(x.decays.backward(from_start, to_end, total, level_grads))
+            grad_log_decay = grad_log_decay.reshape(log_decay.shape).to(log_decay.dtype)
+        grad_v = grad_values
         if x.gain is not None:
-            dgain = chunks.paste((to_written * x.v).sum(-1, keepdim=True)).squeeze(-1).to(gain.dtype)
-            to_v = to_written * x.gain
-        dq, dk, dv = (chunks.paste(y).to(v.dtype) for y in (to_q.sum(3, keepdim=True), to_k.sum(3, keepdim=True), to_v))
-        return dq, dk, dv, dlog_decay, dgain, before.flatten(1, 2), None
+            grad_gain = chunks.merge((grad_values * x.v).sum(-1, keepdim=True)).squeeze(-1).to(gain.dtype)
+            grad_v = grad_values * x.gain
+        grad_q, grad_k = grad_q.sum(3, keepdim=True), grad_k.sum(3, keepdim=True)
+        grad_q, grad_k, grad_v = (chunks.merge(y).to(v.dtype) for y in (grad_q, grad_k, grad_v))
+        return grad_q, grad_k, grad_v, grad_log_decay, grad_gain, grad_mean.flatten(1, 2), None
 
 
-class _Tokens(NamedTuple):
-    """Tokens by chunks, and what forward and backward both make of them."""
+class _ChunkedSignals(NamedTuple):
+    """Signals in chunks, and quantities that the forward and the backward pass both compute from them."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gain: Tensor | None
-    written: Tensor  # [..., L, V]
+    q: Tensor  # [..., L, K]
+    k: Tensor  # [..., L, K]
+    v: Tensor  # [..., L, V]
+    gain: Tensor | None  # [..., L, 1]
+    values: Tensor  # [..., L, V], v times gain
     decays: Decays
-    arriving: Tensor  # q as it meets the memory that enters the chunk
-    leaving: Tensor  # k as it is left in the memory that leaves the chunk
-    weights: Tensor  # [..., L, L], of what is written in what is read
+    entry_queries: Tensor  # [..., L, K], q times the decay from the start of the chunk
+    exit_keys: Tensor  # [..., L, K], k times the decay to the end of the chunk
+    scores: Tensor  # [..., L, L], weights of `values` in the read-out
 
 
-def _tokens(chunks: Chunks, signals: AdditiveSignals, dtype: torch.dtype) -> _Tokens:
+def _split_signals(chunks: Chunks, signals: AdditiveSignals, dtype: torch.dtype) -> _ChunkedSignals:
     q, k, v, log_decay, gain = signals
-    q, k, v = (chunks.cut(x, dtype) for x in (q, k, v))
-    gain = None if gain is None else chunks.cut(gain[..., None], dtype)
-    decays = Decays(chunks.cut_decay(log_decay, k))
-    written, (weights,) = v if gain is None else gain * v, decays.products([q], k)
-    return _Tokens(q, k, v, gain, written, decays, q * decays.since, k * decays.until, weights)
+    q, k, v = (chunks.split(x, dtype) for x in (q, k, v))
+    gain = None if gain is None else chunks.split(gain[..., None], dtype)
+    decays = Decays(chunks.split_decay(log_decay, k))
+    values, (scores,) = v if gain is None else gain * v, decays.products([q], k)
+    return _ChunkedSignals(q, k, v, gain, values, decays, q * decays.from_start, k * decays.to_end, scores)

@@ -14,7 +14,7 @@ from kalmix.ops._attend.kernels import KERNELS
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
-from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import (
@@ -275,4 +275,4 @@ def empty_output(v: Tensor, belief: HistoryBelief, causal: bool, variance_column
     output_variance = (
         None if variance_columns is None else v.new_zeros(*v.shape[:3], variance_columns, dtype=belief.keys.dtype)
     )
-    return Filtered(torch.zeros_like(v), output_variance, copied(belief) if causal else None)
+    return Filtered(torch.zeros_like(v), output_variance, clone_belief(belief) if causal else None)

@@ -25,7 +25,7 @@ from kalmix.ops._attend.scores import (
     variance_from_log_precision,
 )
 from kalmix.ops._attend.signals import AttendSignals
-from kalmix.ops._shared import batching as blocks
+from kalmix.ops._shared import batching
 from kalmix.ops._shared.custom_op import custom_op, register_backward
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -71,7 +71,7 @@ class _TileInputs(NamedTuple):
         """Tiles of keys, and where queries do not see them; where looking is free, none that they see nothing of."""
         start, stop = self.config.slot_range(queries, self.q.shape[2], self.k.shape[2])
         query_slots = self._query_slots(queries)
-        max_elements = blocks.ROOM if self.q.device.type == "cpu" else blocks.ROOM_ELSEWHERE
+        max_elements = batching.MAX_ENTRIES_CPU if self.q.device.type == "cpu" else batching.MAX_ENTRIES_GPU
         size = max(QUERY_TILE, max_elements // (self.q.shape[0] * self.q.shape[1] * QUERY_TILE))
         for i in range(start, stop, size):
             keys = slice(i, min(i + size, stop))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kalmix.ops._attend.scores import ScoreConfig
-from kalmix.ops._shared import batching as blocks
+from kalmix.ops._shared import batching
 from kalmix.validation import in_transform
 
 
@@ -24,7 +24,10 @@ def map_query_blocks(
 
     `entries` is what one query has in the widest tensor that `read` makes; as many go together as there is room for.
     """
-    max_elements, tokens = blocks.ROOM if like.device.type == "cpu" else blocks.ROOM_ELSEWHERE, like.shape[1]
+    max_elements, tokens = (
+        batching.MAX_ENTRIES_CPU if like.device.type == "cpu" else batching.MAX_ENTRIES_GPU,
+        like.shape[1],
+    )
     size = max(1, max_elements // elements_per_query)
     outputs = []
     for start in range(0, tokens, size):

@@ -11,7 +11,7 @@ from kalmix.ops._delta.kernels import KERNELS
 from kalmix.ops._delta.signals import DeltaSignals
 from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
-from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered
 
@@ -68,5 +68,5 @@ def delta(
         "delta", KERNELS, KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs), kernel
     )
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
-        return Filtered(torch.zeros_like(v), None, copied(belief))
+        return Filtered(torch.zeros_like(v), None, clone_belief(belief))
     return chosen(DeltaSignals(q, k, v, gain, log_decay), belief, segments)

@@ -1,9 +1,10 @@
-"""`delta` in chunks: torch only, all chunks at once but for the memory carried from one to the next.
+"""`delta` in chunks, in PyTorch: parallel over chunks, except for the scan of the memory over them.
 
-Inside a chunk the errors that tokens correct solve a unit triangular system, linear in the memory that enters (the WY
-form, with any vector gain), so a chunk is an affine map of the memory. Training keeps the memory that enters each chunk
-and recomputes the rest: O(T (K + V) + T K V / CHUNK). Work is O(K (CHUNK + K + V)) a token and value head: value heads
-of width 1 pay for a K x K map all the same.
+Inside a chunk the prediction errors solve a unit lower triangular system that is linear in the memory at the start of
+the chunk (the WY form, here with any vector gain), so that a chunk is an affine map of the memory. The backward pass
+stores the memory at the start of each chunk and recomputes everything else, so that training takes
+O(T (K + V) + T K V / CHUNK) memory. The work is O(K (CHUNK + K + V)) per token and value head: the K x K matrix of the
+affine map makes narrow value heads (V much smaller than K) inefficient.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.ops._delta.signals import DeltaSignals
-from kalmix.ops._shared.batching import in_blocks
+from kalmix.ops._shared.batching import filter_in_slices
 from kalmix.ops._shared.chunking import Chunks
 from kalmix.ops._shared.custom_op import once_differentiable
-from kalmix.ops._shared.decay_products import Decays, inner
-from kalmix.ops._shared.isolation import isolate
+from kalmix.ops._shared.decay_products import Decays, sum_of_products
+from kalmix.ops._shared.isolation import isolate_non_finite
 from kalmix.ops._shared.scan import State
-from kalmix.ops._shared.triangular import lower, solve_lower
+from kalmix.ops._shared.triangular import lower_triangle, solve_lower_triangular
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
-CHUNK = 64  # tokens of a chunk, at most; as many as keys are wide, but 16 at least
+CHUNK = 64  # largest number of tokens per chunk
 
 
 def delta(signals: DeltaSignals, belief: PointBelief, segments: Segments | None) -> Filtered:
-    """Equations 17 and 31 of Memory by Design, with a backward of its own. See `kalmix.ops.delta`."""
-    size = _chunk(signals.k)
+    """Compute equations 17 and 31 of Memory by Design, with a backward pass of its own. See `kalmix.ops.delta`."""
+    size = _chunk_size(signals.k)
     entries = size * signals.v.shape[2] * max(signals.k.shape[3], signals.v.shape[3])
 
-    def filtered(*tokens: Any) -> Filtered:
-        return in_blocks(_Delta.apply, tokens, belief, segments, entries, size)
+    def run(*tokens: Any) -> Filtered:
+        return filter_in_slices(_Delta.apply, tokens, belief, segments, entries, size)
 
-    return isolate(filtered, signals, belief, segments)
+    return isolate_non_finite(run, signals, belief, segments)
 
 
-def _chunk(k: Tensor) -> int:
-    """Tokens of a chunk: a power of two, which `Decays` halves."""
+def _chunk_size(k: Tensor) -> int:
+    """Return the tokens per chunk: the key width rounded up to a power of two, between 16 and `CHUNK`."""
     return min(CHUNK, max(16, 1 << (int(k.shape[3]) - 1).bit_length()))
 
 
@@ -56,94 +57,104 @@ class _Delta(torch.autograd.Function):
         mean: Tensor,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        chunks = Chunks.of(v, q.shape[2], rows, _chunk(k))
-        x = _tokens(chunks, DeltaSignals(q, k, v, gain, log_decay), mean.dtype)
-        advance = _Advance(x.decays.path, -(x.leaving.mT @ x.expected), x.leaving.mT @ x.unexpected)
-        (entry,), (after,) = chunks.scan(advance, (chunks.states(mean),))
-        read = chunks.paste(x.arriving[0] @ entry + x.weights @ x.errors(entry))
+        chunks = Chunks.create(v, q.shape[2], rows, _chunk_size(k))
+        x = _split_signals(chunks, DeltaSignals(q, k, v, gain, log_decay), mean.dtype)
+        maps = _AffineMap(x.decays.total, -(x.exit_gains.mT @ x.error_keys), x.exit_gains.mT @ x.initial_errors)
+        (entry,), (final,) = chunks.scan(maps, (chunks.group_heads(mean),))
+        readout = chunks.merge(x.entry_queries @ entry + x.scores @ x.errors(entry))
         ctx.save_for_backward(q, k, v, gain, log_decay, rows, entry)
-        if read.dtype != v.dtype:  # a cast that changes nothing returns its input, whose gradient torch 2.11 loses
-            read = read.to(v.dtype)
-        return read, after.flatten(1, 2)
+        if readout.dtype != v.dtype:  # an identity cast returns its input, whose gradient torch 2.11 loses
+            readout = readout.to(v.dtype)
+        return readout, final.flatten(1, 2)
 
     @staticmethod
     @once_differentiable("kernel 'chunked' of `delta`")
-    def backward(ctx: Any, to_read: Tensor, to_after: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_readout: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, gain, log_decay, rows, entry = ctx.saved_tensors
-        chunks = Chunks.of(v, q.shape[2], rows, _chunk(k))
-        x = _tokens(chunks, DeltaSignals(q, k, v, gain, log_decay), entry.dtype)
-        to_read, errors = chunks.cut(to_read, entry.dtype), x.errors(entry)
-        to_errors = x.weights.mT @ to_read
-        to_entry = x.arriving[0].mT @ to_read - x.expected.mT @ to_errors
-        retreat = _Advance(x.decays.path, -(x.expected.mT @ x.leaving), to_entry)
-        (to_exit,), (before,) = chunks.scan(retreat, (chunks.states(to_after),), backwards=True)
+        chunks = Chunks.create(v, q.shape[2], rows, _chunk_size(k))
+        x = _split_signals(chunks, DeltaSignals(q, k, v, gain, log_decay), entry.dtype)
+        grad_readout, errors = chunks.split(grad_readout, entry.dtype), x.errors(entry)
+        grad_errors = x.scores.mT @ grad_readout
+        grad_entry = x.entry_queries.mT @ grad_readout - x.error_keys.mT @ grad_errors
+        maps = _AffineMap(x.decays.total, -(x.error_keys.mT @ x.exit_gains), grad_entry)
+        (grad_exit,), (grad_mean,) = chunks.scan(maps, (chunks.group_heads(grad_final),), reverse=True)
 
-        to_errors = to_errors + x.leaving @ to_exit
-        to_v = solve_lower(x.coupling, to_errors, transposed=True, unit=True)
-        reads = to_read, -to_v  # by q and by k
-        to_arriving, to_leaving = [y @ entry.mT for y in reads], errors @ to_exit.mT
-        to_weights, to_coupling = (y @ errors.mT for y in reads)
-        to_coupling.diagonal(dim1=-2, dim2=-1).zero_()  # no error is a part of itself
-        to_rows, to_write, levels = x.decays.products_backward(x.rows, x.write, [to_weights, to_coupling])
-        to_q, to_k = (torch.addcmul(y, to, x.decays.since) for y, to in zip(to_rows, to_arriving, strict=True))
-        to_write = torch.addcmul(to_write, to_leaving, x.decays.until)
-        dlog_decay = None
+        grad_errors = grad_errors + x.exit_gains @ grad_exit
+        grad_v = solve_lower_triangular(x.coupling, grad_errors, transposed=True, unit=True)
+        grad_products = grad_readout, -grad_v  # of the products of q and of k with the memory
+        grad_entry_rows, grad_exit_gains = [y @ entry.mT for y in grad_products], errors @ grad_exit.mT
+        grad_scores, grad_coupling = (y @ errors.mT for y in grad_products)
+        grad_coupling.diagonal(dim1=-2, dim2=-1).zero_()  # no error depends on itself
+        grad_rows, grad_gains, level_grads = x.decays.products_backward(
+            (x.q, x.k), x.gains, [grad_scores, grad_coupling]
+        )
+        grad_q, grad_k = (
+            torch.addcmul(y, entry_row, x.decays.from_start)
+            for y, entry_row in zip(grad_rows, grad_entry_rows, strict=True)
+        )
+        grad_gains = torch.addcmul(grad_gains, grad_exit_gains, x.decays.to_end)
+        grad_log_decay = None
         if log_decay is not None:
-            arriving, leaving = inner(to_arriving, x.arriving), to_leaving * x.leaving
-            carried = x.decays.path * (to_exit * entry).sum(-1, keepdim=True)
-            to_decay = x.decays.backward(arriving, leaving, carried, levels)
-            dlog_decay = chunks.paste(to_decay).reshape(log_decay.shape).to(log_decay.dtype)
+            from_start = sum_of_products(grad_entry_rows, (x.entry_queries, x.entry_keys))
+            total = x.decays.total * (grad_exit * entry).sum(-1, keepdim=True)
+            grad_decay = x.decays.backward(from_start, grad_exit_gains * x.exit_gains, total, level_grads)
+            grad_log_decay = chunks.merge(grad_decay).reshape(log_decay.shape).to(log_decay.dtype)
         if gain.ndim == 4:
-            dgain = chunks.paste(to_write)
+            grad_gain = chunks.merge(grad_gains)
         else:
-            dgain = chunks.paste((to_write * x.rows[1]).sum(-1, keepdim=True)).squeeze(-1)
-            to_k = torch.addcmul(to_k, to_write, x.gain)
-        dq, dk = (chunks.paste(y.sum(3, keepdim=True)).to(q.dtype) for y in (to_q, to_k))
-        return dq, dk, chunks.paste(to_v).to(v.dtype), dgain.to(gain.dtype), dlog_decay, before.flatten(1, 2), None
+            grad_gain = chunks.merge((grad_gains * x.k).sum(-1, keepdim=True)).squeeze(-1)
+            grad_k = torch.addcmul(grad_k, grad_gains, x.gain)
+        grad_q, grad_k = (chunks.merge(y.sum(3, keepdim=True)).to(q.dtype) for y in (grad_q, grad_k))
+        grad_v, grad_gain = chunks.merge(grad_v).to(v.dtype), grad_gain.to(gain.dtype)
+        return grad_q, grad_k, grad_v, grad_gain, grad_log_decay, grad_mean.flatten(1, 2), None
 
 
-class _Tokens(NamedTuple):
-    """Tokens by chunks, and what forward and backward both make of them."""
+class _ChunkedSignals(NamedTuple):
+    """Signals in chunks, and quantities that the forward and the backward pass both compute from them."""
 
-    rows: tuple[Tensor, Tensor]  # [..., L, K], q and k
-    gain: Tensor
-    write: Tensor  # [..., L, K], along which errors are written
+    q: Tensor  # [..., L, K]
+    k: Tensor  # [..., L, K]
+    gain: Tensor  # [..., L, 1 or K], as given
+    gains: Tensor  # [..., L, K], gain vectors c
     decays: Decays
-    arriving: tuple[Tensor, Tensor]  # `rows` as they meet the memory that enters the chunk
-    leaving: Tensor  # `write` as it is left in the memory that leaves the chunk
-    weights: Tensor  # [..., L, L], of errors in what is read
-    coupling: Tensor  # [..., L, L], of errors in later errors
-    unexpected: Tensor  # [..., L, V], the errors had the memory been 0
-    expected: Tensor  # [..., L, K], which products with the memory that enters are expected
+    entry_queries: Tensor  # [..., L, K], q times the decay from the start of the chunk
+    entry_keys: Tensor  # [..., L, K], k times the decay from the start of the chunk
+    exit_gains: Tensor  # [..., L, K], `gains` times the decay to the end of the chunk
+    scores: Tensor  # [..., L, L], weights of the errors in the read-out
+    coupling: Tensor  # [..., L, L], weights of earlier errors in the predictions of later values
+    initial_errors: Tensor  # [..., L, V], errors if the memory at the start of the chunk is 0
+    error_keys: Tensor  # [..., L, K], minus the derivative of the errors with respect to that memory
 
     def errors(self, entry: Tensor) -> Tensor:
-        """What tokens correct, `[..., L, V]`."""
-        return self.unexpected - self.expected @ entry
+        """Return the prediction errors `[..., L, V]`, given the memory at the start of the chunk `[..., K, V]`."""
+        return self.initial_errors - self.error_keys @ entry
 
 
-def _tokens(chunks: Chunks, signals: DeltaSignals, dtype: torch.dtype) -> _Tokens:
+def _split_signals(chunks: Chunks, signals: DeltaSignals, dtype: torch.dtype) -> _ChunkedSignals:
     q, k, v, gain, log_decay = signals
     vector = gain.ndim == 4
-    q, k, v, gain = (chunks.cut(x, dtype) for x in (q, k, v, gain if vector else gain[..., None]))
-    decays, write = Decays(chunks.cut_decay(log_decay, k)), gain if vector else gain * k
-    arriving, leaving = (q * decays.since, k * decays.since), write * decays.until
-    weights, coupling = decays.products((q, k), write)
-    coupling = lower(coupling, -1)
-    right = torch.cat([v, arriving[1].expand(*v.shape[:-1], -1)], -1)
-    unexpected, expected = solve_lower(coupling, right, unit=True).split([v.shape[-1], k.shape[-1]], -1)
-    return _Tokens((q, k), gain, write, decays, arriving, leaving, weights, coupling, unexpected, expected)
+    q, k, v, gain = (chunks.split(x, dtype) for x in (q, k, v, gain if vector else gain[..., None]))
+    decays, gains = Decays(chunks.split_decay(log_decay, k)), gain if vector else gain * k
+    entry_queries, entry_keys, exit_gains = q * decays.from_start, k * decays.from_start, gains * decays.to_end
+    scores, coupling = decays.products((q, k), gains)
+    coupling = lower_triangle(coupling, -1)
+    right = torch.cat([v, entry_keys.expand(*v.shape[:-1], -1)], -1)
+    solution = solve_lower_triangular(coupling, right, unit=True)
+    initial_errors, error_keys = solution.split([v.shape[-1], k.shape[-1]], -1)
+    entry = entry_queries, entry_keys, exit_gains
+    return _ChunkedSignals(q, k, gain, gains, decays, *entry, scores, coupling, initial_errors, error_keys)
 
 
-class _Advance(NamedTuple):
-    """What a chunk does to the memory, or to its adjoint."""
+class _AffineMap(NamedTuple):
+    """Maps M -> (decay + matrix) M + write of the memory by chunks, or of its gradient in reverse."""
 
-    path: Tensor  # [..., K or 1, 1]
-    turn: Tensor  # [..., K, K]
+    decay: Tensor  # [..., K or 1, 1], a diagonal
+    matrix: Tensor  # [..., K, K]
     write: Tensor  # [..., K, V]
 
     def __call__(self, state: State) -> State:
-        return (torch.addcmul(self.write + self.turn @ state[0], self.path, state[0]),)
+        return (torch.addcmul(self.write + self.matrix @ state[0], self.decay, state[0]),)
 
-    def then(self, after: _Advance) -> _Advance:
-        turn = torch.addcmul(after.turn @ self.turn, after.path, self.turn) + after.turn * self.path.mT
-        return _Advance(self.path * after.path, turn, *after((self.write,)))
+    def compose(self, after: _AffineMap) -> _AffineMap:
+        matrix = torch.addcmul(after.matrix @ self.matrix, after.decay, self.matrix) + after.matrix * self.decay.mT
+        return _AffineMap(self.decay * after.decay, matrix, *after((self.write,)))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.ops._delta.signals import DeltaSignals
-from kalmix.ops._shared.step_loop import Reads, inside, segment_ids_of, walk
+from kalmix.ops._shared.step_loop import Readouts, fill_outside, optional_segment_ids, run_steps
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -14,20 +14,20 @@ from kalmix.types import Filtered
 def delta(signals: DeltaSignals, belief: PointBelief, segments: Segments | None) -> Filtered:
     """Equations 17 and 31 of Memory by Design, one token at a time, any autograd. See `kalmix.ops.delta`."""
     batch, length, heads, _ = signals.v.shape
-    dtype, segment_ids = belief.mean.dtype, segment_ids_of(segments, batch, length)
-    q, k, v, gain, log_decay = inside(segment_ids, *signals)
+    dtype, segment_ids = belief.mean.dtype, optional_segment_ids(segments, batch, length)
+    q, k, v, gain, log_decay = fill_outside(segment_ids, *signals)
     q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
     write = gain.to(dtype)[..., None] if gain.ndim == 4 else gain.to(dtype)[..., None, None] * k
     decay = k.new_ones(()).expand(v.shape[:3]) if log_decay is None else log_decay.to(dtype).exp()
     decay = (decay if decay.ndim == 4 else decay[..., None])[..., None]  # [B, T, G, K or 1, 1]
     tokens = zip(*(x.unbind(1) for x in (q, k, v.to(dtype)[..., None, :], write, decay)), strict=True)
-    (mean,), after = walk(_step, belief, tokens, segment_ids)
+    (mean,), after = run_steps(_step, belief, tokens, segment_ids)
     return Filtered(mean.to(v.dtype), None, after)
 
 
 def _step(
     belief: PointBelief, query: Tensor, key: Tensor, value: Tensor, write: Tensor, decay: Tensor
-) -> tuple[Reads, PointBelief]:
+) -> tuple[Readouts, PointBelief]:
     mean = decay * belief.mean
     mean = mean + write * (value - (key * mean).sum(-2, keepdim=True))
     return ((query * mean).sum(-2),), PointBelief(mean)

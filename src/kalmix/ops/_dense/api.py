@@ -11,7 +11,7 @@ from kalmix.ops._dense.kernels import KERNELS
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
-from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import can_check_values
@@ -102,7 +102,7 @@ def dense(
     chosen = select_kernel("dense", KERNELS, request, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v[..., :1], dtype=belief.mean.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), spread, copied(belief))
+        return Filtered(torch.zeros_like(v), spread, clone_belief(belief))
     _check_noise(obs_noise, belief, segments)
     signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
     return chosen(signals, belief, segments, variance)

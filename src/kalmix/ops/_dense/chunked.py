@@ -32,7 +32,7 @@ from kalmix.ops._dense.tile_update import (
     update_tile,
 )
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op
-from kalmix.ops._shared.isolation import isolate
+from kalmix.ops._shared.isolation import isolate_non_finite
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -48,7 +48,7 @@ def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None,
         mean, var, *after = _filter(*tensors, rows, variance, needs_grad(*tensors))
         return Filtered(mean, var if variance else None, DenseBelief(*after[:2]))
 
-    return isolate(filtered, signals, belief, segments, MISSING_TOKEN)
+    return isolate_non_finite(filtered, signals, belief, segments, MISSING_TOKEN)
 
 
 class _StepGroup:

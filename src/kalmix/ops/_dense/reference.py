@@ -8,7 +8,7 @@ from torch import Tensor
 from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense.joseph import joseph_update, subtract_product
 from kalmix.ops._dense.signals import DenseSignals
-from kalmix.ops._shared.step_loop import Reads, inside, segment_ids_of, walk
+from kalmix.ops._shared.step_loop import Readouts, fill_outside, optional_segment_ids, run_steps
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -17,9 +17,9 @@ def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None,
     """Proposition 1 of Memory by Design, one token at a time, any autograd. See `kalmix.ops.dense`."""
     q, k, v, obs_noise, process_noise, log_decay, angle = signals
     batch, length, heads, _ = v.shape
-    dtype, width, segment_ids = belief.mean.dtype, q.shape[3], segment_ids_of(segments, batch, length)
-    q, k, v, process_noise, log_decay, angle = inside(segment_ids, q, k, v, process_noise, log_decay, angle)
-    (obs_noise,) = inside(segment_ids, obs_noise, absent=1.0)
+    dtype, width, segment_ids = belief.mean.dtype, q.shape[3], optional_segment_ids(segments, batch, length)
+    q, k, v, process_noise, log_decay, angle = fill_outside(segment_ids, q, k, v, process_noise, log_decay, angle)
+    (obs_noise,) = fill_outside(segment_ids, obs_noise, fill=1.0)
     q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
     decay = k.new_ones(()).expand(v.shape[:3]) if log_decay is None else log_decay.to(dtype).exp()
     decay = decay[..., None, None] if decay.ndim == 3 else decay.repeat(1, 1, 1, width // decay.shape[3])[..., None]
@@ -30,7 +30,7 @@ def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None,
         angle = angle.to(dtype)  # once: so gradients through cosine and sine add up in `dtype`
         rotations = zip(*(x(angle)[..., None].unbind(1) for x in (torch.cos, torch.sin)), strict=True)
     tokens = zip(*(x.unbind(1) for x in (q, k, v.to(dtype)[..., None, :], decay, *noises)), rotations, strict=True)
-    reads, after = walk(_step, belief, tokens, segment_ids)
+    reads, after = run_steps(_step, belief, tokens, segment_ids)
     return Filtered(reads[0].to(v.dtype), reads[1] if variance else None, after)
 
 
@@ -49,7 +49,7 @@ def _step(
     process_cov: Tensor,
     noise: Tensor,
     rotation: tuple[Tensor | None, Tensor | None],
-) -> tuple[Reads, DenseBelief]:
+) -> tuple[Readouts, DenseBelief]:
     mean = decay * _rotate(belief.mean, *rotation)
     covariance = (
         decay * _rotate((decay * _rotate(belief.covariance, *rotation)).mT, *rotation) + process_cov

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.ops._shared.decay_products import Decays, inner
-from kalmix.ops._shared.triangular import lower
+from kalmix.ops._shared.decay_products import Decays, sum_of_products
+from kalmix.ops._shared.triangular import lower_triangle
 
 
 class Tokens(NamedTuple):
@@ -58,17 +58,17 @@ class TileTransitions(NamedTuple):
 
 def tile_statistics(tokens: Tokens, transitions: TileTransitions) -> TileStatistics:
     """All that can be said of R tiles at once, before their beliefs are known."""
-    q, entry_decay = transitions.q, transitions.decays.since
+    q, entry_decay = transitions.q, transitions.decays.from_start
     obs_cov, readout_obs_cov = transitions.decays.products((transitions.k, q), transitions.noise_keys)
     count, _, width = q.shape
     return TileStatistics(
         queries=q * entry_decay,
         keys=transitions.k * entry_decay,
-        decay=transitions.decays.path.expand(count, width, 1),
+        decay=transitions.decays.total.expand(count, width, 1),
         obs_cov=obs_cov + torch.diagonal_scatter(obs_cov, tokens.obs_noise, dim1=-2, dim2=-1).mT,
         readout_obs_cov=readout_obs_cov,
         readout_var=(_multiply_noise(transitions.accumulated_noise, q) * q).sum(-1, keepdim=True),
-        state_obs_cov=(transitions.noise_keys * transitions.decays.until).mT,
+        state_obs_cov=(transitions.noise_keys * transitions.decays.to_end).mT,
         noise_cov=_noise_matrix(transitions.accumulated_noise[..., -1, :, :].expand(count, -1, width)),
         rotation=None if tokens.angle is None else tokens.angle.sum(-2)[..., None],
     )
@@ -79,9 +79,13 @@ def tile_statistics_backward(
 ) -> Tokens:
     """The adjoint of `look` and of the path, beside that of the values."""
     k, q = transitions.k, transitions.q
-    entry_decay, exit_decay, grad_state_obs = transitions.decays.since, transitions.decays.until, grad.state_obs_cov.mT
+    entry_decay, exit_decay, grad_state_obs = (
+        transitions.decays.from_start,
+        transitions.decays.to_end,
+        grad.state_obs_cov.mT,
+    )
     grad_obs_noise = grad.obs_cov.diagonal(dim1=-2, dim2=-1)
-    grad_pairs = lower(grad.obs_cov) + lower(grad.obs_cov, -1), grad.readout_obs_cov
+    grad_pairs = lower_triangle(grad.obs_cov) + lower_triangle(grad.obs_cov, -1), grad.readout_obs_cov
     (grad_k, grad_q), grad_noise_keys, levels = transitions.decays.products_backward(
         (k, q), transitions.noise_keys, grad_pairs
     )
@@ -101,10 +105,10 @@ def tile_statistics_backward(
 
     grad_log_decay = grad_angle = None
     if tokens.log_decay is not None:
-        entry_terms = inner((grad.keys, grad.queries), (k, q)) * entry_decay
+        entry_terms = sum_of_products((grad.keys, grad.queries), (k, q)) * entry_decay
         exit_terms = grad_state_obs * transitions.noise_keys * exit_decay
         grad_log_decay = grad_squares + transitions.decays.backward(
-            entry_terms, exit_terms, grad.decay * transitions.decays.path, levels
+            entry_terms, exit_terms, grad.decay * transitions.decays.total, levels
         )
         if tokens.log_decay.ndim == 2:
             grad_log_decay = grad_log_decay.squeeze(-1)
@@ -153,7 +157,7 @@ def tile_transitions(tokens: Tokens) -> TileTransitions:
     elif log_decay.shape[-1] < k.shape[-1]:
         log_decay = log_decay.repeat(1, 1, 2)
     decays = Decays(log_decay)
-    decay_squared = decays.each.square()[..., None, :]
+    decay_squared = decays.per_token.square()[..., None, :]
     accumulated_noise = _accumulate_noise(decay_squared, tokens.process_noise[..., None, None] * noise_blocks)
     return TileTransitions(
         k, q, decays, decay_squared, noise_blocks, accumulated_noise, _multiply_noise(accumulated_noise, k)
@@ -200,7 +204,7 @@ def _with_partners(x: Tensor, noise: Tensor) -> Tensor:
 
 def _multiply_noise(noise: Tensor, x: Tensor) -> Tensor:
     """The product of noise, `[..., 1 or 2, K]`, and x, `[..., K]`."""
-    return inner(noise.unbind(-2), _with_partners(x, noise).unbind(-2))
+    return sum_of_products(noise.unbind(-2), _with_partners(x, noise).unbind(-2))
 
 
 def _noise_matrix(noise: Tensor) -> Tensor:

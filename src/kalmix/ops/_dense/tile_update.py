@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kalmix.ops._dense.joseph import joseph_update, subtract_product, symmetrize
 from kalmix.ops._dense.tile_statistics import TileStatistics, rotate, rotation_angle_grad
-from kalmix.ops._shared.triangular import lower, solve_lower
+from kalmix.ops._shared.triangular import lower_triangle, solve_lower_triangular
 
 State = tuple[Tensor, Tensor]  # means [n, K, V] and covariances [n, K, K] of heads, or the adjoints of these
 
@@ -63,12 +63,12 @@ def final_state(stats: TileStatistics, update: TileUpdate) -> State:
 
 def readout_gains(stats: TileStatistics, update: TileUpdate) -> Tensor:
     """Of what is read, along surprise, `[R, L, L]`, lower triangular."""
-    return lower(torch.baddbmm(stats.readout_obs_cov, stats.queries, update.cov_keys) @ update.whitening.mT)
+    return lower_triangle(torch.baddbmm(stats.readout_obs_cov, stats.queries, update.cov_keys) @ update.whitening.mT)
 
 
 def readout_gains_backward(update: TileUpdate, grad_mean: Tensor) -> Tensor:
     """The adjoint of `gains` from that of the mean."""
-    return lower(grad_mean @ update.innovation.mT)
+    return lower_triangle(grad_mean @ update.innovation.mT)
 
 
 def readout_variance(stats: TileStatistics, update: TileUpdate, gains: Tensor) -> Tensor:
@@ -176,11 +176,11 @@ def _inverse_cholesky(innovation_cov: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(innovation_cov)
     eye = torch.eye(innovation_cov.shape[-1], dtype=innovation_cov.dtype, device=innovation_cov.device)
     if innovation_cov.device.type == "cpu" and not failed.any():
-        return solve_lower(factor, eye)
+        return solve_lower_triangular(factor, eye)
     min_noise = (
         len(eye) * (len(eye) + 1) * torch.finfo(innovation_cov.dtype).eps
     )  # Higham, Accuracy and Stability, theorem 10.7
     regularized_factor, singular = torch.linalg.cholesky_ex(innovation_cov + min_noise * eye * innovation_cov)
     failed, singular = (failed > 0)[..., None, None], ((failed > 0) & (singular > 0))[..., None, None]
     factor = torch.where(singular, eye, torch.where(failed, regularized_factor, factor))
-    return torch.where(singular, 0, solve_lower(factor, eye))
+    return torch.where(singular, 0, solve_lower_triangular(factor, eye))

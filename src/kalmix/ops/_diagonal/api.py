@@ -10,7 +10,7 @@ from kalmix.ops._diagonal.kernels import KERNELS
 from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
-from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 
@@ -83,7 +83,7 @@ def diagonal(
     chosen = select_kernel("diagonal", KERNELS, request, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         spread = torch.zeros_like(v, dtype=belief.mean.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), spread, copied(belief))
+        return Filtered(torch.zeros_like(v), spread, clone_belief(belief))
     return chosen(DiagonalSignals(q, k, v, precision, log_decay, process_noise), belief, segments, variance)
 
 

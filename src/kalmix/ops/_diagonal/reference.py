@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.signals import DiagonalSignals
-from kalmix.ops._shared.step_loop import Reads, inside, segment_ids_of, walk
+from kalmix.ops._shared.step_loop import Readouts, fill_outside, optional_segment_ids, run_steps
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -20,22 +20,22 @@ def diagonal(signals: DiagonalSignals, belief: DiagonalBelief, segments: Segment
     """
     q, k, v, precision, log_decay, process_noise = signals
     batch, length, heads, _ = v.shape
-    dtype, segment_ids = belief.mean.dtype, segment_ids_of(segments, batch, length)
-    q, k, v, precision = inside(segment_ids, q, k, v, precision)
+    dtype, segment_ids = belief.mean.dtype, optional_segment_ids(segments, batch, length)
+    q, k, v, precision = fill_outside(segment_ids, q, k, v, precision)
     if log_decay.ndim == 5:
-        log_decay, process_noise = inside(segment_ids, log_decay, process_noise)
+        log_decay, process_noise = fill_outside(segment_ids, log_decay, process_noise)
     q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
     v_rows, w_rows = v.to(dtype)[..., None, :], precision.to(dtype)[..., None, :]  # [B, T, G, 1, V]
     dynamics = (_per_token(x, length) for x in (log_decay.to(dtype).exp(), process_noise.to(dtype)))
     # Unbound once: taking one token at a time out of a tensor would make its gradient O(T^2).
     tokens = zip(*(x.unbind(1) for x in (q, k, v_rows, w_rows)), *dynamics, strict=True)
-    reads, after = walk(_step, belief, tokens, segment_ids)
+    reads, after = run_steps(_step, belief, tokens, segment_ids)
     return Filtered(reads[0].to(v.dtype), reads[1] if variance else None, after)
 
 
 def _step(
     belief: DiagonalBelief, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, decay: Tensor, noise: Tensor
-) -> tuple[Reads, DiagonalBelief]:
+) -> tuple[Readouts, DiagonalBelief]:
     mean, var = decay * belief.mean, decay**2 * belief.variance + noise
     write = key * weight
     var = var / (1 + key * write * var)

@@ -12,7 +12,7 @@ from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Ridge, Sketch, Solver
 from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
-from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, copied
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 
@@ -99,7 +99,7 @@ def ridge(
     implementation = select_kernel("ridge", KERNELS, request, kernel)
     if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
         zero_variance = torch.zeros_like(v[..., :1], dtype=belief.gram.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), zero_variance, copied(belief))
+        return Filtered(torch.zeros_like(v), zero_variance, clone_belief(belief))
     return implementation(RidgeSignals(q, k, v, log_decay, gain, mix), belief, segments, variance, ridge, solver)
 
 

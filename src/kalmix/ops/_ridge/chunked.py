@@ -16,13 +16,13 @@ from kalmix.ops._ridge.assembly import NormalEquations, assemble
 from kalmix.ops._ridge.linear_solvers import decode_solver, encode_solver, solve, spectrum_scale
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Exact, Fixed, Ridge, Sketch, Solver
-from kalmix.ops._shared.batching import in_blocks
+from kalmix.ops._shared.batching import filter_in_slices
 from kalmix.ops._shared.chunking import Chunks
 from kalmix.ops._shared.custom_op import custom_op
 from kalmix.ops._shared.decay_products import Decays
-from kalmix.ops._shared.isolation import isolate
-from kalmix.ops._shared.scan import Writes
-from kalmix.ops._shared.step_loop import inside, segment_ids_of
+from kalmix.ops._shared.isolation import isolate_non_finite
+from kalmix.ops._shared.scan import DecayAndWrite
+from kalmix.ops._shared.step_loop import fill_outside, optional_segment_ids
 from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 
@@ -38,8 +38,8 @@ def ridge(
         options = (belief, segments, variance, ridge, solver)
         return assemble(memory.additive, _solve_systems, RidgeSignals(*tokens), *options)
 
-    tokens = inside(segment_ids_of(segments, *signals.v.shape[:2]), *signals)
-    return isolate(run, tokens, belief, segments)
+    tokens = fill_outside(optional_segment_ids(segments, *signals.v.shape[:2]), *signals)
+    return isolate_non_finite(run, tokens, belief, segments)
 
 
 def _solve_systems(rhs: Tensor, equations: NormalEquations, ridge: Ridge, solver: Solver) -> Tensor:
@@ -67,24 +67,29 @@ def _solve_all_chunks(
         rhs: Tensor, k: Tensor, log_decay: Tensor | None, gain: Tensor | None, norm: Tensor, gram: Tensor,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        chunks = Chunks.of(rhs, k.shape[2], rows, CHUNK)
-        keys, scale = chunks.cut(k, rhs.dtype), spectrum_scale(ridge, chunks.cut(norm[..., None], rhs.dtype))
-        decays = Decays(chunks.cut_decay(log_decay, keys))
-        weighted_keys = keys if gain is None else keys * chunks.cut(gain[..., None], rhs.dtype)
-        writes = Writes(decays.path, (keys * decays.until).mT @ weighted_keys)
-        (entry_gram,), (final_gram,) = chunks.scan(writes, (chunks.states(gram),))
-        assert decays.matrix is not None
+        chunks = Chunks.create(rhs, k.shape[2], rows, CHUNK)
+        keys, scale = chunks.split(k, rhs.dtype), spectrum_scale(ridge, chunks.split(norm[..., None], rhs.dtype))
+        decays = Decays(chunks.split_decay(log_decay, keys))
+        weighted_keys = keys if gain is None else keys * chunks.split(gain[..., None], rhs.dtype)
+        writes = DecayAndWrite(decays.total, (keys * decays.to_end).mT @ weighted_keys)
+        (entry_gram,), (final_gram,) = chunks.scan(writes, (chunks.group_heads(gram),))
+        assert decays.pairwise is not None
         systems = _ChunkSystems(
-            entry_gram, keys, weighted_keys, scale.inverse * decays.matrix, scale.inverse * decays.since, scale.shift
+            entry_gram,
+            keys,
+            weighted_keys,
+            scale.inverse * decays.pairwise,
+            scale.inverse * decays.from_start,
+            scale.shift,
         )
-        x = scale.inverse * solve(solver, systems, chunks.cut(rhs, rhs.dtype), scale.rho)
-        return chunks.paste(x), final_gram.flatten(1, 2)
+        x = scale.inverse * solve(solver, systems, chunks.split(rhs, rhs.dtype), scale.rho)
+        return chunks.merge(x), final_gram.flatten(1, 2)
 
     inner_solver = solver.solver if isinstance(solver, Sketch) else solver
     max_width = k.shape[3] ** 2 if isinstance(inner_solver, Exact) else k.shape[3]
     segments = None if rows is None else segments_without_checks(rows)
     chunk_numel = CHUNK * norm.shape[2] * max_width
-    return in_blocks(
+    return filter_in_slices(
         block, (rhs, k, log_decay, gain, norm), PointBelief(gram), segments, chunk_numel, CHUNK
     ).mean.contiguous()
 

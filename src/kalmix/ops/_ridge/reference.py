@@ -13,7 +13,7 @@ from kalmix.ops._ridge.dense_solve import solve_differentiable
 from kalmix.ops._ridge.linear_solvers import frobenius_norm, ridge_strength, spectrum_scale
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Ridge, Solver
-from kalmix.ops._shared.step_loop import Reads, inside, segment_ids_of, walk
+from kalmix.ops._shared.step_loop import Readouts, fill_outside, optional_segment_ids, run_steps
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -23,8 +23,8 @@ def ridge(
 ) -> Filtered:
     """Gated KalmaNet one token at a time, any autograd. See `kalmix.ops.ridge`."""
     batch, length, heads, _ = signals.v.shape
-    dtype, segment_ids = belief.gram.dtype, segment_ids_of(segments, batch, length)
-    q, k, v, log_decay, gain, mix = inside(segment_ids, *signals)
+    dtype, segment_ids = belief.gram.dtype, optional_segment_ids(segments, batch, length)
+    q, k, v, log_decay, gain, mix = fill_outside(segment_ids, *signals)
 
     def signal(x: Tensor | None, absent: float) -> Tensor:
         return k.new_full(v.shape[:3], absent, dtype=dtype) if x is None else x.to(dtype)
@@ -35,7 +35,7 @@ def ridge(
 
     def step(
         state: RidgeBelief, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, weight: Tensor, token_mix: Tensor
-    ) -> tuple[Reads, RidgeBelief]:
+    ) -> tuple[Readouts, RidgeBelief]:
         weighted_key = (weight * key)[..., None]
         cross = decay[..., None] * state.cross + weighted_key * value[..., None, :]
         gram = decay[..., None] * state.gram + weighted_key * key[..., None, :]
@@ -44,5 +44,5 @@ def ridge(
         reader = torch.lerp(query, x, token_mix)
         return ((reader[..., None, :] @ cross)[..., 0, :], (query * x).sum(-1, keepdim=True)), RidgeBelief(cross, gram)
 
-    outputs, final = walk(step, belief, tokens, segment_ids)
+    outputs, final = run_steps(step, belief, tokens, segment_ids)
     return Filtered(outputs[0].to(v.dtype), outputs[1] if variance else None, final)

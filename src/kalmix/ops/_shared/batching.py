@@ -1,4 +1,4 @@
-"""Long sequences block after block, so that what is worked on at once fits a cache, or a GPU's memory."""
+"""Division of long sequences into slices, so that the working set fits a CPU cache or the memory of a GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
-ROOM = 1 << 19  # entries of one signal worked on at once on a CPU: a few such tensors fit the cache
-ROOM_ELSEWHERE = 1 << 25  # elsewhere: enough to keep a GPU busy
-FEW = 4  # chunks that a block should have, or it has one alone, which nothing needs to be carried to
-RUNS = 4  # chunks a block should have for every run, as each run costs every block one chunk
+MAX_ENTRIES_CPU = 1 << 19  # entries of one tensor of a slice; a few such tensors fit the cache
+MAX_ENTRIES_GPU = 1 << 25  # the same on other devices: enough to keep a GPU busy
+MIN_CHUNKS = 4  # smaller slices have one chunk, which needs no scan over chunks
+CHUNKS_PER_SEGMENT = 4  # lower bound of chunks a slice has per packed sequence, as each adds up to one partial chunk
 
 
-def in_blocks(
+def filter_in_slices(
     function: Callable[..., tuple[Tensor, ...]],
     tokens: tuple[Any, ...],
     belief: Any,
@@ -25,36 +25,36 @@ def in_blocks(
     entries: int,
     chunk: int,
 ) -> Filtered:
-    """Filter block after block, each continuing from the belief that the one before left.
+    """Filter a batch slice by slice along time; the final belief of a slice is the prior of the next.
+
+    `torch.compile` traces a single slice.
 
     Args:
-        function: takes `tokens`, the tensors of a belief, and the rows of `Segments` or `None`; returns the mean
-            `[B, T, G, V]`, perhaps the variance, and the tensors of the belief after.
-        tokens: signals `[B, T, ...]`, of which all but the first may be `None`.
-        belief, segments: as the kernel takes them.
-        entries: what a chunk has in the widest of the tensors that are worked on at once.
-        chunk: tokens that the kernel works on as one, of which blocks are multiples.
-
-    A compiler sees a single block.
+        function: filters one slice. Takes `tokens`, the tensors of a belief, and the rows of `Segments` or `None`;
+            returns the mean `[B, T, G, V]`, optionally the variance, and the tensors of the final belief.
+        tokens: signals `[B, T, ...]`; all but the first may be `None`.
+        belief, segments: as every kernel takes them.
+        entries: entries that one chunk of one batch row has in the largest intermediate tensor.
+        chunk: tokens per chunk; slices are multiples of it.
     """
     rows = None if segments is None else segments.rows
     batch, length = tokens[0].shape[:2]
-    room = ROOM if tokens[0].device.type == "cpu" else ROOM_ELSEWHERE
-    fit = room // (batch * entries)
+    max_entries = MAX_ENTRIES_CPU if tokens[0].device.type == "cpu" else MAX_ENTRIES_GPU
+    chunks = max_entries // (batch * entries)
     if rows is not None:
-        fit = max(fit, RUNS * -(-rows.shape[0] // batch))
-    size = length if torch.compiler.is_compiling() else chunk * (fit if fit >= FEW else 1)
+        chunks = max(chunks, CHUNKS_PER_SEGMENT * -(-rows.shape[0] // batch))
+    size = length if torch.compiler.is_compiling() else chunk * (chunks if chunks >= MIN_CHUNKS else 1)
     starts = range(0, length, size)
-    cuts = ([x] * len(starts) if x is None or length <= size else x.split(size, 1) for x in tokens)
-    after, reads = tuple(belief), []
-    for start, *block in zip(starts, *cuts, strict=True):
-        result = function(*block, *after, None if rows is None else _within(rows, start, start + size))
-        reads.append(result[: -len(after)])
-        after = result[-len(after) :]
-    mean, *variance = (torch.cat(x, 1) if len(starts) > 1 else x[0] for x in zip(*reads, strict=True))
-    return Filtered(mean, variance[0] if variance else None, type(belief)(*after))
+    slices = ([x] * len(starts) if x is None or length <= size else x.split(size, 1) for x in tokens)
+    state, readouts = tuple(belief), []
+    for start, *inputs in zip(starts, *slices, strict=True):
+        result = function(*inputs, *state, None if rows is None else _clip_rows(rows, start, start + size))
+        readouts.append(result[: -len(state)])
+        state = result[-len(state) :]
+    mean, *variance = (torch.cat(x, 1) if len(starts) > 1 else x[0] for x in zip(*readouts, strict=True))
+    return Filtered(mean, variance[0] if variance else None, type(belief)(*state))
 
 
-def _within(rows: Tensor, start: int, stop: int) -> Tensor:
-    """The part of every run between two tokens, counted from the first of these."""
+def _clip_rows(rows: Tensor, start: int, stop: int) -> Tensor:
+    """Restrict the rows of `Segments` to the tokens from `start` to `stop`; token indices count from `start`."""
     return torch.cat([rows[:, :1], rows[:, 1:].clamp(start, stop) - start], 1)

@@ -1,9 +1,10 @@
-"""Sequences cut into chunks of equal size, packed runs or whole batch rows, and states carried from chunk to chunk.
+"""Division of sequences into chunks of equal size, and scans of states over the chunks.
 
-`Chunks.of` takes the geometry of a call; `cut` and `paste` lay tokens out by chunks and back; `scan` carries states
-through maps of chunks, forwards or backwards. A lane is what chunks follow one another in: a batch row or, for packed
-runs, all runs end to end, where the first chunk of a run starts from a state of its own. Where looking at values would
-wait for a GPU, or break a graph, as many chunks are taken as the runs could need.
+`Chunks.create` computes the layout for a call; `split` and `merge` convert tensors of tokens to chunks and back; `scan`
+passes states from chunk to chunk, forward or in reverse. A chain is a series of consecutive chunks that one scan runs
+through: a batch row or, for packed sequences, all sequences one after another, where the first chunk of each sequence
+resets the state. On a GPU and under `torch.compile`, where values must not be read on the host, packed sequences take
+the largest number of chunks that they could need.
 """
 
 from __future__ import annotations
@@ -14,118 +15,127 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kalmix.ops._shared.scan import Links, State, scan
+from kalmix.ops._shared.scan import MapsWithReset, State, scan
 from kalmix.segments import Segments, segments_without_checks
 
 
 class Chunks:
-    """Batch rows as lanes of P chunks of L tokens; value heads stand beside the key head they read, `[H, G / H]`."""
+    """Layout of tokens in chunks: each batch row is a chain of P chunks of L tokens.
+
+    In chunks, value heads have two axes: `[H, G / H]`, where H is the key head that they use.
+    """
 
     @staticmethod
-    def of(v: Tensor, key_heads: int, rows: Tensor | None, size: int) -> Chunks:
-        """Chunks of at most `size` tokens for values `[B, T, G, V]` and the rows of `Segments`, if there are any.
+    def create(v: Tensor, key_heads: int, rows: Tensor | None, size: int) -> Chunks:
+        """Return the layout for values `[B, T, G, V]` and the rows of `Segments` or `None`.
 
-        L is `size`, or the least power of two that holds all T tokens.
+        L is `size`, a power of two, or the smallest power of two that holds all T tokens.
         """
         size = min(size, 1 << (v.shape[1] - 1).bit_length())
-        return Chunks(v, key_heads, size) if rows is None else _Runs(v, key_heads, size, segments_without_checks(rows))
+        return (
+            Chunks(v, key_heads, size)
+            if rows is None
+            else _PackedChunks(v, key_heads, size, segments_without_checks(rows))
+        )
 
     def __init__(self, v: Tensor, key_heads: int, size: int) -> None:
         self.batch, self.length, self.device = *v.shape[:2], v.device
         self.key_heads, self.size = key_heads, size
-        self.lanes, self.count = self.batch, -(-self.length // size)
-        self.linked = self.count > 1  # whether states pass from chunk to chunk
+        self.chains, self.count = self.batch, -(-self.length // size)
+        self.needs_scan = self.count > 1
 
-    def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`[B, T, H or G, *]` to `[lanes, P, H, 1 or G / H, L, *]`, zero where there is no token."""
+    def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Convert `[B, T, H or G, *]` to `[chains, P, H, 1 or G / H, L, *]`, with zeros where there is no token."""
         x, missing = x.to(dtype), -self.length % self.size
         x = pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
-        return self._chunked(x.unflatten(1, (-1, self.size)))
+        return self._split_heads(x.unflatten(1, (-1, self.size)))
 
-    def paste(self, x: Tensor) -> Tensor:
-        """`[lanes, P, H, G / H, L, *]` to `[B, T, G, *]`, zero where no sequence is."""
-        return self._tokens(x).flatten(1, 2)[:, : self.length]
+    def merge(self, x: Tensor) -> Tensor:
+        """Convert `[chains, P, H, G / H, L, *]` to `[B, T, G, *]`, with zeros at tokens outside every sequence."""
+        return self._merge_heads(x).flatten(1, 2)[:, : self.length]
 
-    def cut_decay(self, log_decay: Tensor | None, like: Tensor) -> Tensor:
-        """As `cut`, `[B, T, G]` or `[B, T, G, K]` to a last axis of 1 or K; none at all is 0 for all heads at once."""
+    def split_decay(self, log_decay: Tensor | None, like: Tensor) -> Tensor:
+        """Convert log-decays like `split`, with a last axis of size 1 (per head) or K (per key); zeros for `None`."""
         if log_decay is None:
-            return like.new_zeros(()).expand(self.lanes, self.count, 1, 1, self.size, 1)
-        return self.cut(log_decay if log_decay.ndim == 4 else log_decay[..., None], like.dtype)
+            return like.new_zeros(()).expand(self.chains, self.count, 1, 1, self.size, 1)
+        return self.split(log_decay if log_decay.ndim == 4 else log_decay[..., None], like.dtype)
 
-    def here(self, position: int) -> Tensor | None:
-        """Which chunks have a token at `position`, `[P, 1, 1, 1, 1]`; `None` for all."""
+    def valid_at(self, position: int) -> Tensor | None:
+        """Return which chunks have a token at `position`, `[P, 1, 1, 1, 1]`; `None` if all have one."""
         if (self.count - 1) * self.size + position < self.length:
             return None
-        return _column(torch.arange(self.count, device=self.device) < self.count - 1)
+        return _broadcastable(torch.arange(self.count, device=self.device) < self.count - 1)
 
-    def states(self, x: Tensor) -> Tensor:
-        """States `[N, G, *]`, one a sequence, as `[N, H, G / H, *]`."""
+    def group_heads(self, x: Tensor) -> Tensor:
+        """Convert states `[N, G, *]`, one per sequence, to `[N, H, G / H, *]`."""
         return x.unflatten(1, (self.key_heads, -1))
 
-    def scan(self, maps: Any, states: State, backwards: bool = False) -> tuple[State, State]:
-        """What arrives at each chunk from the one before it (backwards, after it), and what is left in the end.
+    def scan(self, maps: Any, states: State, reverse: bool = False) -> tuple[State, State]:
+        """Pass states through the maps of consecutive chunks.
 
         Args:
-            maps: of each chunk, tensors `[lanes, P, H, G / H, ...]`: see `scan`. The last of them are what it makes of
-                a state of zeros.
-            states: `[N, H, G / H, ...]`, what every sequence starts (backwards, ends) with.
+            maps: named tuple of tensors `[chains, P, H, G / H, ...]`, the map of each chunk: see `scan`. Its last
+                tensors are the images of zero states.
+            states: `[N, H, G / H, ...]`, the initial state of every sequence (if `reverse`, the state after it).
+            reverse: whether to apply the maps from the last chunk to the first.
 
         Returns:
-            States `[lanes, P, H, G / H, ...]` that arrive, and `[N, H, G / H, ...]` that every sequence ends with.
+            The states `[chains, P, H, G / H, ...]` that each chunk's map is applied to, and the final states
+            `[N, H, G / H, ...]` of the sequences.
         """
-        arriving = scan(Links(maps), states, backwards)
-        end = 0 if backwards else -1
-        return arriving, type(maps)(*(x[:, end] for x in maps))(tuple(x[:, end] for x in arriving))
+        entry = scan(MapsWithReset(maps), states, reverse)
+        end = 0 if reverse else -1
+        return entry, type(maps)(*(x[:, end] for x in maps))(tuple(x[:, end] for x in entry))
 
-    def _chunked(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(3, (self.key_heads, -1)).movedim(2, 4).contiguous()
 
-    def _tokens(self, x: Tensor) -> Tensor:
+    def _merge_heads(self, x: Tensor) -> Tensor:
         return x.movedim(4, 2).flatten(3, 4)
 
 
-class _Runs(Chunks):
-    """The chunks of all runs as one lane."""
+class _PackedChunks(Chunks):
+    """Layout of packed sequences: the chunks of all sequences form one chain."""
 
     def __init__(self, v: Tensor, key_heads: int, size: int, segments: Segments) -> None:
         super().__init__(v, key_heads, size)
         tiles = segments.tiles(self.batch, self.length, size)
-        pieces = (segments.rows[:, 2] - segments.rows[:, 1] + size - 1) // size
-        self.lanes, self.count, self.linked = 1, tiles.token.shape[0], True
-        if v.device.type == "cpu" and not torch.compiler.is_compiling():  # else as many as there could be
-            self.count = max(1, int(pieces.sum()))
+        counts = (segments.rows[:, 2] - segments.rows[:, 1] + size - 1) // size  # chunks of each sequence
+        self.chains, self.count, self.needs_scan = 1, tiles.token.shape[0], True
+        if v.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere an upper bound, without a sync
+            self.count = max(1, int(counts.sum()))
         self.sequence, token, count, first = (x[: self.count] for x in tiles[:4])
-        self.ends = torch.where(pieces > 0, tiles.last - pieces + 1, -1), tiles.last  # of runs, their first and last
+        self.ends = torch.where(counts > 0, tiles.last - counts + 1, -1), tiles.last  # first, last chunk of a sequence
         final = (tiles.last[self.sequence] == torch.arange(self.count, device=v.device)) & (count > 0)
-        self.anew = first, final  # which chunks start from a state of their own
+        self.reset = first, final  # chunks that start from the state of their sequence, forward and in reverse
         position = torch.arange(size, device=v.device)
         self.inside = position < count[:, None]
-        self.index = token[:, None] + position  # of tokens `[P, L]`, in the flattened batch
+        self.index = token[:, None] + position  # index `[P, L]` of each token in the flattened batch
 
-    def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         x = x.flatten(0, 1)[torch.where(self.inside, self.index, 0)].to(dtype)
-        return self._chunked(torch.where(self.inside[..., None, None], x, 0.0)[None])
+        return self._split_heads(torch.where(self.inside[..., None, None], x, 0.0)[None])
 
-    def here(self, position: int) -> Tensor | None:
-        return _column(self.inside[:, position])
+    def valid_at(self, position: int) -> Tensor | None:
+        return _broadcastable(self.inside[:, position])
 
-    def paste(self, x: Tensor) -> Tensor:
-        x, total = self._tokens(x)[0].flatten(0, 1), self.batch * self.length
-        flat = x.new_zeros(total + 1, *x.shape[1:])  # what belongs nowhere goes to the extra row
+    def merge(self, x: Tensor) -> Tensor:
+        x, total = self._merge_heads(x)[0].flatten(0, 1), self.batch * self.length
+        flat = x.new_zeros(total + 1, *x.shape[1:])  # the extra row takes the values of no token
         flat = flat.index_copy(0, torch.where(self.inside, self.index, total).flatten(), x)
         return flat[:total].unflatten(0, (self.batch, self.length))
 
-    def scan(self, maps: Any, states: State, backwards: bool = False) -> tuple[State, State]:
-        anew, end = _column(self.anew[int(backwards)])[None], self.ends[1 - int(backwards)]
-        fresh = tuple(x[self.sequence][None] for x in states)
-        before = tuple(torch.zeros_like(x[:1]) for x in states)
-        arriving = scan(Links(maps, anew, fresh), before, backwards)
+    def scan(self, maps: Any, states: State, reverse: bool = False) -> tuple[State, State]:
+        reset, end = _broadcastable(self.reset[int(reverse)])[None], self.ends[1 - int(reverse)]
+        initial = tuple(x[self.sequence][None] for x in states)
+        zeros = tuple(torch.zeros_like(x[:1]) for x in states)
+        entry = scan(MapsWithReset(maps, reset, initial), zeros, reverse)
         last = end.clamp(min=0)
-        left = type(maps)(*(x[0, last] for x in maps))(tuple(x[0, last] for x in arriving))
-        after = tuple(torch.where(_column(end >= 0), new, old) for new, old in zip(left, states, strict=True))
-        return arriving, after
+        final = type(maps)(*(x[0, last] for x in maps))(tuple(x[0, last] for x in entry))
+        nonempty = _broadcastable(end >= 0)
+        return entry, tuple(torch.where(nonempty, new, old) for new, old in zip(final, states, strict=True))
 
 
-def _column(flag: Tensor) -> Tensor:
-    """Flags `[P]` to be broadcast along `[P, H, G / H, *, *]`."""
+def _broadcastable(flag: Tensor) -> Tensor:
+    """Reshape flags `[P]` to `[P, 1, 1, 1, 1]`."""
     return flag.view(-1, *(1,) * 4)

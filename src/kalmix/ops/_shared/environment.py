@@ -1,4 +1,4 @@
-"""What the machine offers to kernels, found out without importing it."""
+"""Availability of Triton, determined without importing it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 HAS_TRITON = find_spec("triton") is not None
 
 
-def triton_interprets() -> bool:
-    """Whether Triton runs its kernels on the CPU (`TRITON_INTERPRET=1`); a compiler cannot ask, and trusts."""
+def uses_triton_interpreter() -> bool:
+    """Return whether Triton runs its kernels on the CPU, in its interpreter (`TRITON_INTERPRET=1`).
+
+    Under `torch.compile`, which cannot trace this check, it returns True wherever Triton is installed.
+    """
     return HAS_TRITON and (torch.compiler.is_compiling() or bool(import_module("triton").knobs.runtime.interpret))

@@ -1,7 +1,7 @@
-"""Keep NaN and infinity in the sequence, and from the token on, where they come in.
+"""Containment of NaN and infinity: they affect only their own sequence, and no earlier token.
 
-Matrix products over a chunk multiply what later tokens wrote by 0 for earlier ones, and 0 times NaN is NaN. Kernels
-made of such products filter finite values only; NaN is added to the results afterwards.
+A matrix product over a chunk multiplies later values by 0 when it computes earlier results, and 0 times NaN is NaN.
+Kernels made of such products therefore filter finite values only, and NaN is added to the results afterwards.
 """
 
 from __future__ import annotations
@@ -17,67 +17,70 @@ from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 
-def isolate(
+def isolate_non_finite(
     function: Callable[..., Filtered],
     signals: tuple[Any, ...],
     belief: Any,
     segments: Segments | None,
-    absent: tuple[float, ...] | None = None,
+    fill: tuple[float, ...] | None = None,
 ) -> Filtered:
-    """Call `function(*signals)` with finite values for those that are not, and make NaN of all that depends on them.
+    """Call `function` with NaN and infinity in `signals` replaced, and set all results that depend on them to NaN.
 
-    That is what is read from their token on, in value heads that use them, and the belief of their sequence. Tokens
-    outside every sequence change nothing. Gradients are those for the finite value.
+    These are the read-outs from that token on, in the value heads that use it, and the final belief of its sequence.
+    Tokens outside every sequence have no effect. Gradients are those at the replaced values.
 
-    On a CPU tokens that are finite pass through. Elsewhere, and while compiling, nothing waits for values.
+    On a CPU the replacement is skipped if all values are finite. On other devices and under `torch.compile` it always
+    runs, because a test of the values would synchronise or break the graph.
 
     Args:
-        function: returns a mean `[B, T, G, V]`, perhaps a variance, and a belief of tensors `[N, G, *, *]`.
-        signals: `[B, T, H or G, ...]`, or `None`.
-        belief, segments: as the kernel takes them.
-        absent: the finite value for each signal; 0 if not given.
+        function: returns a mean `[B, T, G, V]`, an optional variance, and a belief of tensors `[N, G, *, *]`.
+        signals: arguments of `function`, each `[B, T, H or G, ...]` or `None`.
+        belief, segments: as every kernel takes them.
+        fill: one replacement value per signal; zeros by default.
     """
-    given = [x for x in signals if x is not None]
-    if given[0].device.type == "cpu" and not torch.compiler.is_compiling() and _finite(given):
+    present = [x for x in signals if x is not None]
+    if present[0].device.type == "cpu" and not torch.compiler.is_compiling() and _all_finite(present):
         return function(*signals)
-    pairs = zip(signals, absent or (0.0,) * len(signals), strict=True)
-    found = function(*(x if x is None else torch.where(x.isfinite(), x, value) for x, value in pairs))
-    lost = _lost([x.isfinite() for x in given], belief[0].shape[1])
-    since, ended = _spread(lost, segments)
-    mean, variance = _spoiled(found.mean, since[..., None]), found.variance
+    pairs = zip(signals, fill or (0.0,) * len(signals), strict=True)
+    result = function(*(x if x is None else torch.where(x.isfinite(), x, value) for x, value in pairs))
+    non_finite = _non_finite_tokens([x.isfinite() for x in present], belief[0].shape[1])
+    tokens, sequences = _propagate(non_finite, segments)
+    mean, variance = _set_nan(result.mean, tokens[..., None]), result.variance
     if variance is not None:
-        variance = _spoiled(variance, since[..., None])
-    after = (_spoiled(x, ended[..., None, None]) for x in found.belief)
-    # The compiler of torch 2.11 returns no object whose class it has from another object made while it traces.
-    return Filtered(mean, variance, type(belief)(*after))
+        variance = _set_nan(variance, tokens[..., None])
+    final = (_set_nan(x, sequences[..., None, None]) for x in result.belief)
+    # `type(belief)`, because torch 2.11's compiler cannot return an object of a class found during tracing.
+    return Filtered(mean, variance, type(belief)(*final))
 
 
-def _finite(signals: list[Tensor]) -> bool:
-    """Whether all values are finite, unless their sum is not: then they count as not finite, too."""
+def _all_finite(signals: list[Tensor]) -> bool:
+    """Return whether all values are finite. Tests sums, so that it may return False if one overflows."""
     sums = [x.detach().sum(dtype=torch.float32 if x.element_size() < 4 else None) for x in signals]
     return bool(torch.stack([x.double() for x in sums]).isfinite().all())
 
 
-def _lost(finite: list[Tensor], heads: int) -> Tensor:
-    """Which tokens hold values that are not finite, of value heads: `[B, T, G]`."""
-    whole = [x.flatten(3).all(-1) if x.ndim > 3 else x for x in finite]
-    whole = [x.repeat_interleave(heads // x.shape[2], 2) for x in whole]
-    return torch.stack(whole).logical_not().any(0)
+def _non_finite_tokens(finite: list[Tensor], heads: int) -> Tensor:
+    """Combine masks of finite values to a mask `[B, T, G]` of tokens with any value that is not."""
+    per_head = [x.flatten(3).all(-1) if x.ndim > 3 else x for x in finite]
+    per_head = [x.repeat_interleave(heads // x.shape[2], 2) for x in per_head]
+    return torch.stack(per_head).logical_not().any(0)
 
 
-def _spread(lost: Tensor, segments: Segments | None) -> tuple[Tensor, Tensor]:
-    """Which tokens come at or after a lost one of their sequence `[B, T, G]`, and which sequences have one `[N, G]`."""
-    batch, length, _heads = lost.shape
+def _propagate(non_finite: Tensor, segments: Segments | None) -> tuple[Tensor, Tensor]:
+    """Return which tokens `[B, T, G]` are at or after a marked token of their sequence, and which sequences `[N, G]`
+    have a marked token."""
+    batch, length, _heads = non_finite.shape
     if segments is None:
-        return lost.cumsum(1) > 0, lost.any(1)
+        return non_finite.cumsum(1) > 0, non_finite.any(1)
     segment_ids = segments.segment_ids(batch, length)
     inside = (segment_ids >= 0)[..., None]
-    before = pad((lost & inside).flatten(0, 1).cumsum(0), (0, 0, 1, 0))  # how many come before each token of the batch
+    marked = (non_finite & inside).flatten(0, 1)
+    preceding = pad(marked.cumsum(0), (0, 0, 1, 0))  # marked tokens before each token of the flattened batch
     row, start, stop = segments.rows.long().unbind(1)
     begin, end = row * length + start, row * length + stop
-    first = before[begin][segment_ids.clamp(min=0)]
-    return (before[1:].unflatten(0, (batch, length)) > first) & inside, before[end] > before[begin]
+    first = preceding[begin][segment_ids.clamp(min=0)]
+    return (preceding[1:].unflatten(0, (batch, length)) > first) & inside, preceding[end] > preceding[begin]
 
 
-def _spoiled(x: Tensor, where: Tensor) -> Tensor:
+def _set_nan(x: Tensor, where: Tensor) -> Tensor:
     return x + torch.zeros_like(where, dtype=x.dtype).masked_fill(where, torch.nan)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kalmix.ops._shared import environment as library
+from kalmix.ops._shared import environment
 from kalmix.types import Filtered
 from kalmix.validation import FLOATS
 
@@ -95,9 +95,9 @@ class Kernel:
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Return the reason why this kernel cannot run `request`, or `None` if it can."""
-        if self.triton and not library.HAS_TRITON:
+        if self.triton and not environment.HAS_TRITON:
             return "Triton is not installed"
-        interpreted = self.needs_interpreter(request) and library.triton_interprets()
+        interpreted = self.needs_interpreter(request) and environment.uses_triton_interpreter()
         if self.devices and request.device not in self.devices and not interpreted:
             return f"it runs on {' and '.join(self.devices)}, not on {request.device}"
         reason = self.unsupported_gpu(request.device_index) if self.unsupported_gpu is not None else None

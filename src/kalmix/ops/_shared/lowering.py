@@ -1,4 +1,4 @@
-"""Types of a lowering, and a check that several lowerings share."""
+"""Types and helpers of lowerings, which compute the signals of an op from those of a design."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ Lower = Callable[[Tensor, Tensor, Signals], Signals]  # (k, v, signals of a desi
 
 
 def pop_positive(name: str, signals: Signals) -> Tensor:
-    """Remove a signal that must be positive, and return it."""
+    """Remove a signal from `signals` and return it.
+
+    Raises:
+        ArgumentError: the signal is not a floating point tensor, or has values that are not positive.
+    """
     check_dtype_and_device(name, signals[name], FLOATS, signals[name].device)
     check_range(name, signals[name], minimum=torch.finfo(torch.float32).tiny)
     return signals.pop(name)

@@ -1,4 +1,4 @@
-"""The row of an op, `OpSpec`, and the table of those that folders have registered."""
+"""Op descriptions (`OpSpec`) and the table of all registered ops (`OPS`)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kalmix.types import Filtered
 
 @dataclass(frozen=True)
 class OpSpec:
-    """Everything that the rest of the library knows of an op.
+    """Description of an op: all that filters, laws, `kalmix doctor` and the fuzz script use.
 
     Attributes:
-        algebra: the designs that it filters, and its name.
+        algebra: the op's name and the designs that it filters.
         function: the public function.
-        kernels: its kernels, best first.
-        belief: the type of its belief.
-        lower: computes its signals from those of a design.
-        recursion: its definition, of which `kalmix.oracle` makes a filter.
-        least_noise: least variance of an observation that the function's docstring names: from there on, float32
-            results stay within their error budgets. The laws and the fuzz script draw noises from it to 100.
+        kernels: its implementations, best first.
+        belief: class of its belief.
+        lower: function that computes its signals from those of a design.
+        recursion: its definition, which `kalmix.oracle` evaluates.
+        least_noise: smallest observation variance for which float32 results stay within their tolerances, as the
+            function's docstring states. The laws and the fuzz script draw noises from this value to 100.
     """
 
     algebra: Algebra
@@ -37,16 +37,17 @@ class OpSpec:
 
     @property
     def name(self) -> str:
+        """Name of the op, such as "delta"."""
         return self.algebra.op
 
     @property
     def folder(self) -> str:
-        """The package of its public function."""
+        """Import path of the op's package."""
         return self.function.__module__.rpartition(".")[0]
 
     @property
     def has_variance(self) -> bool:
-        """Whether its read-out has a variance."""
+        """Whether the op returns a variance of the read-out."""
         return self.algebra.covariance.has_variance
 
 
@@ -54,6 +55,6 @@ OPS: dict[str, OpSpec] = {}
 
 
 def register(spec: OpSpec) -> None:
-    """Add an op: designs lower to it, and laws, `kalmix doctor` and the fuzz script try it."""
+    """Add an op to `OPS`; from then on designs lower to it, and laws, `kalmix doctor` and the fuzz script test it."""
     register_algebra(spec.algebra)
     OPS[spec.name] = spec

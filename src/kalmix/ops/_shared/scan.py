@@ -1,4 +1,7 @@
-"""States carried from chunk to chunk by maps that compose: one after another or, for a compiler, in groups."""
+"""Scan over chunks: states passed through a series of maps that can be composed.
+
+Maps are applied one after another. Under `torch.compile` they are composed in groups, so that the graph stays small.
+"""
 
 from __future__ import annotations
 
@@ -9,114 +12,131 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-FAN = 8  # maps of a group, where the graph must not grow with their number
+GROUP_SIZE = 8  # maps that are composed to one under `torch.compile`
 
 State = tuple[Tensor, ...]
 
 
-class Writes(NamedTuple):
-    """What chunks do to a memory that only adds, or to its adjoint: it decays and something is written."""
+class DecayAndWrite(NamedTuple):
+    """Maps M -> decay * M + write, of a memory without corrections or of its gradient."""
 
-    path: Tensor  # [..., K or 1, 1]
+    decay: Tensor  # [..., K or 1, 1]
     write: Tensor  # [..., K, V]
 
     def __call__(self, state: State) -> State:
-        return (torch.addcmul(self.write, self.path, state[0]),)
+        return (torch.addcmul(self.write, self.decay, state[0]),)
 
-    def then(self, after: Writes) -> Writes:
-        return Writes(self.path * after.path, *after((self.write,)))
+    def compose(self, after: DecayAndWrite) -> DecayAndWrite:
+        """Return the map that applies this map and then `after`."""
+        return DecayAndWrite(self.decay * after.decay, *after((self.write,)))
 
 
-class Links(NamedTuple):
-    """Maps of chunks, some of which replace the state that arrives by one of their own.
+class MapsWithReset(NamedTuple):
+    """Maps of chunks, some of which replace the incoming state by an initial state.
 
-    The state that arrives there is never multiplied, not even by 0: it may be infinite or NaN.
+    A replaced state is selected away, never multiplied by 0, since it may be infinite or NaN.
     """
 
     maps: Any
-    anew: Tensor | None = None  # bool, which maps do so
-    fresh: State = ()
+    reset: Tensor | None = None  # bool, True for maps that replace the incoming state
+    initial: State = ()
 
     def __call__(self, state: State) -> State:
-        return self.maps(self.arriving(state))
+        return self.maps(self.entry(state))
 
-    def arriving(self, state: State) -> State:
-        """Return the states that maps are applied to."""
-        if self.anew is None:
+    def entry(self, state: State) -> State:
+        """Return the states that maps are applied to: the incoming ones, or the initial ones after a reset."""
+        if self.reset is None:
             return state
-        return tuple(torch.where(self.anew, own, x) for own, x in zip(self.fresh, state, strict=True))
+        return tuple(torch.where(self.reset, own, x) for own, x in zip(self.initial, state, strict=True))
 
-    def then(self, after: Links) -> Links:
-        maps = self.maps.then(after.maps)
-        if self.anew is None or after.anew is None:
-            return Links(maps)
-        chosen = (torch.where(after.anew, own, x) for own, x in zip(after.maps, maps, strict=True))
-        return Links(type(maps)(*chosen), self.anew | after.anew, after.arriving(self.fresh))
+    def compose(self, after: MapsWithReset) -> MapsWithReset:
+        """Return the maps that apply these maps and then `after`."""
+        maps = self.maps.compose(after.maps)
+        if self.reset is None or after.reset is None:
+            return MapsWithReset(maps)
+        chosen = (torch.where(after.reset, own, x) for own, x in zip(after.maps, maps, strict=True))
+        return MapsWithReset(type(maps)(*chosen), self.reset | after.reset, after.entry(self.initial))
 
-    def each(self, function: Callable[[Tensor], Tensor]) -> Links:
+    def apply(self, function: Callable[[Tensor], Tensor]) -> MapsWithReset:
         """Apply a function to every tensor."""
         maps = type(self.maps)(*(function(x) for x in self.maps))
-        return Links(maps, None if self.anew is None else function(self.anew), tuple(function(x) for x in self.fresh))
+        reset = None if self.reset is None else function(self.reset)
+        return MapsWithReset(maps, reset, tuple(function(x) for x in self.initial))
 
 
-def scan(links: Links, state: State, backwards: bool = False) -> State:
-    """Return the states before each of P maps, applied one after another: `[lanes, ...]` become `[lanes, P, ...]`.
+def scan(maps: MapsWithReset, state: State, reverse: bool = False) -> State:
+    """Return the states that each of P successive maps is applied to.
 
-    Backwards, the last map is applied first.
+    Args:
+        maps: `maps.maps` is a named tuple of tensors `[chains, P, ...]` with the methods `__call__` and `compose`. The
+            map whose first tensor is 1 and whose other tensors are 0 must be the identity.
+        state: initial state, tensors `[chains, ...]`.
+        reverse: whether to apply the last map first.
 
-    `links.maps` is a named tuple of tensors `[lanes, P, ...]` with `__call__` and `then`, and changes nothing where its
-    first tensor is 1 and all else 0. O(P) launches; a compiler sees a graph that grows with the logarithm of P.
+    Returns:
+        States `[chains, P, ...]`, in the order of the maps.
+
+    Complexity: O(P) kernel launches; under `torch.compile`, the size of the graph is O(log P).
     """
-    count = links.maps[0].shape[1]
-    if count <= FAN or not torch.compiler.is_compiling():
-        before = _walk(links, state, backwards)
-    elif backwards:
-        before = tuple(x[:, :count].flip(1) for x in _climb(links.each(lambda x: x.flip(1)), state))
+    count = maps.maps[0].shape[1]
+    if count <= GROUP_SIZE or not torch.compiler.is_compiling():
+        incoming = _scan_one_by_one(maps, state, reverse)
+    elif reverse:
+        incoming = tuple(x[:, :count].flip(1) for x in _scan_by_groups(maps.apply(lambda x: x.flip(1)), state))
     else:
-        before = tuple(x[:, :count] for x in _climb(links, state))
-    return links.arriving(before)
+        incoming = tuple(x[:, :count] for x in _scan_by_groups(maps, state))
+    return maps.entry(incoming)
 
 
-def _walk(links: Links, state: State, backwards: bool = False) -> State:
-    """Return the states that come to each map, before any is replaced."""
-    states, order = [state], range(links.maps[0].shape[1])
-    columns = _columns(links)
-    for i in order[:0:-1] if backwards else order[:-1]:
-        states.append(columns[i](states[-1]))
-    return tuple(torch.stack(parts[:: -1 if backwards else 1], 1) for parts in zip(*states, strict=True))
+def _scan_one_by_one(maps: MapsWithReset, state: State, reverse: bool = False) -> State:
+    """Return the incoming state of each map, before any reset."""
+    states, order = [state], range(maps.maps[0].shape[1])
+    unbound = _unbind(maps)
+    for i in order[:0:-1] if reverse else order[:-1]:
+        states.append(unbound[i](states[-1]))
+    return tuple(torch.stack(x[:: -1 if reverse else 1], 1) for x in zip(*states, strict=True))
 
 
-def _columns(links: Links) -> list[Links]:
-    """Return every map for itself."""
-    kind, count = type(links.maps), links.maps[0].shape[1]
-    maps = zip(*(x.unbind(1) for x in links.maps), strict=True)
-    if links.anew is None:
-        return [Links(kind(*column)) for column in maps]
-    fresh = zip(*(x.unbind(1) for x in links.fresh), strict=True)
-    assert links.anew.shape[1] == count
-    return [Links(kind(*x), anew, own) for x, anew, own in zip(maps, links.anew.unbind(1), fresh, strict=True)]
+def _unbind(maps: MapsWithReset) -> list[MapsWithReset]:
+    """Return a list of the P maps."""
+    kind, count = type(maps.maps), maps.maps[0].shape[1]
+    columns = zip(*(x.unbind(1) for x in maps.maps), strict=True)
+    if maps.reset is None:
+        return [MapsWithReset(kind(*column)) for column in columns]
+    initial = zip(*(x.unbind(1) for x in maps.initial), strict=True)
+    assert maps.reset.shape[1] == count
+    rows = zip(columns, maps.reset.unbind(1), initial, strict=True)
+    return [MapsWithReset(kind(*x), reset, own) for x, reset, own in rows]
 
 
-def _climb(links: Links, state: State) -> State:
-    """As `_walk`, by groups, padded with maps that change nothing: one graph for any P up to the square of a group."""
-    lanes, groups = links.maps[0].shape[0], -(-links.maps[0].shape[1] // FAN)
-    links = _filled(links, groups * FAN)
-    columns = [links.each(lambda x, i=i: x[:, i::FAN]) for i in range(FAN)]  # one map of every group
-    whole = columns[0]
+def _scan_by_groups(maps: MapsWithReset, state: State) -> State:
+    """Compute `_scan_one_by_one` recursively: compose groups of maps, scan over the groups, then inside all groups.
+
+    The number of maps is padded with identities, so that one graph serves every P up to `GROUP_SIZE` squared.
+    """
+    chains, groups = maps.maps[0].shape[0], -(-maps.maps[0].shape[1] // GROUP_SIZE)
+    maps = _pad_with_identities(maps, groups * GROUP_SIZE)
+    columns = [maps.apply(lambda x, i=i: x[:, i::GROUP_SIZE]) for i in range(GROUP_SIZE)]  # map i of every group
+    composed = columns[0]
     for column in columns[1:]:
-        whole = whole.then(column)
-    starts = _walk(_filled(whole, FAN), state) if groups <= FAN else _climb(whole, state)
-    grouped = links.each(lambda x: x.unflatten(1, (groups, FAN)).flatten(0, 1))
-    states = _walk(grouped, tuple(x[:, :groups].flatten(0, 1) for x in starts))
-    return tuple(x.unflatten(0, (lanes, groups)).flatten(1, 2) for x in states)
+        composed = composed.compose(column)
+    if groups <= GROUP_SIZE:
+        starts = _scan_one_by_one(_pad_with_identities(composed, GROUP_SIZE), state)
+    else:
+        starts = _scan_by_groups(composed, state)
+    grouped = maps.apply(lambda x: x.unflatten(1, (groups, GROUP_SIZE)).flatten(0, 1))
+    states = _scan_one_by_one(grouped, tuple(x[:, :groups].flatten(0, 1) for x in starts))
+    return tuple(x.unflatten(0, (chains, groups)).flatten(1, 2) for x in states)
 
 
-def _filled(links: Links, count: int) -> Links:
-    """`count` maps, the added ones changing nothing."""
-    missing = count - links.maps[0].shape[1]
+def _pad_with_identities(maps: MapsWithReset, count: int) -> MapsWithReset:
+    """Append identity maps until there are `count` maps."""
+    missing = count - maps.maps[0].shape[1]
 
     def fill(x: Tensor, value: float = 0.0) -> Tensor:
         return pad(x, (0, 0) * (x.ndim - 2) + (0, missing), value=value)
 
-    maps = type(links.maps)(*(fill(x, float(i == 0)) for i, x in enumerate(links.maps)))
-    return Links(maps, None if links.anew is None else fill(links.anew), tuple(fill(x) for x in links.fresh))
+    padded = type(maps.maps)(*(fill(x, float(i == 0)) for i, x in enumerate(maps.maps)))
+    reset = None if maps.reset is None else fill(maps.reset)
+    return MapsWithReset(padded, reset, tuple(fill(x) for x in maps.initial))

@@ -1,4 +1,4 @@
-"""Filtering step by step, whatever the op: the loop of every `reference` kernel."""
+"""Loop over the tokens of a batch, for every op's `reference` kernel."""
 
 from __future__ import annotations
 
@@ -10,52 +10,62 @@ from torch import Tensor
 
 from kalmix.segments import Segments
 
-Reads = tuple[Tensor, ...]
+Readouts = tuple[Tensor, ...]
 
 
-def walk(
-    step: Callable[..., tuple[Reads, Any]], belief: Any, tokens: Iterable[tuple[Any, ...]], segment_ids: Tensor | None
+def run_steps(
+    step: Callable[..., tuple[Readouts, Any]],
+    belief: Any,
+    tokens: Iterable[tuple[Any, ...]],
+    segment_ids: Tensor | None,
 ) -> tuple[list[Tensor], Any]:
-    """Filter a batch token by token; nothing is overwritten, so that gradients flow through every step.
+    """Filter a batch token by token, without in-place operations, so that autograd differentiates every step.
 
     Args:
-        step: `step(belief, *token)` returns a tuple of reads, `[B, ...]` with two more axes each, and the next belief.
-        belief: a `NamedTuple` of tensors `[N, ...]` with four axes and a method `take`; one row a sequence.
-        tokens: one tuple of `[B, ...]` a token, in order of time.
-        segment_ids: `[B, T]`, the sequence that each token belongs to, -1 for none; `None` where N = B and row b of the
-            belief is that of batch row b.
+        step: function `step(belief, *token)` that returns a tuple of read-outs `[B, *, *]` and the updated belief.
+        belief: prior, a `NamedTuple` of tensors `[N, *, *, *]`, one row per sequence, with a method `take`.
+        tokens: one tuple of tensors `[B, ...]` per token, in order of time.
+        segment_ids: `[B, T]`, the sequence of each token, -1 for tokens outside every sequence. `None` if N = B and
+            batch row b is sequence b.
 
     Returns:
-        The reads stacked over time, `[B, T, ...]`, 0 at tokens of no sequence, and the belief after the last token.
+        The read-outs stacked over time, `[B, T, *, *]`, 0 at tokens outside every sequence, and the final belief.
     """
-    reads = []
+    readouts = []
     for t, token in enumerate(tokens):
-        now = belief if segment_ids is None else belief.take(segment_ids[:, t].clamp(min=0))
-        read, posterior = step(now, *token)
-        reads.append(read)
-        belief = posterior if segment_ids is None else _put(belief, posterior, segment_ids[:, t])
-    stacked = [torch.stack(read, 1) for read in zip(*reads, strict=True)]
+        current = belief if segment_ids is None else belief.take(segment_ids[:, t].clamp(min=0))
+        readout, posterior = step(current, *token)
+        readouts.append(readout)
+        belief = posterior if segment_ids is None else _update_rows(belief, posterior, segment_ids[:, t])
+    stacked = [torch.stack(x, 1) for x in zip(*readouts, strict=True)]
     if segment_ids is not None:
-        stacked = [torch.where((segment_ids >= 0)[..., None, None], read, 0) for read in stacked]
+        stacked = [torch.where((segment_ids >= 0)[..., None, None], x, 0) for x in stacked]
     return stacked, belief
 
 
-def segment_ids_of(segments: Segments | None, batch: int, length: int) -> Tensor | None:
+def optional_segment_ids(segments: Segments | None, batch: int, length: int) -> Tensor | None:
+    """Return the sequence of each token `[B, T]` (-1 for none), or `None` without segments."""
     return None if segments is None else segments.segment_ids(batch, length)
 
 
-def inside(segment_ids: Tensor | None, *signals: Any, absent: float = 0.0) -> tuple[Any, ...]:
-    """Return signals `[B, T, ...]` (or `None`) with `absent` for tokens of no sequence, whose gradient is 0."""
+def fill_outside(segment_ids: Tensor | None, *signals: Any, fill: float = 0.0) -> tuple[Any, ...]:
+    """Replace signals by `fill` at tokens outside every sequence, which then have zero gradient.
+
+    Args:
+        segment_ids: as in `run_steps`; if `None`, signals are returned unchanged.
+        signals: `[B, T, ...]`, or `None`.
+        fill: value at those tokens.
+    """
     if segment_ids is None:
         return signals
-    here = segment_ids >= 0
-    shapes = [() if x is None else (*here.shape, *[1] * (x.ndim - 2)) for x in signals]
+    inside = segment_ids >= 0
+    shapes = [() if x is None else (*inside.shape, *[1] * (x.ndim - 2)) for x in signals]
     pairs = zip(signals, shapes, strict=True)
-    return tuple(x if x is None else torch.where(here.view(shape), x, absent) for x, shape in pairs)
+    return tuple(x if x is None else torch.where(inside.view(shape), x, fill) for x, shape in pairs)
 
 
-def _put(belief: Any, posterior: Any, segment_ids: Tensor) -> Any:
-    """Each sequence takes the posterior of the batch row that serves it now, if one does."""
-    serves = segment_ids == torch.arange(belief[0].shape[0], device=segment_ids.device)[:, None]  # [N, B]
-    served, row = serves.any(1)[:, None, None, None], serves.int().argmax(1)
-    return type(belief)(*(torch.where(served, new[row], old) for old, new in zip(belief, posterior, strict=True)))
+def _update_rows(belief: Any, posterior: Any, segment_ids: Tensor) -> Any:
+    """Replace the belief of each sequence that has a token in this step `[B]` by the posterior of its batch row."""
+    matches = segment_ids == torch.arange(belief[0].shape[0], device=segment_ids.device)[:, None]  # [N, B]
+    active, row = matches.any(1)[:, None, None, None], matches.int().argmax(1)
+    return type(belief)(*(torch.where(active, new[row], old) for old, new in zip(belief, posterior, strict=True)))

@@ -1,4 +1,4 @@
-"""Lower triangles, many and small: what PyTorch's own functions for them cost on a CPU several times over."""
+"""Batches of small lower triangular matrices, several times faster on a CPU than with PyTorch's own functions."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import torch
 from torch import Tensor
 
 
-def lower(x: Tensor, diagonal: int = 0) -> Tensor:
-    """`[..., L, L]` with 0 above a diagonal, as `tril`."""
+def lower_triangle(x: Tensor, diagonal: int = 0) -> Tensor:
+    """Return `[..., L, L]` with zeros above a diagonal, like `torch.tril`."""
     return x * torch.ones(x.shape[-2:], dtype=x.dtype, device=x.device).tril(diagonal)
 
 
-def solve_lower(factor: Tensor, right: Tensor, *, transposed: bool = False, unit: bool = False) -> Tensor:
-    """factor^-1 right, or factor^-1' right: `[..., L, L]` and `[..., L, V]`, as rows, which LAPACK takes as they lie.
+def solve_lower_triangular(factor: Tensor, right: Tensor, *, transposed: bool = False, unit: bool = False) -> Tensor:
+    """Return L^-1 R or, if `transposed`, L'^-1 R.
 
-    `unit` takes the diagonal for 1.
+    Args:
+        factor: L, `[..., L, L]`, lower triangular.
+        right: R, `[..., L, V]`.
+        transposed: whether to solve with the transpose of `factor`.
+        unit: whether to treat the diagonal of `factor` as ones.
     """
-    matrix = factor if transposed else factor.mT
+    matrix = factor if transposed else factor.mT  # the transposed problem has the memory layout that LAPACK needs
     rows = torch.linalg.solve_triangular(matrix, right.mT, upper=not transposed, left=False, unitriangular=unit)
     return rows.mT

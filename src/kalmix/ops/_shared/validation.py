@@ -66,6 +66,6 @@ def check_belief(belief: Any, prior: B, layouts: tuple[str, ...], sizes: dict[st
     return belief
 
 
-def copied(belief: B) -> B:
+def clone_belief(belief: B) -> B:
     """The belief passed through, as new tensors."""
     return type(belief)(*(part.clone() for part in belief))
