@@ -16,6 +16,7 @@ from pathlib import Path
 from check_links import broken_links
 from execute import PageError, run_page
 from generate import check_layers_documented, fill_tables, layer_pages
+from mathml import render_math
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE, PAGES, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "site"
@@ -28,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="TEXT", help="run pages whose path contains TEXT, and build nothing")
     only = parser.parse_args(arguments).only
     begin = time.perf_counter()
-    shutil.rmtree(PAGES, ignore_errors=True)
+    if only is None:
+        shutil.rmtree(PAGES, ignore_errors=True)
     try:
         write_pages(only)
     except PageError as error:
@@ -70,7 +72,7 @@ def write_pages(only: str | None = None) -> None:
         if path.suffix == ".md":
             begin = time.perf_counter()
             text = run_page(path.read_text(encoding="utf-8"), path, target.parent)
-            target.write_text(fill_tables(text), encoding="utf-8")
+            target.write_text(render_math(fill_tables(text)), encoding="utf-8")
             if (seconds := time.perf_counter() - begin) > 1:
                 print(f"{relative}: {seconds:.1f} s", flush=True)
         else:
@@ -79,7 +81,7 @@ def write_pages(only: str | None = None) -> None:
         if only is None or only in f"layers/{name}":
             target = PAGES / "layers" / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(run_page(text, NOTES / name, target.parent), encoding="utf-8")
+            target.write_text(render_math(run_page(text, NOTES / name, target.parent)), encoding="utf-8")
 
 
 def set_up_figures() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from papers import CODE, PAPERS
+from speed import cpu_table, ratio_table, speed_table
 
 from kalmix import layers, ops
 from kalmix.designs import CATALOGUE, Design
@@ -76,6 +77,7 @@ def _page(title: str, name: str, layer: type[Any], note: Path, facts: Iterable[t
     if isinstance(design, Design):
         update = "\n".join(line.strip() for line in re.split(r";  |,  (?=\S)", design.update))
         parts.append(f"Its filter, equations {design.equations}:\n\n```text\n{update}\n```")
+    parts.append(f"## Example\n\n{_example(name, title)}")
     if note.exists():
         parts.append(note.read_text(encoding="utf-8").strip())
     parts.append(
@@ -83,6 +85,19 @@ def _page(title: str, name: str, layer: type[Any], note: Path, facts: Iterable[t
         "    options:\n      heading_level: 3\n      members: [forward, filter]"
     )
     return "\n\n".join(parts) + "\n"
+
+
+def _example(name: str, title: str) -> str:
+    """Return a block of Python that builds a layer and calls it."""
+    if name == "filter-conv2d":
+        call = "layer = FilterConv2d(3, 8, 5)\ny = layer(torch.randn(2, 3, 16, 16))\nprint(tuple(y.shape))"
+        return f"```python\nimport torch\nfrom kalmix.layers import {title}\n\n{call}\n```"
+    options = ', design="kda"' if name == "design" else ""
+    call = f"layer = {title}(64{options})\nx = torch.randn(2, 10, 64)  # 2 sequences of 10 tokens\ny, state = layer(x)"
+    more = "y, state = layer(torch.randn(2, 1, 64), state)  # one more token of each\nprint(tuple(y.shape))"
+    posterior = "posterior = layer.filter(x, variance=True)\nprint(tuple(posterior.variance.shape))\n"
+    last = posterior if MIXERS[name].has_posterior is True else ""
+    return f"```python\nimport torch\nfrom kalmix.layers import {title}\n\n{call}\n{more}\n{last}```"
 
 
 def _summary(layer: type[Any]) -> str:
@@ -114,7 +129,7 @@ def kernel_table(op: str) -> str:
     rows = ["| kernel | runs on | fewest tokens at which it is preferred |", "|---|---|---|"]
     for kernel in ops.OPS[op].kernels:
         devices = " or ".join(sorted(kernel.devices)) if kernel.devices else "every device"
-        tokens = getattr(kernel, "min_tokens", None) or getattr(kernel, "pays_from", 0)
+        tokens = kernel.min_tokens
         rows.append(f"| `{kernel.name}` | {devices} | {tokens or ''} |")
     return "\n".join(rows)
 
@@ -178,6 +193,9 @@ def check_layers_documented(nav: str) -> None:
 
 TABLES: dict[str, Callable[..., str]] = {
     "kernels": kernel_table,
+    "speed": speed_table,
+    "ratios": ratio_table,
+    "cpu-speed": cpu_table,
     "layers": layer_table,
     "designs": design_table,
     "commands": command_reference,

@@ -18,7 +18,7 @@ from kalmix_bench.experiments.recall.protocol import RecallCell
 from kalmix_bench.runner import options, workers
 from kalmix_bench.runner.cells import digest
 
-DOCS = Path(__file__).parents[3] / "docs" / "results" / "benchmarks.md"
+DOCS = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 LINE = {
     "task": "mad/selective-copying",
     "parts": [{"train": 8, "test": 4, "settings": {"seq_len": 12, "num_tokens_to_copy": 2}}],
@@ -61,7 +61,7 @@ def test_the_documented_commands_write_cells_and_run_them(kalmix, tmp_path: Path
     example = re.search(
         r"```\n(kalmix bench mad .*--write.*)\n(kalmix bench run .*--deadline.*)\n```", DOCS.read_text()
     )
-    assert example, "docs/results/benchmarks.md has no such example"
+    assert example, "docs/benchmarks.md has no such example"
     write, run = (shlex.split(command.partition("#")[0])[1:] for command in example.groups())
     told = kalmix(*write)
     assert told.status == 0, told.errors

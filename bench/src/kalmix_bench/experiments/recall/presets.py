@@ -161,7 +161,7 @@ def _bytes(length: int, train: int, test: int) -> Part:
     return Part.of(train, test, max_seq_length=length, tokens_to_generate=16, words="builtin")
 
 
-# On a laptop: as small as still shows what the papers say; docs/results/benchmarks.md says what was tried.
+# On a laptop: as small as still shows what the papers say; docs/benchmarks.md says what was tried.
 _SMALL = RecallProtocol(epochs=40, batch=32, rate=3e-3, clip=5.0, data_seed=12345)
 _NARROW = ModelShape(64, state=1024)
 _SLOTS = ModelShape(64, state=256, decoder=(128, 128))  # two a channel, so that a filter has few decays to choose from

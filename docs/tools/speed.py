@@ -1,0 +1,103 @@
+"""Tables of speed and accuracy from the result files in bench/results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+GPU = "nvidia-h200"
+FILES = {"diagonal": f"2026-11-21-{GPU}-diagonal.json"}  # the run with peers; of other ops, the newest file
+FLA = "flash-linear-attention 0.6.0"
+LABELS = {
+    "triton": "**kalmix** `triton`",
+    "triton, mean alone": "**kalmix** `triton`, without variance",
+    "triton, 24 iterations": "**kalmix** `triton`, 24 iterations",
+    "chunked": "**kalmix** `chunked`",
+    "reference": "**kalmix** `reference`",
+    "fla": FLA,
+    "fla, no covariance": f"{FLA}, gated delta rule (no covariance)",
+    "fla delta": f"{FLA}, gated delta rule (solves nothing)",
+    "fla mesa_net": f"{FLA}, MesaNet, 30 iterations",
+    "gka (authors)": "authors' kernels, 30 iterations",
+    "kla (CUDA)": "authors' CUDA kernels",
+    "kla (Triton)": "authors' Triton kernels",
+    "sdpa (flash)": "PyTorch SDPA (flash attention)",
+}
+
+
+def result_file(op: str) -> Path:
+    """Return the result file with an op's speed on the GPU."""
+    return RESULTS / FILES[op] if op in FILES else max(RESULTS.glob(f"*-{GPU}-{op}.json"))
+
+
+def speed_table(op: str) -> str:
+    """Return the rows of an op's result file as a table, with its hardware, command and notes."""
+    path = result_file(op)
+    result = json.loads(path.read_text(encoding="utf-8"))
+    rows = [
+        "| batch, tokens, heads or channels, width or slots | dtype | implementation | forward (ms) "
+        "| forward + backward (ms) | output error | worst gradient error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    previous = None
+    for row in result["rows"]:
+        size = ", ".join(map(str, row["shape"]))
+        place = f"| {size} | {row['dtype']} " if (size, row["dtype"]) != previous else "| | "
+        previous = size, row["dtype"]
+        rows.append(f"{place}| {LABELS[row['kernel']]} | {_numbers(row)} |")
+    command = result.get("command", f"python -m kalmix_bench.perf.ops --op {op}")
+    notes = "".join(f" {note[0].upper()}{note[1:]}." for note in result.get("notes", ()))
+    source = f"{result['hardware']}, torch {result['torch']}. Errors are relative to float64.{notes}"
+    return "\n".join(rows) + f"\n\n{source} Source: `bench/results/{path.name}`; command: `{command}`."
+
+
+def _numbers(row: dict[str, Any]) -> str:
+    error, gradients = row.get("error"), row.get("gradient_errors") or {}
+    errors = [f"{error:.0e}" if error else "", f"{max(gradients.values()):.0e}" if gradients else ""]
+    return " | ".join([f"{row['forward_ms']:.2f}", f"{row['both_ms']:.2f}", *errors])
+
+
+def ratio_rows(op: str, peer: str, dtype: str, kernel: str = "triton") -> list[str]:
+    """Return one table row per shape with the times of a kernel and of a peer: `ours / theirs (ratio)`.
+
+    Args:
+        op: name of the op.
+        peer: name of the peer in the result file.
+        dtype: rows of this dtype.
+        kernel: our kernel.
+    """
+    rows = json.loads(result_file(op).read_text(encoding="utf-8"))["rows"]
+    found = {(r["kernel"], tuple(r["shape"])): r for r in rows if r["dtype"] == dtype}
+    lines = []
+    for name, shape in found:
+        if name != kernel or (peer, shape) not in found:
+            continue
+        ours, theirs = found[kernel, shape], found[peer, shape]
+        cells = [f"`{op}`", ", ".join(map(str, shape))]
+        for key in ("forward_ms", "both_ms"):
+            digits = 3 if ours[key] < 0.1 else 2
+            cells.append(f"{ours[key]:.{digits}f} / {theirs[key]:.{digits}f} ({ours[key] / theirs[key]:.2f})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+PEERS = {"additive": "fla", "delta": "fla", "diagonal": "kla (CUDA)", "ridge": "gka (authors)"}
+
+
+def ratio_table() -> str:
+    """Return the table of times next to the fastest peer that computes the same."""
+    head = ["| op | shape | forward (ms) | forward + backward (ms) |", "|---|---|---|---|"]
+    rows = [ratio_rows(op, peer, "float32" if op == "diagonal" else "bfloat16") for op, peer in PEERS.items()]
+    return "\n".join(head + [line for lines in rows for line in lines])
+
+
+def cpu_table() -> str:
+    """Return the times of `diagonal` on a CPU for 2,048 tokens."""
+    path = RESULTS / "2026-11-21-amd-epyc-2-threads-diagonal.json"
+    rows = ["| kernel | forward (ms) | forward + backward (ms) |", "|---|---|---|"]
+    timed = [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["shape"][1] == 2048]
+    rows += [f"| {row['kernel']} | {row['forward_ms']:.1f} | {row['both_ms']:.1f} |" for row in timed]
+    source = f"Source: `bench/results/{path.name}`; command: `python -m kalmix_bench.perf.ops --device cpu --compile`."
+    return "\n".join(rows) + f"\n\n{source}"
