@@ -37,12 +37,12 @@ def kappa(rate, lag):
     return -torch.expm1(-2 * rate * lag) / (2 * rate)
 
 
-def by_hand(layer, x, times, ahead):
+def by_hand(layer, x, times, horizon):
     """Algorithm 1 as a double loop: what is read, its complex variance `[T, H]`, and values, complex `[T, H, C]`."""
     q, k, v = (pairs(part)[0] for part in layer.project(x))
     if layer.normalize:
         q, k = (z / (z.abs().square().sum(-1, keepdim=True) + 1e-6).sqrt() for z in (q, k))
-    keys, values = layer.dynamics(torch.float64), layer.states(torch.float64)
+    keys, values = layer.dynamics(torch.float64), layer.state_dynamics(torch.float64)
     robust_weights, taken = layer.robust_weights(torch.float64), torch.sigmoid(layer.residual)
     floor, (a, w) = robust_weights.get("floor", torch.zeros(2)), (-keys.log_decay, keys.frequency)
     read, spread = torch.zeros_like(v), torch.zeros(v.shape[:2], dtype=torch.float64)
@@ -75,8 +75,8 @@ def by_hand(layer, x, times, ahead):
                 gate = torch.sigmoid(layer.confidence.weight[h] * precision.log() + layer.confidence.bias[h])
             estimate = (1 - taken[h]) * v[i, h] + taken[h] * gate * found
             left = (taken[h] * gate) ** 2 / precision
-            move = torch.exp((values.log_decay[h] + 1j * values.frequency[h]) * ahead[0, i])
-            grown = values.process_noise[h] * kappa(-values.log_decay[h], ahead[0, i])
+            move = torch.exp((values.log_decay[h] + 1j * values.frequency[h]) * horizon[0, i])
+            grown = values.process_noise[h] * kappa(-values.log_decay[h], horizon[0, i])
             share = torch.full((3,), float(layer.predict == "step"), dtype=torch.float64)
             if layer.prediction_gate is not None:
                 surprise = torch.log1p((estimate - v[i, h]).abs().square())
@@ -97,26 +97,28 @@ def by_hand(layer, x, times, ahead):
 )
 def test_against_the_equations(options):
     layer = made(**options)
-    x, times, ahead = seen()
-    (mean, variance, _), _ = layer.read(x, variance=True, times=times, ahead=ahead)
-    read, spread = by_hand(layer, x, times, ahead)
+    x, times, horizon = seen()
+    (mean, variance, _), _ = layer.read(x, variance=True, times=times, horizon=horizon)
+    read, spread = by_hand(layer, x, times, horizon)
     torch.testing.assert_close(pairs(mean.unflatten(-1, (2, -1)))[0], read, **CLOSE)
     torch.testing.assert_close(variance.unflatten(-1, (2, -1))[0].mean(-1), spread / 2, **CLOSE)
     expected = torch.cat([read.real, read.imag], -1).flatten(1) @ layer.out_proj.weight.T + layer.out_proj.bias
-    torch.testing.assert_close(layer(x, times=times, ahead=ahead)[0][0], expected, **CLOSE)
+    torch.testing.assert_close(layer(x, times=times, horizon=horizon)[0][0], expected, **CLOSE)
 
 
 def test_time_is_relative_and_one_unit_a_token():
     layer = made()
-    x, times, ahead = seen()
-    torch.testing.assert_close(layer(x, times=times + 1000, ahead=ahead)[0], layer(x, times=times, ahead=ahead)[0])
+    x, times, horizon = seen()
+    torch.testing.assert_close(
+        layer(x, times=times + 1000, horizon=horizon)[0], layer(x, times=times, horizon=horizon)[0]
+    )
     counted = torch.arange(7, dtype=torch.float64)[None]
-    torch.testing.assert_close(layer(x, times=counted, ahead=torch.ones_like(counted))[0], layer(x)[0])
-    y, state = layer(x[:, :4], times=times[:, :4], ahead=ahead[:, :4])
-    later, _ = layer(x[:, 4:], state, times=times[:, 4:], ahead=ahead[:, 4:])
-    torch.testing.assert_close(torch.cat([y, later], 1), layer(x, times=times, ahead=ahead)[0])
-    with pytest.raises(ArgumentError, match="`ahead`"):
-        layer(x, ahead=ahead[:, 1:])
+    torch.testing.assert_close(layer(x, times=counted, horizon=torch.ones_like(counted))[0], layer(x)[0])
+    y, state = layer(x[:, :4], times=times[:, :4], horizon=horizon[:, :4])
+    later, _ = layer(x[:, 4:], state, times=times[:, 4:], horizon=horizon[:, 4:])
+    torch.testing.assert_close(torch.cat([y, later], 1), layer(x, times=times, horizon=horizon)[0])
+    with pytest.raises(ArgumentError, match="`horizon`"):
+        layer(x, horizon=horizon[:, 1:])
 
 
 def identity(layer: AdaptiveFilterAttention) -> None:
@@ -195,10 +197,10 @@ def test_exact_without_process_noise():
 def test_samples():
     """Means and variances of what is drawn: the posterior of the output and the noise of a look through the output."""
     layer = made(value_dynamics=True)
-    x, times, ahead = seen(4)
+    x, times, horizon = seen(4)
     with torch.no_grad():
-        drawn = layer.sample(x, count=20_000, times=times, ahead=ahead)
-        known = layer.filter(x, variance=True, times=times, ahead=ahead)
+        drawn = layer.sample(x, count=20_000, times=times, horizon=horizon)
+        known = layer.filter(x, variance=True, times=times, horizon=horizon)
         look = layer.value_dynamics(torch.float64).key_noise.repeat_interleave(6) / 2
         expected = known.variance + layer.out_proj.weight.square() @ look
     assert drawn.shape == (20_000, 1, 4, 10)
@@ -218,5 +220,5 @@ def test_pictures():
         read = layer.read(x, times=times)[0].mean.unflatten(-1, (2, 6))
         torch.testing.assert_close(torch.einsum("bhts,bshc->bthc", weights, layer.project(x)[2]), read)
         assert (weights.triu(1) == 0).all() and (weights >= 0).all()
-        layer, x, ahead = made(value_dynamics=True), x[:, :1], times[:, :1]
-        torch.testing.assert_close(layer.predict_from_token(x, ahead), layer(x, ahead=ahead)[0])
+        layer, x, horizon = made(value_dynamics=True), x[:, :1], times[:, :1]
+        torch.testing.assert_close(layer.predict_from_token(x, horizon), layer(x, horizon=horizon)[0])

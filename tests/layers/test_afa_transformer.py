@@ -32,11 +32,11 @@ def test_against_the_equations():
     x, times, _ = seen()
     parts = [pairs(part.unflatten(-1, (2, -1)))[0] for part in layer.in_proj(x).chunk(3, -1)]
     sizes = [part.abs().square().sum(-1, keepdim=True).sqrt() for part in parts]
-    units = [layer.before[:, None] * part / (size + 1e-6) for part, size in zip(parts, sizes, strict=True)]
+    units = [layer.input_scale[:, None] * part / (size + 1e-6) for part, size in zip(parts, sizes, strict=True)]
     magnitude = attended(layer.magnitude, *(size + 0j for size in sizes), times)
     towards = units[2] + attended(layer.direction, *units, times)
     length = towards.abs().square().sum(-1, keepdim=True).sqrt()
-    z = magnitude.real * layer.after[:, None] * towards / (length + 1e-6)
+    z = magnitude.real * layer.output_scale[:, None] * towards / (length + 1e-6)
     read = torch.cat([z.real, z.imag], -1).flatten(1)
     y = layer.mlp_out(torch.relu(layer.mlp_in(layer.out_proj(read))))
     torch.testing.assert_close(layer(x, times=times)[0][0], y, rtol=1e-9, atol=1e-9)

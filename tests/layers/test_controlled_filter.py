@@ -82,16 +82,17 @@ def test_the_layer_goes_between_its_dynamics_and_its_plan() -> None:
     shake(layer)
     left = free.double().load_state_dict(layer.state_dict(), strict=False)
     assert all(name.startswith("waypoint_control") for name in left.unexpected_keys) and not left.missing_keys
-    x, ahead = torch.randn(2, 5, 10, dtype=F64), torch.rand(2, 5, dtype=F64)
-    (got, spread, _), _ = layer.read(x, variance=True, ahead=ahead)
-    (then, same, _), _ = free.read(x, variance=True, ahead=ahead)
-    plan = layer.waypoint_control.plan(layer.waypoint_control.look(then))
+    x, horizon = torch.randn(2, 5, 10, dtype=F64), torch.rand(2, 5, dtype=F64)
+    (got, spread, _), _ = layer.read(x, variance=True, horizon=horizon)
+    (predicted, same, _), _ = free.read(x, variance=True, horizon=horizon)
+    up_proj = layer.waypoint_control.up_proj(layer.waypoint_control.down_proj(predicted))
     rate = layer.dynamics.log_rate.exp() * layer.dynamics.log_step.exp()
     gained = (
-        layer.waypoint_control.log_worth.exp() * (-torch.expm1(-2 * rate * ahead[..., None]) / (2 * rate))[..., None]
+        layer.waypoint_control.log_waypoint_weight.exp()
+        * (-torch.expm1(-2 * rate * horizon[..., None]) / (2 * rate))[..., None]
     )
     beta = (gained / (1 + gained)).repeat(1, 1, 1, 2).flatten(2)
-    torch.testing.assert_close(got, (1 - beta) * then + beta * plan)
+    torch.testing.assert_close(got, (1 - beta) * predicted + beta * up_proj)
     torch.testing.assert_close(spread, same)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer.float()(x.float())[0].isfinite().all()

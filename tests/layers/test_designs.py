@@ -82,7 +82,7 @@ def test_op_calls_equal_the_filter_of_the_declared_design(name: str, calls: list
     _, state = layer(x[:, :4])
     layer.filter(x[:, 4:], state, variance=True)
     if layer.design is None:
-        assert isinstance(layer, tuple(MIXERS[name] for name in NO_DESIGN)) or layer.most == 2
+        assert isinstance(layer, tuple(MIXERS[name] for name in NO_DESIGN)) or layer.max_gain == 2
         return
     assert len(calls) >= 2
     for call in list(calls):

@@ -144,5 +144,5 @@ def test_state_dynamics_at_their_ends(raw):
 
 def test_steps_begin_log_uniform():
     torch.manual_seed(0)
-    steps = torch.nn.functional.softplus(StepDynamics(3, 4000, least=1.0, turns=False).step_bias.detach())
+    steps = torch.nn.functional.softplus(StepDynamics(3, 4000, min_rate=1.0, rotates=False).step_bias.detach())
     assert 0.00099 < float(steps.min()) < 0.0011 and 0.095 < float(steps.max()) < 0.1001

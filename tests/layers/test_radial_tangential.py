@@ -13,7 +13,7 @@ def test_against_its_op():
     torch.manual_seed(0)
     layer = RadialTangentialAttention(10, heads=2, head_dim=3).double()
     shake(layer)
-    x, times, ahead = seen()
+    x, times, horizon = seen()
     q, k, v = layer.project(x)
     dynamics, robust_weights = layer.dynamics(torch.float64), layer.robust_weights(torch.float64)
     assert dynamics.key_noise.shape == robust_weights["nu"].shape == (2, 2)
@@ -21,13 +21,13 @@ def test_against_its_op():
     taken = torch.sigmoid(layer.residual)[:, None]
     rate = dynamics.log_decay[:, None] + 1j * dynamics.frequency
     estimate = pairs((1 - taken) * v + taken * known.mean)
-    read = torch.exp(rate * ahead[..., None, None]) * estimate
-    decay = torch.exp(2 * dynamics.log_decay * ahead[..., None])[..., None]
+    read = torch.exp(rate * horizon[..., None, None]) * estimate
+    decay = torch.exp(2 * dynamics.log_decay * horizon[..., None])[..., None]
     noise = (dynamics.process_noise @ torch.tensor([1.0, 2.0], dtype=torch.float64) / 3)[:, None]
     grown = noise * (1 - decay) / (-2 * dynamics.log_decay)[:, None]
     spread = decay * taken**2 * known.variance[..., :3] + grown
 
-    (mean, variance, _), _ = layer.read(x, variance=True, times=times, ahead=ahead)
+    (mean, variance, _), _ = layer.read(x, variance=True, times=times, horizon=horizon)
     torch.testing.assert_close(pairs(mean.unflatten(-1, (2, -1))), read)
     torch.testing.assert_close(variance.unflatten(-1, (2, -1)), torch.cat([spread, spread], -1) / 2)
 

@@ -179,7 +179,7 @@ def test_wrong_input(arguments, says):
 def test_cache_of_another_batch():
     model = build()
     cache = model(tokens(2, 3)).past_key_values
-    with pytest.raises(ArgumentError, match="`state` is of 2 sequences"):
+    with pytest.raises(ArgumentError, match="`state` has 2 sequences"):
         model(tokens(3, 1), past_key_values=cache)
     with pytest.raises(ArgumentError, match="cu_seq_lens_q"):
         model(tokens(2, 3), cu_seq_lens_q=torch.tensor([0, 3]))

@@ -138,7 +138,7 @@ def test_how_much_they_remember():
     )
     assert mamba.state_size(1) == mamba.inner.A_log.numel() == 2048
     assert mlstm.state_size(1) == 2048 + 256 + 32  # memories, normalisers, and how far each is scaled
-    with pytest.raises(ArgumentError, match=r"2048 in 100 parts"):
+    with pytest.raises(ArgumentError, match=r"2048; expected a positive multiple of 100"):
         Mamba1.options_for_state_size(100, 2048)
 
 

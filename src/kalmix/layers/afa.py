@@ -91,10 +91,10 @@ class AdaptiveFilterAttention(TrajectoryLayer):
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """Rates, steps, frequencies and noises of keys and values."""
-        own = () if self.value_dynamics is None else self.value_dynamics.parameters()
-        return chain(super().dynamics_parameters(), own)
+        value_dynamics = () if self.value_dynamics is None else self.value_dynamics.parameters()
+        return chain(super().dynamics_parameters(), value_dynamics)
 
-    def states(self, dtype: torch.dtype) -> Dynamics:
+    def state_dynamics(self, dtype: torch.dtype) -> Dynamics:
         """The dynamics of values."""
         return (self.dynamics if self.value_dynamics is None else self.value_dynamics)(dtype)
 
@@ -109,24 +109,26 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         times: Tensor | None,
     ) -> Filtered:
         """`kalmix.ops.attend`, after the iterations that move the query."""
-        own = None if self.value_dynamics is None else self.value_dynamics(belief_dtype(v.dtype))
-        return self._attend(q, k, v, own, variance, belief, segments, times)
+        value_dynamics = None if self.value_dynamics is None else self.value_dynamics(belief_dtype(v.dtype))
+        return self._attend(q, k, v, value_dynamics, variance, belief, segments, times)
 
     def attention_map(self, x: Tensor, times: Tensor | None = None) -> Tensor:
         """Return a map for each head: tokens are their own values here, in T channels that do not turn."""
         q, k, _ = self.project(x)
         length, heads = x.shape[1], self.sizes.heads
-        own = self.states(belief_dtype(x.dtype))._replace(frequency=to_state_dtype(q).new_zeros(heads, length))
-        themselves = torch.eye(length, 2 * length, dtype=q.dtype, device=q.device)[:, None]
-        v = themselves.expand(x.shape[0], length, heads, 2 * length)
-        return self._attend(q, k, v, own, times=times).mean[..., :length].transpose(1, 2)
+        value_dynamics = self.state_dynamics(belief_dtype(x.dtype))._replace(
+            frequency=to_state_dtype(q).new_zeros(heads, length)
+        )
+        identity = torch.eye(length, 2 * length, dtype=q.dtype, device=q.device)[:, None]
+        v = identity.expand(x.shape[0], length, heads, 2 * length)
+        return self._attend(q, k, v, value_dynamics, times=times).mean[..., :length].transpose(1, 2)
 
     def _attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        own: Dynamics | None,
+        value_dynamics: Dynamics | None,
         variance: bool = False,
         belief: HistoryBelief | None = None,
         segments: Segments | None = None,
@@ -134,12 +136,12 @@ class AdaptiveFilterAttention(TrajectoryLayer):
     ) -> Filtered:
         dtype = belief_dtype(q.dtype)
         q, k = (l2_normalize(q), l2_normalize(k)) if self.normalize else (q, k)
-        rules: dict[str, Any] = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
-        rules |= {"weight": self.weight, "window": self.window, "kernel": self.kernel}
-        taken = torch.sigmoid(self.residual.to(dtype))[:, None]
+        arguments: dict[str, Any] = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
+        arguments |= {"weight": self.weight, "window": self.window, "kernel": self.kernel}
+        step = torch.sigmoid(self.residual.to(dtype))[:, None]
         for _ in range(self.iterations - 1):
-            seen = None if belief is None else belief._replace(values=belief.keys)
-            found = ops.attend(q, k, k, belief=seen, times=times, segments=segments, **rules).mean
-            q = (q + taken * (found - q)).to(q.dtype)
-        rules |= {"value_dynamics": own, "variance": variance}
-        return ops.attend(q, k, v, belief=belief, times=times, segments=segments, **rules)
+            key_history = None if belief is None else belief._replace(values=belief.keys)
+            key_estimate = ops.attend(q, k, k, belief=key_history, times=times, segments=segments, **arguments).mean
+            q = (q + step * (key_estimate - q)).to(q.dtype)
+        arguments |= {"value_dynamics": value_dynamics, "variance": variance}
+        return ops.attend(q, k, v, belief=belief, times=times, segments=segments, **arguments)

@@ -46,11 +46,11 @@ class FilterAttention(nn.Module):
         self.dynamics: StateDynamics = StateDynamics(heads, channels, rotary_base)
         self.robust_weights: RobustWeights = RobustWeights(heads, nu=1.0)
 
-    def forward(self, signals: Iterable[Tensor], **where: Any) -> Filtered:
+    def forward(self, signals: Iterable[Tensor], **options: Any) -> Filtered:
         """`kalmix.ops.attend` of q, k and v, `[B, T, H, 2 C]` each."""
         q, k, v = signals
         dtype = belief_dtype(v.dtype)
-        return ops.attend(q, k, v, **self.dynamics(dtype)._asdict(), **self.robust_weights(dtype), **where)
+        return ops.attend(q, k, v, **self.dynamics(dtype)._asdict(), **self.robust_weights(dtype), **options)
 
 
 class AFATransformerBlock(Mixer):
@@ -99,8 +99,8 @@ class AFATransformerBlock(Mixer):
         self.in_proj: nn.Linear = nn.Linear(hidden_size, 3 * columns)
         self.magnitude: FilterAttention = FilterAttention(sizes.heads, 1, None)
         self.direction: FilterAttention = FilterAttention(sizes.heads, sizes.key_width, rotary_base)
-        self.before: nn.Parameter = nn.Parameter(torch.empty(sizes.heads))
-        self.after: nn.Parameter = nn.Parameter(torch.empty(sizes.heads))
+        self.input_scale: nn.Parameter = nn.Parameter(torch.empty(sizes.heads))
+        self.output_scale: nn.Parameter = nn.Parameter(torch.empty(sizes.heads))
         self.out_proj: nn.Linear = nn.Linear(columns, hidden_size)
         self.mlp_in: nn.Linear = nn.Linear(hidden_size, width)
         self.mlp_out: nn.Linear = nn.Linear(width, hidden_size)
@@ -108,8 +108,8 @@ class AFATransformerBlock(Mixer):
 
     def reset_parameters(self) -> None:
         """Both scales of directions are 1; parts reset themselves."""
-        nn.init.ones_(self.before)
-        nn.init.ones_(self.after)
+        nn.init.ones_(self.input_scale)
+        nn.init.ones_(self.output_scale)
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """Rates, steps, frequencies and noises of magnitudes and of directions."""
@@ -124,28 +124,30 @@ class AFATransformerBlock(Mixer):
         times: Tensor | None = None,
     ) -> tuple[Filtered, Tensor | None]:
         """The states as filtered, `[B, T, H * 2 C]`; `times` as `kalmix.ops.attend` takes them."""
-        held = check_state(state, AFATransformerState, x, segments)
+        previous = check_state(state, AFATransformerState, x, segments)
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         parts = [
             part.unflatten(-1, (self.sizes.heads, -1))
             for part in self.in_proj(mask_outside(x, segment_ids)).chunk(3, -1)
         ]
-        where = {"segments": segments, "times": times, "window": self.window, "kernel": self.kernel}
+        options = {"segments": segments, "times": times, "window": self.window, "kernel": self.kernel}
         with torch.autocast(x.device.type, enabled=False):
             lengths = [_length(part) for part in parts]
-            units = [_scaled(part, length, self.before) for part, length in zip(parts, lengths, strict=True)]
+            units = [_scaled(part, length, self.input_scale) for part, length in zip(parts, lengths, strict=True)]
             real = (F.pad(length, (0, 1)).to(x.dtype) for x, length in zip(parts, lengths, strict=True))
-            magnitude = self.magnitude(real, belief=None if held is None else held.magnitude, **where)
-            direction = self.direction(units, belief=None if held is None else held.direction, **where)
-            towards = to_state_dtype(units[2]) + to_state_dtype(direction.mean)
-            z = to_state_dtype(magnitude.mean[..., :1]) * _scaled(towards, _length(towards), self.after)
-        after = AFATransformerState(magnitude.belief, direction.belief)
-        return Filtered(mask_outside(z.flatten(2).to(parts[0].dtype), segment_ids), None, after), segment_ids
+            magnitude = self.magnitude(real, belief=None if previous is None else previous.magnitude, **options)
+            direction = self.direction(units, belief=None if previous is None else previous.direction, **options)
+            sum_of_directions = to_state_dtype(units[2]) + to_state_dtype(direction.mean)
+            z = to_state_dtype(magnitude.mean[..., :1]) * _scaled(
+                sum_of_directions, _length(sum_of_directions), self.output_scale
+            )
+        final_state = AFATransformerState(magnitude.belief, direction.belief)
+        return Filtered(mask_outside(z.flatten(2).to(parts[0].dtype), segment_ids), None, final_state), segment_ids
 
     def state_size(self, length: int) -> int:
         """Return the number of elements of keys, values and times of magnitudes (one channel) and directions."""
-        held = length if self.window is None else min(length, self.window)
-        return held * (4 * (self.sizes.heads + self.sizes.keys) + 2)
+        tokens = length if self.window is None else min(length, self.window)
+        return tokens * (4 * (self.sizes.heads + self.sizes.keys) + 2)
 
     def project_out(self, readout: Tensor, context: Tensor | None) -> Tensor:
         """Output projection and MLP; 0 at tokens of no sequence, which `context` tells."""

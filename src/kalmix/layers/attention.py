@@ -68,14 +68,14 @@ class Attention(Mixer):
         check_positive_int("kv_heads", kv_heads)
         if head_dim is None:
             if hidden_size % (2 * heads):
-                expected = f"a number that cuts {hidden_size} columns into even widths"
+                expected = f"a number of heads for which {hidden_size} / heads is an even integer"
                 raise ArgumentError("heads", got=heads, expected=expected)
             head_dim = hidden_size // heads
         check_positive_int("head_dim", head_dim)
         if head_dim % 2:
             raise ArgumentError("head_dim", got=head_dim, expected="an even number")
         if heads % kv_heads:
-            raise ArgumentError("kv_heads", got=kv_heads, expected=f"a divisor of the {heads} heads")
+            raise ArgumentError("kv_heads", got=kv_heads, expected=f"a divisor of {heads} (heads)")
         check_number("rotary_base", rotary_base)
         self.heads = heads
         self.kv_heads = kv_heads
@@ -91,36 +91,36 @@ class Attention(Mixer):
     ) -> tuple[Filtered, None]:
         """What the heads found, `[B, T, heads * width]`."""
         batch, length, _ = x.shape
-        where = Segments.whole(batch, length, x.device) if segments is None else segments
-        held = check_state(state, AttentionState, x, segments)
-        row, start, stop = where.rows.long().unbind(1)
+        runs = Segments.whole(batch, length, x.device) if segments is None else segments
+        previous = check_state(state, AttentionState, x, segments)
+        row, start, stop = runs.rows.long().unbind(1)
         token = torch.arange(length, device=x.device)
-        past = torch.zeros_like(start)
-        if held is not None and held.position.shape[1]:
-            past = held.position.amax(1) + 1
+        offset = torch.zeros_like(start)
+        if previous is not None and previous.position.shape[1]:
+            offset = previous.position.amax(1) + 1
         inside = (token >= start[:, None]) & (token < stop[:, None])
-        position = torch.where(inside, token - start[:, None] + past[:, None], -1)  # [N, T], each its own tokens
+        position = torch.where(inside, token - start[:, None] + offset[:, None], -1)  # [N, T], each its own tokens
         segment_ids = None if segments is None else segments.segment_ids(batch, length)
-        mine = position if segment_ids is None else position[segment_ids.clamp(min=0), token]  # [B, T]
+        token_position = position if segment_ids is None else position[segment_ids.clamp(min=0), token]  # [B, T]
 
         q, k, v = self._heads(mask_outside(x, segment_ids))
-        q, k = (apply_rotary(x, mine, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
+        q, k = (apply_rotary(x, token_position, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
         keys, values = (x if segment_ids is None else _rows(x, row) for x in (k, v))
-        if held is None:
-            same = None if segment_ids is None else segment_ids[:, :, None] == segment_ids[:, None, :]
-            found = self._attend(q, k, v, None if same is None else same.tril())
-            after = AttentionState(keys, values, position)
+        if previous is None:
+            same_sequence = None if segment_ids is None else segment_ids[:, :, None] == segment_ids[:, None, :]
+            output = self._attend(q, k, v, None if same_sequence is None else same_sequence.tril())
+            final = AttentionState(keys, values, position)
         else:
-            after = AttentionState(
-                torch.cat([held.keys.to(k.dtype), keys], dim=1),
-                torch.cat([held.values.to(v.dtype), values], dim=1),
-                torch.cat([held.position, position], dim=1),
+            final = AttentionState(
+                torch.cat([previous.keys.to(k.dtype), keys], dim=1),
+                torch.cat([previous.values.to(v.dtype), values], dim=1),
+                torch.cat([previous.position, position], dim=1),
             )
             # Each sequence attends in its own copy of the batch row; a query outside it looks at everything, unread.
-            visible = (after.position[:, None] >= 0) & (after.position[:, None] <= position[..., None])
-            found = self._attend(q if segment_ids is None else q[row], *after[:2], visible | (position < 0)[..., None])
-            found = found if segment_ids is None else found[segment_ids.clamp(min=0), token]
-        return Filtered(mask_outside(found.flatten(2), segment_ids), None, after), None
+            visible = (final.position[:, None] >= 0) & (final.position[:, None] <= position[..., None])
+            output = self._attend(q if segment_ids is None else q[row], *final[:2], visible | (position < 0)[..., None])
+            output = output if segment_ids is None else output[segment_ids.clamp(min=0), token]
+        return Filtered(mask_outside(output.flatten(2), segment_ids), None, final), None
 
     def state_size(self, length: int) -> int:
         """Return the number of elements of the keys and values of all tokens."""
@@ -131,8 +131,8 @@ class Attention(Mixer):
         q, k, v = self._heads(x)
         token = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         q, k = (apply_rotary(x, token, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
-        own = torch.eye(x.shape[1], dtype=v.dtype, device=v.device)[:, None].expand(*v.shape[:3], -1)
-        return self._attend(q, k, own, None).transpose(1, 2)
+        identity = torch.eye(x.shape[1], dtype=v.dtype, device=v.device)[:, None].expand(*v.shape[:3], -1)
+        return self._attend(q, k, identity, None).transpose(1, 2)
 
     def project_out(self, readout: Tensor, context: None) -> Tensor:
         """The output projection."""
@@ -148,8 +148,8 @@ class Attention(Mixer):
         q, k, v = (x.transpose(1, 2) for x in (q, k.to(q.dtype), v.to(q.dtype)))
         mask = None if visible is None else visible[:, None]
         grouped = self.heads != self.kv_heads
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-        return found.transpose(1, 2)
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        return output.transpose(1, 2)
 
 
 def _rows(x: Tensor, row: Tensor) -> Tensor:

@@ -68,11 +68,11 @@ class Mixer(nn.Module):
                 raise ArgumentError(f"option of {name!r}", got=repr(option), expected=expected)
         for n, option in known.items():
             if option.default is option.empty and n not in options:
-                raise ArgumentError(f"option {n!r} of {name!r}", got="absent", expected="given")
+                raise ArgumentError(f"option {n!r} of {name!r}", problem="is missing", expected="a value")
         check_types(option_types(cls), options)
 
     @classmethod
-    def options_for_state_size(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
+    def options_for_state_size(cls, width: int, state: int, **options: Any) -> dict[str, Any]:
         """Return options with which the belief of one sequence holds about `state` numbers (see `state_size`).
 
         So layers are compared at equal memory, as in Table 11 of Kalman Linear Attention.
@@ -139,7 +139,7 @@ class Mixer(nn.Module):
         state: Belief | None = None,
         segments: Segments | None = None,
         variance: bool = False,
-        **when: Tensor | None,
+        **timing: Tensor | None,
     ) -> Filtered:
         """All a layer knows, in output space.
 
@@ -160,17 +160,17 @@ class Mixer(nn.Module):
         check_shape("x", x, "B T D", {"D": self.hidden_size})
         check_dtype_and_device("x", x, FLOATS, x.device)
         check_segments(segments, x.shape[0], x.shape[1], x.device)
-        (mean, var, after), context = self.read(x, state, segments, variance and self.has_posterior, **when)
+        (mean, var, final), context = self.read(x, state, segments, variance and self.has_posterior, **timing)
         return Filtered(
-            self.project_out(mean, context), None if var is None else self.project_out_variance(var, context), after
+            self.project_out(mean, context), None if var is None else self.project_out_variance(var, context), final
         )
 
     def forward(
-        self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, **when: Tensor | None
+        self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, **timing: Tensor | None
     ) -> tuple[Tensor, Belief]:
         """The output `[B, T, D]` and the state after the last token; see `filter`."""
-        mean, _, after = self.filter(x, state, segments, False, **when)
-        return mean, after
+        mean, _, final = self.filter(x, state, segments, False, **timing)
+        return mean, final
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the latent dynamics: train them more slowly and without weight decay (appendix G.6)."""
@@ -206,7 +206,7 @@ def check_state(state: Belief | None, kind: type[State], x: Tensor, segments: Se
     while not isinstance(leaf, Tensor):
         leaf = leaf[-1]
     if leaf.shape[0] != sequences:
-        raise ArgumentError("state", got=f"of {leaf.shape[0]} sequences", expected=f"of {sequences}, as the input")
+        raise ArgumentError("state", problem=f"has {leaf.shape[0]} sequences", expected=f"{sequences}, as the input")
     return state
 
 

@@ -65,7 +65,7 @@ class BayesianLayer(MemoryLayer):
         self.groups = groups
         self.rotations = rotations
         self.decay: StepDecay = StepDecay(
-            hidden_size, (whole.heads, whole.key_width), (whole.heads, 1), turns=rotations
+            hidden_size, (whole.heads, whole.key_width), (whole.heads, 1), rotates=rotations
         )
         self.process_noise: NoiseVariance = NoiseVariance(hidden_size, whole.heads, **VARIANCES["process_noise"])
         self.obs_noise: NoiseVariance = NoiseVariance(hidden_size, sizes.heads, **VARIANCES["obs_noise"])
@@ -87,8 +87,8 @@ class BayesianLayer(MemoryLayer):
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Noises `[B, T, G]`; log-decays and, if keys turn, angles `[B, T, G, K]`. Groups differ in obs_noise only."""
-        moved = self.decay(x)
-        shared = {"log_decay": moved.log_decay, "angle": moved.angle, "process_noise": self.process_noise(x)}
+        decay = self.decay(x)
+        shared = {"log_decay": decay.log_decay, "angle": decay.angle, "process_noise": self.process_noise(x)}
         signals = {name: signal for name, signal in shared.items() if signal is not None}
         if self.groups > 1:
             signals = {name: signal.repeat_interleave(self.groups, dim=2) for name, signal in signals.items()}

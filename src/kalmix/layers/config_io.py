@@ -21,7 +21,7 @@ SOLVERS: dict[str, type[Solver]] = {
     "exact": Exact,
     "sketch": Sketch,
 }
-_NAMES: dict[type, str] = {kind: name for name, kind in (RIDGES | SOLVERS).items()}
+_NAMES: dict[type, str] = {selected: name for name, selected in (RIDGES | SOLVERS).items()}
 
 
 def has_config(value: object) -> TypeGuard[Ridge | Solver]:
@@ -31,45 +31,45 @@ def has_config(value: object) -> TypeGuard[Ridge | Solver]:
 
 def to_config(value: Ridge | Solver) -> dict[str, Any]:
     """The value as a mapping of plain data, which `as_ridge` or `as_solver` turns back into an equal one."""
-    held = {field.name: getattr(value, field.name) for field in fields(value)}
-    return {"name": _NAMES[type(value)]} | {n: to_config(x) if type(x) in _NAMES else x for n, x in held.items()}
+    settings = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {"name": _NAMES[type(value)]} | {n: to_config(x) if type(x) in _NAMES else x for n, x in settings.items()}
 
 
-def ridge_from_config(given: object) -> Ridge:
+def ridge_from_config(value: object) -> Ridge:
     """The ridge given, spelled out, named, or as the factor of an adaptive one.
 
     Raises:
         ArgumentError: it is none.
     """
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        return Adaptive(given)
-    return _read("ridge", given, RIDGES)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return Adaptive(value)
+    return _read("ridge", value, RIDGES)
 
 
-def solver_from_config(given: object) -> Solver:
+def solver_from_config(value: object) -> Solver:
     """The solver given, spelled out or named.
 
     Raises:
         ArgumentError: it is none.
     """
-    return _read("solver", given, SOLVERS)
+    return _read("solver", value, SOLVERS)
 
 
-def _read(what: str, given: object, kinds: Mapping[str, type]) -> Any:
-    if isinstance(given, tuple(kinds.values())):
-        return given
+def _read(option: str, value: object, types: Mapping[str, type]) -> Any:
+    if isinstance(value, tuple(types.values())):
+        return value
     options: dict[str, Any] = (
-        {"name": given} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {}
+        {"name": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
     )
-    kind = kinds.get(options.pop("name", ""))
-    if kind is None:
-        values = ", ".join(kind.__name__ for kind in kinds.values())
-        expected = f"one of {values}, or a mapping with a 'name' of {', '.join(map(repr, kinds))}"
-        raise ArgumentError(what, got=repr(given), expected=expected)
+    selected = types.get(options.pop("name", ""))
+    if selected is None:
+        values = ", ".join(selected.__name__ for selected in types.values())
+        expected = f"one of {values}, or a mapping with a 'name' of {', '.join(map(repr, types))}"
+        raise ArgumentError(option, got=repr(value), expected=expected)
     if isinstance(options.get("solver"), str | Mapping):
         options["solver"] = solver_from_config(options["solver"])
     try:
-        return kind(**options)
+        return selected(**options)
     except TypeError as error:
-        expected = f"{kind.__name__} of {', '.join(field.name for field in fields(kind)) or 'nothing'}"
-        raise ArgumentError(what, got=f"{given!r} ({error})", expected=expected) from None
+        expected = f"{selected.__name__} of {', '.join(field.name for field in fields(selected)) or 'nothing'}"
+        raise ArgumentError(option, got=f"{value!r} ({error})", expected=expected) from None

@@ -26,14 +26,14 @@ def waypoint_fraction(rate: Tensor, duration: Tensor, state_weight: Tensor) -> T
 
     All broadcast.
     """
-    gained = state_weight * kappa(rate, duration)
-    return gained / (1 + gained)
+    weighted = state_weight * kappa(rate, duration)
+    return weighted / (1 + weighted)
 
 
 def control(
     start: Tensor,
     waypoint: Tensor,
-    at: Tensor,
+    time: Tensor,
     *,
     rate: Tensor,
     frequency: Tensor,
@@ -52,12 +52,12 @@ def control(
     All broadcast.
     """
     pole = torch.complex(-rate, frequency)
-    missed = waypoint - (pole * duration).exp() * start
+    difference = waypoint - (pole * duration).exp() * start
     return (
         state_weight
         * (1 - waypoint_fraction(rate, duration, state_weight))
-        * missed
-        * (pole.conj() * (duration - at)).exp()
+        * difference
+        * (pole.conj() * (duration - time)).exp()
     )
 
 
@@ -70,24 +70,26 @@ class WaypointControl(nn.Module):
     def __init__(self, heads: int, channels: int, rank: int) -> None:
         super().__init__()
         columns = 2 * heads * channels
-        self.look: nn.Linear = nn.Linear(columns, rank, bias=False)
-        self.plan: nn.Linear = nn.Linear(rank, columns, bias=False)
-        self.log_worth: nn.Parameter = nn.Parameter(torch.empty(heads, channels))
+        self.down_proj: nn.Linear = nn.Linear(columns, rank, bias=False)
+        self.up_proj: nn.Linear = nn.Linear(rank, columns, bias=False)
+        self.log_waypoint_weight: nn.Parameter = nn.Parameter(torch.empty(heads, channels))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The initial worth; parts reset themselves."""
-        nn.init.constant_(self.log_worth, -2.0)
+        nn.init.constant_(self.log_waypoint_weight, -2.0)
 
-    def forward(self, then: Tensor, rate: Tensor, duration: Tensor) -> Tensor:
+    def forward(self, predicted: Tensor, rate: Tensor, duration: Tensor) -> Tensor:
         """States `[B, T, H, 2 C]` after a duration `[B, T]`, or of one for all, given where they come to by themselves.
 
         `rate` is `[H]`, of their decay; all are in the dtype of a belief.
         """
-        look, plan = (part.weight.to(then.dtype).mT for part in (self.look, self.plan))
-        waypoint = (then.flatten(2) @ look @ plan).view_as(then)
-        beta = waypoint_fraction(rate[:, None], duration[..., None, None], positive(self.log_worth.to(then.dtype)))
-        return then + torch.cat([beta, beta], -1) * (waypoint - then)
+        down_proj, up_proj = (part.weight.to(predicted.dtype).mT for part in (self.down_proj, self.up_proj))
+        waypoint = (predicted.flatten(2) @ down_proj @ up_proj).view_as(predicted)
+        beta = waypoint_fraction(
+            rate[:, None], duration[..., None, None], positive(self.log_waypoint_weight.to(predicted.dtype))
+        )
+        return predicted + torch.cat([beta, beta], -1) * (waypoint - predicted)
 
 
 class ControlledFilter(AdaptiveFilterAttention):
@@ -124,10 +126,12 @@ class ControlledFilter(AdaptiveFilterAttention):
         self.waypoint_control: WaypointControl = WaypointControl(self.sizes.heads, self.sizes.key_width, rank)
 
     def predict_state(
-        self, estimate: Tensor, spread: Tensor | None, v: Tensor, ahead: Tensor | None
+        self, estimate: Tensor, state_variance: Tensor | None, v: Tensor, horizon: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The state to come, steered, and its complex variance."""
-        then, spread = super().predict_state(estimate, spread, v, ahead)
-        duration = estimate.new_ones(()) if ahead is None else ahead.to(estimate.dtype)
-        steered = self.waypoint_control(then.to(estimate.dtype), -self.states(estimate.dtype).log_decay, duration)
-        return steered.to(v.dtype), spread
+        predicted, state_variance = super().predict_state(estimate, state_variance, v, horizon)
+        duration = estimate.new_ones(()) if horizon is None else horizon.to(estimate.dtype)
+        steered = self.waypoint_control(
+            predicted.to(estimate.dtype), -self.state_dynamics(estimate.dtype).log_decay, duration
+        )
+        return steered.to(v.dtype), state_variance

@@ -25,13 +25,13 @@ class DeltaLayer(MemoryLayer):
 
     def __init__(self, hidden_size: int, sizes: Heads, *, negative_eigenvalues: bool, **options: Any) -> None:
         super().__init__(hidden_size, sizes, **options)
-        self.most: float = 2.0 if negative_eigenvalues else 1.0
+        self.max_gain: float = 2.0 if negative_eigenvalues else 1.0
         self.design: Design | None = None if negative_eigenvalues else self.design
         self.gain_proj: nn.Linear = nn.Linear(hidden_size, sizes.heads, bias=False)
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """The gain, `[B, T, G]`."""
-        return {"gain": self.most * torch.sigmoid(to_state_dtype(self.gain_proj(x)))}
+        return {"gain": self.max_gain * torch.sigmoid(to_state_dtype(self.gain_proj(x)))}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """`kalmix.ops.delta`."""

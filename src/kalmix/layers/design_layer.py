@@ -61,10 +61,8 @@ class DesignLayer(MemoryLayer):
     ) -> None:
         design = design_from_config(design)
         if design.transition.decay in ("matrix", "time"):
-            moved = design.transition.description
-            raise ArgumentError(
-                "design", got=f"{design.name!r}, which {moved}", expected="of a memory or of cells, per token"
-            )
+            got = f"{design.name!r}, whose transition {design.transition.description}"
+            raise ArgumentError("design", got=got, expected="a transition per head, key or cell")
         sizes = whole = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, key_heads=key_heads)
         if design.evidence.columns:
             sizes = whole._replace(heads=whole.values, value_width=1)
@@ -75,24 +73,24 @@ class DesignLayer(MemoryLayer):
         self.dynamics: CellDynamics | None = None
         self.decay: StepDecay | None = None
         self.precision_proj: nn.Linear | None = None
-        names, moved = list(design.signals), design.transition
+        signal_names, transition = list(design.signals), design.transition
         if design.evidence.kind == "cell":
-            names.clear()
+            signal_names.clear()
             self.precision_proj = nn.Linear(hidden_size, sizes.values, bias=False)
-            if moved.signals:
+            if transition.signals:
                 cells = sizes.heads * sizes.key_width
-                self.dynamics = CellDynamics(cells, sizes.value_width, process_noise=moved.diffusion)
-        elif moved.decay != "none":
-            one, per_key = (sizes.heads,), moved.decay == "key"
-            rates, steps = ((*one, sizes.key_width), (*one, 1)) if per_key else (one, one)
+                self.dynamics = CellDynamics(cells, sizes.value_width, process_noise=transition.diffusion)
+        elif transition.decay != "none":
+            per_head, per_key = (sizes.heads,), transition.decay == "key"
+            rates, steps = ((*per_head, sizes.key_width), (*per_head, 1)) if per_key else (per_head, per_head)
             self.decay = StepDecay(hidden_size, rates, steps)
-        variances = {n: NoiseVariance(hidden_size, sizes.heads, **VARIANCES[n]) for n in names if n in VARIANCES}
+        variances = {n: NoiseVariance(hidden_size, sizes.heads, **VARIANCES[n]) for n in signal_names if n in VARIANCES}
         self.variances: nn.ModuleDict = nn.ModuleDict(variances)
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """What is learned of the transition beside its projection."""
-        held = self.dynamics if self.decay is None else self.decay.dynamics
-        return iter(()) if held is None else held.parameters()
+        dynamics = self.dynamics if self.decay is None else self.decay.dynamics
+        return iter(()) if dynamics is None else dynamics.parameters()
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Those of the design: `[B, T, G]`, log-decays per key `[B, T, G, K]`, of cells as `kalmix.ops.diagonal`."""
@@ -103,8 +101,8 @@ class DesignLayer(MemoryLayer):
             precision = observation_precision(self.precision_proj(x))
             signals["precision"] = precision.unflatten(-1, (self.sizes.heads, -1))
             if self.dynamics is not None:
-                moved = zip(("log_decay", "process_noise"), self.dynamics(precision.dtype), strict=True)
-                signals |= {n: s.view(*self.sizes[1:]) for n, s in moved if n in self.design.signals}
+                dynamics = zip(("log_decay", "process_noise"), self.dynamics(precision.dtype), strict=True)
+                signals |= {n: s.view(*self.sizes[1:]) for n, s in dynamics if n in self.design.signals}
         return signals
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
@@ -112,22 +110,22 @@ class DesignLayer(MemoryLayer):
         return filter_by(self.design, q, k, v, **arguments)
 
 
-def design_from_config(given: object) -> Design:
+def design_from_config(value: object) -> Design:
     """The design given, named or spelled out.
 
     Raises:
         ArgumentError: it is none.
         DesignError: its parts do not fit together.
     """
-    if isinstance(given, Design):
-        return given
-    if isinstance(given, str) and given in CATALOGUE:
-        return CATALOGUE[given]
+    if isinstance(value, Design):
+        return value
+    if isinstance(value, str) and value in CATALOGUE:
+        return CATALOGUE[value]
     expected = f"a Design, a mapping of {', '.join(PARTS)}, or one of {', '.join(map(repr, CATALOGUE))}"
-    if not isinstance(given, Mapping) or not PARTS.keys() <= given.keys():
-        raise ArgumentError("design", got=repr(given), expected=expected)
+    if not isinstance(value, Mapping) or not PARTS.keys() <= value.keys():
+        raise ArgumentError("design", got=repr(value), expected=expected)
     try:
-        parts = {name: part(**given[name]) for name, part in PARTS.items()}
-        return Design(**{"name": "your own", **given, **parts})
+        parts = {name: part(**value[name]) for name, part in PARTS.items()}
+        return Design(**{"name": "your own", **value, **parts})
     except TypeError as error:
-        raise ArgumentError("design", got=f"{given!r} ({error})", expected=expected) from None
+        raise ArgumentError("design", got=f"{value!r} ({error})", expected=expected) from None

@@ -44,13 +44,13 @@ def path_statistics(
     """
     side = torch.where(path > 0, 0, 1) + torch.arange(0, 4, 2, device=path.device)  # [H, P, 2]
     head = torch.arange(path.shape[0], device=path.device)[:, None, None]
-    far = path.abs()
-    decay = torch.exp(-rate[side, head] * far)
-    grown = far * kappa(rate[side, head] * far, torch.ones_like(far))  # gradients reach the path, too
-    added = process_noise[side, head] * grown * (1 + decay.flip(-1).square()) / 2
+    distance = path.abs()
+    decay = torch.exp(-rate[side, head] * distance)
+    accumulated = distance * kappa(rate[side, head] * distance, torch.ones_like(distance))
+    added = process_noise[side, head] * accumulated * (1 + decay.flip(-1).square()) / 2
     reach = decay.prod(-1)
     variance = added.sum(-1) + key_noise[:, None] * reach.square() + query_noise[:, None]
-    return reach, (frequency[side, head] * far[..., None]).sum(2), variance
+    return reach, (frequency[side, head] * distance[..., None]).sum(2), variance
 
 
 class FilterConv2d(nn.Module):
@@ -80,7 +80,7 @@ class FilterConv2d(nn.Module):
         for name, size in (sizes | {"kernel_size": kernel_size}).items():
             check_positive_int(name, size)
         if kernel_size % 2 == 0:
-            raise ArgumentError("kernel_size", got=kernel_size, expected="odd, so that a pixel is in the middle")
+            raise ArgumentError("kernel_size", got=kernel_size, expected="an odd number")
         self.in_channels = in_channels
         self.kernel_size = kernel_size
         self.heads = heads
@@ -121,13 +121,13 @@ class FilterConv2d(nn.Module):
         """The state at every pixel, given what is seen there: both `[B, H 2 C, Y, X]`, a head's real parts first."""
         reach, angle, variance = self.path_statistics(z.dtype)
         cos, sin = ((reach[..., None] * turn).mT[..., None] for turn in (angle.cos(), angle.sin()))
-        real, imaginary = self._around(z).chunk(2, 2)  # [B, H, C, P, Y X]
-        conv_state = torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], 2)
-        own = z.flatten(2).unflatten(1, (self.heads, -1))[:, :, :, None]
-        score = -torch.log(variance[..., None] + (own - conv_state).square().sum(2))
-        seen = self._around(torch.ones_like(z[:1, : self.heads]))[:, :, 0] > 0
-        weights = score.masked_fill(~seen, -torch.inf).softmax(2)
-        return (weights[:, :, None] * conv_state).sum(3).reshape(z.shape)
+        real, imaginary = self._patches(z).chunk(2, 2)  # [B, H, C, P, Y X]
+        moved = torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], 2)
+        center = z.flatten(2).unflatten(1, (self.heads, -1))[:, :, :, None]
+        score = -torch.log(variance[..., None] + (center - moved).square().sum(2))
+        inside = self._patches(torch.ones_like(z[:1, : self.heads]))[:, :, 0] > 0
+        weights = score.masked_fill(~inside, -torch.inf).softmax(2)
+        return (weights[:, :, None] * moved).sum(3).reshape(z.shape)
 
     def path_statistics(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Reach, angle and variance of the ways from the pixels of the square, row by row, to its middle."""
@@ -138,7 +138,7 @@ class FilterConv2d(nn.Module):
         rate, process, key, query = (positive(x.to(dtype)) for x in logs)
         return path_statistics(rate, self.frequency.to(dtype), process, key, query, path)
 
-    def _around(self, x: Tensor) -> Tensor:
+    def _patches(self, x: Tensor) -> Tensor:
         """The square around every pixel of `[B, H C, Y, X]`, 0 outside the image: `[B, H, C, P, Y X]`."""
-        around = F.unfold(x, self.kernel_size, padding=self.kernel_size // 2)
-        return around.view(x.shape[0], self.heads, -1, self.kernel_size**2, around.shape[-1])
+        patches = F.unfold(x, self.kernel_size, padding=self.kernel_size // 2)
+        return patches.view(x.shape[0], self.heads, -1, self.kernel_size**2, patches.shape[-1])

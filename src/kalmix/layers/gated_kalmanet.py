@@ -20,10 +20,10 @@ from kalmix.ops import Adaptive, Chebyshev, Ridge, Solver
 from kalmix.types import Filtered
 from kalmix.validation import check_choice
 
-EPS = 1e-6  # of the published code, in the length of keys and in gains
+NORM_EPS = 1e-6  # of the published code, in the length of keys and in gains
 GAINS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
-    "squared": lambda raw: (torch.sigmoid(raw) + EPS).square(),
+    "squared": lambda raw: (torch.sigmoid(raw) + NORM_EPS).square(),
 }
 
 
@@ -99,7 +99,7 @@ class GatedKalmaNet(MemoryLayer):
 
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Unit vectors, not scaled: a longer query is a longer answer, which the norm behind it takes back."""
-        return _unit(q), _unit(k)
+        return _normalize(q), _normalize(k)
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Those of log-decay, gain and mix that the layer has, `[B, T, G]`."""
@@ -115,7 +115,7 @@ class GatedKalmaNet(MemoryLayer):
         return ops.ridge(q, k, v, ridge=self.ridge, solver=self.solver, **arguments)
 
 
-def _unit(x: Tensor) -> Tensor:
+def _normalize(x: Tensor) -> Tensor:
     """x / (|x| + eps), as published, in float32 inside. The zero vector stays zero."""
-    wide = to_state_dtype(x)
-    return (wide / (torch.linalg.vector_norm(wide, dim=-1, keepdim=True) + EPS)).to(x.dtype)
+    x_state = to_state_dtype(x)
+    return (x_state / (torch.linalg.vector_norm(x_state, dim=-1, keepdim=True) + NORM_EPS)).to(x.dtype)

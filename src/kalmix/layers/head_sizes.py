@@ -26,7 +26,7 @@ class Heads(NamedTuple):
         expand_v: float,
         key_heads: int | None = None,
         share: float = 1.0,
-        widest: int = 128,
+        max_width: int = 128,
     ) -> Heads:
         """Sizes from what a layer was told and, where it was not, from the width of the model.
 
@@ -46,18 +46,22 @@ class Heads(NamedTuple):
             check_positive_int("heads", heads)
             head_dim = max(1, int(share * hidden_size / heads)) if head_dim is None else head_dim
         elif head_dim is None:
-            head_dim = 1 << (max(2, min(widest, hidden_size // 4)).bit_length() - 1)
+            head_dim = 1 << (max(2, min(max_width, hidden_size // 4)).bit_length() - 1)
         check_positive_int("head_dim", head_dim)
         heads = max(1, int(share * hidden_size / head_dim + 0.5)) if heads is None else heads
         check_positive_int("heads", heads)
         key_heads = heads if key_heads is None else key_heads
         check_positive_int("key_heads", key_heads)
         if heads % key_heads:
-            raise ArgumentError("key_heads", got=key_heads, expected=f"a divisor of the {heads} heads")
+            raise ArgumentError("key_heads", got=key_heads, expected=f"a divisor of {heads} (heads)")
         number = isinstance(expand_v, int | float) and 0 < expand_v <= MAX_INT
         value_width = round(expand_v * head_dim) if number else 0
         if value_width < 1 or abs(value_width - expand_v * head_dim) > 1e-6:
-            raise ArgumentError("expand_v", got=repr(expand_v), expected=f"a number of which {head_dim} times is whole")
+            raise ArgumentError(
+                "expand_v",
+                got=repr(expand_v),
+                expected=f"a number for which {head_dim} * expand_v is a positive integer",
+            )
         return cls(key_heads, heads, head_dim, value_width)
 
     @property
@@ -78,5 +82,5 @@ def divide_state(state: float, parts: int) -> int:
         ArgumentError: they do not divide so.
     """
     if state % parts or state < parts:
-        raise ArgumentError("state", got=f"{state:g} in {parts} parts", expected="what so many parts divide")
+        raise ArgumentError("state", got=f"{state:g}", expected=f"a positive multiple of {parts}")
     return int(state) // parts

@@ -50,7 +50,7 @@ class KDA(DeltaLayer):
         options = {"conv": conv, "gate": gate, "gate_rank": rank, "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, sizes, negative_eigenvalues=negative_eigenvalues, **options)
         self.decay: StepDecay = StepDecay(
-            hidden_size, (sizes.heads, 1), (sizes.heads, sizes.key_width), least=1.0, rank=rank
+            hidden_size, (sizes.heads, 1), (sizes.heads, sizes.key_width), min_rate=1.0, rank=rank
         )
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ class KLAState(NamedTuple):
     """What a KLA layer remembers: `belief` `[N, 1, slots, channels]` twice, and the convolution's window."""
 
     belief: DiagonalBelief
-    window: Tensor
+    conv_state: Tensor
 
     take = take
     to = to
@@ -107,24 +107,24 @@ class KLA(Mixer):
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False
     ) -> tuple[Filtered, tuple[Tensor, Tensor]]:
         """The posterior of what the query asks, `[B, T, channels]`, independent between channels."""
-        held = check_state(state, KLAState, x, segments)
-        belief, window = (None, None) if held is None else held
-        signals, (z, gate), window = self.signals(x, window, segments)
+        previous = check_state(state, KLAState, x, segments)
+        belief, conv_state = (None, None) if previous is None else previous
+        signals, (z, gate), conv_state = self.signals(x, conv_state, segments)
         with torch.autocast(x.device.type, enabled=False):
             mean, var, belief = ops.diagonal(
                 **signals, belief=belief, variance=variance, segments=segments, kernel=self.kernel
             )
-        read = Filtered(mean[:, :, 0], None if var is None else var[:, :, 0], KLAState(belief, window))
+        read = Filtered(mean[:, :, 0], None if var is None else var[:, :, 0], KLAState(belief, conv_state))
         return read, (self.skip.to(z.dtype) * z, F.silu(gate))
 
     def signals(
-        self, x: Tensor, window: Tensor | None = None, segments: Segments | None = None
+        self, x: Tensor, conv_state: Tensor | None = None, segments: Segments | None = None
     ) -> tuple[dict[str, Any], tuple[Tensor, Tensor], Tensor]:
         """What tokens `x` `[B, T, D]` supply: the arguments of `kalmix.ops.diagonal` (one head), what skip and gate
         take (both `[B, T, channels]`), and the convolution's window after them."""
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         z, gate = self.in_proj(mask_outside(x, segment_ids)).chunk(2, dim=-1)
-        z, after = self.conv(z, window, segments, segment_ids)
+        z, after = self.conv(z, conv_state, segments, segment_ids)
         z = F.silu(z)
         projected = self.signal_proj(z)
         q, k, rest = projected.split([self.slots, self.slots, projected.shape[-1] - 2 * self.slots], dim=-1)
@@ -141,13 +141,13 @@ class KLA(Mixer):
     def write_gain(self, x: Tensor) -> Tensor:
         """Return the write gains `[B, T]`, averaged over cells; O(T) calls of the layer."""
         log_decay, process_noise = self.dynamics(torch.float32)
-        kept, state, gains = (2 * log_decay).exp(), None, []
-        before = torch.ones_like(log_decay)[None]  # the prior
+        squared_decay, state, gains = (2 * log_decay).exp(), None, []
+        variance = torch.ones_like(log_decay)[None]  # the prior
         for token in x.split(1, dim=1):
             _, state = self(token, state)
-            expected = kept * before + process_noise
-            before = state.belief.variance
-            gains.append(1 - (before / expected).flatten(1).mean(1))
+            predicted_variance = squared_decay * variance + process_noise
+            variance = state.belief.variance
+            gains.append(1 - (variance / predicted_variance).flatten(1).mean(1))
         return torch.stack(gains, 1)
 
     def attention_map(self, x: Tensor) -> Tensor:
@@ -156,8 +156,8 @@ class KLA(Mixer):
 
     def project_out(self, readout: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """Skip, gate and output projection."""
-        skipped, gate = context
-        return self.out_proj((readout + skipped) * gate)
+        skip, gate = context
+        return self.out_proj((readout + skip) * gate)
 
     def project_out_variance(self, variance: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """Through the gate, squared, and the output projection, squared; exact, as channels are independent."""

@@ -56,13 +56,13 @@ class Mamba2(MemoryLayer):
         kernel: str | None = None,
     ) -> None:
         values = Heads.of(
-            hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, key_heads=groups, share=expand, widest=64
+            hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, key_heads=groups, share=expand, max_width=64
         )
         state_dim = min(128, hidden_size) if state_dim is None else state_dim
         check_positive_int("state_dim", state_dim)
         options = {"conv": conv, "gate": "silu", "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, values._replace(key_width=state_dim), conv_bias=True, norm_width=0, **options)
-        self.decay: StepDecay = StepDecay(hidden_size, (values.heads,), least=1.0)
+        self.decay: StepDecay = StepDecay(hidden_size, (values.heads,), min_rate=1.0)
         self.skip: nn.Parameter = nn.Parameter(torch.empty(values.heads))
         self.norm_scale: nn.Parameter = nn.Parameter(torch.empty(values.values))
         self.reset_parameters()
@@ -96,8 +96,8 @@ class Mamba2(MemoryLayer):
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Log-decays and, as gains, the steps, `[B, T, G]`."""
-        stepped = self.decay(x)
-        return {"log_decay": stepped.log_decay, "gain": stepped.step}
+        decay = self.decay(x)
+        return {"log_decay": decay.log_decay, "gain": decay.step}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """`kalmix.ops.additive`, and the skip."""

@@ -104,7 +104,7 @@ class MemoryLayer(Mixer):
         heads: int = 4,
         values: float = 1.0,
         head_dim: int | None = None,
-        **given: Any,
+        **options: Any,
     ) -> dict[str, Any]:
         """Return heads that together have `values * width` columns, and keys as wide as `state` numbers make of it.
 
@@ -135,20 +135,20 @@ class MemoryLayer(Mixer):
         """q, k, v of tokens `x`, and what to carry on behind them."""
         mixed = self.qkv_proj(x)
         if self.conv is None:
-            after = mixed.new_zeros(x.shape[0] if segments is None else segments.count, 0)
+            final_conv_state = mixed.new_zeros(x.shape[0] if segments is None else segments.count, 0)
         else:
-            mixed, after = self.conv(mixed, conv_state, segments, segment_ids)
+            mixed, final_conv_state = self.conv(mixed, conv_state, segments, segment_ids)
         sizes = self.sizes
         q, k, v = (F.silu(mixed) if self.activate else mixed).split([sizes.keys, sizes.keys, sizes.values], dim=-1)
         q, k = self.normalize_qk(*(part.unflatten(-1, (sizes.key_heads, sizes.key_width)) for part in (q, k)))
-        return q, k, v.unflatten(-1, (sizes.heads, sizes.value_width)), after
+        return q, k, v.unflatten(-1, (sizes.heads, sizes.value_width)), final_conv_state
 
     def read(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False
     ) -> tuple[Filtered, tuple[Tensor | None, Tensor]]:
         """What the queries read out of the memory, `[B, T, G * V]`, independent between columns."""
-        held = check_state(state, MemoryState, x, segments)
-        belief, conv_state = (None, None) if held is None else held
+        previous = check_state(state, MemoryState, x, segments)
+        belief, conv_state = (None, None) if previous is None else previous
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         x = mask_outside(x, segment_ids)
         q, k, v, conv_state = self.project(x, conv_state, segments, segment_ids)
@@ -169,8 +169,8 @@ class MemoryLayer(Mixer):
     def state_size(self, length: int) -> int:
         """Return the number of elements of the memories and, where the design keeps them, of covariances."""
         rows, columns = self.memory_shape
-        beside = 0 if self.design is None else self.design.covariance.elements(rows, columns)
-        return self.sizes.heads * (rows * columns + beside)
+        covariance_size = 0 if self.design is None else self.design.covariance.elements(rows, columns)
+        return self.sizes.heads * (rows * columns + covariance_size)
 
     def write_gain(self, x: Tensor) -> Tensor | None:
         """Return the write gains `[B, T]`, averaged over heads: s' / r^2 with s' the variance at the token's key.
@@ -182,10 +182,10 @@ class MemoryLayer(Mixer):
             return None
         _, k, v, _ = self.project(x, None, None, None)
         signals: dict[str, Any] = self.signals(x)
-        after = self.op(k, k, v, **signals, variance=True).variance
-        assert after is not None
+        posterior = self.op(k, k, v, **signals, variance=True).variance
+        assert posterior is not None
         weight = 1 / signals["obs_noise"] if "obs_noise" in signals else signals.get("gain", torch.ones(()))
-        return (weight * after[..., 0]).mean(-1)
+        return (weight * posterior[..., 0]).mean(-1)
 
     def attention_map(self, x: Tensor) -> Tensor | None:
         """Return a map for each value head: what its memory makes of values that are the columns of the identity.
@@ -195,14 +195,14 @@ class MemoryLayer(Mixer):
         if self.design is not None and self.design.evidence.kind == "cell":
             return None
         q, k, v, _ = self.project(x, None, None, None)
-        own = torch.eye(x.shape[1], dtype=v.dtype, device=v.device)[:, None].expand(*v.shape[:3], -1)
-        return self.op(q, k, own, **self.signals(x)).mean.transpose(1, 2)
+        identity = torch.eye(x.shape[1], dtype=v.dtype, device=v.device)[:, None].expand(*v.shape[:3], -1)
+        return self.op(q, k, identity, **self.signals(x)).mean.transpose(1, 2)
 
     def project_out(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Output norm, gate, output projection. Samples are normalised each by its own size."""
         gate, _ = context
-        found = readout if self.norm is None else self.norm(self._split(readout)).flatten(-2)
-        return self.out_proj(found if gate is None else found * gate)
+        output = readout if self.norm is None else self.norm(self._split(readout)).flatten(-2)
+        return self.out_proj(output if gate is None else output * gate)
 
     def project_out_variance(self, variance: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Through norm, gate and projection, each squared; columns are independent.
@@ -214,9 +214,11 @@ class MemoryLayer(Mixer):
         gate, mean = context
         with torch.autocast(variance.device.type, enabled=False):
             if self.norm is not None:
-                spread = self._split(variance)
-                level = (self._split(mean.to(variance.dtype)).square() + spread).mean(-1, keepdim=True) + self.norm_eps
-                variance = (spread / level * self.norm.weight.to(variance.dtype).square()).flatten(-2)
+                column_variance = self._split(variance)
+                level = (self._split(mean.to(variance.dtype)).square() + column_variance).mean(
+                    -1, keepdim=True
+                ) + self.norm_eps
+                variance = (column_variance / level * self.norm.weight.to(variance.dtype).square()).flatten(-2)
             variance = variance if gate is None else variance * gate.to(variance.dtype).square()
             return F.linear(variance, self.out_proj.weight.to(variance.dtype).square())
 

@@ -19,8 +19,8 @@ def to_state_dtype(x: Tensor) -> Tensor:
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """`x` scaled to length 1 along its last axis, in float32 inside; QK norm. The zero vector stays zero."""
-    wide = to_state_dtype(x)
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    x_state = to_state_dtype(x)
+    return (x_state * torch.rsqrt(x_state.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def apply_rotary(x: Tensor, position: Tensor, base: float) -> Tensor:
@@ -118,30 +118,31 @@ class ShortConvolution(nn.Module):
     def _shift(self, output: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         return output if self.bias is None else mask_outside(output + self.bias.to(output.dtype), segment_ids)
 
-    def _slide(self, history: Tensor, keep: list[Tensor] | None = None) -> Tensor:
+    def _slide(self, history: Tensor, masks: list[Tensor] | None = None) -> Tensor:
         """The convolution of `[N, L + size - 1, C]`, `[N, L, C]`; `keep` masks what each tap may see.
 
         oneDNN takes a fourth of the time of the sum over taps, if channels lie side by side, as they do for images.
         """
         length = history.shape[1] - self.size + 1
-        if keep is None and _onednn_serves(history):
+        if masks is None and _onednn_serves(history):
             with torch.autocast("cpu", enabled=False):
                 image, taps = history.mT[:, :, None], self.weight.to(history.dtype)[:, None, None]
                 return F.conv2d(image, taps, groups=self.channels).squeeze(2).mT
         output = history.new_zeros(())
         for tap, weight in enumerate(self.weight.to(history.dtype).unbind(1)):
             seen = history[:, tap : tap + length]
-            output = output + (seen if keep is None else torch.where(keep[tap], seen, 0)) * weight
+            output = output + (seen if masks is None else torch.where(masks[tap], seen, 0)) * weight
         return output
 
     def _segmented(self, x: Tensor, window: Tensor, segments: Segments, segment_ids: Tensor) -> tuple[Tensor, Tensor]:
         batch, length, _ = x.shape
         reach = self.size - 1
-        before = F.pad(segment_ids, (reach, 0), value=-2)
-        keep = [
-            ((before[:, tap : tap + length] == segment_ids) & (segment_ids >= 0))[..., None] for tap in range(self.size)
+        earlier_ids = F.pad(segment_ids, (reach, 0), value=-2)
+        masks = [
+            ((earlier_ids[:, tap : tap + length] == segment_ids) & (segment_ids >= 0))[..., None]
+            for tap in range(self.size)
         ]
-        within = self._slide(F.pad(x, (0, 0, reach, 0)), keep).flatten(0, 1)
+        within = self._slide(F.pad(x, (0, 0, reach, 0)), masks).flatten(0, 1)
 
         # The first inputs of a sequence also see its window: what it adds to them, put where they lie.
         row, start, stop = segments.rows.long()[:, :, None].unbind(1)
@@ -153,7 +154,7 @@ class ShortConvolution(nn.Module):
 
         # The window moves on: inputs from here if there were enough, else what remains of the old window.
         token = stop - reach + torch.arange(reach, device=x.device)
-        fresh = x.flatten(0, 1)[row * length + token.clamp(min=0)]
-        old = (stop - start + torch.arange(reach, device=x.device)).clamp(max=reach - 1)
-        old = window.gather(1, old[..., None].expand_as(window))
-        return output, torch.where((token >= start)[..., None], fresh, old)
+        current = x.flatten(0, 1)[row * length + token.clamp(min=0)]
+        previous = (stop - start + torch.arange(reach, device=x.device)).clamp(max=reach - 1)
+        previous = window.gather(1, previous[..., None].expand_as(window))
+        return output, torch.where((token >= start)[..., None], current, previous)

@@ -140,18 +140,18 @@ class StepDynamics(nn.Module):
     turns. All are flat, as vectors take no weight decay.
     """
 
-    def __init__(self, rates: int, steps: int, *, least: float, turns: bool) -> None:
+    def __init__(self, rates: int, steps: int, *, min_rate: float, rotates: bool) -> None:
         super().__init__()
-        self.least = least
+        self.min_rate = min_rate
         self.log_rate: nn.Parameter = nn.Parameter(torch.empty(rates))
         self.step_bias: nn.Parameter = nn.Parameter(torch.empty(steps))
-        self.frequency: nn.Parameter | None = nn.Parameter(torch.empty(rates)) if turns else None
+        self.frequency: nn.Parameter | None = nn.Parameter(torch.empty(rates)) if rotates else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The published initial values."""
         with torch.no_grad():
-            self.log_rate.uniform_(max(self.least, 1e-4), 16).log_()
+            self.log_rate.uniform_(max(self.min_rate, 1e-4), 16).log_()
             self.step_bias.uniform_(math.log(0.001), math.log(0.1)).exp_().expm1_().log_()  # of a step, by softplus
             if self.frequency is not None:
                 self.frequency.uniform_(0, 2 * math.pi)
@@ -191,9 +191,9 @@ class StepDecay(nn.Module):
         rates: tuple[int, ...],
         steps: tuple[int, ...] | None = None,
         *,
-        least: float = 0.0,
+        min_rate: float = 0.0,
         rank: int | None = None,
-        turns: bool = False,
+        rotates: bool = False,
     ) -> None:
         super().__init__()
         self.rates = rates
@@ -202,7 +202,7 @@ class StepDecay(nn.Module):
         self.proj: nn.Module = (
             nn.Linear(hidden_size, outputs, bias=False) if rank is None else low_rank(hidden_size, rank, outputs, False)
         )
-        self.dynamics: StepDynamics = StepDynamics(math.prod(rates), outputs, least=least, turns=turns)
+        self.dynamics: StepDynamics = StepDynamics(math.prod(rates), outputs, min_rate=min_rate, rotates=rotates)
 
     def forward(self, x: Tensor) -> DecayStep:
         """Of tokens `x` `[B, T, D]`."""

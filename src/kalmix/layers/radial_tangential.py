@@ -55,12 +55,12 @@ class RadialTangentialAttention(TrajectoryLayer):
         self.window = window
         self.robust_weights: RobustWeights = RobustWeights(sizes.heads, nu=(2.0, 2.0 * max(1, sizes.key_width - 1)))
 
-    def states(self, dtype: torch.dtype) -> Dynamics:
+    def state_dynamics(self, dtype: torch.dtype) -> Dynamics:
         """The dynamics, noises as all channels have them on average: one is along the direction, the others across."""
-        known = self.dynamics(dtype)
-        along = 1 / self.sizes.key_width
-        noises = (along * noise[:, 0] + (1 - along) * noise[:, 1] for noise in known[2:])
-        return Dynamics(*known[:2], *noises)
+        dynamics = self.dynamics(dtype)
+        radial_share = 1 / self.sizes.key_width
+        noises = (radial_share * noise[:, 0] + (1 - radial_share) * noise[:, 1] for noise in dynamics[2:])
+        return Dynamics(*dynamics[:2], *noises)
 
     def estimate(
         self,
@@ -74,6 +74,6 @@ class RadialTangentialAttention(TrajectoryLayer):
     ) -> Filtered:
         """`kalmix.ops.attend_radial`."""
         dtype = belief_dtype(q.dtype)
-        rules: dict[str, Any] = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
-        rules |= {"window": self.window, "variance": variance}
-        return ops.attend_radial(q, k, v, belief=belief, segments=segments, times=times, **rules)
+        arguments: dict[str, Any] = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
+        arguments |= {"window": self.window, "variance": variance}
+        return ops.attend_radial(q, k, v, belief=belief, segments=segments, times=times, **arguments)

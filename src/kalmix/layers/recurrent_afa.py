@@ -90,18 +90,18 @@ class RecurrentFilterAttention(TrajectoryLayer):
         """Steps are nearly full: 0.98."""
         nn.init.constant_(self.residual, 4.0)
 
-    def states(self, dtype: torch.dtype) -> Dynamics:
+    def state_dynamics(self, dtype: torch.dtype) -> Dynamics:
         """The dynamics, both noises of a look in one."""
-        known = self.dynamics(dtype)
-        return known._replace(key_noise=known.key_noise + known.query_noise)
+        dynamics = self.dynamics(dtype)
+        return dynamics._replace(key_noise=dynamics.key_noise + dynamics.query_noise)
 
     def state_size(self, length: int) -> int:
         """Return the number of elements of an estimate: means of two states, a precision a head, and a time."""
         return 4 * self.sizes.keys + self.sizes.heads + 1
 
-    def mix_residual(self, known: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def mix_residual(self, filtered: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """As it is: the residual is the step."""
-        return to_state_dtype(known.mean), known.variance
+        return to_state_dtype(filtered.mean), filtered.variance
 
     def estimate(
         self,
@@ -117,57 +117,61 @@ class RecurrentFilterAttention(TrajectoryLayer):
         dtype, (batch, length, heads, width) = belief_dtype(v.dtype), v.shape
         count = batch if segments is None else segments.count
         if belief is None:
-            nothing = v.new_zeros(count, 2, heads, width, dtype=dtype)
-            belief = RecurrentAFAState(nothing, nothing[:, :1, :, :1], v.new_zeros(count, 1, 1, 1, dtype=torch.float64))
+            zeros = v.new_zeros(count, 2, heads, width, dtype=dtype)
+            belief = RecurrentAFAState(zeros, zeros[:, :1, :, :1], v.new_zeros(count, 1, 1, 1, dtype=torch.float64))
         if min(count, batch, length) == 0:
             return Filtered(torch.zeros_like(v), v.new_zeros(*v.shape[:3], 1, dtype=dtype), belief)
         if times is not None:
             check_shape("times", times, "B T", {"B": batch, "T": length})
             times = times.detach().double()
-        looks = torch.stack([k, v], 2).to(dtype)  # [B, T, 2, H, 2 C]
-        now = [None] * length if times is None else times[..., None, None, None].unbind(1)
-        tokens = zip(q.to(dtype)[:, :, None].unbind(1), looks.unbind(1), now, strict=True)
+        observations = torch.stack([k, v], 2).to(dtype)  # [B, T, 2, H, 2 C]
+        token_times = [None] * length if times is None else times[..., None, None, None].unbind(1)
+        steps = zip(q.to(dtype)[:, :, None].unbind(1), observations.unbind(1), token_times, strict=True)
         segment_ids = None if segments is None else segments.segment_ids(batch, length)
-        reads, after = run_steps(_Step(self, dtype), belief, tokens, segment_ids)
-        return Filtered(reads[0].to(v.dtype), reads[1], after)
+        reads, final = run_steps(_Step(self, dtype), belief, steps, segment_ids)
+        return Filtered(reads[0].to(v.dtype), reads[1], final)
 
 
 class _Step:
     """A step of the filter, for one dtype."""
 
     def __init__(self, layer: RecurrentFilterAttention, dtype: torch.dtype) -> None:
-        self.states: Dynamics = layer.states(dtype)
+        self.state_dynamics: Dynamics = layer.state_dynamics(dtype)
         self.iterations = layer.iterations
         robust_weights = layer.robust_weights(dtype)
-        self.noise, self.nu, self.temperature, self.part = (
+        self.noise, self.nu, self.temperature, self.step = (
             x[:, None]
-            for x in (self.states.key_noise, *robust_weights.values(), torch.sigmoid(layer.residual.to(dtype)))
+            for x in (self.state_dynamics.key_noise, *robust_weights.values(), torch.sigmoid(layer.residual.to(dtype)))
         )
-        self.unit: StateTransition = StateTransition.of(self.states, torch.ones_like(self.noise[0, 0]))
+        self.unit_transition: StateTransition = StateTransition.of(
+            self.state_dynamics, torch.ones_like(self.noise[0, 0])
+        )
 
     def __call__(
-        self, belief: RecurrentAFAState, query: Tensor, look: Tensor, now: Tensor | None
+        self, belief: RecurrentAFAState, query: Tensor, observation: Tensor, time_now: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], RecurrentAFAState]:
         mean, precision, time = belief
-        seen = precision > 0
-        passage = self.unit
-        if now is None:
-            now = torch.where(seen[:, :, :1], time + 1, 0)
+        observed = precision > 0
+        transition = self.unit_transition
+        if time_now is None:
+            time_now = torch.where(observed[:, :, :1], time + 1, 0)
         else:
-            lag = torch.where(seen[:, :, :1], now - time, 0)
+            lag = torch.where(observed[:, :, :1], time_now - time, 0)
             if can_check_values(lag) and bool((lag < 0).any()):
-                raise ArgumentError("times", got="decreasing", expected="not to decrease in a sequence")
-            passage = StateTransition.of(self.states, lag[:, :, 0, 0].to(mean.dtype))
-        before = passage(mean)
-        # One over a variance, 0 where nothing is known, and so nothing divided by 0.
-        prior = torch.where(seen, precision / (passage.decay.square() + passage.noise * precision), 0)
-        expected = prior / (1 + self.noise * prior)
-        part = torch.where(seen, self.part, 1.0)
-        guess, weight = before, torch.ones_like(prior)
+                raise ArgumentError("times", problem="decreases", expected="non-decreasing times in each sequence")
+            transition = StateTransition.of(self.state_dynamics, lag[:, :, 0, 0].to(mean.dtype))
+        predicted = transition(mean)
+        # Precisions instead of variances: 0 before the first token, so nothing is divided by 0.
+        prior_precision = torch.where(
+            observed, precision / (transition.decay.square() + transition.noise * precision), 0
+        )
+        innovation_precision = prior_precision / (1 + self.noise * prior_precision)
+        step = torch.where(observed, self.step, 1.0)
+        estimate, weight = predicted, torch.ones_like(prior_precision)
         for _ in range(self.iterations):
-            far = (query - guess[:, :1]).square().sum(-1, keepdim=True) * expected
-            weight = (1 + far / self.nu) ** -self.temperature
-            gain = weight / (weight + self.noise * prior)
-            guess = before + part * gain * (look - before)
-        posterior = prior + weight / self.noise
-        return (guess[:, 1], 1 / posterior[:, 0]), RecurrentAFAState(guess, posterior, now)
+            distance = (query - estimate[:, :1]).square().sum(-1, keepdim=True) * innovation_precision
+            weight = (1 + distance / self.nu) ** -self.temperature
+            gain = weight / (weight + self.noise * prior_precision)
+            estimate = predicted + step * gain * (observation - predicted)
+        posterior = prior_precision + weight / self.noise
+        return (estimate[:, 1], 1 / posterior[:, 0]), RecurrentAFAState(estimate, posterior, time_now)

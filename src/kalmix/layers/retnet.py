@@ -50,7 +50,7 @@ class RetNet(MemoryLayer):
     ) -> None:
         sizes = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v)
         if sizes.key_width % 2:
-            raise ArgumentError("head_dim", got=sizes.key_width, expected="even, as keys turn in pairs")
+            raise ArgumentError("head_dim", got=sizes.key_width, expected="an even number (keys rotate in pairs)")
         super().__init__(hidden_size, sizes, conv=0, activate=False, gate=gate, norm_eps=norm_eps, kernel=kernel)
         check_number("rotary_base", rotary_base)
         self.rotary_base = rotary_base

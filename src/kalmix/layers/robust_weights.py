@@ -41,8 +41,8 @@ class RobustWeights(nn.Module):
 
     def forward(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """`nu`, `temperature` and, if there is one, `floor`."""
-        said = {"nu": positive(self.log_nu.to(dtype)), "temperature": positive(self.log_temperature.to(dtype))}
-        return said if self.floor is None else said | {"floor": F.softplus(self.floor.to(dtype))}
+        arguments = {"nu": positive(self.log_nu.to(dtype)), "temperature": positive(self.log_temperature.to(dtype))}
+        return arguments if self.floor is None else arguments | {"floor": F.softplus(self.floor.to(dtype))}
 
 
 class ConfidenceGate(nn.Module):
@@ -65,8 +65,8 @@ class ConfidenceGate(nn.Module):
 
     def forward(self, variance: Tensor) -> Tensor:
         """The gate `[B, T, H, 1]`, given one over the total precision in the same shape; 1 where that is 0."""
-        seen = variance.clamp(min=torch.finfo(variance.dtype).tiny).log()[..., 0]
-        return torch.sigmoid(self.bias - self.weight * seen)[..., None]
+        log_variance = variance.clamp(min=torch.finfo(variance.dtype).tiny).log()[..., 0]
+        return torch.sigmoid(self.bias - self.weight * log_variance)[..., None]
 
 
 class PredictionGate(nn.Module):
@@ -87,8 +87,8 @@ class PredictionGate(nn.Module):
         nn.init.zeros_(self.weight)
         nn.init.constant_(self.bias, 2.0)
 
-    def forward(self, estimate: Tensor, shown: Tensor) -> Tensor:
+    def forward(self, estimate: Tensor, observed: Tensor) -> Tensor:
         """The gate `[B, T, H, C]`, given both as `[B, T, H, 2 C]`."""
-        real, imaginary = (estimate - shown).chunk(2, -1)
-        surprise = torch.log1p(real.square() + imaginary.square())
-        return torch.sigmoid((surprise * self.weight).sum(-1, keepdim=True) + self.bias)
+        real, imaginary = (estimate - observed).chunk(2, -1)
+        innovation = torch.log1p(real.square() + imaginary.square())
+        return torch.sigmoid((innovation * self.weight).sum(-1, keepdim=True) + self.bias)

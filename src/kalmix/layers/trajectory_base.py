@@ -27,26 +27,27 @@ PREDICTIONS = ("step", "gate")
 
 def complex_heads(hidden_size: int, heads: int | None, head_dim: int | None) -> Heads:
     """H heads of C complex channels; if absent, of up to 64, and as many real columns as D together. See `Heads.of`."""
-    return Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, widest=64)
+    return Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, max_width=64)
 
 
 class StateTransition(NamedTuple):
     """What becomes of a state in the time to come: `[..., H, 1]`, and of a channel `[..., H, C]`."""
 
     decay: Tensor
-    rotate_pairs: tuple[Tensor, Tensor]
+    rotation: tuple[Tensor, Tensor]
     noise: Tensor
 
     @classmethod
     def of(cls, dynamics: Dynamics, lag: Tensor) -> StateTransition:
         """After lags `[...]`."""
         angle = dynamics.frequency * lag[..., None, None]
-        decay, grown = (dynamics.log_decay * lag[..., None]).exp(), kappa(-dynamics.log_decay, lag[..., None])
-        return cls(decay[..., None], (angle.cos(), angle.sin()), (dynamics.process_noise * grown)[..., None])
+        decay = (dynamics.log_decay * lag[..., None]).exp()
+        noise = dynamics.process_noise * kappa(-dynamics.log_decay, lag[..., None])
+        return cls(decay[..., None], (angle.cos(), angle.sin()), noise[..., None])
 
     def __call__(self, state: Tensor) -> Tensor:
         """The state `[..., H, 2 C]` by then, without its noise."""
-        return self.decay * rotate_pairs(state, *self.rotate_pairs)
+        return self.decay * rotate_pairs(state, *self.rotation)
 
 
 class TrajectoryLayer(Mixer):
@@ -118,7 +119,7 @@ class TrajectoryLayer(Mixer):
     ) -> Filtered:
         """What is known of the state at each token, as `kalmix.ops.attend` says it."""
 
-    def states(self, dtype: torch.dtype) -> Dynamics:
+    def state_dynamics(self, dtype: torch.dtype) -> Dynamics:
         """The dynamics of what is estimated."""
         return self.dynamics(dtype)
 
@@ -138,7 +139,7 @@ class TrajectoryLayer(Mixer):
         segments: Segments | None = None,
         variance: bool = False,
         times: Tensor | None = None,
-        ahead: Tensor | None = None,
+        horizon: Tensor | None = None,
     ) -> tuple[Filtered, Tensor | None]:
         """The state to come, `[B, T, H * 2 C]`, independent between columns.
 
@@ -147,27 +148,27 @@ class TrajectoryLayer(Mixer):
             times: `[B, T]` when tokens were seen, as `kalmix.ops.attend` takes them; one unit a token if absent.
             ahead: `[B, T]` how long after its token each prediction is for, >= 0; one unit if absent.
         """
-        held = check_state(state, self.state_type, x, segments)
-        if ahead is not None:
-            check_shape("ahead", ahead, "B T", {"B": x.shape[0], "T": x.shape[1]})
+        previous = check_state(state, self.state_type, x, segments)
+        if horizon is not None:
+            check_shape("horizon", horizon, "B T", {"B": x.shape[0], "T": x.shape[1]})
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         q, k, v = self.project(mask_outside(x, segment_ids))
         with torch.autocast(x.device.type, enabled=False):
-            sure = variance or self.confidence is not None
-            known = self.estimate(q, k, v, sure, held, segments, times)
-            mean, spread = self.predict_state(*self.mix_residual(known, v), v, ahead)
+            needs_variance = variance or self.confidence is not None
+            filtered = self.estimate(q, k, v, needs_variance, previous, segments, times)
+            mean, state_variance = self.predict_state(*self.mix_residual(filtered, v), v, horizon)
         mean = mask_outside(mean.flatten(2), segment_ids)
-        if not variance or spread is None:
-            return Filtered(mean, None, known.belief), segment_ids
-        half = (spread / 2).expand(*v.shape[:3], self.sizes.key_width)
+        if not variance or state_variance is None:
+            return Filtered(mean, None, filtered.belief), segment_ids
+        half = (state_variance / 2).expand(*v.shape[:3], self.sizes.key_width)
         return Filtered(
-            mean, mask_outside(torch.cat([half, half], -1).flatten(2), segment_ids), known.belief
+            mean, mask_outside(torch.cat([half, half], -1).flatten(2), segment_ids), filtered.belief
         ), segment_ids
 
     def state_size(self, length: int) -> int:
         """Return the number of elements of keys, values and times of the tokens that the belief holds."""
-        held = length if self.window is None else min(length, self.window)
-        return held * (4 * self.sizes.keys + 1)
+        tokens = length if self.window is None else min(length, self.window)
+        return tokens * (4 * self.sizes.keys + 1)
 
     def attention_map(self, x: Tensor, times: Tensor | None = None) -> Tensor | None:
         """Return how much of each token is in the estimate at another, decay included; see `Mixer.attention_map`.
@@ -178,36 +179,41 @@ class TrajectoryLayer(Mixer):
         """
         return None
 
-    def mix_residual(self, known: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def mix_residual(self, filtered: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """The inner residual: the estimate that goes on, and its complex variance, `[B, T, H, 1 or C]`.
 
         What the token itself shows is taken as given: the variance is of what the filter adds.
         """
-        taken = torch.sigmoid(self.residual.to(belief_dtype(v.dtype)))[:, None]
-        kept, spread = 1 - taken, known.variance
-        if spread is not None:
-            spread = spread[..., : self.sizes.key_width]  # of imaginary parts it is the same
-            taken = taken if self.confidence is None else taken * self.confidence(spread)
-            spread = taken.square() * spread
-        return kept * to_state_dtype(v) + taken * to_state_dtype(known.mean), spread
+        estimate_weight = torch.sigmoid(self.residual.to(belief_dtype(v.dtype)))[:, None]
+        value_weight, state_variance = 1 - estimate_weight, filtered.variance
+        if state_variance is not None:
+            state_variance = state_variance[..., : self.sizes.key_width]  # imaginary parts have the same variance
+            if self.confidence is not None:
+                estimate_weight = estimate_weight * self.confidence(state_variance)
+            state_variance = estimate_weight.square() * state_variance
+        return value_weight * to_state_dtype(v) + estimate_weight * to_state_dtype(filtered.mean), state_variance
 
     def predict_state(
-        self, estimate: Tensor, spread: Tensor | None, v: Tensor, ahead: Tensor | None
+        self, estimate: Tensor, state_variance: Tensor | None, v: Tensor, horizon: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The state to come, `[B, T, H, 2 C]` in the dtype of `v`, and its complex variance."""
         dtype = estimate.dtype
         if self.predict is None:
-            return estimate.to(v.dtype), spread
-        passage = StateTransition.of(self.states(dtype), estimate.new_ones(()) if ahead is None else ahead.to(dtype))
-        then = passage(estimate)
+            return estimate.to(v.dtype), state_variance
+        lag = estimate.new_ones(()) if horizon is None else horizon.to(dtype)
+        transition = StateTransition.of(self.state_dynamics(dtype), lag)
+        predicted = transition(estimate)
         if self.prediction_gate is None:
-            return then.to(v.dtype), None if spread is None else passage.decay.square() * spread + passage.noise
-        gate, (cos, sin) = self.prediction_gate(estimate, to_state_dtype(v)), passage.rotate_pairs
-        mean = estimate + torch.cat([gate, gate], -1) * (then - estimate)
-        if spread is not None:
-            reach = (1 - gate + gate * passage.decay * cos).square() + (gate * passage.decay * sin).square()
-            spread = reach * spread + gate.square() * passage.noise
-        return mean.to(v.dtype), spread
+            if state_variance is not None:
+                state_variance = transition.decay.square() * state_variance + transition.noise
+            return predicted.to(v.dtype), state_variance
+        gate, (cos, sin) = self.prediction_gate(estimate, to_state_dtype(v)), transition.rotation
+        mean = estimate + torch.cat([gate, gate], -1) * (predicted - estimate)
+        if state_variance is not None:
+            step = gate * transition.decay
+            squared_gain = (1 - gate + step * cos).square() + (step * sin).square()
+            state_variance = squared_gain * state_variance + gate.square() * transition.noise
+        return mean.to(v.dtype), state_variance
 
     def project_out(self, readout: Tensor, context: Tensor | None) -> Tensor:
         """The output projection; 0 at tokens of no sequence, which `context` tells."""
@@ -218,10 +224,12 @@ class TrajectoryLayer(Mixer):
         with torch.autocast(variance.device.type, enabled=False):
             return F.linear(variance, self.out_proj.weight.to(variance.dtype).square())
 
-    def predict_from_token(self, x: Tensor, ahead: Tensor) -> Tensor:
+    def predict_from_token(self, x: Tensor, horizon: Tensor) -> Tensor:
         """What each token alone says of what is seen after `ahead` `[B, T]`: `[B, T, D]`, in output space."""
         v = to_state_dtype(self.project(x)[2])
-        return self.out_proj(StateTransition.of(self.states(v.dtype), ahead.to(v.dtype))(v).flatten(2).to(x.dtype))
+        return self.out_proj(
+            StateTransition.of(self.state_dynamics(v.dtype), horizon.to(v.dtype))(v).flatten(2).to(x.dtype)
+        )
 
     def sample(
         self,
@@ -230,7 +238,7 @@ class TrajectoryLayer(Mixer):
         segments: Segments | None = None,
         *,
         count: int = 1,
-        **when: Tensor | None,
+        **timing: Tensor | None,
     ) -> Tensor:
         """Draw what may be seen next, `[count, B, T, D]`: the state to come and the noise of a look (appendix B.1).
 
@@ -241,10 +249,15 @@ class TrajectoryLayer(Mixer):
             ArgumentError: the layer has no posterior.
         """
         if not self.has_posterior:
-            raise ArgumentError("sample", got=f"asked of {type(self).__name__}", expected="a layer with a posterior")
-        (mean, variance, _), context = self.read(x, state, segments, True, **when)
+            raise ArgumentError(
+                "sample", problem=f"is not available for {type(self).__name__}", expected="a layer with a posterior"
+            )
+        (mean, variance, _), context = self.read(x, state, segments, True, **timing)
         assert variance is not None
-        look = self.states(variance.dtype).key_noise.repeat_interleave(2 * self.sizes.key_width) / 2
+        observation_noise = (
+            self.state_dynamics(variance.dtype).key_noise.repeat_interleave(2 * self.sizes.key_width) / 2
+        )
         return self.project_out(
-            sample_gaussian(mean.expand(count, *mean.shape), (variance + look).expand(count, *mean.shape)), context
+            sample_gaussian(mean.expand(count, *mean.shape), (variance + observation_noise).expand(count, *mean.shape)),
+            context,
         )

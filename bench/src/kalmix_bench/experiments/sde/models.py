@@ -81,7 +81,7 @@ class FilterPredictor(Predictor):
 
     def forward(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
         """What is measured next after each token, `[B, T, D]`."""
-        return self.layer(x, times=times, ahead=ahead)[0]
+        return self.layer(x, times=times, horizon=ahead)[0]
 
     def maps(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
         """What each token is in an estimate, a mean over heads, `[1, B, T, T]`; `[0, ...]` where that is no number."""
