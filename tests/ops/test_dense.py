@@ -69,7 +69,7 @@ BAD = {
     "angle a key": (NO_DECAY | {"angle": torch.rand(B, T, G, K)}, "`angle` has shape [2, 5, 2, 4]; expected"),
     "turns of an odd width": (
         NO_DECAY | wide(3) | {"angle": torch.rand(B, T, G, 1)},
-        "`q` is 3 wide; expected an even number of key rows where they turn",
+        "`q` has width 3; expected an even width when `angle` is given",
     ),
     "q of integers": ({"q": torch.ones(B, T, H, K, dtype=torch.int64)}, "`q` has dtype torch.int64"),
     "k of another dtype": ({"k": torch.randn(B, T, H, K, dtype=torch.float64)}, "`k` has dtype torch.float64"),

@@ -7,7 +7,7 @@ from kalmix import ArgumentError, DenseBelief, Segments, checks, ops
 from kalmix.layers import BayesianLayer
 from kalmix.layers.parametrize import STATE_VARIANCES, VARIANCES
 from kalmix.ops._dense import chunked, reference
-from kalmix.ops._dense.block_sizes import BLOCK
+from kalmix.ops._dense.block_sizes import TILE
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.testing import measure
 from kalmix.testing.cases import Case, outputs, with_prior
@@ -25,9 +25,7 @@ def with_noise(value, scale=1.0, dtype=torch.float32, **changes):
     return given | {"belief": DenseBelief(mean, (scale * eye).expand_as(mean))} | changes
 
 
-REFUSED = (
-    "`obs_noise` has a minimum of {}; expected values of at least {} times the prior's variance where beliefs are {}"
-)
+REFUSED = "`obs_noise` has a minimum of {}; expected values of at least {} times the prior variance for beliefs in {}"
 
 
 @pytest.mark.parametrize(
@@ -135,10 +133,10 @@ def test_the_least_noise_stays_within_the_budget_in_triton(width, length, settin
     if decay == "head":
         inputs["log_decay"] = inputs["log_decay"][..., 0].contiguous()
     found = measure.forward(case, inputs) + measure.gradients(case, inputs)
-    # The kernel factors the covariance of BLOCK tokens at once. With no more keys than tokens that is near singular,
+    # The kernel factors the covariance of TILE tokens at once. With no more keys than tokens that is near singular,
     # and each rounding of a prior variance p remains where r^2 is left: eps p / r^2.
     largest = float((inputs["prior.covariance"].diagonal(dim1=-2, dim2=-1)).max())
-    spare = 4 * torch.finfo(torch.float32).eps * largest / setting[0] if width <= BLOCK else 0.0
+    spare = 4 * torch.finfo(torch.float32).eps * largest / setting[0] if width <= TILE else 0.0
     assert not [m for m in found if not m.error <= m.budget + spare]
 
 

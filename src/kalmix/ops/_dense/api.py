@@ -1,4 +1,4 @@
-"""The op `dense`: a memory with a covariance between its keys (the Bayesian Layer)."""
+"""Public function of the op `dense`: argument checks and choice of a kernel."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import can_check_values
 
-# Least noise of an observation relative to the prior's variance p0, for each dtype of the belief. Storing a covariance
-# rounds it by eps p0, which makes gains wrong by about eps p0 / r^2: 0.1% at this noise.
+# Smallest supported `obs_noise`, relative to the prior variance p0, by dtype of the belief. Storing a covariance rounds
+# it by eps p0, which changes gains by about eps p0 / r^2: 0.1% at this noise.
 LEAST_NOISE = {torch.float32: 1e-4, torch.float64: 2e-13}
 
 
@@ -35,59 +35,86 @@ def dense(
     segments: Segments | None = None,
     kernel: str | None = None,
 ) -> Filtered:
-    r"""Exact Kalman filter over a memory, Proposition 1 of Memory by Design (equations 9 to 13).
+    r"""Filter a memory matrix exactly, with a full covariance between its keys (the Bayesian Layer).
 
-    Columns of the memory `[K, V]` are independent and share one covariance P `[K, K]`. With A = exp(log_decay),
-    mean M, r^2 = obs_noise and l^2 = process_noise:
+    The columns of the memory `[K, V]` are independent Gaussians that share one covariance P `[K, K]`. Each token decays
+    the memory, adds process noise, and observes the value v along the key k. This is the Kalman filter of Proposition 1
+    in *Memory by Design* (equations 9 to 13). With mean M, A = diag(exp(log_decay)), r^2 = `obs_noise` and
+    l^2 = `process_noise`, a token computes
 
-        Pb = A P A' + l^2 I                        predict
-        u = Pb k,   b = 1 / (r^2 + k'u),   c = b u
-        M' = A M + c (v - (A M)' k)',   P' = Pb - b u u'
-        mean = M'' q,   variance = q' P' q         of the belief, one for all columns
+        Pb = A P A' + l^2 I                               predict
+        u  = Pb k,   b = 1 / (r^2 + k'u)                  b u is the Kalman gain
+        M  = A M + b u (v - (A M)'k)',   P = Pb - b u u'  update
+        mean = M'q,   variance = q'P q                    read-out, after the update
 
-    With `angle`, key rows come in pairs (j, j + K / 2) that turn by it, as rho e^{i theta} does (appendix D): the first
-    half is observed and diffuses, the second is hidden, and q and k should be 0 there.
+    The variance is that of the noise-free read-out; an observation of it would add r^2.
+
+    With `angle`, rows j and j + K / 2 of the memory form a pair that each token rotates, as multiplication by
+    exp(log_decay + i angle) does (appendix D of the paper). The first half of the rows is observed and receives process
+    noise; the second half is hidden, and `q` and `k` should be 0 there.
 
     Args:
-        q: `[B, T, H, K]` read-out. Not scaled.
-        k: `[B, T, H, K]` observation operator; same dtype as `q`. 0 is no evidence.
-        v: `[B, T, G, V]` observed values; same dtype as `q`; value head g reads key head g // (G / H). Groups of
-            columns with noises of their own are value heads that share a key head.
-        obs_noise: `[B, T, G]` variance of the observation, > 0; for unit keys at least 1e-4 times the largest prior
-            variance of its head (2e-13 times in float64), or the result loses digits. Where values are checked, less
-            is refused; a prior variance above 1 counts as 1 there, as process noise may have raised it.
-        process_noise: `[B, T, G]` variance added per token, >= 0.
-        log_decay: `[B, T, G]` or, per key, `[B, T, G, K]` (with `angle` per pair, `[B, T, G, K / 2]`), natural log per
-            token, <= 0; none if absent.
-        angle: `[B, T, G, K / 2]` radians per token; no rotation if absent.
-        belief: prior, mean `[N, G, K, V]` and covariance `[N, G, K, K]`, symmetric and positive semidefinite; mean 0
-            and covariance I if absent. N is B, or the number of segments.
+        q: `[B, T, H, K]`, queries. They are not scaled.
+        k: `[B, T, H, K]`, keys (observation vectors), in the dtype of `q`. A token with key 0 is not observed.
+        v: `[B, T, G, V]`, observed values, in the dtype of `q`. Value head g uses key head g // (G / H), so value heads
+            can share keys but have separate noises and decays.
+        obs_noise: `[B, T, G]`, variance of the observation, > 0. Keep it at or above 1e-4 times the largest prior
+            variance of its head in float32 (2e-13 in float64), for keys of norm 1: smaller values lose precision and
+            raise an error where values are checked. A prior variance above 1 counts as 1 in this check.
+        process_noise: `[B, T, G]`, variance added to every row at each token, >= 0.
+        log_decay: `[B, T, G]` for one decay per head or `[B, T, G, K]` for one per key; natural logarithm, per token,
+            <= 0. With `angle`, `[B, T, G]` or `[B, T, G, K / 2]`. Default: no decay.
+        angle: `[B, T, G, K / 2]`, rotation of each pair of rows, in radians per token. Default: no rotation.
+        belief: prior, with mean `[N, G, K, V]` and covariance `[N, G, K, K]`, symmetric and positive semidefinite. N is
+            B, or the number of segments. Default: mean 0 and covariance I.
         variance: also return the variance of the read-out.
-        segments: which tokens form which sequence; each batch row one sequence if absent.
-        kernel: a kernel's name; chosen by device and dtype if absent.
+        segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
+            sequence.
+        kernel: "cuda", "triton", "chunked" or "reference". Default: the fastest that supports the call.
 
     Returns:
-        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, 1]` in the dtype of the belief (or
-        `None`), and the `DenseBelief` after the last token, float32 (float64 if the inputs are).
+        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, 1]` in the dtype of the belief (one
+        value for all columns), or `None`, and the `DenseBelief` after the last token, in float32 (float64 if the inputs
+        are). Tokens outside every segment have mean and variance 0.
 
     Raises:
-        ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
-        KernelError: the pinned kernel cannot serve the call.
+        ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+        KernelError: the requested kernel does not support the call.
 
-    Derivatives: every kernel has first derivatives by backward passes; "reference" also has second ones, forward mode
-    and `vmap`, for which the others raise `KernelError` (docs/derivatives.md).
+    Every kernel supports gradients of first order. "reference" also supports gradients of higher order, forward-mode
+    derivatives and `torch.func.vmap`; the other kernels raise `KernelError` for these.
 
-    Where values are not checked (on a GPU, and in compiled code), NaN in one sequence or in padding reaches no other
-    sequence. In "reference" and "chunked" it reaches no earlier token of its own; in "triton" and "cuda" it reaches
-    those of its tile.
+    Values are checked on CPUs, and on GPUs inside `kalmix.checks()`. Where they are not checked, NaN in one sequence or
+    in padding does not affect other sequences. It does not affect earlier tokens of its own sequence in "reference" and
+    "chunked"; in "triton" and "cuda" it affects up to 63 earlier tokens.
 
-    Complexity: O(T K (K + V)) work; memory for training O(T (K + V) + T K (K + V) / chunk) except in "reference".
+    Complexity: O(T K (K + V)) time. Training stores O(T (K + V) + T K (K + V) / 64) numbers, "reference"
+    O(T K (K + V)).
+
+    Example:
+        >>> from kalmix import ops
+        >>> q = torch.randn(2, 64, 1, 16)
+        >>> k = torch.nn.functional.normalize(torch.randn(2, 64, 1, 16), dim=-1)
+        >>> v = torch.randn(2, 64, 4, 8)  # 4 value heads share 1 key head
+        >>> noise = torch.full((2, 64, 4), 0.1)
+        >>> mean, variance, belief = ops.dense(q, k, v, obs_noise=noise, process_noise=0.01 * noise, variance=True)
+        >>> mean.shape, variance.shape, belief.covariance.shape
+        (torch.Size([2, 64, 4, 8]), torch.Size([2, 64, 4, 1]), torch.Size([2, 4, 16, 16]))
+
+        A belief continues a sequence. Two calls give the same result as one:
+
+        >>> first, rest = ({"obs_noise": noise[:, s], "process_noise": 0.01 * noise[:, s]}
+        ...                for s in (slice(0, 40), slice(40, 64)))
+        >>> before = ops.dense(q[:, :40], k[:, :40], v[:, :40], **first)
+        >>> after = ops.dense(q[:, 40:], k[:, 40:], v[:, 40:], **rest, belief=before.belief)
+        >>> torch.allclose(after.mean, mean[:, 40:], atol=1e-5)
+        True
     """
     sizes = check_tokens(q, k, v, variance)
     per_row = ("B T G K",)
     if angle is not None:
         if sizes["K"] % 2:
-            raise ArgumentError("q", got=f"{sizes['K']} wide", expected="an even number of key rows where they turn")
+            raise ArgumentError("q", problem=f"has width {sizes['K']}", expected="an even width when `angle` is given")
         per_row = ("B T G P",)
         sizes["P"] = sizes["K"] // 2
         check_signal("angle", angle, per_row, sizes, v)
@@ -97,21 +124,22 @@ def dense(
     check_signal("process_noise", process_noise, ("B T G",), sizes, v, least=0.0)
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K K"), sizes)
-    needs = frozenset({"rotations"} if angle is not None else ())
-    request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs, q.device.index)
-    chosen = select_kernel("dense", KERNELS, request, kernel)
-    if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
-        spread = torch.zeros_like(v[..., :1], dtype=belief.mean.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), spread, clone_belief(belief))
+    features = frozenset({"rotations"} if angle is not None else ())
+    request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], features, q.device.index)
+    implementation = select_kernel("dense", KERNELS, request, kernel)
+    if min(sizes.values()) == 0:  # kernels may assume that no size is 0
+        zero_variance = torch.zeros_like(v[..., :1], dtype=belief.mean.dtype) if variance else None
+        return Filtered(torch.zeros_like(v), zero_variance, clone_belief(belief))
     _check_noise(obs_noise, belief, segments)
     signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
-    return chosen(signals, belief, segments, variance)
+    return implementation(signals, belief, segments, variance)
 
 
 def _check_noise(obs_noise: Tensor, belief: DenseBelief, segments: Segments | None) -> None:
-    """Check that the belief's dtype resolves the noise beside the prior's variance, where values may be looked at.
+    """Check that the noise is large enough for the dtype of the belief, if values may be read here.
 
-    Variances above 1 count as 1: a sequence that is accepted whole, with a prior of 1, is accepted in pieces, too.
+    A prior variance above 1 counts as 1, because process noise can raise the variance of a belief that is passed on: a
+    sequence that is accepted in one call must be accepted in several.
     """
     if not can_check_values(obs_noise):
         return
@@ -127,13 +155,14 @@ def _check_noise(obs_noise: Tensor, belief: DenseBelief, segments: Segments | No
         raise ArgumentError(
             "obs_noise",
             problem=f"has a minimum of {float(low.min()):g}",
-            expected=f"values of at least {LEAST_NOISE[belief.mean.dtype]:g} times the prior's variance where "
-            f"beliefs are {str(belief.mean.dtype).removeprefix('torch.')}; float64 inputs resolve less",
+            expected=f"values of at least {LEAST_NOISE[belief.mean.dtype]:g} times the prior variance for beliefs in "
+            f"{str(belief.mean.dtype).removeprefix('torch.')}",
+            hint="Increase it, or use float64 inputs",
         )
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> DenseBelief:
-    """Mean 0 and covariance I."""
+    """Return the default prior: mean 0 and covariance I."""
     shape, dtype = tuple(sizes[x] for x in "NGKV"), belief_dtype(v.dtype)
     eye = torch.eye(shape[2], dtype=dtype, device=v.device)
     return DenseBelief(v.new_zeros((), dtype=dtype).expand(shape), eye.expand(*shape[:2], *eye.shape))
