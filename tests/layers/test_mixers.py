@@ -159,6 +159,13 @@ def test_wrong_arguments(layer, call, says):
         call(layer, tokens(layer, 2, 5))
 
 
+def test_repr_shows_sizes_and_state(layer):
+    first = repr(layer).splitlines()[1]
+    assert f"hidden_size={layer.hidden_size}" in first
+    growth = layer.state_size(2) - layer.state_size(1)
+    assert first.endswith(f"state: {growth} floats per token" if growth else f"state: {layer.state_size(1)} floats")
+
+
 def test_registry():
     papers = {"kla", "bayesian", "deltanet", "gated-deltanet", "kda", "linear-attention", "retnet", "gla", "mamba2"}
     papers |= {"gated-kalmanet", "afa", "rt-afa", "recurrent-afa", "afa-transformer", "controlled-afa"}

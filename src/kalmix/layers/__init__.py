@@ -22,6 +22,7 @@ from kalmix.layers.kla import KLA, KLAState
 from kalmix.layers.linear_attention import LinearAttention
 from kalmix.layers.mamba2 import Mamba2
 from kalmix.layers.memory_base import MemoryState
+from kalmix.layers.output_only import OutputOnly
 from kalmix.layers.radial_tangential import RadialTangentialAttention
 from kalmix.layers.recurrent_afa import RecurrentAFAState, RecurrentFilterAttention
 from kalmix.layers.retnet import RetNet
@@ -81,6 +82,7 @@ __all__ = [
     "Mamba2",
     "MemoryState",
     "Mixer",
+    "OutputOnly",
     "RadialTangentialAttention",
     "RecurrentAFAState",
     "RecurrentFilterAttention",

@@ -50,6 +50,8 @@ class Attention(Mixer):
     Cost: O(T (S + T)) for T tokens after S; the state grows with them. Packed sequences take a `[T, T]` mask.
     """
 
+    repr_attributes = ("heads", "kv_heads", "width")
+
     def __init__(
         self,
         hidden_size: int,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kalmix.designs import Design
 from kalmix.errors import ArgumentError
+from kalmix.layers.head_sizes import Heads
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Belief, Filtered
 from kalmix.validation import FLOATS, check_dtype_and_device, check_positive_int, check_shape, check_types
@@ -32,9 +33,10 @@ class Mixer(nn.Module):
     output projection: a sample of the output is `emit` of a sample of the read-out.
     """
 
-    design: Design | None = None  # the row of `kalmix.designs` that it filters by; `None` where none describes it
-    has_posterior: bool = False  # whether `read` has a variance to give
-    includes_mlp: ClassVar[bool] = False  # whether the layer gates its output and so needs no MLP behind it
+    design: Design | None = None  # design under which the layer filters; `None` if no design describes it
+    has_posterior: bool = False  # whether `filter(..., variance=True)` returns a variance
+    includes_mlp: ClassVar[bool] = False  # whether the layer gates its output, so that no MLP should follow it
+    repr_attributes: ClassVar[tuple[str, ...]] = ()  # attributes that `repr` shows, beside those of every layer
 
     def __new__(cls, *sizes: object, **options: object) -> Self:
         """Check the types of options against the annotations of the layer before anything is built.
@@ -49,6 +51,18 @@ class Mixer(nn.Module):
         super().__init__()
         check_positive_int("hidden_size", hidden_size)
         self.hidden_size = hidden_size
+
+    def extra_repr(self) -> str:
+        """Return the sizes that `repr` shows: options, heads, and the state of one sequence."""
+        shown: dict[str, object] = {"hidden_size": self.hidden_size}
+        sizes = getattr(self, "sizes", None)
+        if isinstance(sizes, Heads):
+            shown |= sizes._asdict()
+        names = ("window", *self.repr_attributes)
+        shown |= {name: getattr(self, name) for name in names if getattr(self, name, None) is not None}
+        size, growth = self.state_size(1), self.state_size(2) - self.state_size(1)
+        state = f"state: {growth:,} floats per token" if growth else f"state: {size:,} floats"
+        return ", ".join([*(f"{name}={value!r}" for name, value in shown.items()), state])
 
     @classmethod
     def check_options(cls, name: str, options: Mapping[str, object]) -> None:

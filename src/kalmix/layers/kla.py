@@ -58,6 +58,7 @@ class KLA(Mixer):
     design: Design | None = designs.KLA
     has_posterior = True
     includes_mlp = True
+    repr_attributes = ("slots", "channels")
 
     def __init__(
         self,

@@ -215,10 +215,9 @@ class MemoryLayer(Mixer):
         with torch.autocast(variance.device.type, enabled=False):
             if self.norm is not None:
                 column_variance = self._split(variance)
-                level = (self._split(mean.to(variance.dtype)).square() + column_variance).mean(
-                    -1, keepdim=True
-                ) + self.norm_eps
-                variance = (column_variance / level * self.norm.weight.to(variance.dtype).square()).flatten(-2)
+                squares = self._split(mean.to(variance.dtype)).square() + column_variance
+                mean_square = squares.mean(-1, keepdim=True) + self.norm_eps
+                variance = (column_variance / mean_square * self.norm.weight.to(variance.dtype).square()).flatten(-2)
             variance = variance if gate is None else variance * gate.to(variance.dtype).square()
             return F.linear(variance, self.out_proj.weight.to(variance.dtype).square())
 

@@ -84,6 +84,10 @@ class ShortConvolution(nn.Module):
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
+    def extra_repr(self) -> str:
+        """Return the sizes that `repr` shows."""
+        return f"channels={self.channels}, size={self.size}, bias={self.bias is not None}"
+
     def reset_parameters(self) -> None:
         """Uniform within 1 / sqrt(size), as PyTorch draws convolutions; the bias is 0."""
         nn.init.uniform_(self.weight, -(self.size**-0.5), self.size**-0.5)

@@ -88,6 +88,11 @@ class CellDynamics(nn.Module):
         self.log_diffusion: nn.Parameter | None = nn.Parameter(torch.empty(slots, channels)) if process_noise else None
         self.reset_parameters()
 
+    def extra_repr(self) -> str:
+        """Return the sizes and options that `repr` shows."""
+        slots, channels = self.log_rate.shape
+        return f"slots={slots}, channels={channels}, discretization={self.discretization!r}"
+
     def reset_parameters(self) -> None:
         """The paper's initial values (appendix G.2)."""
         nn.init.zeros_(self.log_rate)

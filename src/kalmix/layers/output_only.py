@@ -1,0 +1,36 @@
+"""Wrapper for `nn.Sequential`: layers return a pair of output and state, modules in a sequence one tensor."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kalmix.layers.base import Mixer
+
+
+class OutputOnly(nn.Module):
+    """Layer that returns its output only, so that it fits into `nn.Sequential`.
+
+    A layer returns `(y, state)`. `nn.Sequential` passes the whole pair to the next module, which fails. This wrapper
+    drops the state; each call starts from the prior. To continue a sequence, call `wrapper.layer` itself.
+
+    Args:
+        layer: any layer of `kalmix.layers`.
+
+    Shape:
+        Input and output: `[B, T, D]`.
+
+    Example:
+        >>> from torch import nn
+        >>> from kalmix.layers import KLA, OutputOnly
+        >>> model = nn.Sequential(nn.Linear(8, 64), OutputOnly(KLA(64)), nn.Linear(64, 10))
+        >>> model(torch.randn(2, 16, 8)).shape
+        torch.Size([2, 16, 10])
+    """
+
+    def __init__(self, layer: Mixer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output `[B, T, D]` of the layer for tokens `x` `[B, T, D]`."""
+        return self.layer(x)[0]
