@@ -20,4 +20,4 @@ def render_math(text: str) -> str:
 def _convert(match: re.Match[str]) -> str:
     if match["block"] is not None:
         return f'<div class="formula">{convert(" ".join(match["block"].split()), display="block")}</div>'
-    return convert(match["inline"])
+    return f"<span>{convert(match['inline'])}</span>"  # Markdown takes a line that begins with `<math` for a block

@@ -37,8 +37,7 @@ def speed_table(op: str) -> str:
     path = result_file(op)
     result = json.loads(path.read_text(encoding="utf-8"))
     rows = [
-        "| batch, tokens, heads or channels, width or slots | dtype | implementation | forward (ms) "
-        "| forward + backward (ms) | output error | worst gradient error |",
+        "| shape | dtype | implementation | forward (ms) | forward + backward (ms) | output error | gradient error |",
         "|---|---|---|---|---|---|---|",
     ]
     previous = None
@@ -49,7 +48,9 @@ def speed_table(op: str) -> str:
         rows.append(f"{place}| {LABELS[row['kernel']]} | {_numbers(row)} |")
     command = result.get("command", f"python -m kalmix_bench.perf.ops --op {op}")
     notes = "".join(f" {note[0].upper()}{note[1:]}." for note in result.get("notes", ()))
-    source = f"{result['hardware']}, torch {result['torch']}. Errors are relative to float64.{notes}"
+    shapes = "batch, tokens, channels, slots" if op == "diagonal" else "batch, tokens, heads, width"
+    about = f"Shapes are {shapes}. Errors are relative to float64; that of gradients is the largest of any input."
+    source = f"{about} {result['hardware']}, torch {result['torch']}.{notes}"
     return "\n".join(rows) + f"\n\n{source} Source: `bench/results/{path.name}`; command: `{command}`."
 
 
