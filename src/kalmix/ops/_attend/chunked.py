@@ -279,13 +279,9 @@ def _backward(
     grad_q, grad_k, grad_v = (x.transpose(1, 2).contiguous() for x in (grad_q, grad_k, grad_v))
     grad_q.masked_fill_(nonfinite[..., None], torch.nan)
     return (
-        grad_q,
-        grad_k,
-        grad_v,
-        grad_head_params,
-        grad_key_frequency,
+        grad_q, grad_k, grad_v, grad_head_params, grad_key_frequency,
         grad_value_frequency.masked_fill(nonfinite.any(), torch.nan),
-    )
+    )  # fmt: skip
 
 
 def _frequency_grad(x: Tensor, lagged: Tensor, frequency: Tensor) -> Tensor:

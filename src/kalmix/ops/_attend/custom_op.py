@@ -103,19 +103,9 @@ def _dry_run(
     )
     if needs_backward:
         backward(
-            mean,
-            log_precision,
-            [log_precision, *saved],
-            w,
-            w_0,
-            times,
-            rank,
-            head_params,
-            config,
-            masked,
-            variance,
+            mean, log_precision, [log_precision, *saved], w, w_0, times, rank, head_params, config, masked, variance,
             mean.dtype,
-        )
+        )  # fmt: skip
 
 
 def _forward_fake(q, k, v, _, __, times, rank, ___, shared_dynamics, *options):
@@ -141,14 +131,9 @@ def _forward_fake(q, k, v, _, __, times, rank, ___, shared_dynamics, *options):
     weight_sums = [torch.empty(count, value_heads * num_slices, block_tensors[0].shape[3], **float32) for _ in range(2)]
     copies = [torch.empty(x.shape if copy_kv else (0,), **float32) for x in (k, v)]
     return (
-        v.new_empty(count, tokens, value_heads, value_width),
-        log_precision,
-        *copies,
-        output,
-        *rotated,
-        *weight_sums,
+        v.new_empty(count, tokens, value_heads, value_width), log_precision, *copies, output, *rotated, *weight_sums,
         *block_tensors,
-    )
+    )  # fmt: skip
 
 
 def _backward(
@@ -174,18 +159,9 @@ def _backward(
     config, frequencies = ScoreConfig(shared_dynamics, rational, causal, window), (frequency, value_frequency)
     with torch.cuda.device_of(times):
         return backward(
-            grad_mean,
-            grad_log_precision,
-            saved,
-            *frequencies,
-            times,
-            rank,
-            head_params,
-            config,
-            masked,
-            variance,
+            grad_mean, grad_log_precision, saved, *frequencies, times, rank, head_params, config, masked, variance,
             dtype,
-        )
+        )  # fmt: skip
 
 
 def _backward_fake(grad_mean, _, saved, frequency, value_frequency, times, rank, head_params, *options):

@@ -67,15 +67,9 @@ def make_layout(
         token_times = position.double() if times is None else times.detach().double()
         relative_times = token_times if times is None else token_times - token_times[:, :1]
         return KVLayout(
-            q,
-            k,
-            v,
-            relative_times,
-            position,
-            _truncate_to_window(HistoryBelief(k, v, token_times, position), window),
-            None,
-            False,
-        )
+            q, k, v, relative_times, position, _truncate_to_window(HistoryBelief(k, v, token_times, position), window),
+            None, False,
+        )  # fmt: skip
 
     segment_ids = None if segments is None else segments.segment_ids(batch, length)
     sequence = torch.arange(batch, device=device)[:, None] if segment_ids is None else segment_ids.clamp(min=0)
@@ -106,15 +100,9 @@ def make_layout(
         first_time = torch.where(occupied & slots.times.isfinite(), slots.times, torch.inf).amin(1, keepdim=True)
     relative_times = torch.where(occupied, slots.times - first_time, 0)
     return KVLayout(
-        q,
-        slots.keys,
-        slots.values,
-        relative_times,
-        rank,
-        _truncate_to_window(final_belief, window),
-        segment_ids,
+        q, slots.keys, slots.values, relative_times, rank, _truncate_to_window(final_belief, window), segment_ids,
         row_per_sequence,
-    )
+    )  # fmt: skip
 
 
 def _truncate_to_window(final_belief: HistoryBelief, window: int | None) -> HistoryBelief:

@@ -56,16 +56,9 @@ _SURE = tuple(
     for decay, noise in ((0.0, 0.0), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e-6))
 )
 _HISTORY = partial(
-    Problem,
-    design=AFA,
-    draw=draw_history,
-    idle={},
-    silent=None,
-    invariant=("log_decay", "frequency", *NOISES),
-    sure=_SURE,
-    ranges=dict.fromkeys(NOISES, (SPEC.least_noise, MOST)),
-    interpreted=None,
-)
+    Problem, design=AFA, draw=draw_history, idle={}, silent=None, invariant=("log_decay", "frequency", *NOISES),
+    sure=_SURE, ranges=dict.fromkeys(NOISES, (SPEC.least_noise, MOST)), interpreted=None,
+)  # fmt: skip
 
 
 def _and_of_values(x: dict[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,6 @@ queries, tiles lying the other way. Both also add up gradients of the numbers of
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,39 +14,40 @@ from torch.nn.functional import pad
 
 from kalmix.ops._attend.scores import ScoreConfig
 from kalmix.ops._attend.triton.block_masks import (
-    LOOSE,
-    all_seen,
-    block_ranks,
-    blocks_in_sight,
-    hidden,
-    meet,
-    rows_of,
-    tokens_of,
-    way_between,
+    UNSPECIALIZED,
+    all_visible,
+    feature_count,
+    lag_between_blocks,
+    load_block_ranks,
+    load_tokens,
+    mask_scores,
+    pair_variances,
+    visible_block_range,
 )
-from kalmix.ops._attend.triton.forward import LEAST, SMALL, reach, shape_of
+from kalmix.ops._attend.triton.forward import MIN_SCORE, decay_weights, launch_shape
 from kalmix.ops._attend.triton.parameters import (
-    PARTS,
-    by_noise,
-    in_a_column,
-    of_holding,
-    of_pairs,
-    of_ways,
-    partly,
-    total,
+    PARTIAL_SUMS,
+    add_key_side_grads,
+    add_pair_grads,
+    add_query_side_grads,
+    key_side_noise_grads,
+    partial_sums,
+    sum_all,
+    sum_to_column,
 )
-from kalmix.ops._attend.triton.rotary import parts_for, summed, turned_back
-from kalmix.ops._attend.triton.scores import LN2, LOG2E, load_model, precisions, pull_back, scored
+from kalmix.ops._attend.triton.rotary import frequency_grad_buffers, rotate_backward, sum_frequency_grads
+from kalmix.ops._attend.triton.scores import LN2, LOG2E, load_head_params, score_terms, score_vjp, token_precisions
+from kalmix.ops._attend.triton.tile_sizes import key_grad_tiles, query_grad_tiles
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.ptx import rounded
 from kalmix.ops._shared.triton.tiles import load_rows, product, store_rows
 
-NUMBERS = tl.constexpr(11)
+NUM_PARAMS = tl.constexpr(11)
 
 
 @triton.jit
-def derive(
-    gram, to_reached, value, query, key, way, model, tops, shares, to_sure, whole, slots, window,
+def score_gradients(
+    qk, grad_weights, value, query, key, block_lags, params, max_score, delta, grad_precision, unmasked, slots, window,
     DIRECT: tl.constexpr, QUERIES_FIRST: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -58,31 +57,35 @@ def derive(
     Gradients of scores add up to nothing for every query: so any number may be taken from what temperature multiplies,
     and the top keeps it small. Weights are not divided by their sum: `to_reached` and `shares` are.
     """
-    near, far, lag, lag_0, ahead = meet(query, key, way, model, DIRECT, QUERIES_FIRST, CAUSAL, SHARED, PTX)
-    query_size, key_size = tl.where(query[0] == query[0], query[0], 0.0), tl.where(key[0] == key[0], key[0], 0.0)
-    found = scored(gram, query_size, key_size, near, far, ahead, lag_0[0], model, SHARED, RATIONAL, CAUSAL, PTX)
-    share = model[3] * found[0] - tops
-    score = hidden(share, float("-inf"), query, key, whole, slots, window, DIRECT, MASKED, CAUSAL)
+    key_var, value_var, key_lag, value_lag, future = pair_variances(
+        query, key, block_lags, params, DIRECT, QUERIES_FIRST, CAUSAL, SHARED, PTX
+    )
+    query_norm, key_norm = tl.where(query[0] == query[0], query[0], 0.0), tl.where(key[0] == key[0], key[0], 0.0)
+    terms = score_terms(
+        qk, query_norm, key_norm, key_var, value_var, future, value_lag[0], params, SHARED, RATIONAL, CAUSAL, PTX
+    )
+    log_weight = params[3] * terms[0] - max_score
+    score = mask_scores(log_weight, float("-inf"), query, key, unmasked, slots, window, DIRECT, MASKED, CAUSAL)
     weight = tl.exp2(score)
-    reached = reach(weight, score, far, lag_0, ahead, model, CAUSAL)
-    reached = rounded(reached, value, PTX)  # as they were averaged with: so gradients of scores add up to nothing
-    to_reach = reached * to_reached
-    to_score = to_reach - weight * shares
-    part = 0.0
+    decayed = decay_weights(weight, score, value_var, value_lag, future, params, CAUSAL)
+    decayed = rounded(decayed, value, PTX)  # as they were averaged with: so gradients of scores add up to nothing
+    grad_decayed = decayed * grad_weights
+    grad_score = grad_decayed - weight * delta
+    grad_log_precision = 0.0
     if VARIANCE:
-        added = precisions(found, near, far, ahead, model, RATIONAL, CAUSAL, PTX)
-        part = tl.where(score > float("-inf"), added * to_sure, 0.0)
-    back = pull_back(
-        to_score, part, gram, query_size, key_size, near, far, ahead, model, found,
-        SHARED, RATIONAL, CAUSAL, VARIANCE, PTX,
+        precisions = token_precisions(terms, key_var, value_var, future, params, RATIONAL, CAUSAL, PTX)
+        grad_log_precision = tl.where(score > float("-inf"), precisions * grad_precision, 0.0)
+    grads = score_vjp(
+        grad_score, grad_log_precision, qk, query_norm, key_norm, key_var, value_var, future, params, terms, SHARED,
+        RATIONAL, CAUSAL, VARIANCE, PTX,
     )  # fmt: skip
-    return reached, back, found[1], to_score * share, to_reach, near, lag, lag_0, ahead
+    return decayed, grads, terms[1], grad_score * log_weight, grad_decayed, key_var, key_lag, value_lag, future
 
 
 @triton.jit
-def pull_queries(
-    to_q, own, sums, query, to_read, asking, tops, shares, to_sure, k, v, times, rank, kept, way, kept_ranks,
-    first, high, low, slots, kept_blocks, window, H, G, model,
+def accumulate_query_grads(
+    grad_q, grad_norm, sums, query, grad_outputs, query_tokens, max_score, delta, grad_precision, k, v, times, rank,
+    key_features, block_lags, key_ranks, first, high, low, slots, key_blocks, window, H, G, params,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
     DIRECT: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
@@ -93,111 +96,121 @@ def pull_queries(
     count = slots - first if DIRECT else N
     key = load_rows(k + token * H * K, H * K, count, tl.arange(0, P), K, N)
     value = load_rows(v + token * G * V, G * V, count, tl.arange(0, W), V, N)
-    gram, to_reached = product(query, tl.trans(key), PRECISION), product(to_read, tl.trans(value), PRECISION)
-    block, whole = first // BLOCK, False
-    held = tokens_of(kept, times, rank, first + tl.arange(0, N), 0, kept_blocks * BLOCK, slots, 0, SHARED)
+    qk, grad_weights = product(query, tl.trans(key), PRECISION), product(grad_outputs, tl.trans(value), PRECISION)
+    block, unmasked = first // BLOCK, False
+    key_tokens = load_tokens(
+        key_features, times, rank, first + tl.arange(0, N), 0, key_blocks * BLOCK, slots, 0, SHARED
+    )
     if MASKED:
-        high_0, low_0 = block_ranks(kept_ranks, block)
-        whole = all_seen(high, low, high_0, low_0, window, CAUSAL)
-    _reached, back, residual, to_temperature, to_reach, near, lag, lag_0, ahead = derive(
-        gram, to_reached, value, asking, held, way, model, tops, shares, to_sure, whole, slots, window,
-        DIRECT, True, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
+        high_0, low_0 = load_block_ranks(key_ranks, block)
+        unmasked = all_visible(high, low, high_0, low_0, window, CAUSAL)
+    _decayed, grads, residual, grad_temperature, grad_decayed, key_var, key_lag, value_lag, future = score_gradients(
+        qk, grad_weights, value, query_tokens, key_tokens, block_lags, params, max_score, delta, grad_precision,
+        unmasked, slots, window, DIRECT, True, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
     )  # fmt: skip
     nu, temperature, noises = sums
     if DIRECT:
-        noises = of_pairs(noises, back, to_reach, near, lag, lag_0, ahead, model, SHARED, CAUSAL)
+        noises = add_pair_grads(
+            noises, grads, grad_decayed, key_var, key_lag, value_lag, future, params, SHARED, CAUSAL
+        )
     else:
-        noises = of_ways(noises, back, to_reach, held, lag, lag_0, model, SHARED)
-    sums = nu + partly(back[4] * residual), temperature + partly(to_temperature), noises
-    to_q = product(back[0].to(key.dtype), key, PRECISION, to_q)
-    return to_q, own + partly(back[1]), sums
+        noises = add_query_side_grads(noises, grads, grad_decayed, key_tokens, key_lag, value_lag, params, SHARED)
+    sums = nu + partial_sums(grads[4] * residual), temperature + partial_sums(grad_temperature), noises
+    grad_q = product(grads[0].to(key.dtype), key, PRECISION, grad_q)
+    return grad_q, grad_norm + partial_sums(grads[1]), sums
 
 
-@triton.jit(do_not_specialize=LOOSE)
-def to_queries(
-    q, k, v, times, rank, asked, starts, asked_ranks, kept, ends, kept_ranks, numbers, read, to_read, tops, shares,
-    certainty, to_certainty, to_q, to_numbers,
-    tokens, slots, asked_blocks, kept_blocks, window, H, G, SHARE,
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def query_grads_kernel(
+    q, k, v, times, rank, query_features, query_block_times, query_ranks, key_features, key_block_times, key_ranks,
+    head_params, output, grad_output, max_scores, deltas, log_precision, grad_log_precision, grad_q, grad_head_params,
+    tokens, slots, query_blocks, key_blocks, window, H, G, GROUP_SIZE,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     VARIANCE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of queries and, through them, of numbers; notes <what is read, its gradient> (`shares`)."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    value_head, lane = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    head, start, past = value_head // SHARE, tile * M, slots - tokens
-    model = load_model(numbers, head, H)
-    token = lane * tokens + start
-    place = token * G + value_head
+    value_head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, start, past_length = value_head // GROUP_SIZE, tile * M, slots - tokens
+    params = load_head_params(head_params, head, H)
+    token = row * tokens + start
+    base = token * G + value_head
     q += (token * H + head) * K
-    k += (lane * slots * H + head) * K
-    v += (lane * slots * G + value_head) * V
-    times += lane * slots
-    rank += lane * slots
+    k += (row * slots * H + head) * K
+    v += (row * slots * G + value_head) * V
+    times += row * slots
+    rank += row * slots
     at, block = start + tl.arange(0, M), start // BLOCK
-    room = asked_blocks * BLOCK
-    asked += (lane * H + head) * rows_of(SHARED) * room
-    kept += (lane * H + head) * rows_of(SHARED) * kept_blocks * BLOCK
-    starts += lane * asked_blocks + block
-    ends += lane * kept_blocks
-    kept_ranks += lane * kept_blocks * 2
-    here = (lane * G + value_head) * room + at
+    padded_tokens = query_blocks * BLOCK
+    query_features += (row * H + head) * feature_count(SHARED) * padded_tokens
+    key_features += (row * H + head) * feature_count(SHARED) * key_blocks * BLOCK
+    query_block_times += row * query_blocks + block
+    key_block_times += row * key_blocks
+    key_ranks += row * key_blocks * 2
+    here = (row * G + value_head) * padded_tokens + at
     column = tl.arange(0, W)
-    outcome = load_rows(read + place * V, G * V, tokens - start, column, V, M)
-    share = tl.sum(outcome * load_rows(to_read + place * V, G * V, tokens - start, column, V, M).to(tl.float32), 1)
-    top = tl.load(tops + here)
-    known = top < -LEAST
-    share = tl.where(known, share, 0.0)
-    tl.store(shares + here, share)
-    top, to_sure = top[:, None], tl.zeros([M], tl.float32)
+    output_tile = load_rows(output + base * V, G * V, tokens - start, column, V, M)
+    delta = tl.sum(
+        output_tile * load_rows(grad_output + base * V, G * V, tokens - start, column, V, M).to(tl.float32), 1
+    )
+    max_score = tl.load(max_scores + here)
+    valid = max_score < -MIN_SCORE
+    delta = tl.where(valid, delta, 0.0)
+    tl.store(deltas + here, delta)
+    max_score, grad_precision = max_score[:, None], tl.zeros([M], tl.float32)
     if VARIANCE:
-        row, asked_here = (lane * tokens + at) * H + head, known & (value_head % SHARE == 0)
-        sure = tl.load(certainty + row, mask=asked_here, other=0.0)
-        to_sure = tl.load(to_certainty + row, mask=asked_here, other=0.0) * tl.exp2(-LOG2E * sure)
+        offset, has_precision = (row * tokens + at) * H + head, valid & (value_head % GROUP_SIZE == 0)
+        log_precision_tile = tl.load(log_precision + offset, mask=has_precision, other=0.0)
+        grad_precision = tl.load(grad_log_precision + offset, mask=has_precision, other=0.0)
+        grad_precision = grad_precision * tl.exp2(-LOG2E * log_precision_tile)
     query = load_rows(q, H * K, tokens - start, tl.arange(0, P), K, M)
-    arrived = load_rows(to_read + place * V, G * V, tokens - start, column, V, M)
-    asking = tokens_of(asked, times, rank, at, past, room, slots, 1, SHARED)
-    found, none = tl.zeros([M, P], tl.float32), tl.zeros([M, PARTS], tl.float32)
-    own, sums = none, (none, none, (none, none, none, none, none, none, none, none, none))
-    begin, stop, near = 0, slots, 0
+    grad_outputs = load_rows(grad_output + base * V, G * V, tokens - start, column, V, M)
+    query_tokens = load_tokens(query_features, times, rank, at, past_length, padded_tokens, slots, 1, SHARED)
+    grad_query, zeros = tl.zeros([M, P], tl.float32), tl.zeros([M, PARTIAL_SUMS], tl.float32)
+    grad_norm, sums = zeros, (zeros, zeros, (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros))
+    begin, stop, near_start = 0, slots, 0
     if CAUSAL:
-        stop, near = tl.minimum(past + start + M, slots), (past + block * BLOCK) // BLOCK * BLOCK
+        stop, near_start = tl.minimum(past_length + start + M, slots), (past_length + block * BLOCK) // BLOCK * BLOCK
     high, low = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     if MASKED:
-        high, low = block_ranks(asked_ranks + lane * asked_blocks * 2, block)
-        from_block, to_block = blocks_in_sight(kept_ranks, high, low, kept_blocks, window, False, CAUSAL)
-        begin, stop = from_block * BLOCK, tl.minimum(stop, to_block * BLOCK)
-    CLOSE: tl.constexpr = N // 2 if N > 16 else N
+        high, low = load_block_ranks(query_ranks + row * query_blocks * 2, block)
+        first_block, stop_block = visible_block_range(key_ranks, high, low, key_blocks, window, False, CAUSAL)
+        begin, stop = first_block * BLOCK, tl.minimum(stop, stop_block * BLOCK)
+    NEAR_N: tl.constexpr = N // 2 if N > 16 else N
     if CAUSAL:
-        for first in tl.range(begin, near, N, num_stages=STAGES):
-            way = way_between(starts, ends + first // BLOCK, model, SHARED, PTX)
-            found, own, sums = pull_queries(
-                found, own, sums, query, arrived, asking, top, share[:, None], to_sure[:, None], k, v, times, rank,
-                kept, way, kept_ranks, first, high, low, slots, kept_blocks, window, H, G, model,
-                K, P, V, W, BLOCK, N, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, False, PRECISION, PTX,
+        for first in tl.range(begin, near_start, N, num_stages=STAGES):
+            block_lags = lag_between_blocks(query_block_times, key_block_times + first // BLOCK, params, SHARED, PTX)
+            grad_query, grad_norm, sums = accumulate_query_grads(
+                grad_query, grad_norm, sums, query, grad_outputs, query_tokens, max_score, delta[:, None],
+                grad_precision[:, None], k, v, times, rank, key_features, block_lags, key_ranks, first, high, low,
+                slots, key_blocks, window, H, G, params, K, P, V, W, BLOCK, N, SHARED, RATIONAL, CAUSAL, MASKED,
+                VARIANCE, False, PRECISION, PTX,
             )  # fmt: skip
-    for first in tl.range(tl.maximum(begin, near), stop, CLOSE, num_stages=2):
-        found, own, sums = pull_queries(
-            found, own, sums, query, arrived, asking, top, share[:, None], to_sure[:, None], k, v, times, rank,
-            kept, None, kept_ranks, first, high, low, slots, kept_blocks, window, H, G, model,
-            K, P, V, W, BLOCK, CLOSE, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
+    for first in tl.range(tl.maximum(begin, near_start), stop, NEAR_N, num_stages=2):
+        grad_query, grad_norm, sums = accumulate_query_grads(
+            grad_query, grad_norm, sums, query, grad_outputs, query_tokens, max_score, delta[:, None],
+            grad_precision[:, None], k, v, times, rank, key_features, None, key_ranks, first, high, low, slots,
+            key_blocks, window, H, G, params, K, P, V, W, BLOCK, NEAR_N, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE,
+            True, PRECISION, PTX,
         )  # fmt: skip
-    again = load_rows(q, H * K, tokens - start, tl.arange(0, P), K, M).to(tl.float32)
-    found = model[2] * (found + in_a_column(own) * again)
-    store_rows(to_q + place * K, G * K, tokens - start, tl.arange(0, P), found, K, M)
-    to_numbers += ((lane * tl.num_programs(0) + tile) * G + value_head) * NUMBERS
+    reloaded = load_rows(q, H * K, tokens - start, tl.arange(0, P), K, M).to(tl.float32)
+    grad_query = params[2] * (grad_query + sum_to_column(grad_norm) * reloaded)
+    store_rows(grad_q + base * K, G * K, tokens - start, tl.arange(0, P), grad_query, K, M)
+    grad_head_params += ((row * tl.num_programs(0) + tile) * G + value_head) * NUM_PARAMS
     nu, temperature, noises = sums
     for i in tl.static_range(8):
-        tl.store(to_numbers + i, total(noises[i]))
-    tl.store(to_numbers + 8, -0.5 * model[2] * model[2] * total(nu))
-    tl.store(to_numbers + 9, -LN2 / model[3] * total(temperature))
-    tl.store(to_numbers + 10, total(noises[8]))
+        tl.store(grad_head_params + i, sum_all(noises[i]))
+    tl.store(grad_head_params + 8, -0.5 * params[2] * params[2] * sum_all(nu))
+    tl.store(grad_head_params + 9, -LN2 / params[3] * sum_all(temperature))
+    tl.store(grad_head_params + 10, sum_all(noises[8]))
 
 
 @triton.jit
-def pull_keys(
-    to_k, to_v, own, sums, key, value, holding, q, to_read, tops, shares, certainty, to_certainty, times, rank, asked,
-    way, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window, H, G, sure, model,
+def accumulate_key_grads(
+    grad_k, grad_v, grad_norm, sums, key, value, key_tokens, q, grad_output, max_scores, deltas, log_precision,
+    grad_log_precision, times, rank, query_features, block_lags, query_ranks, first, high, low, past_length, tokens,
+    slots, query_blocks, window, H, G, first_of_group, params,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
     DIRECT: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
@@ -207,176 +220,173 @@ def pull_keys(
     first = tl.multiple_of(first, M)
     token = tl.cast(first, tl.int64)
     query = load_rows(q + token * H * K, H * K, tokens - first, tl.arange(0, P), K, M)
-    arrived = load_rows(to_read + token * G * V, G * V, tokens - first, tl.arange(0, W), V, M)
-    gram, to_reached = product(key, tl.trans(query), PRECISION), product(value, tl.trans(arrived), PRECISION)
-    block, whole, at = first // BLOCK, False, first + tl.arange(0, M)
-    asking = tokens_of(asked, times, rank, at, past, asked_blocks * BLOCK, slots, 0, SHARED)
-    top, share = tl.load(tops + at), tl.load(shares + at)[None, :]
-    known, top = top < -LEAST, top[None, :]
-    to_sure = top
+    grad_outputs = load_rows(grad_output + token * G * V, G * V, tokens - first, tl.arange(0, W), V, M)
+    qk, grad_weights = product(key, tl.trans(query), PRECISION), product(value, tl.trans(grad_outputs), PRECISION)
+    block, unmasked, at = first // BLOCK, False, first + tl.arange(0, M)
+    query_tokens = load_tokens(query_features, times, rank, at, past_length, query_blocks * BLOCK, slots, 0, SHARED)
+    max_score, delta = tl.load(max_scores + at), tl.load(deltas + at)[None, :]
+    valid, max_score = max_score < -MIN_SCORE, max_score[None, :]
+    grad_precision = max_score
     if VARIANCE:
-        certain = tl.load(certainty + at * H, mask=known, other=0.0)
-        given = tl.load(to_certainty + at * H, mask=known, other=0.0) * sure
-        to_sure = (given * tl.exp2(-LOG2E * certain))[None, :]
+        log_precision_tile = tl.load(log_precision + at * H, mask=valid, other=0.0)
+        grad_log_precision_tile = tl.load(grad_log_precision + at * H, mask=valid, other=0.0) * first_of_group
+        grad_precision = (grad_log_precision_tile * tl.exp2(-LOG2E * log_precision_tile))[None, :]
     if MASKED:
-        high_0, low_0 = block_ranks(asked_ranks, block)
-        whole = all_seen(high_0, low_0, high, low, window, CAUSAL)
-    reached, back, _residual, _temperature, _to_reach, _near, lag, lag_0, _ahead = derive(
-        gram, to_reached, value, asking, holding, way, model, top, share, to_sure, whole, slots, window,
-        DIRECT, False, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
+        high_0, low_0 = load_block_ranks(query_ranks, block)
+        unmasked = all_visible(high_0, low_0, high, low, window, CAUSAL)
+    decayed, grads, _residual, _temperature, _grad_decayed, _key_var, key_lag, value_lag, _future = score_gradients(
+        qk, grad_weights, value, query_tokens, key_tokens, block_lags, params, max_score, delta, grad_precision,
+        unmasked, slots, window, DIRECT, False, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
     )  # fmt: skip
-    if (
-        first < 0
-    ):  # never: but what a branch may change is waited for, and of two sums under way ptxas would await each part
-        to_v, to_k = to_v * 0.0, to_k * 0.0
-    to_v = product(reached.to(value.dtype), arrived, PRECISION, to_v)
-    to_k = product(back[0].to(key.dtype), query, PRECISION, to_k)
+    # Never true. It makes the compiler finish both sums first: else ptxas waits for each part of two open sums.
+    if first < 0:
+        grad_v, grad_k = grad_v * 0.0, grad_k * 0.0
+    grad_v = product(decayed.to(value.dtype), grad_outputs, PRECISION, grad_v)
+    grad_k = product(grads[0].to(key.dtype), query, PRECISION, grad_k)
     if not DIRECT:
-        sums = of_holding(sums, back, asking, lag, lag_0, SHARED)
-    return to_k, to_v, own + partly(back[2]), sums
+        sums = add_key_side_grads(sums, grads, query_tokens, key_lag, value_lag, SHARED)
+    return grad_k, grad_v, grad_norm + partial_sums(grads[2]), sums
 
 
-@triton.jit(do_not_specialize=LOOSE)
-def to_keys(
-    q, k, v, times, rank, asked, starts, asked_ranks, kept, ends, kept_ranks, numbers, to_read, tops, shares,
-    certainty, to_certainty, to_k, to_v, to_numbers,
-    tokens, slots, asked_blocks, kept_blocks, window, H, G, SHARE,
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def key_grads_kernel(
+    q, k, v, times, rank, query_features, query_block_times, query_ranks, key_features, key_block_times, key_ranks,
+    head_params, grad_output, max_scores, deltas, log_precision, grad_log_precision, grad_k, grad_v, grad_head_params,
+    tokens, slots, query_blocks, key_blocks, window, H, G, GROUP_SIZE,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     VARIANCE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and values, one lane and value head, and of numbers through what is known of keys
     when their block ends; the longest tiles first."""
-    start, value_head, lane = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    head, past, token = value_head // SHARE, slots - tokens, lane * slots + start
-    model = load_model(numbers, head, H)
-    q += (lane * tokens * H + head) * K
-    to_read += (lane * tokens * G + value_head) * V
+    start, value_head, row = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, past_length, token = value_head // GROUP_SIZE, slots - tokens, row * slots + start
+    params = load_head_params(head_params, head, H)
+    q += (row * tokens * H + head) * K
+    grad_output += (row * tokens * G + value_head) * V
     k += (token * H + head) * K
     v += (token * G + value_head) * V
-    times += lane * slots
-    rank += lane * slots
-    at, block, room = start + tl.arange(0, N), start // BLOCK, asked_blocks * BLOCK
-    asked += (lane * H + head) * rows_of(SHARED) * room
-    kept += (lane * H + head) * rows_of(SHARED) * kept_blocks * BLOCK
-    starts += lane * asked_blocks
-    ends += lane * kept_blocks + block
-    asked_ranks += lane * asked_blocks * 2
-    tops += (lane * G + value_head) * room
-    shares += (lane * G + value_head) * room
-    certainty += lane * tokens * H + head
-    to_certainty += lane * tokens * H + head
-    sure = tl.where(value_head % SHARE == 0, 1.0, 0.0)
+    times += row * slots
+    rank += row * slots
+    at, block, padded_tokens = start + tl.arange(0, N), start // BLOCK, query_blocks * BLOCK
+    query_features += (row * H + head) * feature_count(SHARED) * padded_tokens
+    key_features += (row * H + head) * feature_count(SHARED) * key_blocks * BLOCK
+    query_block_times += row * query_blocks
+    key_block_times += row * key_blocks + block
+    query_ranks += row * query_blocks * 2
+    max_scores += (row * G + value_head) * padded_tokens
+    deltas += (row * G + value_head) * padded_tokens
+    log_precision += row * tokens * H + head
+    grad_log_precision += row * tokens * H + head
+    first_of_group = tl.where(value_head % GROUP_SIZE == 0, 1.0, 0.0)
     key = load_rows(k, H * K, slots - start, tl.arange(0, P), K, N)
     value = load_rows(v, G * V, slots - start, tl.arange(0, W), V, N)
-    holding = tokens_of(kept, times, rank, at, 0, kept_blocks * BLOCK, slots, 1, SHARED)
-    found, moved, own = tl.zeros([N, P], tl.float32), tl.zeros([N, W], tl.float32), tl.zeros([N, PARTS], tl.float32)
-    begin, stop, far = 0, tokens, tokens
+    key_tokens = load_tokens(key_features, times, rank, at, 0, key_blocks * BLOCK, slots, 1, SHARED)
+    grad_key, grad_value = tl.zeros([N, P], tl.float32), tl.zeros([N, W], tl.float32)
+    grad_norm = tl.zeros([N, PARTIAL_SUMS], tl.float32)
+    begin, stop, far_start = 0, tokens, tokens
     if CAUSAL:
-        begin = tl.maximum(start - past, 0) // M * M
-        far = tl.maximum(tl.cdiv((block + 1) * BLOCK - past, BLOCK), 0) * BLOCK
+        begin = tl.maximum(start - past_length, 0) // M * M
+        far_start = tl.maximum(tl.cdiv((block + 1) * BLOCK - past_length, BLOCK), 0) * BLOCK
     high, low = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     if MASKED:
-        high, low = block_ranks(kept_ranks + lane * kept_blocks * 2, block)
-        from_block, to_block = blocks_in_sight(asked_ranks, high, low, asked_blocks, window, True, CAUSAL)
-        begin, stop = tl.maximum(begin, from_block * BLOCK), tl.minimum(stop, to_block * BLOCK)
-    CLOSE: tl.constexpr = M // 2 if M > 16 else M
-    sums, to_log = (own, own, own), tl.zeros([N, 1], tl.float32)
+        high, low = load_block_ranks(key_ranks + row * key_blocks * 2, block)
+        first_block, stop_block = visible_block_range(query_ranks, high, low, query_blocks, window, True, CAUSAL)
+        begin, stop = tl.maximum(begin, first_block * BLOCK), tl.minimum(stop, stop_block * BLOCK)
+    NEAR_N: tl.constexpr = M // 2 if M > 16 else M
+    sums, grad_log_decay = (grad_norm, grad_norm, grad_norm), tl.zeros([N, 1], tl.float32)
     if CAUSAL:
-        for first in tl.range(tl.maximum(begin, far), stop, M, num_stages=STAGES):
-            way = way_between(starts + first // BLOCK, ends, model, SHARED, PTX)
-            found, moved, own, sums = pull_keys(
-                found, moved, own, sums, key, value, holding, q, to_read, tops, shares, certainty, to_certainty, times,
-                rank, asked, way, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window,
-                H, G, sure, model, K, P, V, W, BLOCK, M, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE,
-                False, PRECISION, PTX,
+        for first in tl.range(tl.maximum(begin, far_start), stop, M, num_stages=STAGES):
+            block_lags = lag_between_blocks(query_block_times + first // BLOCK, key_block_times, params, SHARED, PTX)
+            grad_key, grad_value, grad_norm, sums = accumulate_key_grads(
+                grad_key, grad_value, grad_norm, sums, key, value, key_tokens, q, grad_output, max_scores, deltas,
+                log_precision, grad_log_precision, times, rank, query_features, block_lags, query_ranks, first, high,
+                low, past_length, tokens, slots, query_blocks, window, H, G, first_of_group, params, K, P, V, W, BLOCK,
+                M, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, False, PRECISION, PTX,
             )  # fmt: skip
-        to_log = tl.sum(moved * value.to(tl.float32), 1)[:, None]
-    to_decay, to_unsure, to_unsure_0 = in_a_column(sums[0]), in_a_column(sums[1]), in_a_column(sums[2])
-    held = tokens_of(kept, times, rank, at, 0, kept_blocks * BLOCK, slots, 1, SHARED)
-    rate, process, noise = by_noise(held[1], model[0], to_unsure, model[2] * to_decay, to_log if SHARED else 0.0)
-    rate_0, process_0, noise_0 = 0.0, 0.0, 0.0
+        grad_log_decay = tl.sum(grad_value * value.to(tl.float32), 1)[:, None]
+    grad_decay, grad_key_state = sum_to_column(sums[0]), sum_to_column(sums[1])
+    grad_value_state = sum_to_column(sums[2])
+    key_tokens = load_tokens(key_features, times, rank, at, 0, key_blocks * BLOCK, slots, 1, SHARED)
+    rate, process, key_noise = key_side_noise_grads(
+        key_tokens[1], params[0], grad_key_state, params[2] * grad_decay, grad_log_decay if SHARED else 0.0
+    )
+    value_rate, value_process, value_key_noise = 0.0, 0.0, 0.0
     if not SHARED:
-        rate_0, process_0, noise_0 = by_noise(held[2], model[1], to_unsure_0, 0.0, to_log)
-    to_numbers += ((lane * tl.num_programs(0) + tl.program_id(0)) * G + value_head) * NUMBERS
-    for i in tl.static_range(NUMBERS):
-        tl.store(to_numbers + i, (rate, process, noise, 0.0, rate_0, process_0, noise_0, 0.0, 0.0, 0.0, 0.0)[i])
-    for first in tl.range(begin, tl.minimum(far, stop), CLOSE, num_stages=2):
-        found, moved, own, _sums = pull_keys(
-            found, moved, own, (own, own, own), key, value, holding, q, to_read, tops, shares, certainty, to_certainty,
-            times, rank, asked, None, asked_ranks, first, high, low, past, tokens, slots, asked_blocks, window,
-            H, G, sure, model, K, P, V, W, BLOCK, CLOSE, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE,
-            True, PRECISION, PTX,
+        value_rate, value_process, value_key_noise = key_side_noise_grads(
+            key_tokens[2], params[1], grad_value_state, 0.0, grad_log_decay
+        )
+    grad_head_params += ((row * tl.num_programs(0) + tl.program_id(0)) * G + value_head) * NUM_PARAMS
+    for i in tl.static_range(NUM_PARAMS):
+        tl.store(
+            grad_head_params + i,
+            (rate, process, key_noise, 0.0, value_rate, value_process, value_key_noise, 0.0, 0.0, 0.0, 0.0)[i],
+        )
+    for first in tl.range(begin, tl.minimum(far_start, stop), NEAR_N, num_stages=2):
+        grad_key, grad_value, grad_norm, _sums = accumulate_key_grads(
+            grad_key, grad_value, grad_norm, (grad_norm, grad_norm, grad_norm), key, value, key_tokens, q, grad_output,
+            max_scores, deltas, log_precision, grad_log_precision, times, rank, query_features, None, query_ranks,
+            first, high, low, past_length, tokens, slots, query_blocks, window, H, G, first_of_group, params, K, P, V,
+            W, BLOCK, NEAR_N, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
         )  # fmt: skip
-    again = load_rows(k, H * K, slots - start, tl.arange(0, P), K, N).to(tl.float32)
-    found = model[2] * (found + in_a_column(own) * again)
-    store_rows(to_k + (token * G + value_head) * K, G * K, slots - start, tl.arange(0, P), found, K, N)
-    store_rows(to_v + (token * G + value_head) * V, G * V, slots - start, tl.arange(0, W), moved, V, N)
-
-
-def tiles_of_queries(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
-    """A tile of `to_queries`: see `triton.tiles_ahead`."""
-    wide = max(compiled["P"], compiled["W"])
-    if compiled["BLOCK"] == 16:
-        return SMALL
-    if dtype == torch.float32:
-        return {"M": 128 if wide <= 64 else 64, "N": 32, "STAGES": 1, "num_warps": 8 if wide <= 64 else 4}
-    simple = wide <= 128 and compiled["SHARED"] and not compiled["VARIANCE"]
-    return {
-        "M": 128 if wide <= 128 else 64, "N": 64 if simple else 32, "STAGES": 3 if simple else 2, "num_warps": 8,
-    }  # fmt: skip
-
-
-def tiles_of_keys(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
-    """A tile of `to_keys`, few queries."""
-    wide = max(compiled["P"], compiled["W"])
-    if compiled["BLOCK"] == 16:
-        return SMALL
-    if dtype == torch.float32:
-        return {"M": 32, "N": 128 if wide <= 64 else 64, "STAGES": 1, "num_warps": 8 if wide <= 64 else 4}
-    return {"M": 32, "N": 128 if wide <= 128 else 64, "STAGES": 3 if wide <= 128 else 2, "num_warps": 8}
+    reloaded = load_rows(k, H * K, slots - start, tl.arange(0, P), K, N).to(tl.float32)
+    grad_key = params[2] * (grad_key + sum_to_column(grad_norm) * reloaded)
+    store_rows(grad_k + (token * G + value_head) * K, G * K, slots - start, tl.arange(0, P), grad_key, K, N)
+    store_rows(grad_v + (token * G + value_head) * V, G * V, slots - start, tl.arange(0, W), grad_value, V, N)
 
 
 def backward(
-    to_mean: Tensor, to_certainty: Tensor, kept: list[Tensor], frequency: Tensor, frequency_of_values: Tensor,
-    times: Tensor, rank: Tensor, numbers: Tensor, rules: ScoreConfig, masked: bool, variance: bool, dtype: torch.dtype,
+    grad_mean: Tensor, grad_log_precision: Tensor, saved: list[Tensor], frequency: Tensor, value_frequency: Tensor,
+    times: Tensor, rank: Tensor, head_params: Tensor, config: ScoreConfig, masked: bool, variance: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, in `dtype`, of both frequencies and of numbers."""
-    certainty, read, q, k, v, tops, totals, *surveys = kept
-    times, rank, numbers, to_certainty = (x.contiguous() for x in (times, rank, numbers, to_certainty))
-    s = shape_of(q, k, v, rules, masked, variance)
-    (count, tokens, heads, width), (_, slots, own, strip), values = q.shape, v.shape, to_mean.shape[3]
-    strips = own // to_mean.shape[2]
-
-    def whole(x: Tensor) -> Tensor:
-        return x.unflatten(2, (-1, strips)).flatten(3)[..., :values]
-
-    moves, moves_0 = parts_for(q, k), parts_for(to_mean, whole(v))
-    to_read = turned_back(
-        to_mean, whole(read), times, frequency_of_values, True, v.dtype, moves_0[0], totals[:, ::strips].contiguous()
+    log_precision, output, q, k, v, max_scores, weight_sums, *blocks = saved
+    times, rank, head_params, grad_log_precision = (
+        x.contiguous() for x in (times, rank, head_params, grad_log_precision)
     )
-    to_read = pad(to_read, (0, strips * strip - values)) if strips * strip > values else to_read
-    to_read = to_read.unflatten(3, (strips, strip)).flatten(2, 3)
-    single = {"dtype": torch.float32, "device": q.device}
-    of_queries, of_keys = tiles_of_queries(s.compiled, q.dtype), tiles_of_keys(s.compiled, q.dtype)
-    tiles, tiles_0 = triton.cdiv(tokens, of_queries["M"]), triton.cdiv(slots, of_keys["N"])
-    to_q = torch.empty(count, tokens, own, width, **single)
-    to_k = torch.empty(count, slots, own, width, **single)
-    to_v = torch.empty(v.shape, **single)
-    to_numbers = torch.empty(count * (tiles + tiles_0), own, NUMBERS.value, **single)
-    shares = torch.empty_like(tops)
-    given = (q, k, v, times, rank, *surveys, numbers)
-    sums = (tops, shares, certainty, to_certainty)
-    Launch(to_queries, (tiles, *s.grid), (
-        *given, read, to_read, *sums, to_q, to_numbers, *s.sizes,
-    ), s.compiled | of_queries).run()  # fmt: skip
-    Launch(to_keys, (tiles_0, *s.grid), (
-        *given, to_read, *sums, to_k, to_v, to_numbers[count * tiles :], *s.sizes,
-    ), s.compiled | of_keys).run()  # fmt: skip
-    if own != heads:
-        to_q, to_k = (x.unflatten(2, (heads, -1)).sum(3) for x in (to_q, to_k))
-    to_q = turned_back(to_q, q, times, frequency, False, dtype, moves[0])
-    to_k = turned_back(to_k, k, times, frequency, False, dtype, moves[1])
-    to_v = turned_back(whole(to_v), whole(v), times, frequency_of_values, False, dtype, moves_0[1])
-    to_numbers = to_numbers.sum(0).unflatten(0, (heads, -1)).sum(1).T
-    return to_q, to_k, to_v, summed(moves[2], frequency), summed(moves_0[2], frequency_of_values), to_numbers
+    launch = launch_shape(q, k, v, config, masked, variance)
+    (count, tokens, heads, width), (_, slots, value_heads, slice_width) = q.shape, v.shape
+    value_width = grad_mean.shape[3]
+    slices = value_heads // grad_mean.shape[2]
+
+    def join_slices(x: Tensor) -> Tensor:
+        return x.unflatten(2, (-1, slices)).flatten(3)[..., :value_width]
+
+    qk_frequency_grads = frequency_grad_buffers(q, k)
+    value_frequency_grads = frequency_grad_buffers(grad_mean, join_slices(v))
+    grad_output = rotate_backward(
+        grad_mean, join_slices(output), times, value_frequency, True, v.dtype, value_frequency_grads[0],
+        weight_sums[:, ::slices].contiguous(),
+    )  # fmt: skip
+    padding = slices * slice_width - value_width
+    grad_output = pad(grad_output, (0, padding)) if padding else grad_output
+    grad_output = grad_output.unflatten(3, (slices, slice_width)).flatten(2, 3)
+    float32 = {"dtype": torch.float32, "device": q.device}
+    query_tiles, key_tiles = query_grad_tiles(launch.compiled, q.dtype), key_grad_tiles(launch.compiled, q.dtype)
+    num_query_tiles, num_key_tiles = triton.cdiv(tokens, query_tiles["M"]), triton.cdiv(slots, key_tiles["N"])
+    grad_q = torch.empty(count, tokens, value_heads, width, **float32)
+    grad_k = torch.empty(count, slots, value_heads, width, **float32)
+    grad_v = torch.empty(v.shape, **float32)
+    grad_head_params = torch.empty(count * (num_query_tiles + num_key_tiles), value_heads, NUM_PARAMS.value, **float32)
+    deltas = torch.empty_like(max_scores)
+    args = (q, k, v, times, rank, *blocks, head_params)
+    row_sums = (max_scores, deltas, log_precision, grad_log_precision)
+    Launch(query_grads_kernel, (num_query_tiles, *launch.grid), (
+        *args, output, grad_output, *row_sums, grad_q, grad_head_params, *launch.sizes,
+    ), launch.compiled | query_tiles).run()  # fmt: skip
+    Launch(key_grads_kernel, (num_key_tiles, *launch.grid), (
+        *args, grad_output, *row_sums, grad_k, grad_v, grad_head_params[count * num_query_tiles :], *launch.sizes,
+    ), launch.compiled | key_tiles).run()  # fmt: skip
+    if value_heads != heads:
+        grad_q, grad_k = (x.unflatten(2, (heads, -1)).sum(3) for x in (grad_q, grad_k))
+    grad_q = rotate_backward(grad_q, q, times, frequency, False, dtype, qk_frequency_grads[0])
+    grad_k = rotate_backward(grad_k, k, times, frequency, False, dtype, qk_frequency_grads[1])
+    grad_v = rotate_backward(
+        join_slices(grad_v), join_slices(v), times, value_frequency, False, dtype, value_frequency_grads[1]
+    )
+    grad_head_params = grad_head_params.sum(0).unflatten(0, (heads, -1)).sum(1).T
+    return (
+        grad_q, grad_k, grad_v, sum_frequency_grads(qk_frequency_grads[2], frequency),
+        sum_frequency_grads(value_frequency_grads[2], value_frequency), grad_head_params,
+    )  # fmt: skip
