@@ -17,7 +17,7 @@ import torch
 
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.training.corpus import train_tokenizer
-from kalmix.training.data import mark, pretrained
+from kalmix.training.data import end_of_text_id, wrap_tokenizer
 from kalmix.training.evaluation import surprisals
 
 READING = Path(__file__).parents[1] / "examples" / "reading"
@@ -45,8 +45,8 @@ def reading() -> ModuleType:
 def folder(text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint with weights far from their start, so that contexts matter, and its tokenizer."""
     torch.manual_seed(0)
-    tokenizer = pretrained(train_tokenizer([Path(text).read_text()], vocab_size=280))
-    end, where = mark(tokenizer), tmp_path_factory.mktemp("model")
+    tokenizer = wrap_tokenizer(train_tokenizer([Path(text).read_text()], vocab_size=280))
+    end, where = end_of_text_id(tokenizer), tmp_path_factory.mktemp("model")
     marks = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     layers = ["kla", {"mixer": "attention", "heads": 2}, {"mixer": "bayesian", "heads": 1, "head_dim": 8}]
     model = KalmixForCausalLM(KalmixConfig(vocab_size=len(tokenizer), hidden_size=16, layers=layers, **marks))
@@ -89,7 +89,7 @@ def test_what_the_harness_reads_is_what_the_model_says(folder: str):
     said = judge.loglikelihood([SimpleNamespace(args=pair) for pair in asked], disable_tqdm=True)
     for (context, ending), (found, _) in zip(asked, said, strict=True):
         ids, begun = (torch.tensor(tokenizer(piece)["input_ids"]) for piece in (context + ending, context))
-        assert ids[0] == mark(tokenizer)
+        assert ids[0] == end_of_text_id(tokenizer)
         exact = -surprisals(model, ids, window=999)[len(begun) - 1 :].sum()
         assert found == pytest.approx(float(exact), abs=1e-3)
     assert len({round(found, 2) for found, _ in said}) > 6  # and they differ
@@ -124,7 +124,7 @@ def test_the_tasks_run(folder: str, text: str):
     documents = [sample["doc"]["text"] for sample in found["samples"]["reading_text"]]
     model, tokenizer = KalmixForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     # The harness puts the mark before a document twice, and has the second one coded, too.
-    twice = [mark(tokenizer)] * 2
+    twice = [end_of_text_id(tokenizer)] * 2
     coded = [torch.tensor([*twice, *tokenizer(x, add_special_tokens=False)["input_ids"]]) for x in documents]
     nats = sum(float(surprisals(model, ids, window=4096).sum()) for ids in coded)
     bits = nats / math.log(2) / sum(len(document.encode()) for document in documents)

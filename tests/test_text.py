@@ -26,28 +26,28 @@ def python() -> Iterator[text.Corpus]:
     """Load the default corpus; the standard library, which takes seconds to parse, is parsed once for this file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "_docstrings", functools.cache(text._docstrings))
-        yield text.load()
+        yield text.load_corpus()
 
 
 def test_a_folder_is_read_in_order_and_only_its_texts(tmp_path: Path) -> None:
     for name, content in {"b.txt": "two", "a/z.md": "one", ".git/x.txt": "no", "c.png": "no", "e.txt": " \n"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert text.read(tmp_path) == {"a/z.md": "one", "b.txt": "two"}
+    assert text.read_documents(tmp_path) == {"a/z.md": "one", "b.txt": "two"}
 
 
 def test_any_file_named_is_read_whatever_its_suffix(tmp_path: Path) -> None:
     (tmp_path / "novel").write_bytes("\ufeffChapter é".encode())
-    assert list(text.read(tmp_path / "novel").values()) == ["Chapter é"]
+    assert list(text.read_documents(tmp_path / "novel").values()) == ["Chapter é"]
 
 
 def test_the_default_corpus_is_megabytes_split_the_same_every_time(python: text.Corpus) -> None:
     learned = sum(len(document.encode()) for document in python.training)
-    judged = len(python.passage.encode())
+    judged = len(python.held_out_text.encode())
     assert learned > 1_000_000
     assert judged > 100_000
     assert 0.04 < judged / (learned + judged) < 0.1
-    assert text.load() == python
+    assert text.load_corpus() == python
 
 
 def test_no_paragraph_is_both_learned_and_judged(python: text.Corpus) -> None:
@@ -66,21 +66,21 @@ def test_the_default_corpus_does_without_the_language_reference(monkeypatch: pyt
 
 def test_a_single_file_is_cut_between_paragraphs() -> None:
     paragraphs = [paragraph(seed) for seed in range(50)]
-    learned, judged = text.split({"one": "\n\n".join(paragraphs)}, 0.1)
+    learned, judged = text.split_documents({"one": "\n\n".join(paragraphs)}, 0.1)
     assert "\n\n".join([*learned, *judged]).split("\n\n") == paragraphs
     assert 3 <= len(judged[0].split("\n\n")) <= 7
 
 
 def test_whole_documents_are_held_out_where_there_are_many() -> None:
     documents = {str(seed): paragraph(seed) for seed in range(50)}
-    learned, judged = text.split(documents, 0.1)
+    learned, judged = text.split_documents(documents, 0.1)
     assert sorted([*learned, *judged]) == sorted(documents.values())
     assert 3 <= len(judged) <= 7
 
 
 def test_held_out_paragraphs_are_taken_out_of_the_training_text() -> None:
     documents = {str(seed): paragraph(seed) for seed in range(50)} | {"all": "\n\n".join(map(paragraph, range(50)))}
-    learned, judged = text.split(documents, 0.02)
+    learned, judged = text.split_documents(documents, 0.02)
     assert judged
     assert not {part for document in learned for part in document.split("\n\n")} & set(judged)
 
@@ -96,7 +96,7 @@ def test_tokens_lose_nothing(kind: str) -> None:
 
 
 def test_bits_per_byte_of_a_coin_toss_a_byte() -> None:
-    assert text.bits_per_byte(math.log(2) * len("né".encode()), "né") == pytest.approx(1)
+    assert text.nats_to_bits_per_byte(math.log(2) * len("né".encode()), "né") == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,12 @@ def test_a_text_that_will_not_do_is_named(tmp_path: Path, content: bytes | None,
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ArgumentError, match=message):
-        text.load(path)
+        text.load_corpus(path)
 
 
 def test_an_empty_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="no files of text"):
-        text.load(tmp_path)
+        text.load_corpus(tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "vocab_size"), [("words", 300), ("bpe", 256)])

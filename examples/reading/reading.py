@@ -18,7 +18,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from kalmix.training.corpus import load
+from kalmix.training.corpus import load_corpus
 
 ASKED = 200  # questions of a kind, at most
 CONTEXT, ENDING, LINE = 48, 12, 10  # words
@@ -76,7 +76,7 @@ def _passages(text: str | None, size: int) -> list[list[str]]:
 
 @cache
 def _held_out(text: str | None) -> tuple[str, ...]:
-    return load(text).held_out
+    return load_corpus(text).held_out
 
 
 def _test(rows: Iterable[dict[str, Any]]) -> dict[str, Dataset]:

@@ -20,7 +20,7 @@ from kalmix.cli import report as command
 from kalmix.cli.progress import stages
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.training import Recipe, evaluation
-from kalmix.training.evaluation import too_short
+from kalmix.training.evaluation import short_run_warning
 from kalmix.training.run import Run
 from kalmix.training.schedule import Schedule
 
@@ -80,7 +80,7 @@ def test_an_interrupted_report_names_the_command_that_repeats_it(
         raise AssertionError("unreachable")
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "compressors", interrupted)
+        patch.setattr(evaluation, "compressor_bits_per_byte", interrupted)
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         told = kalmix("report", run_folder)
         signal.signal(signal.SIGINT, handler)
@@ -170,7 +170,7 @@ def test_a_text_or_tokenizer_that_has_changed_is_refused(kalmix, text_file: Path
     ],
 )
 def test_a_budget_shorter_than_the_warm_up_is_said_so(minutes, steps, warmup, taken, needed) -> None:
-    found = too_short(Recipe(minutes=minutes, steps=steps, warmup=warmup), taken)
+    found = short_run_warning(Recipe(minutes=minutes, steps=steps, warmup=warmup), taken)
     if needed is None:
         assert found is None
     else:
@@ -200,5 +200,5 @@ def test_stages_show_a_bar_on_a_terminal_and_lines_elsewhere(terminal: bool) -> 
 def test_surprisals_tell_how_far_they_are() -> None:
     network = KalmixForCausalLM(KalmixConfig(vocab_size=257, hidden_size=8, layers=["kla"]))
     seen: list[float] = []
-    evaluation.surprisals(network, torch.arange(40), window=8, batch=3, progress=seen.append)
+    evaluation.surprisals(network, torch.arange(40), window=8, batch_size=3, progress=seen.append)
     assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == 1 and len(seen) > 3

@@ -18,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from killing import Run, main
 
 from kalmix.files import PARTIAL
-from kalmix.training.trainer import FilterTrainer
+from kalmix.training.trainer import KalmixTrainer
 from training.conftest import WORDS
 
 
 class Train(Run):
     """`kalmix train` of 24 steps."""
 
-    trainer = FilterTrainer
+    trainer = KalmixTrainer
 
     def next_command(self) -> list[str] | None:
         if not (self.output / "recipe.json").exists():

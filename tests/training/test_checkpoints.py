@@ -14,7 +14,7 @@ import pytest
 from kalmix import ArgumentError
 from kalmix.errors import FormatError
 from kalmix.training import Recipe, schedule
-from kalmix.training.checkpoints import newest, saved
+from kalmix.training.checkpoints import list_checkpoints, newest_checkpoint
 from kalmix.training.run import train
 from kalmix.training.saving import SafeTrainer
 
@@ -36,7 +36,7 @@ def stopped(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     }
     recipe = Recipe(text=str(text), steps=8, **small)
     train(recipe, folder / "run", callbacks=[Kill(5)])
-    assert [path.name for path in saved(folder / "run" / "checkpoints")] == ["checkpoint-5", "checkpoint-4"]
+    assert [path.name for path in list_checkpoints(folder / "run" / "checkpoints")] == ["checkpoint-5", "checkpoint-4"]
     return recipe, folder / "run"
 
 
@@ -62,7 +62,7 @@ def test_a_damaged_file_makes_a_run_resume_from_the_checkpoint_before(
     half = len(content) // 2
     file.write_bytes(content[:half] + (b"" if how == "truncated" else bytes(len(content) - half)))
     with pytest.warns(UserWarning, match=rf"passing over .*checkpoint-5: {name} is damaged"):
-        path = newest(halted[1] / "checkpoints")
+        path = newest_checkpoint(halted[1] / "checkpoints")
     assert path is not None and path.name == "checkpoint-4"
 
 
@@ -79,8 +79,8 @@ def test_a_checkpoint_passed_over_does_not_outlive_the_next(halted: tuple[Recipe
     (folder / "checkpoints" / "checkpoint-5" / "optimizer.pt").write_bytes(b"")
     with pytest.warns(UserWarning, match="passing over"):
         train(recipe, folder, resume=True, callbacks=[Kill(7)])
-    assert [path.name for path in saved(folder / "checkpoints")] == ["checkpoint-7", "checkpoint-5"]
-    assert newest(folder / "checkpoints", processes=1) == folder / "checkpoints" / "checkpoint-7"
+    assert [path.name for path in list_checkpoints(folder / "checkpoints")] == ["checkpoint-7", "checkpoint-5"]
+    assert newest_checkpoint(folder / "checkpoints", processes=1) == folder / "checkpoints" / "checkpoint-7"
 
 
 def test_a_changed_text_or_tokenizer_is_refused(halted: tuple[Recipe, Path]) -> None:
@@ -99,7 +99,7 @@ def test_a_changed_text_or_tokenizer_is_refused(halted: tuple[Recipe, Path]) -> 
 
 def test_another_number_of_processes_is_refused(halted: tuple[Recipe, Path]) -> None:
     with pytest.raises(ArgumentError, match="`processes` is 2; expected 1"):
-        newest(halted[1] / "checkpoints", processes=2)
+        newest_checkpoint(halted[1] / "checkpoints", processes=2)
 
 
 def test_a_newer_format_is_refused(halted: tuple[Recipe, Path]) -> None:
@@ -133,7 +133,7 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_says_so(recipe, tmp_
 
 def test_a_run_without_an_intact_checkpoint_says_so(halted: tuple[Recipe, Path]) -> None:
     recipe, folder = halted
-    for path in saved(folder / "checkpoints"):
+    for path in list_checkpoints(folder / "checkpoints"):
         (path / "optimizer.pt").write_bytes(b"")
     with pytest.raises(ArgumentError, match="holds a run"):
         train(recipe, folder)
@@ -148,7 +148,7 @@ def checkpoints_of(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch
 
     def noted(self) -> None:
         publish(self)
-        kept.append(saved(self._folder)[0].name.removeprefix("checkpoint-"))
+        kept.append(list_checkpoints(self._folder)[0].name.removeprefix("checkpoint-"))
 
     monkeypatch.setattr(SafeTrainer, "_publish", noted)
     train(recipe, folder)
@@ -160,8 +160,8 @@ def test_a_run_saves_four_checkpoints_at_least(recipe, tmp_path: Path, monkeypat
 
 
 def test_a_run_saves_after_ten_minutes(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert schedule.SAVED == 600
-    monkeypatch.setattr(schedule, "SAVED", 0.0)
+    assert schedule.MAX_SECONDS_BETWEEN_SAVES == 600
+    monkeypatch.setattr(schedule, "MAX_SECONDS_BETWEEN_SAVES", 0.0)
     assert checkpoints_of(recipe(steps=5), tmp_path, monkeypatch) == ["1", "2", "3", "4"]
 
 

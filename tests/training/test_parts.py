@@ -15,9 +15,9 @@ from kalmix.analysis.text_diagnostics import read
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.training import Recipe, parse_layers
 from kalmix.training.corpus import Corpus, train_tokenizer
-from kalmix.training.data import Blocks, pretrained, stream
-from kalmix.training.evaluation import bits_per_byte, compressors, surprisals
-from kalmix.training.optimizer import DYNAMICS_RATE, parameter_groups
+from kalmix.training.data import SequenceDataset, encode_documents, wrap_tokenizer
+from kalmix.training.evaluation import bits_per_byte, compressor_bits_per_byte, surprisals
+from kalmix.training.optimizer import DYNAMICS_LR_FACTOR, parameter_groups
 from kalmix.training.schedule import Schedule
 
 
@@ -28,22 +28,22 @@ def model(layers: tuple = ("kla", "attention"), vocabulary: int = 257) -> Kalmix
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return pretrained(train_tokenizer([], "bytes"))
+    return wrap_tokenizer(train_tokenizer([], "bytes"))
 
 
 def test_blocks_hold_every_token_once_but_for_the_rest() -> None:
-    blocks = Blocks(torch.arange(22), 5, end=-1)
+    blocks = SequenceDataset(torch.arange(22), 5, end_id=-1)
     assert torch.equal(torch.cat([blocks[i]["input_ids"] for i in range(len(blocks))]), torch.arange(20))
 
 
 def test_positions_start_over_at_each_document() -> None:
-    blocks = Blocks(torch.tensor([0, 4, 4, 0, 4, 4, 4, 0]), 4, end=0, documents=True)
+    blocks = SequenceDataset(torch.tensor([0, 4, 4, 0, 4, 4, 4, 0]), 4, end_id=0, separate_documents=True)
     assert [blocks[i]["position_ids"].tolist() for i in range(2)] == [[0, 1, 2, 0], [0, 1, 2, 0]]
 
 
 def test_a_text_shorter_than_a_block_is_said_so() -> None:
     with pytest.raises(ArgumentError, match="seq_len"):
-        Blocks(torch.arange(4), 5, end=0)
+        SequenceDataset(torch.arange(4), 5, end_id=0)
 
 
 def test_every_parameter_is_in_one_group_and_dynamics_are_slow() -> None:
@@ -54,7 +54,7 @@ def test_every_parameter_is_in_one_group_and_dynamics_are_slow() -> None:
     assert set(map(id, groups["dynamics"]["params"])) == set(
         map(id, network.model.blocks[0].mixer.dynamics.parameters())
     )
-    assert groups["dynamics"]["lr"] == DYNAMICS_RATE
+    assert groups["dynamics"]["lr"] == DYNAMICS_LR_FACTOR
     assert [name for name, group in groups.items() if group["weight_decay"]] == ["matrices"]
     assert all(value.ndim >= 2 for value in groups["matrices"]["params"])
 
@@ -63,7 +63,7 @@ def test_the_rate_is_a_trapezoid() -> None:
     schedule = Schedule(steps=10, minutes=None, warmup=0.2, cooldown=0.4)
     factors = []
     for schedule.progress in (0.0, 0.1, 0.2, 0.6, 0.8, 1.0):
-        factors.append(schedule.factor())
+        factors.append(schedule.lr_factor())
     assert factors == pytest.approx([0, 0.5, 1, 1, 0.5, 0])
 
 
@@ -79,14 +79,14 @@ def test_an_ignorant_model_needs_the_bits_of_its_tokens(tokenizer) -> None:
 def test_compressors_compress_the_same_text() -> None:
     documents = ("a" * 1000, "b")
     data = "\n\n".join(documents).encode()
-    assert Corpus((), documents).passage.encode() == data
-    found = compressors(documents)
+    assert Corpus((), documents).held_out_text.encode() == data
+    found = compressor_bits_per_byte(documents)
     assert found["gzip -9"] == 8 * len(gzip.compress(data, 9)) / len(data)
     assert set(found) == {"gzip -9", "xz -9"}
 
 
 def test_a_stream_marks_where_documents_begin(tokenizer) -> None:
-    ids = stream(tokenizer, ["ab", "c"])
+    ids = encode_documents(tokenizer, ["ab", "c"])
     assert (ids == 0).tolist() == [True, False, False, True, False]
 
 

@@ -15,11 +15,11 @@ from torch import nn
 from transformers import Trainer
 
 from kalmix.models import KalmixConfig, KalmixForCausalLM
-from kalmix.training.corpus import load
-from kalmix.training.data import stream
+from kalmix.training.corpus import load_corpus
+from kalmix.training.data import encode_documents
 from kalmix.training.evaluation import bits_per_byte, evaluate, surprisals
 from kalmix.training.run import train
-from kalmix.training.trainer import FilterTrainer
+from kalmix.training.trainer import KalmixTrainer
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def with_context(model: KalmixForCausalLM, ids: torch.Tensor, start: int, token:
 def test_each_token_is_scored_from_the_earliest_window_that_holds_it(network, window: int, length: int) -> None:
     """Windows start every half window, so a token has half a window of context or more, or all that there is."""
     ids = torch.randint(17, (length,), generator=torch.Generator().manual_seed(0))
-    scores, stride = surprisals(network, ids, window=window, batch=3), window // 2
+    scores, stride = surprisals(network, ids, window=window, batch_size=3), window // 2
     assert scores.shape == (length - 1,)
     for token in range(1, length):
         start = max(0, -(-(token - window) // stride)) * stride
@@ -58,10 +58,10 @@ def test_a_run_is_scored_with_contexts_of_a_block(recipe, tmp_path: Path) -> Non
     run = train(recipe(steps=4, learning_rate=1e-2), tmp_path)
     documents = run.corpus.held_out
     found = evaluate(run).bits_per_byte
-    assert found == bits_per_byte(run.model, run.tokenizer, documents, window=16, batch=2)
-    ids = stream(run.tokenizer, documents)
+    assert found == bits_per_byte(run.model, run.tokenizer, documents, window=16, batch_size=2)
+    ids = encode_documents(run.tokenizer, documents)
     nats = sum(with_context(run.model, ids, max(0, -(-(t - 16) // 8)) * 8, t) for t in range(1, len(ids)))
-    assert found == pytest.approx(nats / math.log(2) / len(run.corpus.passage.encode()), rel=1e-5)
+    assert found == pytest.approx(nats / math.log(2) / len(run.corpus.held_out_text.encode()), rel=1e-5)
 
 
 def test_bits_per_byte_of_the_log_have_the_density_of_their_own_text(recipe, tmp_path: Path) -> None:
@@ -70,10 +70,10 @@ def test_bits_per_byte_of_the_log_have_the_density_of_their_own_text(recipe, tmp
     draw, known, unknown = random.Random(0), ["the", "filter", "of", "a", "belief"], ["zyxwvuts", "qponm", "lkjihg"]
     text.write_text("\n\n".join(" ".join(draw.choices(words, k=30)) for words in [known] * 80 + [unknown] * 6))
     run = train(recipe(text=str(text), steps=3), tmp_path / "run")
-    corpus = load(text)
+    corpus = load_corpus(text)
     density = {
-        "": len(stream(run.tokenizer, corpus.training)) / len("\n\n".join(corpus.training).encode()),
-        "eval_": len(stream(run.tokenizer, corpus.held_out)) / len("\n\n".join(corpus.held_out).encode()),
+        "": len(encode_documents(run.tokenizer, corpus.training)) / len("\n\n".join(corpus.training).encode()),
+        "eval_": len(encode_documents(run.tokenizer, corpus.held_out)) / len("\n\n".join(corpus.held_out).encode()),
     }
     assert density["eval_"] > 1.5 * density[""]
     for kind, tokens in density.items():
@@ -93,8 +93,8 @@ def test_tokens_of_accumulated_batches_count(recipe, tmp_path: Path) -> None:
 def test_tokens_of_all_processes_count(recipe, monkeypatch: pytest.MonkeyPatch, batch: int, processes: int) -> None:
     logged: dict[str, Any] = {}
     monkeypatch.setattr(Trainer, "log", lambda trainer, logs: logged.update(logs))
-    trainer: Any = object.__new__(FilterTrainer)
-    trainer.recipe, trainer.density = recipe(grad_accum=2), {}
+    trainer: Any = object.__new__(KalmixTrainer)
+    trainer.recipe, trainer.tokens_per_byte = recipe(grad_accum=2), {}
     trainer.schedule, trainer.state = SimpleNamespace(progress=0.5), SimpleNamespace(global_step=7)
     trainer.args = SimpleNamespace(per_device_train_batch_size=batch, world_size=processes)
     trainer.log({})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kalmix.training.checkpoints import newest, saved
+from kalmix.training.checkpoints import list_checkpoints, newest_checkpoint
 from kalmix_bench.experiments.recall import evaluation_callback, trainer
 from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.runner.cells import Results, digest
@@ -38,7 +38,7 @@ def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_sweep_passes_over_an_unfinished_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = found(COPY, tmp_path / "whole")
     kept = interrupted(tmp_path, monkeypatch)
-    (complete, older) = saved(kept)
+    (complete, older) = list_checkpoints(kept)
     shutil.copytree(complete, kept / "checkpoint-99")
     for name in ("manifest.json", "trainer_state.json", "optimizer.pt"):
         (kept / "checkpoint-99" / name).unlink(missing_ok=True)
@@ -65,7 +65,7 @@ def test_a_sweep_deletes_checkpoints_after_it_has_written_the_row(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Results, "add", die)
         found(COPY, tmp_path)
-    assert newest(kept) is not None
+    assert newest_checkpoint(kept) is not None
     steps = []
     step = trainer.CellTrainer.training_step
     monkeypatch.setattr(trainer.CellTrainer, "training_step", lambda *given: steps.append(1) or step(*given))

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from kalmix.analysis.layer_diagnostics import look
 from kalmix.errors import ArgumentError
 from kalmix.models import KalmixForCausalLM
-from kalmix.training.data import mark
+from kalmix.training.data import end_of_text_id
 
 
 class Reading(NamedTuple):
@@ -75,4 +75,4 @@ def _tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[Tensor, list
     for _, stop in encoded["offset_mapping"]:
         pieces.append(text[seen:stop])
         seen = max(seen, stop)
-    return torch.tensor([mark(tokenizer), *encoded["input_ids"]]), pieces
+    return torch.tensor([end_of_text_id(tokenizer), *encoded["input_ids"]]), pieces

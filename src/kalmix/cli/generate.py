@@ -30,5 +30,10 @@ def run(
     Console(highlight=False, markup=False, soft_wrap=True).print(prompt, end="", style="bold")
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     generate(
-        network, tokenizer, prompt, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, streamer=streamer
+        *(network, tokenizer, prompt),
+        max_new_tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        streamer=streamer,
     )

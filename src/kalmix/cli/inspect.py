@@ -25,10 +25,10 @@ def run(
     from kalmix.analysis.plots import beliefs
     from kalmix.analysis.text_diagnostics import read
     from kalmix.cli.load_run import load
-    from kalmix.training.corpus import read as documents
+    from kalmix.training.corpus import read_documents
 
     if file is not None:
-        text = "\n\n".join(documents(file).values())[:characters]
+        text = "\n\n".join(read_documents(file).values())[:characters]
     network, tokenizer = load(model)
     reading = read(network, tokenizer, text or "")
     picture = beliefs(

@@ -65,7 +65,7 @@ def load_run(folder: Path) -> Run:
         expected = f"a finished run; `kalmix train --resume --output {folder}` continues it"
         raise ArgumentError("run", got=f"{str(folder)!r}, which stopped {done}", expected=expected)
     model, tokenizer = load(folder)
-    corpus, before = text.load(recipe.text), inputs.load(folder)
+    corpus, before = text.load_corpus(recipe.text), inputs.load(folder)
     if before is not None:
         when = f"when {str(folder)!r} was trained"
         inputs.check(inputs.digests(corpus, folder), before, when, "to evaluate the run")

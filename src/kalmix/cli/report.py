@@ -19,7 +19,7 @@ from kalmix.errors import ArgumentError
 from kalmix.files import disk_errors, lock_folder
 
 if TYPE_CHECKING:
-    from kalmix.training.evaluation import Result
+    from kalmix.training.evaluation import EvaluationResult
     from kalmix.training.run import Run
 
 
@@ -87,12 +87,12 @@ def pictures(run: Run, rivals: dict[str, float]) -> list[Path]:
     """Draw the loss curve; where a layer has a posterior, also its variance and attention map on a held-out passage."""
     from kalmix.analysis import plots
     from kalmix.analysis.text_diagnostics import read
-    from kalmix.training.evaluation import passage
+    from kalmix.training.evaluation import excerpt
 
     curve = run.output / "loss.png"
     plots.loss_curve(curve, run.training, run.held_out, references=rivals)
     try:
-        reading = read(run.model, run.tokenizer, passage(run.corpus.held_out), weights=True)
+        reading = read(run.model, run.tokenizer, excerpt(run.corpus.held_out), weights=True)
     except ArgumentError:  # attention alone holds no belief
         return [curve]
     assert reading.weights is not None
@@ -106,7 +106,7 @@ def pictures(run: Run, rivals: dict[str, float]) -> list[Path]:
     return [curve, variance, weights]
 
 
-def _verdict(result: Result) -> Table:
+def _verdict(result: EvaluationResult) -> Table:
     table = Table("held-out text", "bits per byte", "bytes", box=box.SIMPLE_HEAD)
     table.columns[1].justify = table.columns[2].justify = "right"
     table.add_row("as it is", "8.000", f"{result.bytes:,}")

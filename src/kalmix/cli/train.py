@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from kalmix.errors import ArgumentError
-from kalmix.training.recipe import MINUTES, Recipe, parse_layers
+from kalmix.training.recipe import DEFAULT_MINUTES, Recipe, parse_layers
 
 
 def run(
@@ -31,7 +31,7 @@ def run(
         bool, typer.Option("--separate-documents", help="Reset the state at the start of each document.")
     ] = False,
     steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
-    minutes: Annotated[float | None, typer.Option(help=f"Stop after so long ({MINUTES} without --steps).")] = None,
+    minutes: Annotated[float | None, typer.Option(help=f"Time limit ({DEFAULT_MINUTES} without --steps).")] = None,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = Recipe.learning_rate,
     weight_decay: Annotated[float, typer.Option(help="Weight decay of matrices.")] = Recipe.weight_decay,
     warmup: Annotated[float, typer.Option(help="Part of the run in which the rate rises.")] = Recipe.warmup,
@@ -52,18 +52,18 @@ def run(
     else:
         given = {name: value for name, value in context.params.items() if name not in ("output", "resume")}
         given |= {"text": str(Path(text).resolve()) if text and text.strip() else text, "layers": parse_layers(layers)}
-        given["minutes"] = MINUTES if steps is None and minutes is None else minutes
+        given["minutes"] = DEFAULT_MINUTES if steps is None and minutes is None else minutes
         recipe = Recipe(**given)
     from transformers.utils import logging
 
     from kalmix.cli.progress import ProgressBar
     from kalmix.cli.report import interruption, report
     from kalmix.training.run import train
-    from kalmix.training.trainer import processes
+    from kalmix.training.trainer import process_state
 
     logging.disable_progress_bar()
     console = Console(highlight=False)
-    first = processes().is_main_process
+    first = process_state().is_main_process
     if first:
         console.print(f"reading {recipe.text or 'the documentation of this Python installation'}", soft_wrap=True)
     ended = train(recipe, folder, resume=resume, callbacks=[ProgressBar(console)])

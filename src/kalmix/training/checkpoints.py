@@ -14,17 +14,18 @@ from pathlib import Path
 from kalmix.errors import ArgumentError, FormatError
 from kalmix.files import FORMAT, check_format, read_json, write_text
 
-MANIFEST = "manifest.json"
-_NUMBERED = re.compile(r"checkpoint-(\d+)$")
-_BLOCK = 1 << 24  # bytes read at once
+MANIFEST_FILE = "manifest.json"
+_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)$")
+_READ_SIZE = 1 << 24  # bytes read at once
 
 
-def saved(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, newest first, complete or not."""
-    return sorted((path for path in folder.glob("checkpoint-*") if _NUMBERED.search(path.name)), key=number)[::-1]
+    paths = (path for path in folder.glob("checkpoint-*") if _CHECKPOINT_NAME.search(path.name))
+    return sorted(paths, key=checkpoint_step, reverse=True)
 
 
-def newest(folder: Path, *, processes: int = 1) -> Path | None:
+def newest_checkpoint(folder: Path, *, processes: int = 1) -> Path | None:
     """Return the newest intact checkpoint of `folder`; None if there is none.
 
     Pass over unfinished and damaged ones with a warning.
@@ -37,69 +38,69 @@ def newest(folder: Path, *, processes: int = 1) -> Path | None:
         ArgumentError: a checkpoint lacks a file that it had, belongs to another number of processes, or was written by
             a newer version.
     """
-    for path in saved(folder):
-        damage = _damage(path, processes)
+    for path in list_checkpoints(folder):
+        damage = _find_damage(path, processes)
         if damage is None:
             return path
         warnings.warn(f"passing over {path}: {damage}", stacklevel=2)
     return None
 
 
-def inputs_of(checkpoint: Path) -> dict[str, str]:
+def read_input_digests(checkpoint: Path) -> dict[str, str]:
     """Return the digests of the data that a checkpoint's run had read."""
-    return read_json(checkpoint / MANIFEST)["inputs"]
+    return read_json(checkpoint / MANIFEST_FILE)["inputs"]
 
 
-def number(path: Path) -> int:
+def checkpoint_step(path: Path) -> int:
     """Return the step of a checkpoint."""
-    match = _NUMBERED.search(path.name)
+    match = _CHECKPOINT_NAME.search(path.name)
     assert match is not None
     return int(match[1])
 
 
 def write_manifest(checkpoint: Path, processes: int, inputs: dict[str, str]) -> None:
     """Complete a checkpoint by its manifest."""
-    files = {path.relative_to(checkpoint).as_posix(): _contents(path) for path in _files(checkpoint)}
+    files = {path.relative_to(checkpoint).as_posix(): _fingerprint(path) for path in _files(checkpoint)}
     written = {"format": FORMAT, "processes": processes, "inputs": inputs, "files": files}
-    write_text(checkpoint / MANIFEST, json.dumps(written, indent=1) + "\n")
+    write_text(checkpoint / MANIFEST_FILE, json.dumps(written, indent=1) + "\n")
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
 
 
-def _contents(path: Path) -> list[int]:
+def _fingerprint(path: Path) -> list[int]:
     """Return a file's size and CRC-32."""
-    found = 0
+    checksum = 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            found = zlib.crc32(block, found)
-    return [path.stat().st_size, found]
+        while block := file.read(_READ_SIZE):
+            checksum = zlib.crc32(block, checksum)
+    return [path.stat().st_size, checksum]
 
 
-def _damage(checkpoint: Path, processes: int) -> str | None:
+def _find_damage(checkpoint: Path, processes: int) -> str | None:
     """Return what is damaged in a checkpoint, or None.
 
     Raises:
-        ArgumentError: as `newest` does.
+        ArgumentError: as `newest_checkpoint` does.
     """
-    if not (checkpoint / MANIFEST).exists():
-        return f"it is unfinished ({MANIFEST} is missing)"
+    if not (checkpoint / MANIFEST_FILE).exists():
+        return f"it is unfinished ({MANIFEST_FILE} is missing)"
     try:
-        manifest = read_json(checkpoint / MANIFEST)
-        check_format(manifest, checkpoint / MANIFEST)
-        files, savers = dict(manifest["files"]), manifest["processes"]
+        manifest = read_json(checkpoint / MANIFEST_FILE)
+        check_format(manifest, checkpoint / MANIFEST_FILE)
+        files, saved_processes = dict(manifest["files"]), manifest["processes"]
         dict(manifest["inputs"])
     except FormatError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} is damaged ({error})"
+        return f"{MANIFEST_FILE} is damaged ({error})"
     missing = [name for name in files if not (checkpoint / name).is_file()]
     if missing:
         expected = "complete; delete that folder to resume from an earlier checkpoint"
         raise ArgumentError("checkpoint", got=f"{str(checkpoint)!r}, without {', '.join(missing)}", expected=expected)
-    if savers != processes:
-        expected = f"{savers}, as when {str(checkpoint)!r} was saved"
+    if saved_processes != processes:
+        expected = f"{saved_processes}, as when {str(checkpoint)!r} was saved"
         raise ArgumentError("processes", got=processes, expected=expected)
-    damaged = [name for name, contents in files.items() if _contents(checkpoint / name) != contents]
+    damaged = [name for name, fingerprint in files.items() if _fingerprint(checkpoint / name) != fingerprint]
     return f"{', '.join(damaged)} {'is' if len(damaged) == 1 else 'are'} damaged" if damaged else None

@@ -22,8 +22,8 @@ from kalmix.errors import ArgumentError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-END = "<|endoftext|>"
-SUFFIXES = frozenset(
+END_OF_TEXT = "<|endoftext|>"
+TEXT_SUFFIXES = frozenset(
     f".{name}"
     for words in (
         "txt md rst tex org html css csv tsv json jsonl yaml yml toml ini cfg xml log sql sh",
@@ -32,27 +32,27 @@ SUFFIXES = frozenset(
     for name in words.split()
 )
 _HIDDEN = re.compile(r"^(\.|__pycache__$)")
-_NOT_DOCUMENTATION = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
-_NEEDS = "a UTF-8 text file, or a folder of them"
+_EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+_EXPECTED = "a UTF-8 text file, or a folder of them"
 
 
 class Corpus(NamedTuple):
-    """Documents to learn from and documents to be judged by, sharing no paragraph of 64 characters or more."""
+    """Documents to learn from and held-out documents, sharing no paragraph of 64 characters or more."""
 
     training: tuple[str, ...]
     held_out: tuple[str, ...]
 
     @property
-    def passage(self) -> str:
+    def held_out_text(self) -> str:
         """The held-out documents as one text: what is compressed, and what bits per byte are counted over."""
         return "\n\n".join(self.held_out)
 
 
-def load(path: str | os.PathLike[str] | None = None, *, held_out: float = 0.06) -> Corpus:
+def load_corpus(path: str | os.PathLike[str] | None = None, *, held_out: float = 0.06) -> Corpus:
     """The corpus at `path` (a file or a folder), or the documentation of this Python installation.
 
     Args:
-        path: a UTF-8 text file, or a folder whose files with a suffix of `SUFFIXES` are read, subfolders too.
+        path: a UTF-8 text file, or a folder whose files with a suffix of `TEXT_SUFFIXES` are read, subfolders too.
         held_out: the part of the bytes to hold out, between 0 and 1.
 
     Raises:
@@ -60,36 +60,36 @@ def load(path: str | os.PathLike[str] | None = None, *, held_out: float = 0.06) 
     """
     if not 0 < held_out < 1:
         raise ArgumentError("held_out", got=held_out, expected="between 0 and 1")
-    return split(python_documentation() if path is None else read(Path(path)), held_out)
+    return split_documents(python_documentation() if path is None else read_documents(Path(path)), held_out)
 
 
-def read(path: Path) -> dict[str, str]:
+def read_documents(path: Path) -> dict[str, str]:
     """The documents of a file or folder, name to text, in the order of their names; empty ones are left out."""
     if path.is_dir():
         files = sorted(path / name for name in _walk(path))
     elif path.is_file():
         files = [path]
     elif path.exists():  # a FIFO or a device may never end
-        raise ArgumentError("text", got=f"{str(path)!r}, which is not a regular file", expected=_NEEDS)
+        raise ArgumentError("text", got=f"{str(path)!r}, which is not a regular file", expected=_EXPECTED)
     else:
-        raise ArgumentError("text", got=f"{str(path)!r}, which does not exist", expected=_NEEDS)
+        raise ArgumentError("text", got=f"{str(path)!r}, which does not exist", expected=_EXPECTED)
     documents = {file.relative_to(path).as_posix(): _decode(file) for file in files}
     documents = {name: text for name, text in documents.items() if text.strip()}
     if not documents:
-        what = "has no text in it" if files else "has no files of text"
-        raise ArgumentError("text", got=f"{str(path)!r}, which {what}", expected=_NEEDS)
+        problem = "has no text in it" if files else "has no files of text"
+        raise ArgumentError("text", got=f"{str(path)!r}, which {problem}", expected=_EXPECTED)
     return documents
 
 
 def _walk(folder: Path) -> Iterator[str]:
-    """Yield the paths, within `folder`, of regular files with a suffix of `SUFFIXES`; hidden ones are left out."""
+    """Yield the paths, within `folder`, of regular files with a suffix of `TEXT_SUFFIXES`; hidden ones are left out."""
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not _HIDDEN.match(name)]
-        here = Path(root).relative_to(folder)
+        relative = Path(root).relative_to(folder)
         yield from (
-            (here / name).as_posix()
+            (relative / name).as_posix()
             for name in files
-            if Path(name).suffix.lower() in SUFFIXES and name[0] != "." and Path(root, name).is_file()
+            if Path(name).suffix.lower() in TEXT_SUFFIXES and name[0] != "." and Path(root, name).is_file()
         )
 
 
@@ -98,12 +98,12 @@ def _decode(file: Path) -> str:
         text = file.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ArgumentError(
-            "text", got=f"{str(file)!r}, which cannot be read ({error.strerror})", expected=_NEEDS
+            "text", got=f"{str(file)!r}, which cannot be read ({error.strerror})", expected=_EXPECTED
         ) from None
     except UnicodeDecodeError as error:
-        raise ArgumentError("text", got=f"{str(file)!r}, not UTF-8 at byte {error.start}", expected=_NEEDS) from None
+        raise ArgumentError("text", got=f"{str(file)!r}, not UTF-8 at byte {error.start}", expected=_EXPECTED) from None
     if "\0" in text:
-        raise ArgumentError("text", got=f"{str(file)!r}, which is binary", expected=_NEEDS)
+        raise ArgumentError("text", got=f"{str(file)!r}, which is binary", expected=_EXPECTED)
     return text
 
 
@@ -120,12 +120,12 @@ def python_documentation() -> dict[str, str]:
         documents.update((f"help({name!r})", text.strip()) for name, text in sorted(topics.items()))
     library = Path(sysconfig.get_path("stdlib"))
     for name in sorted(_walk(library)):
-        if name.endswith(".py") and not _NOT_DOCUMENTATION & set(Path(name).parts):
+        if name.endswith(".py") and not _EXCLUDED_FOLDERS & set(Path(name).parts):
             text = _docstrings(library / name)
             if len(text) >= 200:
                 documents[name] = text
     if not documents:
-        raise ArgumentError("text", got="absent, and this Python has no documentation to train on", expected=_NEEDS)
+        raise ArgumentError("text", got="absent, and this Python has no documentation to train on", expected=_EXPECTED)
     return documents
 
 
@@ -137,53 +137,55 @@ def _docstrings(file: Path) -> str:
             tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):  # a template or a file of tests for the parser: not documentation
         return ""
-    pieces: list[str] = []
+    docstrings: list[str] = []
 
     def visit(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        pieces.append(ast.get_docstring(node) or "")
+        docstrings.append(ast.get_docstring(node) or "")
         for child in node.body:
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 visit(child)
 
     visit(tree)
     # Escapes can make lone surrogates, which no UTF-8 text holds.
-    return "\n\n".join(filter(None, pieces)).encode(errors="replace").decode()
+    return "\n\n".join(filter(None, docstrings)).encode(errors="replace").decode()
 
 
-def split(documents: Mapping[str, str], held_out: float) -> Corpus:
+def split_documents(documents: Mapping[str, str], held_out: float) -> Corpus:
     """Hold out whole documents, chosen by a hash of their names, up to about `held_out` of all bytes.
 
     Where no choice of documents comes near (a single file), the end of the longest is held out, cut between two
     paragraphs. Paragraphs that the held-out text shares with the rest are then taken out of the training text,
-    so that no passage is judged that was learned by heart.
+    so that no text is scored that was learned by heart.
     """
     size = {name: len(text.encode()) for name, text in documents.items()}
     target = max(1, round(held_out * sum(size.values())))
-    judged: list[str] = []
+    held_out_names: list[str] = []
     for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        if size[name] + sum(size[other] for other in judged) <= 1.1 * target and len(judged) + 1 < len(documents):
-            judged.append(name)
-    training = {name: text for name, text in documents.items() if name not in judged}
-    kept = [documents[name] for name in documents if name in judged]
-    missing = target - sum(size[name] for name in judged)
+        if len(held_out_names) + 1 == len(documents):
+            break
+        if size[name] + sum(size[other] for other in held_out_names) <= 1.1 * target:
+            held_out_names.append(name)
+    training = {name: text for name, text in documents.items() if name not in held_out_names}
+    held_out_texts = [documents[name] for name in documents if name in held_out_names]
+    missing = target - sum(size[name] for name in held_out_names)
     if missing > target / 2:
         longest = max(training, key=lambda name: (size[name], name))
-        training[longest], tail = _cut(training[longest], missing)
-        kept.append(tail)
-    known = {key for text in kept for key in _keys(_paragraphs(text))}
-    rest = tuple(filter(str.strip, (_without(text, known) for text in training.values())))
-    if not rest or not any(map(str.strip, kept)):
+        training[longest], tail = _split_tail(training[longest], missing)
+        held_out_texts.append(tail)
+    held_out_keys = {key for text in held_out_texts for key in _paragraph_keys(_paragraphs(text))}
+    rest = tuple(filter(str.strip, (_remove_paragraphs(text, held_out_keys) for text in training.values())))
+    if not rest or not any(map(str.strip, held_out_texts)):
         raise ArgumentError(
             "text", problem=f"has only {sum(size.values())} bytes", expected="enough text to hold some out"
         )
-    return Corpus(rest, tuple(kept))
+    return Corpus(rest, tuple(held_out_texts))
 
 
-def _cut(text: str, tail: int) -> tuple[str, str]:
+def _split_tail(text: str, tail: int) -> tuple[str, str]:
     """Cut off about `tail` characters at the end: between paragraphs if possible, else lines, else anywhere."""
     at = max(1, len(text) - tail)
-    for border in ("\n\n", "\n"):
-        found = text.rfind(border, at // 2, at)
+    for separator in ("\n\n", "\n"):
+        found = text.rfind(separator, at // 2, at)
         if found > 0:
             return text[:found], text[found:].lstrip("\n")
     return text[:at], text[at:]
@@ -193,23 +195,23 @@ def _paragraphs(text: str) -> list[str]:
     return re.split(r"\n[ \t]*\n", text)
 
 
-def _keys(paragraphs: Iterable[str]) -> list[str]:
+def _paragraph_keys(paragraphs: Iterable[str]) -> list[str]:
     """What makes two paragraphs the same: their words; short ones are no more than phrases and never the same."""
     words = (" ".join(paragraph.split()) for paragraph in paragraphs)
     return [text for text in words if len(text) >= 64]
 
 
-def _without(text: str, known: set[str]) -> str:
-    return "\n\n".join(part for part in _paragraphs(text) if " ".join(part.split()) not in known)
+def _remove_paragraphs(text: str, keys: set[str]) -> str:
+    return "\n\n".join(part for part in _paragraphs(text) if " ".join(part.split()) not in keys)
 
 
 def train_tokenizer(texts: Iterable[str], kind: str = "bpe", *, vocab_size: int = 2048) -> Tokenizer:
-    """A lossless byte-level tokenizer with the one special token `END`.
+    """A lossless byte-level tokenizer with the one special token `END_OF_TEXT`.
 
     Args:
         texts: what to learn merges from.
         kind: "bpe" (byte-pair encoding), or "bytes" (no merges: a token a byte).
-        vocab_size: how many tokens at most, `END` and the 256 bytes among them; for "bpe" only.
+        vocab_size: how many tokens at most, `END_OF_TEXT` and the 256 bytes among them; for "bpe" only.
 
     Raises:
         ArgumentError: an unknown kind, or a vocabulary smaller than 257.
@@ -225,7 +227,7 @@ def train_tokenizer(texts: Iterable[str], kind: str = "bpe", *, vocab_size: int 
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size if kind == "bpe" else 257,
-        special_tokens=[END],
+        special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -233,6 +235,6 @@ def train_tokenizer(texts: Iterable[str], kind: str = "bpe", *, vocab_size: int 
     return tokenizer
 
 
-def bits_per_byte(nats: float, text: str) -> float:
+def nats_to_bits_per_byte(nats: float, text: str) -> float:
     """What `nats`, the negative log-likelihood of all of `text`, comes to in bits a byte, whatever the tokens."""
     return nats / (math.log(2) * len(text.encode()))

@@ -18,19 +18,19 @@ from transformers import PreTrainedTokenizerFast
 from kalmix.files import write_text
 from kalmix.models import KalmixForCausalLM
 from kalmix.training import corpus as text
-from kalmix.training.data import stream
+from kalmix.training.data import encode_documents
 from kalmix.training.provenance import provenance
 from kalmix.training.recipe import Recipe
 from kalmix.training.run import Run
 from kalmix.training.sampling import generate
 
-FILE = "result.json"
-PASSAGE = 200  # characters of held-out text in figures
+RESULT_FILE = "result.json"
+EXCERPT_CHARS = 200  # characters of held-out text in figures
 ProgressFn = Callable[[str, float], None]  # of the stage of an evaluation and the part of it that is done, 0 to 1
 
 
 @dataclass(frozen=True)
-class Result:
+class EvaluationResult:
     """Evaluation of a finished run, as result.json holds it.
 
     Attributes:
@@ -56,11 +56,11 @@ class Result:
 
     def save(self, folder: Path) -> Path:
         """Write result.json into `folder`, replacing an older one at once."""
-        write_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
-        return folder / FILE
+        write_text(folder / RESULT_FILE, json.dumps(asdict(self), indent=2) + "\n")
+        return folder / RESULT_FILE
 
 
-def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> Result:
+def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> EvaluationResult:
     """Evaluate the model of a finished run; the same run gives the same numbers again.
 
     A model that trained in bfloat16 autocast is evaluated in it.
@@ -72,21 +72,21 @@ def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> Resul
             run.tokenizer,
             documents,
             window=recipe.seq_len,
-            batch=recipe.batch_size,
+            batch_size=recipe.batch_size,
             progress=lambda done: progress("reading the held-out text", done),
         )
         progress("compressing the held-out text", 0)
-        rivals = compressors(documents)
+        compressed = compressor_bits_per_byte(documents)
         progress("writing a sample", 0)
-        prompt = passage(documents).split("\n")[0][:60]
+        prompt = excerpt(documents).split("\n")[0][:60]
         with torch.random.fork_rng():
             torch.manual_seed(recipe.seed)
-            sample = generate(run.model, run.tokenizer, prompt, tokens=160, temperature=0.7)
-    return Result(
+            sample = generate(run.model, run.tokenizer, prompt, max_new_tokens=160, temperature=0.7)
+    return EvaluationResult(
         bits_per_byte=score,
-        warning=too_short(recipe, run.steps),
-        bytes=len(run.corpus.passage.encode()),
-        compressors=rivals,
+        warning=short_run_warning(recipe, run.steps),
+        bytes=len(run.corpus.held_out_text.encode()),
+        compressors=compressed,
         steps=run.steps,
         tokens=int(run.history[-1]["tokens"]),
         prompt=prompt,
@@ -95,7 +95,7 @@ def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> Resul
     )
 
 
-def too_short(recipe: Recipe, steps: int) -> str | None:
+def short_run_warning(recipe: Recipe, steps: int) -> str | None:
     """Return why a run of `steps` steps is not meaningful, or None if it is.
 
     A run that its time budget ends must have taken at least as many steps as its warm-up has, which is one step or
@@ -113,9 +113,9 @@ def too_short(recipe: Recipe, steps: int) -> str | None:
     )
 
 
-def passage(documents: Sequence[str]) -> str:
+def excerpt(documents: Sequence[str]) -> str:
     """Return the beginning of the longest held-out document."""
-    return max(documents, key=len).strip()[:PASSAGE]
+    return max(documents, key=len).strip()[:EXCERPT_CHARS]
 
 
 def bits_per_byte(
@@ -124,7 +124,7 @@ def bits_per_byte(
     documents: Sequence[str],
     *,
     window: int,
-    batch: int = 8,
+    batch_size: int = 8,
     progress: Callable[[float], None] = lambda done: None,
 ) -> float:
     """The length of a lossless code for `documents`, in bits a byte of the documents joined by blank lines.
@@ -132,9 +132,9 @@ def bits_per_byte(
     Every token counts, the first and the marks between documents too, so tokenizers compare fairly. Each is
     predicted from at least half a `window` of what came before it, or from all there is.
     """
-    ids = stream(tokenizer, documents)
-    nats = float(surprisals(model, ids, window=window, batch=batch, progress=progress).double().sum())
-    return text.bits_per_byte(nats, "\n\n".join(documents))
+    ids = encode_documents(tokenizer, documents)
+    nats = float(surprisals(model, ids, window=window, batch_size=batch_size, progress=progress).double().sum())
+    return text.nats_to_bits_per_byte(nats, "\n\n".join(documents))
 
 
 @torch.no_grad()
@@ -143,7 +143,7 @@ def surprisals(
     ids: Tensor,
     *,
     window: int,
-    batch: int = 8,
+    batch_size: int = 8,
     progress: Callable[[float], None] = lambda done: None,
 ) -> Tensor:
     """The negative log-likelihood of each token of `ids` (int64 `[n]`) but the first, in nats, float32 `[n - 1]`.
@@ -156,9 +156,9 @@ def surprisals(
     stride = max(1, window // 2)
     starts = list(range(0, max(1, len(ids) - 1 - window + stride), stride))
     scores = torch.zeros(len(ids) - 1)
-    for at in range(0, len(starts), batch):
-        progress(at / len(starts))
-        group = starts[at : at + batch]
+    for first in range(0, len(starts), batch_size):
+        progress(first / len(starts))
+        group = starts[first : first + batch_size]
         rows = [ids[start : start + window + 1] for start in group]
         longest = max(map(len, rows))
         # Padding on the right is after every token that counts, so it needs no mask.
@@ -173,7 +173,7 @@ def surprisals(
     return scores
 
 
-def compressors(documents: Sequence[str]) -> dict[str, float]:
+def compressor_bits_per_byte(documents: Sequence[str]) -> dict[str, float]:
     """Bits per byte of the documents, joined by blank lines, under `gzip -9` and `xz -9`."""
     data = "\n\n".join(documents).encode()
     packed = {"gzip -9": gzip.compress(data, 9), "xz -9": lzma.compress(data, preset=9)}

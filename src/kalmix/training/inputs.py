@@ -11,7 +11,7 @@ from kalmix.errors import ArgumentError, FileError
 from kalmix.files import read_json, write_text
 from kalmix.training.corpus import Corpus
 
-FILE = "inputs.json"
+INPUTS_FILE = "inputs.json"
 Digests = dict[str, str]
 
 
@@ -24,7 +24,7 @@ def digests(corpus: Corpus, output: Path) -> Digests:
 
 def save(output: Path, found: Digests) -> None:
     """Write inputs.json into the folder of a run."""
-    write_text(output / FILE, json.dumps(found, indent=1) + "\n")
+    write_text(output / INPUTS_FILE, json.dumps(found, indent=1) + "\n")
 
 
 def load(output: Path) -> Digests | None:
@@ -34,9 +34,9 @@ def load(output: Path) -> Digests | None:
         ArgumentError: it is damaged.
     """
     try:
-        return read_json(output / FILE) if (output / FILE).exists() else None
+        return read_json(output / INPUTS_FILE) if (output / INPUTS_FILE).exists() else None
     except FileError as error:
-        got = f"{str(output)!r}, whose {FILE} is damaged ({error})"
+        got = f"{str(output)!r}, whose {INPUTS_FILE} is damaged ({error})"
         raise ArgumentError("run", got=got, expected="the folder of a run; delete that file to do without it") from None
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from kalmix.layers import Mixer
 
-DYNAMICS_RATE = 0.1  # of the matrices' rate: dynamics act at every step of the recurrence
+DYNAMICS_LR_FACTOR = 0.1  # of the matrices' rate: dynamics act at every step of the recurrence
 
 
 def parameter_groups(model: nn.Module, *, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def parameter_groups(model: nn.Module, *, learning_rate: float, weight_decay: fl
         else:
             name = "matrices" if value.ndim >= 2 else "vectors"
         groups[name].append(value)
-    rates, decays = {"dynamics": DYNAMICS_RATE * learning_rate}, {"matrices": weight_decay}
+    rates, decays = {"dynamics": DYNAMICS_LR_FACTOR * learning_rate}, {"matrices": weight_decay}
     return [
         {"name": name, "params": values, "lr": rates.get(name, learning_rate), "weight_decay": decays.get(name, 0.0)}
         for name, values in groups.items()

@@ -22,7 +22,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
             "torch": torch.__version__,
             "triton": _version("triton"),
         },
-        "device": _name(device),
+        "device": _device_name(device),
         "commit": _commit(),
     }
 
@@ -34,7 +34,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {device.type}, {torch.get_num_threads()} threads"
@@ -42,11 +42,12 @@ def _name(device: torch.device) -> str:
 
 def _commit() -> str | None:
     """The commit whose work tree this package is part of, marked where files differ from it; `None` elsewhere."""
-    here = Path(kalmix.__file__).parent
-    git = ("git", "-C", str(here))
+    folder = Path(kalmix.__file__).parent
+    git = ("git", "-C", str(folder))
     try:
         subprocess.run((*git, "ls-files", "--error-unmatch", "__init__.py"), check=True, capture_output=True)
-        told = subprocess.run((*git, "describe", "--always", "--dirty", "--abbrev=12"), check=True, capture_output=True)
+        describe = (*git, "describe", "--always", "--dirty", "--abbrev=12")
+        completed = subprocess.run(describe, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return told.stdout.decode().strip()
+    return completed.stdout.decode().strip()

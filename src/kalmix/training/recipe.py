@@ -13,9 +13,9 @@ from kalmix.files import FORMAT, check_format, read_json, write_text
 from kalmix.validation import check_types
 
 Layers = tuple[str | dict[str, Any], ...]
-FILE = "recipe.json"
-LARGEST_SEED = 2**32 - 1  # NumPy accepts no larger seed
-MINUTES = 3.5  # that the command line trains for, unless told
+RECIPE_FILE = "recipe.json"
+MAX_SEED = 2**32 - 1  # NumPy accepts no larger seed
+DEFAULT_MINUTES = 3.5  # that the command line trains for, unless told
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Recipe:
         for name in ("steps", "minutes", "learning_rate"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
                 raise ArgumentError(name, got=getattr(self, name), expected="a positive number")
-        if not 0 <= self.seed <= LARGEST_SEED:
-            raise ArgumentError("seed", got=self.seed, expected=f"between 0 and {LARGEST_SEED}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ArgumentError("seed", got=self.seed, expected=f"between 0 and {MAX_SEED}")
         if self.text is not None and not self.text.strip():
             raise ArgumentError("text", got="empty", expected="the path of a UTF-8 text file or folder")
         for name in ("warmup", "cooldown"):
@@ -95,7 +95,7 @@ class Recipe:
 
     def save(self, folder: Path) -> None:
         """Write `recipe.json` into `folder`."""
-        write_text(folder / FILE, json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n")
+        write_text(folder / RECIPE_FILE, json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> Recipe:
@@ -107,21 +107,21 @@ class Recipe:
         """
         expected = "the folder of a run"
         try:
-            written = read_json(folder / FILE)
-            check_format(written, folder / FILE, oldest=2)
-            given = {name: value for name, value in written.items() if name in FIELDS}
+            written = read_json(folder / RECIPE_FILE)
+            check_format(written, folder / RECIPE_FILE, oldest=2)
+            given = {name: value for name, value in written.items() if name in RECIPE_FIELDS}
             if isinstance(given.get("layers"), list):
                 given["layers"] = tuple(given["layers"])
             return cls(**given)
         except FormatError:
             raise
         except (FileError, ArgumentError) as error:
-            there = (folder / FILE).exists()
-            how = f"whose {FILE} is unreadable ({error})" if there else f"which holds no run ({error})"
+            there = (folder / RECIPE_FILE).exists()
+            how = f"whose {RECIPE_FILE} is unreadable ({error})" if there else f"which holds no run ({error})"
             raise ArgumentError("run", got=f"{str(folder)!r}, {how}", expected=expected) from None
 
 
-FIELDS = tuple(field.name for field in fields(Recipe))
+RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 
 
 def parse_layers(text: str) -> Layers:

@@ -34,14 +34,14 @@ from kalmix.errors import ArgumentError, FileError
 from kalmix.files import disk_errors, lock_folder, read_json, sync_tree, write_text
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.training import inputs
-from kalmix.training.checkpoints import inputs_of, newest, saved
-from kalmix.training.corpus import Corpus, load, train_tokenizer
-from kalmix.training.data import Blocks, mark, pretrained, read_tokenizer, stream
-from kalmix.training.recipe import FILE, Recipe
+from kalmix.training.checkpoints import list_checkpoints, newest_checkpoint, read_input_digests
+from kalmix.training.corpus import Corpus, load_corpus, train_tokenizer
+from kalmix.training.data import SequenceDataset, encode_documents, end_of_text_id, read_tokenizer, wrap_tokenizer
+from kalmix.training.recipe import RECIPE_FILE, Recipe
 from kalmix.training.schedule import Schedule, interruptible
-from kalmix.training.trainer import FilterTrainer, arguments, processes, tensorboard
+from kalmix.training.trainer import KalmixTrainer, process_state, tensorboard_callbacks, training_arguments
 
-LOOK = 8192  # tokens of held-out text a look during training reads, at most
+EVAL_TOKENS = 8192  # tokens of held-out text a look during training reads, at most
 HISTORY = "history.json"
 
 
@@ -103,49 +103,50 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
             tokenizer or a checkpoint are not what was saved.
         OSError: the disk is full; names the path.
     """
-    here = processes()
+    state = process_state()
     output = Path(broadcast_object_list([str(output)])[0])
     set_seed(recipe.seed)
-    corpus = load(recipe.text)
-    with lock_folder(output) if here.is_main_process else nullcontext(), disk_errors(output):
+    corpus = load_corpus(recipe.text)
+    with lock_folder(output) if state.is_main_process else nullcontext(), disk_errors(output):
         return _train(recipe, output, corpus, resume=resume, callbacks=callbacks)
 
 
 def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callbacks: Sequence[TrainerCallback]) -> Run:
     """Train into a folder that is this run's alone."""
-    here = processes()
-    checkpoint = _checkpoint(output, here, resume=resume)
+    state = process_state()
+    checkpoint = _checkpoint(output, state, resume=resume)
     if checkpoint is not None:
         when = f"when {str(checkpoint)!r} was saved"
-        inputs.check(inputs.digests(corpus, output), inputs_of(checkpoint), when, "to resume the run")
-    with here.main_process_first():
-        fresh = here.is_main_process and checkpoint is None
+        inputs.check(inputs.digests(corpus, output), read_input_digests(checkpoint), when, "to resume the run")
+    with state.main_process_first():
+        fresh = state.is_main_process and checkpoint is None
         tokenizer = _tokenizer(recipe, corpus, output / "model", fresh=fresh)
-    end = mark(tokenizer)
+    end = end_of_text_id(tokenizer)
     model = build(recipe, len(tokenizer), end)
-    seen, unseen = stream(tokenizer, corpus.training), stream(tokenizer, corpus.held_out)
-    data = Blocks(seen, recipe.seq_len, end=end, documents=recipe.separate_documents)
+    train_ids, eval_ids = encode_documents(tokenizer, corpus.training), encode_documents(tokenizer, corpus.held_out)
+    data = SequenceDataset(train_ids, recipe.seq_len, end_id=end, separate_documents=recipe.separate_documents)
+    batch_size = min(recipe.batch_size, max(1, len(data) // state.num_processes))
     schedule = Schedule(steps=recipe.steps, minutes=recipe.minutes, warmup=recipe.warmup, cooldown=recipe.cooldown)
     read = inputs.digests(corpus, output)
-    if here.is_main_process:
+    if state.is_main_process:
         recipe.save(output)
         inputs.save(output, read)
-    trainer = FilterTrainer(
+    trainer = KalmixTrainer(
         recipe,
         schedule,
-        {"loss": len(seen) / _bytes(corpus.training), "eval_loss": len(unseen) / _bytes(corpus.held_out)},
+        {"loss": len(train_ids) / _bytes(corpus.training), "eval_loss": len(eval_ids) / _bytes(corpus.held_out)},
         read,
         model=model,
-        args=arguments(recipe, output, batch=min(recipe.batch_size, max(1, len(data) // here.num_processes))),
+        args=training_arguments(recipe, output, batch_size=batch_size),
         train_dataset=data,
-        eval_dataset=_look(unseen, recipe),
-        callbacks=[schedule, *tensorboard(output, here.is_main_process), *callbacks],
+        eval_dataset=_eval_dataset(eval_ids, recipe),
+        callbacks=[schedule, *tensorboard_callbacks(output, state.is_main_process), *callbacks],
     )
     trainer.remove_callback(PrinterCallback)
     try:
         with interruptible(schedule):  # saving, too, is not cut off
             trainer.train_from(checkpoint)
-            return _ended(trainer, output, corpus, tokenizer)
+            return _save_model(trainer, output, corpus, tokenizer)
     except BackendCompilerFailed as error:
         reason = str(error).splitlines()[0]
         raise ArgumentError("compile", got=f"asked for where it fails ({reason})", expected="left out") from error
@@ -169,14 +170,14 @@ def build(recipe: Recipe, vocab_size: int, end: int) -> KalmixForCausalLM:
     return KalmixForCausalLM(config)
 
 
-def _checkpoint(output: Path, here: PartialState, *, resume: bool) -> Path | None:
+def _checkpoint(output: Path, state: PartialState, *, resume: bool) -> Path | None:
     """Return the checkpoint to resume from, None to start from the beginning; warn if that loses a former start.
 
     Raises:
         ArgumentError: as `train` does.
     """
     checkpoints = output / "checkpoints"
-    if not resume and ((output / HISTORY).exists() or saved(checkpoints)):
+    if not resume and ((output / HISTORY).exists() or list_checkpoints(checkpoints)):
         raise ArgumentError(
             "output", got=f"{str(output)!r}, which holds a run", expected="a new folder, or that run resumed"
         )
@@ -184,11 +185,12 @@ def _checkpoint(output: Path, here: PartialState, *, resume: bool) -> Path | Non
         shutil.rmtree(checkpoints, ignore_errors=True)  # a kill may have come before this
         expected = "an unfinished one, to resume it (`kalmix report` evaluates a finished one)"
         raise ArgumentError("output", got=f"{str(output)!r}, a finished run", expected=expected)
-    checkpoint = newest(checkpoints, processes=here.num_processes)
-    if checkpoint is None and (output / FILE).exists() and here.is_main_process:
-        lost = "holds no intact checkpoint" if saved(checkpoints) else "was stopped before its first checkpoint"
+    checkpoint = newest_checkpoint(checkpoints, processes=state.num_processes)
+    if checkpoint is None and (output / RECIPE_FILE).exists() and state.is_main_process:
+        found = list_checkpoints(checkpoints)
+        problem = "holds no intact checkpoint" if found else "was stopped before its first checkpoint"
         warnings.warn(
-            f"the run in {output} {lost}: it starts again from the beginning; once it has saved a checkpoint, "
+            f"the run in {output} {problem}: it starts again from the beginning; once it has saved a checkpoint, "
             f"`kalmix train --resume --output {output}` goes on from there",
             stacklevel=2,
         )
@@ -199,18 +201,18 @@ def _tokenizer(recipe: Recipe, corpus: Corpus, folder: Path, *, fresh: bool) -> 
     """A new tokenizer, saved to `folder`; or the one there, so that a resumed run or another process has the same."""
     if not fresh and (folder / "tokenizer.json").exists():
         return read_tokenizer(folder)
-    tokenizer = pretrained(train_tokenizer(corpus.training, recipe.tokenizer, vocab_size=recipe.vocab_size))
+    tokenizer = wrap_tokenizer(train_tokenizer(corpus.training, recipe.tokenizer, vocab_size=recipe.vocab_size))
     tokenizer.save_pretrained(folder)
     sync_tree(folder)
     return tokenizer
 
 
-def _look(ids: Tensor, recipe: Recipe) -> Dataset | None:
+def _eval_dataset(ids: Tensor, recipe: Recipe) -> Dataset | None:
     """What is looked at during training: the first blocks of the held-out text, in full batches if it has one."""
-    ids = ids[:LOOK]
+    ids = ids[:EVAL_TOKENS]
     batch = recipe.seq_len * recipe.batch_size
     whole = len(ids) // batch * batch  # another size would compile anew
-    return Blocks(ids[: whole or None], recipe.seq_len, end=-1) if len(ids) >= recipe.seq_len else None
+    return SequenceDataset(ids[: whole or None], recipe.seq_len, end_id=-1) if len(ids) >= recipe.seq_len else None
 
 
 def _bytes(documents: Sequence[str]) -> int:
@@ -230,7 +232,7 @@ def finished(history: Sequence[dict[str, float]]) -> bool:
     return bool(history) and history[-1].get("progress", 0.0) >= 1
 
 
-def _ended(trainer: FilterTrainer, output: Path, corpus: Corpus, tokenizer: Any) -> Run:
+def _save_model(trainer: KalmixTrainer, output: Path, corpus: Corpus, tokenizer: Any) -> Run:
     """Save the model and the history of a run that has ended, and return it.
 
     The history is written last: a run whose history says that it is finished has a whole model.

@@ -15,9 +15,9 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from kalmix.files import disk_errors, sync, sync_tree
-from kalmix.training.checkpoints import number, saved, write_manifest
+from kalmix.training.checkpoints import checkpoint_step, list_checkpoints, write_manifest
 
-UNFINISHED = "unfinished"
+UNFINISHED_FOLDER = "unfinished"
 
 
 class SafeTrainer(Trainer):
@@ -33,8 +33,8 @@ class SafeTrainer(Trainer):
     def train_from(self, checkpoint: Path | None) -> TrainOutput:
         """Train from `checkpoint`, or from the beginning if None; discard newer checkpoints, which are damaged."""
         if self.args.should_save:
-            after = -1 if checkpoint is None else number(checkpoint)
-            self._discard(path for path in saved(self._folder) if number(path) > after)
+            after = -1 if checkpoint is None else checkpoint_step(checkpoint)
+            self._discard(path for path in list_checkpoints(self._folder) if checkpoint_step(path) > after)
         return self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
     @property
@@ -43,11 +43,11 @@ class SafeTrainer(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
-        return str(Path(folder) / UNFINISHED) if self._saving else folder
+        return str(Path(folder) / UNFINISHED_FOLDER) if self._saving else folder
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.args.should_save:
-            shutil.rmtree(self._folder / UNFINISHED, ignore_errors=True)
+            shutil.rmtree(self._folder / UNFINISHED_FOLDER, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         with disk_errors(self._folder):
             self._saving = True
@@ -62,16 +62,16 @@ class SafeTrainer(Trainer):
 
     def _publish(self) -> None:
         """Complete the unfinished checkpoint, and discard those that exceed `save_total_limit`."""
-        (checkpoint,) = saved(self._folder / UNFINISHED)
+        (checkpoint,) = list_checkpoints(self._folder / UNFINISHED_FOLDER)
         write_manifest(checkpoint, self.args.world_size, self.inputs)
         sync_tree(checkpoint)
         checkpoint.rename(self._folder / checkpoint.name)
         sync(self._folder)
-        self._discard(saved(self._folder)[self.args.save_total_limit :])
+        self._discard(list_checkpoints(self._folder)[self.args.save_total_limit :])
 
     def _discard(self, checkpoints: Iterable[Path]) -> None:
         """Delete checkpoints so that none is seen in parts."""
-        unfinished = self._folder / UNFINISHED
+        unfinished = self._folder / UNFINISHED_FOLDER
         for checkpoint in checkpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()

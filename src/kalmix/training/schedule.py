@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-LOOKS = 10  # evaluations a run, the last at its end
-SAVES = 5  # parts of a run, after each of which but the last it saves a checkpoint
-SAVED = 600.0  # seconds between two checkpoints, at most
+EVALUATIONS = 10  # evaluations a run, the last at its end
+SAVE_INTERVALS = 5  # fractions of a run, after each of which but the last it saves a checkpoint
+MAX_SECONDS_BETWEEN_SAVES = 600.0  # seconds between two checkpoints, at most
 
 
 class Schedule(TrainerCallback):
@@ -33,11 +33,11 @@ class Schedule(TrainerCallback):
         self.progress: float = 0.0
         self.interrupted: bool = False
         self.finished: bool = False
-        self._resumed = self._before = 0.0
-        self._began = self._first = self._saved = time.monotonic()
-        self._warm = self._due = False
+        self._initial_progress = self._previous_progress = 0.0
+        self._start_time = self._first_step_time = self._save_time = time.monotonic()
+        self._timing_started = self._save_due = False
 
-    def factor(self, _: int = 0) -> float:
+    def lr_factor(self, _: int = 0) -> float:
         """The learning rate at this progress, as a part of its peak: a trapezoid."""
         rising = self.progress / self.warmup if self.warmup else 1.0
         falling = (1 - self.progress) / self.cooldown if self.cooldown else 1.0
@@ -47,51 +47,53 @@ class Schedule(TrainerCallback):
         """What is left by the clock; None if nothing limits it."""
         if self.seconds is None:
             return None
-        return max(0.0, self._began + self.seconds * (1 - self._resumed) - time.monotonic())
+        return max(0.0, self._start_time + self.seconds * (1 - self._initial_progress) - time.monotonic())
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._resumed = self.progress = next(
+        self._initial_progress = self.progress = next(
             (row["progress"] for row in reversed(state.log_history) if "progress" in row), 0.0
         )
-        self._began = self._first = self._saved = time.monotonic()
-        self._warm = False
+        self._start_time = self._first_step_time = self._save_time = time.monotonic()
+        self._timing_started = False
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Before the rate is set for the next step."""
-        if not self._warm:
-            self._warm, self._first = True, time.monotonic()
-        due = time.monotonic() - self._saved >= SAVED
-        told = [self._reached(state.global_step + 1), float(self.interrupted), float(due)]
+        if not self._timing_started:
+            self._timing_started, self._first_step_time = True, time.monotonic()
+        save_due = time.monotonic() - self._save_time >= MAX_SECONDS_BETWEEN_SAVES
+        local = [self._progress_at(state.global_step + 1), float(self.interrupted), float(save_due)]
         if dist.is_available() and dist.is_initialized():
-            everyone = torch.tensor(told, device=args.device, dtype=torch.float64)
-            dist.all_reduce(everyone, dist.ReduceOp.MAX)
-            told = everyone.tolist()
-        self._before, self.progress, self.interrupted, self._due = self.progress, told[0], bool(told[1]), bool(told[2])
+            combined = torch.tensor(local, device=args.device, dtype=torch.float64)
+            dist.all_reduce(combined, dist.ReduceOp.MAX)
+            local = combined.tolist()
+        self._previous_progress, self.progress = self.progress, local[0]
+        self.interrupted, self._save_due = bool(local[1]), bool(local[2])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.finished = self.progress >= 1
-        control.should_evaluate = control.should_evaluate or self._passed(LOOKS)
-        control.should_save = self.interrupted or ((self._due or self._passed(SAVES)) and not self.finished)
+        control.should_evaluate = control.should_evaluate or self._crossed_mark(EVALUATIONS)
+        save = self._save_due or self._crossed_mark(SAVE_INTERVALS)
+        control.should_save = self.interrupted or (save and not self.finished)
         if control.should_save:
-            self._saved = time.monotonic()
+            self._save_time = time.monotonic()
         control.should_training_stop = control.should_training_stop or self.finished or self.interrupted
         control.should_log = control.should_log or control.should_save or control.should_training_stop
 
-    def _reached(self, step: int) -> float:
-        parts = [0.0]
+    def _progress_at(self, step: int) -> float:
+        fractions = [0.0]
         if self.steps is not None:
-            parts.append(step / self.steps)
+            fractions.append(step / self.steps)
         if self.seconds is not None:
-            end = self._began + self.seconds * (1 - self._resumed)
-            spent = (time.monotonic() - self._first) / max(end - self._first, 1e-9)
-            parts.append(self._resumed + (1 - self._resumed) * min(1.0, spent))
-        return min(1.0, max(parts))
+            end = self._start_time + self.seconds * (1 - self._initial_progress)
+            spent = (time.monotonic() - self._first_step_time) / max(end - self._first_step_time, 1e-9)
+            fractions.append(self._initial_progress + (1 - self._initial_progress) * min(1.0, spent))
+        return min(1.0, max(fractions))
 
-    def _passed(self, marks: int) -> bool:
+    def _crossed_mark(self, marks: int) -> bool:
         """Whether this step passed one of `marks` evenly spaced marks."""
-        return int(self.progress * marks) > int(self._before * marks)
+        return int(self.progress * marks) > int(self._previous_progress * marks)
 
 
 @contextmanager
@@ -100,16 +102,16 @@ def interruptible(schedule: Schedule) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def interrupt(number: int, _: Any) -> None:
         schedule.interrupted = True
-        signal.signal(number, former[number])
+        signal.signal(number, handlers[number])
 
-    for number in former:
+    for number in handlers:
         signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number, handler in former.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

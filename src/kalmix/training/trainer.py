@@ -19,15 +19,15 @@ from kalmix.training.recipe import Recipe
 from kalmix.training.saving import SafeTrainer
 from kalmix.training.schedule import Schedule
 
-FOREVER = 10**9  # steps of a run that only the clock ends
+UNLIMITED_STEPS = 10**9  # steps of a run that only the clock ends
 
 
-def processes() -> PartialState:
+def process_state() -> PartialState:
     """The processes that train together: those of `torchrun`, or this one alone."""
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
-class FilterTrainer(SafeTrainer):
+class KalmixTrainer(SafeTrainer):
     """The Hugging Face Trainer with our parameter groups, our schedule, and logs that say more.
 
     Each row of the log carries `progress` (0 to 1) and `tokens` seen; a loss is followed by its `bits_per_byte`.
@@ -37,20 +37,20 @@ class FilterTrainer(SafeTrainer):
         self,
         recipe: Recipe,
         schedule: Schedule,
-        density: dict[str, float],
+        tokens_per_byte: dict[str, float],
         inputs: dict[str, str],
         **options: Any,
     ) -> None:
         """Args:
         recipe: of the run.
         schedule: also among the callbacks.
-        density: tokens a byte of what a loss is of: "loss" of training, "eval_loss" of held-out text.
+        tokens_per_byte: tokens a byte of what a loss is of: "loss" of training, "eval_loss" of held-out text.
         inputs: digests of the text and the tokenizer.
         options: of `Trainer`.
         """
         self.recipe: Recipe = recipe
         self.schedule: Schedule = schedule
-        self.density: dict[str, float] = density
+        self.tokens_per_byte: dict[str, float] = tokens_per_byte
         self.inputs: dict[str, str] = inputs
         super().__init__(**options)
 
@@ -66,25 +66,25 @@ class FilterTrainer(SafeTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> torch.optim.lr_scheduler.LRScheduler:
         if self.lr_scheduler is None:
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, self.schedule.factor)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, self.schedule.lr_factor)
         return self.lr_scheduler
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         try:
             return super().compute_loss(*args, **options)
         except NonFiniteError as error:
-            raise self._diverged() from error  # a filter refuses such signals before there is a loss
+            raise self._divergence_error() from error  # a filter refuses such signals before there is a loss
 
-    def _diverged(self) -> ArgumentError:
+    def _divergence_error(self) -> ArgumentError:
         got = f"{self.recipe.learning_rate:g}, at which training diverged in step {self.state.global_step}"
         return ArgumentError("learning_rate", got=got, expected="lower")
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
-            raise self._diverged()
+            raise self._divergence_error()
         bits = {
-            name.replace("loss", "bits_per_byte"): logs[name] * density / math.log(2)
-            for name, density in self.density.items()
+            name.replace("loss", "bits_per_byte"): logs[name] * tokens_per_byte / math.log(2)
+            for name, tokens_per_byte in self.tokens_per_byte.items()
             if name in logs
         }
         tokens = self.state.global_step * self.recipe.seq_len * self.recipe.grad_accum
@@ -92,14 +92,14 @@ class FilterTrainer(SafeTrainer):
         super().log({**logs, **bits, "tokens": tokens, "progress": self.schedule.progress}, *args, **options)
 
 
-def arguments(recipe: Recipe, output: Path, *, batch: int) -> TrainingArguments:
-    """What the Trainer is told; `batch` is of each process."""
+def training_arguments(recipe: Recipe, output: Path, *, batch_size: int) -> TrainingArguments:
+    """What the Trainer is told; `batch_size` is of each process."""
     return TrainingArguments(
         output_dir=str(output / "checkpoints"),
-        per_device_train_batch_size=batch,
+        per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=recipe.batch_size,
         gradient_accumulation_steps=recipe.grad_accum,
-        max_steps=FOREVER if recipe.steps is None else recipe.steps,
+        max_steps=UNLIMITED_STEPS if recipe.steps is None else recipe.steps,
         max_grad_norm=1.0,
         bf16=recipe.bf16,
         use_cpu=not torch.accelerator.is_available(),
@@ -122,7 +122,7 @@ def arguments(recipe: Recipe, output: Path, *, batch: int) -> TrainingArguments:
     )
 
 
-def tensorboard(output: Path, main: bool) -> list[TrainerCallback]:
+def tensorboard_callbacks(output: Path, main: bool) -> list[TrainerCallback]:
     """Curves for TensorBoard, from the main process only."""
     if not main:
         return []

@@ -39,7 +39,7 @@ def build(mixer: str, parameters: float, width: int) -> KalmixForCausalLM:
 
 def batches(length: int, batch: int, device: str):
     """Endless random windows `[batch, length]` of the text, int64."""
-    corpus = "\n".join(text.load().training).encode()
+    corpus = "\n".join(text.load_corpus().training).encode()
     tokens = torch.frombuffer(bytearray(corpus), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)
     while True:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, TrainingArguments
 
 from kalmix.models.losses import IGNORE_INDEX
-from kalmix.training.checkpoints import newest
+from kalmix.training.checkpoints import newest_checkpoint
 from kalmix.training.saving import SafeTrainer
 from kalmix_bench import datasets
 from kalmix_bench.experiments.recall.data import Batches, CellData
@@ -193,7 +193,7 @@ def train_cell(
     with _folder(checkpoints) as folder:
         trainer = CellTrainer(cell, drawn, model, evaluation, training_arguments(cell, folder, device))
         evaluation.trainer = trainer
-        trainer.train_from(newest(folder))
+        trainer.train_from(newest_checkpoint(folder))
     if evaluation.stopped:
         raise CellStopped
     return evaluation

@@ -11,7 +11,7 @@ from typing import Any
 
 from kalmix.errors import ArgumentError, FormatError
 from kalmix.files import FORMAT, check_format, read_json, write_text
-from kalmix.training.recipe import FILE
+from kalmix.training.recipe import RECIPE_FILE
 from kalmix.validation import check_types
 
 
@@ -104,7 +104,7 @@ class VisionRecipe:
 
     def save(self, folder: Path) -> None:
         """Write `recipe.json` into `folder`."""
-        write_text(folder / FILE, json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n")
+        write_text(folder / RECIPE_FILE, json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> VisionRecipe:
@@ -114,15 +114,15 @@ class VisionRecipe:
             ArgumentError: there is none, it is not a recipe, or a newer version wrote it.
         """
         try:
-            given = read_json(folder / FILE)
-            check_format(given, folder / FILE)
+            given = read_json(folder / RECIPE_FILE)
+            check_format(given, folder / RECIPE_FILE)
             known = {field.name for field in fields(cls)}
             shaped: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}
             return cls(**shaped)
         except FormatError:
             raise
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            got = f"{str(folder)!r}, whose {FILE} is unreadable ({error})"
+            got = f"{str(folder)!r}, whose {RECIPE_FILE} is unreadable ({error})"
             raise ArgumentError("folder", got=got, expected="the folder of a run") from None
 
 

@@ -28,10 +28,10 @@ from kalmix.files import disk_errors, lock_folder, replace_file, write_text
 from kalmix.layers import mixer_class
 from kalmix.models.folder import check_finite, check_weights, read_headers
 from kalmix.models.vision.model import VisionModel, gated_kalmanet
-from kalmix.training.checkpoints import newest, saved
+from kalmix.training.checkpoints import list_checkpoints, newest_checkpoint
 from kalmix.training.optimizer import parameter_groups
 from kalmix.training.saving import SafeTrainer
-from kalmix.training.trainer import processes
+from kalmix.training.trainer import process_state
 from kalmix_bench.experiments.vision import data as vision_data
 from kalmix_bench.experiments.vision.recipe import VisionRecipe
 
@@ -73,7 +73,7 @@ def train(
         ArgumentError: no images, no such mixer, sizes that do not fit, a loss that is no longer finite, or an output
             folder that holds a run already, or one under way.
     """
-    here = processes()
+    here = process_state()
     output = Path(broadcast_object_list([str(output)])[0])
     with lock_folder(output) if here.is_main_process else nullcontext(), disk_errors(output):
         return _train(recipe, output, resume=resume, callbacks=callbacks, cpu=cpu)
@@ -84,7 +84,7 @@ def _train(
 ) -> VisionRun:
     """Train into a folder that is this run's alone."""
     checkpoints = output / "checkpoints"
-    if (output / HISTORY).exists() or (saved(checkpoints) and not resume):
+    if (output / HISTORY).exists() or (list_checkpoints(checkpoints) and not resume):
         got = f"{str(output)!r}, which holds a run"
         raise ArgumentError("output", got=got, expected="a new folder, or that of an unfinished run, resumed")
     set_seed(recipe.seed)
@@ -104,7 +104,7 @@ def _train(
     trainer.remove_callback(PrinterCallback)
     if trainer.is_world_process_zero():
         recipe.save(output)
-    result = trainer.train_from(newest(checkpoints, processes=processes().num_processes))
+    result = trainer.train_from(newest_checkpoint(checkpoints, processes=process_state().num_processes))
     history = trainer.state.log_history
     if trainer.is_world_process_zero():
         with replace_file(output / WEIGHTS) as partial:
