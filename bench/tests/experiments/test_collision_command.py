@@ -10,7 +10,7 @@ import pytest
 from kalmix_bench.experiments.collision import experiment
 
 PNG = b"\x89PNG\r\n"
-TINY = ("--steps", 2, "--batch", 2, "--tests", 1)
+TINY = ("--steps", 2, "--batch-size", 2, "--test-sequences", 1)
 
 
 def lines(folder: Path) -> list[dict]:
@@ -81,8 +81,8 @@ def test_a_finished_cell_is_not_run_again(kalmix, tmp_path: Path, monkeypatch: p
         ("--preset desktop", "laptop, paper"),
         ("--seeds 0", "`seeds` is 0"),
         ("--steps 0", "`steps` is 0"),
-        ("--batch -1", "`batch` is -1"),
-        ("--tests 0", "`tests` is 0"),
+        ("--batch-size -1", "`batch_size` is -1"),
+        ("--test-sequences 0", "`test_sequences` is 0"),
         ("--queries ask", "read or write"),
         ("--overlap 1", "below 1"),
         ("--device tpu", "cpu or cuda"),

@@ -156,7 +156,7 @@ def test_members_are_clipped_by_themselves():
 
 
 def test_a_seed_learns_the_same_whoever_is_beside_it():
-    protocol = CollisionProtocol(steps=4, batch=2, rate=3e-3, tests=3)
+    protocol = CollisionProtocol(steps=4, batch_size=2, learning_rate=3e-3, test_sequences=3)
     study = STUDIES["crowding"]
 
     def learn(seeds):
@@ -173,7 +173,7 @@ def test_a_seed_learns_the_same_whoever_is_beside_it():
 
 
 def test_a_model_learns_to_recall():
-    protocol, study = CollisionProtocol(steps=40, batch=8, rate=1e-2, tests=8), STUDIES["recall"]
+    protocol, study = CollisionProtocol(steps=40, batch_size=8, learning_rate=1e-2, test_sequences=8), STUDIES["recall"]
     model = RecallModel("reset", study.task.inputs, study.task.labels, [0])
     before = evaluate(model, study, {"flood": 1, "overlap": (0.7, 0.7)}, protocol, CPU)
     train(model, study, [0], protocol, CPU, lambda done, loss: None)
@@ -185,17 +185,20 @@ def test_a_model_learns_to_recall():
 @pytest.mark.parametrize("study", STUDIES)
 def test_no_test_sequence_was_trained_on(study, monkeypatch):
     """Seed 0 is included: PyTorch's CPU generator treats 2^32 as 0."""
-    study_spec, protocol = STUDIES[study], CollisionProtocol(steps=16, batch=4, rate=3e-3, tests=4)
+    study_spec, protocol = (
+        STUDIES[study],
+        CollisionProtocol(steps=16, batch_size=4, learning_rate=3e-3, test_sequences=4),
+    )
     drawn, draw = [], type(study_spec).draw
     monkeypatch.setattr(type(study_spec), "draw", lambda *asked: drawn.append(draw(*asked)) or drawn[-1])
     seeds = [0, 1, 2, 2**30 - 1]
     model = RecallModel("linear-attention", study_spec.task.inputs, study_spec.task.labels, seeds)
     train(model, study_spec, seeds, protocol, CPU, lambda done, loss: None)
     trained, drawn[:] = sequences(drawn, study_spec.task.labels), []
-    for condition in study_spec.training:
+    for condition in study_spec.training_conditions:
         evaluate(model, study_spec, condition, protocol, CPU)
     tested = sequences(drawn, study_spec.task.labels)
-    assert len(trained) == 16 * len(seeds) * 4 and len(tested) >= 4 * len(study_spec.training)
+    assert len(trained) == 16 * len(seeds) * 4 and len(tested) >= 4 * len(study_spec.training_conditions)
     assert not trained & tested
 
 

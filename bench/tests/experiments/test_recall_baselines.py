@@ -152,7 +152,7 @@ def test_a_model_of_them_begins_as_their_packages_say():
     assert 0.9e-3 < step.min() < step.max() < 0.11
     assert not mlstm.mlstm_cell.fgate.weight.any()
     assert mlstm.mlstm_cell.fgate.bias.min() == 3
-    scaled = build(9, ModelShape(WIDTH, scaled=True), "mamba-1", 8, from_last=False).model.mixers[0].inner
+    scaled = build(9, ModelShape(WIDTH, zoology_init=True), "mamba-1", 8, from_last=False).model.mixers[0].inner
     assert F.softplus(scaled.dt_proj.bias).max() < 0.11
     ids = torch.arange(8)[None]
     loss = model(input_ids=ids, labels=ids).loss

@@ -21,8 +21,8 @@ COPY = RecallCell(
     "mad/selective-copying",
     (Part.of(32, 16, seq_len=16, num_tokens_to_copy=2, vocab_size=6),),
     "kla",
-    ModelShape(8, state=64),
-    RecallProtocol(epochs=2, batch=16, rate=1e-2),
+    ModelShape(8, state_size=64),
+    RecallProtocol(epochs=2, batch_size=16, learning_rate=1e-2),
     0,
 )
 PRESSED = RecallCell(

@@ -20,17 +20,17 @@ PNG = b"\x89PNG\r\n"
 _COPY = RecallStudy(
     "mad/selective-copying",
     (Part.of(8, 4, seq_len=12, num_tokens_to_copy=2),),
-    (ModelShape(8, state=32, heads=2),),
-    RecallProtocol(epochs=2, batch=4, rate=1e-3),
+    (ModelShape(8, state_size=32, heads=2),),
+    RecallProtocol(epochs=2, batch_size=4, learning_rate=1e-3),
     ("kla", "kla-noise-free"),
 )
 _RECALL = RecallStudy(
     "mqar",
     tuple(Part.of(8, 4, vocab_size=40, input_seq_len=n, num_kv_pairs=d) for n, d in ((16, 2), (24, 4))),
     (ModelShape(8), ModelShape(16)),
-    RecallProtocol(epochs=1, batch=4, rate=1e-3),
+    RecallProtocol(epochs=1, batch_size=4, learning_rate=1e-3),
     ("linear-attention",),
-    rates=(1e-3, 1e-2),
+    learning_rates=(1e-3, 1e-2),
 )
 
 
@@ -77,10 +77,10 @@ def test_widths_and_loads_are_drawn_at_the_best_rate(kalmix, tmp_path: Path) -> 
     by, found = slices(summarize(rows)[0])
     assert by == "pairs" and list(found) == [(16, 2), (24, 4)]
     for row in rows:
-        row["scores"][row["score"]] = row["protocol"]["rate"]
-    assert [entry.rows[0]["protocol"]["rate"] for entry in summarize(rows)] == [1e-2, 1e-2]
+        row["scores"][row["score"]] = row["protocol"]["learning_rate"]
+    assert [entry.rows[0]["protocol"]["learning_rate"] for entry in summarize(rows)] == [1e-2, 1e-2]
     rows[1] |= {"diverged": "loss"}
-    assert [entry.rows[0]["protocol"]["rate"] for entry in summarize(rows)] == [1e-3, 1e-2]
+    assert [entry.rows[0]["protocol"]["learning_rate"] for entry in summarize(rows)] == [1e-3, 1e-2]
 
 
 def test_layers_of_a_task_stand_together_in_whatever_order_their_cells_end() -> None:
@@ -91,7 +91,7 @@ def test_layers_of_a_task_stand_together_in_whatever_order_their_cells_end() -> 
 
 def test_widths_are_chosen() -> None:
     asked = make_cells(BENCHES["mqar"]["laptop"], (), (), 1, (16,))
-    assert len(asked) == 2 and {cell.shape.width for cell in asked} == {16}
+    assert len(asked) == 2 and {cell.shape.hidden_size for cell in asked} == {16}
 
 
 def test_variants_of_a_layer_are_told_apart_at_every_depth(kalmix, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_presets_are_cells(bench: str, preset: str, monkeypatch: pytest.MonkeyPa
 
 def test_mads_own_protocol_asks_every_difficulty_at_every_rate_and_decay() -> None:
     asked = make_cells(BENCHES["mad"]["mad-lab"], ("compression",), ("kla",), 1)
-    tried = {(cell.protocol.rate, cell.protocol.decay) for cell in asked}
+    tried = {(cell.protocol.learning_rate, cell.protocol.weight_decay) for cell in asked}
     assert tried == {(rate, decay) for rate in (1e-4, 5e-4, 1e-3) for decay in (0.0, 0.1)}
     lengths, rows = ({settings(cell) for cell in asked} for settings in (_length, lambda cell: cell.parts[0].train))
     assert lengths == {32, 64, 128, 256} and rows == {12_800, 6400, 3200, 1600, 800} and len(asked) == 6 * 11
@@ -164,14 +164,14 @@ def _length(cell: RecallCell) -> int:
         ("mad --layer kla:{slots:8}", 'such as kla:{"slots": 8}'),
         ('mad --layer kla:{"slots":"8"}', "`slots` is '8'"),
         ('mad --layer kla:{"mixer":"gla"}', "'mixer'; expected one of"),
-        ('mad --layer gla:{"heads":3}', "in 3 parts"),
-        ("mad --layer design", "'design' of 'design'` is absent"),
+        ('mad --layer gla:{"heads":3}', "multiple of 3"),
+        ("mad --layer design", "'design' of 'design'` is missing"),
         ("mad --depth 1,0", "`depth` is '1,0'"),
         ("mad --validation -1", "`validation` is -1"),
         ("mad --task copying", "selective-copying"),
         ("mad --preset desktop", "laptop, paper"),
         ("mad --seeds 0", "`seeds` is 0"),
-        ("mqar --width 12", "one of 8, 16"),
+        ("mqar --hidden-size 12", "one of 8, 16"),
         ("mqar --jobs 0", "`jobs` is 0"),
         ("mad --epochs 0", "`epochs` is 0"),
         ("a5 --device tpu", "cpu or cuda"),
@@ -224,7 +224,7 @@ def test_all_runs_every_bench_into_its_folder(kalmix, tmp_path: Path, monkeypatc
 
 def test_needles_are_scored_by_length_and_depth(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = tuple(presets._bytes(length, train, 6) for length, train in ((464, 4), (640, 0)))
-    protocol = RecallProtocol(epochs=1, batch=4, rate=1e-3)
+    protocol = RecallProtocol(epochs=1, batch_size=4, learning_rate=1e-3)
     study = RecallStudy("needle/single-1", parts, (ModelShape(8),), protocol, ("linear-attention",))
     monkeypatch.setitem(BENCHES["needle"], "laptop", (study,))
     told = kalmix("bench", "needle", "--device", "cpu", "--output", tmp_path)

@@ -18,7 +18,7 @@ from kalmix_bench.experiments.recall.layers import parse_layer, sized, state_siz
 from kalmix_bench.experiments.recall.models import AutoEncoder, TokenModel, build, sinusoidal_positions
 from kalmix_bench.experiments.recall.trainer import learning_rate_factor
 
-MAD = ModelShape(128, state=2048)  # Table 11 of Kalman Linear Attention
+MAD = ModelShape(128, state_size=2048)  # Table 11 of Kalman Linear Attention
 ELSEWHERE = {"mamba-1", "mlstm", "rwkv-7", "attention"}
 GROWING = {"attention", "afa", "rt-afa", "afa-transformer", "controlled-afa"}
 UNSIZED = {"recurrent-afa", *GROWING}
@@ -27,7 +27,7 @@ OWN = [name for name in LAYERS if LAYERS[name]["mixer"] not in ELSEWHERE - {"att
 
 @pytest.mark.parametrize("name", OWN)
 def test_every_layer_is_built_at_the_state_it_is_matched_to(name: str) -> None:
-    shape = replace(MAD, width=32, state=512)
+    shape = replace(MAD, hidden_size=32, state_size=512)
     model = build(16, shape, name, 8, from_last=False)
     assert isinstance(model, TokenModel)
     assert model(torch.randint(16, (2, 8))).shape == (2, 8, 16)
@@ -51,7 +51,7 @@ def test_sizes_are_those_of_table_11_and_of_table_3_of_memory_by_design() -> Non
     assert MAD.layer_options("gla")["heads"] * MAD.layer_options("gla")["head_dim"] == 0.5 * 128
     assert MAD.layer_options("mamba2") == {"mixer": "mamba2", "heads": 4, "head_dim": 32, "state_dim": 16}
     assert MAD.layer_options("mamba-1") == {"mixer": "mamba-1", "expand": 1, "state_dim": 16}
-    theirs = ModelShape(128, depth=2, state=8192, values=2.0)
+    theirs = ModelShape(128, depth=2, state_size=8192, value_expansion=2.0)
     assert theirs.layer_options("bayesian")["head_dim"] == 32
     assert theirs.layer_options("gated-deltanet") == {
         "mixer": "gated-deltanet",
@@ -93,7 +93,9 @@ def test_options_replace_those_of_a_name_and_other_sizes_follow_from_the_state()
     }
     assert MAD.layer_options('design:{"design": "deltanet"}')["design"] == "deltanet"
     assert MAD.layer_options('kla:{"samples": 5}') == {"mixer": "kla", "samples": 5, "slots": 8}
-    built = build(16, replace(MAD, width=32, state=512), 'gated-deltanet:{"heads": 2, "conv": 0}', 8, from_last=False)
+    built = build(
+        16, replace(MAD, hidden_size=32, state_size=512), 'gated-deltanet:{"heads": 2, "conv": 0}', 8, from_last=False
+    )
     assert state_size(built.model.mixers[0]) == 512
 
 
@@ -152,7 +154,7 @@ def test_mlps_stand_before_the_blocks_and_in_the_heads_place() -> None:
 def test_kla_plus_learns_by_the_marginal_likelihood_and_its_samples_spread_as_it_believes() -> None:
     torch.manual_seed(0)
     ids, targets = torch.randint(16, (3, 6)), torch.randint(16, (3, 6))
-    model = build(16, ModelShape(32, state=512, mlp=24), "kla-plus", 6, from_last=False)
+    model = build(16, ModelShape(32, state_size=512, mlp=24), "kla-plus", 6, from_last=False)
     assert isinstance(model, TokenModel) and model.samples == 10
     passed = model.model(model.model.embed_tokens(ids), output_posterior=True)
     posterior, losses = passed.posterior, []
@@ -166,17 +168,17 @@ def test_kla_plus_learns_by_the_marginal_likelihood_and_its_samples_spread_as_it
         torch.manual_seed(1)
         losses.append(float(loss().detach()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    mean = build(16, ModelShape(32, state=512, mlp=24), "kla", 6, from_last=False)
+    mean = build(16, ModelShape(32, state_size=512, mlp=24), "kla", 6, from_last=False)
     mean.load_state_dict(model.state_dict())
     assert float((mean(ids).log_softmax(-1) - model(ids)).detach().abs().max()) > 1e-3
-    both = build(16, ModelShape(32, state=512, decoder=(24, 12)), "kla-plus", 6, from_last=True)
+    both = build(16, ModelShape(32, state_size=512, decoder=(24, 12)), "kla-plus", 6, from_last=True)
     assert both(ids).shape == (3, 6, 16)
 
 
 def test_zoologys_model_echoes_its_norm() -> None:
     """h = mixer(LN1(r)); r = r + h; r = r + LN2(r), twice, then LN and the embedding's own rows."""
     torch.manual_seed(0)
-    shape = ModelShape(16, depth=2, norm="layer", head="tied", echo=True, scaled=True, dropout=0.1)
+    shape = ModelShape(16, depth=2, norm="layer", head="tied", add_norm=True, zoology_init=True, dropout=0.1)
     model = build(40, shape, "gated-deltanet", 8, from_last=False).eval()
     assert isinstance(model, TokenModel)
     ids = torch.randint(40, (2, 8))
@@ -195,23 +197,26 @@ def test_zoologys_model_echoes_its_norm() -> None:
 
 
 def test_rates_follow_their_schedules() -> None:
-    cosine = RecallProtocol(epochs=4, batch=8, rate=1e-3, schedule="cosine", least=1e-6)
+    cosine = RecallProtocol(epochs=4, batch_size=8, learning_rate=1e-3, schedule="cosine", min_learning_rate=1e-6)
     assert [learning_rate_factor(cosine, step, 5) for step in (0, 4)] == [1, 1]
     assert learning_rate_factor(cosine, 10, 5) == pytest.approx(0.5, abs=1e-3)
     assert learning_rate_factor(cosine, 20, 5) == pytest.approx(1e-3)
-    warm = RecallProtocol(epochs=4, batch=8, rate=1e-3, schedule="warmup", warmup=10)
+    warm = RecallProtocol(epochs=4, batch_size=8, learning_rate=1e-3, schedule="warmup", warmup=10)
     assert [learning_rate_factor(warm, step, 5) for step in (0, 4, 9, 15)] == pytest.approx([0.1, 0.5, 1.0, 0.5])
-    assert learning_rate_factor(RecallProtocol(epochs=4, batch=8, rate=1e-3), 19, 5) == 1
+    assert learning_rate_factor(RecallProtocol(epochs=4, batch_size=8, learning_rate=1e-3), 19, 5) == 1
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: RecallProtocol(epochs=0, batch=1, rate=1), "`epochs`"),
-        (lambda: RecallProtocol(epochs=1, batch=1, rate=0), "`rate`"),
-        (lambda: RecallProtocol(epochs=1, batch=1, rate=1, schedule="linear"), "constant, cosine, warmup"),
-        (lambda: RecallProtocol(epochs=1, batch=1, rate=1, chosen="first"), "loss, score, last"),
-        (lambda: ModelShape(0), "`width`"),
+        (lambda: RecallProtocol(epochs=0, batch_size=1, learning_rate=1), "`epochs`"),
+        (lambda: RecallProtocol(epochs=1, batch_size=1, learning_rate=0), "`learning_rate`"),
+        (
+            lambda: RecallProtocol(epochs=1, batch_size=1, learning_rate=1, schedule="linear"),
+            "constant, cosine, warmup",
+        ),
+        (lambda: RecallProtocol(epochs=1, batch_size=1, learning_rate=1, select_epoch="first"), "loss, score, last"),
+        (lambda: ModelShape(0), "`hidden_size`"),
         (lambda: RecallCell("mad/copying", (), "kla", MAD, RecallProtocol(1, 1, 1), 0), "mad/selective-copying"),
         (
             lambda: RecallCell("mqar", (Part.of(1, 1, frac_noise=0.1),), "kla", MAD, RecallProtocol(1, 1, 1), 0),
@@ -227,6 +232,6 @@ def test_nonsense_raises(make, says: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in OWN if name.endswith("-no-conv")])
 def test_layers_without_a_convolution_have_none(name: str) -> None:
-    mixer = build(16, replace(MAD, width=32, state=512), name, 8, from_last=False).model.mixers[0]
+    mixer = build(16, replace(MAD, hidden_size=32, state_size=512), name, 8, from_last=False).model.mixers[0]
     taps = [part.weight.shape[-1] for part in mixer.modules() if isinstance(part, ShortConvolution)]
     assert set(taps) == ({1} if name == "mamba2-no-conv" else set())  # its bias and activation stay

@@ -22,8 +22,8 @@ COPY = RecallCell(
     "mad/selective-copying",
     (Part.of(64, 32, seq_len=16, num_tokens_to_copy=2, vocab_size=6),),
     "gated-deltanet",
-    ModelShape(16, state=64, heads=2),
-    RecallProtocol(epochs=3, batch=24, rate=1e-2, clip=5.0),
+    ModelShape(16, state_size=64, heads=2),
+    RecallProtocol(epochs=3, batch_size=24, learning_rate=1e-2, max_grad_norm=5.0),
     0,
 )
 
@@ -54,7 +54,7 @@ def test_a_seed_learns_the_same_again_and_another_does_not(tmp_path: Path) -> No
 def test_how_far_it_is_is_told_within_an_epoch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_callback, "REPORT_SECONDS", 0.0)
     told = []
-    cell = replace(COPY, protocol=replace(COPY.protocol, epochs=2, batch=32))
+    cell = replace(COPY, protocol=replace(COPY.protocol, epochs=2, batch_size=32))
     run(
         Recall(),
         [cell],
@@ -71,7 +71,7 @@ def test_how_far_it_is_is_told_within_an_epoch_too(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("layer", ["kla", "kla-plus", "gated-deltanet"])
 def test_so_it_does_on_a_gpu(tmp_path: Path, layer: str, captured: bool) -> None:
     part = Part.of(8192, 64, seq_len=64, num_tokens_to_copy=4)  # most tokens are one id, asked for by many at once
-    protocol = replace(COPY.protocol, batch=1024, captured=captured)
+    protocol = replace(COPY.protocol, batch_size=1024, cuda_graph=captured)
     cell = replace(COPY, parts=(part,), layer=layer, protocol=protocol)
     first, again = (found(cell, tmp_path / name, torch.device("cuda")) for name in ("first", "again"))
     assert first["curves"] == again["curves"] and first["slices"] == again["slices"]
@@ -107,13 +107,13 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
 
 
 def test_a_run_ends_when_it_is_good_enough_or_gets_no_better(tmp_path: Path) -> None:
-    stale = replace(COPY.protocol, epochs=50, rate=1e-9, patience=2)
+    stale = replace(COPY.protocol, epochs=50, learning_rate=1e-9, patience=2)
     assert found(replace(COPY, protocol=stale), tmp_path)["epochs"] == 3
-    assert found(replace(COPY, protocol=replace(stale, patience=None, enough=0.0)), tmp_path)["epochs"] == 1
+    assert found(replace(COPY, protocol=replace(stale, patience=None, stop_score=0.0)), tmp_path)["epochs"] == 1
 
 
 def test_a_run_that_diverges_is_finished(tmp_path: Path) -> None:
-    cell = replace(COPY, protocol=replace(COPY.protocol, rate=1e30, clip=0.0))
+    cell = replace(COPY, protocol=replace(COPY.protocol, learning_rate=1e30, max_grad_norm=0.0))
     row = found(cell, tmp_path)
     assert "NaN or infinity" in row["diverged"] and "scores" not in row
     assert list(Results(tmp_path / "results.jsonl").rows([cell])) == [cell]

@@ -23,8 +23,8 @@ LINE = {
     "task": "mad/selective-copying",
     "parts": [{"train": 8, "test": 4, "settings": {"seq_len": 12, "num_tokens_to_copy": 2}}],
     "layer": 'kla:{"slots": 2}',
-    "shape": {"width": 8},
-    "protocol": {"epochs": 2, "batch": 4, "rate": 0.001},
+    "shape": {"hidden_size": 8},
+    "protocol": {"epochs": 2, "batch_size": 4, "learning_rate": 0.001},
     "seed": 0,
 }
 
@@ -68,7 +68,7 @@ def test_the_documented_commands_write_cells_and_run_them(kalmix, tmp_path: Path
     (file,) = tmp_path.glob("*.jsonl")
     written = [json.loads(cell) for cell in file.read_text().splitlines()]
     assert all(json.loads(json.dumps(parse_cell(cell).to_dict())) == cell for cell in written)
-    small = [line(layer=cell["layer"], shape={"width": 8, "depth": cell["shape"]["depth"]}) for cell in written]
+    small = [line(layer=cell["layer"], shape={"hidden_size": 8, "depth": cell["shape"]["depth"]}) for cell in written]
     small = [cell for place, cell in enumerate(small) if cell not in small[:place]]
     assert len(small) == 4
     lines(file, *small)
@@ -119,9 +119,9 @@ def test_a_cell_that_fails_leaves_the_others_alone(kalmix, tmp_path: Path) -> No
         (line(layer='kla:{"slot": 1}'), "line 2: `option of 'kla'` is 'slot'"),
         (line(task="mad/copying"), "line 2: `name` is 'mad/copying'"),
         (line(shape__widht=8), "line 2: `shape` is with 'widht'"),
-        (line(shape__width="8"), "line 2: `width` is '8'; expected an integer"),
+        (line(shape__hidden_size="8"), "line 2: `hidden_size` is '8'; expected an integer"),
         (line(protocol__betas=["a"]), "line 2: `betas`"),
-        (line(protocol={"epochs": 2}), "line 2: `protocol` is without batch, rate"),
+        (line(protocol={"epochs": 2}), "line 2: `protocol` is without batch_size, learning_rate"),
         (line(parts=[{"train": 8, "test": 4, "settings": {"length": 3}}]), "line 2: `length`"),
         (line(parts=[]), "line 2: `parts` lacks"),
         (line(parts=[3]), "line 2: `parts` is with 3"),
@@ -160,8 +160,12 @@ def test_a_mistake_is_one_line(kalmix, tmp_path: Path, content: str | None, word
 
 
 def test_a_line_may_leave_out_defaults_and_a_row_of_results_is_a_line() -> None:
-    cell = parse_cell(line(protocol__rate=1))
-    assert isinstance(cell, RecallCell) and cell.protocol.rate == 1.0 and isinstance(cell.protocol.rate, float)
+    cell = parse_cell(line(protocol__learning_rate=1))
+    assert (
+        isinstance(cell, RecallCell)
+        and cell.protocol.learning_rate == 1.0
+        and isinstance(cell.protocol.learning_rate, float)
+    )
     row = {**cell.to_dict(), "seconds": 1.0, "versions": {}, "scores": {}}
     assert parse_cell(json.loads(json.dumps(row))).to_dict() == cell.to_dict()
 

@@ -16,7 +16,9 @@ PNG = b"\x89PNG\r\n"
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PRESETS, "laptop", SdeProtocol(epochs=1, batch=4, channels=8, train=4, validation=2, test=2))
+    monkeypatch.setitem(
+        PRESETS, "laptop", SdeProtocol(epochs=1, batch_size=4, channels=8, train=4, validation=2, test=2)
+    )
     monkeypatch.setattr(sde_report, "calibration", functools.partial(sde_report.calibration, trajectories=10))
 
 

@@ -23,7 +23,7 @@ from kalmix_bench.runner.cells import Results
 from kalmix_bench.runner.scheduler import run
 
 CPU = torch.device("cpu")
-TINY = SdeProtocol(epochs=2, batch=4, channels=8, train=8, validation=4, test=4)
+TINY = SdeProtocol(epochs=2, batch_size=4, channels=8, train=8, validation=4, test=4)
 
 
 def silent(done: float, error: float) -> None:
@@ -73,7 +73,7 @@ def test_what_is_pulled_forward_and_weighed_is_the_prediction() -> None:
 
 
 def test_a_model_learns_to_beat_the_last_measurement() -> None:
-    protocol = replace(TINY, epochs=12, batch=16, channels=32, train=64, validation=16, test=16)
+    protocol = replace(TINY, epochs=12, batch_size=16, channels=32, train=64, validation=16, test=16)
     setting = SETTINGS["figure-1b"]
     given = setting.draw(protocol.sizes, 0)
     found = train_predictor("softmax", given, protocol, 0, CPU, silent)
@@ -144,7 +144,7 @@ def test_cells_are_run_once_and_their_models_found_again(tmp_path: Path, monkeyp
         (lambda: SdeCell("figure-2", "softmax", 0, TINY), "setting"),
         (lambda: SdeCell("co2", "rnn", 0, TINY), "model"),
         (lambda: SdeProtocol(epochs=0), "epochs"),
-        (lambda: SdeProtocol(rate=0), "rate"),
+        (lambda: SdeProtocol(learning_rate=0), "learning_rate"),
     ],
 )
 def test_nonsense_raises(make, name: str) -> None:

@@ -147,7 +147,7 @@ def test_a_reversed_iteration_multiplies_its_rounding_errors() -> None:
 
 @functools.cache
 def depths() -> dict[str, Any]:
-    setting = Gradients(vocabulary=50, length=64, heads=1, width=32, layers=(1, 5), scales=(1.0, 1e4))
+    setting = Gradients(vocab_size=50, length=64, heads=1, width=32, layers=(1, 5), scales=(1.0, 1e4))
     found = gradients(setting, 0, CPU, silent)
     rows = {(x["arithmetic"], x["solver"], x["layers"]): x["parameters"] for x in found["rows"]}
     return {"rows": rows, "scaled": {(x["scale"], x["solver"]): x["parameters"] for x in found["scaled"]}}

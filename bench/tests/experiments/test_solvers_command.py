@@ -22,7 +22,7 @@ from kalmix_bench.runner.scheduler import run
 PNG = b"\x89PNG\r\n"
 TINY = {
     "residual": Convergence(1, 8, 8, 12),
-    "gradient": Gradients(vocabulary=9, length=8, heads=1, width=8, layers=(1, 2), iterations=3, scales=(1.0, 10.0)),
+    "gradient": Gradients(vocab_size=9, length=8, heads=1, width=8, layers=(1, 2), iterations=3, scales=(1.0, 10.0)),
     "condition": Conditions(1, 8, 8),
     "reversal": Reversal(1, 8, 8, 12),
     "precision": Convergence(1, 8, 8, 12),

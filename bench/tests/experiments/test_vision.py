@@ -18,7 +18,7 @@ from kalmix_bench.experiments.vision.data import load as load_images
 from kalmix_bench.experiments.vision.recipe import DIGITS, VisionRecipe
 from kalmix_bench.experiments.vision.run import build, load, train
 
-SMALL = replace(DIGITS, size=32, depths=(1, 1, 2, 1), windows=(2, 1), batch=32, warmup=0.2, shift=2)
+SMALL = replace(DIGITS, size=32, depths=(1, 1, 2, 1), windows=(2, 1), batch_size=32, warmup=0.2, shift=2)
 
 
 def test_learns_digits(tmp_path):
@@ -46,7 +46,7 @@ def test_resumes(tmp_path):
         def on_save(self, args, state, control, **_):
             raise KeyboardInterrupt
 
-    recipe = replace(SMALL, width=8, batch=128, epochs=2)
+    recipe = replace(SMALL, width=8, batch_size=128, epochs=2)
     whole = train(recipe, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         train(recipe, tmp_path / "cut", callbacks=[CutOff()])
@@ -68,7 +68,7 @@ def test_rates():
     """From 1e-6 up to 5e-4 in 20 epochs, along a cosine to 5e-6 at 310, and there until 320."""
     recipe = VisionRecipe()
     assert recipe.total_epochs == 320
-    rates = [recipe.rate * recipe.learning_rate_factor(epoch) for epoch in (0, 10, 20, 155, 310, 320)]
+    rates = [recipe.learning_rate * recipe.learning_rate_factor(epoch) for epoch in (0, 10, 20, 155, 310, 320)]
     top = 5e-6 + (5e-4 - 5e-6) * (1 + torch.cos(torch.tensor(torch.pi * 20 / 310)).item()) / 2
     assert rates == pytest.approx([1e-6, 2.505e-4, top, 2.525e-4, 5e-6, 5e-6])
 
@@ -98,7 +98,7 @@ def folder(tmp_path):
 
 
 def test_folder(folder, tmp_path):
-    recipe = replace(SMALL, images=str(folder), epochs=1, batch=2, mixup=0.8, cutmix=1.0)
+    recipe = replace(SMALL, images=str(folder), epochs=1, batch_size=2, mixup=0.8, cutmix=1.0)
     seen, unseen = load_images(recipe)
     assert seen.classes == ["apple", "lime"] and len(seen) == len(unseen) == 6
     torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_centre():
     ("make", "says"),
     [
         (lambda path: Folder(path / "nothing", eval_transform(8)), "without images"),
-        (lambda path: VisionRecipe(rate=0.0), "rate"),
+        (lambda path: VisionRecipe(learning_rate=0.0), "learning_rate"),
         (lambda path: VisionRecipe(warmup=400), "warmup"),
         (lambda path: VisionRecipe(drop_path=1.0), "drop_path"),
         (lambda path: VisionRecipe.load(path), "unreadable"),
@@ -150,12 +150,12 @@ def test_mixed():
     """Labels say in which shares an image shows what; smoothing spreads a tenth of them."""
     labels = torch.tensor([0, 1, 2, 3])
     images = labels[:, None, None, None].float().expand(4, 1, 20, 20)
-    plain, shown = mix_images(images, labels, 5, replace(SMALL, mixup=0.0, cutmix=0.0, smoothing=0.1))
+    plain, shown = mix_images(images, labels, 5, replace(SMALL, mixup=0.0, cutmix=0.0, label_smoothing=0.1))
     assert torch.equal(plain, images)
     torch.testing.assert_close(shown, 0.9 * torch.eye(5)[:4] + 0.02)
     torch.manual_seed(0)
     for kind in ("mixup", "cutmix"):
-        recipe = replace(SMALL, **{"mixup": 0.0, "cutmix": 0.0, "smoothing": 0.0, kind: 1.0})
+        recipe = replace(SMALL, **{"mixup": 0.0, "cutmix": 0.0, "label_smoothing": 0.0, kind: 1.0})
         shares = []
         for _ in range(50):
             found, shown = mix_images(images, labels, 5, recipe)

@@ -16,7 +16,7 @@ from kalmix_bench.experiments.vision.recipe import DIGITS
 from kalmix_bench.runner.cells import Results
 from kalmix_bench.runner.experiment import CellStopped
 
-TINY = replace(DIGITS, size=32, width=8, depths=(1, 1, 2, 1), windows=(2, 1), batch=2, epochs=1, warmup=0.2)
+TINY = replace(DIGITS, size=32, width=8, depths=(1, 1, 2, 1), windows=(2, 1), batch_size=2, epochs=1, warmup=0.2)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ STUDY = presets.RecallStudy(
     "mad/selective-copying",
     (Part.of(8, 4, seq_len=12, num_tokens_to_copy=2),),
     (ModelShape(8, state=32, heads=2),),
-    RecallProtocol(epochs=3, batch=4, rate=1e-3),
+    RecallProtocol(epochs=3, batch_size=4, learning_rate=1e-3),
     ("kla",),
 )
 

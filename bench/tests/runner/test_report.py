@@ -37,7 +37,7 @@ def test_orderings_are_read_from_what_was_found() -> None:
 
 
 def test_only_what_was_asked_alike_is_compared() -> None:
-    assert not list(check_claims([found("kla", 0.85, width=64), found("kla-noise-free", 0.7, width=128)]))
+    assert not list(check_claims([found("kla", 0.85, hidden_size=64), found("kla-noise-free", 0.7, hidden_size=128)]))
     assert not list(check_claims([found("kla", 0.85, score="micro"), found("kla-noise-free", 0.7, score="micro")]))
     both = [found(layer, 0.5, depth=depth) for depth in (1, 2) for layer in ("kla", "kla-noise-free")]
     assert len(list(check_claims(both))) == 2
@@ -110,7 +110,7 @@ def test_all_kinds_of_results_are_in_one_report(kalmix, tmp_path: Path, monkeypa
     with (tmp_path / "all" / "report.csv").open() as file:
         table = {(row["task"], row["condition"], row["layer"], row["score"]): row for row in csv.DictReader(file)}
     margin = table["collision/recall", "flood 64, overlap 0.95", "bayesian", "margin"]
-    assert (margin["mean"], margin["seeds"], margin["width"]) == ("0.91", "1", "")
+    assert (margin["mean"], margin["seeds"], margin["hidden_size"]) == ("0.91", "1", "")
     assert table["sde/figure-1b", "", "afa", "error over kalman"]["seeds"] == "2"
     assert ("solvers/residual", "float32, a = 0.02", "CG", "residual") in table
     for name in ("mechanism", "recall", "residual", "errors"):

@@ -1,7 +1,7 @@
 """What the cells of `kalmix bench` cost: a step, an epoch, and all that a preset asks for.
 
     python -m kalmix_bench.perf.cells mad --layer kla --layer gla        # of the preset `paper`, on a GPU
-    python -m kalmix_bench.perf.cells mqar --task update --width 128
+    python -m kalmix_bench.perf.cells mqar --task update --hidden-size 128
     python -m kalmix_bench.perf.cells mad --preset laptop --device cpu
 
 Prints, of each cell that differs in more than rate, weight decay or seed: milliseconds of a step's forward and backward
@@ -46,7 +46,7 @@ class Cost(NamedTuple):
 
 def cost(cell: RecallCell, device: torch.device) -> Cost:
     """Train on two batches of each part, then repeat one of each."""
-    batch = cell.protocol.batch
+    batch = cell.protocol.batch_size
     few = replace(
         cell,
         parts=tuple(replace(part, train=min(part.train, 2 * batch), test=min(part.test, 16)) for part in cell.parts),
@@ -88,7 +88,7 @@ def _least(step: Callable[[], object], device: torch.device) -> float:
 
 def representative(cell: RecallCell) -> RecallCell:
     """The one of its kind whose steps are timed."""
-    return replace(cell, protocol=replace(cell.protocol, rate=1e-3, decay=0.0), seed=0)
+    return replace(cell, protocol=replace(cell.protocol, learning_rate=1e-3, weight_decay=0.0), seed=0)
 
 
 def main() -> None:
@@ -97,15 +97,15 @@ def main() -> None:
     parser.add_argument("--preset", default="paper")
     parser.add_argument("--task", action="append", default=[])
     parser.add_argument("--layer", action="append", default=[])
-    parser.add_argument("--width", action="append", type=int, default=[])
+    parser.add_argument("--hidden-size", action="append", type=int, default=[])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     studies = BENCHES[arguments.bench][arguments.preset]
-    asked = Counter(map(representative, make_cells(studies, arguments.task, arguments.layer, 1, arguments.width)))
+    asked = Counter(map(representative, make_cells(studies, arguments.task, arguments.layer, 1, arguments.hidden_size)))
     hours = 0.0
     for cell, count in asked.items():
         parts = " ".join(f"{name}={value}" for name, value in cell.parts[0].settings)
-        told = f"{cell.task} {parts}  {cell.layer}  {cell.shape.width} x {cell.shape.depth}"
+        told = f"{cell.task} {parts}  {cell.layer}  {cell.shape.hidden_size} x {cell.shape.depth}"
         try:
             found = cost(cell, torch.device(arguments.device))
         except (torch.OutOfMemoryError, ArgumentError) as error:

@@ -1,7 +1,7 @@
 """Train Gated KalmaNet with an adaptive and with a constant ridge, and watch loss and gradient norm.
 
     python -m kalmix_bench.perf.ridge_stability          # a CPU: 2 layers, 128 wide, bytes of real text
-    python -m kalmix_bench.perf.ridge_stability --device cuda --layers 28 --width 1024 --length 2048 --batch 8
+    python -m kalmix_bench.perf.ridge_stability --device cuda --layers 28 --hidden-size 1024 --seq-len 2048
 
 Figure 7 of the paper in small: ridge 0.02 ||H||_F against 0.25, nothing else differing: weights, text, order, bfloat16
 autocast. Writes bench/results/<date>-<device>-ridge-stability.json (loss in nats, gradient norm before clipping,
@@ -39,13 +39,13 @@ def train(ridge: Adaptive | Fixed, arguments: argparse.Namespace) -> list[tuple[
     device = arguments.device
     entry = {"mixer": "gated-kalmanet", "head_dim": arguments.head_dim, "ridge": ridge}
     torch.manual_seed(arguments.seed)
-    config = KalmixConfig(vocab_size=256, hidden_size=arguments.width, layers=[entry] * arguments.layers)
+    config = KalmixConfig(vocab_size=256, hidden_size=arguments.hidden_size, layers=[entry] * arguments.layers)
     model = KalmixForCausalLM(config).to(device)
     optimizer = torch.optim.AdamW(
-        parameter_groups(model, learning_rate=arguments.rate, weight_decay=0.1), betas=(0.9, 0.95)
+        parameter_groups(model, learning_rate=arguments.learning_rate, weight_decay=0.1), betas=(0.9, 0.95)
     )
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / arguments.warmup))
-    data, curve, begin = batches(arguments.length, arguments.batch, device), [], time.perf_counter()
+    data, curve, begin = batches(arguments.seq_len, arguments.batch_size, device), [], time.perf_counter()
     for step in range(arguments.steps):
         tokens = next(data)
         try:
@@ -55,7 +55,7 @@ def train(ridge: Adaptive | Fixed, arguments: argparse.Namespace) -> list[tuple[
             print(f"  step {step}: {error}")
             break
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), arguments.clip)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), arguments.max_grad_norm)
         curve.append((loss.item(), norm.item()))
         if not all(map(math.isfinite, curve[-1])):
             print(f"  step {step}: loss {curve.pop()[0]}, gradient norm {norm.item()}")
@@ -100,14 +100,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--head-dim", type=int, default=32)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--warmup", type=int, default=30)
-    parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--clip", type=float, default=1.0)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("results"))
     parser.add_argument("--picture", type=Path, default=Path("results/ridge-training.png"))
@@ -126,7 +126,8 @@ def main() -> None:
     file = arguments.output / f"{datetime.date.today()}-{machine}-ridge-stability.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(results) + "\n")
-    shape = f"{arguments.layers} layers, width {arguments.width}, {arguments.batch} x {arguments.length} bytes a step"
+    sizes = f"{arguments.layers} layers, hidden size {arguments.hidden_size}"
+    shape = f"{sizes}, {arguments.batch_size} x {arguments.seq_len} bytes per step"
     draw(arguments.picture, curves, f"{shape}, bfloat16 autocast, {origin['device']}")
     print(f"wrote {file} and {arguments.picture}")
 

@@ -50,9 +50,9 @@ def batches(length: int, batch: int, device: str):
 def train(mixer: str, arguments: argparse.Namespace) -> bool:
     """Whether `mixer` learned, and stayed finite."""
     device = arguments.device
-    model = build(mixer, arguments.parameters, arguments.width).to(device)
+    model = build(mixer, arguments.parameters, arguments.hidden_size).to(device)
     optimizer = torch.optim.AdamW(parameter_groups(model, learning_rate=3e-4, weight_decay=0.1), betas=(0.9, 0.95))
-    data = batches(arguments.length, arguments.batch, device)
+    data = batches(arguments.seq_len, arguments.batch_size, device)
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
     losses, finite, begin = [], torch.ones((), dtype=torch.bool, device=device), 0.0
     settled = min(10, arguments.steps - 1)  # steps before the clock starts
@@ -71,7 +71,7 @@ def train(mixer: str, arguments: argparse.Namespace) -> bool:
         finite &= loss.isfinite() & norm.isfinite()
         losses.append(loss.detach())
     first, last = losses[0].item(), torch.stack(losses[-10:]).mean().item()
-    speed = arguments.batch * arguments.length * (arguments.steps - settled) / (time.perf_counter() - begin)
+    speed = arguments.batch_size * arguments.seq_len * (arguments.steps - settled) / (time.perf_counter() - begin)
     good = bool(finite) and all(bool(p.isfinite().all()) for p in model.parameters()) and last < first
     count = sum(p.numel() for p in model.parameters())
     memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
@@ -89,9 +89,9 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", choices=MIXERS, default=list(MIXERS))
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--parameters", type=float, default=100e6)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--hidden-size", type=int, default=768)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
     good = True

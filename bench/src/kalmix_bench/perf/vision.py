@@ -2,7 +2,7 @@
 
     python -m kalmix_bench.perf.vision                    # 224 pixels, bf16, channels last, batch 128 and 256
     python -m kalmix_bench.perf.vision --compile                # the same, under torch.compile as well
-    python -m kalmix_bench.perf.vision --device cpu --size 64 --batch 2          # only to see it work
+    python -m kalmix_bench.perf.vision --device cpu --size 64 --batch-size 2          # only to see it work
 
 Inference is one call without gradients; training is forward and backward, without an optimiser's step. Times are of
 the device (`timing.py`): what launches cost a slow host does not count. The weights are random.
@@ -69,7 +69,8 @@ def bench(name: str, make: Callable[[], nn.Module], batch: int, compiled: bool, 
     labels = torch.arange(batch, device=given.device) % 1000
     dtype = getattr(torch, given.dtype)
     row = {
-        "model": name + (", compiled" if compiled else ""), "size": given.size, "batch": batch, "dtype": given.dtype,
+        "model": name + (", compiled" if compiled else ""), "size": given.size,
+        "batch_size": batch, "dtype": given.dtype,
         "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
     model.eval()
@@ -94,14 +95,14 @@ def show(row: dict) -> None:
         else f"{'-':>26}"
         for kind in ("inference", "training")
     )
-    print(f"{row['model']:<40} {row['parameters'] / 1e6:6.2f} M {row['batch']:>5}{cells}", flush=True)
+    print(f"{row['model']:<40} {row['parameters'] / 1e6:6.2f} M {row['batch_size']:>5}{cells}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", type=int, default=224, help="pixels")
-    parser.add_argument("--batch", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--compile", action="store_true", help="also under torch.compile")
     parser.add_argument("--only", default="", metavar="REGEX", help="models whose name matches")
@@ -116,7 +117,7 @@ def main() -> None:
     about = {"hardware": hardware(given.device), "torch": torch.__version__, "kalmix": kalmix.__version__}
     rows: list[dict] = []
     for compiled in [False, True] if given.compile else [False]:
-        for batch in given.batch:
+        for batch in given.batch_size:
             for name, make in chosen.items():
                 rows.append(bench(name, make, batch, compiled, given))
                 show(rows[-1])

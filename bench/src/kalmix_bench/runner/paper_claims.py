@@ -41,12 +41,12 @@ class Finding:
     @property
     def comparison_key(self) -> tuple[Any, ...]:
         """What layers that are compared have in common."""
-        return self.task, self.condition, self.score, self.metadata.get("width"), self.metadata.get("depth")
+        return self.task, self.condition, self.score, self.metadata.get("hidden_size"), self.metadata.get("depth")
 
     @property
     def label(self) -> str:
         """The same in words."""
-        size = f"{self.metadata['width']} x {self.metadata['depth']}" if "width" in self.metadata else ""
+        size = f"{self.metadata['hidden_size']} x {self.metadata['depth']}" if "hidden_size" in self.metadata else ""
         return ", ".join(part for part in (self.task, size, self.condition) if part)
 
 

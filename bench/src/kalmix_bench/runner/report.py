@@ -21,8 +21,8 @@ from kalmix_bench.runner.markdown_console import RecordingConsole
 from kalmix_bench.runner.paper_claims import ClaimCheck, Finding, check_claims
 
 COLUMNS = (
-    *("task", "condition", "layer", "width", "depth", "seeds", "diverged", "parameters", "state"),
-    *("rate", "decay", "epochs"),
+    *("task", "condition", "layer", "hidden_size", "depth", "seeds", "diverged", "parameters", "state"),
+    *("learning_rate", "weight_decay", "epochs"),
 )
 
 

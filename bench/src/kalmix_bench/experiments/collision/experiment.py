@@ -56,7 +56,8 @@ class Collision(Experiment[CollisionCell]):
             recaller, study_spec, seeds, protocol, device, lambda done, loss: on_progress(done, f"loss {loss:.3f}")
         )
         scores = [
-            (condition_values(at), evaluate(recaller, study_spec, at, protocol, device)) for at in study_spec.tests
+            (condition_values(at), evaluate(recaller, study_spec, at, protocol, device))
+            for at in study_spec.test_conditions
         ]
         return [
             {
@@ -86,8 +87,8 @@ def _command(
     seeds: Annotated[int, typer.Option(help="How many, from 0; those of a model train side by side.")] = 3,
     overlap: Annotated[float, typer.Option(help="Of the two addresses of the mechanism.")] = report.OVERLAP,
     steps: Annotated[int | None, typer.Option(help="Of training; as the preset says if absent.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences a step; as the preset says if absent.")] = None,
-    tests: Annotated[int | None, typer.Option(help="Sequences a test; as the preset says if absent.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences a step; as the preset says if absent.")] = None,
+    test_sequences: Annotated[int | None, typer.Option(help="Sequences a test; as the preset says if absent.")] = None,
     queries: Annotated[str, typer.Option(help="read alone, or write first, as other tokens do.")] = "read",
     jobs: options.Jobs = 1,
     device: options.Device = None,
@@ -101,7 +102,7 @@ def _command(
     every = range(options.count("seeds", seeds))
     if not 0 <= overlap < 1:
         raise ArgumentError("overlap", got=overlap, expected="at least 0 and below 1")
-    changes = {"steps": steps, "batch": batch, "tests": tests, "queries": queries}
+    changes = {"steps": steps, "batch_size": batch_size, "test_sequences": test_sequences, "queries": queries}
     told = {name: value for name, value in changes.items() if value is not None}
     protocol = replace(options.preset(preset, PRESETS), **told)
     where = options.device(device)

@@ -27,24 +27,27 @@ class CollisionProtocol:
     """
 
     steps: int = 2500
-    batch: int = 256
-    rate: float = 3e-4
-    decay: float = 1e-4
-    clip: float = 1.0
-    tests: int = 1024
+    batch_size: int = 256
+    learning_rate: float = 3e-4
+    weight_decay: float = 1e-4
+    max_grad_norm: float = 1.0
+    test_sequences: int = 1024
     queries: str = "read"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "tests"):
+        for name in ("steps", "batch_size", "test_sequences"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
         if self.queries not in ("read", "write"):
             raise ArgumentError("queries", got=repr(self.queries), expected="read or write")
-        if not 0 < self.rate < float("inf"):
-            raise ArgumentError("rate", got=self.rate, expected="a positive number")
+        if not 0 < self.learning_rate < float("inf"):
+            raise ArgumentError("learning_rate", got=self.learning_rate, expected="a positive number")
 
 
-PRESETS = {"laptop": CollisionProtocol(steps=250, batch=16, rate=3e-3, tests=32), "paper": CollisionProtocol()}
+PRESETS = {
+    "laptop": CollisionProtocol(steps=250, batch_size=16, learning_rate=3e-3, test_sequences=32),
+    "paper": CollisionProtocol(),
+}
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ class CollisionStudy:
     """A task, the conditions that a training step picks one of, and those of its tests, by their coordinates."""
 
     task: CollidingPairs | RandomAddresses
-    training: tuple[Condition, ...]
-    tests: tuple[Condition, ...]
+    training_conditions: tuple[Condition, ...]
+    test_conditions: tuple[Condition, ...]
 
     def draw(self, condition: Condition, count: int, generator: torch.Generator) -> Episode:
         """`count` sequences under a condition."""
@@ -65,16 +68,16 @@ _WRITES = (16, 32, 48, 64)
 STUDIES = {
     "recall": CollisionStudy(
         CollidingPairs(),
-        training=tuple({"flood": flood, "overlap": (0.6, 0.8)} for flood in (1, 2, 4, 8)),
-        tests=(
+        training_conditions=tuple({"flood": flood, "overlap": (0.6, 0.8)} for flood in (1, 2, 4, 8)),
+        test_conditions=(
             *({"flood": flood, "overlap": (0.8, 0.8)} for flood in _FLOODS),
             *({"flood": 64, "overlap": (rho, rho)} for rho in _OVERLAPS),
         ),
     ),
     "crowding": CollisionStudy(
         RandomAddresses(),
-        training=tuple({"writes": writes} for writes in _WRITES),
-        tests=tuple({"writes": writes} for writes in (*_WRITES, 96, 128, 192, 256)),
+        training_conditions=tuple({"writes": writes} for writes in _WRITES),
+        test_conditions=tuple({"writes": writes} for writes in (*_WRITES, 96, 128, 192, 256)),
     ),
 }
 

@@ -38,15 +38,17 @@ def train(
     conditions = random.Random(0)
     parameters = list(model.parameters())
     fused = device.type == "cuda"
-    optimizer = torch.optim.AdamW(parameters, lr=protocol.rate, weight_decay=protocol.decay, fused=fused)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=protocol.learning_rate, weight_decay=protocol.weight_decay, fused=fused
+    )
     losses = torch.zeros(len(seeds))
     for step in range(1, protocol.steps + 1):
-        condition = conditions.choice(study.training)
-        episode = stack_episodes([study.draw(condition, protocol.batch, generator) for generator in generators])
+        condition = conditions.choice(study.training_conditions)
+        episode = stack_episodes([study.draw(condition, protocol.batch_size, generator) for generator in generators])
         losses = cross_entropy(model(episode), episode)
         optimizer.zero_grad()
         losses.sum().backward()  # a sum: each member's gradient is its own
-        _clip([x.grad for x in parameters if x.grad is not None], protocol.clip)
+        _clip([x.grad for x in parameters if x.grad is not None], protocol.max_grad_norm)
         optimizer.step()
         if step % max(1, protocol.steps // REPORTS_PER_RUN) == 0 or step == protocol.steps:
             if not losses.isfinite().all():
@@ -69,12 +71,12 @@ def evaluate(
     """Return scores under a condition, `[M]` each. All models and seeds get the same sequences; none trains on them."""
     generator = torch.Generator(device).manual_seed(stream_seed("test", 0))
     length = study.draw(condition, 1, torch.Generator(device)).tokens.shape[1]
-    left, total = protocol.tests, {}
+    left, total = protocol.test_sequences, {}
     while left > 0:
         count = min(left, max(1, MAX_TEST_TOKENS // length))
         episode = stack_episodes([study.draw(condition, count, generator)] * model.members)
         for name, score in scores(model(episode), episode).items():
-            total[name] = total.get(name, 0.0) + score * count / protocol.tests
+            total[name] = total.get(name, 0.0) + score * count / protocol.test_sequences
         left -= count
     return total
 

@@ -122,7 +122,7 @@ class EvaluationCallback(TrainerCallback, ExportableState):
         epochs = len(main)
         since = epochs - 1 - max(range(epochs), key=main.__getitem__)
         stale = protocol.patience is not None and since >= protocol.patience
-        done = stale or main[-1] >= protocol.enough or epochs >= protocol.epochs
+        done = stale or main[-1] >= protocol.stop_score or epochs >= protocol.epochs
         self._status = f"{self.main_score} {main[epochs - 1 - since]:.3f}"
         out_of_time = self.on_progress(1.0 if done else epochs / protocol.epochs, self._status)
         self.stopped = not done and bool(out_of_time)

@@ -80,8 +80,8 @@ class Recall(Experiment[RecallCell]):
         save_weights(cell, model, results)
         epochs, tokens = len(evaluation.curves["loss"]), sum(part.train.inputs.size for part in drawn.parts)
         chosen, on_test = (
-            evaluation.slices[cell.protocol.chosen],
-            evaluation.slices.get(f"{cell.protocol.chosen} on test"),
+            evaluation.slices[cell.protocol.select_epoch],
+            evaluation.slices.get(f"{cell.protocol.select_epoch} on test"),
         )
         return [
             {
@@ -128,7 +128,9 @@ def _command(bench: str) -> Callable[..., None]:
         ] = "laptop",
         layer: Annotated[list[str] | None, typer.Option(help=LAYER)] = None,
         task: Annotated[list[str] | None, typer.Option(help="By name, once a task; all if absent.")] = None,
-        width: Annotated[list[int] | None, typer.Option(help="Of models, once a width; all if absent.")] = None,
+        hidden_size: Annotated[
+            list[int] | None, typer.Option(help="Hidden size to run; repeatable. Default: the preset's sizes.")
+        ] = None,
         depth: Annotated[str | None, typer.Option(help="Blocks of a model, such as 1,2,4; as the preset says.")] = None,
         seeds: options.Seeds = 1,
         epochs: Annotated[int | None, typer.Option(help="At most; as the preset says if absent.")] = None,
@@ -144,7 +146,9 @@ def _command(bench: str) -> Callable[..., None]:
         changes = {"validation": validation, **({} if epochs is None else {"epochs": epochs})}
         studies = tuple(replace(s, protocol=replace(s.protocol, **changes)) for s in studies)
         depths = () if depth is None else options.counts("depth", depth)
-        cells = presets.make_cells(studies, task or (), layer or (), options.count("seeds", seeds), width or (), depths)
+        cells = presets.make_cells(
+            studies, task or (), layer or (), options.count("seeds", seeds), hidden_size or (), depths
+        )
         where, console = options.device(device), Console(highlight=False)
         if write is not None:
             cell_file.write(cells, write)

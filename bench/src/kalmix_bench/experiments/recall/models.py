@@ -39,31 +39,31 @@ class ModelShape:
             token where a task asks for that.
     """
 
-    width: int
+    hidden_size: int
     depth: int = 1
-    state: int | None = None
+    state_size: int | None = None
     heads: int = 4
-    values: float = 1.0
+    value_expansion: float = 1.0
     mlp: int = 0
     norm: str = "rms"
     head: str = "untied"
-    echo: bool = False
+    add_norm: bool = False
     dropout: float = 0.0
-    scaled: bool = False
+    zoology_init: bool = False
     encoder: int = 0
     decoder: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "heads"):
+        for name in ("hidden_size", "depth", "heads"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
 
     def layer_options(self, name: str) -> Options:
         """Return the layer of that name, with options behind it or not, sized."""
         options = parse_layer(name)
-        if self.state is None:
+        if self.state_size is None:
             return options
-        return sized(options, self.width, self.state, self.heads, self.values)
+        return sized(options, self.hidden_size, self.state_size, self.heads, self.value_expansion)
 
 
 class TokenModel(nn.Module):
@@ -76,7 +76,7 @@ class TokenModel(nn.Module):
 
     def __init__(self, vocabulary: int, shape: ModelShape, name: str) -> None:
         super().__init__()
-        width, entry = shape.width, {**shape.layer_options(name), "mlp": shape.mlp}
+        width, entry = shape.hidden_size, {**shape.layer_options(name), "mlp": shape.mlp}
         self.samples = entry.pop("samples", 0)
         tied = shape.head == "tied"
         self.model = LanguageModel(vocabulary, width, [entry] * shape.depth, tie_word_embeddings=tied)
@@ -87,11 +87,11 @@ class TokenModel(nn.Module):
         for block in self.model.blocks:
             assert isinstance(block, Block)
             block.norm = _norm(shape)
-            block.mlp_norm = _norm(shape) if shape.echo or shape.mlp else None
-            if shape.echo:
+            block.mlp_norm = _norm(shape) if shape.add_norm or shape.mlp else None
+            if shape.add_norm:
                 setattr(block, "mlp", nn.Identity())  # noqa: B010 - it is declared as an MLP
         self.model.norm = _norm(shape)
-        if shape.scaled:
+        if shape.zoology_init:
             _scale(self.model, shape.depth)
         if shape.decoder:
             self.model.lm_head = _decoder(vocabulary, shape)[1:]  # its first norm is the model's
@@ -124,7 +124,7 @@ class AutoEncoder(nn.Module):
         super().__init__()
         self.encoder = TokenModel(vocabulary, replace(shape, decoder=()), name)
         del self.encoder.model.norm, self.encoder.model.lm_head  # the decoder has its own
-        self.positions = nn.Buffer(sinusoidal_positions(length, shape.width), persistent=False)
+        self.positions = nn.Buffer(sinusoidal_positions(length, shape.hidden_size), persistent=False)
         self.decoder = _decoder(vocabulary, shape)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -163,19 +163,19 @@ def sinusoidal_positions(length: int, width: int) -> Tensor:
 
 
 def _norm(shape: ModelShape, width: int | None = None) -> Any:
-    return (nn.LayerNorm if shape.norm == "layer" else RMSNorm)(shape.width if width is None else width)
+    return (nn.LayerNorm if shape.norm == "layer" else RMSNorm)(shape.hidden_size if width is None else width)
 
 
 def _encoder(shape: ModelShape) -> nn.Module:
     if not shape.encoder:
         return nn.Identity()
-    up, down = nn.Linear(shape.width, shape.encoder), nn.Linear(shape.encoder, shape.width)
+    up, down = nn.Linear(shape.hidden_size, shape.encoder), nn.Linear(shape.encoder, shape.hidden_size)
     return nn.Sequential(_norm(shape), up, nn.GELU(), down)
 
 
 def _decoder(vocabulary: int, shape: ModelShape) -> nn.Sequential:
     """To logits, with a norm before each linear map, all of which begin as MAD's."""
-    widths = (shape.width, *shape.decoder)
+    widths = (shape.hidden_size, *shape.decoder)
     steps = [part for a, b in pairwise(widths) for part in (_norm(shape, a), nn.Linear(a, b), nn.GELU())]
     decoder = nn.Sequential(*steps, _norm(shape, widths[-1]), nn.Linear(widths[-1], vocabulary))
     for part in decoder:

@@ -30,8 +30,8 @@ class RecallStudy:
     shapes: tuple[ModelShape, ...]
     protocol: RecallProtocol
     layers: tuple[str, ...]
-    rates: tuple[float, ...] = ()
-    decays: tuple[float, ...] = ()
+    learning_rates: tuple[float, ...] = ()
+    weight_decays: tuple[float, ...] = ()
 
     def make_cells(self, layers: Sequence[str], seeds: int) -> Iterator[RecallCell]:
         """For these layers, or its own if there are none; seed by seed, so that all have some results early."""
@@ -48,8 +48,11 @@ class RecallStudy:
 
     def protocols(self) -> list[RecallProtocol]:
         """The protocol at each rate and decay."""
-        rates, decays = self.rates or (self.protocol.rate,), self.decays or (self.protocol.decay,)
-        return [replace(self.protocol, rate=rate, decay=decay) for rate in rates for decay in decays]
+        rates, decays = (
+            self.learning_rates or (self.protocol.learning_rate,),
+            self.weight_decays or (self.protocol.weight_decay,),
+        )
+        return [replace(self.protocol, learning_rate=rate, weight_decay=decay) for rate in rates for decay in decays]
 
 
 RecallPreset = tuple[RecallStudy, ...]
@@ -57,8 +60,10 @@ RecallPreset = tuple[RecallStudy, ...]
 # Appendix G of Kalman Linear Attention; its KLA has a state of 2,048 floats at a width of 128. Inferences: the
 # encoder, an MLP 120 wide, stands before the block, the decoder (240, 120) behind it, in every task; and the best epoch
 # counts.
-_G = RecallProtocol(epochs=750, batch=172, rate=1e-3, patience=70, clip=5.0, data_seed=12345, captured=True)
-_SINGLE = ModelShape(128, state=2048, encoder=120, decoder=(240, 120))
+_G = RecallProtocol(
+    epochs=750, batch_size=172, learning_rate=1e-3, patience=70, max_grad_norm=5.0, data_seed=12345, cuda_graph=True
+)
+_SINGLE = ModelShape(128, state_size=2048, encoder=120, decoder=(240, 120))
 _RIVALS = ("kla", "kla-noise-free", "gated-deltanet", "gla", "mamba-1", "mlstm")
 MAD = ("in-context-recall", "noisy-recall", "fuzzy-recall", "selective-copying", "compression", "memorization")
 
@@ -72,17 +77,17 @@ def _mad(name: str) -> RecallStudy:
 # the least test loss.
 _LAB = RecallProtocol(
     epochs=200,
-    batch=128,
-    rate=1e-3,
-    enough=0.999,
+    batch_size=128,
+    learning_rate=1e-3,
+    stop_score=0.999,
     schedule="cosine",
-    least=1e-6,
+    min_learning_rate=1e-6,
     bf16=True,
-    chosen="loss",
+    select_epoch="loss",
     data_seed=12345,
-    captured=True,
+    cuda_graph=True,
 )
-_BLOCKS_OF_TWO = ModelShape(128, depth=2, state=4096, mlp=352)
+_BLOCKS_OF_TWO = ModelShape(128, depth=2, state_size=4096, mlp=352)
 
 
 def _lab(name: str) -> Iterator[RecallStudy]:
@@ -91,37 +96,46 @@ def _lab(name: str) -> Iterator[RecallStudy]:
     for change in ({}, *asked.published.difficulties):
         part = Part.of(**{"train": asked.published.train, "test": asked.published.test, **change})
         layers = ("attention", *_RIVALS)
-        yield RecallStudy(asked.name, (part,), (shape,), _LAB, layers, rates=(1e-4, 5e-4, 1e-3), decays=(0.0, 0.1))
+        yield RecallStudy(
+            asked.name, (part,), (shape,), _LAB, layers, learning_rates=(1e-4, 5e-4, 1e-3), weight_decays=(0.0, 0.1)
+        )
 
 
 # Figure 2 of Zoology (ICLR 2024). Its learning rates are a grid; it stops at 99%.
 _ZOOLOGY = RecallProtocol(
     epochs=64,
-    batch=512,
-    rate=1e-3,
-    decay=0.1,
+    batch_size=512,
+    learning_rate=1e-3,
+    weight_decay=0.1,
     schedule="cosine",
-    enough=0.99,
+    stop_score=0.99,
     shuffle=False,
     data_seed=123,
-    captured=True,
+    cuda_graph=True,
 )
-_TIED = ModelShape(64, depth=2, norm="layer", head="tied", echo=True, dropout=0.1, scaled=True)
+_TIED = ModelShape(64, depth=2, norm="layer", head="tied", add_norm=True, dropout=0.1, zoology_init=True)
 _GRID = (1e-4, 10**-3.3333333333333335, 10**-2.6666666666666665, 1e-2)
 _ATTENTIVE = ("attention", "kla", "gated-kalmanet", "bayesian", "gated-deltanet", "mamba2", "linear-attention")
 
 
 def _figure_2(length: int, pairs: int, batch: int, widths: tuple[int, ...], layers: tuple[str, ...]) -> RecallStudy:
     part = Part.of(100_000, 3000, input_seq_len=length, num_kv_pairs=pairs)
-    shapes = tuple(replace(_TIED, width=width) for width in widths)
-    return RecallStudy("mqar", (part,), shapes, replace(_ZOOLOGY, batch=batch), layers, _GRID)
+    shapes = tuple(replace(_TIED, hidden_size=width) for width in widths)
+    return RecallStudy("mqar", (part,), shapes, replace(_ZOOLOGY, batch_size=batch), layers, _GRID)
 
 
 # Appendix F of Memory by Design. It leaves open the rate and the epochs; these are ours.
 _BAYES = RecallProtocol(
-    epochs=16, batch=256, rate=1e-3, decay=0.1, schedule="warmup", warmup=1024, data_seed=0, captured=True
+    epochs=16,
+    batch_size=256,
+    learning_rate=1e-3,
+    weight_decay=0.1,
+    schedule="warmup",
+    warmup=1024,
+    data_seed=0,
+    cuda_graph=True,
 )
-_MATCHED = ModelShape(128, depth=2, state=8192, values=2.0)
+_MATCHED = ModelShape(128, depth=2, state_size=8192, value_expansion=2.0)
 _BAYESIAN = ("bayesian", "bayesian-no-conv", "gated-deltanet", "gated-deltanet-no-conv", "mamba2", "mamba2-no-conv")
 
 
@@ -140,20 +154,35 @@ _BLOCKS = tuple(Part.of(100_000, 3000, input_seq_len=128, num_kv_pairs=d, block_
 # Appendix G.5 of Kalman Linear Attention, on what the word problem's own code trains on: all words of two elements
 # (3,600) and four fifths of those of length k.
 _WORDS = RecallProtocol(
-    epochs=500, batch=512, rate=3e-4, patience=50, decay=0.01, enough=0.99, data_seed=0, captured=True
+    epochs=500,
+    batch_size=512,
+    learning_rate=3e-4,
+    patience=50,
+    weight_decay=0.01,
+    stop_score=0.99,
+    data_seed=0,
+    cuda_graph=True,
 )
 
 
 def _words(task: str, k: int, depth: int) -> RecallStudy:
     parts = (Part.of(800_000, 10_000, k=k), Part.of(3600, 0, k=2))
-    shape = ModelShape(1024, depth=depth, state=32 * 1024)
+    shape = ModelShape(1024, depth=depth, state_size=32 * 1024)
     return RecallStudy(task, parts, (shape,), _WORDS, ("kla", "kla-noise-free", "mamba2", "gated-deltanet"))
 
 
 # No paper trains for RULER alone: Memory by Design distils into a model of 340 million parameters, and asks that. Here
 # models learn the task from bytes, at one length, and are asked at others. All of it is ours.
 _NEEDLES = RecallProtocol(
-    epochs=20, batch=32, rate=1e-3, decay=0.1, clip=1.0, schedule="warmup", warmup=200, bf16=True, data_seed=0
+    epochs=20,
+    batch_size=32,
+    learning_rate=1e-3,
+    weight_decay=0.1,
+    max_grad_norm=1.0,
+    schedule="warmup",
+    warmup=200,
+    bf16=True,
+    data_seed=0,
 )
 
 
@@ -162,9 +191,11 @@ def _bytes(length: int, train: int, test: int) -> Part:
 
 
 # On a laptop: as small as still shows what the papers say; docs/benchmarks.md says what was tried.
-_SMALL = RecallProtocol(epochs=40, batch=32, rate=3e-3, clip=5.0, data_seed=12345)
-_NARROW = ModelShape(64, state=1024)
-_SLOTS = ModelShape(64, state=256, decoder=(128, 128))  # two a channel, so that a filter has few decays to choose from
+_SMALL = RecallProtocol(epochs=40, batch_size=32, learning_rate=3e-3, max_grad_norm=5.0, data_seed=12345)
+_NARROW = ModelShape(64, state_size=1024)
+_SLOTS = ModelShape(
+    64, state_size=256, decoder=(128, 128)
+)  # two a channel, so that a filter has few decays to choose from
 
 BENCHES: dict[str, dict[str, RecallPreset]] = {
     "mad": {
@@ -180,7 +211,7 @@ BENCHES: dict[str, dict[str, RecallPreset]] = {
                 "mad/compression",
                 (Part.of(12_800, 256, seq_len=16),),
                 (_SLOTS,),
-                replace(_SMALL, batch=64, rate=6e-3),
+                replace(_SMALL, batch_size=64, learning_rate=6e-3),
                 ("kla", "kla-noise-free"),
             ),
         ),
@@ -190,8 +221,8 @@ BENCHES: dict[str, dict[str, RecallPreset]] = {
                 RecallStudy(
                     "recall/long",
                     (Part(12_800, 1280),),
-                    (ModelShape(width, depth=2, state=32 * width),),
-                    replace(_G, batch=batch),
+                    (ModelShape(width, depth=2, state_size=32 * width),),
+                    replace(_G, batch_size=batch),
                     ("kla", "gated-deltanet", "gla", "mamba-1"),
                 )
                 for width, batch in ((64, 64), (128, 32), (256, 16))
@@ -204,15 +235,15 @@ BENCHES: dict[str, dict[str, RecallPreset]] = {
             RecallStudy(
                 "mqar",
                 (Part.of(8000, 256, vocab_size=96, input_seq_len=80, num_kv_pairs=20),),
-                (ModelShape(16, depth=2, state=512, heads=1),),
-                replace(_SMALL, epochs=10, batch=64, rate=1e-2),
+                (ModelShape(16, depth=2, state_size=512, heads=1),),
+                replace(_SMALL, epochs=10, batch_size=64, learning_rate=1e-2),
                 ("kalmanet-bare", "linear-attention"),
             ),
             RecallStudy(  # some keys are written again and the others must be kept; where all are, no order is seen
                 "mqar/update",
                 (Part.of(24_000, 256, vocab_size=256, input_seq_len=128, num_kv_pairs=16, num_updates=4),),
-                (replace(_TIED, state=2048, values=2.0, dropout=0.0),),
-                replace(_SMALL, epochs=4, decay=0.1, schedule="warmup", warmup=100),
+                (replace(_TIED, state_size=2048, value_expansion=2.0, dropout=0.0),),
+                replace(_SMALL, epochs=4, weight_decay=0.1, schedule="warmup", warmup=100),
                 ("bayesian", "gated-deltanet"),
             ),
         ),
@@ -232,7 +263,7 @@ BENCHES: dict[str, dict[str, RecallPreset]] = {
             RecallStudy(
                 "needle/single-1",
                 (_bytes(512, 640, 64), _bytes(768, 0, 64)),
-                (ModelShape(64, depth=2, state=2048),),
+                (ModelShape(64, depth=2, state_size=2048),),
                 replace(_SMALL, epochs=4),
                 ("gated-deltanet", "attention"),
             ),
@@ -241,7 +272,7 @@ BENCHES: dict[str, dict[str, RecallPreset]] = {
             RecallStudy(
                 f"needle/{name}",
                 (_bytes(2048, 20_000, 500), *(_bytes(length, 0, 200) for length in (1024, 4096, 8192, 16_384))),
-                (ModelShape(512, depth=6, state=32_768, heads=8, mlp=1536),),
+                (ModelShape(512, depth=6, state_size=32_768, heads=8, mlp=1536),),
                 _NEEDLES,
                 ("bayesian", "gated-deltanet", "gated-kalmanet", "kla", "mamba2", "attention"),
             )
@@ -253,8 +284,8 @@ BENCHES: dict[str, dict[str, RecallPreset]] = {
             RecallStudy(
                 "words/a5",
                 (Part.of(40_000, 512, k=3), Part.of(3600, 0, k=2)),
-                (ModelShape(64, state=2048),),
-                replace(_SMALL, epochs=8, batch=128),
+                (ModelShape(64, state_size=2048),),
+                replace(_SMALL, epochs=8, batch_size=128),
                 ("kla", "mamba2"),
             ),
         ),
@@ -294,8 +325,8 @@ def make_cells(
     asked = {short[name] for name in tasks} or set(known)
     chosen = [study.with_depths(depths) for study in studies if study.task in asked]
     found = list(dict.fromkeys(cell for study in chosen for cell in study.make_cells(layers, seeds)))
-    there = {cell.shape.width for cell in found}
+    there = {cell.shape.hidden_size for cell in found}
     for width in widths:
         if width not in there:
-            raise ArgumentError("width", got=width, expected=f"one of {', '.join(map(str, sorted(there)))}")
-    return [cell for cell in found if cell.shape.width in (widths or there)]
+            raise ArgumentError("hidden-size", got=width, expected=f"one of {', '.join(map(str, sorted(there)))}")
+    return [cell for cell in found if cell.shape.hidden_size in (widths or there)]

@@ -39,32 +39,32 @@ class RecallProtocol:
     """
 
     epochs: int
-    batch: int
-    rate: float
+    batch_size: int
+    learning_rate: float
     patience: int | None = None
-    enough: float = 1.0
+    stop_score: float = 1.0
     shuffle: bool = True
-    decay: float = 0.0
-    clip: float = 0.0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     schedule: str = "constant"
-    least: float = 0.0
+    min_learning_rate: float = 0.0
     warmup: int = 0
     bf16: bool = False
-    chosen: str = "score"
+    select_epoch: str = "score"
     data_seed: int | None = None
-    captured: bool = False
+    cuda_graph: bool = False
     validation: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch"):
+        for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
         if self.validation < 0:
             raise ArgumentError("validation", got=self.validation, expected="at least 0")
-        if not 0 < self.rate < float("inf"):
-            raise ArgumentError("rate", got=self.rate, expected="a positive number")
-        for name, known in (("schedule", SCHEDULES), ("chosen", CHOICES)):
+        if not 0 < self.learning_rate < float("inf"):
+            raise ArgumentError("learning_rate", got=self.learning_rate, expected="a positive number")
+        for name, known in (("schedule", SCHEDULES), ("select_epoch", CHOICES)):
             if getattr(self, name) not in known:
                 raise ArgumentError(name, got=repr(getattr(self, name)), expected=f"one of {', '.join(known)}")
 
@@ -121,7 +121,7 @@ class RecallCell:
         return [asdict(task.configure(**dict(part.settings))) for part in self.parts]
 
     def __str__(self) -> str:
-        return f"{self.task}  {self.layer}  {self.shape.width} x {self.shape.depth}  seed {self.seed}"
+        return f"{self.task}  {self.layer}  {self.shape.hidden_size} x {self.shape.depth}  seed {self.seed}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return its line in a file, without the results; older lines lack `validation`, and so do cells without it."""

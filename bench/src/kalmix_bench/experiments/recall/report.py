@@ -36,9 +36,9 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
     found = []
     for entry in (entry for entry in summarize(rows) if entry.rows):
         first = entry.rows[0]
-        metadata = {name: getattr(entry, name) for name in ("width", "depth", "diverged", "main_score")}
+        metadata = {name: getattr(entry, name) for name in ("hidden_size", "depth", "diverged", "main_score")}
         metadata |= {name: first[name] for name in ("parameters", "state")}
-        metadata |= {name: first["protocol"][name] for name in ("rate", "decay")}
+        metadata |= {name: first["protocol"][name] for name in ("learning_rate", "weight_decay")}
         metadata["epochs"] = entry.mean_of("epochs")
         for kind in (kind for kind in KINDS if kind in first):
             for name in first["scores"]:
@@ -62,15 +62,15 @@ def _table(found: Sequence[LayerSummary]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=titled, title_justify="left")
     longest = max(len(entry.layer) for entry in found)
     table.add_column("layer", min_width=min(longest, LAYER_COLUMNS), overflow="fold")
-    columns = ("width", "parameters", "state", "seeds", *(f"{name} %{KINDS[kind]}" for name, kind in shown), "paper %")
-    for column in (*columns, "rate", "decay", "epochs", "seconds"):
+    columns = ("size", "parameters", "state", "seeds", *(f"{name} %{KINDS[kind]}" for name, kind in shown), "paper %")
+    for column in (*columns, "learning rate", "weight decay", "epochs", "seconds"):
         table.add_column(column, justify="right", no_wrap=True)
     sources = {}
     for entry in found:
         paper = published_score(entry.task, entry.layer)
         if paper is not None:
             sources[paper.source] = None
-        told, size = "" if paper is None else f"{paper.percent:g}", f"{entry.width} x {entry.depth}"
+        told, size = "" if paper is None else f"{paper.percent:g}", f"{entry.hidden_size} x {entry.depth}"
         if not entry.rows:
             table.add_row(escape(entry.layer), size, "", "", "0", *("diverged",) * len(shown), told)
             continue
@@ -83,8 +83,8 @@ def _table(found: Sequence[LayerSummary]) -> Table:
             str(len(entry.rows)) + (f" of {len(entry.rows) + entry.diverged}" if entry.diverged else ""),
             *(str(entry.score(name, kind)) for name, kind in shown),
             told,
-            f"{first['protocol']['rate']:.2g}",
-            f"{first['protocol']['decay']:g}",
+            f"{first['protocol']['learning_rate']:.2g}",
+            f"{first['protocol']['weight_decay']:g}",
             f"{entry.mean_of('epochs'):.0f}",
             f"{entry.mean_of('seconds'):.0f}",
         )
@@ -97,7 +97,7 @@ def _pictures(found: Sequence[LayerSummary], output: Path) -> list[Path]:
     """Draw how each task was learned; scores by width, depth, and length and load where there are several of them."""
     by_task = [(place, list(group)) for place, group in groupby(found, lambda entry: (entry.task, entry.condition))]
     learned, maps = [], {}
-    sizes: dict[str, list[figures.Lines]] = {"width": [], "depth": []}
+    sizes: dict[str, list[figures.Lines]] = {"hidden_size": [], "depth": []}
     for (task, condition), group in by_task:
         main = group[0].main_score
         levels = {entry.layer: _level(entry) for entry in group if published_score(entry.task, entry.layer) is not None}
@@ -114,7 +114,7 @@ def _pictures(found: Sequence[LayerSummary], output: Path) -> list[Path]:
                 named = f"{task.rpartition('/')[2]}\n{_named(entry, group)}"
                 maps[named] = figures.HeatMap(by, {at: 100 * score for at, score in found_at.items()})
     written = []
-    panelled = (("learning", learned, 4), ("widths", sizes["width"], 3), ("depths", sizes["depth"], 3))
+    panelled = (("learning", learned, 4), ("widths", sizes["hidden_size"], 3), ("depths", sizes["depth"], 3))
     for name, panels, columns in panelled:
         if panels:
             written.append(Path(figures.benchmark_lines(output / f"{name}.png", panels, columns)))
@@ -125,8 +125,8 @@ def _pictures(found: Sequence[LayerSummary], output: Path) -> list[Path]:
 
 def _named(entry: LayerSummary, group: Sequence[LayerSummary]) -> str:
     """A layer, with its size where the group has several."""
-    several = len({(other.width, other.depth) for other in group}) > 1
-    return f"{entry.layer}, {entry.width} x {entry.depth}" if several else entry.layer
+    several = len({(other.hidden_size, other.depth) for other in group}) > 1
+    return f"{entry.layer}, {entry.hidden_size} x {entry.depth}" if several else entry.layer
 
 
 def _level(entry: LayerSummary) -> float:
@@ -145,8 +145,8 @@ def _by_epoch(group: Sequence[LayerSummary], name: str, times: float = 1) -> dic
 
 
 def _by_size(group: Sequence[LayerSummary], size: str) -> dict[str, Any]:
-    """Return scores by "width" or "depth": a curve for each layer, and for each value of the other one."""
-    other = "depth" if size == "width" else "width"
+    """Return scores by "hidden_size" or "depth": a curve for each layer, and for each value of the other one."""
+    other = "depth" if size == "hidden_size" else "hidden_size"
     several = len({getattr(entry, other) for entry in group}) > 1
     points: dict[str, list[tuple[Any, ...]]] = {}
     for entry in sorted(group, key=lambda entry: getattr(entry, size)):

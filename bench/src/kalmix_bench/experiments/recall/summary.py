@@ -18,7 +18,7 @@ class LayerSummary:
     """One layer in one place of a comparison, all its seeds together.
 
     Attributes:
-        task, layer, width, depth: where.
+        task, layer, hidden_size, depth: where.
         asked: what of the rows differs from the task's baseline, in words.
         rows: a seed each, at the learning rate and weight decay that did best; diverged ones left out.
         diverged: how many seeds of those did.
@@ -27,7 +27,7 @@ class LayerSummary:
     task: str
     condition: str
     layer: str
-    width: int
+    hidden_size: int
     depth: int
     rows: tuple[Row, ...]
     diverged: int
@@ -56,8 +56,8 @@ def summarize(rows: Iterable[Row]) -> list[LayerSummary]:
     groups: dict[tuple[Any, ...], dict[tuple[float, float], list[Row]]] = {}
     for row in rows:
         protocol, shape = dict(row["protocol"]), row["shape"]
-        tried = protocol.pop("rate"), protocol.pop("decay")
-        place = (row["task"], describe_condition(row), row["layer"], shape["width"], shape["depth"])
+        tried = protocol.pop("learning_rate"), protocol.pop("weight_decay")
+        place = (row["task"], describe_condition(row), row["layer"], shape["hidden_size"], shape["depth"])
         alike = (*place, json.dumps([protocol, shape, row["parts"]]))
         groups.setdefault(alike, {}).setdefault(tried, []).append(row)
     found = []

@@ -38,7 +38,7 @@ def learning_rate_factor(protocol: RecallProtocol, step: int, steps_per_epoch: i
         return (step + 1) / protocol.warmup
     else:
         done = (step - protocol.warmup) / max(1, steps - protocol.warmup)
-    least = protocol.least / protocol.rate
+    least = protocol.min_learning_rate / protocol.learning_rate
     return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))
 
 
@@ -63,7 +63,7 @@ class CellTrainer(SafeTrainer):
         args: TrainingArguments,
     ) -> None:
         protocol, self.cell, self.net, self.graphs, self.inputs = cell.protocol, cell, model, {}, {}
-        self.batches = Batches(drawn, protocol.batch, shuffle=protocol.shuffle, seed=cell.seed, device=args.device)
+        self.batches = Batches(drawn, protocol.batch_size, shuffle=protocol.shuffle, seed=cell.seed, device=args.device)
         self.total = torch.zeros((), device=args.device)  # of the losses of an epoch
         super().__init__(model=model, args=args, callbacks=[evaluation])
         self.remove_callback(PrinterCallback)
@@ -76,9 +76,9 @@ class CellTrainer(SafeTrainer):
             protocol = self.cell.protocol
             self.optimizer = torch.optim.AdamW(
                 self.net.parameters(),
-                lr=protocol.rate,
+                lr=protocol.learning_rate,
                 betas=protocol.betas,
-                weight_decay=protocol.decay,
+                weight_decay=protocol.weight_decay,
                 fused=True,
             )
         return self.optimizer
@@ -101,7 +101,7 @@ class CellTrainer(SafeTrainer):
         load_model(self.net, Path(resume_from_checkpoint) / "model.safetensors")
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        captured = self.cell.protocol.captured and self.args.device.type == "cuda"
+        captured = self.cell.protocol.cuda_graph and self.args.device.type == "cuda"
         loss = self._replay(**inputs) if captured else self._step(model, **inputs)
         self.total += loss
         return loss
@@ -204,7 +204,7 @@ def training_arguments(cell: RecallCell, folder: Path, device: torch.device) -> 
     return TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=cell.protocol.epochs,
-        max_grad_norm=cell.protocol.clip or float("inf"),
+        max_grad_norm=cell.protocol.max_grad_norm or float("inf"),
         use_cpu=device.type == "cpu",
         seed=cell.seed,
         save_strategy="no",

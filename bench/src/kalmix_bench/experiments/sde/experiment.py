@@ -57,7 +57,7 @@ class Sde(Experiment[SdeCell]):
         )
         with replace_file(weights(cell, results)) as partial_file:
             torch.save(made.snapshots, partial_file)
-        missed = squared_errors(made.predict(given.test, protocol.batch), given.test)
+        missed = squared_errors(made.predict(given.test, protocol.batch_size), given.test)
         return [{"errors": {cell.model: missed}, "validation": made.validation}]
 
     def is_complete(self, cell: SdeCell, results: Results) -> bool:

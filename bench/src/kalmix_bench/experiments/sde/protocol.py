@@ -25,9 +25,9 @@ class SdeProtocol:
     """
 
     epochs: int = 300
-    batch: int = 32
-    rate: float = 1e-2
-    clip: float = 1.0
+    batch_size: int = 32
+    learning_rate: float = 1e-2
+    max_grad_norm: float = 1.0
     channels: int = 128
     heads: int = 2
     train: int = 128
@@ -35,11 +35,11 @@ class SdeProtocol:
     test: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch", "channels", "heads", "train", "validation", "test"):
+        for name in ("epochs", "batch_size", "channels", "heads", "train", "validation", "test"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
-        if not 0 < self.rate < float("inf"):
-            raise ArgumentError("rate", got=self.rate, expected="a positive number")
+        if not 0 < self.learning_rate < float("inf"):
+            raise ArgumentError("learning_rate", got=self.learning_rate, expected="a positive number")
 
     @property
     def sizes(self) -> tuple[int, int, int]:

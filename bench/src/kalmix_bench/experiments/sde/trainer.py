@@ -67,21 +67,21 @@ def train_predictor(
     """
     learned = init_predictor(name, given, protocol, seed, device)
     model, weights = learned.model, learned.snapshots[0]
-    optimizer = torch.optim.Adam(model.parameters(), lr=protocol.rate)
-    steps = protocol.epochs * -(-len(given.train.times) // protocol.batch)
+    optimizer = torch.optim.Adam(model.parameters(), lr=protocol.learning_rate)
+    steps = protocol.epochs * -(-len(given.train.times) // protocol.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     order = torch.Generator().manual_seed(seed)
     best = 0
     for epoch in range(1, protocol.epochs + 1):
-        drawn = torch.randperm(len(given.train.times), generator=order).split(protocol.batch)
+        drawn = torch.randperm(len(given.train.times), generator=order).split(protocol.batch_size)
         for x, at in learned.batches(given.train, drawn):
             loss = (_predict(model, x, at) - x[:, 1:]).square().sum(-1).mean() / len(learned.rows)
             optimizer.zero_grad()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), protocol.clip)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), protocol.max_grad_norm)
             optimizer.step()
             schedule.step()
-        missed = learned.predict(given.validation, protocol.batch) - given.validation.measurements[:, 1:]
+        missed = learned.predict(given.validation, protocol.batch_size) - given.validation.measurements[:, 1:]
         learned.validation.append(float(missed.square().mean()))
         if not torch.tensor(learned.validation[-1]).isfinite():
             raise NonFiniteError("loss")

@@ -33,7 +33,7 @@ class Gradients:
         scales: the loss is also multiplied by these: a solver that is linear does not notice.
     """
 
-    vocabulary: int = 5000
+    vocab_size: int = 5000
     length: int = 2048
     heads: int = 2
     width: int = 128
@@ -162,9 +162,9 @@ class Model(nn.Module):
     def __init__(self, setting: Gradients, layers: int, seed: int) -> None:
         super().__init__()
         total = setting.heads * setting.width
-        self.embedding = nn.Embedding(setting.vocabulary, total)
+        self.embedding = nn.Embedding(setting.vocab_size, total)
         self.blocks = nn.ModuleList(Block(setting.heads, setting.width) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(total, eps=1e-6), nn.Linear(total, setting.vocabulary, bias=False)
+        self.norm, self.head = nn.RMSNorm(total, eps=1e-6), nn.Linear(total, setting.vocab_size, bias=False)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for weight in self.parameters():
@@ -206,7 +206,7 @@ def _gradients(
     """Of the parameters, in a row, and of the embedded tokens, both float64."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(setting.vocabulary, (1, setting.length + 1), generator=generator).to(device)
+    ids = torch.randint(setting.vocab_size, (1, setting.length + 1), generator=generator).to(device)
     embedded = model.embedding(ids[:, :-1])
     embedded.retain_grad()
     model.zero_grad()

@@ -178,7 +178,7 @@ def mix_images(images: Tensor, labels: Tensor, classes: int, recipe: VisionRecip
     Mixup (Zhang et al., 2018) adds them, CutMix (Yun et al., 2019) puts a rectangle of the one into the other; labels
     are smoothed first. The last image goes with the first, and so on, all in the same share.
     """
-    shown = F.one_hot(labels, classes) * (1 - recipe.smoothing) + recipe.smoothing / classes
+    shown = F.one_hot(labels, classes) * (1 - recipe.label_smoothing) + recipe.label_smoothing / classes
     kinds = [kind for kind in ("mixup", "cutmix") if getattr(recipe, kind)]
     if not kinds:
         return images, shown

@@ -46,18 +46,18 @@ class VisionRecipe:
     heads: tuple[int, int] = (8, 16)
     windows: tuple[int, int] = (14, 7)
     drop_path: float = 0.2
-    batch: int = 256
+    batch_size: int = 256
     epochs: int = 310
     warmup: float = 20.0
     cooldown: float = 10.0
-    rate: float = 5e-4
-    first_rate: float = 1e-6
-    last_rate: float = 5e-6
-    decay: float = 0.05
-    clip: float = 5.0
+    learning_rate: float = 5e-4
+    initial_learning_rate: float = 1e-6
+    final_learning_rate: float = 5e-6
+    weight_decay: float = 0.05
+    max_grad_norm: float = 5.0
     mixup: float = 0.8
     cutmix: float = 1.0
-    smoothing: float = 0.1
+    label_smoothing: float = 0.1
     augment: str = "rand-m9-mstd0.5-inc1"
     jitter: float = 0.4
     erase: float = 0.25
@@ -73,16 +73,16 @@ class VisionRecipe:
             sizes = getattr(self, name)
             if not isinstance(sizes, tuple) or len(sizes) != length or not all(type(size) is int for size in sizes):
                 raise ArgumentError(name, got=repr(sizes), expected=f"{length} integers")
-        for name in ("size", "width", "stem_width", "batch", "epochs"):
+        for name in ("size", "width", "stem_width", "batch_size", "epochs"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
-        for name in ("warmup", "cooldown", "mixup", "cutmix", "decay", "shift", "workers", "jitter"):
+        for name in ("warmup", "cooldown", "mixup", "cutmix", "weight_decay", "shift", "workers", "jitter"):
             if getattr(self, name) < 0:
                 raise ArgumentError(name, got=getattr(self, name), expected="at least 0")
-        for name in ("rate", "first_rate", "last_rate", "clip"):
+        for name in ("learning_rate", "initial_learning_rate", "final_learning_rate", "max_grad_norm"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ArgumentError(name, got=getattr(self, name), expected="a positive number")
-        for name in ("drop_path", "smoothing", "erase"):
+        for name in ("drop_path", "label_smoothing", "erase"):
             if not 0 <= getattr(self, name) < 1:
                 raise ArgumentError(name, got=getattr(self, name), expected="from 0 up to 1")
         if self.warmup > self.epochs:
@@ -96,11 +96,11 @@ class VisionRecipe:
     def learning_rate_factor(self, epoch: float) -> float:
         """The learning rate at so many epochs, as a part of `rate`: linear warm-up, cosine, cool-down."""
         if epoch < self.warmup:
-            now = self.first_rate + (self.rate - self.first_rate) * epoch / self.warmup
+            now = self.initial_learning_rate + (self.learning_rate - self.initial_learning_rate) * epoch / self.warmup
         else:
             turn = math.cos(math.pi * min(1.0, epoch / self.epochs))
-            now = self.last_rate + (self.rate - self.last_rate) * (1 + turn) / 2
-        return now / self.rate
+            now = self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * (1 + turn) / 2
+        return now / self.learning_rate
 
     def save(self, folder: Path) -> None:
         """Write `recipe.json` into `folder`."""
@@ -134,12 +134,12 @@ DIGITS = VisionRecipe(
     heads=(4, 8),
     windows=(4, 2),
     drop_path=0.05,
-    batch=64,
+    batch_size=64,
     epochs=10,
     warmup=1,
     cooldown=0,
-    rate=4e-3,
-    last_rate=1e-5,
+    learning_rate=4e-3,
+    final_learning_rate=1e-5,
     mixup=0.0,
     cutmix=0.0,
     augment="",

@@ -166,7 +166,9 @@ class _Trainer(SafeTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             model = model or self.accelerator.unwrap_model(self.model)
-            groups = parameter_groups(model, learning_rate=self.recipe.rate, weight_decay=self.recipe.decay)
+            groups = parameter_groups(
+                model, learning_rate=self.recipe.learning_rate, weight_decay=self.recipe.weight_decay
+            )
             self.optimizer = torch.optim.AdamW(groups, fused=True)
         return self.optimizer
 
@@ -202,8 +204,8 @@ class _Trainer(SafeTrainer):
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
-            got = f"{self.recipe.rate:g}, at which training diverged in step {self.state.global_step}"
-            raise ArgumentError("rate", got=got, expected="lower")
+            got = f"{self.recipe.learning_rate:g}, at which training diverged in step {self.state.global_step}"
+            raise ArgumentError("learning_rate", got=got, expected="lower")
         super().log(logs, *args, **options)
 
 
@@ -212,10 +214,10 @@ def _arguments(recipe: VisionRecipe, output: Path, *, cpu: bool) -> TrainingArgu
     cuda = torch.cuda.is_available() and not cpu
     return TrainingArguments(
         output_dir=str(output / "checkpoints"),
-        per_device_train_batch_size=recipe.batch,
-        per_device_eval_batch_size=recipe.batch,
+        per_device_train_batch_size=recipe.batch_size,
+        per_device_eval_batch_size=recipe.batch_size,
         num_train_epochs=recipe.total_epochs,
-        max_grad_norm=recipe.clip,
+        max_grad_norm=recipe.max_grad_norm,
         bf16=recipe.bf16,
         use_cpu=cpu or not torch.accelerator.is_available(),
         torch_compile=recipe.compile,
