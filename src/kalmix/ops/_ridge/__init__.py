@@ -1,4 +1,4 @@
-"""The op `ridge`: a ridge regression over the past, solved anew at every token."""
+"""The op `ridge`: a ridge regression over all past tokens, solved at every token (Gated KalmaNet, MesaNet)."""
 
 from kalmix.ops._ridge.api import ridge as ridge
 from kalmix.ops._ridge.solvers import Adaptive as Adaptive

@@ -1,4 +1,4 @@
-"""The op `ridge`: regression over the whole past, solved at every token (Gated KalmaNet, MesaNet)."""
+"""Public function of the op `ridge`: argument checks and choice of a kernel."""
 
 from __future__ import annotations
 
@@ -34,58 +34,81 @@ def ridge(
     segments: Segments | None = None,
     kernel: str | None = None,
 ) -> Filtered:
-    r"""Ridge regression of all values seen on all keys seen, with forgetting: Gated KalmaNet, equations 3 and (CH).
+    r"""Solve a ridge regression over all past tokens at every token (Gated KalmaNet, MesaNet).
 
-        H_t = a_t H_{t-1} + g_t k_t k_t',   U_t = a_t U_{t-1} + g_t k_t v_t',   a_t = exp(log_decay)
+    The state is two discounted sums over past tokens: H of k k' and U of k v'. At each token, the op solves a linear
+    system in H and reads U with the solution (equations 3 and (CH) of *Gated KalmaNet*). With a_t = exp(log_decay),
+    g_t = `gain` and m_t = `mix`,
+
+        H_t = a_t H_{t-1} + g_t k_t k_t',   U_t = a_t U_{t-1} + g_t k_t v_t'
         x_t = (H_t + lambda_t I)^{-1} q_t
-        mean = U_t' (mix x_t + (1 - mix) q_t),   variance = q_t' x_t
+        mean = U_t'(m_t x_t + (1 - m_t) q_t),   variance = q_t'x_t
 
-    It is the Kalman filter of a memory that holds still, in information form: noise 1 / g_t, prior precision lambda_t,
-    and at every token only a_t of what was known. The variance is that of the read-out x'U, for a noise of 1. Where
-    nothing has been written yet (||H||_F below 1e-10) under an adaptive ridge, x and the variance are 0.
-
-    No dtype resolves a ridge far below H: lambda_t is at least eps ||H_t||_F, with eps 1.2e-7 in float32, 2.2e-16 in
-    float64 and 1e-3 where "triton" keeps H in bfloat16. A variance is then that of the raised ridge. In float32
-    ||H||_F must stay below 1e12 for exact gradients, and below 1e19: beyond, its square overflows and the mean is NaN.
+    This is the Kalman filter of a constant memory in information form: observation noise 1 / g_t, prior precision
+    lambda_t, and past information multiplied by a_t at each token. The variance is that of U'x, in units of the
+    observation noise. While ||H_t||_F < 1e-10, an adaptive ridge gives x = 0 and variance 0.
 
     Args:
-        q: `[B, T, H, K]` read-out. Not scaled.
-        k: `[B, T, H, K]` regressor; same dtype as `q`. 0 is no evidence.
-        v: `[B, T, G, V]` regressed values; same dtype as `q`; value head g reads key head g // (G / H).
-        log_decay: `[B, T, G]` forgetting, natural log per token, <= 0; none if absent.
-        gain: `[B, T, G]` weight of the token, >= 0; 1 if absent. Tested up to 1e4, the inverse of a noise of 1e-4.
-        ridge: `Adaptive(a)`, lambda_t = a ||H_t||_F, which a bare number means, or `Fixed(value)`.
-        mix: `[B, T, G]` share of the solution, 0 to 1, the rest is the query itself (the alpha-connection, section
-            C); 1 if absent.
-        solver: `Chebyshev(iterations)`, `ConjugateGradient(iterations)`, `Exact()` or `Sketch(dim, solver)`. Gradients
-            are implicit (Lemma 2), off by about as much as the solution is; those of `Chebyshev(iterations,
-            backward="unrolled")` are the iteration's own (Algorithm 2), by "reference" only.
-        belief: prior, cross `[N, G, K, V]` and gram `[N, G, K, K]`, symmetric and positive semidefinite; 0 if absent.
-            N is B, or the number of segments.
+        q: `[B, T, H, K]`, queries. They are not scaled.
+        k: `[B, T, H, K]`, keys (regressors), in the dtype of `q`. A token with key 0 adds nothing.
+        v: `[B, T, G, V]`, values (targets), in the dtype of `q`. Value head g uses key head g // (G / H).
+        log_decay: `[B, T, G]`, discount of past tokens; natural logarithm, per token, <= 0. Default: no discount.
+        gain: `[B, T, G]`, weight of the token, >= 0. Default: 1. Tested up to 1e4, the inverse of a noise of 1e-4.
+        ridge: `Adaptive(a)` for lambda_t = a ||H_t||_F, or `Fixed(value)` for a constant. A number a means
+            `Adaptive(a)`.
+        mix: `[B, T, G]`, share of the solution in the read-out, between 0 and 1; the rest is the query (the
+            alpha-connection, appendix C of the paper). Default: 1.
+        solver: `Chebyshev(iterations)`, `ConjugateGradient(iterations)`, `Exact()` or `Sketch(dim, solver)`.
+        belief: prior, with cross `[N, G, K, V]` (U) and gram `[N, G, K, K]` (H), symmetric and positive semidefinite. N
+            is B, or the number of segments. Default: 0.
         variance: also return the variance of the read-out.
-        segments: which tokens form which sequence; each batch row one sequence if absent.
-        kernel: a kernel's name; chosen by device and dtype if absent.
+        segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
+            sequence.
+        kernel: "triton", "chunked" or "reference". Default: the fastest that supports the call.
 
     Returns:
-        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, 1]` in the dtype of the belief (or
-        `None`), and the `RidgeBelief` after the last token, float32 (float64 if the inputs are).
+        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, 1]` in the dtype of the belief (one
+        value for all columns), or `None`, and the `RidgeBelief` after the last token, in float32 (float64 if the inputs
+        are). Tokens outside every segment have mean and variance 0.
 
     Raises:
-        ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
-        KernelError: the pinned kernel cannot serve the call.
+        ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+        KernelError: the requested kernel does not support the call.
 
-    Derivatives: every kernel has first derivatives by backward passes; "reference" also has second ones, forward mode
-    and `vmap`, for which the others raise `KernelError` (docs/derivatives.md).
+    Gradients are implicit by default: the backward pass solves one more system (Lemma 2 of the paper), and its error is
+    about that of the solution. `Chebyshev(iterations, backward="unrolled")` gives the gradient of the iteration itself
+    (Algorithm 2), in "reference" only. Every kernel supports gradients of first order. With implicit gradients,
+    "reference" also supports gradients of higher order, forward-mode derivatives and `torch.func.vmap`; the other
+    kernels raise `KernelError` for these.
 
-    Complexity: O(T K (K r + V)) work for r iterations; memory for training O(T (K + V) + T K (K + V) / chunk) except
-    in "reference".
+    Precision: lambda_t is raised to at least eps ||H_t||_F, since a smaller ridge is lost in the rounding of H. Here
+    eps is 1.2e-7 in float32, 2.2e-16 in float64, and 1e-3 where "triton" stores H in bfloat16. In float32, gradients
+    are exact for ||H_t||_F below 1e12. Above 1e19 the squared norm overflows, and the mean is NaN.
+
+    Complexity: O(T K (K r + V)) time for r iterations. Training stores O(T (K + V) + T K (K + V) / 64) numbers,
+    "reference" O(T K (K + V)).
+
+    Example:
+        >>> from kalmix import ops
+        >>> q, k = (torch.nn.functional.normalize(torch.randn(2, 64, 1, 16), dim=-1) for _ in range(2))
+        >>> v = torch.randn(2, 64, 4, 8)  # 4 value heads share 1 key head
+        >>> log_decay = torch.full((2, 64, 4), -0.01)
+        >>> mean, variance, belief = ops.ridge(q, k, v, log_decay=log_decay, variance=True)
+        >>> mean.shape, variance.shape, belief.gram.shape
+        (torch.Size([2, 64, 4, 8]), torch.Size([2, 64, 4, 1]), torch.Size([2, 4, 16, 16]))
+
+        Thirty Chebyshev iterations, the default, are close to the exact solution:
+
+        >>> exact = ops.ridge(q, k, v, log_decay=log_decay, solver=ops.Exact())
+        >>> bool((mean - exact.mean).norm() < 0.01 * exact.mean.norm())
+        True
     """
     if isinstance(ridge, int | float):
         ridge = Adaptive(ridge)
     if not isinstance(ridge, Adaptive | Fixed):
-        raise ArgumentError("ridge", got=repr(ridge), expected="Adaptive, Fixed or a number")
+        raise ArgumentError("ridge", got=repr(ridge), expected="an `Adaptive`, a `Fixed` or a positive number")
     if not isinstance(solver, Chebyshev | ConjugateGradient | Exact | Sketch):
-        raise ArgumentError("solver", got=repr(solver), expected="Chebyshev, ConjugateGradient, Exact or Sketch")
+        raise ArgumentError("solver", got=repr(solver), expected="one of the solvers in `kalmix.ops`")
     sizes = check_tokens(q, k, v, variance)
     if log_decay is not None:
         check_signal("log_decay", log_decay, PER_HEAD, sizes, v, most=0.0)
@@ -97,14 +120,14 @@ def ridge(
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K K"), sizes)
     request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], required_features(solver))
     implementation = select_kernel("ridge", KERNELS, request, kernel)
-    if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
+    if min(sizes.values()) == 0:  # kernels may assume that no size is 0
         zero_variance = torch.zeros_like(v[..., :1], dtype=belief.gram.dtype) if variance else None
         return Filtered(torch.zeros_like(v), zero_variance, clone_belief(belief))
     return implementation(RidgeSignals(q, k, v, log_decay, gain, mix), belief, segments, variance, ridge, solver)
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> RidgeBelief:
-    """Nothing written."""
+    """Return the default prior: both sums 0."""
     zero = v.new_zeros((), dtype=belief_dtype(v.dtype))
     shapes = (tuple(sizes[x] for x in layout) for layout in ("NGKV", "NGKK"))
     return RidgeBelief(*(zero.expand(shape) for shape in shapes))

@@ -1,12 +1,12 @@
-"""A ridge regression from two parts: a memory that adds, and solutions of its normal equations.
+"""Ridge regression assembled from a kernel of `additive` and a function that solves its normal equations.
 
-H is a memory whose values are its keys, and so is all that is asked of it: its norm, its products, the read-out.
-Gradients through the solution follow from one step of correction that changes nothing forwards,
+H is a memory whose values are its keys. So its norm, its products H x and the read-out are all calls of `additive`.
+The gradient through the solution x follows from one correction step, which adds 0 in the forward pass,
 
     x + S^{-1} (q - H x - ridge x),
 
-whose derivative is that of the exact solution (Lemma 2): its own is one more solve, those of H x and of the ridge are
-the memory's.
+and has the derivative of the exact solution (Lemma 2 of Gated KalmaNet). The outer S^{-1} costs one more solve in the
+backward pass; the gradients of H x and of the ridge are those of `additive`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from kalmix.ops._shared.custom_op import needs_grad, once_differentiable
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
-Memory = Callable[..., Filtered]  # `additive`, as its kernels have it
+Memory = Callable[..., Filtered]  # a kernel of `additive`
 
 
 class NormalEquations(NamedTuple):
-    """The systems of all tokens, (H + ridge I) x = q, by what H is made of.
+    """Linear systems (H + ridge I) x = q of all tokens, given by the keys that H consists of.
 
     Attributes:
         k: `[B, T, H, K]`.
         log_decay, gain: `[B, T, G]` or `None`.
         norm: `[B, T, G]`, ||H||_F.
         gram: `[N, G, K, K]`, H before the first token.
-        rows: of `Segments`.
+        rows: rows of `Segments`, or `None`.
     """
 
     k: Tensor
@@ -48,7 +48,7 @@ class NormalEquations(NamedTuple):
     rows: Tensor | None
 
 
-SolveFn = Callable[[Tensor, NormalEquations, Ridge, Solver], Tensor]  # right sides -> x, no gradient
+SolveFn = Callable[[Tensor, NormalEquations, Ridge, Solver], Tensor]  # right-hand sides -> x, without gradient
 
 
 def assemble(
@@ -61,13 +61,24 @@ def assemble(
     ridge: Ridge,
     solver: Solver,
 ) -> Filtered:
-    """`ridge` as its kernels have it, given a kernel of `additive` and one that solves."""
+    """Compute `ridge` for all tokens.
+
+    Args:
+        additive: kernel of `additive`.
+        solve_systems: function that solves the systems of all tokens, without gradient.
+        signals: signals of the tokens.
+        belief: prior.
+        segments: assignment of tokens to sequences, or `None`.
+        variance: whether to return the variance of the read-out.
+        ridge: regularisation.
+        solver: passed to `solve_systems`.
+    """
     q, k, v, log_decay, gain, mix = signals
     dtype, needs_gradient = belief.gram.dtype, needs_grad(q, k, log_decay, gain, belief.gram)
     groups = v.shape[2] // k.shape[2]
     query = q.to(dtype).repeat_interleave(groups, 2)
     key = k.to(dtype)
-    value_keys = key.repeat_interleave(groups, 2)  # keys as values
+    value_keys = key.repeat_interleave(groups, 2)
 
     def apply_gram(x: Tensor) -> tuple[Tensor, Tensor]:
         memory_signals = AdditiveSignals(_alias(x), value_keys, _alias(value_keys), log_decay, gain)
@@ -99,7 +110,10 @@ def _squared_norms(
     gram: Tensor,
     segments: Segments | None,
 ) -> Tensor:
-    """||H||_F^2 of every token `[B, T, G]`, given H k: it decays twice as fast as H and gains 2 g k'H k - g^2 |k|^4."""
+    """Return ||H||_F^2 of every token, `[B, T, G]`, given H k.
+
+    It decays twice as fast as H, and a token adds 2 g k'H k - g^2 |k|^4 (with H after the token).
+    """
     weights = 1.0 if gain is None else gain.to(key.dtype)
     increment = 2 * weights * (key * gram_keys).sum(-1) - (weights * key.square().sum(-1)).square()
     ones, decay = key.new_ones(()).expand(*key.shape[:3], 1), None if log_decay is None else 2 * log_decay
@@ -109,12 +123,12 @@ def _squared_norms(
 
 
 def _alias(x: Tensor) -> Tensor:
-    """The same: a compiler wants the tensors of one call to be different ones."""
+    """Return a view of `x`. `torch.compile` requires distinct tensors as arguments of one call."""
     return x.view_as(x)
 
 
 class _Correction(torch.autograd.Function):
-    """x as it is, with the gradient of x + S^{-1} left."""
+    """Identity of x in the forward pass, with the gradient of x + S^{-1} residual."""
 
     @staticmethod
     def forward(
@@ -133,5 +147,5 @@ class _Correction(torch.autograd.Function):
     @staticmethod
     @once_differentiable("kernel 'chunked' of `ridge`")
     def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = ctx.saved_tensors  # gradient checkpointing lets them be read only once
+        saved = ctx.saved_tensors  # gradient checkpointing allows only one access
         return ctx.solve_systems(grad_x, NormalEquations(*saved), ctx.ridge, ctx.solver), *[None] * (4 + len(saved))

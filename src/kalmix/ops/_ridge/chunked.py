@@ -1,6 +1,7 @@
-"""`ridge` in chunks: torch only. Of a chunk's systems only H before it is written out, but for an exact solver.
+"""Kernel "chunked" of `ridge`, in plain torch.
 
-Memory for training is that of `additive`, three times over.
+An iterative solver multiplies by H of a token without forming it: it uses H at the entry of the chunk and the keys of
+the chunk. Only `Exact` forms the matrices. Training stores three times as much as `additive`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CHUNK = 32  # tokens of a chunk
 def ridge(
     signals: RidgeSignals, belief: RidgeBelief, segments: Segments | None, variance: bool, ridge: Ridge, solver: Solver
 ) -> Filtered:
-    """Gated KalmaNet, all chunks at once, gradients by one more solve. See `kalmix.ops.ridge`."""
+    """Compute `kalmix.ops.ridge` for all chunks at once; the backward pass solves one more system per token."""
 
     def run(*tokens: Any) -> Filtered:
         options = (belief, segments, variance, ridge, solver)
@@ -43,7 +44,7 @@ def ridge(
 
 
 def _solve_systems(rhs: Tensor, equations: NormalEquations, ridge: Ridge, solver: Solver) -> Tensor:
-    """S^{-1} rhs, both `[B, T, G, K]`."""
+    """Return S^{-1} rhs of every token, both `[B, T, G, K]`."""
     fixed = isinstance(ridge, Fixed)
     return _solve(rhs, *equations, fixed, float(ridge.value if fixed else ridge.factor), encode_solver(solver))
 
@@ -60,7 +61,7 @@ def _solve_all_chunks(
     ridge_parameter: float,
     solver_code: list[int],
 ) -> Tensor:
-    """An operator, or a compiler would see every iteration."""
+    """Solve the systems of all chunks; a custom op, so that `torch.compile` does not trace every iteration."""
     solver, ridge = decode_solver(solver_code), Fixed(ridge_parameter) if fixed else Adaptive(ridge_parameter)
 
     def block(
@@ -102,13 +103,13 @@ _solve = custom_op("kalmix::ridge_chunked", _solve_all_chunks, _solve_fake)
 
 
 class _ChunkSystems(NamedTuple):
-    """The systems of a chunk's L tokens, scaled: H before the chunk, and what its tokens wrote since."""
+    """Scaled systems of the L tokens of a chunk: H at the entry of the chunk, and the keys of the chunk."""
 
     gram: Tensor  # [..., K, K]
     keys: Tensor  # [..., L, K]
     weighted_keys: Tensor  # [..., L, K]
-    weights: Tensor  # [..., L, L], of what each token wrote, at each token
-    entry_decay: Tensor  # [..., L, 1], of `gram`
+    weights: Tensor  # [..., L, L], weight of the key of token s in H of token t
+    entry_decay: Tensor  # [..., L, 1], weight of `gram` in H of each token
     shift: Tensor | float  # [..., L, 1]
 
     def apply(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton row of `ridge`: custom ops around the kernels, which are imported when they first run."""
+"""Kernel "triton" of `ridge` as custom ops. Triton is imported at the first call."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kalmix.types import Filtered
 def ridge(
     signals: RidgeSignals, belief: RidgeBelief, segments: Segments | None, variance: bool, ridge: Ridge, solver: Solver
 ) -> Filtered:
-    """See `kalmix.ops.ridge`. Implicit gradients, for which it keeps the solutions, and H and U every 64 tokens."""
+    """Compute `kalmix.ops.ridge` with Triton. Training stores the solutions, and H and U at the entry of every tile."""
     assert isinstance(solver, Chebyshev | ConjugateGradient)
     q, k, v, log_decay, gain, mix = signals
     dtype = v.dtype
-    if dtype == torch.float16:  # whose range 1 / ||H|| leaves
+    if dtype == torch.float16:  # 1 / ||H|| exceeds its range
         q, k, v = (x.float() for x in (q, k, v))
     ridge_parameter = ridge.factor if isinstance(ridge, Adaptive) else ridge.value
     rows = None if segments is None else segments.rows
@@ -40,7 +40,7 @@ def ridge(
 
 
 def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[tuple[int, ...], ...]:
-    """Of solutions, norms, and H and U at the entry of every tile."""
+    """Return the shapes of solutions, norms, and H and U at the entry of every tile."""
     (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
     size = tile_size(length, width, k.dtype)
     tiles = batch * ((length + size - 1) // size) if rows is None else batch * length // size + rows.shape[0]

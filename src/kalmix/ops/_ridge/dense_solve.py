@@ -1,4 +1,4 @@
-"""Solving with systems written out, differentiably: by one more solve, or back through the iteration itself."""
+"""Differentiable solutions of systems given as matrices, with implicit or unrolled gradients."""
 
 from __future__ import annotations
 
@@ -18,9 +18,19 @@ _UNROLLED, _IMPLICIT = "Chebyshev(backward='unrolled')", "backward='implicit'"
 
 
 def solve_differentiable(solver: Solver, gram: Tensor, ridge: Tensor, scale: Scale, rhs: Tensor) -> Tensor:
-    """What `solver` takes for (H + ridge I)^{-1} rhs: `[..., K, K]`, `[..., 1]` twice over, `[..., K]`.
+    """Return the solution of (H + ridge I) x = rhs by `solver`.
 
-    Gradients reach H, the ridge and `rhs`; unrolled ones also what the solver makes of the spectrum.
+    H, the ridge and `rhs` receive gradients. Unrolled gradients include those through the bounds of the spectrum.
+
+    Args:
+        solver: algorithm.
+        gram: H, `[..., K, K]`.
+        ridge: `[..., 1]`.
+        scale: scale of the systems, tensors `[..., 1]`.
+        rhs: `[..., K]`.
+
+    Raises:
+        KernelError: unrolled gradients inside a `torch.func` transform.
     """
     unrolled = solver.iterations if isinstance(solver, Chebyshev) and solver.backward == "unrolled" else 0
     inverse = scale.inverse if unrolled else scale.inverse.detach()
@@ -28,7 +38,7 @@ def solve_differentiable(solver: Solver, gram: Tensor, ridge: Tensor, scale: Sca
     matrix = gram * inverse[..., None] + torch.diag_embed(shift.expand_as(rhs))
     if unrolled:
         if in_transform():
-            raise KernelError(f"{_UNROLLED} has no torch.func transforms and forward-mode derivatives; use {_IMPLICIT}")
+            raise KernelError(f"{_UNROLLED} does not support torch.func or forward-mode derivatives; use {_IMPLICIT}")
         rho = _as_tensor(scale.rho, rhs).expand(*rhs.shape[:-1], 1)
         return _Unrolled.apply(matrix, rhs, rho, unrolled) * inverse
     return _implicit(matrix, rhs, _as_tensor(scale.rho, rhs).detach(), solver) * inverse
@@ -43,9 +53,10 @@ def _implicit(matrix: Tensor, rhs: Tensor, rho: Tensor, solver: Solver) -> Tenso
 
 
 class _Implicit(torch.autograd.Function):
-    """Lemma 2 and equation 12: the gradient of the right side is one more solve, that of S minus its product with x.
+    """Solution with implicit gradients (Lemma 2 and equation 12 of Gated KalmaNet).
 
-    Derivatives, forward and backward, are solves again, so that there are those of every order.
+    The gradient of the right-hand side is y = S^{-1} dx, and that of S is -y x'. Both are computed by the same
+    function, so gradients of every order exist.
     """
 
     generate_vmap_rule = True
@@ -67,7 +78,7 @@ class _Implicit(torch.autograd.Function):
 
 
 class _ImplicitForward(_Implicit):
-    """`_Implicit` with forward-mode derivatives, which the compiler of torch 2.11 refuses to trace."""
+    """`_Implicit` with forward-mode derivatives, which torch.compile of torch 2.11 cannot trace."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -81,16 +92,16 @@ class _ImplicitForward(_Implicit):
 
 
 class _Unrolled(torch.autograd.Function):
-    r"""Algorithm 2 of Gated KalmaNet: the adjoint of the iteration.
+    r"""Chebyshev iteration with the gradient of the iteration itself (Algorithm 2 of Gated KalmaNet).
 
-    Forwards, with S scaled to a spectrum in [1 - rho, 1 + rho], w_0 = 2, x_{-1} = 0 and x_0 = q,
+    With S scaled to a spectrum in [1 - rho, 1 + rho], w_0 = 2, x_{-1} = 0 and x_0 = q, the iteration is
 
-        w_i = 4 / (4 - rho^2 w_{i-1}),   x_i = w_i (x_{i-1} - S x_{i-1} + q) - (w_i - 1) x_{i-2},
+        w_i = 4 / (4 - rho^2 w_{i-1}),   x_i = w_i (x_{i-1} - S x_{i-1} + q) - (w_i - 1) x_{i-2}.
 
-    where the weight of the first guess is 1, not what equation 52 leaves in its place. The paper runs the iteration
-    backwards, which divides by w_i - 1: rounding errors grow by the root of that, and it is 0 where H is. So a pair of
-    iterates is kept every `KEPT`, and those between are computed again, which costs no more. Beyond the paper there is
-    the gradient for rho, through the weights: the whole is that of the unrolled iteration.
+    The weight of the initial guess is 1; equation 52 of the paper overwrites it by mistake. The paper runs the
+    iteration in reverse, which divides by w_i - 1: this amplifies rounding errors, and divides by 0 where H is 0. Here
+    a pair of iterates is stored every `CHECKPOINT_INTERVAL` steps and the others are recomputed, at the same cost. The
+    gradient of rho, which the paper omits, is included.
     """
 
     CHECKPOINT_INTERVAL = 5
@@ -114,10 +125,7 @@ class _Unrolled(torch.autograd.Function):
         apply, weights = Matrices(matrix).apply, chebyshev_weights(rho, ctx.iterations)
         grad_matrix, grad_rhs = torch.zeros_like(matrix), torch.zeros_like(rhs)
         grad_rho, grad_next_weight = torch.zeros_like(rho), torch.zeros_like(rho)
-        next_weight, grad_next = (
-            torch.zeros_like(rho),
-            torch.zeros_like(grad_x),
-        )  # the weight and the adjoint of one step later
+        next_weight, grad_next = torch.zeros_like(rho), torch.zeros_like(grad_x)  # of step i + 1
         steps: list[tuple[Tensor, Tensor, Tensor]] = []
         for i in reversed(range(ctx.iterations)):
             weight, offset = weights[i], i % _Unrolled.CHECKPOINT_INTERVAL
@@ -142,7 +150,7 @@ class _Unrolled(torch.autograd.Function):
 def _recompute_iterates(
     apply: Callable[[Tensor], Tensor], rhs: Tensor, weights: Sequence[Rho], checkpoints: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return of each step x_{i-2}, x_{i-1} and x_{i-1} - S x_{i-1} + q, from the pair kept first."""
+    """Recompute x_{i-2}, x_{i-1} and x_{i-1} - S x_{i-1} + q of each step from the first pair of `checkpoints`."""
     (x_last, x), steps = checkpoints[:2], []
     for weight in weights:
         correction = x - apply(x) + rhs

@@ -1,10 +1,10 @@
-"""The kernels of the op `ridge`, best first.
+"""Kernels of the op `ridge`, in order of preference.
 
 Each module exports the same function, and none imports another:
 
     ridge(signals, belief, segments, variance, ridge, solver) -> Filtered
 
-Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
+The op checks arguments before the call. `belief` is never `None`; its tensors may be expanded (stride 0).
 """
 
 from kalmix.ops._ridge import chunked, custom_op, reference
@@ -17,7 +17,7 @@ _SOLVER_FEATURES = {ConjugateGradient: "conjugate gradients", Exact: "exact solu
 
 
 def required_features(solver: Solver) -> frozenset[str]:
-    """What a solver asks of a kernel that only some serve."""
+    """Return the features that `solver` requires and only some kernels support."""
     if isinstance(solver, Chebyshev):
         return frozenset({UNROLLED} if solver.backward == "unrolled" else ())
     return frozenset({_SOLVER_FEATURES[type(solver)]})

@@ -1,8 +1,8 @@
-"""Regularised normal equations S = H + ridge I of tokens, scaled to a spectrum about 1, and how solvers solve them.
+"""Solvers for the regularised normal equations S = H + ridge I, scaled to a spectrum around 1.
 
-With m the middle of the spectrum [ridge, ridge + ||H||_F], S / m has its spectrum in [1 - rho, 1 + rho]; a solver sees
-only S / m. For an adaptive ridge rho is the same for every token, and nothing overflows however small H is. A ridge
-below eps ||H||_F is lost in the rounding of H, whose least eigenvalues may then be negative: it is raised to that.
+With m the middle of the spectrum [ridge, ridge + ||H||_F], the eigenvalues of S / m are in [1 - rho, 1 + rho]; solvers
+work on S / m. For an adaptive ridge, rho is the same for every token, and a small H does not overflow. A ridge below
+eps ||H||_F is lost in the rounding of H, which can make the smallest eigenvalues negative; it is raised to that bound.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Rho = Tensor | float
 
 
 class Scale(NamedTuple):
-    """How tokens `[..., 1]` are scaled."""
+    """Scale of the systems of some tokens, `[..., 1]` each."""
 
-    inverse: Tensor  # 1 / m, 0 where there is nothing
+    inverse: Tensor  # 1 / m; 0 where H counts as 0
     shift: Tensor | float  # ridge / m
     rho: Rho
 
 
 def spectrum_scale(ridge: Ridge, norm: Tensor) -> Scale:
-    """Return the scale of systems whose H has Frobenius norm `norm`; NaN where its square overflowed."""
+    """Return the scale of systems whose H has Frobenius norm `norm`; NaN where the squared norm overflowed."""
     if isinstance(ridge, Adaptive):
         factor, nonzero = _factor(ridge, norm.dtype), norm > MIN_NORM
         middle = factor + 0.5
@@ -40,7 +40,7 @@ def spectrum_scale(ridge: Ridge, norm: Tensor) -> Scale:
 
 
 def ridge_strength(ridge: Ridge, norm: Tensor) -> Tensor:
-    """Return lambda, differentiable in the norm of H: at least as much of it as the dtype resolves."""
+    """Return the ridge lambda, at least eps times the norm of H, as a differentiable function of the norm."""
     if isinstance(ridge, Adaptive):
         return _factor(ridge, norm.dtype) * norm
     return (torch.finfo(norm.dtype).eps * norm).clamp(min=ridge.value)
@@ -55,29 +55,29 @@ def _nan_if_infinite(x: Tensor, norm: Tensor) -> Tensor:
 
 
 def frobenius_norm(square: Tensor) -> Tensor:
-    """The root of a squared norm, 0 with gradient 0 where there is nothing."""
+    """Return the square root of a squared norm; below `MIN_NORM`, 0 with gradient 0."""
     zero = square <= MIN_NORM**2
     return torch.where(zero, 0.0, torch.where(zero, 1.0, square).sqrt())
 
 
 class System(Protocol):
-    """S / m of some tokens."""
+    """Protocol of the scaled systems S / m of some tokens."""
 
     def apply(self, x: Tensor) -> Tensor:
-        """S x / m, `[..., K]`."""
+        """Return S x / m, `[..., K]`."""
         ...
 
     def matrix(self) -> Tensor:
-        """`[..., K, K]`."""
+        """Return S / m as matrices `[..., K, K]`."""
         ...
 
     def restrict(self, basis: Tensor) -> Self:
-        """Restricted to a subspace, given an orthonormal basis `[K, dim]`."""
+        """Return the systems projected on a subspace with orthonormal basis `[K, dim]`."""
         ...
 
 
 class Matrices(NamedTuple):
-    """Systems written out."""
+    """Systems given as matrices `[..., K, K]`."""
 
     entries: Tensor
 
@@ -92,7 +92,7 @@ class Matrices(NamedTuple):
 
 
 def solve(solver: Solver, system: System, rhs: Tensor, rho: Rho) -> Tensor:
-    """What `solver` takes for m S^{-1} rhs, `[..., K]`."""
+    """Return the solution m S^{-1} rhs by `solver`, `[..., K]`."""
     if isinstance(solver, Chebyshev):
         return chebyshev(system.apply, rhs, rho, solver.iterations)
     if isinstance(solver, ConjugateGradient):
@@ -106,8 +106,8 @@ def solve(solver: Solver, system: System, rhs: Tensor, rho: Rho) -> Tensor:
 def cholesky_factor(matrix: Tensor) -> Tensor:
     """Return the lower Cholesky factors of systems S / m, `[..., K, K]`, whose eigenvalues are at most 2.
 
-    Where there is none, since rounding of a long sum outweighs the ridge, the ridge is raised to what a factorisation
-    resolves (Higham, Accuracy and Stability, theorem 10.7); if need be, to the root of the dtype's precision.
+    If a factorisation fails, because rounding of a long sum outweighs the ridge, it is repeated with the bound of
+    Higham (Accuracy and Stability of Numerical Algorithms, theorem 10.7) added to the diagonal, then with sqrt(eps).
     """
     factor, failed = torch.linalg.cholesky_ex(matrix)
     width, eps = matrix.shape[-1], torch.finfo(matrix.dtype).eps
@@ -140,9 +140,10 @@ def chebyshev_weights(rho: Rho, iterations: int) -> list[Rho]:
 
 
 def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, iterations: int) -> Tensor:
-    """Hestenes and Stiefel's, from 0: the iterate with the smallest residual, which may grow on the way.
+    """Return the conjugate-gradient iterate with the smallest residual, starting from 0 (Hestenes and Stiefel).
 
-    A token stays where it is once its residual is rounding, or its curvature not positive: what follows is noise.
+    The residual can grow between iterations. A token stops when its residual is rounding error or its curvature is not
+    positive; later steps would only add noise.
     """
     x, residual, direction = torch.zeros_like(rhs), rhs, rhs
     square = residual.square().sum(-1, keepdim=True)
@@ -154,7 +155,7 @@ def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, iteration
         x, last_square = torch.addcmul(x, step, direction), square
         residual = torch.addcmul(residual, step, image, value=-1)
         square = residual.square().sum(-1, keepdim=True)
-        best = torch.lerp(best, x, (square < smallest).to(x.dtype))  # by 0 or 1: sooner than `where` on a CPU
+        best = torch.lerp(best, x, (square < smallest).to(x.dtype))  # weight 0 or 1: faster than `where` on a CPU
         smallest = torch.minimum(square, smallest)
         square = square * ((square > threshold) & (step > 0))
         direction = torch.addcmul(residual, ratio(square, last_square), direction)
@@ -162,14 +163,14 @@ def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, iteration
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Return a quotient, 0 where there is nothing to divide by; not to be differentiated."""
+    """Return the quotient, or 0 where the denominator is not positive. Its gradient is not valid there."""
     return torch.where(denominator > 0, numerator / denominator, 0.0)
 
 
 def sketch_basis(sketch: Sketch, like: Tensor) -> Tensor:
-    """The orthonormal basis `[K, dim]` of a sketch, in the dtype and on the device of `like` `[..., K]`.
+    """Return the orthonormal basis `[K, dim]` of a sketch, with the dtype and device of `like` `[..., K]`.
 
-    A subsampled randomised cosine transform: `dim` evenly spread cosines of keys with random signs.
+    It is a subsampled randomised cosine transform: `dim` evenly spaced cosines, with random signs of the keys.
     """
     width = like.shape[-1]
     dim = min(sketch.dim, width)
@@ -183,7 +184,10 @@ def sketch_basis(sketch: Sketch, like: Tensor) -> Tensor:
 
 
 def encode_solver(solver: Solver) -> list[int]:
-    """A solver as an operator takes it, but for how gradients go back: kind, iterations; of a sketch dim and seed."""
+    """Encode a solver as a list of integers, the form that a custom op accepts; `backward` is not encoded.
+
+    The list is [kind, iterations], followed by [dim, seed] for a sketch.
+    """
     inner_solver = solver.solver if isinstance(solver, Sketch) else solver
     kind = (Chebyshev, ConjugateGradient, Exact).index(type(inner_solver))
     sketch = [solver.dim, solver.seed] if isinstance(solver, Sketch) else []
@@ -191,7 +195,7 @@ def encode_solver(solver: Solver) -> list[int]:
 
 
 def decode_solver(code: list[int]) -> Solver:
-    """The solver again."""
+    """Return the solver that `encode_solver` encoded."""
     kind, iterations, *sketch = code
     inner_solver = Exact() if kind == 2 else ConjugateGradient(iterations) if kind == 1 else Chebyshev(iterations)
     return Sketch(sketch[0], inner_solver, sketch[1]) if sketch else inner_solver

@@ -1,4 +1,4 @@
-"""Lower a design to `ridge`: its noises become gains."""
+"""Conversion of design signals to those of `ridge`: gains from observation noises."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from kalmix.ops._shared.lowering import Signals, pop_positive
 
 
 def lower(k: Tensor, v: Tensor, signals: Signals) -> Signals:
-    """Compute the gain of a token, the inverse of its noise."""
+    """Replace `obs_noise` by its inverse, `gain`."""
     return signals | {"gain": 1 / pop_positive("obs_noise", signals)}

@@ -1,4 +1,4 @@
-"""The defining recursion of `ridge`: weighted sums over the past; equations of Gated KalmaNet."""
+"""Defining recursion of `ridge`, token by token, from the equations of Gated KalmaNet."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from torch import Tensor
 
 from kalmix.ops._shared.recursion import Recursion, State, Token, prior_memory
 
-FACTOR = 0.02  # of the ridge, relative to ||H||_F, where none is given
-MIN_NORM = 1e-10  # ||H||_F below which an adaptive ridge reads 0
+FACTOR = 0.02  # default ridge, relative to ||H||_F
+MIN_NORM = 1e-10  # norm of H below which an adaptive ridge returns 0
 
 
 def prior(k: Tensor, v: Tensor) -> State:
+    """Return U = 0 and H = 0."""
     return (*prior_memory(k, v), torch.diag_embed(torch.zeros_like(k)))
 
 
 def predict(belief: State, token: Token) -> State:
+    """Multiply both sums by exp(log_decay)."""
     decay = token["log_decay"].exp()[:, None, None] if "log_decay" in token else 1.0
     return decay * belief[0], decay * belief[1]
 
 
 def update(belief: State, token: Token) -> State:
+    """Add k v' / r^2 to U and k k' / r^2 to H."""
     cross, gram = belief
     key, value, noise = token["k"][..., None], token["v"][..., None, :], token["obs_noise"][:, None, None]
     return cross + key @ value / noise, gram + key @ key.mT / noise
 
 
 def read(belief: State, token: Token) -> tuple[Tensor, Tensor]:
-    """Equation 3, solved exactly whatever the solver, and 0 where an adaptive ridge has nothing to go by."""
+    """Return the read-out of equation 3 by an exact solve, and its variance; 0 where an adaptive ridge is 0."""
     cross, gram = belief
     query, strength = token["q"], _ridge_strength(gram, token.get("ridge"))
     shift = torch.where(strength < torch.inf, strength, 1.0)[:, None, None]
@@ -40,7 +43,7 @@ def read(belief: State, token: Token) -> tuple[Tensor, Tensor]:
 
 
 def _ridge_strength(gram: Tensor, ridge: Any) -> Tensor:
-    """The ridge `[G]`: `ridge.value`, or `ridge.factor` times ||H||_F, infinite where nothing was written."""
+    """Return the ridge `[G]`: `ridge.value`, or `ridge.factor` times ||H||_F; infinity where H is 0."""
     if hasattr(ridge, "value"):
         return torch.full_like(gram[:, 0, 0], ridge.value)
     square = gram.square().sum((-2, -1))

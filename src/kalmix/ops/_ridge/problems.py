@@ -1,4 +1,4 @@
-"""Problems that the laws try `ridge` on."""
+"""Test problems of `ridge`: designs and random signals, used by the laws, `kalmix doctor` and the fuzz script."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from kalmix.testing.problems import MOST, STILL, Normal, Problem, Tensors, draw_
 
 
 def draw(normal: Normal, sequences: int, size: dict[str, int]) -> Tensors:
+    """Return random signals of a memory, a mix between 0 and 1, and a prior."""
     drawn = draw_memory(obs_noise="B T G", log_decay="B T G")(normal, sequences, size)
     g, width = size["G"], size["K"]
     root = normal(sequences, g, width, width) / width**0.5

@@ -1,6 +1,6 @@
-"""`ridge`, step by step: every system written out, for tests, for float64 and for unrolled gradients.
+"""Kernel "reference" of `ridge`: one token at a time, with explicit matrices and plain autograd.
 
-Memory for training O(T K (K + V)).
+It supports every solver, unrolled gradients and derivatives of every order. Training stores O(T K (K + V)) numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kalmix.types import Filtered
 def ridge(
     signals: RidgeSignals, belief: RidgeBelief, segments: Segments | None, variance: bool, ridge: Ridge, solver: Solver
 ) -> Filtered:
-    """Gated KalmaNet one token at a time, any autograd. See `kalmix.ops.ridge`."""
+    """Compute `kalmix.ops.ridge` one token at a time."""
     batch, length, heads, _ = signals.v.shape
     dtype, segment_ids = belief.gram.dtype, optional_segment_ids(segments, batch, length)
     q, k, v, log_decay, gain, mix = fill_outside(segment_ids, *signals)

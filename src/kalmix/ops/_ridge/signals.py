@@ -1,4 +1,4 @@
-"""The signals of the op `ridge`."""
+"""Signals that the op `ridge` passes to its kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class RidgeSignals(NamedTuple):
-    """Signals of B rows of T tokens, for H key heads of width K and G value heads of width V.
+    """Signals of T tokens in B batch rows, with H key heads of width K and G value heads of width V.
 
     Attributes:
         q, k: `[B, T, H, K]`.

@@ -1,7 +1,7 @@
-"""How a ridge regression is regularised and solved, as values: what `kalmix.ops.ridge` takes, what a design fixes.
+"""Options of `kalmix.ops.ridge`: the ridge and the solver, as immutable values without tensors.
 
-A solver stands for a symmetric linear map close to the inverse of S = H + ridge I. Everything here is data; the
-algorithms are in `kalmix.ops._ridge.kernels`.
+A solver stands for a symmetric linear map close to the inverse of S = H + ridge I. The algorithms are in
+`linear_solvers`, `dense_solve` and `triton/solve.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from kalmix.errors import ArgumentError, any_of
 from kalmix.validation import MAX_FLOAT, MAX_INT
 
-MIN_NORM = 1e-10  # a norm of H below which nothing has been written: gradients, like 1 / ||H||^3, are still float32
+MIN_NORM = 1e-10  # H counts as 0 below this norm; gradients of order 1 / ||H||^3 are still finite in float32 there
 Backward = Literal["implicit", "unrolled"]
 
 
@@ -25,9 +25,22 @@ def _check_positive(name: str, value: object, kind: type) -> None:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """A ridge of `factor` times the Frobenius norm of H: the condition number is at most 1 + 1 / factor.
+    """Ridge proportional to the Frobenius norm of H: lambda_t = factor * ||H_t||_F (Gated KalmaNet, section 4.1).
 
-    Gated KalmaNet, section 4.1. While nothing has been written the ridge is 0, and so is what is read.
+    The condition number of H + lambda I is at most 1 + 1 / factor, whatever the keys are. While H is 0, the ridge is 0
+    and the op returns 0.
+
+    Attributes:
+        factor: > 0.
+
+    Raises:
+        ArgumentError: `factor` is not a positive number.
+
+    Example:
+        >>> from kalmix import ops
+        >>> q = torch.randn(1, 32, 2, 16)
+        >>> ops.ridge(q, q, q, ridge=ops.Adaptive(0.1)).mean.shape
+        torch.Size([1, 32, 2, 16])
     """
 
     factor: float = 0.02
@@ -38,7 +51,20 @@ class Adaptive:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A constant ridge, as MesaNet has it: the prior precision of the memory."""
+    """Constant ridge, the prior precision of the memory: lambda_t = value (MesaNet).
+
+    Attributes:
+        value: > 0.
+
+    Raises:
+        ArgumentError: `value` is not a positive number.
+
+    Example:
+        >>> from kalmix import ops
+        >>> q = torch.randn(1, 32, 2, 16)
+        >>> ops.ridge(q, q, q, ridge=ops.Fixed(1.0), solver=ops.Exact()).mean.shape
+        torch.Size([1, 32, 2, 16])
+    """
 
     value: float = 0.25
 
@@ -51,15 +77,24 @@ Ridge = Adaptive | Fixed
 
 @dataclass(frozen=True)
 class Chebyshev:
-    """Chebyshev iteration over the spectrum [ridge, ridge + ||H||_F] (Algorithm 1 of Gated KalmaNet).
+    """Chebyshev iteration on the spectrum [ridge, ridge + ||H||_F] (Algorithm 1 of Gated KalmaNet).
 
-    The error shrinks by (sqrt(c) - 1) / (sqrt(c) + 1) an iteration, c = 1 + 1 / factor: by 0.754 at `Adaptive(0.02)`.
+    Each iteration multiplies the error by (sqrt(c) - 1) / (sqrt(c) + 1), with condition number c = 1 + 1 / factor: by
+    0.754 for `Adaptive(0.02)`. An iteration takes O(K^2) time per token.
 
     Attributes:
-        iterations: after the first guess.
-        backward: "implicit" solves once more for the gradient (Lemma 2), exact up to the error of the solution;
-            "unrolled" is the gradient of the iteration itself (Algorithm 2, which runs it backwards in constant
-            memory), exact whatever the error.
+        iterations: number of iterations after the initial guess, >= 1.
+        backward: "implicit" solves one more system for the gradient (Lemma 2); its error is about that of the solution.
+            "unrolled" returns the exact gradient of the iteration (Algorithm 2), in kernel "reference" only.
+
+    Raises:
+        ArgumentError: `iterations` is not a positive integer, or `backward` is another string.
+
+    Example:
+        >>> from kalmix import ops
+        >>> q = torch.randn(1, 32, 2, 16)
+        >>> ops.ridge(q, q, q, solver=ops.Chebyshev(10)).mean.shape
+        torch.Size([1, 32, 2, 16])
     """
 
     iterations: int = 30
@@ -73,10 +108,22 @@ class Chebyshev:
 
 @dataclass(frozen=True)
 class ConjugateGradient:
-    """Conjugate gradients, from 0, with nothing added to divisors.
+    """Conjugate-gradient method of Hestenes and Stiefel, started at 0.
 
-    In float32 as accurate as Cholesky after a few dozen iterations; where products are rounded to bfloat16 `Chebyshev`,
-    with its residual carried along, is the more accurate (docs/results/solvers.md).
+    It returns the iterate with the smallest residual. In float32 it is as accurate as `Exact` after a few dozen
+    iterations. On tensor cores in bfloat16, `Chebyshev` is more accurate. An iteration takes O(K^2) time per token.
+
+    Attributes:
+        iterations: largest number of iterations, >= 1. A token whose solution has converged does not change further.
+
+    Raises:
+        ArgumentError: `iterations` is not a positive integer.
+
+    Example:
+        >>> from kalmix import ops
+        >>> q = torch.randn(1, 32, 2, 16)
+        >>> ops.ridge(q, q, q, ridge=ops.Fixed(1.0), solver=ops.ConjugateGradient(20)).mean.shape
+        torch.Size([1, 32, 2, 16])
     """
 
     iterations: int = 30
@@ -87,16 +134,37 @@ class ConjugateGradient:
 
 @dataclass(frozen=True)
 class Exact:
-    """Cholesky factorisation: O(K^3) a token."""
+    """Exact solution by Cholesky factorisation, in O(K^3) time per token. Not supported by kernel "triton".
+
+    Example:
+        >>> from kalmix import ops
+        >>> q = torch.randn(1, 32, 2, 16)
+        >>> ops.ridge(q, q, q, solver=ops.Exact()).mean.shape
+        torch.Size([1, 32, 2, 16])
+    """
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """The best solution among `dim` random directions (section L of Gated KalmaNet): H, q and U projected.
+    """Best solution in a random subspace of the keys (appendix L of Gated KalmaNet).
+
+    With an orthonormal basis B `[K, dim]`, the solution is x = B (B'S B)^{-1} B'q. The basis consists of `dim` rows of
+    a cosine transform of keys with random signs. With dim >= K it spans all directions, and the solution is that of
+    `solver`. Not supported by kernel "triton".
 
     Attributes:
-        dim: directions, an orthonormal basis whose signs `seed` chooses; all there are if as many as keys are wide.
-        solver: solves among them.
+        dim: dimension of the subspace, >= 1.
+        solver: solver of the projected system: `Chebyshev`, `ConjugateGradient` or `Exact`.
+        seed: selects the random signs.
+
+    Raises:
+        ArgumentError: `dim` is not a positive integer, or `solver` is not one of these.
+
+    Example:
+        >>> from kalmix import ops
+        >>> q = torch.randn(1, 32, 2, 16)
+        >>> ops.ridge(q, q, q, solver=ops.Sketch(8, ops.Exact())).mean.shape
+        torch.Size([1, 32, 2, 16])
     """
 
     dim: int

@@ -1,4 +1,4 @@
-"""The row of the op `ridge`."""
+"""Specification of the op `ridge` for the rest of the library."""
 
 from kalmix.beliefs import RidgeBelief
 from kalmix.designs.kinds import INFORMATION, MEMORY

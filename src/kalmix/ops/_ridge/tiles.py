@@ -1,10 +1,10 @@
-"""How the Triton kernels of `ridge` cut time."""
+"""Tile size of the Triton kernels of `ridge`. It is also needed where Triton is not installed."""
 
 import torch
 
 
 def tile_size(length: int, width: int, dtype: torch.dtype) -> int:
-    """Tokens a tile: 64 for tensor cores, of which narrow keys leave most idle; half as many in float32."""
+    """Return the number of tokens per tile: 64 in bfloat16 with keys wider than 32, else 32; 16 for up to 64 tokens."""
     if length <= 64:
         return 16
     return 64 if dtype == torch.bfloat16 and width > 32 else 32
