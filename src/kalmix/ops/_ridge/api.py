@@ -106,9 +106,9 @@ def ridge(
     if isinstance(ridge, int | float):
         ridge = Adaptive(ridge)
     if not isinstance(ridge, Adaptive | Fixed):
-        raise ArgumentError("ridge", got=repr(ridge), expected="an `Adaptive`, a `Fixed` or a positive number")
+        raise ArgumentError("ridge", got=repr(ridge), expected="Adaptive, Fixed or a positive number")
     if not isinstance(solver, Chebyshev | ConjugateGradient | Exact | Sketch):
-        raise ArgumentError("solver", got=repr(solver), expected="one of the solvers in `kalmix.ops`")
+        raise ArgumentError("solver", got=repr(solver), expected="Chebyshev, ConjugateGradient, Exact or Sketch")
     sizes = check_tokens(q, k, v, variance)
     if log_decay is not None:
         check_signal("log_decay", log_decay, PER_HEAD, sizes, v, most=0.0)
