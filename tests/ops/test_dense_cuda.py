@@ -45,7 +45,7 @@ def machine(monkeypatch):
     def set_to(capability=cuda.HOPPER, version="12.8", nvrtc=True):
         cuda._unsupported.cache_clear()
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
         monkeypatch.setattr(torch.version, "cuda", version)
         monkeypatch.setattr(cuda, "nvrtc_library", lambda: object() if nvrtc else None)
 
@@ -127,6 +127,21 @@ def test_a_row_runs_its_own_kernels_forward_and_backward(monkeypatch, row):
     inputs = arguments(1, 3, (1, 1), (3, 2))
     check(inputs, run=row.function)
     assert set(requested) == ({"forward", "backward"} if row.name == "cuda" else set())
+
+
+def test_machine_code_is_compiled_once_for_all_processes(monkeypatch, tmp_path):
+    compiled = []
+
+    def compile_source(nvrtc, name, options, architecture):
+        compiled.append((name, options))
+        return f"{name} {options}".encode()
+
+    monkeypatch.setattr(cuda, "compile_source", compile_source)
+    monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path))
+    narrow, wide = (("K", 40),), (("K", 128),)
+    for options in (narrow, wide, narrow, wide):
+        assert cuda.load_machine_code(None, "forward", options, "sm_90a") == f"forward {options}".encode()
+    assert compiled == [("forward", narrow), ("forward", wide)]
 
 
 @pytest.mark.skipif(cuda.nvrtc_library() is None, reason="torch comes without NVRTC here")

@@ -84,7 +84,7 @@ def run(case: Case) -> None:
     torch.cuda.synchronize()
 
 
-def check_share(share: str, note: Path, seconds: float) -> int:
+def check_share(share: str, note: Path, seconds: float, only: str) -> int:
     """Run the problems of one share, and write the names of the kernels they launched to `note`."""
     part, parts = map(int, share.split("/"))
     launched, original, begin = set(), compile_and_launch.Launch.run, time.monotonic()
@@ -95,7 +95,7 @@ def check_share(share: str, note: Path, seconds: float) -> int:
         original(step)
 
     compile_and_launch.Launch.run = run_and_note  # type: ignore[method-assign]
-    mine = list(problems())[part::parts]
+    mine = [case for case in problems() if re.search(only, str(case))][part::parts]
     for tried, case in enumerate(mine):
         if time.monotonic() - begin > seconds:
             print(f"share {share}: out of time after {tried} of {len(mine)} problems", flush=True)
@@ -112,26 +112,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=4, help="processes side by side")
     parser.add_argument("--seconds", type=float, default=1e9, help="a process begins no problem after this time")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="problems to run, such as ^dense-cuda. Default: all"
+    )
     parser.add_argument("--share", help="run one share without the checker: 0/8 is every eighth problem")
     parser.add_argument("--note", type=Path, help="file for the names of launched kernels, with --share")
     arguments = parser.parse_args()
     if arguments.share:
-        return check_share(arguments.share, arguments.note, arguments.seconds)
+        return check_share(arguments.share, arguments.note, arguments.seconds, arguments.only)
     checker = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__]
-    checker += ["--seconds", str(arguments.seconds)]
+    options = ["--seconds", str(arguments.seconds), "--only", arguments.only]
     with TemporaryDirectory() as folder:
         notes = [Path(folder) / f"{i}.txt" for i in range(arguments.jobs)]
         for program in ([sys.executable, __file__], checker):
             shares = [
                 subprocess.Popen(
-                    [*program, "--share", f"{i}/{arguments.jobs}", "--note", str(note)],
+                    [*program, "--share", f"{i}/{arguments.jobs}", "--note", str(note), *options],
                     env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
                 )
                 for i, note in enumerate(notes)
             ]
             codes = [share.wait() for share in shares]
         launched = {name for note in notes if note.exists() for name in note.read_text().split("\n") if name}
-    missing = sorted(entry_kernels() - launched)
+    missing = sorted(entry_kernels() - launched) if not arguments.only else []
     print(f"exit codes {codes}; {len(launched)} kernels launched, never launched: {missing or 'none'}")
     return int(any(codes) or bool(missing))
 

@@ -8,6 +8,7 @@ while tensor cores work. Everything else is parallel over blocks of tokens, and 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
@@ -99,6 +100,21 @@ def compile_source(nvrtc: Any, name: str, options: Options, architecture: str) -
     return code
 
 
+def load_machine_code(nvrtc: Any, name: str, options: Options, architecture: str) -> bytes:
+    """Return the machine code of `name`.cu, from Triton's cache folder if another process has compiled it before."""
+    from triton.runtime.cache import get_cache_manager
+
+    sources = [(_HERE / file).read_text() for file in (f"{name}.cu", _HEADER)]
+    inputs = repr((sources, options, architecture, torch.__version__, torch.version.cuda))
+    folder, file = get_cache_manager(hashlib.sha256(inputs.encode()).hexdigest()), f"{name}.cubin"
+    path = folder.get_file(file)
+    if path is not None:
+        return Path(path).read_bytes()
+    code = compile_source(nvrtc, name, options, architecture)
+    folder.put(code, file)
+    return code
+
+
 def _read_bytes(get_size: Any, write: Any, program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     get_size(program, ctypes.byref(size))
@@ -116,7 +132,7 @@ def _compile_async(name: str, options: Options, device: int) -> Future[tuple[cty
 def _load_kernel(name: str, options: Options) -> tuple[ctypes.c_void_p, int, int]:
     """The kernel on the current device; the threads and the bytes of shared memory that it says it needs."""
     driver, module, kernel, address = nvrtc_library(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
-    code = compile_source(driver, name, options, "sm_{}{}a".format(*HOPPER))  # with what only Hopper has
+    code = load_machine_code(driver, name, options, "sm_{}{}a".format(*HOPPER))  # with what only Hopper has
     torch.cuda.current_stream().query()  # the driver knows of torch's context from now on
     _check(driver.cuModuleLoadData(ctypes.byref(module), code))
     _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()))
