@@ -13,7 +13,7 @@ from kalmix.ops._diagonal import custom_op as fused
 from kalmix.ops._diagonal import reference
 from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._diagonal.triton.plan import tile_size
-from kalmix.ops._shared.triton.tiles import rows
+from kalmix.ops._shared.triton.tiles import contiguous_rows
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import budgets, relative_error
 
@@ -143,9 +143,9 @@ def test_keeps_a_belief_every_32_tokens_and_nothing_longer():
 
 def test_slices_of_a_projection_are_read_in_place():
     q, k, v = torch.randn(2, 5, 1, 12).split(4, dim=-1)
-    assert all(rows(x).data_ptr() == x.data_ptr() for x in (q, k, v))
+    assert all(contiguous_rows(x).data_ptr() == x.data_ptr() for x in (q, k, v))
     turned = torch.randn(2, 4, 1, 5).transpose(1, 3)
-    assert rows(turned).is_contiguous()
+    assert contiguous_rows(turned).is_contiguous()
     inputs = arguments(2, 9, (1, 1), 4, 4)
     whole = torch.cat([inputs["q"], inputs["k"], inputs["v"]], dim=-1)
     sliced = dict(zip(NAMES, (*whole.split(4, dim=-1), *list(inputs.values())[3:]), strict=True))

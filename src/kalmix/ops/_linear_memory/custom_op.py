@@ -78,11 +78,11 @@ def _forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._linear_memory.triton.forward import blank, forward
-    from kalmix.ops._shared.triton.tiles import cut_tokens
+    from kalmix.ops._shared.triton.tiles import tile_sequences
 
     segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
-    cut = cut_tokens(v.shape[0], v.shape[1], size, segments, q)
-    results = blank(k, v, cut.count, size, corrects, cut.packed)
+    cut = tile_sequences(v.shape[0], v.shape[1], size, segments, q)
+    results = blank(k, v, cut.num_tiles, size, corrects, cut.packed)
     last = forward(q, k, v, gain, log_decay, prior, cut, corrects, results)
     states, errors, inverses = (x if keep else v.new_empty(0) for x in results[1:])
     return results.mean, last, states, errors, inverses
@@ -113,13 +113,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._linear_memory.triton.backward import backward, blank
     from kalmix.ops._linear_memory.triton.forward import Results
-    from kalmix.ops._shared.triton.tiles import cut_tokens
+    from kalmix.ops._shared.triton.tiles import tile_sequences
 
     segments, kept = (
         None if rows is None else segments_without_checks(rows),
         Results(grad_mean, states, errors, inverses),
     )
-    cut = cut_tokens(v.shape[0], v.shape[1], tile_size(v.shape[1], v.dtype), segments, q)
+    cut = tile_sequences(v.shape[0], v.shape[1], tile_size(v.shape[1], v.dtype), segments, q)
     grads = blank(q, v, gain, log_decay, cut.packed)
     dprior = backward(q, k, v, gain, log_decay, kept, cut, grad_mean, grad_last, corrects, grads)
     dq, dk, dv, dgain, ddecay = grads.gathered(q, gain, log_decay)

@@ -39,8 +39,8 @@ from kalmix.ops._attend.triton.rotary import frequency_grad_buffers, rotate_back
 from kalmix.ops._attend.triton.scores import LN2, LOG2E, load_head_params, score_terms, score_vjp, token_precisions
 from kalmix.ops._attend.triton.tile_sizes import key_grad_tiles, query_grad_tiles
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.ptx import rounded
-from kalmix.ops._shared.triton.tiles import load_rows, product, store_rows
+from kalmix.ops._shared.triton.ptx import round_like
+from kalmix.ops._shared.triton.tiles import load_rows, matmul, store_rows
 
 NUM_PARAMS = tl.constexpr(11)
 
@@ -68,7 +68,7 @@ def score_gradients(
     score = mask_scores(log_weight, float("-inf"), query, key, unmasked, slots, window, DIRECT, MASKED, CAUSAL)
     weight = tl.exp2(score)
     decayed = decay_weights(weight, score, value_var, value_lag, future, params, CAUSAL)
-    decayed = rounded(decayed, value, PTX)  # as they were averaged with: so gradients of scores add up to nothing
+    decayed = round_like(decayed, value, PTX)  # as they were averaged with: so gradients of scores add up to nothing
     grad_decayed = decayed * grad_weights
     grad_score = grad_decayed - weight * delta
     grad_log_precision = 0.0
@@ -96,7 +96,7 @@ def accumulate_query_grads(
     count = slots - first if DIRECT else N
     key = load_rows(k + token * H * K, H * K, count, tl.arange(0, P), K, N)
     value = load_rows(v + token * G * V, G * V, count, tl.arange(0, W), V, N)
-    qk, grad_weights = product(query, tl.trans(key), PRECISION), product(grad_outputs, tl.trans(value), PRECISION)
+    qk, grad_weights = matmul(query, tl.trans(key), PRECISION), matmul(grad_outputs, tl.trans(value), PRECISION)
     block, unmasked = first // BLOCK, False
     key_tokens = load_tokens(
         key_features, times, rank, first + tl.arange(0, N), 0, key_blocks * BLOCK, slots, 0, SHARED
@@ -116,7 +116,7 @@ def accumulate_query_grads(
     else:
         noises = add_query_side_grads(noises, grads, grad_decayed, key_tokens, key_lag, value_lag, params, SHARED)
     sums = nu + partial_sums(grads[4] * residual), temperature + partial_sums(grad_temperature), noises
-    grad_q = product(grads[0].to(key.dtype), key, PRECISION, grad_q)
+    grad_q = matmul(grads[0].to(key.dtype), key, PRECISION, grad_q)
     return grad_q, grad_norm + partial_sums(grads[1]), sums
 
 
@@ -221,7 +221,7 @@ def accumulate_key_grads(
     token = tl.cast(first, tl.int64)
     query = load_rows(q + token * H * K, H * K, tokens - first, tl.arange(0, P), K, M)
     grad_outputs = load_rows(grad_output + token * G * V, G * V, tokens - first, tl.arange(0, W), V, M)
-    qk, grad_weights = product(key, tl.trans(query), PRECISION), product(value, tl.trans(grad_outputs), PRECISION)
+    qk, grad_weights = matmul(key, tl.trans(query), PRECISION), matmul(value, tl.trans(grad_outputs), PRECISION)
     block, unmasked, at = first // BLOCK, False, first + tl.arange(0, M)
     query_tokens = load_tokens(query_features, times, rank, at, past_length, query_blocks * BLOCK, slots, 0, SHARED)
     max_score, delta = tl.load(max_scores + at), tl.load(deltas + at)[None, :]
@@ -241,8 +241,8 @@ def accumulate_key_grads(
     # Never true. It makes the compiler finish both sums first: else ptxas waits for each part of two open sums.
     if first < 0:
         grad_v, grad_k = grad_v * 0.0, grad_k * 0.0
-    grad_v = product(decayed.to(value.dtype), grad_outputs, PRECISION, grad_v)
-    grad_k = product(grads[0].to(key.dtype), query, PRECISION, grad_k)
+    grad_v = matmul(decayed.to(value.dtype), grad_outputs, PRECISION, grad_v)
+    grad_k = matmul(grads[0].to(key.dtype), query, PRECISION, grad_k)
     if not DIRECT:
         sums = add_key_side_grads(sums, grads, query_tokens, key_lag, value_lag, SHARED)
     return grad_k, grad_v, grad_norm + partial_sums(grads[2]), sums

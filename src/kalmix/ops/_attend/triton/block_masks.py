@@ -24,7 +24,7 @@ from kalmix.ops._attend.triton.scores import (
     time_difference,
 )
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.ptx import hardware
+from kalmix.ops._shared.triton.ptx import supports_ptx
 
 EMPTY_RANK = tl.constexpr(lanes.EMPTY_RANK)
 OUTSIDE_RANK = tl.constexpr(2 * lanes.EMPTY_RANK)  # the rank of what is no slot: nothing sees it
@@ -134,7 +134,7 @@ def prepare_token_blocks(
         torch.empty(count, blocks, 2, dtype=torch.int64, device=x.device),
     )
     args = (times, rank, head_params, *blocks_of_tokens, tokens, slots, slots - tokens, blocks, heads, int(for_keys))
-    compiled = {"BLOCK": block, "SHARED": shared, "PTX": hardware(), "num_warps": 4}
+    compiled = {"BLOCK": block, "SHARED": shared, "PTX": supports_ptx(), "num_warps": 4}
     Launch(token_blocks_kernel, (blocks, heads, count), args, compiled).run()
     return blocks_of_tokens
 

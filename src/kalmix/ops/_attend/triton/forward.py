@@ -35,8 +35,8 @@ from kalmix.ops._attend.triton.rotary import rotate
 from kalmix.ops._attend.triton.scores import LN2, LOG2E, load_head_params, score_terms, token_precisions
 from kalmix.ops._attend.triton.tile_sizes import forward_tiles
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.ptx import hardware
-from kalmix.ops._shared.triton.tiles import load_rows, precision, product, store_rows
+from kalmix.ops._shared.triton.ptx import supports_ptx
+from kalmix.ops._shared.triton.tiles import dot_precision, load_rows, matmul, store_rows
 
 MIN_SCORE = tl.constexpr(-3e38)  # below every score
 
@@ -69,7 +69,7 @@ def accumulate_keys(
     token = tl.cast(first, tl.int64)
     count = slots - first if DIRECT else N  # before the last block all slots are there
     key = load_rows(k + token * H * K, H * K, count, tl.arange(0, P), K, N)
-    qk = product(query, tl.trans(key), PRECISION)
+    qk = matmul(query, tl.trans(key), PRECISION)
     block = first // BLOCK
     key_tokens = load_tokens(
         key_features, times, rank, first + tl.arange(0, N), 0, key_blocks * BLOCK, slots, 0, SHARED
@@ -94,7 +94,7 @@ def accumulate_keys(
     weight_sum = weight_sum * rescale + tl.sum(weight, 1)
     value = load_rows(v + token * G * V, G * V, count, tl.arange(0, W), V, N)
     decayed = decay_weights(weight, score, value_var, value_lag, future, params, CAUSAL)
-    output = product(decayed.to(value.dtype), value, PRECISION, output * rescale[:, None])
+    output = matmul(decayed.to(value.dtype), value, PRECISION, output * rescale[:, None])
     if VARIANCE:
         precisions = token_precisions(terms, key_var, value_var, future, params, RATIONAL, CAUSAL, PTX)
         precision_sum += tl.sum(tl.where(score > float("-inf"), precisions, 0.0), 1)
@@ -197,7 +197,7 @@ def launch_shape(q: Tensor, k: Tensor, v: Tensor, config: ScoreConfig, masked: b
         "K": width, "P": max(16, triton.next_power_of_2(width)),
         "V": value_width, "W": max(16, triton.next_power_of_2(value_width)),
         "BLOCK": block, "SHARED": config.shared_dynamics, "RATIONAL": config.rational, "CAUSAL": config.causal,
-        "MASKED": masked, "VARIANCE": variance, "PRECISION": precision(k.dtype), "PTX": hardware(),
+        "MASKED": masked, "VARIANCE": variance, "PRECISION": dot_precision(k.dtype), "PTX": supports_ptx(),
     }  # fmt: skip
     return LaunchShape((value_heads, count), sizes, compiled)
 

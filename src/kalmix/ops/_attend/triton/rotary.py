@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.tiles import load_rows, rows, store_rows
+from kalmix.ops._shared.triton.tiles import contiguous_rows, load_rows, store_rows
 
 TWO_PI = tl.constexpr(2.0 * math.pi)
 TILE = 32  # tokens of a program
@@ -152,7 +152,7 @@ def rotate(
     `marks` 2, NaN where they are not finite, for `[L, H]`; such rows are 0 in y. x itself is written to `copy`,
     contiguous, unless that is empty.
     """
-    x, times, frequency = rows(x), times.contiguous(), frequency.contiguous()
+    x, times, frequency = contiguous_rows(x), times.contiguous(), frequency.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     grid, launch_args, compiled = _launch(x, times, frequency, forward)
     copy_x, padded_tokens = copy is not None and copy.numel() > 0, 0 if norms is None else norms.stride(1)
@@ -180,7 +180,7 @@ def rotate_backward(
 
     Forward it is x times `totals`, `[L, heads, at least T]`, whose gradient is asked for, rounded as it is returned.
     """
-    grad_y, x, times, frequency = rows(grad_y), x.contiguous(), times.contiguous(), frequency.contiguous()
+    grad_y, x, times, frequency = contiguous_rows(grad_y), x.contiguous(), times.contiguous(), frequency.contiguous()
     grid, launch_args, compiled = _launch(grad_y, times, frequency, forward)
     grad_x = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale_or_x = x if scale is None else scale

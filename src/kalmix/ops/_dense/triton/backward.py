@@ -44,9 +44,9 @@ from kalmix.ops._dense.triton.primitives import (
     decay_covariance,
     decay_kind,
     launch_overlapped,
-    product,
     product_across_warps,
     scan_options,
+    split_matmul,
     time_splits,
 )
 from kalmix.ops._dense.triton.wide_backward import backward_wide
@@ -54,7 +54,7 @@ from kalmix.ops._linear_memory.triton.backward import backward as mean_backward
 from kalmix.ops._linear_memory.triton.backward import blank
 from kalmix.ops._linear_memory.triton.forward import Results
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.tiles import rows, run_of
+from kalmix.ops._shared.triton.tiles import contiguous_rows, locate_sequence
 from kalmix.segments import Segments
 
 
@@ -66,7 +66,7 @@ def _backward_scan(
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first_tile, token, count = run_of(sequence_table, sequence, length, tiles, PACKED)
+    first_tile, token, count = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     TILES_PER_CHUNK: tl.constexpr = CHUNK // TILE
     i, j, row = tl.arange(0, P), tl.arange(0, P), tl.arange(0, TILE)
     in_bounds = (i < K)[:, None] & (j < K)[None, :]
@@ -87,21 +87,23 @@ def _backward_scan(
             tile_term_t = tl.load(tile_terms + base + flat_t)
             total_decay = tl.load(tile_decays + slot * P + i)
             tl.store(adjoint_diags + slot * P + i, adjoint_diag)
-            adjoint_gain_t = product(adjoint, exit_gain_t, TERMS)
+            adjoint_gain_t = split_matmul(adjoint, exit_gain_t, TERMS)
             tl.store(adjoint_gains + base + flat_t, adjoint_gain_t)
             gain_adjoint_gain = product_across_warps(exit_gain, adjoint_gain_t, TERMS, TILE, P)
             grad_cov_key_t = (
-                tile_term_t - adjoint_gain_t * total_decay[:, None] + product(key_t, 0.5 * gain_adjoint_gain, TERMS)
+                tile_term_t
+                - adjoint_gain_t * total_decay[:, None]
+                + split_matmul(key_t, 0.5 * gain_adjoint_gain, TERMS)
             )
             adjoint_diag = adjoint_diag * total_decay * total_decay + 2.0 * tl.sum(key_t * grad_cov_key_t, 1)
             adjoint = decay_covariance(adjoint, tile_decays + slot * P, i, j, DECAY)
-            adjoint += product(key_t, tl.trans(grad_cov_key_t), TERMS, product(grad_cov_key_t, key, TERMS))
+            adjoint += split_matmul(key_t, tl.trans(grad_cov_key_t), TERMS, split_matmul(grad_cov_key_t, key, TERMS))
             if VARIANCE:
                 t = tile_index * TILE + row
                 weight = tl.load(grad_var + (token + t) * G + head, mask=t < count, other=0.0).to(tl.float32)
                 query_t = tl.load(queries + base + flat_t)
                 adjoint_diag += tl.sum(query_t * query_t * weight[None, :], 1)
-                adjoint += product(query_t * weight[None, :], tl.load(queries + base + flat), TERMS)
+                adjoint += split_matmul(query_t * weight[None, :], tl.load(queries + base + flat), TERMS)
         if DECAY:
             chunk_offset = (first_tile + chunk) * G + head
             state = tl.load(saved_cov + chunk_offset * (P * P) + i[:, None] * P + j[None, :])
@@ -138,7 +140,7 @@ def backward(
     )
     splits, mean_inputs = time_splits(k, heads, size, decay_axes, segments), (q, k, v, rounded_gain, log_decay)
     grads = blank(q, v, rounded_gain, log_decay, segments is not None)
-    states = results.states.split([tiles.count for _, tiles in splits])
+    states = results.states.split([tiles.num_tiles for _, tiles in splits])
     if width > MAX_PROGRAM_WIDTH:
         mean_grads_inputs = (results, splits[0][1], grad_mean, grad_final_mean, True, grads)
         grad_prior_mean, signals = (
@@ -165,7 +167,7 @@ def backward(
     grad_final_cov = ((grad_final_cov + grad_final_cov.mT) / 2).contiguous()
     grad_var_input = innovation_var if grad_var is None else grad_var.contiguous()
     process_noise, logs = process_noise.contiguous(), k if log_decay is None else log_decay.contiguous()
-    q, k = rows(q), rows(k)
+    q, k = contiguous_rows(q), contiguous_rows(k)
     layout = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
     grad_obs, grad_process = (tokens(innovation_var.shape, **like) for _ in range(2))
@@ -184,23 +186,23 @@ def backward(
         dq, dk = grads.q, grads.k  # what they hold is added to
     scan_constants = {"DECAY": decay_axes, **scan_options(padded, bf16_terms()), **shape}
     pending, scan_kernel = [], cuda_kernel("backward") if cuda else _backward_scan
-    saved_by_split = saved_cov.split([chunks.count for chunks, _ in splits])
+    saved_by_split = saved_cov.split([chunks.num_tiles for chunks, _ in splits])
     for (cut, tiles), tile_states, saved_split in reversed(list(zip(splits, states, saved_by_split, strict=True))):
         mean_grads_inputs = (results._replace(states=tile_states), tiles, grad_mean, grad_final_mean, True, grads)
         grad_final_mean = mean_backward(*mean_inputs, *mean_grads_inputs)
 
-        def scratch(*sizes: int, num_tiles: int = cut.count * (CHUNK // TILE)) -> Tensor:
+        def scratch(*sizes: int, num_tiles: int = cut.num_tiles * (CHUNK // TILE)) -> Tensor:
             return torch.empty(num_tiles, heads, *sizes, **like)
 
-        sizes = (cut.table, length, cut.tiles, *layout)
+        sizes = (cut.tile_table, length, cut.tiles, *layout)
         keys, exit_gains, tile_terms, adjoint_gains = (scratch(TILE, padded) for _ in range(4))
         queries = scratch(TILE, padded) if variance else keys
         coefficients, tile_decays, adjoint_diags = scratch(3, TILE, TILE), scratch(padded), scratch(padded)
         adjoint_cov_diag, grad_prior = (
-            torch.empty(cut.count, heads, padded, **like),
+            torch.empty(cut.num_tiles, heads, padded, **like),
             torch.empty(grad_final_cov.shape, **like),
         )
-        tile_grid, chunk_grid = (len(keys) * heads,), (cut.count * heads,)
+        tile_grid, chunk_grid = (len(keys) * heads,), (cut.num_tiles * heads,)
         grad_cov_keys, scaled_gains, diag_flows, weighted_queries = (
             keys,
             exit_gains,
@@ -211,9 +213,9 @@ def backward(
             q, k, logs, gain, innovation_var, grads.gain, keys, exit_gains, tile_terms, queries, coefficients,
             tile_decays, *sizes,
         ), options["prepare_backward"])  # fmt: skip
-        scan = Launch(scan_kernel, (cut.sequences, heads), (
+        scan = Launch(scan_kernel, (cut.num_sequences, heads), (
             keys, exit_gains, tile_terms, queries, grad_var_input, tile_decays, saved_split, grad_final_cov,
-            adjoint_gains, adjoint_diags, adjoint_cov_diag, grad_prior, cut.runs, length, cut.tiles, heads,
+            adjoint_gains, adjoint_diags, adjoint_cov_diag, grad_prior, cut.sequence_table, length, cut.tiles, heads,
         ), scan_constants)  # fmt: skip
         if decay_axes == 2:
             accumulated_noise = scratch(padded)

@@ -42,16 +42,16 @@ from kalmix.ops._dense.triton.primitives import (
     decay_kind,
     inverse_cholesky,
     launch_overlapped,
-    product,
     product_across_warps,
     scan_options,
+    split_matmul,
     time_splits,
 )
 from kalmix.ops._dense.triton.wide import forward_wide
 from kalmix.ops._linear_memory.triton.forward import Results, blank
 from kalmix.ops._linear_memory.triton.forward import forward as filter_means
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.tiles import Cut, rows, run_of
+from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows, locate_sequence
 from kalmix.segments import Segments
 
 
@@ -63,7 +63,7 @@ def _forward_scan(
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first_tile, token, count = run_of(sequence_table, sequence, length, tiles, PACKED)
+    first_tile, token, count = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     TILES_PER_CHUNK: tl.constexpr = CHUNK // TILE
     i, j, row = tl.arange(0, P), tl.arange(0, P), tl.arange(0, TILE)
     in_bounds = (i < K)[:, None] & (j < K)[None, :]
@@ -90,20 +90,22 @@ def _forward_scan(
             t = tile_index * TILE + row
             obs = tl.load(obs_noise + (token + t) * G + head, mask=t < count, other=float("inf")).to(tl.float32)
 
-            cov_key_t = product(state, key_t, TERMS) + pending_noise[:, None] * key_t
+            cov_key_t = split_matmul(state, key_t, TERMS) + pending_noise[:, None] * key_t
             tl.store(cov_keys + base + flat_t, cov_key_t)
             if VARIANCE:
                 query_t = tl.load(queries + base + flat_t)
-                tl.store(cov_queries + base + flat_t, product(state, query_t, TERMS) + pending_noise[:, None] * query_t)
+                tl.store(
+                    cov_queries + base + flat_t, split_matmul(state, query_t, TERMS) + pending_noise[:, None] * query_t
+                )
             C += product_across_warps(key, cov_key_t, TERMS, TILE, P)
             whitening = inverse_cholesky(C, tl.min(obs, 0), TILE)  # in place of what it comes from
             tl.store(
                 innovation_cov + slot * (TILE * TILE) + row[:, None] * TILE + tl.arange(0, TILE)[None, :], whitening
             )
-            gain = product(cov_key_t * total_decay[:, None] + noise_key_t, tl.trans(whitening), TERMS)
+            gain = split_matmul(cov_key_t * total_decay[:, None] + noise_key_t, tl.trans(whitening), TERMS)
             state = decay_covariance(state, tile_decay, i, j, DECAY)
             pending_noise = pending_noise * total_decay * total_decay + tl.load(tile_decay + P + i)
-            state -= product(gain, tl.trans(gain), TERMS)
+            state -= split_matmul(gain, tl.trans(gain), TERMS)
     state += tl.where(i[:, None] == j[None, :], pending_noise[:, None], 0.0)
     tl.store(final_cov + (sequence * G + head) * (K * K) + i[:, None] * K + j[None, :], state, mask=in_bounds)
 
@@ -138,7 +140,7 @@ def forward(
     `cuda/forward.cu` in place of `_advance`."""
     signals, decay_axes = (q, k, obs_noise, process_noise, log_decay), decay_kind(log_decay)
     splits, packed = time_splits(k, obs_noise.shape[2], size, decay_axes, segments), segments is not None
-    results = blank(k, v, sum(tiles.count for _, tiles in splits), size, True, packed)
+    results = blank(k, v, sum(tiles.num_tiles for _, tiles in splits), size, True, packed)
     if k.shape[3] > MAX_PROGRAM_WIDTH:
         gain, read_var, final_cov, innovation_var = forward_wide(*signals, covariance, segments, variance, saved_cov)
         saved, pending = SavedGains(gain, gain.to(k.dtype), innovation_var, saved_cov), [lambda: None]
@@ -146,7 +148,7 @@ def forward(
         saved, read_var, final_cov, pending = _gains(
             *signals, covariance, [chunks for chunks, _ in splits], variance, saved_cov, cuda
         )
-    states = results.states.split([tiles.count for _, tiles in splits])
+    states = results.states.split([tiles.num_tiles for _, tiles in splits])
     for (_, tiles), tile_states, finish in zip(splits, states, pending, strict=True):
         finish()
         mean = filter_means(
@@ -162,7 +164,7 @@ def _gains(
     process_noise: Tensor,
     log_decay: Tensor | None,
     covariance: Tensor,
-    cuts: list[Cut],
+    cuts: list[Tiling],
     variance: bool,
     saved_cov: Tensor,
     cuda: bool,
@@ -175,7 +177,7 @@ def _gains(
     gain, innovation_var = tokens(batch, length, heads, width, **like), torch.empty(batch, length, heads, **like)
     rounded_gain = gain if k.dtype == torch.float32 else tokens(gain.shape, dtype=k.dtype, device=k.device)
     read_var = tokens(batch, length, heads, 1, **like) if variance else torch.empty(0, **like)
-    q, k = rows(q), rows(k)
+    q, k = contiguous_rows(q), contiguous_rows(k)
     obs_noise, process_noise = obs_noise.contiguous(), process_noise.contiguous()
     logs, obs = k if log_decay is None else log_decay.contiguous(), obs_noise.float()
     layout = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
@@ -186,9 +188,9 @@ def _gains(
     )
     scan_constants = {"DECAY": decay_axes, "SAVE": saved_cov.numel() > 0, **scan_options(padded, bf16_terms()), **shape}
     pending, scan_kernel = [], cuda_kernel("forward") if cuda else _forward_scan
-    saved_by_split = saved_cov.split([cut.count for cut in cuts]) if saved_cov.numel() else [saved_cov] * len(cuts)
+    saved_by_split = saved_cov.split([cut.num_tiles for cut in cuts]) if saved_cov.numel() else [saved_cov] * len(cuts)
     for cut, saved_split in zip(cuts, saved_by_split, strict=True):
-        num_tiles, sizes = cut.count * (CHUNK // TILE), (cut.table, length, cut.tiles, *layout)
+        num_tiles, sizes = cut.num_tiles * (CHUNK // TILE), (cut.tile_table, length, cut.tiles, *layout)
         keys, noise_keys, cov_keys = (torch.empty(num_tiles, heads, TILE, padded, **like) for _ in range(3))
         queries, cov_queries = (torch.empty_like(keys) if variance else keys for _ in range(2))
         innovation_cov = torch.empty(num_tiles, heads, TILE, TILE, **like)
@@ -196,9 +198,9 @@ def _gains(
         prepare = Launch(stages.prepare, (num_tiles * heads,), (
             q, k, obs_noise, process_noise, logs, keys, queries, noise_keys, innovation_cov, tile_decays, *sizes,
         ), prepare_options)  # fmt: skip
-        scan = Launch(scan_kernel, (cut.sequences, heads), (
+        scan = Launch(scan_kernel, (cut.num_sequences, heads), (
             obs, keys, queries, noise_keys, innovation_cov, tile_decays, covariance, cov_keys, cov_queries, saved_split,
-            final_cov, cut.runs, length, cut.tiles, *covariance.stride(), heads,
+            final_cov, cut.sequence_table, length, cut.tiles, *covariance.stride(), heads,
         ), scan_constants)  # fmt: skip
         gains = Launch(stages.gains, (num_tiles * heads,), (
             q, k, obs_noise, process_noise, logs, innovation_cov, cov_keys, cov_queries, gain, rounded_gain,

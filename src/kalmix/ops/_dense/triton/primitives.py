@@ -19,10 +19,10 @@ from kalmix.ops._dense.block_sizes import (
     SPLIT_PROGRAM_COUNTS,
 )
 from kalmix.ops._shared.triton.compile_and_launch import Launch, launch_on_side_stream
-from kalmix.ops._shared.triton.tiles import LOOSE, Cut, cut_stretch, cut_tokens, tile_of
+from kalmix.ops._shared.triton.tiles import UNSPECIALIZED, Tiling, locate_tile, tile_interval, tile_sequences
 from kalmix.segments import Segments
 
-UNSPECIALIZED = [*LOOSE, "block_stride", "G", "SHARE"]  # numbers that must not compile a kernel anew
+UNSPECIALIZED = [*UNSPECIALIZED, "block_stride", "G", "SHARE"]  # numbers that must not compile a kernel anew
 
 
 def decay_kind(log_decay: Tensor | None) -> int:
@@ -53,16 +53,18 @@ def _run_all(steps: list[Launch]) -> None:
         step.run()
 
 
-def time_splits(k: Tensor, heads: int, size: int, decay_axes: int, segments: Segments | None) -> list[tuple[Cut, Cut]]:
+def time_splits(
+    k: Tensor, heads: int, size: int, decay_axes: int, segments: Segments | None
+) -> list[tuple[Tiling, Tiling]]:
     """Windows of all sequences and tiles of `size` tokens: of one stretch of time after another, so that chains of the
     next run beside what follows those of this one."""
     batch, length = k.shape[:2]
     single = segments is not None or length < MIN_SPLIT_TOKENS or batch * heads not in SPLIT_PROGRAM_COUNTS
     if single or decay_axes == 2 or k.shape[3] > MAX_PROGRAM_WIDTH:
-        return [(cut_tokens(batch, length, CHUNK, segments, k), cut_tokens(batch, length, size, segments, k))]
+        return [(tile_sequences(batch, length, CHUNK, segments, k), tile_sequences(batch, length, size, segments, k))]
     split_tokens = -(-length // (CHUNK * NUM_TIME_SPLITS)) * CHUNK
     return [
-        (cut_stretch(*span, CHUNK, k.device), cut_stretch(*span, size, k.device))
+        (tile_interval(*span, CHUNK, k.device), tile_interval(*span, size, k.device))
         for span in (
             (batch, length, start, min(start + split_tokens, length)) for start in range(0, length, split_tokens)
         )
@@ -93,7 +95,7 @@ def bf16_terms(output_dtype: torch.dtype = torch.float32) -> int:
 def tile_in_chunk(tile_table, index, length, tiles, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr):
     """A block's first token in the batch (int64), and its tokens; none if its window ends before it."""
     first = index % (CHUNK // TILE) * TILE
-    token, count = tile_of(tile_table, index // (CHUNK // TILE), length, tiles, CHUNK, PACKED)
+    token, count = locate_tile(tile_table, index // (CHUNK // TILE), length, tiles, CHUNK, PACKED)
     return token + first, tl.minimum(count - first, TILE)
 
 
@@ -113,7 +115,7 @@ def split_bf16(x, TERMS: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, TERMS: tl.constexpr, c=None):
+def split_matmul(a, b, TERMS: tl.constexpr, c=None):
     """a b (+ c) in float32: from bfloat16 parts, all but the least of their products, or straight.
 
     Add it to a large number afterwards: tensor cores drop what lies below the last bit of the sum so far.
@@ -134,7 +136,7 @@ def product_across_warps(a, b, TERMS: tl.constexpr, TILE: tl.constexpr, P: tl.co
     """a b of `[BLOCK, P]` and `[P, BLOCK]`, every warp summing a part of P."""
     SLICES: tl.constexpr = P // 16
     a = tl.permute(tl.reshape(a, (TILE, SLICES, 16)), (1, 0, 2))
-    partials = product(a, tl.reshape(b, (SLICES, 16, TILE)), TERMS)
+    partials = split_matmul(a, tl.reshape(b, (SLICES, 16, TILE)), TERMS)
     return tl.sum(partials, 0)
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._dense.triton.primitives import UNSPECIALIZED, product, tile_in_chunk
+from kalmix.ops._dense.triton.primitives import UNSPECIALIZED, split_matmul, tile_in_chunk
 from kalmix.ops._dense.triton.tile_algebra import (
     accumulated_noise,
     cumulative_log_decay,
@@ -34,14 +34,14 @@ from kalmix.ops._dense.triton.tile_algebra import (
     one_minus_inverse,
     shared_noise,
 )
-from kalmix.ops._shared.triton.decay_products import between
+from kalmix.ops._shared.triton.decay_products import pairwise_decay
 from kalmix.ops._shared.triton.tiles import (
-    load_columns,
     load_per_token,
     load_rows,
-    place_of,
+    load_rows_transposed,
+    locate_program,
+    locate_tile,
     store_rows,
-    tile_of,
 )
 
 # Keys of its tokens that a program takes at a time: the fastest of 32, 64 and 128 on an H200.
@@ -62,7 +62,7 @@ def prepare(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index, head, _unused = place_of(G, 1)
+    index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
         return
@@ -70,7 +70,7 @@ def prepare(
     k += token * k_token + head // SHARE * k_head
     q += token * q_token + head // SHARE * q_head
     log_entry_decay, log_tile_decay = cumulative_log_decay(log_decay, token, count, head, G, TILE, DECAY)
-    decays, entry_decay = between(log_entry_decay, TILE), exp_float32(log_entry_decay)
+    decays, entry_decay = pairwise_decay(log_entry_decay, TILE), exp_float32(log_entry_decay)
     noise = accumulated_noise(decays, load_per_token(process_noise + row, count, G, TILE))
     exit_noise = noise * exp_float32(log_tile_decay - log_entry_decay)
     C = tl.zeros([TILE, TILE], tl.float32)
@@ -78,7 +78,7 @@ def prepare(
         dim = start + tl.arange(0, KEY_BLOCK)
         flat = slot * (TILE * P) + t[:, None] * P + dim[None, :]
         key = load_rows(k, k_token, count, dim, K, TILE)
-        C += product(key, load_columns(k, k_token, count, dim, K, TILE), TERMS)
+        C += split_matmul(key, load_rows_transposed(k, k_token, count, dim, K, TILE), TERMS)
         key = key.to(tl.float32)
         tl.store(keys + flat, entry_decay[:, None] * key)
         tl.store(noise_keys + flat, exit_noise[:, None] * key)
@@ -100,7 +100,7 @@ def gains(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index, head, _unused = place_of(G, 1)
+    index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
         return
@@ -108,7 +108,7 @@ def gains(
     k += token * k_token + head // SHARE * k_head
     q += token * q_token + head // SHARE * q_head
     log_entry_decay, _ = cumulative_log_decay(log_decay, token, count, head, G, TILE, DECAY)
-    decays, entry_decay = between(log_entry_decay, TILE), exp_float32(log_entry_decay)
+    decays, entry_decay = pairwise_decay(log_entry_decay, TILE), exp_float32(log_entry_decay)
     noise = accumulated_noise(decays, load_per_token(process_noise + row, count, G, TILE))
     inverse = tl.load(innovation_cov + slot * (TILE * TILE) + t[:, None] * TILE + t[None, :])
     inverse_cholesky = diagonal(inverse, TILE)
@@ -123,16 +123,16 @@ def gains(
         dim = start + tl.arange(0, KEY_BLOCK)
         flat = slot * (TILE * P) + t[:, None] * P + dim[None, :]
         key, cov_key = load_rows(k, k_token, count, dim, K, TILE), tl.load(cov_keys + flat)
-        gain_rows = entry_decay[:, None] * (cov_key + product(inverse, cov_key, TERMS))
+        gain_rows = entry_decay[:, None] * (cov_key + split_matmul(inverse, cov_key, TERMS))
         gain_rows = (
-            gain_rows + noise[:, None] * key.to(tl.float32) + product(noise_coefficients, key, TERMS)
+            gain_rows + noise[:, None] * key.to(tl.float32) + split_matmul(noise_coefficients, key, TERMS)
         ) / innovation_variance[:, None]
         store_rows(gain + row * K, G * K, count, dim, gain_rows, K, TILE)
         if gain.dtype != rounded_gain.dtype:
             store_rows(rounded_gain + row * K, G * K, count, dim, gain_rows, K, TILE)
         if VARIANCE:
             query = load_rows(q, q_token, count, dim, K, TILE)
-            overlap += product(query, tl.trans(gain_rows), TERMS)
+            overlap += split_matmul(query, tl.trans(gain_rows), TERMS)
             query = query.to(tl.float32)
             variance += tl.sum(query * (entry_decay[:, None] * tl.load(cov_queries + flat) + noise[:, None] * query), 1)
     if VARIANCE:
@@ -148,7 +148,7 @@ def prepare_backward(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index, head, _unused = place_of(G, 1)
+    index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
         return
@@ -162,14 +162,14 @@ def prepare_backward(
     query_gains = tl.zeros([TILE, TILE], tl.float32)
     for start in range(0, P, KEY_BLOCK):
         dim = start + tl.arange(0, KEY_BLOCK)
-        gain_cols = load_columns(gain, G * K, count, dim, K, TILE)
-        key_gains += product(load_rows(k, k_token, count, dim, K, TILE), gain_cols, TERMS)
-        direct_gains += product(load_rows(grad_gain, G * K, count, dim, K, TILE), gain_cols, TERMS)
+        gain_cols = load_rows_transposed(gain, G * K, count, dim, K, TILE)
+        key_gains += split_matmul(load_rows(k, k_token, count, dim, K, TILE), gain_cols, TERMS)
+        direct_gains += split_matmul(load_rows(grad_gain, G * K, count, dim, K, TILE), gain_cols, TERMS)
         if VARIANCE:
-            query_gains += product(load_rows(q, q_token, count, dim, K, TILE), gain_cols, TERMS)
+            query_gains += split_matmul(load_rows(q, q_token, count, dim, K, TILE), gain_cols, TERMS)
     log_entry_decay, log_tile_decay = cumulative_log_decay(log_decay, token, count, head, G, TILE, DECAY)
     decays, entry_decay, exit_decay = (
-        between(log_entry_decay, TILE),
+        pairwise_decay(log_entry_decay, TILE),
         exp_float32(log_entry_decay),
         exp_float32(log_tile_decay - log_entry_decay),
     )
@@ -180,31 +180,31 @@ def prepare_backward(
         earlier_mask(TILE), (decays * direct_gains - gain_dot[:, None] * key_gains) * inverse[:, None], 0.0
     )
     key_gains = one_minus_inverse(key_gains, TILE, TERMS)
-    direct_gains -= product(direct_gains, key_gains, TERMS)
+    direct_gains -= split_matmul(direct_gains, key_gains, TERMS)
     square = coefficients + slot * (3 * TILE * TILE) + t[:, None] * TILE + t[None, :]
     tl.store(square, key_gains)
     tl.store(square + TILE * TILE, direct_gains)
     if VARIANCE:
         query_gains *= decays
-        query_gains -= product(query_gains, key_gains, TERMS)
+        query_gains -= split_matmul(query_gains, key_gains, TERMS)
         tl.store(square + 2 * TILE * TILE, query_gains)
     key_gains_t, entry_coefficients = tl.trans(key_gains), direct_gains * entry_decay[None, :]
     for start in range(0, P, KEY_BLOCK):
         dim = start + tl.arange(0, KEY_BLOCK)
         flat = slot * (TILE * P) + t[:, None] * P + dim[None, :]
         gain_cols = exit_decay[:, None] * load_rows(gain, G * K, count, dim, K, TILE)
-        tl.store(exit_gains + flat, gain_cols - product(key_gains_t, gain_cols, TERMS))
+        tl.store(exit_gains + flat, gain_cols - split_matmul(key_gains_t, gain_cols, TERMS))
         key = load_rows(k, k_token, count, dim, K, TILE)
-        half_term = product(entry_coefficients, key, TERMS)
+        half_term = split_matmul(entry_coefficients, key, TERMS)
         if VARIANCE:
             query = load_rows(q, q_token, count, dim, K, TILE).to(tl.float32)
-            query = entry_decay[:, None] * query - product(query_gains * entry_decay[None, :], key, TERMS)
+            query = entry_decay[:, None] * query - split_matmul(query_gains * entry_decay[None, :], key, TERMS)
             tl.store(queries + flat, query)
         key = key.to(tl.float32)
         tl.store(keys + flat, entry_decay[:, None] * key)
         direct_grad = load_rows(grad_gain, G * K, count, dim, K, TILE) - gain_dot[:, None] * key
         half_term = 0.5 * ((entry_decay * inverse)[:, None] * direct_grad - half_term)
-        tl.store(tile_terms + flat, half_term - product(key_gains_t, half_term, TERMS))
+        tl.store(tile_terms + flat, half_term - split_matmul(key_gains_t, half_term, TERMS))
         tl.store(tile_decays + slot * P + dim, tl.zeros([KEY_BLOCK], tl.float32) + exp_float32(log_tile_decay))
 
 
@@ -217,7 +217,7 @@ def token_vjp(
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """du; gradients of the noises, and of a log-decay the share that its token has without the covariance."""
-    index, head, _unused = place_of(G, 1)
+    index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
         return
@@ -233,20 +233,20 @@ def token_vjp(
         gain_rows = load_rows(gain, G * K, count, dim, K, TILE)
         gain_dot += tl.sum(gain_rows * load_rows(grad_gain, G * K, count, dim, K, TILE), 1)
         adjoint_gain = tl.load(adjoint_gains + slot * (TILE * P) + t[None, :] * P + dim[:, None])
-        gain_gram += product(gain_rows, adjoint_gain, TERMS)
+        gain_gram += split_matmul(gain_rows, adjoint_gain, TERMS)
     log_entry_decay, log_tile_decay = cumulative_log_decay(log_decay, token, count, head, G, TILE, DECAY)
-    decays, exit_decay = between(log_entry_decay, TILE), exp_float32(log_tile_decay - log_entry_decay)
+    decays, exit_decay = pairwise_decay(log_entry_decay, TILE), exp_float32(log_tile_decay - log_entry_decay)
     square = coefficients + slot * (3 * TILE * TILE) + t[:, None] * TILE + t[None, :]
     key_gains, direct_gains = tl.load(square), tl.load(square + TILE * TILE)
-    cross, gain_gram = product(tl.trans(direct_gains), key_gains, TERMS), exit_decay[:, None] * gain_gram
-    gain_gram += 0.5 * (cross + tl.trans(cross)) - product(tl.trans(key_gains), gain_gram, TERMS)
+    cross, gain_gram = split_matmul(tl.trans(direct_gains), key_gains, TERMS), exit_decay[:, None] * gain_gram
+    gain_gram += 0.5 * (cross + tl.trans(cross)) - split_matmul(tl.trans(key_gains), gain_gram, TERMS)
     query_coefficients = tl.zeros([TILE, TILE], tl.float32)
     weight = tl.zeros([TILE], tl.float32)
     if VARIANCE:
         weight = load_per_token(grad_var + row, count, G, TILE)
         query_gains = tl.load(square + 2 * TILE * TILE)
         query_coefficients = weight[:, None] * query_gains
-        gain_gram += product(tl.trans(query_gains), query_coefficients, TERMS)
+        gain_gram += split_matmul(tl.trans(query_gains), query_coefficients, TERMS)
         query_coefficients = tl.trans(2.0 * decays * query_coefficients)
     gain_quad = diagonal(gain_gram, TILE)
     inverse = 1.0 / tl.load(innovation_var + row + t * G, mask=t < count, other=1.0)
@@ -259,16 +259,16 @@ def token_vjp(
         dim = start + tl.arange(0, KEY_BLOCK)
         flat = slot * (TILE * P) + t[:, None] * P + dim[None, :]
         key = load_rows(k, k_token, count, dim, K, TILE)
-        grad_cov_key = product(key_coefficients, key, TERMS)
+        grad_cov_key = split_matmul(key_coefficients, key, TERMS)
         key = key.to(tl.float32)
         direct_grad = (load_rows(grad_gain, G * K, count, dim, K, TILE) - gain_dot[:, None] * key) * inverse[:, None]
-        grad_cov_key -= product(direct_coefficients, direct_grad, TERMS)
+        grad_cov_key -= split_matmul(direct_coefficients, direct_grad, TERMS)
         grad_cov_key += (
             direct_grad + gain_quad[:, None] * key - (2.0 * exit_decay)[:, None] * tl.load(adjoint_gains + flat)
         )
         if VARIANCE:
             query = load_rows(q, q_token, count, dim, K, TILE)
-            grad_cov_key -= product(query_coefficients, query, TERMS)
+            grad_cov_key -= split_matmul(query_coefficients, query, TERMS)
             query = query.to(tl.float32)
             grad_trace += weight * tl.sum(query * query, 1)
         tl.store(grad_cov_keys + flat, grad_cov_key)
@@ -293,8 +293,8 @@ def _apply_covariance(
     for start in range(0, P, KEY_BLOCK):
         dim = start + tl.arange(0, KEY_BLOCK)
         vectors = tl.load(vectors_at[:, None] + dim[None, :], mask=(t < count)[:, None] & (dim < K)[None, :], other=0.0)
-        gain_products += product(vectors, load_columns(gains, G * K, count, dim, K, SIZE), TERMS)
-        products += product(vectors, tl.load(state + dim[:, None] * P + j[None, :]), TERMS)
+        gain_products += split_matmul(vectors, load_rows_transposed(gains, G * K, count, dim, K, SIZE), TERMS)
+        products += split_matmul(vectors, tl.load(state + dim[:, None] * P + j[None, :]), TERMS)
     return products, gain_products
 
 
@@ -312,9 +312,9 @@ def finish_backward(
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What a window's tokens find in the covariance at its entry, less what earlier ones took, comes to dk, dq."""
-    chunk, head, _unused = place_of(G, 1)
+    chunk, head, _unused = locate_program(G, 1)
     chunk = chunk.to(tl.int64)
-    token, count = tile_of(tile_table, chunk, length, tiles, CHUNK, PACKED)
+    token, count = locate_tile(tile_table, chunk, length, tiles, CHUNK, PACKED)
     if count <= 0:
         return
     t, dim, chunk_offset, row = tl.arange(0, CHUNK), tl.arange(0, P), chunk * G + head, token * G + head
@@ -328,13 +328,13 @@ def finish_backward(
         grad_cov_keys, count, saved_cov, gain, G, K, P, CHUNK, TERMS, KEY_BLOCK
     )
     log_entry_decay, _ = cumulative_log_decay(log_decay, token, count, head, G, CHUNK, DECAY)
-    decays, entry_decay = between(log_entry_decay, CHUNK), exp_float32(log_entry_decay)
+    decays, entry_decay = pairwise_decay(log_entry_decay, CHUNK), exp_float32(log_entry_decay)
     noise = accumulated_noise(decays, load_per_token(process_noise + row, count, G, CHUNK))
     innovation_variance = load_per_token(innovation_var + row, count, G, CHUNK)
     explained = decays * decays * innovation_variance[None, :]
     gain_quad_var = innovation_variance * load_per_token(grad_obs + row, count, G, CHUNK)
     gain_products = tl.where(diagonal_mask(CHUNK), gain_quad_var[:, None], -explained * gain_products)
-    cov_products = (entry_decay * entry_decay)[:, None] * cov_products + product(
+    cov_products = (entry_decay * entry_decay)[:, None] * cov_products + split_matmul(
         gain_products, load_rows(gain, G * K, count, dim, K, CHUNK), TERMS
     )
     cov_products += noise[:, None] * tl.load(
@@ -347,7 +347,7 @@ def finish_backward(
             q + t * q_token, count, saved_cov, gain, G, K, P, CHUNK, TERMS, KEY_BLOCK
         )
         query = load_rows(q, q_token, count, dim, K, CHUNK).to(tl.float32)
-        gain_products = product(-explained * gain_products, load_rows(gain, G * K, count, dim, K, CHUNK), TERMS)
+        gain_products = split_matmul(-explained * gain_products, load_rows(gain, G * K, count, dim, K, CHUNK), TERMS)
         cov_products = (entry_decay * entry_decay)[:, None] * cov_products + noise[:, None] * query + gain_products
         cov_products *= 2.0 * load_per_token(grad_var + row, count, G, CHUNK)[:, None]
         add_rows(dq + row * K, G * K, count, dim, cov_products, K, CHUNK)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._dense.triton.primitives import product
-from kalmix.ops._shared.triton.decay_products import between_transposed, elapsed
-from kalmix.ops._shared.triton.tiles import levels_of
+from kalmix.ops._dense.triton.primitives import split_matmul
+from kalmix.ops._shared.triton.decay_products import log_decay_from_start, pairwise_decay_transposed
+from kalmix.ops._shared.triton.tiles import num_levels
 
 
 @triton.jit
 def cumulative_log_decay(log_decay, token, count, head, G, SIZE: tl.constexpr, DECAY: tl.constexpr):
     """Log-decay from a tile's entry to after each token, and over all of it, float64."""
     if DECAY:
-        cumulative, total = elapsed(log_decay, token, count, head, G, SIZE)
+        cumulative, total = log_decay_from_start(log_decay, token, count, head, G, SIZE)
     else:
         cumulative = tl.zeros([SIZE], tl.float64)
         total = tl.sum(cumulative, 0)
@@ -55,7 +55,7 @@ def accumulated_noise(decays, noise):
 def shared_noise(log_entry_decay, decays, accumulated, SIZE: tl.constexpr):
     """`[t, s]`, the process noise that two tokens both met, as it comes to the later."""
     t = tl.arange(0, SIZE)
-    upper = between_transposed(log_entry_decay, SIZE) * accumulated[:, None]
+    upper = pairwise_decay_transposed(log_entry_decay, SIZE) * accumulated[:, None]
     return tl.where(t[:, None] < t[None, :], upper, decays * accumulated[None, :])
 
 
@@ -65,7 +65,7 @@ def one_minus_inverse(S, SIZE: tl.constexpr, TERMS: tl.constexpr):
     t, s = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     level_bits = tl.where(t > s, t ^ s, 0)  # halves of a block of 2 h meet where h is its highest bit
     inverse = tl.where(t == s, 1.0, tl.where(level_bits == 1, -S, 0.0))
-    for level in tl.static_range(1, levels_of(SIZE)):
+    for level in tl.static_range(1, num_levels(SIZE)):
         off_diagonal = tl.where(level_bits >> level == 1, S, 0.0)
-        inverse -= product(product(inverse, off_diagonal, TERMS), inverse, TERMS)
+        inverse -= split_matmul(split_matmul(inverse, off_diagonal, TERMS), inverse, TERMS)
     return tl.where(t > s, -inverse, 0.0)

@@ -9,8 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._dense.triton.primitives import UNSPECIALIZED, decay_covariance, product, scan_options, tile_in_chunk
-from kalmix.ops._shared.triton.tiles import place_of, tile_of
+from kalmix.ops._dense.triton.primitives import (
+    UNSPECIALIZED,
+    decay_covariance,
+    scan_options,
+    split_matmul,
+    tile_in_chunk,
+)
+from kalmix.ops._shared.triton.tiles import locate_program, locate_tile
 
 
 def options(stage: str, decay_axes: int, padded: int, terms: int) -> dict[str, int]:
@@ -33,7 +39,7 @@ def prepare(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    index, head, _unused = place_of(G, 1)
+    index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
         return
@@ -81,7 +87,7 @@ def gains(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    index, head, _unused = place_of(G, 1)
+    index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     dim, row = tl.arange(0, P), tl.arange(0, TILE)
     slot = index.to(tl.int64) * G + head
@@ -126,7 +132,7 @@ def prepare_backward(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    index, head, _unused = place_of(G, 1)
+    index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
         return
@@ -177,12 +183,12 @@ def prepare_backward(
     tl.debug_barrier()  # what one thread stored another may load
     entry_keys = tl.load(keys + flat)
     half_term = 0.5 * (
-        tl.load(tile_terms + flat) - product(tl.load(coefficients + TILE * TILE + square), entry_keys, TERMS)
+        tl.load(tile_terms + flat) - split_matmul(tl.load(coefficients + TILE * TILE + square), entry_keys, TERMS)
     )
-    tl.store(tile_terms + flat, half_term - product(tl.load(coefficients + square_t), half_term, TERMS))
+    tl.store(tile_terms + flat, half_term - split_matmul(tl.load(coefficients + square_t), half_term, TERMS))
     if VARIANCE:
         query_gains = tl.load(coefficients + 2 * TILE * TILE + square)
-        tl.store(queries + flat, tl.load(queries + flat) - product(query_gains, entry_keys, TERMS))
+        tl.store(queries + flat, tl.load(queries + flat) - split_matmul(query_gains, entry_keys, TERMS))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -193,7 +199,7 @@ def token_vjp(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    index, head, _unused = place_of(G, 1)
+    index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
         return
@@ -284,9 +290,9 @@ def finish_backward(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    chunk, head, _unused = place_of(G, 1)
+    chunk, head, _unused = locate_program(G, 1)
     chunk = chunk.to(tl.int64)
-    token, count = tile_of(tile_table, chunk, length, tiles, CHUNK, PACKED)
+    token, count = locate_tile(tile_table, chunk, length, tiles, CHUNK, PACKED)
     TILES_PER_CHUNK: tl.constexpr = CHUNK // TILE
     i, j, row = tl.arange(0, P), tl.arange(0, P), tl.arange(0, TILE)
     k += token * k_token + head // SHARE * k_head
@@ -307,12 +313,12 @@ def finish_backward(
         entry_decay = tl.exp(tl.cumsum(logs, 1))
         diag_change, vectors_t = tl.load(grad_cov_keys + base + square_t), tl.load(grad_cov_keys + base + flat_t)
         grad_key = tl.load(dk + first_row * K + dest, mask=valid, other=0.0)
-        grad_key += entry_decay * (product(state, diag_change, TERMS) + pending_noise[:, None] * vectors_t)
+        grad_key += entry_decay * (split_matmul(state, diag_change, TERMS) + pending_noise[:, None] * vectors_t)
         tl.store(dk + first_row * K + dest, grad_key, mask=valid)
         if VARIANCE:
             query, vectors_t = tl.load(weighted_queries + base + square_t), tl.load(weighted_queries + base + flat_t)
             grad_query = tl.load(dq + first_row * K + dest, mask=valid, other=0.0)
-            grad_query += entry_decay * (product(state, query, TERMS) + pending_noise[:, None] * vectors_t)
+            grad_query += entry_decay * (split_matmul(state, query, TERMS) + pending_noise[:, None] * vectors_t)
             tl.store(dq + first_row * K + dest, grad_query, mask=valid)
         key = tl.load(k + tile_index * (TILE * k_token) + row[None, :] * k_token + i[:, None], mask=valid, other=0.0)
         diag_change = tl.load(diag_flows + base + flat_t, mask=valid, other=0.0) - 0.5 * grad_key * key.to(tl.float32)
@@ -329,6 +335,6 @@ def finish_backward(
                 tl.load(scaled_gains + base + row[:, None] * P + j[None, :]),
                 tl.load(scaled_gains + base + flat_t),
             )
-            state = decay_covariance(state, tile_decays + slot * P, i, j, 2) - product(gain_t, gain_rows, TERMS)
+            state = decay_covariance(state, tile_decays + slot * P, i, j, 2) - split_matmul(gain_t, gain_rows, TERMS)
             total_decay = tl.load(tile_decays + slot * P + i)
             pending_noise = pending_noise * total_decay * total_decay + tl.load(accumulated_noise + slot * P + i)

@@ -35,7 +35,7 @@ from kalmix.ops._dense.triton.row_partition import (
     zero_columns,
 )
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.tiles import cut_tokens, rows, run_of
+from kalmix.ops._shared.triton.tiles import contiguous_rows, locate_sequence, tile_sequences
 from kalmix.segments import Segments
 
 
@@ -94,7 +94,7 @@ def _wide_forward_scan(
     PACKED: tl.constexpr, SAVE: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
     sequence, head, row_block = atomic_work_id(work_counter, G, P // ROWS)
-    first_tile, token, count = run_of(sequence_table, sequence, length, tiles, PACKED)
+    first_tile, token, count = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     i, j = row_block * ROWS + tl.arange(0, ROWS), column_index(P, COLUMNS)
     cov_offsets, diagonal = i[:, None, None] * P + j[None, :, :], i[:, None, None] == j[None, :, :]
     exchange += (sequence * G + head) * (4 * P)
@@ -196,17 +196,17 @@ def forward_wide(
     """As `triton.forward`."""
     (batch, length, key_heads, width), heads = k.shape, obs_noise.shape[2]
     like = {"dtype": torch.float32, "device": k.device}
-    q, k, logs = rows(q), rows(k), k if log_decay is None else log_decay.contiguous()
-    cut, padded = cut_tokens(batch, length, CHUNK, segments, k), padded_width(width)
+    q, k, logs = contiguous_rows(q), contiguous_rows(k), k if log_decay is None else log_decay.contiguous()
+    cut, padded = tile_sequences(batch, length, CHUNK, segments, k), padded_width(width)
     states = torch.zeros(*covariance.shape[:2], padded, padded, **like)
     states[..., :width, :width] = (covariance + covariance.mT) / 2
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
     gain, innovation_var = tokens(batch, length, heads, width, **like), torch.empty(batch, length, heads, **like)
     read_var = tokens(row_blocks(padded), batch, length, heads, 1, **like) if variance else torch.empty(1, 0, **like)
-    Launch(_wide_forward_scan, (cut.sequences, heads, row_blocks(padded)), (
+    Launch(_wide_forward_scan, (cut.num_sequences, heads, row_blocks(padded)), (
         q, k, obs_noise.contiguous(), process_noise.contiguous(), logs, states, saved_cov, gain, innovation_var,
-        read_var, *sync_buffers(states), cut.runs, batch * length * heads, length, cut.tiles, *q.stride()[1:3],
-        *k.stride()[1:3], heads, heads // key_heads,
+        read_var, *sync_buffers(states), cut.sequence_table, batch * length * heads, length, cut.tiles,
+        *q.stride()[1:3], *k.stride()[1:3], heads, heads // key_heads,
     ), {
         "K": width, "CHUNK": CHUNK, "PACKED": segments is not None, "SAVE": saved_cov.numel() > 0,
         "DECAY": decay_kind(log_decay), "VARIANCE": variance, **partition_options(padded),

@@ -35,7 +35,7 @@ from kalmix.ops._dense.triton.row_partition import (
     zero_columns,
 )
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.tiles import cut_tokens, rows, run_of, tile_of
+from kalmix.ops._shared.triton.tiles import contiguous_rows, locate_sequence, locate_tile, tile_sequences
 from kalmix.segments import Segments
 
 
@@ -106,7 +106,7 @@ def _wide_backward_scan(
     CHUNK: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
     sequence, head, row_block = atomic_work_id(work_counter, G, P // ROWS)
-    first_tile, token, count = run_of(sequence_table, sequence, length, tiles, PACKED)
+    first_tile, token, count = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     i, j = row_block * ROWS + tl.arange(0, ROWS), column_index(P, COLUMNS)
     cov_offsets, diagonal = i[:, None, None] * P + j[None, :, :], i[:, None, None] == j[None, :, :]
     exchange += (sequence * G + head) * (4 * P)
@@ -187,7 +187,7 @@ def _wide_signal_grads(
     CHUNK: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
     chunk, head, row_block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    token, count = tile_of(tile_table, chunk, length, tiles, CHUNK, PACKED)
+    token, count = locate_tile(tile_table, chunk, length, tiles, CHUNK, PACKED)
     if count <= 0:
         return
     i, j = row_block * ROWS + tl.arange(0, ROWS), column_index(P, COLUMNS)
@@ -297,16 +297,16 @@ def backward_wide(
     (batch, length, key_heads, width), heads = k.shape, obs_noise.shape[2]
     like = {"dtype": torch.float32, "device": k.device}
     dtypes = [x.dtype for x in (q, k, obs_noise, process_noise, k if log_decay is None else log_decay)]
-    q, k, logs = rows(q), rows(k), k if log_decay is None else log_decay.contiguous()
+    q, k, logs = contiguous_rows(q), contiguous_rows(k), k if log_decay is None else log_decay.contiguous()
     grad_gain, process_noise = grad_gain.contiguous(), process_noise.contiguous()
     variance, grad_var_input = grad_var is not None, innovation_var if grad_var is None else grad_var.contiguous()
-    cut, padded = cut_tokens(batch, length, CHUNK, segments, k), padded_width(width)
+    cut, padded = tile_sequences(batch, length, CHUNK, segments, k), padded_width(width)
     adjoints = torch.zeros(*grad_final_cov.shape[:2], padded, padded, **like)
     adjoints[..., :width, :width] = (grad_final_cov + grad_final_cov.mT) / 2
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
     grad_cov_keys, end_diags, adjoint_cov_diag = (
         torch.empty_like(gain),
-        *(torch.empty(cut.count, heads, padded, **like) for _ in range(2)),
+        *(torch.empty(cut.num_tiles, heads, padded, **like) for _ in range(2)),
     )
     dk = tokens(gain.shape, **like)
     dq = tokens(gain.shape, **like) if variance else dk
@@ -324,13 +324,13 @@ def backward_wide(
     }
     options |= {"DECAY": decay_kind(log_decay), "VARIANCE": variance}
     sizes = (length, cut.tiles, *q.stride()[1:3], *k.stride()[1:3], heads, heads // key_heads)
-    Launch(_wide_backward_scan, (cut.sequences, heads, num_row_blocks), (
+    Launch(_wide_backward_scan, (cut.num_sequences, heads, num_row_blocks), (
         q, k, logs, gain, innovation_var, grad_gain, grad_var_input, saved_cov, adjoints, grad_cov_keys, grad_obs,
-        end_diags, adjoint_cov_diag, *sync_buffers(adjoints), cut.runs, *sizes,
+        end_diags, adjoint_cov_diag, *sync_buffers(adjoints), cut.sequence_table, *sizes,
     ), options).run()  # fmt: skip
-    Launch(_wide_signal_grads, (cut.count, heads, num_row_blocks), (
+    Launch(_wide_signal_grads, (cut.num_tiles, heads, num_row_blocks), (
         q, k, process_noise, logs, gain, innovation_var, grad_gain, grad_var_input, saved_cov, grad_cov_keys, grad_obs,
-        end_diags, adjoint_cov_diag, dk, dq, grad_process, grad_decay, cut.table, innovation_var.numel(), *sizes,
+        end_diags, adjoint_cov_diag, dk, dq, grad_process, grad_decay, cut.tile_table, innovation_var.numel(), *sizes,
     ), options).run()  # fmt: skip
     grads = (dq if variance else None, dk, grad_obs, grad_process.sum(0), grad_decay.sum(0))
     return *reduce_to_inputs(grads, dtypes, key_heads), adjoints[..., :width, :width].contiguous()

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from kalmix.ops._diagonal.scratch import SPACING, padded
 from kalmix.ops._diagonal.triton.cells import (
-    LOOSE,
     STRIDES,
+    UNSPECIALIZED,
     belief_of,
     cell_offsets,
     dynamics_of,
@@ -33,10 +33,10 @@ from kalmix.ops._diagonal.triton.cells import (
     values_at,
 )
 from kalmix.ops._diagonal.triton.gradients import gradients
-from kalmix.ops._diagonal.triton.plan import WINDOW, block, multiprocessors, plan, ragged, tile_of
+from kalmix.ops._diagonal.triton.plan import WINDOW, block, locate_tile, multiprocessors, plan, ragged
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.ptx import hardware
-from kalmix.ops._shared.triton.tiles import rows
+from kalmix.ops._shared.triton.ptx import supports_ptx
+from kalmix.ops._shared.triton.tiles import contiguous_rows
 from kalmix.segments import Segments
 
 _RESIDENT = 8  # warps of `gradients` that fit on a multiprocessor: all the registers a thread can have
@@ -62,7 +62,7 @@ def adjoint_token(
     return mean, var, by_mean, by_var, adjoint_mean, adjoint_var
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _map_adjoints(
     q, k, v, precision, log_decay, noise, kept, grad_mean, grad_var, maps, table,
     length, size, tiles, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head, gm_token, gm_head,
@@ -75,7 +75,7 @@ def _map_adjoints(
     head = tl.program_id(1)
     channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     slot = tl.arange(0, P)
-    _sequence, token, count, _last, kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
+    _sequence, token, count, _last, kept_slot = locate_tile(table, index, length, size, tiles, SPACING, PACKED)
     if count == 0:
         return
     inside = (channel < V)[:, None] & (slot < P)[None, :]
@@ -133,7 +133,7 @@ def _map_adjoints(
     tl.store(maps + 3 * plane, by_var, mask=inside)
 
 
-@triton.jit(do_not_specialize=[*LOOSE, *STRIDES])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, *STRIDES])
 def _enter_adjoints(
     maps, leaving, grad_last_mean, grad_last_var, grad_mean, grad_var, bounds, tiles,
     mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V,
@@ -186,9 +186,15 @@ def backward(
     (batch, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
     like = {"dtype": torch.float32, "device": v.device}
     kinds = [x.dtype for x in (q, k, log_decay, process_noise)]
-    q, k, v, precision, grad_mean = rows(q), rows(k), rows(v), rows(precision), rows(grad_mean)
+    q, k, v, precision, grad_mean = (
+        contiguous_rows(q),
+        contiguous_rows(k),
+        contiguous_rows(v),
+        contiguous_rows(precision),
+        contiguous_rows(grad_mean),
+    )
     variance = grad_var is not None
-    grad_var = rows(grad_var) if grad_var is not None else grad_mean
+    grad_var = contiguous_rows(grad_var) if grad_var is not None else grad_mean
     log_decay, process_noise = log_decay.contiguous(), process_noise.contiguous()
     width = padded(slots)
 
@@ -200,7 +206,7 @@ def backward(
     splits = max(1, splits)  # and their sums of dq and dk no larger than the values
 
     common = {"K": slots, "P": width, "PACKED": segments is not None}
-    cells = {"SPACING": SPACING, "RAGGED": ragged(length, segments), "VARIANCE": variance, "PTX": hardware()}
+    cells = {"SPACING": SPACING, "RAGGED": ragged(length, segments), "VARIANCE": variance, "PTX": supports_ptx()}
     strides = [stride for x in (q, k, v, precision, grad_mean, grad_var) for stride in x.stride()[1:3]]
     maps = torch.empty(cut.count, 4, heads, channels, width, **like)
     few = block(slots, 4)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kalmix.ops._shared.triton.ptx import reciprocal
 
-LOOSE = ["length", "size", "tiles"]  # numbers that must not compile a kernel anew
+UNSPECIALIZED = ["length", "size", "tiles"]  # numbers that must not compile a kernel anew
 STRIDES = [f"{tensor}_{axis}" for tensor in ("mean", "var") for axis in "ngkv"]
 
 

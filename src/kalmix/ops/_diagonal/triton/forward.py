@@ -28,8 +28,8 @@ from torch import Tensor
 
 from kalmix.ops._diagonal.scratch import SPACING, padded
 from kalmix.ops._diagonal.triton.cells import (
-    LOOSE,
     STRIDES,
+    UNSPECIALIZED,
     belief_of,
     cell_offsets,
     dynamics_of,
@@ -37,10 +37,10 @@ from kalmix.ops._diagonal.triton.cells import (
     step,
     values_at,
 )
-from kalmix.ops._diagonal.triton.plan import WINDOW, block, multiprocessors, plan, ragged, tile_of, tile_size
+from kalmix.ops._diagonal.triton.plan import WINDOW, block, locate_tile, multiprocessors, plan, ragged, tile_size
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.ptx import hardware
-from kalmix.ops._shared.triton.tiles import rows
+from kalmix.ops._shared.triton.ptx import supports_ptx
+from kalmix.ops._shared.triton.tiles import contiguous_rows
 from kalmix.segments import Segments
 
 _RESIDENT = 32  # warps a multiprocessor is kept busy with
@@ -56,7 +56,7 @@ def map_token(gain, information, score, floor, offset, key, value, weight, decay
     return gain, information + before * gain * (key * (key * weight)), score + gain * surprise, floor, offset
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _map_tiles(
     k, v, precision, log_decay, noise, maps, table,
     length, size, tiles, k_token, k_head, v_token, v_head, p_token, p_head, G, V, SHARE,
@@ -68,7 +68,7 @@ def _map_tiles(
     head = tl.program_id(1)
     channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     slot = tl.arange(0, P)
-    _sequence, token, count, last, _kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
+    _sequence, token, count, last, _kept_slot = locate_tile(table, index, length, size, tiles, SPACING, PACKED)
     if last or count == 0:  # nothing comes after it to be entered
         return
     decay, noise = dynamics_of(log_decay, noise, head, channel, V, K, P)
@@ -111,7 +111,7 @@ def _map_tiles(
     tl.store(maps + 4 * plane, offset, mask=inside)
 
 
-@triton.jit(do_not_specialize=[*LOOSE, *STRIDES])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, *STRIDES])
 def _enter_tiles(
     maps, entries, mean, var, bounds, tiles,
     mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V,
@@ -159,7 +159,7 @@ def read_token(
     return mean, var
 
 
-@triton.jit(do_not_specialize=[*LOOSE, *STRIDES])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, *STRIDES])
 def _read_out(
     q, k, v, precision, log_decay, noise, entry_mean, entry_var, read_mean, read_var, last_mean, last_var, kept, table,
     length, size, tiles, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head,
@@ -175,7 +175,7 @@ def _read_out(
     slot = tl.arange(0, P)
     inside = (channel < V)[:, None] & (slot < P)[None, :]
     real = (channel < V)[:, None] & (slot < K)[None, :]
-    sequence, token, count, last, kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
+    sequence, token, count, last, kept_slot = locate_tile(table, index, length, size, tiles, SPACING, PACKED)
     entry = sequence if SINGLE else index.to(tl.int64)  # the prior itself, or what `_enter_tiles` wrote
     mean = belief_of(entry_mean, entry, head, channel, slot, mean_n, mean_g, mean_k, mean_v, real)
     var = belief_of(entry_var, entry, head, channel, slot, var_n, var_g, var_k, var_v, real)
@@ -244,7 +244,12 @@ def forward(
     Writes the belief before every `SPACING`-th token of a sequence into `kept`, unless it is empty.
     """
     (batch, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
-    q, k, v, precision = rows(q), rows(k), rows(v), rows(precision)
+    q, k, v, precision = (
+        contiguous_rows(q),
+        contiguous_rows(k),
+        contiguous_rows(v),
+        contiguous_rows(precision),
+    )
     log_decay, process_noise = log_decay.contiguous(), process_noise.contiguous()
     width, size = padded(slots), block(slots, 4)
     blocks = triton.cdiv(channels, size)
@@ -262,7 +267,7 @@ def forward(
 
     common = {"K": slots, "P": width, "PACKED": segments is not None}
     even, uneven = channels % size == 0, ragged(length, segments)
-    cells = {"BLOCK": size, "EVEN": even, "RAGGED": uneven, "SPACING": SPACING, "WINDOW": WINDOW, "PTX": hardware()}
+    cells = {"BLOCK": size, "EVEN": even, "RAGGED": uneven, "SPACING": SPACING, "WINDOW": WINDOW, "PTX": supports_ptx()}
     strides = (*k.stride()[1:3], *v.stride()[1:3], *precision.stride()[1:3])
     entry_mean, entry_var = mean, var
     if not cut.single:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._diagonal.triton.cells import LOOSE, cell_offsets, dynamics_of, keys_at, step, values_at
-from kalmix.ops._diagonal.triton.plan import tile_of
+from kalmix.ops._diagonal.triton.cells import UNSPECIALIZED, cell_offsets, dynamics_of, keys_at, step, values_at
+from kalmix.ops._diagonal.triton.plan import locate_tile
 from kalmix.ops._shared.triton.ptx import reciprocal
 
 
@@ -88,7 +88,7 @@ def back_through(
     return gm, gs, by_noise, by_decay
 
 
-@triton.jit(do_not_specialize=[*LOOSE, "splits", "tokens"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "splits", "tokens"])
 def gradients(
     q, k, v, precision, log_decay, noise, kept, states, leaving, grad_mean, grad_var, dv, dprecision, dqk, table,
     length, size, tiles, splits, tokens, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head,
@@ -100,7 +100,7 @@ def gradients(
     split = tl.program_id(0) % splits
     head = tl.program_id(1)
     slot = tl.arange(0, P)
-    _sequence, token, count, _last, kept_slot = tile_of(table, index, length, size, tiles, SPACING, PACKED)
+    _sequence, token, count, _last, kept_slot = locate_tile(table, index, length, size, tiles, SPACING, PACKED)
     plane = G * V * P
     index = index.to(tl.int64)
     q += token * q_token + head // SHARE * q_head

@@ -84,7 +84,7 @@ def block(slots: int, cells: int) -> int:
 
 
 @triton.jit
-def tile_of(table, index, length, size, tiles, SPACING: tl.constexpr, PACKED: tl.constexpr):
+def locate_tile(table, index, length, size, tiles, SPACING: tl.constexpr, PACKED: tl.constexpr):
     """A tile's sequence, first token in the batch, tokens, whether it is its sequence's last, its first kept belief."""
     if PACKED:
         row = table + index.to(tl.int64) * 5

@@ -13,7 +13,7 @@ from kalmix.ops._linear_memory.triton.forward_kernels import read
 from kalmix.ops._linear_memory.triton.vector_decay import unfold
 from kalmix.ops._linear_memory.triton.vector_decay_tiles import part
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.tiles import Cut, rows
+from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows
 
 PART = {"BLOCK": 64, "num_warps": 4, "num_stages": 1}
 UNFOLD = {"BLOCK": 32, "num_warps": 1, "num_stages": 1}
@@ -66,7 +66,7 @@ def backward(
     gain: Tensor | None,
     log_decay: Tensor | None,
     kept: Results,
-    cut: Cut,
+    cut: Tiling,
     grad_mean: Tensor,
     grad_last: Tensor,
     corrects: bool,
@@ -75,8 +75,8 @@ def backward(
     """Fill the gradients of some tiles, and return that of the prior."""
     (batch, length, heads, width), keys, size = v.shape, k.shape[3], cut.size
     s = prepare(q, k, v, gain, log_decay, cut, corrects)
-    v, grad_mean, own = rows(v), rows(grad_mean), heads // s.writes.shape[2]
-    tiles, share = (cut.table, length, cut.tiles), heads // s.q.shape[2]
+    v, grad_mean, own = contiguous_rows(v), contiguous_rows(grad_mean), heads // s.writes.shape[2]
+    tiles, share = (cut.tile_table, length, cut.tiles), heads // s.q.shape[2]
     like = {"dtype": v.dtype, "device": v.device}
     _, states, errors, inverses = kept
     dq, dk, dv, dgain, ddecay = grads
@@ -85,22 +85,22 @@ def backward(
     if corrects:
         fast, free = torch.empty(batch, length, heads, keys, **like), torch.empty(v.shape, **like)
         options = {"SCALED": s.decays or (s.gains and not s.keyed), "GIVEN": s.keyed, "num_warps": 4}
-        Launch(solve_back, (cut.count * heads,), (
+        Launch(solve_back, (cut.num_tiles * heads,), (
             s.q, s.writes, grad_mean, s.gain, s.log_decay, s.leaving, s.scores, inverses, fast, free, *tiles,
             *strides(s.q, s.writes, grad_mean), heads, share, own,
         ), {**kinds, **options, **s.sizes}).run()  # fmt: skip
     adjoints = torch.empty(states.shape, **like)
     dprior = torch.empty(grad_last.shape, dtype=grad_last.dtype, device=v.device)
-    plan = carried(cut.sequences, heads, s.sizes, v.dtype, 3)
+    plan = carried(cut.num_sequences, heads, s.sizes, v.dtype, 3)
     options = {"DECAYS": s.decays, "KEYED": s.keyed, "CORRECTS": corrects, "num_warps": 4}
-    Launch(carry_back, (cut.sequences, heads, -(-width // plan["VALUES"])), (
+    Launch(carry_back, (cut.num_sequences, heads, -(-width // plan["VALUES"])), (
         s.q, s.k, fast, free, grad_mean, dv, adjoints, grad_last, dprior, s.entering, s.across,
-        cut.runs, length, cut.tiles, *strides(s.q, s.k, grad_mean), *grad_last.stride(), heads, share,
+        cut.sequence_table, length, cut.tiles, *strides(s.q, s.k, grad_mean), *grad_last.stride(), heads, share,
     ), {**options, **plan, **s.sizes}).run()  # fmt: skip
     if not corrects:
         errors = v
         wide = BLOCK if width <= BLOCK else 2 * BLOCK
-        Launch(read, (cut.count * heads * -(-width // wide),), (
+        Launch(read, (cut.num_tiles * heads * -(-width // wide),), (
             s.q, s.writes, grad_mean, s.gain, s.log_decay, s.scores, adjoints, dv, *tiles,
             *strides(s.q, s.writes, grad_mean), heads, share, own,
         ), {"VALUES": wide, "GIVEN": s.keyed, "BACK": True, "num_warps": 4, **kinds, **s.sizes}).run()  # fmt: skip
@@ -108,14 +108,14 @@ def backward(
     signals, orders = (s.q, s.k, s.writes, errors, grad_mean, dv, s.gain, s.log_decay), (heads, share, own)
     float32 = {"dtype": torch.float32, "device": v.device}
     dscores, dcorrections = torch.empty(2, *shape, size, **like)
-    Launch(pair_gradients, (cut.count * heads,), (
+    Launch(pair_gradients, (cut.num_tiles * heads,), (
         *signals, dscores, dcorrections, ddecay, *tiles, *strides(*signals[:5]), *orders,
     ), {"CORRECTS": corrects, "num_warps": 4, **kinds, **s.sizes}).run()  # fmt: skip
     found, across = (dq, dk, dgain if s.vector else dk), ddecay
     if s.keyed:
         found, across = torch.empty(3, *shape, keys, **like), torch.empty(s.across.shape, **float32)
     options = {"KEYED": s.keyed, "VECTOR": s.vector, "CORRECTS": corrects, "num_warps": 4, "num_stages": 2}
-    Launch(gradients, (cut.count * heads * parts,), (
+    Launch(gradients, (cut.num_tiles * heads * parts,), (
         *signals, states, adjoints, dscores, dcorrections, *found, dgain, across,
         *tiles, batch * length, *strides(*signals[:5]), *orders,
     ), {**options, **kinds, **s.sizes}).run()  # fmt: skip
@@ -124,13 +124,17 @@ def backward(
         pieces, whole = size // PIECE, found
         if pieces > 1:
             shares, found = torch.empty_like(s.pieces[3]), torch.empty_like(whole)
-            Launch(part, (cut.count, heads, -(-keys // PART["BLOCK"])), (
+            Launch(part, (cut.num_tiles, heads, -(-keys // PART["BLOCK"])), (
                 *s.pieces, s.across, *whole, across, dscores, dcorrections, *found, shares, *tiles, heads,
             ), {**kinds, **PART}).run()  # fmt: skip
         else:
             shares = s.across * across
-        inputs = (rows(q), rows(k), rows(gain) if s.vector else rows(k))
-        Launch(unfold, (cut.count * pieces, heads, -(-keys // UNFOLD["BLOCK"])), (
+        inputs = (
+            contiguous_rows(q),
+            contiguous_rows(k),
+            contiguous_rows(gain) if s.vector else contiguous_rows(k),
+        )
+        Launch(unfold, (cut.num_tiles * pieces, heads, -(-keys // UNFOLD["BLOCK"])), (
             *inputs, s.gain, s.log_decay, *found, shares, dscores, dcorrections,
             dq, dk, dgain if s.vector else dk, dgain, ddecay, *tiles, batch * length,
             *strides(*inputs, s.log_decay), heads, heads // q.shape[2], heads // inputs[2].shape[2],

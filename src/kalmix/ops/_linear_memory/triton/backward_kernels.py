@@ -14,24 +14,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._shared.triton.decay_products import between, between_transposed, elapsed
+from kalmix.ops._shared.triton.decay_products import log_decay_from_start, pairwise_decay, pairwise_decay_transposed
 from kalmix.ops._shared.triton.tiles import (
-    LOOSE,
-    load_columns,
+    UNSPECIALIZED,
     load_per_token,
     load_rows,
+    load_rows_transposed,
     load_state,
     load_state_transposed,
-    place_of,
-    product,
-    run_of,
+    locate_program,
+    locate_sequence,
+    locate_tile,
+    matmul,
     store_rows,
     store_state,
-    tile_of,
 )
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def solve_back(
     q, writes, grad_mean, gain, log_decay, leaving, scores, inverses, fast, free, table, length, tiles,
     q_token, q_head, w_token, w_head, g_token, g_head, G, Q_SHARE, W_SHARE,
@@ -39,8 +39,8 @@ def solve_back(
     DECAYS: tl.constexpr, GAINS: tl.constexpr, SCALED: tl.constexpr, GIVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Z (`fast`) and P (`free`) of a tile."""
-    index, head, _part = place_of(G, 1)
-    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    index, head, _part = locate_program(G, 1)
+    token, count = locate_tile(table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return
     KIND: tl.constexpr = fast.dtype.element_ty
@@ -48,37 +48,37 @@ def solve_back(
     row = token * G + head
     q += token * q_token + head // Q_SHARE * q_head
     writes += token * w_token + head // W_SHARE * w_head
-    transposed = load_columns(inverses + row * SIZE, G * SIZE, count, t, SIZE, SIZE)
+    transposed = load_rows_transposed(inverses + row * SIZE, G * SIZE, count, t, SIZE, SIZE)
     if GIVEN:
-        score = load_columns(scores + row * SIZE, G * SIZE, count, t, SIZE, SIZE)
+        score = load_rows_transposed(scores + row * SIZE, G * SIZE, count, t, SIZE, SIZE)
     else:
         score = tl.zeros([SIZE, SIZE], tl.float32)
         for start in range(0, K, BLOCK):
             column = start + tl.arange(0, BLOCK)
             write = load_rows(writes, w_token, count, column, K, SIZE).to(KIND)
-            query = load_columns(q, q_token, count, column, K, SIZE)
-            score = product(write, query, PRECISION, score)
+            query = load_rows_transposed(q, q_token, count, column, K, SIZE)
+            score = matmul(write, query, PRECISION, score)
         if DECAYS:
-            since, _total = elapsed(log_decay, token, count, head, G, SIZE)
-            score *= between_transposed(since, SIZE)
+            since, _total = log_decay_from_start(log_decay, token, count, head, G, SIZE)
+            score *= pairwise_decay_transposed(since, SIZE)
         else:
             score = tl.where(t[:, None] <= t[None, :], score, 0.0)
         if GAINS:
             score *= load_per_token(gain + row, count, G, SIZE)[:, None]
-    score = product(transposed, score.to(KIND), PRECISION).to(KIND)
+    score = matmul(transposed, score.to(KIND), PRECISION).to(KIND)
     for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
         grad = load_rows(grad_mean + token * g_token + head * g_head, g_token, count, column, V, SIZE)
-        store_rows(free + row * V, G * V, count, column, product(score, grad, PRECISION), V, SIZE)
+        store_rows(free + row * V, G * V, count, column, matmul(score, grad, PRECISION), V, SIZE)
     if SCALED:
         transposed = (transposed * load_per_token(leaving + row, count, G, SIZE)[None, :]).to(KIND)
     for start in range(0, K, BLOCK):
         column = start + tl.arange(0, BLOCK)
         write = load_rows(writes, w_token, count, column, K, SIZE).to(KIND)
-        store_rows(fast + row * K, G * K, count, column, product(transposed, write, PRECISION), K, SIZE)
+        store_rows(fast + row * K, G * K, count, column, matmul(transposed, write, PRECISION), K, SIZE)
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def carry_back(
     q, k, fast, free, grad_mean, grad_values, adjoints, grad_last, grad_prior, entering, across, runs, length, tiles,
     q_token, q_head, k_token, k_head, g_token, g_head, last_n, last_g, last_k, last_v, G, SHARE,
@@ -91,7 +91,7 @@ def carry_back(
     KIND: tl.constexpr = adjoints.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    tile, token, tokens = run_of(runs, sequence, length, tiles, PACKED)
+    tile, token, tokens = locate_sequence(runs, sequence, length, tiles, PACKED)
     grad_last += sequence * last_n + head * last_g
     adjoint = ()
     for j in tl.static_range(BLOCKS):
@@ -120,7 +120,7 @@ def carry_back(
             for j in tl.static_range(BLOCKS):
                 key = j * BLOCK + tl.arange(0, BLOCK)
                 reader = load_rows(fast + row * K, G * K, count, key, K, SIZE)
-                wanted = product(reader, adjoint[j].to(KIND), PRECISION, wanted)
+                wanted = matmul(reader, adjoint[j].to(KIND), PRECISION, wanted)
             store_rows(grad_values + row * V, G * V, count, column, wanted, V, SIZE)
             wanted = (wanted * -scale).to(KIND)
         kept = 1.0
@@ -131,11 +131,11 @@ def carry_back(
             key = j * BLOCK + tl.arange(0, BLOCK)
             if KEYED:
                 kept = tl.load(across + state * K + key, mask=key < K, other=0.0)[:, None]
-            query = load_columns(q + at * q_token, q_token, count, key, K, SIZE)
-            past = product(query, grad, PRECISION, adjoint[j] * kept)
+            query = load_rows_transposed(q + at * q_token, q_token, count, key, K, SIZE)
+            past = matmul(query, grad, PRECISION, adjoint[j] * kept)
             if CORRECTS:
-                known = load_columns(k + at * k_token, k_token, count, key, K, SIZE)
-                past = product(known, wanted, PRECISION, past)
+                known = load_rows_transposed(k + at * k_token, k_token, count, key, K, SIZE)
+                past = matmul(known, wanted, PRECISION, past)
             moved += (past,)
         adjoint = moved
     for j in tl.static_range(BLOCKS):
@@ -143,7 +143,7 @@ def carry_back(
         store_state(grad_prior + (sequence * G + head) * K * V, key, column, adjoint[j], K, V)
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def pair_gradients(
     q, k, writes, errors, grad_mean, grad_values, gain, log_decay, dscores, dcorrections, dlog_decay, table,
     length, tiles, q_token, q_head, k_token, k_head, w_token, w_head, v_token, v_head, g_token, g_head,
@@ -155,8 +155,8 @@ def pair_gradients(
 
     The gain of token s is still to come. Also what the decays between the two tokens of a pair get from it.
     """
-    index, head, _part = place_of(G, 1)
-    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    index, head, _part = locate_program(G, 1)
+    token, count = locate_tile(table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return
     KIND: tl.constexpr = dscores.dtype.element_ty
@@ -169,15 +169,15 @@ def pair_gradients(
     fixed = tl.zeros([SIZE, SIZE], tl.float32)
     for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        error = load_columns(errors, v_token, count, column, V, SIZE)
+        error = load_rows_transposed(errors, v_token, count, column, V, SIZE)
         grad = load_rows(grad_mean, g_token, count, column, V, SIZE)
-        asked = product(grad, error, PRECISION, asked)
+        asked = matmul(grad, error, PRECISION, asked)
         if CORRECTS:
             wanted = load_rows(grad_values + row * V, G * V, count, column, V, SIZE)
-            fixed = product(wanted, error, PRECISION, fixed)
+            fixed = matmul(wanted, error, PRECISION, fixed)
     if DECAYS:
-        since, _total = elapsed(log_decay, token, count, head, G, SIZE)
-        lag = between(since, SIZE)
+        since, _total = log_decay_from_start(log_decay, token, count, head, G, SIZE)
+        lag = pairwise_decay(since, SIZE)
         asked *= lag
         fixed *= -lag
     else:
@@ -195,19 +195,19 @@ def pair_gradients(
         correction = tl.zeros([SIZE, SIZE], tl.float32)
         for start in range(0, K, BLOCK):
             key = start + tl.arange(0, BLOCK)
-            write = load_columns(writes, w_token, count, key, K, SIZE).to(KIND)
-            score = product(load_rows(q, q_token, count, key, K, SIZE), write, PRECISION, score)
+            write = load_rows_transposed(writes, w_token, count, key, K, SIZE).to(KIND)
+            score = matmul(load_rows(q, q_token, count, key, K, SIZE), write, PRECISION, score)
             if CORRECTS:
                 known = load_rows(k, k_token, count, key, K, SIZE)
-                correction = product(known, write, PRECISION, correction)
+                correction = matmul(known, write, PRECISION, correction)
         pairs = tl.where(strictly, asked * score + fixed * correction, 0.0)
         if GAINS:
             pairs *= load_per_token(gain + row, count, G, SIZE)[None, :]
-        until = product(tl.where(t[:, None] <= t[None, :], 1.0, 0.0), pairs, "tf32x3")
+        until = matmul(tl.where(t[:, None] <= t[None, :], 1.0, 0.0), pairs, "tf32x3")
         tl.store(dlog_decay + row + t * G, tl.sum(tl.where(strictly, until, 0.0), 1), mask=t < count)
 
 
-@triton.jit(do_not_specialize=[*LOOSE, "tokens"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "tokens"])
 def gradients(
     q, k, writes, errors, grad_mean, grad_values, gain, log_decay, states, adjoints, dscores, dcorrections,
     dq, dk, dwrites, dgain, dlog_decay, table, length, tiles, tokens,
@@ -221,8 +221,8 @@ def gradients(
     KEYED, q, k and `writes` are those with decays folded in: here are only the shares of their gradients that come by
     the memory, and the gradient of the decay across the tile in place of those of decays.
     """
-    index, head, part = place_of(G, (K + BLOCK - 1) // BLOCK)
-    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    index, head, part = locate_program(G, (K + BLOCK - 1) // BLOCK)
+    token, count = locate_tile(table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return
     KIND: tl.constexpr = states.dtype.element_ty
@@ -242,12 +242,12 @@ def gradients(
         state = load_state_transposed(states, key, column, K, V)
         adjoint = load_state_transposed(adjoints, key, column, K, V)
         grad = load_rows(grad_mean, g_token, count, column, V, SIZE)
-        by_query = product(grad, state, PRECISION, by_query)
+        by_query = matmul(grad, state, PRECISION, by_query)
         error = load_rows(errors, v_token, count, column, V, SIZE)
-        by_write = product(error, adjoint, PRECISION, by_write)
+        by_write = matmul(error, adjoint, PRECISION, by_write)
         if CORRECTS:
             wanted = load_rows(grad_values + row * V, G * V, count, column, V, SIZE)
-            by_key = product(wanted, state, PRECISION, by_key)
+            by_key = matmul(wanted, state, PRECISION, by_key)
         if DECAYS or KEYED:  # loaded again: what a product reads in flight must have no other reader
             held = load_state(states, key, column, K, V).to(tl.float32)
             by_state += tl.sum(held * load_state(adjoints, key, column, K, V).to(tl.float32), 1)
@@ -267,7 +267,7 @@ def gradients(
             weight = load_per_token(gain + row, count, G, SIZE)[:, None]
             weighted = (write * weight).to(KIND)
         if DECAYS:
-            since, total = elapsed(log_decay, token, count, head, G, SIZE)
+            since, total = log_decay_from_start(log_decay, token, count, head, G, SIZE)
             entry = tl.exp(since.to(tl.float32))[:, None]
             by_query *= entry
             by_key *= entry
@@ -278,14 +278,14 @@ def gradients(
             by_decay += tl.exp(total.to(tl.float32)) * tl.sum(by_state, 0)
             tl.store(dlog_decay + (part + 1) * tokens * G + row + t * G, by_decay, mask=t < count)
         asked = load_rows(dscores + row * SIZE, G * SIZE, count, t, SIZE, SIZE)
-        by_query = product(asked, weighted, PRECISION, by_query)
-        asked = load_columns(dscores + row * SIZE, G * SIZE, count, t, SIZE, SIZE)
-        by_write = product(asked, query, PRECISION, by_write)
+        by_query = matmul(asked, weighted, PRECISION, by_query)
+        asked = load_rows_transposed(dscores + row * SIZE, G * SIZE, count, t, SIZE, SIZE)
+        by_write = matmul(asked, query, PRECISION, by_write)
         if CORRECTS:
             fixed = load_rows(dcorrections + row * SIZE, G * SIZE, count, t, SIZE, SIZE)
-            by_key = product(fixed, weighted, PRECISION, by_key)
-            fixed = load_columns(dcorrections + row * SIZE, G * SIZE, count, t, SIZE, SIZE)
-            by_write = product(fixed, known, PRECISION, by_write)
+            by_key = matmul(fixed, weighted, PRECISION, by_key)
+            fixed = load_rows_transposed(dcorrections + row * SIZE, G * SIZE, count, t, SIZE, SIZE)
+            by_write = matmul(fixed, known, PRECISION, by_write)
         if GAINS:
             by_gain = tl.sum(write.to(tl.float32) * by_write, 1)
             tl.store(dgain + part * tokens * G + row + t * G, by_gain, mask=t < count)

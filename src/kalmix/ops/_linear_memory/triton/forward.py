@@ -12,8 +12,8 @@ from kalmix.ops._linear_memory.triton.forward_kernels import carry, read, solve
 from kalmix.ops._linear_memory.triton.vector_decay import fold
 from kalmix.ops._linear_memory.triton.vector_decay_tiles import join
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.decay_products import pace
-from kalmix.ops._shared.triton.tiles import Cut, precision, rows
+from kalmix.ops._shared.triton.decay_products import head_decays
+from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows, dot_precision
 
 # Columns worked on at a time, also of narrow matrices: Triton 3.6 on Hopper gets a product of 64 rows wrong whose left
 # factor is itself a product, of another width.
@@ -51,7 +51,7 @@ class Signals(NamedTuple):
     scores: Tensor
     corrections: Tensor
     pieces: tuple[Tensor, ...]
-    cut: Cut
+    cut: Tiling
     decays: bool
     keyed: bool
     gains: bool
@@ -65,16 +65,16 @@ def prepare(
     v: Tensor,
     gain: Tensor | None,
     log_decay: Tensor | None,
-    cut: Cut,
+    cut: Tiling,
     corrects: bool,
 ) -> Signals:
     """What both passes start from."""
     (batch, length, heads, width), keys = v.shape, k.shape[3]
     size = cut.size
-    q, k = rows(q), rows(k)
+    q, k = contiguous_rows(q), contiguous_rows(k)
     keyed, vector = log_decay is not None and log_decay.ndim == 4, gain is not None and gain.ndim == 4
     gains, decays = gain is not None and not vector, log_decay is not None and not keyed
-    writes = rows(gain) if vector else k
+    writes = contiguous_rows(gain) if vector else k
     per_token = gain.contiguous() if gains else q
     sizes = {
         "K": keys,
@@ -82,38 +82,38 @@ def prepare(
         "BLOCK": BLOCK,
         "SIZE": size,
         "PACKED": cut.packed,
-        "PRECISION": precision(v.dtype),
+        "PRECISION": dot_precision(v.dtype),
     }
     entering = across = log_decay_rows = scores = corrections = q
     leaving = per_token
     if decays:
         log_decay_rows = log_decay.contiguous()
         entering, leaving = torch.empty(2, batch, length, heads, dtype=torch.float32, device=v.device)
-        across = torch.empty(cut.count, heads, dtype=torch.float32, device=v.device)
-        Launch(pace, (cut.count, heads), (
-            log_decay_rows, per_token, entering, leaving, across, cut.table, length, cut.tiles, heads,
+        across = torch.empty(cut.num_tiles, heads, dtype=torch.float32, device=v.device)
+        Launch(head_decays, (cut.num_tiles, heads), (
+            log_decay_rows, per_token, entering, leaving, across, cut.tile_table, length, cut.tiles, heads,
         ), {"SIZE": size, "PACKED": cut.packed, "GAINS": gains, "num_warps": 1}).run()  # fmt: skip
     pieces: tuple[Tensor, ...] = ()
     if keyed:
-        log_decay_rows, inputs = rows(log_decay), (q, k, writes)
+        log_decay_rows, inputs = contiguous_rows(log_decay), (q, k, writes)
         shape, like, float32 = (batch, length, heads), {"dtype": v.dtype, "device": v.device}, torch.float32
         folded = [torch.empty(*shape, keys, **like) for _ in range(3 if corrects else 2)]
         q, k, writes = folded[0], folded[1] if corrects else folded[0], folded[-1]
         scores = torch.empty(*shape, size, **like)
         corrections = torch.empty(*shape, size, dtype=float32, device=v.device) if corrects else scores
-        across = torch.empty(cut.count, heads, keys, dtype=float32, device=v.device)
+        across = torch.empty(cut.num_tiles, heads, keys, dtype=float32, device=v.device)
         parts, paths = size // PIECE, across
         if parts > 1:
             folded = [torch.empty_like(x) for x in folded]
-            paths = torch.empty(cut.count * parts, heads, keys, dtype=float32, device=v.device)
+            paths = torch.empty(cut.num_tiles * parts, heads, keys, dtype=float32, device=v.device)
         pieces = (folded[0], folded[1] if corrects else folded[0], folded[-1], paths)
-        tiles, kinds = (cut.table, length, cut.tiles), keyed_sizes(sizes, corrects)
-        Launch(fold, (cut.count * parts, heads), (
+        tiles, kinds = (cut.tile_table, length, cut.tiles), keyed_sizes(sizes, corrects)
+        Launch(fold, (cut.num_tiles * parts, heads), (
             *inputs, per_token, log_decay_rows, *pieces, scores, corrections, *tiles,
             *strides(*inputs, log_decay_rows), heads, heads // inputs[0].shape[2], heads // inputs[2].shape[2],
         ), {"GAINS": gains, **kinds, **FOLD}).run()  # fmt: skip
         if parts > 1:
-            Launch(join, (cut.count, heads), (
+            Launch(join, (cut.num_tiles, heads), (
                 *pieces, q, k, writes, across, scores, corrections, *tiles, heads,
             ), {**kinds, **JOIN}).run()  # fmt: skip
     found = (q, k, writes, per_token, log_decay_rows, entering, leaving, across, scores, corrections, pieces)
@@ -170,36 +170,36 @@ def forward(
     gain: Tensor | None,
     log_decay: Tensor | None,
     prior: Tensor,
-    cut: Cut,
+    cut: Tiling,
     corrects: bool,
     results: Results,
 ) -> Tensor:
     """Fill the results of some tiles, and return the last memories."""
     (batch, length, heads, width), keys = v.shape, k.shape[3]
     s = prepare(q, k, v, gain, log_decay, cut, corrects)._replace(pieces=())
-    v, own = rows(v), heads // s.writes.shape[2]
-    tiles, share = (cut.table, length, cut.tiles), heads // s.q.shape[2]
+    v, own = contiguous_rows(v), heads // s.writes.shape[2]
+    tiles, share = (cut.tile_table, length, cut.tiles), heads // s.q.shape[2]
     like = {"dtype": v.dtype, "device": v.device}
     mean, states, errors, inverses = results
-    last = torch.empty(cut.sequences, heads, keys, width, dtype=prior.dtype, device=v.device)
+    last = torch.empty(cut.num_sequences, heads, keys, width, dtype=prior.dtype, device=v.device)
     kinds = {"DECAYS": s.decays, "GAINS": s.gains and not s.keyed}
     fast, free = v, v
     if corrects:
         free, fast = torch.empty(v.shape, **like), torch.empty(batch, length, heads, keys, **like)
-        Launch(solve, (cut.count * heads,), (
+        Launch(solve, (cut.num_tiles * heads,), (
             s.k, s.writes, v, s.gain, s.log_decay, s.entering, s.corrections, inverses, fast, free, *tiles,
             *strides(s.k, s.writes, v), heads, share, own,
         ), {**kinds, "GIVEN": s.keyed, "num_warps": 4, **s.sizes}).run()  # fmt: skip
     else:
         errors = v
-    plan = carried(cut.sequences, heads, s.sizes, v.dtype, 2)
+    plan = carried(cut.num_sequences, heads, s.sizes, v.dtype, 2)
     options = {"KEYED": s.keyed, "SCALED": s.decays or (s.gains and not s.keyed), "CORRECTS": corrects, "num_warps": 4}
-    Launch(carry, (cut.sequences, heads, -(-width // plan["VALUES"])), (
-        s.writes, fast, free, errors, states, prior, last, s.leaving, s.across, cut.runs, length, cut.tiles,
+    Launch(carry, (cut.num_sequences, heads, -(-width // plan["VALUES"])), (
+        s.writes, fast, free, errors, states, prior, last, s.leaving, s.across, cut.sequence_table, length, cut.tiles,
         *strides(s.writes, free), *prior.stride(), heads, own,
     ), {"DECAYS": s.decays, **options, **plan, **s.sizes}).run()  # fmt: skip
     values = BLOCK if width <= BLOCK else 2 * BLOCK
-    Launch(read, (cut.count * heads * -(-width // values),), (
+    Launch(read, (cut.num_tiles * heads * -(-width // values),), (
         s.q, s.writes, errors, s.gain, s.log_decay, s.scores, states, mean, *tiles,
         *strides(s.q, s.writes, errors), heads, share, own,
     ), {"VALUES": values, "GIVEN": s.keyed, "BACK": False, "num_warps": 4, **kinds, **s.sizes}).run()  # fmt: skip

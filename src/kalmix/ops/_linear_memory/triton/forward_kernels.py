@@ -21,20 +21,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._shared.triton.decay_products import between, between_transposed, elapsed
+from kalmix.ops._shared.triton.decay_products import log_decay_from_start, pairwise_decay, pairwise_decay_transposed
 from kalmix.ops._shared.triton.tiles import (
-    LOOSE,
-    levels_of,
-    load_columns,
+    UNSPECIALIZED,
     load_per_token,
     load_rows,
+    load_rows_transposed,
     load_state,
-    place_of,
-    product,
-    run_of,
+    locate_program,
+    locate_sequence,
+    locate_tile,
+    matmul,
+    num_levels,
     store_rows,
     store_state,
-    tile_of,
 )
 
 
@@ -48,13 +48,13 @@ def inverse_of(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     t = tl.arange(0, SIZE)
     apart = t[:, None] ^ t[None, :]
     inverse = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, lower, 0.0)
-    for level in range(1, levels_of(SIZE)):
+    for level in range(1, num_levels(SIZE)):
         neighbours = tl.where(apart >> level == 1, lower, 0.0)
-        inverse -= product(product(inverse, neighbours, PRECISION), inverse, PRECISION)
+        inverse -= matmul(matmul(inverse, neighbours, PRECISION), inverse, PRECISION)
     return inverse
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def solve(
     k, writes, v, gain, log_decay, entering, corrections, inverses, fast, free, table, length, tiles,
     k_token, k_head, w_token, w_head, v_token, v_head, G, K_SHARE, W_SHARE,
@@ -62,8 +62,8 @@ def solve(
     DECAYS: tl.constexpr, GAINS: tl.constexpr, GIVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(I + N)^-1 of a tile, and with it W (`fast`: it goes with the memory) and U (`free` of it)."""
-    index, head, _part = place_of(G, 1)
-    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    index, head, _part = locate_program(G, 1)
+    token, count = locate_tile(table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return
     KIND: tl.constexpr = fast.dtype.element_ty
@@ -78,11 +78,11 @@ def solve(
         for start in range(0, K, BLOCK):
             column = start + tl.arange(0, BLOCK)
             key = load_rows(k, k_token, count, column, K, SIZE)
-            write = load_columns(writes, w_token, count, column, K, SIZE).to(KIND)
-            lower = product(key, write, PRECISION, lower)
+            write = load_rows_transposed(writes, w_token, count, column, K, SIZE).to(KIND)
+            lower = matmul(key, write, PRECISION, lower)
         if DECAYS:
-            since, _total = elapsed(log_decay, token, count, head, G, SIZE)
-            lower *= between(since, SIZE)
+            since, _total = log_decay_from_start(log_decay, token, count, head, G, SIZE)
+            lower *= pairwise_decay(since, SIZE)
         if GAINS:
             lower *= load_per_token(gain + row, count, G, SIZE)[None, :]
         lower = tl.where(t[:, None] > t[None, :], lower, 0.0)
@@ -91,17 +91,17 @@ def solve(
     for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
         value = load_rows(v + token * v_token + head * v_head, v_token, count, column, V, SIZE)
-        store_rows(free + row * V, G * V, count, column, product(inverse, value, PRECISION), V, SIZE)
+        store_rows(free + row * V, G * V, count, column, matmul(inverse, value, PRECISION), V, SIZE)
     if DECAYS:
         scale = load_per_token(entering + row, count, G, SIZE)
         inverse = (inverse * scale[None, :]).to(KIND)
     for start in range(0, K, BLOCK):
         column = start + tl.arange(0, BLOCK)
         key = load_rows(k, k_token, count, column, K, SIZE)
-        store_rows(fast + row * K, G * K, count, column, product(inverse, key, PRECISION), K, SIZE)
+        store_rows(fast + row * K, G * K, count, column, matmul(inverse, key, PRECISION), K, SIZE)
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def carry(
     writes, fast, free, errors, states, prior, last, leaving, across, runs, length, tiles,
     w_token, w_head, v_token, v_head, prior_n, prior_g, prior_k, prior_v, G, W_SHARE,
@@ -114,7 +114,7 @@ def carry(
     KIND: tl.constexpr = states.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    tile, token, tokens = run_of(runs, sequence, length, tiles, PACKED)
+    tile, token, tokens = locate_sequence(runs, sequence, length, tiles, PACKED)
     prior += sequence * prior_n + head * prior_g
     memory = ()
     for j in tl.static_range(BLOCKS):
@@ -136,7 +136,7 @@ def carry(
             for j in tl.static_range(BLOCKS):
                 key = j * BLOCK + tl.arange(0, BLOCK)
                 reader = load_rows(fast + row * K, G * K, count, key, K, SIZE)
-                known = product(reader, memory[j].to(KIND), PRECISION, known)
+                known = matmul(reader, memory[j].to(KIND), PRECISION, known)
             error = error.to(tl.float32) - known
             store_rows(errors + row * V, G * V, count, column, error, V, SIZE)
         if SCALED:
@@ -150,15 +150,15 @@ def carry(
             key = j * BLOCK + tl.arange(0, BLOCK)
             if KEYED:
                 kept = tl.load(across + state * K + key, mask=key < K, other=0.0)[:, None]
-            write = load_columns(writes + at * w_token, w_token, count, key, K, SIZE).to(KIND)
-            moved += (product(write, error, PRECISION, memory[j] * kept),)
+            write = load_rows_transposed(writes + at * w_token, w_token, count, key, K, SIZE).to(KIND)
+            moved += (matmul(write, error, PRECISION, memory[j] * kept),)
         memory = moved
     for j in tl.static_range(BLOCKS):
         key = j * BLOCK + tl.arange(0, BLOCK)
         store_state(last + (sequence * G + head) * K * V, key, column, memory[j], K, V)
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def read(
     q, writes, errors, gain, log_decay, scores, states, mean, table, length, tiles,
     q_token, q_head, w_token, w_head, v_token, v_head, G, Q_SHARE, W_SHARE,
@@ -171,9 +171,9 @@ def read(
     BACK, the same read the other way: by write vectors, from the adjoints of the memory at the exit and of the means
     (in place of errors) at later tokens, which are the gradients of the values.
     """
-    index, head, part = place_of(G, (V + VALUES - 1) // VALUES)
+    index, head, part = locate_program(G, (V + VALUES - 1) // VALUES)
     column = part * VALUES + tl.arange(0, VALUES)
-    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    token, count = locate_tile(table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return
     KIND: tl.constexpr = states.dtype.element_ty
@@ -190,27 +190,27 @@ def read(
             reader = load_rows(writes, w_token, count, key, K, SIZE).to(KIND)
         else:
             reader = load_rows(q, q_token, count, key, K, SIZE)
-        answer = product(reader, load_state(states, key, column, K, V), PRECISION, answer)
+        answer = matmul(reader, load_state(states, key, column, K, V), PRECISION, answer)
         if not GIVEN:
             if BACK:
-                other = load_columns(q, q_token, count, key, K, SIZE)
+                other = load_rows_transposed(q, q_token, count, key, K, SIZE)
             else:
-                other = load_columns(writes, w_token, count, key, K, SIZE).to(KIND)
-            score = product(reader, other, PRECISION, score)
+                other = load_rows_transposed(writes, w_token, count, key, K, SIZE).to(KIND)
+            score = matmul(reader, other, PRECISION, score)
     if GIVEN:
         if BACK:
-            score = load_columns(scores + row * SIZE, G * SIZE, count, t, SIZE, SIZE)
+            score = load_rows_transposed(scores + row * SIZE, G * SIZE, count, t, SIZE, SIZE)
         else:
             score = load_rows(scores + row * SIZE, G * SIZE, count, t, SIZE, SIZE)
     else:
         if DECAYS:
-            since, total = elapsed(log_decay, token, count, head, G, SIZE)
+            since, total = log_decay_from_start(log_decay, token, count, head, G, SIZE)
             if BACK:
                 answer *= tl.exp((total - since).to(tl.float32))[:, None]
-                score *= between_transposed(since, SIZE)
+                score *= pairwise_decay_transposed(since, SIZE)
             else:
                 answer *= tl.exp(since.to(tl.float32))[:, None]
-                score *= between(since, SIZE)
+                score *= pairwise_decay(since, SIZE)
         elif BACK:
             score = tl.where(t[:, None] <= t[None, :], score, 0.0)
         else:
@@ -223,5 +223,5 @@ def read(
             else:
                 score *= weight[None, :]
     error = load_rows(errors + token * v_token + head * v_head, v_token, count, column, V, SIZE)
-    answer = product(score.to(KIND), error, PRECISION, answer)
+    answer = matmul(score.to(KIND), error, PRECISION, answer)
     store_rows(mean + row * V, G * V, count, column, answer, V, SIZE)

@@ -13,16 +13,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._shared.triton.decay_products import FORGOTTEN
+from kalmix.ops._shared.triton.decay_products import MIN_LOG_DECAY
 from kalmix.ops._shared.triton.tiles import (
-    LOOSE,
-    levels_of,
-    load_columns,
+    UNSPECIALIZED,
     load_per_token,
     load_rows,
-    product,
+    load_rows_transposed,
+    locate_tile,
+    matmul,
+    num_levels,
     store_rows,
-    tile_of,
 )
 
 PIECE = tl.constexpr(16)
@@ -34,7 +34,7 @@ def ones_in_registers(PRECISION: tl.constexpr):
     """Ones `[PIECE, PIECE]` as a product: what is chosen from it is a factor of products without leaving registers."""
     s = tl.arange(0, PIECE)
     same = tl.where(s[:, None] == s[None, :], 1.0, 0.0).to(tl.bfloat16)
-    return product(same, tl.full([PIECE, PIECE], 1.0, tl.float32).to(tl.bfloat16), PRECISION)
+    return matmul(same, tl.full([PIECE, PIECE], 1.0, tl.float32).to(tl.bfloat16), PRECISION)
 
 
 @triton.jit
@@ -62,18 +62,18 @@ def halfway(level: tl.constexpr):
 def decay_down(mask, unit, parts, PRECISION: tl.constexpr):
     """The decay of each token over those that `mask` `[t, i]` names, `[PIECE, keys]`."""
     ones = tl.where(mask, unit, 0.0).to(tl.bfloat16)
-    total = product(ones, parts[0], PRECISION)
+    total = matmul(ones, parts[0], PRECISION)
     for i in tl.static_range(1, len(parts)):
-        total = product(ones, parts[i], PRECISION, total)
+        total = matmul(ones, parts[i], PRECISION, total)
     return tl.exp2(total)
 
 
 @triton.jit
 def decay_along(parts, ones, PRECISION: tl.constexpr):
     """The same, `[keys, PIECE]`, of ones and zeros `[t, i]`."""
-    total = product(parts[0], tl.trans(ones), PRECISION)
+    total = matmul(parts[0], tl.trans(ones), PRECISION)
     for i in tl.static_range(1, len(parts)):
-        total = product(parts[i], tl.trans(ones), PRECISION, total)
+        total = matmul(parts[i], tl.trans(ones), PRECISION, total)
     return tl.exp2(total)
 
 
@@ -87,11 +87,11 @@ def piece_of(table, length, tiles, SIZE: tl.constexpr, PACKED: tl.constexpr):
     """A piece's first token in the batch, its tokens, and its place in the tile, which is its column of scores."""
     index = tl.program_id(0) // (SIZE // PIECE)
     start = tl.program_id(0) % (SIZE // PIECE) * PIECE
-    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    token, count = locate_tile(table, index, length, tiles, SIZE, PACKED)
     return token + start, tl.minimum(tl.maximum(count - start, 0), PIECE), start
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def fold(
     q, k, writes, gain, log_decay, q_in, k_in, w_out, paths, scores, corrections, table, length, tiles,
     q_token, q_head, k_token, k_head, w_token, w_head, d_token, d_head, G, SHARE, W_SHARE,
@@ -119,16 +119,16 @@ def fold(
         write = load_rows(writes, w_token, count, key, K, PIECE).to(tl.float32)
         if GAINS:
             write *= load_per_token(gain + row, count, G, PIECE)[:, None]
-        each = tl.maximum(load_rows(log_decay, d_token, count, key, K, PIECE).to(tl.float32), FORGOTTEN) * LOG2_E
+        each = tl.maximum(load_rows(log_decay, d_token, count, key, K, PIECE).to(tl.float32), MIN_LOG_DECAY) * LOG2_E
         parts = parts_of(each, KIND)
         asked = tl.where(s[:, None] == s[None, :], tl.sum(query * write, 1)[:, None], 0.0)
         fixed = tl.zeros([PIECE, PIECE], tl.float32)
-        for level in tl.static_range(levels_of(PIECE)):
+        for level in tl.static_range(num_levels(PIECE)):
             fade = decay_down(halfway(level), unit, parts, PRECISION)
             faded = tl.trans((write * fade).to(KIND))
-            asked = tl.where(near >= 1 << level, product((query * fade).to(KIND), faded, PRECISION), asked)
+            asked = tl.where(near >= 1 << level, matmul((query * fade).to(KIND), faded, PRECISION), asked)
             if CORRECTS:
-                fixed = tl.where(near >= 1 << level, product((known * fade).to(KIND), faded, PRECISION), fixed)
+                fixed = tl.where(near >= 1 << level, matmul((known * fade).to(KIND), faded, PRECISION), fixed)
         score += asked
         correction += fixed
         at = (tl.program_id(0).to(tl.int64) * G + head) * K + key
@@ -144,7 +144,7 @@ def fold(
         store_rows(corrections + row * SIZE + start, G * SIZE, count, s, correction, PIECE, PIECE)
 
 
-@triton.jit(do_not_specialize=[*LOOSE, "tokens"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "tokens"])
 def unfold(
     q, k, writes, gain, log_decay, grad_q_in, grad_k_in, grad_w_out, shared, dscores, dcorrections,
     dq, dk, dwrites, dgain, dlog_decay, table, length, tiles, tokens,
@@ -167,13 +167,19 @@ def unfold(
     row = token * G + head
     near = s[:, None] ^ s[None, :]
     writes += token * w_token + head // W_SHARE * w_head
-    query = load_columns(q + token * q_token + head // SHARE * q_head, q_token, count, key, K, PIECE).to(tl.float32)
-    known = load_columns(k + token * k_token + head // SHARE * k_head, k_token, count, key, K, PIECE).to(tl.float32)
-    write = load_columns(writes, w_token, count, key, K, PIECE).to(tl.float32)
+    query = load_rows_transposed(q + token * q_token + head // SHARE * q_head, q_token, count, key, K, PIECE).to(
+        tl.float32
+    )
+    known = load_rows_transposed(k + token * k_token + head // SHARE * k_head, k_token, count, key, K, PIECE).to(
+        tl.float32
+    )
+    write = load_rows_transposed(writes, w_token, count, key, K, PIECE).to(tl.float32)
     if GAINS:
         write *= load_per_token(gain + row, count, G, PIECE)[None, :]
-    each = load_columns(log_decay + token * d_token + head * d_head, d_token, count, key, K, PIECE).to(tl.float32)
-    parts = parts_of(tl.maximum(each, FORGOTTEN) * LOG2_E, KIND)
+    each = load_rows_transposed(log_decay + token * d_token + head * d_head, d_token, count, key, K, PIECE).to(
+        tl.float32
+    )
+    parts = parts_of(tl.maximum(each, MIN_LOG_DECAY) * LOG2_E, KIND)
     scores, fixes = dscores + row * SIZE + start, dcorrections + row * SIZE + start
     asked = load_rows(scores, G * SIZE, count, s, PIECE, PIECE)
     fixed = asked
@@ -181,45 +187,45 @@ def unfold(
         fixed = load_rows(fixes, G * SIZE, count, s, PIECE, PIECE)
     ones = ones_where(s[:, None] >= s[None, :])
     fade = decay_along(parts, ones, PRECISION)
-    readers = fade * load_columns(grad_q_in + row * K, G * K, count, key, K, PIECE).to(tl.float32)
+    readers = fade * load_rows_transposed(grad_q_in + row * K, G * K, count, key, K, PIECE).to(tl.float32)
     same = tl.load(scores + s * (G * SIZE + 1), mask=s < count, other=0.0).to(tl.float32)[None, :]
     by_query = readers + same * write
     shares = query * readers
     by_key = tl.zeros([BLOCK, PIECE], tl.float32)
     if CORRECTS:
-        by_key = fade * load_columns(grad_k_in + row * K, G * K, count, key, K, PIECE).to(tl.float32)
+        by_key = fade * load_rows_transposed(grad_k_in + row * K, G * K, count, key, K, PIECE).to(tl.float32)
         shares += known * by_key
-    by_decay = product(shares.to(KIND), ones.to(KIND), PRECISION)
+    by_decay = matmul(shares.to(KIND), ones.to(KIND), PRECISION)
     ones = ones_where(s[:, None] < s[None, :])
     fade = decay_along(parts, ones, PRECISION)
-    writers = fade * load_columns(grad_w_out + row * K, G * K, count, key, K, PIECE).to(tl.float32)
+    writers = fade * load_rows_transposed(grad_w_out + row * K, G * K, count, key, K, PIECE).to(tl.float32)
     by_write = writers + same * query
-    by_decay = product((write * writers).to(KIND), ones.to(KIND), PRECISION, by_decay)
-    for level in tl.static_range(levels_of(PIECE)):
+    by_decay = matmul((write * writers).to(KIND), ones.to(KIND), PRECISION, by_decay)
+    for level in tl.static_range(num_levels(PIECE)):
         ones = ones_where(halfway(level))
         fade = decay_along(parts, ones, PRECISION)
         wrote, reads = write * fade, query * fade
         facing = tl.where(near >> level == 1, asked, 0.0)
-        readers = product(wrote.to(KIND), tl.trans(facing), PRECISION)
+        readers = matmul(wrote.to(KIND), tl.trans(facing), PRECISION)
         by_query += readers * fade
         shares = reads * readers
-        writers = product(reads.to(KIND), facing, PRECISION)
+        writers = matmul(reads.to(KIND), facing, PRECISION)
         if CORRECTS:
             reads = known * fade
             facing = tl.where(near >> level == 1, fixed, 0.0)
-            readers = product(wrote.to(KIND), tl.trans(facing), PRECISION)
+            readers = matmul(wrote.to(KIND), tl.trans(facing), PRECISION)
             by_key += readers * fade
             shares += reads * readers
-            writers = product(reads.to(KIND), facing, PRECISION, writers)
+            writers = matmul(reads.to(KIND), facing, PRECISION, writers)
         by_write += writers * fade
         shares += wrote * writers
-        by_decay = product(shares.to(KIND), ones.to(KIND), PRECISION, by_decay)
+        by_decay = matmul(shares.to(KIND), ones.to(KIND), PRECISION, by_decay)
     at = (tl.program_id(0).to(tl.int64) * G + head) * K + key
     by_decay += tl.load(shared + at, mask=key < K, other=0.0)[:, None]
     store_columns(dlog_decay + row * K, G * K, count, key, by_decay, K, PIECE)
     store_columns(dq + row * K, G * K, count, key, by_query, K, PIECE)
     if GAINS:
-        own = load_columns(writes, w_token, count, key, K, PIECE).to(tl.float32)
+        own = load_rows_transposed(writes, w_token, count, key, K, PIECE).to(tl.float32)
         tl.store(dgain + part * tokens * G + row + s * G, tl.sum(own * by_write, 0), mask=s < count)
         by_write *= load_per_token(gain + row, count, G, PIECE)[None, :]
     if VECTOR:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kalmix.ops._linear_memory.triton.vector_decay import PIECE
-from kalmix.ops._shared.triton.tiles import LOOSE, load_rows, product, store_rows, tile_of
+from kalmix.ops._shared.triton.tiles import UNSPECIALIZED, load_rows, locate_tile, matmul, store_rows
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def faces(t, HALF: tl.constexpr):
     return upper & (t[:, None] // (2 * HALF) == t[None, :] // (2 * HALF))
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def join(
     q, k, w, paths, q_in, k_in, w_out, across, scores, corrections, table, length, tiles, G,
     K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, CORRECTS: tl.constexpr,
@@ -59,7 +59,7 @@ def join(
 ):  # fmt: skip
     """q~, k~ and w^ of a tile from its pieces, the rest of S and N, and the decay across it."""
     index, head = tl.program_id(0), tl.program_id(1)
-    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    token, count = locate_tile(table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return
     KIND: tl.constexpr = q_in.dtype.element_ty
@@ -77,17 +77,17 @@ def join(
         if CORRECTS:
             known = load_rows(k + row * K, G * K, count, key, K, SIZE)
         faded = tl.trans(write)
-        asked = product(query, faded, PRECISION)
+        asked = matmul(query, faded, PRECISION)
         fixed = asked
         if CORRECTS:
-            fixed = product(known, faded, PRECISION)
+            fixed = matmul(known, faded, PRECISION)
         if PIECES == 4:
             fade = to_middle(found, t // PIECE)
             faded = tl.trans((write * fade).to(KIND))
             pairs = t[:, None] // 32 > t[None, :] // 32
-            asked = tl.where(pairs, product((query * fade).to(KIND), faded, PRECISION), asked)
+            asked = tl.where(pairs, matmul((query * fade).to(KIND), faded, PRECISION), asked)
             if CORRECTS:
-                fixed = tl.where(pairs, product((known * fade).to(KIND), faded, PRECISION), fixed)
+                fixed = tl.where(pairs, matmul((known * fade).to(KIND), faded, PRECISION), fixed)
         score += asked
         correction += fixed
         entry, rest = to_edges(found, t // PIECE)
@@ -115,7 +115,7 @@ def load_facing(base, stride, count, t, HALF: tl.constexpr, FLIP: tl.constexpr):
     return tl.load(base + t[:, None] * stride + t[None, :], mask=pairs & (t < count)[:, None], other=0.0)
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def part(
     q, k, w, paths, across, grad_q_in, grad_k_in, grad_w_out, grad_across, dscores, dcorrections,
     dq, dk, dw, shared, table, length, tiles, G,
@@ -127,7 +127,7 @@ def part(
     Shares of a piece's decay are sums over the tokens before, or after it: products with ones and zeros, too.
     """
     index, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token, count = tile_of(table, index, length, tiles, SIZE, PACKED)
+    token, count = locate_tile(table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return
     KIND: tl.constexpr = dq.dtype.element_ty
@@ -148,33 +148,33 @@ def part(
     if CORRECTS:
         by_key = entry * load_rows(grad_k_in + row * K, G * K, count, key, K, SIZE)
         shares += known * by_key
-    passed = product(tl.where(piece[None, :] > i, 1.0, 0.0).to(KIND), shares.to(KIND), PRECISION)
+    passed = matmul(tl.where(piece[None, :] > i, 1.0, 0.0).to(KIND), shares.to(KIND), PRECISION)
     by_write = rest * load_rows(grad_w_out + row * K, G * K, count, key, K, SIZE)
     shares = write * by_write
-    passed = product(tl.where(piece[None, :] < i, 1.0, 0.0).to(KIND), shares.to(KIND), PRECISION, passed)
+    passed = matmul(tl.where(piece[None, :] < i, 1.0, 0.0).to(KIND), shares.to(KIND), PRECISION, passed)
     scores, fixes = dscores + row * SIZE, dcorrections + row * SIZE
-    by_query = product(load_facing(scores, G * SIZE, count, t, 16, False), write, PRECISION, by_query)
-    by_write = product(load_facing(scores, G * SIZE, count, t, 16, True), query, PRECISION, by_write)
+    by_query = matmul(load_facing(scores, G * SIZE, count, t, 16, False), write, PRECISION, by_query)
+    by_write = matmul(load_facing(scores, G * SIZE, count, t, 16, True), query, PRECISION, by_write)
     if CORRECTS:
-        by_key = product(load_facing(fixes, G * SIZE, count, t, 16, False), write, PRECISION, by_key)
-        by_write = product(load_facing(fixes, G * SIZE, count, t, 16, True), known, PRECISION, by_write)
+        by_key = matmul(load_facing(fixes, G * SIZE, count, t, 16, False), write, PRECISION, by_key)
+        by_write = matmul(load_facing(fixes, G * SIZE, count, t, 16, True), known, PRECISION, by_write)
     if PIECES == 4:
         fade = to_middle(found, piece)
         wrote, reads = (write * fade).to(KIND), (query * fade).to(KIND)
-        readers = product(load_facing(scores, G * SIZE, count, t, 32, False), wrote, PRECISION)
+        readers = matmul(load_facing(scores, G * SIZE, count, t, 32, False), wrote, PRECISION)
         by_query += readers * fade
         shares = readers * reads
-        writers = product(load_facing(scores, G * SIZE, count, t, 32, True), reads, PRECISION)
+        writers = matmul(load_facing(scores, G * SIZE, count, t, 32, True), reads, PRECISION)
         if CORRECTS:
             reads = (known * fade).to(KIND)
-            readers = product(load_facing(fixes, G * SIZE, count, t, 32, False), wrote, PRECISION)
+            readers = matmul(load_facing(fixes, G * SIZE, count, t, 32, False), wrote, PRECISION)
             by_key += readers * fade
             shares += readers * reads
-            writers = product(load_facing(fixes, G * SIZE, count, t, 32, True), reads, PRECISION, writers)
+            writers = matmul(load_facing(fixes, G * SIZE, count, t, 32, True), reads, PRECISION, writers)
         by_write += writers * fade
         shares += writers * wrote
         inner = ((piece[None, :] == 0) & (i == 1)) | ((piece[None, :] == 3) & (i == 2))
-        passed = product(tl.where(inner, 1.0, 0.0).to(KIND), shares.to(KIND), PRECISION, passed)
+        passed = matmul(tl.where(inner, 1.0, 0.0).to(KIND), shares.to(KIND), PRECISION, passed)
     at = (index.to(tl.int64) * G + head) * K + key
     kept = tl.load(across + at, mask=key < K, other=0.0) * tl.load(grad_across + at, mask=key < K, other=0.0)
     at = ((index.to(tl.int64) * PIECES + i) * G + head) * K + key[None, :]

@@ -40,10 +40,17 @@ from kalmix.ops._ridge.triton.solve import (
 )
 from kalmix.ops._ridge.triton.state_backward import cross_backward, gram_backward
 from kalmix.ops._shared.triton.compile_and_launch import Launch, launch_on_side_stream
-from kalmix.ops._shared.triton.tiles import LOOSE, load_per_token, load_rows, product, rows, store_rows
+from kalmix.ops._shared.triton.tiles import (
+    UNSPECIALIZED,
+    contiguous_rows,
+    load_per_token,
+    load_rows,
+    matmul,
+    store_rows,
+)
 
 
-@triton.jit(do_not_specialize=[*LOOSE, "iterations"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "iterations"])
 def solve_adjoint(
     q, k, v, log_decays, log_decay_remainders, entry_decays, gain_values, mix, grams, crosses, norms, solution,
     grad_mean, grad_variance, adjoint, grad_q, grad_mix, norm_weights, read_terms, entry_terms, tile_weights,
@@ -74,8 +81,8 @@ def solve_adjoint(
         grad = load_rows(grad_mean + token * m_token + head * m_head, m_token, count, column, V, SIZE)
         value = load_rows(v + token * v_token + head * v_head, v_token, count, column, V, SIZE)
         cross = load_block(crosses + slot * K * V, dim, column, K, V)
-        grad_x = product(grad, tl.trans(cross), PRECISION, grad_x)
-        value_scores = product(grad, tl.trans(value), PRECISION, value_scores)
+        grad_x = matmul(grad, tl.trans(cross), PRECISION, grad_x)
+        value_scores = matmul(grad, tl.trans(value), PRECISION, value_scores)
     grad_x *= entry_decay[:, None]
     x = load_rows(solution, G * K, count, dim, K, SIZE)
     share = tl.full([SIZE], 1.0, tl.float32)
@@ -88,7 +95,7 @@ def solve_adjoint(
             by_query = row_dot(grad_x, query, PRECISION)
             dots = by_query + share * (dots - by_query)
         store_token_scalars(read_terms, slot, dots)
-    grad_x = product((value_scores * weights).to(DTYPE), key, PRECISION, grad_x)
+    grad_x = matmul((value_scores * weights).to(DTYPE), key, PRECISION, grad_x)
     grad_q_rows = (1.0 - share)[:, None] * grad_x
     if MIX:
         dots = row_dot(grad_x, x, PRECISION) - row_dot(grad_x, query, PRECISION)
@@ -120,7 +127,7 @@ def solve_adjoint(
     store_rows(adjoint + row * K, G * K, count, dim, y, K, SIZE)
     x = load_rows(solution, G * K, count, dim, K, SIZE)
     if DECAY:
-        entry_term = row_dot(product(y.to(DTYPE), gram, PRECISION), x, PRECISION)
+        entry_term = row_dot(matmul(y.to(DTYPE), gram, PRECISION), x, PRECISION)
         store_token_scalars(entry_terms, slot, entry_term * entry_decay)
     if ADAPTIVE:
         norm_weight = (
@@ -162,7 +169,13 @@ def backward(
     """Gradients of q, k, v, log_decay, gain, mix (of size 0 where there is none) and the prior U and H."""
     (batch, length, key_heads, width), heads = k.shape, v.shape[2]
     plan = launch_plan(k, v, segments, size)
-    q, k, v, grad_mean, grad_gram = rows(q), rows(k), rows(v), rows(grad_mean), (grad_gram + grad_gram.mT) / 2
+    q, k, v, grad_mean, grad_gram = (
+        contiguous_rows(q),
+        contiguous_rows(k),
+        contiguous_rows(v),
+        contiguous_rows(grad_mean),
+        (grad_gram + grad_gram.mT) / 2,
+    )
     like, single = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
     mix_input, tables = k if mix is None else mix.contiguous(), decay_tables(plan, log_decay, gain, k)
@@ -172,12 +185,12 @@ def backward(
         {"MIX": mix is not None},
         {"ADAPTIVE": adaptive},
     )
-    adjoint, entry_weights = tokens(*scalar_shape, width, **like), torch.empty(plan.cut.count, heads, **single)
+    adjoint, entry_weights = tokens(*scalar_shape, width, **like), torch.empty(plan.cut.num_tiles, heads, **single)
     sum_dtype = k.dtype if heads == key_heads else torch.float32  # over the value heads that share a key
     grad_q, grad_k = (tokens(*scalar_shape, width, dtype=sum_dtype, device=k.device) for _ in range(2))
     grad_v, (norm_weights, read_terms, entry_terms, tile_weights) = (
         tokens(v.shape, **like),
-        torch.empty(4, plan.cut.count, heads, size, **single),
+        torch.empty(4, plan.cut.num_tiles, heads, size, **single),
     )
     grad_mix, grad_gain, grad_log_decay = (
         tokens(scalar_shape, **single) if x is not None else q.new_empty(0) for x in (mix, gain, log_decay)
@@ -187,14 +200,16 @@ def backward(
 
     arguments = (
         q, mix_input, solution, grad_mean, tables.entry_decays, tables.tile_decays, cross_adjoints, grad_cross,
-        grad_cross_prior, plan.cut.runs, length, plan.cut.tiles, *strides(q, grad_mean), *grad_cross.stride(), heads,
-        plan.group_size,
+        grad_cross_prior, plan.cut.sequence_table, length, plan.cut.tiles, *strides(q, grad_mean),
+        *grad_cross.stride(), heads, plan.group_size,
     )  # fmt: skip
     num_blocks, options = (
         plan.column_blocks[1] - plan.column_blocks[0],
         decay_options | mix_options | plan.scan_options | plan.constants,
     )
-    wait = launch_on_side_stream(Launch(cross_backward, (plan.cut.sequences, heads, num_blocks), arguments, options))
+    wait = launch_on_side_stream(
+        Launch(cross_backward, (plan.cut.num_sequences, heads, num_blocks), arguments, options)
+    )
     arguments = (
         q, k, v, *tables[:3], tables.weights, mix_input, grams, crosses, norms, solution, grad_mean,
         k if grad_variance is None else grad_variance.contiguous(), adjoint, grad_q, grad_mix, norm_weights, read_terms,
@@ -213,12 +228,12 @@ def backward(
 
     arguments = (
         k, grams, solution, adjoint, tables.entry_decays, tables.tile_decays, tile_weights, entry_weights,
-        gram_adjoints, grad_gram, grad_gram_prior, plan.cut.runs, length, plan.cut.tiles, *strides(k),
+        gram_adjoints, grad_gram, grad_gram_prior, plan.cut.sequence_table, length, plan.cut.tiles, *strides(k),
         *grad_gram.stride(), heads, plan.group_size,
     )  # fmt: skip
     options = decay_options | ridge_options | plan.scan_options | {"STAGES": 1} | plan.constants
     wait = launch_on_side_stream(
-        Launch(gram_backward, (plan.cut.sequences, heads, plan.column_blocks[0]), arguments, options)
+        Launch(gram_backward, (plan.cut.num_sequences, heads, plan.column_blocks[0]), arguments, options)
     )
     arguments = (
         q, k, v, *tables[:2], tables.tile_decays, tables.weights, mix_input, crosses, solution, grad_mean,

@@ -31,13 +31,13 @@ from kalmix.ops._ridge.triton.solve import (
 )
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import (
-    LOOSE,
-    load_columns,
+    UNSPECIALIZED,
+    contiguous_rows,
     load_per_token,
     load_rows,
-    product,
-    rows,
-    run_of,
+    load_rows_transposed,
+    locate_sequence,
+    matmul,
     store_rows,
 )
 
@@ -54,7 +54,7 @@ def scan_columns(
     DTYPE: tl.constexpr = states.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, P), column_block * COLUMNS + tl.arange(0, COLUMNS)
-    first_tile, token, tokens = run_of(sequence_table, sequence, length, tiles, PACKED)
+    first_tile, token, tokens = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     state = load_state(prior + sequence * prior_n + head * prior_g, row, column, prior_i, prior_j, K, V)
     for i in tl.range(0, tl.cdiv(tokens, SIZE), num_stages=STAGES):
         count = tl.minimum(tokens - i * SIZE, SIZE)
@@ -63,19 +63,19 @@ def scan_columns(
         if STORE_SQUARES:
             tl.store(squares + slot * COLUMN_BLOCKS + column_block, tl.sum(tl.sum(state * state, 1), 0))
         right = load_rows(values + token_start * v_token, v_token, count, column, V, SIZE)
-        left = load_columns(k + token_start * k_token, k_token, count, row, K, SIZE)
+        left = load_rows_transposed(k + token_start * k_token, k_token, count, row, K, SIZE)
         if DECAY:
             state *= tl.load(tile_decays + slot)
         if WEIGHTED:
             weighted = right.to(tl.float32) * load_token_scalars(exit_weights, slot, SIZE)[:, None]
             right = weighted.to(DTYPE)
             if right.dtype == tl.bfloat16:  # what is written in two parts: a solution multiplies its rounding
-                state = product(left, (weighted - right.to(tl.float32)).to(DTYPE), PRECISION, state)
-        state = product(left, right, PRECISION, state)
+                state = matmul(left, (weighted - right.to(tl.float32)).to(DTYPE), PRECISION, state)
+        state = matmul(left, right, PRECISION, state)
     store_block(final + (sequence * G + head) * K * V, row, column, state, K, V)
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_scan(
     k, v, grams, crosses, squares, exit_weights, tile_decays, gram, cross, final_gram, final_cross, sequence_table,
     length, tiles, k_token, k_head, v_token, v_head, gram_n, gram_g, gram_i, gram_j, cross_n, cross_g, cross_i, cross_j,
@@ -104,16 +104,16 @@ def forward_scan(
 @triton.jit
 def tile_norms(key, gram, entry_square, decays, gain, entry_decay, PRECISION: tl.constexpr):
     """||H||_F of a tile's tokens, from keys, H at the entry and its square."""
-    key_products = product(key, tl.trans(key), PRECISION)
+    key_products = matmul(key, tl.trans(key), PRECISION)
     key_products *= key_products
-    quadratic = entry_decay * row_dot(product(key, gram, PRECISION), key, PRECISION)
+    quadratic = entry_decay * row_dot(matmul(key, gram, PRECISION), key, PRECISION)
     quadratic += tl.sum(key_products * decays * gain[None, :], 1)
     increment = gain * (2.0 * quadratic - gain * diagonal(key_products))
     square = entry_decay * entry_decay * entry_square + tl.sum(decays * decays * increment[None, :], 1)
     return tl.sqrt(tl.maximum(square, 0.0, propagate_nan=tl.PropagateNan.ALL))  # NaN where it overflowed
 
 
-@triton.jit(do_not_specialize=[*LOOSE, "iterations"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "iterations"])
 def solve_and_read(
     q, k, v, log_decays, log_decay_remainders, entry_decays, gain_values, mix, grams, crosses, squares, norms, solution,
     mean, read_variance, tile_table, length, tiles, iterations, ridge_parameter, q_token, q_head, k_token, k_head,
@@ -164,15 +164,15 @@ def solve_and_read(
         x = query + load_per_token(mix + row, count, G, SIZE)[:, None] * (x - query)
     high = x.to(DTYPE)
     low = (x - high.to(tl.float32)).to(DTYPE)
-    scores = (product(high, tl.trans(key), PRECISION) * weights).to(DTYPE)
+    scores = (matmul(high, tl.trans(key), PRECISION) * weights).to(DTYPE)
     for start in range(0, V, VALUE_BLOCK):
         column = start + tl.arange(0, VALUE_BLOCK)
         cross = load_block(crosses + slot * K * V, dim, column, K, V)
-        output = product(high, cross, PRECISION)
+        output = matmul(high, cross, PRECISION)
         if cross.dtype == tl.bfloat16:  # x in two parts: where keys repeat, it is long beside what is read of it
-            output = product(low, cross, PRECISION, output)
+            output = matmul(low, cross, PRECISION, output)
         value = load_rows(v + token * v_token + head * v_head, v_token, count, column, V, SIZE)
-        output = product(scores, value, PRECISION, output * entry_decay[:, None])
+        output = matmul(scores, value, PRECISION, output * entry_decay[:, None])
         store_rows(mean + row * V, G * V, count, column, output, V, SIZE)
 
 
@@ -198,22 +198,26 @@ def forward(
     """
     (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
     plan = launch_plan(k, v, segments, size)
-    q, k, v = rows(q), rows(k), rows(v)
+    q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     like, single = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
     mix_input, tables = k if mix is None else mix.contiguous(), decay_tables(plan, log_decay, gain, k)
     features = {"DECAY": log_decay is not None, "GAIN": gain is not None}
-    grams, crosses = (torch.empty(plan.cut.count, heads, width, x, **like) for x in (width, values))
+    grams, crosses = (torch.empty(plan.cut.num_tiles, heads, width, x, **like) for x in (width, values))
     final_gram, final_cross = (torch.empty(x.shape, **single) for x in (gram, cross))
-    squares = torch.empty(plan.cut.count, heads, plan.column_blocks[0], **single)
+    squares = torch.empty(plan.cut.num_tiles, heads, plan.column_blocks[0], **single)
     arguments = (
         k, v, grams, crosses, squares, tables.exit_weights, tables.tile_decays, gram, cross, final_gram, final_cross,
-        plan.cut.runs, length, plan.cut.tiles, *strides(k, v), *gram.stride(), *cross.stride(), heads, plan.group_size,
+        plan.cut.sequence_table, length, plan.cut.tiles, *strides(k, v), *gram.stride(), *cross.stride(), heads,
+        plan.group_size,
     )  # fmt: skip
     options = {"COLUMN_BLOCKS": plan.column_blocks[0], "DECAY": features["DECAY"], "WEIGHTED": any(features.values())}
     options |= plan.scan_options | plan.constants
-    Launch(forward_scan, (plan.cut.sequences, heads, plan.column_blocks[1]), arguments, options).run()
-    solution, norms = tokens(batch, length, heads, width, **like), torch.empty(plan.cut.count, heads, size, **single)
+    Launch(forward_scan, (plan.cut.num_sequences, heads, plan.column_blocks[1]), arguments, options).run()
+    solution, norms = (
+        tokens(batch, length, heads, width, **like),
+        torch.empty(plan.cut.num_tiles, heads, size, **single),
+    )
     mean, read_variance = tokens(v.shape, **like), tokens(batch, length, heads, 1, **single)
     arguments = (
         q, k, v, *tables[:3], tables.weights, mix_input, grams, crosses, squares, norms, solution, mean,

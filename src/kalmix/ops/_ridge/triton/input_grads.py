@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kalmix.ops._ridge.triton.solve import load_block, load_token_scalars, log_decay_between, program_tile
-from kalmix.ops._shared.triton.tiles import LOOSE, load_per_token, load_rows, product, store_rows
+from kalmix.ops._shared.triton.tiles import UNSPECIALIZED, load_per_token, load_rows, matmul, store_rows
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def load_reader(
     return reader
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def value_grads(
     q, k, v, log_decays, log_decay_remainders, tile_decays, gain_values, mix, crosses, solution, grad_mean, read_terms,
     adjoints, grad_k, grad_v, grad_gain, grad_log_decay, tile_table, length, tiles, q_token, q_head, k_token, k_head,
@@ -77,14 +77,14 @@ def value_grads(
         share = load_per_token(mix + row, count, G, SIZE)
     key = load_rows(k, k_token, count, dim, K, SIZE)
     reader = load_reader(q, solution, share, q_token, G, count, dim, K, SIZE, MIX)
-    scores = product(key, tl.trans(reader), PRECISION) * decays
+    scores = matmul(key, tl.trans(reader), PRECISION) * decays
     value_scores = tl.zeros([SIZE, SIZE], tl.float32)
     for start in range(0, V, VALUE_BLOCK):
         column = start + tl.arange(0, VALUE_BLOCK)
         grad = load_rows(grad_mean, m_token, count, column, V, SIZE)
-        value_scores = product(load_rows(v, v_token, count, column, V, SIZE), tl.trans(grad), PRECISION, value_scores)
-        grad_value = product(key, load_block(adjoints, dim, column, K, V), PRECISION) * exit_decay[:, None]
-        grad_value = product(scores.to(DTYPE), grad, PRECISION, grad_value)
+        value_scores = matmul(load_rows(v, v_token, count, column, V, SIZE), tl.trans(grad), PRECISION, value_scores)
+        grad_value = matmul(key, load_block(adjoints, dim, column, K, V), PRECISION) * exit_decay[:, None]
+        grad_value = matmul(scores.to(DTYPE), grad, PRECISION, grad_value)
         store_rows(grad_v + row * V, G * V, count, column, grad_value * gain[:, None], V, SIZE)
         if DECAY:
             state_product = load_block(crosses, dim, column, K, V).to(tl.float32)
@@ -95,8 +95,8 @@ def value_grads(
         pairs = tl.where(t[:, None] < t[None, :], value_scores * scores * gain[:, None], 0.0)
         until_mask = tl.where(t[:, None] >= t[None, :], 1.0, 0.0).to(DTYPE)
         high = pairs.to(DTYPE)
-        pairs = product(
-            (pairs - high.to(tl.float32)).to(DTYPE), until_mask, PRECISION, product(high, until_mask, PRECISION)
+        pairs = matmul(
+            (pairs - high.to(tl.float32)).to(DTYPE), until_mask, PRECISION, matmul(high, until_mask, PRECISION)
         )
         grad_decay = tl.sum(tl.where(t[:, None] < t[None, :], pairs, 0.0), 0)
     value_scores = (value_scores * decays).to(DTYPE)
@@ -107,11 +107,11 @@ def value_grads(
         for value_start in range(0, V, VALUE_BLOCK):
             column = value_start + tl.arange(0, VALUE_BLOCK)
             block = load_block(adjoints, dims, column, K, V)
-            grad_key = product(load_rows(v, v_token, count, column, V, SIZE), tl.trans(block), PRECISION, grad_key)
+            grad_key = matmul(load_rows(v, v_token, count, column, V, SIZE), tl.trans(block), PRECISION, grad_key)
         grad_key *= exit_decay[:, None]
         key_rows = load_rows(k, k_token, count, dims, K, SIZE).to(tl.float32)
         exit_dots += tl.sum(grad_key * key_rows, 1)
-        grad_key = product(
+        grad_key = matmul(
             value_scores, load_reader(q, solution, share, q_token, G, count, dims, K, SIZE, MIX), PRECISION, grad_key
         )
         grad_gains += tl.sum(grad_key * key_rows, 1)
@@ -125,7 +125,7 @@ def value_grads(
         tl.store(grad_log_decay + row + t * G, grad_decay + tl.load(tile_decays + slot) * state_dot, mask=t < count)
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def key_grads(
     k, log_decays, log_decay_remainders, entry_decays, tile_decays, gain_values, grams, norms, solution, adjoint,
     norm_weights, entry_terms, adjoints, grad_k, grad_gain, grad_log_decay, tile_table, length, tiles, k_token, k_head,
@@ -152,18 +152,18 @@ def key_grads(
     key = load_rows(k, k_token, count, dim, K, SIZE)
     x = load_rows(solution, G * K, count, dim, K, SIZE)
     y = load_rows(adjoint, G * K, count, dim, K, SIZE)
-    by_x = product(key, tl.trans(x), PRECISION)
-    by_y = product(key, tl.trans(y), PRECISION)
+    by_x = matmul(key, tl.trans(x), PRECISION)
+    by_y = matmul(key, tl.trans(y), PRECISION)
     pair_terms = tl.sum(decays * by_x * by_y * gain[:, None], 0)
     by_x, by_y = (-0.5 * decays * by_x).to(DTYPE), (-0.5 * decays * by_y).to(DTYPE)
     key_weights, entry_weights = by_x, entry_decay
     if ADAPTIVE:
         norm_weight = load_token_scalars(norm_weights, slot, SIZE)
-        pairs = product((decays * norm_weight[None, :]).to(DTYPE), tl.trans(decays.to(DTYPE)), PRECISION)
+        pairs = matmul((decays * norm_weight[None, :]).to(DTYPE), tl.trans(decays.to(DTYPE)), PRECISION)
         entry_weights = tl.sum(
             tl.where(t[None, :] == 0, pairs * entry_decay[None, :], 0.0), 1
         )  # to the entry, by way of token 0
-        key_weights = (pairs * product(key, tl.trans(key), PRECISION) * gain[None, :]).to(DTYPE)
+        key_weights = (pairs * matmul(key, tl.trans(key), PRECISION) * gain[None, :]).to(DTYPE)
     exit_dots, grad_gains = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
     for start in range(0, K, KEY_BLOCK):
         dims = start + tl.arange(0, KEY_BLOCK)
@@ -172,14 +172,14 @@ def key_grads(
             state_product = load_block(adjoints, dim, dims, K, K).to(tl.float32)
             state_product *= load_block(grams, dim, dims, K, K).to(tl.float32)
             state_dot += tl.sum(tl.sum(state_product, 1), 0)
-        grad_key = product(key, load_block(adjoints, dim, dims, K, K), PRECISION) * exit_decay[:, None]
+        grad_key = matmul(key, load_block(adjoints, dim, dims, K, K), PRECISION) * exit_decay[:, None]
         key_rows = load_rows(k, k_token, count, dims, K, SIZE).to(tl.float32)
         exit_dots += tl.sum(grad_key * key_rows, 1)
         if ADAPTIVE:
-            grad_key += entry_weights[:, None] * product(key, entry_gram, PRECISION)
-            grad_key = product(key_weights, load_rows(k, k_token, count, dims, K, SIZE), PRECISION, grad_key)
-        grad_key = product(by_y, load_rows(solution, G * K, count, dims, K, SIZE), PRECISION, grad_key)
-        grad_key = product(by_x, load_rows(adjoint, G * K, count, dims, K, SIZE), PRECISION, grad_key)
+            grad_key += entry_weights[:, None] * matmul(key, entry_gram, PRECISION)
+            grad_key = matmul(key_weights, load_rows(k, k_token, count, dims, K, SIZE), PRECISION, grad_key)
+        grad_key = matmul(by_y, load_rows(solution, G * K, count, dims, K, SIZE), PRECISION, grad_key)
+        grad_key = matmul(by_x, load_rows(adjoint, G * K, count, dims, K, SIZE), PRECISION, grad_key)
         grad_gains += tl.sum(grad_key * key_rows, 1)
         grad_key = 2.0 * gain[:, None] * grad_key + load_rows(grad_k, G * K, count, dims, K, SIZE).to(tl.float32)
         store_rows(grad_k, G * K, count, dims, grad_key, K, SIZE)

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import (
-    LOOSE,
-    Cut,
-    cut_tokens,
+    UNSPECIALIZED,
+    Tiling,
+    dot_precision,
     load_per_token,
-    place_of,
-    precision,
-    product,
-    tile_of,
+    locate_program,
+    locate_tile,
+    matmul,
+    tile_sequences,
 )
 from kalmix.segments import segments_without_checks
 
@@ -49,7 +49,7 @@ class LaunchPlan(NamedTuple):
         carried: how those are that carry from tile to tile, some columns a program.
     """
 
-    cut: Cut
+    cut: Tiling
     heads: int
     grid: tuple[int]
     tiles: tuple[Any, ...]
@@ -63,10 +63,10 @@ class LaunchPlan(NamedTuple):
 def launch_plan(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> LaunchPlan:
     """By rule, from widths and dtypes; `segments` are the rows of `Segments`."""
     (batch, length, key_heads, width), (heads, values) = k.shape, v.shape[2:]
-    cut = cut_tokens(batch, length, size, None if segments is None else segments_without_checks(segments), k)
+    cut = tile_sequences(batch, length, size, None if segments is None else segments_without_checks(segments), k)
     padded = max(16, triton.next_power_of_2(width))
     columns = min(padded, 64 if padded <= 128 else 32)
-    while columns > 32 and cut.sequences * heads * (padded // columns) < 128:
+    while columns > 32 and cut.num_sequences * heads * (padded // columns) < 128:
         columns //= 2
     column_blocks = triton.cdiv(width, columns)
     constants = {"K": width, "V": values, "P": padded, "SIZE": size, "PACKED": segments is not None}
@@ -76,11 +76,11 @@ def launch_plan(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> Lau
     return LaunchPlan(
         cut=cut,
         heads=heads,
-        grid=(cut.count * heads,),
-        tiles=(cut.table, length, cut.tiles),
+        grid=(cut.num_tiles * heads,),
+        tiles=(cut.tile_table, length, cut.tiles),
         group_size=heads // key_heads,
         column_blocks=(column_blocks, column_blocks + triton.cdiv(values, columns)),
-        constants=constants | {"PRECISION": precision(k.dtype)},
+        constants=constants | {"PRECISION": dot_precision(k.dtype)},
         solve_options=solve_options,
         scan_options=scan_options,
     )
@@ -139,12 +139,12 @@ def store_token_scalars(base, slot, x):
 @triton.jit
 def program_tile(tile_table, length, tiles, G, SIZE: tl.constexpr, PACKED: tl.constexpr):
     """A program's head, and of its tile the first token, how many, its row `[B * T * G]`, its slot `[tiles * G]`."""
-    index, head, _part = place_of(G, 1)
-    token, count = tile_of(tile_table, index, length, tiles, SIZE, PACKED)
+    index, head, _part = locate_program(G, 1)
+    token, count = locate_tile(tile_table, index, length, tiles, SIZE, PACKED)
     return head, token, count, token * G + head, index.to(tl.int64) * G + head
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def compute_decays(
     log_decay, gain, log_decays, log_decay_remainders, entry_decays, exit_weights, weights, tile_decays, tile_table,
     length, tiles, G, SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr,
@@ -187,8 +187,8 @@ def decay_tables(plan: LaunchPlan, log_decay: Tensor | None, gain: Tensor | None
     if log_decay is None and gain is None:
         return DecayTables(*[placeholder] * 6)
     size = plan.cut.size
-    tables = torch.empty(5, plan.cut.count, plan.heads, size, dtype=torch.float32, device=placeholder.device)
-    tile_decays = torch.empty(plan.cut.count, plan.heads, dtype=torch.float32, device=placeholder.device)
+    tables = torch.empty(5, plan.cut.num_tiles, plan.heads, size, dtype=torch.float32, device=placeholder.device)
+    tile_decays = torch.empty(plan.cut.num_tiles, plan.heads, dtype=torch.float32, device=placeholder.device)
     inputs = (placeholder if x is None else x.contiguous() for x in (log_decay, gain))
     options = {"DECAY": log_decay is not None, "GAIN": gain is not None, "PACKED": plan.constants["PACKED"]}
     arguments = (*inputs, *tables, tile_decays, *plan.tiles, plan.heads)
@@ -235,7 +235,7 @@ def row_dot(a, b, PRECISION: tl.constexpr):
     """a_t'b_t of every token. From registers that hold other rows, tensor cores are the shorter way."""
     if b.dtype == tl.float32:
         return tl.sum(a * b, 1)
-    return diagonal(product(a.to(b.dtype), tl.trans(b), PRECISION))
+    return diagonal(matmul(a.to(b.dtype), tl.trans(b), PRECISION))
 
 
 @triton.jit
@@ -249,8 +249,8 @@ def diagonal(x):
 def apply_systems(directions, gram, k, weights, initial, PRECISION: tl.constexpr):
     """`onto` + d H_0 + ((d k') weights) k, rows d in the dtype of `gram`."""
     DTYPE: tl.constexpr = gram.dtype
-    initial = product(directions, gram, PRECISION, initial)
-    return product((product(directions, tl.trans(k), PRECISION) * weights).to(DTYPE), k, PRECISION, initial)
+    initial = matmul(directions, gram, PRECISION, initial)
+    return matmul((matmul(directions, tl.trans(k), PRECISION) * weights).to(DTYPE), k, PRECISION, initial)
 
 
 @triton.constexpr_function

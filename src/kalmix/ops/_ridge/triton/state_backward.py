@@ -9,10 +9,17 @@ import triton
 import triton.language as tl
 
 from kalmix.ops._ridge.triton.solve import load_block, load_state, load_token_scalars, store_block
-from kalmix.ops._shared.triton.tiles import LOOSE, load_columns, load_per_token, load_rows, product, run_of
+from kalmix.ops._shared.triton.tiles import (
+    UNSPECIALIZED,
+    load_per_token,
+    load_rows,
+    load_rows_transposed,
+    locate_sequence,
+    matmul,
+)
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def gram_backward(
     k, grams, solution, adjoint, entry_decays, tile_decays, tile_weights, entry_weights, adjoints, grad_final,
     grad_prior, sequence_table, length, tiles, k_token, k_head, last_n, last_g, last_i, last_j, G, SHARE,
@@ -23,7 +30,7 @@ def gram_backward(
     DTYPE: tl.constexpr = adjoints.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim, column = tl.arange(0, P), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    first_tile, token, tokens = run_of(sequence_table, sequence, length, tiles, PACKED)
+    first_tile, token, tokens = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     last_tile = tl.cdiv(tokens, SIZE) - 1
     k += head // SHARE * k_head
     state = load_state(grad_final + sequence * last_n + head * last_g, dim, column, last_i, last_j, K, K)
@@ -38,23 +45,23 @@ def gram_backward(
             half_decay *= load_token_scalars(entry_decays, slot, SIZE)[:, None]
         y, x = adjoint + (token_start * G + head) * K, solution + (token_start * G + head) * K
         right = (load_rows(x, G * K, count, column, K, SIZE).to(tl.float32) * half_decay).to(DTYPE)
-        state = product(load_columns(y, G * K, count, dim, K, SIZE), right, PRECISION, state)
+        state = matmul(load_rows_transposed(y, G * K, count, dim, K, SIZE), right, PRECISION, state)
         right = (load_rows(y, G * K, count, column, K, SIZE).to(tl.float32) * half_decay).to(DTYPE)
-        state = product(load_columns(x, G * K, count, dim, K, SIZE), right, PRECISION, state)
+        state = matmul(load_rows_transposed(x, G * K, count, dim, K, SIZE), right, PRECISION, state)
         if ADAPTIVE:
             weight = load_token_scalars(tile_weights, slot, SIZE)[:, None]
             right = (load_rows(k + token_start * k_token, k_token, count, column, K, SIZE).to(tl.float32) * weight).to(
                 DTYPE
             )
-            state = product(
-                load_columns(k + token_start * k_token, k_token, count, dim, K, SIZE), right, PRECISION, state
+            state = matmul(
+                load_rows_transposed(k + token_start * k_token, k_token, count, dim, K, SIZE), right, PRECISION, state
             )
             entry_gram = load_block(grams + slot * K * K, dim, column, K, K)
             state += tl.load(entry_weights + slot) * entry_gram.to(tl.float32)
     store_block(grad_prior + (sequence * G + head) * K * K, dim, column, state, K, K)
 
 
-@triton.jit(do_not_specialize=LOOSE)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def cross_backward(
     q, mix, solution, grad_mean, entry_decays, tile_decays, adjoints, grad_final, grad_prior, sequence_table, length,
     tiles, q_token, q_head, m_token, m_head, last_n, last_g, last_i, last_j, G, SHARE,
@@ -65,7 +72,7 @@ def cross_backward(
     DTYPE: tl.constexpr = adjoints.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim, column = tl.arange(0, P), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    first_tile, token, tokens = run_of(sequence_table, sequence, length, tiles, PACKED)
+    first_tile, token, tokens = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     last_tile = tl.cdiv(tokens, SIZE) - 1
     q += head // SHARE * q_head
     grad_mean += head * m_head
@@ -79,10 +86,10 @@ def cross_backward(
         if DECAY:
             state *= tl.load(tile_decays + slot)
             right = (right.to(tl.float32) * load_token_scalars(entry_decays, slot, SIZE)[:, None]).to(DTYPE)
-        reader = load_columns(solution + (token_start * G + head) * K, G * K, count, dim, K, SIZE)
+        reader = load_rows_transposed(solution + (token_start * G + head) * K, G * K, count, dim, K, SIZE)
         if MIX:
             share = load_per_token(mix + token_start * G + head, count, G, SIZE)[None, :]
-            query = load_columns(q + token_start * q_token, q_token, count, dim, K, SIZE).to(tl.float32)
+            query = load_rows_transposed(q + token_start * q_token, q_token, count, dim, K, SIZE).to(tl.float32)
             reader = (query + share * (reader.to(tl.float32) - query)).to(DTYPE)
-        state = product(reader, right, PRECISION, state)
+        state = matmul(reader, right, PRECISION, state)
     store_block(grad_prior + (sequence * G + head) * K * V, dim, column, state, K, V)

@@ -1,4 +1,4 @@
-"""Functions that an NVIDIA GPU has an instruction for, and Triton only code."""
+"""Functions that use single PTX instructions on NVIDIA GPUs, where Triton's own take several."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import triton.language as tl
 from triton import knobs
 
 
-def hardware() -> bool:
-    """Whether kernels are compiled for an NVIDIA GPU, so that PTX may be used."""
+def supports_ptx() -> bool:
+    """Return whether kernels are compiled for NVIDIA GPUs, so that they may use PTX."""
     return not knobs.runtime.interpret and torch.version.cuda is not None
 
 
 @triton.jit
 def reciprocal(x, PTX: tl.constexpr):
-    # One instruction, right to the last bit but one; division takes eight.
+    # PTX: one instruction, with an error of one unit in the last place; a division takes eight.
     if PTX:
         inverse = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -27,7 +27,7 @@ def reciprocal(x, PTX: tl.constexpr):
 
 @triton.jit
 def log2(x, PTX: tl.constexpr):
-    # One instruction, right to 2^-22; the logarithm that Triton calls takes twenty.
+    # PTX: one instruction, with an error of 2^-22; Triton's logarithm takes twenty.
     if PTX:
         logarithm = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -38,9 +38,9 @@ def log2(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, like, PTX: tl.constexpr):
-    """x in float32, as the dtype of `like` has it."""
-    # Two numbers at once: Triton's own takes them one by one, each in the time of eight instructions.
+def round_like(x, like, PTX: tl.constexpr):
+    """Round float32 x to the dtype of `like`; return float32."""
+    # PTX: rounds two numbers at once; Triton rounds one at a time, in about eight instructions.
     if PTX and like.dtype == tl.bfloat16:
         nearest = tl.inline_asm_elementwise(
             "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }",

@@ -1,4 +1,4 @@
-"""How kernels that work in tiles of tokens find their tokens, and read and write rows of them."""
+"""Tiles of tokens for Triton kernels: their location in the batch, and loads and stores of their rows."""
 
 from __future__ import annotations
 
@@ -13,77 +13,80 @@ from triton import knobs
 
 from kalmix.segments import Segments
 
-LOOSE = ["length", "tiles"]  # numbers that must not compile a kernel anew
+UNSPECIALIZED = ["length", "tiles"]  # integer arguments whose values must not cause a new compilation
 
 
-class Cut(NamedTuple):
-    """Sequences cut into tiles, those of a sequence consecutive and in order.
+class Tiling(NamedTuple):
+    """Division of sequences into tiles; the tiles of a sequence are consecutive and in order.
 
     Attributes:
-        size: tokens a tile, at most.
-        tiles: tiles a batch row; with segments, tiles in all.
-        count: tiles in all.
-        sequences: how many sequences there are.
-        table: int64 `[count, 2]` (first token in `[B * T]`, tokens), or a placeholder without segments, where
-            arithmetic says the same.
-        runs: int64 `[N, 3]` (first tile, first token, tokens) of each sequence, or a placeholder.
-        packed: whether the tables say it.
+        size: largest number of tokens per tile.
+        tiles: tiles per batch row; with segments, tiles in total.
+        num_tiles: tiles in total.
+        num_sequences: number of sequences, N.
+        tile_table: int64 `[num_tiles, 2]` (first token in the flattened batch, number of tokens); a placeholder without
+            segments, where kernels compute these numbers.
+        sequence_table: int64 `[N, 3]` (first tile, first token, number of tokens), or a placeholder.
+        packed: whether the tables hold these numbers.
     """
 
     size: int
     tiles: int
-    count: int
-    sequences: int
-    table: Tensor
-    runs: Tensor
+    num_tiles: int
+    num_sequences: int
+    tile_table: Tensor
+    sequence_table: Tensor
     packed: bool
 
 
-def cut_tokens(batch: int, length: int, size: int, segments: Segments | None, placeholder: Tensor) -> Cut:
-    """Cut every sequence into tiles of `size` tokens."""
+def tile_sequences(batch: int, length: int, size: int, segments: Segments | None, placeholder: Tensor) -> Tiling:
+    """Divide every sequence into tiles of `size` tokens."""
     if segments is None:
         tiles = -(-length // size)
-        return Cut(size, tiles, batch * tiles, batch, placeholder, placeholder, False)
+        return Tiling(size, tiles, batch * tiles, batch, placeholder, placeholder, False)
     found = segments.tiles(batch, length, size)
     row, start, stop = segments.rows.long().unbind(1)
-    pieces = (stop - start + size - 1) // size
-    runs = torch.stack([pieces.cumsum(0) - pieces, row * length + start, stop - start], dim=1)
-    table = torch.stack([found.token, found.count], dim=1)
-    return Cut(size, len(table), len(table), segments.count, table, runs, True)
+    counts = (stop - start + size - 1) // size
+    sequence_table = torch.stack([counts.cumsum(0) - counts, row * length + start, stop - start], dim=1)
+    tile_table = torch.stack([found.token, found.count], dim=1)
+    return Tiling(size, len(tile_table), len(tile_table), segments.count, tile_table, sequence_table, True)
 
 
 @lru_cache(maxsize=64)
-def cut_stretch(batch: int, length: int, start: int, stop: int, size: int, device: torch.device) -> Cut:
-    """Of every row the tokens from `start` to `stop`, as sequences of their own."""
+def tile_interval(batch: int, length: int, start: int, stop: int, size: int, device: torch.device) -> Tiling:
+    """Divide the tokens from `start` to `stop` of every batch row into tiles, as if they were sequences."""
     first, row = torch.arange(start, stop, size), torch.arange(batch) * length
     token, count = torch.broadcast_tensors(row[:, None] + first, (stop - first).clamp(max=size))
-    runs = torch.stack([torch.arange(batch) * len(first), row + start, torch.full_like(row, stop - start)], dim=1)
-    table = torch.stack([token.flatten(), count.flatten()], dim=1)
-    return Cut(size, len(table), len(table), batch, table.to(device), runs.to(device), True)
+    sequence_table = torch.stack(
+        [torch.arange(batch) * len(first), row + start, torch.full_like(row, stop - start)], dim=1
+    )
+    tile_table = torch.stack([token.flatten(), count.flatten()], dim=1)
+    count = len(tile_table)
+    return Tiling(size, count, count, batch, tile_table.to(device), sequence_table.to(device), True)
 
 
-def rows(x: Tensor) -> Tensor:
-    """`x` `[B, T, heads, width]`, copied unless its rows are contiguous and its tokens one stride apart."""
-    steady = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-    return x if steady else x.contiguous()
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Return `x` `[B, T, heads, width]`, copied unless rows are contiguous and all tokens are one stride apart."""
+    usable = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    return x if usable else x.contiguous()
 
 
 @triton.constexpr_function
-def levels_of(size):
-    """How often a tile halves until its pieces are single tokens."""
+def num_levels(size):
+    """Return log2 of a power of two."""
     return size.bit_length() - 1
 
 
 @triton.jit
-def place_of(G, PARTS: tl.constexpr):
-    """Which tile, head and part of it a program has: what lies side by side in memory is worked on side by side."""
-    place = tl.program_id(0)
-    return place // (G * PARTS), place // PARTS % G, place % PARTS
+def locate_program(G, BLOCKS: tl.constexpr):
+    """Return the tile, head and block of a program; neighbouring programs access neighbouring memory."""
+    program = tl.program_id(0)
+    return program // (G * BLOCKS), program // BLOCKS % G, program % BLOCKS
 
 
 @triton.jit
-def tile_of(table, index, length, tiles, SIZE: tl.constexpr, PACKED: tl.constexpr):
-    """A tile's first token in the batch (int64), and its tokens."""
+def locate_tile(table, index, length, tiles, SIZE: tl.constexpr, PACKED: tl.constexpr):
+    """Return the first token of a tile in the flattened batch (int64), and its number of tokens."""
     if PACKED:
         at = table + index.to(tl.int64) * 2
         token, count = tl.load(at), tl.load(at + 1).to(tl.int32)
@@ -94,10 +97,10 @@ def tile_of(table, index, length, tiles, SIZE: tl.constexpr, PACKED: tl.constexp
 
 
 @triton.jit
-def run_of(runs, sequence, length, tiles, PACKED: tl.constexpr):
-    """A sequence's first tile and first token in the batch (int64), and its tokens."""
+def locate_sequence(table, sequence, length, tiles, PACKED: tl.constexpr):
+    """Return the first tile of a sequence, its first token in the flattened batch (int64), and its tokens."""
     if PACKED:
-        at = runs + sequence * 3
+        at = table + sequence * 3
         tile, token, count = tl.load(at), tl.load(at + 1), tl.load(at + 2).to(tl.int32)
     else:
         tile, token, count = sequence * tiles, sequence * length, length
@@ -106,7 +109,7 @@ def run_of(runs, sequence, length, tiles, PACKED: tl.constexpr):
 
 @triton.jit
 def load_rows(base, stride, count, column, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """Rows `[SIZE, columns]`, 0 beyond `count` and beyond `WIDTH`."""
+    """Load rows `[SIZE, columns]`; zeros from row `count` and from column `WIDTH` on."""
     t = tl.arange(0, SIZE)
     return tl.load(
         base + t[:, None] * stride + column[None, :], mask=(t < count)[:, None] & (column < WIDTH)[None, :], other=0.0
@@ -114,8 +117,8 @@ def load_rows(base, stride, count, column, WIDTH: tl.constexpr, SIZE: tl.constex
 
 
 @triton.jit
-def load_columns(base, stride, count, column, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """The same rows, transposed: `[columns, SIZE]`."""
+def load_rows_transposed(base, stride, count, column, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """Load the rows of `load_rows` as `[columns, SIZE]`."""
     t = tl.arange(0, SIZE)
     return tl.load(
         base + t[None, :] * stride + column[:, None], mask=(t < count)[None, :] & (column < WIDTH)[:, None], other=0.0
@@ -131,7 +134,7 @@ def store_rows(base, stride, count, column, x, WIDTH: tl.constexpr, SIZE: tl.con
 
 @triton.jit
 def load_state(base, key, value, K: tl.constexpr, V: tl.constexpr):
-    """A block `[keys, values]` of a contiguous `[K, V]`."""
+    """Load a block `[keys, values]` of a contiguous matrix `[K, V]`."""
     inside = (key < K)[:, None] & (value < V)[None, :]
     return tl.load(base + key[:, None] * V + value[None, :], mask=inside, other=0.0)
 
@@ -144,28 +147,28 @@ def store_state(base, key, value, x, K: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_state_transposed(base, key, value, K: tl.constexpr, V: tl.constexpr):
-    """The same block, `[values, keys]`."""
+    """Load the block of `load_state` as `[values, keys]`."""
     inside = (value < V)[:, None] & (key < K)[None, :]
     return tl.load(base + key[None, :] * V + value[:, None], mask=inside, other=0.0)
 
 
 @triton.jit
 def load_per_token(base, count, stride, SIZE: tl.constexpr):
-    """One number a token, float32 `[SIZE]`, 0 beyond `count`."""
+    """Load one number per token as float32 `[SIZE]`; zeros from token `count` on."""
     t = tl.arange(0, SIZE)
     return tl.load(base + t * stride, mask=t < count, other=0.0).to(tl.float32)
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How products are taken: of float32 in full, of halves by tensor cores; in the interpreter always in float32."""
+def dot_precision(dtype: torch.dtype) -> str:
+    """Return the `PRECISION` of `matmul`: full for float32, tensor cores otherwise; always full in the interpreter."""
     if knobs.runtime.interpret:
         return "ieee"
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 @triton.jit
-def product(a, b, PRECISION: tl.constexpr, onto=None):
-    """a b, added to `onto` if there is one."""
-    if PRECISION == "ieee":  # Triton's interpreter takes bfloat16 for integers
+def matmul(a, b, PRECISION: tl.constexpr, acc=None):
+    """Compute a b, or acc + a b."""
+    if PRECISION == "ieee":  # Triton's interpreter treats bfloat16 as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, onto, input_precision=PRECISION)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
