@@ -1,4 +1,4 @@
-"""Tools that build the site find broken blocks and links."""
+"""The snippets of README run, and the tools that build the site find broken blocks and links."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,23 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
 
 from check_links import broken_links  # noqa: E402
-from execute import PageError, run_page  # noqa: E402
+from execute import BLOCK, PageError, run_page  # noqa: E402
+from speed import ratio_table  # noqa: E402
+
+from kalmix.layers import MIXERS  # noqa: E402
+
+
+def test_readme_snippets_run():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [block["flags"].strip() for block in BLOCK.finditer(text)] == [""] * 5
+    run_page(text, ROOT / "README.md")
+
+
+def test_readme_lists_all_layers_and_measured_times():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    missing = [layer.__name__ for layer in MIXERS.values() if f"`{layer.__name__}`" not in text]
+    assert not missing
+    assert ratio_table() in text
 
 
 def test_page_shows_output_and_figures(tmp_path):
