@@ -307,14 +307,14 @@ def key_grads_kernel(
         grad_log_decay = tl.sum(grad_value * value.to(tl.float32), 1)[:, None]
     grad_decay, grad_key_state = sum_to_column(sums[0]), sum_to_column(sums[1])
     grad_value_state = sum_to_column(sums[2])
-    key_tokens = load_tokens(key_features, times, rank, at, 0, key_blocks * BLOCK, slots, 1, SHARED)
+    reloaded_tokens = load_tokens(key_features, times, rank, at, 0, key_blocks * BLOCK, slots, 1, SHARED)
     rate, process, key_noise = key_side_noise_grads(
-        key_tokens[1], params[0], grad_key_state, params[2] * grad_decay, grad_log_decay if SHARED else 0.0
+        reloaded_tokens[1], params[0], grad_key_state, params[2] * grad_decay, grad_log_decay if SHARED else 0.0
     )
     value_rate, value_process, value_key_noise = 0.0, 0.0, 0.0
     if not SHARED:
         value_rate, value_process, value_key_noise = key_side_noise_grads(
-            key_tokens[2], params[1], grad_value_state, 0.0, grad_log_decay
+            reloaded_tokens[2], params[1], grad_value_state, 0.0, grad_log_decay
         )
     grad_head_params += ((row * tl.num_programs(0) + tl.program_id(0)) * G + value_head) * NUM_PARAMS
     for i in tl.static_range(NUM_PARAMS):
