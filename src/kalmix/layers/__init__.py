@@ -1,4 +1,4 @@
-"""Layers: one file a paper, each a `Mixer`. `MIXERS` is the table a model's configuration names them by."""
+"""Layers: one file per paper, each a subclass of `Mixer`. `MIXERS` maps the names used in configurations to classes."""
 
 from __future__ import annotations
 
@@ -49,10 +49,14 @@ MIXERS: dict[str, type[Mixer]] = {
 
 
 def mixer_class(name: str, options: Mapping[str, object]) -> type[Mixer]:
-    """Return the layer called `name`, if it takes `options`.
+    """Return the layer class called `name`, and check that it accepts `options`.
+
+    Args:
+        name: key of `MIXERS`, such as "kla".
+        options: keyword arguments of the layer, without `hidden_size`.
 
     Raises:
-        ArgumentError: no such layer, or as `Mixer.check_options` raises it.
+        ArgumentError: no layer has this name, or it does not accept an option or its type.
     """
     if not isinstance(name, str) or name not in MIXERS:
         raise ArgumentError("mixer", got=repr(name), expected=f"one of {', '.join(map(repr, MIXERS))}")

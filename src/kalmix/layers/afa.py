@@ -1,4 +1,4 @@
-"""Adaptive Filter Attention (AFA): attention as filtering, every token pulled forward to every later one."""
+"""Adaptive Filter Attention (AFA): attention as filtering, around the op `attend`."""
 
 from __future__ import annotations
 
@@ -23,34 +23,51 @@ from kalmix.validation import check_choice, check_positive_int
 
 
 class AdaptiveFilterAttention(TrajectoryLayer):
-    """Adaptive Filter Attention (Racioppo, arXiv:2509.04154), Algorithm 1 with its misprints mended.
+    """Adaptive Filter Attention: attention whose weights come from a filter of decaying, rotating, diffusing states.
+
+    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), Algorithm 1, with misprints corrected.
 
         z_i = sum_j A_ij e^{(-a + i w) (t_i - t_j)} v_j,   A_ij = softmax_j (temperature log(weight_ij / V(t_i - t_j)))
 
-    with V the variance by which the dynamics carry a look at t_j to t_i and weight_ij its robust weight, given how far
-    the query at i is from the key carried from j: see `kalmix.ops.attend`, and `TrajectoryLayer` for what follows.
+    V is the variance of value j after the time t_i - t_j under the dynamics. weight_ij is a robust weight: it decreases
+    with the distance between query i and key j, moved to t_i. See `kalmix.ops.attend`, and `TrajectoryLayer` for
+    residual, prediction and output.
 
-    Its posterior is the one of looks whose errors are independent: exact without process noise and with unit weights,
-    else overconfident (docs/results/afa.md says by how much, and how to calibrate it).
+    The variance treats the errors of tokens as independent. It is exact without process noise and with unit weights,
+    and too small otherwise; docs/results/afa.md measures by how much.
 
     Args:
         hidden_size: D.
-        heads, head_dim: heads, and complex channels of each; see `complex_heads`.
-        rotary_base: of initial frequencies; see `StateDynamics`.
-        iterations: K >= 1, of the reweighted estimate, with shared weights (section 2.4): each but the last moves the
-            query towards the estimate of its key, by as much as the residual takes of an estimate.
+        heads: number of heads, H. Default: so many that heads have about D real columns.
+        head_dim: complex channels per head, C. Default: see `Heads.of`.
+        rotary_base: base of the initial frequencies; see `StateDynamics`.
+        iterations: number of reweighted estimates, >= 1, with shared weights (section 2.4). All but the last move the
+            query towards the estimate of its key.
         value_dynamics: whether values have dynamics and noises of their own.
-        weight: "rational" or "exponential".
-        window: number of tokens a query sees, itself and the `window` - 1 before it; all if absent.
-        floor: whether a learned number >= 0, at first 0.01, is added to the decay of keys.
+        weight: form of the robust weight, "rational" or "exponential".
+        window: number of tokens that a query attends to, including its own; all by default.
+        floor: whether to add a learned number >= 0, initially 0.01, to the decay of keys.
         normalize: whether queries and keys are unit vectors (section 3.7).
-        predict: "step": the state one step ahead, as published; "gate": as much of it as a gate says (section 3.1);
-            `None`: the estimate itself.
-        confidence: whether a gate of the total precision weighs the estimate (appendix B.2).
-        kernel: pin a kernel of `kalmix.ops.attend`.
+        predict: "step" predicts the state one step ahead, as published; "gate" mixes prediction and estimate (section
+            3.1); `None` returns the estimate.
+        confidence: whether a gate of the total precision weights the estimate (appendix B.2).
+        kernel: name of a kernel of `kalmix.ops.attend`; by default chosen by device, dtype and shape.
 
-    Cost: O(K T (S + T) H C) for T tokens after S, and the projections; the state holds every key and value, or those of
-    the window.
+    Raises:
+        ArgumentError: an option has the wrong type or value.
+
+    Shape:
+        Input and output: `[B, T, D]`. State: 4 H C + 1 floats per token, of at most `window` tokens.
+
+    Complexity: O(iterations T (S + T) H C) for T tokens after S, and the projections.
+
+    Example:
+        >>> from kalmix.layers import AdaptiveFilterAttention
+        >>> layer = AdaptiveFilterAttention(64, heads=2)
+        >>> times = torch.rand(2, 16).cumsum(1)  # irregular
+        >>> y, state = layer(torch.randn(2, 16, 64), times=times)
+        >>> y.shape, state.keys.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 16, 2, 32]))
     """
 
     design: Design | None = designs.AFA
@@ -90,12 +107,12 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         self.robust_weights: RobustWeights = RobustWeights(heads, nu=1.0 if normalize else 2.0 * channels, floor=floor)
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
-        """Rates, steps, frequencies and noises of keys and values."""
+        """Return rates, steps, frequencies and noises of keys and values."""
         value_dynamics = () if self.value_dynamics is None else self.value_dynamics.parameters()
         return chain(super().dynamics_parameters(), value_dynamics)
 
     def state_dynamics(self, dtype: torch.dtype) -> Dynamics:
-        """The dynamics of values."""
+        """Return the dynamics of values."""
         return (self.dynamics if self.value_dynamics is None else self.value_dynamics)(dtype)
 
     def estimate(
@@ -108,12 +125,15 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         segments: Segments | None,
         times: Tensor | None,
     ) -> Filtered:
-        """`kalmix.ops.attend`, after the iterations that move the query."""
+        """Call `kalmix.ops.attend`, after the iterations that move the query."""
         value_dynamics = None if self.value_dynamics is None else self.value_dynamics(belief_dtype(v.dtype))
         return self._attend(q, k, v, value_dynamics, variance, belief, segments, times)
 
     def attention_map(self, x: Tensor, times: Tensor | None = None) -> Tensor:
-        """Return a map for each head: tokens are their own values here, in T channels that do not turn."""
+        """Return a map for each head; see `TrajectoryLayer.attention_map`.
+
+        The values are the columns of the identity, in T channels that do not rotate.
+        """
         q, k, _ = self.project(x)
         length, heads = x.shape[1], self.sizes.heads
         value_dynamics = self.state_dynamics(belief_dtype(x.dtype))._replace(

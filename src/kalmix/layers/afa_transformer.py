@@ -1,4 +1,4 @@
-"""The transformer that Adaptive Filter Attention suggests: magnitudes and directions filtered apart, then an MLP."""
+"""Transformer block of Adaptive Filter Attention: separate filters for magnitudes and directions, then an MLP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ EPS = 1e-6  # in the length of what is divided by it
 
 @loadable
 class AFATransformerState(NamedTuple):
-    """What was seen: `magnitude`, one real channel a head, and `direction`."""
+    """State of an AFA transformer block.
+
+    Attributes:
+        magnitude: history of magnitudes, one real channel per head.
+        direction: history of directions.
+    """
 
     magnitude: HistoryBelief
     direction: HistoryBelief
@@ -39,7 +44,13 @@ class AFATransformerState(NamedTuple):
 
 
 class FilterAttention(nn.Module):
-    """Algorithm 1 without projections, residual and prediction: q, k and v are given, of H heads and C channels."""
+    """Adaptive Filter Attention without projections, residual and prediction.
+
+    Args:
+        heads: H.
+        channels: C, complex channels per head.
+        rotary_base: base of the initial frequencies; see `StateDynamics`.
+    """
 
     def __init__(self, heads: int, channels: int, rotary_base: float | None) -> None:
         super().__init__()
@@ -47,31 +58,47 @@ class FilterAttention(nn.Module):
         self.robust_weights: RobustWeights = RobustWeights(heads, nu=1.0)
 
     def forward(self, signals: Iterable[Tensor], **options: Any) -> Filtered:
-        """`kalmix.ops.attend` of q, k and v, `[B, T, H, 2 C]` each."""
+        """Call `kalmix.ops.attend` with q, k and v, `[B, T, H, 2 C]` each, and `options`."""
         q, k, v = signals
         dtype = belief_dtype(v.dtype)
         return ops.attend(q, k, v, **self.dynamics(dtype)._asdict(), **self.robust_weights(dtype), **options)
 
 
 class AFATransformerBlock(Mixer):
-    """The AFA transformer (Algorithm 3, its misprints mended), a block in itself: its MLP comes with it.
+    """AFA transformer block: filters magnitudes and directions separately, and applies an MLP.
+
+    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), Algorithm 3, with misprints corrected.
 
         q, k, v = project(x);   m = |.|,  u = scale . / |.|  of each
         direction = u_v + attend(u_q, u_k, u_v);   z = attend(m_q, m_k, m_v) scale' direction / |direction|
         y = W_2 ReLU(W_1 out(z))
 
-    Per head: Norm, Attention, Add & Norm, in the eigenbasis. Magnitudes are real, do not turn, and have dynamics and
-    noises of their own. The paper adds y to x, as a model's block does for every mixer.
+    This layer contains its MLP: do not put another after it. The block of a model adds y to x, as for every layer.
+
+    Magnitudes are real, do not rotate, and have dynamics and noises of their own.
 
     Args:
         hidden_size: D.
-        heads, head_dim: heads, and complex channels of each; see `complex_heads`.
-        rotary_base: of initial frequencies of directions; see `StateDynamics`.
-        window: number of tokens a query sees, itself and the `window` - 1 before it; all if absent.
-        mlp_width: of the MLP; 4 D if absent.
-        kernel: pin a kernel of `kalmix.ops.attend`.
+        heads: number of heads, H. Default: so many that heads have about D real columns.
+        head_dim: complex channels per head, C. Default: see `Heads.of`.
+        rotary_base: base of the initial frequencies of directions; see `StateDynamics`.
+        window: number of tokens that a query attends to, including its own; all by default.
+        mlp_width: hidden width of the MLP; 4 D by default.
+        kernel: name of a kernel of `kalmix.ops.attend`; by default chosen by device, dtype and shape.
 
-    Cost: O(T (S + T) H C) for T tokens after S, and the projections; the state holds every key and value.
+    Raises:
+        ArgumentError: an option has the wrong type or value.
+
+    Shape:
+        Input and output: `[B, T, D]`. State: 4 H (C + 1) + 2 floats per token, of at most `window` tokens.
+
+    Complexity: O(T (S + T) H C) for T tokens after S, the projections and the MLP.
+
+    Example:
+        >>> from kalmix.layers import AFATransformerBlock
+        >>> y, state = AFATransformerBlock(64, heads=2)(torch.randn(2, 16, 64))
+        >>> y.shape, state.direction.keys.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 16, 2, 32]))
     """
 
     design: Design | None = designs.AFA  # of magnitudes and of directions, each by itself
@@ -107,12 +134,12 @@ class AFATransformerBlock(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Both scales of directions are 1; parts reset themselves."""
+        """Set both scales of directions to 1."""
         nn.init.ones_(self.input_scale)
         nn.init.ones_(self.output_scale)
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
-        """Rates, steps, frequencies and noises of magnitudes and of directions."""
+        """Return rates, steps, frequencies and noises of magnitudes and directions."""
         return chain(self.magnitude.dynamics.parameters(), self.direction.dynamics.parameters())
 
     def read(
@@ -123,7 +150,7 @@ class AFATransformerBlock(Mixer):
         variance: bool = False,
         times: Tensor | None = None,
     ) -> tuple[Filtered, Tensor | None]:
-        """The states as filtered, `[B, T, H * 2 C]`; `times` as `kalmix.ops.attend` takes them."""
+        """Return the filtered states, `[B, T, 2 H C]`; see `TrajectoryLayer.read`. The layer has no variance."""
         previous = check_state(state, AFATransformerState, x, segments)
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         parts = [
@@ -145,12 +172,12 @@ class AFATransformerBlock(Mixer):
         return Filtered(mask_outside(z.flatten(2).to(parts[0].dtype), segment_ids), None, final_state), segment_ids
 
     def state_size(self, length: int) -> int:
-        """Return the number of elements of keys, values and times of magnitudes (one channel) and directions."""
+        """Return the number of elements of keys, values and times of magnitudes and directions."""
         tokens = length if self.window is None else min(length, self.window)
         return tokens * (4 * (self.sizes.heads + self.sizes.keys) + 2)
 
     def project_out(self, readout: Tensor, context: Tensor | None) -> Tensor:
-        """Output projection and MLP; 0 at tokens of no sequence, which `context` tells."""
+        """Apply output projection and MLP; set tokens outside every sequence to 0."""
         return mask_outside(self.mlp_out(F.relu(self.mlp_in(self.out_proj(readout)))), context)
 
 

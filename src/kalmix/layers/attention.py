@@ -1,4 +1,4 @@
-"""Softmax attention: the mixer that remembers everything, for hybrids and as a reference."""
+"""Softmax attention, for hybrid models and as a baseline."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from kalmix.validation import check_number, check_positive_int
 
 @loadable
 class AttentionState(NamedTuple):
-    """Keys and values of each sequence so far, `[N, S, kv_heads, width]`, and their positions `[N, S]`, -1 for none.
+    """Key-value cache of an attention layer, with S slots for each sequence, some of which may be empty.
 
-    Ragged by position, so that a call appends at the end whatever the padding was.
+    Attributes:
+        keys: `[N, S, kv_heads, width]`, with rotary positions applied.
+        values: `[N, S, kv_heads, width]`.
+        position: `[N, S]`, position of each token in its sequence; -1 for an empty slot.
     """
 
     keys: Tensor
@@ -34,20 +37,32 @@ class AttentionState(NamedTuple):
 
 
 class Attention(Mixer):
-    """Causal softmax attention with rotary positions, QK norm and grouped heads, by PyTorch's SDPA.
+    """Causal softmax attention with rotary positions, QK norm and grouped heads, computed by PyTorch's SDPA.
 
-    Positions count the tokens of a sequence: they start at 0 in each and go on from the state. It carries no belief:
-    `filter(..., variance=True)` has variance `None`.
+    Paper: [Attention Is All You Need](https://arxiv.org/abs/1706.03762). Positions count the tokens of each sequence
+    from 0 and continue from the state. The layer has no posterior: `filter(..., variance=True)` returns no variance.
 
     Args:
         hidden_size: D.
-        heads: query heads; one for every 64 columns if absent.
-        kv_heads: key and value heads, a divisor of `heads`; as many if absent.
-        head_dim: width of a head, even; D / heads if absent.
-        rotary_base: the slowest rotation turns once in about 2 pi times this many tokens.
-        norm_eps: of the QK norm.
+        heads: number of query heads. Default: at most D / 64, a divisor of D.
+        kv_heads: number of key and value heads, a divisor of `heads`; `heads` by default.
+        head_dim: width of a head; even. Default: D / heads.
+        rotary_base: the slowest pair of columns rotates once in about 2 pi `rotary_base` tokens.
+        norm_eps: epsilon of the QK norm.
 
-    Cost: O(T (S + T)) for T tokens after S; the state grows with them. Packed sequences take a `[T, T]` mask.
+    Raises:
+        ArgumentError: an option has the wrong type or value, or the sizes do not match.
+
+    Shape:
+        Input and output: `[B, T, D]`. State: 2 `kv_heads` * `head_dim` floats per token.
+
+    Complexity: O(T (S + T)) per column for T tokens after S. Packed sequences need a `[T, T]` mask.
+
+    Example:
+        >>> from kalmix.layers import Attention
+        >>> y, state = Attention(64, heads=4, kv_heads=2)(torch.randn(2, 16, 64))
+        >>> y.shape, state.keys.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 16, 2, 16]))
     """
 
     repr_attributes = ("heads", "kv_heads", "width")
@@ -91,7 +106,7 @@ class Attention(Mixer):
     def read(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False
     ) -> tuple[Filtered, None]:
-        """What the heads found, `[B, T, heads * width]`."""
+        """Return the outputs of all heads, `[B, T, heads * width]`; see `Mixer.read`."""
         batch, length, _ = x.shape
         runs = Segments.whole(batch, length, x.device) if segments is None else segments
         previous = check_state(state, AttentionState, x, segments)
@@ -125,11 +140,11 @@ class Attention(Mixer):
         return Filtered(mask_outside(output.flatten(2), segment_ids), None, final), None
 
     def state_size(self, length: int) -> int:
-        """Return the number of elements of the keys and values of all tokens."""
+        """Return the number of elements of keys and values."""
         return 2 * length * self.kv_heads * self.width
 
     def attention_map(self, x: Tensor) -> Tensor:
-        """Return a map for each query head: what it finds among values that are the columns of the identity."""
+        """Return the attention map of each query head."""
         q, k, v = self._heads(x)
         token = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         q, k = (apply_rotary(x, token, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
@@ -137,7 +152,7 @@ class Attention(Mixer):
         return self._attend(q, k, identity, None).transpose(1, 2)
 
     def project_out(self, readout: Tensor, context: None) -> Tensor:
-        """The output projection."""
+        """Apply the output projection."""
         return self.out_proj(readout)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,7 +161,7 @@ class Attention(Mixer):
         return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        """SDPA in the layout `[B, T, heads, width]`; `visible` `[B, T, S]`, causal if absent."""
+        """Call SDPA for `[B, T, heads, width]`; `visible` is `[B, T, S]`, causal by default."""
         q, k, v = (x.transpose(1, 2) for x in (q, k.to(q.dtype), v.to(q.dtype)))
         mask = None if visible is None else visible[:, None]
         grouped = self.heads != self.kv_heads
@@ -155,5 +170,5 @@ class Attention(Mixer):
 
 
 def _rows(x: Tensor, row: Tensor) -> Tensor:
-    """The batch row of each sequence; one row serves every sequence packed into it without copies."""
+    """Return the batch row of each sequence, without a copy if there is only one row."""
     return x.expand(row.shape[0], *x.shape[1:]) if x.shape[0] == 1 else x[row]

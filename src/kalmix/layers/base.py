@@ -1,4 +1,4 @@
-"""What every layer is: tokens in, tokens and a belief out."""
+"""Base class of all layers, and helpers that check their arguments."""
 
 from __future__ import annotations
 
@@ -22,15 +22,25 @@ State = TypeVar("State", bound=tuple)
 
 
 class Mixer(nn.Module):
-    """A layer that mixes a sequence through what it remembers of it.
+    """Base class of all layers: a module that mixes tokens along time and returns its output with its state.
 
-    `y, state = layer(x, state, segments)`: always a pair, so that training, prefill, decoding and packed sequences
-    are one call. `state` is an immutable pytree whose leading axis is sequences (with `take`, `to` and `detach`,
-    as beliefs have); `None` is the prior.
+        y, state = layer(x)                          # training or prefill: `[B, T, D]` -> `[B, T, D]`
+        y, state = layer(x, state)                   # decoding: continue from an earlier call
+        y, state = layer(x, state, segments)         # packed or padded sequences
 
-    A subclass writes `read`, which filters, and `emit`, which turns what was read out of the belief into the output.
-    They are apart because a posterior is independent between columns of the read-out, and no longer so behind the
-    output projection: a sample of the output is `emit` of a sample of the read-out.
+    Every call returns a pair. Splitting a sequence into several calls gives the same result as one call. The state is
+    an immutable pytree of tensors whose first axis is sequences, with the methods `take`, `to` and `detach` of a belief
+    (see `kalmix.beliefs`); `None` is the prior.
+
+    Most layers need an MLP after them, as attention does. Layers with `includes_mlp = True` (`KLA`, `Mamba2`,
+    `AFATransformerBlock`) gate their own output: do not add an MLP.
+
+    A subclass implements `read`, which filters, and `project_out`, which computes the output from the read-out. They
+    are separate because the columns of a read-out are independent under the posterior and those of the output are not:
+    `project_out` of a sample of the read-out is a sample of the output.
+
+    Args:
+        hidden_size: D, the number of columns of input and output.
     """
 
     design: Design | None = None  # design under which the layer filters; `None` if no design describes it
@@ -39,10 +49,10 @@ class Mixer(nn.Module):
     repr_attributes: ClassVar[tuple[str, ...]] = ()  # attributes that `repr` shows, beside those of every layer
 
     def __new__(cls, *sizes: object, **options: object) -> Self:
-        """Check the types of options against the annotations of the layer before anything is built.
+        """Check the types of options against the annotations of the layer, before anything is built.
 
         Raises:
-            ArgumentError: an option is of another type.
+            ArgumentError: an option has another type.
         """
         check_types(option_types(cls), options)
         return super().__new__(cls)
@@ -66,14 +76,14 @@ class Mixer(nn.Module):
 
     @classmethod
     def check_options(cls, name: str, options: Mapping[str, object]) -> None:
-        """Check the names and types of options before a layer is built.
+        """Check the names and types of options without building a layer.
 
         Args:
-            name: of the layer, for the error.
-            options: all that it is built with, but `hidden_size`.
+            name: name of the layer in error messages.
+            options: keyword arguments of the layer, without `hidden_size`.
 
         Raises:
-            ArgumentError: the layer does not have an option, must be given one, or takes one of another type.
+            ArgumentError: an option is unknown, missing or of another type.
         """
         known = {n: option for n, option in inspect.signature(cls).parameters.items() if n != "hidden_size"}
         for option in options:
@@ -87,22 +97,22 @@ class Mixer(nn.Module):
 
     @classmethod
     def options_for_state_size(cls, width: int, state: int, **options: Any) -> dict[str, Any]:
-        """Return options with which the belief of one sequence holds about `state` numbers (see `state_size`).
+        """Return options with which the state of one sequence has `state` floating-point numbers.
 
-        So layers are compared at equal memory, as in Table 11 of Kalman Linear Attention.
+        Use it to compare layers at equal memory, as Table 11 of Kalman Linear Attention does.
 
         Args:
             width: D.
-            state: how many numbers, whatever the length of the sequence.
-            given: options that are to be kept, from which others may follow; also `heads` and `values`, how many
-                columns all values have over D, for layers that keep a memory a head.
+            state: floating-point numbers in the state of one sequence; see `state_size`.
+            options: options to keep; the result depends on them. Layers with a memory per head also accept `heads` and
+                `values`, the total number of value columns divided by D.
 
         Returns:
-            Options to build the layer with, beside those given; none where no option sets the size of its belief, or
-            where it grows with the sequence.
+            Further options for the layer. Empty if no option sets the size of the state, or the state grows with the
+            sequence.
 
         Raises:
-            ArgumentError: so many numbers cannot be divided over the slots or heads.
+            ArgumentError: `state` is not a multiple of the number of slots or heads.
         """
         return {}
 
@@ -110,40 +120,57 @@ class Mixer(nn.Module):
     def read(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False
     ) -> tuple[Filtered, Any]:
-        """Filter `x` `[B, T, D]`: the read-out (mean and variance `[B, T, E]`, state) and the context `emit` needs."""
+        """Filter the tokens.
+
+        Args:
+            x: tokens `[B, T, D]`.
+            state: state to continue from; the prior by default.
+            segments: runs of tokens that form sequences; by default each batch row is one sequence.
+            variance: also return the variance of the read-out.
+
+        Returns:
+            A pair: `Filtered` with mean and variance `[B, T, E]` and the new state, and a context for `project_out`.
+        """
 
     @abstractmethod
     def project_out(self, readout: Tensor, context: Any) -> Tensor:
-        """The output `[..., B, T, D]` of a read-out `[..., B, T, E]`: its mean, or samples of it stacked in front."""
+        """Compute the output `[..., B, T, D]` from a read-out `[..., B, T, E]`: its mean, or a stack of samples."""
 
     def project_out_variance(self, variance: Tensor, context: Any) -> Tensor:
-        """The variance of the output, `[B, T, D]`, given that of the read-out, `[B, T, E]`."""
+        """Compute the variance of the output, `[B, T, D]`, from the variance of the read-out, `[B, T, E]`."""
         raise NotImplementedError(f"{type(self).__name__} has no posterior")
 
     @abstractmethod
     def state_size(self, length: int) -> int:
-        """Return how many floating-point numbers the belief of one sequence holds after `length` tokens.
+        """Return the number of floating-point numbers in the state of one sequence after `length` tokens.
 
-        The window of a convolution and integers, such as positions, are not counted.
+        States of convolutions and integers such as positions are not counted.
         """
 
     def write_gain(self, x: Tensor) -> Tensor | None:
-        """Return the write gain of each token of `x` `[B, T, D]`, read from the prior: `[B, T]`, or `None`.
+        """Return the average gain with which each token is written, starting from the prior.
 
-        It is the part of the variance that a token takes away of what it observes, 1 - s' / s~ with s~ the variance
-        before the token and s' after it, averaged over cells or heads: 0 where the token is ignored, 1 where it is
-        taken at its word. `None` where the belief has no covariance that a token could reduce.
+        The gain of a token is 1 - s' / s, where s is the variance before and s' after it. It is 0 if the filter ignores
+        the token and 1 if it trusts the token completely.
+
+        Args:
+            x: tokens `[B, T, D]`.
+
+        Returns:
+            `[B, T]`, averaged over cells or heads; `None` if the layer's belief has no covariance.
         """
         return None
 
     def attention_map(self, x: Tensor) -> Tensor | None:
-        """Return what each value counts for in each read-out of `x` `[B, T, D]`, read from the prior.
+        """Return the weight of each token's value in each read-out, starting from the prior; for figures.
 
-        For pictures: memory O(T^2).
+        Args:
+            x: tokens `[B, T, D]`.
 
         Returns:
-            `[B, M, T, T]`, lower triangular, one map for each of M heads or channels: the weight of a token's value
-            (column) in what is read at another (row). `None` where a read-out is not linear in values.
+            `[B, M, T, T]` for M heads or channels, lower triangular: entry (i, j) is the weight of token j in the
+                read-out at
+            token i. `None` if the read-out is not linear in values. Memory: O(T^2).
         """
         return None
 
@@ -155,21 +182,28 @@ class Mixer(nn.Module):
         variance: bool = False,
         **timing: Tensor | None,
     ) -> Filtered:
-        """All a layer knows, in output space.
+        """Return the output with its variance and the state.
 
         Args:
-            x: `[B, T, D]` tokens.
-            state: what an earlier call left, one entry a sequence; the prior if absent.
-            segments: which tokens form which sequence; each batch row one sequence if absent. Tokens outside every
-                sequence change nothing and give 0.
-            variance: also give the marginal variance of each output, float32, where the layer has a posterior.
-            when: what `read` takes beside, for layers that ask when tokens were seen.
+            x: tokens `[B, T, D]`, of any floating-point dtype.
+            state: state that an earlier call returned, one entry per sequence; the prior by default.
+            segments: runs of tokens that form sequences; by default each batch row is one sequence. Tokens outside
+                every run give an output of 0 and do not change the state.
+            variance: also return the marginal variance of each output, in float32 (float64 for float64 inputs), if the
+                layer has a posterior (`has_posterior`).
+            timing: `times` and `horizon`, for layers in continuous time; see `TrajectoryLayer.read`.
 
         Returns:
-            `Filtered` with mean `[B, T, D]`, variance `[B, T, D]` or `None`, and as belief the layer's state.
+            `Filtered` with mean `[B, T, D]`, variance `[B, T, D]` or `None`, and the new state as `belief`.
 
         Raises:
-            ArgumentError: `x` or the state has another shape or type than the layer takes.
+            ArgumentError: `x`, `state` or `segments` has the wrong type, shape, dtype or device.
+
+        Example:
+            >>> from kalmix.layers import KLA
+            >>> mean, variance, state = KLA(64).filter(torch.randn(2, 16, 64), variance=True)
+            >>> mean.shape, variance.shape
+            (torch.Size([2, 16, 64]), torch.Size([2, 16, 64]))
         """
         check_shape("x", x, "B T D", {"D": self.hidden_size})
         check_dtype_and_device("x", x, FLOATS, x.device)
@@ -182,18 +216,34 @@ class Mixer(nn.Module):
     def forward(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, **timing: Tensor | None
     ) -> tuple[Tensor, Belief]:
-        """The output `[B, T, D]` and the state after the last token; see `filter`."""
+        """Return the output and the new state.
+
+        Args:
+            x: tokens `[B, T, D]`.
+            state: state that an earlier call returned; the prior by default.
+            segments: runs of tokens that form sequences; by default each batch row is one sequence.
+            timing: `times` and `horizon`, for layers in continuous time.
+
+        Returns:
+            The output `[B, T, D]`, and the state after the last token of each sequence.
+
+        Raises:
+            ArgumentError: an argument has the wrong type, shape, dtype or device.
+        """
         mean, _, final = self.filter(x, state, segments, False, **timing)
         return mean, final
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of the latent dynamics: train them more slowly and without weight decay (appendix G.6)."""
+        """Return the parameters of the latent dynamics (rates, steps, frequencies, noises).
+
+        Train them with a lower learning rate and without weight decay (Kalman Linear Attention, appendix G.6).
+        """
         return iter(())
 
 
 @cache
 def option_types(layer: type[Mixer]) -> dict[str, Any]:
-    """Return the annotations of a layer's options, by name; none where they cannot be resolved."""
+    """Return the annotations of a layer's options by name; empty if they cannot be resolved."""
     try:
         return get_type_hints(layer.__init__)
     except NameError:
@@ -201,15 +251,16 @@ def option_types(layer: type[Mixer]) -> dict[str, Any]:
 
 
 def check_state(state: Belief | None, kind: type[State], x: Tensor, segments: Segments | None) -> State | None:
-    """Check that a state, if there is one, is of the layer's own kind with one entry a sequence, and return it.
+    """Check that a state has the class and the number of sequences that a layer expects, and return it.
 
     Args:
-        state: what the layer was given.
-        kind: its class.
-        x, segments: the tokens, and which of them form which sequence; each batch row one if absent.
+        state: the state passed to the layer, or `None`.
+        kind: the class of its states.
+        x: tokens `[B, T, D]`.
+        segments: runs of tokens that form sequences, or `None`.
 
     Raises:
-        ArgumentError: it is of another class, or for another number of sequences.
+        ArgumentError: the state has another class, or another number of sequences.
     """
     if state is None:
         return None
@@ -225,5 +276,10 @@ def check_state(state: Belief | None, kind: type[State], x: Tensor, segments: Se
 
 
 def mask_outside(x: Tensor, segment_ids: Tensor | None) -> Tensor:
-    """`x` `[B, T, D]` with 0 at tokens that belong to no sequence (`owner` `[B, T]` below 0), whatever was there."""
+    """Set tokens that belong to no sequence to 0, even if they contain NaN.
+
+    Args:
+        x: `[B, T, D]`.
+        segment_ids: `[B, T]`, sequence of each token, -1 for none; `None` returns `x`.
+    """
     return x if segment_ids is None else torch.where((segment_ids >= 0)[..., None], x, 0)

@@ -1,4 +1,4 @@
-"""The Bayesian Layer: a memory that knows how sure it is of every direction, and writes where it is not."""
+"""The Bayesian Layer: a memory with a covariance between keys, around the op `dense`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,42 @@ from kalmix.validation import check_positive_int
 
 
 class BayesianLayer(MemoryLayer):
-    """The Bayesian Layer of Memory by Design (Dowling et al., 2026): Proposition 1 in the place of a delta rule.
+    """Bayesian Layer: a memory matrix with an exact posterior covariance between keys.
 
-    The token sets both noises, softplus and a floor (appendix D), and by a step per head how far the transition goes:
-    radius exp(-rate step) and angle frequency * step, with a rate and a frequency learned per key (appendix G's
-    A_radius, A_angle and W_A). All else is as in `GatedDeltaNet`, sizes included, so that it can take its place.
+    Paper: Memory by Design: Probabilistic Sequence Layers (Dowling et al., 2026), Proposition 1, equations 9 to 13.
+
+    Each token sets its observation noise and process noise (softplus and a floor, appendix D) and the step of the
+    transition. The step determines the decay exp(-rate step) and, with rotations, the angle frequency * step, with a
+    rate and a frequency learned per key (appendix G). Projections, sizes, norm and gate are those of `GatedDeltaNet`.
 
     Args:
         hidden_size: D.
-        heads, head_dim, expand_v: heads, key width, value width over key width; see `Heads.of`.
-        groups: observation noises a head, each for as many columns of its values; a covariance each, too.
-        rotations: whether keys turn: each is then the visible half of a pair, which doubles the rows of the memory.
-        conv: taps of the short convolution, 0 for none.
-        gate: of the output, "silu" or "sigmoid"; `None` for none.
-        norm_eps: of the output norm.
-        kernel: pin a kernel of `kalmix.ops.dense`.
+        heads: number of heads, G. Default: so many that keys have about 3/4 D columns; see `Heads.of`.
+        head_dim: key width, K. Default: see `Heads.of`.
+        expand_v: value width divided by key width.
+        groups: number of observation noises per head, each for an equal share of its value columns. Each group has its
+            own covariance.
+        rotations: whether keys rotate in pairs. Each key is then the observed half of a pair, and the memory has 2 K
+            rows.
+        conv: taps of the short convolution; 0 for none.
+        gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
+        norm_eps: epsilon of the output norm.
+        kernel: name of a kernel of `kalmix.ops.dense`; by default chosen by device, dtype and shape.
 
-    Cost: O(T K (K + V)) a head and the projections; the state is `[G, K, V]`, `[G, K, K]` and the convolution's window.
+    Raises:
+        ArgumentError: an option has the wrong type or value, or `groups` does not divide the value width.
+
+    Shape:
+        Input and output: `[B, T, D]`. State per head: `[K, V]`, a covariance `[K, K]`, and that of the convolution.
+
+    Complexity: O(T K (K + V)) per head, and the projections.
+
+    Example:
+        >>> from kalmix.layers import BayesianLayer
+        >>> layer = BayesianLayer(64, heads=2)
+        >>> y, variance, state = layer.filter(torch.randn(2, 16, 64), variance=True)
+        >>> variance.shape, state.belief.covariance.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 2, 24, 24]))
     """
 
     design: Design | None = designs.BAYESIAN
@@ -71,22 +90,25 @@ class BayesianLayer(MemoryLayer):
         self.obs_noise: NoiseVariance = NoiseVariance(hidden_size, sizes.heads, **VARIANCES["obs_noise"])
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
-        """Rates, frequencies and the bias of steps."""
+        """Return rates, frequencies and the bias of steps."""
         return self.decay.dynamics.parameters()
 
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Unit vectors; of pairs, the hidden halves are neither written nor read."""
+        """Scale q and k to unit length, q by 1 / sqrt(K) too; with rotations, append the hidden half, which is 0."""
         q, k = super().normalize_qk(q, k)
         width = self.sizes.key_width if self.rotations else 0
         return F.pad(q, (0, width)), F.pad(k, (0, width))
 
     @property
     def memory_shape(self) -> tuple[int, int]:
-        """Rows and columns of a value head's memory: of a key that turns both halves."""
+        """Rows and columns of the memory of one value head; with rotations there are 2 K rows."""
         return self.sizes.key_width * (1 + self.rotations), self.sizes.value_width
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
-        """Noises `[B, T, G]`; log-decays and, if keys turn, angles `[B, T, G, K]`. Groups differ in obs_noise only."""
+        """Compute noises `[B, T, G]`, log-decays `[B, T, G, K]` and, with rotations, angles `[B, T, G, K]`.
+
+        The groups of a head share all but the observation noise.
+        """
         decay = self.decay(x)
         shared = {"log_decay": decay.log_decay, "angle": decay.angle, "process_noise": self.process_noise(x)}
         signals = {name: signal for name, signal in shared.items() if signal is not None}
@@ -95,5 +117,5 @@ class BayesianLayer(MemoryLayer):
         return signals | {"obs_noise": self.obs_noise(x)}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
-        """`kalmix.ops.dense`."""
+        """Call `kalmix.ops.dense`."""
         return ops.dense(q, k, v, **arguments)

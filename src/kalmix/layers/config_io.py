@@ -1,8 +1,8 @@
-"""Ridges and solvers as a configuration can hold them, and back: the one place that knows both spellings.
+"""Conversion of ridges and solvers to plain data for configuration files, and back.
 
-A value becomes a mapping of its fields and its name, `Chebyshev(20)` for instance
-`{"name": "chebyshev", "iterations": 20, "backward": "implicit"}`. Going back, fields may be left out, a name alone
-may stand for the mapping, and a number for an adaptive ridge.
+A value becomes a mapping of its name and fields. `Chebyshev(20)` becomes
+`{"name": "chebyshev", "iterations": 20, "backward": "implicit"}`. In the other direction fields may be omitted, a name
+may replace the mapping, and a number means an adaptive ridge.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _NAMES: dict[type, str] = {selected: name for name, selected in (RIDGES | SOLVER
 
 
 def has_config(value: object) -> TypeGuard[Ridge | Solver]:
-    """Whether `spell` knows the value."""
+    """Return whether `to_config` accepts the value."""
     return type(value) in _NAMES
 
 
 def to_config(value: Ridge | Solver) -> dict[str, Any]:
-    """The value as a mapping of plain data, which `as_ridge` or `as_solver` turns back into an equal one."""
+    """Convert a ridge or solver to a mapping of plain data. `ridge_from_config` and `solver_from_config` invert it."""
     settings = {field.name: getattr(value, field.name) for field in fields(value)}
     return {"name": _NAMES[type(value)]} | {n: to_config(x) if type(x) in _NAMES else x for n, x in settings.items()}
 
 
 def ridge_from_config(value: object) -> Ridge:
-    """The ridge given, spelled out, named, or as the factor of an adaptive one.
+    """Build a ridge from a ridge, its mapping, its name, or the factor of an adaptive ridge.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: `value` is none of these.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return Adaptive(value)
@@ -47,10 +47,10 @@ def ridge_from_config(value: object) -> Ridge:
 
 
 def solver_from_config(value: object) -> Solver:
-    """The solver given, spelled out or named.
+    """Build a solver from a solver, its mapping or its name.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: `value` is none of these.
     """
     return _read("solver", value, SOLVERS)
 

@@ -1,4 +1,4 @@
-"""Adaptive Filter Attention that steers what it estimates: a planner's waypoints, reached at least cost."""
+"""Adaptive Filter Attention with control: states are steered towards learned waypoints."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kalmix.validation import check_positive_int
 
 
 def waypoint_fraction(rate: Tensor, duration: Tensor, state_weight: Tensor) -> Tensor:
-    """The share beta of the way to a waypoint that a mode is taken at least cost (Adaptive Filter Attention, B.5).
+    """Return the fraction beta of the way to a waypoint that optimal control covers (appendix B.5 of the paper).
 
-    For dx = ((-a + i w) x + b u) dt the controls that minimise q |x(T) - waypoint|^2 + r int |u|^2 end at
+    For dx = ((-a + i w) x + b u) dt, the control that minimises q |x(T) - waypoint|^2 + r int |u|^2 ends at
 
         x(T) = (1 - beta) e^{(-a + i w) T} x(0) + beta waypoint
         beta = c g / (1 + c g),   g = (1 - e^{-2 a T}) / (2 a)
 
+    All arguments broadcast.
+
     Args:
         rate: a >= 0.
         duration: T >= 0.
-        worth: c = q |b|^2 / r >= 0.
-
-    All broadcast.
+        state_weight: c = q |b|^2 / r >= 0.
     """
     weighted = state_weight * kappa(rate, duration)
     return weighted / (1 + weighted)
@@ -40,16 +40,20 @@ def control(
     duration: Tensor,
     state_weight: Tensor,
 ) -> Tensor:
-    """The control that ends where `authority` says, b u(t): what is added to dx / dt at time t.
+    """Return the optimal control b u(t), the term added to dx / dt at time t; see `waypoint_fraction`.
 
         b u(t) = c / (1 + c g) (waypoint - e^{(-a + i w) T} start) e^{(-a - i w) (T - t)}
 
-    Args:
-        start, waypoint: complex states.
-        at: t, from 0 to T.
-        rate, frequency, duration, worth: a, w, T and c.
+    All arguments broadcast.
 
-    All broadcast.
+    Args:
+        start: complex state at time 0.
+        waypoint: complex state to reach.
+        time: t, from 0 to T.
+        rate: a >= 0.
+        frequency: w.
+        duration: T >= 0.
+        state_weight: c >= 0.
     """
     pole = torch.complex(-rate, frequency)
     difference = waypoint - (pole * duration).exp() * start
@@ -62,9 +66,14 @@ def control(
 
 
 class WaypointControl(nn.Module):
-    """Where states should be, a linear map of low rank over all heads, and what it is worth a channel to get there.
+    """Control towards waypoints: a low-rank linear map of all heads, and a learned weight per channel.
 
-    At first that is e^-2: about an eighth of the way in a unit of time.
+    The weight is initially e^-2, about an eighth of the way per unit of time.
+
+    Args:
+        heads: H.
+        channels: C, complex channels per head.
+        rank: rank of the map.
     """
 
     def __init__(self, heads: int, channels: int, rank: int) -> None:
@@ -76,13 +85,16 @@ class WaypointControl(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The initial worth; parts reset themselves."""
+        """Set the initial weight."""
         nn.init.constant_(self.log_waypoint_weight, -2.0)
 
     def forward(self, predicted: Tensor, rate: Tensor, duration: Tensor) -> Tensor:
-        """States `[B, T, H, 2 C]` after a duration `[B, T]`, or of one for all, given where they come to by themselves.
+        """Return the controlled states.
 
-        `rate` is `[H]`, of their decay; all are in the dtype of a belief.
+        Args:
+            predicted: states without control, `[B, T, H, 2 C]`, in the dtype of beliefs.
+            rate: their decay rate, `[H]`.
+            duration: `[B, T]` or a scalar.
         """
         down_proj, up_proj = (part.weight.to(predicted.dtype).mT for part in (self.down_proj, self.up_proj))
         waypoint = (predicted.flatten(2) @ down_proj @ up_proj).view_as(predicted)
@@ -93,19 +105,37 @@ class WaypointControl(nn.Module):
 
 
 class ControlledFilter(AdaptiveFilterAttention):
-    """Adaptive Filter Attention whose states are steered on their way: model-predictive control of one step (B.5).
+    """Adaptive Filter Attention whose predicted states are steered to learned waypoints by optimal control.
 
-        z' = e^{(-a + i w) ahead} z;   y = out((1 - beta) z' + beta plan(z'))
+    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), appendix B.5.
 
-    The filter says where a state is, its dynamics where it would go, a planner where it should be, and the closed form
-    of `authority` how far it pays to go there. What is steered by is known, so the variance is that of a state let go.
+        z' = e^{(-a + i w) horizon} z;   y = out((1 - beta) z' + beta waypoint(z'))
+
+    The filter estimates the state, the dynamics predict it, a low-rank map computes its waypoint, and the closed form
+    of `waypoint_fraction` gives beta. The control is known, so the variance is that of the state without control.
 
     Args:
         hidden_size: D.
-        heads, head_dim, rotary_base, window, kernel: as `AdaptiveFilterAttention` has them.
-        rank: of the planner.
+        heads: number of heads, H. Default: so many that heads have about D real columns.
+        head_dim: complex channels per head, C. Default: see `Heads.of`.
+        rotary_base: base of the initial frequencies; see `StateDynamics`.
+        window: number of tokens that a query attends to, including its own; all by default.
+        rank: rank of the map to waypoints.
+        kernel: name of a kernel of `kalmix.ops.attend`; by default chosen by device, dtype and shape.
 
-    Cost: that of `AdaptiveFilterAttention`, and O(T H C rank).
+    Raises:
+        ArgumentError: an option has the wrong type or value.
+
+    Shape:
+        Input and output: `[B, T, D]`. State: 4 H C + 1 floats per token, of at most `window` tokens.
+
+    Complexity: that of `AdaptiveFilterAttention`, plus O(T H C rank).
+
+    Example:
+        >>> from kalmix.layers import ControlledFilter
+        >>> y, state = ControlledFilter(64, heads=2)(torch.randn(2, 16, 64))
+        >>> y.shape
+        torch.Size([2, 16, 64])
     """
 
     def __init__(
@@ -128,7 +158,7 @@ class ControlledFilter(AdaptiveFilterAttention):
     def predict_state(
         self, estimate: Tensor, state_variance: Tensor | None, v: Tensor, horizon: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The state to come, steered, and its complex variance."""
+        """Predict the state, apply the control, and return it with its complex variance."""
         predicted, state_variance = super().predict_state(estimate, state_variance, v, horizon)
         duration = estimate.new_ones(()) if horizon is None else horizon.to(estimate.dtype)
         steered = self.waypoint_control(

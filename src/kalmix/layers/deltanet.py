@@ -1,4 +1,4 @@
-"""DeltaNet: a memory corrected along the key, by a gain that the token sets."""
+"""DeltaNet, and the base class of layers around the op `delta`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from kalmix.types import Filtered
 
 
 class DeltaLayer(MemoryLayer):
-    """What the delta family shares: the op, and the gain sigmoid(project(x)), twice that with negative eigenvalues.
+    """Base class of layers around `kalmix.ops.delta`, with the gain sigmoid(project(x)).
 
-    A gain up to 2 along a unit key lets the transition I - gain k k' turn a direction round, which tracking a state
-    can need (Grazzi et al., 2025); up to 1 it can only forget it. No observation noise gives a gain above 1, so that
-    no design describes a layer with negative eigenvalues.
+    With negative eigenvalues the gain is doubled. A gain between 1 and 2 along a unit key gives the transition I - gain
+    k k' a negative eigenvalue, which helps state tracking ([Grazzi et al., 2025](https://arxiv.org/abs/2411.12537)). No
+    observation noise yields a gain above 1, so `design` is then `None`.
+
+    Args:
+        hidden_size: D.
+        sizes: number and widths of the heads.
+        negative_eigenvalues: whether gains reach 2.
+        options: options of `MemoryLayer`.
     """
 
     def __init__(self, hidden_size: int, sizes: Heads, *, negative_eigenvalues: bool, **options: Any) -> None:
@@ -30,27 +36,46 @@ class DeltaLayer(MemoryLayer):
         self.gain_proj: nn.Linear = nn.Linear(hidden_size, sizes.heads, bias=False)
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
-        """The gain, `[B, T, G]`."""
+        """Compute the gain, `[B, T, G]`."""
         return {"gain": self.max_gain * torch.sigmoid(to_state_dtype(self.gain_proj(x)))}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
-        """`kalmix.ops.delta`."""
+        """Call `kalmix.ops.delta`."""
         return ops.delta(q, k, v, **arguments)
 
 
 class DeltaNet(DeltaLayer):
-    """DeltaNet (Yang et al., 2024): unit keys, a gain per head, no decay, no gate.
+    """DeltaNet: a memory matrix that each token corrects along its key, without decay.
+
+    Papers: [Linear Transformers Are Secretly Fast Weight Programmers](https://arxiv.org/abs/2102.11174) and
+    [Parallelizing Linear Transformers with the Delta Rule](https://arxiv.org/abs/2406.06484).
+
+        M_t = M_{t-1} + g_t k_t (v_t - M_{t-1}' k_t)',   read = M_t' q_t
 
     Args:
         hidden_size: D.
-        heads, head_dim, expand_v: value heads, key width, value width over key width; see `Heads.of`.
-        conv: taps of the short convolution, 0 for none.
-        gate: of the output, "silu" or "sigmoid"; none as published.
-        negative_eigenvalues: gains up to 2.
-        norm_eps: of the output norm.
-        kernel: pin a kernel of `kalmix.ops.delta`.
+        heads: number of heads, G. Default: so many that keys have about D columns; see `Heads.of`.
+        head_dim: key width, K. Default: see `Heads.of`.
+        expand_v: value width divided by key width.
+        conv: taps of the short convolution; 0 for none.
+        gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate, as published.
+        negative_eigenvalues: whether gains reach 2 instead of 1.
+        norm_eps: epsilon of the output norm.
+        kernel: name of a kernel of `kalmix.ops.delta`; by default chosen by device, dtype and shape.
 
-    Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and the convolution's window.
+    Raises:
+        ArgumentError: an option has the wrong type or value.
+
+    Shape:
+        Input and output: `[B, T, D]`. State per head: `[K, V]`, and that of the convolution.
+
+    Complexity: O(T K V) per head, and the projections.
+
+    Example:
+        >>> from kalmix.layers import DeltaNet
+        >>> y, state = DeltaNet(64, heads=2)(torch.randn(2, 16, 64))
+        >>> y.shape, state.belief.mean.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 2, 32, 32]))
     """
 
     design: Design | None = designs.DELTANET

@@ -1,4 +1,4 @@
-"""A layer for any design: what a paper assumes, or what you do, as data."""
+"""Layer for any design, published or your own."""
 
 from __future__ import annotations
 
@@ -23,26 +23,44 @@ PARTS: dict[str, type[Transition | Evidence | Covariance]] = {
 
 
 class DesignLayer(MemoryLayer):
-    """Any design as a layer: every signal it needs is made from the token, within what the design admits.
+    """Layer for any design: computes the signals of the design from each token and calls `kalmix.filter`.
 
-    Decays are `StepDecay` (of cells `CellDynamics`, time-invariant), variances softplus and a floor, q and k unit
-    vectors. Optional signals are not made: keys do not turn. Where a design gives each column its own noise, columns
-    are value heads.
+    Framework: Memory by Design: Probabilistic Sequence Layers (Dowling et al., 2026).
+
+    Decays are `StepDecay` (for cells `CellDynamics`, time-invariant), variances are softplus plus a floor, and q and k
+    are unit vectors. Optional signals are not computed, so keys do not rotate. If the design has one noise per value
+    column, each column is a value head.
 
     Args:
         hidden_size: D.
-        design: a `Design`, the name of one in the catalogue, or a mapping of its fields and parts, as
-            `dataclasses.asdict` gives: what a configuration can hold.
-        heads, head_dim, expand_v: value heads, key width, value width over key width; see `Heads.of`.
-        key_heads: key heads, a divisor of `heads`; as many if absent.
-        conv: taps of the short convolution, 0 for none.
-        gate: of the output, "silu" or "sigmoid"; `None` for none.
-        norm_eps: of the output norm.
-        kernel: pin a kernel of the design's op.
+        design: a `Design`, the name of one in `kalmix.designs.CATALOGUE`, or a mapping of its fields (as
+            `dataclasses.asdict` returns), for configuration files.
+        heads: number of value heads, G. Default: so many that keys have about D columns; see `Heads.of`.
+        key_heads: number of key heads, a divisor of `heads`; `heads` by default.
+        head_dim: key width, K. Default: see `Heads.of`.
+        expand_v: value width divided by key width.
+        conv: taps of the short convolution; 0 for none.
+        gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
+        norm_eps: epsilon of the output norm.
+        kernel: name of a kernel of the design's op; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: `design` names none, or no op filters it.
-        DesignError: its parts do not fit together.
+        ArgumentError: an option has the wrong type or value, `design` is not a design, or its transition is a matrix or
+            in continuous time.
+        DesignError: no op filters this combination of parts.
+
+    Shape:
+        Input and output: `[B, T, D]`. State per head: that of the op, and of the convolution.
+
+    Complexity: that of the design's op.
+
+    Example:
+        >>> from kalmix.designs import Covariance, Design, Evidence, Transition
+        >>> from kalmix.layers import DesignLayer
+        >>> design = Design("mine", Transition("head", diffusion=True), Evidence("memory"), Covariance("dense"))
+        >>> y, state = DesignLayer(64, design=design, heads=2)(torch.randn(2, 16, 64))
+        >>> y.shape, state.belief.covariance.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 2, 32, 32]))
     """
 
     def __init__(
@@ -88,12 +106,12 @@ class DesignLayer(MemoryLayer):
         self.variances: nn.ModuleDict = nn.ModuleDict(variances)
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
-        """What is learned of the transition beside its projection."""
+        """Return the learned parameters of the transition, except projections."""
         dynamics = self.dynamics if self.decay is None else self.decay.dynamics
         return iter(()) if dynamics is None else dynamics.parameters()
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
-        """Those of the design: `[B, T, G]`, log-decays per key `[B, T, G, K]`, of cells as `kalmix.ops.diagonal`."""
+        """Compute the signals of the design: `[B, T, G]`, `[B, T, G, K]`, or as `kalmix.ops.diagonal` takes them."""
         signals = {name: noise(x) for name, noise in self.variances.items()}
         if self.decay is not None:
             signals["log_decay"] = self.decay(x).log_decay
@@ -106,16 +124,16 @@ class DesignLayer(MemoryLayer):
         return signals
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
-        """`kalmix.filter` under the design."""
+        """Call `kalmix.filter` under the design."""
         return filter_by(self.design, q, k, v, **arguments)
 
 
 def design_from_config(value: object) -> Design:
-    """The design given, named or spelled out.
+    """Build a design from a design, its name in the catalogue, or a mapping of its fields.
 
     Raises:
-        ArgumentError: it is none.
-        DesignError: its parts do not fit together.
+        ArgumentError: `value` is none of these.
+        DesignError: no op filters this combination of parts.
     """
     if isinstance(value, Design):
         return value

@@ -1,4 +1,4 @@
-"""An adaptive filter over images: a convolution whose kernel follows from dynamics, and that doubts what differs."""
+"""Adaptive filter over images: a convolution whose kernel follows from dynamics, with robust weights."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ SIDES = ("left", "right", "below", "above")  # where a neighbour may lie, in the
 def path_statistics(
     rate: Tensor, frequency: Tensor, process_noise: Tensor, key_noise: Tensor, query_noise: Tensor, path: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""What becomes of a complex state on its way across a plane (Adaptive Filter Attention, B.6).
+    """Return decay, rotation and variance of complex states along paths in a plane (appendix B.6 of the paper).
 
-    A path leads |x| along one axis and |y| along the other, each a diffusion of its own, that of the side it comes
-    from. What the first adds decays along the second; V is the mean of the two orders:
+    A path leads |x| along one axis and |y| along the other. Each side has a diffusion of its own. Noise of the first
+    axis decays along the second; V is the mean of the two orders:
 
-        E_x = exp(-a_x |x|),   kappa_x = (1 - E_x^2) / (2 a_x),   and so for y;   E = E_x E_y
+        E_x = exp(-a_x |x|),   kappa_x = (1 - E_x^2) / (2 a_x),   likewise for y;   E = E_x E_y
         V = s_x kappa_x (1 + E_y^2) / 2 + s_y kappa_y (1 + E_x^2) / 2 + key_noise E^2 + query_noise
         angle = w_x |x| + w_y |y|
 
-    Two of the paper's misprints are mended: it multiplies the two variances, so that a straight path has none, and
-    takes the noise of one side with the decay of the other. Along an axis this is `kalmix.ops.attend`.
+    Two misprints of the paper are corrected: it multiplies the two variances, which gives straight paths none, and uses
+    the noise of one side with the decay of the other. Along an axis this is `kalmix.ops.attend`.
 
     Args:
-        rate: `[4, H]`, a >= 0, of `SIDES`: x > 0 comes from the left, y > 0 from below.
-        frequency: `[4, H, C]`, w.
-        process_noise: `[4, H]`, s >= 0.
-        key_noise, query_noise: `[H]`, >= 0, not both 0.
+        rate: a >= 0, `[4, H]`, for the sides in `SIDES`: x > 0 comes from the left, y > 0 from below.
+        frequency: w, `[4, H, C]`.
+        process_noise: s >= 0, `[4, H]`.
+        key_noise: `[H]`, >= 0; not both noises are 0.
+        query_noise: `[H]`, >= 0.
         path: `[H, P, 2]`, x and y of P paths.
 
     Returns:
@@ -54,22 +55,36 @@ def path_statistics(
 
 
 class FilterConv2d(nn.Module):
-    r"""Every pixel estimated from those around it: Adaptive Filter Attention over the plane (B.6).
+    """Convolution over images that estimates every pixel from its neighbours with Adaptive Filter Attention.
+
+    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), appendix B.6, with misprints corrected.
 
         z = in(x);   y_i = out(sum_j A_ij E e^{i angle} z_j),   A_ij = softmax_j -log(V + |z_i - E e^{i angle} z_j|^2)
 
-    Pixels j are those of a square around i that lie in the image; E, angle and V are those of their `crossing`, along
-    axes that a head turns, stretches and shifts (T and b of the paper). Where z is small beside V nothing is doubted:
-    the paper's form, a depthwise convolution with Gabor filters of exponential envelope, flat without decay and process
-    noise. Doubt, as sequences have it, lets a pixel leave out those of another kind; no convolution can.
+    Pixels j are those of a square around i, inside the image. E, angle and V are given by `path_statistics`, along axes
+    that each head rotates, stretches and shifts (T and b in the paper). For z much smaller than V the weights do not
+    depend on z: this is the paper's form, a depthwise convolution with Gabor filters. Otherwise robust weights exclude
+    pixels that differ, which no convolution can do.
 
     Args:
-        in_channels, out_channels: of images.
-        kernel_size: of the square, odd.
-        heads: H, with dynamics of their own.
-        head_dim: C, complex channels of a head.
+        in_channels: channels of input images.
+        out_channels: channels of output images.
+        kernel_size: n, side of the square; odd.
+        heads: H, each with its own dynamics.
+        head_dim: C, complex channels per head.
 
-    Cost: O(n^2 H C) a pixel and the projections, n the kernel's size; as much memory for training.
+    Raises:
+        ArgumentError: a size is not a positive integer, or `kernel_size` is even.
+
+    Shape:
+        Input `[B, in_channels, Y, X]`, output `[B, out_channels, Y, X]`. It returns one tensor, not a pair.
+
+    Complexity: O(n^2 H C) time per pixel, and as much memory in training.
+
+    Example:
+        >>> from kalmix.layers import FilterConv2d
+        >>> FilterConv2d(3, 8, 5)(torch.randn(2, 3, 16, 16)).shape
+        torch.Size([2, 8, 16, 16])
     """
 
     def __init__(
@@ -96,7 +111,7 @@ class FilterConv2d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Rates log-uniform in [0.05, 1], noises so small that there is doubt at once, and the image's axes."""
+        """Set rates log-uniform in [0.05, 1], noises small, and axes to those of the image."""
         nn.init.uniform_(self.log_rate, math.log(0.05), 0.0)
         nn.init.normal_(self.frequency, std=0.3)
         for noise in (self.log_process_noise, self.log_key_noise, self.log_query_noise):
@@ -106,10 +121,10 @@ class FilterConv2d(nn.Module):
         nn.init.zeros_(self.shift)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of images `[B, in_channels, Y, X]`, as `[B, out_channels, Y, X]`.
+        """Filter images `[B, in_channels, Y, X]`; returns `[B, out_channels, Y, X]`.
 
         Raises:
-            ArgumentError: images of another shape.
+            ArgumentError: the images have another shape.
         """
         check_shape("x", x, "B C Y X", {"C": self.in_channels})
         z = self.in_proj(x)
@@ -118,7 +133,7 @@ class FilterConv2d(nn.Module):
         return self.out_proj(estimate.to(z.dtype))
 
     def estimate(self, z: Tensor) -> Tensor:
-        """The state at every pixel, given what is seen there: both `[B, H 2 C, Y, X]`, a head's real parts first."""
+        """Estimate the state at every pixel from projected pixels; both `[B, 2 H C, Y, X]`, real parts first."""
         reach, angle, variance = self.path_statistics(z.dtype)
         cos, sin = ((reach[..., None] * turn).mT[..., None] for turn in (angle.cos(), angle.sin()))
         real, imaginary = self._patches(z).chunk(2, 2)  # [B, H, C, P, Y X]
@@ -130,7 +145,7 @@ class FilterConv2d(nn.Module):
         return (weights[:, :, None] * moved).sum(3).reshape(z.shape)
 
     def path_statistics(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Reach, angle and variance of the ways from the pixels of the square, row by row, to its middle."""
+        """Return decay, angle and variance of the paths from the pixels of the square, row by row, to its center."""
         steps = torch.arange(self.kernel_size, device=self.axes.device, dtype=dtype) - self.kernel_size // 2
         up, right = torch.meshgrid(steps, -steps, indexing="ij")  # rows count downwards
         path = torch.stack([right, up], -1).flatten(0, 1) @ self.axes.to(dtype).mT + self.shift.to(dtype)[:, None]
@@ -139,6 +154,6 @@ class FilterConv2d(nn.Module):
         return path_statistics(rate, self.frequency.to(dtype), process, key, query, path)
 
     def _patches(self, x: Tensor) -> Tensor:
-        """The square around every pixel of `[B, H C, Y, X]`, 0 outside the image: `[B, H, C, P, Y X]`."""
+        """Return the square around every pixel of `[B, H C, Y, X]`, 0 outside the image: `[B, H, C, P, Y X]`."""
         patches = F.unfold(x, self.kernel_size, padding=self.kernel_size // 2)
         return patches.view(x.shape[0], self.heads, -1, self.kernel_size**2, patches.shape[-1])

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: DeltaNet whose memory decays, by as much as the token says."""
+"""Gated DeltaNet: a delta rule with a decay per head."""
 
 from __future__ import annotations
 
@@ -12,21 +12,39 @@ from kalmix.layers.parametrize import StepDecay
 
 
 class GatedDeltaNet(DeltaLayer):
-    """Gated DeltaNet (Yang et al., 2025): a gain and a decay per head, gated output.
+    """Gated DeltaNet: a delta rule with a gain and a decay per head, and a gated output.
 
-    Omitted sizes are as published: keys take 3/4 of D, values twice that, so that a layer has about 6 D^2 weights.
+    Paper: [Gated Delta Networks](https://arxiv.org/abs/2412.06464).
+
+        M_t = a_t M_{t-1} + g_t k_t (v_t - a_t M_{t-1}' k_t)',   read = M_t' q_t
+
+    Default sizes are as published: keys have 3/4 D columns and values twice as many, about 6 D^2 weights in all.
 
     Args:
         hidden_size: D.
-        heads, head_dim, expand_v: value heads, key width, value width over key width; see `Heads.of`.
-        key_heads: key heads, a divisor of `heads`; as many if absent.
-        conv: taps of the short convolution, 0 for none.
-        gate: of the output, "silu" or "sigmoid"; `None` for none.
-        negative_eigenvalues: gains up to 2.
-        norm_eps: of the output norm.
-        kernel: pin a kernel of `kalmix.ops.delta`.
+        heads: number of value heads, G. Default: so many that keys have about 3/4 D columns; see `Heads.of`.
+        key_heads: number of key heads, a divisor of `heads`; `heads` by default.
+        head_dim: key width, K. Default: see `Heads.of`.
+        expand_v: value width divided by key width.
+        conv: taps of the short convolution; 0 for none.
+        gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
+        negative_eigenvalues: whether gains reach 2 instead of 1.
+        norm_eps: epsilon of the output norm.
+        kernel: name of a kernel of `kalmix.ops.delta`; by default chosen by device, dtype and shape.
 
-    Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and the convolution's window.
+    Raises:
+        ArgumentError: an option has the wrong type or value.
+
+    Shape:
+        Input and output: `[B, T, D]`. State per head: `[K, V]`, and that of the convolution.
+
+    Complexity: O(T K V) per head, and the projections.
+
+    Example:
+        >>> from kalmix.layers import GatedDeltaNet
+        >>> y, state = GatedDeltaNet(64, heads=2)(torch.randn(2, 16, 64))
+        >>> y.shape, state.belief.mean.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 2, 24, 48]))
     """
 
     design: Design | None = designs.GATED_DELTANET
@@ -53,5 +71,5 @@ class GatedDeltaNet(DeltaLayer):
         self.decay: StepDecay = StepDecay(hidden_size, (sizes.heads,))
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
-        """Gain and log-decay, `[B, T, G]`."""
+        """Compute gain and log-decay, `[B, T, G]`."""
         return super().signals(x) | {"log_decay": self.decay(x).log_decay}

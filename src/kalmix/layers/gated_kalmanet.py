@@ -1,4 +1,4 @@
-"""Gated KalmaNet: a memory that is solved for, from all that was seen, at every token."""
+"""Gated KalmaNet: ridge regression over the past at every token, around the op `ridge`."""
 
 from __future__ import annotations
 
@@ -28,37 +28,51 @@ GAINS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GatedKalmaNet(MemoryLayer):
-    """Gated KalmaNet (arXiv:2511.21016, Figure 4 and equation 55): ridge regression over the whole past.
+    """Gated KalmaNet: at every token, the ridge regression of past values on past keys, with exponential forgetting.
+
+    Paper: [Gated KalmaNet](https://arxiv.org/abs/2511.21016), Figure 4, equations 3 and 55.
 
         H_t = a_t H_{t-1} + g_t k_t k_t',   U_t = a_t U_{t-1} + g_t k_t v_t'
         read = U_t' (m_t x_t + (1 - m_t) q_t),   (H_t + ridge I) x_t = q_t
 
-    with unit q and k, neither scaled, and per head a forgetting gate a, a write gate g and a connection m from the
-    query past the solver (the paper's gamma, beta and alpha), each of which can be left out. Omitted sizes are as
-    published: heads 128 wide that together take D (8 at D = 1024), a ridge of 0.02 ||H||_F, 30 Chebyshev iterations.
+    q and k are unit vectors. Each head has a forgetting gate a, a write gate g and a weight m of the solution (gamma,
+    beta and alpha in the paper); each can be left out. Default sizes are as published: 8 heads of width 128 at D =
+    1024, a ridge of 0.02 ||H||_F, and 30 Chebyshev iterations.
 
-    Its posterior is that of the read-out x'U for values of noise 1.
+    The variance is that of the read-out U'x for observation noise 1.
 
     Args:
         hidden_size: D.
-        heads, head_dim, expand_v: value heads, key width, value width over key width; see `Heads.of`.
-        key_heads: key heads, a divisor of `heads`; as many if absent. Keys are shared, not copied.
-        decay: whether the past fades; without, all tokens weigh the same (appendix J.2).
-        gain: "sigmoid" of a projection of x as in equation 55; "squared", that sigmoid squared, as published code
-            has it, where the gate scales key and value both; `None` for 1.
-        mix: whether there is a connection past the solver; without, the solution alone is read (appendix J.3).
-        ridge: `Adaptive(a)`, which a bare number means, or `Fixed(value)`; also as `spelling.spell` gives it.
-        solver: a solver of `kalmix.ops`; also as `spelling.spell` gives it.
-        conv: taps of the short convolution, 0 for none.
-        gate: of the output, "silu" or "sigmoid"; `None` for none.
-        norm_eps: of the output norm.
-        kernel: pin a kernel of `kalmix.ops.ridge`.
+        heads: number of value heads, G. Default: so many that keys have about D columns; see `Heads.of`.
+        key_heads: number of key heads, a divisor of `heads`; `heads` by default.
+        head_dim: key width, K. Default: see `Heads.of`.
+        expand_v: value width divided by key width.
+        decay: whether there is a forgetting gate; without it all tokens have the same weight (appendix J.2).
+        gain: write gate. "sigmoid" of a projection of x (equation 55); "squared", the square of that sigmoid, as in the
+            published code, which scales key and value; `None` for 1.
+        mix: whether to mix the solution with the query; otherwise only the solution is read (appendix J.3).
+        ridge: `Adaptive(a)`, or a number a, for a ridge of a ||H||_F; or `Fixed(value)`. Also a mapping; see
+            `kalmix.layers.config_io`.
+        solver: a solver of `kalmix.ops`, or its mapping or name.
+        conv: taps of the short convolution; 0 for none.
+        gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
+        norm_eps: epsilon of the output norm.
+        kernel: name of a kernel of `kalmix.ops.ridge`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option is not as above.
+        ArgumentError: an option has the wrong type or value.
 
-    Cost: O(T K (K r + V)) a head for r iterations, and the projections; the state is `[G, K, V]`, `[G, K, K]` and the
-    convolution's window.
+    Shape:
+        Input and output: `[B, T, D]`. State per head: `[K, V]`, `[K, K]`, and that of the convolution.
+
+    Complexity: O(T K (K r + V)) per head for r iterations, and the projections.
+
+    Example:
+        >>> from kalmix.layers import GatedKalmaNet
+        >>> layer = GatedKalmaNet(64, heads=2)
+        >>> y, state = layer(torch.randn(2, 16, 64))
+        >>> y.shape, state.belief.gram.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 2, 32, 32]))
     """
 
     design: Design | None = designs.GATED_KALMANET
@@ -98,11 +112,11 @@ class GatedKalmaNet(MemoryLayer):
         self.mix_proj: nn.Linear | None = nn.Linear(hidden_size, sizes.heads) if mix else None
 
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Unit vectors, not scaled: a longer query is a longer answer, which the norm behind it takes back."""
+        """Scale q and k to unit length. Queries need no further scale, since the output norm removes it."""
         return _normalize(q), _normalize(k)
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
-        """Those of log-decay, gain and mix that the layer has, `[B, T, G]`."""
+        """Compute log-decay, gain and mix `[B, T, G]`, as far as the layer has them."""
         signals = {} if self.decay is None else {"log_decay": self.decay(x).log_decay}
         if self.gain_proj is not None:
             signals["gain"] = GAINS[str(self.gain)](to_state_dtype(self.gain_proj(x)))
@@ -111,11 +125,11 @@ class GatedKalmaNet(MemoryLayer):
         return signals
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
-        """`kalmix.ops.ridge`."""
+        """Call `kalmix.ops.ridge`."""
         return ops.ridge(q, k, v, ridge=self.ridge, solver=self.solver, **arguments)
 
 
 def _normalize(x: Tensor) -> Tensor:
-    """x / (|x| + eps), as published, in float32 inside. The zero vector stays zero."""
+    """Return x / (|x| + eps), as in the published code, computed in float32; a zero vector stays zero."""
     x_state = to_state_dtype(x)
     return (x_state / (torch.linalg.vector_norm(x_state, dim=-1, keepdim=True) + NORM_EPS)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Gated linear attention (GLA): a memory that adds, in which every key decays as the token says."""
+"""Gated linear attention (GLA): a memory with a decay per key that depends on the token."""
 
 from __future__ import annotations
 
@@ -17,21 +17,40 @@ from kalmix.validation import check_number, check_positive_int
 
 
 class GLA(MemoryLayer):
-    """Gated linear attention (Yang et al., 2024): log-decays logsigmoid(low rank(x)) / 16 per key, gated output.
+    """Gated linear attention: a decay per key that depends on the token, and a gated output.
 
-    Omitted sizes are as published: keys take half of D, values all of it.
+    Paper: [Gated Linear Attention Transformers](https://arxiv.org/abs/2312.06635).
+
+        M_t = diag(a_t) M_{t-1} + k_t v_t',   log a_t = logsigmoid(low_rank(x_t)) / temperature,   read = M_t' q_t /
+        sqrt(K)
+
+    Default sizes are as published: keys have D / 2 columns, values D.
 
     Args:
         hidden_size: D.
-        heads, head_dim, expand_v: value heads, key width, value width over key width; see `Heads.of`.
-        conv: taps of a short convolution with SiLU behind it; none as published.
-        gate: of the output, "silu" or "sigmoid"; `None` for none.
-        rank: of the projection to decays.
-        temperature: what their logarithms are divided by: the larger, the slower memory fades.
-        norm_eps: of the output norm.
-        kernel: pin a kernel of `kalmix.ops.additive`.
+        heads: number of heads, G. Default: so many that keys have about D / 2 columns; see `Heads.of`.
+        head_dim: key width, K. Default: see `Heads.of`.
+        expand_v: value width divided by key width.
+        conv: taps of a short convolution followed by SiLU; 0 for none, as published.
+        gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
+        rank: rank of the projection to decays.
+        temperature: divisor of the log-decays; a larger one makes the memory decay more slowly.
+        norm_eps: epsilon of the output norm.
+        kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
-    Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and the convolution's window.
+    Raises:
+        ArgumentError: an option has the wrong type or value.
+
+    Shape:
+        Input and output: `[B, T, D]`. State per head: `[K, V]`, and that of the convolution.
+
+    Complexity: O(T K V) per head, and the projections.
+
+    Example:
+        >>> from kalmix.layers import GLA
+        >>> y, state = GLA(64, heads=2)(torch.randn(2, 16, 64))
+        >>> y.shape, state.belief.mean.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 2, 16, 32]))
     """
 
     design: Design | None = designs.GLA
@@ -58,14 +77,14 @@ class GLA(MemoryLayer):
         self.decay_proj: nn.Sequential = low_rank(hidden_size, rank, sizes.heads * sizes.key_width, bias=True)
 
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """As projected, q scaled by 1 / sqrt(K)."""
+        """Scale q by 1 / sqrt(K)."""
         return q * q.shape[-1] ** -0.5, k
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
-        """Log-decays, `[B, T, G, K]`."""
+        """Compute log-decays, `[B, T, G, K]`."""
         raw = to_state_dtype(self.decay_proj(x)).unflatten(-1, (self.sizes.heads, -1))
         return {"log_decay": F.logsigmoid(raw) / self.temperature}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
-        """`kalmix.ops.additive`."""
+        """Call `kalmix.ops.additive`."""
         return ops.additive(q, k, v, **arguments)

@@ -1,4 +1,4 @@
-"""How many heads a memory has, and how wide."""
+"""Number and widths of the heads of a layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from kalmix.validation import MAX_INT, check_positive_int
 
 
 class Heads(NamedTuple):
-    """The sizes of a memory: H key heads, K wide; G value heads, V wide; value head g reads key head g // (G / H)."""
+    """Sizes of a memory with several heads. Value head g reads key head g // (heads / key_heads).
+
+    Attributes:
+        key_heads: H.
+        heads: G, value heads; a multiple of H.
+        key_width: K, columns of a key.
+        value_width: V, columns of a value.
+    """
 
     key_heads: int
     heads: int
@@ -28,18 +35,20 @@ class Heads(NamedTuple):
         share: float = 1.0,
         max_width: int = 128,
     ) -> Heads:
-        """Sizes from what a layer was told and, where it was not, from the width of the model.
+        """Compute sizes from the options of a layer; derive omitted ones from the hidden size.
 
         Args:
             hidden_size: D.
-            heads: G; as many as make `G * head_dim` about `share * D` if absent.
-            head_dim: K; if absent `share * D / G` where `heads` are given, else a power of two from 2 to
-                `widest`, at most D / 4, which kernels like.
+            heads: G. Default: so many that `G * head_dim` is about `share * D`.
+            head_dim: K. Default: `share * D / G` if `heads` is given, otherwise a power of two from 2 to `max_width`
+                that is at most D / 4.
             expand_v: V / K.
-            key_heads: H, a divisor of G; G if absent.
+            key_heads: H, a divisor of G. Default: G.
+            share: total columns of keys divided by D, for omitted sizes.
+            max_width: largest default of K.
 
         Raises:
-            ArgumentError: one of them is no positive number, or they do not fit.
+            ArgumentError: a size is not a positive integer, or the sizes do not match.
         """
         check_positive_int("hidden_size", hidden_size)
         if heads is not None:
@@ -66,20 +75,20 @@ class Heads(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Columns of all keys."""
+        """Total number of key columns, H K."""
         return self.key_heads * self.key_width
 
     @property
     def values(self) -> int:
-        """Columns of all values."""
+        """Total number of value columns, G V."""
         return self.heads * self.value_width
 
 
 def divide_state(state: float, parts: int) -> int:
-    """Return an equal part of `state` numbers.
+    """Return `state / parts`.
 
     Raises:
-        ArgumentError: they do not divide so.
+        ArgumentError: `state` is not a positive multiple of `parts`.
     """
     if state % parts or state < parts:
         raise ArgumentError("state", got=f"{state:g}", expected=f"a positive multiple of {parts}")

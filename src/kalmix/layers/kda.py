@@ -1,4 +1,4 @@
-"""Kimi Delta Attention (KDA): a gated delta rule in which every key has a decay of its own."""
+"""Kimi Delta Attention (KDA): a delta rule with a decay per key."""
 
 from __future__ import annotations
 
@@ -12,21 +12,39 @@ from kalmix.layers.parametrize import StepDecay
 
 
 class KDA(DeltaLayer):
-    """Kimi Delta Attention (Kimi Team, 2025): a gain per head, a decay per key, a low-rank sigmoid gate.
+    """Kimi Delta Attention: a delta rule with a gain per head, a decay per key, and a low-rank sigmoid gate.
 
-    The steps of the decays, per key, come through a projection of rank V; rates are per head.
+    Paper: [Kimi Linear](https://arxiv.org/abs/2510.26692).
+
+        M_t = diag(a_t) M_{t-1} + g_t k_t (v_t - (diag(a_t) M_{t-1})' k_t)',   read = M_t' q_t
+
+    The steps of the decays are per key, through a projection of rank V; rates are per head.
 
     Args:
         hidden_size: D.
-        heads, head_dim, expand_v: value heads, key width, value width over key width; see `Heads.of`.
-        key_heads: key heads, a divisor of `heads`; as many if absent.
-        conv: taps of the short convolution, 0 for none.
-        gate: of the output, "sigmoid" or "silu"; `None` for none.
-        negative_eigenvalues: gains up to 2.
-        norm_eps: of the output norm.
-        kernel: pin a kernel of `kalmix.ops.delta`.
+        heads: number of value heads, G. Default: so many that keys have about D columns; see `Heads.of`.
+        key_heads: number of key heads, a divisor of `heads`; `heads` by default.
+        head_dim: key width, K. Default: see `Heads.of`.
+        expand_v: value width divided by key width.
+        conv: taps of the short convolution; 0 for none.
+        gate: activation of the output gate, "sigmoid" or "silu"; `None` for no gate.
+        negative_eigenvalues: whether gains reach 2 instead of 1.
+        norm_eps: epsilon of the output norm.
+        kernel: name of a kernel of `kalmix.ops.delta`; by default chosen by device, dtype and shape.
 
-    Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and the convolution's window.
+    Raises:
+        ArgumentError: an option has the wrong type or value.
+
+    Shape:
+        Input and output: `[B, T, D]`. State per head: `[K, V]`, and that of the convolution.
+
+    Complexity: O(T K V) per head, and the projections.
+
+    Example:
+        >>> from kalmix.layers import KDA
+        >>> y, state = KDA(64, heads=2)(torch.randn(2, 16, 64))
+        >>> y.shape, state.belief.mean.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 2, 32, 32]))
     """
 
     design: Design | None = designs.KDA
@@ -54,5 +72,5 @@ class KDA(DeltaLayer):
         )
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
-        """Gain `[B, T, G]` and log-decay `[B, T, G, K]`."""
+        """Compute gain `[B, T, G]` and log-decay `[B, T, G, K]`."""
         return super().signals(x) | {"log_decay": self.decay(x).log_decay}

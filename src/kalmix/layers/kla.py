@@ -23,7 +23,12 @@ from kalmix.validation import check_positive_int
 
 @loadable
 class KLAState(NamedTuple):
-    """What a KLA layer remembers: `belief` `[N, 1, slots, channels]` twice, and the convolution's window."""
+    """State of a KLA layer.
+
+    Attributes:
+        belief: means and variances, `[N, 1, slots, channels]` each.
+        conv_state: state of the short convolution, `[N, 3, channels]`.
+    """
 
     belief: DiagonalBelief
     conv_state: Tensor
@@ -34,25 +39,43 @@ class KLAState(NamedTuple):
 
 
 class KLA(Mixer):
-    """Kalman Linear Attention, Algorithm 1 and Figure 7 of the paper: a block in itself, with no MLP behind it.
+    """Kalman Linear Attention: an exact Kalman filter for every cell (slot, channel) of a memory, with a gated output.
+
+    Paper: [Kalman Linear Attention](https://arxiv.org/abs/2602.10743), Algorithm 1, Figure 7, equations 16 to 20.
 
         z, gate = in(x);  z = SiLU(conv4(z));  v, noise, k, q = project(z)
         y = out((filter(q / |q|, k / |k|, v, precision = 1 / (softplus(noise) + 1e-4)) + skip * z) * SiLU(gate))
 
-    The filter's dynamics are learned per cell and do not depend on the token: filtering is done by uncertainty. The
-    skip (a learned scale per channel, initially 1) is one of Figure 7's "residual/skip connections", which Algorithm 1
-    leaves out; it carries no uncertainty. The filter runs in float32, under autocast too.
+    This layer gates its own output: do not put an MLP after it. Use it alone in a residual block.
+
+    Decay and process noise are learned per cell and do not depend on the token; tokens are weighted by their
+    observation noise. The skip is a learned scale per channel, initially 1, shown in Figure 7 but not in Algorithm 1;
+    it adds no variance. The filter runs in float32, also under autocast.
 
     Args:
         hidden_size: D.
-        slots: N, memory slots (the key width) a channel.
-        expand: channels = expand * hidden_size; the paper uses 1.
-        discretization: "ou" (exact Ornstein-Uhlenbeck, equation 8) or "zoh", the ablation.
-        process_noise: false fixes the process noise at 0, the noise-free ablation (section 5.6).
-        rank: of the projections to value and noise, `[channels, rank]` then `[rank, 2 channels]`; full if absent.
-        kernel: pin a kernel of `kalmix.ops.diagonal`.
+        slots: N, memory slots (key width) per channel.
+        expand: number of channels divided by D; 1 in the paper.
+        discretization: "ou" (exact Ornstein-Uhlenbeck process, equation 8) or "zoh" (zero-order hold, an ablation).
+        process_noise: False fixes the process noise at 0 (ablation of section 5.6).
+        rank: rank of the projection to value and noise; full rank by default.
+        kernel: name of a kernel of `kalmix.ops.diagonal`; by default chosen by device, dtype and shape.
 
-    Cost: O(T channels slots) and the projections; the state is 2 slots + 3 numbers a channel, whatever T.
+    Raises:
+        ArgumentError: an option has the wrong type or value.
+
+    Shape:
+        Input and output: `[B, T, D]`. State: `2 slots + 3` floats per channel.
+
+    Complexity: O(T channels slots), and the projections.
+
+    Example:
+        >>> from kalmix.layers import KLA
+        >>> layer = KLA(64)
+        >>> y, state = layer(torch.randn(2, 16, 64))
+        >>> y, state = layer(torch.randn(2, 1, 64), state)  # decode one more token
+        >>> y.shape, state.belief.mean.shape
+        (torch.Size([2, 1, 64]), torch.Size([2, 1, 16, 64]))
     """
 
     design: Design | None = designs.KLA
@@ -90,24 +113,24 @@ class KLA(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The parameters this module holds itself; its parts reset themselves."""
+        """Set the skip to 1."""
         nn.init.ones_(self.skip)
 
     @classmethod
     def options_for_state_size(
         cls, width: int, state: int, *, slots: int | None = None, **given: Any
     ) -> dict[str, Any]:
-        """Return as many slots as `state` numbers make of a mean and a variance in each of `width` channels."""
+        """Return the number of slots for a state of `state` numbers: a mean and a variance per slot and channel."""
         return {"slots": slots or divide_state(state, 2 * width)}
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
-        """Rates, steps and diffusions of the cells."""
+        """Return rates, steps and diffusions of the cells."""
         return self.dynamics.parameters()
 
     def read(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False
     ) -> tuple[Filtered, tuple[Tensor, Tensor]]:
-        """The posterior of what the query asks, `[B, T, channels]`, independent between channels."""
+        """Return the posterior of the read-out, `[B, T, channels]`, independent between channels; see `Mixer.read`."""
         previous = check_state(state, KLAState, x, segments)
         belief, conv_state = (None, None) if previous is None else previous
         signals, (z, gate), conv_state = self.signals(x, conv_state, segments)
@@ -121,8 +144,17 @@ class KLA(Mixer):
     def signals(
         self, x: Tensor, conv_state: Tensor | None = None, segments: Segments | None = None
     ) -> tuple[dict[str, Any], tuple[Tensor, Tensor], Tensor]:
-        """What tokens `x` `[B, T, D]` supply: the arguments of `kalmix.ops.diagonal` (one head), what skip and gate
-        take (both `[B, T, channels]`), and the convolution's window after them."""
+        """Compute the arguments of the op from tokens.
+
+        Args:
+            x: tokens `[B, T, D]`.
+            conv_state: state of the convolution, or `None`.
+            segments: runs of tokens that form sequences, or `None`.
+
+        Returns:
+            Arguments of `kalmix.ops.diagonal` (with one head); the inputs of skip and gate, `[B, T, channels]` each;
+            and the new state of the convolution.
+        """
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         z, gate = self.in_proj(mask_outside(x, segment_ids)).chunk(2, dim=-1)
         z, after = self.conv(z, conv_state, segments, segment_ids)
@@ -136,11 +168,11 @@ class KLA(Mixer):
         return signals | {"log_decay": log_decay, "process_noise": process_noise}, (z, gate), after
 
     def state_size(self, length: int) -> int:
-        """Return the number of means and variances: two a cell."""
+        """Return the number of means and variances."""
         return 2 * self.slots * self.channels
 
     def write_gain(self, x: Tensor) -> Tensor:
-        """Return the write gains `[B, T]`, averaged over cells; O(T) calls of the layer."""
+        """Return the write gains `[B, T]`, averaged over cells; calls the layer once per token."""
         log_decay, process_noise = self.dynamics(torch.float32)
         squared_decay, state, gains = (2 * log_decay).exp(), None, []
         variance = torch.ones_like(log_decay)[None]  # the prior
@@ -152,16 +184,16 @@ class KLA(Mixer):
         return torch.stack(gains, 1)
 
     def attention_map(self, x: Tensor) -> Tensor:
-        """Return the Kalman attention maps of all channels (appendix E.4), in closed form."""
+        """Return the attention maps of all channels in closed form (appendix E.4), `[B, channels, T, T]`."""
         return ops.diagonal_matrix(**self.signals(x)[0]).weights.flatten(1, 2)
 
     def project_out(self, readout: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
-        """Skip, gate and output projection."""
+        """Apply skip, gate and output projection."""
         skip, gate = context
         return self.out_proj((readout + skip) * gate)
 
     def project_out_variance(self, variance: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
-        """Through the gate, squared, and the output projection, squared; exact, as channels are independent."""
+        """Propagate the variance through gate and output projection; exact, since channels are independent."""
         _, gate = context
         with torch.autocast(variance.device.type, enabled=False):
             dtype = variance.dtype

@@ -1,4 +1,4 @@
-"""Linear attention: a memory that only adds, read as a weighted mean."""
+"""Linear attention: a memory without decay, read as a weighted mean."""
 
 from __future__ import annotations
 
@@ -17,17 +17,34 @@ from kalmix.types import Filtered
 
 
 class LinearAttention(MemoryLayer):
-    """Linear attention (Katharopoulos et al., 2020): features elu + 1 of q and k, the read-out divided by its weight.
+    """Linear attention with features elu + 1, normalised by the sum of its weights.
 
-    The sum of weights is one more column of the memory, in which every value is 1. There is neither convolution nor
-    norm nor gate: the read-out is a mean of values.
+    Paper: [Transformers are RNNs](https://arxiv.org/abs/2006.16236).
+
+        M_t = M_{t-1} + k_t [v_t, 1]',   read = (M_t' q_t)_v / (M_t' q_t)_1,   q, k = elu(project(x)) + 1
+
+    The sum of weights is one more column of the memory, for a value of 1. The layer has no convolution, norm or gate.
 
     Args:
         hidden_size: D.
-        heads, head_dim, expand_v: value heads, key width, value width over key width; see `Heads.of`.
-        kernel: pin a kernel of `kalmix.ops.additive`.
+        heads: number of heads, G. Default: so many that keys have about D columns; see `Heads.of`.
+        head_dim: key width, K. Default: see `Heads.of`.
+        expand_v: value width divided by key width.
+        kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
-    Cost: O(T K V) a head and the projections; the state is `[G, K, V + 1]`.
+    Raises:
+        ArgumentError: an option has the wrong type or value.
+
+    Shape:
+        Input and output: `[B, T, D]`. State per head: `[K, V + 1]`.
+
+    Complexity: O(T K V) per head, and the projections.
+
+    Example:
+        >>> from kalmix.layers import LinearAttention
+        >>> y, state = LinearAttention(64, heads=2)(torch.randn(2, 16, 64))
+        >>> y.shape, state.belief.mean.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 2, 32, 33]))
     """
 
     design: Design | None = designs.LINEAR_ATTENTION
@@ -45,20 +62,20 @@ class LinearAttention(MemoryLayer):
         super().__init__(hidden_size, sizes, conv=0, activate=False, norm_width=0, kernel=kernel)
 
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Positive features, so that weights are."""
+        """Apply elu + 1, so that weights are positive."""
         return F.elu(q) + 1, F.elu(k) + 1
 
     @property
     def memory_shape(self) -> tuple[int, int]:
-        """Rows and columns of a value head's memory, the sum of weights included."""
+        """Rows and columns of the memory of one value head, with the sum of weights."""
         return self.sizes.key_width, self.sizes.value_width + 1
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
-        """Nothing beside q, k and v."""
+        """Return no arguments beside q, k and v."""
         return {}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
-        """`kalmix.ops.additive`, over the weights; 0 where nothing was ever written."""
+        """Call `kalmix.ops.additive` and divide by the sum of weights; 0 before the first token."""
         found = ops.additive(q, k, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1), **arguments)
         value, weight = to_state_dtype(found.mean).split([v.shape[-1], 1], dim=-1)
         return found._replace(mean=(value / (weight + 1e-6)).to(v.dtype))

@@ -1,4 +1,4 @@
-"""Mamba-2: a state space whose heads share what they read and write along."""
+"""Mamba-2: a state space model whose heads share queries and keys."""
 
 from __future__ import annotations
 
@@ -18,25 +18,42 @@ from kalmix.validation import check_positive_int
 
 
 class Mamba2(MemoryLayer):
-    """Mamba-2 (Dao and Gu, 2024): a block in itself, with no MLP behind it.
+    """Mamba-2: a state space model with a decay per head, a skip connection and a gated output.
+
+    Paper: [Transformers are SSMs](https://arxiv.org/abs/2405.21060).
 
         C, B, v = SiLU(conv(project(x)));  M_t = exp(-rate step_t) M_{t-1} + step_t B_t v_t'
         y = out(norm((M_t' C_t + skip * v) * SiLU(gate(x))))
 
-    C and B (q and k) are shared by the heads of a group, by default by all; the norm is over a group and behind the
-    gate; the skip (`D` in published code) is a scale per head, initially 1.
+    This layer gates its own output: do not put an MLP after it. Use it alone in a residual block.
+
+    C and B are query and key, shared by the heads of a group (by default by all heads). The norm is applied to each
+    group, after the gate. The skip (`D` in the published code) is a scale per head, initially 1.
 
     Args:
         hidden_size: D.
-        heads, head_dim: of v; about `expand * D` columns in all, a power of two up to 64 a head if absent.
-        groups: key heads, a divisor of `heads`.
-        state_dim: width of B and C; 128, or D where that is less, if absent.
-        expand: columns of v over D, where `heads` or `head_dim` are absent.
-        conv: taps of the short convolution, 0 for none.
-        norm_eps: of the output norm.
-        kernel: pin a kernel of `kalmix.ops.additive`.
+        heads: number of value heads. Default: so many that values have about `expand * D` columns.
+        head_dim: value width, V. Default: see `Heads.of`.
+        groups: number of key heads, a divisor of `heads`.
+        state_dim: width of B and C, K. Default: 128, or D if that is less.
+        expand: value columns divided by D, if `heads` or `head_dim` is omitted.
+        conv: taps of the short convolution; 0 for none.
+        norm_eps: epsilon of the output norm.
+        kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
-    Cost: O(T state_dim) a column and the projections; the state is `[G, state_dim, V]` and the convolution's window.
+    Raises:
+        ArgumentError: an option has the wrong type or value.
+
+    Shape:
+        Input and output: `[B, T, D]`. State per head: `[K, V]`, and that of the convolution.
+
+    Complexity: O(T K V) per head, and the projections.
+
+    Example:
+        >>> from kalmix.layers import Mamba2
+        >>> y, state = Mamba2(64)(torch.randn(2, 16, 64))
+        >>> y.shape, state.belief.mean.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 8, 64, 16]))
     """
 
     design: Design | None = designs.MAMBA2
@@ -79,33 +96,33 @@ class Mamba2(MemoryLayer):
         state_dim: int | None = None,
         **given: Any,
     ) -> dict[str, Any]:
-        """Return heads that together have `values * width` columns, and rows for `state` numbers in all."""
+        """Return heads with `values * width` value columns in total, and the state dimension for `state` numbers."""
         check_positive_int("heads", heads)
         columns = head_dim or divide_state(width * values, heads)
         rows = state_dim or divide_state(state, heads * columns)
         return {"heads": heads, "head_dim": columns, "state_dim": rows}
 
     def reset_parameters(self) -> None:
-        """The parameters this module holds itself; its parts reset themselves."""
+        """Set the skip and the scale of the norm to 1."""
         nn.init.ones_(self.skip)
         nn.init.ones_(self.norm_scale)
 
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """C and B as they are, without a scale."""
+        """Return C and B unchanged."""
         return q, k
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
-        """Log-decays and, as gains, the steps, `[B, T, G]`."""
+        """Compute log-decays, and the steps as gains, `[B, T, G]`."""
         decay = self.decay(x)
         return {"log_decay": decay.log_decay, "gain": decay.step}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
-        """`kalmix.ops.additive`, and the skip."""
+        """Call `kalmix.ops.additive` and add the skip."""
         found = ops.additive(q, k, v, **arguments)
         return found._replace(mean=found.mean + self.skip.to(v.dtype)[:, None] * v)
 
     def project_out(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
-        """Gate, then the norm of each group, then projection."""
+        """Apply gate, norm of each group, and output projection."""
         gate, _ = context
         assert gate is not None  # the layer always has one
         gated = (readout * gate).unflatten(-1, (self.sizes.key_heads, -1))

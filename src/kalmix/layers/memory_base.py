@@ -1,4 +1,4 @@
-"""What layers around a memory share: projections, short convolution, the op's call, output norm and gate."""
+"""Base class of layers with a matrix memory: projections, short convolution, op, output norm and gate."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch
 
 @loadable
 class MemoryState(NamedTuple):
-    """What a memory layer remembers of each sequence: the `belief` of its op, and what its projections `carried`.
+    """State of a memory layer.
 
-    That is the convolution's window `[N, size - 1, channels]` (of size 0 without one).
+    Attributes:
+        belief: belief of the layer's op.
+        conv_state: state of the short convolution, `[N, size - 1, channels]`; empty without a convolution. In `RetNet`
+            it is the number of past tokens, int64 `[N]`.
     """
 
     belief: Any  # a Belief; see `Filtered`
@@ -38,24 +41,25 @@ class MemoryState(NamedTuple):
 
 
 class MemoryLayer(Mixer):
-    """A mixer that writes values along keys into a memory and reads it along queries:
+    """Layer that writes values along keys into a memory and reads it along queries.
 
-        q, k, v = SiLU(conv(project(x)));  q, k = address(q, k)
+        q, k, v = SiLU(conv(project(x)));  q, k = normalize_qk(q, k)
         y = out(norm(op(q, k, v, signals(x))) * gate(x))
 
-    A subclass says what is its paper's: `signals` and `op`, and `address` where it is not QK norm. Beliefs, decays,
-    gains and noises are float32, under autocast too.
+    A subclass implements `signals` and `op`, and `normalize_qk` unless q and k are unit vectors. Beliefs, decays, gains
+    and noises are float32, also under autocast.
 
     Args:
         hidden_size: D.
-        sizes: of the heads.
-        conv: taps of the causal convolution over q, k and v; 0 for none.  conv_bias: whether it has a bias.
-        activate: whether SiLU comes behind it.
-        gate: "silu" or "sigmoid" of a projection of x, or `None`.
-        gate_rank: of that projection, which then has a bias; full, without a bias, if absent.
-        norm_width: columns normalised together; a head's if absent, 0 for no norm.
-        norm_eps: of the output norm.
-        kernel: pin a kernel of the op.
+        sizes: number and widths of the heads.
+        conv: taps of the causal convolution over q, k and v; 0 for none.
+        conv_bias: whether the convolution has a bias.
+        activate: whether SiLU follows the convolution.
+        gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
+        gate_rank: rank of the projection to the gate, which then has a bias; full rank without a bias by default.
+        norm_width: columns that the output norm normalises together. Default: those of a head; 0 for no norm.
+        norm_eps: epsilon of the output norm.
+        kernel: name of a kernel of the op; by default chosen by device, dtype and shape.
     """
 
     def __init__(
@@ -106,9 +110,9 @@ class MemoryLayer(Mixer):
         head_dim: int | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Return heads that together have `values * width` columns, and keys as wide as `state` numbers make of it.
+        """Return heads with `values * width` value columns in total, and the key width for a state of `state` numbers.
 
-        Where there is a covariance, keys are as wide as values, and a head has two such squares.
+        If the belief has a covariance, keys are as wide as values, so each head holds two square matrices.
         """
         check_positive_int("heads", heads)
         if cls.design is not None and cls.design.covariance.elements(1, 1):
@@ -119,20 +123,30 @@ class MemoryLayer(Mixer):
 
     @abstractmethod
     def signals(self, x: Tensor) -> dict[str, Tensor]:
-        """What tokens `x` `[B, T, D]` supply beside q, k and v: arguments of the op."""
+        """Compute the arguments of the op beside q, k and v from tokens `x` `[B, T, D]`."""
 
     @abstractmethod
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
-        """Filter q, k `[B, T, H, K]` and v `[B, T, G, V]` with `signals`, a belief and segments."""
+        """Call the op with q, k `[B, T, H, K]`, v `[B, T, G, V]`, `signals`, a belief and segments."""
 
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Where to read and write, given projected heads `[B, T, H, K]`: unit vectors, q scaled by 1 / sqrt(K)."""
+        """Normalise queries and keys `[B, T, H, K]`: unit vectors, queries scaled by 1 / sqrt(K)."""
         return l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)
 
     def project(
         self, x: Tensor, conv_state: Tensor | None, segments: Segments | None, segment_ids: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v of tokens `x`, and what to carry on behind them."""
+        """Compute queries, keys and values of tokens.
+
+        Args:
+            x: tokens `[B, T, D]`.
+            conv_state: state of the convolution, or `None`.
+            segments: runs of tokens that form sequences, or `None`.
+            segment_ids: sequence of each token `[B, T]`, or `None`.
+
+        Returns:
+            q and k `[B, T, H, K]`, v `[B, T, G, V]`, and the new state of the convolution.
+        """
         mixed = self.qkv_proj(x)
         if self.conv is None:
             final_conv_state = mixed.new_zeros(x.shape[0] if segments is None else segments.count, 0)
@@ -146,7 +160,7 @@ class MemoryLayer(Mixer):
     def read(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False
     ) -> tuple[Filtered, tuple[Tensor | None, Tensor]]:
-        """What the queries read out of the memory, `[B, T, G * V]`, independent between columns."""
+        """Return the read-out `[B, T, G V]`, whose columns are independent, and the gate; see `Mixer.read`."""
         previous = check_state(state, MemoryState, x, segments)
         belief, conv_state = (None, None) if previous is None else previous
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
@@ -163,20 +177,20 @@ class MemoryLayer(Mixer):
 
     @property
     def memory_shape(self) -> tuple[int, int]:
-        """Rows and columns of a value head's memory, as its op has it."""
+        """Rows and columns of the memory of one value head, as the op stores it."""
         return self.sizes.key_width, self.sizes.value_width
 
     def state_size(self, length: int) -> int:
-        """Return the number of elements of the memories and, where the design keeps them, of covariances."""
+        """Return the number of elements of all memories and, if the belief has them, covariances."""
         rows, columns = self.memory_shape
         covariance_size = 0 if self.design is None else self.design.covariance.elements(rows, columns)
         return self.sizes.heads * (rows * columns + covariance_size)
 
     def write_gain(self, x: Tensor) -> Tensor | None:
-        """Return the write gains `[B, T]`, averaged over heads: s' / r^2 with s' the variance at the token's key.
+        """Return the gains `[B, T]`, averaged over heads: s' / r^2, where s' is the variance along the token's key.
 
-        For 1 / s' = 1 / s~ + 1 / r^2. Of a regression it is the token's leverage. `None` where the memory has no
-        covariance, or is not what tokens observe.
+        It equals 1 - s' / s since 1 / s' = 1 / s + 1 / r^2; for a regression it is the leverage of the token. `None` if
+        the belief has no covariance, or tokens do not observe the memory.
         """
         if self.design is None or not self.design.has_variance or self.design.evidence.kind != "memory":
             return None
@@ -188,9 +202,9 @@ class MemoryLayer(Mixer):
         return (weight * posterior[..., 0]).mean(-1)
 
     def attention_map(self, x: Tensor) -> Tensor | None:
-        """Return a map for each value head: what its memory makes of values that are the columns of the identity.
+        """Return the map of each value head: the read-outs for values that are the columns of the identity.
 
-        A read-out is linear in values, and the same for every column; `None` where columns have cells of their own.
+        `None` if each column has its own covariance, since maps then differ between columns.
         """
         if self.design is not None and self.design.evidence.kind == "cell":
             return None
@@ -199,17 +213,16 @@ class MemoryLayer(Mixer):
         return self.op(q, k, identity, **self.signals(x)).mean.transpose(1, 2)
 
     def project_out(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
-        """Output norm, gate, output projection. Samples are normalised each by its own size."""
+        """Apply output norm, gate and output projection. Each sample is normalised by its own root mean square."""
         gate, _ = context
         output = readout if self.norm is None else self.norm(self._split(readout)).flatten(-2)
         return self.out_proj(output if gate is None else output * gate)
 
     def project_out_variance(self, variance: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
-        """Through norm, gate and projection, each squared; columns are independent.
+        """Propagate the variance through norm, gate and projection.
 
-        The norm divides a sample by its own root mean square, which is random. Here its mean square is replaced by
-        the expected one, mean^2 + variance averaged over the head: exact as heads become wide, and never more than
-        the norm lets through. Gate and projection are exact.
+        Gate and projection are exact. The norm divides by a random root mean square; here its square is replaced by the
+        expected one, mean^2 + variance averaged over the head. This is exact in the limit of wide heads.
         """
         gate, mean = context
         with torch.autocast(variance.device.type, enabled=False):
@@ -222,5 +235,5 @@ class MemoryLayer(Mixer):
             return F.linear(variance, self.out_proj.weight.to(variance.dtype).square())
 
     def _split(self, x: Tensor) -> Tensor:
-        """`[..., G * V]` into what is normalised together."""
+        """Split `[..., G V]` into the groups that are normalised together."""
         return x.unflatten(-1, (-1, self.norm_width))

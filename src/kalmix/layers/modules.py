@@ -1,4 +1,4 @@
-"""Parts that layers share."""
+"""Modules and functions that several layers use."""
 
 from __future__ import annotations
 
@@ -13,20 +13,25 @@ from kalmix.validation import check_number
 
 
 def to_state_dtype(x: Tensor) -> Tensor:
-    """`x` in the dtype of a belief: float32 from half precision, else as it is."""
+    """Convert a tensor to the dtype of beliefs: float32, or float64 if it is float64."""
     return x.to(belief_dtype(x.dtype))
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """`x` scaled to length 1 along its last axis, in float32 inside; QK norm. The zero vector stays zero."""
+    """Scale `x` to length 1 along its last axis, computed in float32; a zero vector stays zero."""
     x_state = to_state_dtype(x)
     return (x_state * torch.rsqrt(x_state.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def apply_rotary(x: Tensor, position: Tensor, base: float) -> Tensor:
-    """Rotary positions: `x` `[B, T, heads, width]` turned by `position` `[B, T]`, in float32 inside; width is even.
+    """Apply rotary position embeddings, computed in float32.
 
-    Columns turn in pairs (j, j + width / 2), by base^(-2 j / width) radians a position.
+    Columns j and j + width / 2 rotate together, by base^(-2 j / width) radians per position.
+
+    Args:
+        x: `[B, T, heads, width]`, of even width.
+        position: `[B, T]`.
+        base: base of the frequencies.
     """
     half = x.shape[-1] // 2
     frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
@@ -35,31 +40,43 @@ def apply_rotary(x: Tensor, position: Tensor, base: float) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Complex pairs `[..., 2 C]`, the first C columns real, turned by angles `[..., C]`, given as cosine and sine."""
+    """Rotate complex numbers given as real pairs.
+
+    Args:
+        x: `[..., 2 C]`, the C real parts, then the C imaginary parts.
+        cos: `[..., C]`, cosine of the angle.
+        sin: `[..., C]`, its sine.
+    """
     real, imaginary = x.chunk(2, dim=-1)
     return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
 
 
 def low_rank(inputs: int, rank: int, outputs: int, bias: bool) -> nn.Sequential:
-    """A linear map through `rank` numbers, with a bias behind it or not."""
+    """Build a linear map of rank `rank`: two linear layers, of which the second may have a bias."""
     return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias))
 
 
 def sample_gaussian(mean: Tensor, variance: Tensor) -> Tensor:
-    """A reparametrised sample of independent Gaussians, by PyTorch's global generator; the mean where variance is 0."""
+    """Draw a reparametrised sample of independent Gaussians with PyTorch's global generator.
+
+    Where the variance is 0, the sample is the mean.
+    """
     spread = torch.where(variance > 0, variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt(), 0)
     return mean + (spread * torch.randn_like(spread)).to(mean.dtype)
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMS norm in the dtype of its input, whatever its weight is in: mixed dtypes would leave PyTorch's fused path."""
+    """RMS norm that computes in the dtype of its input.
+
+    The weight is converted to that dtype, since mixed dtypes would disable PyTorch's fused kernel.
+    """
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         check_number("norm_eps", eps, minimum=0.0)
         super().__init__(width, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., width]`, scaled to a root mean square of `weight`."""
+        """Scale `[..., width]` to a root mean square of `weight`."""
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -71,9 +88,14 @@ def _onednn_serves(x: Tensor) -> bool:
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution over time, exact across calls and sequences.
+    """Causal depthwise convolution over time that is exact across calls and packed sequences.
 
-    Its state is the window: the last `size - 1` inputs of each sequence, `[N, size - 1, C]`, zeros before any.
+    Its state is `[N, size - 1, channels]`, the last inputs of each sequence; zeros before the first.
+
+    Args:
+        channels: columns of the input.
+        size: taps.
+        bias: whether to add a learned bias.
     """
 
     def __init__(self, channels: int, size: int = 4, bias: bool = False) -> None:
@@ -89,7 +111,7 @@ class ShortConvolution(nn.Module):
         return f"channels={self.channels}, size={self.size}, bias={self.bias is not None}"
 
     def reset_parameters(self) -> None:
-        """Uniform within 1 / sqrt(size), as PyTorch draws convolutions; the bias is 0."""
+        """Draw weights uniformly within 1 / sqrt(size), as PyTorch does for convolutions; set the bias to 0."""
         nn.init.uniform_(self.weight, -(self.size**-0.5), self.size**-0.5)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -101,10 +123,16 @@ class ShortConvolution(nn.Module):
         segments: Segments | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Convolve `x` `[B, T, C]`; `owner` is that of `segments`, worked out here if absent.
+        """Convolve the tokens.
+
+        Args:
+            x: `[B, T, channels]`.
+            window: state `[N, size - 1, channels]` to continue from; zeros by default.
+            segments: runs of tokens that form sequences; by default each batch row is one sequence.
+            segment_ids: `segments.segment_ids(B, T)`, if the caller has computed it.
 
         Returns:
-            The output `[B, T, C]` in the dtype of `x`, 0 outside `segments`, and the window after the last input.
+            The output `[B, T, channels]` in the dtype of `x`, 0 outside segments, and the new state.
         """
         sequences = x.shape[0] if segments is None else segments.count
         if window is None:
@@ -123,9 +151,9 @@ class ShortConvolution(nn.Module):
         return output if self.bias is None else mask_outside(output + self.bias.to(output.dtype), segment_ids)
 
     def _slide(self, history: Tensor, masks: list[Tensor] | None = None) -> Tensor:
-        """The convolution of `[N, L + size - 1, C]`, `[N, L, C]`; `keep` masks what each tap may see.
+        """Convolve `[N, L + size - 1, C]` to `[N, L, C]`; `masks` selects the tokens that each tap may use.
 
-        oneDNN takes a fourth of the time of the sum over taps, if channels lie side by side, as they do for images.
+        On a CPU, oneDNN takes a quarter of the time of the sum over taps, if channels are contiguous.
         """
         length = history.shape[1] - self.size + 1
         if masks is None and _onednn_serves(history):

@@ -1,4 +1,4 @@
-"""From raw parameters, any real number, to signals a filter admits."""
+"""Conversion of unconstrained parameters to signals that a filter accepts: decays <= 0, variances > 0."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ STATE_VARIANCES = {
 
 
 def positive(raw: Tensor) -> Tensor:
-    """A positive number that cannot die: exp(raw) for |raw| <= 8, a power of |raw| beyond.
+    """Map a real number to a positive one: exp(raw) for |raw| <= 8, a power of |raw| beyond.
 
-    `exp` and `softplus` underflow to 0 in float32 near raw = -104, and `exp` overflows near 88; from there no gradient
-    leads back. Here the logarithm itself grows only like 8 log |raw| past the knee (value and slope are continuous),
-    so at |raw| = 80 the value is e^26.4 or its inverse, at 1000 e^46.6, and d log value / d raw = 8 / |raw|.
+    `exp` and `softplus` underflow in float32 near raw = -104 and `exp` overflows near 88, where the gradient vanishes.
+    Here the logarithm grows like 8 log |raw| beyond 8, with continuous value and slope: at |raw| = 80 the value is
+    e^26.4 or its inverse, and the gradient of its logarithm is 8 / |raw|.
     """
     size = raw.abs()
     bent = raw.sign() * _KNEE * (1 + (size.clamp(min=_KNEE) / _KNEE).log())
@@ -44,39 +44,45 @@ def positive(raw: Tensor) -> Tensor:
 
 
 def noise_variance(raw: Tensor, floor: float = 1e-4) -> Tensor:
-    """Variance softplus(raw) + floor of a noise, in the dtype of a belief (appendix D of the Bayesian Layer)."""
+    """Return the variance softplus(raw) + floor of a noise, in the dtype of beliefs (Memory by Design, appendix D)."""
     return F.softplus(to_state_dtype(raw)) + floor
 
 
 def observation_precision(raw: Tensor, floor: float = 1e-4) -> Tensor:
-    """Precision 1 / (softplus(raw) + floor) of a value: positive and at most 1 / floor; float32 inside."""
+    """Return the precision 1 / (softplus(raw) + floor) of an observation, in the dtype of beliefs."""
     return 1 / noise_variance(raw, floor)
 
 
 def discretize_ou(rate: Tensor, diffusion: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """The Ornstein-Uhlenbeck process dz = -rate z dt + c dW, observed every `step`: exact, equation 8.
+    """Discretise the Ornstein-Uhlenbeck process dz = -rate z dt + c dW exactly (Kalman Linear Attention, equation 8).
 
     Args:
-        rate: mean reversion alpha > 0, per unit time.
-        diffusion: c squared (the paper's parameter), >= 0, variance per unit time.
-        step: time dt > 0 between tokens.
+        rate: alpha > 0, mean reversion per unit of time.
+        diffusion: c^2 >= 0, variance per unit of time. The published code calls it c.
+        step: dt > 0, time between tokens.
 
     Returns:
-        log_decay = -alpha dt and process_noise = c^2 (1 - exp(-2 alpha dt)) / (2 alpha).
+        log_decay = -alpha dt, and process_noise = c^2 (1 - exp(-2 alpha dt)) / (2 alpha).
     """
     return -rate * step, diffusion * (-torch.expm1(-2 * rate * step) / (2 * rate))
 
 
 def discretize_zoh(rate: Tensor, diffusion: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero-order hold: the same decay, but noise c^2 dt whatever the decay (the ablation of Figure 3b)."""
+    """Discretise with a zero-order hold: the same decay, but noise c^2 dt (the paper's ablation, Figure 3b)."""
     return -rate * step, diffusion * step
 
 
 class CellDynamics(nn.Module):
-    """Learned, time-invariant dynamics of every cell (slot, channel): a decay and a process noise per token.
+    """Learned, time-invariant decay and process noise of every cell (slot, channel).
 
-    Raw parameters are logarithms (see `positive`) of the rate alpha (initially 1), the step dt (log-uniform in
-    [0.001, 0.1]) and the diffusion c^2 (0.01; absent without process noise), each `[slots, channels]`.
+    Parameters are logarithms (see `positive`), `[slots, channels]` each: of the rate alpha, initially 1; of the step
+    dt, initially log-uniform in [0.001, 0.1]; and of the diffusion c^2, initially 0.01.
+
+    Args:
+        slots: number of slots.
+        channels: number of channels.
+        discretization: "ou" (`discretize_ou`) or "zoh" (`discretize_zoh`).
+        process_noise: if False, the process noise is 0 and there is no diffusion parameter.
     """
 
     def __init__(self, slots: int, channels: int, discretization: str = "ou", process_noise: bool = True) -> None:
@@ -94,14 +100,14 @@ class CellDynamics(nn.Module):
         return f"slots={slots}, channels={channels}, discretization={self.discretization!r}"
 
     def reset_parameters(self) -> None:
-        """The paper's initial values (appendix G.2)."""
+        """Set the initial values of the paper (appendix G.2)."""
         nn.init.zeros_(self.log_rate)
         nn.init.uniform_(self.log_step, math.log(0.001), math.log(0.1))
         if self.log_diffusion is not None:
             nn.init.constant_(self.log_diffusion, math.log(0.01))
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """log_decay <= 0 and process_noise >= 0, `[1, slots, channels]`, in the dtype of a belief."""
+        """Return log_decay <= 0 and process_noise >= 0, `[1, slots, channels]` each, in the dtype of beliefs."""
         rate, step = positive(self.log_rate.to(dtype)), positive(self.log_step.to(dtype))
         if self.log_diffusion is None:
             return (-rate * step)[None], torch.zeros_like(rate)[None]
@@ -111,13 +117,13 @@ class CellDynamics(nn.Module):
 
 
 class NoiseVariance(nn.Module):
-    """Variances that a token sets: softplus(project(x) + bias) + floor, `[B, T, outputs]`, in the dtype of a belief.
+    """Learned variances that depend on the token: softplus(project(x) + bias) + floor.
 
     Args:
         hidden_size: D.
-        outputs: how many.
-        initial: what they are near to before training.
-        floor: what they stay above.
+        outputs: number of variances per token.
+        initial: approximate value before training.
+        floor: lower bound.
     """
 
     def __init__(self, hidden_size: int, outputs: int, *, initial: float, floor: float) -> None:
@@ -129,20 +135,26 @@ class NoiseVariance(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The bias whose softplus is `initial`; the projection resets itself."""
+        """Set the bias so that its softplus is `initial`."""
         nn.init.constant_(self.bias, math.log(math.expm1(self.initial)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of tokens `x` `[B, T, D]`."""
+        """Return the variances `[B, T, outputs]` of tokens `[B, T, D]`, in the dtype of beliefs."""
         return noise_variance(self.proj(x) + self.bias, self.floor)
 
 
 class StepDynamics(nn.Module):
-    """What is learned of a `StepDecay` beside its projection, kept in float32 by models.
+    """Learned rates, step bias and frequencies of a `StepDecay`. Models keep them in float32.
 
-    Rates are exp(log_rate) (`A_log` in published code), initially uniform in (least, 16); the bias (`dt_bias`) makes
-    steps log-uniform in [0.001, 0.1]; frequencies are uniform in (0, 2 pi) radians a step of 1, absent where nothing
-    turns. All are flat, as vectors take no weight decay.
+    Rates are exp(log_rate) (`A_log` in published code), initially uniform in (min_rate, 16). The bias (`dt_bias`) makes
+    steps initially log-uniform in [0.001, 0.1]. Frequencies are initially uniform in (0, 2 pi) radians per unit step.
+    All are vectors, so that optimizers apply no weight decay to them.
+
+    Args:
+        rates: number of rates.
+        steps: number of steps per token.
+        min_rate: lower bound of the initial rates.
+        rotates: whether there are frequencies.
     """
 
     def __init__(self, rates: int, steps: int, *, min_rate: float, rotates: bool) -> None:
@@ -154,7 +166,7 @@ class StepDynamics(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The published initial values."""
+        """Draw the published initial values."""
         with torch.no_grad():
             self.log_rate.uniform_(max(self.min_rate, 1e-4), 16).log_()
             self.step_bias.uniform_(math.log(0.001), math.log(0.1)).exp_().expm1_().log_()  # of a step, by softplus
@@ -163,12 +175,12 @@ class StepDynamics(nn.Module):
 
 
 class DecayStep(NamedTuple):
-    """What a token's step makes of learned rates, in the dtype of a belief.
+    """Decay and rotation of one step, in the dtype of beliefs.
 
     Attributes:
-        log_decay: below 0, `[B, T, G]` or `[B, T, G, K]`.
-        step: positive, as the log-decay or with a last axis of 1.
-        angle: radians, as the log-decay; `None` where nothing turns.
+        log_decay: < 0, `[B, T, G]` or `[B, T, G, K]`.
+        step: > 0, shaped like `log_decay`, or with a last axis of 1.
+        angle: radians, shaped like `log_decay`; `None` without rotations.
     """
 
     log_decay: Tensor
@@ -177,17 +189,18 @@ class DecayStep(NamedTuple):
 
 
 class StepDecay(nn.Module):
-    """Decays of which the token sets the step: log_decay = -rate * step, step = softplus(project(x) + bias).
+    """Decay with a step that depends on the token: log_decay = -rate * step, step = softplus(project(x) + bias).
 
-    As published for Mamba-2, Gated DeltaNet and KDA. Angles are frequency * step: together, the eigenvalue
-    exp((-rate + i frequency) step) of an oscillator watched after an irregular time.
+    This is the parametrisation of Mamba-2, Gated DeltaNet and KDA. Angles are frequency * step, so that a step applies
+    the eigenvalue exp((-rate + i frequency) step).
 
     Args:
         hidden_size: D.
-        rates, steps: their shapes: `(G,)` or, where one of them is per key, `(G, K)` and the other `(G, 1)`.
-        least: of the initial rates; the most is 16.
-        rank: of the projection to steps; full if absent.
-        turns: whether there are frequencies.
+        rates: shape of the rates, `(G,)`, or `(G, K)` or `(G, 1)`.
+        steps: shape of the steps; that of the rates by default.
+        min_rate: lower bound of the initial rates; the upper bound is 16.
+        rank: rank of the projection to steps; full rank by default.
+        rotates: whether to compute angles.
     """
 
     def __init__(
@@ -210,7 +223,7 @@ class StepDecay(nn.Module):
         self.dynamics: StepDynamics = StepDynamics(math.prod(rates), outputs, min_rate=min_rate, rotates=rotates)
 
     def forward(self, x: Tensor) -> DecayStep:
-        """Of tokens `x` `[B, T, D]`."""
+        """Return decays, steps and angles of tokens `[B, T, D]`."""
         raw, learned = to_state_dtype(self.proj(x)), self.dynamics
         step = F.softplus(raw + learned.step_bias.to(raw.dtype)).unflatten(-1, self.steps)
         rate = learned.log_rate.to(raw.dtype).exp().view(self.rates)
@@ -219,16 +232,19 @@ class StepDecay(nn.Module):
 
 
 class StateDynamics(nn.Module):
-    """Learned dynamics of states, time-invariant: H heads of C complex channels, as ops that pull states forward take.
+    """Learned time-invariant dynamics of H heads with C complex channels, as `kalmix.ops.attend` takes them.
 
-    Per head the logarithms (see `positive`) of a rate, initially log-uniform in [0.001, 0.1], and of a step, 1, which
-    scales all that happens in a unit of time; and raw `STATE_VARIANCES`. Frequencies come in pairs of either sign, as
-    those of real systems do (section 4.2 of Adaptive Filter Attention), initially those of rotary positions.
+    Per head: the logarithm (see `positive`) of a rate, initially log-uniform in [0.001, 0.1], and of a step, initially
+    1, that scales the unit of time; and raw variances with the initial values `STATE_VARIANCES`. Frequencies come in
+    pairs of opposite sign, as those of real systems do (Attention as an Adaptive Filter, section 4.2); initially they
+    are those of rotary position embeddings.
 
     Args:
-        heads, channels: H and C.
-        rotary_base: the slowest channel turns once in about 2 pi times this many units of time; `None`: none turns.
-        parts: into how many parts noise falls, each of its own variance: noises are `[H, *parts]`.
+        heads: H.
+        channels: C.
+        rotary_base: the slowest channel initially rotates once in about 2 pi `rotary_base` units of time; `None`: no
+            channel rotates.
+        parts: shape of the noises of one head; they are `[H, *parts]`.
     """
 
     def __init__(self, heads: int, channels: int, rotary_base: float | None, parts: tuple[int, ...] = ()) -> None:
@@ -247,7 +263,7 @@ class StateDynamics(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The initial values above."""
+        """Set the initial values; see the class."""
         nn.init.uniform_(self.log_rate, math.log(0.001), math.log(0.1))
         nn.init.zeros_(self.log_step)
         for name, variance in STATE_VARIANCES.items():
@@ -258,7 +274,7 @@ class StateDynamics(nn.Module):
                 self.frequency.copy_(self.rotary_base ** (-torch.arange(pairs) / pairs))
 
     def forward(self, dtype: torch.dtype) -> Dynamics:
-        """The dynamics of all heads, in the dtype of a belief."""
+        """Return the dynamics of all heads, in the dtype of beliefs."""
         step = positive(self.log_step.to(dtype))
         process, key, query = (
             noise_variance(self.get_parameter(name).to(dtype), variance["floor"])

@@ -1,4 +1,4 @@
-"""Radial-tangential Adaptive Filter Attention: one noise in how long a state is, another in where it points."""
+"""Radial-tangential Adaptive Filter Attention: separate noises for the magnitude and the direction of a state."""
 
 from __future__ import annotations
 
@@ -17,24 +17,40 @@ from kalmix.validation import check_positive_int
 
 
 class RadialTangentialAttention(TrajectoryLayer):
-    """Radial-tangential Adaptive Filter Attention (Racioppo, arXiv:2509.04154), Algorithm 2 with its misprints mended.
+    """Radial-tangential Adaptive Filter Attention: separate noises for the magnitude and the direction of a state.
 
-    What is pulled forward falls into a part along the token's own value and one across it, each with noises, robust
-    weights and a softmax of its own; the estimate is a magnitude and a step across the sphere: see
-    `kalmix.ops.attend_radial`, and `TrajectoryLayer` for what follows.
+    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), Algorithm 2, with misprints corrected.
 
-    Its posterior has the shortcomings of `AdaptiveFilterAttention`'s. It is each channel's own: that channels err
-    together along the direction is left out, and what is added on the way ahead is what all channels get on average.
+    Past values are split into a part along the token's own value and a part across it. Each part has its own noises,
+    robust weights and softmax; the estimate combines a magnitude and a step on the sphere. See
+    `kalmix.ops.attend_radial`, and `TrajectoryLayer` for residual, prediction and output.
+
+    The variance treats the errors of tokens as independent, like that of `AdaptiveFilterAttention`. It is per channel:
+    the correlation of channels along the direction is omitted, and the noise of the prediction is the average over
+    channels.
 
     Args:
         hidden_size: D.
-        heads, head_dim: heads, and complex channels of each; see `complex_heads`.
-        rotary_base: of initial frequencies; see `StateDynamics`.
-        window: how many tokens a query sees; all if absent.
-        predict: "step", "gate" or `None`, as in `AdaptiveFilterAttention`.
+        heads: number of heads, H. Default: so many that heads have about D real columns.
+        head_dim: complex channels per head, C. Default: see `Heads.of`.
+        rotary_base: base of the initial frequencies; see `StateDynamics`.
+        window: number of tokens that a query attends to, including its own; all by default.
+        predict: "step" predicts the state one step ahead, as published; "gate" mixes prediction and estimate; `None`
+            returns the estimate.
 
-    Cost: O(T (S + T) H C) for T tokens after S, in torch, and the projections; the state holds every key and value, or
-    those of the window.
+    Raises:
+        ArgumentError: an option has the wrong type or value.
+
+    Shape:
+        Input and output: `[B, T, D]`. State: 4 H C + 1 floats per token, of at most `window` tokens.
+
+    Complexity: O(T (S + T) H C) for T tokens after S, in PyTorch code, and the projections.
+
+    Example:
+        >>> from kalmix.layers import RadialTangentialAttention
+        >>> y, state = RadialTangentialAttention(64, heads=2)(torch.randn(2, 16, 64))
+        >>> y.shape
+        torch.Size([2, 16, 64])
     """
 
     has_posterior = True
@@ -56,7 +72,7 @@ class RadialTangentialAttention(TrajectoryLayer):
         self.robust_weights: RobustWeights = RobustWeights(sizes.heads, nu=(2.0, 2.0 * max(1, sizes.key_width - 1)))
 
     def state_dynamics(self, dtype: torch.dtype) -> Dynamics:
-        """The dynamics, noises as all channels have them on average: one is along the direction, the others across."""
+        """Return the dynamics, with noises averaged over channels: one is along the direction, the others across it."""
         dynamics = self.dynamics(dtype)
         radial_share = 1 / self.sizes.key_width
         noises = (radial_share * noise[:, 0] + (1 - radial_share) * noise[:, 1] for noise in dynamics[2:])
@@ -72,7 +88,7 @@ class RadialTangentialAttention(TrajectoryLayer):
         segments: Segments | None,
         times: Tensor | None,
     ) -> Filtered:
-        """`kalmix.ops.attend_radial`."""
+        """Call `kalmix.ops.attend_radial`."""
         dtype = belief_dtype(q.dtype)
         arguments: dict[str, Any] = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
         arguments |= {"window": self.window, "variance": variance}

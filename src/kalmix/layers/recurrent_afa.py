@@ -1,4 +1,4 @@
-"""Recurrent Adaptive Filter Attention: a Kalman filter that doubts looks it did not expect, in constant memory."""
+"""Recurrent Adaptive Filter Attention: a robust Kalman filter with a state of constant size."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kalmix.validation import can_check_values, check_positive_int, check_shape
 
 @loadable
 class RecurrentAFAState(NamedTuple):
-    """What is known of the states of a sequence after its last token.
+    """Estimate of the states of each sequence after its last token.
 
     Attributes:
-        mean: `[N, 2, H, 2 C]`, of the states that keys and that values look at.
-        precision: `[N, 1, H, 1]` of either, one over the complex variance of a channel; 0: nothing was seen.
-        time: float64 `[N, 1, 1, 1]`, when that was.
+        mean: `[N, 2, H, 2 C]`, estimated states of keys and of values.
+        precision: `[N, 1, H, 1]`, 1 / complex variance of a channel; 0 before the first token.
+        time: float64 `[N, 1, 1, 1]`, time of the last token.
     """
 
     mean: Tensor
@@ -36,35 +36,50 @@ class RecurrentAFAState(NamedTuple):
     detach = detach
 
     def to(self, *args: Any, **kwargs: Any) -> RecurrentAFAState:
-        """As `Tensor.to`; times keep their dtype."""
+        """Apply `Tensor.to` to mean and precision; times change device only, not dtype."""
         mean, precision = (x.to(*args, **kwargs) for x in self[:2])
         return RecurrentAFAState(mean, precision, self.time.to(mean.device))
 
 
 class RecurrentFilterAttention(TrajectoryLayer):
-    r"""The recurrent form of Adaptive Filter Attention (appendix B.4, Algorithm 4), its errors mended.
+    """Recurrent form of Adaptive Filter Attention: a robust Kalman filter with a state of constant size.
 
-    A Kalman filter of the states that keys and values look at, one token after the other, in which a token counts by
-    how far its query is from what was expected of its key. With R = key_noise + query_noise, for each token, and
-    `iterations` times from z = z-:
+    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), appendix B.4, Algorithm 4, corrected.
+
+    The layer filters the states that keys and values observe, one token after the other. A token's weight decreases
+    with the distance between its query and the predicted key. With R = key_noise + query_noise, for each token, and
+    repeated `iterations` times from z = z-:
 
         z- = e^{(-a + i w) tau} z,   1 / p- = e^{-2 a tau} / p + process_noise kappa(tau)
         w = (1 + |q - z_k|^2 / ((1 / p- + R) nu))^-temperature
         p = p- + w / R,   z = z- + step (w / (p R)) ((k, v) - z-)
 
-    The first token of a sequence is taken whole. Unlike the other forms this one knows that looks share the noise since
-    they were made: with unit weights (nu without end) and full steps it is the Kalman filter with a flat prior, however
-    often it iterates, and its variance is calibrated.
+    The first token of a sequence has weight 1 and a full step. Unlike `AdaptiveFilterAttention`, this layer accounts
+    for the noise that tokens share. With unit weights (nu to infinity) and full steps it is the Kalman filter with a
+    flat prior, and its variance is calibrated.
 
     Args:
         hidden_size: D.
-        heads, head_dim: heads, and complex channels of each; see `complex_heads`.
-        rotary_base: of initial frequencies; see `StateDynamics`.
-        iterations: K >= 1, of the weight, from the estimate that it leads to.
-        predict: "step": the state one step ahead, as published; "gate" as in `AdaptiveFilterAttention`; `None`: the
-            estimate itself.
+        heads: number of heads, H. Default: so many that heads have about D real columns.
+        head_dim: complex channels per head, C. Default: see `Heads.of`.
+        rotary_base: base of the initial frequencies; see `StateDynamics`.
+        iterations: number of times that the weight is computed from the estimate, >= 1.
+        predict: "step" predicts the state one step ahead, as published; "gate" mixes prediction and estimate; `None`
+            returns the estimate.
 
-    Cost: O(K T H C), T steps one after the other, in torch; the state is 4 H C numbers, whatever T.
+    Raises:
+        ArgumentError: an option has the wrong type or value.
+
+    Shape:
+        Input and output: `[B, T, D]`. State: 4 H C + H + 1 floats.
+
+    Complexity: O(iterations T H C), in T sequential steps of PyTorch code.
+
+    Example:
+        >>> from kalmix.layers import RecurrentFilterAttention
+        >>> y, state = RecurrentFilterAttention(64, heads=2)(torch.randn(2, 16, 64))
+        >>> y.shape, state.mean.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 2, 2, 32]))
     """
 
     has_posterior = True
@@ -87,20 +102,20 @@ class RecurrentFilterAttention(TrajectoryLayer):
         self.robust_weights: RobustWeights = RobustWeights(sizes.heads, nu=2.0 * sizes.key_width)
 
     def reset_parameters(self) -> None:
-        """Steps are nearly full: 0.98."""
+        """Set the step to 0.98."""
         nn.init.constant_(self.residual, 4.0)
 
     def state_dynamics(self, dtype: torch.dtype) -> Dynamics:
-        """The dynamics, both noises of a look in one."""
+        """Return the dynamics, with query noise added to key noise."""
         dynamics = self.dynamics(dtype)
         return dynamics._replace(key_noise=dynamics.key_noise + dynamics.query_noise)
 
     def state_size(self, length: int) -> int:
-        """Return the number of elements of an estimate: means of two states, a precision a head, and a time."""
+        """Return the number of elements of two means, a precision per head, and a time."""
         return 4 * self.sizes.keys + self.sizes.heads + 1
 
     def mix_residual(self, filtered: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As it is: the residual is the step."""
+        """Return the estimate unchanged, since the residual is the step of the filter."""
         return to_state_dtype(filtered.mean), filtered.variance
 
     def estimate(
@@ -113,7 +128,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
         segments: Segments | None,
         times: Tensor | None,
     ) -> Filtered:
-        """The filter above, token by token."""
+        """Run the filter token by token; see the class."""
         dtype, (batch, length, heads, width) = belief_dtype(v.dtype), v.shape
         count = batch if segments is None else segments.count
         if belief is None:
@@ -133,7 +148,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
 
 
 class _Step:
-    """A step of the filter, for one dtype."""
+    """One step of the filter, in one dtype."""
 
     def __init__(self, layer: RecurrentFilterAttention, dtype: torch.dtype) -> None:
         self.state_dynamics: Dynamics = layer.state_dynamics(dtype)

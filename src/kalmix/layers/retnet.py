@@ -1,4 +1,4 @@
-"""Retention (RetNet): a memory that decays at a rate fixed per head, addressed by rotary positions."""
+"""Retention (RetNet): a memory with a fixed decay per head and rotary positions."""
 
 from __future__ import annotations
 
@@ -19,19 +19,37 @@ from kalmix.validation import check_number
 
 
 class RetNet(MemoryLayer):
-    """Multi-scale retention (Sun et al., 2023): head h decays by 1 - 2^(-5 - h), q and k turn with position (xPos).
+    """Multi-scale retention: head h decays by 1 - 2^(-5 - h) per token; q and k have rotary positions.
 
-    Positions count the tokens of a sequence: they start at 0 in each, and the state carries them on.
+    Paper: [Retentive Network](https://arxiv.org/abs/2307.08621).
+
+        M_t = (1 - 2^(-5 - h)) M_{t-1} + k_t v_t',   read = M_t' q_t / sqrt(K)
+
+    Positions count the tokens of each sequence from 0; the state stores how many there were.
 
     Args:
         hidden_size: D.
-        heads, head_dim, expand_v: value heads, key width (even), value width over key width; see `Heads.of`.
-        gate: of the output, "silu" or "sigmoid"; `None` for none.
-        rotary_base: the slowest rotation turns once in about 2 pi times this many tokens.
-        norm_eps: of the output norm.
-        kernel: pin a kernel of `kalmix.ops.additive`.
+        heads: number of heads, G. Default: so many that keys have about D columns; see `Heads.of`.
+        head_dim: key width, K; even. Default: see `Heads.of`.
+        expand_v: value width divided by key width.
+        gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
+        rotary_base: the slowest pair of columns rotates once in about 2 pi `rotary_base` tokens.
+        norm_eps: epsilon of the output norm.
+        kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
-    Cost: O(T K V) a head and the projections; the state is `[G, K, V]` and a position.
+    Raises:
+        ArgumentError: an option has the wrong type or value, or the key width is odd.
+
+    Shape:
+        Input and output: `[B, T, D]`. State per head: `[K, V]`; also one position per sequence.
+
+    Complexity: O(T K V) per head, and the projections.
+
+    Example:
+        >>> from kalmix.layers import RetNet
+        >>> y, state = RetNet(64, heads=2)(torch.randn(2, 16, 64))
+        >>> y.shape, state.belief.mean.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 2, 32, 64]))
     """
 
     design: Design | None = designs.RETNET
@@ -56,13 +74,13 @@ class RetNet(MemoryLayer):
         self.rotary_base = rotary_base
 
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """As projected, q scaled by 1 / sqrt(K)."""
+        """Scale q by 1 / sqrt(K)."""
         return q * q.shape[-1] ** -0.5, k
 
     def project(
         self, x: Tensor, conv_state: Tensor | None, segments: Segments | None, segment_ids: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q and k turned by the position of their token; carried on is how many tokens there were, int64 `[N]`."""
+        """Compute rotated q and k, and v; the state is the number of past tokens, int64 `[N]`."""
         q, k, v, _ = super().project(x, None, segments, segment_ids)
         token = torch.arange(x.shape[1], device=x.device)
         if segments is None or segment_ids is None:
@@ -75,10 +93,10 @@ class RetNet(MemoryLayer):
         return apply_rotary(q, position, self.rotary_base), apply_rotary(k, position, self.rotary_base), v, after
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
-        """The fixed log-decays, `[B, T, G]`."""
+        """Return the fixed log-decays, `[B, T, G]`."""
         head = torch.arange(self.sizes.heads, device=x.device, dtype=belief_dtype(x.dtype))
         return {"log_decay": torch.log1p(-(2.0 ** (-5 - head))).expand(*x.shape[:2], -1)}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
-        """`kalmix.ops.additive`."""
+        """Call `kalmix.ops.additive`."""
         return ops.additive(q, k, v, **arguments)

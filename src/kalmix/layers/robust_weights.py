@@ -1,4 +1,4 @@
-"""What heads learn that filter trajectories, beside dynamics: how they doubt, how they trust, how far they look."""
+"""Learned robust weights and gates of layers that filter trajectories."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from kalmix.layers.parametrize import positive
 
 
 class RobustWeights(nn.Module):
-    """How heads doubt what they see, learned: arguments of ops, `[H]` each, or `[H, parts]` where nu has parts.
+    """Learned parameters of the robust attention weights of `kalmix.ops.attend`, `[H]` or `[H, parts]` each.
+
+    nu and the temperature are learned as logarithms (see `positive`); the temperature is 1 at first.
 
     Args:
         heads: H.
-        nu: the residual, in variances, that halves a token's weight, at first.
-        floor: whether there is a number >= 0, at first 0.01, that is added to the decay of keys.
-
-    The temperature of scores is 1 at first. It and nu are learned as logarithms (see `positive`).
+        nu: initial value: the squared residual, in units of its variance, at which a token's weight is halved. A tuple
+            gives one value per part.
+        floor: whether to learn a number >= 0, initially 0.01, that is added to the decay of keys.
     """
 
     def __init__(self, heads: int, nu: float | tuple[float, ...], floor: bool = False) -> None:
@@ -32,7 +33,7 @@ class RobustWeights(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The initial values above."""
+        """Set the initial values; see the class."""
         with torch.no_grad():
             self.log_nu.copy_(torch.tensor(self.nu).log())
         nn.init.zeros_(self.log_temperature)
@@ -40,16 +41,19 @@ class RobustWeights(nn.Module):
             nn.init.constant_(self.floor, math.log(math.expm1(0.01)))
 
     def forward(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """`nu`, `temperature` and, if there is one, `floor`."""
+        """Return the arguments `nu`, `temperature` and, if learned, `floor`."""
         arguments = {"nu": positive(self.log_nu.to(dtype)), "temperature": positive(self.log_temperature.to(dtype))}
         return arguments if self.floor is None else arguments | {"floor": F.softplus(self.floor.to(dtype))}
 
 
 class ConfidenceGate(nn.Module):
-    """A gate a head and token, of how much was seen (appendix B.2): sigmoid(w log(total precision) + b).
+    """Gate of the estimate by its precision (Attention as an Adaptive Filter, appendix B.2).
 
-    Of the logarithm, as the precision itself grows with the length of what was seen. Initially w = 1 and b = 2: shut
-    by half where the precision is 0.14.
+    The gate is sigmoid(w log(precision) + b) per head and token. The logarithm is used because the precision grows with
+    the number of tokens. Initially w = 1 and b = 2: the gate is 0.5 at a precision of 0.14.
+
+    Args:
+        heads: H.
     """
 
     def __init__(self, heads: int) -> None:
@@ -59,21 +63,25 @@ class ConfidenceGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The initial values above."""
+        """Set the initial values; see the class."""
         nn.init.ones_(self.weight)
         nn.init.constant_(self.bias, 2.0)
 
     def forward(self, variance: Tensor) -> Tensor:
-        """The gate `[B, T, H, 1]`, given one over the total precision in the same shape; 1 where that is 0."""
+        """Return the gate `[B, T, H, 1]` for the variance (1 / precision) in that shape; 1 where the variance is 0."""
         log_variance = variance.clamp(min=torch.finfo(variance.dtype).tiny).log()[..., 0]
         return torch.sigmoid(self.bias - self.weight * log_variance)[..., None]
 
 
 class PredictionGate(nn.Module):
-    """How much of a prediction, how much of the estimate to give, a token and channel (the end of section 3.1).
+    """Gate between the estimate and its prediction, per token and channel (end of section 3.1 of the paper).
 
-    g = sigmoid(a' log(1 + |r|^2) + b), with r what the estimate differs by from what the token itself shows, `[C]`.
-    Initially a = 0 and b = 2: a prediction, mostly.
+    g = sigmoid(a' log(1 + |r|^2) + b), where r `[C]` is the estimate minus the token's own value. Initially a = 0 and
+    b = 2: mostly the prediction.
+
+    Args:
+        heads: H.
+        channels: C.
     """
 
     def __init__(self, heads: int, channels: int) -> None:
@@ -83,12 +91,12 @@ class PredictionGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The initial values above."""
+        """Set the initial values; see the class."""
         nn.init.zeros_(self.weight)
         nn.init.constant_(self.bias, 2.0)
 
     def forward(self, estimate: Tensor, observed: Tensor) -> Tensor:
-        """The gate `[B, T, H, C]`, given both as `[B, T, H, 2 C]`."""
+        """Return the gate `[B, T, H, C]` for an estimate and an observed value, `[B, T, H, 2 C]` each."""
         real, imaginary = (estimate - observed).chunk(2, -1)
         innovation = torch.log1p(real.square() + imaginary.square())
         return torch.sigmoid((innovation * self.weight).sum(-1, keepdim=True) + self.bias)

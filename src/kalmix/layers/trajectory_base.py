@@ -1,4 +1,4 @@
-"""What layers share whose tokens are looks at a trajectory: projections, the inner residual, prediction, output."""
+"""Base class of layers that filter trajectories in continuous time: projections, residual, prediction, output."""
 
 from __future__ import annotations
 
@@ -26,12 +26,18 @@ PREDICTIONS = ("step", "gate")
 
 
 def complex_heads(hidden_size: int, heads: int | None, head_dim: int | None) -> Heads:
-    """H heads of C complex channels; if absent, of up to 64, and as many real columns as D together. See `Heads.of`."""
+    """Return sizes of H heads with C complex channels; by default C <= 64 and 2 H C is about D. See `Heads.of`."""
     return Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, max_width=64)
 
 
 class StateTransition(NamedTuple):
-    """What becomes of a state in the time to come: `[..., H, 1]`, and of a channel `[..., H, C]`."""
+    """Transition of a complex state over a time lag: decay, rotation and added noise.
+
+    Attributes:
+        decay: `[..., H, 1]`.
+        rotation: cosine and sine of the angle, `[..., H, C]` each.
+        noise: `[..., H, 1]`, variance of the accumulated process noise.
+    """
 
     decay: Tensor
     rotation: tuple[Tensor, Tensor]
@@ -39,36 +45,38 @@ class StateTransition(NamedTuple):
 
     @classmethod
     def of(cls, dynamics: Dynamics, lag: Tensor) -> StateTransition:
-        """After lags `[...]`."""
+        """Return the transition over lags `[...]` under the dynamics of all heads."""
         angle = dynamics.frequency * lag[..., None, None]
         decay = (dynamics.log_decay * lag[..., None]).exp()
         noise = dynamics.process_noise * kappa(-dynamics.log_decay, lag[..., None])
         return cls(decay[..., None], (angle.cos(), angle.sin()), noise[..., None])
 
     def __call__(self, state: Tensor) -> Tensor:
-        """The state `[..., H, 2 C]` by then, without its noise."""
+        """Return the decayed and rotated state `[..., H, 2 C]`, without noise."""
         return self.decay * rotate_pairs(state, *self.rotation)
 
 
 class TrajectoryLayer(Mixer):
-    """A mixer whose tokens are noisy looks at complex states that decay, turn and diffuse, and which says what is next:
+    """Base class of layers whose tokens are noisy observations of complex states that decay, rotate and diffuse.
 
         q, k, v = project(x);   z = estimate(q, k, v);   z = (1 - g) v + g z
-        y = out(e^{(-a + i w) ahead} z)
+        y = out(e^{(-a + i w) horizon} z)
 
-    H heads of C complex channels, held as pairs: the first C columns of a head real, the last C imaginary. Projections
-    have biases, which is all that a constant drift, a delay of measurements or their bias would ask for (sections 3.9
-    and 3.10). A subclass writes `estimate`, and may change how it is settled and advanced.
+    There are H heads with C complex channels, stored as the C real parts, then the C imaginary parts. Projections have
+    biases; these also cover a constant drift, a delay and a bias of the measurements (sections 3.9 and 3.10 of the
+    paper). A subclass implements `estimate`, and may override `mix_residual` and `predict_state`.
 
-    The read-out is the state to come, its variance that of the real or of the imaginary part: half of the complex one.
+    The read-out is the predicted state. Its variance is that of a real or imaginary part, half of the complex one.
 
     Args:
         hidden_size: D.
-        sizes: of the heads; of `key_width` complex channels.
-        rotary_base, parts: of `StateDynamics`.
-        predict: "step" one step ahead, or as `Foresight`'s "gate" says; `None`: the estimate itself.
-        confidence: whether the estimate's part is `Confidence`'s, too.
-        kernel: pin a kernel of the op.
+        sizes: heads with `key_width` complex channels.
+        rotary_base: base of the initial frequencies; see `StateDynamics`.
+        parts: shape of the noises of one head; see `StateDynamics`.
+        predict: "step" predicts one step ahead; "gate" mixes prediction and estimate (`PredictionGate`); `None` returns
+            the estimate.
+        confidence: whether to weight the estimate by `ConfidenceGate`.
+        kernel: name of a kernel of the op; by default chosen by device, dtype and shape.
     """
 
     state_type: ClassVar[type] = HistoryBelief  # what the state is
@@ -103,7 +111,7 @@ class TrajectoryLayer(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Half of the residual is the estimate; parts reset themselves."""
+        """Set the weight of the estimate in the residual to 0.5."""
         nn.init.zeros_(self.residual)
 
     @abstractmethod
@@ -117,19 +125,19 @@ class TrajectoryLayer(Mixer):
         segments: Segments | None,
         times: Tensor | None,
     ) -> Filtered:
-        """What is known of the state at each token, as `kalmix.ops.attend` says it."""
+        """Estimate the state at each token from q, k and v `[B, T, H, 2 C]`, as `kalmix.ops.attend` does."""
 
     def state_dynamics(self, dtype: torch.dtype) -> Dynamics:
-        """The dynamics of what is estimated."""
+        """Return the dynamics of the estimated states."""
         return self.dynamics(dtype)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of tokens `[B, T, D]`, each `[B, T, H, 2 C]`."""
+        """Return q, k and v of tokens `[B, T, D]`, each `[B, T, H, 2 C]`."""
         q, k, v = (part.unflatten(-1, (self.sizes.heads, -1)) for part in self.in_proj(x).chunk(3, -1))
         return q, k, v
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
-        """Rates, steps, frequencies and noises."""
+        """Return rates, steps, frequencies and noises."""
         return self.dynamics.parameters()
 
     def read(
@@ -141,12 +149,20 @@ class TrajectoryLayer(Mixer):
         times: Tensor | None = None,
         horizon: Tensor | None = None,
     ) -> tuple[Filtered, Tensor | None]:
-        """The state to come, `[B, T, H * 2 C]`, independent between columns.
+        """Predict the state after each token.
 
         Args:
-            x, state, segments, variance: as every layer takes them.
-            times: `[B, T]` when tokens were seen, as `kalmix.ops.attend` takes them; one unit a token if absent.
-            ahead: `[B, T]` how long after its token each prediction is for, >= 0; one unit if absent.
+            x: tokens `[B, T, D]`.
+            state: state to continue from; the prior by default.
+            segments: runs of tokens that form sequences; by default each batch row is one sequence.
+            variance: also return the variance.
+            times: `[B, T]`, time of each token, non-decreasing in a sequence; 0, 1, 2, ... by default.
+            horizon: `[B, T]` >= 0, time from each token to the time of its prediction; 1 by default.
+
+        Returns:
+            A pair: `Filtered` with mean and variance `[B, T, 2 H C]`, independent between columns, and the new state;
+                and the
+            sequence of each token (or `None`).
         """
         previous = check_state(state, self.state_type, x, segments)
         if horizon is not None:
@@ -166,23 +182,26 @@ class TrajectoryLayer(Mixer):
         ), segment_ids
 
     def state_size(self, length: int) -> int:
-        """Return the number of elements of keys, values and times of the tokens that the belief holds."""
+        """Return the number of elements of keys, values and times of the stored tokens."""
         tokens = length if self.window is None else min(length, self.window)
         return tokens * (4 * self.sizes.keys + 1)
 
     def attention_map(self, x: Tensor, times: Tensor | None = None) -> Tensor | None:
-        """Return how much of each token is in the estimate at another, decay included; see `Mixer.attention_map`.
+        """Return the weight of each token in each estimate, decay included; see `Mixer.attention_map`.
 
         Args:
-            x: `[B, T, D]` tokens.
-            times: `[B, T]` when they were seen; one unit a token if absent.
+            x: tokens `[B, T, D]`.
+            times: `[B, T]`, time of each token; 0, 1, 2, ... by default.
         """
         return None
 
     def mix_residual(self, filtered: Filtered, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The inner residual: the estimate that goes on, and its complex variance, `[B, T, H, 1 or C]`.
+        """Mix the estimate with the token's own value: z = (1 - g) v + g estimate.
 
-        What the token itself shows is taken as given: the variance is of what the filter adds.
+        The own value is treated as known, so the variance is that of the estimate's share.
+
+        Returns:
+            The mixed estimate `[B, T, H, 2 C]`, and its complex variance `[B, T, H, 1 or C]` (or `None`).
         """
         estimate_weight = torch.sigmoid(self.residual.to(belief_dtype(v.dtype)))[:, None]
         value_weight, state_variance = 1 - estimate_weight, filtered.variance
@@ -196,7 +215,17 @@ class TrajectoryLayer(Mixer):
     def predict_state(
         self, estimate: Tensor, state_variance: Tensor | None, v: Tensor, horizon: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The state to come, `[B, T, H, 2 C]` in the dtype of `v`, and its complex variance."""
+        """Predict the state `horizon` after each token.
+
+        Args:
+            estimate: `[B, T, H, 2 C]`.
+            state_variance: its complex variance `[B, T, H, 1 or C]`, or `None`.
+            v: the tokens' own values `[B, T, H, 2 C]`.
+            horizon: `[B, T]`; 1 by default.
+
+        Returns:
+            The predicted state in the dtype of `v`, and its complex variance.
+        """
         dtype = estimate.dtype
         if self.predict is None:
             return estimate.to(v.dtype), state_variance
@@ -216,16 +245,16 @@ class TrajectoryLayer(Mixer):
         return mean.to(v.dtype), state_variance
 
     def project_out(self, readout: Tensor, context: Tensor | None) -> Tensor:
-        """The output projection; 0 at tokens of no sequence, which `context` tells."""
+        """Apply the output projection; set tokens outside every sequence to 0."""
         return mask_outside(self.out_proj(readout), context)
 
     def project_out_variance(self, variance: Tensor, context: Tensor | None) -> Tensor:
-        """Through the output projection, squared; exact, as columns are independent."""
+        """Propagate the variance through the output projection; exact, since columns are independent."""
         with torch.autocast(variance.device.type, enabled=False):
             return F.linear(variance, self.out_proj.weight.to(variance.dtype).square())
 
     def predict_from_token(self, x: Tensor, horizon: Tensor) -> Tensor:
-        """What each token alone says of what is seen after `ahead` `[B, T]`: `[B, T, D]`, in output space."""
+        """Predict the output `[B, T, D]` at `horizon` `[B, T]` after each token, from that token only."""
         v = to_state_dtype(self.project(x)[2])
         return self.out_proj(
             StateTransition.of(self.state_dynamics(v.dtype), horizon.to(v.dtype))(v).flatten(2).to(x.dtype)
@@ -240,10 +269,20 @@ class TrajectoryLayer(Mixer):
         count: int = 1,
         **timing: Tensor | None,
     ) -> Tensor:
-        """Draw what may be seen next, `[count, B, T, D]`: the state to come and the noise of a look (appendix B.1).
+        """Draw samples of the next observation: the predicted state plus measurement noise (appendix B.1).
 
-        The two have the complex variance e^{-2 a ahead} / precision + process_noise kappa + key_noise, if the estimate
-        is taken whole: half of it for real, half for imaginary parts. `when` is `times` and `ahead`.
+        If the residual takes the whole estimate, the complex variance is e^{-2 a horizon} / precision + process_noise
+        kappa + key_noise; half of it belongs to real and half to imaginary parts.
+
+        Args:
+            x: tokens `[B, T, D]`.
+            state: state to continue from; the prior by default.
+            segments: runs of tokens that form sequences; by default each batch row is one sequence.
+            count: number of samples.
+            timing: `times` and `horizon`; see `read`.
+
+        Returns:
+            `[count, B, T, D]`.
 
         Raises:
             ArgumentError: the layer has no posterior.
