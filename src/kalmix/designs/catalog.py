@@ -115,7 +115,7 @@ AFA = Design(
     transition=Transition(decay="time", diffusion=True),
     evidence=Evidence(kind="state"),
     covariance=Covariance(kind="lag"),
-    equations="section 3.6 and Algorithm 1, as DESIGN.md has them",
+    equations="section 3.6 and Algorithm 1, as docs/ops/attend.md has them",
     citation="Racioppo. Attention as an Adaptive Filter. arXiv:2509.04154, 2025",
 )
 

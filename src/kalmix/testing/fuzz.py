@@ -240,7 +240,7 @@ def ones_of(case: Draw) -> Tensors:
     if case.op == "attend":
         slots = case.x["prior.positions"].shape[1] if "prior.positions" in case.x else 0
         found = {f"rounding.{name}": torch.ones(b, t, slots + t, h, dtype=torch.float64) for name in ROUNDED}
-        if case.kernel == "triton":  # DESIGN.md, the mathematics of `attend`: a sum over tokens
+        if case.kernel == "triton":  # see docs/ops/attend.md: a sum over tokens
             found["rounding.query_turns"] = torch.ones(b, t, h, k, dtype=torch.float64)
             found["rounding.value_turns"] = torch.ones(b, t, g, v, dtype=torch.float64)
             found[f"rounding.{QUERY_SHARE}"] = torch.ones(b, t, slots + t, h, dtype=torch.float64)

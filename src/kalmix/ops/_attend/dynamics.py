@@ -1,6 +1,6 @@
 """What is assumed of a state between two tokens: how far it decays and turns, and how unsure it gets.
 
-Functions of the lag (DESIGN.md, the mathematics of `attend`), safe where there is no decay, and their derivatives.
+Functions of the lag (docs/ops/attend.md), safe where there is no decay, and their derivatives.
 """
 
 from __future__ import annotations
