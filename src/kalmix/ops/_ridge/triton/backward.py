@@ -1,18 +1,20 @@
-r"""`ridge` in Triton, backward: one more solve a token, and the adjoints of H and U from tile to tile.
+"""Triton backward pass of `ridge`: one more solve per token, and the adjoints of H and U from tile to tile.
 
-With dx~ the gradient of what U is read with, U_t d(mean)_t, and y = S^{-1} dx, Lemma 2 and equation 13 of Gated
-KalmaNet give what a token's solution says of its H,
+Let dx~ = U_t d(mean)_t be the gradient of the vector that U is read with, and y = S^{-1} dx. By Lemma 2 and equation 13
+of Gated KalmaNet, the gradient of the H that token t solves with is
 
-    dH_t = -(y_t x_t' + x_t y_t') / 2 + w_t H_t,     w_t = -a x_t'y_t / ||H_t||_F, 0 for a fixed ridge
+    dH_t = -(y_t x_t' + x_t y_t') / 2 + w_t H_t,     w_t = -a x_t'y_t / ||H_t||_F, 0 for a fixed ridge.
 
-and the adjoint of H after a token is that of all later ones, decayed: Lambda_s = sum_{t >= s} A(t, s) dH_t; so is that
-of U, Mu_s, with dU_t = x~_t d(mean)_t'. Then
+The adjoint of H after token s sums the later gradients with their decays, Lambda_s = sum_{t >= s} A(t, s) dH_t. The
+adjoint Mu_s of U does the same with dU_t = x~_t d(mean)_t'. Then
 
-    dk_s = g_s (2 Lambda_s k_s + Mu_s v_s),   dv_s = g_s Mu_s'k_s,   dg_s = k_s'(Lambda_s k_s + Mu_s v_s)
+    dk_s = g_s (2 Lambda_s k_s + Mu_s v_s),   dv_s = g_s Mu_s'k_s,   dg_s = k_s'(Lambda_s k_s + Mu_s v_s).
 
-and the log-decay's gradient is <Lambda_t, H_t> less what the token wrote, gathered inside a tile from its end; U's
-share is a sum over the pairs of tokens that a decay lies between. Mu is found from tile to tile (`retrace`) beside all
-solutions (`resolve`: dq, y and w), then Lambda (`retreat`) beside what Mu gives (`pull_values`); `pull_keys` is last.
+The gradient of a log-decay is <Lambda_t, H_t> minus the contribution of the token itself, accumulated from the end of a
+tile; the part of U is a sum over pairs of tokens on both sides of the decay.
+
+Launches, in order: `cross_backward` (Mu from tile to tile) beside `solve_adjoint` (dq, y and w of all tiles); then
+`gram_backward` (Lambda) beside `value_grads` (gradients through Mu); then `key_grads`.
 """
 
 from __future__ import annotations
@@ -60,7 +62,11 @@ def solve_adjoint(
     PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, MIX: tl.constexpr, READ_VARIANCE: tl.constexpr,
     ADAPTIVE: tl.constexpr, CONJUGATE_GRADIENT: tl.constexpr, MIN_NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dmix, y and w of a tile's tokens; what H_0 and U_0 gave; how w H adds up, at the entry and on each token."""
+    """Compute dq, dmix, y and w of a tile's tokens.
+
+    Also stores the parts of log-decay gradients from H_0 and U_0, and the weights of w H at the entry and on each
+    token.
+    """
     DTYPE: tl.constexpr = grams.dtype.element_ty
     head, token, count, row, slot = program_tile(tile_table, length, tiles, G, SIZE, PACKED)
     if count <= 0:
@@ -166,7 +172,11 @@ def backward(
     iterations: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log_decay, gain, mix (of size 0 where there is none) and the prior U and H."""
+    """Launch the kernels of the backward pass.
+
+    Returns:
+        Gradients of q, k, v, log_decay, gain, mix (empty for an absent signal) and of the prior U and H.
+    """
     (batch, length, key_heads, width), heads = k.shape, v.shape[2]
     plan = launch_plan(k, v, segments, size)
     q, k, v, grad_mean, grad_gram = (
@@ -186,7 +196,9 @@ def backward(
         {"ADAPTIVE": adaptive},
     )
     adjoint, entry_weights = tokens(*scalar_shape, width, **like), torch.empty(plan.cut.num_tiles, heads, **single)
-    sum_dtype = k.dtype if heads == key_heads else torch.float32  # over the value heads that share a key
+    sum_dtype = (
+        k.dtype if heads == key_heads else torch.float32
+    )  # gradients are summed over the value heads that share a key
     grad_q, grad_k = (tokens(*scalar_shape, width, dtype=sum_dtype, device=k.device) for _ in range(2))
     grad_v, (norm_weights, read_terms, entry_terms, tile_weights) = (
         tokens(v.shape, **like),

@@ -1,8 +1,10 @@
-"""`ridge` in Triton, forward: H and U from tile to tile, then every tile's solutions and what is read along them.
+"""Triton forward pass of `ridge`: H and U from tile to tile, then solutions and read-outs of all tiles.
 
-H and U are memories whose values are the keys, and the values. There are two launches: `advance`, some columns of
-either a program, noting both at every tile's entry; `regress`, all tiles at once: the norm of every token's H, which
-decays twice as fast as H and whose square gains 2 g k'H k - g^2 |k|^4, the solutions, and U'x mixed with U'q.
+H is a memory whose values are the keys. There are two launches:
+
+1. `forward_scan` steps from tile to tile, one program per block of columns, and stores H and U at the entry of tiles;
+2. `solve_and_read` processes all tiles in parallel: the norm of H at every token, the solutions, and the read-out. The
+   squared norm decays twice as fast as H, and a token adds 2 g k'H k - g^2 |k|^4.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ def scan_columns(
     SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, WEIGHTED: tl.constexpr, STORE_SQUARES: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a memory of one sequence and head, from tile to tile; squares of what it is at every entry."""
+    """Step through the tiles of one sequence and head with a block of columns of a memory.
+
+    Stores the memory, and the sum of its squares if `STORE_SQUARES`, at the entry of every tile.
+    """
     DTYPE: tl.constexpr = states.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, P), column_block * COLUMNS + tl.arange(0, COLUMNS)
@@ -69,7 +74,7 @@ def scan_columns(
         if WEIGHTED:
             weighted = right.to(tl.float32) * load_token_scalars(exit_weights, slot, SIZE)[:, None]
             right = weighted.to(DTYPE)
-            if right.dtype == tl.bfloat16:  # what is written in two parts: a solution multiplies its rounding
+            if right.dtype == tl.bfloat16:  # in two terms, since a solution amplifies rounding errors of H
                 state = matmul(left, (weighted - right.to(tl.float32)).to(DTYPE), PRECISION, state)
         state = matmul(left, right, PRECISION, state)
     store_block(final + (sequence * G + head) * K * V, row, column, state, K, V)
@@ -84,7 +89,7 @@ def forward_scan(
     SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, WEIGHTED: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of H, or of U, of one sequence and head."""
+    """Step through the tiles of one sequence and head with a block of columns of H or of U."""
     head, column_block = tl.program_id(1), tl.program_id(2)
     k += head // SHARE * k_head
     if column_block < COLUMN_BLOCKS:
@@ -103,14 +108,14 @@ def forward_scan(
 
 @triton.jit
 def tile_norms(key, gram, entry_square, decays, gain, entry_decay, PRECISION: tl.constexpr):
-    """||H||_F of a tile's tokens, from keys, H at the entry and its square."""
+    """Return ||H||_F of a tile's tokens, from the keys, H at the entry and its squared norm."""
     key_products = matmul(key, tl.trans(key), PRECISION)
     key_products *= key_products
     quadratic = entry_decay * row_dot(matmul(key, gram, PRECISION), key, PRECISION)
     quadratic += tl.sum(key_products * decays * gain[None, :], 1)
     increment = gain * (2.0 * quadratic - gain * diagonal(key_products))
     square = entry_decay * entry_decay * entry_square + tl.sum(decays * decays * increment[None, :], 1)
-    return tl.sqrt(tl.maximum(square, 0.0, propagate_nan=tl.PropagateNan.ALL))  # NaN where it overflowed
+    return tl.sqrt(tl.maximum(square, 0.0, propagate_nan=tl.PropagateNan.ALL))  # NaN on overflow
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "iterations"])
@@ -122,7 +127,7 @@ def solve_and_read(
     SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, MIX: tl.constexpr,
     ADAPTIVE: tl.constexpr, CONJUGATE_GRADIENT: tl.constexpr, MIN_NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x, q'x and U'(mix x + (1 - mix) q) of a tile's tokens."""
+    """Compute x, q'x and U'(mix x + (1 - mix) q) of a tile's tokens."""
     DTYPE: tl.constexpr = grams.dtype.element_ty
     head, token, count, row, slot = program_tile(tile_table, length, tiles, G, SIZE, PACKED)
     if count <= 0:
@@ -169,7 +174,7 @@ def solve_and_read(
         column = start + tl.arange(0, VALUE_BLOCK)
         cross = load_block(crosses + slot * K * V, dim, column, K, V)
         output = matmul(high, cross, PRECISION)
-        if cross.dtype == tl.bfloat16:  # x in two parts: where keys repeat, it is long beside what is read of it
+        if cross.dtype == tl.bfloat16:  # x in two terms: for repeated keys it is large and largely cancels
             output = matmul(low, cross, PRECISION, output)
         value = load_rows(v + token * v_token + head * v_head, v_token, count, column, V, SIZE)
         output = matmul(scores, value, PRECISION, output * entry_decay[:, None])
@@ -192,15 +197,17 @@ def forward(
     iterations: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The mean, q'x, the last U and H; and, kept: x, norms, H and U at every tile's entry.
+    """Launch the kernels of the forward pass; q, k and v are bfloat16 or float32.
 
-    q, k and v are bfloat16 or float32.
+    Returns:
+        The mean, q'x, the final U and H; and for the backward pass x, the norms, and H and U at the entry of every
+        tile.
     """
     (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
     plan = launch_plan(k, v, segments, size)
     q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     like, single = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
-    tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
+    tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment are not written
     mix_input, tables = k if mix is None else mix.contiguous(), decay_tables(plan, log_decay, gain, k)
     features = {"DECAY": log_decay is not None, "GAIN": gain is not None}
     grams, crosses = (torch.empty(plan.cut.num_tiles, heads, width, x, **like) for x in (width, values))

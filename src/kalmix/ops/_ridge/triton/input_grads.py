@@ -1,6 +1,7 @@
-"""`ridge` in Triton, backward: what the adjoints of H and U give keys, values, gains and decays; see `triton_backward`.
+"""Triton kernels for the gradients of keys, values, gains and decays, given the adjoints of H and U; see `backward`.
 
-All tiles at once, in two launches: `pull_values` (by U), then `pull_keys` (by H), which adds to what the first left.
+Two launches process all tiles in parallel: `value_grads` uses the adjoint of U, then `key_grads` adds the gradients
+through H.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kalmix.ops._shared.triton.tiles import UNSPECIALIZED, load_per_token, load_
 def anticausal_decays(
     log_decays, log_decay_remainders, gain_values, slot, SIZE: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr
 ):
-    """Of a tile: A(t, s) `[s, t]`, 0 where t < s; gains; A(exit, s)."""
+    """Return A(t, s) `[s, t]` (0 for t < s), gains and A(exit, s) of a tile."""
     t = tl.arange(0, SIZE)
     decays = tl.where(t[:, None] <= t[None, :], 1.0, 0.0)
     gain, exit_decay = tl.full([SIZE], 1.0, tl.float32), tl.full([SIZE], 1.0, tl.float32)
@@ -40,7 +41,7 @@ def anticausal_decays(
 def load_reader(
     q, solution, share, q_token, G, count, dim, K: tl.constexpr, SIZE: tl.constexpr, MIX: tl.constexpr,
 ):  # fmt: skip
-    """What U is read with: mix x + (1 - mix) q."""
+    """Return the vectors that U is read with: mix x + (1 - mix) q."""
     reader = load_rows(solution, G * K, count, dim, K, SIZE)
     if MIX:
         query = load_rows(q, q_token, count, dim, K, SIZE).to(tl.float32)
@@ -56,7 +57,7 @@ def value_grads(
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUE_BLOCK: tl.constexpr, SIZE: tl.constexpr,
     PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, MIX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dv of a tile's tokens, and what dk, dgain and the log-decay's gradient have by U."""
+    """Compute dv of a tile's tokens, and the parts of dk, dgain and dlog_decay that flow through U."""
     DTYPE: tl.constexpr = adjoints.dtype.element_ty
     KEY_BLOCK: tl.constexpr = min(P, VALUE_BLOCK)
     head, token, count, row, slot = program_tile(tile_table, length, tiles, G, SIZE, PACKED)
@@ -133,7 +134,7 @@ def key_grads(
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUE_BLOCK: tl.constexpr, SIZE: tl.constexpr,
     PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, ADAPTIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk, dgain and the log-decay's gradient of a tile's tokens, what they have by U given."""
+    """Compute dk, dgain and dlog_decay of a tile's tokens; adds to the parts that `value_grads` stored."""
     DTYPE: tl.constexpr = adjoint.dtype.element_ty
     KEY_BLOCK: tl.constexpr = min(P, VALUE_BLOCK)
     head, token, count, row, slot = program_tile(tile_table, length, tiles, G, SIZE, PACKED)
@@ -160,9 +161,7 @@ def key_grads(
     if ADAPTIVE:
         norm_weight = load_token_scalars(norm_weights, slot, SIZE)
         pairs = matmul((decays * norm_weight[None, :]).to(DTYPE), tl.trans(decays.to(DTYPE)), PRECISION)
-        entry_weights = tl.sum(
-            tl.where(t[None, :] == 0, pairs * entry_decay[None, :], 0.0), 1
-        )  # to the entry, by way of token 0
+        entry_weights = tl.sum(tl.where(t[None, :] == 0, pairs * entry_decay[None, :], 0.0), 1)  # via token 0
         key_weights = (pairs * matmul(key, tl.trans(key), PRECISION) * gain[None, :]).to(DTYPE)
     exit_dots, grad_gains = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
     for start in range(0, K, KEY_BLOCK):

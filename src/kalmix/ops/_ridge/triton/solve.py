@@ -1,9 +1,11 @@
-"""Solving all tokens of a tile at once, in Triton: iterations that keep x, a direction d and the residual r.
+"""Triton solvers for all tokens of a tile at once, and helpers that all Triton kernels of `ridge` share.
 
-Directions are cut to the inputs' dtype, as tensor cores take them, and r is what they leave of it: the errors of
-steps that come later are as small as they are, and only the rounding of H at the tile's entry stays.
+An iteration stores the solution x, a direction d and the residual r. Directions are truncated to the dtype of the
+inputs, and r is updated with the truncated direction. So later steps correct truncation errors, and only the rounding
+of H at the entry of the tile remains.
 
-With A(t, s) the decay from token s to token t, rows d_t go to rows S_t d_t:
+With A(t, s) the decay from token s to token t and H_0 the matrix H at the entry of the tile, rows d_t are multiplied by
+the systems S_t of their tokens as
 
     S d = A(t, entry) d H_0 + ((d k') A(t, s) g_s)_{s <= t} k + ridge_t d
 """
@@ -30,23 +32,23 @@ from kalmix.ops._shared.triton.tiles import (
 )
 from kalmix.segments import segments_without_checks
 
-MIN_ENTRY_DECAY = tl.constexpr(1e-26)  # a share of H_0 that is as good as none
-MIN_LOG_DECAY = tl.constexpr(-1e4)  # a log-decay that leaves nothing
+MIN_ENTRY_DECAY = tl.constexpr(1e-26)  # H_0 counts as 0 below this decay
+MIN_LOG_DECAY = tl.constexpr(-1e4)  # smaller log-decays are replaced by this; exp of it is 0
 
 
 class LaunchPlan(NamedTuple):
-    """How a call is cut and its kernels launched.
+    """Tiles of a call, and the grids and options with which its kernels are launched.
 
     Attributes:
-        cut: the tiles.
-        heads: value heads.
-        grid: a program a tile and head.
-        tiles: what a kernel needs to find its tile.
-        share: value heads a key head.
-        strips: how many programs carry H, and how many H and U, from tile to tile.
-        compiled: what all kernels compile for.
-        solved: how kernels are launched that solve.
-        carried: how those are that carry from tile to tile, some columns a program.
+        cut: tiles of all sequences.
+        heads: number of value heads.
+        grid: one program per tile and head.
+        tiles: arguments with which a kernel finds its tile.
+        group_size: value heads per key head.
+        column_blocks: number of column blocks of H, and of H and U together.
+        constants: constants of all kernels.
+        solve_options: launch options of kernels that process all tiles in parallel.
+        scan_options: launch options of kernels that step from tile to tile, one program per column block.
     """
 
     cut: Tiling
@@ -61,7 +63,7 @@ class LaunchPlan(NamedTuple):
 
 
 def launch_plan(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> LaunchPlan:
-    """By rule, from widths and dtypes; `segments` are the rows of `Segments`."""
+    """Choose tiles, grids and launch options from sizes and dtypes; `segments` are the rows of `Segments`."""
     (batch, length, key_heads, width), (heads, values) = k.shape, v.shape[2:]
     cut = tile_sequences(batch, length, size, None if segments is None else segments_without_checks(segments), k)
     padded = max(16, triton.next_power_of_2(width))
@@ -71,7 +73,7 @@ def launch_plan(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> Lau
     column_blocks = triton.cdiv(width, columns)
     constants = {"K": width, "V": values, "P": padded, "SIZE": size, "PACKED": segments is not None}
     solve_options = {"num_warps": 4 if padded <= 128 else 8, "num_stages": 1}
-    pipelined = k.dtype == torch.bfloat16 and width % 4 == 0  # as in `primitives.triton_filter.carried`
+    pipelined = k.dtype == torch.bfloat16 and width % 4 == 0  # as in `_linear_memory`
     scan_options = {"COLUMNS": columns, "STAGES": 2 if pipelined else 1, "num_warps": 4}
     return LaunchPlan(
         cut=cut,
@@ -87,19 +89,19 @@ def launch_plan(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> Lau
 
 
 def value_block(plan: LaunchPlan) -> int:
-    """Columns of values worked on at a time: 64 also of narrow ones, as `triton_filter.BLOCK` says why."""
+    """Return the number of value columns that a program processes at a time."""
     return 64 if plan.constants["V"] <= 64 or plan.constants["P"] > 128 else 128
 
 
 @triton.constexpr_function
 def divides(width, block):
-    """Whether blocks fill a width."""
+    """Return whether `block` divides `width`."""
     return width % block == 0
 
 
 @triton.jit
 def load_block(base, row, column, K: tl.constexpr, V: tl.constexpr):
-    """A block of a contiguous `[K, V]`, 0 beyond."""
+    """Load a block of a contiguous matrix `[K, V]`; 0 outside the matrix."""
     token_start = base + row[:, None] * V + column[None, :]
     if divides(K, row.shape[0]) and divides(V, column.shape[0]):
         block = tl.load(token_start)
@@ -110,13 +112,14 @@ def load_block(base, row, column, K: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_state(base, row, column, stride, step, K: tl.constexpr, V: tl.constexpr):
-    """A block of a `[K, V]` of any strides, 0 beyond."""
+    """Load a block of a matrix `[K, V]` with any strides; 0 outside the matrix."""
     in_bounds = (row < K)[:, None] & (column < V)[None, :]
     return tl.load(base + row[:, None] * stride + column[None, :] * step, mask=in_bounds, other=0.0)
 
 
 @triton.jit
 def store_block(base, row, column, x, K: tl.constexpr, V: tl.constexpr):
+    """Store a block of a contiguous matrix `[K, V]`."""
     token_start, x = base + row[:, None] * V + column[None, :], x.to(base.dtype.element_ty)
     if divides(K, row.shape[0]) and divides(V, column.shape[0]):
         tl.store(token_start, x)
@@ -126,19 +129,20 @@ def store_block(base, row, column, x, K: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_token_scalars(base, slot, SIZE: tl.constexpr):
-    """One number a token of a tile, `[SIZE]`, from where they lie side by side."""
+    """Load one number per token of a tile, `[SIZE]`, from `[slots, SIZE]`."""
     return tl.load(base + slot * SIZE + tl.arange(0, SIZE))
 
 
 @triton.jit
 def store_token_scalars(base, slot, x):
+    """Store one number per token of a tile in `[slots, SIZE]`."""
     SIZE: tl.constexpr = x.shape[0]
     tl.store(base + slot * SIZE + tl.arange(0, SIZE), x)
 
 
 @triton.jit
 def program_tile(tile_table, length, tiles, G, SIZE: tl.constexpr, PACKED: tl.constexpr):
-    """A program's head, and of its tile the first token, how many, its row `[B * T * G]`, its slot `[tiles * G]`."""
+    """Return a program's head, and of its tile the first token, token count, row in `[B * T * G]` and slot."""
     index, head, _part = locate_program(G, 1)
     token, count = locate_tile(tile_table, index, length, tiles, SIZE, PACKED)
     return head, token, count, token * G + head, index.to(tl.int64) * G + head
@@ -149,14 +153,17 @@ def compute_decays(
     log_decay, gain, log_decays, log_decay_remainders, entry_decays, exit_weights, weights, tile_decays, tile_table,
     length, tiles, G, SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Log-decay from a tile's entry to each token, in two parts; A(t, entry); g_t A(exit, t); g_t; A(exit, entry)."""
+    """Compute decays and weights of the tokens of a tile.
+
+    Stores the log-decay from the entry to each token t as a sum of two float32, A(t, entry), g_t A(exit, t), g_t and
+    A(exit, entry).
+    """
     _head, _token, count, row, slot = program_tile(tile_table, length, tiles, G, SIZE, PACKED)
     exit_weight = tl.full([SIZE], 1.0, tl.float32)
     if DECAY:
         token_log_decay = load_per_token(log_decay + row, count, G, SIZE)
-        token_log_decay = tl.maximum(token_log_decay, MIN_LOG_DECAY).to(
-            tl.float64
-        )  # or sums would have no digits left for what decays a little
+        # A larger magnitude would leave no digits in the sums for small log-decays.
+        token_log_decay = tl.maximum(token_log_decay, MIN_LOG_DECAY).to(tl.float64)
         cumulative, total = tl.cumsum(token_log_decay, 0), tl.sum(token_log_decay, 0)
         high = cumulative.to(tl.float32)
         store_token_scalars(log_decays, slot, high)
@@ -172,7 +179,7 @@ def compute_decays(
 
 
 class DecayTables(NamedTuple):
-    """What decays and gains of a call come to, a number a token and tile: `[tiles, heads, SIZE]`; see `pace`."""
+    """Output of `compute_decays`: one number per token, `[tiles, heads, SIZE]`."""
 
     log_decays: Tensor
     log_decay_remainders: Tensor
@@ -183,7 +190,7 @@ class DecayTables(NamedTuple):
 
 
 def decay_tables(plan: LaunchPlan, log_decay: Tensor | None, gain: Tensor | None, placeholder: Tensor) -> DecayTables:
-    """The pace of a call; placeholders where it has neither decays nor gains."""
+    """Launch `compute_decays`; return placeholders if the call has neither decays nor gains."""
     if log_decay is None and gain is None:
         return DecayTables(*[placeholder] * 6)
     size = plan.cut.size
@@ -198,7 +205,7 @@ def decay_tables(plan: LaunchPlan, log_decay: Tensor | None, gain: Tensor | None
 
 @triton.jit
 def log_decay_between(log_decays, log_decay_remainders, slot, SIZE: tl.constexpr):
-    """Log-decay from token s to token t, `[t, s]`, above 0 where t < s: a difference as in float64."""
+    """Return the log-decay from token s to token t, `[t, s]`, accurate as a float64 difference; above 0 for t < s."""
     high, low = load_token_scalars(log_decays, slot, SIZE), load_token_scalars(log_decay_remainders, slot, SIZE)
     return (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
 
@@ -214,7 +221,7 @@ def causal_decays(
     DECAY: tl.constexpr,
     GAIN: tl.constexpr,
 ):
-    """Of a tile: A(t, s) `[t, s]`, 0 where t < s; gains; A(t, entry)."""
+    """Return A(t, s) `[t, s]` (0 for t < s), gains and A(t, entry) of a tile."""
     t = tl.arange(0, SIZE)
     decays = tl.where(t[:, None] >= t[None, :], 1.0, 0.0)
     gain, entry_decay = tl.full([SIZE], 1.0, tl.float32), tl.full([SIZE], 1.0, tl.float32)
@@ -232,7 +239,7 @@ def causal_decays(
 
 @triton.jit
 def row_dot(a, b, PRECISION: tl.constexpr):
-    """a_t'b_t of every token. From registers that hold other rows, tensor cores are the shorter way."""
+    """Return a_t'b_t of every token, by a matrix product in half precision, since the rows have other layouts."""
     if b.dtype == tl.float32:
         return tl.sum(a * b, 1)
     return diagonal(matmul(a.to(b.dtype), tl.trans(b), PRECISION))
@@ -240,14 +247,14 @@ def row_dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def diagonal(x):
-    """Of a square."""
+    """Return the diagonal of a square matrix."""
     t = tl.arange(0, x.shape[0])
     return tl.sum(tl.where(t[:, None] == t[None, :], x, 0.0), 1)
 
 
 @triton.jit
 def apply_systems(directions, gram, k, weights, initial, PRECISION: tl.constexpr):
-    """`onto` + d H_0 + ((d k') weights) k, rows d in the dtype of `gram`."""
+    """Return `initial` + d H_0 + ((d k') weights) k, for rows d in the dtype of `gram`."""
     DTYPE: tl.constexpr = gram.dtype
     initial = matmul(directions, gram, PRECISION, initial)
     return matmul((matmul(directions, tl.trans(k), PRECISION) * weights).to(DTYPE), k, PRECISION, initial)
@@ -255,13 +262,16 @@ def apply_systems(directions, gram, k, weights, initial, PRECISION: tl.constexpr
 
 @triton.constexpr_function
 def truncation_compensation(dtype):
-    """What makes up for `shortened`, on average: of digits evenly spread it takes 2^-8 / (2 ln 2), and 0 of float32."""
+    """Return the factor that compensates `truncate` on average.
+
+    Truncation to bfloat16 reduces numbers with uniformly distributed digits by 2^-8 / (2 ln 2) on average.
+    """
     return 1.00283 if dtype == tl.bfloat16 else 1.0
 
 
 @triton.jit
 def truncate(x, dtype):
-    """`x` without the digits that a dtype does not keep: cut, not rounded, it keeps its half of a register."""
+    """Clear the bits of `x` that `dtype` does not store. Unlike rounding, this needs no register conversion."""
     if dtype == tl.bfloat16:
         x = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return x
@@ -269,13 +279,13 @@ def truncate(x, dtype):
 
 @triton.jit
 def chebyshev(rhs, gram, k, weights, entry_decay, shift, rho, iterations, PRECISION: tl.constexpr):
-    """So many iterations; `weights` and `shift` are those of S / (m fade), and r is -1 / fade of what is left.
+    """Compute Chebyshev iterations for S / (m entry_decay), given its `weights` and `shift`.
 
-    A direction that is made where it is multiplied stays in registers.
+    r is the residual times -1 / entry_decay. A direction that is computed just before its product stays in registers.
     """
     DTYPE: tl.constexpr = gram.dtype
     x, r = tl.zeros(rhs.shape, tl.float32), rhs * (-1.0 / entry_decay)[:, None]
-    if gram.shape[0] > 128:  # 8 warps, of which two share a token: directions go by shared memory
+    if gram.shape[0] > 128:  # 8 warps, two per token: directions pass through shared memory
         weight, d = 2.0 + 0.0 * rho, rhs.to(DTYPE)
         for _ in range(iterations):
             direction = d.to(tl.float32)
@@ -299,15 +309,16 @@ def chebyshev(rhs, gram, k, weights, entry_decay, shift, rho, iterations, PRECIS
 
 @triton.constexpr_function
 def min_relative_ridge(dtype):
-    """Return the least ridge, relative to ||H||_F, that outweighs the rounding of H, which is kept in this dtype."""
+    """Return the smallest ridge, relative to ||H||_F, that exceeds the rounding of H stored in `dtype`."""
     return 2.0**-10 if dtype == tl.bfloat16 else 2.0**-23
 
 
 @triton.jit
 def conjugate_gradient(rhs, gram, k, weights, entry_decay, shift, iterations, PRECISION: tl.constexpr):
-    """So many conjugate gradients; `weights` and `shift` are those of S / (m fade).
+    """Compute conjugate-gradient iterations for S / (m entry_decay), given its `weights` and `shift`.
 
-    A token stays where it is once its residual is rounding, or its curvature not positive: what follows is noise.
+    A token stops when its residual is rounding error or its curvature is not positive; later steps would only add
+    noise.
     """
     DTYPE: tl.constexpr = gram.dtype
     x, d, r, square = tl.zeros(rhs.shape, tl.float32), tl.zeros(rhs.shape, DTYPE), rhs, tl.sum(rhs * rhs, 1)
@@ -332,11 +343,11 @@ def solve(
     rhs, gram, k, weights, entry_decay, norm, ridge_parameter, iterations,
     ADAPTIVE: tl.constexpr, CONJUGATE_GRADIENT: tl.constexpr, MIN_NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """S^{-1} rhs of a tile's tokens, from H at its entry, keys, paths and norms; and the weights, left in registers.
+    """Return S^{-1} rhs of a tile's tokens, and `weights`, so that they stay in registers.
 
-    All is divided by m, as `systems.scale_of` has it, and by the share of H_0 that is left, so that products with H_0
-    need no scaling; by no less than `FAINT`, where all of H_0 is far below `MIN_NORM`. A ratio that is the same for all
-    tokens is a number, not a row.
+    Systems are divided by m (see `linear_solvers.spectrum_scale`) and by the decay of H_0, so that products with H_0
+    need no scaling. The decay is bounded below by `MIN_ENTRY_DECAY`, where all of H_0 is far below `MIN_NORM`. A ratio
+    that is the same for all tokens is a scalar.
     """
     DTYPE: tl.constexpr = gram.dtype
     nonzero = norm >= 0.0
@@ -351,7 +362,7 @@ def solve(
         ridge = tl.maximum(ridge_parameter, min_relative_ridge(DTYPE) * norm)
         inverse = 1.0 / (ridge + 0.5 * norm)
         rho = (0.5 * norm * inverse)[:, None]
-    inverse = tl.where(norm < float("inf"), inverse, float("nan"))  # its square overflowed
+    inverse = tl.where(norm < float("inf"), inverse, float("nan"))  # the squared norm overflowed
     weights *= (1.0 / entry_share)[:, None]
     shift, entry_decay = ridge / entry_share, entry_share * inverse
     if CONJUGATE_GRADIENT:

@@ -1,6 +1,6 @@
-"""`ridge` in Triton, backward: the adjoints of H and U from tile to tile, from the end; see `triton_backward`.
+"""Triton kernels that step the adjoints of H and U from the last tile to the first; see `backward`.
 
-Some columns a program, noted as they are after every tile: `retreat` those of H, `retrace` those of U.
+A program handles a block of columns and stores the adjoint after every tile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def gram_backward(
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, ADAPTIVE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of Lambda of one sequence and head, from its end, noted as it is after every tile."""
+    """Step a block of columns of Lambda, the adjoint of H, through the tiles of one sequence and head."""
     DTYPE: tl.constexpr = adjoints.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim, column = tl.arange(0, P), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -68,7 +68,7 @@ def cross_backward(
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, MIX: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same of Mu."""
+    """Step a block of columns of Mu, the adjoint of U, through the tiles of one sequence and head."""
     DTYPE: tl.constexpr = adjoints.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim, column = tl.arange(0, P), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
