@@ -326,7 +326,7 @@ def test_the_graph_does_not_grow_with_the_sequence() -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "odd width": ({"q": torch.zeros(2, 3, 2, 5), "k": torch.zeros(2, 3, 2, 5)}, "`q` has 5 columns"),
     "odd values": ({"v": torch.zeros(2, 3, 2, 3)}, "`v` has 3 columns"),
-    "values of another width": ({"v": torch.zeros(2, 3, 2, 6)}, "`value_dynamics` is absent"),
+    "values of another width": ({"v": torch.zeros(2, 3, 2, 6)}, "`value_dynamics` is None"),
     "value dynamics as a tuple": ({"value_dynamics": ()}, "`value_dynamics` is tuple"),
     "growth": ({"log_decay": torch.ones(2)}, "`log_decay` has a maximum of 1"),
     "frequencies of another width": ({"frequency": torch.zeros(2, 3)}, "`frequency`"),

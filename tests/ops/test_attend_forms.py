@@ -186,7 +186,7 @@ def test_bad_arguments() -> None:
     x, y = signals(4, each=True), _both_ways(4)
     with pytest.raises(ArgumentError, match="`log_decay`"):
         _channels(x | {"log_decay": x["log_decay"][:, 0]})
-    with pytest.raises(ArgumentError, match="`value_dynamics` is absent"):
+    with pytest.raises(ArgumentError, match="`value_dynamics` is None"):
         _channels(x | {"v": torch.zeros(2, 4, 2, 8).double()})
     with pytest.raises(ArgumentError, match="`v`"):
         _radial(y | {"v": torch.zeros(2, 4, 4, 6).double()})

@@ -1,4 +1,4 @@
-"""The op `attend`: everything seen, pulled forward through linear dynamics and averaged (Adaptive Filter Attention)."""
+"""The op `attend`, Adaptive Filter Attention: attention whose scores are likelihoods under linear dynamics."""
 
 from __future__ import annotations
 
@@ -54,69 +54,112 @@ def attend(
     segments: Segments | None = None,
     kernel: str | None = None,
 ) -> Filtered:
-    r"""Adaptive Filter Attention with one decay and one noise a head: the isotropic form, its Algorithm 1.
+    r"""Compute Adaptive Filter Attention: softmax attention with scores from a noisy linear model of the dynamics.
 
-    Every token is a look at a complex state that decays, turns and diffuses, dz = (-a + i w) z dt + dw. For a query at
-    t_i a token at t_j is pulled forward by the lag tau = t_i - t_j, and counts the less, the less sure that makes it
-    and the less its key then looks like the query:
+    This is the isotropic form (Algorithm 1 of *Attention as an Adaptive Filter*), with one decay rate and one set of
+    noises per head. The model of a head is a complex state that decays, rotates and diffuses,
+    dz = (-a + i w) z dt + dw, and each token is a noisy observation of it. For a query at time t_i and a key at time
+    t_j, with lag tau = t_i - t_j, the op computes
 
-        E = exp(-a tau),   kappa = (1 - E^2) / (2 a),   V = process_noise kappa + key_noise E^2 + query_noise
-        r = |q_i - (E + floor) e^{i w tau} k_j|^2 / V,   weight = 1 / (1 + r / nu), or exp(-r / nu)
-        A_ij = softmax_j (temperature log(weight / V))
-        mean_i = sum_j A_ij E e^{i w tau} v_j
-        variance_i = 1 / sum_j weight / (process_noise kappa + key_noise E^2)
+        E_ij        = exp(-a tau)                                          decay
+        kappa_ij    = (1 - E^2) / (2 a)                                    accumulated noise; tau if a = 0
+        V_ij        = process_noise kappa + key_noise E^2 + query_noise    variance of the residual
+        r_ij        = |q_i - (E + floor) exp(i w tau) k_j|^2 / V           squared residual over its variance
+        weight_ij   = 1 / (1 + r / nu)  or  exp(-r / nu)                   "rational" or "exponential"
+        A_ij        = softmax over j of temperature log(weight / V)
+        mean_i      = sum_j A_ij E exp(i w tau) v_j
+        variance_i  = 1 / sum_j weight / (process_noise kappa + key_noise E^2)
 
-    What is pulled forward is averaged as if its errors were independent. That is so without process noise, where the
-    answer is exact (a Kalman filter without prior, weights aside); with it they share the noise of the way, the mean is
-    not the best one and the variance too small. The variance leaves the temperature out.
+    So a key counts less if it is old (V is large) or if its prediction differs from the query (r is large). The sums
+    run over the keys that the query can attend to: earlier tokens and itself, limited by `window`, and the tokens of
+    `belief`.
+
+    The average treats the errors of the predictions as independent. Without process noise they are. If, moreover,
+    weights and temperature are 1 and `query_noise` is 0, mean and variance are those of a Kalman filter with a flat
+    prior. With process noise the errors are correlated: the mean is not optimal and the variance is too small. The
+    variance does not depend on `temperature`.
+
+    In the shapes below, B is the batch size, T the number of tokens, H and G the numbers of key and value heads (H
+    divides G), C and D the numbers of complex channels of keys and values, and S the number of slots of the belief.
+    Complex numbers are stored as real columns: first all real parts, then all imaginary parts.
 
     Args:
-        q: `[B, T, H, 2 C]` what tokens are compared with, C complex channels, the first C columns real parts, the last
-            C imaginary. Not scaled.
-        k: `[B, T, H, 2 C]` what is seen of the state, to be compared; same dtype as `q`.
-        v: `[B, T, G, 2 D]` what is seen of the state, to be averaged; same dtype as `q`; value head g is averaged as
-            key head g // (G / H) says. D is C unless values have dynamics of their own.
-        log_decay: `[H]`, -a, natural log per unit of time, <= 0; 0 holds.
-        frequency: `[H, C]`, w, radians per unit of time.
-        process_noise: `[H]` variance that diffusion adds per unit of time, >= 0.
-        key_noise: `[H]` variance of what is seen, >= 0; > 0 where a variance is asked for. Tested from 1e-5 on: below,
-            float32 gradients of noises lose digits.
-        query_noise: `[H]` variance of what it is compared with, >= 0; not both noises 0.
-        nu: a number > 0, or one a head `[H]`.
-        temperature: a number > 0, or one a head `[H]`.
-        times: `[B, T]` when tokens were seen, float64, float32 or integers, not decreasing in a sequence, nor before
-            the belief's; no gradient reaches them. One unit a token if absent, going on from the belief.
-        value_dynamics: `Dynamics` of the values, by which E, w and V of what is averaged are meant; those above,
-            which the residual r always has, if absent.
+        q: Queries, `[B, T, H, 2 C]`, in float64, float32, bfloat16 or float16. They are not scaled by 1 / sqrt(2 C).
+        k: Keys, `[B, T, H, 2 C]`, in the dtype of `q`.
+        v: Values, `[B, T, G, 2 D]`, in the dtype of `q`. Value head g uses key head g // (G / H). D must equal C unless
+            `value_dynamics` is given.
+        log_decay: `[H]`, the negative decay rate -a, natural logarithm per unit of time, <= 0. 0 means no decay.
+        frequency: `[H, C]`, the angular frequency w of each channel, in radians per unit of time.
+        process_noise: `[H]`, variance that diffusion adds per unit of time, >= 0.
+        key_noise: `[H]`, variance of the observation noise of keys and values, >= 0; must be positive if `variance` is
+            true. Tested down to 1e-5; below that, float32 gradients of noises lose digits.
+        query_noise: `[H]`, variance of the query, >= 0. `key_noise + query_noise` must be positive.
+        nu: Scale of the residual, > 0, a number or `[H]`. "rational" weights are those of a Student t distribution:
+            the smaller nu, the less an outlier counts. At r = nu the weight is 1/2.
+        temperature: Factor of the logarithm in the softmax, > 0, a number or `[H]`. Larger values sharpen the softmax.
+        times: `[B, T]`, time of each token, in float64, float32, int64 or int32, not decreasing within a sequence and
+            not before the times of `belief`. No gradient flows to them. Default: one unit per token, continuing from
+            the belief.
+        value_dynamics: Dynamics of the values (`kalmix.ops.Dynamics`, whose frequency is `[H, D]`). They replace E, w,
+            kappa and V in the mean, in the variance and in the denominator of the softmax; r always uses the dynamics
+            of the keys. Default: the dynamics of the keys.
         weight: "rational" or "exponential".
-        window: number of tokens a query sees, itself included: itself and the `window` - 1 before it. Where not
-            `causal`, also the `window` - 1 after it. All if absent.
-        floor: added to the decay of keys, >= 0, a number, or one a head `[H]`.
-        causal: whether queries see no later tokens. If they do, lags may be negative, E more than 1 and kappa is taken
-            without its sign; there is no belief then, neither before nor after. What is far ahead outweighs all else
-            under a temperature below 1/2.
-        belief: what was seen before; nothing if absent. N is B, or the number of segments.
-        variance: also return the variance of the estimate.
-        segments: which tokens form which sequence; each batch row one sequence if absent.
-        kernel: a kernel's name; chosen by device and dtype if absent.
+        window: Number of tokens that a query attends to: itself and the `window - 1` tokens before it. If not `causal`,
+            also the `window - 1` tokens after it. Default: all.
+        floor: Constant added to the decay of keys in r, >= 0, a number or `[H]`.
+        causal: Whether a query attends to earlier tokens and itself only. If false, lags may be negative: E then
+            exceeds 1, and kappa is taken as an absolute value; `belief` must be absent and none is returned. With a
+            temperature below 1/2, tokens far in the future then dominate the mean.
+        belief: `HistoryBelief` of earlier tokens, such as the one returned by a previous call. Its first axis has N
+            sequences: B, or the number of segments. Default: no earlier tokens.
+        variance: Whether to return the variance as well.
+        segments: Sequences packed into the batch (`kalmix.Segments`). Default: each batch row is one sequence.
+        kernel: "triton", "chunked" or "reference". Default: the best one for the device, dtype and sizes.
 
     Returns:
-        `Filtered` with mean `[B, T, G, 2 D]` in the dtype of `v`, variance `[B, T, G, 1]` in the dtype of the belief
-        (or `None`), and the `HistoryBelief` after the last token, float32 (float64 if the inputs are), of which a
-        window keeps as many tokens as it shows; `None` where not causal.
+        `Filtered` with
 
-    A token whose numbers are not finite, or whose square is not, makes the queries that see it read NaN; no gradient
-    passes through what they read. Other queries do not change: where values are not checked (on GPUs, in compiled
-    code), NaN in one sequence or in padding reaches no other sequence, nor earlier tokens of its own.
+        - mean: `[B, T, G, 2 D]`, in the dtype of `v`; 0 at tokens that belong to no sequence,
+        - variance: `[B, T, G, 1]`, in the dtype of the belief, or `None` if not requested,
+        - belief: `HistoryBelief` of the tokens so far, in float32 (float64 if the inputs are float64), or the newest
+          `window` of them; `None` if not `causal`.
 
     Raises:
-        ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
-        KernelError: the pinned kernel cannot serve the call.
+        ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument. Values are
+            checked on the CPU only, unless `kalmix.checks()` is active.
+        KernelError: The requested kernel does not support the call.
 
-    Derivatives: every kernel has first derivatives by backward passes; "reference" also has second ones, forward mode
-    and `vmap`, for which the others raise `KernelError` (docs/derivatives.md).
+    Note: NaN and infinity
+        If values are not checked, a query whose own token, or a token that it attends to, has a NaN, an infinity or an
+        overflowing square returns NaN and passes no gradient back. Other queries are not affected: NaN does not spread
+        to other sequences, from padding, or to earlier tokens.
 
-    Complexity: O(T (S + T) (C + D)) work after S tokens, or O(T window (C + D)); memory O(S + T) except in "reference".
+    Note: derivatives
+        Every kernel has first derivatives. "reference" also supports second derivatives, forward mode and `vmap`; the
+        others raise `KernelError` there (docs/derivatives.md).
+
+    Note: complexity
+        O(T (S + T) (C + D)) operations, or O(T window (C + D)) with a window. Memory is O(S + T) with "triton" and
+        "chunked", and O(T (S + T)) with "reference".
+
+    Example:
+        Attend over 16 tokens, then continue with one more, as in decoding:
+
+        >>> from kalmix import ops
+        >>> batch, tokens, heads, channels = 2, 16, 4, 8
+        >>> q, k, v = torch.randn(3, batch, tokens + 1, heads, 2 * channels)
+        >>> one = torch.ones(heads)
+        >>> model = {
+        ...     "log_decay": -0.1 * one, "frequency": torch.rand(heads, channels),
+        ...     "process_noise": 0.1 * one, "key_noise": one, "query_noise": one,
+        ... }
+        >>> mean, variance, belief = ops.attend(q[:, :16], k[:, :16], v[:, :16], **model, variance=True)
+        >>> mean.shape, variance.shape, belief.keys.shape
+        (torch.Size([2, 16, 4, 16]), torch.Size([2, 16, 4, 1]), torch.Size([2, 16, 4, 16]))
+        >>> step = ops.attend(q[:, 16:], k[:, 16:], v[:, 16:], **model, belief=belief)
+        >>> whole = ops.attend(q, k, v, **model)
+        >>> torch.allclose(step.mean, whole.mean[:, 16:], atol=1e-5)
+        True
     """
     sizes, key_dynamics = (
         check_tokens(q, k, v, variance),
@@ -128,14 +171,14 @@ def attend(
     belief = check_history(belief, times, segments, causal, sizes, v)
     request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
     chosen = select_kernel("attend", KERNELS, request, kernel)
-    if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
+    if min(sizes.values()) == 0:  # kernels require at least one token, head and channel
         return empty_output(v, belief, causal, 1 if variance else None)
     signals = AttendSignals(q, k, v, times, key_dynamics, value_dynamics, weighting)
     return chosen(signals, belief, segments, variance)
 
 
 def check_channels(q: Tensor, v: Tensor, sizes: dict[str, int]) -> None:
-    """Check that columns are pairs; binds C and D, how many there are of keys and of values."""
+    """Check that keys and values have an even number of columns; add C and D, their numbers of channels, to `sizes`."""
     for name, x, letter in (("q", q, "C"), ("v", v, "D")):
         sizes[letter] = x.shape[3] // 2
         if x.shape[3] % 2:
@@ -153,7 +196,16 @@ def check_dynamics(
     *,
     positive_key_noise: bool,
 ) -> None:
-    """Check dynamics: layouts of decays, of frequencies and of noises; `sure` if what was seen may not be certain."""
+    """Check the fields of a `Dynamics`.
+
+    Args:
+        prefix: put before the name of a field in messages.
+        dynamics: the value to check.
+        layouts: shapes of the decay, of the frequency and of the noises, one letter per dimension.
+        sizes: sizes of the letters.
+        like: tensor whose dtype and device the fields must match.
+        positive_key_noise: whether `key_noise` must be positive.
+    """
     if not isinstance(dynamics, Dynamics):
         raise ArgumentError(prefix.rstrip("."), got=type(dynamics).__name__, expected="kalmix.ops.Dynamics")
     (decays, frequencies, noises), tiny = layouts, torch.finfo(torch.float32).tiny
@@ -176,7 +228,7 @@ def check_key_and_value_dynamics(
     *,
     positive_key_noise: bool,
 ) -> None:
-    """Check the dynamics of keys and, where these differ or channels do, of values, whose D channels stand for C."""
+    """Check the dynamics of keys and of values; without dynamics of values, C must equal D."""
     check_dynamics("", keys, layouts, sizes, like, positive_key_noise=positive_key_noise and values is None)
     if values is not None:
         check_dynamics(
@@ -188,8 +240,8 @@ def check_key_and_value_dynamics(
             positive_key_noise=positive_key_noise,
         )
     elif sizes["C"] != sizes["D"]:
-        expected = f"given, as values are {sizes['V']} wide, not {sizes['K']}"
-        raise ArgumentError("value_dynamics", got="absent", expected=expected)
+        expected = f"kalmix.ops.Dynamics, because `v` has {sizes['V']} columns and `k` has {sizes['K']}"
+        raise ArgumentError("value_dynamics", got=None, expected=expected)
 
 
 def make_weighting(
@@ -201,7 +253,7 @@ def make_weighting(
     sizes: dict[str, int],
     like: Tensor,
 ) -> Weighting:
-    """Check how tokens are weighed; spread nu, temperature and floor out to their layouts if they are for all heads."""
+    """Check the options of the weights; expand nu, temperature and floor (`values`) to tensors of shapes `layouts`."""
     check_bool("causal", causal)
     if not isinstance(weight, str) or weight not in get_args(Weight):
         raise ArgumentError("weight", got=repr(weight), expected=" or ".join(map(repr, get_args(Weight))))
@@ -230,12 +282,12 @@ def check_history(
     sizes: dict[str, int],
     like: Tensor,
 ) -> HistoryBelief:
-    """The belief given, or nothing seen, checked with the times that go on from it; binds N."""
+    """Check `belief` and `times`; return the belief, empty if absent. Adds N, the number of sequences, to `sizes`."""
     if not causal and belief is not None:
-        raise ArgumentError("belief", got="given", expected="absent where queries see what is to come")
+        raise ArgumentError("belief", got="given", expected="None with `causal=False`")
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], like.device)
     belief = check_belief(belief, empty_belief(like, sizes), ("N S H K", "N S G V", "N S", "N S"), sizes)
-    sizes.pop("S", None)  # a history may be empty
+    sizes.pop("S", None)  # 0 slots are allowed
     if times is not None:
         check_shape("times", times, "B T", sizes)
         check_dtype_and_device("times", times, TIME_DTYPES, like.device)
@@ -252,6 +304,7 @@ def check_history(
 
 
 def _times_decrease(times: Tensor, belief: HistoryBelief, segments: Segments | None) -> bool:
+    """Return whether times decrease within a sequence, or begin before the times of its belief."""
     batch, length = times.shape
     segments = Segments.whole(batch, length, times.device) if segments is None else segments
     segment_ids = segments.segment_ids(batch, length)
@@ -263,7 +316,7 @@ def _times_decrease(times: Tensor, belief: HistoryBelief, segments: Segments | N
 
 
 def empty_belief(v: Tensor, sizes: dict[str, int]) -> HistoryBelief:
-    """Nothing seen."""
+    """Return the belief before the first token: a history with 0 slots."""
     count, dtype = sizes["N"], belief_dtype(v.dtype)
     keys, values = (v.new_zeros(count, 0, *(sizes[x] for x in layout), dtype=dtype) for layout in ("HK", "GV"))
     no_times = v.new_zeros(count, 0, dtype=torch.float64)
@@ -271,7 +324,7 @@ def empty_belief(v: Tensor, sizes: dict[str, int]) -> HistoryBelief:
 
 
 def empty_output(v: Tensor, belief: HistoryBelief, causal: bool, variance_columns: int | None) -> Filtered:
-    """The answer where there is no token; `columns` of the variance, if one is asked for."""
+    """Return the output of a call with an axis of size 0; `variance_columns` is `None` if no variance is requested."""
     output_variance = (
         None if variance_columns is None else v.new_zeros(*v.shape[:3], variance_columns, dtype=belief.keys.dtype)
     )
