@@ -1,4 +1,4 @@
-"""The op `additive`: a memory that only adds (linear attention, RetNet, GLA, Mamba-2)."""
+"""Public function of the op `additive`: argument checks and choice of a kernel."""
 
 from __future__ import annotations
 
@@ -28,48 +28,75 @@ def additive(
     segments: Segments | None = None,
     kernel: str | None = None,
 ) -> Filtered:
-    r"""A decaying sum of outer products, equation 19 of Memory by Design: exact under its latent-input model.
+    r"""Compute linear attention with decays and gains (linear attention, RetNet, GLA, Mamba-2).
 
-        M_t = A_t M_{t-1} + g_t k_t v_t',   mean_t = M_t' q_t,   A_t = exp(log_decay)
+    A memory matrix M `[K, V]` decays at each token and adds the outer product of key and value, weighted by a gain:
+
+        M_t = A_t M_{t-1} + g_t k_t v_t',   mean_t = M_t' q_t,   A_t = diag(exp(log_decay_t))
+
+    This is equation 19 of *Memory by Design*: the mean of the exact filter if each value is a noisy measurement of the
+    token's own write. (In `kalmix.ops.delta` and `kalmix.ops.dense` it measures the content of the memory.) The memory
+    has no uncertainty.
 
     Args:
-        q: `[B, T, H, K]` read-out. Not scaled.
-        k: `[B, T, H, K]` write direction; same dtype as `q`.
-        v: `[B, T, G, V]` values; same dtype as `q`; value head g reads key head g // (G / H).
-        log_decay: `[B, T, G]` or, per key, `[B, T, G, K]`, natural log per token, <= 0; none if absent.
-        gain: `[B, T, G]` weight of the write; 1 if absent. Tested up to 1e4, the inverse of a noise of 1e-4.
-        belief: prior mean `[N, G, K, V]`; 0 if absent. N is B, or the number of segments.
-        segments: which tokens form which sequence; each batch row one sequence if absent.
-        kernel: a kernel's name; chosen by device and dtype if absent.
+        q: `[B, T, H, K]`, queries. They are not scaled.
+        k: `[B, T, H, K]`, keys, in the dtype of `q`.
+        v: `[B, T, G, V]`, values, in the dtype of `q`. Value head g uses key head g // (G / H), so value heads can
+            share keys but have separate decays and gains.
+        log_decay: `[B, T, G]` for one decay per head or `[B, T, G, K]` for one per key; natural logarithm, per token,
+            <= 0. Default: no decay.
+        gain: `[B, T, G]`, weight of the token's write. Default: 1. Float32 results are tested up to 1e4.
+        belief: prior, with mean `[N, G, K, V]`. N is B, or the number of segments. Default: mean 0.
+        segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
+            sequence.
+        kernel: "triton", "chunked" or "reference". Default: the fastest that supports the call.
 
     Returns:
-        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, no variance, and the `PointBelief` after the last
-        token, float32 (float64 if the inputs are).
+        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `None`, and the `PointBelief` after the last
+        token, in float32 (float64 if the inputs are). Tokens outside every segment have mean 0.
 
     Raises:
-        ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
-        KernelError: the pinned kernel cannot serve the call.
+        ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+        KernelError: the requested kernel does not support the call.
 
-    Derivatives: every kernel has first derivatives by backward passes; "reference" also has second ones, forward mode
-    and `vmap`, for which the others raise `KernelError` (docs/derivatives.md).
+    Every kernel supports gradients of first order. "reference" also supports gradients of higher order, forward-mode
+    derivatives and `torch.func.vmap`; the other kernels raise `KernelError` for these.
 
-    Complexity: O(T K V) work; memory for training O(T (K + V) + T K V / chunk) except in "reference".
+    Values are checked on CPUs, and on GPUs inside `kalmix.checks()`.
+
+    Complexity: O(T K V) time. Training stores O(T (K + V) + T K V / 64) numbers ("triton": at least T K V / 64, with
+    smaller tiles for short sequences and float32), O(T K V) in "reference".
+
+    Example:
+        >>> from kalmix import ops
+        >>> q, k = torch.randn(2, 2, 64, 1, 16)
+        >>> v = torch.randn(2, 64, 4, 8)  # 4 value heads share 1 key head
+        >>> log_decay = -torch.rand(2, 64, 4)
+        >>> mean, _, belief = ops.additive(q, k, v, log_decay=log_decay)
+        >>> mean.shape, belief.mean.shape
+        (torch.Size([2, 64, 4, 8]), torch.Size([2, 4, 16, 8]))
+
+        Without decay and gain, it is causal linear attention:
+
+        >>> scores = torch.einsum("bthk,bshk->bts", q, k).tril()
+        >>> expected = torch.einsum("bts,bsgv->btgv", scores, v)
+        >>> torch.allclose(ops.additive(q, k, v).mean, expected, atol=1e-3)
+        True
     """
     sizes = check_tokens(q, k, v)
     if log_decay is not None:
-        check_signal("log_decay", log_decay, (PER_HEAD, PER_KEY), sizes, v, most=0.0)
+        check_signal("log_decay", log_decay, (PER_HEAD, PER_KEY), sizes, v, maximum=0.0)
     if gain is not None:
         check_signal("gain", gain, (PER_HEAD,), sizes, v)
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V",), sizes)
-    chosen = select_kernel(
-        "additive", KERNELS, KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"]), kernel
-    )
-    if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
+    request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
+    selected = select_kernel("additive", KERNELS, request, kernel)
+    if min(sizes.values()) == 0:  # kernels may assume that there are tokens, sequences and entries of the memory
         return Filtered(torch.zeros_like(v), None, clone_belief(belief))
-    return chosen(AdditiveSignals(q, k, v, log_decay, gain), belief, segments)
+    return selected(AdditiveSignals(q, k, v, log_decay, gain), belief, segments)
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> PointBelief:
-    """Mean 0."""
+    """Return the default prior: mean 0."""
     return PointBelief(v.new_zeros((), dtype=belief_dtype(v.dtype)).expand(tuple(sizes[x] for x in "NGKV")))

@@ -209,13 +209,13 @@ def check_dynamics(
     if not isinstance(dynamics, Dynamics):
         raise ArgumentError(prefix.rstrip("."), got=type(dynamics).__name__, expected="kalmix.ops.Dynamics")
     (decays, frequencies, noises), tiny = layouts, torch.finfo(torch.float32).tiny
-    check_signal(f"{prefix}log_decay", dynamics.log_decay, (decays,), sizes, like, most=0.0)
+    check_signal(f"{prefix}log_decay", dynamics.log_decay, (decays,), sizes, like, maximum=0.0)
     check_signal(f"{prefix}frequency", dynamics.frequency, (frequencies,), sizes, like)
-    check_signal(f"{prefix}process_noise", dynamics.process_noise, (noises,), sizes, like, least=0.0)
+    check_signal(f"{prefix}process_noise", dynamics.process_noise, (noises,), sizes, like, minimum=0.0)
     check_signal(
-        f"{prefix}key_noise", dynamics.key_noise, (noises,), sizes, like, least=tiny if positive_key_noise else 0.0
+        f"{prefix}key_noise", dynamics.key_noise, (noises,), sizes, like, minimum=tiny if positive_key_noise else 0.0
     )
-    check_signal(f"{prefix}query_noise", dynamics.query_noise, (noises,), sizes, like, least=0.0)
+    check_signal(f"{prefix}query_noise", dynamics.query_noise, (noises,), sizes, like, minimum=0.0)
     check_range(f"{prefix}key_noise + query_noise", dynamics.key_noise + dynamics.query_noise, minimum=tiny)
 
 
@@ -262,7 +262,7 @@ def make_weighting(
 
     def checked(name: str, x: Tensor | float, layout: str, least: float) -> Tensor:
         if isinstance(x, Tensor):
-            check_signal(name, x, (layout,), sizes, like, least=least)
+            check_signal(name, x, (layout,), sizes, like, minimum=least)
             return x
         if isinstance(x, bool) or not isinstance(x, int | float) or not least <= x <= MAX_FLOAT:
             raise ArgumentError(name, got=repr(x), expected=f"a number of at least {least:g}, or a tensor of them")

@@ -1,4 +1,4 @@
-"""The op `delta`: a memory corrected along the key (DeltaNet, Gated DeltaNet, KDA, Longhorn)."""
+"""Public function of the op `delta`: argument checks and choice of a kernel."""
 
 from __future__ import annotations
 
@@ -27,46 +27,73 @@ def delta(
     segments: Segments | None = None,
     kernel: str | None = None,
 ) -> Filtered:
-    r"""The delta rule, equations 17 and 31 of Memory by Design: a Kalman filter's mean, for any gain.
+    r"""Compute the delta rule with decays and gains (DeltaNet, Gated DeltaNet, KDA, Longhorn).
 
-        M_t = A_t M_{t-1} + c_t (v_t - (A_t M_{t-1})' k_t)',   mean_t = M_t' q_t,   A_t = exp(log_decay)
+    A memory matrix M `[K, V]` decays at each token, predicts the value from the key, and adds the prediction error
+    along a gain vector c:
 
-    where c_t = gain k_t or, with a vector gain, c_t = gain. With the gains of `kalmix.ops.dense` it is its mean.
+        M_t = A_t M_{t-1} + c_t (v_t - (A_t M_{t-1})' k_t)',   mean_t = M_t' q_t,   A_t = diag(exp(log_decay_t))
+
+    where c_t = gain_t k_t for a gain per head, or c_t = gain_t for a gain vector. These are equations 17 and 31 of
+    *Memory by Design*. The update is that of a Kalman filter: with the Kalman gains of `kalmix.ops.dense`, `delta`
+    computes the mean of `dense`. The memory has no uncertainty.
+
+    The recursion is stable if 0 <= k_t'c_t <= 2, for example with keys of norm 1 and gains from 0 to 2.
 
     Args:
-        q: `[B, T, H, K]` read-out. Not scaled.
-        k: `[B, T, H, K]` observation operator; same dtype as `q`. The filter is stable where 0 <= k'c <= 2.
-        v: `[B, T, G, V]` observed values; same dtype as `q`; value head g reads key head g // (G / H).
-        gain: `[B, T, G]` write along the key, or `[B, T, G, K]` write along this vector. Gains of filters are tested
-            for observation noises from 1e-4 on.
-        log_decay: `[B, T, G]` or, per key, `[B, T, G, K]`, natural log per token, <= 0; none if absent.
-        belief: prior mean `[N, G, K, V]`; 0 if absent. N is B, or the number of segments.
-        segments: which tokens form which sequence; each batch row one sequence if absent.
-        kernel: a kernel's name; chosen by device and dtype if absent.
+        q: `[B, T, H, K]`, queries. They are not scaled.
+        k: `[B, T, H, K]`, keys (observation vectors), in the dtype of `q`. They are not normalized.
+        v: `[B, T, G, V]`, observed values, in the dtype of `q`. Value head g uses key head g // (G / H), so value heads
+            can share keys but have separate gains and decays.
+        gain: `[B, T, G]` to write along the key, or `[B, T, G, K]`, the vector to write along. 0 means no write.
+            Float32 results are tested with gains of filters whose observation noise is at least 1e-4.
+        log_decay: `[B, T, G]` for one decay per head or `[B, T, G, K]` for one per key; natural logarithm, per token,
+            <= 0. Default: no decay.
+        belief: prior, with mean `[N, G, K, V]`. N is B, or the number of segments. Default: mean 0.
+        segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
+            sequence.
+        kernel: "triton", "chunked" or "reference". Default: the fastest that supports the call.
 
     Returns:
-        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, no variance, and the `PointBelief` after the last
-        token, float32 (float64 if the inputs are).
+        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `None`, and the `PointBelief` after the last
+        token, in float32 (float64 if the inputs are). Tokens outside every segment have mean 0.
 
     Raises:
-        ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
-        KernelError: the pinned kernel cannot serve the call.
+        ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+        KernelError: the requested kernel does not support the call.
 
-    Derivatives: every kernel has first derivatives by backward passes; "reference" also has second ones, forward mode
-    and `vmap`, for which the others raise `KernelError` (docs/derivatives.md).
+    Every kernel supports gradients of first order. "reference" also supports gradients of higher order, forward-mode
+    derivatives and `torch.func.vmap`; the other kernels raise `KernelError` for these.
 
-    Complexity: O(T K V) work; memory for training O(T (K + V) + T K V / chunk) except in "reference".
+    Values are checked on CPUs, and on GPUs inside `kalmix.checks()`.
+
+    Complexity: O(T K V) time in "triton" and "reference", O(T K (K + V)) in "chunked". Training stores
+    O(T (K + V) + T K V / 64) numbers (more for keys narrower than 64, short sequences and float32, whose tiles are
+    smaller), O(T K V) in "reference".
+
+    Example:
+        >>> from kalmix import ops
+        >>> q = torch.randn(2, 64, 1, 16)
+        >>> k = torch.nn.functional.normalize(torch.randn(2, 64, 1, 16), dim=-1)
+        >>> v = torch.randn(2, 64, 4, 8)  # 4 value heads share 1 key head
+        >>> mean, _, belief = ops.delta(q, k, v, gain=torch.rand(2, 64, 4), log_decay=-torch.rand(2, 64, 4))
+        >>> mean.shape, belief.mean.shape
+        (torch.Size([2, 64, 4, 8]), torch.Size([2, 4, 16, 8]))
+
+        With keys of norm 1 and gain 1, the memory returns the value just written under its key:
+
+        >>> torch.allclose(ops.delta(k, k, v, gain=torch.ones(2, 64, 4)).mean, v, atol=1e-4)
+        True
     """
     sizes = check_tokens(q, k, v)
     check_signal("gain", gain, (PER_HEAD, PER_KEY), sizes, v)
     if log_decay is not None:
-        check_signal("log_decay", log_decay, (PER_HEAD, PER_KEY), sizes, v, most=0.0)
+        check_signal("log_decay", log_decay, (PER_HEAD, PER_KEY), sizes, v, maximum=0.0)
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V",), sizes)
-    needs = frozenset({"value heads of width 1"} if sizes["V"] == 1 else ())
-    chosen = select_kernel(
-        "delta", KERNELS, KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], needs), kernel
-    )
-    if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
+    features = frozenset({"value heads of width 1"} if sizes["V"] == 1 else ())
+    request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], features)
+    selected = select_kernel("delta", KERNELS, request, kernel)
+    if min(sizes.values()) == 0:  # kernels may assume that there are tokens, sequences and entries of the memory
         return Filtered(torch.zeros_like(v), None, clone_belief(belief))
-    return chosen(DeltaSignals(q, k, v, gain, log_decay), belief, segments)
+    return selected(DeltaSignals(q, k, v, gain, log_decay), belief, segments)

@@ -119,9 +119,9 @@ def dense(
         sizes["P"] = sizes["K"] // 2
         check_signal("angle", angle, per_row, sizes, v)
     if log_decay is not None:
-        check_signal("log_decay", log_decay, ("B T G", *per_row), sizes, v, most=0.0)
-    check_signal("obs_noise", obs_noise, ("B T G",), sizes, v, least=torch.finfo(torch.float32).tiny)
-    check_signal("process_noise", process_noise, ("B T G",), sizes, v, least=0.0)
+        check_signal("log_decay", log_decay, ("B T G", *per_row), sizes, v, maximum=0.0)
+    check_signal("obs_noise", obs_noise, ("B T G",), sizes, v, minimum=torch.finfo(torch.float32).tiny)
+    check_signal("process_noise", process_noise, ("B T G",), sizes, v, minimum=0.0)
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K K"), sizes)
     features = frozenset({"rotations"} if angle is not None else ())

@@ -1,4 +1,4 @@
-"""The op `diagonal`: independent Gaussian cells, each observed through its key (Kalman Linear Attention)."""
+"""Public function of the op `diagonal`: argument checks and choice of a kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kalmix.ops._shared.validation import check_belief, check_signal, check_toke
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 
-DYNAMICS = ("G K V", "B T G K V")
+DYNAMICS = ("G K V", "B T G K V")  # layouts of `log_decay` and `process_noise`
 
 
 def diagonal(
@@ -30,64 +30,97 @@ def diagonal(
     segments: Segments | None = None,
     kernel: str | None = None,
 ) -> Filtered:
-    r"""Exact Kalman filter over independent cells (key n, channel d), equations 16 to 23 of Kalman Linear Attention.
+    r"""Filter a memory of independent scalar Kalman filters, one per key and channel (Kalman Linear Attention).
 
-    Per cell, with a = exp(log_decay), p = process_noise and w = k_n precision_d, mean mu and variance s:
+    Every entry (n, d) of the memory `[K, V]` is a Gaussian cell with mean mu and variance s. Each token decays the
+    cell, adds process noise, and observes the value v_d through the key entry k_n; cells do not interact. These are
+    equations 16 to 23 of *Kalman Linear Attention*, with variances in place of precisions. With a = exp(log_decay),
+    p = `process_noise` and r = `precision`, a token computes
 
-        s~  = a^2 s + p                      predict
-        s'  = s~ / (1 + k_n w s~)            update (the Moebius map of equation 16, as a variance)
-        mu' = a mu + s' w (v_d - k_n a mu)   update (equation 20)
-        mean_d = sum_n q_n mu',   variance_d = sum_n q_n^2 s'
+        s  = a^2 s + p,   mu = a mu                       predict
+        s  = s / (1 + k_n^2 r_d s)                        update
+        mu = mu + s k_n r_d (v_d - k_n mu)
+        mean_d = sum_n q_n mu,   variance_d = sum_n q_n^2 s   read-out, after the update
+
+    The variance is that of the noise-free read-out; an observation of it would add 1 / r_d.
 
     Args:
-        q: `[B, T, H, K]` read-out. Not scaled.
-        k: `[B, T, H, K]` observation operator; same dtype as `q`.
-        v: `[B, T, G, V]` observed values; same dtype as `q`; value head g reads key head g // (G / H).
-        precision: `[B, T, G, V]` inverse variance of the observation, >= 0; 0 is no evidence. Tested up to 1e4, the
-            inverse of a noise of 1e-4.
-        log_decay: `[G, K, V]` natural log per token, <= 0; 0 holds.
-        process_noise: `[G, K, V]` variance added per token, >= 0.
-        belief: prior, `[N, G, K, V]` mean and variance (>= 0); mean 0 and variance 1 if absent. N is B, or the
-            number of segments.
+        q: `[B, T, H, K]`, queries. They are not scaled.
+        k: `[B, T, H, K]`, keys (observation vectors), in the dtype of `q`.
+        v: `[B, T, G, V]`, observed values, in the dtype of `q`. Value head g uses key head g // (G / H), so value heads
+            can share keys.
+        precision: `[B, T, G, V]`, inverse variance of the observation, >= 0. A precision of 0 means no observation.
+            Float32 results are tested up to 1e4.
+        log_decay: `[G, K, V]`, natural logarithm of the decay per token, <= 0. 0 means no decay.
+        process_noise: `[G, K, V]`, variance added at each token, >= 0. The kernel "reference" also takes `log_decay`
+            and `process_noise` that change from token to token (equations 7 and 8), as `[B, T, G, K, V]`.
+        belief: prior, with mean and variance `[N, G, K, V]`, variance >= 0. N is B, or the number of segments. Default:
+            mean 0 and variance 1.
         variance: also return the variance of the read-out.
-        segments: which tokens form which sequence; each batch row one sequence if absent.
-        kernel: "triton", "chunked" or "reference"; chosen by device and dtype if absent.
-
-    The kernel "reference" also takes `log_decay` and `process_noise` that differ from token to token,
-    `[B, T, G, K, V]` (equations 7 and 8 allow them).
+        segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
+            sequence.
+        kernel: "triton", "chunked" or "reference". Default: the fastest that supports the call.
 
     Returns:
-        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, V]` in the dtype of the belief
-        (or `None`), and the `DiagonalBelief` after the last token, float32 (float64 if the inputs are).
+        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, V]` in the dtype of the belief, or
+        `None`, and the `DiagonalBelief` after the last token, in float32 (float64 if the inputs are). Tokens outside
+        every segment have mean and variance 0.
 
     Raises:
-        ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
-        KernelError: the pinned kernel cannot serve the call.
+        ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+        KernelError: the requested kernel does not support the call.
 
-    Derivatives: every kernel has first derivatives by backward passes; "reference" also has second ones, forward mode
-    and `vmap`, for which the others raise `KernelError` (docs/derivatives.md).
+    Every kernel supports gradients of first order. "reference" also supports gradients of higher order, forward-mode
+    derivatives and `torch.func.vmap`; the other kernels raise `KernelError` for these.
 
-    Complexity: O(T K V) work; memory for training O(T (K + V) + T K V / chunk) except in "reference".
+    Values are checked on CPUs, and on GPUs inside `kalmix.checks()`.
+
+    Complexity: O(T K V) time. Training stores O(T (K + V) + T K V / 16) numbers in "chunked", O(T (K + V) + T K V / 32)
+    in "triton" and O(T K V) in "reference".
+
+    Example:
+        >>> from kalmix import ops
+        >>> q, k = torch.randn(2, 2, 64, 1, 4)
+        >>> v = torch.randn(2, 64, 3, 8)  # 3 value heads share 1 key head
+        >>> precision = torch.rand(2, 64, 3, 8)
+        >>> dynamics = {"log_decay": torch.full((3, 4, 8), -0.1), "process_noise": torch.full((3, 4, 8), 0.02)}
+        >>> mean, variance, belief = ops.diagonal(q, k, v, precision=precision, **dynamics, variance=True)
+        >>> mean.shape, variance.shape, belief.variance.shape
+        (torch.Size([2, 64, 3, 8]), torch.Size([2, 64, 3, 8]), torch.Size([2, 3, 4, 8]))
+
+        A belief continues a sequence. Two calls give the same result as one:
+
+        >>> before = ops.diagonal(q[:, :40], k[:, :40], v[:, :40], precision=precision[:, :40], **dynamics)
+        >>> after = ops.diagonal(
+        ...     q[:, 40:], k[:, 40:], v[:, 40:], precision=precision[:, 40:], **dynamics, belief=before.belief
+        ... )
+        >>> torch.allclose(after.mean, mean[:, 40:], atol=1e-5)
+        True
     """
     sizes = check_tokens(q, k, v, variance)
-    check_signal("precision", precision, ("B T G V",), sizes, v, least=0.0)
-    check_signal("log_decay", log_decay, DYNAMICS, sizes, v, most=0.0)
-    check_signal("process_noise", process_noise, DYNAMICS, sizes, v, least=0.0)
+    check_signal("precision", precision, ("B T G V",), sizes, v, minimum=0.0)
+    check_signal("log_decay", log_decay, DYNAMICS, sizes, v, maximum=0.0)
+    check_signal("process_noise", process_noise, DYNAMICS, sizes, v, minimum=0.0)
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K V"), sizes)
 
-    varying = {"dynamics that differ from token to token"} if log_decay.ndim == 5 or process_noise.ndim == 5 else set()
+    per_token = log_decay.ndim == 5 or process_noise.ndim == 5
     request = KernelRequest(
-        q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], required_features=frozenset(varying)
+        q.device.type,
+        q.dtype,
+        sizes["K"],
+        sizes["V"],
+        sizes["T"],
+        required_features=frozenset({"dynamics that differ from token to token"} if per_token else ()),
     )
-    chosen = select_kernel("diagonal", KERNELS, request, kernel)
-    if min(sizes.values()) == 0:  # nothing to filter: every kernel may assume there is something
-        spread = torch.zeros_like(v, dtype=belief.mean.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), spread, clone_belief(belief))
-    return chosen(DiagonalSignals(q, k, v, precision, log_decay, process_noise), belief, segments, variance)
+    selected = select_kernel("diagonal", KERNELS, request, kernel)
+    if min(sizes.values()) == 0:  # kernels may assume that there are tokens, sequences and cells
+        read_var = torch.zeros_like(v, dtype=belief.mean.dtype) if variance else None
+        return Filtered(torch.zeros_like(v), read_var, clone_belief(belief))
+    return selected(DiagonalSignals(q, k, v, precision, log_decay, process_noise), belief, segments, variance)
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> DiagonalBelief:
-    """Mean 0 and variance 1."""
+    """Return the default prior: mean 0 and variance 1."""
     shape, dtype = tuple(sizes[x] for x in "NGKV"), belief_dtype(v.dtype)
     return DiagonalBelief(*(v.new_full((), x, dtype=dtype).expand(shape) for x in (0.0, 1.0)))

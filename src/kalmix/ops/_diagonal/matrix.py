@@ -1,4 +1,4 @@
-"""The matrix by which the op `diagonal` multiplies values."""
+"""Attention matrix of the op `diagonal`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from kalmix.ops._shared.validation import check_belief, check_signal, check_toke
 
 
 class KalmanMatrix(NamedTuple):
-    """The op `diagonal` as a matrix: `mean[b, :, g, d] = weights[b, g, d] @ v[b, :, g, d] + initial[b, :, g, d]`.
+    """Matrix form of the op `diagonal`: `mean[b, :, g, d] = weights[b, g, d] @ v[b, :, g, d] + initial[b, :, g, d]`.
 
     Attributes:
-        weights: `[B, G, V, T, T]`, lower triangular: what the read-out at one token (row) makes of an earlier value.
-        initial: `[B, T, G, V]`, what it still makes of the prior's mean.
+        weights: `[B, G, V, T, T]`, lower triangular: weight of the value at each token (column) in the mean at each
+            token (row).
+        initial: `[B, T, G, V]`, contribution of the prior's mean.
     """
 
     weights: Tensor
@@ -35,44 +36,57 @@ def diagonal_matrix(
     process_noise: Tensor,
     belief: DiagonalBelief | None = None,
 ) -> KalmanMatrix:
-    r"""The lower-triangular matrix the op `diagonal` multiplies values by (appendix E.4), for pictures and tests.
+    r"""Compute the lower triangular matrix by which `kalmix.ops.diagonal` multiplies values, for plots and tests.
 
-    The mean of a cell is affine in the values: with r = 1 / (1 + k_n w s~) and c = s' w,
+    The mean of a cell is affine in the values (appendix E.4 of *Kalman Linear Attention*). With the predicted variance
+    s~, the posterior variance s', w = k_n precision_d, r = 1 / (1 + k_n w s~) and c = s' w,
 
         mu_t = a r_t mu_{t-1} + c_t v_t,   weights[t, j] = sum_n q_{t,n} (prod_{i=j+1}^{t} a r_i) c_j.
 
-    Nothing is divided by a small number, so fast decays and sure observations are safe.
+    The computation never divides by a small number, so strong decays and precise observations are safe.
 
     Args:
-        q, k, v, precision, log_decay, process_noise, belief: as in `kalmix.ops.diagonal`; of `v` only shape, dtype
-            and device count, for the weights do not depend on it.
+        q, k, v, precision, log_decay, process_noise, belief: as in `kalmix.ops.diagonal`, with constant dynamics
+            `[G, K, V]`. The values of `v` are not used, only its shape, dtype and device.
 
     Returns:
-        `KalmanMatrix`, in the dtype of the belief.
+        `KalmanMatrix` in the dtype of the belief: float32, or float64 if the inputs are.
 
     Raises:
-        ArgumentError: a shape, dtype, device or value that is not as in `kalmix.ops.diagonal`.
+        ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
 
-    Complexity: O(T^2 K V) work; memory O(T^2 V + T K V), to differentiate O(T^2 K V).
+    Complexity: O(T^2 K V) time, O(T^2 V + T K V) memory; with gradients O(T^2 K V) memory.
+
+    Example:
+        >>> from kalmix import ops
+        >>> q, k, v = torch.randn(3, 1, 6, 2, 4)
+        >>> signals = {"precision": torch.rand(1, 6, 2, 4)}
+        >>> signals |= {"log_decay": -torch.rand(2, 4, 4), "process_noise": torch.rand(2, 4, 4)}
+        >>> weights, initial = ops.diagonal_matrix(q, k, v, **signals)
+        >>> weights.shape
+        torch.Size([1, 2, 4, 6, 6])
+        >>> mean = torch.einsum("bgdts,bsgd->btgd", weights, v) + initial
+        >>> torch.allclose(mean, ops.diagonal(q, k, v, **signals).mean, atol=1e-5)
+        True
     """
     sizes = check_tokens(q, k, v)
-    check_signal("precision", precision, ("B T G V",), sizes, v, least=0.0)
-    check_signal("log_decay", log_decay, ("G K V",), sizes, v, most=0.0)
-    check_signal("process_noise", process_noise, ("G K V",), sizes, v, least=0.0)
+    check_signal("precision", precision, ("B T G V",), sizes, v, minimum=0.0)
+    check_signal("log_decay", log_decay, ("G K V",), sizes, v, maximum=0.0)
+    check_signal("process_noise", process_noise, ("G K V",), sizes, v, minimum=0.0)
     sizes["N"] = sizes["B"]
     mean, var = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K V"), sizes)
     length, group, dtype, cells = sizes["T"], sizes["G"] // sizes["H"], mean.dtype, mean.shape
 
     queries, keys = (x.to(dtype).repeat_interleave(group, 2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
     decay, noise, precision = log_decay.to(dtype).exp(), process_noise.to(dtype), precision.to(dtype)[..., None, :]
-    history = v.new_zeros(*cells, 0, dtype=dtype)  # what mu makes of each value so far
+    history = v.new_zeros(*cells, 0, dtype=dtype)  # derivative of mu with respect to each value so far
     rows, initial = [v.new_zeros(sizes["B"], sizes["G"], 0, sizes["V"], length, dtype=dtype)], []
     for t in range(length):
         query, key = queries[:, t], keys[:, t]
         write = key * precision[:, t]
         predicted = decay**2 * var + noise
-        shrink = 1 / (1 + key * write * predicted)
-        var, gate = predicted * shrink, decay * shrink
+        shrinkage = 1 / (1 + key * write * predicted)
+        var, gate = predicted * shrinkage, decay * shrinkage
         mean = gate * mean
         history = torch.cat([history * gate[..., None], (var * write)[..., None]], -1)
         rows.append(pad((query[..., None] * history).sum(2), (0, length - t - 1))[:, :, None])

@@ -111,11 +111,11 @@ def ridge(
         raise ArgumentError("solver", got=repr(solver), expected="Chebyshev, ConjugateGradient, Exact or Sketch")
     sizes = check_tokens(q, k, v, variance)
     if log_decay is not None:
-        check_signal("log_decay", log_decay, PER_HEAD, sizes, v, most=0.0)
+        check_signal("log_decay", log_decay, PER_HEAD, sizes, v, maximum=0.0)
     if gain is not None:
-        check_signal("gain", gain, PER_HEAD, sizes, v, least=0.0)
+        check_signal("gain", gain, PER_HEAD, sizes, v, minimum=0.0)
     if mix is not None:
-        check_signal("mix", mix, PER_HEAD, sizes, v, least=0.0, most=1.0)
+        check_signal("mix", mix, PER_HEAD, sizes, v, minimum=0.0, maximum=1.0)
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K K"), sizes)
     request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], required_features(solver))

@@ -1,4 +1,4 @@
-"""Checks that ops share."""
+"""Argument checks that several ops share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ B = TypeVar("B", bound=tuple)
 
 
 def check_tokens(q: Tensor, k: Tensor, v: Tensor, variance: bool = False) -> dict[str, int]:
-    """Check what ops take: q, k `[B, T, H, K]` and v `[B, T, G, V]`, of one dtype, and a flag; return the sizes."""
+    """Check q and k `[B, T, H, K]`, v `[B, T, G, V]` and the flag `variance`; return the sizes by letter.
+
+    Raises:
+        ArgumentError: shapes do not match, G is not a multiple of H, or dtypes or devices differ.
+        NonFiniteError: values are checked here and some are NaN or infinite.
+    """
     check_bool("variance", variance)
     sizes: dict[str, int] = {}
     for name, signal, layout in (("q", q, "B T H K"), ("k", k, "B T H K"), ("v", v, "B T G V")):
@@ -34,18 +39,27 @@ def check_signal(
     sizes: dict[str, int],
     like: Tensor,
     *,
-    least: float | None = None,
-    most: float | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
 ) -> None:
-    """Check a signal that has one of `layouts`, in the dtype of `like` or of its belief, between two bounds."""
-    fits = [layout for layout in layouts if len(layout.split()) == getattr(signal, "ndim", 0)]
-    check_shape(name, signal, fits[0] if fits else layouts[0], sizes)
+    """Check a signal other than q, k and v.
+
+    Args:
+        name: the argument.
+        signal: its value.
+        layouts: accepted layouts, such as `"B T G K"`, with different numbers of dimensions.
+        sizes: sizes of the letters so far; letters of the signal's layout that it lacks are added.
+        like: tensor on the expected device, in an expected dtype; the dtype of its belief is accepted, too.
+        minimum, maximum: bounds of the values; `None` for no bound.
+    """
+    matches = [layout for layout in layouts if len(layout.split()) == getattr(signal, "ndim", 0)]
+    check_shape(name, signal, matches[0] if matches else layouts[0], sizes)
     check_dtype_and_device(name, signal, (like.dtype, belief_dtype(like.dtype)), like.device)
-    check_range(name, signal, minimum=least, maximum=most)
+    check_range(name, signal, minimum=minimum, maximum=maximum)
 
 
 def check_heads(sizes: dict[str, int]) -> None:
-    """Value heads must be a multiple of key heads."""
+    """Check that the number of value heads G is a multiple of the number of key heads H."""
     if sizes["H"] == 0 or sizes["G"] % sizes["H"]:
         raise ArgumentError(
             "v", problem=f"has {sizes['G']} heads", expected=f"a multiple of {sizes['H']} (the key heads)"
@@ -53,19 +67,26 @@ def check_heads(sizes: dict[str, int]) -> None:
 
 
 def check_belief(belief: Any, prior: B, layouts: tuple[str, ...], sizes: dict[str, int]) -> B:
-    """The belief given, checked against `prior`, its default (of the right type, dtype and device); else `prior`."""
+    """Check a belief and return it, or return the default.
+
+    Args:
+        belief: the argument, or `None`.
+        prior: default belief, which has the expected type, dtype and device.
+        layouts: layout of each tensor of a belief.
+        sizes: sizes of the letters.
+    """
     if belief is None:
         return prior
     kind = type(prior)
     if not isinstance(belief, kind):
         raise ArgumentError("belief", got=f"a {type(belief).__name__}", expected=f"a {kind.__name__}")
-    for field, part, default, layout in zip(prior._fields, belief, prior, layouts, strict=True):  # type: ignore[attr-defined]
-        check_shape(f"belief.{field}", part, layout, sizes)
-        check_dtype_and_device(f"belief.{field}", part, (default.dtype,), default.device)
-        check_range(f"belief.{field}", part, minimum=0.0 if field == "variance" else None)
+    for field, tensor, default, layout in zip(prior._fields, belief, prior, layouts, strict=True):  # type: ignore[attr-defined]
+        check_shape(f"belief.{field}", tensor, layout, sizes)
+        check_dtype_and_device(f"belief.{field}", tensor, (default.dtype,), default.device)
+        check_range(f"belief.{field}", tensor, minimum=0.0 if field == "variance" else None)
     return belief
 
 
 def clone_belief(belief: B) -> B:
-    """The belief passed through, as new tensors."""
-    return type(belief)(*(part.clone() for part in belief))
+    """Return a belief of cloned tensors."""
+    return type(belief)(*(x.clone() for x in belief))

@@ -41,8 +41,8 @@ def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_deca
     Complexity: O(T log(T) K V) work, O(T K V) memory.
     """
     sizes = check_tokens(q, q, v)
-    check_signal("precision", precision, ("B T G V",), sizes, v, least=0.0)
-    check_signal("log_decay", log_decay, ("G K V",), sizes, v, most=0.0)
+    check_signal("precision", precision, ("B T G V",), sizes, v, minimum=0.0)
+    check_signal("log_decay", log_decay, ("G K V",), sizes, v, maximum=0.0)
     check_shape("k", k, "H K", sizes)
     check_dtype_and_device("k", k, (q.dtype,), q.device)
     check_range("k", k)
