@@ -1,4 +1,4 @@
-"""The op `dense`: a memory with a covariance between its keys."""
+"""The op `dense`: a memory with a full covariance between its keys (the Bayesian Layer)."""
 
 from kalmix.ops._dense.api import LEAST_NOISE as LEAST_NOISE
 from kalmix.ops._dense.api import dense as dense

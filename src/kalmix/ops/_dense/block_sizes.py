@@ -1,17 +1,16 @@
-"""How the Triton kernels of `dense` cut time and lay out covariances, known also where Triton is not."""
+"""Tile, chunk and block sizes of the Triton kernels of `dense`. They are also needed where Triton is not installed."""
 
-TILE = 16  # tokens whose update of the covariance is one product; longer ones lose its positivity in float32
-CHUNK = 64  # tokens from one covariance kept for the backward pass to the next
-MIN_SPLIT_TOKENS = 1024  # tokens from which on sequences are worked on in stretches of time,
-SPLIT_PROGRAM_COUNTS = range(
-    16, 128
-)  # if so many programs step through time: fewer do not wait for the rest, more leave no room for it
-NUM_TIME_SPLITS = 2  # how many
-MAX_PROGRAM_WIDTH = 128  # rows of a covariance, at most, that one program has in registers as it steps through time
-ROWS = 64  # rows of a wider one that a program has
-PREFETCH = 16  # tokens whose signals are called for ahead of time
+TILE = 16  # tokens per update of the covariance; with more, float32 does not keep it positive definite
+CHUNK = 64  # tokens between two covariances that are stored for the backward pass
+MIN_SPLIT_TOKENS = 1024  # minimum sequence length that is split in time, so that sequential kernels overlap with others
+# Numbers of sequential programs for which splitting is faster: fewer are not the bottleneck, more fill the GPU.
+SPLIT_PROGRAM_COUNTS = range(16, 128)
+NUM_TIME_SPLITS = 2  # parts into which a sequence is split
+MAX_PROGRAM_WIDTH = 128  # largest number of rows of a covariance that one program holds in registers
+ROWS = 64  # rows per program of a wider covariance
+PREFETCH = 16  # tokens whose signals are prefetched together
 
 
 def padded_width(width: int) -> int:
-    """Rows of a covariance in scratch memory: a power of two, 16 at least."""
+    """Return the number of rows of a covariance in scratch memory: a power of two, at least 16."""
     return max(16, 1 << (int(width) - 1).bit_length())

@@ -1,9 +1,10 @@
-"""`dense` in tiles of tokens, exact and parallel inside a tile: torch only.
+"""Kernel "chunked" of `dense`, in plain torch: exact, and parallel over the tokens of a tile.
 
-Keys narrower than 16 are filtered in float64. Only beliefs step from tile to tile; all else is done for several tiles
-of a sequence at once. The steps of a long sequence would be a long graph: they are a custom op that loops inside.
-Training keeps the beliefs before every 8 tiles, or before each where they are no larger than its tokens (`lanes`), and
-computes the rest again: its memory is O(T (K + V) + T K (K + V) / 128).
+Only beliefs step from tile to tile; everything else is computed for several tiles of a sequence at once. The steps run
+inside a custom op, because torch.compile would unroll them. Keys narrower than 16 are filtered in float64.
+
+Training stores the belief before every 8 tiles, or before every tile if it is no larger than its tokens
+(`sequence_batching`), and recomputes the rest: O(T (K + V) + T K (K + V) / 128) numbers.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from kalmix.ops._shared.isolation import isolate_non_finite
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
-MISSING_TOKEN = (0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)  # signals of a token that says nothing
+MISSING_TOKEN = (0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)  # signals of a token without effect
 
 
 def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None, variance: bool) -> Filtered:
-    """Proposition 1 of Memory by Design, tile by tile, with a backward of its own. See `kalmix.ops.dense`."""
+    """Compute `kalmix.ops.dense` tile by tile, with an explicit backward pass."""
     rows = None if segments is None else segments.rows
 
     def filtered(*tokens: Tensor | None) -> Filtered:
@@ -52,7 +53,7 @@ def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None,
 
 
 class _StepGroup:
-    """A few steps of all lanes: R tiles, those of a step side by side, those of its heads together."""
+    """R tiles of a few consecutive steps, ordered by step, then sequence, then head."""
 
     def __init__(self, batch: SequenceBatch, steps: range, signals: DenseSignals) -> None:
         self.index, self.active_counts = batch.token_index(steps), [batch.active_counts[j] * batch.heads for j in steps]
@@ -64,7 +65,7 @@ class _StepGroup:
         self.stats = tile_statistics(self.tokens, self.transitions)
 
     def forward(self, state: State) -> tuple[TileUpdate, State]:
-        """All tiles, and the beliefs of all lanes after them."""
+        """Update all tiles in sequence; return the updates, and the beliefs of all sequences after them."""
         updates = []
         for stats, v, count in zip(
             self._split_steps(self.stats), self.tokens.v.split(self.active_counts), self.active_counts, strict=True
@@ -74,12 +75,12 @@ class _StepGroup:
         return TileUpdate(*(torch.cat(x) for x in zip(*updates, strict=True))), state
 
     def recompute(self, checkpoints: State) -> TileUpdate:
-        """All tiles, from beliefs before all of them, or before the first of every lane."""
+        """Return all updates, given the beliefs before every tile or before the first tile of every sequence."""
         complete = self.num_checkpoints == sum(self.active_counts)
         return update_tile(self.stats, self.tokens.v, checkpoints) if complete else self.forward(checkpoints)[0]
 
     def backward(self, maps: BackwardMap, state: State) -> tuple[State, State]:
-        """The adjoints of the beliefs after every tile, before they turn, and of all lanes' before the first."""
+        """Return adjoints of the beliefs after every tile (before rotation) and before the first tiles."""
         rotation = self.stats.rotation
         rotations = [None] * len(self.active_counts) if rotation is None else (-rotation).split(self.active_counts)
         grads = []
@@ -92,22 +93,24 @@ class _StepGroup:
         return (grad_means, grad_covariances), state
 
     def _split_steps(self, tiles: Any) -> list[Any]:
-        """Of R tiles, those of each step."""
+        """Split a tuple of tensors of R tiles into one tuple per step."""
         columns = ([None] * len(self.active_counts) if x is None else x.split(self.active_counts) for x in tiles)
         return [type(tiles)(*step) for step in zip(*columns, strict=True)]
 
 
 def _first(count: int, state: State) -> State:
+    """Return the first `count` states."""
     return state[0][:count], state[1][:count]
 
 
 def _replace_first(first: State, state: State) -> State:
-    """The first lanes anew, the others as they are."""
+    """Replace the first states."""
     count = len(first[0])
     return first if count == len(state[0]) else (_replace_rows(first[0], state[0]), _replace_rows(first[1], state[1]))
 
 
 def _replace_rows(first: Tensor, rows: Tensor) -> Tensor:
+    """Replace the first rows."""
     return torch.cat([first, rows[len(first) :]])
 
 
@@ -181,7 +184,7 @@ def _backward(
     signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
     batch = SequenceBatch(v, grad_final_mean, rows)
     state = batch.sort(grad_final_mean), symmetrize(batch.sort(grad_final_covariance))
-    if not grad_variance.numel():  # no variance was read
+    if not grad_variance.numel():  # the variance was not requested
         grad_variance = grad_mean.new_zeros(()).expand(*grad_mean.shape[:3], 1)
     inputs = [x for x in signals if x is not None]
     grads = [batch.empty_output(x) for x in inputs]

@@ -1,4 +1,4 @@
-"""The Triton and CUDA rows of `dense`: custom ops around the kernels, which are imported when they first run."""
+"""Kernels "triton" and "cuda" of `dense` as custom ops. Triton is imported at the first call."""
 
 from __future__ import annotations
 
@@ -19,14 +19,22 @@ from kalmix.types import Filtered
 def dense(
     signals: DenseSignals, belief: DenseBelief, segments: Segments | None, variance: bool, cuda: bool = False
 ) -> Filtered:
-    """See `kalmix.ops.dense`. The gains, which depend on the covariance alone, and then `delta` with them.
+    """Compute `kalmix.ops.dense` on a GPU.
 
-    Exact gradients, for which it keeps a covariance every 64 tokens, the gains, and what `delta` keeps. Tokens of a
-    tile are multiplied together: where values are not checked, NaN in a token reaches earlier tokens of its tile (at
-    most 64), but no other sequence. float16 is computed in float32. With `cuda` the steps through time are CUDA C++,
-    else Triton.
+    Gains depend on the covariance only. They are computed first, then the mean by `delta` with these gains.
+
+    Gradients are exact. Training stores a covariance every 64 tokens, the gains, and the intermediates of `delta`.
+    float16 is computed in float32. Where values are not checked, NaN in a token affects earlier tokens of its tile (of
+    at most 64 tokens), but no other sequence.
+
+    Args:
+        signals: signals of the tokens, without angles.
+        belief: prior.
+        segments: assignment of tokens to sequences, or `None`.
+        variance: whether to return the variance of the read-out.
+        cuda: run the sequential kernels in CUDA C++ instead of Triton.
     """
-    q, k, v, obs_noise, process_noise, log_decay, _ = signals  # none turns
+    q, k, v, obs_noise, process_noise, log_decay, _ = signals  # there is no angle
     dtype = v.dtype
     if dtype == torch.float16:  # its range does not hold the gains of nearly certain memories
         q, k, v = q.float(), k.float(), v.float()
@@ -37,8 +45,11 @@ def dense(
 
 
 def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None, save: bool) -> tuple[tuple[int, ...], ...]:
-    """Of gains, gains rounded to the dtype of k (if that is another), innovation variances, covariances; of memories
-    at tile entries, errors and inverses."""
+    """Return the shapes of the saved tensors.
+
+    They are gains, gains in the dtype of k (empty if that is float32), innovation variances and covariances; and of
+    `delta`, memories at the entry of tiles, errors and inverses.
+    """
     (batch, length, heads, _), width = v.shape, k.shape[3]
     if not save:
         return ((0,),) * 7

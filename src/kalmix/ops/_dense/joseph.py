@@ -1,4 +1,4 @@
-"""Covariance update in Joseph's form, shared by the kernels in plain torch."""
+"""Covariance update in Joseph form, used by the kernels in plain torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def joseph_update(
 ) -> Tensor:
     """Return the symmetric posterior covariance, corrected for the rounding of the gain.
 
-    With F = A - g keys, and w and e the noises of the state and of the observations, it is Joseph's form
-    F P F' + Cov(w - g e). An exact gain makes the correction 0. Without it, rounding leaves negative and unequal
-    entries where evidence is certain, and later updates amplify them.
+    With F = A - g keys, and w and e the noises of state and observations, it is Joseph's form F P F' + Cov(w - g e).
+    For an exact gain the correction is 0. Without it, rounding leaves negative and asymmetric entries after nearly
+    certain observations, and later updates amplify them.
 
     Args:
         covariance: `[..., K, K]`, F P A' + Cov(w - g e, w).
-        moved: `[..., K, K]`, F P.
-        left: `[..., K, L]`, Cov(w, e); `None` for 0.
+        transition_cov: `[..., K, K]`, F P.
+        noise_cross_cov: `[..., K, L]`, Cov(w, e); `None` for 0.
         gain: `[..., K, L]`, g.
         keys: `[..., L, K]`.
         noise: `[..., L, L]`, Cov(e).
@@ -36,9 +36,9 @@ def joseph_update(
 
 
 def subtract_product(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return x - left right, for `[..., K, L]` times `[..., L, *]`; more than one batch axis only where L is 1."""
+    """Return x - left right for `[..., K, L]` times `[..., L, *]`; several batch axes only for L = 1."""
     if left.shape[-1] == 1:
-        return torch.addcmul(x, left, right, value=-1)  # sooner than a matrix product
+        return torch.addcmul(x, left, right, value=-1)  # faster than a matrix product
     return torch.baddbmm(x, left, right, alpha=-1)
 
 

@@ -1,10 +1,10 @@
-"""The kernels of the op `dense`, best first.
+"""Kernels of the op `dense`, in order of preference.
 
 Each module exports the same function, and none imports another:
 
     dense(signals, belief, segments, variance) -> Filtered
 
-Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
+The op checks arguments before the call. `belief` is never `None`; its tensors may be expanded (stride 0).
 """
 
 from functools import partial
@@ -18,11 +18,11 @@ _ROTATIONS = frozenset({"rotations"})
 
 KERNELS = (
     Kernel(
-        "cuda",  # as "triton", but what steps through time is CUDA C++
+        "cuda",  # "triton" with the two sequential kernels in CUDA C++
         partial(custom_op.dense, cuda=True),
         devices=("cuda",),
         dtypes=FLOAT32_STATE_DTYPES,
-        min_key_width=33,  # covariances that fill two or four groups of 32 rows: those compared with float64
+        min_key_width=33,  # padded widths of 64 and 128, the ones compared with float64
         max_key_width=128,
         triton=True,
         unsupported_gpu=unsupported_gpu,
@@ -36,7 +36,7 @@ KERNELS = (
         max_key_width=256,
         preferred_min_key_width=8,  # with narrower keys float32 cannot factor a tile's covariance at the least noise
         triton=True,
-        low_precision_products=True,  # those of the mean
+        low_precision_products=True,  # products of the mean only
     ),
     Kernel("chunked", chunked.dense, min_tokens=32, features=_ROTATIONS),
     Kernel("reference", reference.dense, features=_ROTATIONS | {TRANSFORMS}),

@@ -1,4 +1,4 @@
-"""Lower a design to `dense`."""
+"""Conversion of design signals to those of `dense`."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from kalmix.types import belief_dtype
 
 
 def lower(k: Tensor, v: Tensor, signals: Signals) -> Signals:
-    """Set the process noise of a memory that does not diffuse to 0."""
+    """Set the process noise to 0 if the design has none."""
     return {"process_noise": v.new_zeros((), dtype=belief_dtype(v.dtype)).expand(v.shape[:3])} | signals

@@ -1,4 +1,4 @@
-"""The defining recursion of `dense`: equations of Memory by Design."""
+"""Defining recursion of `dense`, token by token, from the equations of Memory by Design."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from kalmix.ops._shared.recursion import Recursion, State, Token, condition, pri
 
 
 def prior(k: Tensor, v: Tensor) -> State:
+    """Return mean 0 and covariance I."""
     return (*prior_memory(k, v), torch.diag_embed(torch.ones_like(k)))
 
 
 def predict(belief: State, token: Token) -> State:
-    """Equation 9."""
+    """Compute the prediction of equation 9."""
     mean, covariance = belief
     move = transition(token)
     return move @ mean, move @ covariance @ move.mT + _diffusion(token)
 
 
 def _diffusion(token: Token) -> Tensor | float:
-    """l^2 D, `[G, K, K]`: every row diffuses or, of pairs, the observed ones."""
+    """Return l^2 D, `[G, K, K]`: D is I, or with rotations the identity on the observed rows only."""
     if "process_noise" not in token:
         return 0.0
     rows = torch.ones_like(token["k"])
@@ -30,11 +31,12 @@ def _diffusion(token: Token) -> Tensor | float:
 
 
 def update(belief: State, token: Token) -> State:
+    """Condition the belief on the token's value."""
     return condition(belief[0], belief[1], token)
 
 
 def read(belief: State, token: Token) -> tuple[Tensor, Tensor]:
-    """Equation 8, and the variance that all columns share: q'P q."""
+    """Return the read-out of equation 8, and its variance q'P q, which all columns share."""
     query = token["q"][..., None]
     return read_memory(belief, token)[0], (query.mT @ belief[1] @ query)[:, 0]
 

@@ -1,4 +1,4 @@
-"""Problems that the laws try `dense` on."""
+"""Test problems of `dense`: designs and random signals, used by the laws, `kalmix doctor` and the fuzz script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kalmix.testing.problems import MOST, STILL, Draw, Normal, Problem, Tensors,
 
 
 def draw_dense(**signals: str) -> Draw:
-    """Return a function that draws signals of `dense`, each "B T G" or so, and a prior."""
+    """Return a function that draws signals of `dense`, with layouts such as "B T G", and a prior."""
     memory = draw_memory(**signals)
 
     def draw(normal: Normal, sequences: int, size: dict[str, int]) -> Tensors:
@@ -21,7 +21,7 @@ def draw_dense(**signals: str) -> Draw:
         drawn, width = memory(normal, sequences, size), size["K"]
         root = normal(sequences, size["G"], width, width) / width**0.5
         drawn["prior.covariance"] = root @ root.mT + 0.1 * torch.eye(width, dtype=root.dtype)
-        if "angle" in signals:  # the second half is hidden
+        if "angle" in signals:  # the second half of the rows is hidden
             for name in ("q", "k"):
                 drawn[name][..., width // 2 :] = 0
         return drawn
@@ -34,7 +34,7 @@ _SURE = tuple(
     for decay, noise in ((0.0, 0.0), (0.0, 1e-6), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e-6))
 )
 
-# Some kernels filter keys narrower than 16 in float64, and Triton is not preferred for those narrower than 8.
+# Kernel "chunked" uses float64 for keys narrower than 16; "triton" is not preferred for keys narrower than 8.
 _DENSE = partial(
     Problem,
     design=BAYESIAN,

@@ -1,4 +1,7 @@
-"""`dense`, step by step: the recursion as it is written, for tests and for float64. Memory O(T K (K + V))."""
+"""Kernel "reference" of `dense`: one token at a time, with plain autograd, for tests and for float64.
+
+Training stores O(T K (K + V)) numbers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from kalmix.types import Filtered
 
 
 def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None, variance: bool) -> Filtered:
-    """Proposition 1 of Memory by Design, one token at a time, any autograd. See `kalmix.ops.dense`."""
+    """Compute `kalmix.ops.dense` one token at a time."""
     q, k, v, obs_noise, process_noise, log_decay, angle = signals
     batch, length, heads, _ = v.shape
     dtype, width, segment_ids = belief.mean.dtype, q.shape[3], optional_segment_ids(segments, batch, length)
@@ -27,7 +30,7 @@ def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None,
     noises = (torch.diag_embed(noise), obs_noise.to(dtype)[..., None, None])
     rotations = [(None, None)] * length
     if angle is not None:
-        angle = angle.to(dtype)  # once: so gradients through cosine and sine add up in `dtype`
+        angle = angle.to(dtype)  # convert once, so that gradients of cosine and sine are summed in `dtype`
         rotations = zip(*(x(angle)[..., None].unbind(1) for x in (torch.cos, torch.sin)), strict=True)
     tokens = zip(*(x.unbind(1) for x in (q, k, v.to(dtype)[..., None, :], decay, *noises)), rotations, strict=True)
     reads, after = run_steps(_step, belief, tokens, segment_ids)
@@ -35,7 +38,7 @@ def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None,
 
 
 def _diffusion_mask(like: Tensor, paired: bool) -> Tensor:
-    """Which rows take process noise, `[K]`: all or, of pairs, the observed first half."""
+    """Return a mask `[K]` of the rows that receive process noise: all, or the first half if rows are pairs."""
     width = like.shape[3]
     return torch.arange(width, device=like.device) < (width // 2 if paired else width)
 
@@ -50,6 +53,7 @@ def _step(
     noise: Tensor,
     rotation: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Readouts, DenseBelief]:
+    """Compute one token: predict, update, read."""
     mean = decay * _rotate(belief.mean, *rotation)
     covariance = (
         decay * _rotate((decay * _rotate(belief.covariance, *rotation)).mT, *rotation) + process_cov
@@ -63,7 +67,7 @@ def _step(
 
 
 def _rotate(rows: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """Every pair of rows of `[B, G, K, *]` turned by its angle."""
+    """Rotate every pair of rows of `[B, G, K, *]`."""
     if cos is None or sin is None:
         return rows
     observed, hidden = rows.chunk(2, -2)

@@ -1,7 +1,8 @@
-"""Sequences as lanes of tiles that advance together, the longest first, so that those under way are always the first.
+"""Batches of sequences whose tiles are filtered together, longest sequence first.
 
-Packed, padded and whole sequences differ in nothing but where the tokens of a tile lie. No step is spent on a sequence
-that has ended, as far as that can be known without waiting for a GPU.
+Packed, padded and whole sequences differ only in where the tokens of a tile are. With the longest sequence first, the
+sequences that have not ended are always the first ones, so no step is spent on the others. On a GPU, lengths of
+segments are not read; their number at each step is bounded instead.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from torch import Tensor
 
 from kalmix.segments import Segments
 
-TILE = 16  # tokens that share a factorisation, half as many where keys are narrower than `WIDE`
-# Tokens of a tile that see few directions have a nearly singular covariance: its condition is about L p / r^2, for
-# variances p of the prior and r^2 of the noise. Float32 factors it as well as it stores the belief if L <= 2 K / 3.
+TILE = 16  # tokens that share a factorisation; half as many for keys narrower than `FULL_TILE_WIDTH`
+# If the keys of a tile span few directions, the innovation covariance has condition number L p / r^2, for variances p
+# of the prior and r^2 of the noise. For L <= 2 K / 3, float32 factors it as accurately as it stores the belief.
 FULL_TILE_WIDTH = 3 * TILE // 2
-MIN_FLOAT32_WIDTH = TILE  # keys narrower than this are filtered in float64, which costs them little
-MAX_GROUP_STEPS = 8  # tiles of a lane that are prepared at once; of wide keys, only the belief before them is kept
-MAX_GROUP_NUMEL = 1 << 24  # numbers in the largest array of what is prepared
+MIN_FLOAT32_WIDTH = TILE  # narrower keys are filtered in float64, which costs little
+MAX_GROUP_STEPS = 8  # tiles of a sequence that are prepared together; for wide keys, one belief per group is stored
+MAX_GROUP_NUMEL = 1 << 24  # numbers in the largest array of a group
 
 
 class TokenIndex:
-    """Where the tokens of R / G tiles lie, which all heads share.
+    """Positions of the tokens of R / G tiles, shared by all heads.
 
     Attributes:
-        token: `[R / G, L]`, in the flattened batch; B T where there is none.
-        here: `[R / G, L]`, whether there is one; `None` if everywhere.
+        tokens: `[R / G, L]`, position in the flattened batch; B T for a missing token.
+        valid: `[R / G, L]`, whether there is a token; `None` if all are valid.
     """
 
     def __init__(self, tokens: Tensor, valid: Tensor | None) -> None:
@@ -33,7 +34,7 @@ class TokenIndex:
         self._row_index: dict[tuple[int, int], Tensor] = {}
 
     def row_index(self, heads: int, repeats: int = 1) -> Tensor:
-        """Where these tokens lie in `[B * T * heads, *]`, one after another; at its end or behind for none."""
+        """Return the rows of these tokens in `[B * T * heads, *]`; missing tokens have an index past the end."""
         if (heads, repeats) not in self._row_index:
             head = torch.arange(heads, device=self.tokens.device).repeat_interleave(repeats)
             self._row_index[heads, repeats] = (self.tokens[:, None] * heads + head[:, None]).flatten()
@@ -41,9 +42,10 @@ class TokenIndex:
 
 
 class SequenceBatch:
-    """N sequences of `[B, T]` tokens, for beliefs `[N, G, K, V]`; step j takes the j-th tile of `counts[j]` lanes.
+    """Tiles of N sequences in `[B, T]` tokens, for beliefs `[N, G, K, V]`.
 
-    Tiles, and the beliefs before them, are of one head each: R are those of R / G stretches of time.
+    Step j processes the j-th tile of the first `active_counts[j]` sequences. A tile, and the belief before it, belong
+    to one head: R tiles are those of R / G pairs of sequence and step.
     """
 
     def __init__(self, v: Tensor, mean: Tensor, rows: Tensor | None) -> None:
@@ -63,40 +65,41 @@ class SequenceBatch:
         self.active_counts = [
             _active_sequences(j, v, mean, rows) for j in range(-(-self.token_shape[1] // self.tile_size))
         ]
-        if rows is not None and v.device.type == "cpu":  # look
+        if rows is not None and v.device.type == "cpu":  # reading values does not synchronise
             active = (tiles > torch.arange(len(self.active_counts))[:, None]).sum(1)
             self.active_counts = [count for count in active.tolist() if count]
 
     @staticmethod
     def num_checkpoints(v: Tensor, mean: Tensor, rows: Tensor | None) -> int:
-        """How many beliefs there are before tiles that one is kept before, at most."""
+        """Return the largest number of beliefs that are stored for the backward pass."""
         steps, interval = -(-v.shape[1] // _tile_size(v, mean)), _checkpoint_interval(v, mean)
         return mean.shape[1] * sum(_active_sequences(j, v, mean, rows) for j in range(0, steps, interval))
 
     def step_groups(self) -> list[range]:
-        """All steps, a few at a time."""
+        """Return all steps, in groups that are prepared together."""
         count = len(self.active_counts)
         return [range(j, min(j + self.steps_per_group, count)) for j in range(0, count, self.steps_per_group)]
 
     def sort(self, states: Tensor) -> Tensor:
-        """States `[N, G, ...]` as `[N * G, ...]`, in the order of the lanes."""
+        """Convert states `[N, G, ...]` to `[N * G, ...]`, in the order of the batch."""
         return states.index_select(0, self.order).flatten(0, 1).to(self.dtype)
 
     def unsort(self, states: Tensor, dtype: torch.dtype) -> Tensor:
+        """Convert states back to `[N, G, ...]`, in the original order."""
         states = states.unflatten(0, (-1, self.heads)).to(dtype)
         return torch.empty_like(states).index_copy_(0, self.order, states)
 
     def token_index(self, steps: range) -> TokenIndex:
-        """Where the tokens of a block's tiles lie."""
+        """Return the positions of the tokens of the tiles of some steps."""
         offset = torch.arange(self.tile_size, device=self.first.device)
         token = torch.cat([self.first[: self.active_counts[j], None] + j * self.tile_size + offset for j in steps])
         end = torch.cat([self.end[: self.active_counts[j], None] for j in steps])
         valid = token < end
-        all_valid = valid.device.type == "cpu" and bool(valid.all())  # look
+        all_valid = valid.device.type == "cpu" and bool(valid.all())  # reading values does not synchronise
         return TokenIndex(torch.where(valid, token, self.token_shape.numel()), None if all_valid else valid)
 
     def gather_tiles(self, index: TokenIndex, x: Tensor, fill: float = 0.0) -> Tensor:
-        """`[B, T, H or G, *]` to `[R, L, *]`."""
+        """Gather signals `[B, T, H or G, *]` as tiles `[R, L, *]`; missing tokens get `fill`."""
         row_index, rows = index.row_index(x.shape[2], self.heads // x.shape[2]), x.flatten(0, 2)
         row_index = row_index if index.valid is None else row_index.clamp(max=len(rows) - 1)
         x = rows.index_select(0, row_index).to(self.dtype).unflatten(0, (-1, self.tile_size))
@@ -106,45 +109,45 @@ class SequenceBatch:
         return torch.where(valid.view(*valid.shape, *(1,) * (x.ndim - 2)), x, fill)
 
     def empty_output(self, like: Tensor) -> Tensor:
-        """What to paste `[B, T, *]` onto, 0 where no sequence is, and one token more for what belongs nowhere."""
+        """Return a buffer for `[B, T, *]`, 0 outside sequences, with one more row for missing tokens."""
         new = like.new_empty if self.covers_all_tokens else like.new_zeros
         return new(self.token_shape.numel() + 1, *like.shape[2:], dtype=self.dtype)
 
     def scatter_tiles(self, index: TokenIndex, output: Tensor, x: Tensor) -> None:
-        """`[R, L, *]` onto `blank`; value heads that share a key head add up."""
+        """Store tiles `[R, L, *]` in a buffer; value heads that share a key head are summed."""
         shared = self.heads // output.shape[1]
         x = x if shared == 1 else x.unflatten(0, (-1, shared)).sum(1)
         output.flatten(0, 1).index_copy_(0, index.row_index(output.shape[1]), x.flatten(0, 1))
 
     def to_output(self, output: Tensor, dtype: torch.dtype) -> Tensor:
-        """What was pasted, `[B, T, *]`."""
+        """Return the contents of a buffer, `[B, T, *]`."""
         return output[:-1].unflatten(0, self.token_shape).to(dtype)
 
 
 def working_dtype(mean: Tensor) -> torch.dtype:
-    """Return the dtype that beliefs have between tiles."""
+    """Return the dtype of beliefs between tiles."""
     return torch.float64 if mean.shape[2] < MIN_FLOAT32_WIDTH else mean.dtype
 
 
 def _tile_size(v: Tensor, mean: Tensor) -> int:
-    """Tokens of a tile: a power of two, which `Decays` halves."""
+    """Return the number of tokens per tile, a power of two."""
     largest = TILE if mean.shape[2] >= FULL_TILE_WIDTH else TILE // 2
     return largest if v.shape[1] >= largest else 1 << (int(v.shape[1]) - 1).bit_length()
 
 
 def _steps_per_group(v: Tensor, mean: Tensor) -> int:
-    """Steps of a block."""
+    """Return the number of steps that are prepared together."""
     sequences, heads, width = mean.shape[:3]
     return max(1, min(MAX_GROUP_STEPS, MAX_GROUP_NUMEL // (sequences * heads * width * width)))
 
 
 def _checkpoint_interval(v: Tensor, mean: Tensor) -> int:
-    """Of so many steps, the belief before one is kept: of narrow keys it is no larger than its tokens."""
+    """Return the number of steps between stored beliefs; 1 if a belief is no larger than its tokens."""
     return 1 if mean.shape[2] <= TILE else _steps_per_group(v, mean)
 
 
 def _active_sequences(step: int, v: Tensor, mean: Tensor, rows: Tensor | None) -> int:
-    """Lanes at a step, at most: with so many tiles each, there are no more than all tiles allow."""
+    """Return an upper bound of the number of sequences that have a tile at `step`."""
     sequences = mean.shape[0]
     if rows is None:
         return sequences

@@ -1,4 +1,4 @@
-"""The signals of the op `dense`."""
+"""Signals that the op `dense` passes to its kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 class DenseSignals(NamedTuple):
-    """Signals of B rows of T tokens, for H key heads of width K and G value heads of width V.
+    """Signals of T tokens in B batch rows, with H key heads of width K and G value heads of width V.
 
     Attributes:
         q, k: `[B, T, H, K]`.
         v: `[B, T, G, V]`.
         obs_noise, process_noise: `[B, T, G]`.
-        log_decay: `[B, T, G]`, or `[B, T, G, K]`, or `[B, T, G, K / 2]` with angles; no decay if `None`.
+        log_decay: `[B, T, G]`, `[B, T, G, K]`, or `[B, T, G, K / 2]` with angles; no decay if `None`.
         angle: `[B, T, G, K / 2]`; no rotation if `None`.
     """
 

@@ -1,4 +1,4 @@
-"""The row of the op `dense`."""
+"""Specification of the op `dense` for the rest of the library."""
 
 import torch
 

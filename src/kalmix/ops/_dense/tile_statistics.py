@@ -1,10 +1,11 @@
-"""What a tile of tokens does to a belief that is not known yet, and the way back to the tokens.
+"""Tile statistics that do not depend on the incoming belief, and their backward pass.
 
-With A_{t:s} the product of the transitions after token s up to t, and N_t the noise that has come in since the tile
-began, every covariance of what is read or left with what is seen has a part from the belief before the tile, by
-A_{t:0}, and a part from the noise, by A_{t:s} N_s. Pairs of rows that turn are looked at from the tile's beginning:
-their keys, queries and noise are turned back. The 2 x 2 blocks of that noise are kept as two diagonals, of a row with
-itself and with its partner.
+Let A_{t:s} be the product of the transitions after token s up to t, and N_t the process noise accumulated since the
+tile began. Every covariance of a read-out or of the final state with an observation has two parts: one from the
+incoming belief, through A_{t:0}, and one from the noise, through A_{t:s} N_s. This module computes the second.
+
+For rotations, keys, queries and noise are rotated back to the beginning of the tile. Their noise consists of 2 x 2
+blocks, stored as two diagonals: of a row with itself, and with its partner.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kalmix.ops._shared.triangular import lower_triangle
 
 
 class Tokens(NamedTuple):
-    """Tokens of R tiles of a head, in the belief's dtype, or adjoints. An absent one has noise 1 and is 0 else."""
+    """Signals of the tokens of R tiles of one head, in the dtype of the belief, or adjoints of them."""
 
     q: Tensor  # [R, L, K]
     k: Tensor  # [R, L, K]
@@ -31,33 +32,33 @@ class Tokens(NamedTuple):
 
 
 class TileStatistics(NamedTuple):
-    """R tiles seen from the beliefs before them, or adjoints of this."""
+    """Statistics of R tiles that do not depend on the incoming belief, or adjoints of them."""
 
     queries: Tensor  # [R, L, K], A_{t:0}' q_t
     keys: Tensor  # [R, L, K], A_{t:0}' k_t
     decay: Tensor  # [R, K, 1], A_{L:0}
-    obs_cov: Tensor  # [R, L, L], covariance of what is seen, had the belief none; symmetric
-    readout_obs_cov: Tensor  # [R, L, L], of what is read with what was seen until then; lower triangular
-    readout_var: Tensor  # [R, L, 1], variance of what is read
-    state_obs_cov: Tensor  # [R, K, L], covariance of the state after the tile with what was seen
-    noise_cov: Tensor  # [R, K, K], of the state after the tile
-    rotation: Tensor | None  # [R, K / 2, 1], the angle of pairs after the tile
+    obs_cov: Tensor  # [R, L, L], covariance of the observations; symmetric
+    readout_obs_cov: Tensor  # [R, L, L], of read-outs with earlier observations; lower triangular
+    readout_var: Tensor  # [R, L, 1], variance of the read-outs
+    state_obs_cov: Tensor  # [R, K, L], of the final state with the observations
+    noise_cov: Tensor  # [R, K, K], of the final state
+    rotation: Tensor | None  # [R, K / 2, 1], total angle of each pair
 
 
 class TileTransitions(NamedTuple):
-    """What both ways need of R tiles; pairs turned back."""
+    """Decays and accumulated noise of R tiles, used in both passes; pairs are rotated back."""
 
     k: Tensor  # [R, L, K]
     q: Tensor  # [R, L, K]
     decays: Decays
-    decay_squared: Tensor  # [R, L, 1, 1 or K], the decay of a variance at each token
-    noise_blocks: Tensor  # [R, L, 2, K], the blocks of noise 1; [1, 1] without turns
+    decay_squared: Tensor  # [R, L, 1, 1 or K], decay of a variance at each token
+    noise_blocks: Tensor  # [R, L, 2, K], blocks of unit noise; [1, 1] without rotations
     accumulated_noise: Tensor  # [R, L, 1 or 2, 1 or K], N_t
     noise_keys: Tensor  # [R, L, K], N_t k_t
 
 
 def tile_statistics(tokens: Tokens, transitions: TileTransitions) -> TileStatistics:
-    """All that can be said of R tiles at once, before their beliefs are known."""
+    """Compute the statistics of R tiles."""
     q, entry_decay = transitions.q, transitions.decays.from_start
     obs_cov, readout_obs_cov = transitions.decays.products((transitions.k, q), transitions.noise_keys)
     count, _, width = q.shape
@@ -77,7 +78,7 @@ def tile_statistics(tokens: Tokens, transitions: TileTransitions) -> TileStatist
 def tile_statistics_backward(
     tokens: Tokens, transitions: TileTransitions, grad: TileStatistics, grad_v: Tensor
 ) -> Tokens:
-    """The adjoint of `look` and of the path, beside that of the values."""
+    """Return the adjoints of the tokens from those of the statistics and of the values."""
     k, q = transitions.k, transitions.q
     entry_decay, exit_decay, grad_state_obs = (
         transitions.decays.from_start,
@@ -133,19 +134,19 @@ def tile_statistics_backward(
 
 
 def rotate(rows: Tensor, angle: Tensor) -> Tensor:
-    """Every pair of rows of `[..., K, *]` turned by its angle, `[..., K / 2, *]`."""
+    """Rotate every pair of rows of `[..., K, *]` by its angle, `[..., K / 2, *]`."""
     (observed, hidden), cos, sin = rows.chunk(2, -2), angle.cos(), angle.sin()
     return torch.cat([cos * observed - sin * hidden, sin * observed + cos * hidden], -2)
 
 
 def rotation_angle_grad(grad: Tensor, rotated: Tensor) -> Tensor:
-    """The adjoint of the angle by which pairs of rows were turned, `[..., K / 2, *]`, from that of the turned rows."""
+    """Return the adjoint of the angles `[..., K / 2, *]` from the adjoint of the rotated rows."""
     (grad_observed, grad_hidden), (observed, hidden) = grad.chunk(2, -2), rotated.chunk(2, -2)
     return grad_hidden * observed - grad_observed * hidden
 
 
 def tile_transitions(tokens: Tokens) -> TileTransitions:
-    """The path of R tiles."""
+    """Compute the decays and the accumulated noise of R tiles."""
     k, q, log_decay, noise_blocks = tokens.k, tokens.q, tokens.log_decay, tokens.q.new_ones(1, 1)
     if tokens.angle is not None:
         angle = tokens.angle.cumsum(-2)
@@ -165,7 +166,7 @@ def tile_transitions(tokens: Tokens) -> TileTransitions:
 
 
 def _accumulate_noise(decay_squared: Tensor, process: Tensor) -> Tensor:
-    """The noise since the tile began, after every token."""
+    """Return the noise accumulated since the tile began, after every token."""
     sums = [process[:, 0].expand(torch.broadcast_shapes(process[:, 0].shape, decay_squared[:, 0].shape))]
     for t in range(1, process.shape[1]):
         sums.append(torch.addcmul(process[:, t], decay_squared[:, t], sums[-1]))
@@ -173,7 +174,7 @@ def _accumulate_noise(decay_squared: Tensor, process: Tensor) -> Tensor:
 
 
 def _accumulate_noise_backward(transitions: TileTransitions, grad_noise: Tensor) -> tuple[Tensor, Tensor]:
-    """The adjoints of the noise at every token and of the log-decays of `square`, the latter `[R, L, 1 or K]`."""
+    """Return the adjoints of the noise of every token, and of its log-decay, `[R, L, 1 or K]`."""
     sums = [grad_noise[:, -1]]
     for t in range(grad_noise.shape[1] - 1, 0, -1):
         sums.append(torch.addcmul(grad_noise[:, t - 1], transitions.decay_squared[:, t], sums[-1]))
@@ -186,29 +187,29 @@ def _accumulate_noise_backward(transitions: TileTransitions, grad_noise: Tensor)
 
 
 def _observed_noise_blocks(angle: Tensor) -> Tensor:
-    """The blocks of unit noise on observed rows, turned back by `[..., K / 2]`: `[..., 2, K]`."""
+    """Return the blocks of unit noise on observed rows, rotated back by `[..., K / 2]`: `[..., 2, K]`."""
     cos, sin = angle.cos(), angle.sin()
     return torch.stack([torch.cat([cos * cos, sin * sin], -1), (-cos * sin).repeat(1, 1, 2)], -2)
 
 
 def _observed_noise_blocks_backward(grad: Tensor, angle: Tensor) -> Tensor:
-    """The adjoint of the angle in `_shape`."""
+    """Return the adjoint of the angles of `_observed_noise_blocks`."""
     (observed, cross), (hidden, cross_hidden) = (x.unbind(-2) for x in grad.chunk(2, -1))
     return (hidden - observed) * (2 * angle).sin() - (cross + cross_hidden) * (2 * angle).cos()
 
 
 def _with_partners(x: Tensor, noise: Tensor) -> Tensor:
-    """Rows, and where noise has blocks their partners: `[..., K]` to `[..., 1 or 2, K]`."""
+    """Return rows and, if noise has blocks, their partners: `[..., K]` to `[..., 1 or 2, K]`."""
     return x[..., None, :] if noise.shape[-2] == 1 else torch.stack([x, x.roll(x.shape[-1] // 2, -1)], -2)
 
 
 def _multiply_noise(noise: Tensor, x: Tensor) -> Tensor:
-    """The product of noise, `[..., 1 or 2, K]`, and x, `[..., K]`."""
+    """Return the product of noise `[..., 1 or 2, K]` and vectors `[..., K]`."""
     return sum_of_products(noise.unbind(-2), _with_partners(x, noise).unbind(-2))
 
 
 def _noise_matrix(noise: Tensor) -> Tensor:
-    """Blocks `[..., 1 or 2, K]` as a matrix `[..., K, K]`."""
+    """Convert blocks `[..., 1 or 2, K]` to a matrix `[..., K, K]`."""
     matrix = torch.diag_embed(noise[..., 0, :])
     if noise.shape[-2] == 2:
         matrix = matrix + torch.diag_embed(noise[..., 1, :]).roll(noise.shape[-1] // 2, -1)
@@ -216,6 +217,6 @@ def _noise_matrix(noise: Tensor) -> Tensor:
 
 
 def _noise_matrix_backward(matrix: Tensor, noise: Tensor) -> Tensor:
-    """The adjoint of `_matrix`."""
+    """Return the adjoint of the blocks of `_noise_matrix`."""
     partners = matrix.roll(matrix.shape[-1] // 2, -1)
     return torch.stack([x.diagonal(dim1=-2, dim2=-1) for x in (matrix, partners)][: noise.shape[-2]], -2)

@@ -1,7 +1,8 @@
-"""Tiles of tokens once the beliefs before them are known: the filter, exact and parallel inside, and its adjoint.
+"""Filter update of tiles, given the beliefs before them, and its adjoint.
 
-What a tile sees is Gaussian, with a covariance C = L L' whose factor replaces the recursion over tokens: row t of
-L^{-1} (v - keys mean) is the surprise of token t given those before it, and what is read or left moves along it.
+The observations of a tile are Gaussian with covariance C = L L'. The Cholesky factor replaces the recursion over
+tokens: row t of L^{-1} (v - keys mean) is the normalised innovation of token t given the tokens before it, and
+read-outs and final states are linear in these innovations.
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ from kalmix.ops._dense.joseph import joseph_update, subtract_product, symmetrize
 from kalmix.ops._dense.tile_statistics import TileStatistics, rotate, rotation_angle_grad
 from kalmix.ops._shared.triangular import lower_triangle, solve_lower_triangular
 
-State = tuple[Tensor, Tensor]  # means [n, K, V] and covariances [n, K, K] of heads, or the adjoints of these
+State = tuple[Tensor, Tensor]  # means [n, K, V] and covariances [n, K, K], or their adjoints
 
 
 class TileUpdate(NamedTuple):
-    """R tiles and the beliefs before them."""
+    """Update of R tiles, with the beliefs before them."""
 
     mean: Tensor  # [R, K, V]
     covariance: Tensor  # [R, K, K]
     cov_keys: Tensor  # [R, K, L], covariance keys'
     whitening: Tensor  # [R, L, L], L^{-1}
-    innovation: Tensor  # [R, L, V], independent, of variance 1 a column
-    gain: Tensor  # [R, K, L], of the state after the tile, along surprise
+    innovation: Tensor  # [R, L, V], normalised: independent, with variance 1 in each column
+    gain: Tensor  # [R, K, L], of the final state with respect to the innovations
 
 
 class BackwardMap(NamedTuple):
-    """How the adjoint of a belief crosses R tiles: with F the filter's own transition,
-    dM = F' dM' + mean and dP = F' dP' F + F' dM' mixed' + covariance, made symmetric."""
+    """Affine map of the adjoint of a belief across R tiles.
+
+    With F the transition of the filter, dM = F' dM' + mean and dP = F' dP' F + F' dM' mean_coefficient' + covariance,
+    made symmetric.
+    """
 
     transition: Tensor  # [R, K, K], F
     mean_coefficient: Tensor  # [R, K, V]
@@ -47,7 +51,7 @@ class BackwardMap(NamedTuple):
 
 
 def update_tile(stats: TileStatistics, v: Tensor, before: State) -> TileUpdate:
-    """The filter over R tiles side by side."""
+    """Compute the update of R tiles in parallel."""
     mean, covariance = before
     cov_keys = covariance @ stats.keys.mT
     whitening = _inverse_cholesky(torch.baddbmm(stats.obs_cov, stats.keys, cov_keys))
@@ -57,27 +61,27 @@ def update_tile(stats: TileStatistics, v: Tensor, before: State) -> TileUpdate:
 
 
 def final_state(stats: TileStatistics, update: TileUpdate) -> State:
-    """The beliefs after R tiles."""
+    """Return the beliefs after R tiles."""
     return rotate_state(_final_state_unrotated(stats, update), stats.rotation)
 
 
 def readout_gains(stats: TileStatistics, update: TileUpdate) -> Tensor:
-    """Of what is read, along surprise, `[R, L, L]`, lower triangular."""
+    """Return the gains of the read-outs with respect to the innovations, `[R, L, L]`, lower triangular."""
     return lower_triangle(torch.baddbmm(stats.readout_obs_cov, stats.queries, update.cov_keys) @ update.whitening.mT)
 
 
 def readout_gains_backward(update: TileUpdate, grad_mean: Tensor) -> Tensor:
-    """The adjoint of `gains` from that of the mean."""
+    """Return the adjoint of `readout_gains` from that of the mean."""
     return lower_triangle(grad_mean @ update.innovation.mT)
 
 
 def readout_variance(stats: TileStatistics, update: TileUpdate, gains: Tensor) -> Tensor:
-    """Of what is read, `[R, L, 1]`; without process noise a sum of squares."""
+    """Return the variance of the read-outs, `[R, L, 1]`; without process noise, a sum of squares."""
     gains = gains @ update.whitening
     readout = stats.queries - gains @ stats.keys
     variance = (readout @ update.covariance * readout).sum(-1, keepdim=True)
     variance += stats.readout_var + (gains * (gains @ stats.obs_cov - 2 * stats.readout_obs_cov)).sum(-1, keepdim=True)
-    return variance.clamp(min=0)  # rounding
+    return variance.clamp(min=0)  # below 0 only by rounding
 
 
 def backward_map(
@@ -88,11 +92,9 @@ def backward_map(
     grad_mean: Tensor,
     grad_variance: Tensor,
 ) -> BackwardMap:
-    """From the adjoints of what is read, `[R, L, V]` and `[R, L, 1]`; `by_read` is `gains_back`."""
+    """Return the map of adjoints across R tiles, from the adjoints of mean and variance of the read-outs."""
     whitened_keys = update.whitening @ stats.keys
-    readout = torch.baddbmm(
-        stats.queries, gains, whitened_keys, alpha=-1
-    )  # how what is read moves with the belief before the tile
+    readout = torch.baddbmm(stats.queries, gains, whitened_keys, alpha=-1)  # derivative of read-outs by the prior mean
     transition = torch.baddbmm(torch.diag_embed(stats.decay.squeeze(-1)), update.gain, whitened_keys, alpha=-1)
     grad_readout = torch.addcmul(grad_gains @ whitened_keys, grad_variance, readout)
     return BackwardMap(
@@ -109,10 +111,11 @@ def tile_vjp(
     grad_variance: Tensor,
     grad_after: State,
 ) -> tuple[TileStatistics, Tensor]:
-    """The adjoints of outlooks and of values, from those of what is read and of the beliefs after (before they turn).
+    """Return the adjoints of statistics and values, from those of the read-outs and of the final beliefs.
 
-    It takes no derivative of the factorisation: gains are the best there are, so that to first order what they weigh
-    does not move with them.
+    Adjoints of the final beliefs are those before rotation.
+
+    The factorisation is not differentiated: gains are optimal, so the outputs do not depend on them to first order.
     """
     grad_state, grad_covariance = grad_after
     grad_state_gain = grad_state @ update.innovation.mT
@@ -150,14 +153,14 @@ def tile_vjp(
 
 
 def rotate_state(state: State, angle: Tensor | None) -> State:
-    """Beliefs, or adjoints of them, with every pair of rows turned."""
+    """Rotate every pair of rows of beliefs, or of their adjoints."""
     if angle is None:
         return state
     return rotate(state[0], angle), symmetrize(rotate(rotate(state[1], angle).mT, angle))
 
 
 def _final_state_unrotated(stats: TileStatistics, update: TileUpdate) -> State:
-    """The beliefs after the tiles, before they turn."""
+    """Return the beliefs after the tiles, before rotation."""
     gain, decay = update.gain @ update.whitening, stats.decay
     transition_cov = subtract_product(decay * update.covariance, gain, update.cov_keys.mT)
     covariance = subtract_product(
@@ -168,18 +171,17 @@ def _final_state_unrotated(stats: TileStatistics, update: TileUpdate) -> State:
 
 
 def _inverse_cholesky(innovation_cov: Tensor) -> Tensor:
-    """The inverse of the lower Cholesky factor of `[..., L, L]`.
+    """Return the inverse of the lower Cholesky factor of `[..., L, L]`.
 
-    Where rounding leaves no factor, since the noise is less than the dtype resolves beside the belief's variance, the
-    noise is raised to that. What has no factor even so tells nothing.
+    If rounding makes the factorisation fail, because the noise is too small for the dtype, the diagonal is increased
+    by the relative bound of Higham (theorem 10.7). If it fails again, the observations of the tile are ignored.
     """
     factor, failed = torch.linalg.cholesky_ex(innovation_cov)
     eye = torch.eye(innovation_cov.shape[-1], dtype=innovation_cov.dtype, device=innovation_cov.device)
     if innovation_cov.device.type == "cpu" and not failed.any():
         return solve_lower_triangular(factor, eye)
-    min_noise = (
-        len(eye) * (len(eye) + 1) * torch.finfo(innovation_cov.dtype).eps
-    )  # Higham, Accuracy and Stability, theorem 10.7
+    # Higham, Accuracy and Stability of Numerical Algorithms, theorem 10.7
+    min_noise = len(eye) * (len(eye) + 1) * torch.finfo(innovation_cov.dtype).eps
     regularized_factor, singular = torch.linalg.cholesky_ex(innovation_cov + min_noise * eye * innovation_cov)
     failed, singular = (failed > 0)[..., None, None], ((failed > 0) & (singular > 0))[..., None, None]
     factor = torch.where(singular, eye, torch.where(failed, regularized_factor, factor))
