@@ -1,11 +1,11 @@
-"""Handwritten digits behind noise: what a filter over the plane makes of them, in the place of a convolution.
+"""Remove noise from handwritten digits with `FilterConv2d` in the place of a convolution.
 
     python examples/denoise_digits.py                     # a minute or two on two CPU cores
     python examples/denoise_digits.py --noise 0.1 --seed 1
 
-Small models learn to undo Gaussian noise on scikit-learn's digits, 8 x 8 pixels between 0 and 1, new noise at every
-step; 360 digits are held out. One layer by itself, or two with an activation between them: where a filter takes the
-place of a convolution, there are fewer weights.
+Small models learn to remove Gaussian noise from scikit-learn's digits (8 x 8 pixels between 0 and 1), with new noise at
+every step. 360 digits are held out. A model is one layer, or two with an activation between them; models with a filter
+have fewer parameters.
 """
 
 import argparse
@@ -22,7 +22,7 @@ HELD_OUT, BATCH = 360, 64
 
 
 def models() -> dict[str, tuple[nn.Module, float]]:
-    """Each with a learning rate, found by held-out error: of 0.01 to 0.1, or where there is a filter 0.05 and 0.1."""
+    """Return each model with its learning rate, the best on held-out digits from 0.01 to 0.1 (filters: 0.05 or 0.1)."""
 
     def conv(inputs: int, outputs: int, size: int) -> nn.Conv2d:
         return nn.Conv2d(inputs, outputs, size, padding=size // 2)
@@ -39,7 +39,7 @@ def models() -> dict[str, tuple[nn.Module, float]]:
 
 
 def train(model: nn.Module, digits: Tensor, noise: float, rate: float, epochs: int) -> None:
-    """Adam on the squared error, its rate falling along a cosine."""
+    """Train on the squared error with Adam and a cosine schedule."""
     optimizer, steps = torch.optim.Adam(model.parameters(), rate), epochs * (len(digits) // BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
@@ -53,7 +53,7 @@ def train(model: nn.Module, digits: Tensor, noise: float, rate: float, epochs: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--noise", type=float, default=0.25, help="its standard deviation")
+    parser.add_argument("--noise", type=float, default=0.25, help="standard deviation of the noise")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()

@@ -1,11 +1,11 @@
-"""A design that no paper has: written down, checked against its definition, trained beside Gated DeltaNet.
+"""Write a new design, check it against its definition, and train it next to Gated DeltaNet.
 
     python examples/your_own_design.py            # about two minutes on two CPU cores
     python examples/your_own_design.py --steps 20
 
-Gated DeltaNet's memory fades by one factor a head and forgets, at every token, how sure it is. Here it fades the same
-way, drifts a little, and keeps its covariance: writes go where the memory is unsure. These three parts are all there
-is to say; the op that filters them, its update and its kernels follow.
+Gated DeltaNet's memory decays by one factor per head, and its covariance is reset at every token. This design decays
+the same way, diffuses a little, and keeps its covariance, so that it writes where the memory is uncertain. The design has
+these three parts; the op, its update and its kernels follow.
 """
 
 import argparse
@@ -31,7 +31,7 @@ FADING = Design(
 
 
 def check(design: Design, tokens: int = 12) -> float:
-    """The largest difference between the design's op and its defining recursion, on random signals."""
+    """Return the largest difference between the design's op and its defining recursion on random signals."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, tokens, 2, width, generator=draw) for width in (4, 4, 6))
     positive = {name: torch.rand(2, tokens, 2, generator=draw) + 0.1 for name in design.signals}
@@ -42,7 +42,7 @@ def check(design: Design, tokens: int = 12) -> float:
 
 
 def learn(name: str, layer: dict, steps: int, text: str | None) -> None:
-    """A language model of two such layers, trained on a text; prints how well it codes a part that it never saw."""
+    """Train a language model of two such layers and print its bits per byte of held-out text."""
     recipe = Recipe(text=text, layers=(layer,) * 2, hidden_size=96, seq_len=128, steps=steps, vocab_size=512)
     with tempfile.TemporaryDirectory() as folder:
         run = train(recipe, Path(folder) / "run")
@@ -57,13 +57,13 @@ def learn(name: str, layer: dict, steps: int, text: str | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=250, help="of training, for each of the two models")
+    parser.add_argument("--steps", type=int, default=250, help="training steps of each model")
     parser.add_argument("--text", help="a UTF-8 file or folder; this Python installation's documentation if absent")
     given = parser.parse_args()
     logging.disable_progress_bar()
     print(f"{FADING.name}: {FADING.transition.statement};  {FADING.evidence.statement}")
-    print(f"filtered by the op `{FADING.op}`: {FADING.update}")
-    print(f"which differs from its definition by at most {check(FADING):.1e}\n")
+    print(f"op: {FADING.op}; update: {FADING.update}")
+    print(f"difference from its definition: at most {check(FADING):.1e}\n")
     sizes = {"heads": 3, "head_dim": 32, "expand_v": 1.0}
     learn("gated-deltanet", {"mixer": "gated-deltanet", **sizes}, given.steps, given.text)
     learn(FADING.name, {"mixer": "design", "design": asdict(FADING), **sizes}, given.steps, given.text)
