@@ -4,8 +4,8 @@
     python examples/your_own_design.py --steps 20
 
 Gated DeltaNet's memory decays by one factor per head, and its covariance is reset at every token. This design decays
-the same way, diffuses a little, and keeps its covariance, so that it writes where the memory is uncertain. The design has
-these three parts; the op, its update and its kernels follow.
+the same way, diffuses a little, and keeps its covariance, so that it writes where the memory is uncertain. The design
+has these three parts; the op, its update and its kernels follow.
 """
 
 import argparse
