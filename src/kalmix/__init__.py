@@ -1,8 +1,20 @@
-"""kalmix: sequence layers that are exact or honest Bayesian filters.
+"""kalmix: sequence layers that are Bayesian filters, for PyTorch.
 
-Five nouns: a `Design` is what is assumed, signals are what a token supplies, a belief is what is known, an op is
-one recurrence algebra, a kernel is one way to compute it. One law: filtering is a monoid action, so filtering
-`xs ++ ys` is filtering `xs`, then `ys` from the belief that leaves.
+- A *design* states the model: how the state moves, how tokens observe it, how uncertainty is stored
+  (`kalmix.designs`).
+- *Signals* are the tensors that each token supplies: query, key, value, decay, noise.
+- A *belief* is the state of the filter after some tokens (`kalmix.beliefs`).
+- An *op* computes the filter of a family of designs: `kalmix.ops.additive`, `delta`, `diagonal`, `dense`, `ridge`,
+  `attend`. A *kernel* is one implementation of an op.
+- A *layer* is a `torch.nn.Module` around an op (`kalmix.layers`).
+
+Processing a sequence in pieces, and passing the belief on, gives the same result as processing it at once.
+
+Example:
+    >>> from kalmix.layers import KLA
+    >>> y, state = KLA(64)(torch.randn(2, 16, 64))
+    >>> y.shape
+    torch.Size([2, 16, 64])
 """
 
 from kalmix import designs, ops

@@ -16,7 +16,7 @@ class ArgumentError(ValueError):
         got: the value received, printed after "is".
         problem: a verb phrase in place of "is GOT", such as "has 2 heads" or "does not exist".
         expected: values that are accepted, as a noun phrase such as "a positive integer" or "at least 1".
-        hint: a sentence that says how to fix the call, without its final period; none by default.
+        hint: a sentence that says how to fix the call; none by default.
 
     Example:
         >>> from kalmix import ArgumentError
@@ -30,7 +30,8 @@ class ArgumentError(ValueError):
         self, name: str, *, got: object = None, problem: str | None = None, expected: object, hint: str = ""
     ) -> None:
         wrong = f"is {abbreviate(got)}" if problem is None else abbreviate(problem)
-        super().__init__(f"`{name}` {wrong}; expected {expected}." + (f" {hint}." if hint else ""))
+        advice = f" {hint}" + ("" if hint.endswith(("?", ".")) else ".") if hint else ""
+        super().__init__(f"`{name}` {wrong}; expected {expected}.{advice}")
         self.name = name
 
 
@@ -51,6 +52,14 @@ def nearest_names(name: object, known: Iterable[str]) -> str:
     """Return up to four of the known names that are spelled like `name`, separated by commas; all if none is."""
     known = list(known)
     return ", ".join(get_close_matches(str(name), known, n=4, cutoff=0.4) or known)
+
+
+def unknown_name(argument: str, name: object, known: Iterable[str]) -> ArgumentError:
+    """Return the error for a name that is not in a table of names; it lists similar names first, if there are any."""
+    known = list(known)
+    close = get_close_matches(str(name), known, n=4, cutoff=0.4)
+    hint = f"Did you mean {any_of(close)}?" if close else ""
+    return ArgumentError(argument, got=repr(name), expected=any_of(known), hint=hint)
 
 
 class NonFiniteError(ArgumentError):

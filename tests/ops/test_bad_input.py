@@ -154,9 +154,9 @@ def test_bad_designs():
     with pytest.raises(DesignError, match="lacks precision"):
         kalmix.filter(designs.KLA, *(signals()[x] for x in "qkv"), log_decay=signals()["log_decay"],
                       process_noise=signals()["process_noise"])  # fmt: skip
-    with pytest.raises(DesignError, match="does not take gain"):
+    with pytest.raises(DesignError, match="does not accept gain"):
         kalmix.filter(designs.KLA, **signals(), gain=signals()["v"])
-    with pytest.raises(DesignError, match="not 'token'"):
+    with pytest.raises(DesignError, match="is 'token'"):
         designs.Transition(decay="token")  # type: ignore[arg-type]
     with pytest.raises(DesignError):
         kalmix.oracle(designs.KLA, **signals(), angle=signals()["v"])

@@ -1,4 +1,4 @@
-"""Designs: what is assumed, as data. The parts, and the catalogue of published rows."""
+"""Designs: the assumptions of a filter as data. `spec` defines their parts, `catalog` lists published ones."""
 
 from kalmix.designs.catalog import (
     AFA,

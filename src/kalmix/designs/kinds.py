@@ -1,4 +1,4 @@
-"""Kinds of evidence and of covariance: the words of a design. An op may bring its own (`ops/_<op>/spec.py`)."""
+"""Kinds of evidence and covariance that a design can combine. An op may add its own in `ops/_<op>/spec.py`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Kind:
     """Kind of evidence, or of covariance.
 
     Attributes:
-        name: the word that a design uses.
+        name: name used in a design.
         statement: the assumption as a formula.
-        describe: the assumption in words.
-        signals: signals that it needs.
+        description: the assumption in words.
+        signals: names of the signals that it needs.
     """
 
     name: str
@@ -27,7 +27,7 @@ class CovarianceKind(Kind):
     """Kind of covariance.
 
     Attributes:
-        uncertain: whether a belief holds its own uncertainty, so that a read-out has a variance.
+        has_variance: whether the belief holds its uncertainty, so that a read-out has a variance.
     """
 
     has_variance: bool = True
@@ -36,41 +36,41 @@ class CovarianceKind(Kind):
 CELL = Kind(
     "cell",
     "v_d = k_n z_nd + noise,  noise ~ N(0, 1 / precision_d)",
-    "each cell is observed by itself, through its key",
+    "each cell is observed separately, through its key",
     ("precision",),
 )
 MEMORY = Kind("memory", "v = S'k + noise,  noise ~ N(0, r^2 I)", "the memory is observed along the key", ("obs_noise",))
 INPUT = Kind(
     "input",
     "S_t = .. + k x',  x ~ N(0, write_variance I);  v = x + noise,  noise ~ N(0, r^2 I)",
-    "what is written is observed, not the memory",
+    "the written input is observed, not the memory",
     ("write_variance", "obs_noise"),
 )
 STATE = Kind(
     "state",
     "v, k = z + noise,  noise ~ N(0, key_noise I);  q = z + noise,  noise ~ N(0, query_noise I)",
-    "the state is observed itself, and compared with what earlier tokens make of it",
+    "the state is observed, and compared with predictions from earlier tokens",
     ("key_noise", "query_noise"),
 )
 
 NONE = CovarianceKind("none", "E[S | v_1..t] = M", "none", has_variance=False)
 RESET = CovarianceKind(
     "reset",
-    "S | v_1..t-1 ~ N(A M, reset I) a column, whatever was seen",
+    "S | v_1..t-1 ~ N(A M, reset I) a column, whatever the past",
     "reset at every token",
     ("reset",),
     has_variance=False,
 )
-DIAGONAL = CovarianceKind("diagonal", "z_nd | v_1..t ~ N(mu_nd, s_nd)", "one variance a cell")
-DENSE = CovarianceKind("dense", "S | v_1..t ~ N(M, P) a column", "one matrix a head")
+DIAGONAL = CovarianceKind("diagonal", "z_nd | v_1..t ~ N(mu_nd, s_nd)", "one variance per cell")
+DENSE = CovarianceKind("dense", "S | v_1..t ~ N(M, P) a column", "one matrix per head")
 INFORMATION = CovarianceKind(
     "information",
     "S | v_1..t ~ N((H + ridge I)^-1 U, (H + ridge I)^-1) a column",
-    "the inverse of one matrix a head",
+    "the inverse of one matrix per head",
 )
 LAG = CovarianceKind(
     "lag",
     "z_i | v_j ~ N(e^(lambda tau) v_j, V I),  "
     "V = process_noise kappa + key_noise E^2 + query_noise,  E = e^(log_decay tau)",
-    "in closed form, by the lag",
+    "a closed form of the lag",
 )

@@ -1,7 +1,7 @@
-"""What may be assumed: `Design = Transition x Evidence x Covariance`, frozen data without tensors.
+"""Parts of a design: `Design` combines a `Transition`, an `Evidence` and a `Covariance`, frozen data without tensors.
 
-A part says its assumption twice, as a formula (`statement`) and in words (`describe`), and names the signals
-it needs. A combination is legal when an op computes it exactly: each op registers the combination that it filters.
+Each part has its assumption as a formula (`statement`) and in words (`description`), and the names of its signals. A
+combination is legal if an op computes it exactly. Each op registers the combination that it filters.
 """
 
 from __future__ import annotations
@@ -11,28 +11,44 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kalmix.designs.kinds import CovarianceKind, Kind
-from kalmix.errors import DesignError
+from kalmix.errors import DesignError, any_of
 
 Decay = Literal["none", "head", "key", "cell", "matrix", "forgetting", "time"]
 
 
-def _check_choice(what: str, value: object, choices: Collection[str]) -> None:
+def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise `DesignError` unless `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        raise DesignError(f"{what} is one of {', '.join(map(repr, choices))}, not {value!r}")
+        raise DesignError(f"`{name}` is {value!r}; expected {any_of(choices)}.")
 
 
 @dataclass(frozen=True)
 class Transition:
-    """How the state moves between tokens.
+    """Model of the state between two tokens: decay, rotation and process noise.
 
-    Attributes:
-        decay: what has a decay of its own: "none" (the state holds), every value "head", every "key" of a head, or
-            every "cell" (key, channel). "matrix": the token gives a whole matrix (`kalmix.oracle` only). "forgetting":
-            the state holds, but of what was known of it a head keeps a share. "time": the state, a complex vector a
-            head, decays and turns in continuous time, by one law for all tokens.
+    Args:
+        decay: the part of the state that shares a decay.
+            "none": the state does not decay.
+            "head": one log-decay per value head and token.
+            "key": one per key column.
+            "cell": one per cell (key, channel).
+            "matrix": each token gives a whole matrix (`kalmix.oracle` only).
+            "forgetting": the state does not decay, but a head discounts the information of past tokens.
+            "time": a complex state per head decays and rotates in continuous time, the same for all tokens.
         diffusion: whether process noise is added.
-        rotation: whether keys may turn in pairs, where the token gives an `angle`: row j of the first half with row
-            j of the second, with one decay a head or a pair. Only the first half is observed, and diffuses.
+        rotation: whether keys may rotate in pairs, by the signal `angle`: row j of the first half with row j of the
+            second. Only the first half is observed and diffuses.
+
+    Raises:
+        DesignError: an unknown decay, or one that cannot be combined with rotation.
+
+    Example:
+        >>> from kalmix.designs import Transition
+        >>> transition = Transition("head", diffusion=True)
+        >>> transition.signals
+        ('log_decay', 'process_noise')
+        >>> transition.statement
+        'S_t = a_t S_{t-1} + W_t,  W_t ~ N(0, l_t^2 I) a column'
     """
 
     decay: Decay = "none"
@@ -40,23 +56,25 @@ class Transition:
     rotation: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("a transition's decay", self.decay, get_args(Decay))
+        _check_choice("decay", self.decay, get_args(Decay))
         if self.rotation and self.decay in ("cell", "matrix", "forgetting", "time"):
-            raise DesignError(f"pairs of keys cannot turn where the transition is per {self.decay}")
+            raise DesignError(f"`rotation` is True with decay {self.decay!r}; expected decay 'none', 'head' or 'key'.")
 
     @property
     def signals(self) -> tuple[str, ...]:
+        """Names of the required signals."""
         named = {"none": (), "matrix": ("matrix",), "time": ("log_decay", "frequency")}
         moved = named.get(self.decay, ("log_decay",))
         return (*moved, *("process_noise",) * self.diffusion)
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Signals it may go without."""
+        """Names of the optional signals."""
         return (*("angle",) * self.rotation, *("times",) * (self.decay == "time"))
 
     @property
     def statement(self) -> str:
+        """The assumption as a formula."""
         if self.decay == "cell":
             return "z_t = a z_{t-1}" + (" + w_t,  w_t ~ N(0, p)" if self.diffusion else "")
         if self.decay == "forgetting":
@@ -71,100 +89,138 @@ class Transition:
 
     @property
     def description(self) -> str:
+        """The assumption in words."""
         if self.decay == "cell" and self.diffusion:
             return "Ornstein-Uhlenbeck per cell"
-        words = {"none": "holds still", "matrix": "moves by a matrix", "forgetting": "holds still, forgotten per head"}
-        words |= {"time": "decays and turns in time"}
+        words = {
+            "none": "is constant",
+            "matrix": "is multiplied by a matrix",
+            "forgetting": "is constant, forgotten per head",
+        }
+        words |= {"time": "decays and rotates in time"}
         words = words.get(self.decay, f"decays per {self.decay}")
-        words += " or turns in pairs" if self.rotation else ""
+        words += " or rotates in pairs" if self.rotation else ""
         return words + (", and diffuses" if self.diffusion else "")
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a token says of the state.
+    """Model of an observation: the quantity that a token's value measures, and its noise.
 
-    Attributes:
-        of: "memory": the value is the memory `S` read out along the key. "cell": every cell (key n, channel d) by
-            itself is seen through its key, with the token's precision. "input": the value is seen of what this token
-            adds to the memory, never of the memory itself. "state": the value is the state itself, and so, for
-            comparison, are key and query.
-        columns: whether every column of the value has a noise of its own: give columns as value heads of width 1
-            that share a key head.
+    Args:
+        kind: the observed quantity.
+            "memory": the value is the memory S, read along the key, plus noise.
+            "cell": every cell (key n, channel d) is observed separately through its key, with the token's precision.
+            "input": the value is what this token adds to the memory, plus noise; the memory itself is not observed.
+            "state": value, key and query are the state plus noise.
+        columns: whether every column of the value has its own noise. Columns are then value heads of width 1 that share
+            a key head.
+
+    Raises:
+        DesignError: an unknown kind.
+
+    Example:
+        >>> from kalmix.designs import Evidence
+        >>> Evidence("memory").signals, Evidence("memory").statement
+        (('obs_noise',), "v = S'k + noise,  noise ~ N(0, r^2 I)")
     """
 
     kind: str = "cell"
     columns: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("what evidence is of", self.kind, _EVIDENCE)
+        _check_choice("kind", self.kind, _EVIDENCE)
 
     @property
     def signals(self) -> tuple[str, ...]:
+        """Names of the required signals."""
         return _EVIDENCE[self.kind].signals
 
     @property
     def statement(self) -> str:
+        """The assumption as a formula."""
         return _EVIDENCE[self.kind].statement
 
     @property
     def description(self) -> str:
+        """The assumption in words."""
         return _EVIDENCE[self.kind].description + (", each column with its own noise" if self.columns else "")
 
 
 @dataclass(frozen=True)
 class Covariance:
-    """What is kept of the uncertainty.
+    """Form in which a belief stores its uncertainty.
 
-    Attributes:
-        kept: "none"; "reset": the predicted covariance is forgotten and set to the token's `reset` (times identity,
-            or a diagonal), an approximation; "diagonal": one variance a cell, exact where cells are observed by
-            themselves; "dense": one matrix between keys, shared by the columns of a head, exact; "information": its
-            inverse but for the prior, a ridge, which is set anew at every token; "lag": none, as that of each earlier
-            token is known in closed form from how long ago it was, their errors taken as independent.
+    Args:
+        kind: the form.
+            "none": no uncertainty.
+            "reset": the predicted covariance is set to the token's `reset` (times identity, or a diagonal) at every
+                token;
+            an approximation.
+            "diagonal": one variance per cell; exact for evidence "cell".
+            "dense": one matrix between keys, shared by the columns of a head; exact.
+            "information": the inverse of such a matrix without its prior, a ridge that is set anew at every token.
+            "lag": a closed form of the time since each past token, whose errors are treated as independent.
+
+    Raises:
+        DesignError: an unknown kind.
+
+    Example:
+        >>> from kalmix.designs import Covariance
+        >>> Covariance("dense").has_variance, Covariance("dense").elements(keys=16, values=64)
+        (True, 256)
     """
 
     kind: str = "diagonal"
 
     def __post_init__(self) -> None:
-        _check_choice("the covariance kept", self.kind, _COVARIANCE)
+        _check_choice("kind", self.kind, _COVARIANCE)
 
     @property
     def signals(self) -> tuple[str, ...]:
+        """Names of the required signals."""
         return _COVARIANCE[self.kind].signals
 
     def elements(self, keys: int, values: int) -> int:
-        """Return how many numbers a head's belief holds of it, beside a mean of `keys` rows and `values` columns."""
+        """Return the number of covariance elements that the belief of one head stores, beside its mean.
+
+        Args:
+            keys: rows of the mean.
+            values: columns of the mean.
+        """
         return {"diagonal": keys * values, "dense": keys * keys, "information": keys * keys}.get(self.kind, 0)
 
     @property
     def statement(self) -> str:
+        """The assumption as a formula."""
         return _COVARIANCE[self.kind].statement
 
     @property
     def description(self) -> str:
+        """The assumption in words."""
         return _COVARIANCE[self.kind].description
 
     @property
     def has_variance(self) -> bool:
-        """Whether a belief holds its own uncertainty, so that a read-out has a variance."""
+        """Whether the belief holds its uncertainty, so that a read-out has a variance."""
         return _COVARIANCE[self.kind].has_variance
 
 
 @dataclass(frozen=True)
 class Algebra:
-    """Designs that one op filters.
+    """Combinations of parts that one op filters.
 
     Attributes:
-        op: the op's name.
-        evidence, covariance: the kinds that it combines.
-        decays: the decays of transitions that it takes.
-        update: its update as a formula, as Table 1 of Memory by Design has it.
-        diffuses: whether it takes process noise.
-        undiffused: the reason, if it takes none.
-        rotates: whether it turns keys.
-        optional: signals that it takes, but may go without.
-        options: names of its arguments that no token supplies.
+        op: name of the op.
+        evidence: kind of evidence.
+        covariance: kind of covariance.
+        decays: decays of the transitions that it supports.
+        update: its update as a formula, as in Table 1 of Memory by Design.
+        supports_diffusion: whether it accepts process noise.
+        no_diffusion_reason: reason why it does not.
+        supports_rotation: whether it rotates keys.
+        optional: names of its optional signals.
+        options: names of arguments that are not signals, such as a solver.
     """
 
     op: str
@@ -173,18 +229,18 @@ class Algebra:
     decays: tuple[Decay, ...]
     update: str
     supports_diffusion: bool = False
-    no_diffusion_reason: str = "process noise would change nothing, as no covariance is carried"
+    no_diffusion_reason: str = "diffusion has no effect, since the belief has no covariance"
     supports_rotation: bool = False
     optional: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
 
     def unsupported_reason(self, transition: Transition) -> str | None:
-        """Return why the op does not take a transition, or `None` if it does."""
+        """Return why the op does not support a transition, or `None` if it does."""
         if transition.decay not in self.decays:
-            return f"its transition may be {' or '.join(self.decays)}, not {transition.decay}"
+            return f"decay {transition.decay!r} is not supported; expected {any_of(self.decays)}"
         if transition.diffusion and not self.supports_diffusion:
             return self.no_diffusion_reason
-        return "it does not turn keys" if transition.rotation and not self.supports_rotation else None
+        return "rotation is not supported" if transition.rotation and not self.supports_rotation else None
 
 
 _EVIDENCE: dict[str, Kind] = {}
@@ -193,32 +249,45 @@ _ALGEBRAS: dict[tuple[str, str], Algebra] = {}
 
 
 def register_algebra(algebra: Algebra) -> None:
-    """Let designs combine the two kinds of an algebra; its op filters them.
+    """Register the combination of evidence and covariance that an op filters.
 
     Raises:
-        DesignError: another op filters this combination, or another kind has the name of one of these.
+        DesignError: another op filters this combination, or another kind has one of these names.
     """
     evidence, covariance = algebra.evidence, algebra.covariance
     other = _ALGEBRAS.setdefault((evidence.name, covariance.name), algebra)
     if other != algebra:
-        raise DesignError(f"`{other.op}` filters evidence of {evidence.name} with covariance {covariance.name} already")
+        raise DesignError(
+            f"`{other.op}` already filters evidence {evidence.name!r} with covariance {covariance.name!r}."
+        )
     known = _EVIDENCE.setdefault(evidence.name, evidence), _COVARIANCE.setdefault(covariance.name, covariance)
     if known != (evidence, covariance):
-        raise DesignError(f"`{algebra.op}` defines {evidence.name} or {covariance.name} in another way than other ops")
+        raise DesignError(f"`{algebra.op}` redefines {evidence.name!r} or {covariance.name!r}.")
 
 
 @dataclass(frozen=True)
 class Design:
-    """A generative model, from which the filter follows.
+    """Generative model of a sequence: a transition, evidence and a covariance. The filter follows from it.
 
-    Attributes:
-        name: what it is called.
-        transition, evidence, covariance: its parts.
-        equations: where the source states its update.
+    Pass a design to `kalmix.filter`, `kalmix.oracle` or `kalmix.layers.DesignLayer`. Published designs are in
+    `kalmix.designs.CATALOGUE`.
+
+    Args:
+        name: name for messages and tables.
+        transition: model of the state between two tokens.
+        evidence: model of an observation.
+        covariance: form in which the belief stores its uncertainty.
+        equations: equations of the update in the source.
         citation: the source.
 
     Raises:
-        DesignError: no op filters this combination; says why.
+        DesignError: no op filters this combination; the message gives the reason.
+
+    Example:
+        >>> from kalmix.designs import Covariance, Design, Evidence, Transition
+        >>> mine = Design("mine", Transition("head", diffusion=True), Evidence("memory"), Covariance("dense"))
+        >>> mine.op, mine.signals, mine.has_variance
+        ('dense', ('log_decay', 'process_noise', 'obs_noise'), True)
     """
 
     name: str
@@ -231,11 +300,13 @@ class Design:
     def __post_init__(self) -> None:
         pair = (self.evidence.kind, self.covariance.kind)
         if pair not in _ALGEBRAS:
-            legal = ", ".join(f"{of} with {kept}" for of, kept in _ALGEBRAS)
-            raise DesignError(f"no op filters evidence of {pair[0]} with covariance {pair[1]}; there are {legal}")
-        refusal = self._algebra.unsupported_reason(self.transition)
-        if refusal is not None:
-            raise DesignError(f"`{self.op}` filters evidence of {pair[0]} with covariance {pair[1]}, but {refusal}")
+            legal = ", ".join(f"{evidence!r} with {covariance!r}" for evidence, covariance in _ALGEBRAS)
+            raise DesignError(
+                f"No op filters evidence {pair[0]!r} with covariance {pair[1]!r}; expected one of {legal}."
+            )
+        reason = self._algebra.unsupported_reason(self.transition)
+        if reason is not None:
+            raise DesignError(f"`{self.op}` cannot filter design {self.name!r}: {reason}.")
 
     @property
     def _algebra(self) -> Algebra:
@@ -243,44 +314,48 @@ class Design:
 
     @property
     def op(self) -> str:
-        """The recurrence algebra that filters it."""
+        """Name of the op that filters the design."""
         return self._algebra.op
 
     @property
     def update(self) -> str:
-        """The filter that follows from it, as a formula."""
+        """The filter that follows from the design, as a formula."""
         return self._algebra.update
 
     @property
     def has_variance(self) -> bool:
-        """Whether its belief knows how sure it is, so that a read-out has a variance."""
+        """Whether a read-out has a variance."""
         return self.covariance.has_variance
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """The signals it needs beside q, k and v."""
+        """Names of the required signals beside q, k and v."""
         return (*self.transition.signals, *self.evidence.signals, *self.covariance.signals)
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """The signals it takes, but may go without."""
+        """Names of the optional signals."""
         return (*self.transition.optional, *self._algebra.optional)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What its op may be told that no token supplies."""
+        """Names of arguments of the op that are not signals, such as `ridge` and `solver`."""
         return self._algebra.options
 
     def check(self, given: Mapping[str, object], variance: bool = False) -> None:
-        """Check the names of the signals given, and whether there is a variance to ask for.
+        """Check the names of signals, and that there is a variance if one is requested.
+
+        Args:
+            given: signals and options by name; `None` means absent.
+            variance: whether a variance is requested.
 
         Raises:
-            DesignError: a signal is missing or not this design's, or there is no variance.
+            DesignError: a signal is missing or unknown, or there is no variance.
         """
         missing = [name for name in self.signals if given.get(name) is None]
-        strange = [name for name in given if name not in (*self.signals, *self.optional, *self.options)]
-        if missing or strange:
-            wrong = f"lacks {', '.join(missing)}" if missing else f"does not take {', '.join(strange)}"
-            raise DesignError(f"design {self.name!r} {wrong}; its signals are {', '.join(self.signals)}")
+        unknown = [name for name in given if name not in (*self.signals, *self.optional, *self.options)]
+        if missing or unknown:
+            problem = f"lacks {', '.join(missing)}" if missing else f"does not accept {', '.join(unknown)}"
+            raise DesignError(f"Design {self.name!r} {problem}; expected {', '.join(self.signals)}.")
         if variance and not self.has_variance:
-            raise DesignError(f"design {self.name!r} has no variance: its covariance is {self.covariance.description}")
+            raise DesignError(f"Design {self.name!r} has no variance: its covariance is {self.covariance.description}.")

@@ -1,1 +1,1 @@
-"""Spread one model or one sequence over several devices: context parallelism and sharding plans. Empty so far."""
+"""Context parallelism and sharding plans. Empty so far."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import unknown_name
 from kalmix.layers.afa import AdaptiveFilterAttention
 from kalmix.layers.afa_transformer import AFATransformerBlock, AFATransformerState
 from kalmix.layers.attention import Attention, AttentionState
@@ -59,7 +59,7 @@ def mixer_class(name: str, options: Mapping[str, object]) -> type[Mixer]:
         ArgumentError: no layer has this name, or it does not accept an option or its type.
     """
     if not isinstance(name, str) or name not in MIXERS:
-        raise ArgumentError("mixer", got=repr(name), expected=f"one of {', '.join(map(repr, MIXERS))}")
+        raise unknown_name("mixer", name, MIXERS)
     MIXERS[name].check_options(name, options)
     return MIXERS[name]
 

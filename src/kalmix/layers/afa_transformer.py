@@ -23,7 +23,7 @@ from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered, belief_dtype
 from kalmix.validation import check_positive_int
 
-EPS = 1e-6  # in the length of what is divided by it
+EPS = 1e-6  # added to lengths before dividing by them
 
 
 @loadable
@@ -101,7 +101,7 @@ class AFATransformerBlock(Mixer):
         (torch.Size([2, 16, 64]), torch.Size([2, 16, 2, 32]))
     """
 
-    design: Design | None = designs.AFA  # of magnitudes and of directions, each by itself
+    design: Design | None = designs.AFA  # for magnitudes and directions separately
     includes_mlp = True
 
     def __init__(

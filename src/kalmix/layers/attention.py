@@ -116,7 +116,7 @@ class Attention(Mixer):
         if previous is not None and previous.position.shape[1]:
             offset = previous.position.amax(1) + 1
         inside = (token >= start[:, None]) & (token < stop[:, None])
-        position = torch.where(inside, token - start[:, None] + offset[:, None], -1)  # [N, T], each its own tokens
+        position = torch.where(inside, token - start[:, None] + offset[:, None], -1)  # [N, T], -1 outside the sequence
         segment_ids = None if segments is None else segments.segment_ids(batch, length)
         token_position = position if segment_ids is None else position[segment_ids.clamp(min=0), token]  # [B, T]
 
@@ -133,7 +133,8 @@ class Attention(Mixer):
                 torch.cat([previous.values.to(v.dtype), values], dim=1),
                 torch.cat([previous.position, position], dim=1),
             )
-            # Each sequence attends in its own copy of the batch row; a query outside it looks at everything, unread.
+            # Each sequence attends in its own copy of the batch row. Queries outside it attend to all keys; their
+            # output is not used.
             visible = (final.position[:, None] >= 0) & (final.position[:, None] <= position[..., None])
             output = self._attend(q if segment_ids is None else q[row], *final[:2], visible | (position < 0)[..., None])
             output = output if segment_ids is None else output[segment_ids.clamp(min=0), token]

@@ -14,7 +14,7 @@ from kalmix.layers.parametrize import positive
 from kalmix.ops import kappa
 from kalmix.validation import check_positive_int, check_shape
 
-SIDES = ("left", "right", "below", "above")  # where a neighbour may lie, in the order of parameters
+SIDES = ("left", "right", "below", "above")  # sides of a pixel, in the order of parameters
 
 
 def path_statistics(
@@ -147,7 +147,7 @@ class FilterConv2d(nn.Module):
     def path_statistics(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return decay, angle and variance of the paths from the pixels of the square, row by row, to its center."""
         steps = torch.arange(self.kernel_size, device=self.axes.device, dtype=dtype) - self.kernel_size // 2
-        up, right = torch.meshgrid(steps, -steps, indexing="ij")  # rows count downwards
+        up, right = torch.meshgrid(steps, -steps, indexing="ij")  # rows are counted downwards
         path = torch.stack([right, up], -1).flatten(0, 1) @ self.axes.to(dtype).mT + self.shift.to(dtype)[:, None]
         logs = (self.log_rate, self.log_process_noise, self.log_key_noise, self.log_query_noise)
         rate, process, key, query = (positive(x.to(dtype)) for x in logs)

@@ -20,7 +20,7 @@ from kalmix.ops import Adaptive, Chebyshev, Ridge, Solver
 from kalmix.types import Filtered
 from kalmix.validation import check_choice
 
-NORM_EPS = 1e-6  # of the published code, in the length of keys and in gains
+NORM_EPS = 1e-6  # as in the published code; added to the length of keys and to gains
 GAINS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "squared": lambda raw: (torch.sigmoid(raw) + NORM_EPS).square(),

@@ -175,7 +175,7 @@ class KLA(Mixer):
         """Return the write gains `[B, T]`, averaged over cells; calls the layer once per token."""
         log_decay, process_noise = self.dynamics(torch.float32)
         squared_decay, state, gains = (2 * log_decay).exp(), None, []
-        variance = torch.ones_like(log_decay)[None]  # the prior
+        variance = torch.ones_like(log_decay)[None]  # prior
         for token in x.split(1, dim=1):
             _, state = self(token, state)
             predicted_variance = squared_decay * variance + process_noise

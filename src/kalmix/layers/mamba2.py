@@ -124,7 +124,7 @@ class Mamba2(MemoryLayer):
     def project_out(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Apply gate, norm of each group, and output projection."""
         gate, _ = context
-        assert gate is not None  # the layer always has one
+        assert gate is not None
         gated = (readout * gate).unflatten(-1, (self.sizes.key_heads, -1))
         normed = F.rms_norm(gated, gated.shape[-1:], eps=self.norm_eps).flatten(-2)
         return self.out_proj(normed * self.norm_scale.to(normed.dtype))

@@ -32,7 +32,7 @@ class MemoryState(NamedTuple):
             it is the number of past tokens, int64 `[N]`.
     """
 
-    belief: Any  # a Belief; see `Filtered`
+    belief: Any  # a Belief
     conv_state: Tensor
 
     take = take

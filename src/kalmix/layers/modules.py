@@ -80,10 +80,10 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-_ONEDNN = torch.backends.mkldnn.is_available()  # which the compiler cannot ask
+_ONEDNN = torch.backends.mkldnn.is_available()  # read at import: torch.compile cannot trace this call
 
 
-def _onednn_serves(x: Tensor) -> bool:
+def _uses_onednn(x: Tensor) -> bool:
     return _ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32
 
 
@@ -119,7 +119,7 @@ class ShortConvolution(nn.Module):
     def forward(
         self,
         x: Tensor,
-        window: Tensor | None = None,
+        state: Tensor | None = None,
         segments: Segments | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ class ShortConvolution(nn.Module):
 
         Args:
             x: `[B, T, channels]`.
-            window: state `[N, size - 1, channels]` to continue from; zeros by default.
+            state: state `[N, size - 1, channels]` to continue from; zeros by default.
             segments: runs of tokens that form sequences; by default each batch row is one sequence.
             segment_ids: `segments.segment_ids(B, T)`, if the caller has computed it.
 
@@ -135,17 +135,17 @@ class ShortConvolution(nn.Module):
             The output `[B, T, channels]` in the dtype of `x`, 0 outside segments, and the new state.
         """
         sequences = x.shape[0] if segments is None else segments.count
-        if window is None:
-            window = x.new_zeros(sequences, self.size - 1, self.channels)
-        window = window.to(x.dtype)
+        if state is None:
+            state = x.new_zeros(sequences, self.size - 1, self.channels)
+        state = state.to(x.dtype)
         if x.shape[1] == 0:
-            return x, window
+            return x, state
         if segments is None:
-            history = torch.cat([window, x], dim=1)
+            history = torch.cat([state, x], dim=1)
             return self._shift(self._slide(history)), history[:, x.shape[1] :]
         segment_ids = segments.segment_ids(*x.shape[:2]) if segment_ids is None else segment_ids
-        output, window = self._segmented(x, window, segments, segment_ids)
-        return self._shift(output, segment_ids), window
+        output, state = self._segmented(x, state, segments, segment_ids)
+        return self._shift(output, segment_ids), state
 
     def _shift(self, output: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         return output if self.bias is None else mask_outside(output + self.bias.to(output.dtype), segment_ids)
@@ -156,37 +156,37 @@ class ShortConvolution(nn.Module):
         On a CPU, oneDNN takes a quarter of the time of the sum over taps, if channels are contiguous.
         """
         length = history.shape[1] - self.size + 1
-        if masks is None and _onednn_serves(history):
+        if masks is None and _uses_onednn(history):
             with torch.autocast("cpu", enabled=False):
                 image, taps = history.mT[:, :, None], self.weight.to(history.dtype)[:, None, None]
                 return F.conv2d(image, taps, groups=self.channels).squeeze(2).mT
         output = history.new_zeros(())
         for tap, weight in enumerate(self.weight.to(history.dtype).unbind(1)):
-            seen = history[:, tap : tap + length]
-            output = output + (seen if masks is None else torch.where(masks[tap], seen, 0)) * weight
+            inputs = history[:, tap : tap + length]
+            output = output + (inputs if masks is None else torch.where(masks[tap], inputs, 0)) * weight
         return output
 
-    def _segmented(self, x: Tensor, window: Tensor, segments: Segments, segment_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _segmented(self, x: Tensor, state: Tensor, segments: Segments, segment_ids: Tensor) -> tuple[Tensor, Tensor]:
         batch, length, _ = x.shape
-        reach = self.size - 1
-        earlier_ids = F.pad(segment_ids, (reach, 0), value=-2)
+        past = self.size - 1
+        earlier_ids = F.pad(segment_ids, (past, 0), value=-2)
         masks = [
             ((earlier_ids[:, tap : tap + length] == segment_ids) & (segment_ids >= 0))[..., None]
             for tap in range(self.size)
         ]
-        within = self._slide(F.pad(x, (0, 0, reach, 0)), masks).flatten(0, 1)
+        within = self._slide(F.pad(x, (0, 0, past, 0)), masks).flatten(0, 1)
 
-        # The first inputs of a sequence also see its window: what it adds to them, put where they lie.
+        # Add the contribution of the state to the first inputs of each sequence.
         row, start, stop = segments.rows.long()[:, :, None].unbind(1)
-        conv_state = self._slide(F.pad(window, (0, 0, 0, reach)))
-        token = start + torch.arange(reach, device=x.device)
-        where = torch.where(token < stop, row * length + token, 0).flatten()
-        conv_state = torch.where((token < stop)[..., None], conv_state, 0).flatten(0, 1)
-        output = within.index_add(0, where, conv_state).unflatten(0, (batch, length))
+        from_state = self._slide(F.pad(state, (0, 0, 0, past)))
+        token = start + torch.arange(past, device=x.device)
+        index = torch.where(token < stop, row * length + token, 0).flatten()
+        from_state = torch.where((token < stop)[..., None], from_state, 0).flatten(0, 1)
+        output = within.index_add(0, index, from_state).unflatten(0, (batch, length))
 
-        # The window moves on: inputs from here if there were enough, else what remains of the old window.
-        token = stop - reach + torch.arange(reach, device=x.device)
+        # The new state: inputs of this call, preceded by the old state if there are fewer than `size - 1`.
+        token = stop - past + torch.arange(past, device=x.device)
         current = x.flatten(0, 1)[row * length + token.clamp(min=0)]
-        previous = (stop - start + torch.arange(reach, device=x.device)).clamp(max=reach - 1)
-        previous = window.gather(1, previous[..., None].expand_as(window))
+        previous = (stop - start + torch.arange(past, device=x.device)).clamp(max=past - 1)
+        previous = state.gather(1, previous[..., None].expand_as(state))
         return output, torch.where((token >= start)[..., None], current, previous)

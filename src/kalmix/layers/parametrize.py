@@ -13,17 +13,17 @@ from kalmix.layers.modules import low_rank, to_state_dtype
 from kalmix.ops import LEAST_NOISE, Dynamics
 from kalmix.validation import check_choice, check_number
 
-_KNEE = 8.0
+_KNEE = 8.0  # where `positive` changes from exponential to power
 DISCRETIZATIONS = ("ou", "zoh")
-# Variances that a token sets (see `Noise`): what they are near to before training, and what they stay above. Beside a
-# prior of 1, an observation of noise 4 says little: a memory that begins so is not filled by its first tokens.
+# Initial value and lower bound of variances that depend on the token (see `NoiseVariance`). The prior variance is 1, so
+# with an initial noise of 4 the first tokens do not fill the memory.
 VARIANCES = {
     "obs_noise": {"initial": 4.0, "floor": LEAST_NOISE[torch.float32]},
     "write_variance": {"initial": 4.0, "floor": 1e-4},
     "reset": {"initial": 4.0, "floor": 1e-4},
     "process_noise": {"initial": 0.001, "floor": 1e-6},
 }
-# Of states (see `StateDynamics`), per unit of time and per look: a token counts half as much after about 20 others.
+# The same for `StateDynamics`, per unit of time and per observation: the weight of a token halves in about 20 tokens.
 STATE_VARIANCES = {
     "process_noise": {"initial": 0.1, "floor": 1e-6},
     "key_noise": {"initial": 1.0, "floor": 1e-4},
@@ -39,8 +39,8 @@ def positive(raw: Tensor) -> Tensor:
     e^26.4 or its inverse, and the gradient of its logarithm is 8 / |raw|.
     """
     size = raw.abs()
-    bent = raw.sign() * _KNEE * (1 + (size.clamp(min=_KNEE) / _KNEE).log())
-    return torch.where(size <= _KNEE, raw, bent).exp()
+    slow = raw.sign() * _KNEE * (1 + (size.clamp(min=_KNEE) / _KNEE).log())
+    return torch.where(size <= _KNEE, raw, slow).exp()
 
 
 def noise_variance(raw: Tensor, floor: float = 1e-4) -> Tensor:
@@ -58,7 +58,7 @@ def discretize_ou(rate: Tensor, diffusion: Tensor, step: Tensor) -> tuple[Tensor
 
     Args:
         rate: alpha > 0, mean reversion per unit of time.
-        diffusion: c^2 >= 0, variance per unit of time. The published code calls it c.
+        diffusion: c^2 >= 0, variance per unit of time.
         step: dt > 0, time between tokens.
 
     Returns:
@@ -169,7 +169,7 @@ class StepDynamics(nn.Module):
         """Draw the published initial values."""
         with torch.no_grad():
             self.log_rate.uniform_(max(self.min_rate, 1e-4), 16).log_()
-            self.step_bias.uniform_(math.log(0.001), math.log(0.1)).exp_().expm1_().log_()  # of a step, by softplus
+            self.step_bias.uniform_(math.log(0.001), math.log(0.1)).exp_().expm1_().log_()  # inverse of softplus
             if self.frequency is not None:
                 self.frequency.uniform_(0, 2 * math.pi)
 

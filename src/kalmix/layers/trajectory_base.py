@@ -79,8 +79,8 @@ class TrajectoryLayer(Mixer):
         kernel: name of a kernel of the op; by default chosen by device, dtype and shape.
     """
 
-    state_type: ClassVar[type] = HistoryBelief  # what the state is
-    window: int | None = None  # how many tokens a query sees; all if absent
+    state_type: ClassVar[type] = HistoryBelief  # type of the layer's state
+    window: int | None = None  # number of tokens that a query attends to; `None` for all
 
     def __init__(
         self,
