@@ -50,7 +50,7 @@ def _card(design: Design) -> Table:
     table.add_column()
     for name in ("transition", "evidence", "covariance"):
         part = getattr(design, name)
-        table.add_row(name, f"{part.describe}\n{_formula(part.statement)}")
+        table.add_row(name, f"{part.description}\n{_formula(part.statement)}")
     table.add_row("update", _formula(design.update))
     table.add_row("op", f"kalmix.ops.{design.op}")
     optional = (f"{name} (optional)" for name in design.optional)
