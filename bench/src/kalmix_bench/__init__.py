@@ -1,1 +1,1 @@
-"""Benchmarks of kalmix: the papers' experiments, and timings beside other libraries."""
+"""Benchmarks of kalmix: the papers' experiments, and timings next to other libraries."""

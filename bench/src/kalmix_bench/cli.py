@@ -1,4 +1,4 @@
-"""`kalmix bench`: the commands of all experiments; `all` of them; and `report`, what their results say together."""
+"""Command group `kalmix bench`: one command per experiment, `all`, `report`, `beliefs` and `run`."""
 
 from __future__ import annotations
 
@@ -21,44 +21,48 @@ from kalmix_bench.runner.experiment import Experiment
 
 EXPERIMENTS: tuple[Experiment[Any], ...] = (Recall(), Collision(), Solvers(), Sde(), Vision())
 
-app = typer.Typer(name="bench", help="The experiments of the papers, one a command.", no_args_is_help=True)
+app = typer.Typer(name="bench", help="Run the papers' experiments, one command each.", no_args_is_help=True)
 
 
 @app.callback()
 def _group() -> None:
-    """A group."""
+    """Make typer treat `bench` as a group of commands."""
 
 
 def run_all(
     preset: Annotated[
-        str, typer.Option(help="laptop: half an hour on two cores. paper: in full, for a GPU.")
+        str, typer.Option(help="laptop: half an hour on two cores. paper: full size, for a GPU.")
     ] = "laptop",
     seeds: options.Seeds = 1,
     jobs: options.Jobs = 1,
     device: options.Device = None,
-    output: Annotated[Path, typer.Option(help="For results; what it holds is not run again.")] = Path("runs/all"),
+    output: Annotated[Path, typer.Option(help="Output folder; finished cells in it are skipped.")] = Path("runs/all"),
 ) -> None:
-    """All experiments and benchmarks of the papers; goes on where it was interrupted."""
+    """Run all experiments of the papers and report them. The same command resumes an interrupted run."""
     options.preset(preset, dict.fromkeys(("laptop", "paper")))
     options.count("seeds", seeds)
     options.count("jobs", jobs)
     options.device(device)
     console, folders = Console(highlight=False), []
     for experiment in (experiment for experiment in EXPERIMENTS if experiment.in_all):
-        less = experiment.laptop if preset == "laptop" else {}
+        laptop_options = experiment.laptop if preset == "laptop" else {}
         for name, command in experiment.commands().items():
             console.print(Rule(name, align="left"))
             folders.append(output / name)
-            command(preset=preset, seeds=seeds, jobs=jobs, device=device, output=folders[-1], **less)
+            command(preset=preset, seeds=seeds, jobs=jobs, device=device, output=folders[-1], **laptop_options)
     console.print(Rule("report", align="left"))
     report(folders, output)
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="Outputs of `kalmix bench`.")],
-    output: Annotated[Path | None, typer.Option(help="For tables and pictures; the first folder if absent.")] = None,
+    folders: Annotated[list[Path], typer.Argument(help="Output folders of `kalmix bench` commands.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for tables and figures. Default: the first folder.")
+    ] = None,
 ) -> None:
-    """Report results of benches: tables (report.md, report.csv) and pictures, papers' figures beside ours."""
+    """Write report.md, report.csv and figures of the results in one or more output folders, next to the papers'
+    figures.
+    """
     console = Console(highlight=False)
     rows = bench_report.read(folders, EXPERIMENTS)
     for path in bench_report.write(rows, output or folders[0], console, EXPERIMENTS):

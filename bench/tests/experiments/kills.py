@@ -25,7 +25,7 @@ TINY = (
     presets.RecallStudy(
         "mad/selective-copying",
         (Part.of(8, 4, seq_len=12, num_tokens_to_copy=2),),
-        (ModelShape(8, state=32, heads=2),),
+        (ModelShape(8, state_size=32, heads=2),),
         RecallProtocol(epochs=4, batch_size=4, learning_rate=1e-3),
         ("kla", "gated-deltanet", "linear-attention"),
     ),

@@ -9,7 +9,7 @@ from kalmix_bench.datasets.collision.sequences import (
     Episode,
     RandomAddresses,
     projection,
-    scores,
+    recall_scores,
     stack_episodes,
 )
 from kalmix_bench.datasets.seeds import STREAMS, stream_seed
@@ -94,7 +94,7 @@ def test_crowds_ask_for_what_was_written():
 def test_the_margin_weighs_target_against_distractor_alone():
     episode = Episode(torch.zeros(0), torch.zeros(0), torch.tensor([[[0, 1]]]), torch.tensor([[[1, 2]]]))
     logits = torch.tensor([[[[2.0, 1.0, 9.0], [0.0, 0.0, 0.0]]]])
-    found = scores(logits, episode)
+    found = recall_scores(logits, episode)
     assert float(found["margin"]) == pytest.approx((2 / (1 + torch.e**-1) - 1) / 2)
     assert float(found["accuracy"]) == 0
     assert float(found["cross_entropy"]) == pytest.approx(float(-logits.log_softmax(-1)[0, 0, [0, 1], [0, 1]].mean()))

@@ -10,7 +10,7 @@ from kalmix_bench.experiments.recall import ModelShape, Part, RecallProtocol, ev
 STUDY = presets.RecallStudy(
     "mad/selective-copying",
     (Part.of(8, 4, seq_len=12, num_tokens_to_copy=2),),
-    (ModelShape(8, state=32, heads=2),),
+    (ModelShape(8, state_size=32, heads=2),),
     RecallProtocol(epochs=3, batch_size=4, learning_rate=1e-3),
     ("kla",),
 )

@@ -1,6 +1,6 @@
-"""Benchmarks: what each asks, how it is scored. `kalmix.training` trains on them, `kalmix.cli` shows the scores.
+"""Tasks of the papers: their rows, and the metrics that score predictions. No models, no training.
 
-Those whose data are rows of integers have one door: `make("mad/selective-copying", seed=12345, train=64, test=64)`.
+Tasks whose rows are integers are made by `make("mad/selective-copying", seed=12345, train=64, test=64)`.
 """
 
 from kalmix_bench.datasets.catalog import TASKS, get_task, make

@@ -1,4 +1,4 @@
-"""Every benchmark whose data are rows of integers, and the one door to them."""
+"""Catalogue of all tasks whose rows are integers, and the function that makes their rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ TASKS: dict[str, Task[Any]] = {get_task.name: get_task for get_task in (*mad.ALL
 
 
 def get_task(name: str) -> Task[Any]:
-    """The benchmark of this name.
+    """Return the task of this name.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: there is no such task.
     """
     if name not in TASKS:
         raise ArgumentError(
@@ -25,21 +25,20 @@ def get_task(name: str) -> Task[Any]:
 
 
 def make(name: str, *, seed: int, train: int, test: int, **settings: Any) -> Data:
-    """Rows of a benchmark: those of its own code, where that is public.
+    """Make the rows of a task. Where the task's original code is public, the rows equal its rows bit for bit.
 
     Args:
-        name: a key of `TASKS`, as "mad/selective-copying".
-        seed: what the rows are drawn from, and nothing else is: no global generator is read or moved.
-        train, test: how many rows; 0 is legal. How test rows depend on the number of train rows is said where the
-            task is (of MAD, they follow the train rows out of one generator).
-        settings: by the benchmark's own names; its baseline has the others (`TASKS[name].baseline`).
+        name: a key of `TASKS`, such as "mad/selective-copying".
+        seed: seed of the rows, from 0 to 2^32 - 1. Global random generators are neither used nor changed.
+        train, test: numbers of training and test rows, 0 or more. In some tasks test rows depend on the number of
+            training rows (MAD draws both from one generator); the task's module documents this.
+        settings: settings that differ from the baseline (`TASKS[name].baseline`), named as in the original code.
 
     Returns:
-        Data: with int64 arrays `train.inputs`, `train.targets`, `test.inputs`, `test.targets`, each `[rows, T]`, and
-        targets -100 where nothing is scored.
+        Data: with int64 arrays `train.inputs`, `train.targets`, `test.inputs` and `test.targets`, each `[rows, T]`.
+        Targets are -100 at tokens that are not scored.
 
     Raises:
-        ArgumentError: there is no such benchmark or setting; a setting has a value that it cannot have; sizes do not
-            fit one another.
+        ArgumentError: there is no such task or setting, or the values of settings are not valid together.
     """
     return get_task(name).make(seed=seed, train=train, test=test, **settings)

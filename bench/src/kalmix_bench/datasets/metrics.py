@@ -1,4 +1,4 @@
-"""How answers are judged. Every benchmark counts in a way of its own, and the differences are larger than they look."""
+"""Metrics of predicted ids. Each benchmark averages differently, so their numbers cannot be compared directly."""
 
 from __future__ import annotations
 
@@ -15,71 +15,84 @@ Metric = Callable[[ArrayLike, ArrayLike], float]
 
 
 def micro(predicted: ArrayLike, targets: ArrayLike) -> float:
-    """The part of scored tokens that are right, all of them counting alike.
+    """Return the fraction of scored tokens that are predicted correctly.
 
     Args:
-        predicted: `[n, T]` ids; targets: `[n, T]` ids, `IGNORED` where nothing is scored.
+        predicted: `[n, T]` ids.
+        targets: `[n, T]` ids, `IGNORE_INDEX` at tokens that are not scored.
 
     Returns:
-        Between 0 and 1; NaN where no token is scored. So do all that take these arguments.
+        Between 0 and 1; NaN if no token is scored.
 
     Raises:
-        ArgumentError: shapes differ. All raise it.
+        ArgumentError: the shapes differ.
     """
     right, scored = _right(predicted, targets)
     return _mean(right[scored])
 
 
 def macro(predicted: ArrayLike, targets: ArrayLike, *, batch: int = 128) -> float:
-    """MAD's accuracy: per class, then averaged over classes, then over batches of rows.
+    """Return MAD's accuracy: a mean over classes, computed per batch of rows and then averaged over batches.
 
-    A class is a token id. Its accuracy is the part of its targets that are found (its recall). A class that is
-    predicted but never wanted counts as 0; one that is neither is left out. It is not `micro`: of targets
-    0 0 0 1 with 0 0 2 1 predicted, 3 of 4 are right, but the classes have 2/3, 1 and 0. So torchmetrics'
-    `MulticlassAccuracy(num_classes, ignore_index=-100)` counts, whose value MAD takes a batch of 128 test rows
-    and averages over batches, by their rows.
+    A class is a token id. Its accuracy is its recall: the fraction of its targets that are predicted. A class that is
+    predicted but is not a target counts as 0. This differs from `micro`: for targets 0 0 0 1 and predictions 0 0 2 1,
+    3 of 4 tokens are correct, but the classes have 2/3, 1 and 0. It equals torchmetrics'
+    `MulticlassAccuracy(num_classes, ignore_index=-100)` per batch; batches are weighted by their rows.
+
+    Args:
+        predicted: `[n, T]` ids.
+        targets: `[n, T]` ids, `IGNORE_INDEX` at tokens that are not scored.
+        batch: rows per batch; MAD uses 128.
+
+    Returns:
+        Between 0 and 1; NaN if no token is scored.
+
+    Raises:
+        ArgumentError: the shapes differ.
     """
     _, scored = _right(predicted, targets)
     predicted, targets = np.asarray(predicted), np.asarray(targets)
-    rows, found = [], []
+    weights, accuracies = [], []
     for start in range(0, len(targets), batch):
         part = slice(start, start + batch)
         wanted, given = targets[part][scored[part]], predicted[part][scored[part]]
-        classes, place = np.unique(np.concatenate([wanted, given]), return_inverse=True)
+        classes, index = np.unique(np.concatenate([wanted, given]), return_inverse=True)
         if len(classes):
-            of = place[: len(wanted)]
-            support, hits = (np.bincount(x, minlength=len(classes)) for x in (of, of[wanted == given]))
-            found.append(np.mean(hits / np.maximum(support, 1)))
-            rows.append(len(targets[part]))
-    return float(np.average(found, weights=rows)) if rows else float("nan")
+            target_class = index[: len(wanted)]
+            support, hits = (
+                np.bincount(x, minlength=len(classes)) for x in (target_class, target_class[wanted == given])
+            )
+            accuracies.append(np.mean(hits / np.maximum(support, 1)))
+            weights.append(len(targets[part]))
+    return float(np.average(accuracies, weights=weights)) if weights else float("nan")
 
 
 def row_accuracies(predicted: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
-    """The part of scored tokens that are right in each row, `[n]`; NaN where a row has none."""
+    """Return the fraction of correct tokens among the scored ones of each row, `[n]`; NaN for rows without any."""
     right, scored = _right(predicted, targets)
     count = scored.sum(1)
     return np.where(count > 0, (right & scored).sum(1) / np.maximum(count, 1), np.nan)
 
 
 def mean_row_accuracy(predicted: ArrayLike, targets: ArrayLike) -> float:
-    """Zoology's accuracy: of each row by itself, then the mean over rows that have anything to score."""
+    """Return Zoology's accuracy: the mean of `row_accuracies` over rows with at least one scored token."""
     found = row_accuracies(predicted, targets)
     return _mean(found[~np.isnan(found)])
 
 
 def exact_match(predicted: ArrayLike, targets: ArrayLike) -> float:
-    """The word problem's accuracy: the part of rows in which every scored token is right."""
+    """Return the word problem's accuracy: the fraction of rows in which every scored token is predicted correctly."""
     found = row_accuracies(predicted, targets)
     return _mean(found[~np.isnan(found)] == 1)
 
 
 def string_match(answers: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """RULER's score of generated text: the part of a row's references found in its answer, averaged over rows.
+    """Return RULER's score of generated text: the mean over rows of the fraction of references found in the answer.
 
-    Letters match whatever their case, and anywhere. RULER prints it times 100, rounded to two places.
+    Matching ignores case and accepts any position. RULER prints this score times 100, rounded to two digits.
 
     Raises:
-        ArgumentError: there are more of one than of the other, or a row has no reference.
+        ArgumentError: the numbers of answers and of references differ, or a row has no reference.
     """
     if len(answers) != len(references):
         raise ArgumentError("answers", got=f"{len(answers)} texts", expected=f"{len(references)}, one a row")

@@ -1,4 +1,4 @@
-"""What a benchmark is: settings with a baseline, rows drawn from a seed, scores, and what was published about it."""
+"""Classes that describe a task: its settings, its rows, its metrics and the published setup."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows to learn from, or to be judged on; n of them, T tokens each.
+    """Rows of a task: n sequences of T tokens.
 
     Attributes:
         inputs: `[n, T]` int64 token ids.
-        targets: `[n, T]` int64, the id wanted at each token, `metrics.IGNORED` where nothing is scored.
-        facts: what is known of each row beside its tokens, `[n]` or `[n, *]` a fact: what scores are sliced by.
+        targets: `[n, T]` int64 target id at each token, `metrics.IGNORE_INDEX` where it is not scored.
+        metadata: more about each row, by name, each `[n]` or `[n, *]`; scores are broken down by it.
     """
 
     inputs: Integers
@@ -34,13 +34,13 @@ class Rows:
 
 
 class Data(NamedTuple):
-    """A benchmark's rows.
+    """Training and test rows of a task.
 
     Attributes:
-        train: what is learned from; its targets may cover what no model can know, as the original's do.
-        test: what is judged.
-        vocab_size: ids are 0 ... vocab_size - 1, in inputs and targets.
-        settings: all of them, the baseline's where not given; values that JSON can hold.
+        train: training rows. As in the original code, they may have targets that cannot be predicted.
+        test: test rows.
+        vocab_size: ids of inputs and targets are 0 to vocab_size - 1.
+        settings: all settings, baseline values included; JSON-compatible.
     """
 
     train: Rows
@@ -50,7 +50,7 @@ class Data(NamedTuple):
 
 
 class TaskSettings(Protocol):
-    """A frozen dataclass: a benchmark's settings by the names of its own code, each a number, a truth or a string."""
+    """Frozen dataclass of a task's settings, named as in the original code; values are numbers, booleans or strings."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -64,14 +64,14 @@ Sampler = Callable[[S, int, int, int], tuple[Rows, Rows]]  # settings, seed, tra
 
 @dataclass(frozen=True)
 class Published:
-    """What a benchmark's own code, or the paper that poses it, does with it.
+    """Setup of the task's original code or paper.
 
     Attributes:
-        source: where that is.
-        seed, train, test: of the data.
-        batch: rows a step of training.
-        harder: the steps by which it is made harder, each what changes of the baseline; `train` among the changes
-            is the number of training rows.
+        source: repository or paper.
+        seed, train, test: seed and numbers of rows of the data.
+        batch_size: rows per training step.
+        difficulties: changes to the baseline settings, one mapping per step of difficulty; the key `train` changes the
+            number of training rows.
     """
 
     source: str
@@ -84,16 +84,16 @@ class Published:
 
 @dataclass(frozen=True)
 class Task(Generic[S]):
-    """A benchmark.
+    """Task whose rows are integers.
 
     Attributes:
-        name: what `kalmix_bench.datasets.make` knows it by.
-        baseline: its settings where nothing is said.
-        sample: draws rows.
-        scores: how rows are judged, by name; the first is the one its papers report.
-        published: the original's facts.
-        from_last: whether all targets are to be read from the last token's output alone (an autoencoder's
-            bottleneck), instead of each from its own token's.
+        name: name for `kalmix_bench.datasets.make`.
+        baseline: default settings.
+        sample: function that draws training and test rows.
+        scores: metrics by name; the first is the one that the papers report.
+        published: setup of the original code or paper.
+        from_last: whether all targets are predicted from the last token's output alone (the bottleneck of an
+            autoencoder), instead of each from its own token's output.
     """
 
     name: str
@@ -104,19 +104,19 @@ class Task(Generic[S]):
     from_last: bool = False
 
     def make(self, *, seed: int, train: int, test: int, **settings: Any) -> Data:
-        """Rows of this task; see `kalmix_bench.datasets.make`."""
+        """Make rows of this task; see `kalmix_bench.datasets.make`."""
         for name, value in {"seed": seed, "train": train, "test": test}.items():
-            require(_has_type(int, value) and value >= 0, name, repr(value), "a whole number, at least 0")
+            require(_has_type(int, value) and value >= 0, name, repr(value), "an integer, at least 0")
         require(seed < 2**32, "seed", seed, "below 2^32")
         configured = self.configure(**settings)
         rows = self.sample(configured, seed, train, test)
         return Data(*rows, configured.vocab_size, asdict(configured))
 
     def configure(self, **settings: Any) -> S:
-        """The baseline with some settings changed.
+        """Return the baseline settings with some values replaced.
 
         Raises:
-            ArgumentError: the benchmark has no such setting, or it cannot have this value.
+            ArgumentError: the task has no such setting, or the value is not valid.
         """
         kinds = {setting.name: type(getattr(self.baseline, setting.name)) for setting in fields(self.baseline)}
         for name, value in settings.items():
@@ -126,7 +126,7 @@ class Task(Generic[S]):
 
 
 def _has_type(kind: type, value: object) -> bool:
-    """Whether a setting of this kind (bool, int, float or str) may have the value; numpy's numbers are numbers, too."""
+    """Return whether a value is valid for a setting of type bool, int, float or str; numpy scalars are accepted."""
     if isinstance(value, bool | np.bool_):
         return kind is bool
     accepted_types: dict[type, Any] = {float: (float, int, np.floating, np.integer), int: (int, np.integer)}

@@ -1,13 +1,15 @@
-"""Word problems: after each element of a group, which element all so far multiply to.
+"""Word problems: at each element of a group, predict the product of all elements up to it.
 
-Merrill, Petty, Sabharwal: The Illusion of State in State-Space Models, ICML 2024 (arXiv:2404.08819); public code
-jopetty/word-problem, whose rows these are, bit for bit. A5 is the smallest group that is not solvable, so its problem
-is complete for NC1; S5 contains it; in Z60 order does not matter. Traps:
+From The Illusion of State in State-Space Models (Merrill, Petty, Sabharwal, ICML 2024, arXiv:2404.08819). Rows equal
+those of the public code, jopetty/word-problem, bit for bit. A5 is the smallest non-solvable group, so its problem is
+complete for NC1. S5 contains A5. Z60 is commutative.
 
-- There, the step from rows to a split into train and test has no seed; here the first rows are for training. No row is
-  in both. A set of Python orders them, so they change with how many there are in all.
-- To rows of length k, its training adds all rows of two elements (`every(settings, 2)`), padded at their right; padding
-  and the first token, which stands for nothing yet, are asked for and scored like any other.
+Differences to know:
+
+- The original code splits rows into train and test without a seed. Here the first rows are for training. No row is
+  in both splits. Rows come from a Python set, so their order changes with their total number.
+- To rows of length k, the original training adds all rows of two elements (`all_words(settings, 2)`), padded at the
+  right. Padding and the first token are scored like any other token.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from kalmix.validation import require
 from kalmix_bench.datasets.metrics import exact_match, micro
 from kalmix_bench.datasets.task import Integers, Published, Rows, Task
 
-NUM_SPECIAL_IDS = 7  # ids after the elements': padding, the first token, and five that never occur
+NUM_SPECIAL_IDS = 7  # ids after those of the elements: padding, the first token, and five unused ones
 
 
 @dataclass(frozen=True)
 class WordSettings:
-    """Settings of the word problem, by the names of its code.
+    """Settings of the word problem, named as in its code.
 
     Attributes:
-        group: A or S and a number up to 6, Z and one up to 1000, or a product of such groups, as "A4_x_Z5".
-        k: elements of a row, which is one token longer.
+        group: A or S with a size up to 6, Z with a size up to 1000, or a product of such groups, such as "A4_x_Z5".
+        k: elements per row. A row has one token more, the first.
     """
 
     group: str = "A5"
@@ -50,9 +52,9 @@ class WordSettings:
 
 @cache
 def multiplication_table(group: str) -> Integers:
-    """`[n, n]` the product of any two elements; 0 is the identity.
+    """Return the products of all pairs of elements, `[n, n]`; element 0 is the identity.
 
-    Permutations come in lexicographic order, and a product takes the right one first: (a b)(i) = a(b(i)).
+    Permutations are in lexicographic order. A product applies the right factor first: (a b)(i) = a(b(i)).
 
     Raises:
         ArgumentError: there is no group of this name.
@@ -72,7 +74,7 @@ def _simple_group_table(name: str) -> Integers:
         number = np.arange(size)
         return (number[:, None] + number) % size
     if kind not in ("A", "S") or not 1 <= size <= 6:
-        raise ArgumentError("group", got=repr(name), expected="such as 'A5', 'S5', 'Z60', 'A4_x_Z5'")
+        raise ArgumentError("group", got=repr(name), expected="a group such as 'A5', 'S5', 'Z60' or 'A4_x_Z5'")
     elements = [p for p in permutations(range(size)) if kind == "S" or _is_even(p)]
     position = {element: i for i, element in enumerate(elements)}
     return np.array([[position[tuple(a[i] for i in b)] for b in elements] for a in elements])
@@ -83,7 +85,7 @@ def _is_even(permutation: tuple[int, ...]) -> bool:
 
 
 def sample(settings: WordSettings, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
-    """Different rows, the first of them to train on."""
+    """Draw distinct rows; the first ones are for training."""
     n, count = len(multiplication_table(settings.group)), train + test
     most = n**settings.k
     require(count <= most, "train + test", count, f"at most {most}, the words of length {settings.k}")
@@ -95,10 +97,10 @@ def sample(settings: WordSettings, seed: int, train: int, test: int) -> tuple[Ro
 
 
 def all_words(settings: WordSettings, k: int) -> Rows:
-    """All words of `k` elements in lexicographic order, padded to the length of others: n^k rows.
+    """Return all words of `k` elements in lexicographic order, n^k rows, padded at the right to `settings.k` elements.
 
     Raises:
-        ArgumentError: `k` is above that of the settings.
+        ArgumentError: `k` is below 1 or above `settings.k`.
     """
     require(1 <= k <= settings.k, "k", k, f"from 1 to {settings.k}")
     return _rows(settings, np.array(list(product(range(len(multiplication_table(settings.group))), repeat=k))))

@@ -1,4 +1,4 @@
-"""Files of cells to run: JSON lines, each a cell as it stands in its row of results."""
+"""Files of cells to run: JSON lines, each with the keys of a cell in its row of results."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kalmix_bench.runner.experiment import CellT
 
 
 def write(cells: Iterable[Cell], path: Path) -> None:
-    """Write cells to a file, one a line."""
+    """Write cells to a file, one per line."""
     write_text(path, "".join(json.dumps(cell.to_dict()) + "\n" for cell in cells))
 
 
 def read(path: Path, cell_of: Callable[[Row], CellT]) -> list[CellT]:
-    """Return the cells of a file, in their order; equal ones once, blank lines left out.
+    """Return the distinct cells of a file in order; blank lines are skipped.
 
     Args:
-        path: of the file.
-        cell_of: makes a cell of the object in a line.
+        path: path of the file.
+        cell_of: function from a line's object to a cell.
 
     Raises:
-        FileError: it cannot be read, has no cell, or a line is none; names the line and what is wrong with it.
+        FileError: the file cannot be read, has no cell, or a line is not a cell; names the line and the reason.
     """
     cells: dict[str, CellT] = {}
     for number, line in enumerate(read_text(path).split("\n"), 1):

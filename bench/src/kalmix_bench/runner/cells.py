@@ -1,4 +1,4 @@
-"""Cells, the pieces of an experiment that are run once, and their results as JSON lines."""
+"""Cells, the units of an experiment that are run once, and the JSON lines file of their results."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ Row = dict[str, Any]
 
 
 class Cell(Protocol):
-    """What is run once: a value that can be hashed, names itself by `str` and writes itself."""
+    """Unit of an experiment that is run once: hashable, with a name (`str`) and a JSON-compatible form."""
 
     def to_dict(self) -> Row:
-        """All that makes it what it is, as its line holds it; cells that write the same are the same."""
+        """Return everything that defines the cell. Cells with equal values are the same cell."""
         ...
 
 
 class Results:
-    """Finished cells in a file, one a line, behind what they write: where they were run, and what was found.
+    """File of finished cells, one JSON object per line: the cell, where it ran, and its results.
 
-    Several processes may add to it at once. Lines that a crash or a power cut damaged (cut off, blank, or of NULs) are
-    skipped with a warning, and the next row starts a line of its own.
+    Several processes may append at once. Lines damaged by a crash or a power cut (truncated, blank, or of NULs) are
+    skipped
+    with a warning, and the next row starts on a new line.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> Iterator[Row]:
-        """All rows, oldest first; none where there is no file.
+        """Yield all rows, oldest first; none if there is no file.
 
         Raises:
-            ArgumentError: the file holds something else, or rows of a newer version.
+            ArgumentError: the file has other content, or rows of a newer version.
         """
         try:
             text = read_text(self.path) if self.path.exists() else ""
@@ -65,17 +66,19 @@ class Results:
             warnings.warn(f"skipping {lines} of {self.path}: blank, or cut off while written", stacklevel=2)
 
     def rows(self, cells: Iterable[Any]) -> dict[Any, Row]:
-        """The rows of those cells that are there, in their order; of several, the last. One reading, however many."""
+        """Return the rows of the cells that are in the file, in the order of `cells`; the last row if there are
+        several.
+        """
         written = {cell: cell.to_dict() for cell in cells}
-        names = {frozenset(what) for what in written.values()}
-        there: dict[str, Row] = {}
+        names = {frozenset(values) for values in written.values()}
+        found: dict[str, Row] = {}
         for row in self.read():
-            there |= {cell_key({name: row[name] for name in these}): row for these in names if these <= row.keys()}
-        told = {cell: cell_key(what) for cell, what in written.items()}
-        return {cell: there[name] for cell, name in told.items() if name in there}
+            found |= {cell_key({name: row[name] for name in these}): row for these in names if these <= row.keys()}
+        keys = {cell: cell_key(values) for cell, values in written.items()}
+        return {cell: found[name] for cell, name in keys.items() if name in found}
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Write rows behind those there, and wait until they are on the disk. If they cannot be written, none is.
+        """Append rows and wait until they are on disk. If they cannot all be written, none is.
 
         Raises:
             OSError: the disk is full; names the file.
@@ -95,7 +98,9 @@ class Results:
         sync(self.path.parent)
 
     def claim(self, cell: Cell) -> FileLock:
-        """What a process holds while it runs a cell, so that no other does; a process that dies gives it back."""
+        """Return the lock that a process holds while it runs a cell, so that no other does. It is freed if the process
+        dies.
+        """
         return FileLock(self._beside(digest(cell)))
 
     def _beside(self, name: str) -> Path:
@@ -108,10 +113,10 @@ class Results:
 
 
 def digest(cell: Cell) -> str:
-    """A name for files that belong to a cell."""
+    """Return a short hash that names files of a cell."""
     return hashlib.sha256(cell_key(cell.to_dict()).encode()).hexdigest()[:16]
 
 
 def cell_key(written: Row) -> str:
-    """What cells are compared by: a tuple is what it is when read back."""
+    """Return the text by which cells are compared; a tuple equals the list that JSON makes of it."""
     return json.dumps(written, sort_keys=True)

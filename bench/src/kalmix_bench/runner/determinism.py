@@ -1,4 +1,4 @@
-"""Deterministic sums, so that a seed gives the same numbers again."""
+"""Deterministic execution of a cell."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 
 @contextmanager
 def deterministic_mode(device: torch.device) -> Iterator[None]:
-    """Sums are in one order, so that a seed gives the same numbers again, whatever runs beside it.
+    """Make results reproducible from a seed inside this context.
 
-    On a CPU a cell takes one core. On a GPU it takes PyTorch's deterministic algorithms; of an operation that has none,
-    PyTorch warns.
+    On a CPU, PyTorch uses one thread. On a GPU, PyTorch's deterministic algorithms are on; it warns about operations
+    that
+    have none.
     """
     memory: Any = torch.utils.deterministic
     threads, blank = torch.get_num_threads(), memory.fill_uninitialized_memory
@@ -23,7 +24,7 @@ def deterministic_mode(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(1)
     else:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        memory.fill_uninitialized_memory = False  # nothing is read before it is written
+        memory.fill_uninitialized_memory = False  # not needed: no cell reads uninitialized memory
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The base class of experiments: what the runner needs to run, resume and report the cells of a study."""
+"""Base class of experiments: the interface by which the runner runs, resumes and reports cells."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from kalmix_bench.runner.cells import Cell, Results, Row
 from kalmix_bench.runner.paper_claims import Finding
 
 CellT = TypeVar("CellT", bound=Cell)
-# Takes the fraction done, 1 when the rows are written, and a short status; returns whether the cell has to stop.
+# Takes the fraction done (1 when the rows are written) and a short status; returns whether the cell must stop.
 ProgressFn = Callable[[float, str], Any]
 
 
-class CellStopped(Exception):  # noqa: N818 - nothing went wrong
-    """A cell stored a checkpoint and stopped, because `tell` returned true."""
+class CellStopped(Exception):  # noqa: N818 - not an error
+    """Signal that a cell stored a checkpoint and stopped, because `on_progress` returned true."""
 
 
 class Experiment(ABC, Generic[CellT]):
-    """Base class of experiments: their commands, how one cell is run and resumed, and how rows are reported.
+    """Base class of experiments: their commands, how a cell is run and resumed, and how rows are reported.
 
-    An instance has no state of its own, so that `pickle` can send it to other processes.
+    Instances have no state, so that `pickle` can send them to other processes.
 
     Attributes:
-        name: heading of its part of a report.
-        keys: names that every row of it has, and rows of other experiments lack.
-        latest: two names. Of rows equal in the first, only those count that equal the last one in the second: rows of
-            one study under several protocols are not mixed. All rows count if absent.
+        name: heading in a report.
+        keys: keys that each of its rows has and that identify them among rows of other experiments.
+        latest: two keys, or `None`. Among rows equal in the first key, only those count whose second key equals that of
+            the last row, so that rows of different protocols are not mixed.
         in_all: whether `kalmix bench all` runs its commands.
-        laptop: options of its commands that make `kalmix bench all --preset laptop` shorter.
+        laptop: options of its commands that shorten `kalmix bench all --preset laptop`.
     """
 
     name: ClassVar[str]
@@ -44,26 +44,26 @@ class Experiment(ABC, Generic[CellT]):
 
     @abstractmethod
     def commands(self) -> dict[str, Callable[..., None]]:
-        """Return its commands of `kalmix bench`, by name."""
+        """Return its commands of `kalmix bench` by name."""
 
     @abstractmethod
     def run(
         self, cells: tuple[CellT, ...], results: Results, device: torch.device, on_progress: ProgressFn
     ) -> Sequence[Row]:
-        """Run cells that belong together, mostly one, and return what was found of each.
+        """Run cells of one group, usually one cell, and return one row of results per cell.
 
-        A run that takes minutes stores checkpoints beside `results`, and resumes from those it finds there.
+        A run that takes minutes stores checkpoints next to `results` and resumes from them.
 
         Raises:
-            Stopped: `tell` returned true, so a checkpoint was stored in place of a result.
+            CellStopped: `on_progress` returned true; a checkpoint was stored instead of a result.
         """
 
     def group_key(self, cell: CellT) -> Hashable:
-        """Return a value that is equal for neighbouring cells that are run together; by default each runs alone."""
+        """Return a key that is equal for neighbouring cells that run together; by default each cell runs alone."""
         return cell
 
     def is_complete(self, cell: CellT, results: Results) -> bool:
-        """Return whether the files that belong to a finished cell exist."""
+        """Return whether all files of a finished cell exist."""
         return True
 
     def clear(self, cell: CellT, results: Results) -> None:
@@ -71,14 +71,14 @@ class Experiment(ABC, Generic[CellT]):
 
     @abstractmethod
     def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
-        """Print tables of rows and draw pictures of them; return the paths of the files written."""
+        """Print tables and draw figures of rows; return the paths of the files written."""
 
     @abstractmethod
     def findings(self, rows: Sequence[Row]) -> list[Finding]:
-        """Return the numbers in rows that `report.csv` lists and that are compared with papers."""
+        """Return the numbers of rows that `report.csv` lists and that are compared with papers."""
 
     def report_run(self, rows: Mapping[CellT, Row], results: Results, output: Path, console: Console) -> list[Path]:
-        """Report the cells of one run of a command, with `results` at hand; return the paths of the files written."""
+        """Report the cells of one run of a command, given its `results`; return the paths of the files written."""
         return self.report(list(rows.values()), output, console)
 
     def select(self, rows: Iterable[Row]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""A console whose tables can be written down as Markdown."""
+"""Console that records its tables, and a writer of tables as Markdown."""
 
 from __future__ import annotations
 
@@ -14,26 +14,31 @@ from rich.text import Text
 
 from kalmix.files import write_text
 
-DEFAULT_WIDTH = 160  # columns, where there is no terminal to fit
+DEFAULT_WIDTH = 160  # columns without a terminal
 
 
 class RecordingConsole(Console):
-    """Prints where `console` does, and keeps the tables."""
+    """Console that prints to the output of `console` and stores all tables."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(file=console.file, width=None if console.is_terminal else DEFAULT_WIDTH, highlight=False)
         self.tables: list[Table] = []
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As a console does."""
+        """Print objects, and store the tables among them."""
         super().print(*objects, **options)
         self.tables += [table for table in objects if isinstance(table, Table)]
 
 
 def write(parts: Mapping[str, Sequence[Table]], path: Path) -> Path:
-    """Tables as Markdown, each under its title and above its caption, those of a part under its name."""
-    told = [f"# {name}\n\n" + "".join(map(_markdown, tables)) for name, tables in parts.items() if tables]
-    write_text(path, "".join(told))
+    """Write tables as Markdown, each under its title and above its caption; return the path.
+
+    Args:
+        parts: tables by section heading.
+        path: file to write.
+    """
+    sections = [f"# {name}\n\n" + "".join(map(_markdown, tables)) for name, tables in parts.items() if tables]
+    write_text(path, "".join(sections))
     return path
 
 

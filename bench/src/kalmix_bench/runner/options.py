@@ -1,4 +1,4 @@
-"""Options that more than one bench has."""
+"""Command line options shared by several experiments, and their checks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kalmix.errors import ArgumentError
 
 _T = TypeVar("_T")
 
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")]
-Jobs = Annotated[int, typer.Option(help="Cells that are run at once, each in a process of its own.")]
-Seeds = Annotated[int, typer.Option(help="How many, from 0.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda if available.")]
+Jobs = Annotated[int, typer.Option(help="Cells to run at once, one process each.")]
+Seeds = Annotated[int, typer.Option(help="Number of seeds, from 0.")]
 
 
 def names(option: str, given: str, known: Sequence[str]) -> list[str]:
-    """Those of `known` that were asked for, separated by commas, in their order."""
-    asked = [name.strip() for name in given.split(",")]
-    for name in asked:
+    """Return the names of a comma-separated option, in the order of `known`."""
+    wanted = [name.strip() for name in given.split(",")]
+    for name in wanted:
         if name not in known:
             raise ArgumentError(option, got=repr(given), expected=f"some of {','.join(known)}")
-    return [name for name in known if name in asked]
+    return [name for name in known if name in wanted]
 
 
 def device(name: str | None) -> torch.device:
-    """A device by name; a GPU if there is one and no name."""
+    """Return the device of this name; by default a GPU if there is one."""
     if name not in (None, "cpu", "cuda"):
         raise ArgumentError("device", got=repr(name), expected="cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
@@ -37,43 +37,43 @@ def device(name: str | None) -> torch.device:
 
 
 def gpus(devices: str | None) -> list[str]:
-    """Return the GPUs to use, each as CUDA_VISIBLE_DEVICES names it; one empty name for the CPU.
+    """Return the GPUs to use, each as a value of CUDA_VISIBLE_DEVICES; one empty string for the CPU.
 
     Args:
-        devices: "all" GPUs of this process, "cpu", or some of its GPUs by number, with commas between. All, or the CPU
-            where there is none, if absent.
+        devices: "all" GPUs of this process, "cpu", or GPU numbers separated by commas. Default: all, or the CPU without
+            GPUs.
     """
     count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = (visible.split(",") if visible else list(map(str, range(count))))[:count]
-    if devices == "cpu" or (devices is None and not there):
+    available = (visible.split(",") if visible else list(map(str, range(count))))[:count]
+    if devices == "cpu" or (devices is None and not available):
         return [""]
     if devices in (None, "all"):
-        if not there:
+        if not available:
             raise ArgumentError("devices", got="'all', but this machine has no GPU", expected="cpu")
-        return there
-    asked = [int(number) if number.isdecimal() else -1 for number in str(devices).split(",")]
-    if not set(asked) <= set(range(count)) or len(set(asked)) < len(asked):
+        return available
+    chosen = [int(number) if number.isdecimal() else -1 for number in str(devices).split(",")]
+    if not set(chosen) <= set(range(count)) or len(set(chosen)) < len(chosen):
         known = f"all, cpu, or different numbers of GPUs from 0 to {count - 1}" if count else "cpu, without GPUs"
         raise ArgumentError("devices", got=repr(devices), expected=known)
-    return [there[number] for number in asked]
+    return [available[number] for number in chosen]
 
 
 def positive(option: str, given: float) -> float:
-    """Return a number, which must be positive and finite."""
+    """Return a number after checking that it is positive and finite."""
     if not 0 < given < float("inf"):
         raise ArgumentError(option, got=given, expected="a positive number")
     return given
 
 
 def preset(name: str, presets: Mapping[str, _T]) -> _T:
-    """A preset by name."""
+    """Return the preset of this name."""
     if name not in presets:
         raise ArgumentError("preset", got=repr(name), expected=f"one of {', '.join(presets)}")
     return presets[name]
 
 
 def counts(option: str, given: str) -> list[int]:
-    """Return positive numbers separated by commas, in their order."""
+    """Return the positive integers of a comma-separated option, in order."""
     try:
         return [count(option, int(number)) for number in given.split(",")]
     except ValueError:
@@ -81,7 +81,7 @@ def counts(option: str, given: str) -> list[int]:
 
 
 def count(option: str, given: int) -> int:
-    """A number of things, of which there must be one."""
+    """Return a number after checking that it is at least 1."""
     if given < 1:
         raise ArgumentError(option, got=given, expected="at least 1")
     return given

@@ -1,4 +1,4 @@
-"""What papers find better than what, and what results say of it."""
+"""Claims of papers that one layer is better than another, and checks of these claims on results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kalmix_bench.runner.scores import Score
 
 
 class PublishedScore(NamedTuple):
-    """An accuracy in a paper, in percent, and where."""
+    """Accuracy in a paper, in percent, and its source."""
 
     percent: float
     source: str
@@ -18,15 +18,15 @@ class PublishedScore(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """A number that was found of a layer.
+    """Score of a layer, averaged over seeds.
 
     Attributes:
-        task: of a benchmark by its name; of an experiment as "collision/recall".
-        asked: what of the rows distinguishes them from others of that task.
-        layer: by name, or whatever is compared.
-        score, value, seeds: what was measured; over so many seeds.
-        facts: more to know, by name; those of a model's size tell findings of one task and layer apart.
-        paper: what a paper prints of this score, at its own sizes.
+        task: name of a task, or of a study such as "collision/recall".
+        condition: settings of the rows that distinguish them from others of the task, as text.
+        layer: name of the layer, or of another object that is compared.
+        score, value, seeds: name of the score, its value, and the number of seeds.
+        metadata: more columns by name; the model's size distinguishes findings of one task and layer.
+        paper: score that a paper prints, at its own sizes.
     """
 
     task: str
@@ -40,27 +40,27 @@ class Finding:
 
     @property
     def comparison_key(self) -> tuple[Any, ...]:
-        """What layers that are compared have in common."""
+        """Key that is equal for findings that can be compared."""
         return self.task, self.condition, self.score, self.metadata.get("hidden_size"), self.metadata.get("depth")
 
     @property
     def label(self) -> str:
-        """The same in words."""
+        """Task, size and condition as text."""
         size = f"{self.metadata['hidden_size']} x {self.metadata['depth']}" if "hidden_size" in self.metadata else ""
         return ", ".join(part for part in (self.task, size, self.condition) if part)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """That one layer does better than another.
+    """Claim of a paper that one layer is better than another.
 
     Attributes:
-        task, score: at what.
-        ahead, behind: the layers.
-        source: the paper that finds so, and where.
-        asked: words that `Finding.asked` must have.
-        form: of the numbers.
-        smaller: whether the smaller number is the better one.
+        task, score: name of the task and of the score.
+        better, worse: layers.
+        source: paper and figure or table.
+        condition: text that `Finding.condition` must contain.
+        number_format: format of the numbers.
+        lower_is_better: whether a smaller score is better.
     """
 
     task: str
@@ -111,31 +111,31 @@ CLAIMS = (
 
 
 class ClaimCheck(NamedTuple):
-    """An ordering that results speak of."""
+    """Claim with the findings of both layers."""
 
-    ordering: Claim
+    claim: Claim
     better: Finding
     worse: Finding
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether results say so, too, by however little."""
+        """Whether the results agree with the claim, by any difference."""
         better, worse = self.better.value.mean, self.worse.value.mean
-        return better < worse if self.ordering.lower_is_better else better > worse
+        return better < worse if self.claim.lower_is_better else better > worse
 
     def __str__(self) -> str:
         better, worse = self.better.value, self.worse.value
         sign = "=" if better.mean == worse.mean else ">" if better.mean > worse.mean else "<"
-        number_format = self.ordering.number_format
+        number_format = self.claim.number_format
         return f"{_format_score(better, number_format)} {sign} {_format_score(worse, number_format)}"
 
     @property
     def paper(self) -> str:
-        """What the paper prints of it, at its own sizes, and where."""
-        sign = "<" if self.ordering.lower_is_better else ">"
+        """Scores that the paper prints, at its own sizes, and its source."""
+        sign = "<" if self.claim.lower_is_better else ">"
         better, worse = self.better.paper, self.worse.paper
-        told = f"{better.percent:.1f}% {sign} {worse.percent:.1f}%, " if better and worse else ""
-        return told + self.ordering.source
+        scores = f"{better.percent:.1f}% {sign} {worse.percent:.1f}%, " if better and worse else ""
+        return scores + self.claim.source
 
 
 def _format_score(score: Score, number_format: str) -> str:
@@ -145,12 +145,12 @@ def _format_score(score: Score, number_format: str) -> str:
 
 
 def check_claims(findings: Iterable[Finding]) -> Iterator[ClaimCheck]:
-    """The orderings of which there are both sides, in one place, in the order of `ORDERINGS`."""
-    places: dict[tuple[Any, ...], dict[str, Finding]] = {}
+    """Yield the claims for which both layers have a finding under equal conditions, in the order of `CLAIMS`."""
+    groups: dict[tuple[Any, ...], dict[str, Finding]] = {}
     for finding in findings:
-        places.setdefault(finding.comparison_key, {})[finding.layer] = finding
-    for ordering in CLAIMS:
-        for (task, condition, score, *_), layers in places.items():
-            of = (task, score) == (ordering.task, ordering.score) and ordering.condition in condition
-            if of and layers.keys() >= {ordering.better, ordering.worse}:
-                yield ClaimCheck(ordering, layers[ordering.better], layers[ordering.worse])
+        groups.setdefault(finding.comparison_key, {})[finding.layer] = finding
+    for claim in CLAIMS:
+        for (task, condition, score, *_), layers in groups.items():
+            matches = (task, score) == (claim.task, claim.score) and claim.condition in condition
+            if matches and layers.keys() >= {claim.better, claim.worse}:
+                yield ClaimCheck(claim, layers[claim.better], layers[claim.worse])

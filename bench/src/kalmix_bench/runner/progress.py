@@ -1,4 +1,4 @@
-"""What a sweep shows while it runs: what is running, how far all of it is, and how long is left."""
+"""Progress display of a sweep: running cells, completed fraction and remaining time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from kalmix_bench.runner.scheduler import Batch, ProgressFactory
 
 @contextmanager
 def progress(console: Console) -> Iterator[ProgressFactory]:
-    """On a terminal a bar for each cell in hand and one for all; elsewhere a line when a cell is done."""
+    """Show a progress bar per running cell and one for the sweep on a terminal; elsewhere print a line per finished
+    cell.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(30),
@@ -28,7 +30,7 @@ def progress(console: Console) -> Iterator[ProgressFactory]:
 
 
 class _SweepProgress:
-    """How far each cell of a sweep is, and all of them together."""
+    """Progress of the cells of a sweep, and of the sweep."""
 
     def __init__(self, console: Console, bars: Progress) -> None:
         self.console, self.bars = console, bars
@@ -55,7 +57,7 @@ class _SweepProgress:
         return report
 
     def time_left(self, batches: int) -> str:
-        """At the pace so far."""
+        """Return the remaining time at the average speed so far."""
         done = sum(self.fractions.values())
         seconds = int((time.monotonic() - self.began) * (batches - done) / max(done, 1e-3))
         return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"

@@ -1,4 +1,4 @@
-"""The report of rows of several experiments, with the papers' figures: tables, CSV, pictures."""
+"""Report of results of one or more experiments next to the papers' figures: tables, CSV and figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 def read(folders: Sequence[Path], experiments: Sequence[Experiment[Any]]) -> list[Row]:
-    """Return the rows of all folders; of rows of one cell, the last.
+    """Return the rows of all folders; of several rows of one cell, the last.
 
     Raises:
         ArgumentError: a folder has no results, or none of these experiments.
@@ -46,15 +46,15 @@ def read(folders: Sequence[Path], experiments: Sequence[Experiment[Any]]) -> lis
 
 
 def _row_key(row: Row) -> str:
-    """Return what makes a row's cell: a line has that first, then where it was run, which begins with its seconds."""
+    """Return the part of a row that defines its cell: all keys before "seconds"."""
     names = list(row)
     return json.dumps({name: row[name] for name in names[: names.index("seconds")]}, sort_keys=True)
 
 
 def write(rows: Sequence[Row], output: Path, console: Console, experiments: Sequence[Experiment[Any]]) -> list[Path]:
-    """Print what rows say, and write it; return the paths of the files written.
+    """Print tables of rows, write report.md, report.csv and figures; return the paths of the files written.
 
-    What papers find better than what comes last on the terminal, and first in the file.
+    Claims of papers come last on the terminal and first in the file.
     """
     output.mkdir(parents=True, exist_ok=True)
     parts: dict[str, list[Table]] = {"paper claims": []}
@@ -62,10 +62,10 @@ def write(rows: Sequence[Row], output: Path, console: Console, experiments: Sequ
     for experiment in experiments:
         mine = experiment.select(rows)
         if mine:
-            told = RecordingConsole(console)
-            drawn += experiment.report(mine, output, told)
+            recorder = RecordingConsole(console)
+            drawn += experiment.report(mine, output, recorder)
             findings += experiment.findings(mine)
-            parts[experiment.name] = told.tables
+            parts[experiment.name] = recorder.tables
     known = list(check_claims(findings))
     if known:
         last = RecordingConsole(console)
@@ -76,32 +76,32 @@ def write(rows: Sequence[Row], output: Path, console: Console, experiments: Sequ
 
 def _claims_table(known: Iterable[ClaimCheck]) -> Table:
     table = Table(
-        "better, by the paper",
+        "claim",
         box=box.SIMPLE_HEAD,
-        title="[bold]what the papers find better, and what was found",
+        title="[bold]claims of the papers, and our results",
         title_justify="left",
     )
-    table.add_column("of")
-    for column in ("found", "seeds"):
+    table.add_column("score")
+    for column in ("ours", "seeds"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("holds")
+    table.add_column("confirmed")
     table.add_column("paper")
-    table.add_column("at")
+    table.add_column("task")
     for one in known:
-        ordering, seeds = one.ordering, dict.fromkeys((one.better.seeds, one.worse.seeds))
-        better = f"{ordering.better} over {ordering.worse}"
-        holds, label = "yes" if one.is_confirmed else "no", one.better.label
-        table.add_row(better, ordering.score, str(one), "/".join(map(str, seeds)), holds, one.paper, label)
+        claim, seeds = one.claim, dict.fromkeys((one.better.seeds, one.worse.seeds))
+        better = f"{claim.better} over {claim.worse}"
+        confirmed, label = "yes" if one.is_confirmed else "no", one.better.label
+        table.add_row(better, claim.score, str(one), "/".join(map(str, seeds)), confirmed, one.paper, label)
     return table
 
 
 def _csv(findings: Iterable[Finding], path: Path) -> Path:
-    """A line a finding."""
+    """Write one line per finding."""
     with replace_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         lines = csv.writer(file)
         lines.writerow([*COLUMNS, "score", "mean", "standard error", "paper percent", "source"])
         for found in findings:
-            told = {
+            cells = {
                 "task": found.task,
                 "condition": found.condition,
                 "layer": found.layer,
@@ -109,5 +109,5 @@ def _csv(findings: Iterable[Finding], path: Path) -> Path:
                 **found.metadata,
             }
             paper = found.paper or ("", "")
-            lines.writerow([*(told.get(name) for name in COLUMNS), found.score, *found.value, *paper])
+            lines.writerow([*(cells.get(name) for name in COLUMNS), found.score, *found.value, *paper])
     return path

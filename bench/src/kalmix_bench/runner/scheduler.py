@@ -1,4 +1,4 @@
-"""Running the cells of an experiment that are missing: each once, several at a time, whoever else runs the same."""
+"""Scheduler of sweeps: runs each missing cell once, in one or several processes, also next to other sweeps."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from kalmix_bench.runner.workers import POLL_SECONDS, Batch, ProgressFactory, Wo
 
 
 class Task(NamedTuple):
-    """Arguments of `run` that every piece needs."""
+    """Arguments of `run` that every batch of cells needs."""
 
     experiment: Experiment[Any]
     results: Results
     device: torch.device
-    stop: float = math.inf  # time of `time.monotonic` from which on cells are told to stop
+    stop: float = math.inf  # time of `time.monotonic` after which cells must stop
 
     def finished(self, cells: Iterable[Any]) -> dict[Any, Row]:
-        """Return the rows of those cells that need not be run again."""
+        """Return the rows of the cells that need not run again."""
         rows = self.results.rows(cells)
         return {cell: row for cell, row in rows.items() if self.experiment.is_complete(cell, self.results)}
 
@@ -42,26 +42,28 @@ def run(
     device: torch.device,
     *,
     jobs: int = 1,
-    progress_factory: ProgressFactory = lambda batch, batches: lambda done, told: None,
+    progress_factory: ProgressFactory = lambda batch, batches: lambda done, status: None,
     worker_config: WorkerConfig | None = None,
 ) -> dict[CellT, Row]:
-    """Run the cells that `results` lacks, and return the rows of all that were asked, in their order.
+    """Run the cells that are missing in `results`; return the rows of all cells, in their order.
 
-    Each row is written as soon as its piece is done, so nothing that is finished is lost or done again. Cells that
-    another process is running are waited for.
+    Each row is written as soon as its batch ends, so finished work is never lost or repeated. Cells that another
+    process is
+    running are waited for.
 
     Args:
-        experiment: that the cells belong to; it runs them.
-        cells: duplicates are run once.
-        results: where rows are stored.
-        device: that cells run on.
-        jobs: processes. One is this process; several are new ones, each of which takes a piece after the other.
-        follow: told of every piece as it begins, and how it goes on.
-        campaign: processes and when they end, in place of `jobs`; cells that it leaves unfinished have no row.
+        experiment: experiment that runs the cells.
+        cells: cells to run; duplicates are run once.
+        results: file of rows.
+        device: device of the cells.
+        jobs: number of processes; 1 is this process. Each process runs one batch after the other.
+        progress_factory: called with each batch as it starts and the number of batches; returns the batch's
+            `ProgressFn`.
+        worker_config: processes and time limits, in place of `jobs`; cells that it leaves unfinished have no row.
 
     Raises:
-        ArgumentError: `results` is no such file, or what `experiment` raises of a cell that it cannot run.
-        CellError: the same, from a process of its own.
+        ArgumentError: `results` is not a file of results, or `experiment` cannot run a cell.
+        CellError: the same, from a worker process.
         OSError: the disk is full; names the path.
     """
     asked, task = (
@@ -69,7 +71,7 @@ def run(
         Task(experiment, results, device, math.inf if worker_config is None else worker_config.stop),
     )
     known = task.finished(asked)
-    for cell in known:  # a run may have been killed between writing the row and this
+    for cell in known:  # needed if a run was killed after it wrote the row
         experiment.clear(cell, results)
     missing = [cell for cell in asked if cell not in known]
     batches = [tuple(group) for _, group in groupby(missing, experiment.group_key)]
@@ -84,7 +86,9 @@ def run(
 
 
 def _run_batch(task: Task, batch: Batch, begin: Callable[[], ProgressFn]) -> str:
-    """Run what is missing of a piece and write it: "finished"; "stopped"; "taken" if another process has a cell."""
+    """Run and write the missing cells of a batch; return "finished", "stopped", or "taken" if another process has a
+    cell.
+    """
     experiment, results, device, stop = task
     with ExitStack() as claims, disk_errors(results.path.parent):
         for cell in batch:
@@ -92,15 +96,15 @@ def _run_batch(task: Task, batch: Batch, begin: Callable[[], ProgressFn]) -> str
                 claims.enter_context(results.claim(cell).acquire(timeout=0))
             except Timeout:
                 return "taken"
-        on_progress, known = begin(), task.finished(batch)  # another sweep may have finished some of it meanwhile
+        on_progress, known = begin(), task.finished(batch)  # another sweep may have finished some of them
 
         left = tuple(cell for cell in batch if cell not in known)
-        how = "" if left else "by another sweep"
+        status = "" if left else "by another sweep"
 
-        def under_way(done: float, told: str) -> bool:
-            nonlocal how
-            how = told
-            on_progress(min(done, 0.999), told)
+        def report(done: float, text: str) -> bool:
+            nonlocal status
+            status = text
+            on_progress(min(done, 0.999), text)
             return time.monotonic() >= stop
 
         if left:
@@ -108,7 +112,7 @@ def _run_batch(task: Task, batch: Batch, begin: Callable[[], ProgressFn]) -> str
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             try:
-                found = experiment.run(left, results, device, under_way)
+                found = experiment.run(left, results, device, report)
             except CellStopped:
                 return "stopped"
             where = {
@@ -120,7 +124,7 @@ def _run_batch(task: Task, batch: Batch, begin: Callable[[], ProgressFn]) -> str
             results.add({**cell.to_dict(), **where, **more} for cell, more in zip(left, found, strict=True))
         for cell in batch:
             experiment.clear(cell, results)
-        on_progress(1.0, how)
+        on_progress(1.0, status)
     return "finished"
 
 

@@ -1,4 +1,4 @@
-"""Scores over seeds."""
+"""Mean and standard error of scores over seeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Score(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Score:
-        """From one value a seed."""
+        """Compute the score from one value per seed."""
         return cls(mean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan)
 
     def __str__(self) -> str:

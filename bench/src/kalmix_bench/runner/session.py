@@ -1,4 +1,4 @@
-"""One run of a command: run the cells that are missing, report all of them, and print what was written."""
+"""One run of a command: run the missing cells, report all cells, print the files written."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def run(
     jobs: int = 1,
     written: Sequence[Path] = (),
 ) -> None:
-    """Run the cells that the folder `output` lacks, and report all of them.
+    """Run the cells that are missing in the folder `output`, and report all of them.
 
     Args:
-        experiment: of the cells.
-        cells: that were asked for.
-        output: folder of results, tables and pictures.
-        console: where progress and tables are printed.
-        device: that cells run on.
+        experiment: experiment of the cells.
+        cells: cells to run and report.
+        output: folder of results, tables and figures.
+        console: console for progress and tables.
+        device: device of the cells.
         jobs: number of processes.
-        written: paths of files that the command wrote before.
+        written: files that the command wrote before; printed with the others.
     """
     results = Results(output / "results.jsonl")
     with progress(console) as progress_factory:

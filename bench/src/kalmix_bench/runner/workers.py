@@ -1,4 +1,4 @@
-"""Worker processes of a sweep: each runs one piece after the other, until all are finished or time is up."""
+"""Worker processes of a sweep. Each runs one batch of cells after the other until all are finished or time is up."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ import torch
 
 from kalmix_bench.runner.experiment import ProgressFn
 
-POLL_SECONDS = 0.5  # seconds between two looks at cells that another sweep is running
-SHUTDOWN_SECONDS = 2.0  # seconds that processes are given to end by themselves
-START_METHOD = "spawn"  # how processes start; CUDA does not survive a fork
+POLL_SECONDS = 0.5  # seconds between polls of cells that another sweep is running
+SHUTDOWN_SECONDS = 2.0  # seconds that processes have to exit by themselves
+START_METHOD = "spawn"  # CUDA does not work after a fork
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
-Batch = tuple[Any, ...]  # cells that are run together, mostly one
-ProgressFactory = Callable[[Batch, int], ProgressFn]  # called as a piece begins, with how many there are in this sweep
+Batch = tuple[Any, ...]  # cells that run together, usually one
+ProgressFactory = Callable[[Batch, int], ProgressFn]  # takes a batch that starts, and the number of batches
 RunBatchFn = Callable[
     [Batch, Callable[[], ProgressFn]], str
-]  # runs a piece: "finished", "stopped", or "taken" by another sweep
+]  # returns "finished", "stopped", or "taken" (by another sweep)
 
 
 class CellError(ValueError):
-    """A cell cannot be run; says which, and why."""
+    """Cell that cannot be run; the message has its name and the reason."""
 
 
 class WorkerConfig(NamedTuple):
-    """The processes of a sweep, and when it ends.
+    """Processes and time limits of a sweep.
 
     Attributes:
-        gpus: value of CUDA_VISIBLE_DEVICES for each process, "" for none; None leaves that variable as it is.
-        stop: time of `time.monotonic` from which on cells store a checkpoint and stop, and none begins.
+        gpus: value of CUDA_VISIBLE_DEVICES for each process: "" for no GPU, `None` to leave the variable unchanged.
+        stop: time of `time.monotonic` after which cells store a checkpoint and stop, and no cell starts.
         end: time of `time.monotonic` at which cells that have not stopped are terminated.
-        failures: receives the reason of each piece that fails, by its first cell. If None, the first failure is raised.
+        failures: receives the reason of each failed batch, by its first cell. If `None`, the first failure is raised.
     """
 
     gpus: Sequence[str | None]
@@ -53,13 +53,13 @@ class WorkerConfig(NamedTuple):
 def run_in_workers(
     batches: Sequence[Batch], run_batch: RunBatchFn, progress_factory: ProgressFactory, worker_config: WorkerConfig
 ) -> None:
-    """Run pieces in processes of their own, until all are finished or failed, or the campaign ends.
+    """Run batches in worker processes until all are finished or failed, or the time limit is reached.
 
     Args:
-        pieces: to run, in this order.
-        finish: runs a piece; it must be picklable.
-        follow: called as a piece begins; what it returns is told how the piece goes on.
-        campaign: where pieces run, and until when.
+        batches: batches to run, in this order.
+        run_batch: picklable function that runs a batch.
+        progress_factory: called as a batch starts; the function that it returns receives the batch's progress.
+        worker_config: processes and time limits.
 
     Raises:
         CellError: a cell cannot be run.
@@ -75,7 +75,7 @@ class _Worker(NamedTuple):
 
 
 class _BatchInProgress:
-    """A piece in the hands of a worker; `told` is its first report, which comes after a step of training."""
+    """Batch assigned to a worker; `has_reported` is set by its first report, which comes after a training step."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch, self.start_time, self.has_reported = batch, math.inf, False
@@ -83,7 +83,7 @@ class _BatchInProgress:
 
 
 class _WorkerPool:
-    """Each worker has a pipe: pieces go in; that one began, how it stands, and its end come out."""
+    """Pool of workers. Each receives batches through a pipe and sends messages when one starts, progresses and ends."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class _WorkerPool:
         self.idle: deque[Connection] = deque()
         self.workers: dict[Connection, _Worker] = {}
         self.running: dict[Connection, _BatchInProgress] = {}
-        self.retry_time = 0.0  # pieces of another sweep are not tried again before
-        self.max_first_report = 0.0  # seconds from the beginning of a piece to its first report, the most so far
+        self.retry_time = 0.0  # batches of another sweep are not tried again before this time
+        self.max_first_report = 0.0  # largest time from the start of a batch to its first report, in seconds
 
     def run(self) -> None:
         try:
@@ -135,7 +135,7 @@ class _WorkerPool:
         self.idle.append(here)
 
     def _shut_down(self) -> None:
-        """Let idle processes end by themselves: a signal to one disturbs others that share its GPU through MPS."""
+        """Let idle processes exit by themselves: terminating one disturbs others that share its GPU through MPS."""
         for link in self.idle:
             link.close()
         until = time.monotonic() + SHUTDOWN_SECONDS
@@ -143,7 +143,7 @@ class _WorkerPool:
             self.workers[link].process.join(max(0.0, until - time.monotonic()))
 
     def _assign_batches(self) -> None:
-        """Give a piece to each idle worker; none that could not report, and so stop, in time."""
+        """Give a batch to each idle worker, unless it could not report, and therefore stop, before the time limit."""
         if time.monotonic() + self.max_first_report >= self.worker_config.stop:
             self.queue.clear()
         while self.queue and self.idle and time.monotonic() >= self.retry_time:
@@ -188,7 +188,7 @@ class _WorkerPool:
         self.idle.append(link)
 
     def _replace(self, link: Connection, error: Exception, reason: str) -> None:
-        """Start another process in place of one that ended with a failure."""
+        """Start a process in place of one that failed."""
         self._fail(self.running.pop(link).batch, error, reason)
         link.close()
         gpu = self.workers.pop(link).gpu
@@ -203,7 +203,7 @@ class _WorkerPool:
 
 @contextmanager
 def _visible_devices(gpu: str | None) -> Iterator[None]:
-    """Let a process that starts see this GPU only."""
+    """Limit a process that starts in this context to this GPU."""
     before = os.environ.get(VISIBLE_DEVICES)
     if gpu is not None:
         os.environ[VISIBLE_DEVICES] = gpu
@@ -217,7 +217,7 @@ def _visible_devices(gpu: str | None) -> Iterator[None]:
 
 
 def _serve(link: Connection, run_batch: RunBatchFn, threads: int) -> None:
-    """Run the pieces that come, until one fails or the other end closes. Ctrl-C is for the other end to act on."""
+    """Run batches from the pipe until one fails or the other end closes. Ctrl-C is handled by the other end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
 
@@ -232,7 +232,7 @@ def _serve(link: Connection, run_batch: RunBatchFn, threads: int) -> None:
             return
         try:
             link.send((run_batch(batch, begin),))
-        except (BrokenPipeError, ConnectionResetError):  # nobody is left to tell
+        except (BrokenPipeError, ConnectionResetError):  # the other end has exited
             return
         except OSError as error:
             known = error.filename is not None

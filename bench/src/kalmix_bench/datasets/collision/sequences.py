@@ -1,7 +1,7 @@
-"""Sequences to learn recall from: writes that give an address and a value, then queries that give an address alone.
+"""Recall sequences with overlapping keys: writes give an address and a value, later queries give an address alone.
 
-`Pairs` (appendix E.5.1) collides addresses two by two; `Crowd` (E.5.4) draws more of them than fit into memory. Both
-draw everything from the generator they are given, on its device.
+`CollidingPairs` (appendix E.5.1) makes pairs of addresses overlap. `RandomAddresses` (E.5.4) draws more addresses than
+fit into memory. Both draw everything from the generator that is passed to them, on its device.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ADDRESS_DIM = 16  # of the addresses that memory sees
+ADDRESS_DIM = 16  # of the addresses used as keys and queries
 
 
 class Episode(NamedTuple):
-    """A batch of sequences whose last Q tokens are queries.
+    """Batch of sequences whose last Q tokens are queries.
 
     Attributes:
-        tokens: `[B, T, inputs]`: whether it is a query, the raw address, the value (0 at queries).
-        addresses: `[B, T, 16]` unit addresses, both key and query of every memory.
-        targets: int64 `[B, Q]`, the label written at the address.
-        distractors: int64 `[B, Q]`, the label of the address that collides with it; `None` where none is meant to.
+        tokens: `[B, T, inputs]`: query flag, raw address, one-hot value (0 at queries), concatenated.
+        addresses: `[B, T, 16]` unit addresses, used as both key and query.
+        targets: int64 `[B, Q]`, label written at the queried address.
+        distractors: int64 `[B, Q]`, label of the overlapping address; `None` if addresses are random.
     """
 
     tokens: Tensor
@@ -36,10 +36,11 @@ class Episode(NamedTuple):
 
 @dataclass(frozen=True)
 class CollidingPairs:
-    """Targets B_i and distractors A_i, in planes of their own, with rho between them (E.5.1).
+    """Task with targets B_i and distractors A_i in separate planes, at overlap rho_i (E.5.1).
 
-    Identity 2i is B_i, with address e_{2i}; identity 2i + 1 is A_i, with rho_i e_{2i} + sqrt(1 - rho_i^2) e_{2i+1}.
-    Every sequence shuffles which label belongs to which identity.
+    Identity 2i is B_i, with address e_{2i}. Identity 2i + 1 is A_i, with address rho_i e_{2i} + sqrt(1 - rho_i^2)
+    e_{2i+1}.
+    Labels are assigned to identities at random in every sequence.
     """
 
     pairs: int = ADDRESS_DIM // 2
@@ -54,9 +55,15 @@ class CollidingPairs:
         return 1 + ADDRESS_DIM + self.labels
 
     def draw(self, count: int, flood: int, overlap: tuple[float, float], generator: torch.Generator) -> Episode:
-        """`count` sequences: seed all, boost the B_i, write each A_i `flood` times, ask for the B_i in random order.
+        """Draw sequences: write all identities, each B_i `boost` times, each A_i `flood` times; then query all B_i.
 
-        Overlaps are uniform in `overlap`, one a pair. T = 2 pairs + pairs (boost + flood) + pairs.
+        Seeding and queries are in random order. T = 2 pairs + pairs (boost + flood) + pairs.
+
+        Args:
+            count: number of sequences.
+            flood: writes of each A_i.
+            overlap: bounds of the uniform distribution of rho, drawn once per pair.
+            generator: random generator; its device is the device of the result.
         """
         device = generator.device
         rho = torch.rand(count, self.pairs, generator=generator, device=device) * (overlap[1] - overlap[0]) + overlap[0]
@@ -76,7 +83,7 @@ class CollidingPairs:
         )
 
     def addresses(self, rho: Tensor) -> Tensor:
-        """Unit addresses `[B, 2 pairs, 16]` of the identities, for overlaps `[B, pairs]`."""
+        """Return unit addresses `[B, 2 pairs, 16]` of the identities, for overlaps `[B, pairs]`."""
         target = torch.eye(self.pairs, device=rho.device)[..., None] * rho.new_tensor([1.0, 0.0])  # [pair, plane, 2]
         shift = torch.stack([rho, (1 - rho.square()).sqrt()], -1)[:, :, None]  # [B, pair, 1, 2]
         distractor = torch.eye(self.pairs, device=rho.device)[..., None] * shift
@@ -86,10 +93,10 @@ class CollidingPairs:
 
 @dataclass(frozen=True)
 class RandomAddresses:
-    """Random addresses, far more than a memory of 16 rows can tell apart (E.5.4).
+    """Task with many random addresses, more than a memory of 16 rows can separate (E.5.4).
 
-    Raw addresses are 64 wide, of random direction; memory sees them through one frozen projection with orthonormal
-    rows, renormalised. Labels are drawn with replacement.
+    Raw addresses are random directions in 64 dimensions. Memory receives them through one fixed projection with
+    orthonormal rows, normalized again. Labels are drawn with replacement.
     """
 
     labels: int = 64
@@ -101,7 +108,7 @@ class RandomAddresses:
         return 1 + self.raw + self.labels
 
     def draw(self, count: int, writes: int, generator: torch.Generator) -> Episode:
-        """`count` sequences: `writes` associations, then 8 of their addresses, without replacement."""
+        """Draw `count` sequences: `writes` associations, then queries of 8 of their addresses, without replacement."""
         device = generator.device
         written = F.normalize(torch.randn(count, writes, self.raw, generator=generator, device=device), dim=-1)
         label = torch.randint(self.labels, (count, writes), generator=generator, device=device)
@@ -119,13 +126,13 @@ class RandomAddresses:
 
 @cache
 def projection(raw: int) -> Tensor:
-    """R `[16, raw]` with orthonormal rows: the same always, whatever the seed of a run."""
+    """Return the projection `[16, raw]` with orthonormal rows. It does not depend on the seed of a run."""
     rows = torch.randn(raw, ADDRESS_DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return torch.linalg.qr(rows).Q.mT.float()
 
 
 def _permutations(count: int, size: int, generator: torch.Generator) -> Tensor:
-    """`count` random permutations of `size`."""
+    """Return `count` random permutations of `size` elements."""
     return torch.rand(count, size, generator=generator, device=generator.device).argsort(1)
 
 
@@ -136,7 +143,7 @@ def _tokens(addresses: Tensor, values: Tensor, queries: int) -> Tensor:
 
 
 def stack_episodes(episodes: Sequence[Episode]) -> Episode:
-    """Episodes of one shape stacked, one a member of a `Recaller`."""
+    """Stack episodes of equal shape along a new leading axis, one per member of a `RecallModel`."""
     distractors = [episode.distractors for episode in episodes if episode.distractors is not None]
     return Episode(
         tokens=torch.stack([episode.tokens for episode in episodes]),
@@ -146,16 +153,17 @@ def stack_episodes(episodes: Sequence[Episode]) -> Episode:
     )
 
 
-def scores(logits: Tensor, episode: Episode) -> dict[str, Tensor]:
-    """How well labels were recalled, a mean over queries for each member, `[M]`.
+def recall_scores(logits: Tensor, episode: Episode) -> dict[str, Tensor]:
+    """Compute scores as means over queries, `[M]` each.
 
     Args:
         logits: `[M, B, Q, labels]`.
         episode: with a leading axis M.
 
     Returns:
-        "accuracy"; "cross_entropy"; where distractors are meant "margin", p_B - p_A of the softmax over target and
-        distractor alone (equation 20; E.5.5 defines another, over all labels).
+        "accuracy"; "cross_entropy"; and, with distractors, "margin": p_B - p_A of the softmax over target and
+        distractor
+        alone (equation 20; E.5.5 defines another margin, over all labels).
     """
     right = logits.argmax(-1) == episode.targets
     found = {"accuracy": right.float().mean((1, 2)), "cross_entropy": cross_entropy(logits, episode)}
@@ -166,5 +174,5 @@ def scores(logits: Tensor, episode: Episode) -> dict[str, Tensor]:
 
 
 def cross_entropy(logits: Tensor, episode: Episode) -> Tensor:
-    """The loss, a mean over queries for each member, `[M]`."""
+    """Compute the loss as a mean over queries, `[M]`."""
     return F.cross_entropy(logits.movedim(-1, 1), episode.targets, reduction="none").mean((1, 2))

@@ -1,4 +1,4 @@
-"""The six tasks of MAD, and one of another paper that its generator makes, named as in `kalmix_bench.datasets.make`."""
+"""The six tasks of MAD, and the long-context recall task of Kalman Linear Attention, which MAD's generator makes."""
 
 from kalmix_bench.datasets.mad.compression import COMPRESSION
 from kalmix_bench.datasets.mad.copying import SELECTIVE_COPYING

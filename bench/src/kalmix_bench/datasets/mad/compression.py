@@ -1,7 +1,6 @@
-"""MAD's compression: random tokens and a last one, from whose output alone a decoder writes all of them down again.
+"""MAD's compression: an encoder reads random tokens and a final token; a decoder rebuilds all from the final output.
 
-Every token is scored, the last one (always the same) too. Noise, where there is any, is put over tokens and asked for
-like them.
+Every token is scored, the constant final one included. Noise tokens replace tokens at random and are scored too.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from kalmix_bench.datasets.task import Integers
 
 
 def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
-    """Rows of T tokens, targets being the inputs."""
+    """Return a generator of rows of T tokens whose targets equal the inputs."""
     s = settings
     s.check_noise_vocabulary()
     last = s.vocab_size - 1

@@ -1,8 +1,8 @@
-"""MAD's selective copying: tokens among blanks, to be written down in their order once a token says so.
+"""MAD's selective copying: tokens between blanks, to be copied in order after a request token.
 
-Tokens: what is copied, a blank, the token that asks. The original takes the places of blanks from numpy's global
-generator, seeded with the same number; here that is a generator of its own. No blank ever follows the last token to
-copy but the one that asks: they are put before one of the tokens.
+Ids: tokens to copy, then a blank, then the request. The original code draws the positions of blanks from numpy's global
+generator, seeded with the same number; this module uses a generator of its own. Blanks are inserted before tokens, so
+the last token to copy is followed by the request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kalmix_bench.datasets.task import Integers
 
 
 def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
-    """Rows of T tokens, c of them to copy, wanted at the last c tokens, which are blank."""
+    """Return a generator of rows of T tokens: c tokens to copy, which are the targets of the last c tokens (blanks)."""
     length, c = settings.seq_len, settings.num_tokens_to_copy
     blank, asks = settings.vocab_size - 2, settings.vocab_size - 1
     require(settings.vocab_size >= 3, "vocab_size", settings.vocab_size, "at least 3 (to copy, blank, request)")
@@ -26,7 +26,9 @@ def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
 
     def draw(training: bool) -> tuple[Integers, Integers]:
         copied = tokens.integers(blank, size=c)
-        before = np.bincount(blank_generator.randint(0, c, length - 2 * c - 1), minlength=c)  # blanks before each token
+        before = np.bincount(
+            blank_generator.randint(0, c, length - 2 * c - 1), minlength=c
+        )  # number of blanks before each token
         inputs, targets = np.full(length, blank), np.full(length, IGNORE_INDEX)
         inputs[np.arange(c) + before.cumsum()] = copied
         inputs[length - c - 1] = asks

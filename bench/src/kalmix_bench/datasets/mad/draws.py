@@ -1,4 +1,4 @@
-"""Numbers drawn one at a time where what is drawn next depends on them: a generator without numpy's price of a call."""
+"""Fast scalar draws from numpy's default generator, for rows in which each draw depends on the one before."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ _LOW = 2**32 - 1
 
 
 class ScalarGenerator:
-    """What `numpy.random.default_rng(seed)` gives, call for call, at a fifth of the time.
+    """Generator of the same numbers as `numpy.random.default_rng(seed)`, call by call, at a fifth of the time.
 
-    The words of PCG64 are taken a thousand at once. A number below 2^32 takes half of a word, the lower one first, by
-    Lemire's method (arXiv:1805.10941); a fraction takes the next whole word, whether or not a half is left over.
+    It fetches 1,024 words of PCG64 at once. An integer below 2^32 takes half of a word, the lower half first, by
+    Lemire's
+    method (arXiv:1805.10941). A float takes the next whole word, even if half of a word is left.
     """
 
     def __init__(self, seed: int) -> None:
@@ -21,7 +22,7 @@ class ScalarGenerator:
         self._halves = _halves(self._words)
 
     def integers(self, bound: int) -> int:
-        """`integers(bound)`, for 1 <= bound < 2^32; 1 draws nothing."""
+        """Return `integers(bound)` of numpy's generator, for 1 <= bound < 2^32. A bound of 1 draws nothing."""
         if bound == 1:
             return 0
         product = next(self._halves) * bound
@@ -31,7 +32,7 @@ class ScalarGenerator:
         return product >> 32
 
     def random(self) -> float:
-        """`random()`."""
+        """Return `random()` of numpy's generator."""
         return (next(self._words) >> 11) * 2.0**-53
 
 

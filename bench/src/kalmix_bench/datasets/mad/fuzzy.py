@@ -1,12 +1,14 @@
-"""MAD's fuzzy recall: keys and values are words of one to three tokens, nothing says where they end.
+"""MAD's fuzzy recall: keys and values are words of one to three tokens without separators.
 
-Tokens: letters of keys, letters of values, a padding id (with `multi_query=False` also one that is put before the last
-pair). No letter comes twice in a word. Traps:
+Ids: letters of keys, letters of values, a padding id (with `multi_query=False` also a token before the last pair). No
+letter occurs twice in a word.
 
-- Tests have keys of the largest size alone, training of all sizes.
-- The pair that is asked for last is put in at a random place, but where it is short the row may end before; then
-  nothing tells its value: so in one test row of forty at the baseline.
-- A row ends with it, and is padded at its left; tests score about four tokens a row.
+Differences to know:
+
+- Test rows only have keys of the largest size; training rows have keys of all sizes.
+- The pair that is queried last is inserted at a random position. If it is short, the row may end before that position,
+  and then its value cannot be known: in one test row of forty at the baseline settings.
+- Rows end with that pair and are padded at the left. About four tokens per test row are scored.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ Word = tuple[int, ...]
 
 
 def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
-    """Rows of T tokens.
+    """Return a generator of rows of T tokens.
 
-    For each, the original shuffles all words anew. Here only their order is shuffled, which takes the same numbers
-    from the generator: 20 microseconds a row at V = 16, some milliseconds at V = 128 (there 3.5 s).
+    For each row the original code shuffles all words. This function shuffles only their order, which draws the same
+    numbers: 20 microseconds per row at a vocabulary of 16, some milliseconds at 128 (3.5 s in the original).
     """
     s = settings
     s.check_noise_vocabulary()

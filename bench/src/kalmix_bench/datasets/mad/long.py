@@ -1,8 +1,8 @@
-"""Long-context recall, Table 9 of Kalman Linear Attention ("CR (hard)"): 2,048 tokens, 256 ids, 12,800 and 1,280 rows.
+"""Long-context recall of Kalman Linear Attention (Table 9, "CR (hard)"): 2,048 tokens, 256 ids, 12,800 and 1,280 rows.
 
-Which generator made its rows is an inference: the paper calls it MQAR after Zoology, whose code refuses fewer ids than
-tokens, while the sizes and the name are those of MAD's in-context recall, which it is here. The paper does not state
-how many pairs there are; here 1,024, of up to 128 keys, and some 896 tokens of a row are scored.
+The generator is an inference. The paper calls the task MQAR after Zoology, whose code does not accept fewer ids than
+tokens. Its sizes and its name match MAD's in-context recall, which this module uses. The paper does not state the
+number of pairs: here there are 1,024, with up to 128 keys, and about 896 tokens of a row are scored.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""MAD's memorization: keys whose values are the same in all rows, so that nothing but weights can hold them.
+"""MAD's memorization: key-value pairs that are the same in all rows, so that only weights can store them.
 
-Tokens: keys, values, and a last id that stands where a value is wanted. The values belong to the seed. Noise, where
-there is any, is made of the largest ids of values, which are not taken out of the vocabulary for it.
+Ids: keys, values, and a last id at positions where a value is predicted. The seed determines the values of keys. Noise
+uses the largest value ids; they are not reserved for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kalmix_bench.datasets.metrics import IGNORE_INDEX
 
 
 def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
-    """Rows of T / 2 keys, the id that asks after each."""
+    """Return a generator of rows of T / 2 keys, each followed by the query id."""
     s = settings
     s.check_noise_vocabulary()
     asks = s.vocab_size - 1
@@ -25,7 +25,7 @@ def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
     once = np.random.default_rng(seed)
     once.shuffle(keys)
     once.shuffle(values)
-    value_of = dict(zip(keys.tolist(), values.tolist(), strict=False))  # of an odd count, a value is left over
+    value_of = dict(zip(keys.tolist(), values.tolist(), strict=False))  # with an odd number of ids, one value is unused
     names = list(value_of)
     rng = np.random.default_rng(seed)
 

@@ -1,12 +1,14 @@
-"""MAD's in-context recall and noisy recall: keys, each followed by the value it has in this row.
+"""MAD's in-context recall and noisy recall: key-value pairs, some of whose keys repeat within the row.
 
-Tokens: keys, values, noise, in this order of ids. Noise comes as pairs among the pairs. Traps:
+Ids: keys, values, noise, in this order. Noise comes in pairs between the other pairs.
 
-- Training asks for every next token, keys and noise among them, which nobody can know; tests ask for values of keys
-  that came before, alone.
-- `multi_query=False` keeps the last id for a token that is put before the last pair, the only one that tests ask for;
-  rows are then a token longer.
-- Whether noise comes or not, `noise_vocab_size` ids are taken from the vocabulary: 32 of the noisy task are 16 and 16.
+Differences to know:
+
+- In training rows every next token is a target, keys and noise included, although they cannot be predicted. In test
+  rows only values of repeated keys are targets.
+- `multi_query=False` reserves the last id for a token before the last pair, which is then the only target of test
+  rows. Rows are one token longer.
+- `noise_vocab_size` ids are reserved even without noise: the 32 ids of the noisy task are 16 and 16.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from kalmix_bench.datasets.metrics import IGNORE_INDEX
 
 
 def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
-    """Rows of T / 2 pairs, the last of them one whose key came before."""
+    """Return a generator of rows of T / 2 pairs; the key of the last pair occurs earlier in the row."""
     s = settings
     s.check_noise_vocabulary()
     require(s.seq_len >= 4 and s.seq_len % 2 == 0, "seq_len", s.seq_len, "even, and at least 4")

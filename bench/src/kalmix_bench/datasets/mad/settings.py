@@ -1,7 +1,7 @@
-"""What the six tasks of MAD share: their settings, and one generator that makes all rows of a seed.
+"""Settings of MAD's tasks, and the function that makes a task from a row generator.
 
-Poli et al., Mechanistic Design and Scaling of Hybrid Architectures, 2024 (arXiv:2403.17844); public code
-athms/mad-lab, whose rows these are, bit for bit, with its data workers at their default (none).
+From Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024, arXiv:2403.17844). Rows equal those of
+the public code, athms/mad-lab, bit for bit, with its default of no data workers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from kalmix_bench.datasets.task import Integers, Published, Rows, Task
 
 @dataclass(frozen=True)
 class MadSettings:
-    """Settings of MAD, by its names; each task takes all, and leaves aside those that mean nothing to it.
+    """Settings of MAD, named as in its code. All tasks accept all settings and ignore those that do not apply.
 
     Attributes:
         vocab_size: V, special tokens and noise included.
-        seq_len: T; the recall tasks' rows are a token shorter, since what is asked for is the next token.
-        frac_noise: the part of pairs (in compression, of tokens) that are noise.
-        noise_vocab_size: how many ids are kept for noise, whether or not there is any.
-        num_tokens_to_copy: of selective copying.
-        k_motif_size, v_motif_size: the most tokens that a key, a value, of fuzzy recall has.
-        multi_query: whether every key that comes again is asked for, and not only the last.
+        seq_len: T. Rows of the recall tasks are one token shorter, because targets are next tokens.
+        frac_noise: fraction of pairs (in compression, of tokens) that are noise.
+        noise_vocab_size: ids reserved for noise, even if `frac_noise` is 0.
+        num_tokens_to_copy: tokens to copy in selective copying.
+        k_motif_size, v_motif_size: largest number of tokens of a key and of a value in fuzzy recall.
+        multi_query: whether every repeated key is queried, instead of only the last.
     """
 
     vocab_size: int = 16
@@ -48,13 +48,13 @@ class MadSettings:
         require(0 <= self.frac_noise < 1, "frac_noise", self.frac_noise, "at least 0 and less than 1")
 
     def check_noise_vocabulary(self) -> None:
-        """For a task that knows noise: there are ids to make it of."""
+        """Check that ids are reserved for noise if there is any."""
         if self.frac_noise > 0:
             require(self.noise_vocab_size > 0, "noise_vocab_size", 0, f"at least 1, as frac_noise is {self.frac_noise}")
 
 
 class RowGenerator(NamedTuple):
-    """What draws rows one after the other: `draw(training)` gives the next one's inputs and targets, `width` each."""
+    """Generator of rows: `draw(training)` returns inputs and targets of the next row, `width` tokens each."""
 
     width: int
     draw: Callable[[bool], tuple[Sequence[int] | Integers, Sequence[int] | Integers]]
@@ -70,11 +70,20 @@ def make_task(
     train: int = 12_800,
     from_last: bool = False,
 ) -> Task[MadSettings]:
-    """A task of MAD, from what makes its rows for some settings and a seed.
+    """Return a MAD task made of a row generator.
 
-    It is made harder one setting at a time, through its `sweeps`; MAD's score of a model is the mean over all of them.
-    Test rows follow the train rows out of one generator: those of a seed are other ones after another number of
-    train rows.
+    Each mapping of `Published.difficulties` changes one setting, as `sweeps` lists them; MAD's score of a model is the
+    mean over all of them. Training and test rows come from one generator, so the test rows of a seed change with the
+    number of training rows.
+
+    Args:
+        name: name without the prefix "mad/".
+        original: name in MAD's code.
+        row_generator: function of settings and seed.
+        baseline: default settings.
+        sweeps: values of each setting that makes the task harder.
+        train: number of training rows at the baseline.
+        from_last: see `Task`.
     """
 
     def sample(settings: MadSettings, seed: int, train: int, test: int) -> tuple[Rows, Rows]:

@@ -1,4 +1,4 @@
-"""Multi-query associative recall, by the names of `kalmix_bench.datasets.make`."""
+"""Tasks of multi-query associative recall: Zoology's, and those of Memory by Design."""
 
 from kalmix_bench.datasets.mqar.shared import BLOCK, SHARED, UPDATE
 from kalmix_bench.datasets.mqar.zoology import FORGETTING, MQAR

@@ -1,6 +1,6 @@
-"""What the tasks of multi-query associative recall share: their settings, and where queries stand.
+"""Settings of multi-query associative recall, and the layout of its rows.
 
-Arora et al., Zoology: Measuring and Improving Recall in Efficient Language Models, ICLR 2024 (arXiv:2312.04927).
+From Zoology: Measuring and Improving Recall in Efficient Language Models (Arora et al., ICLR 2024, arXiv:2312.04927).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kalmix_bench.datasets.task import Integers, Rows
 
 @dataclass(frozen=True)
 class MqarSettings:
-    """Settings of MQAR, by Zoology's names; the baseline is the first column of its Figure 2.
+    """Settings of MQAR, named as in Zoology's code; the baseline is the first column of its Figure 2.
 
     Attributes:
         vocab_size: V.
-        input_seq_len: N, even.
-        num_kv_pairs: D, pairs of a row, each asked for once.
-        power_a: a; the chance of a query g steps after the pairs goes as g^(a - 1), so 1.0 is uniform.
-        random_non_queries: whether random tokens stand between queries, instead of zeros.
+        input_seq_len: N, an even number.
+        num_kv_pairs: D, pairs per row. Each is queried once.
+        power_a: a. The probability of a query g steps after the pairs is proportional to g^(a - 1); 1.0 is uniform.
+        random_non_queries: whether random tokens, instead of zeros, fill the positions between queries.
     """
 
     vocab_size: int = 8192
@@ -44,12 +44,12 @@ class MqarSettings:
 
     @property
     def context_len(self) -> int:
-        """Tokens before the first that may be a query."""
+        """Number of tokens before the first possible query."""
         return 2 * self.num_kv_pairs
 
     @property
     def gap_probabilities(self) -> NDArray[np.float64]:
-        """The chance of each place for a query, which are two tokens apart, nearest first."""
+        """Probability of each query position, nearest first; positions are two tokens apart."""
         steps = np.arange(1, (self.input_seq_len - self.context_len) // 2 + 1)
         p = self.power_a * steps ** (self.power_a - 1)
         return p / p.sum()
@@ -57,7 +57,7 @@ class MqarSettings:
 
 @dataclass(frozen=True)
 class UpdateSettings(MqarSettings):
-    """And `num_updates`, U: keys of a row that get another value after all pairs, which is the one asked for."""
+    """MQAR settings with `num_updates`, U: keys per row that get a new value after all pairs; it is the target."""
 
     num_updates: int = 4
 
@@ -67,15 +67,18 @@ class UpdateSettings(MqarSettings):
 
     @property
     def context_len(self) -> int:
-        """Tokens before the first that may be a query."""
+        """Number of tokens before the first possible query."""
         return 2 * (self.num_kv_pairs + self.num_updates)
 
 
 def make_rows(settings: MqarSettings, pairs: Integers, keys: Integers, answers: Integers, gaps: Integers) -> Rows:
-    """Rows of their pairs and, `gaps` places behind, their keys, whose answers are wanted there.
+    """Return rows of pairs followed by queries.
 
     Args:
-        pairs: `[n, context]` tokens; keys, answers, gaps: `[n, D]`.
+        settings: sizes.
+        pairs: `[n, context_len]` tokens.
+        keys, answers: `[n, D]` queried keys, and the target at each.
+        gaps: `[n, D]` query positions, in steps of two tokens after the pairs.
     """
     count = len(pairs)
     at = settings.context_len + 2 * gaps
@@ -91,5 +94,5 @@ def make_rows(settings: MqarSettings, pairs: Integers, keys: Integers, answers: 
 
 
 def interleave(keys: Integers, values: Integers) -> Integers:
-    """Keys and values `[..., D]` in turns, `[..., 2 D]`."""
+    """Return keys and values `[..., D]` in alternation, `[..., 2 D]`."""
     return np.stack([keys, values], -1).reshape(*keys.shape[:-1], 2 * keys.shape[-1])

@@ -1,13 +1,13 @@
-"""MQAR with one vocabulary for keys and values, as Memory by Design has it: no id tells which of both it is.
+"""MQAR with one vocabulary for keys and values, as in Memory by Design, so that an id does not reveal its role.
 
-Dowling et al., section 4.2 and appendix F; without public code, so these rows are ours. The paper does not say what
-stands between queries (zeros here), nor whether an id may be a key and a value of one row (here it may). Of its two
-stress tests, we read:
+From Dowling et al., section 4.2 and appendix F. There is no public code. The paper does not specify the tokens between
+queries (zeros here) or whether an id may be both a key and a value of a row (allowed here). This module reads its two
+stress tests as follows:
 
-- `mqar/update`: U different keys are written once more after all pairs, each with another value than before.
+- `mqar/update`: U different keys are written again after all pairs, each with a new value.
 - `mqar/block`: B keys, then their B values, then the next B.
 
-Every row has drawn all it needs before the next one does, and test rows follow the train rows.
+Rows are drawn one after the other; test rows follow the training rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ S = TypeVar("S", bound=MqarSettings)
 
 @dataclass(frozen=True)
 class BlockSettings(MqarSettings):
-    """And `block_size`, B: keys that come before the first of their values does."""
+    """MQAR settings with `block_size`, B: keys that precede the first of their values."""
 
     block_size: int = 2
 
@@ -38,7 +38,7 @@ class BlockSettings(MqarSettings):
         require(whole, "block_size", self.block_size, f"a divisor of num_kv_pairs, {self.num_kv_pairs}")
 
 
-ContextAndAnswers = tuple[Integers, Integers]  # tokens of the context, and the answer to each key
+ContextAndAnswers = tuple[Integers, Integers]  # tokens of the context, and the target of each key
 
 
 def _base(settings: MqarSettings, keys: Integers, values: Integers, rng: np.random.Generator) -> ContextAndAnswers:
@@ -65,7 +65,7 @@ def draw_rows(
     rng: np.random.Generator,
     count: int,
 ) -> Rows:
-    """`count` rows; keys and values are the first D of two permutations of the ids 1 ... V - 1."""
+    """Draw `count` rows; keys and values are the first D entries of two permutations of the ids 1 to V - 1."""
     size = settings.num_kv_pairs
     require(size < settings.vocab_size, "vocab_size", settings.vocab_size, f"at least {size + 1}, for {size} keys")
     require(settings.vocab_size >= 3, "vocab_size", settings.vocab_size, "at least 3, so that values can differ")
@@ -97,7 +97,7 @@ def _task(
 
 
 SHARED = _task("mqar/shared", MqarSettings(), _base, FIGURE_2)
-# Of the paper's grid N in {64, 128}, D in {4, 16}, U in {D, D/2, D/4, D/8}, what fits two tokens a query and is whole.
+# The paper's grid: N in {64, 128}, D in {4, 16}, U in {D, D/2, D/4, D/8}; without settings that do not fit N tokens.
 UPDATE = _task(
     "mqar/update",
     UpdateSettings(num_updates=4),

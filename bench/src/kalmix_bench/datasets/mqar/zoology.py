@@ -1,14 +1,15 @@
-"""Zoology's MQAR, and its variant in which some keys are written again: keys and values of disjoint halves of the ids.
+"""Zoology's MQAR, and its variant with updated keys; keys and values come from disjoint halves of the ids.
 
-Public code HazyResearch/zoology, whose segments these are, bit for bit. Traps:
+Segments equal those of the public code, HazyResearch/zoology, bit for bit.
 
-- A segment is drawn column by column, all keys, then all values, then all places: its first rows are others when it
-  has more rows.
-- Random tokens between queries come from torch's global generator there, in whatever state it is; here, as it is
-  after `torch.manual_seed(seed)`. They may equal keys of the row.
-- In `mqar/forgetting` a new value differs from the value of the key numbered as the update is, not of the key that is
-  updated: a key may get its own value again.
-- Wanted is V > N, so that the long rows of few ids that other papers report are not this task (see `recall/long`).
+Differences to know:
+
+- A segment is drawn column by column: all keys, all values, all positions. Its first rows change with its size.
+- The original code draws random tokens between queries from torch's global generator; here they are the ones after
+  `torch.manual_seed(seed)`. They may equal keys of the row.
+- In `mqar/forgetting` the new value differs from the value of the key whose index is that of the update, not of the
+  updated key, so a key may keep its value.
+- The task requires V > N. Long rows with few ids, as other papers report, are another task (see `recall/long`).
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from kalmix_bench.datasets.metrics import mean_row_accuracy, micro
 from kalmix_bench.datasets.mqar.settings import MqarSettings, UpdateSettings, interleave, make_rows
 from kalmix_bench.datasets.task import Integers, Published, Rows, Task
 
-SegmentSpec = tuple[MqarSettings, int]  # and how many rows
+SegmentSpec = tuple[MqarSettings, int]  # settings and number of rows
 
 
 def segment(settings: MqarSettings, seed: int, count: int) -> Rows:
-    """`count` rows of one seed, below 2^32.
+    """Draw `count` rows of one seed, which must be below 2^32.
 
     Raises:
         ArgumentError: there are too few ids.
     """
     s = settings
-    first = s.vocab_size // 2  # of the values; keys begin at 1
+    first = s.vocab_size // 2  # smallest value id; keys start at 1
     require(s.vocab_size > s.input_seq_len, "vocab_size", s.vocab_size, f"above input_seq_len, {s.input_seq_len}")
     require(first - 1 >= s.num_kv_pairs, "vocab_size", s.vocab_size, f"at least {2 * s.num_kv_pairs + 2}, for keys")
     rng = np.random.RandomState(seed)
 
     def chosen(size: int, out_of: int, p: np.ndarray | None = None) -> Integers:
-        """For each row, `size` numbers below `out_of`, none twice."""
+        """Return `size` distinct integers below `out_of` for each row."""
         picked = [rng.choice(out_of, size, replace=False, p=p) for _ in range(count)]
         return np.array(picked, dtype=np.int64).reshape(count, size)
 
@@ -63,9 +64,10 @@ def segment(settings: MqarSettings, seed: int, count: int) -> Rows:
 def segments(
     train: Sequence[SegmentSpec], test: Sequence[SegmentSpec], seed: int = 123
 ) -> tuple[list[Rows], list[Rows]]:
-    """Segments of several settings and sizes, as Zoology's `DataConfig` with this seed has them.
+    """Draw several segments, as Zoology's `DataConfig` does with this seed.
 
-    Each has a seed of its own, drawn below 2^31 to train on and above to test. A batch there has rows of one segment.
+    Each segment has its own seed: below 2^31 for training, from 2^31 on for tests. In Zoology a batch has rows of one
+    segment.
     """
     rng = np.random.RandomState(seed)
     seeds = rng.randint(0, 2**31, len(train)), rng.randint(2**31, 2**32, len(test), dtype=np.int64)
@@ -77,13 +79,15 @@ def segments(
 
 
 def test_seed(seed: int) -> int:
-    """The seed of test rows beside train rows of `seed`: the first in [2^31, 2^32) that numpy's
-    `RandomState(seed)` gives, so never that of train rows whose seed is below 2^31."""
+    """Return the seed of test rows for the training seed `seed`.
+
+    It is the first integer in [2^31, 2^32) drawn by numpy's `RandomState(seed)`, so it never equals a training seed.
+    """
     return int(np.random.RandomState(seed).randint(2**31, 2**32, dtype=np.int64))
 
 
 def sample(settings: MqarSettings, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
-    """One segment to train on, of `seed` itself, and one to test on, of the seed `held_out` makes of it."""
+    """Draw one training segment with seed `seed` and one test segment with seed `test_seed(seed)`."""
     return segment(settings, seed, train), segment(settings, test_seed(seed), test)
 
 

@@ -1,4 +1,4 @@
-"""RULER's synthetic tasks, named as in `kalmix_bench.datasets.make`; `prompts` of each has them under any tokenizer."""
+"""RULER's synthetic tasks. `TextTask.prompts` makes their prompts with any tokenizer."""
 
 from kalmix_bench.datasets.ruler.counting import COUNTING
 from kalmix_bench.datasets.ruler.needles import NEEDLES

@@ -1,8 +1,8 @@
-"""RULER's aggregation: the ten words that come most often in a numbered list; the three of a text made of coded words.
+"""RULER's aggregation tasks: the ten most common words of a list, and the three most frequent words of a coded text.
 
-Common words are `freq_cw` times in the list, all others `freq_ucw` times; a worked example with a list of its own comes
-first. Below 4,096 tokens both lists are sparser, whatever the settings say. Coded words come as often as Zipf's law
-says; the first of them is dots, which are to be ignored. In short texts the fourth may come as often as the fifth.
+A common word occurs `freq_cw` times in the list, any other `freq_ucw` times. A worked example with its own list comes
+first. Below 4,096 tokens both lists are shorter, whatever the settings. The frequencies of coded words follow Zipf's
+law; the most frequent "word" is dots, to be ignored. In short texts the fourth and fifth word may be equally frequent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _CODED = (
 
 @dataclass(frozen=True)
 class CommonSettings(RulerSettings):
-    """And how often words come: `num_cw` common ones `freq_cw` times, others `freq_ucw`; `num_fewshot` examples."""
+    """Settings of the common-words task: `num_cw` words occur `freq_cw` times, others `freq_ucw` times.
+
+    `num_fewshot` worked examples precede the question.
+    """
 
     tokens_to_generate: int = 120
     freq_cw: int = 30
@@ -51,9 +54,9 @@ class CommonSettings(RulerSettings):
 
 
 def common_words(settings: CommonSettings, seed: int, tokens: Callable[[str], int]) -> Iterator[Prompt]:
-    """Prompts of at most `max_seq_length` tokens, without end.
+    """Yield prompts of at most `max_seq_length` tokens, endlessly.
 
-    Where more words are needed than are known, they are drawn from pairs of words, too.
+    If more words are needed than are known, pairs of words are used in addition.
     """
     s, rng = settings, random.Random(seed)
     pairs, words = load_words(s.words)
@@ -88,7 +91,7 @@ def _numbered(words: list[str] | tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class CodedSettings(RulerSettings):
-    """And `coded_wordlen`, letters of a word, and `alpha`, the exponent of the law by which words come."""
+    """Settings of the coded-words task: `coded_wordlen` letters per word, and `alpha`, the exponent of Zipf's law."""
 
     tokens_to_generate: int = 50
     alpha: float = 2.0
@@ -105,7 +108,7 @@ class CodedSettings(RulerSettings):
 
 
 def frequent_words(settings: CodedSettings, seed: int, tokens: Callable[[str], int]) -> Iterator[Prompt]:
-    """Prompts of at most `max_seq_length` tokens, without end; there is a coded word to every fifty tokens."""
+    """Yield prompts of at most `max_seq_length` tokens, endlessly; there is one coded word per fifty tokens."""
     s, rng = settings, random.Random(seed)
     limit = s.max_seq_length - s.tokens_to_generate
     ranks = np.arange(1, limit // 50 + 1)
@@ -113,7 +116,7 @@ def frequent_words(settings: CodedSettings, seed: int, tokens: Callable[[str], i
     whole = float(torch.special.zeta(torch.tensor(s.alpha, dtype=torch.float64), torch.ones((), dtype=torch.float64)))
 
     def coded() -> list[str]:
-        """A vocabulary, most frequent first."""
+        """Return a vocabulary, the most frequent word first."""
         words = ["".join(rng.choices(string.ascii_lowercase, k=s.coded_wordlen)) for _ in ranks]
         while len(set(words)) < len(ranks):
             words.append("".join(rng.choices(string.ascii_lowercase, k=s.coded_wordlen)))

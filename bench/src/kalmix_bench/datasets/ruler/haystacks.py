@@ -1,4 +1,4 @@
-"""What needles are hidden in, and the words they are made of."""
+"""Haystacks of RULER's tasks, and the words that keys are made of."""
 
 from __future__ import annotations
 
@@ -50,11 +50,14 @@ try turn visit wait walk wash watch weave whisper win wonder work write""",
 
 
 class WordPairs(Sequence[str]):
-    """All "adjective-noun" in the order of letters, each once; of wonderwords six million, so not written down."""
+    """Sorted sequence of all distinct strings "adjective-noun".
+
+    Items are computed on access: the package wonderwords gives six million of them.
+    """
 
     def __init__(self, adjectives: Iterable[str], nouns: Iterable[str]) -> None:
         self._nouns = sorted(set(nouns))
-        groups: list[list[str]] = []  # beginnings, of which only those of one group begin with one another
+        groups: list[list[str]] = []  # prefixes; within a group, each starts with the group's first one
         for beginning in sorted({f"{adjective}-" for adjective in adjectives}):
             if groups and beginning.startswith(groups[-1][0]):
                 groups[-1].append(beginning)
@@ -85,7 +88,10 @@ class WordPairs(Sequence[str]):
 
 @cache
 def load_words(source: str) -> tuple[WordPairs, list[str]]:
-    """Words for keys, and words to count, sorted.
+    """Return word pairs for keys, and the sorted list of single words.
+
+    Args:
+        source: "wonderwords" for the package of this name, "builtin" for the short list of this module.
 
     Raises:
         ArgumentError: the package is not installed.
@@ -105,9 +111,9 @@ def _wonderwords(file: str) -> list[str]:
 
 @cache
 def essay(path: str) -> tuple[str, ...]:
-    """The words of the text file at `path`; of Python's own language reference if it is empty.
+    """Return the words of the text file at `path`; of Python's language reference if `path` is empty.
 
-    RULER takes essays by Paul Graham, which are not here; and that reference is another with another Python.
+    RULER uses essays by Paul Graham, which are not distributed here. The reference differs between Python versions.
 
     Raises:
         ArgumentError: there is no such text.
@@ -131,5 +137,7 @@ def essay(path: str) -> tuple[str, ...]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Cut behind full stops, question and exclamation marks that a space follows. RULER cuts with NLTK's Punkt."""
+    """Split a text after full stops, question marks and exclamation marks that precede a space. RULER uses NLTK's
+    Punkt.
+    """
     return re.split(r"(?<=[.?!]) +", text.strip())

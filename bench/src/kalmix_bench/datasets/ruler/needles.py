@@ -1,7 +1,7 @@
-"""RULER's needles in a haystack: sentences that give a key's value, somewhere in a long text; then keys are asked for.
+"""RULER's needle tasks: sentences that state a key's value are hidden in a long text; then keys are queried.
 
-A haystack is one line again and again ("noise"), an "essay", or other needles ("needle"). Depths in an essay are
-drawn from 40 between its beginning and its end, without replacement.
+The haystack is one line repeated ("noise"), an "essay", or other needles ("needle"). In an essay, depths are drawn
+without replacement from 40 values between its start and its end.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _KINDS = ("numbers", "words", "uuids")
 
 @dataclass(frozen=True)
 class NeedleSettings(RulerSettings):
-    """And what is hidden where.
+    """Settings of the needle tasks.
 
     Attributes:
         type_haystack: "noise", "essay" or "needle".
-        type_needle_k, type_needle_v: what keys and values are: "numbers", "words" or "uuids".
-        num_needle_k, num_needle_v, num_needle_q: keys, values of each, keys asked for.
-        essay: the path of a text; if empty, Python's language reference.
+        type_needle_k, type_needle_v: type of keys and of values: "numbers", "words" or "uuids".
+        num_needle_k, num_needle_v, num_needle_q: numbers of keys, of values per key, and of queried keys.
+        essay: path of a text; Python's language reference if empty.
     """
 
     type_haystack: str = "noise"
@@ -69,7 +69,7 @@ class NeedleSettings(RulerSettings):
 
 
 def prompts(settings: NeedleSettings, seed: int, tokens: Callable[[str], int]) -> Iterator[Prompt]:
-    """Prompts of at most `max_seq_length` tokens, without end."""
+    """Yield prompts of at most `max_seq_length` tokens, endlessly."""
     s, rng = settings, random.Random(seed)
     single = s.num_needle_q * s.num_needle_v == 1
 
@@ -128,7 +128,7 @@ def prompts(settings: NeedleSettings, seed: int, tokens: Callable[[str], int]) -
 
 
 def _single(template: str) -> str:
-    """One value of one key is asked for in the singular."""
+    """Return the template in the singular, for one value of one key."""
     for many, one in (("Some", "A"), ("are all", "is"), ("are", "is")):
         template = template.replace(many, one)
     return template

@@ -1,14 +1,16 @@
-"""What the tasks of RULER share: prompts that fill a length, their answers, and how they become rows.
+"""Prompts of RULER's tasks: fitting them to a length, and converting them to rows.
 
-Hsieh et al., RULER: What's the Real Context Size of Your Long-Context Language Models?, COLM 2024 (arXiv:2404.06654);
-public code NVIDIA/RULER, Apache-2.0. What prompts say is its text. With the same words, essay, sentences and
-tokenizer, prompts are the same, too. Traps:
+From RULER: What's the Real Context Size of Your Long-Context Language Models? (Hsieh et al., COLM 2024,
+arXiv:2404.06654). Texts are those of the public code, NVIDIA/RULER, Apache-2.0. With the same words, essay, sentence
+splitter and tokenizer, prompts are equal.
 
-- There, a length in which the least haystack does not fit never ends; here the haystack shrinks further, and if it
-  cannot, the length is refused.
-- A length counts the tokens of the answer that is waited for, `tokens_to_generate` of them.
-- A prompt that comes out too long is drawn again with a haystack smaller by a whole step (of essays, 500 words), so
-  some rows are far below the length asked for; "length" among their facts says how long each is.
+Differences to know:
+
+- The original code loops forever if the smallest haystack exceeds the length. Here the haystack shrinks further, and
+  an error is raised if even that does not fit.
+- A length includes `tokens_to_generate` tokens of the expected answer.
+- A prompt that is too long is drawn again with a haystack smaller by a whole step (500 words of an essay), so some
+  rows are far below the requested length. The metadata "length" gives the length of each row.
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ from kalmix.validation import require
 from kalmix_bench.datasets.metrics import IGNORE_INDEX, exact_match, micro, string_match
 from kalmix_bench.datasets.task import Published, Rows, Task
 
-END_ID = 256  # the id after all bytes: ends an answer, and pads
-ANSWER_SEPARATOR = ", "  # answers, where there are several
+END_ID = 256  # id after the 256 bytes: end of answer, and padding
+ANSWER_SEPARATOR = ", "  # between several answers
 Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True)
 class RulerSettings:
-    """Settings of all tasks, by the names of RULER's code, and two for what it takes from elsewhere.
+    """Settings of all RULER tasks, named as in its code, with two more for its sources of text.
 
     Attributes:
-        max_seq_length: tokens of a prompt and its answer, by the tokenizer; bytes in `kalmix_bench.datasets.make`.
-        tokens_to_generate: of these, how many are for the answer.
-        words: "wonderwords" (RULER's, from the package of this name), or "own": a short list of ours, with which
-            prompts are not RULER's. The first where it is installed, unless said.
+        max_seq_length: tokens of a prompt and its answer; bytes in `kalmix_bench.datasets.make`.
+        tokens_to_generate: tokens of these that are reserved for the answer.
+        words: "wonderwords" (RULER's source, a package) or "builtin" (a short list; prompts then differ from RULER's).
+            Default: "wonderwords" if it is installed.
     """
 
     max_seq_length: int = 4096
@@ -54,12 +56,12 @@ class RulerSettings:
 
     @property
     def vocab_size(self) -> int:
-        """Of rows of bytes."""
+        """Number of ids of rows of bytes."""
         return END_ID + 1
 
 
 class Prompt(NamedTuple):
-    """A text whose continuation is to hold all `answers`; `found`: the character of it where the first one stands."""
+    """Text to be continued with all `answers`; `answer_offset` is the index of the first answer's character in it."""
 
     text: str
     answers: tuple[str, ...]
@@ -68,13 +70,13 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Prompts(Rows):
-    """Rows that are texts; `inputs` and `targets` are theirs with the answer behind, of which alone targets ask.
+    """Rows of texts. `inputs` is the text followed by the answer; only the answer is a target.
 
     Attributes:
-        texts: what a model is given.
-        answers: what its continuation is to hold.
-        facts: "length", tokens of text and answer, and where it has one place "depth", the part of the text before
-            the first answer, by tokens.
+        texts: prompts.
+        answers: expected answers of each prompt.
+        metadata: "length", tokens of text and answer; and, if the answer has one position, "depth", the fraction of the
+            text's tokens before the first answer.
     """
 
     texts: tuple[str, ...] = ()
@@ -82,11 +84,13 @@ class Prompts(Rows):
 
 
 S = TypeVar("S", bound=RulerSettings)
-Writer = Callable[[S, int, Callable[[str], int]], Iterator[Prompt]]  # settings, seed, how many tokens a text has
+Writer = Callable[
+    [S, int, Callable[[str], int]], Iterator[Prompt]
+]  # settings, seed, function that counts a text's tokens
 
 
 def draw(writer: Writer[S], settings: S, seed: int, count: int, encode: Encode, end: int) -> Prompts:
-    """`count` prompts of a seed; see `TextTask.prompts`."""
+    """Draw `count` prompts of a seed; see `TextTask.prompts`."""
     s = settings
     prompts = list(islice(writer(s, seed, lambda text: len(encode(text))), count))
     inputs, targets = np.full((2, count, s.max_seq_length), end, dtype=np.int64)
@@ -106,17 +110,17 @@ def draw(writer: Writer[S], settings: S, seed: int, count: int, encode: Encode, 
     return Prompts(inputs, targets, known, tuple(p.text for p in prompts), tuple(p.answers for p in prompts))
 
 
-Write = Callable[[int], Prompt]  # a prompt with a haystack of this size
+Write = Callable[[int], Prompt]  # writes a prompt with a haystack of this size
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How large haystacks are.
+    """Search for the size of haystacks that fits a length.
 
     Attributes:
-        tokens: how many a text has.
-        step: the smallest size tried by RULER, and by how much a haystack shrinks.
-        least: the smallest possible, tried where `step` is too large.
+        tokens: function that counts a text's tokens.
+        step: smallest size that RULER tries, and the amount by which a haystack shrinks.
+        min_size: smallest possible size, tried if `step` is too large.
     """
 
     tokens: Callable[[str], int]
@@ -124,14 +128,16 @@ class Fit:
     min_size: int
 
     def cost(self, write: Write, size: int = 0) -> float:
-        """Tokens that one more of a haystack costs, from a prompt of this size, or of the smallest that RULER tries."""
+        """Return the tokens per unit of haystack of a prompt of this size; by default, of the smallest size that RULER
+        tries.
+        """
         size = size or max(self.step, self.min_size)
         return self.tokens(write(size).text) / size
 
     def largest_size(self, write: Write, limit: int, bound: int) -> int:
-        """The largest size up to `bound` with which a prompt has at most `limit` tokens; `least` if none has.
+        """Return the largest size up to `bound` whose prompt has at most `limit` tokens; `min_size` if there is none.
 
-        Searched for as RULER does it, drawing a prompt at every try.
+        A binary search as in RULER's code, which draws a prompt at every try.
         """
         step = max(self.step, self.min_size)
         size = self._search(write, limit, step, max(bound, 2 * step))
@@ -148,10 +154,11 @@ class Fit:
         return best
 
     def prompts(self, write: Write, limit: int, size: int) -> Iterator[Prompt]:
-        """Prompts of at most `limit` tokens, without end; one too long is drawn again, of a smaller haystack.
+        """Yield prompts of at most `limit` tokens, endlessly. A prompt that is too long is drawn again with a smaller
+        haystack.
 
         Raises:
-            ArgumentError: a prompt with the least haystack is too long.
+            ArgumentError: a prompt with the smallest haystack is too long.
         """
         while True:
             tried, prompt = size, write(size)
@@ -160,7 +167,7 @@ class Fit:
                     tried > self.min_size,
                     "max_seq_length",
                     f"too small by {excess}",
-                    "large enough for the least haystack",
+                    "large enough for the smallest haystack",
                 )
                 tried = max(self.min_size, tried - (self.step if tried > self.step else 1))
                 prompt = write(tried)
@@ -168,9 +175,10 @@ class Fit:
 
 
 def byte_string_match(predicted: ArrayLike, targets: ArrayLike) -> float:
-    """RULER's score of rows of bytes, each byte predicted from those wanted before it.
+    """Return RULER's score of rows of bytes under teacher forcing.
 
-    Where all bytes of an answer are right, a greedy continuation is the answer; otherwise the two may differ.
+    Each byte is predicted from the correct previous ones. If all bytes of an answer are correct, greedy decoding gives
+    the same answer; otherwise the two may differ.
     """
     predicted, targets = np.asarray(predicted), np.asarray(targets)
     texts = [[_text(x[t != IGNORE_INDEX]) for x, t in zip(ids, targets, strict=True)] for ids in (predicted, targets)]
@@ -183,29 +191,32 @@ def _text(ids: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class TextTask(Task[S]):
-    """A task whose rows are texts.
+    """Task whose rows are texts.
 
     Attributes:
-        writer: makes its prompts.
+        writer: function that yields its prompts.
     """
 
     writer: Writer[S] = field(kw_only=True)
 
     def prompts(self, *, seed: int, count: int, encode: Encode, end: int, **settings: Any) -> Prompts:
-        """`count` prompts under a tokenizer, whose tokens then are what lengths are counted in.
+        """Draw `count` prompts with a tokenizer; lengths are then counted in its tokens.
 
         Args:
-            encode: a text's ids, without special ones.
-            end: the id that ends an answer, and pads rows at their right to `max_seq_length`.
+            seed: seed of the prompts.
+            count: number of prompts.
+            encode: function from a text to its ids, without special tokens.
+            end: id that ends an answer and pads rows at the right to `max_seq_length`.
+            settings: settings that differ from the baseline.
 
         Raises:
-            ArgumentError: no prompt is as short, or an answer does not fit behind its prompt.
+            ArgumentError: no prompt fits the length, or an answer does not fit after its prompt.
         """
         return draw(self.writer, self.configure(**settings), seed, count, encode, end)
 
 
 def make_task(name: str, original: str, writer: Writer[S], baseline: S) -> TextTask[S]:
-    """A task of RULER, whose rows are spelled in bytes; of a seed's prompts, the first are to train on."""
+    """Return a RULER task with rows of bytes; of a seed's prompts, the first are for training."""
 
     def sample(settings: S, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
         every = draw(writer, settings, seed, train + test, str.encode, END_ID)
@@ -218,6 +229,6 @@ def make_task(name: str, original: str, writer: Writer[S], baseline: S) -> TextT
 
 
 def select_prompts(prompts: Prompts, rows: slice) -> Prompts:
-    """Some of them."""
+    """Return a slice of prompts."""
     facts = {name: fact[rows] for name, fact in prompts.metadata.items()}
     return Prompts(prompts.inputs[rows], prompts.targets[rows], facts, prompts.texts[rows], prompts.answers[rows])

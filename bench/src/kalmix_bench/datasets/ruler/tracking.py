@@ -1,6 +1,6 @@
-"""RULER's variable tracking: assignments of one variable to the next, spread over noise; which have the first's value?
+"""RULER's variable tracking: chains of assignments hidden in noise; which variables have the value of the first?
 
-A worked example comes first, with other names in every prompt. Of several chains, the first is asked for.
+A worked example comes first, with new names in every prompt. If there are several chains, the first is queried.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _TEMPLATE = (
     "all variables that are assigned the value {query} in the text above. Answer: According to the chain(s) of "
     "variable assignment in the text above, {count} variables are assigned the value {query}, they are: "
 )
-_EXAMPLE = 500  # tokens
-_VALUE = "12345"  # in it, until it is replaced
+_EXAMPLE_TOKENS = 500
+_VALUE = "12345"  # placeholder in the example
 
 
 @dataclass(frozen=True)
 class TrackingSettings(RulerSettings):
-    """And `num_chains`, and `num_hops`: assignments of a chain after its first."""
+    """Settings of variable tracking: `num_chains` chains of `num_hops` assignments after the first."""
 
     tokens_to_generate: int = 30
     num_chains: int = 1
@@ -42,7 +42,7 @@ class TrackingSettings(RulerSettings):
 
 
 def prompts(settings: TrackingSettings, seed: int, tokens: Callable[[str], int]) -> Iterator[Prompt]:
-    """Prompts of at most `max_seq_length` tokens, without end."""
+    """Yield prompts of at most `max_seq_length` tokens, endlessly."""
     s, rng, values = settings, random.Random(seed), np.random.RandomState(seed)
     links = s.num_hops + 1
 
@@ -84,10 +84,10 @@ def prompts(settings: TrackingSettings, seed: int, tokens: Callable[[str], int])
 
 
 def _example(write: Write, fit: Fit) -> Prompt:
-    """A prompt of at most 500 tokens, or as few as it can have."""
-    size = fit.largest_size(write, _EXAMPLE, int(_EXAMPLE / fit.cost(write) * 3))
+    """Return a prompt of at most 500 tokens, or the shortest possible one."""
+    size = fit.largest_size(write, _EXAMPLE_TOKENS, int(_EXAMPLE_TOKENS / fit.cost(write) * 3))
     try:
-        return next(fit.prompts(write, _EXAMPLE, size))
+        return next(fit.prompts(write, _EXAMPLE_TOKENS, size))
     except ArgumentError:
         return write(fit.min_size)
 

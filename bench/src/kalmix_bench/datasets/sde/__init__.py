@@ -1,6 +1,6 @@
-"""Linear stochastic differential equations, seen through noise, and what can be known of them at best.
+"""Noisy observations of linear stochastic differential equations, and the optimal estimates of their states.
 
-`systems` and `trajectories`: what moves, and how it is sampled and seen. `references`: the Kalman filter and smoother
-that know the system. `co2` and `structural`: a real series, and a model that is fitted to it. `settings`: what is to be
-predicted. `scores`: how good predictions and variances are.
+`systems` and `trajectories` simulate and sample systems. `references` has the Kalman filter and smoother that know the
+system. `co2` is a real time series and `structural` a model fitted to it. `settings` lists the prediction tasks.
+`scores` computes errors of predictions and coverage of variances.
 """

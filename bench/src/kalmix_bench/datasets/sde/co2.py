@@ -1,4 +1,4 @@
-"""Weekly carbon dioxide at Mauna Loa, 1958 to 2001, with its gaps: a real series at irregular times."""
+"""Weekly carbon dioxide at Mauna Loa, 1958 to 2001, with gaps: a real time series at irregular times."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from kalmix.errors import ArgumentError
 from kalmix_bench.datasets.sde.trajectories import Splits, Trajectories
 
-SHARES = (0.7, 0.15)  # of the measurements, to train and to validate; the rest, the latest, are the test
-YEAR = 365.25 / 7  # weeks
-SPREAD = 3.0  # parts per million: about the standard deviation of what windows rise by
+SHARES = (0.7, 0.15)  # fractions for training and validation; the latest measurements are for tests
+YEAR = 365.25 / 7  # in weeks
+SPREAD = 3.0  # in parts per million; about the standard deviation of the rise within a window
 
 
 def series() -> tuple[Tensor, Tensor]:
-    """Times in years since the first measurement, and parts per million, `[2225]` float64; weeks without are left out.
+    """Return times in years since the first measurement, and parts per million, each `[2225]` float64, without gaps.
 
-    Needs statsmodels, which has the series; nothing is downloaded.
+    Needs statsmodels, which contains the series; nothing is downloaded.
     """
     from statsmodels.datasets import co2
 
@@ -30,27 +30,34 @@ def series() -> tuple[Tensor, Tensor]:
 
 
 def weeks(times: Tensor) -> Tensor:
-    """Which week each time in years is, int64."""
+    """Return the week index of each time in years, int64."""
     return (times * YEAR).round().long()
 
 
 def training() -> tuple[Tensor, Tensor]:
-    """The training years as they were, times and values over `SPREAD`."""
+    """Return times and values of the training years; values are divided by `SPREAD`."""
     times, values = series()
     stop = _ends(len(times))[0]
     return times[:stop], values[:stop] / SPREAD
 
 
 def windows(length: int = 64, span: int = 128, stride: int = 8, seed: int = 0) -> Splits:
-    """Windows of `span` successive measurements of the series, split by time, `length` of them kept, `[B, length, 1]`.
+    """Return windows of the series as `[B, length, 1]`, split by time into training, validation and test.
 
-    No measurement is in two splits. Which are kept (the first always is) is drawn anew for every window, so that times
-    are irregular everywhere, not only in the early years, where the gaps are. What is measured is how far it is above
-    the first of its window, over `SPREAD`, so that a window is not told by how much carbon dioxide there was in its
-    decade. `times` start at 0 in every window.
+    A window covers `span` successive measurements, of which a random subset of `length` is used, the first always. So
+    times
+    are irregular in all years. No measurement is in two splits. Values are differences to the first of the window,
+    divided
+    by `SPREAD`, so that the level of the decade does not identify a window. Times start at 0 in every window.
+
+    Args:
+        length: measurements used per window.
+        span: measurements covered by a window.
+        stride: measurements between the starts of two windows.
+        seed: seed of the subsets.
 
     Raises:
-        ArgumentError: more are to be kept than there are, or a split is shorter than a window.
+        ArgumentError: `length` exceeds `span`, or a split is shorter than a window.
     """
     if not 1 <= length <= span:
         raise ArgumentError("length", got=length, expected=f"between 1 and the {span} of a window")
@@ -71,5 +78,5 @@ def windows(length: int = 64, span: int = 128, stride: int = 8, seed: int = 0) -
 
 
 def _ends(count: int) -> list[int]:
-    """Where each split ends."""
+    """Return the end index of each split."""
     return [round(share * count) for share in (SHARES[0], sum(SHARES), 1.0)]

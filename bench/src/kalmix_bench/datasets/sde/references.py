@@ -1,4 +1,4 @@
-"""What can be known of a trajectory at best: the Kalman filter and smoother that know the system, by statsmodels."""
+"""Optimal estimates of a trajectory: Kalman filter and smoother with the true system, by statsmodels."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kalmix_bench.datasets.sde.systems import System
 
 
 class Gaussian(NamedTuple):
-    """A Gaussian a token: `mean` `[B, T, d]` and `covariance` `[B, T, d, d]`, float64."""
+    """Gaussian per token: `mean` `[B, T, d]` and `covariance` `[B, T, d, d]`, float64."""
 
     mean: Tensor
     covariance: Tensor
 
 
 class KalmanEstimates(NamedTuple):
-    """What is known of the state at each token.
+    """Estimates of the state at each token.
 
     Attributes:
-        predicted: from the tokens before it; at the first token the prior. Of a measurement the mean is the same, and
-            the covariance larger by the noise.
-        filtered: from these and its own.
-        smoothed: from all.
+        predicted: given the tokens before it; the prior at the first token. The next measurement has the same mean, and
+            a covariance larger by the noise.
+        filtered: given the tokens up to it.
+        smoothed: given all tokens.
     """
 
     predicted: Gaussian
@@ -33,12 +33,13 @@ class KalmanEstimates(NamedTuple):
 
 
 def kalman(system: System, times: Tensor, measurements: Tensor, noise: Tensor | None = None) -> KalmanEstimates:
-    """Filter and smooth measurements (Kalman; Rauch, Tung and Striebel), taking the prior for Gaussian.
+    """Run the Kalman filter and the Rauch-Tung-Striebel smoother, with a Gaussian prior.
 
     Args:
+        system: true system.
         times: `[B, T]`.
         measured: `[B, T, d]`.
-        noise: `[B, T]` the variance of each measurement, the system's if absent: who knows the outliers knows this.
+        noise: `[B, T]` variance of each measurement; the system's by default. Pass larger ones at known outliers.
 
     Needs statsmodels. Complexity: O(B T d^3).
     """
@@ -58,7 +59,7 @@ def kalman(system: System, times: Tensor, measurements: Tensor, noise: Tensor | 
         model.bind(measurements[one].contiguous().numpy())
         found.append(model.smooth())
 
-    def collected(name: str) -> Gaussian:  # statsmodels has time last, and a prediction behind the end
+    def collected(name: str) -> Gaussian:  # statsmodels has time last, and one more prediction at the end
         means, covariances = (
             torch.stack([torch.from_numpy(getattr(one, f"{name}_state{kind}")) for one in found]).movedim(-1, 1)
             for kind in ("", "_cov")

@@ -1,4 +1,4 @@
-"""How good predictions are, how honest a variance is, and a scale from held-out errors that makes it so on average."""
+"""Errors of predictions, coverage of variances, and a scale of variances fitted to held-out errors."""
 
 from __future__ import annotations
 
@@ -14,32 +14,37 @@ Errors = dict[str, float]
 
 
 def squared_errors(predicted: Tensor, trajectories: Trajectories) -> Errors:
-    """Mean squared errors a row of predictions `[B, T - 1, d]` of all tokens but the first, each from those before it.
+    """Compute mean squared errors of predictions `[B, T - 1, d]` of all tokens but the first.
 
-    `measurement`: of what was measured, outliers among it; `state`: of the truth, where it is known.
+    Returns:
+        "measurement": against the measurements, outliers included; "state": against the true states, if known.
     """
     truths = {"measurement": trajectories.measurements, "state": trajectories.state}
     return {name: float((predicted - x[:, 1:]).square().mean()) for name, x in truths.items() if x is not None}
 
 
 def fit_scale(error: Tensor, variance: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """What variances are to be multiplied by: the mean of error^2 / variance, the likeliest scale of Gaussian errors.
+    """Return the factor that calibrates variances: the mean of error^2 / variance, the maximum-likelihood scale.
 
-    Fit it on trajectories that nothing was learned from, report on others.
+    Fit it on held-out trajectories and report on others.
 
     Args:
-        error: `[..., d]` of an estimate, real.
-        variance: `[...]` claimed for each row of it, positive.
-        dim: of `variance`, over which a scale is shared; all if absent.
+        error: `[..., d]`, real.
+        variance: `[...]`, claimed variance of each component, positive.
+        dim: dimensions of `variance` that share a scale; all by default.
     """
     return (error.square().mean(-1) / variance).mean(dim)
 
 
 def coverage(error: Tensor, variance: Tensor, levels: Sequence[float] = LEVELS) -> list[float]:
-    """The part of errors inside the central interval of each level of a Gaussian of that variance; honest: the levels.
+    """Return the fraction of errors within the central Gaussian interval of each level.
+
+    For calibrated variances the fractions equal the levels.
 
     Args:
-        error: `[..., d]`; variance: `[...]`.
+        error: `[..., d]`.
+        variance: `[...]`.
+        levels: probabilities of the intervals.
     """
     size = (error / variance[..., None].sqrt()).abs()
     bounds = torch.special.ndtri((1 + torch.tensor(levels, dtype=torch.float64)) / 2)

@@ -1,4 +1,4 @@
-"""What is to be predicted: the paper's system, under its noises, at irregular times, with outliers; a real series."""
+"""Prediction tasks: the paper's system with several noises, irregular times and outliers, and a real series."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ PUBLISHED = Sampling()  # regular, without outliers
 
 @dataclass(frozen=True)
 class SimulatedSetting:
-    """A system, and how it is sampled."""
+    """Task on trajectories of a system."""
 
     system: System
     sampling: Sampling = PUBLISHED
 
     def draw(self, sizes: tuple[int, int, int], seed: int) -> Splits:
-        """So many trajectories to learn from, to choose by and to be judged on."""
+        """Draw so many training, validation and test trajectories."""
         return splits(self.system, self.sampling, sizes, seed)
 
     def references(self, trajectories: Trajectories) -> dict[str, Errors]:
-        """Errors of those who learn nothing: of the last measurement, and of who knows the system.
+        """Compute errors of predictors that learn nothing: the last measurement, and the Kalman filter with the true
+        system.
 
-        A smoother estimates the state itself from all measurements; "kalman, told" also knows which are outliers.
+        The smoother estimates the state from all measurements. "kalman, known outliers" also knows which measurements
+        are
+        outliers.
         """
         assert trajectories.state is not None and trajectories.is_outlier is not None
         known = kalman(self.system, trajectories.times, trajectories.measurements)
@@ -48,24 +51,24 @@ class SimulatedSetting:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """As a line in a file has it."""
+        """Return the setting as JSON-compatible values."""
         return json.loads(json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True)
 class CarbonDioxideSetting:
-    """The series of Mauna Loa."""
+    """Task on the series of Mauna Loa."""
 
     def draw(self, sizes: tuple[int, int, int], seed: int) -> Splits:
-        """Its windows, as many as there are; a seed says which weeks are left out."""
+        """Return all windows; the seed determines which weeks are left out."""
         return co2.windows(seed=seed)
 
     def references(self, trajectories: Trajectories) -> dict[str, Errors]:
-        """Errors of the last measurement, and of a structural model of the series."""
+        """Compute errors of the last measurement and of a structural model of the series."""
         return _last(trajectories) | {"structural": squared_errors(structural(trajectories), trajectories)}
 
     def to_dict(self) -> dict[str, Any]:
-        """As a line in a file has it."""
+        """Return the setting as JSON-compatible values."""
         return {"series": "co2"}
 
 
@@ -81,7 +84,7 @@ SETTINGS: Mapping[str, SimulatedSetting | CarbonDioxideSetting] = {
     "figure-1a": _paper(0.0, 1.0),
     "figure-1b": _paper(0.3, 0.5),
     "figure-1c": _paper(0.5, 2.0),
-    "noisy": _paper(0.0, 4.0),  # what the author's published notebook has
+    "noisy": _paper(0.0, 4.0),  # as in the author's published notebook
     "irregular": _paper(0.3, 0.5, Sampling(irregular=True)),
     "outliers": _paper(0.3, 0.5, Sampling(outliers=0.12)),
     "co2": CarbonDioxideSetting(),

@@ -1,4 +1,4 @@
-"""What a statistician would make of the series of Mauna Loa: a level that drifts and a yearly cycle, by statsmodels."""
+"""Structural time series model of the Mauna Loa series (drifting level and yearly cycle), by statsmodels."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from kalmix_bench.datasets.sde.trajectories import Trajectories
 
 
 def structural(trajectories: Trajectories) -> Tensor:
-    """Predict windows of `co2.windows` by a Kalman filter, `[B, T - 1, 1]`: what comes after all tokens but the last.
+    """Predict the next measurement of windows of `co2.windows` with a Kalman filter, `[B, T - 1, 1]`.
 
-    A local linear trend and two harmonics of the year, fitted to the training years by maximum likelihood. The prior
-    of a window is how the smoothed states of those years lie about the measurements of their time, so that a window
-    may begin in any season. (Durbin and Koopman, Time Series Analysis by State Space Methods, chapter 3.)
+    The model is a local linear trend with two harmonics of the year, fitted to the training years by maximum likelihood
+    (Durbin and Koopman, Time Series Analysis by State Space Methods, chapter 3). The prior of a window is the
+    distribution
+    of the smoothed training states relative to the measurement of their time, because a window may start in any season.
 
     Needs statsmodels. Complexity: seconds.
     """
     from statsmodels.tsa.statespace.structural import UnobservedComponents
 
     def model(at: Tensor, values: Tensor) -> Any:
-        """Of measurements in some weeks, none in others."""
+        """Return the model of a weekly series with gaps."""
         every = torch.full((int(at[-1]) + 1,), torch.nan, dtype=torch.float64)
         every[at] = values
         cycle = {"period": YEAR, "harmonics": 2}
@@ -34,7 +35,7 @@ def structural(trajectories: Trajectories) -> Tensor:
     at = weeks(times)
     fitted = model(at, values).fit(disp=False)
     states = torch.from_numpy(fitted.smoothed_state.T)[at]
-    states[:, 0] -= values  # of the level above the measurement, as windows have it
+    states[:, 0] -= values  # windows are relative to a measurement
     mean, covariance = states.mean(0), states.T.cov()
     found = []
     for times, measurements in zip(trajectories.times, trajectories.measurements, strict=True):

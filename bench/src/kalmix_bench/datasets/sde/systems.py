@@ -1,4 +1,4 @@
-"""Linear stochastic differential equations: how a state moves between any two times, and what is seen of it."""
+"""Linear stochastic differential equations: their exact transitions over any time."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from kalmix.errors import ArgumentError
 
 Matrix = tuple[tuple[float, ...], ...]
 
-SPIRAL: Matrix = ((0.9, -2.0), (1.0, -1.1))  # of Adaptive Filter Attention, section 4.3; eigenvalues -0.1 + i, -0.1 - i
-WHOLE = 1e-6  # of a step, by which a lag may miss a whole number of them: times are rounded numbers
+SPIRAL: Matrix = ((0.9, -2.0), (1.0, -1.1))  # Adaptive Filter Attention, section 4.3; eigenvalues -0.1 + i, -0.1 - i
+STEP_TOLERANCE = 1e-6  # in steps: rounding error accepted in a lag that must be a multiple of a step
 
 
 @dataclass(frozen=True)
 class System:
-    """dx = A x dt + s dw, seen at some times as z = x + noise; all noise is independent, and alike in every row.
+    """System dx = A x dt + s dw, observed as z = x + noise; all noises are independent and equal in every component.
 
     Attributes:
-        drift: A, `[d, d]`, diagonalisable; its rows are numbers, so that a system can be compared and written down.
-        process_noise: s^2, the variance that a unit of time adds to every row.
-        obs_noise: variance of a measurement, every row.
-        start: the state at the first time has a length uniform between these, in any direction.
-        step: of Euler's method, whose discretisation is then what moves; exact if absent.
+        drift: A, `[d, d]`, diagonalizable, as nested tuples of numbers.
+        process_noise: s^2, variance added to every component per unit of time.
+        obs_noise: variance of a measurement of each component.
+        start: bounds of the uniform distribution of the first state's norm; its direction is random.
+        step: step size of Euler's method, whose discrete system is then simulated; `None` for exact transitions.
 
     Raises:
-        ArgumentError: the drift is no square matrix, or a variance is negative.
+        ArgumentError: the drift is not square, or a variance is negative.
     """
 
     drift: Matrix
@@ -46,20 +46,22 @@ class System:
 
     @property
     def dim(self) -> int:
-        """d, the number of rows of the state."""
+        """Dimension d of the state."""
         return len(self.drift)
 
     def transition(self, lag: Tensor) -> tuple[Tensor, Tensor]:
-        """x(t + lag) given x(t) is Gaussian: the matrix that takes x(t) to its mean, and its covariance.
+        """Return mean matrix and covariance of the Gaussian x(t + lag) given x(t).
 
         Args:
             lag: `[...]` times, >= 0.
 
         Returns:
-            Both `[..., d, d]`, float64. Complexity: O(d^3) a lag; of Euler's method, O(d^3) a step of the longest.
+            Matrix and covariance, `[..., d, d]` float64 each. Complexity: O(d^3) per lag; with Euler's method O(d^3)
+            per step
+            of the longest lag.
 
         Raises:
-            ArgumentError: a lag is no whole number of Euler's steps, or the drift is not diagonalisable.
+            ArgumentError: a lag is not a multiple of Euler's step, or the drift is not diagonalizable.
         """
         drift = torch.tensor(self.drift, dtype=torch.float64)
         if self.step is None:
@@ -67,16 +69,16 @@ class System:
         return _euler(drift, self.process_noise, lag.double(), self.step)
 
     def prior(self) -> Tensor:
-        """The covariance of the first state, `[d, d]` float64; its mean is 0. It is not Gaussian."""
+        """Return the covariance of the first state, `[d, d]` float64; its mean is 0, its distribution not Gaussian."""
         low, high = self.start
         square = low * low if low == high else (high**3 - low**3) / (3 * (high - low))
         return square / self.dim * torch.eye(self.dim, dtype=torch.float64)
 
 
 def drift_from_eigenvalues(eigenvalues: Sequence[complex]) -> Matrix:
-    """A drift with these eigenvalues, in blocks: a number for a real one, a damped rotation for a pair -a +- i w.
+    """Return a block-diagonal drift with these eigenvalues: damped rotations for pairs -a +- i w.
 
-    Of a pair only one is given: `drift_of([-0.1 + 1j, -2.0])` is 3 by 3.
+    Give one of each pair: `drift_from_eigenvalues([-0.1 + 1j, -2.0])` is 3 by 3.
     """
     blocks = []
     for value in map(complex, eigenvalues):
@@ -86,28 +88,28 @@ def drift_from_eigenvalues(eigenvalues: Sequence[complex]) -> Matrix:
 
 
 def _exact(drift: Tensor, process_noise: float, lag: Tensor) -> tuple[Tensor, Tensor]:
-    """e^{A t} and the integral of s^2 e^{A u} e^{A' u} over u up to t, in the basis of eigenvectors."""
+    """Return e^{A t} and the integral of s^2 e^{A u} e^{A' u} over u from 0 to t, computed in the eigenvector basis."""
     values, vectors = torch.linalg.eig(drift)
     if torch.linalg.cond(vectors) > 1e8:
         raise ArgumentError("drift", got=drift.tolist(), expected="diagonalisable")
     inverse = torch.linalg.inv(vectors)
     matrix = vectors @ torch.diag_embed((values * lag[..., None]).exp()) @ inverse
     rates = values[:, None] + values.conj()
-    grown = lag[..., None, None] * _growth(rates * lag[..., None, None])
-    return matrix.real, (vectors @ (process_noise * (inverse @ inverse.mH) * grown) @ vectors.mH).real
+    accumulated_noise = lag[..., None, None] * _growth(rates * lag[..., None, None])
+    return matrix.real, (vectors @ (process_noise * (inverse @ inverse.mH) * accumulated_noise) @ vectors.mH).real
 
 
 def _growth(x: Tensor) -> Tensor:
-    """(e^x - 1) / x of complex x, without cancellation."""
+    """Return (e^x - 1) / x of complex x without cancellation."""
     real = torch.expm1(x.real) * x.imag.cos() - 2 * (x.imag / 2).sin().square()
-    less = torch.complex(real, x.real.exp() * x.imag.sin())
-    return torch.where(x == 0, 1, less / torch.where(x == 0, 1, x))
+    numerator = torch.complex(real, x.real.exp() * x.imag.sin())
+    return torch.where(x == 0, 1, numerator / torch.where(x == 0, 1, x))
 
 
 def _euler(drift: Tensor, process_noise: float, lag: Tensor, step: float) -> tuple[Tensor, Tensor]:
-    """What x + A x h + sqrt(h) s e, taken lag / h times, amounts to."""
+    """Return the transition of lag / h steps x + A x h + sqrt(h) s e."""
     count = (lag / step).round()
-    if ((lag / step - count).abs() > WHOLE).any():
+    if ((lag / step - count).abs() > STEP_TOLERANCE).any():
         raise ArgumentError("lag", got="between steps of Euler's method", expected=f"whole multiples of {step:g}")
     eye = torch.eye(len(drift), dtype=drift.dtype)
     one, matrices, covariances = eye + step * drift, [eye], [torch.zeros_like(drift)]

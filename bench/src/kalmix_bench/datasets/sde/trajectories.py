@@ -1,4 +1,4 @@
-"""Trajectories of a system, sampled in time and seen through noise, and their embedding in many dimensions."""
+"""Trajectories of a system, sampled in time with noise, and their embedding in more dimensions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from kalmix_bench.datasets.sde.systems import System
 
 @dataclass(frozen=True)
 class Sampling:
-    """When a system is measured, and how often a measurement goes wrong; the defaults are the paper's.
+    """Measurement times and outliers; the defaults are the paper's.
 
     Attributes:
-        length: T, measurements of a trajectory.
-        interval: time from one to the next.
-        irregular: whether that is only the mean, the measurements coming at random (a Poisson process), in each
-            trajectory at its own times. They come at whole steps where the system has Euler's.
-        outliers: the part of measurements that are outliers, the first of a trajectory excepted.
-        outlier_scale: how many times the standard deviation of other measurements theirs is.
+        length: T, measurements per trajectory.
+        interval: time between measurements.
+        irregular: draw intervals from an exponential distribution with mean `interval` (a Poisson process), different
+            in
+            each trajectory. Times are multiples of the step if the system has one.
+        outliers: probability that a measurement is an outlier; the first is never one.
+        outlier_scale: standard deviation of outliers relative to other measurements.
 
     Raises:
-        ArgumentError: a number makes no sense.
+        ArgumentError: a number is out of range.
     """
 
     length: int = 102
@@ -44,7 +45,7 @@ class Sampling:
             raise ArgumentError("outliers", got=self.outliers, expected="between 0 and 1")
 
     def times(self, count: int, generator: torch.Generator, step: float | None = None) -> Tensor:
-        """Times of `count` trajectories, `[B, T]` float64, from 0 on, whole multiples of `step` if there is one."""
+        """Return times of `count` trajectories, `[B, T]` float64, starting at 0; multiples of `step` if given."""
         gaps = torch.full((count, self.length - 1), self.interval, dtype=torch.float64)
         if self.irregular:
             gaps = torch.empty_like(gaps).exponential_(1 / self.interval, generator=generator)
@@ -53,13 +54,13 @@ class Sampling:
 
 
 class Trajectories(NamedTuple):
-    """B trajectories of T measurements; float64.
+    """B trajectories of T measurements, float64.
 
     Attributes:
         times: `[B, T]`, non-decreasing.
-        measured: `[B, T, d]`.
-        state: `[B, T, d]`, the truth that was measured; `None` where it is not known.
-        outlying: `[B, T]` bool, which measurements are outliers; `None` where that is not known.
+        measurements: `[B, T, d]`.
+        state: `[B, T, d]`, true states; `None` if unknown.
+        is_outlier: `[B, T]` bool; `None` if unknown.
     """
 
     times: Tensor
@@ -68,14 +69,14 @@ class Trajectories(NamedTuple):
     is_outlier: Tensor | None = None
 
     def select(self, index: Tensor) -> Trajectories:
-        """Those of these numbers, in that order."""
+        """Return the trajectories of these indices."""
         return Trajectories(
             self.times[index], self.measurements[index], *(x if x is None else x[index] for x in self[2:])
         )
 
 
 class Splits(NamedTuple):
-    """Independent trajectories to learn from, to choose by, and to be judged on."""
+    """Independent trajectories for training, validation and test."""
 
     train: Trajectories
     validation: Trajectories
@@ -83,20 +84,22 @@ class Splits(NamedTuple):
 
 
 def splits(system: System, sampling: Sampling, sizes: tuple[int, int, int], seed: int) -> Splits:
-    """So many trajectories of each split; one does not depend on the sizes of the others, nor on the device."""
+    """Draw the trajectories of each split. A split does not depend on the sizes of the others or on the device."""
     generators = (torch.Generator().manual_seed(3 * seed + part) for part in range(3))
     drawn = (simulate(system, sampling, size, draw) for size, draw in zip(sizes, generators, strict=True))
     return Splits(*drawn)
 
 
 def simulate(system: System, sampling: Sampling, count: int, generator: torch.Generator) -> Trajectories:
-    """Draw trajectories: between measurements the state moves by its exact Gaussian law, or Euler's.
+    """Draw trajectories; between measurements the state moves by its exact Gaussian transition, or by Euler's method.
 
     Args:
+        system: system to simulate.
+        sampling: measurement times and outliers.
         count: B.
-        generator: of a CPU.
+        generator: CPU generator.
 
-    Complexity: O(B T d^3), T steps one after the other.
+    Complexity: O(B T d^3), sequential in T.
     """
 
     def normal(*shape: int) -> Tensor:
@@ -118,12 +121,12 @@ def simulate(system: System, sampling: Sampling, count: int, generator: torch.Ge
 
 
 def embedding(width: int, channels: int, seed: int) -> Tensor:
-    """Orthonormal rows in random directions, `[d, D]` float64: `x @ m` embeds a state, `y @ m.mT` reads it back.
+    """Return orthonormal rows in random directions, `[d, D]` float64: `x @ m` embeds a state, `y @ m.mT` recovers it.
 
-    Lengths and squared errors stay what they are.
+    Norms and squared errors are preserved.
 
     Raises:
-        ArgumentError: there are fewer channels than rows of the state.
+        ArgumentError: D is below d.
     """
     if channels < width:
         raise ArgumentError("channels", got=channels, expected=f"at least {width}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kalmix.errors import NonFiniteError
-from kalmix_bench.datasets.collision.sequences import cross_entropy, scores, stack_episodes
+from kalmix_bench.datasets.collision.sequences import cross_entropy, recall_scores, stack_episodes
 from kalmix_bench.datasets.seeds import stream_seed
 from kalmix_bench.experiments.collision.models import RecallModel
 from kalmix_bench.experiments.collision.protocol import CollisionProtocol, CollisionStudy, Condition
@@ -75,7 +75,7 @@ def evaluate(
     while left > 0:
         count = min(left, max(1, MAX_TEST_TOKENS // length))
         episode = stack_episodes([study.draw(condition, count, generator)] * model.members)
-        for name, score in scores(model(episode), episode).items():
+        for name, score in recall_scores(model(episode), episode).items():
             total[name] = total.get(name, 0.0) + score * count / protocol.test_sequences
         left -= count
     return total
