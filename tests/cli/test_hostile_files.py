@@ -192,7 +192,7 @@ CASES = {
     "a missing weight": Case(weights(lambda w: w.pop("model.norm.weight")), "model.norm.weight"),
     "a weight of another shape": Case(one(lambda x: x[:-1]), "model.embed_tokens.weight"),
     "a weight without dimensions": Case(one(lambda x: x.sum()), "model.embed_tokens.weight"),
-    "no weights at all": Case(weights(lambda w: w.clear()), "0 tensors"),
+    "no weights at all": Case(weights(lambda w: w.clear()), "only 0 weights"),
     "an index that is no mapping": Case(lambda run: (index()(run), write(f"{WEIGHTS}.index.json", "3")(run)), "index"),
     "an index without a map": Case(lambda run: (index()(run), write(f"{WEIGHTS}.index.json", "{}")(run)), "index"),
     "an index nested deep": Case(lambda run: (index()(run), write(f"{WEIGHTS}.index.json", NESTED)(run)), "nested"),

@@ -194,7 +194,7 @@ def test_a_folder(tmp_path):
         ({"gka_config": {"use_forgetting_gate_kk": False}}, "use_forgetting_gate_kk"),
         ({"gka_config": {"num_iter": 0}}, "iterations"),
         ({"hybrid_override_pattern": "GKA-M2-GKA"}, "'M2'"),
-        ({"hybrid_override_pattern": "GKA-*"}, "2 of them"),
+        ({"hybrid_override_pattern": "GKA-*"}, "has 2 entries"),
         ({"hybrid_override_pattern": "*-*-GKA"}, r"layers.0.self_attn.q_proj"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 8}, r"q_proj.*\[96, 12\]"),

@@ -180,7 +180,7 @@ with warnings.catch_warnings(record=True) as told:
 print([str(warning.message) for warning in told if "nms" in str(warning.message)])
 """
     )
-    assert "timm is installed, but cannot be imported" in said
+    assert "timm is installed but cannot be imported" in said
 
 
 def test_registers_where_timm_is(tmp_path):

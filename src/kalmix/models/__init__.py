@@ -1,4 +1,7 @@
-"""Models of any mixers. Names resolve when touched: transformers, or timm, is imported only for what needs it."""
+"""Language models and image classifiers built from kalmix layers.
+
+Names are imported on first use, so that `import kalmix.models` needs neither transformers nor timm.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A block: a mixer in a residual stream, and an MLP behind the mixers that do not bring their own gate."""
+"""Blocks of a model (a mixer and an optional MLP, both residual), and the list of layers that describes them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
 from kalmix.validation import check_positive_int
 
-LayerEntry = str | Mapping[str, Any]  # of a model's list of layers: a mixer's name, or a mapping of its options
+LayerEntry = str | Mapping[str, Any]  # a mixer's name, or a mapping of its options with its name as "mixer"
 
 
 class LayerSpec(NamedTuple):
-    """One entry of a model's list of layers: a mixer's name, its options, and the width of the MLP behind it."""
+    """Parsed entry of a model's list of layers.
+
+    Attributes:
+        mixer: name of the mixer.
+        options: options of the mixer, without `hidden_size`.
+        mlp: hidden width of the MLP that follows the mixer; 0 for no MLP.
+    """
 
     mixer: str
     options: dict[str, Any]
@@ -30,16 +36,30 @@ class LayerSpec(NamedTuple):
 
 
 def layer_specs(layers: Sequence[LayerEntry], hidden_size: int) -> list[LayerSpec]:
-    """The specs of a list of layers, each a mixer's name or a mapping such as `{"mixer": "attention", "heads": 4}`.
+    """Parse a list of layers.
 
-    The MLP is absent (0) where the mixer is gated itself, otherwise 8/3 of the hidden size, unless `"mlp"` says.
+    Args:
+        layers: one entry per block: a mixer's name, or a mapping of its options with its name as `"mixer"`, such as
+            `{"mixer": "attention", "heads": 4}`. The key `"mlp"` sets the hidden width of the block's MLP, 0 for none.
+            Default: none if the mixer gates its own output, otherwise 8/3 of `hidden_size`, rounded up to a multiple
+            of 8.
+        hidden_size: width of the residual stream.
+
+    Returns:
+        One `LayerSpec` per block.
 
     Raises:
-        ArgumentError: no layers, an unknown mixer, or an option the mixer does not have.
+        ArgumentError: `layers` is empty or not a list, names an unknown mixer or option, or has an option of the wrong
+            type.
+
+    Example:
+        >>> from kalmix.models.blocks import layer_specs
+        >>> layer_specs(["kla", {"mixer": "attention", "heads": 4}], 64)[1]
+        LayerSpec(mixer='attention', options={'heads': 4}, mlp=176)
     """
     check_positive_int("hidden_size", hidden_size)
     if not isinstance(layers, list | tuple) or not layers:
-        raise ArgumentError("layers", got=repr(layers), expected="a list of mixer names or mappings, one a block")
+        raise ArgumentError("layers", got=repr(layers), expected="a non-empty list of layer names or mappings")
     return [_spec(entry, hidden_size) for entry in layers]
 
 
@@ -50,17 +70,27 @@ def hybrid_layers(
     attention_at: Sequence[int] = (6, 14, 22, 29),
     attention: LayerEntry = "attention",
 ) -> list[str | dict[str, Any]]:
-    """A list of layers in which attention takes the position of `mixer` at some positions.
+    """Build the list of layers of a hybrid model: `mixer` in every block, but attention in some.
 
-    As it is, the hybrid of Gated KalmaNet's section M: 26 blocks of it and 4 of attention, with QK norm.
+    The defaults are the hybrid of Gated KalmaNet, section M: 26 blocks of Gated KalmaNet and 4 of attention with
+    normalized queries and keys.
 
     Args:
-        mixer, attention: entries of a model's list of layers, as `layer_specs` takes them.
-        blocks: how many layers there are.
-        attention_at: positions of attention, from 0.
+        mixer: layer of the other blocks: a name or a mapping of options, see `layer_specs`.
+        blocks: number of blocks.
+        attention_at: indices of the blocks with attention, from 0.
+        attention: layer of those blocks, as `mixer`.
+
+    Returns:
+        The list, for `KalmixConfig.layers` or `LanguageModel`.
 
     Raises:
-        ArgumentError: `blocks` is no positive integer, or a position is not one of a block or is there twice.
+        ArgumentError: `blocks` is not a positive integer, or an index is out of range or repeated.
+
+    Example:
+        >>> from kalmix.models import hybrid_layers
+        >>> hybrid_layers("kla", blocks=3, attention_at=[1])
+        ['kla', 'attention', 'kla']
     """
     check_positive_int("blocks", blocks)
     positions = set(attention_at)
@@ -71,17 +101,18 @@ def hybrid_layers(
 
 
 def layers_to_json(layers: Sequence[LayerEntry]) -> list[str | dict[str, Any]]:
-    """Return the same list as JSON can hold it: options that are dataclasses, such as a `Design`, become mappings.
+    """Return a list of layers that JSON can represent.
 
-    Ridges and solvers become those of `kalmix.layers.config_io`.
+    A `Design` among the options becomes a mapping of its fields. A ridge or a solver becomes a mapping with its name
+    (`kalmix.layers.config_io`).
     """
 
-    def plain(value: object) -> object:
+    def to_json(value: object) -> object:
         if has_config(value):
             return to_config(value)
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
-    return [entry if isinstance(entry, str) else {k: plain(v) for k, v in entry.items()} for entry in layers]
+    return [entry if isinstance(entry, str) else {k: to_json(v) for k, v in entry.items()} for entry in layers]
 
 
 def _spec(entry: object, hidden_size: int) -> LayerSpec:
@@ -101,7 +132,16 @@ def _spec(entry: object, hidden_size: int) -> LayerSpec:
 
 
 class Posterior(NamedTuple):
-    """What a block knows before it commits to an output: sample the read-out and `Block.finish` each sample."""
+    """Gaussian posterior of a block's read-out, before gate and output projection.
+
+    Sample `mean` and `variance`, then pass each sample to `Block.finish` to get samples of the block's output.
+
+    Attributes:
+        residual: `[B, T, D]`, input of the block.
+        mean: `[B, T, E]`, posterior mean of the read-out.
+        variance: `[B, T, E]`, posterior variance of the read-out.
+        context: tensors that the mixer's output projection needs, as `Mixer.read` returns them.
+    """
 
     residual: Tensor
     mean: Tensor
@@ -110,14 +150,15 @@ class Posterior(NamedTuple):
 
 
 class BlockOutput(NamedTuple):
-    """What a block hands on.
+    """Output of a block.
 
     Attributes:
-        hidden_state: `[B, T, D]` residual stream behind the block.
-        state: the mixer's state after the last token.
-        mixer_input: `[B, T, D]` what the mixer was given, to filter it again from an earlier state.
-        belief: the mixer's `Filtered` in output space, if asked for.
-        posterior: the posterior before gate and projection, if asked for.
+        hidden_state: `[B, T, D]`, residual stream after the block.
+        state: state of the mixer after the last token.
+        mixer_input: `[B, T, D]`, normalized input of the mixer. With an earlier state it is enough to filter the tokens
+            again.
+        belief: `Filtered` of the mixer's output: mean and variance `[B, T, D]`. `None` without `output_belief`.
+        posterior: posterior of the read-out. `None` without `output_posterior`, or if the mixer has no posterior.
     """
 
     hidden_state: Tensor
@@ -128,7 +169,12 @@ class BlockOutput(NamedTuple):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU: `W_out (silu(W_gate x) * W_in x)`, without biases.
+
+    Args:
+        hidden_size: input and output width D.
+        intermediate_size: hidden width.
+    """
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -136,13 +182,19 @@ class MLP(nn.Module):
         self.out_proj: nn.Linear = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., D]` to `[..., D]`."""
+        """Apply the MLP to `x` `[..., D]`; return `[..., D]`."""
         gate, value = self.in_proj(x).chunk(2, dim=-1)
         return self.out_proj(F.silu(gate) * value)
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then the same with an MLP if there is one."""
+    """Residual block: x + mixer(norm(x)), then x + mlp(norm(x)) if the spec has an MLP.
+
+    Args:
+        hidden_size: width D of the residual stream.
+        spec: mixer, its options and the MLP's width.
+        norm_eps: epsilon of both norms.
+    """
 
     def __init__(self, hidden_size: int, spec: LayerSpec, norm_eps: float = 1e-6) -> None:
         super().__init__()
@@ -161,20 +213,39 @@ class Block(nn.Module):
         output_belief: bool = False,
         output_posterior: bool = False,
     ) -> BlockOutput:
-        """Pass on the posterior mean, or one sample of the posterior with `sample` (section 5.5)."""
+        """Apply the block.
+
+        Args:
+            x: `[B, T, D]`.
+            state: state of the mixer after the previous tokens; `None` for its prior.
+            segments: sequences in `x`; `None` if each row is one sequence.
+            sample: use a sample of the posterior as the read-out instead of its mean (section 5.5 of Kalman Linear
+                Attention). Without effect if the mixer has no posterior.
+            output_belief: return the belief about the mixer's output.
+            output_posterior: return the posterior of the read-out.
+        """
         mixer_input = self.norm(x)
         variance = self.mixer.has_posterior and (sample or output_belief or output_posterior)
-        (mean, var, after), context = self.mixer.read(mixer_input, state, segments, variance)
+        (mean, var, final_state), context = self.mixer.read(mixer_input, state, segments, variance)
         readout = sample_gaussian(mean, var) if sample and var is not None else mean
-        output = self._output_belief(mean, var, after, context) if output_belief else None
-        kept = Posterior(x, mean, var, context) if output_posterior and var is not None else None
-        return BlockOutput(self.finish(x, readout, context), after, mixer_input, output, kept)
+        belief = self._output_belief(mean, var, final_state, context) if output_belief else None
+        posterior = Posterior(x, mean, var, context) if output_posterior and var is not None else None
+        return BlockOutput(self.finish(x, readout, context), final_state, mixer_input, belief, posterior)
 
     def finish(self, residual: Tensor, readout: Tensor, context: object) -> Tensor:
-        """The residual stream behind the block, given a read-out, or samples of it stacked in front."""
+        """Compute the block's output from a read-out.
+
+        Args:
+            residual: `[B, T, D]`, input of the block.
+            readout: `[..., B, T, E]`, read-out of the mixer, or samples of it along leading dimensions.
+            context: as `Posterior.context`.
+
+        Returns:
+            `[..., B, T, D]`, residual stream after the block.
+        """
         x = residual + self.mixer.project_out(readout, context)
         return x if self.mlp is None or self.mlp_norm is None else x + self.mlp(self.mlp_norm(x))
 
     def _output_belief(self, mean: Tensor, variance: Tensor | None, state: Belief, context: object) -> Filtered:
-        spread = None if variance is None else self.mixer.project_out_variance(variance, context)
-        return Filtered(self.mixer.project_out(mean, context), spread, state)
+        output_variance = None if variance is None else self.mixer.project_out_variance(variance, context)
+        return Filtered(self.mixer.project_out(mean, context), output_variance, state)

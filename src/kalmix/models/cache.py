@@ -1,4 +1,4 @@
-"""Beliefs in the cache of transformers: constant in size, and able to take tokens back."""
+"""Cache layers for transformers that store beliefs: constant in size, and able to remove their last tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ LAYER_TYPE = "kalmix_belief"
 
 @loadable
 class CachedCall(NamedTuple):
-    """One call of a mixer: the state before it, and what it was given."""
+    """Inputs of one call of a mixer, enough to repeat it.
+
+    Attributes:
+        initial_state: state of the mixer before the call; `None` for its prior.
+        mixer_input: `[B, T, D]`, input of the mixer.
+        segments: sequences in the input; `None` if each row is one sequence.
+    """
 
     initial_state: Any  # a Belief or None; see `Filtered`
     mixer_input: Tensor
     segments: Segments | None
 
     def truncate(self, tokens: int) -> CachedCall:
-        """The same call with only its first tokens."""
+        """Return the call with only its first `tokens` tokens."""
         segments = self.segments
         if segments is not None:
             segments = segments_without_checks(
@@ -35,7 +41,7 @@ class CachedCall(NamedTuple):
         return CachedCall(self.initial_state, self.mixer_input[:, :tokens], segments)
 
     def take(self, index: Tensor) -> CachedCall:
-        """The same call for the batch rows `index`, where each row is one sequence."""
+        """Return the call for the batch rows `index` (int64 `[M]`); each row must be one sequence."""
         segments = self.segments
         if segments is not None:
             row = torch.arange(len(index), dtype=torch.int32, device=index.device)
@@ -49,14 +55,14 @@ def _take(state: Belief | None, index: Tensor) -> Belief | None:
 
 @loadable
 class CacheEntry(NamedTuple):
-    """All a cache layer holds; immutable, so keeping one is a snapshot.
+    """Contents of a cache layer. It is immutable, so a reference to it is a snapshot.
 
     Attributes:
-        state: the mixer's state after all tokens, unless `stale`.
-        tokens: how many tokens have passed, padding included.
-        calls: the last call, or all since the last crop where the cache records its past.
-        stale: whether `state` must first be filtered again from the last of `calls`.
-        drop_calls: whether a crop said that all before the next call will stay.
+        state: state of the mixer after all tokens; valid unless `stale`.
+        tokens: number of tokens seen, padding included.
+        calls: the last call; with `record_past`, all calls since the last crop.
+        stale: the state must be computed again, from the last of `calls`.
+        drop_calls: the next `set_state` discards `calls`, because a crop has accepted the tokens before it.
     """
 
     state: Any = None  # a Belief; see `Filtered`
@@ -66,16 +72,22 @@ class CacheEntry(NamedTuple):
     drop_calls: bool = False
 
     def take(self, index: Tensor) -> CacheEntry:
-        """The sequences `index`, in that order."""
+        """Return the entry of the sequences `index` (int64 `[M]`), in that order."""
         return self._replace(state=_take(self.state, index), calls=tuple(call.take(index) for call in self.calls))
 
 
 class BeliefLayer(CacheLayerMixin):
-    """One layer's memory in a `DynamicCache`. `get_state` before a mixer's call, `set_state` after it.
+    """Layer of a `DynamicCache` that stores the state of one mixer.
 
-    `crop` needs no token-by-token history: it goes back to the state before the call that is cut and filters what is
-    kept of it again, when next requested. So tokens of the last call can always be taken back, and all tokens since the
-    last crop while `record_past` is set, as transformers does for speculative decoding.
+    The model calls `get_state` before a mixer and `set_state` after it. `crop` removes the last tokens without a
+    history per token: it returns to the state before the call that it cuts, and the next `get_state` filters the
+    remaining tokens of that call again. So tokens of the last call can always be removed. With
+    `activate_past_recording`, as transformers uses it for speculative decoding, all tokens since the last crop can be
+    removed.
+
+    Attributes:
+        entry: contents of the layer.
+        record_past: keep all calls since the last crop, not only the last one.
     """
 
     _layer_type = LAYER_TYPE
@@ -89,7 +101,10 @@ class BeliefLayer(CacheLayerMixin):
         self.record_past: bool = False
 
     def get_state(self, mixer: Mixer) -> Belief | None:
-        """The state to continue from."""
+        """Return the state from which the next call of `mixer` continues; `None` for its prior.
+
+        Filters the tokens that a crop left of its last call again, if there was one.
+        """
         if self.entry.stale:
             call = self.entry.calls[-1]
             _, state = mixer(call.mixer_input, call.initial_state, call.segments)
@@ -97,7 +112,13 @@ class BeliefLayer(CacheLayerMixin):
         return self.entry.state
 
     def set_state(self, state: Belief, mixer_input: Tensor, segments: Segments | None) -> None:
-        """Take over the state after a call that began where `get_state` left off."""
+        """Store the state after a call of the mixer that started from `get_state`.
+
+        Args:
+            state: state after the call.
+            mixer_input: `[B, T, D]`, input of the mixer in that call.
+            segments: sequences in the input; `None` if each row is one sequence.
+        """
         entry = self.entry
         earlier = entry.calls if self.record_past and not entry.drop_calls else ()
         call = CachedCall(entry.state, mixer_input, segments)
@@ -105,10 +126,14 @@ class BeliefLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens; a positive number is how many to keep, as on older versions.
+        """Remove the last tokens.
+
+        Args:
+            tokens_to_remove: minus the number of tokens to remove; 0 removes none. A positive number is the number of
+                tokens to keep, as in older versions of transformers.
 
         Raises:
-            ArgumentError: that is further back than the layer remembers.
+            ArgumentError: the layer does not store the calls to go back so far.
         """
         requested, entry = int(tokens_to_remove), self.entry
         remove = min(-requested, entry.tokens) if requested <= 0 else max(0, entry.tokens - requested)
@@ -128,56 +153,56 @@ class BeliefLayer(CacheLayerMixin):
         self.entry = CacheEntry(state, entry.tokens - remove, calls, stale, drop_calls=True)
 
     def reset(self) -> None:
-        """Back to the prior."""
+        """Return to the prior."""
         self.entry = CacheEntry()
         self.is_initialized = False
 
     def activate_past_recording(self) -> None:
-        """Remember every call from here to the next crop."""
+        """Keep every call from now to the next crop."""
         self.record_past = True
 
     def get_seq_length(self) -> int:
-        """Tokens seen, padding included."""
+        """Return the number of tokens seen, padding included."""
         return self.entry.tokens
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1: the length is not limited."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of a mask over all tokens."""
+        """Return the length and the offset of a mask over all tokens."""
         return self.entry.tokens + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """The sequences `beam_idx`, in that order."""
+        """Select the sequences `beam_idx` (int64 `[M]`), in that order."""
         if self.entry.calls:
             self.entry = self.entry.take(beam_idx.to(self.entry.calls[-1].mixer_input.device))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences `indices` (int64, or a mask)."""
+        """Select the sequences `indices`: int64 `[M]`, or a bool mask."""
         self.reorder_cache(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence `repeats` times."""
+        """Repeat every sequence `repeats` times."""
         if self.entry.calls:
             self.reorder_cache(torch.arange(self.entry.calls[-1].mixer_input.shape[0]).repeat_interleave(repeats))
 
     def offload(self) -> None:
-        """Beliefs are small: they stay where they are."""
+        """Do nothing: beliefs are small and stay on their device."""
 
     def prefetch(self) -> None:
-        """See `offload`."""
+        """Do nothing; see `offload`."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: beliefs arrive whole."""
+        """Do nothing: `set_state` brings complete states."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: this layer holds beliefs, not keys and values."""
-        raise TypeError("a belief is not a pair of keys and values: use `get_state` and `set_state`")
+        """Raise `TypeError`: the layer stores a belief, not keys and values."""
+        raise TypeError("a belief is not a pair of keys and values; use `get_state` and `set_state`")
 
 
 class StaticBeliefLayer(StaticLayer):
-    """What a static cache builds for kalmix: an error that says what to use instead."""
+    """Layer of a static cache, which kalmix does not support; building one raises `ArgumentError`."""
 
     _layer_type = LAYER_TYPE
 
@@ -186,10 +211,14 @@ class StaticBeliefLayer(StaticLayer):
 
 
 def belief_layers(cache: Cache | None, count: int) -> list[BeliefLayer]:
-    """The layers of `cache`, filled up with new ones if it is empty.
+    """Return the layers of a cache. An empty cache first gets `count` new layers.
+
+    Args:
+        cache: cache of transformers; `None` returns no layers.
+        count: number of blocks of the model.
 
     Raises:
-        ArgumentError: the cache was made for another model.
+        ArgumentError: the cache has another number of layers, or layers of another kind.
     """
     if cache is None:
         return []
@@ -206,12 +235,28 @@ def belief_layers(cache: Cache | None, count: int) -> list[BeliefLayer]:
 
 
 def snapshot(cache: Cache) -> tuple[CacheEntry, ...]:
-    """What `cache` holds now; nothing is copied, as beliefs are immutable. Give it to `restore` to roll back."""
+    """Return the contents of a cache, to give to `restore` later. Nothing is copied, because beliefs are immutable.
+
+    Example:
+        >>> from kalmix.models import KalmixConfig, KalmixForCausalLM, restore, snapshot
+        >>> config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla", "kla"])
+        >>> model = KalmixForCausalLM(config).eval()
+        >>> cache = model(torch.randint(64, (1, 10))).past_key_values
+        >>> saved = snapshot(cache)
+        >>> _ = model(torch.randint(64, (1, 5)), past_key_values=cache)
+        >>> restore(cache, saved)
+        >>> cache.get_seq_length()
+        10
+    """
     return tuple(layer.entry for layer in belief_layers(cache, len(cache.layers)))
 
 
 def restore(cache: Cache, entries: tuple[CacheEntry, ...]) -> None:
-    """Put `cache` back to where `snapshot` found it."""
+    """Return a cache to the contents that `snapshot` returned.
+
+    Raises:
+        ArgumentError: the cache has another number of layers, or layers of another kind.
+    """
     for layer, entry in zip(belief_layers(cache, len(entries)), entries, strict=True):
         layer.entry = entry
         layer.is_initialized = entry.tokens > 0

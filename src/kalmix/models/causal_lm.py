@@ -1,4 +1,4 @@
-"""A causal language model of any mixers, in plain PyTorch. `huggingface.py` wraps it for transformers."""
+"""Causal language model of any layers, in plain PyTorch. `huggingface.py` wraps it for transformers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ PROPAGATIONS = ("mean", "sample")
 
 
 class ModelOutput(NamedTuple):
-    """What a pass through the model leaves, one entry a layer in each tuple.
+    """Output of `LanguageModel.forward`. Each tuple has one entry per block, or none if it was not requested.
 
     Attributes:
-        last_hidden_state: `[B, T, D]` behind the last block, before the final norm.
-        states: the layers' states; pass them on to continue.
-        mixer_inputs: `[B, T, D]` what each mixer was given, to filter it again from an earlier state.
-        hidden_states: `[B, T, D]` before each block.
-        beliefs: each layer's `Filtered`.
-        posterior: the last layer's posterior; `None` unless asked for, and the tuples are empty.
+        last_hidden_state: `[B, T, D]` after the last block, before the final norm.
+        states: states of the mixers after the last token; pass them to the next call to continue.
+        mixer_inputs: `[B, T, D]`, normalized input of each mixer.
+        hidden_states: `[B, T, D]`, input of each block.
+        beliefs: `Filtered` of each mixer's output.
+        posterior: posterior of the last block's read-out; `None` if not requested.
     """
 
     last_hidden_state: Tensor
@@ -43,14 +43,32 @@ class ModelOutput(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks, norm, head.
+    """Causal language model: embedding, blocks, RMSNorm, output head.
+
+    `forward` maps embedded tokens to hidden states; `logits` maps hidden states to logits. `KalmixForCausalLM` wraps
+    both for transformers.
 
     Args:
-        vocab_size, hidden_size: sizes.
-        layers: a list of mixer names or mappings, one a block: see `layer_specs`.
-        tie_word_embeddings: let the head share the embedding's weight.
-        propagate: "mean", or "sample": in training, blocks but the last pass on one sample of their posterior.
-        norm_eps: of the norms before mixers, MLPs and head.
+        vocab_size: number of tokens.
+        hidden_size: width D of the residual stream.
+        layers: one entry per block: a layer's name or a mapping of options, as `KalmixConfig.layers`.
+        tie_word_embeddings: share the embedding's weight with the head.
+        propagate: read-out that blocks pass on in training: "mean", or one "sample" of the posterior (section 5.5 of
+            Kalman Linear Attention). The last block, blocks without a posterior, and evaluation always use the mean.
+        norm_eps: epsilon of all norms outside the mixers.
+
+    Raises:
+        ArgumentError: a size is not a positive integer, or a layer, an option or `propagate` is unknown.
+
+    Example:
+        >>> from kalmix.models import LanguageModel
+        >>> model = LanguageModel(vocab_size=64, hidden_size=32, layers=["kla", "attention"])
+        >>> output = model(model.embed_tokens(torch.randint(64, (2, 16))))
+        >>> model.logits(output.last_hidden_state).shape
+        torch.Size([2, 16, 64])
+        >>> next_token = model.embed_tokens(torch.tensor([[1], [2]]))
+        >>> model(next_token, output.states).last_hidden_state.shape
+        torch.Size([2, 1, 32])
     """
 
     def __init__(
@@ -78,9 +96,9 @@ class LanguageModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Embedding and head; the layers reset themselves."""
-        for part in (self.embed_tokens, self.lm_head):
-            for weight in part.parameters():
+        """Initialize embedding and head, normal with standard deviation 0.02; layers initialize themselves."""
+        for module in (self.embed_tokens, self.lm_head):
+            for weight in module.parameters():
                 nn.init.normal_(weight, std=EMBEDDING_STD)
 
     def forward(
@@ -94,22 +112,29 @@ class LanguageModel(nn.Module):
         output_beliefs: bool = False,
         output_posterior: bool = False,
     ) -> ModelOutput:
-        """Run the blocks over embedded tokens `x` `[B, T, D]`, from `states` or the prior; `logits` does the rest.
+        """Run all blocks.
 
-        The output holds only what the flags request; `output_states` requests both states and mixer inputs.
+        Args:
+            x: `[B, T, D]`, embedded tokens.
+            states: states of the mixers after the previous tokens, one per block; `None` for the priors.
+            segments: sequences in `x`; `None` if each row is one sequence.
+            output_states: return the mixers' states and inputs.
+            output_hidden_states: return the input of each block.
+            output_beliefs: return each mixer's belief about its output.
+            output_posterior: return the posterior of the last block's read-out.
 
         Raises:
-            ArgumentError: `posterior` is asked of a last layer that has none.
+            ArgumentError: `output_posterior` is set and the last layer has no posterior.
         """
         if output_posterior and not self.last_block.mixer.has_posterior:
-            problem = f"ends with {type(self.last_block.mixer).__name__}"
-            raise ArgumentError("layers", problem=problem, expected="a last layer with a posterior, for this loss")
-        kept: dict[str, list[Any]] = {"states": [], "mixer_inputs": [], "hidden_states": [], "beliefs": []}
+            problem = f"ends with {type(self.last_block.mixer).__name__}, which has no posterior"
+            raise ArgumentError("layers", problem=problem, expected="a last layer with a posterior")
+        collected: dict[str, list[Any]] = {"states": [], "mixer_inputs": [], "hidden_states": [], "beliefs": []}
         output = None
         for index, block in enumerate(self.blocks):
             last = index == len(self.blocks) - 1
             if output_hidden_states:
-                kept["hidden_states"].append(x)
+                collected["hidden_states"].append(x)
             output = self._run_block(
                 *(block, x, None if states is None else states[index], segments),
                 sample=self.propagate == "sample" and self.training and not last,
@@ -118,12 +143,12 @@ class LanguageModel(nn.Module):
             )
             x = output.hidden_state
             if output_states:
-                kept["states"].append(output.state)
-                kept["mixer_inputs"].append(output.mixer_input)
+                collected["states"].append(output.state)
+                collected["mixer_inputs"].append(output.mixer_input)
             if output_beliefs:
-                kept["beliefs"].append(output.belief)
+                collected["beliefs"].append(output.belief)
         posterior = None if output is None else output.posterior
-        return ModelOutput(x, **{name: tuple(values) for name, values in kept.items()}, posterior=posterior)
+        return ModelOutput(x, **{name: tuple(values) for name, values in collected.items()}, posterior=posterior)
 
     def _run_block(self, block: nn.Module, *args: Any, **options: bool) -> BlockOutput:
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
@@ -132,20 +157,28 @@ class LanguageModel(nn.Module):
 
     @property
     def mixers(self) -> list[Mixer]:
-        """The mixer of each block."""
+        """Mixers of all blocks, in order."""
         return [block.mixer for block in self.blocks if isinstance(block, Block)]
 
     @property
     def last_block(self) -> Block:
-        """The last block, whose belief the marginal likelihood integrates over."""
+        """Last block. The marginal likelihood integrates over the posterior of its read-out."""
         block = self.blocks[-1]
         assert isinstance(block, Block)
         return block
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head, `[..., D]` to `[..., vocabulary]`."""
+        """Apply the final norm and the head to `hidden` `[..., D]`; return `[..., vocab_size]`."""
         return self.lm_head(self.norm(hidden))
 
     def readout_logits(self, posterior: Posterior, readout: Tensor) -> Tensor:
-        """Logits of read-outs `[S, B, T, E]` of the last layer, through all that lies behind it."""
+        """Compute logits from samples of the last block's read-out.
+
+        Args:
+            posterior: as `forward` returns it.
+            readout: `[S, B, T, E]`, samples of the read-out.
+
+        Returns:
+            `[S, B, T, vocab_size]`.
+        """
         return self.logits(self.last_block.finish(posterior.residual, readout, posterior.context))

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries: reading their files, and filling our modules with their weights."""
+"""Checkpoints of other libraries: read their files and load their weights into models of kalmix."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ from kalmix.files import read_json
 from kalmix.models.folder import weight_files
 from kalmix.validation import check_range, check_types
 
-# Keys of a config that may be null, which means that another key decides.
+# Keys that may be null: another key decides then.
 NULLABLE_KEYS = ("num_v_heads", "intermediate_size", "hidden_ratio", "num_key_value_heads")
-TIED_WEIGHTS = {"model.lm_head.weight": "model.embed_tokens.weight"}  # ours that share a weight, where a config says so
+TIED_WEIGHTS = {"model.lm_head.weight": "model.embed_tokens.weight"}  # shared if the configuration asks for it
 
 
 def read_checkpoint(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read what `save_pretrained` wrote: config.json, and one file `model.safetensors` or several and their index.
+    """Read a folder that `save_pretrained` wrote.
+
+    Args:
+        folder: folder with config.json, and `model.safetensors` or several safetensors files with their index.
+
+    Returns:
+        The configuration, and the weights by name, on the CPU.
 
     Raises:
         ArgumentError: a file is missing or damaged.
@@ -35,16 +41,23 @@ def read_checkpoint(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tenso
         for file in weight_files(folder):
             weights |= load_file(file)
     except (FileError, OSError, SafetensorError) as error:
-        got = f"{str(file)!r} ({error})"
-        raise ArgumentError("checkpoint", got=got, expected="whole, in safetensors") from error
+        problem = f"cannot be read: {str(file)!r} ({error})"
+        raise ArgumentError(
+            "checkpoint", problem=problem, expected="complete safetensors files and config.json"
+        ) from error
     return config, weights
 
 
 def check_allowed(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], where: str = "config") -> None:
-    """Check that keys of a config have one of the values we serve, the first if absent.
+    """Check that keys of a configuration have a value that kalmix supports.
+
+    Args:
+        config: configuration of another library.
+        allowed: supported values by key; an absent key counts as the first of them.
+        where: name of the configuration in the error message.
 
     Raises:
-        ArgumentError: one has another.
+        ArgumentError: a key has another value.
     """
     for key, values in allowed.items():
         if config.get(key, values[0]) not in values:
@@ -52,10 +65,15 @@ def check_allowed(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ..
 
 
 def check_config(config: Mapping[str, Any], defaults: Mapping[str, Any], where: str = "config") -> None:
-    """Check that keys of a config have values of the type of their defaults; those of tokens may be anything here.
+    """Check that keys of a configuration have the type of their default. Token ids may have any type here.
+
+    Args:
+        config: configuration of another library.
+        defaults: its default values, by key.
+        where: name of the configuration in the error message.
 
     Raises:
-        ArgumentError: one is of another type; names the key.
+        ArgumentError: a value has another type; names the key.
     """
     present = {key: default for key, default in defaults.items() if key in config and not key.endswith("_token_id")}
     hints = {f"{where}[{key!r}]": int if default is None else type(default) for key, default in present.items()}
@@ -71,22 +89,26 @@ def load_converted_weights(
     transform: Callable[[str, Tensor], Tensor],
     tied: Mapping[str, str] | None = None,
 ) -> None:
-    """Load all of `weights` into all of `module`.
+    """Load the weights of another library into a module. Every weight on either side must be used.
 
     Args:
-        module: takes them in its own dtype.
-        weights: theirs, by name.
-        source_names: their names of the pieces of one of our weights, one below the other.
-        kind: their kind of model, for errors.
-        transform: gives one of theirs, by its name, the shape of our piece.
-        tied: ours that are another of ours, whatever they hold.
+        module: module of kalmix; keeps its dtype.
+        weights: weights of the other library, by name.
+        source_names: maps the name of a weight of `module` to the names of the source weights that are concatenated
+            along dim 0 to build it.
+        kind: name of the architecture in error messages.
+        transform: maps the name and the value of a source weight to the part of the target that it fills.
+        tied: weights of `module` that share another of its weights: name to name. Their source may be absent.
 
     Raises:
-        ArgumentError: a weight is missing, unknown, of another shape, of integers or not finite; names it.
+        ArgumentError: a weight is missing, unknown, of another shape, not a floating-point number or not finite; names
+            it.
     """
     for name, weight in weights.items():
         if not weight.is_floating_point():
-            raise ArgumentError("weights", got=f"with {name!r} of {weight.dtype}", expected="of floating point")
+            raise ArgumentError(
+                "weights", problem=f"contain {name!r} of dtype {weight.dtype}", expected="floating-point tensors"
+            )
         check_range(f"weights[{name!r}]", weight)
     remaining, state = dict(weights), {}
     for name, target in module.state_dict().items():
@@ -97,17 +119,23 @@ def load_converted_weights(
             continue
         for source in names:
             if source not in remaining:
-                raise ArgumentError("weights", got=f"without {source!r}", expected=f"all of a {kind}")
+                raise ArgumentError(
+                    "weights", problem=f"lack {source!r}", expected=f"all weights of a {kind} model with this config"
+                )
         weight = torch.cat([transform(source, remaining.pop(source)) for source in names])
         if weight.shape != target.shape:
-            got = f"{list(weight.shape)} in {' and '.join(map(repr, names))}"
-            raise ArgumentError("weights", got=got, expected=f"{list(target.shape)}, as the config says")
+            problem = f"contain {' and '.join(map(repr, names))} of shape {list(weight.shape)}"
+            raise ArgumentError("weights", problem=problem, expected=f"{list(target.shape)}, from the config")
         state[name] = weight
     if remaining:
-        raise ArgumentError("weights", got=f"with {min(remaining)!r}", expected=f"those of a {kind} as configured")
+        raise ArgumentError(
+            "weights",
+            problem=f"contain {min(remaining)!r}",
+            expected=f"only weights of a {kind} model with this config",
+        )
     module.load_state_dict(state)
 
 
 def squeeze_conv_weight(name: str, weight: Tensor) -> Tensor:
-    """Depthwise convolutions `[C, 1, taps]` as ours, `[C, taps]`; other weights as they are."""
+    """Return depthwise convolution weights `[C, 1, taps]` as `[C, taps]`; other weights unchanged."""
     return weight.squeeze(1) if name.endswith("conv1d.weight") else weight

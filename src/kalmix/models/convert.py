@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries, as models of ours with the same logits."""
+"""Converters of checkpoints of other libraries to `KalmixForCausalLM` models with the same logits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "load_gated_kalmanet",
 ]
 
-# What flash-linear-attention's `GatedDeltaNetConfig` says where a config.json says nothing.
+# Defaults of flash-linear-attention's `GatedDeltaNetConfig`, for keys that a config.json lacks.
 DEFAULTS: dict[str, Any] = {
     **{"vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 21, "norm_eps": 1e-6},
     **{"num_heads": 6, "num_v_heads": None, "head_dim": 256, "expand_v": 2.0},
@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
     **{"hidden_ratio": 4, "intermediate_size": None, "allow_neg_eigval": False, "tie_word_embeddings": False},
     **{"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2},
 }
-# What must be so, as our model is; a key that a config lacks is so.
+# Values that kalmix supports; an absent key counts as the first.
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "model_type": ("gated_deltanet",),
     "attn": (None,),
@@ -47,7 +47,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "norm_first": (False,),
 }
 GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
-# Our weight of a block: theirs, one below the other.
+# Weight of a block of kalmix: weights of flash-linear-attention that are concatenated along dim 0.
 BLOCK_WEIGHTS: dict[str, tuple[str, ...]] = {
     "norm.weight": ("attn_norm.weight",),
     "mixer.qkv_proj.weight": ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"),
@@ -71,29 +71,42 @@ MODEL_WEIGHTS = {
 
 
 def load_gated_deltanet(folder: str | Path) -> KalmixForCausalLM:
-    """A Gated DeltaNet language model of flash-linear-attention, from a folder with its config.json and safetensors.
+    """Load a Gated DeltaNet language model of flash-linear-attention.
 
     Args:
-        folder: what its `save_pretrained` left: one file `model.safetensors`, or several and their index.
+        folder: folder that its `save_pretrained` wrote: config.json, and `model.safetensors` or several safetensors
+            files with their index.
 
     Returns:
-        The model in evaluation mode, float32, with the same logits.
+        The model in evaluation mode, in float32 on the CPU, with the same logits.
 
     Raises:
-        ArgumentError: a file is missing or damaged; else as `convert_gated_deltanet`.
+        ArgumentError: a file is missing or damaged, the configuration uses a feature that kalmix does not support, or
+            the weights do not match it.
+
+    Example:
+        >>> from kalmix.models.convert import load_gated_deltanet
+        >>> model = load_gated_deltanet("m-a-p/gated-deltanet")  # doctest: +SKIP
     """
     return convert_gated_deltanet(*read_checkpoint(folder))
 
 
 def convert_gated_deltanet(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> KalmixForCausalLM:
-    """The same from what the files hold: flash-linear-attention's config and state dict, in its names.
+    """Convert a Gated DeltaNet language model of flash-linear-attention.
 
-    Checkpoints from before March 2025 are understood too: they keep the two halves of the MLP's input in one matrix
-    and a parameter `D` that nothing reads.
+    Checkpoints from before March 2025 are accepted, too: they hold both halves of the MLP's input projection in one
+    matrix, and a parameter `D` that is not used.
+
+    Args:
+        config: contents of its config.json.
+        weights: its state dict.
+
+    Returns:
+        The model in evaluation mode, in float32 on the CPU, with the same logits.
 
     Raises:
-        ArgumentError: the config asks for what our model does not do, or a weight is missing, unknown or of another
-            shape; names the key.
+        ArgumentError: the configuration uses a feature that kalmix does not support, or a weight is missing, unknown,
+            of another shape or not finite; names the key.
     """
     model = KalmixForCausalLM(gated_deltanet_config(config))
     used = {name: weight for name, weight in weights.items() if not name.endswith(".attn.D")}
@@ -105,10 +118,22 @@ def convert_gated_deltanet(config: Mapping[str, Any], weights: Mapping[str, Tens
 
 
 def gated_deltanet_config(config: Mapping[str, Any]) -> KalmixConfig:
-    """Our configuration of the same model.
+    """Convert the configuration of a Gated DeltaNet of flash-linear-attention.
+
+    Args:
+        config: contents of its config.json.
+
+    Returns:
+        Configuration of the same architecture.
 
     Raises:
-        ArgumentError: a key asks for what our model does not do.
+        ArgumentError: the configuration uses a feature that kalmix does not support; names the key.
+
+    Example:
+        >>> from kalmix.models.convert import gated_deltanet_config
+        >>> config = gated_deltanet_config({"model_type": "gated_deltanet", "num_hidden_layers": 2, "num_heads": 4})
+        >>> config.hidden_size, config.layers[0]["mixer"], config.layers[0]["heads"]
+        (2048, 'gated-deltanet', 4)
     """
     check_allowed(config, REQUIRED)
     check_config(config, DEFAULTS)
@@ -137,7 +162,7 @@ def gated_deltanet_config(config: Mapping[str, Any]) -> KalmixConfig:
 
 
 def _source_names(name: str, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """What they call our weight `name`, in pieces."""
+    """Return the names in flash-linear-attention of the weights that make up the weight `name` of kalmix."""
     if name in MODEL_WEIGHTS:
         return MODEL_WEIGHTS[name]
     index, part = name.removeprefix("model.blocks.").split(".", 1)

@@ -1,12 +1,13 @@
-"""Released checkpoints of Gated KalmaNet (awslabs/hybrid-model-factory), as models of ours with the same logits.
+"""Converter of released Gated KalmaNet checkpoints (awslabs/hybrid-model-factory) to models with the same logits.
 
-They are Qwen3 models in which Gated KalmaNet took the place of some attention layers ("hybrid_qwen3"). What differs
-from our layer, and how it is taken over exactly:
+The released models are Qwen3 models in which Gated KalmaNet replaces some attention layers ("hybrid_qwen3"). They
+differ from `kalmix.layers.GatedKalmaNet` in three ways, each converted exactly:
 
-- their write gate scales key and value both, so that its square enters the state: `gain="squared"`;
-- they scale what is read by 1 / sqrt(head_dim) before the output norm: our epsilon is head_dim times theirs;
-- queries may be more than keys and values (grouped-query attention left them so), with gates for each: the weights
-  of shared keys and values are repeated, since a state of ours belongs to a query head.
+- Their write gate scales both key and value, so its square enters the state: `gain="squared"`.
+- They scale the read-out by 1 / sqrt(head_dim) before the output norm: the epsilon of our norm is head_dim times
+  theirs.
+- They may have more query heads than key and value heads (grouped-query attention), each with its own gates. A state
+  belongs to a query head, so the weights of shared keys and values are repeated.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kalmix.models.checkpoint_io import (
 )
 from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM
 
-# What `HybridQwen3Config` and its `GKAConfig` say where a config.json says nothing.
+# Defaults of `HybridQwen3Config` and its `GKAConfig`, for keys that a config.json lacks.
 DEFAULTS: dict[str, Any] = {
     **{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6},
@@ -40,7 +41,7 @@ GKA_DEFAULTS: dict[str, Any] = {
     **{"use_alpha_connection": True, "use_forgetting_gate": True, "use_beta_gate": True, "use_gate": True},
     **{"gla_rescale": True, "num_iter": 30, "ridge_strength": 0.02, "conv_size": 4, "norm_eps": 1e-6},
 }
-# What must be so, as our model is; a key that a config lacks is so. The rest changes no output.
+# Values that kalmix supports; an absent key counts as the first. Other keys change no output.
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "model_type": ("hybrid_qwen3",),
     "hidden_act": ("silu",),
@@ -91,33 +92,48 @@ _KEY_VALUE = re.compile(r"\.gka\.([kv])_(proj|conv1d)\.weight$")
 
 
 class _HeadCounts(NamedTuple):
-    """Of a released layer: query, and the keys and values that they share."""
+    """Numbers of query heads and of key and value heads of a released layer."""
 
     query: int
     key_value: int
 
 
 def load_gated_kalmanet(folder: str | Path) -> KalmixForCausalLM:
-    """A released Gated KalmaNet language model, from a folder with its config.json and safetensors.
+    """Load a released Gated KalmaNet language model.
+
+    Args:
+        folder: folder with config.json, and `model.safetensors` or several safetensors files with their index.
 
     Returns:
-        The model in evaluation mode, float32, with the same logits.
+        The model in evaluation mode, in float32 on the CPU, with the same logits.
 
     Raises:
-        ArgumentError: a file is missing or damaged; else as `convert_gated_kalmanet`.
+        ArgumentError: a file is missing or damaged, the configuration uses a feature that kalmix does not support, or
+            the weights do not match it.
+
+    Example:
+        >>> from kalmix.models.convert import load_gated_kalmanet
+        >>> model = load_gated_kalmanet("path/to/the/released/model")  # doctest: +SKIP
     """
     return convert_gated_kalmanet(*read_checkpoint(folder))
 
 
 def convert_gated_kalmanet(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> KalmixForCausalLM:
-    """The same from what the files hold: their config and state dict, in their names.
+    """Convert a released Gated KalmaNet language model.
+
+    Args:
+        config: contents of its config.json.
+        weights: its state dict.
+
+    Returns:
+        The model in evaluation mode, in float32 on the CPU, with the same logits.
 
     Raises:
-        ArgumentError: the config asks for what our model does not do, or a weight is missing, unknown or of another
-            shape; names the key.
+        ArgumentError: the configuration uses a feature that kalmix does not support, or a weight is missing, unknown,
+            of another shape or not finite; names the key.
     """
     model = KalmixForCausalLM(gated_kalmanet_config(config))
-    if not _gka_settings(config)["use_forgetting_gate"]:  # theirs are there all the same
+    if not _gka_settings(config)["use_forgetting_gate"]:  # the released files contain its weights nevertheless
         weights = {name: weight for name, weight in weights.items() if not _FORGETTING_GATE.search(name)}
     mixers = [entry["mixer"] for entry in model.config.layers]
     tied = TIED_WEIGHTS if model.config.tie_word_embeddings else None
@@ -133,10 +149,22 @@ def convert_gated_kalmanet(config: Mapping[str, Any], weights: Mapping[str, Tens
 
 
 def gated_kalmanet_config(config: Mapping[str, Any]) -> KalmixConfig:
-    """Our configuration of the same model.
+    """Convert the configuration of a released Gated KalmaNet language model.
+
+    Args:
+        config: contents of its config.json.
+
+    Returns:
+        Configuration of the same architecture.
 
     Raises:
-        ArgumentError: a key asks for what our model does not do.
+        ArgumentError: the configuration uses a feature that kalmix does not support; names the key.
+
+    Example:
+        >>> from kalmix.models.convert import gated_kalmanet_config
+        >>> released = {"model_type": "hybrid_qwen3", "num_hidden_layers": 2, "layer_types": ["GKA", "full_attention"]}
+        >>> [layer["mixer"] for layer in gated_kalmanet_config(released).layers]
+        ['gated-kalmanet', 'attention']
     """
     check_allowed(config, REQUIRED)
     check_config(config, DEFAULTS)
@@ -147,7 +175,7 @@ def gated_kalmanet_config(config: Mapping[str, Any]) -> KalmixConfig:
     check_config(given, GKA_DEFAULTS, "config['gka_config']")
     settings, gka, heads = DEFAULTS | _select(config, DEFAULTS), _gka_settings(config), _head_counts(config)
     if gka["use_forgetting_gate"] and not given.get("use_forgetting_gate_kk", True):
-        expected = "True, for keys are forgotten with their values"
+        expected = "True (kalmix forgets keys with their values)"
         raise ArgumentError("config['gka_config']['use_forgetting_gate_kk']", got="False", expected=expected)
     kalmanet = {
         "mixer": "gated-kalmanet",
@@ -195,11 +223,13 @@ def _head_counts(config: Mapping[str, Any]) -> _HeadCounts:
 
 
 def _mixer_names(config: Mapping[str, Any], blocks: int) -> list[str]:
-    """The mixer of each block."""
+    """Return the name of the mixer of each block."""
     pattern = config.get("hybrid_override_pattern")
     kinds = pattern.split("-") if pattern else config.get("layer_types") or ["*"] * blocks
     if len(kinds) != blocks:
-        raise ArgumentError("config['layer_types']", got=f"{len(kinds)} of them", expected=f"{blocks}, one a layer")
+        raise ArgumentError(
+            "config['layer_types']", problem=f"has {len(kinds)} entries", expected=f"{blocks}, one per layer"
+        )
     for kind in kinds:
         if kind not in MIXER_NAMES:
             raise ArgumentError(
@@ -217,7 +247,7 @@ def _rotary_base(config: Mapping[str, Any]) -> float:
 
 
 def _source_names(mixers: list[str], name: str) -> tuple[str, ...]:
-    """What they call our weight `name`, in pieces."""
+    """Return the names in the released model of the weights that make up the weight `name` of kalmix."""
     if name in MODEL_WEIGHTS:
         return MODEL_WEIGHTS[name]
     index, part = name.removeprefix("model.blocks.").split(".", 1)
@@ -226,7 +256,7 @@ def _source_names(mixers: list[str], name: str) -> tuple[str, ...]:
 
 
 def _repeat_key_values(heads: _HeadCounts, name: str, weight: Tensor) -> Tensor:
-    """Their weight as a piece of ours: keys and values once for every query that reads them."""
+    """Return a released weight in our shape: those of keys and values are repeated for each query head."""
     weight = squeeze_conv_weight(name, weight)
     if not _KEY_VALUE.search(name) or weight.shape[0] % heads.key_value:
         return weight

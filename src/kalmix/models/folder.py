@@ -1,4 +1,4 @@
-"""Checks of a model folder, made before anything is built from it: no pickle is opened, no code is imported."""
+"""Checks of a model folder before anything is built from it. No pickle is opened and no code is imported."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from kalmix.files import check_format, check_regular, read_json
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
-EXTRA_JSON_FILES = ("generation_config.json",)  # which transformers reads beside config.json
+EXTRA_JSON_FILES = ("generation_config.json",)  # transformers reads it, too
 
 
 class TensorHeader(NamedTuple):
-    """Header entry of a tensor in a safetensors file."""
+    """Header of a tensor in a safetensors file.
+
+    Attributes:
+        dtype: name of its dtype in safetensors, such as "BF16".
+        shape: sizes.
+        file: name of the file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,17 +36,17 @@ def read_config(folder: Path, known: Collection[str]) -> dict[str, Any]:
     """Return the configuration in a model folder.
 
     Args:
-        folder: holds `config.json`.
-        known: the keys that a configuration may have.
+        folder: folder with `config.json`.
+        known: keys that a configuration may have.
 
     Raises:
-        FileError: a JSON file of the folder is missing or damaged, or config.json is not one of kalmix.
-        FormatError: a newer version of kalmix wrote config.json.
+        FileError: a JSON file is missing or damaged, or config.json is not of kalmix.
+        FormatError: config.json has a format that this version of kalmix cannot read.
     """
     config = read_json(folder / "config.json")
     if config.get("model_type") != "kalmix":
-        raise FileError(f"config.json is of model_type {config.get('model_type')!r}; expected 'kalmix'")
-    check_format(config, folder / "config.json")
+        raise FileError(f"config.json has model_type {config.get('model_type')!r}; expected 'kalmix'")
+    check_format(config, folder / "config.json", oldest=2)
     for key in config:
         if key not in known:
             raise FileError(f"config.json has the unknown key {key!r}")
@@ -62,14 +68,14 @@ def weight_files(folder: Path) -> list[Path]:
         return [single]
     if not index.exists():
         pickles = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        reason = "; pickled weights (.bin, .pt) are never opened, for they can run code" if pickles else ""
+        reason = "; pickled weights (.bin, .pt) are never opened, because they can run code" if pickles else ""
         raise FileError(f"{WEIGHTS_FILE} is missing, so there are no weights{reason}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FileError(f"{INDEX_FILE} is damaged (it has no weight_map)")
     for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise FileError(f"{INDEX_FILE} names {name!r}; expected safetensors files of the same folder")
+            raise FileError(f"{INDEX_FILE} names {name!r}; expected safetensors files in the same folder")
     files = [folder / name for name in dict.fromkeys(weight_map.values())]
     for file in files:
         check_regular(file)
@@ -77,7 +83,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Return what the weights of a model folder are, by name, without reading their numbers.
+    """Return the header of every weight in a model folder, by name, without reading the weights.
 
     Raises:
         FileError: a file is missing or damaged.
@@ -86,7 +92,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     tensor = tensors.get_slice(name)
                     headers[name] = TensorHeader(tensor.get_dtype(), tuple(tensor.get_shape()), file.name)
         except (OSError, SafetensorError) as error:
@@ -95,36 +101,39 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def check_weights(headers: dict[str, TensorHeader], model: nn.Module, tied: Collection[str] = ()) -> None:
-    """Check that weights are those of a model, each of its shape.
+    """Check that the weights in a folder are those of a model, with its shapes.
 
     Args:
         headers: as `read_headers` returns them.
-        model: may lie on the device "meta".
-        tied: weights that the files may leave out, for they are other weights of the model.
+        model: model to compare with; may be on the device "meta".
+        tied: names of weights that the files may omit, because they are shared with another weight.
 
     Raises:
-        FileError: a weight is missing, unknown, of another shape or not of floating point; names it.
+        FileError: a weight is missing, unknown, of another shape or not a floating-point number; names it.
     """
     expected = model.state_dict()
     if missing := [name for name in expected if name not in headers and name not in tied]:
-        raise FileError(f"{WEIGHTS_FILE} is without {len(missing)} weights, {missing[0]!r} first")
+        raise FileError(f"{WEIGHTS_FILE} lacks {len(missing)} weights, the first is {missing[0]!r}")
     for name, (dtype, shape, file) in headers.items():
         if name not in expected:
             raise FileError(f"{file} holds the unknown weight {name!r}")
-        needs = tuple(expected[name].shape)
-        if shape != needs:
-            raise FileError(f"{file} holds {name!r} as {list(shape)}; config.json needs {list(needs)}")
+        if shape != (in_model := tuple(expected[name].shape)):
+            raise FileError(
+                f"{file} holds {name!r} of shape {list(shape)}; expected {list(in_model)}, from config.json"
+            )
         if expected[name].is_floating_point() and dtype not in FLOAT_DTYPES:
-            raise FileError(f"{file} holds {name!r} as {dtype}; expected {', '.join(FLOAT_DTYPES)}")
+            raise FileError(f"{file} holds {name!r} of dtype {dtype}; expected {', '.join(FLOAT_DTYPES)}")
 
 
 def check_finite(model: nn.Module) -> None:
-    """Check that all numbers of a model are finite; waits for a GPU.
+    """Check that all floating-point tensors of a model are finite. Synchronizes with a GPU.
 
     Raises:
-        FileError: one is not; names its tensor.
+        FileError: a tensor contains NaN or infinity; names it.
     """
     for name, tensor in model.state_dict().items():
         checked = tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel()
-        if checked and not bool(torch.stack(tensor.detach().aminmax()).isfinite().all()):  # NaN passes through aminmax
+        if checked and not bool(
+            torch.stack(tensor.detach().aminmax()).isfinite().all()
+        ):  # aminmax returns NaN if there is one
             raise FileError(f"{WEIGHTS_FILE} holds NaN or infinity in {name!r}")

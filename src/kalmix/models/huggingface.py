@@ -1,15 +1,13 @@
-"""The model for transformers: configuration, cache, generation, checkpoints."""
+"""Causal language model for transformers: generation, losses, checkpoints."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
-from inspect import get_annotations
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from huggingface_hub.dataclasses import strict
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -17,124 +15,28 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput as TransformersOutput
 
 from kalmix.errors import ArgumentError, FileError
-from kalmix.files import FORMAT, check_format
-from kalmix.models.blocks import layer_specs, layers_to_json
-from kalmix.models.cache import LAYER_TYPE, belief_layers
-from kalmix.models.causal_lm import EMBEDDING_STD, PROPAGATIONS, LanguageModel, ModelOutput
+from kalmix.models.cache import belief_layers
+from kalmix.models.causal_lm import EMBEDDING_STD, LanguageModel, ModelOutput
 from kalmix.models.checkpoint_io import TIED_WEIGHTS
+from kalmix.models.configuration import CONFIG_FIELDS, INHERITED_KEYS, KalmixConfig
 from kalmix.models.folder import check_finite, check_weights, read_config, read_headers
 from kalmix.models.losses import cross_entropy, marginal_likelihood, next_token_targets
 from kalmix.models.segments_from_inputs import find_segments
 from kalmix.segments import Segments
 from kalmix.types import Filtered
-from kalmix.validation import check_choice, check_positive_int, check_types
-
-LOSSES = ("cross-entropy", "marginal")
-REMOTE_MODULE = "modeling_kalmix"
-REMOTE_CODE = "from kalmix.models import KalmixConfig, KalmixForCausalLM  # noqa: F401\n"
-
-
-@strict  # by which transformers calls our `validate_layer_type` and not its own
-class KalmixConfig(PreTrainedConfig):
-    """Configuration of a `KalmixForCausalLM`.
-
-    Args:
-        vocab_size: number of tokens.
-        hidden_size: D.
-        layers: one entry a block: a mixer's name ("kla", "attention") or a mapping of its options, such as
-            `{"mixer": "attention", "heads": 4}`; `"mlp"` sets the width of the block's MLP (0 for none). So
-            `["attention"] * 12` is a GPT, `["kla"] * 12` a KLA and `["attention"] * 11 + ["kla"]` the paper's hybrid.
-            A `Design` among the options is spelled out.
-        tie_word_embeddings: share the embedding's weight with the head.
-        norm_eps: of the norms before mixers, MLPs and head.
-        propagate: what blocks pass on in training: "mean", or one "sample" of their posterior (section 5.5).
-        loss: "cross-entropy" on the posterior mean, or "marginal" likelihood under the last layer's posterior
-            (equations 24 and 25).
-        loss_samples: Monte-Carlo samples S of the marginal likelihood.
-        loss_chunk_size: how many of them are decoded at once, which bounds memory.
-        use_cache: whether evaluation without labels returns a cache unless told otherwise.
-        format: version of config.json and the weights beside it.
-
-    Raises:
-        ArgumentError: an unknown mixer, option, loss or propagation, a value of another type, or a newer format.
-    """
-
-    model_type = "kalmix"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "beliefs"]
-
-    vocab_size: int = 32768
-    hidden_size: int = 512
-    layers: list[Any] = field(default_factory=lambda: ["kla"] * 12)
-    tie_word_embeddings: bool = False
-    norm_eps: float = 1e-6
-    propagate: str = "mean"
-    loss: str = "cross-entropy"
-    loss_samples: int = 10
-    loss_chunk_size: int = 1
-    use_cache: bool = True
-    format: int = FORMAT
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        hints = get_annotations(KalmixConfig, eval_str=True)
-        check_types(hints, {name: getattr(self, name) for name in CONFIG_FIELDS if name != "layers"})
-        check_format({"format": self.format}, Path("config.json"))
-        self.format = FORMAT
-        layer_specs(self.layers, self.hidden_size)
-        self.layers = layers_to_json(self.layers)
-        check_choice("loss", self.loss, LOSSES)
-        check_choice("propagate", self.propagate, PROPAGATIONS)
-        for name in ("vocab_size", "loss_samples", "loss_chunk_size"):
-            check_positive_int(name, getattr(self, name))
-        super().__post_init__(**kwargs)
-        self.auto_map: dict[str, str] = {
-            "AutoConfig": f"{REMOTE_MODULE}.KalmixConfig",
-            "AutoModelForCausalLM": f"{REMOTE_MODULE}.KalmixForCausalLM",
-        }
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """How many blocks there are."""
-        return len(self.layers)
-
-    @property
-    def layer_types(self) -> list[str]:
-        """The kind of cache of each block, by which `DynamicCache(config=...)` builds it."""
-        return [LAYER_TYPE] * len(self.layers)
-
-    def validate_layer_type(self) -> None:
-        """Nothing to do: the mixers were checked, and the cache's kind is our own."""
-
-    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Save, with a module by which `AutoModelForCausalLM` finds kalmix in a process that has not imported it."""
-        path = Path(save_directory)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / f"{REMOTE_MODULE}.py").write_text(REMOTE_CODE, encoding="utf-8")
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing to do: a checkpoint names kalmix itself, and must not carry a copy of this file."""
-
-
-CONFIG_FIELDS = tuple(x.name for x in fields(KalmixConfig) if x.name in KalmixConfig.__annotations__)
-# Keys that transformers may add to config.json.
-INHERITED_KEYS = {*PreTrainedConfig().to_dict(), "auto_map", "torch_dtype", "_commit_hash", "attn_implementation"}
 
 
 @dataclass
 class KalmixOutput(TransformersOutput):
-    """What the model returns.
+    """Output of `KalmixForCausalLM`.
 
     Attributes:
-        loss: nats per target, if labels were given.
-        logits: `[B, T, vocabulary]` on the posterior mean.
-        past_key_values: the cache, if one was used.
-        hidden_states: `[B, T, D]` before each block and behind the last, if asked for.
-        beliefs: each layer's `Filtered` in output space, if asked for: mean and variance `[B, T, D]` (variance
-            `None` for layers without a posterior) and the layer's state.
+        loss: nats per target, a scalar; `None` without labels.
+        logits: `[B, T, vocab_size]`, computed from the posterior mean.
+        past_key_values: the cache; `None` if none was used.
+        hidden_states: `[B, T, D]`, the input of each block and the output of the last; `None` if not requested.
+        beliefs: `Filtered` of each layer's output, with `mean` and `variance` `[B, T, D]`; `None` if not requested. The
+            variance is `None` for layers without a posterior.
     """
 
     loss: Tensor | None = None
@@ -145,7 +47,28 @@ class KalmixOutput(TransformersOutput):
 
 
 class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
-    """A causal language model whose layers are any of kalmix's mixers; see `KalmixConfig`."""
+    """Causal language model for transformers whose blocks use any layers of kalmix.
+
+    It has the usual interface of transformers: `generate` (sampling, beams, speculative decoding), the Trainer,
+    gradient checkpointing, `save_pretrained` and `from_pretrained`. The cache of recurrent layers has constant size.
+    Packed and padded inputs give the same logits as each sequence alone.
+
+    Args:
+        config: configuration.
+
+    Example:
+        >>> from kalmix.models import KalmixConfig, KalmixForCausalLM
+        >>> config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla", "attention"], pad_token_id=0)
+        >>> model = KalmixForCausalLM(config).eval()
+        >>> input_ids = torch.randint(1, 64, (2, 16))
+        >>> output = model(input_ids, labels=input_ids, output_beliefs=True)
+        >>> output.logits.shape, output.loss.shape
+        (torch.Size([2, 16, 64]), torch.Size([]))
+        >>> output.beliefs[0].variance.shape  # posterior variance of the first layer's output
+        torch.Size([2, 16, 32])
+        >>> model.generate(input_ids, max_new_tokens=4, do_sample=False, eos_token_id=None).shape
+        torch.Size([2, 20])
+    """
 
     config_class: type[PreTrainedConfig] | None = KalmixConfig
     base_model_prefix = "model"
@@ -163,14 +86,14 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        # `LanguageModel.reset_parameters` is not called: transformers passes over modules that own no parameters.
+        # transformers skips modules without parameters of their own, such as `LanguageModel`.
         if isinstance(module, nn.Embedding) or module is self.model.lm_head:
             nn.init.normal_(module.get_parameter("weight"), std=EMBEDDING_STD)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
+        """Return the embedding."""
         return self.model.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
@@ -178,11 +101,11 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embed_tokens = value
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head."""
+        """Return the output head."""
         return self.model.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the head."""
+        """Replace the output head."""
         self.model.lm_head = new_embeddings
 
     def forward(
@@ -203,27 +126,41 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> KalmixOutput | tuple[Any, ...]:
-        """Predict the next tokens.
+        """Compute logits of the next tokens, and the loss if labels are given.
 
         Args:
-            input_ids: `[B, T]`, or `inputs_embeds` `[B, T, D]`.
-            attention_mask: `[B, T]` or, after a cache, `[B, past + T]`: 0 at padding, left or right, without holes.
-            cu_seq_lens_q, seq_idx, position_ids: how sequences are packed into rows; the first that is given decides,
-                `position_ids` only without a mask or a cache. See `packing.find_segments`. Positions themselves are
-                counted in each sequence.
-            past_key_values: a `DynamicCache`, read and written.
-            labels: `[B, T]` as `input_ids`, shifted inside; -100 is ignored.
-            output_beliefs: collect what every layer knows.
-            logits_to_keep: logits of the last so many tokens (0 for all) or of these positions, where there is no loss.
-            num_items_in_batch: divides the loss instead of the number of targets here.
-            kwargs: what other models take; ignored.
+            input_ids: `[B, T]`, token ids; give either these or `inputs_embeds`.
+            attention_mask: `[B, T]`, or `[B, past + T]` with a cache: 0 at padding, on the left or the right, without
+                holes.
+            position_ids: `[B, T]`, start anew in each packed sequence. Used only without mask and cache, and only to
+                find the sequences; positions are counted in each sequence.
+            past_key_values: a `DynamicCache`, which is read and updated.
+            inputs_embeds: `[B, T, D]`, embedded tokens.
+            labels: `[B, T]`, as `input_ids`; shifted inside the model. -100 is ignored.
+            use_cache: return a cache. Default: `config.use_cache` in evaluation mode without labels, otherwise not.
+            output_beliefs: return each layer's belief about its output.
+            output_hidden_states: return the input of each block and the output of the last.
+            return_dict: return a tuple if `False`.
+            logits_to_keep: compute logits of the last so many tokens (0 for all), or of the tokens at these indices;
+                ignored with labels.
+            cu_seq_lens_q: int `[N + 1]`, cumulative lengths of N sequences packed into one row.
+            seq_idx: `[B, T]`, index of the sequence that each token belongs to.
+            num_items_in_batch: number by which the sum of losses is divided. Default: the number of targets.
+            kwargs: arguments of other models; ignored.
+
+        `cu_seq_lens_q`, `seq_idx`, `attention_mask` and `position_ids` describe the sequences; the first that is given,
+        in this order, is used.
+
+        Returns:
+            A `KalmixOutput`.
 
         Raises:
-            ArgumentError: another shape, a hole in the mask, a cache made for another model, or a marginal loss
-                where the last layer has no posterior.
+            ArgumentError: a tensor has the wrong shape, the mask has a hole, the cache belongs to another model or
+                batch size, or the loss is "marginal" and the last layer has no posterior.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ArgumentError("input_ids", got="given with or without inputs_embeds", expected="one of the two")
+            problem = f"and `inputs_embeds` are {'missing' if input_ids is None else 'both given'}"
+            raise ArgumentError("input_ids", problem=problem, expected="exactly one of the two")
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and labels is None
@@ -284,18 +221,25 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint, whole or not at all, from safetensors only; a folder is checked before it is loaded.
+        """Load a checkpoint from safetensors files. A local folder is checked completely before it is loaded.
 
-        With `ignore_mismatched_sizes`, weights may be missing, unknown or of another shape.
+        Args:
+            pretrained_model_name_or_path: folder, or name on the Hugging Face Hub.
+            args: passed to transformers.
+            kwargs: passed to transformers. With `ignore_mismatched_sizes=True`, weights may be missing, unknown or of
+                another shape.
+
+        Returns:
+            The model in evaluation mode.
 
         Raises:
-            ArgumentError: the checkpoint is damaged, holds pickles, numbers that are not finite, or other weights than
-                its configuration says.
+            ArgumentError: the checkpoint is damaged or holds pickles, its weights are not finite or not those that its
+                configuration describes.
         """
         name, partial = str(pretrained_model_name_or_path), bool(kwargs.get("ignore_mismatched_sizes"))
         output_loading_info = kwargs.pop("output_loading_info", False)
         if kwargs.pop("use_safetensors", None) is False:
-            raise ArgumentError("use_safetensors", got="False", expected="True: pickled weights can run code")
+            raise ArgumentError("use_safetensors", got="False", expected="True (pickled weights can run code)")
         try:
             folder = Path(name, kwargs.get("subfolder") or "")
             if folder.is_dir() and not {"variant", "gguf_file", "state_dict"} & kwargs.keys():
@@ -306,7 +250,7 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
             model, info = loaded
             for fault in () if partial else ("missing", "unexpected"):
                 if names := sorted(info[f"{fault}_keys"]):
-                    raise FileError(f"{len(names)} weights are {fault}, {names[0]!r} first")
+                    raise FileError(f"{len(names)} weights are {fault}, the first is {names[0]!r}")
             check_finite(model)
         except (FileError, SafetensorError, json.JSONDecodeError, EOFError, RecursionError) as error:
             expected = "a complete checkpoint of this model"
@@ -315,7 +259,7 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
-        """Nothing to do: see `KalmixConfig.register_for_auto_class`."""
+        """Do nothing; see `KalmixConfig.register_for_auto_class`."""
 
 
 def _build_language_model(config: KalmixConfig) -> LanguageModel:
@@ -330,7 +274,7 @@ def _build_language_model(config: KalmixConfig) -> LanguageModel:
 
 
 def _check_folder(folder: Path, options: dict[str, Any], partial: bool) -> None:
-    """Check that a folder holds a configuration and, unless `partial`, the weights of its model.
+    """Check that a folder holds a configuration and, unless `partial`, all weights of its model.
 
     Raises:
         FileError: it does not.
@@ -339,8 +283,8 @@ def _check_folder(folder: Path, options: dict[str, Any], partial: bool) -> None:
     if partial:
         return
     layers = given.get("layers")
-    if isinstance(layers, list) and len(layers) > len(headers):  # so many would take long to build
-        raise FileError(f"config.json names {len(layers)} layers; the weights are {len(headers)} tensors in all")
+    if isinstance(layers, list) and len(layers) > len(headers):  # building so many would take long
+        raise FileError(f"config.json has {len(layers)} layers, but there are only {len(headers)} weights")
     try:
         config = options.get("config") or KalmixConfig(
             **given | {name: options[name] for name in CONFIG_FIELDS if name in options}
@@ -348,7 +292,7 @@ def _check_folder(folder: Path, options: dict[str, Any], partial: bool) -> None:
         with torch.device("meta"):
             model = _build_language_model(config)
     except (ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise FileError(f"config.json describes no model: {error}") from error
+        raise FileError(f"config.json does not describe a model: {error}") from error
     named = nn.ModuleDict({"model": model})
     check_weights(headers, named, TIED_WEIGHTS if config.tie_word_embeddings else ())
 

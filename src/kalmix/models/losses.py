@@ -1,4 +1,4 @@
-"""Two losses of next-token prediction: on the posterior mean, and under the posterior (appendix A of KLA)."""
+"""Losses of next-token prediction: cross-entropy of the posterior mean, and marginal likelihood of the posterior."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ IGNORE_INDEX = -100
 
 
 def next_token_targets(labels: Tensor, segments: Segments | None) -> Tensor:
-    """What each token should predict: `labels` `[B, T]` one to the left, -100 where a sequence ends."""
+    """Return the token that each position must predict.
+
+    Args:
+        labels: `[B, T]`, token ids.
+        segments: sequences in the input; `None` if each row is one sequence.
+
+    Returns:
+        `[B, T]`: `labels` shifted left by one; -100 at the last token of each sequence and at padding.
+    """
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     if segments is None:
         return targets
@@ -27,10 +35,16 @@ def next_token_targets(labels: Tensor, segments: Segments | None) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
-    """Negative log-likelihood of `targets` `[B, T]` under `logits` `[B, T, vocabulary]`, nats per target.
+    """Compute the mean negative log-likelihood of targets, in nats per target.
 
-    The sum is divided by `count` (the Trainer's number of targets in all accumulated batches), or by how many targets
-    are not -100; it is 0 where there is none.
+    Args:
+        logits: `[B, T, vocab_size]`.
+        targets: `[B, T]`; -100 is ignored.
+        count: divides the sum of the losses: the Trainer's number of targets in all accumulated batches. Default: the
+            number of targets here that are not ignored.
+
+    Returns:
+        A scalar, at least float32; 0 if all targets are ignored.
     """
     return _average(_nll(logits, targets), targets, count)
 
@@ -44,39 +58,45 @@ def marginal_likelihood(
     chunk_size: int = 1,
     count: Tensor | int | None = None,
 ) -> Tensor:
-    """Negative log marginal likelihood by Monte Carlo, equations 24 and 25:
-    log S - logsumexp over samples of log p(target | sample).
+    """Estimate the mean negative log marginal likelihood of targets by Monte Carlo, in nats per target.
+
+    Equations 24 and 25 of Kalman Linear Attention: log S - logsumexp_s log p(target | sample s), with S independent
+    samples of the read-out per token. Memory is that of `chunk_size` logits for any S, because the backward pass draws
+    the same samples and decodes them again.
 
     Args:
-        decode: read-outs `[S, B, T, E]` to logits `[S, B, T, vocabulary]`.
-        mean, variance: `[B, T, E]`, the posterior of the read-out.
-        targets: `[B, T]`, -100 to ignore.
-        samples: S. With one sample and no variance this is `cross_entropy`.
-        chunk_size: samples decoded at once. Memory is that of `chunk_size` logits, whatever S: backward draws the same
-            samples and decodes them again.
+        decode: maps read-outs `[S, B, T, E]` to logits `[S, B, T, vocab_size]`.
+        mean: `[B, T, E]`, posterior mean of the read-out.
+        variance: `[B, T, E]`, posterior variance of the read-out.
+        targets: `[B, T]`; -100 is ignored.
+        samples: S. With S = 1 and zero variance the result equals `cross_entropy`.
+        chunk_size: samples decoded together.
         count: as in `cross_entropy`.
+
+    Returns:
+        A scalar, at least float32. Its expectation is an upper bound on the exact value and decreases with S.
     """
 
     def chunk_log_likelihood(size: int, mean: Tensor, variance: Tensor) -> Tensor:
-        # One draw a sample, so that the slicing does not change the samples.
+        # Draw each sample by itself, so that `chunk_size` does not change the random numbers.
         readouts = torch.stack([sample_gaussian(mean, variance) for _ in range(size)])
         return torch.logsumexp(-_nll(decode(readouts), targets.expand(size, *targets.shape)), dim=0)
 
     sizes = [min(chunk_size, samples - start) for start in range(0, samples, chunk_size)]
-    slices = [checkpoint(chunk_log_likelihood, size, mean, variance, use_reentrant=False) for size in sizes]
-    return _average(math.log(samples) - torch.logsumexp(torch.stack(slices), dim=0), targets, count)
+    chunks = [checkpoint(chunk_log_likelihood, size, mean, variance, use_reentrant=False) for size in sizes]
+    return _average(math.log(samples) - torch.logsumexp(torch.stack(chunks), dim=0), targets, count)
 
 
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Elementwise, float32, 0 at ignored targets."""
-    wide = logits.to(belief_dtype(logits.dtype))
-    flat = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+    """Return the loss of each target, at least float32; 0 for ignored targets."""
+    logits = logits.to(belief_dtype(logits.dtype))
+    flat = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
     return flat.view(targets.shape)
 
 
 def _average(nll: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
-    kept = targets != IGNORE_INDEX
-    total = torch.where(kept, nll, 0).sum()
+    scored = targets != IGNORE_INDEX
+    total = torch.where(scored, nll, 0).sum()
     if count is None:
-        return total / kept.sum().clamp(min=1)
+        return total / scored.sum().clamp(min=1)
     return total / (count.to(total.device) if isinstance(count, Tensor) else count)

@@ -1,4 +1,4 @@
-"""Which tokens of a model's input form which sequence, from what tokenizers and collators give."""
+"""Sequences in a model's input, from the tensors that tokenizers and data collators of transformers produce."""
 
 from __future__ import annotations
 
@@ -19,23 +19,30 @@ def find_segments(
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
 ) -> Segments | None:
-    """The sequences of a `[batch, length]` input; `None` where each row is one.
+    """Return the sequences in an input of `batch` rows and `length` tokens.
 
-    The first of these that is given decides: `cu_seq_lens_q` `[N + 1]`, where sequences packed into one row begin;
-    `seq_idx` `[batch, length]`, changing from sequence to sequence; `attention_mask` `[batch, at least length]`, 0 at
-    padding, its last columns belonging to the input; `position_ids`, starting anew in each sequence.
+    The first tensor that is not `None` decides, in the order below. On a GPU, `seq_idx` and `position_ids` synchronize
+    once per forward pass and `cu_seq_lens_q` never. A mask synchronizes only if gradients are off, to find out whether
+    anything is padded.
 
-    On a GPU, `seq_idx` and `position_ids` cost one wait a forward pass, `cu_seq_lens_q` none, and the mask one only
-    where gradients are off, to find that nothing is padded: generation waits for every token anyway.
+    Args:
+        batch: number of rows.
+        length: tokens per row.
+        cu_seq_lens_q: int `[N + 1]`, cumulative lengths of N sequences packed into one row.
+        seq_idx: `[batch, length]`, changes from one sequence to the next.
+        attention_mask: `[batch, at least length]`, 0 at padding; its last `length` columns belong to the input.
+        position_ids: `[batch, length]` or `[1, length]`, start anew in each sequence.
+
+    Returns:
+        The segments; `None` if each row is one sequence without padding.
 
     Raises:
-        ArgumentError: another shape, or a hole in the mask.
+        ArgumentError: a tensor has the wrong shape, or the mask has a hole.
     """
     if cu_seq_lens_q is not None:
         if batch != 1:
-            raise ArgumentError(
-                "cu_seq_lens_q", got=f"with {batch} batch rows", expected="with one, holding all sequences"
-            )
+            problem = f"is given with {batch} batch rows"
+            raise ArgumentError("cu_seq_lens_q", problem=problem, expected="one row that contains all sequences")
         segments = Segments.packed(cu_seq_lens_q)
         if can_check_values(cu_seq_lens_q) and int(cu_seq_lens_q[-1]) > length:
             raise ArgumentError(
@@ -46,8 +53,8 @@ def find_segments(
         return _segments_by_marks("seq_idx", seq_idx, batch, length, step=0)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
-            expected = f"[{batch}, {length}] or longer by the tokens of the cache: a padding mask, not a 4-D one"
-            raise ArgumentError("attention_mask", got=list(attention_mask.shape), expected=expected)
+            expected = f"[{batch}, {length}], or longer by the tokens in the cache (a padding mask, not a 4-D mask)"
+            raise ArgumentError("attention_mask", problem=f"has shape {list(attention_mask.shape)}", expected=expected)
         mask = attention_mask[:, attention_mask.shape[1] - length :]
         if _may_read_values(mask) and bool(mask.all()):
             return None
@@ -56,6 +63,7 @@ def find_segments(
 
 
 def _may_read_values(mask: Tensor) -> bool:
+    """Return whether the mask may be read on the host: reading it must not break a graph or slow training."""
     if torch.compiler.is_compiling() or mask.device.type == "meta":
         return False
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -64,9 +72,9 @@ def _may_read_values(mask: Tensor) -> bool:
 
 
 def _segments_by_marks(name: str, marks: Tensor, batch: int, length: int, step: int) -> Segments | None:
-    """Runs in which `marks` grow by `step` from token to token."""
+    """Return the longest segments in which `marks` grow by `step` per token; `None` if each row is one."""
     if marks.ndim != 2 or marks.shape[1] != length or marks.shape[0] not in (1, batch):
-        raise ArgumentError(name, got=list(marks.shape), expected=[batch, length])
+        raise ArgumentError(name, problem=f"has shape {list(marks.shape)}", expected=f"[{batch}, {length}]")
     begins = torch.ones(batch, length, dtype=torch.bool, device=marks.device)
     begins[:, 1:] = marks.diff(dim=1) != step
     row, start = begins.nonzero().unbind(1)

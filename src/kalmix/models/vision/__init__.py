@@ -1,4 +1,4 @@
-"""Vision models made of the library's layers. Importing this names them to `timm`, where it is installed."""
+"""Image classifiers with kalmix layers. Importing this package registers them with `timm`, if it is installed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ __all__ = ["VisionModel", "gkavision_tiny"]
 
 
 def _register() -> None:
-    """Name the models to `timm`, where it is installed and whole: a torchvision for another torch breaks its import."""
+    """Register the models with `timm`. Warn if it is installed but cannot be imported, as with a torchvision built for
+    another torch.
+    """
     if find_spec("timm") is None:
         return
     try:
         import_module("kalmix.models.vision.timm")
     except (ImportError, OSError, RuntimeError) as error:
         warnings.warn(
-            f"timm is installed, but cannot be imported, so it does not learn of GKAVision: {error}", stacklevel=2
+            f"timm is installed but cannot be imported, so GKAVision is not registered: {error}", stacklevel=2
         )
 
 

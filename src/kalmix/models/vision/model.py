@@ -1,4 +1,4 @@
-"""Image classifiers: convolutions, then windows of tokens mixed by a memory and by attention (GKAVision)."""
+"""Image classifiers: convolutions, then windows of tokens mixed by a memory layer and by attention (GKAVision)."""
 
 from __future__ import annotations
 
@@ -12,32 +12,54 @@ from kalmix.layers import GatedKalmaNet
 from kalmix.models.vision.blocks import ConvBlock, TokenBlock, WindowAttention, WindowBlocks, downsample, stem
 from kalmix.validation import check_positive_int
 
-MixerFactory = Callable[[int], nn.Module]  # from a width; called on tokens, gives its output and a state
+MixerFactory = Callable[[int], nn.Module]  # builds a module from a width; the module returns its output and a state
 
 
 def gated_kalmanet(width: int, **options: Any) -> GatedKalmaNet:
-    """Gated KalmaNet as GKAVision has it (section N): half as wide as the model, heads of 16, no output gate."""
+    """Build Gated KalmaNet as GKAVision uses it (section N): heads of 16 channels, width / 32 of them, and no output
+    gate.
+
+    Args:
+        width: channels of the stage.
+        options: other options of `GatedKalmaNet`; they override these.
+    """
     return GatedKalmaNet(width, **{"heads": max(1, width // 32), "head_dim": 16, "conv": 3, "gate": None, **options})
 
 
 class VisionModel(nn.Module):
-    """A classifier of four stages, each with half the map and twice the channels of the one before.
+    """Image classifier of four stages. Each stage halves the map and doubles the channels of the one before.
 
-    The first two are convolutions. The last two cut the map into windows, whose tokens, row by row, go through a
-    memory in the first half of a stage's blocks (the larger half where their number is odd) and through attention in
-    the second. The shape is MambaVision's, the defaults are GKAVision-T's: 31.8 million parameters.
+    Stages 1 and 2 are convolutions. Stages 3 and 4 cut the map into windows and treat the pixels of a window as a
+    sequence, in row-major order. The first half of their blocks (the larger half if the number is odd) mixes it by a
+    memory layer, the others by attention. This is the shape of MambaVision; the defaults are GKAVision-T, with 31.8
+    million parameters.
 
     Args:
-        mixer: makes the memory of a block, given its width: `gated_kalmanet`, any layer of `kalmix.layers`, or what
-            is called alike; `None` for attention in every block.
-        width: channels of the first stage.  stem_width: between the stem's two convolutions.
-        depths: blocks of each stage.
-        heads: of the attention of the last two stages.  windows: their height and width.
-        mlp: width of an MLP over that of its stage.
-        num_classes, in_chans, drop_rate, drop_path_rate: as `timm` calls them; stochastic depth grows from 0 at the
-            first block to `drop_path_rate` at the last; dropout is before the classifier.
+        mixer: function that builds the memory layer of a block from its width: `gated_kalmanet`, a class of
+            `kalmix.layers`, or another module with their interface. `None`: attention in every block.
+        width: channels of the first stage.
+        stem_width: channels between the two convolutions of the stem.
+        depths: blocks per stage.
+        heads: attention heads of stages 3 and 4.
+        windows: height and width of a window in stages 3 and 4.
+        mlp: hidden width of an MLP, as a multiple of the stage's width.
+        num_classes: number of classes; 0 for no classifier.
+        in_chans: channels of the images.
+        drop_rate: dropout before the classifier.
+        drop_path_rate: stochastic depth of the last block. It grows linearly from 0 at the first.
 
-    Cost: O(T) a window of T tokens in a memory, O(T^2) in attention.
+    Raises:
+        ArgumentError: a size is not a positive integer, a tuple has the wrong length, or heads do not divide a width.
+
+    Complexity: O(T) per window of T tokens in a memory layer, O(T^2) in attention.
+
+    Example:
+        >>> from kalmix.models import VisionModel
+        >>> model = VisionModel(width=16, depths=(1, 1, 2, 2), heads=(2, 4), windows=(4, 2), num_classes=5)
+        >>> model(torch.randn(2, 3, 64, 64)).shape
+        torch.Size([2, 5])
+        >>> model.forward_features(torch.randn(2, 3, 64, 64)).shape
+        torch.Size([2, 128, 2, 2])
     """
 
     def __init__(
@@ -58,7 +80,7 @@ class VisionModel(nn.Module):
         super().__init__()
         for name, sizes, count in (("depths", depths, 4), ("heads", heads, 2), ("windows", windows, 2)):
             if len(sizes) != count:
-                raise ArgumentError(name, got=f"{len(sizes)} numbers", expected=f"{count}")
+                raise ArgumentError(name, problem=f"has {len(sizes)} numbers", expected=f"{count}")
             for size in sizes:
                 check_positive_int(name, size)
         self.num_classes: int = num_classes
@@ -92,24 +114,37 @@ class VisionModel(nn.Module):
         self.apply(_init_weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `[B, num_classes]` of images `[B, in_chans, H, W]`, H and W of any size."""
+        """Return logits `[B, num_classes]` of images `[B, in_chans, H, W]` of any size."""
         return self.forward_head(self.forward_features(x))
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """The last map, `[B, 8 width, H / 32, W / 32]`."""
+        """Return the last map, `[B, 8 * width, H / 32, W / 32]`, of images `[B, in_chans, H, W]`."""
         return self.norm(self.stages(self.stem(x)))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Logits of a last map, or with `pre_logits` its mean."""
+        """Return logits `[B, num_classes]` of a last map, or its mean over pixels with `pre_logits`.
+
+        Args:
+            x: `[B, 8 * width, h, w]`, as `forward_features` returns it.
+            pre_logits: return `[B, 8 * width]`, after dropout and before the classifier.
+        """
         x = self.drop(x.mean((-2, -1)))
         return x if pre_logits else self.head(x)
 
     def get_classifier(self) -> nn.Module:
-        """The layer that gives logits."""
+        """Return the module that computes logits."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new classifier for so many classes; none for 0. The pooling is a mean ("avg"), and stays so."""
+        """Replace the classifier by a new one.
+
+        Args:
+            num_classes: number of classes; 0 for no classifier.
+            global_pool: "avg" or `None`; the pooling is always the mean.
+
+        Raises:
+            ArgumentError: another `global_pool`.
+        """
         if global_pool not in (None, "avg"):
             raise ArgumentError("global_pool", got=repr(global_pool), expected="'avg'")
         self.num_classes = num_classes
@@ -119,7 +154,7 @@ class VisionModel(nn.Module):
 
 
 def _init_weights(module: nn.Module) -> None:
-    """MambaVision's: projections normal with deviation 0.02, their biases 0; the rest resets itself."""
+    """Initialize a linear module as MambaVision does: normal with standard deviation 0.02, bias 0."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
@@ -127,5 +162,16 @@ def _init_weights(module: nn.Module) -> None:
 
 
 def gkavision_tiny(**options: Any) -> VisionModel:
-    """GKAVision-T (Gated KalmaNet, section N), for images of 224 pixels; `options` are those of `VisionModel`."""
+    """Build GKAVision-T (section N of Gated KalmaNet), for images of 224 x 224 pixels.
+
+    Args:
+        options: of `VisionModel`.
+
+    Example:
+        >>> from kalmix.models import gkavision_tiny
+        >>> with torch.device("meta"):
+        ...     model = gkavision_tiny(num_classes=10)
+        >>> sum(parameter.numel() for parameter in model.parameters()) // 1_000_000
+        31
+    """
     return VisionModel(**options)

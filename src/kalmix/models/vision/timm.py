@@ -1,6 +1,6 @@
-"""The models of `kalmix.models.vision` among those of `timm`, once this is imported: `timm.create_model(name)`.
+"""Registration of the vision models with `timm`, so that `timm.create_model("gkavision_tiny")` builds them.
 
-Importing `kalmix.models.vision` imports it where `timm` is installed.
+Importing `kalmix.models.vision` imports this module if `timm` is installed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ default_cfgs: dict[str, Any] = generate_default_cfgs(
 
 @register_model
 def gkavision_tiny(pretrained: bool = False, **options: Any) -> VisionModel:
-    """GKAVision-T; `options` are those of `VisionModel`. There are no pretrained weights."""
+    """Build GKAVision-T. There are no pretrained weights.
+
+    Args:
+        pretrained: must be false.
+        options: of `VisionModel`.
+    """
     maps = {"out_indices": (0, 1, 2, 3), "flatten_sequential": True}
     return build_model_with_cfg(VisionModel, "gkavision_tiny", pretrained, feature_cfg=maps, **options)

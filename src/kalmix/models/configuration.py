@@ -1,0 +1,134 @@
+"""Configuration of the models for transformers."""
+
+from __future__ import annotations
+
+from dataclasses import field, fields
+from inspect import get_annotations
+from pathlib import Path
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from kalmix.files import FORMAT, check_format
+from kalmix.models.blocks import layer_specs, layers_to_json
+from kalmix.models.cache import LAYER_TYPE
+from kalmix.models.causal_lm import PROPAGATIONS
+from kalmix.validation import check_choice, check_positive_int, check_types
+
+LOSSES = ("cross-entropy", "marginal")
+REMOTE_MODULE = "modeling_kalmix"
+REMOTE_CODE = "from kalmix.models import KalmixConfig, KalmixForCausalLM  # noqa: F401\n"
+
+
+@strict  # makes transformers call our `validate_layer_type`
+class KalmixConfig(PreTrainedConfig):
+    """Configuration of a `KalmixForCausalLM`.
+
+    Args:
+        vocab_size: number of tokens.
+        hidden_size: width D of the residual stream.
+        layers: one entry per block: a layer's name ("kla", "attention"), or a mapping of its options, such as
+            `{"mixer": "attention", "heads": 4}`. The key `"mlp"` sets the hidden width of the block's MLP, 0 for none.
+            `["attention"] * 12` is a GPT, `["kla"] * 12` a KLA model, and `["attention"] * 11 + ["kla"]` the hybrid of
+            the paper. Options that are a `Design`, a ridge or a solver are stored as mappings.
+        tie_word_embeddings: share the embedding's weight with the head.
+        norm_eps: epsilon of all norms outside the mixers.
+        propagate: read-out that blocks pass on in training: "mean", or one "sample" of the posterior (section 5.5 of
+            Kalman Linear Attention). The last block always passes on the mean.
+        loss: "cross-entropy" of the posterior mean, or "marginal" likelihood under the posterior of the last layer
+            (equations 24 and 25), which must have one.
+        loss_samples: Monte Carlo samples of the marginal likelihood.
+        loss_chunk_size: samples decoded together; memory grows with it, the result does not depend on it.
+        use_cache: return a cache in evaluation mode if there are no labels. `forward(use_cache=...)` overrides it.
+        format: format version of config.json and of the weights beside it.
+        pad_token_id: id of the padding token.
+        bos_token_id: id of the token that begins a text.
+        eos_token_id: id, or ids, of the tokens that end a text.
+
+    Raises:
+        ArgumentError: a layer, an option, `loss` or `propagate` is unknown; a value has the wrong type or is not
+            positive.
+        FormatError: `format` is newer than this version of kalmix.
+
+    Example:
+        >>> from kalmix.models import KalmixConfig
+        >>> config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla", {"mixer": "attention", "heads": 4}])
+        >>> config.num_hidden_layers
+        2
+        >>> KalmixConfig(layers=["klaa"])
+        Traceback (most recent call last):
+            ...
+        kalmix.errors.ArgumentError: ...
+    """
+
+    model_type = "kalmix"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "beliefs"]
+
+    vocab_size: int = 32768
+    hidden_size: int = 512
+    layers: list[Any] = field(default_factory=lambda: ["kla"] * 12)
+    tie_word_embeddings: bool = False
+    norm_eps: float = 1e-6
+    propagate: str = "mean"
+    loss: str = "cross-entropy"
+    loss_samples: int = 10
+    loss_chunk_size: int = 1
+    use_cache: bool = True
+    format: int = FORMAT
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        hints = get_annotations(KalmixConfig, eval_str=True)
+        check_types(hints, {name: getattr(self, name) for name in CONFIG_FIELDS if name != "layers"})
+        check_format({"format": self.format}, Path("config.json"))
+        self.format = FORMAT
+        layer_specs(self.layers, self.hidden_size)
+        self.layers = layers_to_json(self.layers)
+        check_choice("loss", self.loss, LOSSES)
+        check_choice("propagate", self.propagate, PROPAGATIONS)
+        for name in ("vocab_size", "loss_samples", "loss_chunk_size"):
+            check_positive_int(name, getattr(self, name))
+        super().__post_init__(**kwargs)
+        self.auto_map: dict[str, str] = {
+            "AutoConfig": f"{REMOTE_MODULE}.KalmixConfig",
+            "AutoModelForCausalLM": f"{REMOTE_MODULE}.KalmixForCausalLM",
+        }
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Number of blocks."""
+        return len(self.layers)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Kind of cache layer of each block, from which `DynamicCache(config=...)` builds it."""
+        return [LAYER_TYPE] * len(self.layers)
+
+    def validate_layer_type(self) -> None:
+        """Do nothing: `__post_init__` checks the layers, and their kind of cache is not one of transformers."""
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Write config.json, and a module with which `AutoModelForCausalLM` finds kalmix in a process that has not
+        imported it.
+
+        Args:
+            save_directory: folder to write to; created if missing.
+            push_to_hub: upload the folder to the Hugging Face Hub.
+            kwargs: passed to transformers.
+        """
+        path = Path(save_directory)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"{REMOTE_MODULE}.py").write_text(REMOTE_CODE, encoding="utf-8")
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: a checkpoint refers to the installed kalmix and must not contain a copy of this file."""
+
+
+CONFIG_FIELDS = tuple(x.name for x in fields(KalmixConfig) if x.name in KalmixConfig.__annotations__)
+# Keys that transformers may add to config.json.
+INHERITED_KEYS = {*PreTrainedConfig().to_dict(), "auto_map", "torch_dtype", "_commit_hash", "attn_implementation"}
