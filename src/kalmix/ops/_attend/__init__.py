@@ -1,4 +1,4 @@
-"""The op `attend`: attention to a history, each token weighed by what its lag makes of it."""
+"""The op `attend`: Adaptive Filter Attention."""
 
 from kalmix.ops._attend.api import Weight as Weight
 from kalmix.ops._attend.api import attend as attend

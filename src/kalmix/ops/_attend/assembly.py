@@ -1,8 +1,8 @@
-"""An adaptive filter from its parts: tokens are laid out in lanes, turned back to where nothing turns, and averaged.
+"""Common parts of the torch kernels of `attend`: layout, rotation of tokens to time 0, and treatment of NaN.
 
-Isolation: 0 times NaN is NaN, so a token that is not finite would reach, through products of tiles, queries that do not
-see it. So such tokens are set to 0 before all else, and queries that see one, or are one, read NaN. The gradient of
-what they read reaches nothing.
+After the rotation by exp(-i w t), a pair of tokens depends on time through its lag only by decay. In products of tiles,
+0 times NaN is NaN, so a token that is not finite would affect queries that do not attend to it. Such tokens are set to
+0 first, and queries that attend to one, or are one, return NaN. No gradient flows back from their outputs.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kalmix.ops._attend.signals import AttendSignals
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
-# (lanes, signals, variance) -> what was read, `[L, T, H, V]`, and its variance if asked for, `[L, T, H, 1]` or one a
-# column of a value head; v of the lanes is `[L, S, H, V]`, the value heads of a key head side by side. The gradient of
-# frequencies is the core's: see `owed`.
+# (layout, signals, variance) -> output `[R, T, H, V]`, and its variance `[R, T, H, 1]` (or one per column of a value
+# head) if requested. The v of the layout is `[R, S, H, V]`, with the value heads of a key head concatenated.
+# Frequencies are detached here: the function adds their gradient, see `frequency_grad_carrier`.
 AttendFn = Callable[[KVLayout, AttendSignals, bool], tuple[Tensor, Tensor | None]]
 
 
 def attend_with(
     attend: AttendFn, signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool
 ) -> Filtered:
-    """`attend` as its kernels have it, given what attends where states only decay."""
+    """Filter with a function that computes attention between rotated tokens."""
     q, k, v, times, key_dynamics, value_dynamics, weighting = signals
     layout, nan_queries = _zero_nonfinite_tokens(
         make_layout(q, k, v, times, belief, segments, weighting.window), score_config(value_dynamics, weighting)
@@ -59,7 +59,7 @@ def attend_with(
 
 
 def _zero_nonfinite_tokens(layout: KVLayout, config: ScoreConfig) -> tuple[KVLayout, Tensor]:
-    """Set tokens whose squares are not finite to 0; return also which queries see or are one, `[L, T, 1, 1]`."""
+    """Set tokens whose squared norm is not finite to 0; also return which queries are or see one, `[R, T, 1, 1]`."""
     finite_queries = _squared_norms(layout.q).isfinite()
     finite_keys = (_squared_norms(layout.k) + _squared_norms(layout.v) + 0 * layout.times).isfinite()
     q, k, v = (
@@ -72,5 +72,5 @@ def _zero_nonfinite_tokens(layout: KVLayout, config: ScoreConfig) -> tuple[KVLay
 
 
 def _squared_norms(x: Tensor) -> Tensor:
-    """The square of each token, `[L, T]`."""
+    """Return the squared norm of each token over its heads, `[R, T]`."""
     return x.detach().square().sum((2, 3))

@@ -1,4 +1,4 @@
-"""How the Triton kernels of `attend` cut time and values, and what they keep of a token."""
+"""Block sizes of the Triton kernels of `attend`, and the number of values they precompute per token."""
 
 import torch
 
@@ -6,16 +6,16 @@ MAX_SLICE_WIDTH = {torch.bfloat16: 256, torch.float32: 128}
 
 
 def block_size(slots: int) -> int:
-    """Tokens of a block, of which tiles are parts."""
+    """Return the number of tokens of a block, a multiple of every tile size."""
     return 16 if slots <= 64 else 128
 
 
 def split_value_width(width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Into how many strips, and how wide ones, values are cut for one program to take one."""
+    """Return into how many column slices values are split, one per GPU program, and the width of a slice."""
     slices = -(-width // MAX_SLICE_WIDTH[dtype])
     return slices, -(-width // slices)
 
 
 def num_token_features(shared_dynamics: bool) -> int:
-    """Numbers a token: its size, a lag and four more of that; where values have their own dynamics, four of theirs."""
+    """Return the number of precomputed values per token: norm, lag, and four functions of the lag for each dynamics."""
     return 6 if shared_dynamics else 10

@@ -1,7 +1,7 @@
-"""`attend` in tiles of queries and keys: torch only, and nothing is kept of a pair.
+"""Chunked kernel of `attend`: tiles of queries and keys in PyTorch operations, with memory O(S + T).
 
-A softmax whose sum is carried from tile to tile, as in flash attention, beside a sum of values that decay; a third
-adds up precisions. Backwards, tiles are computed again. Memory O(T).
+The forward pass is an online softmax, as in flash attention, with two more accumulators: values times their decay, and
+precisions. The backward pass recomputes the tiles.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kalmix.ops._shared.custom_op import custom_op, register_backward
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
-QUERY_TILE = 64  # of a tile
+QUERY_TILE = 64  # queries of a tile
 
 
 def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool) -> Filtered:
-    """Adaptive Filter Attention with a backward of its own. See `kalmix.ops.attend`."""
+    """Compute `kalmix.ops.attend` in tiles, with a backward pass written by hand."""
     return attend_with(_attend_tiles, signals, belief, segments, variance)
 
 
@@ -47,7 +47,7 @@ def _attend_tiles(layout: KVLayout, signals: AttendSignals, variance: bool) -> t
 
 
 class _TileInputs(NamedTuple):
-    """What tiles are cut from: `[L, H, T or S, *]`, times and ranks `[L, S]`."""
+    """Inputs of all tiles: q `[R, H, T, K]`, k `[R, H, S, K]`, v `[R, H, S, V]`, times and ranks `[R, S]`."""
 
     q: Tensor
     k: Tensor
@@ -65,10 +65,11 @@ class _TileInputs(NamedTuple):
         return cls(q, k, v, times, rank, HeadParams.of(head_params), config)
 
     def query_tiles(self) -> Iterator[slice]:
+        """Return the slices of queries."""
         return (slice(i, min(i + QUERY_TILE, self.q.shape[2])) for i in range(0, self.q.shape[2], QUERY_TILE))
 
     def key_tiles(self, queries: slice) -> Iterator[tuple[slice, Tensor]]:
-        """Tiles of keys, and where queries do not see them; where looking is free, none that they see nothing of."""
+        """Yield slices of keys and their masks (true where masked); on the CPU, skip tiles without visible keys."""
         start, stop = self.config.slot_range(queries, self.q.shape[2], self.k.shape[2])
         query_slots = self._query_slots(queries)
         max_elements = batching.MAX_ENTRIES_CPU if self.q.device.type == "cpu" else batching.MAX_ENTRIES_GPU
@@ -80,32 +81,34 @@ class _TileInputs(NamedTuple):
                 yield keys, ~visible
 
     def scores(self, queries: slice, keys: slice) -> Scores:
-        """The scores of a tile."""
+        """Compute the scores of a tile."""
         q, k = self.q[:, :, queries], self.k[:, :, keys]
         lag = (self.times[:, self._query_slots(queries), None] - self.times[:, None, keys]).to(q.dtype)[:, None]
         squared_norms = q.square().sum(-1)[..., None], k.square().sum(-1)[..., None, :]
         return Scores.of(self.params, self.config, lag, q @ k.mT, *squared_norms)
 
     def scores_of_pairs(self, key: Tensor, slot: Tensor) -> Scores:
-        """The scores of all queries against one key each, `[L, H, T, 1]`, given it and its slot `[L, H, T]`."""
+        """Compute the score of each query against one key, `[R, H, T, 1]`, given the key and its slot `[R, H, T]`."""
         time = self.times[:, None].expand(-1, slot.shape[1], -1)
         lag = (time[:, :, -slot.shape[2] :] - time.gather(2, slot)).to(self.q.dtype)[..., None]
         squared_norms = (x.square().sum(-1, keepdim=True) for x in (self.q, key))
         return Scores.of(self.params, self.config, lag, (self.q * key).sum(-1, keepdim=True), *squared_norms)
 
     def _query_slots(self, queries: slice) -> slice:
-        """The slots of queries."""
+        """Return the slots of queries."""
         past_length = self.k.shape[2] - self.q.shape[2]
         return slice(past_length + queries.start, past_length + queries.stop)
 
 
 class _SumCorrection(NamedTuple):
-    """Rest by which the score gradients of each query miss a sum of 0, and its heaviest key: `[L, H, T]`.
+    """Correction of score gradients so that they sum to 0 for each query, `[R, H, T]`.
+
+    The sum is 0 in exact arithmetic. The rounding error of the sum is subtracted at the key with the largest weight.
 
     Attributes:
-        lack: minus the sum so far.
-        max_log_weight: the logarithm of the greatest weight so far.
-        slot: where its key is.
+        deficit: minus the sum over the tiles so far.
+        max_log_weight: logarithm of the largest weight so far.
+        max_slot: slot of its key.
     """
 
     deficit: Tensor
@@ -118,7 +121,7 @@ class _SumCorrection(NamedTuple):
         return cls(deficit, torch.full_like(deficit, torch.finfo(deficit.dtype).min), deficit.long())
 
     def add(self, queries: slice, keys: slice, grad_score: Tensor, log_weight: Tensor) -> None:
-        """Add a tile."""
+        """Add the score gradients of a tile."""
         deficit, max_log_weight, max_slot = (x[:, :, queries] for x in self)
         deficit -= grad_score.sum(-1)
         tile_max, index_in_tile = log_weight.max(-1)
@@ -126,7 +129,7 @@ class _SumCorrection(NamedTuple):
         torch.maximum(max_log_weight, tile_max, out=max_log_weight)
 
     def vjp(self, inputs: _TileInputs, key_frequency: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k, numbers and frequencies of keys through what is lacking."""
+        """Return the gradients of q, k, parameters and frequencies of keys that the correction adds."""
         index = self.max_slot[..., None].expand(-1, -1, -1, inputs.k.shape[3])
         query, key = inputs.q, inputs.k.gather(2, index)
         scores, deficit = inputs.scores_of_pairs(key, self.max_slot), self.deficit[..., None]
@@ -153,9 +156,14 @@ def _forward(
     window: int,
     variance: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is read `[L, T, H, V]`, log of the sum of weights and log of the precision, `[L, T, H]`, or `[0]`.
+    """Compute attention between rotated tokens.
 
-    All has turned already: the frequencies, of keys `[H, C]` and of values `[H, D]`, are here for their gradients.
+    The frequencies of keys `[H, C]` and of values `[H, D]` are unused. They are inputs because the backward pass
+    returns their gradients.
+
+    Returns:
+        The output `[R, T, H, V]`, the logarithm of the sum of weights `[R, T, H]`, and the logarithm of the total
+        precision, `[R, T, H]` if requested, else `[0]`.
     """
     inputs = _TileInputs.of(q, k, v, times, rank, head_params, ScoreConfig(shared_dynamics, rational, causal, window))
     outputs, log_weight_sums, log_precisions = [], [], []
@@ -221,12 +229,14 @@ def _backward(
     window: int,
     variance: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, numbers and frequencies.
+    """Compute the gradients of q, k, v, parameters and frequencies.
 
-    An upstream gradient that is not finite reaches its own query and the frequencies of values, which become NaN.
+    A query whose upstream gradient is not finite gets a NaN gradient, and so do the frequencies of values; nothing else
+    is affected.
 
-    Gradients of a query's scores add up to 0. Where one key has nearly all of the weight, its own is what rounding
-    leaves of a difference, and large derivatives may multiply it: so what the sum lacks goes to the heavy keys.
+    The gradients of a query's scores sum to 0. If one key has nearly all of the weight, its score gradient is a
+    difference that cancels up to rounding, and large derivatives may multiply it. So the rounding error of the sum is
+    subtracted: in proportion to the weights if the query has one tile of keys, else from the heaviest key.
     """
     inputs = _TileInputs.of(q, k, v, times, rank, head_params, ScoreConfig(shared_dynamics, rational, causal, window))
     nonfinite = ~grad_output.isfinite().all(-1) | (~grad_log_precision.isfinite() if variance else False)
@@ -285,9 +295,9 @@ def _backward(
 
 
 def _frequency_grad(x: Tensor, lagged: Tensor, frequency: Tensor) -> Tensor:
-    """The gradient of frequencies `[H, C]` through x'y, where y turns on by its lag; `late` is the sum of lag y."""
+    """Return the gradient of frequencies `[H, C]` through x'y if y rotates by frequency * lag; `lagged` is lag * y."""
     heads, channels = frequency.shape
-    x, lagged = (y.unflatten(-1, (-1, 2 * channels)) for y in (x, lagged))  # value heads of a key head apart
+    x, lagged = (y.unflatten(-1, (-1, 2 * channels)) for y in (x, lagged))  # split the value heads of a key head
     return (x * times_i(lagged)).sum((0, 2, 3)).view(heads, 2, channels).sum(1)
 
 

@@ -1,4 +1,4 @@
-"""The Triton row of `attend`: custom ops around the kernels, which are imported when they first run."""
+"""Triton kernel of `attend` as custom ops; Triton is imported when they first run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from kalmix.types import Filtered
 
 
 def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool) -> Filtered:
-    """Adaptive Filter Attention as flash attention: tensor cores, and nothing kept of a pair. See `kalmix.ops.attend`.
+    """Compute `kalmix.ops.attend` on tensor cores in the manner of flash attention, with memory O(S + T).
 
-    Products are taken in bfloat16 if the inputs are, else in float32.
+    Matrix products are in bfloat16 if the inputs are, else in float32.
     """
     q, k, v, times, keys, values, weighting = signals
-    is_plain = segments is None and belief.positions.shape[1] == 0  # rows are lanes, and queries stay as they are
-    copy_kv = is_plain and weighting.window is None and k.dtype != belief.keys.dtype  # on the way, to be the belief
+    is_plain = segments is None and belief.positions.shape[1] == 0  # rows of the layout are batch rows
+    copy_kv = (
+        is_plain and weighting.window is None and k.dtype != belief.keys.dtype
+    )  # the kernel copies k and v to the belief
     layout_k, layout_v = (k[..., :0], v[..., :0]) if copy_kv else (k, v)
     layout = make_layout(q[..., :0] if is_plain else q, layout_k, layout_v, times, belief, segments, weighting.window)
     tensors = (q, k, v) if is_plain else (layout.q, layout.k, layout.v)
@@ -63,8 +65,8 @@ def _forward(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor,
 ]:  # fmt: skip
-    """The mean `[L, T, G, V]`, log of the precision `[L, T, H]` or `[0]`, k and v in float32 or `[0]`, and what is
-    kept: see `triton.forward`."""
+    """Return the mean `[R, T, G, V]`, log precision `[R, T, H]` or `[0]`, k and v in float32 or `[0]`, and tensors for
+    the backward pass; see `triton.forward.forward`."""
     from kalmix.ops._attend.triton.forward import forward
 
     inputs, config = (
@@ -153,7 +155,10 @@ def _backward(
     variance: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in `dtype`, of frequencies and of numbers; `kept` follows the mean, and copies."""
+    """Compute the gradients of q, k and v, in `dtype`, of frequencies and of parameters.
+
+    `saved` has the outputs of `_forward` that follow mean, k and v, beginning with the log precision.
+    """
     from kalmix.ops._attend.triton.backward import backward
 
     config, frequencies = ScoreConfig(shared_dynamics, rational, causal, window), (frequency, value_frequency)

@@ -1,6 +1,6 @@
-"""What is assumed of a state between two tokens: how far it decays and turns, and how unsure it gets.
+"""Linear dynamics of a head, and functions of the lag between two tokens: rotation and accumulated noise.
 
-Functions of the lag (docs/ops/attend.md), safe where there is no decay, and their derivatives.
+The functions and their derivatives have no singularity at decay rate 0. Equations: docs/ops/attend.md.
 """
 
 from __future__ import annotations
@@ -12,19 +12,29 @@ from torch import Tensor
 
 from kalmix.validation import in_transform
 
-SERIES_LIMIT = 0.5  # below it, derivatives of kappa are summed as series
-SERIES_TERMS = 14  # of them: exact to float64 there
+SERIES_LIMIT = 0.5  # if 2 rate lag is smaller, the derivative of kappa is computed as a series
+SERIES_TERMS = 14  # of that series: enough for float64
 
 
 class Dynamics(NamedTuple):
-    """dz = (log_decay + i frequency) z dt + dw, seen through noise: one model a head.
+    """Linear stochastic model of H heads with C complex channels: dz = (log_decay + i frequency) z dt + dw.
+
+    Pass one to `kalmix.ops.attend` as `value_dynamics` if values have another model than keys.
 
     Attributes:
-        log_decay: `[H]`, natural log per unit of time, <= 0.
-        frequency: `[H, C]`, radians per unit of time, one a complex channel.
+        log_decay: `[H]`, negative decay rate, natural logarithm per unit of time, <= 0.
+        frequency: `[H, C]`, angular frequency of each channel, in radians per unit of time.
         process_noise: `[H]`, variance that diffusion adds per unit of time, >= 0.
-        key_noise: `[H]`, variance of what is pulled forward when it was seen, >= 0.
-        query_noise: `[H]`, variance of what it is compared with, >= 0; not both noises 0.
+        key_noise: `[H]`, variance of the observation noise of a key or value, >= 0.
+        query_noise: `[H]`, variance of the query, >= 0; `key_noise + query_noise` must be positive.
+
+    Example:
+        >>> from kalmix.ops import Dynamics
+        >>> heads, channels = 2, 8
+        >>> one = torch.ones(heads)
+        >>> model = Dynamics(-0.1 * one, torch.rand(heads, channels), 0.1 * one, one, one)
+        >>> model.frequency.shape
+        torch.Size([2, 8])
     """
 
     log_decay: Tensor
@@ -35,15 +45,15 @@ class Dynamics(NamedTuple):
 
 
 class Weighting(NamedTuple):
-    """How what is pulled forward is weighed.
+    """Options of the weights and of the attention mask; see `kalmix.ops.attend`.
 
     Attributes:
-        nu: `[H]`, how many variances a residual may have before its token loses half its weight.
-        temperature: `[H]`, what the score is multiplied by.
-        floor: `[H]`, added to the decay of keys.
-        rational: whether weights fall as 1 / (1 + r / nu), else as exp(-r / nu).
-        window: how many tokens a query looks at, itself included; all if `None`.
-        causal: whether it looks at no later ones.
+        nu: `[H]`, residual (over its variance) at which a rational weight is 1/2.
+        temperature: `[H]`, factor of the score.
+        floor: `[H]`, constant added to the decay of keys.
+        rational: use weights 1 / (1 + r / nu); otherwise exp(-r / nu).
+        window: number of tokens that a query attends to, itself included; all if `None`.
+        causal: mask later tokens.
     """
 
     nu: Tensor
@@ -55,7 +65,14 @@ class Weighting(NamedTuple):
 
 
 def rotate(x: Tensor, times: Tensor, frequency: Tensor, *, forward: bool) -> Tensor:
-    """Complex pairs `[L, T, H, *, 2 C]`, the first C real, turned as in `times` `[L, T]`, float64, or turned back."""
+    """Rotate complex channels by angle frequency * time, or back if not `forward`.
+
+    Args:
+        x: `[R, T, H, *, 2 C]`, C real parts, then C imaginary parts.
+        times: float64 `[R, T]`.
+        frequency: `[H, C]`.
+        forward: sign of the angle.
+    """
     heads, channels = frequency.shape
     frequency = frequency.double().view(heads, *(1,) * (x.ndim - 4), channels)
     angle = times.view(*times.shape, *(1,) * (x.ndim - 2)) * frequency
@@ -65,46 +82,61 @@ def rotate(x: Tensor, times: Tensor, frequency: Tensor, *, forward: bool) -> Ten
 
 
 def frequency_grad_carrier(frequency: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return 0 with the gradient of frequencies, `[H, 1, 2 C]`, or `None` if nothing asks for it.
+    """Return zeros `[H, 1, 2 C]` that carry the gradient of frequencies, or `None` if no gradient is required.
 
-    x + y `quarter(x)` - y^2 x / 2, with y = owed lag, is x, which has turned already, with its first and second
-    derivatives. So written, the gradient is a sum of what lags multiply. Through `turned`, back from one time and
-    forward to another, it would be the small difference of what times multiply, and drown in rounding where lags are
-    short.
+    Tokens are rotated with detached frequencies. If x is a rotated token and y = carrier * lag, then
+    x + y `times_i(x)` - y^2 x / 2 equals x and has its first and second derivatives with respect to frequency. This
+    gradient is a sum of terms multiplied by lags. The gradient through `rotate` would be a difference of terms
+    multiplied by times, which loses all digits if lags are much shorter than times.
     """
     zero = zero_with_grad(frequency)
     return None if zero is None else zero.to(dtype).repeat(1, 2)[:, None]
 
 
 def zero_with_grad(x: Tensor) -> Tensor | None:
-    """Return 0 with the derivatives of x, or `None` if nothing asks for them."""
+    """Return zeros that carry the derivatives of x, or `None` if no derivative is required."""
     return x - x.detach() if in_transform() or (torch.is_grad_enabled() and x.requires_grad) else None
 
 
 def times_i(x: Tensor) -> Tensor:
-    """Complex pairs `[..., 2 C]` times i."""
+    """Multiply complex channels `[..., 2 C]` by i."""
     real, imaginary = x.chunk(2, -1)
     return torch.cat([-imaginary, real], -1)
 
 
 def kappa(rate: Tensor, lag: Tensor) -> Tensor:
-    """What unit diffusion has grown to after a lag >= 0: (1 - exp(-2 rate lag)) / (2 rate), or the lag at rate 0."""
+    """Compute the variance that unit process noise adds over a lag: (1 - exp(-2 rate lag)) / (2 rate).
+
+    Differentiable in `rate`, including at 0, where it equals the lag. No gradient flows to `lag`.
+
+    Args:
+        rate: decay rate per unit of time, >= 0; broadcasts with `lag`.
+        lag: time, >= 0.
+
+    Returns:
+        A tensor of the broadcast shape.
+
+    Example:
+        >>> from kalmix.ops import kappa
+        >>> kappa(torch.tensor([0.0, 0.5]), torch.tensor(2.0))
+        tensor([2.0000, 0.8647])
+    """
     return (_Kappa if torch.compiler.is_compiling() else _KappaWithJvp).apply(rate, lag)
 
 
 def accumulated_noise(rate: Tensor, lag: Tensor) -> Tensor:
-    """`kappa`, without its derivative."""
+    """Compute `kappa` without a derivative."""
     y = 2 * rate * lag
     return lag * torch.where(y > 0, -torch.expm1(-y) / torch.where(y > 0, y, 1.0), 1.0)
 
 
 def accumulated_noise_slope(rate: Tensor, lag: Tensor) -> Tensor:
-    """The derivative of `kappa` for the rate, -lag^2 at rate 0."""
+    """Compute the derivative of `kappa` with respect to the rate; it is -lag^2 at rate 0."""
     y = 2 * rate * lag
     series, factorial = torch.zeros_like(y), 1.0
     small = y.clamp(max=SERIES_LIMIT)
     coefficients = []
-    for n in range(1, SERIES_TERMS + 1):  # of the derivative of (1 - e^-y) / y
+    for n in range(1, SERIES_TERMS + 1):  # coefficients of the derivative of (1 - e^-y) / y
         factorial *= n + 1
         coefficients.append((-1.0) ** n * n / factorial)
     for coefficient in reversed(coefficients):
@@ -131,7 +163,7 @@ class _Kappa(torch.autograd.Function):
 
 
 class _KappaWithJvp(_Kappa):
-    """`_Kappa` with forward-mode derivatives, which the compiler of torch 2.11 refuses to trace."""
+    """`_Kappa` with forward-mode derivatives; torch.compile in torch 2.11 cannot trace a custom `jvp`."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

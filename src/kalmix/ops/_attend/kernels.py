@@ -1,10 +1,10 @@
-"""The kernels of the op `attend`, best first.
+"""Table of the kernels of the op `attend`, in order of preference.
 
-Each module exports the same function, and none imports another:
+Each kernel is a module with the function
 
     attend(signals, belief, segments, variance) -> Filtered
 
-Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
+and imports no other kernel. The op checks the arguments first. `belief` is never `None`; its tensors may be expanded.
 """
 
 from kalmix.ops._attend import chunked, custom_op, reference

@@ -1,8 +1,9 @@
-"""Where queries and keys of a call lie: lanes, in which the queries are the last of the keys.
+"""Layout of the queries, keys and values of a call in rows of slots.
 
-A lane is a sequence: its history, and then a batch row. Sequences packed into one row share that row as their lane,
-unless they have histories: then each has a lane of its own, with a copy of the row. `rank` says in one number what a
-query sees: a token's position in its sequence, sequences `FAR` apart.
+A row has S slots of keys, and its last T slots also have queries. Without a history, a row is a batch row, and packed
+sequences share it. With a history, each sequence has a row of its own: its history, then a copy of its batch row. The
+rank of a slot encodes which keys a query attends to: it is the position in the sequence plus `RANK_STRIDE` times the
+index of the sequence.
 """
 
 from __future__ import annotations
@@ -15,20 +16,24 @@ from torch import Tensor
 from kalmix.beliefs import HistoryBelief
 from kalmix.segments import Segments
 
-RANK_STRIDE = 1 << 40  # between the ranks of two sequences
-EMPTY_RANK = -(1 << 60)  # the rank of a slot without a token: such see one another, and nothing else sees them
+RANK_STRIDE = 1 << 40  # distance between the ranks of two sequences
+EMPTY_RANK = -(1 << 60)  # rank of an empty slot; empty slots attend to each other only
 
 
 class KVLayout(NamedTuple):
-    """L lanes of S keys, the last T of which have queries.
+    """R rows of S slots, the last T of which have queries.
 
     Attributes:
-        q: `[L, T, H, K]`, k: `[L, S, H, K]` and v: `[L, S, G, V]`, in the dtype of the belief.
-        times: float64 `[L, S]`, since the earliest of the sequence.
-        rank: int64 `[L, S]`; a causal query sees keys whose rank is at most its own, by less than a window.
-        after: the belief after the call.
-        owner: the sequence of each token of the call, `[B, T]`, -1 for none; `None` where a row is a sequence.
-        copied: whether rows were copied, a lane for every sequence.
+        q: `[R, T, H, K]`, in the dtype of the belief, as `k` and `v`.
+        k: `[R, S, H, K]`.
+        v: `[R, S, G, V]`.
+        times: float64 `[R, S]`, time since the first token of the sequence.
+        rank: int64 `[R, S]`; a causal query attends to keys whose rank is at most its own and above its own minus the
+            window.
+        final_belief: belief after the call.
+        segment_ids: int64 `[B, T]`, sequence of each token of the call, -1 for none; `None` if a batch row is a
+            sequence.
+        row_per_sequence: whether batch rows were copied so that each packed sequence has a row of its own.
     """
 
     q: Tensor
@@ -41,7 +46,7 @@ class KVLayout(NamedTuple):
     row_per_sequence: bool
 
     def to_batch(self, x: Tensor) -> Tensor:
-        """What queries read, `[L, T, H, *]`, at their tokens, `[B, T, H, *]`; 0 at tokens of no sequence."""
+        """Return outputs of queries `[R, T, H, *]` at their tokens, `[B, T, H, *]`; 0 at tokens of no sequence."""
         if self.segment_ids is None:
             return x
         if self.row_per_sequence:
@@ -58,11 +63,11 @@ def make_layout(
     segments: Segments | None,
     window: int | None,
 ) -> KVLayout:
-    """The lanes of a call. Gradients reach q, k, v and the prior; no host sync; nothing is copied that may stay."""
+    """Build the layout of a call, without a host sync. Gradients flow to q, k, v and the belief."""
     dtype, device, (batch, length) = belief.keys.dtype, k.device, k.shape[:2]
     q, k, v = (x.to(dtype) for x in (q, k, v))
     has_history = belief.positions.shape[1] > 0
-    if segments is None and not has_history:  # every slot holds a token, and no lane more than a sequence
+    if segments is None and not has_history:  # every slot has a token, and a row is a sequence
         position = torch.arange(length, device=device).expand(batch, length)
         token_times = position.double() if times is None else times.detach().double()
         relative_times = token_times if times is None else token_times - token_times[:, :1]
@@ -94,7 +99,7 @@ def make_layout(
         slots, sequence = final_belief, torch.arange(final_belief.positions.shape[0], device=device)[:, None]
     occupied = slots.positions >= 0
     rank = torch.where(occupied, sequence * RANK_STRIDE + slots.positions, EMPTY_RANK)
-    if segments is not None and not row_per_sequence:  # each sequence has its own clock: a lane may hold several
+    if segments is not None and not row_per_sequence:  # a row may have several sequences, each with its first time
         first_time = token_times.gather(1, segments.rows[:, 1].long()[sequence].clamp(max=length - 1))
     else:
         first_time = torch.where(occupied & slots.times.isfinite(), slots.times, torch.inf).amin(1, keepdim=True)
@@ -106,14 +111,17 @@ def make_layout(
 
 
 def _truncate_to_window(final_belief: HistoryBelief, window: int | None) -> HistoryBelief:
-    """What a window keeps."""
+    """Return the newest `window` tokens of a belief, or all if there is no window."""
     return final_belief if window is None or final_belief.positions.shape[1] <= window else final_belief.newest(window)
 
 
 def _continue_positions(
     belief: HistoryBelief, segments: Segments | None, sequence: Tensor, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions, and times where none are given, of tokens that belong to the sequences `[B, T]`: both go on."""
+    """Return the positions and default times of tokens, continued from the belief.
+
+    `sequence` is the index of the sequence of each token, `[B, T]` or `[B, 1]`.
+    """
     positions, times = belief.positions, belief.times
     index_in_sequence = torch.arange(length, device=positions.device)
     if segments is not None:
@@ -126,7 +134,7 @@ def _continue_positions(
 
 
 def _row_per_sequence(row: HistoryBelief, segments: Segments, segment_ids: Tensor) -> HistoryBelief:
-    """To each sequence the row it lies in, with its own positions; one row serves all without copies."""
+    """Return the batch row of each sequence, with positions of its own tokens only; a single row is expanded."""
     rows, count = segments.rows[:, 0].long(), segments.count
     keys, values, times, positions, segment_ids = (
         x.expand(count, *x.shape[1:]) if x.shape[0] == 1 else x[rows] for x in (*row, segment_ids)

@@ -1,4 +1,4 @@
-"""Lower a design to `attend`."""
+"""Translation of the signals of a design to those of `attend`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from kalmix.ops._shared.lowering import Signals
 
 
 def lower(k: Tensor, v: Tensor, signals: Signals) -> Signals:
-    """Return the signals as they are: dynamics and noises are the op's own."""
+    """Return the signals unchanged: dynamics and noises of a design are those of the op."""
     return signals

@@ -1,4 +1,4 @@
-"""Problems that the laws try `attend` on."""
+"""Test problems of `attend` for the laws."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ VALUES = "value_dynamics."
 
 
 def draw_dynamics(normal: Normal, heads: int, channels: int, prefix: str = "") -> Tensors:
-    """Draw decays, frequencies and noises; `prefix` begins their names."""
+    """Draw decays, frequencies and noises, with `prefix` put before their names."""
     drawn = {"log_decay": -0.2 * normal(heads).exp(), "frequency": normal(heads, channels)}
     drawn |= {name: normal(heads).exp() for name in NOISES}
     return {prefix + name: x for name, x in drawn.items()}
 
 
 def draw_observations(normal: Normal, sequences: int, size: dict[str, int]) -> Tensors:
-    """Draw tokens whose times increase or repeat, without earlier tokens; values are as wide as keys."""
+    """Draw tokens with non-decreasing times and no history; values have the width of keys."""
     b, t, h, width = (size[x] for x in "BTHK")
     width += width % 2
     drawn = draw_tokens(normal, size | {"K": width, "V": width})
@@ -32,7 +32,7 @@ def draw_observations(normal: Normal, sequences: int, size: dict[str, int]) -> T
 
 
 def draw_history(normal: Normal, sequences: int, size: dict[str, int]) -> Tensors:
-    """Draw tokens after earlier ones, which are in slots, some of them empty."""
+    """Draw tokens and a history with some empty slots."""
     drawn, h, g = draw_observations(normal, sequences, size), size["H"], size["G"]
     width, slots = drawn["k"].shape[3], torch.tensor([[0, 1, 2, 3, 4], [-1, 0, -1, 1, 2], [-1, -1, -1, -1, -1]])
     return drawn | {
@@ -44,7 +44,7 @@ def draw_history(normal: Normal, sequences: int, size: dict[str, int]) -> Tensor
 
 
 def draw_values(normal: Normal, sequences: int, size: dict[str, int]) -> Tensors:
-    """Draw tokens after earlier ones, with values that have a width and dynamics of their own."""
+    """Draw tokens and a history; values have their own width and dynamics."""
     drawn, width = draw_history(normal, sequences, size), size["V"] + size["V"] % 2
     v, held = drawn["v"], drawn["prior.values"]
     drawn |= {"v": normal(*v.shape[:3], width), "prior.values": normal(*held.shape[:3], width)}
@@ -62,7 +62,7 @@ _HISTORY = partial(
 
 
 def _and_of_values(x: dict[str, Any]) -> dict[str, Any]:
-    """Add the same entries for the dynamics of values."""
+    """Return the entries of x, and the same entries for the dynamics of values."""
     return x | {VALUES + name: entry for name, entry in x.items()}
 
 

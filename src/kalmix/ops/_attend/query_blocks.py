@@ -1,4 +1,4 @@
-"""Some queries at a time, computed again for gradients: for forms that have no kernels of their own."""
+"""Attention over blocks of queries with recomputation in the backward pass, for forms without their own kernels."""
 
 from __future__ import annotations
 
@@ -20,9 +20,14 @@ def map_query_blocks(
     num_slots: int,
     elements_per_query: int,
 ) -> tuple[Tensor, ...]:
-    """`read(queries, keys)`, given slices of tokens and of slots, over all tokens of `like` `[L, T, ...]`.
+    """Call `attend_block` on blocks of queries and concatenate the outputs along dim 1.
 
-    `entries` is what one query has in the widest tensor that `read` makes; as many go together as there is room for.
+    Args:
+        attend_block: computes outputs from a slice of queries and a slice of slots.
+        config: mask of the scores, from which the slots of a block follow.
+        like: tensor `[R, T, ...]` with one entry per query.
+        num_slots: number of slots of keys.
+        elements_per_query: size of the largest intermediate per query; it limits the number of queries of a block.
     """
     max_elements, tokens = (
         batching.MAX_ENTRIES_CPU if like.device.type == "cpu" else batching.MAX_ENTRIES_GPU,
@@ -33,7 +38,7 @@ def map_query_blocks(
     for start in range(0, tokens, size):
         queries = slice(start, min(start + size, tokens))
         keys = slice(*config.slot_range(queries, tokens, num_slots))
-        if in_transform():  # which hooks of saved tensors do not know
+        if in_transform():  # checkpointing does not support transforms
             outputs.append(attend_block(queries, keys))
         else:
             outputs.append(checkpoint(attend_block, queries, keys, use_reentrant=False, preserve_rng_state=False))

@@ -1,4 +1,4 @@
-"""A form of the op `attend` with one noise along each token's own direction and another across it."""
+"""Radial-tangential Adaptive Filter Attention: one noise along each token's direction, another across it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`attend_radial`: one noise along each token's own direction, another across it.
+"""PyTorch implementation of `attend_radial`.
 
-Three products of tokens a pair; O(T^2 C) work; memory is that of a tile of queries.
+Three dot products per pair of tokens, so O(T (S + T) C) operations. Memory is that of a block of queries.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kalmix.types import Filtered
 
 
 def attend_radial(signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool) -> Filtered:
-    """Radial-tangential Adaptive Filter Attention. See `kalmix.ops.attend_radial`."""
+    """Compute `kalmix.ops.attend_radial`."""
     return attend_with(_attend, signals, belief, segments, variance)
 
 
 def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[Tensor, Tensor | None]:
-    """Noises, nu and temperature are `[H, 2]`: along and across."""
+    """Attend between rotated tokens; noises, nu and temperature are `[H, 2]`, along and across the direction."""
     (q, k, v, times, rank, *_), (*_, dynamics, _, weighting) = layout, signals
     config, dtype, past_length = score_config(None, weighting), q.dtype, k.shape[1] - q.shape[1]
     rate = -dynamics.log_decay.to(dtype)[:, None, None]
@@ -62,7 +62,7 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
             return x @ y.mT + lag * ((carrier * x) @ times_i(y).mT) - lag.square() / 2 * ((carrier.square() * x) @ y.mT)
 
         def squared_projection(x: Tensor) -> Tensor:
-            """What of the residual lies along x, squared."""
+            """Return the squared dot product of the residual and x."""
             return (query_factor * (x * query).sum(-1, keepdim=True) - key_factor * products(x, key)).square()
 
         squared_norms = query.square().sum(-1, keepdim=True), key.square().sum(-1)[..., None, :]
@@ -73,7 +73,7 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
         )
         radial = squared_projection(u) + squared_projection(iu)
         tangential = residual - radial
-        tangential = tangential + (tangential.clamp(min=0) - tangential).detach()  # below 0 by rounding alone
+        tangential = tangential + (tangential.clamp(min=0) - tangential).detach()  # only rounding makes it negative
         weights, variances = [], []
         for lag_variance, noise, square in zip(lag_variances, (along, across), (radial, tangential), strict=True):
             ratio = square / lag_variance.total / noise[3]
@@ -91,7 +91,7 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
         mean = magnitude * normalize(token_values[:, :, queries] + step, dim=-1)
         if not variance:
             return (mean.transpose(1, 2),)
-        radial_share = u.unflatten(-1, (2, -1)).square().sum(-2).repeat(1, 1, 1, 2)  # of each channel in the direction
+        radial_share = u.unflatten(-1, (2, -1)).square().sum(-2).repeat(1, 1, 1, 2)  # squared component of each channel
         return mean.transpose(1, 2), torch.lerp(variances[1], variances[0], radial_share).transpose(1, 2)
 
     mean, *output_variance = map_query_blocks(

@@ -1,4 +1,4 @@
-"""`attend`, written out: all queries against all keys at once, for tests and for float64. Memory O(T^2)."""
+"""Reference kernel of `attend`: all pairs of queries and keys at once, in PyTorch operations. Memory O(T (S + T))."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kalmix.types import Filtered
 
 
 def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool) -> Filtered:
-    """Adaptive Filter Attention, any autograd. See `kalmix.ops.attend`."""
+    """Compute `kalmix.ops.attend` with support for every kind of differentiation."""
     return attend_with(_attend, signals, belief, segments, variance)
 
 
@@ -43,7 +43,7 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
         frequency_grad_carrier((key_dynamics if value_dynamics is None else value_dynamics).frequency, q.dtype),
     )
     if value_carrier is not None:
-        rotated = times_i(v.unflatten(-1, (-1, value_carrier.shape[-1]))).flatten(-2)  # of each value head
+        rotated = times_i(v.unflatten(-1, (-1, value_carrier.shape[-1]))).flatten(-2)  # per value head
         value_carrier, weight_lag = (
             value_carrier.repeat(1, 1, v.shape[-1] // value_carrier.shape[-1]),
             weights.exp() * lag,

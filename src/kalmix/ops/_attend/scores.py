@@ -1,8 +1,11 @@
-"""What a query makes of keys pulled forward to it: scores, along which values are averaged, and precisions.
+"""Scores of queries against keys, and their derivatives, for tiles of any size.
 
-Elementwise in the product of query and key, their squares and the lag, so that tiles may have any size: `L` lanes, `H`
-heads, `t` queries, `s` keys. What lies ahead of a query would be pulled back, and grow; so the query is pulled forward
-to it instead, and what both sides are divided by is added to the logarithm of the variance.
+All computations are elementwise in the dot product of a query and a key, their squared norms and the lag. Shapes: R
+rows of the layout, H heads, t queries, s keys.
+
+For a key later than its query (only if not causal), the decay exp(-rate lag) exceeds 1 and could overflow. There the
+query is moved forward to the key instead: residual and variances are divided by exp(2 rate |lag|), and the logarithm of
+this divisor is added to the logarithms of variances. "Unscaled" below means before this division.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from kalmix.ops._attend.kv_layout import RANK_STRIDE
 
 
 class NoiseParams(NamedTuple):
-    """How sure one is of something after a lag: `[H, 1, 1]` each."""
+    """Decay rate and variances of the noises of each head, `[H, 1, 1]` each."""
 
     rate: Tensor
     process: Tensor
@@ -28,13 +31,13 @@ class NoiseParams(NamedTuple):
 
 
 class ScoreConfig(NamedTuple):
-    """What of a model is no number of a head.
+    """Options that do not depend on the head, and the mask that they imply.
 
     Attributes:
-        shared: whether values move as keys do.
-        rational: the kind of weight.
-        causal: whether queries see what lies ahead.
-        window: how much less than its own a rank may be to be seen.
+        shared_dynamics: values have the dynamics of keys.
+        rational: weights are rational; otherwise exponential.
+        causal: later keys are masked.
+        window: keys are masked if their rank differs from the query's by `window` or more.
     """
 
     shared_dynamics: bool
@@ -43,14 +46,14 @@ class ScoreConfig(NamedTuple):
     window: int
 
     def visible(self, query_rank: Tensor, key_rank: Tensor) -> Tensor:
-        """Which keys queries see, `[L, 1, t, s]`, given ranks `[L, t]` and `[L, s]`."""
+        """Return the mask of keys that queries attend to, `[R, 1, t, s]`, from ranks `[R, t]` and `[R, s]`."""
         rank_difference = query_rank[:, None, :, None] - key_rank[:, None, None, :]
         if not self.causal:
             return rank_difference.abs() < self.window
         return (rank_difference >= 0) & (rank_difference < self.window)
 
     def any_visible(self, query_rank: Tensor, key_rank: Tensor, marked: Tensor) -> Tensor:
-        """Which queries see one of the chosen keys, `[L, t]`, given ranks and a mask of keys `[L, s]`; O(s log s)."""
+        """Return which queries attend to a marked key, `[R, t]`; `marked` is a mask of keys `[R, s]`."""
         ranks = torch.where(marked, key_rank, torch.iinfo(torch.int64).max).sort(1).values
         last = query_rank if self.causal else query_rank + (self.window - 1)
         bounds = (x.contiguous() for x in (last, query_rank - self.window))
@@ -58,30 +61,34 @@ class ScoreConfig(NamedTuple):
         return until > before
 
     def slot_range(self, queries: slice, tokens: int, slots: int) -> tuple[int, int]:
-        """From where to where in a lane of slots, the last of them tokens with queries, some queries may see keys."""
-        past_length = slots - tokens  # may have empty slots, so that a window may reach further back
+        """Return the first slot that some of the queries may attend to, and the last one plus 1.
+
+        A row has `slots` slots, and its last `tokens` slots have queries.
+        """
+        past_length = slots - tokens  # a history may have empty slots, so a window may span more slots than tokens
         start = 0 if past_length else max(0, queries.start + 1 - self.window)
         return start, past_length + queries.stop if self.causal else slots
 
 
 def score_config(values: Dynamics | None, weighting: Weighting) -> ScoreConfig:
+    """Build the options of the scores; `values` is `None` if values have the dynamics of keys."""
     window = RANK_STRIDE // 2 if weighting.window is None else weighting.window
     return ScoreConfig(values is None, weighting.rational, weighting.causal, window)
 
 
 def stack_head_params(keys: Dynamics, values: Dynamics | None, weighting: Weighting, dtype: torch.dtype) -> Tensor:
-    """The numbers of all heads, `[11, H]`: see `Model`."""
+    """Stack the parameters of all heads in the order of `HeadParams`, `[11, H]`."""
 
     def noise(x: Dynamics) -> list[Tensor]:
         return [y.to(dtype) for y in (-x.log_decay, x.process_noise, x.key_noise, x.query_noise)]
 
-    key_params = noise(keys)  # shared by both, so that their gradients add up in `dtype`
+    key_params = noise(keys)  # one tensor for both, so that autograd adds their gradients in `dtype`
     value_params = key_params if values is None else noise(values)
     return torch.stack([*key_params, *value_params, *(x.to(dtype) for x in weighting[:3])])
 
 
 class HeadParams(NamedTuple):
-    """The numbers of heads, `[H, 1, 1]` each."""
+    """Parameters of the heads, `[H, 1, 1]` each."""
 
     keys: NoiseParams
     values: NoiseParams
@@ -97,21 +104,33 @@ class HeadParams(NamedTuple):
 
 @dataclass
 class LagVariance:
-    """Decay and variance after a lag, `[L, H, t, s]`, what is ahead divided by exp(2 rate lag).
+    """Decay and variances after a lag, `[R, H, t, s]`; for later keys divided by exp(2 rate |lag|).
 
-    For automatic differentiation that divisor is a constant. Otherwise the rate's gradient would be the difference of
-    those of the variance and of the divisor: a small one where the query noise is large.
+    Autograd treats that divisor as a constant. Otherwise the gradient of the rate would be a difference of two
+    gradients that nearly cancel if the query noise is large.
+
+    Attributes:
+        noise: parameters of the heads.
+        distance: |lag|.
+        future: mask of keys later than the query; `None` if causal.
+        future_growth: 1, which for later keys carries the derivatives of exp(rate |lag|).
+        decay: exp(-rate |lag|).
+        accumulated: variance that unit process noise adds.
+        key_weight: factor of the key noise.
+        query_weight: factor of the query noise.
+        state: variance without the query noise.
+        total: variance with the query noise.
     """
 
     noise: NoiseParams
-    distance: Tensor  # the lag, >= 0
+    distance: Tensor
     future: Tensor | None
-    future_growth: Tensor | float  # 1, ahead with the derivatives of exp(rate lag)
+    future_growth: Tensor | float
     decay: Tensor
     accumulated: Tensor
-    key_weight: Tensor | float  # what the key noise is weighed by
-    query_weight: Tensor | float  # what the query noise is weighed by
-    state: Tensor  # the variance without the query noise
+    key_weight: Tensor | float
+    query_weight: Tensor | float
+    state: Tensor
     total: Tensor
 
     @classmethod
@@ -131,7 +150,7 @@ class LagVariance:
         return cls(noise, distance, future, future_growth, decay, accumulated, key_weight, query_weight, state, total)
 
     def log(self, variance: Tensor) -> Tensor:
-        """The logarithm of `certain` or `whole`, undivided."""
+        """Return the logarithm of `state`, `total` or their sum with a residual, unscaled."""
         if self.future is None:
             return variance.log()
         return variance.log() + 2 * self.noise.rate.detach() * self.distance * self.future
@@ -142,7 +161,7 @@ class LagVariance:
         return self.noise.key + self.noise.query
 
     def relative_growth(self) -> Tensor:
-        """Return whole / start - 1."""
+        """Compute total / start - 1 without cancellation."""
         noise, accumulated = self.noise, self.accumulated
         past, future = ((noise.process - 2 * noise.rate * x) / self.start for x in (noise.key, noise.query))
         if self.future is None or not isinstance(self.future_growth, Tensor):
@@ -151,36 +170,37 @@ class LagVariance:
         return (past * accumulated).where(~self.future, (fixed + noise.key * (self.future_growth**2 - 1)) / self.start)
 
     def log_relative(self) -> Tensor:
-        """Return log(whole / start), undivided; where they are close, not as a difference, nor are its gradients."""
+        """Compute log(total / start), unscaled, and its gradients; without cancellation where the two are close."""
         growth = self.relative_growth()
         small = growth > -0.5
         log = torch.where(small, growth.clamp(min=-0.5).log1p(), self.total.log() - self.start.log())
         return log if self.future is None else log + 2 * self.noise.rate.detach() * self.distance * self.future
 
     def factors(self, floor: Tensor) -> tuple[Tensor | float, Tensor]:
-        """What a query, and what a key pulled forward to it, are multiplied by."""
+        """Return the factors of the query and of the key in the residual."""
         if self.future is None:
             return 1.0, self.decay + floor
         key_factor = (self.decay + floor).where(~self.future, self.future_growth + floor * self.decay)
         return self.decay.where(self.future, 1.0), key_factor
 
     def log_query_noise_ratio(self) -> Tensor:
-        """Return log(whole / certain), the share of the query noise, without the difference of two logarithms."""
+        """Compute log(total / state) as log1p of the ratio of query noise and state variance."""
         return (self.noise.query * self.query_weight / self.state).clamp(max=torch.finfo(self.decay.dtype).max).log1p()
 
     def noise_vjp(
         self, grad_total: Tensor, grad_state: Tensor, grad_log_decay: Tensor | float, grad_rate: Tensor | float
     ) -> Tensor:
-        """Return gradients of the noise, `[4, H]`: sums over pairs, whose terms are added up before.
+        """Return the gradients of rate, process, key and query noise, `[4, H]`, summed over pairs.
 
-        What is ahead counts here as not divided: its variance is query noise + certain / decay^2. So the rate's
-        gradient is no difference of what query noise adds to the variance and to the divisor.
+        The terms of a pair are added before the sum over pairs, because they nearly cancel. Later keys are treated as
+        unscaled: their variance is query noise + state / decay^2. So the gradient of the rate contains no difference of
+        the effects of the query noise on variance and divisor.
 
         Args:
-            to_whole: gradient of `whole`, through which the query noise acts.
-            to_sure: gradient of all but the query noise: that of `whole` plus that of `certain`.
-            to_fall: gradient of the logarithm of `decay` through residuals.
-            to_rate: gradient of the rate through anything else.
+            grad_total: gradient of `total`, which only the query noise receives.
+            grad_state: gradient that all other parameters receive: that of `total` plus that of `state`.
+            grad_log_decay: gradient of log(decay) through residuals.
+            grad_rate: gradient of the rate from elsewhere.
         """
         least = torch.finfo(self.decay.dtype).tiny
         grad_total, grad_state = grad_total.where(self.total > least, 0), grad_state.where(self.state > least, 0)
@@ -195,12 +215,12 @@ class LagVariance:
         return torch.stack([_sum_per_head(x) for x in terms])
 
     def growth_vjp(self, grad_total: Tensor) -> Tensor:
-        """Return gradients of key and query noise, `[2, H]`, where `to_whole` times `whole` adds up to 0 for a query.
+        """Return the gradients of key and query noise, `[2, H]`, if the sum of grad_total * total is 0 for each query.
 
-        So the gradient of log(start) is left out, of which next to nothing would be left over.
+        Then the gradient through log(start) is 0 up to rounding, and is omitted.
         """
         noise, least = self.noise, self.total <= torch.finfo(self.decay.dtype).tiny
-        clamped = torch.where(least, -self.total / self.start, 0) * grad_total  # no variance is less
+        clamped = torch.where(least, -self.total / self.start, 0) * grad_total  # pairs whose variance was clamped
         found = []
         for key_first in (True, False) if self.future is not None else (True,):
             own, other = (noise.key, noise.query) if key_first else (noise.query, noise.key)
@@ -215,16 +235,26 @@ class LagVariance:
 
 @dataclass
 class Scores:
-    """Queries against keys that were pulled forward, `[L, H, t, s]`.
+    """Scores of a tile of queries and keys, `[R, H, t, s]`.
 
-    The key noise is in two terms of a score that nearly cancel where it is small: the weight's and the value's
-    variance. So both terms of a pair are added up as formulas, here and backwards, and never as numbers.
+    A small key noise enters a score through two terms that nearly cancel: the logarithms of the weight and of the
+    variance of the value. So both terms are simplified analytically, in forward and backward formulas, instead of
+    added numerically.
 
     Attributes:
-        cost: log(variance of the value / weight); where values have their own dynamics, less that at lag 0.
-        doubts: -log(weight), where the two terms do not cancel.
-        score: what the softmax is taken of, minus temperature times cost.
-        log_reach: the logarithm of the decay of values.
+        params: parameters of the heads.
+        config: options and mask.
+        lag: time of the query minus time of the key, `[R, 1, t, s]`; clamped to >= 0 if causal.
+        qk: dot products.
+        squared_norms: those of queries `[R, H, t, 1]` and keys `[R, H, 1, s]`.
+        key_var: decay and variances by the dynamics of keys.
+        value_var: decay and variances by the dynamics of values.
+        factors: factors of queries and keys in the residual.
+        residual: squared norm of the residual.
+        cost: log(variance of the value / weight); relative to its value at lag 0 if values have their own dynamics.
+        neg_log_weight: -log(weight); `None` if weights are rational and dynamics shared.
+        score: input of the softmax, -temperature * cost.
+        log_value_decay: logarithm of the decay of values.
     """
 
     params: HeadParams
@@ -245,10 +275,7 @@ class Scores:
     def of(
         cls, params: HeadParams, config: ScoreConfig, lag: Tensor, qk: Tensor, query_norm: Tensor, key_norm: Tensor
     ) -> Scores:
-        """Scores of queries `[L, H, t, 1]` and keys `[L, H, 1, s]`, given as their squares, and `gram`, their products.
-
-        `lag` is `[L, 1, t, s]`, how much later queries are than keys.
-        """
+        """Compute the scores from lags, dot products and squared norms; shapes as in `Attributes`."""
         future = None if config.causal else lag < 0
         lag = lag.clamp(min=0) if config.causal else lag
         key_var = LagVariance.after(params.keys, lag.abs(), future)
@@ -256,7 +283,7 @@ class Scores:
         factors = key_var.factors(params.floor)
         query_factor, key_factor = factors
         residual = query_factor**2 * query_norm + key_factor**2 * key_norm - 2 * query_factor * key_factor * qk
-        residual = residual + (residual.clamp(min=0) - residual).detach()  # below 0 by rounding alone
+        residual = residual + (residual.clamp(min=0) - residual).detach()  # only rounding makes it negative
         squared_norms, log_value_decay = (query_norm, key_norm), -params.values.rate * lag
         neg_log_weight = None
         if config.rational and config.shared_dynamics:
@@ -272,7 +299,7 @@ class Scores:
         return cls(*inputs, *variances, factors, residual, cost, neg_log_weight, score, log_value_decay)
 
     def log_precision(self) -> Tensor:
-        """The logarithm of what a token adds to the total precision: its weight by the variance of its value."""
+        """Return the logarithm of the term of each key in the total precision, log(weight / state variance)."""
         if self.neg_log_weight is None:
             return self.value_var.log_query_noise_ratio() - self.cost
         return -self.neg_log_weight - self.value_var.log(self.value_var.state)
@@ -280,9 +307,13 @@ class Scores:
     def vjp(
         self, grad_score: Tensor, grad_log_value_decay: Tensor, grad_log_precision: Tensor | None, log_weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of `gram`, of the squares of queries and of keys, each `[L, H, t, s]`, and of numbers `[11, H]`.
+        """Compute gradients of `qk` and of the norms of queries and keys, `[R, H, t, s]`, and of parameters `[11, H]`.
 
-        `log_share` is the score less a number of the query's, finite: `to_score` adds up to 0 for each query.
+        Args:
+            grad_score: gradient of `score`; for each query its sum over keys must be 0.
+            grad_log_value_decay: gradient of `log_value_decay`.
+            grad_log_precision: gradient of `log_precision()`, or `None`.
+            log_weight: `score` minus any finite number per query, such as the logarithm of the softmax weights.
         """
         params, key_var, value_var, (query_factor, key_factor) = self.params, self.key_var, self.value_var, self.factors
         grad_softmax = grad_cost = -params.temperature * grad_score
@@ -293,7 +324,7 @@ class Scores:
         grad_residual, weight_slope = grad_cost * inverse, inverse * self.residual
         grad_factor = 2 * grad_residual * (key_factor * self.squared_norms[1] - query_factor * self.qk)
         grad_log_decay, grad_floor = key_var.decay * grad_factor, grad_factor
-        if key_var.future is not None:  # the residual, not divided either, has the factors 1 and 1 / decay + floor
+        if key_var.future is not None:  # unscaled, the factors are 1 and 1 / decay + floor
             causal = ~key_var.future
             grad_log_decay, grad_floor = (
                 grad_log_decay.where(causal, -grad_factor),
@@ -302,7 +333,9 @@ class Scores:
         grad_rate = -self.lag * grad_log_value_decay
         if value_var.future is not None and grad_log_precision is not None:
             grad_rate = grad_rate - 2 * value_var.distance * value_var.future * grad_log_precision
-        slope = params.nu * inverse if rational else (1 - weight_slope) / key_var.total  # of cost for the variance
+        slope = (
+            params.nu * inverse if rational else (1 - weight_slope) / key_var.total
+        )  # derivative of cost by the variance
         slope = slope if shared else value_var.total.reciprocal()
         grad_total = grad_state = grad_cost * slope
         if grad_log_precision is not None:
@@ -329,10 +362,10 @@ class Scores:
 
 
 def variance_from_log_precision(log_precision: Tensor) -> Tensor:
-    """exp(-log_precision), or as much as its dtype holds where weights leave next to nothing."""
+    """Return exp(-log_precision), clamped to a finite value."""
     return (-log_precision).clamp(max=math.log(torch.finfo(log_precision.dtype).max) - 1).exp()
 
 
 def _sum_per_head(x: Tensor) -> Tensor:
-    """The sum over all but heads."""
+    """Sum `[R, H, t, s]` over all dims but heads."""
     return x.sum((0, 2, 3))

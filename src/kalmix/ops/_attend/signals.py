@@ -1,4 +1,4 @@
-"""The signals of the op `attend`, and how they are weighed."""
+"""Inputs of the kernels of `attend`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from kalmix.ops._attend.dynamics import Dynamics, Weighting
 
 
 class AttendSignals(NamedTuple):
-    """Signals of B rows of T tokens, for H key heads of C complex channels and G value heads of D.
+    """Checked inputs of a kernel: B rows of T tokens, H key heads with C and G value heads with D complex channels.
 
     Attributes:
-        q, k: `[B, T, H, 2 C]`.
-        v: `[B, T, G, 2 D]`.
-        times: `[B, T]`; one unit a token if `None`.
-        keys: dynamics of keys, `[H]` and `[H, C]`.
-        values: dynamics of values, `[H]` and `[H, D]`; those of keys if `None`.
-        weighing: how tokens are weighed.
+        q: queries, `[B, T, H, 2 C]`.
+        k: keys, `[B, T, H, 2 C]`.
+        v: values, `[B, T, G, 2 D]`.
+        times: `[B, T]`; `None` for one unit of time per token.
+        key_dynamics: dynamics of keys, tensors `[H]` and `[H, C]`.
+        value_dynamics: dynamics of values, tensors `[H]` and `[H, D]`; `None` if they are those of keys.
+        weighting: options of the weights and of the mask.
     """
 
     q: Tensor

@@ -1,4 +1,4 @@
-"""The row of the op `attend`."""
+"""Specification of the op `attend`."""
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.designs.kinds import LAG, STATE
