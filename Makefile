@@ -1,12 +1,13 @@
-# The two commands are `make train` and `make test`; both set everything up on a machine with Python >= 3.11 and make.
+# `make train` installs torch and the extra `train`; all other targets install everything. Both need Python >= 3.11.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: train test test-all lint docs bench setup clean
 .DELETE_ON_ERROR:
 
-train: setup  ## train a Kalman language model on real text, on this machine; ARGS="--help" for the options
+train: $(VENV)/.train-installed  ## train a Kalman language model on real text, on this machine; ARGS="--help" for the options
 	$(BIN)/kalmix train $(ARGS)
 
 test: setup  ## run the tests, without the slow ones; ARGS="-k laws" for some
@@ -35,7 +36,7 @@ docs: $(VENV)/.docs-installed  ## build the documentation site into build/site; 
 	$(BIN)/python docs/tools/build.py $(ARGS)
 
 $(VENV)/.docs-installed: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(PIP) -e '.[docs]'
 	touch $@
 
 bench: setup  ## time every kernel on this machine and write a dated file under bench/results
@@ -44,12 +45,19 @@ bench: setup  ## time every kernel on this machine and write a dated file under 
 setup: $(VENV)/.installed
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA to a machine without a GPU.
-$(VENV)/.installed: pyproject.toml bench/pyproject.toml constraints.txt
+$(VENV)/.torch-installed: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kalmix needs Python >= 3.11; name one with PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e './bench[baselines]'
+	$(PIP) torch
 	touch $@
+
+$(VENV)/.train-installed: $(VENV)/.torch-installed pyproject.toml
+	$(PIP) -e '.[train]'
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch-installed pyproject.toml bench/pyproject.toml
+	$(PIP) -e '.[dev]' -e './bench[baselines]'
+	touch $@ $(VENV)/.train-installed
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -139,7 +139,20 @@ def test_doctor_fails_if_a_kernel_is_off(kalmix, monkeypatch: pytest.MonkeyPatch
     told = kalmix("doctor")
     assert told.status == status
     assert "chunked" in told.output
-    assert ("off" in told.output) == (status == 1)
+    assert ("failed" in told.output) == (status == 1)
+
+
+def test_doctor_prints_each_check_when_it_is_done(kalmix, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    printed = []
+
+    def checks():
+        for kernel in ("first", "second"):
+            yield _check(kernel=kernel)
+            printed.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(doctor, "check_all", checks)
+    kalmix("doctor")
+    assert "first" in printed[0] and "second" in printed[1]
 
 
 def test_the_module_is_the_command() -> None:

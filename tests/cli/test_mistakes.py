@@ -56,7 +56,7 @@ MISTAKES = [
     ("inspect {run} --text a --file {text}", "given twice"),
     ("inspect {run} --file {missing}", "does not exist"),
     ("inspect {truncated} --text a", "damaged"),
-    ("explain kalman", "one of"),
+    ("explain kalman", "such as"),
     ("practise", "practise"),
 ]
 

@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+
+from kalmix._extras import optional_imports
+
+with optional_imports():
+    from transformers import PreTrainedTokenizerFast
 
 from kalmix.analysis.layer_diagnostics import look
 from kalmix.errors import ArgumentError

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kalmix._extras import require_extra
+
 
 def run(
     model: Annotated[Path, typer.Argument(help="A folder that `kalmix train` wrote.")],
@@ -19,6 +21,7 @@ def run(
     seed: Annotated[int | None, typer.Option(help="For the same text again.")] = None,
 ) -> None:
     """Write text from a prompt, token by token as it comes."""
+    require_extra("`kalmix generate`", "hf")
     from transformers import TextStreamer, set_seed
 
     from kalmix.cli.load_run import load

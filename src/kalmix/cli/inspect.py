@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kalmix._extras import require_extra
 from kalmix.errors import ArgumentError
 
 
@@ -21,6 +22,7 @@ def run(
     """Predictive variance, write gain and surprisal of each token, as a picture and as a page."""
     if (text is None) == (file is None):
         raise ArgumentError("text", got="given twice" if text else "absent", expected="given once, by --text or --file")
+    require_extra("`kalmix inspect`", "train")
     from kalmix.analysis import html_report as page
     from kalmix.analysis.plots import beliefs
     from kalmix.analysis.text_diagnostics import read

@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from kalmix._extras import require_extra
 from kalmix.errors import ArgumentError
 from kalmix.files import disk_errors, lock_folder
 
@@ -58,6 +59,7 @@ def interruption(output: Path, console: Console) -> None:
 
 
 def _report(output: Path, console: Console) -> None:
+    require_extra("`kalmix report`", "train")
     from kalmix.cli.load_run import load_run
     from kalmix.cli.progress import stages
     from kalmix.training.evaluation import evaluate

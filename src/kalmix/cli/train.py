@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kalmix._extras import require_extra
 from kalmix.errors import ArgumentError
 from kalmix.training.recipe import DEFAULT_MINUTES, Recipe, parse_layers
 
@@ -54,6 +55,7 @@ def run(
         given |= {"text": str(Path(text).resolve()) if text and text.strip() else text, "layers": parse_layers(layers)}
         given["minutes"] = DEFAULT_MINUTES if steps is None and minutes is None else minutes
         recipe = Recipe(**given)
+    require_extra("`kalmix train`", "train")
     from transformers.utils import logging
 
     from kalmix.cli.progress import ProgressBar

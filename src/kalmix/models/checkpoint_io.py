@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from kalmix._extras import optional_imports
+
+with optional_imports():
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import read_json

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.utils import ModelOutput as TransformersOutput
+
+from kalmix._extras import optional_imports
+
+with optional_imports():
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import Cache, DynamicCache
+    from transformers.utils import ModelOutput as TransformersOutput
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.models.cache import belief_layers

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerFast
+
+from kalmix._extras import optional_imports
+
+with optional_imports():
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import read_json

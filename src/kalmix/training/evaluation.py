@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+
+from kalmix._extras import optional_imports
+
+with optional_imports():
+    from transformers import PreTrainedTokenizerFast
 
 from kalmix.files import write_text
 from kalmix.models import KalmixForCausalLM

@@ -18,17 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.data import Dataset
-from transformers import (
-    PreTrainedTokenizerFast,
-    PrinterCallback,
-    TrainerCallback,
-    set_seed,
-)
+
+from kalmix._extras import optional_imports
+
+with optional_imports():
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+    from transformers import (
+        PreTrainedTokenizerFast,
+        PrinterCallback,
+        TrainerCallback,
+        set_seed,
+    )
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import disk_errors, lock_folder, read_json, sync_tree, write_text

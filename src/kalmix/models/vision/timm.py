@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from kalmix._extras import optional_imports
+
+with optional_imports():
+    from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
 from kalmix.models.vision.model import VisionModel
 
