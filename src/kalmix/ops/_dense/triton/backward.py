@@ -1,30 +1,31 @@
-"""`dense` in Triton, backward: the adjoint of the covariance and of every token's gain.
+"""Triton backward pass of `dense`: the adjoint of the covariance, and the gradient of every token.
 
 With Q the adjoint of the covariance after a token, c its gain, s its innovation variance and F = I - c k' (so that the
-covariance after it is F Pb), the token's own gradients and the adjoint before it are
+covariance after it is F Pb), the gradients of the token and the adjoint before it are
 
     w = F' dc / s,   e = Q c,   m = c'Q c,   du = w - 2 e + m k,   ds = m - dc'c / s
     dk = ds s c + Pb du,   d obs_noise = ds,   dPb = F'Q F + sym(w k') = Q + sym(du k'),   d process_noise = tr dPb
 
-and dP = A dPb A. Over a block this is linear in Q: with W the block's own gains at its exit (what each value adds to
+and dP = A dPb A. Over a tile this is linear in Q. With W the gains of the tile at its exit (the effect of each value on
 the mean there), E = W Q and Z = E A - E W' K~ / 2 - Y,
 
     dP = A Q A - K~' Z - Z' K~
 
-where Y holds what the tokens of the block add. Only that is sequential. So there are four launches:
+where Y are the contributions of the tile's own tokens. Only this is sequential. There are four launches:
 
-1. `gather`: W and Y of every block, at once;
-2. `_retreat`: the adjoint from block to block, last to first, noting E (in the row "cuda": `cuda/backward.cu`);
-3. `pull_back`: du of every token, and what follows without the covariance, of all blocks at once;
-4. `finish`: Pb du, from the covariance that the forward pass kept at the entry of a window, all windows at once.
+1. `prepare_backward` computes W and Y of all tiles in parallel;
+2. `_backward_scan` steps the adjoint from the last tile to the first and stores E; kernel "cuda" uses
+   `cuda/backward.cu` instead;
+3. `token_vjp` computes du of every token, and the gradients that do not need the covariance, all tiles in parallel;
+4. `finish_backward` computes Pb du from the covariance stored at the entry of a chunk, all chunks in parallel.
 
-As in `triton`, `triton_blocks` or `triton_tokens` have all but the second, and long sequences are cut into stretches:
-while `_retreat` is under way in one, the gradients of the gains of the one before, by which `delta` reads values, and
-its `gather` run beside it.
+All but the second are in `scalar_decay` or `vector_decay`. Long sequences are split in time as in `forward`: while
+`_backward_scan` steps through one interval, the backward pass of `delta`, which gives the gradients of the gains, and
+`prepare_backward` of the interval before it run.
 
-A decay's gradient needs no product of Q and P: rescaling a row of the state, its key and its gain changes nothing.
-So with h = diag(Q P) after a token, diag(dPb Pb) = h + (dc c + dk k + dq q) / 2, and the gradient of its log-decay is
-twice what is left of this when the process noise's share is gone. `_retreat` notes h at the entry of every window.
+The gradient of a decay needs no product of Q and P: scaling a row of the state, its key and its gain together changes
+nothing. With h = diag(Q P) after a token, diag(dPb Pb) = h + (dc c + dk k + dq q) / 2. The gradient of its log-decay is
+twice this minus the part of the process noise. `_backward_scan` stores h at the entry of every chunk.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def _backward_scan(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
+    """Step the adjoint of the covariance of one sequence and head from the last tile to the first."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first_tile, token, count = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     TILES_PER_CHUNK: tl.constexpr = CHUNK // TILE
@@ -72,7 +74,7 @@ def _backward_scan(
     in_bounds = (i < K)[:, None] & (j < K)[None, :]
     cov_offsets = (sequence * G + head) * (K * K) + i[:, None] * K + j[None, :]
     adjoint = tl.load(grad_final_cov + cov_offsets, mask=in_bounds, other=0.0)
-    adjoint_diag = tl.sum(tl.where(i[:, None] == j[None, :], adjoint, 0.0), 1)  # the diagonal
+    adjoint_diag = tl.sum(tl.where(i[:, None] == j[None, :], adjoint, 0.0), 1)
     flat, flat_t = row[:, None] * P + j[None, :], row[None, :] * P + i[:, None]
     num_chunks = tl.cdiv(count, CHUNK)
     for reverse_index in range(num_chunks):
@@ -128,9 +130,13 @@ def backward(
     grad_final_cov: Tensor,
     cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of signals, that of log_decay of size 0 where there is none, and of the prior's mean and covariance.
+    """Launch the kernels of the backward pass.
 
-    `cuda` takes `cuda/backward.cu` in place of `_retreat`.
+    `cuda` uses `cuda/backward.cu` in place of `_backward_scan`.
+
+    Returns:
+        Gradients of q, k, v, obs_noise, process_noise, log_decay (empty if there is none) and of the prior mean and
+        covariance.
     """
     (_, length, shared, width), heads, padded = k.shape, obs_noise.shape[2], padded_width(k.shape[3])
     (gain, rounded_gain, innovation_var, saved_cov), decay_axes, variance = (
@@ -179,11 +185,11 @@ def backward(
         stage: stages.options(stage, decay_axes, padded, terms) | shape
         for stage in ("prepare_backward", "token_vjp", "finish_backward")
     }
-    if decay_axes == 2:  # decays one a key
+    if decay_axes == 2:  # one decay per key
         dk = tokens(gain.shape, **like)
         dq = tokens(gain.shape, **like) if variance else dk
     else:
-        dq, dk = grads.q, grads.k  # what they hold is added to
+        dq, dk = grads.q, grads.k  # gradients are added to those of the mean
     scan_constants = {"DECAY": decay_axes, **scan_options(padded, bf16_terms()), **shape}
     pending, scan_kernel = [], cuda_kernel("backward") if cuda else _backward_scan
     saved_by_split = saved_cov.split([chunks.num_tiles for chunks, _ in splits])
@@ -203,12 +209,8 @@ def backward(
             torch.empty(grad_final_cov.shape, **like),
         )
         tile_grid, chunk_grid = (len(keys) * heads,), (cut.num_tiles * heads,)
-        grad_cov_keys, scaled_gains, diag_flows, weighted_queries = (
-            keys,
-            exit_gains,
-            tile_terms,
-            queries,
-        )  # what they held is spent
+        grad_cov_keys, scaled_gains = keys, exit_gains  # later kernels reuse the memory of inputs no longer needed
+        diag_flows, weighted_queries = tile_terms, queries
         prepare = Launch(stages.prepare_backward, tile_grid, (
             q, k, logs, gain, innovation_var, grads.gain, keys, exit_gains, tile_terms, queries, coefficients,
             tile_decays, *sizes,

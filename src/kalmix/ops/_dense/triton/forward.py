@@ -1,25 +1,25 @@
-"""`dense` in Triton, forward: gains, read-out variance and final covariance; with the gains, the means of `delta`.
+"""Triton forward pass of `dense`: gains, read-out variances and the final covariance, then means by `delta`.
 
-The covariance does not see the values, and steps through time in blocks of 16 tokens. With P the covariance that
-enters a block, A(t, s) the decay from token s to token t and N_t the process noise gathered since the entry,
+The covariance does not depend on the values. It steps through time in tiles of 16 tokens. With P the covariance at the
+entry of a tile, A(t, s) the decay from token s to token t and N_t the process noise accumulated since the entry,
 
     C[t, s] = k~_t' P k~_s + k_t' A(t, s) N_s k_s + [t = s] r_t^2      innovation covariance, k~_t = A(t, entry) k_t
     G[s]    = A(exit, entry) P k~_s + A(exit, s) N_s k_s
     P'      = A P A + N - X' X,    X = L^-1 G,    C = L L'
 
-and only P K~' and what follows from it is sequential. So there are three launches:
+Only P k~ and its consequences are sequential. There are three launches:
 
-1. `prepare`: what the noises and decays of every block come to, at once;
-2. `_advance`: the covariance from block to block, noting P k~ of every token (in the row "cuda": `cuda/forward.cu`);
-3. `gains`: the gain and the variance of every token from these and from L^-1, of all blocks at once.
+1. `prepare` computes the noises and decays of all tiles in parallel;
+2. `_forward_scan` steps the covariance from tile to tile and stores P k~ of every token; kernel "cuda" uses
+   `cuda/forward.cu` instead;
+3. `gains` computes the gain and the read-out variance of every token from P k~ and L^-1, all tiles in parallel.
 
-`_advance` has a program for each sequence and head, so that most of a GPU is idle. So long sequences are cut into
-stretches of time: while it advances through one, the gains and means of the one before are found beside it.
+`_forward_scan` has one program per sequence and head, which leaves most of a GPU idle. Long sequences are therefore
+split in time: while it steps through one interval, gains and means of the interval before are computed.
 
-What all blocks do at once, `triton_blocks` does by products where decays are one a head, and `triton_tokens` token by
-token where they are one a key. Decays never are the exponential of a positive number. Blocks lie in windows of 64
-tokens; the backward pass starts from a covariance at the entry of each. Covariances too wide for a program's registers
-are for `triton_wide`.
+`prepare` and `gains` are in `scalar_decay` for decays per head, where they are matrix products, and in `vector_decay`
+for decays per key. No exponential of a positive number is taken. A chunk has 64 tokens; the covariance at the entry of
+each is stored for the backward pass. Covariances too wide for the registers of a program are in `wide`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def _forward_scan(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, SAVE: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
+    """Step the covariance of one sequence and head from tile to tile."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first_tile, token, count = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     TILES_PER_CHUNK: tl.constexpr = CHUNK // TILE
@@ -70,8 +71,8 @@ def _forward_scan(
     at = sequence * n_stride + head * g_stride + i[:, None] * i_stride + j[None, :] * j_stride
     state = tl.load(covariance + at, mask=in_bounds, other=0.0)
     cov_offsets, flat = i[:, None] * P + j[None, :], row[:, None] * P + j[None, :]
-    flat_t = row[None, :] * P + i[:, None]  # products have the covariance first, which then stays in registers
-    pending_noise = tl.zeros([P], tl.float32)  # process noise that is still to be added to the diagonal
+    flat_t = row[None, :] * P + i[:, None]  # the covariance is the first factor of products, so it stays in registers
+    pending_noise = tl.zeros([P], tl.float32)  # process noise not yet added to the diagonal
     for chunk in range(tl.cdiv(count, CHUNK)):
         state += tl.where(i[:, None] == j[None, :], pending_noise[:, None], 0.0)
         pending_noise = tl.zeros([P], tl.float32)
@@ -98,7 +99,7 @@ def _forward_scan(
                     cov_queries + base + flat_t, split_matmul(state, query_t, TERMS) + pending_noise[:, None] * query_t
                 )
             C += product_across_warps(key, cov_key_t, TERMS, TILE, P)
-            whitening = inverse_cholesky(C, tl.min(obs, 0), TILE)  # in place of what it comes from
+            whitening = inverse_cholesky(C, tl.min(obs, 0), TILE)  # stored in place of C
             tl.store(
                 innovation_cov + slot * (TILE * TILE) + row[:, None] * TILE + tl.arange(0, TILE)[None, :], whitening
             )
@@ -111,8 +112,14 @@ def _forward_scan(
 
 
 class SavedGains(NamedTuple):
-    """What the backward pass takes: gains `[B, T, G, K]`, in float32 and in the dtype of k, innovation variances
-    `[B, T, G]`, and covariances at the entry of windows `[windows, G, P, P]`, or none."""
+    """Tensors that the backward pass of the covariance uses.
+
+    Attributes:
+        gain: `[B, T, G, K]`, float32.
+        rounded_gain: gains in the dtype of k.
+        innovation_var: `[B, T, G]`, variance of the innovation of each token.
+        covariances: `[chunks, G, P, P]`, covariance at the entry of every chunk, or empty.
+    """
 
     gain: Tensor
     rounded_gain: Tensor
@@ -135,9 +142,21 @@ def forward(
     saved_cov: Tensor,
     cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, SavedGains, Results]:
-    """Read-out variances `[B, T, G, 1]`, final mean and covariance; what the backward pass takes; means and what theirs
-    does. Means are worked on in tiles of `size` tokens; covariances go to `kept` unless it is empty. `cuda` takes
-    `cuda/forward.cu` in place of `_advance`."""
+    """Launch the kernels of the forward pass.
+
+    Args:
+        q, k, v, obs_noise, process_noise, log_decay: signals.
+        mean, covariance: prior.
+        segments: assignment of tokens to sequences, or `None`.
+        variance: whether to compute the read-out variance.
+        size: tokens per tile of the mean.
+        saved_cov: output for covariances at the entry of chunks; empty to store none.
+        cuda: use `cuda/forward.cu` in place of `_forward_scan`.
+
+    Returns:
+        Read-out variances `[B, T, G, 1]`, final mean, final covariance, tensors for the backward pass, and results of
+        `delta` (means, and tensors for its backward pass).
+    """
     signals, decay_axes = (q, k, obs_noise, process_noise, log_decay), decay_kind(log_decay)
     splits, packed = time_splits(k, obs_noise.shape[2], size, decay_axes, segments), segments is not None
     results = blank(k, v, sum(tiles.num_tiles for _, tiles in splits), size, True, packed)
@@ -169,11 +188,15 @@ def _gains(
     saved_cov: Tensor,
     cuda: bool,
 ) -> tuple[SavedGains, Tensor, Tensor, list[Callable[[], None]]]:
-    """Gains, variances of what is read, and the last covariance, of stretches of time; the first two are there once
-    what is returned of their stretch was called."""
+    """Launch the kernels of the covariance for all time intervals.
+
+    Returns:
+        Gains, read-out variances, the final covariance, and one function per interval. Gains and variances of an
+        interval are valid after the call of its function.
+    """
     (batch, length, shared, width), heads, padded = k.shape, obs_noise.shape[2], padded_width(k.shape[3])
     like, decay_axes, packed = {"dtype": torch.float32, "device": k.device}, decay_kind(log_decay), cuts[0].packed
-    tokens = torch.zeros if packed and len(cuts) == 1 else torch.empty  # those outside every segment write nothing
+    tokens = torch.zeros if packed and len(cuts) == 1 else torch.empty  # tokens outside every segment are not written
     gain, innovation_var = tokens(batch, length, heads, width, **like), torch.empty(batch, length, heads, **like)
     rounded_gain = gain if k.dtype == torch.float32 else tokens(gain.shape, dtype=k.dtype, device=k.device)
     read_var = tokens(batch, length, heads, 1, **like) if variance else torch.empty(0, **like)

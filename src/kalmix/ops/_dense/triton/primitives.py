@@ -1,4 +1,4 @@
-"""What the Triton kernels of `dense` are made of: blocks of tokens, products in float32, a small Cholesky factor."""
+"""Building blocks of the Triton kernels of `dense`: tiles, float32 products, a small Cholesky factorisation."""
 
 from __future__ import annotations
 
@@ -22,26 +22,34 @@ from kalmix.ops._shared.triton.compile_and_launch import Launch, launch_on_side_
 from kalmix.ops._shared.triton.tiles import UNSPECIALIZED, Tiling, locate_tile, tile_interval, tile_sequences
 from kalmix.segments import Segments
 
-UNSPECIALIZED = [*UNSPECIALIZED, "block_stride", "G", "SHARE"]  # numbers that must not compile a kernel anew
+UNSPECIALIZED = [*UNSPECIALIZED, "block_stride", "G", "SHARE"]  # arguments whose value does not trigger compilation
 
 
 def decay_kind(log_decay: Tensor | None) -> int:
-    """0 for no decay, 1 for one a head, 2 for one a key."""
+    """Return the number of axes of a decay: 0 for no decay, 1 for one per head, 2 for one per key."""
     return 0 if log_decay is None else log_decay.ndim - 2
 
 
 def launch_overlapped(before: Launch, scan: Launch, after: list[Launch], exclusive: bool) -> Callable[[], None]:
-    """Run what comes before a chain, and the chain beside what the current stream has to do from then on, unless it is
-    alone; the result, once called, has the stream wait for it and runs what comes after."""
+    """Launch `before`, then the sequential kernel `scan` on a side stream, so that it overlaps with later launches.
+
+    Args:
+        before: kernel that `scan` depends on.
+        scan: sequential kernel, which occupies few multiprocessors.
+        after: kernels that depend on `scan`.
+        exclusive: launch `scan` on the current stream, if there is nothing to overlap with.
+
+    Returns:
+        A function that makes the current stream wait for `scan`, then launches `after`.
+    """
     before.run()
     if exclusive:
         scan.run()
         return partial(_run_all, after)
     wait = launch_on_side_stream(scan)
 
-    def wait_and_finish(
-        _keep_alive: tuple[Launch, Launch] = (before, scan),
-    ) -> None:  # what they work on is not given away until then
+    # The default argument keeps the tensors of the launches alive until then.
+    def wait_and_finish(_keep_alive: tuple[Launch, Launch] = (before, scan)) -> None:
         wait()
         _run_all(after)
 
@@ -49,6 +57,7 @@ def launch_overlapped(before: Launch, scan: Launch, after: list[Launch], exclusi
 
 
 def _run_all(steps: list[Launch]) -> None:
+    """Launch kernels in order."""
     for step in steps:
         step.run()
 
@@ -56,8 +65,11 @@ def _run_all(steps: list[Launch]) -> None:
 def time_splits(
     k: Tensor, heads: int, size: int, decay_axes: int, segments: Segments | None
 ) -> list[tuple[Tiling, Tiling]]:
-    """Windows of all sequences and tiles of `size` tokens: of one stretch of time after another, so that chains of the
-    next run beside what follows those of this one."""
+    """Split time in intervals, each with the chunks and the tiles of `size` tokens of all sequences.
+
+    The sequential kernel of one interval overlaps with the other kernels of the interval before it. Short or packed
+    sequences, wide keys and decays per key have a single interval.
+    """
     batch, length = k.shape[:2]
     single = segments is not None or length < MIN_SPLIT_TOKENS or batch * heads not in SPLIT_PROGRAM_COUNTS
     if single or decay_axes == 2 or k.shape[3] > MAX_PROGRAM_WIDTH:
@@ -74,7 +86,7 @@ def time_splits(
 def reduce_to_inputs(
     grads: tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor], dtypes: list[torch.dtype], key_heads: int
 ) -> list[Tensor]:
-    """Gradients a value head as those of q (empty if there is none), k and the rest: summed over groups, in dtypes."""
+    """Convert gradients per value head to those of q (empty if there is none), k and the rest, in the given dtypes."""
     grad_q, grad_k, *others = grads
 
     def sum_over_group(grad: Tensor) -> Tensor:
@@ -85,15 +97,17 @@ def reduce_to_inputs(
 
 
 def bf16_terms(output_dtype: torch.dtype = torch.float32) -> int:
-    """Of how many bfloat16 a factor is the sum, where tensor cores take them: of three to the last bit, or, of what
-    ends in half precision, of two to 16 bits."""
+    """Return the number of bfloat16 terms into which products split a float32 factor on tensor cores; 0 without.
+
+    Three terms are exact. Two terms, with 16 bits, suffice where the result is stored in half precision.
+    """
     tensor_cores = torch.version.cuda is not None and not knobs.runtime.interpret
     return 0 if not tensor_cores else 3 if output_dtype == torch.float32 else 2
 
 
 @triton.jit
 def tile_in_chunk(tile_table, index, length, tiles, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr):
-    """A block's first token in the batch (int64), and its tokens; none if its window ends before it."""
+    """Return the first token of a tile in the batch (int64), and its token count; none if the chunk ends before it."""
     first = index % (CHUNK // TILE) * TILE
     token, count = locate_tile(tile_table, index // (CHUNK // TILE), length, tiles, CHUNK, PACKED)
     return token + first, tl.minimum(count - first, TILE)
@@ -101,7 +115,7 @@ def tile_in_chunk(tile_table, index, length, tiles, TILE: tl.constexpr, CHUNK: t
 
 @triton.jit
 def split_bf16(x, TERMS: tl.constexpr):
-    """The bfloat16 that add up to a factor, if it is not one, in registers as the sums of products are."""
+    """Split a factor in bfloat16 terms whose sum it is; a bfloat16 factor is its own term."""
     if x.dtype == tl.bfloat16:
         terms = (x,)
     else:
@@ -116,9 +130,9 @@ def split_bf16(x, TERMS: tl.constexpr):
 
 @triton.jit
 def split_matmul(a, b, TERMS: tl.constexpr, c=None):
-    """a b (+ c) in float32: from bfloat16 parts, all but the least of their products, or straight.
+    """Return a b (+ c) in float32, from products of bfloat16 terms without the smallest, or directly if `TERMS` is 0.
 
-    Add it to a large number afterwards: tensor cores drop what lies below the last bit of the sum so far.
+    Add the result to a large number afterwards: tensor cores drop bits below the last bit of the sum so far.
     """
     if TERMS:
         terms_a, terms_b = split_bf16(a, TERMS), split_bf16(b, TERMS)
@@ -133,7 +147,7 @@ def split_matmul(a, b, TERMS: tl.constexpr, c=None):
 
 @triton.jit
 def product_across_warps(a, b, TERMS: tl.constexpr, TILE: tl.constexpr, P: tl.constexpr):
-    """a b of `[BLOCK, P]` and `[P, BLOCK]`, every warp summing a part of P."""
+    """Return a b of `[TILE, P]` and `[P, TILE]`; every warp sums a slice of P."""
     SLICES: tl.constexpr = P // 16
     a = tl.permute(tl.reshape(a, (TILE, SLICES, 16)), (1, 0, 2))
     partials = split_matmul(a, tl.reshape(b, (SLICES, 16, TILE)), TERMS)
@@ -142,7 +156,7 @@ def product_across_warps(a, b, TERMS: tl.constexpr, TILE: tl.constexpr, P: tl.co
 
 @triton.jit
 def decay_covariance(state, tile_decay, i, j, DECAY: tl.constexpr):
-    """A state `[keys, keys]` after a block whose decays lie at `edge`."""
+    """Apply the decays at `tile_decay` to the rows and columns of a covariance `[keys, keys]`."""
     if DECAY == 2:
         state = state * tl.load(tile_decay + i)[:, None] * tl.load(tile_decay + j)[None, :]
     elif DECAY == 1:
@@ -153,15 +167,17 @@ def decay_covariance(state, tile_decay, i, j, DECAY: tl.constexpr):
 
 @triton.jit
 def masked_sum(x, mask):
+    """Return the sum of the entries of `x` where `mask` is true."""
     return tl.sum(tl.where(mask, x, 0.0), 0)
 
 
 @triton.jit
 def invert_ldl(C, floor, TILE: tl.constexpr):
-    """U^-1 and s of C = U diag(s) U', U unit lower triangular `[BLOCK, BLOCK]`; no pivot in s lies below `floor`.
+    """Return U^-1 and s of C = U diag(s) U', with U unit lower triangular `[TILE, TILE]` and s at least `floor`.
 
-    Four rows at a time: what they do to each other takes six numbers, what they do to the rest four products. A row
-    V of the result so far is in place of what it eliminated; f says how often it is taken from the rows below.
+    Elimination proceeds four rows at a time: six numbers eliminate within the four, four outer products eliminate in
+    the rows below. Row V of U^-1 replaces the row that it eliminated; f holds the multiples subtracted from the rows
+    below.
     """
     row, column = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
     line = tl.arange(0, TILE)
@@ -208,11 +224,11 @@ def invert_ldl(C, floor, TILE: tl.constexpr):
 
 @triton.jit
 def inverse_cholesky(C, floor, TILE: tl.constexpr):
-    """L^-1 of C = L L', `[BLOCK, BLOCK]`; no pivot lies below the least noise, `floor`."""
+    """Return L^-1 of C = L L', `[TILE, TILE]`; pivots are at least `floor`, the smallest noise."""
     unit, pivots = invert_ldl(C, floor, TILE)
     return unit * (1.0 / tl.sqrt(pivots))[:, None]
 
 
 def scan_options(padded: int, terms: int) -> dict[str, int]:
-    """How a chain is compiled."""
+    """Return the launch options of a sequential kernel."""
     return {"TERMS": terms, "num_warps": 8 if padded > 64 else 4, "num_stages": 1}

@@ -1,7 +1,7 @@
-"""How programs share a covariance that is too wide for the registers of one.
+"""Partition of a covariance that is too wide for the registers of one program: blocks of rows, one program each.
 
-Each has a band of rows, `[rows, strips, COLUMNS]`: a row lies in a few threads of a warp, which have all that it is
-multiplied with, and a vector is wanted by rows (`[rows]`) and by columns (`[strips, COLUMNS]`, all with every warp).
+A program holds `[rows, groups, COLUMNS]` of the matrix; a row is in a few threads of one warp. Vectors exist in two
+layouts: by rows (`[rows]`, the program's own) and by columns (`[groups, COLUMNS]`, all of it, in every warp).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from kalmix.ops._dense.block_sizes import ROWS
 
 
 def row_blocks(padded: int) -> int:
-    """Programs that share a covariance; one in the interpreter, which knows no registers and runs them in turn."""
+    """Return the number of programs that share a covariance; 1 in the interpreter, which runs programs in sequence."""
     return 1 if knobs.runtime.interpret else padded // ROWS
 
 
 def partition_options(padded: int) -> dict[str, int]:
-    """How bands are compiled: 64 numbers a thread."""
+    """Return the constants and launch options of a kernel with row blocks; a thread holds 64 numbers."""
     return {"P": padded, "ROWS": padded // row_blocks(padded), "COLUMNS": 64, "num_warps": 8}
 
 
 def sync_buffers(states: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the programs that share one of the covariances `states` tell each other vectors, and take their seats."""
+    """Return the buffer through which programs exchange vectors, and the counter of `atomic_work_id`."""
     sequences, heads, padded, _ = states.shape
     size = 4 * padded if row_blocks(padded) > 1 else 0
     exchange = torch.zeros(sequences, heads, size, dtype=torch.int64, device=states.device)
@@ -35,10 +35,10 @@ def sync_buffers(states: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def atomic_work_id(work_counter, G, ROW_BLOCKS: tl.constexpr):
-    """Sequence (int64), head and band of a program.
+    """Return the sequence (int64), head and row block that a program processes.
 
-    Programs wait for those they share a covariance with. So they take their seats as they start, not as they are
-    numbered: whoever waits, those with seats before its own are done or running, and those it waits for come next.
+    Programs wait for the others of their covariance. Work is therefore assigned in the order in which programs start,
+    not by program id: the programs that a program waits for have started, or start next.
     """
     work_id = tl.program_id(0) * G + tl.program_id(1)
     if ROW_BLOCKS > 1:
@@ -48,10 +48,10 @@ def atomic_work_id(work_counter, G, ROW_BLOCKS: tl.constexpr):
 
 @triton.jit
 def exchange_vectors(x, y, zeros, exchange, row_block, round_index, P: tl.constexpr, ROWS: tl.constexpr):
-    """Two vectors by rows, by columns: those of all bands, from memory, each number with that of its turn.
+    """Convert two vectors from rows to columns, through global memory; each number carries the index of its round.
 
-    Who reads another's numbers of this turn has that one's word that it read the last: two places serve. Added to
-    `zero` vectors lie by columns; else their layout would be that of the rows.
+    A program that reads a number of this round has also read all numbers of the last round, so two buffers suffice.
+    Adding the vectors to `zeros` gives them the layout by columns; otherwise they would keep the layout by rows.
     """
     if ROWS < P:
         exchange += round_index % 2 * (2 * P)
@@ -74,48 +74,50 @@ def exchange_vectors(x, y, zeros, exchange, row_block, round_index, P: tl.conste
 
 @triton.jit
 def zero_columns(state, i):
-    """Two vectors of zeros by columns, which the compiler cannot know them to be."""
+    """Return two zero vectors in the layout by columns, computed so that the compiler cannot fold them to constants."""
     zeros = tl.sum(tl.where(i[:, None, None] < 0, state, 0.0), 0)
     return tl.join(zeros, zeros)
 
 
 @triton.jit
 def column_index(P: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the index of every column, `[groups, COLUMNS]`."""
     return tl.arange(0, P // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
 def load_vector(x, dim, K: tl.constexpr, valid):
-    """A vector as it is in memory; 0 where not `live`."""
+    """Load a vector in its stored dtype; 0 where `valid` is false."""
     return tl.load(x + dim, mask=(dim < K) & valid, other=0.0)
 
 
 @triton.jit
 def load_float32(x, dim, K: tl.constexpr, valid):
+    """Load a vector as float32; 0 where `valid` is false."""
     return load_vector(x, dim, K, valid).to(tl.float32)
 
 
 @triton.jit
 def matvec(state, x):
-    """`[rows]`, a band times a vector by columns."""
+    """Return the product of the program's rows and a vector by columns, `[rows]`."""
     return tl.sum(tl.sum(state * x[None, :, :], 1), 1)
 
 
 @triton.jit
 def dot(x, y):
-    """Of vectors by columns."""
+    """Return the inner product of two vectors by columns."""
     return tl.sum(tl.sum(x * y, 0), 0)
 
 
 @triton.jit
 def outer(x, y):
-    """Of a vector by rows and one by columns."""
+    """Return the outer product of a vector by rows and one by columns."""
     return x[:, None, None] * y[None, :, :]
 
 
 @triton.jit
 def decay_rows(state, row_decay, decay, DECAY: tl.constexpr):
-    """A band that decays: by one number, or by vectors by rows and by columns."""
+    """Apply decays to the program's rows: a scalar, or vectors by rows and by columns."""
     if DECAY == 2:
         state *= outer(row_decay, decay)
     elif DECAY == 1:

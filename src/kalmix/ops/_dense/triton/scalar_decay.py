@@ -1,21 +1,22 @@
-"""`dense` in Triton where decays are one a head, or none: blocks and windows of tokens at once, by products.
+"""Triton kernels of `dense` for scalar decays (one per head) or none: tiles and chunks by matrix products.
 
-Between two tokens s <= t then lies a number, D[t, s], and what the tokens of a block do to each other is a matrix. With
-c the gains, s their innovation variances and S[t, s] = D[t, s] k_t'c_s below the diagonal, the innovation covariance of
-a block is (I + S) diag(s) (I + S)' = L L'. The gains are made of what its rows leave, by L^-1.
+The decay between two tokens s <= t is a number D[t, s], so interactions of the tokens of a tile are matrices. With
+gains c, innovation variances s and S[t, s] = D[t, s] k_t'c_s below the diagonal, the innovation covariance of a tile is
+(I + S) diag(s) (I + S)' = L L'. Gains follow from L^-1.
 
-Backward, B = I - (I + S)^-1 is what k_t finds of what is left of the gain of token s. With R and O the same of q_t and
-w_t = (dc_t - (dc_t'c_t) k_t) / s_t, W what is left of the gains at the exit of the block, Q the adjoint of the
-covariance there and r the variances that were read, two gains meet in the adjoint at the later of their tokens as
+In the backward pass, B = I - (I + S)^-1 is the product of k_t with the remaining part of the gain of token s. R and O
+are the same products of q_t and of w_t = (dc_t - (dc_t'c_t) k_t) / s_t. With W the gains at the exit of the tile, Q the
+adjoint of the covariance there and r the read-out variances,
 
     M = W Q W' + (O'B + B'O) / 2 + R' diag(dr) R
 
-so that m_t = M[t, t], and with sums over the tokens t' after t, the last also over t itself,
+is the adjoint between two gains at the later of their tokens, and m_t = M[t, t]. With sums over the tokens t' after t,
+the last also over t itself,
 
     du_t = w_t - 2 A(exit, t) Q W_t + m_t k_t + sum D[t', t] ((2 M - O)[t', t] k_t' - B[t', t] w_t')
            - 2 sum D[t', t] R[t', t] dr_t' q_t'
 
-One warp has a block, some keys at a time, and four have a window.
+A program of one warp processes a tile, `KEY_BLOCK` keys at a time; a program of four warps processes a chunk.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ from kalmix.ops._shared.triton.tiles import (
     store_rows,
 )
 
-# Keys of its tokens that a program takes at a time: the fastest of 32, 64 and 128 on an H200.
+# Keys that a program processes at a time, by stage.
 KEY_BLOCKS = {"prepare": 128, "gains": 32, "prepare_backward": 64, "token_vjp": 64, "finish_backward": 128}
 
 
 def options(stage: str, decay_axes: int, padded: int, terms: int) -> dict[str, int]:
-    """How a stage is compiled."""
+    """Return the constants and launch options of a stage."""
     options_ = {"DECAY": decay_axes, "TERMS": terms, "KEY_BLOCK": min(padded, KEY_BLOCKS[stage]), "num_stages": 1}
     options_ |= {"num_warps": 4 if stage == "finish_backward" else 1}
-    return options_ | ({"maxnreg": 128} if stage == "gains" else {})  # so that a multiprocessor has 16 at once
+    return options_ | ({"maxnreg": 128} if stage == "gains" else {})  # allows 16 programs per multiprocessor
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -62,6 +63,7 @@ def prepare(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compute decays, noises and the innovation covariance of a tile that do not depend on the incoming covariance."""
     index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
@@ -100,6 +102,7 @@ def gains(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gains, innovation variances and read-out variances of a tile."""
     index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
@@ -148,6 +151,7 @@ def prepare_backward(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compute W, Y and the matrices B, O and R of a tile."""
     index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
@@ -216,7 +220,10 @@ def token_vjp(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """du; gradients of the noises, and of a log-decay the share that its token has without the covariance."""
+    """Compute du of a tile's tokens, and gradients of the noises.
+
+    Gradients of log-decays receive the part that does not depend on the covariance.
+    """
     index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
@@ -253,7 +260,7 @@ def token_vjp(
     tl.store(grad_obs + row + t * G, gain_quad - gain_dot * inverse, mask=t < count)
     key_coefficients = tl.trans(tl.where(earlier_mask(TILE), decays * (2.0 * gain_gram - direct_gains), 0.0))
     direct_coefficients = tl.trans(decays * key_gains)
-    grad_trace = tl.zeros([TILE], tl.float32)  # to the trace of the adjoint at each token, and what leaves the block
+    grad_trace = tl.zeros([TILE], tl.float32)  # trace of the adjoint at each token
     trace = tl.zeros([1], tl.float32)
     for start in range(0, P, KEY_BLOCK):
         dim = start + tl.arange(0, KEY_BLOCK)
@@ -286,7 +293,7 @@ def _apply_covariance(
     vectors_at, count, state, gains, G, K: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, TERMS: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Vectors of a window's tokens, which lie at `x`, times a covariance and, `[t, s]`, times gains."""
+    """Return vectors of a chunk's tokens times a covariance, and times gains, `[t, s]`."""
     t, j = tl.arange(0, SIZE), tl.arange(0, P)
     products = tl.zeros([SIZE, P], tl.float32)
     gain_products = tl.zeros([SIZE, SIZE], tl.float32)
@@ -300,6 +307,7 @@ def _apply_covariance(
 
 @triton.jit
 def add_rows(base, stride, count, column, x, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """Add rows to those in memory."""
     previous = load_rows(base, stride, count, column, WIDTH, SIZE).to(tl.float32)
     store_rows(base, stride, count, column, previous + x, WIDTH, SIZE)
 
@@ -311,7 +319,7 @@ def finish_backward(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a window's tokens find in the covariance at its entry, less what earlier ones took, comes to dk, dq."""
+    """Add Pb du to dk and Pb q to dq of a chunk's tokens, with Pb from the covariance at the entry of the chunk."""
     chunk, head, _unused = locate_program(G, 1)
     chunk = chunk.to(tl.int64)
     token, count = locate_tile(tile_table, chunk, length, tiles, CHUNK, PACKED)

@@ -1,4 +1,4 @@
-"""Decays, masks and inverses of one tile of tokens with scalar decays: device functions of `scalar_decay`."""
+"""Decays, masks and inverses of a tile with scalar decays: device functions of `scalar_decay`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kalmix.ops._shared.triton.tiles import num_levels
 
 @triton.jit
 def cumulative_log_decay(log_decay, token, count, head, G, SIZE: tl.constexpr, DECAY: tl.constexpr):
-    """Log-decay from a tile's entry to after each token, and over all of it, float64."""
+    """Return the log-decay from the entry of a tile to after each token, and over the whole tile, in float64."""
     if DECAY:
         cumulative, total = log_decay_from_start(log_decay, token, count, head, G, SIZE)
     else:
@@ -23,37 +23,39 @@ def cumulative_log_decay(log_decay, token, count, head, G, SIZE: tl.constexpr, D
 
 @triton.jit
 def exp_float32(logs):
+    """Return the exponential in float32."""
     return tl.exp(logs.to(tl.float32))
 
 
 @triton.jit
 def diagonal_mask(SIZE: tl.constexpr):
-    """`[t, s]`, whether they are one token."""
+    """Return the mask `[t, s]` of t = s."""
     t = tl.arange(0, SIZE)
     return t[:, None] == t[None, :]
 
 
 @triton.jit
 def earlier_mask(SIZE: tl.constexpr):
-    """`[t, s]`, whether s comes before t."""
+    """Return the mask `[t, s]` of s < t."""
     t = tl.arange(0, SIZE)
     return t[:, None] > t[None, :]
 
 
 @triton.jit
 def diagonal(M, SIZE: tl.constexpr):
+    """Return the diagonal of a square matrix."""
     return tl.sum(tl.where(diagonal_mask(SIZE), M, 0.0), 1)
 
 
 @triton.jit
 def accumulated_noise(decays, noise):
-    """Process noise from a tile's entry to after each token."""
+    """Return the process noise from the entry of a tile to after each token."""
     return tl.sum(decays * decays * noise[None, :], 1)
 
 
 @triton.jit
 def shared_noise(log_entry_decay, decays, accumulated, SIZE: tl.constexpr):
-    """`[t, s]`, the process noise that two tokens both met, as it comes to the later."""
+    """Return the process noise common to tokens t and s, decayed to the later of them, `[t, s]`."""
     t = tl.arange(0, SIZE)
     upper = pairwise_decay_transposed(log_entry_decay, SIZE) * accumulated[:, None]
     return tl.where(t[:, None] < t[None, :], upper, decays * accumulated[None, :])
@@ -61,9 +63,9 @@ def shared_noise(log_entry_decay, decays, accumulated, SIZE: tl.constexpr):
 
 @triton.jit
 def one_minus_inverse(S, SIZE: tl.constexpr, TERMS: tl.constexpr):
-    """I - (I + S)^-1 of what is below the diagonal of S: inverses of blocks of two from those of their halves."""
+    """Return I - (I + S)^-1 for the part of S below the diagonal, by block inversion with doubling block sizes."""
     t, s = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    level_bits = tl.where(t > s, t ^ s, 0)  # halves of a block of 2 h meet where h is its highest bit
+    level_bits = tl.where(t > s, t ^ s, 0)  # its highest bit is half the size of the block that separates t and s
     inverse = tl.where(t == s, 1.0, tl.where(level_bits == 1, -S, 0.0))
     for level in tl.static_range(1, num_levels(SIZE)):
         off_diagonal = tl.where(level_bits >> level == 1, S, 0.0)

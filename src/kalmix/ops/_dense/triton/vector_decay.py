@@ -1,7 +1,7 @@
-"""`dense` in Triton where decays are one a key: blocks token by token, each decaying what those before it left.
+"""Triton kernels of `dense` for vector decays (one per key): a tile is processed token by token.
 
-What `triton_blocks` does by products would take one a level of halves here, with as many decays as keys. Products are
-left where whole blocks meet: with the covariance, and at their exits.
+The products of `scalar_decay` would need one product per level of halves, with as many decays as keys. Only products
+with whole tiles remain: with the covariance, and at the exit of a tile. The stages are those of `scalar_decay`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kalmix.ops._shared.triton.tiles import locate_program, locate_tile
 
 
 def options(stage: str, decay_axes: int, padded: int, terms: int) -> dict[str, int]:
-    """How a stage is compiled; a covariance steps through the windows of the last."""
+    """Return the constants and launch options of a stage; `finish_backward` steps a covariance through a chunk."""
     if stage == "finish_backward":
         return scan_options(padded, 3 if terms else 0)
     return {"num_warps": max(1, padded // 128)} | ({"TERMS": terms} if stage == "prepare_backward" else {})
@@ -28,7 +28,7 @@ def options(stage: str, decay_axes: int, padded: int, terms: int) -> dict[str, i
 
 @triton.jit
 def _load_decay(log_decay, position, dim, K: tl.constexpr):
-    """Decays of one token, `[P]`."""
+    """Load the decays of one token, `[P]`."""
     return tl.exp(tl.load(log_decay + position * K + dim, mask=dim < K, other=0.0).to(tl.float32))
 
 
@@ -39,6 +39,7 @@ def prepare(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr,
 ):  # fmt: skip
+    """Compute decays, noises and the innovation covariance of a tile that do not depend on the incoming covariance."""
     index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
@@ -53,7 +54,7 @@ def prepare(
     entry_decay = tl.full([P], 1.0, tl.float32)
     noise = tl.zeros([P], tl.float32)
     decayed_noise = tl.zeros([TILE, P], tl.float32)
-    column, padding = tl.arange(0, TILE)[None, :], row[:, None] >= count  # tokens there are none of say nothing
+    column, padding = tl.arange(0, TILE)[None, :], row[:, None] >= count  # missing tokens have no effect
     identity = (row[:, None] == column).to(tl.float32)
     tl.store(innovation_cov + row[:, None] * TILE + column, identity, mask=padding | (column >= count))
     tl.store(keys + row[:, None] * P, decayed_noise, mask=padding & (dim >= 0)[None, :])
@@ -87,6 +88,7 @@ def gains(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gains, innovation variances and read-out variances of a tile."""
     index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     dim, row = tl.arange(0, P), tl.arange(0, TILE)
@@ -97,7 +99,7 @@ def gains(
     cov_queries += slot * (TILE * P) + dim
     entry_decay = tl.full([P], 1.0, tl.float32)
     noise = tl.zeros([P], tl.float32)
-    decayed_gains = tl.zeros([TILE, P], tl.float32)  # the gain of every token so far, decayed
+    decayed_gains = tl.zeros([TILE, P], tl.float32)  # decayed gains of earlier tokens
     variances = tl.zeros([TILE], tl.float32)
     for t in range(count):
         position = (token + t) * G + head
@@ -132,6 +134,7 @@ def prepare_backward(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
+    """Compute W, Y and the coefficients of key, gradient and query with earlier gains of a tile."""
     index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
@@ -147,7 +150,7 @@ def prepare_backward(
     for index_ in tl.static_range(3):
         tl.store(coefficients + index_ * TILE * TILE + square, zeros, mask=padding_rows)
     entry_decay = tl.full([P], 1.0, tl.float32)
-    decayed_gains = tl.zeros([TILE, P], tl.float32)  # what is left of the gain of every token so far
+    decayed_gains = tl.zeros([TILE, P], tl.float32)  # remaining parts of the gains of earlier tokens
     padding = padding_rows & (dim >= 0)[None, :]
     tl.store(keys + flat, decayed_gains, mask=padding)
     tl.store(tile_terms + flat, decayed_gains, mask=padding)
@@ -180,7 +183,7 @@ def prepare_backward(
             tl.store(queries + dest, entry_decay * query)
     tl.store(exit_gains + flat, decayed_gains)
     tl.store(tile_decays + slot * P + dim, entry_decay)
-    tl.debug_barrier()  # what one thread stored another may load
+    tl.debug_barrier()  # other threads load these stores
     entry_keys = tl.load(keys + flat)
     half_term = 0.5 * (
         tl.load(tile_terms + flat) - split_matmul(tl.load(coefficients + TILE * TILE + square), entry_keys, TERMS)
@@ -199,6 +202,7 @@ def token_vjp(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr,
 ):  # fmt: skip
+    """Compute du of a tile's tokens, gradients of the noises, and the parts of dk and dq from within the tile."""
     index, head, _unused = locate_program(G, 1)
     token, count = tile_in_chunk(tile_table, index, length, tiles, TILE, CHUNK, PACKED)
     if count <= 0:
@@ -211,8 +215,8 @@ def token_vjp(
     square = slot * (TILE * P) + row[:, None] * P + dim[None, :]
     coefficients += slot * (3 * TILE * TILE) + row
 
-    adjoint_diag = tl.load(adjoint_diags + slot * P + dim)  # the diagonal of the adjoint
-    adjoint_gain = tl.load(adjoint_gains + square)  # the adjoint times what is left of every gain
+    adjoint_diag = tl.load(adjoint_diags + slot * P + dim)
+    adjoint_gain = tl.load(adjoint_gains + square)  # adjoint times the remaining part of every gain
     for reverse_index in range(count):
         t = count - 1 - reverse_index
         position = (token + t) * G + head
@@ -244,7 +248,7 @@ def token_vjp(
         coefficient = 0.5 * direct_gains - tl.sum(adjoint_gain * token_gain[None, :], 1)
         adjoint_gain += coefficient[:, None] * key[None, :] + (0.5 * key_gains)[:, None] * direct_grad[None, :]
         adjoint_gain = tl.where((row < t)[:, None], adjoint_gain * decay[None, :], 0.0)
-    tl.debug_barrier()  # what one thread stored another may load
+    tl.debug_barrier()  # other threads load these stores
 
     entry_decay = tl.full([P], 1.0, tl.float32)
     noise = tl.zeros([P], tl.float32)
@@ -290,6 +294,7 @@ def finish_backward(
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     VARIANCE: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
+    """Add the parts of dk and dq from the covariance at the entry of the chunk; compute gradients of log-decays."""
     chunk, head, _unused = locate_program(G, 1)
     chunk = chunk.to(tl.int64)
     token, count = locate_tile(tile_table, chunk, length, tiles, CHUNK, PACKED)
@@ -299,7 +304,7 @@ def finish_backward(
     q += token * q_token + head // SHARE * q_head
     flat_t, square_t = row[None, :] * P + i[:, None], row[None, :] * P + j[:, None]
     state = tl.load(saved_cov + (chunk * G + head) * (P * P) + i[:, None] * P + j[None, :])
-    pending_noise = tl.zeros([P], tl.float32)  # process noise that is not on its diagonal
+    pending_noise = tl.zeros([P], tl.float32)  # process noise not yet on the diagonal
     diag_flow = tl.load(adjoint_cov_diag + (chunk * G + head) * P + i)
     num_tiles = tl.cdiv(count, TILE).to(tl.int32)
     for tile_index in range(num_tiles):

@@ -1,13 +1,14 @@
-"""`dense` in Triton, forward, for covariances too wide for a program's registers: bands of rows, a program each.
+"""Triton forward pass of `dense` for covariances too wide for the registers of one program.
 
-Token by token, in float32, a covariance that stays in the registers of the programs that share it:
+Each program holds a block of rows of the covariance in registers, in float32, and updates it token by token:
 
     u = Pb k,    s = r^2 + k'u,    c = u / s,    P = Pb - u u' / s,    Pb = A P A + l^2 I
 
-They need u of all bands, and tell each other: for two tokens at once, since telling takes long. The difference is
-rounded alike on both sides of the diagonal: where evidence is certain and keys repeat, what is not symmetric grows.
-Process noise is gathered apart and reaches the diagonal every 64 tokens, where the covariance is kept for the backward
-pass; what is small beside the prior would be rounded away at every token.
+Every program needs all of u, so programs exchange their parts, for two tokens at a time, since an exchange takes long.
+u u' / s is rounded identically on both sides of the diagonal: with nearly certain evidence and repeated keys,
+asymmetric errors grow. Process noise is accumulated separately and added to the diagonal every 64 tokens, where the
+covariance is stored for the backward pass; a noise that is small relative to the prior would be rounded away at every
+token.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from kalmix.segments import Segments
 def _load_signals(
     k, obs_noise, process_noise, log_decay, first, t, count, i, j, k_token, G, K: tl.constexpr, DECAY: tl.constexpr
 ):
-    """What a token tells the covariance, as it is in memory; nothing if it is not there."""
+    """Load the signals of a token in their stored dtype; a missing token has no effect."""
     position, exists = first + t * G, t < count
     key, row_key = load_vector(k + t * k_token, j, K, exists), load_vector(k + t * k_token, i, K, exists)
     obs, noise = (
@@ -65,7 +66,7 @@ def _load_signals(
 
 @triton.jit
 def _signals_to_float32(signals, DECAY: tl.constexpr):
-    """The same in float32, and decays for their logarithms."""
+    """Convert signals to float32, and log-decays to decays."""
     key, row_key, obs, noise, logs, row_logs = signals
     if DECAY:
         decay, row_decay = tl.exp(logs.to(tl.float32)), tl.exp(row_logs.to(tl.float32))
@@ -76,7 +77,7 @@ def _signals_to_float32(signals, DECAY: tl.constexpr):
 
 @triton.jit
 def _decayed_matvec(state, row_decay, decay, x, DECAY: tl.constexpr):
-    """A state that decays, times a vector by columns."""
+    """Return the product of a decayed state and a vector by columns."""
     if DECAY == 2:
         products = row_decay * matvec(state, decay * x)
     elif DECAY == 1:
@@ -93,6 +94,7 @@ def _wide_forward_scan(
     K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, SAVE: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
+    """Step a block of rows of the covariance through the tokens of one sequence and head."""
     sequence, head, row_block = atomic_work_id(work_counter, G, P // ROWS)
     first_tile, token, count = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     i, j = row_block * ROWS + tl.arange(0, ROWS), column_index(P, COLUMNS)
@@ -104,7 +106,7 @@ def _wide_forward_scan(
     first = token * G + head
     state = tl.load(states + cov_offsets)
     zero = zero_columns(state, i)
-    pending_noise = tl.zeros([ROWS], tl.float32)  # process noise that is still to be added to the diagonal
+    pending_noise = tl.zeros([ROWS], tl.float32)  # process noise not yet added to the diagonal
     first_signals = _load_signals(k, obs_noise, process_noise, log_decay, first, 0, count, i, j, k_token, G, K, DECAY)
     second_signals = _load_signals(k, obs_noise, process_noise, log_decay, first, 1, count, i, j, k_token, G, K, DECAY)
     for t in range(0, count, 2):
@@ -127,7 +129,7 @@ def _wide_forward_scan(
         pending_noise = next_row_decay * next_row_decay * noise_first + next_noise
         row_decay_both, decay_both = row_decay * next_row_decay, decay * next_decay
 
-        # both through the covariance before the first; the second then less what the first tells
+        # Multiply both keys by the covariance before the first token, then correct the second for the first.
         cov_key_rows = _decayed_matvec(state, row_decay, decay, key, DECAY) + noise_first * row_key
         next_cov_key_rows = (
             _decayed_matvec(state, row_decay_both, decay_both, next_key, DECAY) + pending_noise * next_row_key
@@ -193,14 +195,14 @@ def forward_wide(
     variance: bool,
     saved_cov: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `triton.forward`."""
+    """Launch the forward pass; return gains, read-out variances, the final covariance and innovation variances."""
     (batch, length, key_heads, width), heads = k.shape, obs_noise.shape[2]
     like = {"dtype": torch.float32, "device": k.device}
     q, k, logs = contiguous_rows(q), contiguous_rows(k), k if log_decay is None else log_decay.contiguous()
     cut, padded = tile_sequences(batch, length, CHUNK, segments, k), padded_width(width)
     states = torch.zeros(*covariance.shape[:2], padded, padded, **like)
     states[..., :width, :width] = (covariance + covariance.mT) / 2
-    tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment write nothing
+    tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment are not written
     gain, innovation_var = tokens(batch, length, heads, width, **like), torch.empty(batch, length, heads, **like)
     read_var = tokens(row_blocks(padded), batch, length, heads, 1, **like) if variance else torch.empty(1, 0, **like)
     Launch(_wide_forward_scan, (cut.num_sequences, heads, row_blocks(padded)), (

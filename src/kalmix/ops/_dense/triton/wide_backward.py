@@ -1,14 +1,16 @@
-"""`dense` in Triton, backward, for covariances too wide for a program's registers: bands of rows, a program each.
+"""Triton backward pass of `dense` for covariances too wide for the registers of one program.
 
-Token by token, with the adjoint Q of the covariance after a token, its gain c and innovation variance s as in
-`triton_backward`, and its decays A:
+Each program holds a block of rows of the adjoint.
 
-1. `_retreat`: ds = c'Q c - dc'c / s, du = dc / s - 2 Q c + ds k, and the adjoint before it A (Q + sym(du k')) A. That
-   needs Q c of all bands: the programs that share an adjoint tell each other.
-2. `_finish`: dk = ds s c + Pb du, the covariance stepping through a window from where it was kept, all windows and
-   bands at once. With what came to the diagonal of dPb at every token follow the gradients of noises and decays.
+Q is the adjoint of the covariance after a token, c its gain, s its innovation variance and A its decays, as in
+`backward`. There are two launches:
 
-What tokens bring is touched some tokens ahead.
+1. `_wide_backward_scan` steps the adjoint token by token: ds = c'Q c - dc'c / s, du = dc / s - 2 Q c + ds k, and the
+   adjoint before the token is A (Q + sym(du k')) A. Programs that share an adjoint exchange Q c.
+2. `_wide_signal_grads` computes dk = ds s c + Pb du, stepping the covariance through a chunk from its stored value, all
+   chunks and row blocks in parallel. Gradients of noises and decays follow from the diagonal of dPb at every token.
+
+Signals are prefetched some tokens ahead.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from kalmix.segments import Segments
 
 @triton.jit
 def _load_decays(log_decay, position, i, j, K: tl.constexpr, DECAY: tl.constexpr):
-    """Of a token, by rows and by columns."""
+    """Load the decays of a token, by rows and by columns."""
     if DECAY == 2:
         row_decay, decay = (
             tl.exp(load_float32(log_decay + position * K, i, K, True)),
@@ -57,7 +59,7 @@ def _load_decays(log_decay, position, i, j, K: tl.constexpr, DECAY: tl.constexpr
 
 @triton.jit
 def _prefetch(x, stride, t, count, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr):
-    """A number of every 32 bytes of the vectors of some tokens, so that they are near when they are asked for."""
+    """Load one number of every 32 bytes of the vectors of some tokens, to bring them to the cache."""
     row, dim = t + tl.arange(0, TOKENS)[:, None], tl.arange(0, P // 8)[None, :] * 8
     return tl.load(x + row.to(tl.int64) * stride + dim, mask=(row >= 0) & (row < count) & (dim < K), other=0.0)
 
@@ -76,7 +78,7 @@ def _prefetch_signals(
     PREFETCH: tl.constexpr,
     DECAY: tl.constexpr,
 ):
-    """The same of two numbers a token, and of decays."""
+    """Prefetch two scalars per token, and decays."""
     x_values, y_values = (
         _prefetch(x + position, G, t, count, 1, 8, PREFETCH),
         _prefetch(y + position, G, t, count, 1, 8, PREFETCH),
@@ -92,7 +94,7 @@ def _prefetch_signals(
 
 @triton.jit
 def _wait_for_prefetch(sink, prefetched, count):
-    """Wait for what was touched: stores it nowhere, which the compiler cannot know."""
+    """Wait for prefetched numbers: store them under a mask that is never true, unknown to the compiler."""
     for n in tl.static_range(len(prefetched)):
         x = prefetched[n]
         tl.store(sink + tl.zeros(x.shape, tl.int32), x.to(sink.dtype.element_ty), mask=count < 0)
@@ -105,6 +107,7 @@ def _wide_backward_scan(
     K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PREFETCH: tl.constexpr,
     CHUNK: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
+    """Step a block of rows of the adjoint through the tokens of one sequence and head, from the last."""
     sequence, head, row_block = atomic_work_id(work_counter, G, P // ROWS)
     first_tile, token, count = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     i, j = row_block * ROWS + tl.arange(0, ROWS), column_index(P, COLUMNS)
@@ -172,7 +175,7 @@ def _wide_backward_scan(
 def _prefetch_vectors(
     k, gain, grad_gain, position, t, count, k_token, G, K: tl.constexpr, P: tl.constexpr, PREFETCH: tl.constexpr
 ):
-    """The same of what the adjoint meets."""
+    """Prefetch the keys, gains and gradients of gains of some tokens."""
     gains = _prefetch(gain + position * K, G * K, t, count, K, P, PREFETCH)
     grads = _prefetch(grad_gain + position * K, G * K, t, count, K, P, PREFETCH)
     return _prefetch(k, k_token, t, count, K, P, PREFETCH), gains, grads
@@ -186,6 +189,7 @@ def _wide_signal_grads(
     K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PREFETCH: tl.constexpr,
     CHUNK: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gradients of a chunk's signals for a block of rows."""
     chunk, head, row_block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     token, count = locate_tile(tile_table, chunk, length, tiles, CHUNK, PACKED)
     if count <= 0:
@@ -235,9 +239,8 @@ def _wide_signal_grads(
     position, valid = first + t * G, t < count
     key_offsets, key_mask = position[:, None] * K + i[None, :], valid[:, None] & (i < K)[None, :]
     key = tl.load(k + t[:, None] * k_token + i[None, :], mask=key_mask, other=0.0).to(tl.float32)
-    diag_terms = (
-        tl.load(grad_cov_keys + key_offsets, mask=key_mask, other=0.0) * key
-    )  # to the diagonal of dPb, at each token
+    # contributions of each token to the diagonal of dPb
+    diag_terms = tl.load(grad_cov_keys + key_offsets, mask=key_mask, other=0.0) * key
     if VARIANCE:
         query = tl.load(q + t[:, None] * q_token + i[None, :], mask=key_mask, other=0.0).to(tl.float32)
         diag_terms += tl.load(grad_var + position, mask=valid, other=0.0).to(tl.float32)[:, None] * query * query
@@ -254,7 +257,7 @@ def _wide_signal_grads(
         trace = tl.cumsum(tl.sum(diag_terms, 1), 0, reverse=True)
     tl.store(grad_process + row_block * block_stride + position, trace, mask=valid)
     if DECAY:
-        tl.debug_barrier()  # what one thread stored another may load
+        tl.debug_barrier()  # other threads load these stores
         token_terms = tl.load(grad_gain + key_offsets, mask=key_mask, other=0.0) * tl.load(
             gain + key_offsets, mask=key_mask, other=0.0
         )
@@ -275,7 +278,7 @@ def _wide_signal_grads(
 
 @triton.jit
 def _combine_decayed(later_decay, later, decay, earlier):
-    """Two stretches of what fades backwards in time, as one."""
+    """Combine two intervals of a decaying sum that runs backward in time."""
     return later_decay * decay, decay * later + earlier
 
 
@@ -293,7 +296,7 @@ def backward_wide(
     grad_var: Tensor | None,
     grad_final_cov: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `triton_backward.backward`."""
+    """Launch the backward pass; return gradients of the signals and of the prior covariance."""
     (batch, length, key_heads, width), heads = k.shape, obs_noise.shape[2]
     like = {"dtype": torch.float32, "device": k.device}
     dtypes = [x.dtype for x in (q, k, obs_noise, process_noise, k if log_decay is None else log_decay)]
@@ -313,7 +316,7 @@ def backward_wide(
     num_row_blocks = row_blocks(padded)
     grad_obs, grad_process = tokens(innovation_var.shape, **like), tokens(num_row_blocks, *innovation_var.shape, **like)
     grad_decay = torch.empty(1, 0, **like)
-    if log_decay is not None:  # that of a head is summed over bands of keys
+    if log_decay is not None:  # gradients of decays per head are summed over row blocks
         grad_decay = tokens(num_row_blocks if log_decay.ndim == 3 else 1, *log_decay.shape, **like)
     options = {
         "K": width,

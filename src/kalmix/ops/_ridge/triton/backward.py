@@ -196,9 +196,8 @@ def backward(
         {"ADAPTIVE": adaptive},
     )
     adjoint, entry_weights = tokens(*scalar_shape, width, **like), torch.empty(plan.cut.num_tiles, heads, **single)
-    sum_dtype = (
-        k.dtype if heads == key_heads else torch.float32
-    )  # gradients are summed over the value heads that share a key
+    # Gradients of value heads that share a key head are summed in float32.
+    sum_dtype = k.dtype if heads == key_heads else torch.float32
     grad_q, grad_k = (tokens(*scalar_shape, width, dtype=sum_dtype, device=k.device) for _ in range(2))
     grad_v, (norm_weights, read_terms, entry_terms, tile_weights) = (
         tokens(v.shape, **like),
