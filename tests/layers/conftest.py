@@ -1,4 +1,4 @@
-"""Small layers, shaken out of their initial values so that every part matters."""
+"""Small layers with perturbed parameters, so that every part affects the output."""
 
 from collections.abc import Callable
 
@@ -37,7 +37,7 @@ LAYERS: dict[str, Callable[[], Mixer]] = {
     "bayesian-turning": lambda: BayesianLayer(12, heads=2, head_dim=3, groups=3, rotations=True, conv=0),
     "deltanet": lambda: DeltaNet(12, heads=2, head_dim=3, negative_eigenvalues=True),
     "gated-deltanet": lambda: GatedDeltaNet(12, heads=4, key_heads=2, head_dim=3),
-    # A ridge of 0.1 magnifies roundings by its condition number, 11 at most; the published 0.02 would by 51.
+    # A ridge of 0.1 magnifies rounding errors by at most 11 (its condition number); the published 0.02 by 51.
     "gated-kalmanet": lambda: GatedKalmaNet(12, heads=4, key_heads=2, head_dim=3, ridge=0.1),
     "gated-kalmanet-bare": lambda: GatedKalmaNet(
         12, heads=2, head_dim=3, expand_v=2, decay=False, gain=None, mix=False, gate=None, ridge=Fixed(0.25)
@@ -65,7 +65,7 @@ LAYERS: dict[str, Callable[[], Mixer]] = {
 
 
 def shake(module: torch.nn.Module, size: float = 0.3) -> None:
-    """Move every parameter off its initial value."""
+    """Add noise to every parameter."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(size * torch.randn_like(parameter))

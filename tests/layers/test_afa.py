@@ -1,4 +1,4 @@
-"""Adaptive Filter Attention's layers against what their equations say, written out in complex numbers."""
+"""Adaptive Filter Attention compared with its equations in complex arithmetic."""
 
 import math
 
@@ -21,7 +21,7 @@ def made(**options) -> AdaptiveFilterAttention:
 
 
 def seen(length: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, irregular times with two at once, and how far ahead to predict."""
+    """Return tokens, irregular times with one tie, and prediction horizons."""
     torch.manual_seed(1)
     gaps = torch.rand(1, length, dtype=torch.float64) * 2
     gaps[:, 3] = 0
@@ -29,7 +29,7 @@ def seen(length: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def pairs(x: torch.Tensor) -> torch.Tensor:
-    """`[..., 2 C]` as complex `[..., C]`."""
+    """Convert `[..., 2 C]` to complex `[..., C]`."""
     return torch.complex(*x.chunk(2, -1))
 
 
@@ -38,7 +38,7 @@ def kappa(rate, lag):
 
 
 def by_hand(layer, x, times, horizon):
-    """Algorithm 1 as a double loop: what is read, its complex variance `[T, H]`, and values, complex `[T, H, C]`."""
+    """Compute Algorithm 1 as a double loop: read-outs, complex variances `[T, H]`, and values, complex `[T, H, C]`."""
     q, k, v = (pairs(part)[0] for part in layer.project(x))
     if layer.normalize:
         q, k = (z / (z.abs().square().sum(-1, keepdim=True) + 1e-6).sqrt() for z in (q, k))
@@ -60,7 +60,7 @@ def by_hand(layer, x, times, horizon):
                     key = torch.exp(1j * w[h] * lag) * k[j, h]
                     far = (query - (decay + floor[h]) * key).abs().square().sum() / noise / robust_weights["nu"][h]
                     weight = torch.exp(-far) if layer.weight == "exponential" else 1 / (1 + far)
-                    move = keys if step else values  # before the last iteration, keys are what is averaged
+                    move = keys if step else values  # before the last iteration, keys are averaged
                     reach = torch.exp(move.log_decay[h] * lag)
                     sure = move.process_noise[h] * kappa(-move.log_decay[h], lag) + move.key_noise[h] * reach**2
                     scores.append(robust_weights["temperature"][h] * torch.log(weight / (sure + move.query_noise[h])))
@@ -106,7 +106,7 @@ def test_against_the_equations(options):
     torch.testing.assert_close(layer(x, times=times, horizon=horizon)[0][0], expected, **CLOSE)
 
 
-def test_time_is_relative_and_one_unit_a_token():
+def test_time_is_relative_and_defaults_to_one_unit_per_token():
     layer = made()
     x, times, horizon = seen()
     torch.testing.assert_close(
@@ -122,7 +122,7 @@ def test_time_is_relative_and_one_unit_a_token():
 
 
 def identity(layer: AdaptiveFilterAttention) -> None:
-    """Queries, keys and values all the token itself; it has as many columns as a head."""
+    """Make queries, keys and values equal to the token, which has as many columns as a head."""
     width = layer.hidden_size
     with torch.no_grad():
         layer.in_proj.weight.copy_(torch.eye(width).repeat(3, 1))
@@ -131,8 +131,8 @@ def identity(layer: AdaptiveFilterAttention) -> None:
         layer.out_proj.bias.zero_()
 
 
-def test_drift_and_delay_are_biases():
-    """Sections 3.9 and 3.10: what drifts is a diffusion about -u / lambda, and a delay or bias of looks moves it."""
+def test_biases_cover_drift_and_delay():
+    """Sections 3.9 and 3.10: a drift is a diffusion about -u / lambda; a delay or bias of measurements moves it."""
     torch.manual_seed(0)
     layer, biased = (AdaptiveFilterAttention(6, heads=1, head_dim=3).double() for _ in range(2))
     shake(layer)
@@ -145,14 +145,14 @@ def test_drift_and_delay_are_biases():
     with torch.no_grad():
         biased.in_proj.bias.copy_(columns.repeat(3))
         biased.out_proj.bias.copy_(-columns)
-    # By hand: every look is pulled forward as a diffusion that drifts, seen after a delay, through a bias.
+    # Move every observation forward as a drifting diffusion, with a delay and a bias of the measurement.
     x, times, delay = torch.randn(1, 6, 6, dtype=torch.float64), torch.rand(1, 6, dtype=torch.float64).cumsum(1), 0.7
     z = pairs(x)[0]
 
     def drifted(state, lag):
         return torch.exp(rate * lag) * state + torch.expm1(rate * lag) / rate * drift if lag else state
 
-    def carried(look, lag):  # from a look at t_j + delay back to t_j, forward to t_i, and on to its look
+    def carried(look, lag):  # from t_j + delay back to t_j, forward to t_i and to its measurement
         return drifted(drifted(drifted(look - offset, -delay), lag), delay) + offset
 
     (q, values), found = (layer.dynamics(torch.float64), layer.robust_weights(torch.float64)), []
@@ -170,12 +170,12 @@ def test_drift_and_delay_are_biases():
 
 
 def test_exact_without_process_noise():
-    """Of a state that only decays and turns, no look doubted, it says what a Kalman filter with a flat prior does."""
+    """Without process noise and with unit weights, the estimate is that of a Kalman filter with a flat prior."""
     torch.manual_seed(0)
     layer = AdaptiveFilterAttention(4, heads=1, head_dim=2, predict=None).double()
     identity(layer)
     with torch.no_grad():
-        layer.dynamics.process_noise.fill_(-60.0)  # of which the floor is left
+        layer.dynamics.process_noise.fill_(-60.0)  # only the floor remains
         layer.dynamics.query_noise.fill_(-60.0)
         layer.robust_weights.log_nu.fill_(1e9)
         layer.residual.fill_(60.0)
@@ -194,8 +194,8 @@ def test_exact_without_process_noise():
         torch.testing.assert_close(variance[0, t], (spread / 2).expand(4), rtol=2e-3, atol=0)
 
 
-def test_samples():
-    """Means and variances of what is drawn: the posterior of the output and the noise of a look through the output."""
+def test_sample_mean_and_variance():
+    """Samples have the mean of the posterior, and its variance plus that of the measurement noise."""
     layer = made(value_dynamics=True)
     x, times, horizon = seen(4)
     with torch.no_grad():
@@ -209,8 +209,8 @@ def test_samples():
     torch.testing.assert_close(drawn.var(0), expected, rtol=5 * math.sqrt(2 / 20_000), atol=0)
 
 
-def test_pictures():
-    """Weights make the estimate of values that do not turn; alone, a token is pulled as the first estimate is."""
+def test_attention_map_weights_the_values():
+    """Maps applied to values that do not rotate give the estimate; one token is predicted as the first estimate is."""
     layer = made(predict=None, value_dynamics=True)
     x, times, _ = seen()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The AFA transformer against Algorithm 3, mended, in complex numbers."""
+"""The AFA transformer block compared with Algorithm 3 (corrected) in complex arithmetic."""
 
 import torch
 
@@ -9,7 +9,7 @@ from .test_afa import kappa, pairs, seen
 
 
 def attended(core, q, k, v, times):
-    """Algorithm 1's core for one sequence, complex `[T, H, C]`."""
+    """Compute the core of Algorithm 1 for one sequence, complex `[T, H, C]`."""
     (log_decay, frequency, process, key, query), robust_weights = (
         core.dynamics(torch.float64),
         core.robust_weights(torch.float64),

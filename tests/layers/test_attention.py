@@ -1,4 +1,4 @@
-"""Attention against softmax attention written out."""
+"""Attention compared with softmax attention in a loop."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_no_posterior():
 
 
 def test_packing_stores_keys_once():
-    """Sequences packed into one row share its keys: no copy for each of them."""
+    """Sequences packed into one row share its keys without a copy."""
     layer = Attention(8)
     cu = torch.arange(0, 101, 10)
     _, state = layer(torch.randn(1, 100, 8), None, Segments.packed(cu))
@@ -59,4 +59,4 @@ def test_packing_stores_keys_once():
 def test_values_of_linear_attention_are_as_wide_as_keys():
     layer = LinearAttention(16, heads=2, head_dim=4)
     state = layer(torch.randn(1, 3, 16))[1]
-    assert torch.utils._pytree.tree_leaves(state)[0].shape == (1, 2, 4, 5)  # and their weights
+    assert torch.utils._pytree.tree_leaves(state)[0].shape == (1, 2, 4, 5)  # and one column for the weights

@@ -14,13 +14,13 @@ from kalmix.ops import Chebyshev, ConjugateGradient, Exact, Fixed
 
 from .conftest import LAYERS, shake
 
-LENGTH = 37  # more than a chunk of some layers, so that states are carried
+LENGTH = 37  # more than a chunk of some layers, so that states pass between chunks
 Function = Callable[[Tensor], tuple[Tensor, ...]]
 MODES = {"plain": None, "reentrant": True, "not reentrant": False}
 
 
 def results(module: nn.Module, x: Tensor, function: Function, mode: bool | None) -> list[Tensor]:
-    """Outputs, the gradient of `x` and those of the parameters."""
+    """Return outputs, the gradient of `x` and the gradients of the parameters."""
     module.zero_grad()
     leaf = x.clone().requires_grad_()
     found = function(leaf) if mode is None else checkpoint(function, leaf, use_reentrant=mode)
@@ -53,7 +53,7 @@ def test_checkpointing_changes_nothing(layer, length):
     check(layer, torch.randn(2, length, layer.hidden_size), outputs(layer))
 
 
-def test_checkpointing_changes_nothing_of_packed_sequences_with_states(layer):
+def test_checkpointing_changes_nothing_for_packed_sequences(layer):
     before = layer(torch.randn(2, 5, layer.hidden_size))[1]
     state = tree_map(lambda x: x.detach(), before)
     segments = Segments.of(torch.tensor([[0, 2, 20], [0, 20, LENGTH]]))
@@ -64,7 +64,7 @@ def test_checkpointing_changes_nothing_of_packed_sequences_with_states(layer):
 @pytest.mark.parametrize(
     "solver", [Chebyshev(5), Chebyshev(5, backward="unrolled"), ConjugateGradient(5), Exact()], ids=str
 )
-def test_checkpointing_changes_nothing_of_any_solver(solver, ridge):
+def test_checkpointing_changes_nothing_for_any_solver(solver, ridge):
     torch.manual_seed(0)
     layer = GatedKalmaNet(12, heads=2, head_dim=3, ridge=ridge, solver=solver)
     shake(layer)
@@ -72,7 +72,7 @@ def test_checkpointing_changes_nothing_of_any_solver(solver, ridge):
         check(layer, torch.randn(2, length, 12), outputs(layer))
 
 
-def test_checkpointing_changes_nothing_of_images():
+def test_checkpointing_changes_nothing_for_images():
     torch.manual_seed(0)
     layer = FilterConv2d(3, 4, 3)
     shake(layer)

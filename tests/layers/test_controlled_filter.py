@@ -1,4 +1,4 @@
-"""The closed form of a step of control against optimisation, and against the Riccati equation of the same problem."""
+"""The closed form of optimal control compared with numerical optimisation and with the Riccati equation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kalmix.layers.controlled_filter import control, waypoint_fraction
 from .conftest import shake
 
 F64 = torch.float64
-CASES = [(0.7, 1.3, 0.9, 2.5), (0.0, 0.4, 2.0, 0.3), (3.0, 0.0, 1.5, 40.0)]  # rate, frequency, duration, worth
+CASES = [(0.7, 1.3, 0.9, 2.5), (0.0, 0.4, 2.0, 0.3), (3.0, 0.0, 1.5, 40.0)]  # rate, frequency, duration, state_weight
 
 
 def _numbers(*values: float) -> list[Tensor]:
@@ -22,13 +22,13 @@ def _numbers(*values: float) -> list[Tensor]:
 
 @pytest.mark.parametrize(("rate", "frequency", "duration", "state_weight"), CASES)
 def test_no_control_costs_less(rate: float, frequency: float, duration: float, state_weight: float) -> None:
-    """Least squares over the control at the nodes of a quadrature: cost |x(T) - waypoint|^2 worth + int |b u|^2."""
+    """Compare with least squares over the control at quadrature nodes: cost c |x(T) - waypoint|^2 + int |b u|^2."""
     a, w, T, c = _numbers(rate, frequency, duration, state_weight)
     start, waypoint = torch.randn(2, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
     nodes, weights = (torch.from_numpy(x) for x in np.polynomial.legendre.leggauss(24))
     nodes, weights = T / 2 * (1 + nodes), (T / 2 * weights).sqrt()
     pole = torch.complex(-a, w)
-    arrives = (pole * (T - nodes)).exp() * weights  # of a control times its square root weight
+    arrives = (pole * (T - nodes)).exp() * weights  # of the control times the root of its weight
     system = torch.cat([torch.eye(24) + 0j, c.sqrt() * arrives[None]])
     wanted = torch.cat([torch.zeros(24) + 0j, (c.sqrt() * (waypoint - (pole * T).exp() * start))[None]])
     best = torch.linalg.lstsq(system, wanted[:, None]).solution[:, 0]
@@ -43,7 +43,7 @@ def test_no_control_costs_less(rate: float, frequency: float, duration: float, s
 def test_the_cost_is_that_of_the_riccati_equation(
     rate: float, frequency: float, duration: float, state_weight: float
 ) -> None:
-    """A regulator to 0, P' = 2 a P + P^2 backwards from P(T) = worth by Runge-Kutta, costs P(0) |x(0)|^2."""
+    """A regulator to 0 costs P(0) |x(0)|^2, with P' = 2 a P + P^2 integrated backwards from P(T) = c by Runge-Kutta."""
     P, steps = state_weight, 4000
     h = duration / steps
 
@@ -64,7 +64,7 @@ def test_the_cost_is_that_of_the_riccati_equation(
     assert float(c * missed.square() + T / 2 * weights @ spent) == pytest.approx(P, abs=1e-8)
 
 
-def test_authority_has_its_limits() -> None:
+def test_waypoint_fraction_has_its_limits() -> None:
     rate, duration, state_weight = (torch.tensor([0.0, 0.5], dtype=F64, requires_grad=True) for _ in range(3))
     assert torch.equal(waypoint_fraction(rate, 0 * duration, state_weight), torch.zeros(2, dtype=F64))
     assert float(waypoint_fraction(rate, duration + 1, 1e12 + state_weight).min().detach()) > 1 - 1e-9
@@ -73,7 +73,7 @@ def test_authority_has_its_limits() -> None:
     assert rate.grad.isfinite().all() and state_weight.grad.isfinite().all()
 
 
-def test_the_layer_goes_between_its_dynamics_and_its_plan() -> None:
+def test_output_lies_between_prediction_and_waypoint() -> None:
     torch.manual_seed(0)
     layer, free = (
         ControlledFilter(10, heads=2, head_dim=3, rank=2).double(),

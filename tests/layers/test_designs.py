@@ -1,4 +1,4 @@
-"""A published layer is a row of the catalogue: its op calls equal `kalmix.filter` under the design it declares."""
+"""Each published layer declares a design: its op calls equal `kalmix.filter` under that design."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NO_DESIGN = {
     "rt-afa": "noise along a state and noise across it have variances of their own, which no `Evidence` says",
     "recurrent-afa": "weighs tokens inside a Kalman filter of its own, which is no op",
 }
-GIVEN_A_DESIGN = ("design",)  # the layer calls `kalmix.filter` itself
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # float64: gains of noises of gains, over a few tokens
+GIVEN_A_DESIGN = ("design",)  # calls `kalmix.filter`
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # float64: gains to noises and back, over a few tokens
 
 
 class OpCall(NamedTuple):
-    """A call of an op by a layer, and what it returned."""
+    """Call of an op by a layer, with its output."""
 
     op: str
     tokens: tuple[Tensor, Tensor, Tensor]
@@ -38,7 +38,7 @@ class OpCall(NamedTuple):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[OpCall]:
-    """Every op call from here on."""
+    """Record every op call."""
     made: list[OpCall] = []
 
     def recorded(name: str, function: Callable[..., Filtered]) -> Callable[..., Filtered]:
@@ -55,9 +55,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[OpCall]:
 
 
 def signals(design: Design, call: OpCall) -> tuple[Tensor, dict[str, Any]]:
-    """The values and signals of a design which its op takes as those of `call`: noises for gains.
+    """Return the values and signals of a design for which its op makes the same call: noises for gains.
 
-    An additive gain above 1, that of a long step of Mamba-2, is a gain of 1 of values that are larger by as much.
+    An additive gain above 1 (a long step of Mamba-2) is written as a gain of 1 of values larger by that factor.
     """
     (_, k, v), given = call.tokens, dict(call.arguments)
     gain = given.pop("gain", torch.ones(v.shape[:3], dtype=v.dtype))
@@ -98,11 +98,11 @@ def test_every_layer_declares_a_design_or_has_none():
     undeclared = {name for name, mixer in layers.items() if mixer.design is None}
     assert undeclared == {*NO_DESIGN, *GIVEN_A_DESIGN}
     declared = {mixer.design.name for mixer in layers.values() if mixer.design is not None}
-    assert declared == CATALOGUE.keys() - {"longhorn"}  # which `Designed` runs
+    assert declared == CATALOGUE.keys() - {"longhorn"}  # run by `DesignLayer`
 
 
-def test_layers_that_leave_their_design_say_so():
-    assert DeltaNet(8, negative_eigenvalues=True).design is None  # a gain of 2 is that of no noise
+def test_layers_outside_their_design_declare_none():
+    assert DeltaNet(8, negative_eigenvalues=True).design is None  # no observation noise gives a gain of 2
     bare: Mixer = LAYERS["gated-kalmanet-bare"]()
     assert bare.design is not None and bare.design.transition == designs.Transition()
     assert DesignLayer(8, design="longhorn").design is designs.LONGHORN

@@ -1,4 +1,4 @@
-"""The filter over images against a loop over pixels, and against what it must be on a line."""
+"""The filter over images compared with a loop over pixels, and with `attend` along a line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _grown(rate: float, lag: float) -> float:
 
 
 def test_against_a_loop_over_pixels() -> None:
-    """Every number by the formulas of the equations page, the two orders of a path written out."""
+    """Compute every number by its formula, with both orders of a path."""
     layer, image = _layer(heads=2, head_dim=2), torch.randn(1, 2, 4, 5, dtype=F64)
     z = layer.in_proj(image)[0].unflatten(0, (2, 2, 2))
     want = torch.zeros_like(z)
@@ -43,7 +43,7 @@ def test_against_a_loop_over_pixels() -> None:
                 own = torch.complex(*z[h, :, :, y, x])
                 for v in range(max(0, y - 1), min(4, y + 2)):
                     for u in range(max(0, x - 1), min(5, x + 2)):
-                        offset = torch.tensor([x - u, v - y], dtype=F64)  # rows count downwards
+                        offset = torch.tensor([x - u, v - y], dtype=F64)  # rows are counted downwards
                         across, upwards = (layer.axes[h] @ offset + layer.shift[h]).tolist()
                         i, j = (0 if across > 0 else 1), (2 if upwards > 0 else 3)
                         across, upwards = abs(across), abs(upwards)
@@ -64,12 +64,12 @@ def test_against_a_loop_over_pixels() -> None:
 
 @pytest.mark.parametrize(("axis", "sides"), [("x", (0, 1)), ("y", (3, 2))])
 def test_on_a_line_it_is_attend_from_either_side(axis: str, sides: tuple[int, int]) -> None:
-    """The two estimates by their precisions, less the pixel itself, which both have seen."""
+    """Combine the estimates from both sides by their precisions, without counting the pixel itself twice."""
     layer = _layer(5, heads=2, head_dim=2)
     with torch.no_grad():
         layer.axes.copy_(torch.eye(2))
         layer.shift.zero_()
-        layer.log_query_noise.fill_(-1e300)  # as precisions of `attend` leave it out
+        layer.log_query_noise.fill_(-1e300)  # `attend` leaves it out of precisions
     z = torch.randn(1, 8, 1, 9, dtype=F64)
     rate, process, key = (x.exp() for x in (layer.log_rate, layer.log_process_noise, layer.log_key_noise))
     line = z.flatten(2).mT.unflatten(2, (2, -1))
@@ -85,8 +85,8 @@ def test_on_a_line_it_is_attend_from_either_side(axis: str, sides: tuple[int, in
     torch.testing.assert_close(got, want, atol=1e-10, rtol=0)
 
 
-def test_undoubted_it_is_a_convolution_and_without_dynamics_a_mean() -> None:
-    """Where z is small beside V nothing is doubted: by its square over V, about 1e-12 here."""
+def test_small_inputs_give_a_convolution_and_no_dynamics_a_mean() -> None:
+    """For z much smaller than V, the deviation from a convolution is of order z^2 / V, about 1e-12 here."""
     layer = _layer(3, heads=1, head_dim=2)
     a, b = torch.randn(2, 1, 4, 5, 6, dtype=F64).unbind(0)
     for size, linear in ((1e-7, True), (1.0, False)):
@@ -100,13 +100,13 @@ def test_undoubted_it_is_a_convolution_and_without_dynamics_a_mean() -> None:
     torch.testing.assert_close(layer.estimate(1e-7 * a) * 1e7, mean, atol=1e-10, rtol=0)
 
 
-def test_a_turned_plane_turns_the_filter() -> None:
-    """A quarter turn of a head's axes does what turning the image does, and its sides."""
+def test_rotated_axes_equal_a_rotated_image() -> None:
+    """A quarter turn of a head's axes and sides equals a quarter turn of the image."""
     layer, z = _layer(3, heads=1), torch.randn(1, 4, 5, 5, dtype=F64)
     with torch.no_grad():
         layer.shift.zero_()
     want = layer.estimate(z).rot90(dims=(2, 3))
-    with torch.no_grad():  # what lay to the right lies above now
+    with torch.no_grad():  # right becomes up
         layer.axes.copy_(layer.axes @ torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=F64))
     torch.testing.assert_close(layer.estimate(z.rot90(dims=(2, 3))), want, atol=1e-12, rtol=0)
 
@@ -126,12 +126,12 @@ def test_variance_is_no_less_than_its_noise_and_grows_along_a_path() -> None:
     path = torch.tensor([[[x, y] for x, y in ((0.0, 0.0), (1.0, 0.0), (0.0, -1.0), (1.0, 1.0), (9.0, 9.0))]], dtype=F64)
     _, _, V = path_statistics(0.2 * one, still, one, 0.1 * one[0], 0.3 * one[0], path)
     assert V[0, 0] == 0.4 and V[0, 1] == V[0, 2] and (V[0, 1:].diff() >= 0).all()
-    assert V[0, -1] == pytest.approx(1 / 0.4 + 0.3, rel=0.03)  # what diffusion settles at
+    assert V[0, -1] == pytest.approx(1 / 0.4 + 0.3, rel=0.03)  # stationary variance
 
 
 def test_half_precision_and_bad_input() -> None:
     layer = FilterConv2d(1, 1, 5)
-    image = torch.rand(2, 1, 3, 7)  # smaller than the kernel one way
+    image = torch.rand(2, 1, 3, 7)  # smaller than the kernel along one axis
     with torch.autocast("cpu", torch.bfloat16):
         half = layer(image)
     torch.testing.assert_close(half.float(), layer(image), atol=0.05, rtol=0.05)
@@ -141,7 +141,7 @@ def test_half_precision_and_bad_input() -> None:
         layer(torch.rand(2, 3, 4, 4))
 
 
-def test_images_keep_their_size_and_noises_begin_small() -> None:
+def test_images_keep_their_size_and_initial_noises_are_small() -> None:
     layer = FilterConv2d(2, 3, 5)
     assert layer(torch.randn(1, 2, 6, 7)).shape == (1, 3, 6, 7)
     for noise in (layer.log_process_noise, layer.log_key_noise, layer.log_query_noise):

@@ -1,4 +1,4 @@
-"""KLA against its equations, and the honesty of its variance."""
+"""KLA compared with its equations, and its variance with samples."""
 
 import math
 
@@ -15,7 +15,7 @@ from .conftest import shake
 
 
 def test_against_the_paper_written_out():
-    """Algorithm 1 with the oracle as its filter."""
+    """Compute Algorithm 1 with the oracle as its filter."""
     torch.manual_seed(0)
     layer = KLA(6, slots=3).double()
     shake(layer)
@@ -40,7 +40,7 @@ def test_against_the_paper_written_out():
 
 
 def test_variance_against_samples():
-    """Samples of the read-out pushed through skip, gate and projection have the variance that `filter` states."""
+    """Samples of the read-out, passed through skip, gate and projection, have the variance that `filter` returns."""
     torch.manual_seed(0)
     layer = KLA(8, slots=4)
     shake(layer)
@@ -57,13 +57,13 @@ def test_variance_against_samples():
                 for _ in range(40)
             ]
         )
-    # The outputs are Gaussian, so an estimated variance has relative standard error sqrt(2 / count); 40 are compared.
+    # Outputs are Gaussian: the relative standard error of an estimated variance is sqrt(2 / count); 40 are compared.
     assert ((samples.var(0) / stated.variance - 1).abs() < 5 * math.sqrt(2 / count)).all()
     error = (samples.mean(0) - stated.mean).abs() / (stated.variance / count).sqrt()
     assert (error < 5).all()
 
 
-def test_draw_is_the_mean_without_variance():
+def test_sample_without_variance_is_the_mean():
     mean = torch.randn(3, 4)
     variance = torch.zeros(3, 4, requires_grad=True)
     sample = sample_gaussian(mean, variance)
@@ -84,7 +84,7 @@ def test_extreme_dynamics_stay_finite(name, raw):
     assert all(torch.isfinite(parameter.grad).all() for parameter in layer.parameters())
 
 
-def test_variance_learns_and_evidence_lowers_it():
+def test_variance_has_gradients_and_evidence_lowers_it():
     torch.manual_seed(0)
     layer = KLA(8, slots=4)
     x = torch.randn(1, 6, 8)
@@ -94,7 +94,7 @@ def test_variance_learns_and_evidence_lowers_it():
     assert (layer.filter(x, variance=True).belief.belief.variance < 1).all()
 
 
-def test_dynamics_parameters_are_marked():
+def test_dynamics_parameters_are_listed():
     layer = KLA(8)
     marked = {id(p) for p in layer.dynamics_parameters()}
     assert marked == {id(p) for n, p in layer.named_parameters() if n.startswith("dynamics.")}

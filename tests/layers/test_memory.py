@@ -1,4 +1,4 @@
-"""Memory layers against what their papers say, written out token by token in float64."""
+"""Memory layers compared with the equations of their papers, token by token in float64."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def linear(x, module):
 
 
 def projected(layer, x):
-    """Queries, keys and values before they are addressed, `[T, heads, width]`."""
+    """Return queries, keys and values before normalisation, `[T, heads, width]`."""
     mixed = linear(x[0], layer.qkv_proj)
     if layer.conv is not None:
         taps = layer.conv.weight.shape[1]
@@ -68,7 +68,7 @@ def stepped(decay: StepDecay, raw):
 
 
 def walk(q, k, v, decay, gain, *, corrects):
-    """M = decay M + gain k (v - [corrects] M'k)'; M'q, `[T, G, V]`; decay is `[T, G or 1, K or 1]`."""
+    """Run M = decay M + gain k (v - [corrects] M'k)'; return M'q, `[T, G, V]`. Decay is `[T, G or 1, K or 1]`."""
     memory, reads = torch.zeros(k.shape[1], k.shape[2], v.shape[2], dtype=torch.float64), []
     for t in range(T):
         memory = decay[t][..., None] * memory
@@ -180,7 +180,7 @@ ABLATIONS = [
 
 @pytest.mark.parametrize("options", ABLATIONS, ids=str)
 def test_gated_kalmanet(options):
-    """At every token the weighted ridge regression of equation 3, solved from the whole history."""
+    """Solve the weighted ridge regression of equation 3 at every token from the whole history."""
     layer, x = made(GatedKalmaNet(D, **(GKA | options)))
     q, k, v = projected(layer, x)
     q, k = (a / (a.norm(dim=-1, keepdim=True) + 1e-6) for a in (q, k))
@@ -213,8 +213,8 @@ def test_gated_kalmanet(options):
     torch.testing.assert_close(layer(x)[0][0], emitted(layer, reads, gate), rtol=1e-8, atol=1e-10)
 
 
-def test_gated_kalmanet_iterates():
-    """As published: 30 iterations, within their bound of the exact solution."""
+def test_gated_kalmanet_iterations_stay_within_their_bound():
+    """The published 30 iterations stay within their error bound of the exact solution."""
     layer, x = made(GatedKalmaNet(D, heads=2, head_dim=3))
     exact = GatedKalmaNet(D, heads=2, head_dim=3, solver="exact").double()
     exact.load_state_dict(layer.state_dict())
@@ -226,8 +226,8 @@ def test_gated_kalmanet_iterates():
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-12, 1e-4])
 @pytest.mark.parametrize("ridge", [0.02, Fixed(0.25)])
-def test_tokens_of_almost_nothing(size, ridge):
-    """Zero and tiny keys, first or later, leave outputs, variances and gradients finite."""
+def test_zero_and_tiny_keys_stay_finite(size, ridge):
+    """Outputs, variances and gradients stay finite for zero and tiny keys, at the start and later."""
     torch.manual_seed(0)
     layer = GatedKalmaNet(D, heads=2, head_dim=3, ridge=ridge)
     x = torch.randn(2, T, D)
@@ -251,19 +251,19 @@ def test_tokens_of_almost_nothing(size, ridge):
         Sketch(4, ConjugateGradient(3), seed=2),
     ],
 )
-def test_spelled_out_and_back(value):
-    """Through JSON, and from as little as the value needs."""
+def test_config_round_trip(value):
+    """Convert to JSON and back, also with defaults omitted."""
     back = ridge_from_config if isinstance(value, Adaptive | Fixed) else solver_from_config
     spelled = json.loads(json.dumps(to_config(value)))
     assert back(spelled) == back(value) == value
-    if not isinstance(value, Sketch):  # which has no default number of directions
+    if not isinstance(value, Sketch):  # it has no default number of directions
         assert back(spelled["name"]) == type(value)()
     assert ridge_from_config(0.1) == Adaptive(0.1)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_bayesian_layer(groups):
-    """The Kalman filter of each group, in its information form: precisions add up, and the past fades."""
+    """Compare with the Kalman filter of each group in information form: precisions add, and the past decays."""
     layer, x = made(BayesianLayer(D, heads=2, head_dim=3, groups=groups))
     q, k, v = projected(layer, x)
     step, rate = stepped(layer.decay, linear(x[0], layer.decay.proj))
@@ -289,8 +289,8 @@ def test_bayesian_layer(groups):
     torch.testing.assert_close(layer(x)[0][0], expected, rtol=1e-8, atol=1e-10)
 
 
-def test_still_rotations_change_nothing():
-    """At frequency 0 hidden halves stay hidden: the layer is the one that does not turn."""
+def test_rotation_by_zero_changes_nothing():
+    """At frequency 0 the hidden halves stay 0: the layer equals the one without rotations."""
     turning, x = made(BayesianLayer(D, heads=2, head_dim=3, rotations=True))
     torch.nn.init.zeros_(turning.decay.dynamics.frequency)
     plain = BayesianLayer(D, heads=2, head_dim=3).double()
@@ -301,7 +301,7 @@ def test_still_rotations_change_nothing():
 
 
 def test_variance_is_that_of_samples():
-    """What the output norm does to a variance is right for wide heads, sure and unsure ones: against 4,000 samples."""
+    """The variance after the output norm matches 4,000 samples for wide heads, with small and large variances."""
     torch.manual_seed(0)
     layer = BayesianLayer(32, heads=2, head_dim=64)
     x = torch.randn(1, 6, 32)
@@ -311,14 +311,14 @@ def test_variance_is_that_of_samples():
         draws = mean + found.variance.sqrt() * torch.randn(4000, *mean.shape)
         spread = layer.project_out(draws, (gate, mean)).var(0)
         stated = layer.project_out_variance(found.variance, (gate, mean))
-        # 4,000 samples know a variance to sqrt(2 / 4000) = 2%, the worst of 192 to 4 of these; 128 columns a head make
-        # their mean square what it is expected to be to sqrt(2 / 128) = 13%, to the first order in both directions.
+        # The standard error of a variance from 4,000 samples is sqrt(2 / 4000) = 2%; the worst of 192 has 4 of these.
+        # With 128 columns per head, the mean square deviates from its expectation by sqrt(2 / 128) = 13%.
         torch.testing.assert_close(stated, spread, rtol=0.2, atol=1e-12)
         assert abs((stated / spread).log().mean()) < 0.03
 
 
-def test_designed_layer_is_the_papers():
-    """Gated DeltaNet's design has one gain, reset / (noise + reset): at equal noises the layer is the paper's."""
+def test_design_layer_equals_gated_deltanet():
+    """The design of Gated DeltaNet has the gain reset / (noise + reset); at equal noises the layer is the paper's."""
     paper, x = made(GatedDeltaNet(D, heads=2, head_dim=3, expand_v=1))
     layer, _ = made(DesignLayer(D, design="gated-deltanet", heads=2, head_dim=3))
     shared = {n: w for n, w in paper.state_dict().items() if "gain_proj" not in n}
@@ -334,7 +334,7 @@ def test_designed_layer_is_the_papers():
 
 @pytest.mark.parametrize("name", [name for name in designs.CATALOGUE if name != "afa"])
 def test_every_design_is_a_layer(name):
-    """By name, by value and spelled out."""
+    """Build each design by name, by value and by mapping."""
     design = designs.CATALOGUE[name]
     spelled = {part: vars(getattr(design, part)) for part in ("transition", "evidence", "covariance")}
     answers = []
@@ -350,8 +350,8 @@ def test_every_design_is_a_layer(name):
 
 @pytest.mark.parametrize("decay", ["none", "cell"])
 @pytest.mark.parametrize("diffusion", [False, True])
-def test_cells_that_stay_or_move(decay, diffusion):
-    """Nothing is learned that the design does not ask for."""
+def test_cell_designs_learn_only_the_dynamics_they_need(decay, diffusion):
+    """A design without decay or diffusion has no parameters for them."""
     design = Design("cells", Transition(decay, diffusion), Evidence("cell"), Covariance("diagonal"))
     layer, x = made(DesignLayer(D, design=design, heads=2, head_dim=3))
     layer(x)[0].square().sum().backward()
@@ -369,7 +369,7 @@ def test_published_sizes():
     assert abs(weights / 1024**2 - 6) < 0.05
 
 
-def test_slow_parameters():
+def test_dynamics_parameters_of_each_layer():
     slow = {id(p) for p in BayesianLayer(D, rotations=True).dynamics_parameters()}
     assert len(slow) == 3
     assert not list(GatedDeltaNet(D).dynamics_parameters())
@@ -378,8 +378,8 @@ def test_slow_parameters():
     assert not list(DesignLayer(D, design="deltanet").dynamics_parameters())
 
 
-def test_positions_go_on():
-    """A state is where the next token is."""
+def test_positions_continue_from_the_state():
+    """The state stores the position of the next token."""
     layer, x = made(RetNet(D, heads=3))
     _, state = layer(x)
     assert isinstance(state, MemoryState) and state.conv_state.tolist() == [T]

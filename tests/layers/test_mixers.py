@@ -1,4 +1,4 @@
-"""What holds for every layer: one call or many, packed or apart, padded or not, it is the same filter."""
+"""Properties of every layer: split calls, packing, padding, causality, gradients, dtypes, wrong arguments."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from kalmix.designs import Covariance, Design, Evidence, Transition
 from kalmix.layers import MIXERS, Mixer, mixer_class
 from kalmix.ops import Exact
 
-# A float32 layer sums a few dozen terms of size about 1 in another order: some hundred roundings of 6e-8.
+# A float32 layer sums a few dozen terms of about 1 in another order: about a hundred roundings of 6e-8.
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 OURS = [
     name for name, mixer in MIXERS.items() if mixer.__module__.startswith("kalmix.layers.")
@@ -21,7 +21,7 @@ def tokens(layer: Mixer, batch: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("cuts", [(0, 1, 2, 3, 11), (4, 4), (10,), tuple(range(1, 11))])
-def test_split(layer, cuts):
+def test_split_calls_equal_one_call(layer, cuts):
     x = tokens(layer, 2, 11)
     whole = layer.filter(x, variance=True)
     state, parts = None, []
@@ -35,8 +35,8 @@ def test_split(layer, cuts):
     torch.testing.assert_close(layer(probe, state)[0], layer(probe, whole.belief)[0], **CLOSE)
 
 
-def test_packed_and_padded_with_poison(layer):
-    """Runs in any order, between tokens that are not even numbers, and an empty one; then going on elsewhere."""
+def test_packing_and_padding_ignore_nan_outside(layer):
+    """Pack runs in any order, one of them empty, between NaN tokens; then continue them in another layout."""
     x = tokens(layer, 2, 11)
     apart = layer.filter(x, variance=True)
     packed = torch.full((1, 26, layer.hidden_size), torch.nan)
@@ -65,7 +65,7 @@ def test_packed_and_padded_with_poison(layer):
     torch.testing.assert_close(layer(probe, fresh)[0], layer(probe)[0], **CLOSE)
 
 
-def test_padding_that_is_nan_leaves_gradients_finite(layer):
+def test_nan_padding_leaves_gradients_finite(layer):
     x = tokens(layer, 1, 26)
     x[0, :2] = x[0, 9:14] = torch.nan
     x.requires_grad_()
@@ -75,14 +75,14 @@ def test_padding_that_is_nan_leaves_gradients_finite(layer):
         assert parameter.grad is None or torch.isfinite(parameter.grad).all(), name
 
 
-def test_causal(layer):
+def test_output_is_causal(layer):
     x = tokens(layer, 1, 8)
     other = x.clone()
     other[:, 5:] = 1.0
     torch.testing.assert_close(layer(other)[0][:, :5], layer(x)[0][:, :5], **CLOSE)
 
 
-def test_empty_input_passes_the_state_through(layer):
+def test_empty_input_keeps_the_state(layer):
     x = tokens(layer, 2, 5)
     _, state = layer(x)
     nothing, same = layer(x[:, :0], state)
@@ -104,7 +104,7 @@ def test_gradients_reach_every_parameter_through_the_state(layer):
     assert (x.grad[:, :5] == 0).all()
 
 
-def test_states_move(layer):
+def test_states_convert_and_reorder(layer):
     _, state = layer(tokens(layer, 3, 4))
     moved = state.to(torch.float64)
     assert type(moved) is type(state)
@@ -121,7 +121,7 @@ def test_state_size_counts_the_numbers_of_the_belief(layer):
 
 
 def test_half_precision(layer):
-    """bfloat16 weights and inputs, and autocast: the same filter to bfloat16's three digits, the belief in float32."""
+    """bfloat16 weights and inputs, and autocast, agree to three digits; the belief is float32."""
     x = tokens(layer, 2, 9)
     exact = layer(x)[0]
     with torch.autocast("cpu", torch.bfloat16):
@@ -166,7 +166,7 @@ def test_repr_shows_sizes_and_state(layer):
     assert first.endswith(f"state: {growth} floats per token" if growth else f"state: {layer.state_size(1)} floats")
 
 
-def test_registry():
+def test_table_of_layers_is_complete():
     papers = {"kla", "bayesian", "deltanet", "gated-deltanet", "kda", "linear-attention", "retnet", "gla", "mamba2"}
     papers |= {"gated-kalmanet", "afa", "rt-afa", "recurrent-afa", "afa-transformer", "controlled-afa"}
     assert set(OURS) == papers | {"attention", "design"}

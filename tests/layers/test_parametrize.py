@@ -1,4 +1,4 @@
-"""Raw parameters become signals that a filter admits, exactly, and that training can always move."""
+"""Parametrisations give valid signals exactly, and gradients that do not vanish."""
 
 import math
 
@@ -19,7 +19,7 @@ FAR = [s * x for s in (-1, 1) for x in (0.0, 1.0, 7.9, 8.1, 30.0, 50.0, 80.0, 10
 
 
 @pytest.mark.parametrize("raw", FAR)
-def test_positive_cannot_die(raw):
+def test_positive_never_underflows(raw):
     x = torch.tensor(raw, requires_grad=True)
     value = positive(x)
     (slope,) = torch.autograd.grad(value.log(), x)
@@ -27,7 +27,7 @@ def test_positive_cannot_die(raw):
     torch.testing.assert_close(slope, torch.tensor(min(1.0, 8 / max(abs(raw), 1e-9))))
 
 
-def test_positive_is_exp_where_values_live():
+def test_positive_is_exp_below_the_knee():
     raw = torch.linspace(-8, 8, 101)
     torch.testing.assert_close(positive(raw), raw.exp())
     wide = torch.linspace(-1e4, 1e4, 10001, dtype=torch.float64)
@@ -37,8 +37,8 @@ def test_positive_is_exp_where_values_live():
 @pytest.mark.parametrize("raw", [-80.0, -30.0, 30.0, 80.0])
 @pytest.mark.parametrize("name", ["log_rate", "log_step", "log_diffusion"])
 @pytest.mark.parametrize("discretization", ["ou", "zoh"])
-def test_process_noise_cannot_die(raw, name, discretization):
-    """Wherever training has carried a parameter, the noise is positive and its diffusion still moves it."""
+def test_process_noise_never_underflows(raw, name, discretization):
+    """For any parameter value the noise is positive and has a gradient to its diffusion."""
     dynamics = CellDynamics(2, 3, discretization)
     torch.nn.init.constant_(getattr(dynamics, name), raw)
     log_decay, noise = dynamics(torch.float32)
@@ -49,7 +49,7 @@ def test_process_noise_cannot_die(raw, name, discretization):
 
 
 def moments(rate: float, diffusion: float, step: float, m: float, P: float) -> tuple[float, float]:
-    """Mean and variance of the stochastic differential equation after `step`, by Runge-Kutta on their own equations."""
+    """Compute mean and variance of the stochastic differential equation after `step` by Runge-Kutta."""
     slope = lambda m, P: (-rate * m, -2 * rate * P + diffusion)  # noqa: E731
     n = 2000
     h = step / n
@@ -72,7 +72,7 @@ def test_ornstein_uhlenbeck_moments(rate, diffusion, step):
 
 
 def test_only_the_exact_discretisation_composes():
-    """Two half steps are one step, the semigroup property; zero-order hold breaks it by about alpha dt."""
+    """Two half steps equal one step (semigroup property); the zero-order hold deviates by about alpha dt."""
     rate, diffusion, step = (torch.tensor(x, dtype=torch.float64) for x in (1.0, 0.3, 0.1))
     for discretize, exact in ((discretize_ou, True), (discretize_zoh, False)):
         whole, half = discretize(rate, diffusion, step), discretize(rate, diffusion, step / 2)
@@ -111,7 +111,7 @@ def test_observation_precision(raw):
 
 
 def test_state_dynamics():
-    """Frequencies in pairs of either sign, rotary at first; a step scales what happens in a unit of time, no look."""
+    """Frequencies come in pairs, rotary at first; a step scales time, not the measurement noise."""
     torch.manual_seed(0)
     dynamics = StateDynamics(3, 5, 100.0, parts=(2,))
     known = dynamics(torch.float32)
@@ -130,8 +130,8 @@ def test_state_dynamics():
 
 
 @pytest.mark.parametrize("raw", [-80.0, 80.0])
-def test_state_dynamics_at_their_ends(raw):
-    """What an op admits, whatever was learned: signs and finite numbers, noises above their floors."""
+def test_state_dynamics_at_extreme_parameters(raw):
+    """Any parameter value gives valid arguments: signs, finite numbers, noises above their floors."""
     dynamics = StateDynamics(2, 3, 100.0)
     with torch.no_grad():
         for parameter in dynamics.parameters():
@@ -142,7 +142,7 @@ def test_state_dynamics_at_their_ends(raw):
     assert (known.key_noise >= 1e-4).all() and (known.query_noise >= 1e-4).all()
 
 
-def test_steps_begin_log_uniform():
+def test_initial_steps_are_log_uniform():
     torch.manual_seed(0)
     steps = torch.nn.functional.softplus(StepDynamics(3, 4000, min_rate=1.0, rotates=False).step_bias.detach())
     assert 0.00099 < float(steps.min()) < 0.0011 and 0.095 < float(steps.max()) < 0.1001

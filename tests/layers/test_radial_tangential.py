@@ -1,4 +1,4 @@
-"""The radial-tangential layer: its op, the residual, and the step ahead."""
+"""The radial-tangential layer compared with its op, residual and prediction."""
 
 import torch
 
@@ -33,7 +33,7 @@ def test_against_its_op():
 
 
 def test_residuals_across_have_as_many_degrees_of_freedom_as_directions():
-    """One of C complex channels lies along the direction, C - 1 across; nu counts two real parts of each."""
+    """One of C complex channels is along the direction and C - 1 are across it; nu counts two real parts of each."""
     robust_weights = RadialTangentialAttention(12, heads=2, head_dim=6).robust_weights(torch.float32)
     channels = RadialTangentialAttention(12, heads=2, head_dim=6).sizes.key_width
     torch.testing.assert_close(robust_weights["nu"], torch.tensor([[2.0, 2.0 * (channels - 1)]] * 2))

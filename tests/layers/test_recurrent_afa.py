@@ -1,4 +1,4 @@
-"""The recurrent form: a Kalman filter where nothing is doubted, and one that outliers do not lead astray."""
+"""The recurrent form compared with its equations and with a Kalman filter, and its robustness to outliers."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def by_hand(layer, x, times, trusting=False):
-    """Algorithm 4 mended: estimates `[T, H, C]` of values, and their complex variances `[T, H]`."""
+    """Compute Algorithm 4 (corrected): estimates `[T, H, C]` of values, and their complex variances `[T, H]`."""
     q, k, v = (pairs(part)[0] for part in layer.project(x))
     (log_decay, frequency, process, *noises), robust_weights = (
         layer.dynamics(torch.float64),
@@ -76,7 +76,7 @@ def test_unit_weights_and_full_steps_are_a_kalman_filter(iterations):
 
 
 def simulated(layer, steps: int, outliers: float):
-    """A trajectory of the layer's own dynamics, and looks at it, some far off: both complex `[T, C]`."""
+    """Simulate a trajectory of the layer's own dynamics and observations with outliers: both complex `[T, C]`."""
     log_decay, frequency, process, key, query = layer.dynamics(torch.float64)
     move = torch.exp(log_decay + 1j * frequency[0])
     grown, state, path = process * kappa(-log_decay, torch.ones(())), torch.full((2,), 3.0 + 0j), []
@@ -91,7 +91,7 @@ def simulated(layer, steps: int, outliers: float):
 
 @torch.no_grad()
 def test_outliers():
-    """At 12% outliers, ten times nearer in squared error than the same filter without doubt; without any, as near."""
+    """With 12% outliers, robust weights reduce the squared error tenfold; without outliers they do not raise it."""
     torch.manual_seed(0)
     layer = RecurrentFilterAttention(4, heads=1, head_dim=2, iterations=3, predict=None).double()
     identity(layer)
@@ -112,7 +112,7 @@ def test_outliers():
 
 
 @torch.no_grad()
-def test_variance_is_calibrated_where_nothing_is_doubted():
+def test_variance_is_calibrated_with_unit_weights():
     torch.manual_seed(0)
     layer = RecurrentFilterAttention(4, heads=1, head_dim=2, predict=None).double()
     identity(layer)

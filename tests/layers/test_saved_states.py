@@ -1,4 +1,4 @@
-"""States that were saved load again where only data may be loaded, not code, and continue the same sequences."""
+"""Saved states load with `weights_only=True` and continue their sequences."""
 
 import io
 import pickle
@@ -34,7 +34,7 @@ def test_a_saved_state_continues_its_sequence(name):
     assert torch.equal(layer(x[:, 4:], loaded)[0], layer(x[:, 4:], state)[0])
 
 
-def test_what_ops_take_and_return_loads_again():
+def test_inputs_and_outputs_of_ops_load_again():
     value = (Segments.of(torch.tensor([[0, 0, 4]])), LAYERS["kla"]().filter(torch.randn(1, 4, 12)))
     segments, filtered = through_a_file(value)
     assert torch.equal(segments.rows, value[0].rows)
@@ -42,7 +42,7 @@ def test_what_ops_take_and_return_loads_again():
 
 
 class Attack:
-    """An object that leaves a mark when it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

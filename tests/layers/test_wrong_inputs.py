@@ -1,4 +1,4 @@
-"""Every layer and every design, given wrong tokens, states, segments and signals: one clear sentence, or an answer."""
+"""Every layer and every design, given wrong tokens, states, segments and signals, raises a clear error or runs."""
 
 from functools import partial
 from typing import Any

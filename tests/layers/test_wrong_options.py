@@ -1,4 +1,4 @@
-"""Every option of every layer, given every kind of wrong value: one clear sentence, or a layer with a finite output."""
+"""Every option of every layer, given wrong values of every kind, raises a clear error or gives a finite output."""
 
 import inspect
 from functools import partial

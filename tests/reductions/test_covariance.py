@@ -1,4 +1,4 @@
-"""The reductions of Memory by Design, at float64: what keeping, resetting or dropping the covariance amounts to."""
+"""The reductions of Memory by Design in float64: the filters for a full, reset or absent covariance."""
 
 import math
 
@@ -60,7 +60,7 @@ TRANSITIONS = {
 
 
 def transition(t: int, n: int, g: int, log_decay: Tensor | None = None, angle: Tensor | None = None) -> Tensor:
-    """A of one token, `[K, K]`: `rho e^{i theta}` of pairs (j, j + K / 2) as 2 x 2 blocks."""
+    """Return A of one token, `[K, K]`: `rho e^{i theta}` of pairs (j, j + K / 2) as 2 x 2 blocks."""
     rho = torch.ones(K, dtype=torch.float64)
     if log_decay is not None:
         rho = log_decay[n, t, g].exp().reshape(-1)
@@ -77,7 +77,7 @@ def transition(t: int, n: int, g: int, log_decay: Tensor | None = None, angle: T
 @pytest.mark.parametrize("kernel", DENSE)
 @pytest.mark.parametrize("moves", TRANSITIONS)
 def test_dense_is_the_textbook_filter_of_the_whole_memory(moves, kernel):
-    """Appendix C: a Kalman filter on vec(S) with KV x KV matrices keeps its covariance I (x) P, and P is dense's."""
+    """Appendix C: a Kalman filter on vec(S), KV x KV, keeps its covariance I (x) P, with the P of `dense`."""
     x, moved, belief = tokens() | noises(), TRANSITIONS[moves](), prior()
     if "angle" in moved:
         x |= {name: torch.cat([x[name][..., : K // 2], torch.zeros_like(x[name][..., : K // 2])], -1) for name in "qk"}
@@ -106,7 +106,7 @@ def test_dense_is_the_textbook_filter_of_the_whole_memory(moves, kernel):
 
 
 def gains(x: dict[str, Tensor], log_decay: Tensor, covariance: Tensor) -> Tensor:
-    """Equations 9 to 11: c = P k / (r^2 + k'P k) of the predicted P, which no value enters."""
+    """Return c = P k / (r^2 + k'P k) of the predicted P (equations 9 to 11), which does not depend on values."""
     found = []
     for t in range(T):
         decay, key = log_decay[:, t].exp(), per_head(x["k"])[:, t]
@@ -134,7 +134,7 @@ def test_dense_is_delta_fed_with_its_own_gains(kernel):
 
 @pytest.mark.parametrize("kernel", DENSE)
 def test_static_dense_is_ridge_regression_over_the_whole_past(kernel):
-    """Without transition and noise: weighted normal equations and the prior's precision, solved at every token."""
+    """Without transition and noise, solve the weighted normal equations with the prior's precision at every token."""
     x, scale = tokens() | noises(), 2.5
     x["process_noise"] = torch.zeros_like(x["process_noise"])
     eye = torch.eye(K, dtype=torch.float64)
@@ -151,7 +151,7 @@ def test_static_dense_is_ridge_regression_over_the_whole_past(kernel):
 
 
 def recur(x: dict[str, Tensor], decay: Tensor | float, write: Tensor, corrects: bool) -> tuple[Tensor, Tensor]:
-    """Table 1 as it is printed: M = A M + write (v - (A M)'k)', or without the correction."""
+    """Run Table 1 as printed: M = A M + write (v - (A M)'k)', or without the correction."""
     memory, reads = torch.zeros(B, G, K, x["v"].shape[-1], dtype=torch.float64), []
     decay = torch.as_tensor(decay, dtype=torch.float64).expand(B, T, G, K)
     for t in range(T):
@@ -187,7 +187,7 @@ def decay_of(signals: dict[str, Tensor]) -> Tensor | float:
 
 @pytest.mark.parametrize("design", DELTA_FAMILY, ids=lambda design: design.name)
 def test_covariance_reset_is_the_delta_family(design):
-    """Proposition 2: dense with its predicted covariance set to lambda I before every token, equation 17, the op."""
+    """Proposition 2: `dense` with its predicted covariance reset to lambda I, equation 17, and the op agree."""
     x, moved = tokens(), decays(design, DELTA_FAMILY[design])
     noise, reset = uniform(B, T, G, low=0.05, high=2.0), uniform(B, T, G, low=0.1, high=3.0)
     eta = reset / (noise + reset * per_head(x["k"]).square().sum(-1))
@@ -200,7 +200,7 @@ def test_covariance_reset_is_the_delta_family(design):
     belief = DenseBelief(torch.zeros_like(memory), unsure)
     for t in range(T):
         now = {name: y[:, t : t + 1] for name, y in (x | moved | {"obs_noise": noise, "process_noise": reset}).items()}
-        read = ops.dense(**now, belief=DenseBelief(belief.mean, unsure))  # forgotten, and predicted as lambda I
+        read = ops.dense(**now, belief=DenseBelief(belief.mean, unsure))  # reset to lambda I
         belief = read.belief
         close(read.mean, mean[:, t : t + 1])
 
@@ -223,10 +223,10 @@ def test_longhorn_is_delta_with_a_noise_a_column():
 
 @pytest.mark.parametrize("design", ADDITIVE_FAMILY, ids=lambda design: design.name)
 def test_the_latent_input_model_is_the_additive_family(design):
-    """Appendix A: the filter of (write, memory) given v, equation 19's gain, the op."""
+    """Appendix A: the filter of (write, memory) given v, the gain of equation 19, and the op agree."""
     x, moved = tokens(), decays(design, ADDITIVE_FAMILY[design])
     noise, variance = uniform(B, T, G, low=0.05, high=2.0), uniform(B, T, G, low=0.1, high=3.0)
-    # The write is one more latent row, new at every token and seen alone: its filter is dense with a key of width 1.
+    # The write is one more latent row, new at every token and observed separately: `dense` with a key of width 1.
     alone = torch.ones(B, T, G, 1, dtype=torch.float64)
     nothing = DenseBelief(torch.zeros(B, G, 1, V, dtype=torch.float64), torch.zeros(B, G, 1, 1, dtype=torch.float64))
     writes = []
@@ -245,10 +245,10 @@ def test_the_latent_input_model_is_the_additive_family(design):
 
 @pytest.mark.parametrize("kernel", DENSE)
 def test_heads_that_share_a_key_are_grouped_noise(kernel):
-    """Appendix D: R = diag(r_1^2 I, r_2^2 I) over groups of columns, one textbook filter on vec(S), groups of V."""
+    """Appendix D: with R = diag(r_1^2 I, r_2^2 I) the textbook filter on vec(S) is one filter per group."""
     groups = G // H
     x = tokens() | noises() | TRANSITIONS["decay per key"]()
-    for name in ("process_noise", "log_decay"):  # a transition is the memory's, so that groups share it
+    for name in ("process_noise", "log_decay"):  # groups share the transition of their memory
         x[name] = x[name][:, :, ::groups].repeat_interleave(groups, 2)
     got = ops.dense(**x, variance=True, kernel=kernel)
     columns = torch.eye(groups * V, dtype=torch.float64)

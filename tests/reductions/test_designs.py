@@ -1,4 +1,4 @@
-"""Every row of the catalogue, and a design of one's own, lowers to an op that agrees with the oracle."""
+"""Every design in the catalogue, and a new one, agrees with the oracle."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ OWN = [
     Design("ridge-regression", Transition(), MEMORY, INFORMATION),
 ]
 B, T, H, G, K, V = 2, 11, 2, 4, 3, 5
-TOLD = {"ridge": {"solver": Exact()}}  # options with which an op is exact
+TOLD = {"ridge": {"solver": Exact()}}  # options that make an op exact
 
 
 def signals(design, width=V):
@@ -52,7 +52,7 @@ def signals(design, width=V):
 
 
 def learnt(filtered):
-    """What gradients go through: of a history neither times nor positions."""
+    """Return the leaves that have gradients: not the times and positions of a history."""
     return [x for x in outputs(filtered) if x.requires_grad]
 
 
@@ -117,7 +117,7 @@ ILLEGAL = [
 
 
 @pytest.mark.parametrize(("parts", "sentence"), ILLEGAL, ids=[sentence for _, sentence in ILLEGAL])
-def test_illegal_combinations_fail_with_one_sentence(parts, sentence):
+def test_illegal_combinations_raise_a_one_line_error(parts, sentence):
     with pytest.raises(DesignError, match=sentence) as caught:
         Design("mine", *parts)
     assert "\n" not in str(caught.value)
@@ -129,7 +129,7 @@ def test_unknown_parts_fail(part, value):
         part(value)
 
 
-def test_only_the_oracle_takes_a_matrix():
+def test_only_the_oracle_accepts_a_matrix():
     design = Design("any", Transition(decay="matrix"), MEMORY, DENSE)
     given = signals(design) | {"matrix": torch.randn(B, T, G, K, K).double() / K}
     turned = kalmix.oracle(design, **given).mean
@@ -144,14 +144,14 @@ def test_only_the_oracle_takes_a_matrix():
     assert float((kalmix.oracle(design, **diagonal).mean - kalmix.oracle(same, **decays).mean).abs().max()) < 1e-6
 
 
-def test_there_is_no_variance_where_none_is_kept():
+def test_requesting_an_absent_variance_raises():
     for call in (kalmix.filter, kalmix.oracle):
         with pytest.raises(DesignError, match="has no variance"):
             call(kalmix.designs.KDA, **signals(kalmix.designs.KDA), variance=True)
 
 
 @pytest.mark.parametrize("design", CATALOGUE.values(), ids=lambda design: design.name)
-def test_missing_and_strange_signals_are_named(design):
+def test_missing_and_unknown_signals_are_named(design):
     given = signals(design)
     for call in (kalmix.filter, kalmix.oracle):
         with pytest.raises(DesignError, match=f"lacks {design.signals[-1]}"):

@@ -1,4 +1,4 @@
-"""The identities of Kalman Linear Attention, at float64, each against the op."""
+"""The identities of Kalman Linear Attention in float64, each compared with the op."""
 
 from functools import reduce
 
@@ -38,7 +38,7 @@ def prior() -> DiagonalBelief:
 
 
 def beliefs(signals: dict[str, Tensor], prior: DiagonalBelief) -> list[DiagonalBelief]:
-    """The op's belief before the first and after every token."""
+    """Return the op's belief before the first and after every token."""
     path = [prior]
     for t in range(T):
         token = {name: x[:, t : t + 1] if x.ndim == 4 else x for name, x in signals.items()}
@@ -47,7 +47,7 @@ def beliefs(signals: dict[str, Tensor], prior: DiagonalBelief) -> list[DiagonalB
 
 
 def cells(signals: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Decay a, noise p, evidence phi = k^2 precision and k precision v: `[B, T, G, K, V]`."""
+    """Return decay a, noise p, evidence phi = k^2 precision and k precision v: `[B, T, G, K, V]`."""
     key = signals["k"].repeat_interleave(G // H, 2)[..., None]
     precision, value = (signals[name][..., None, :] for name in ("precision", "v"))
     decay, noise = (x.expand(B, T, G, K, V) for x in (signals["log_decay"].exp(), signals["process_noise"]))
@@ -59,7 +59,7 @@ def close(got: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
 
 
 def test_information_form_is_the_moment_form(signals, prior):
-    """Equations 16 and 19, and so Corollary 2.2 (equation 20): eta / lambda is the mean, 1 / lambda the variance."""
+    """Equations 16 and 19 give Corollary 2.2 (equation 20): eta / lambda is the mean, 1 / lambda the variance."""
     decay, noise, phi, written = cells(signals)
     precision = 1 / prior.variance
     information = precision * prior.mean
@@ -78,7 +78,7 @@ def test_information_form_is_the_moment_form(signals, prior):
 
 
 def test_precision_is_a_product_of_moebius_maps(signals, prior):
-    """Theorem 1 (equation 17) and Corollary 1.1: the matrices composed, in any grouping, give the precision path."""
+    """Theorem 1 (equation 17) and Corollary 1.1: products of matrices, in any grouping, give the precisions."""
     decay, noise, phi, _ = cells(signals)
     square = decay**2
     maps = torch.stack([torch.stack([1 + noise * phi, square * phi], -1), torch.stack([noise, square], -1)], -2)
@@ -121,7 +121,7 @@ def test_information_mean_is_an_affine_scan(signals, prior):
 
 
 def test_convolutions_are_the_noiseless_filter(signals):
-    """Theorem 3, up to a prior variance that is large instead of infinite."""
+    """Theorem 3, with a large prior variance in place of an infinite one."""
     signals |= {"log_decay": signals["log_decay"] / 10, "process_noise": torch.zeros(G, K, V, dtype=torch.float64)}
     key = uniform(H, K, low=0.5, high=1.5)
     got = diagonal_fft(signals["q"], key, signals["v"], precision=signals["precision"], log_decay=signals["log_decay"])
@@ -129,7 +129,7 @@ def test_convolutions_are_the_noiseless_filter(signals):
         torch.zeros(B, G, K, V, dtype=torch.float64), torch.full((B, G, K, V), 1e12, dtype=torch.float64)
     )
     expected = diagonal(**signals | {"k": key.expand(B, T, H, K)}, belief=vague, variance=True)
-    # The prior's weight is 1e-12 beside at least k^2 precision = 0.025; squares and sums add a little.
+    # The prior's weight is 1e-12, that of the evidence at least k^2 precision = 0.025.
     tolerance = 1e-12 / 0.025 * 10
     for ours, theirs in zip((*got[:2], *got.belief), (*expected[:2], *expected.belief), strict=True):
         close(ours, theirs, tolerance)
@@ -139,7 +139,7 @@ def test_convolutions_before_any_evidence(signals):
     key, precision = torch.tensor([[1.0, 0.0, 2.0]], dtype=torch.float64), signals["precision"].clone()
     precision[:, :4] = 0
     q = signals["q"].clone()
-    q[:, 4:, :, 1] = 0  # nothing is ever seen of the middle slot; do not read it
+    q[:, 4:, :, 1] = 0  # the middle slot is never observed; do not read it
     got = diagonal_fft(q, key, signals["v"], precision=precision, log_decay=signals["log_decay"] / 10)
     assert (got.mean[:, :4] == 0).all() and (got.variance[:, :4] == torch.inf).all()
     assert torch.isfinite(got.variance[:, 4:]).all() and torch.isfinite(got.mean).all()
@@ -148,7 +148,7 @@ def test_convolutions_before_any_evidence(signals):
     assert empty.mean.shape == (B, 0, G, V) and (empty.belief.variance == torch.inf).all()
 
 
-def test_convolutions_refuse_a_kernel_that_overflows(signals):
+def test_convolutions_reject_a_kernel_that_overflows(signals):
     with pytest.raises(ArgumentError, match=r"log_decay.*as low as -16.*23 tokens"):
         diagonal_fft(
             signals["q"],
@@ -161,7 +161,7 @@ def test_convolutions_refuse_a_kernel_that_overflows(signals):
 
 @pytest.mark.parametrize("extreme", [{}, {"log_decay": -30.0}, {"precision": 1e4}, {"process_noise": 0.0}], ids=str)
 def test_matrix_is_the_op(signals, prior, extreme):
-    """Appendix E.4, the prior's mean included; lower triangular; differentiable."""
+    """Appendix E.4, with the prior's mean; lower triangular and differentiable."""
     signals |= {name: torch.full_like(signals[name], value) for name, value in extreme.items()}
     weights, initial = diagonal_matrix(**signals, belief=prior)
     mean = torch.einsum("bgdts,bsgd->btgd", weights, signals["v"]) + initial

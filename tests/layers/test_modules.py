@@ -1,4 +1,4 @@
-"""The short convolution against PyTorch's."""
+"""The short convolution compared with PyTorch's, and `l2_normalize`."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_convolution_against_conv1d():
     assert torch.equal(window, x[:, -3:])
 
 
-def test_window_shorter_than_a_call_keeps_what_came_before():
+def test_short_calls_keep_earlier_inputs_in_the_state():
     conv = ShortConvolution(1, 4)
     _, window = conv(torch.tensor([[[1.0], [2.0]]]))
     assert window.flatten().tolist() == [0, 1, 2]
@@ -26,7 +26,7 @@ def test_window_shorter_than_a_call_keeps_what_came_before():
     assert window.flatten().tolist() == [1, 2, 3]
 
 
-def test_unit():
+def test_l2_normalize():
     x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     torch.testing.assert_close(l2_normalize(x), torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
     tiny = torch.zeros(2, requires_grad=True)
@@ -34,11 +34,11 @@ def test_unit():
     assert torch.isfinite(tiny.grad).all()
 
 
-SPANS = [(0, 6), (6, 8), (8, 8), (8, 9), (9, 15)]  # adjacent; shorter than the taps; one of no token
+SPANS = [(0, 6), (6, 8), (8, 8), (8, 9), (9, 15)]  # adjacent; shorter than the taps; one empty
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_adjacent_sequences_are_convolved_as_each_alone(bias):
+def test_adjacent_sequences_are_convolved_separately(bias):
     torch.manual_seed(0)
     conv = ShortConvolution(5, 4, bias).double()
     if conv.bias is not None:
@@ -55,8 +55,8 @@ def test_adjacent_sequences_are_convolved_as_each_alone(bias):
                 torch.testing.assert_close(y[0, start:stop], alone)
 
 
-def test_nothing_of_a_sequence_reaches_its_neighbours():
-    """Not even what is infinite; nor does a gradient go back there."""
+def test_sequences_are_isolated():
+    """Infinity in one sequence reaches no other, and neither do gradients."""
     torch.manual_seed(0)
     conv = ShortConvolution(3, 4)
     x = torch.randn(1, 12, 3)
