@@ -36,33 +36,59 @@ def attend_radial(
     variance: bool = False,
     segments: Segments | None = None,
 ) -> Filtered:
-    r"""The op `attend` with one noise along the token's own direction and another across it (Algorithm 2).
+    r"""Compute Adaptive Filter Attention with separate noises along and across the direction of each value.
 
-    With u_i = v_i / |v_i| and what was pulled forward to t_i as in `attend`, the residual and the estimate fall into
-    parts along u_i and across it, each with its V, weights and softmax A:
+    This is the radial-tangential form (Algorithm 2 of *Attention as an Adaptive Filter*). Let u_i = v_i / |v_i|, and
+    let k_ij and v_ij be key and value j moved to time t_i as in `kalmix.ops.attend`. Residual and estimate are split
+    into a component along u_i and the rest, each with noises, weights and a softmax A of its own:
 
-        r_along = |u_i^* (q_i - k_ij)|^2,   r_across = |q_i - k_ij|^2 - r_along
-        m_i = sum_j A_along Re(u_i^* v_ij),   w_i = (I - u_i u_i^*) sum_j A_across v_ij
-        mean_i = m_i (v_i + w_i) / |v_i + w_i|
+        r_along  = |u_i^* (q_i - k_ij)|^2,    r_across = |q_i - k_ij|^2 - r_along
+        m_i      = sum_j A_along Re(u_i^* v_ij)
+        w_i      = (I - u_i u_i^*) sum_j A_across v_ij
+        mean_i   = m_i (v_i + w_i) / |v_i + w_i|
 
-    so magnitudes are averaged by themselves, and directions step across the sphere. The misprints of the paper's
-    algorithm are set right: all is in one frame, keys decay also in their squares, and parts are taken at the query.
+    So magnitudes are averaged separately, and the direction moves on the sphere. Three misprints of the paper are
+    corrected: all vectors are in one frame, the decay of keys also applies to their squared norms, and components are
+    taken with respect to the query's token.
+
+    B is the batch size, T the number of tokens, H the number of heads, C the number of complex channels. Complex
+    numbers are stored as real columns: first all real parts, then all imaginary parts.
 
     Args:
-        q, k, v: `[B, T, H, 2 C]`, as `attend` takes them; one value head a key head, of the same width.
-        log_decay: `[H]`; frequency: `[H, C]`.
-        process_noise, key_noise, query_noise: `[H, 2]`, along and across.
-        nu, temperature: a number, or `[H, 2]`, along and across.
-        times, weight, window, floor, causal, belief, variance, segments: as `attend` takes them.
+        q: Queries, `[B, T, H, 2 C]`. They are not scaled.
+        k: Keys, `[B, T, H, 2 C]`, in the dtype of `q`.
+        v: Values, `[B, T, H, 2 C]`, in the dtype of `q`.
+        log_decay: `[H]`, negative decay rate, natural logarithm per unit of time, <= 0.
+        frequency: `[H, C]`, angular frequency in radians per unit of time.
+        process_noise: `[H, 2]`, variance per unit of time along and across the direction, >= 0.
+        key_noise: `[H, 2]`, observation variance along and across, >= 0; must be positive if `variance` is true.
+        query_noise: `[H, 2]`, variance of the query along and across, >= 0. `key_noise + query_noise` must be positive.
+        nu: Scale of the residual, > 0, a number or `[H, 2]`.
+        temperature: Factor of the logarithm in the softmax, > 0, a number or `[H, 2]`.
+        times: As in `kalmix.ops.attend`, and so are `weight`, `window`, `floor`, `causal`, `belief` and `segments`.
+        variance: Whether to return the variance as well.
 
     Returns:
-        `Filtered` as from `attend`, but for the variance, `[B, T, H, 2 C]`: that of each channel, of which the part in
-        the direction has the variance along it and the rest the one across, real and imaginary parts alike.
+        `Filtered` with the mean `[B, T, H, 2 C]`, the `HistoryBelief` (`None` if not `causal`) and, if requested, the
+        variance `[B, T, H, 2 C]`. The variance of channel c is |u_c|^2 times the variance along the direction plus
+        1 - |u_c|^2 times the one across, the same for real and imaginary part.
 
     Raises:
-        ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
+        ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument.
 
-    Complexity: O(T (S + T) C) work after S tokens, memory O((S + T) C).
+    Note: complexity
+        O(T (S + T) C) operations with S slots of the belief; memory O((S + T) C).
+
+    Example:
+        >>> from kalmix import ops
+        >>> batch, tokens, heads, channels = 2, 16, 4, 8
+        >>> q, k, v = torch.randn(3, batch, tokens, heads, 2 * channels)
+        >>> one = torch.ones(heads, 2)
+        >>> mean, variance, belief = ops.attend_radial(
+        ...     q, k, v, log_decay=-0.1 * one[:, 0], frequency=torch.rand(heads, channels),
+        ...     process_noise=0.1 * one, key_noise=one, query_noise=one, variance=True)
+        >>> mean.shape, variance.shape
+        (torch.Size([2, 16, 4, 16]), torch.Size([2, 16, 4, 16]))
     """
     sizes, dynamics = (
         check_tokens(q, k, v, variance),
@@ -70,7 +96,7 @@ def attend_radial(
     )
     check_channels(q, v, sizes)
     if v.shape[2:] != k.shape[2:]:
-        raise ArgumentError("v", got=list(v.shape), expected=f"as k, {list(k.shape)}")
+        raise ArgumentError("v", problem=f"has shape {list(v.shape)}", expected=f"the shape of `k`, {list(k.shape)}")
     sizes["R"] = 2
     check_dynamics("", dynamics, ("H", "H C", "H R"), sizes, v, positive_key_noise=variance)
     weighting = make_weighting((nu, temperature, floor), weight, window, causal, ("H R", "H R", "H"), sizes, v)

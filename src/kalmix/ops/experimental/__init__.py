@@ -1,4 +1,4 @@
-"""Forms of ops that no layer, command or paper result of this library uses. They may change or go without notice."""
+"""Forms of ops that no layer, command or paper result of kalmix uses. They may change without notice."""
 
 from kalmix.ops.experimental.attend_channels import attend_channels
 from kalmix.ops.experimental.attend_corotating import attend_corotating

@@ -1,4 +1,4 @@
-"""A form of the op `attend` with a decay and noises for every channel."""
+"""Form of `attend` with a decay rate and noises for every channel."""
 
 from __future__ import annotations
 
@@ -43,29 +43,52 @@ def attend_channels(
     variance: bool = False,
     segments: Segments | None = None,
 ) -> Filtered:
-    r"""The op `attend` with a decay and noises for every channel: the tensor form of Adaptive Filter Attention (3.1).
+    r"""Compute Adaptive Filter Attention with a decay rate and noises for every channel (section 3.1, the tensor form).
 
-    The residual is one for all channels, the sum of theirs; what is averaged is weighed in each by its own variance:
+    The residual is a sum over channels, and each channel has a softmax with its own variance:
 
-        r_ij = sum_c |q_ic - (E_c + floor) e^{i w_c tau} k_jc|^2 / V_c,   weight = 1 / (1 + r / nu), or exp(-r / nu)
-        A_ijc = softmax_j (temperature log(weight / V_c)),   mean_ic = sum_j A_ijc E_c e^{i w_c tau} v_jc
-        variance_ic = 1 / sum_j weight / (V_c - query_noise_c)
+        r_ij         = sum_c |q_ic - (E_c + floor) exp(i w_c tau) k_jc|^2 / V_c
+        weight_ij    = 1 / (1 + r / nu)  or  exp(-r / nu)
+        A_ijc        = softmax over j of temperature log(weight / V_c)
+        mean_ic      = sum_j A_ijc E_c exp(i w_c tau) v_jc
+        variance_ic  = 1 / sum_j weight / (V_c - query_noise_c)
 
-    with E_c and V_c as in `attend`, which this is where all channels have the same.
+    with E_c and V_c as in `kalmix.ops.attend`. If all channels have the same parameters, this is `attend`.
 
     Args:
-        q: `[B, T, H, 2 C]`, k: `[B, T, H, 2 C]` and v: `[B, T, G, 2 D]`, as `attend` takes them.
-        log_decay, frequency, process_noise, key_noise, query_noise: `[H, C]`.
-        value_dynamics: `Dynamics` of the values, each part `[H, D]`; those above if absent, and then D is C.
-        nu, temperature, times, weight, window, floor, causal, belief, variance, segments: as `attend` takes them.
+        q: Queries, `[B, T, H, 2 C]`: C complex channels, first all real parts, then all imaginary parts.
+        k: Keys, `[B, T, H, 2 C]`, in the dtype of `q`.
+        v: Values, `[B, T, G, 2 D]`, in the dtype of `q`. D must equal C unless `value_dynamics` is given.
+        log_decay: `[H, C]`, negative decay rate, natural logarithm per unit of time, <= 0.
+        frequency: `[H, C]`, angular frequency in radians per unit of time.
+        process_noise: `[H, C]`, variance per unit of time, >= 0.
+        key_noise: `[H, C]`, observation variance, >= 0; must be positive if `variance` is true.
+        query_noise: `[H, C]`, variance of the query, >= 0. `key_noise + query_noise` must be positive.
+        nu: Scale of the residual, > 0, a number or `[H]`.
+        temperature: Factor of the logarithm in the softmax, > 0, a number or `[H]`.
+        times: As in `kalmix.ops.attend`, and so are `weight`, `window`, `floor`, `causal`, `belief` and `segments`.
+        value_dynamics: Dynamics of the values, each field `[H, D]`. Default: the dynamics of the keys.
+        variance: Whether to return the variance as well.
 
     Returns:
-        `Filtered` as from `attend`, but for the variance, which is `[B, T, G, 2 D]`, real and imaginary parts alike.
+        `Filtered` as from `kalmix.ops.attend`, but with a variance `[B, T, G, 2 D]`, the same for real and imaginary
+        part of a channel.
 
     Raises:
-        ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
+        ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument.
 
-    Complexity: O(T (S + T) (C + D)) exponentials after S tokens; memory O((S + T) (C + D)).
+    Note: complexity
+        O(T (S + T) (C + D)) exponentials with S slots of the belief; memory O((S + T) (C + D)).
+
+    Example:
+        >>> from kalmix.ops.experimental import attend_channels
+        >>> batch, tokens, heads, channels = 2, 16, 4, 8
+        >>> q, k, v = torch.randn(3, batch, tokens, heads, 2 * channels)
+        >>> one = torch.ones(heads, channels)
+        >>> attend_channels(
+        ...     q, k, v, log_decay=-0.1 * one, frequency=one, process_noise=0.1 * one, key_noise=one, query_noise=one,
+        ... ).mean.shape
+        torch.Size([2, 16, 4, 16])
     """
     sizes, key_dynamics = (
         check_tokens(q, k, v, variance),

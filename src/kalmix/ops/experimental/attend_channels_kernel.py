@@ -1,6 +1,6 @@
-"""`attend_channels`: a decay and a noise for every channel, so that a pair of tokens has as many weights.
+"""PyTorch implementation of `attend_channels`: a pair of tokens has one weight per channel.
 
-O(T^2 C) work; memory is that of a tile of queries.
+O(T (S + T) C) operations. Memory is that of a block of queries.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kalmix.types import Filtered
 def attend_channels(
     signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool
 ) -> Filtered:
-    """The tensor form of Adaptive Filter Attention. See `kalmix.ops.experimental.attend_channels`."""
+    """Compute `kalmix.ops.experimental.attend_channels`."""
     return attend_with(_attend, signals, belief, segments, variance)
 
 
 def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[Tensor, Tensor | None]:
-    """Tiles are `[L, H, t, s, C]`."""
+    """Attend between rotated tokens; intermediates are `[R, H, t, s, C]`."""
     (q, k, v, times, rank, *_), (*_, key_dynamics, value_dynamics, weighting) = layout, signals
     config, dtype, past_length = score_config(value_dynamics, weighting), q.dtype, k.shape[1] - q.shape[1]
     key_noise, value_noise = (
@@ -78,12 +78,12 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
 
 
 def _carrier(frequency: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """`owed`, `[H, 1, 1, C]`."""
+    """Return `frequency_grad_carrier` in shape `[H, 1, 1, C]`."""
     carrier = frequency_grad_carrier(frequency, dtype)
     return None if carrier is None else carrier[:, None, :, : frequency.shape[1]]
 
 
 def _noise_params(dynamics: Dynamics, dtype: torch.dtype) -> NoiseParams:
-    """Numbers `[H, 1, 1, C]`."""
+    """Return rates and noises in shape `[H, 1, 1, C]`."""
     rows = (-dynamics.log_decay, dynamics.process_noise, dynamics.key_noise, dynamics.query_noise)
     return NoiseParams(*(x.to(dtype)[:, None, None] for x in rows))

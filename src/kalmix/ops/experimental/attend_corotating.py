@@ -1,4 +1,4 @@
-"""A form of the op `attend` with a noise of its own along one direction, which moves with the state."""
+"""Form of `attend` with a separate noise along one direction that rotates with the state."""
 
 from __future__ import annotations
 
@@ -31,38 +31,56 @@ def attend_corotating(
     variance: bool = False,
     **options: Any,
 ) -> Filtered:
-    r"""The op `attend` under noise that is isotropic plus rank one and turns with the state (appendix B.7.1).
+    r"""Compute `kalmix.ops.attend` with noise that is isotropic plus rank one and rotates with the state.
 
-    Where p_i is a query's direction, of length 1, and the noises of all tokens have one variance along what it was
-    then, e^{-i w tau} p_i, and another across it, what is pulled forward to the query has the covariance
+    This is appendix B.7.1 of *Attention as an Adaptive Filter*. Let p_i be the direction of token i, scaled to length 1. Every past token j has one variance along the direction
+    exp(-i w tau) p_i and another across it. Moved to time t_i, its error then has the covariance
 
         V_across I + (V_along - V_across) p_i p_i^*
 
-    with each V as in `attend`. Its precision is of the same kind, so the two parts of a state are estimated apart:
+    with each V as in `attend`. So the components along and across p_i are estimated separately:
 
         mean_i = p_i p_i^* along_i + (I - p_i p_i^*) across_i
 
-    where along and across are what `attend` makes of either noise; a token's weight in each is that of its whole
-    residual. `attend_radial` is for the state's own direction, in which it then steps across the sphere; this one
-    takes any, and is linear in v but for the weights.
+    where `along` and `across` are the means of `attend` with the respective noises. The weight of a token in either
+    depends on its whole residual. In `kalmix.ops.attend_radial` the direction is that of the value itself.
 
     Args:
-        q, k, v: as `attend` takes them.
-        direction: `[B, T, G, 2 C]`, p, complex pairs, of any length; where it is 0, all is across; same dtype as `v`.
-        log_decay: `[H]`; frequency: `[H, C]`.
-        process_noise, key_noise, query_noise: `[H, 2]`, along and across.
-        nu, temperature: a number, or `[H, 2]`, along and across.
-        variance: also return that of each channel.
-        options: `times`, `belief` and what else `attend` takes, but `value_dynamics`.
+        q: Queries, as in `attend`.
+        k: Keys, as in `attend`.
+        v: Values, `[B, T, G, 2 C]`, as in `attend`.
+        direction: `[B, T, G, 2 C]`, complex channels, of any length, in the dtype of `v`. Where it is 0, the mean is
+            that of `across`.
+        log_decay: `[H]`, negative decay rate, natural logarithm per unit of time, <= 0.
+        frequency: `[H, C]`, angular frequency in radians per unit of time.
+        process_noise: `[H, 2]`, variance per unit of time along and across the direction, >= 0.
+        key_noise: `[H, 2]`, observation variance along and across, >= 0; must be positive if `variance` is true.
+        query_noise: `[H, 2]`, variance of the query along and across, >= 0. `key_noise + query_noise` must be positive.
+        nu: Scale of the residual, > 0, a number or `[H, 2]`.
+        temperature: Factor of the logarithm in the softmax, > 0, a number or `[H, 2]`.
+        variance: Whether to return the variance as well.
+        options: Other arguments of `attend`, except `value_dynamics`.
 
     Returns:
-        `Filtered` as from `attend`, but for the variance, `[B, T, G, 2 C]`: that of each channel, of which the part in
-        the direction has the variance along it and the rest the one across, real and imaginary parts alike.
+        `Filtered` as from `attend`, but with a variance `[B, T, G, 2 C]`. The variance of channel c is |p_c|^2 times
+        the variance along the direction plus 1 - |p_c|^2 times the one across.
 
     Raises:
-        ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
+        ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument.
 
-    Complexity: twice that of `attend`.
+    Note: complexity
+        Twice that of `attend`.
+
+    Example:
+        >>> from kalmix.ops.experimental import attend_corotating
+        >>> batch, tokens, heads, channels = 2, 16, 4, 8
+        >>> q, k, v = torch.randn(3, batch, tokens, heads, 2 * channels)
+        >>> one = torch.ones(heads, 2)
+        >>> attend_corotating(
+        ...     q, k, v, torch.randn_like(v), log_decay=-0.1 * one[:, 0], frequency=torch.rand(heads, channels),
+        ...     process_noise=0.1 * one, key_noise=one, query_noise=one,
+        ... ).mean.shape
+        torch.Size([2, 16, 4, 16])
     """
     sizes, noises = check_tokens(q, k, v, variance), (process_noise, key_noise, query_noise)
     check_shape("direction", direction, "B T G V", sizes)
@@ -82,7 +100,7 @@ def attend_corotating(
     unit = normalize(direction.to(dtype), dim=-1)
     real, imaginary = unit.chunk(2, -1)
     difference, mean = along.mean.to(dtype) - across.mean.to(dtype), across.mean.to(dtype)
-    for x in (unit, torch.cat([-imaginary, real], -1)):  # p and i p, as real vectors
+    for x in (unit, torch.cat([-imaginary, real], -1)):  # p and i p as real vectors
         mean = mean + (x * difference).sum(-1, keepdim=True) * x
     mean = mean.to(v.dtype)
     if along.variance is None or across.variance is None:

@@ -1,4 +1,4 @@
-"""A form of the op `attend` in linear time: precisions of channels as sums of two exponentials."""
+"""Form of `attend` in linear time, with precisions approximated by sums of two exponentials."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from kalmix.validation import check_dtype_and_device, check_range, check_shape
 
 
 class SeparablePrecision(NamedTuple):
-    """last + (first - last) exp(-rate lag): the precision of what is pulled forward, nearly (appendix B.3).
+    """Approximation last + (first - last) exp(-rate lag) of the precision 1 / V (appendix B.3).
 
-    It has the value and the slope of 1 / V at lag 0, and its limit; between, it is too low, by at most a share that
-    grows with how far `first / last` is from 1 (docs/results/afa.md has it). The paper's l_r is
-    last / first - 1; written so,
-    nothing is singular where nothing decays.
+    It has the value and the slope of 1 / V at lag 0, and the same limit. Between, it is too small, by a factor that
+    depends on first / last (docs/results/afa.md). The paper's l_r is last / first - 1; this form has no singularity
+    without decay.
 
     Attributes:
-        first, last: the precision at once, and in the end.
-        rate: per unit of time, >= 0.
+        first: precision at lag 0.
+        last: limit of the precision for large lags.
+        rate: rate of the exponential per unit of time, >= 0.
+
+    Example:
+        >>> from kalmix.ops import Dynamics
+        >>> from kalmix.ops.experimental import SeparablePrecision
+        >>> one = torch.ones(1)
+        >>> SeparablePrecision.of(Dynamics(-one, one, one, one, one)).after(torch.zeros(1))
+        tensor([0.5000])
     """
 
     first: Tensor
@@ -34,7 +41,7 @@ class SeparablePrecision(NamedTuple):
 
     @classmethod
     def of(cls, dynamics: Dynamics) -> SeparablePrecision:
-        """That of V = process_noise kappa + key_noise E^2 + query_noise; decays and noises broadcast."""
+        """Approximate 1 / V for V = process_noise kappa + key_noise E^2 + query_noise; decays and noises broadcast."""
         decay = -2 * dynamics.log_decay
         growth = dynamics.process_noise + decay * dynamics.query_noise
         first = 1 / (dynamics.key_noise + dynamics.query_noise)
@@ -42,7 +49,7 @@ class SeparablePrecision(NamedTuple):
         return cls(first, last, growth * first)
 
     def after(self, lag: Tensor) -> Tensor:
-        """The precision after a lag >= 0; all broadcast."""
+        """Return the precision after a lag >= 0; all tensors broadcast."""
         return self.last + (self.first - self.last) * torch.exp(-self.rate * lag)
 
 
@@ -56,31 +63,42 @@ def attend_separable(
     query_noise: Tensor,
     times: Tensor | None = None,
 ) -> Filtered:
-    r"""The tensor form of Adaptive Filter Attention in linear time, where nothing is doubted (appendix B.3).
+    r"""Compute the per-channel form of Adaptive Filter Attention in linear time, with weights of 1 (appendix B.3).
 
-    With `SeparablePrecision`, P(tau), in the place of 1 / V, and all weights 1 (nu without end), both sums are those
-    of linear attention with two decaying keys a channel, and the op `additive` has them:
+    With `SeparablePrecision` P(tau) in place of 1 / V and all weights equal to 1 (infinite nu), numerator and
+    denominator are linear attention with two decaying keys per channel, which `kalmix.ops.additive` computes:
 
-        mean_i = sum_j P(t_i - t_j) e^{(-a + i w) (t_i - t_j)} v_j / sum_j P(t_i - t_j)
+        mean_i = sum_j P(t_i - t_j) exp((-a + i w) (t_i - t_j)) v_j / sum_j P(t_i - t_j)
 
-    Weights that depend on pairs of tokens are not separable: with them the paper's form has only its memory to gain,
-    which `attend_channels` has as well, exactly.
+    Weights that depend on pairs of tokens are not separable. For them use `attend_channels`.
 
     Args:
-        v: `[B, T, H, 2 C]` what is seen of the state, C complex channels, the first C columns real parts.
-        log_decay: `[H, C]`, -a, natural log per unit of time, <= 0.
-        frequency: `[H, C]`, w, radians per unit of time.
-        process_noise, key_noise, query_noise: `[H, C]`, as in `kalmix.ops.attend`.
-        times: `[B, T]` when tokens were seen, not decreasing; one unit a token if absent.
+        v: Values, `[B, T, H, 2 C]`: C complex channels, first all real parts, then all imaginary parts.
+        log_decay: `[H, C]`, negative decay rate, natural logarithm per unit of time, <= 0.
+        frequency: `[H, C]`, angular frequency in radians per unit of time.
+        process_noise: `[H, C]`, variance per unit of time, >= 0.
+        key_noise: `[H, C]`, observation variance, >= 0.
+        query_noise: `[H, C]`, variance of the query, >= 0. `key_noise + query_noise` must be positive.
+        times: `[B, T]`, time of each token, not decreasing. Default: one unit per token.
 
     Returns:
-        `Filtered` with mean `[B, T, H, 2 C]` in the dtype of `v`, as variance one over the sum of precisions, query
-        noise included, `[B, T, H, 2 C]` in the dtype of a belief, and no belief.
+        `Filtered` with the mean `[B, T, H, 2 C]` in the dtype of `v`, the variance `[B, T, H, 2 C]` (one over the sum
+        of precisions, query noise included) in float32 or float64, and `None` as belief.
 
     Raises:
-        ArgumentError: a shape, dtype, device or value that is not as above, naming the argument.
+        ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument.
 
-    Complexity: O(T C) work and memory, in float64.
+    Note: complexity
+        O(T H C) operations and memory, in float64.
+
+    Example:
+        >>> from kalmix.ops.experimental import attend_separable
+        >>> one = torch.ones(4, 8)
+        >>> v = torch.randn(2, 16, 4, 16)
+        >>> attend_separable(
+        ...     v, log_decay=-0.1 * one, frequency=one, process_noise=0.1 * one, key_noise=one, query_noise=one,
+        ... ).mean.shape
+        torch.Size([2, 16, 4, 16])
     """
     sizes, dynamics = check_tokens(v, v, v), Dynamics(log_decay, frequency, process_noise, key_noise, query_noise)
     check_channels(v, v, sizes)
@@ -96,8 +114,8 @@ def attend_separable(
     steps = times.diff(dim=1, prepend=times[:, :1])
     check_range("the steps of times", steps, minimum=0.0)
 
-    # P is a difference of exponentials, and the gradient of a frequency one of sums, that may be 1e5 times as large.
-    # float64 has the digits for that, if nothing is rounded between: so all numbers are widened once, here.
+    # P is a difference of exponentials, and the gradient of a frequency is a difference of sums that may be 1e5 times
+    # larger. So all computations are in float64.
     dynamics = Dynamics(*(x.to(dtype) for x in dynamics))
     precision = SeparablePrecision.of(dynamics)
     query_terms = torch.stack([precision.last, precision.first - precision.last], -1).flatten(0, 1)  # [H C, 2]
@@ -106,7 +124,7 @@ def attend_separable(
     step, ones = steps.to(dtype)[..., None, None, None], torch.ones_like(query_terms)
 
     def weighted_sum(observed: Tensor, log_decay: Tensor) -> Tensor:
-        """The sum of what was `seen` `[B, T, H C, *]`, weighed by its precision, decayed by `log_decay` `[H, C, 2]`."""
+        """Sum `observed` `[B, T, H C, *]` weighted by precision, with decays `log_decay` `[H, C, 2]`."""
         return additive(query_terms, ones, observed, log_decay=(log_decay * step).flatten(2, 3)).mean.unflatten(
             2, (heads, -1)
         )

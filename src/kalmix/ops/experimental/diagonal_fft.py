@@ -1,4 +1,4 @@
-"""A form of the op `diagonal` as two convolutions, for signals that are time-invariant and without process noise."""
+"""Form of `diagonal` as two convolutions, for time-invariant signals without process noise."""
 
 from __future__ import annotations
 
@@ -15,30 +15,42 @@ from kalmix.validation import can_check_values, check_dtype_and_device, check_ra
 
 
 def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_decay: Tensor) -> Filtered:
-    r"""The op `diagonal` by two convolutions (Theorem 3 of Kalman Linear Attention), where it is linear and
-    time-invariant: no process noise, one key for all tokens, nothing known before the first.
+    r"""Compute `kalmix.ops.diagonal` by two convolutions (Theorem 3 of *Kalman Linear Attention*).
 
-        lambda_t = k^2 sum_s a^{-2 (t - s)} precision_s,   eta_t = k sum_s a^{-(t - s)} precision_s v_s
+    This requires a linear, time-invariant filter: no process noise, one key for all tokens, and no prior information.
+    Information lambda and information-weighted sum eta, whose ratio is the mean, are, with a = exp(log_decay),
 
-    The kernels grow as a^{-2t}, and a Fourier transform rounds relative to the largest term: the first tokens lose
-    about `-2 T log_decay / log(10)` digits. It is for short T, slow decay and, better, float64; the op has no such
-    limit.
+        lambda_t = k^2 sum_s a^{-2 (t - s)} precision_s
+        eta_t    = k sum_s a^{-(t - s)} precision_s v_s
+
+    The convolution kernels grow as a^{-2t}, and a Fourier transform has an error relative to the largest term: the
+    first tokens lose about -2 T log_decay / log(10) digits. Use it with short sequences, slow decay and preferably
+    float64; `kalmix.ops.diagonal` has no such limit.
 
     Args:
-        q: `[B, T, H, K]` read-out.
-        k: `[H, K]` the observation operator of every token; same dtype as `q`.
-        v: `[B, T, G, V]` observed values; same dtype as `q`.
-        precision: `[B, T, G, V]` inverse variance of the observation, >= 0.
-        log_decay: `[G, K, V]` natural log per token, <= 0.
+        q: Queries, `[B, T, H, K]`.
+        k: Key of all tokens, `[H, K]`, in the dtype of `q`.
+        v: Observed values, `[B, T, G, V]`, in the dtype of `q`.
+        precision: `[B, T, G, V]`, inverse variance of the observations, >= 0.
+        log_decay: `[G, K, V]`, natural logarithm per token, <= 0.
 
     Returns:
-        `Filtered` as from `kalmix.ops.diagonal`, variance included. A cell nothing was observed of yet has mean 0
-        and infinite variance, and so has every read-out of it.
+        `Filtered` as from `kalmix.ops.diagonal`, with the variance. A cell without an observation so far has mean 0 and
+        infinite variance, and so has every read-out of it.
 
     Raises:
-        ArgumentError: a shape, dtype, device or value that is not as above, or a decay so fast that a^{-2T} overflows.
+        ArgumentError: A shape, dtype, device or value is not accepted, or the decay is so fast that a^{-2T} overflows.
 
-    Complexity: O(T log(T) K V) work, O(T K V) memory.
+    Note: complexity
+        O(T log(T) K V) operations and O(T K V) memory.
+
+    Example:
+        >>> from kalmix.ops.experimental import diagonal_fft
+        >>> q, v = torch.randn(2, 16, 1, 4), torch.randn(2, 16, 1, 8)
+        >>> mean, variance, belief = diagonal_fft(
+        ...     q, torch.randn(1, 4), v, precision=torch.ones_like(v), log_decay=torch.full((1, 4, 8), -0.01))
+        >>> mean.shape, belief.mean.shape
+        (torch.Size([2, 16, 1, 8]), torch.Size([2, 1, 4, 8]))
     """
     sizes = check_tokens(q, q, v)
     check_signal("precision", precision, ("B T G V",), sizes, v, minimum=0.0)
@@ -68,7 +80,7 @@ def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_deca
     information = _convolve(key**2 * torch.exp(2 * growth), weight[..., None, :])
     evidence = _convolve(key * torch.exp(growth), (weight * v.to(dtype))[..., None, :])
 
-    # Whether anything was seen is exact; the transform would return its rounding.
+    # Exact mask of observed cells; the transform returns rounding errors where the sum is 0.
     observed = (weight > 0).cummax(1).values[..., None, :] & (key != 0)
     information = torch.where(observed, information, 1.0)
     mean = torch.where(observed, evidence / information, 0.0)
@@ -79,7 +91,7 @@ def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_deca
 
 
 def _convolve(kernel: Tensor, signal: Tensor) -> Tensor:
-    """Causal convolution over time, dimension 0 of `kernel` and 1 of `signal`, long enough not to wrap around."""
+    """Compute the causal convolution of `kernel` (time in dim 0) and `signal` (time in dim 1), without wrap-around."""
     length = kernel.shape[0]
     product = torch.fft.rfft(kernel, n=2 * length, dim=0) * torch.fft.rfft(signal, n=2 * length, dim=1)
     return torch.fft.irfft(product, n=2 * length, dim=1)[:, :length]
