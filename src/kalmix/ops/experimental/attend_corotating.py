@@ -33,8 +33,9 @@ def attend_corotating(
 ) -> Filtered:
     r"""Compute `kalmix.ops.attend` with noise that is isotropic plus rank one and rotates with the state.
 
-    This is appendix B.7.1 of *Attention as an Adaptive Filter*. Let p_i be the direction of token i, scaled to length 1. Every past token j has one variance along the direction
-    exp(-i w tau) p_i and another across it. Moved to time t_i, its error then has the covariance
+    This is appendix B.7.1 of *Attention as an Adaptive Filter*. Let p_i be the direction of token i, scaled to length
+    1. Every past token j has one variance along the direction exp(-i w tau) p_i and another across it. Moved to time
+    t_i, its error then has the covariance
 
         V_across I + (V_along - V_across) p_i p_i^*
 

@@ -1,7 +1,8 @@
-"""`attend` in Triton, backward: scores are computed again, tile by tile, and nothing is kept of a pair.
+"""Backward pass of `attend` in Triton; scores are recomputed tile by tile, and nothing is stored per pair.
 
-Two launches: `to_queries`, a tile of queries through all keys, as forwards, and `to_keys`, a tile of keys through all
-queries, tiles lying the other way. Both also add up gradients of the numbers of their head, one sum a program.
+Two launches: `query_grads_kernel` loops over all keys of a tile of queries, as the forward pass does, and
+`key_grads_kernel` over all queries of a tile of keys, with transposed tiles. Both also sum the gradients of the
+parameters of their head, one partial sum per program.
 """
 
 from __future__ import annotations
@@ -51,11 +52,14 @@ def score_gradients(
     DIRECT: tl.constexpr, QUERIES_FIRST: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A tile's weights of values; gradients as `pull_back` has them, of log temperature and of values' log decay; and
-    what lies between its pairs, as `meet` has it.
+    """Compute the gradients of a tile through its scores.
 
-    Gradients of scores add up to nothing for every query: so any number may be taken from what temperature multiplies,
-    and the top keeps it small. Weights are not divided by their sum: `to_reached` and `shares` are.
+    Returns the decayed weights; the gradients of `score_vjp`; the residual; the gradients of log temperature and of the
+    log decay of values; and decays and lags as from `pair_variances`.
+
+    For each query the gradients of its scores sum to 0. So a constant may be subtracted from the score in the gradient
+    of the temperature; `max_score` keeps it small. Weights are not divided by their sum; instead `grad_weights` and
+    `delta` are.
     """
     key_var, value_var, key_lag, value_lag, future = pair_variances(
         query, key, block_lags, params, DIRECT, QUERIES_FIRST, CAUSAL, SHARED, PTX
@@ -68,7 +72,7 @@ def score_gradients(
     score = mask_scores(log_weight, float("-inf"), query, key, unmasked, slots, window, DIRECT, MASKED, CAUSAL)
     weight = tl.exp2(score)
     decayed = decay_weights(weight, score, value_var, value_lag, future, params, CAUSAL)
-    decayed = round_like(decayed, value, PTX)  # as they were averaged with: so gradients of scores add up to nothing
+    decayed = round_like(decayed, value, PTX)  # rounded as in the forward pass, so that score gradients sum to 0
     grad_decayed = decayed * grad_weights
     grad_score = grad_decayed - weight * delta
     grad_log_precision = 0.0
@@ -90,7 +94,7 @@ def accumulate_query_grads(
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
     DIRECT: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of queries, of their sizes, and of numbers, with the keys from `first` on added."""
+    """Add a tile of keys, which begins at slot `first`, to the gradients of queries, their norms, and parameters."""
     first = tl.multiple_of(first, N)
     token = tl.cast(first, tl.int64)
     count = slots - first if DIRECT else N
@@ -129,7 +133,8 @@ def query_grads_kernel(
     N: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     VARIANCE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of queries and, through them, of numbers; notes <what is read, its gradient> (`shares`)."""
+    """Compute the gradients of a tile of queries and, through them, of parameters; store the dot products of the output
+    and its gradient (`deltas`)."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     value_head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     head, start, past_length = value_head // GROUP_SIZE, tile * M, slots - tokens
@@ -215,8 +220,8 @@ def accumulate_key_grads(
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
     DIRECT: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys and values, of keys' sizes, and of what is known of keys when their block ends, with
-    the queries from `first` on added."""
+    """Add a tile of queries, which begins at token `first`, to the gradients of keys, values, norms of keys, and the
+    state of keys at the end of their block."""
     first = tl.multiple_of(first, M)
     token = tl.cast(first, tl.int64)
     query = load_rows(q + token * H * K, H * K, tokens - first, tl.arange(0, P), K, M)
@@ -257,8 +262,8 @@ def key_grads_kernel(
     N: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     VARIANCE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys and values, one lane and value head, and of numbers through what is known of keys
-    when their block ends; the longest tiles first."""
+    """Compute the gradients of a tile of keys and values of one row and value head, and of parameters through the state
+    of keys at the end of their block; tiles with most queries start first."""
     start, value_head, row = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2).to(tl.int64)
     head, past_length, token = value_head // GROUP_SIZE, slots - tokens, row * slots + start
     params = load_head_params(head_params, head, H)
@@ -340,7 +345,7 @@ def backward(
     times: Tensor, rank: Tensor, head_params: Tensor, config: ScoreConfig, masked: bool, variance: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in `dtype`, of both frequencies and of numbers."""
+    """Compute the gradients of q, k and v, in `dtype`, of both frequencies and of the parameters of heads."""
     log_precision, output, q, k, v, max_scores, weight_sums, *blocks = saved
     times, rank, head_params, grad_log_precision = (
         x.contiguous() for x in (times, rank, head_params, grad_log_precision)

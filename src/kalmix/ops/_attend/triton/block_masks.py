@@ -1,7 +1,8 @@
-"""Blocks of queries and of keys, in Triton: where they meet, who sees whom, and over which lags.
+"""Blocks of queries and keys: their lags, ranks and masks, as Triton functions.
 
-A block of keys is met at the time of its last token, a block of queries at that of its first: between tokens that see
-each other, in different blocks, lie both. `survey` notes of every token its size and its lag to there.
+Each block of keys has the time of its last token, each block of queries that of its first. Both lie between a key and
+a query that attends to it from a later block. `token_blocks_kernel` stores the lag of each token to the time of its
+block.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.ops._attend import kv_layout as lanes
+from kalmix.ops._attend import kv_layout
 from kalmix.ops._attend.block_sizes import num_token_features
 from kalmix.ops._attend.triton.scores import (
     TINY,
@@ -26,9 +27,9 @@ from kalmix.ops._attend.triton.scores import (
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.ptx import supports_ptx
 
-EMPTY_RANK = tl.constexpr(lanes.EMPTY_RANK)
-OUTSIDE_RANK = tl.constexpr(2 * lanes.EMPTY_RANK)  # the rank of what is no slot: nothing sees it
-BLOCKS_PER_STEP = tl.constexpr(128)  # looked through at once
+EMPTY_RANK = tl.constexpr(kv_layout.EMPTY_RANK)
+OUTSIDE_RANK = tl.constexpr(2 * kv_layout.EMPTY_RANK)  # rank of padding, which no query attends to
+BLOCKS_PER_STEP = tl.constexpr(128)  # blocks whose ranks are loaded together
 UNSPECIALIZED = [
     "tokens",
     "slots",
@@ -37,18 +38,19 @@ UNSPECIALIZED = [
     "window",
     "H",
     "G",
-]  # numbers that must not compile anew
+]  # arguments that do not trigger recompilation
 
 
 class TokenBlocks(NamedTuple):
-    """What is known of queries, or keys, in blocks.
+    """Precomputed features of queries, or of keys, in blocks.
 
     Attributes:
-        traits: float32 `[L, H, rows, tokens]`, padded to whole blocks: size, a lag as `after` has it, and the variance
-            that is known of a token alone: of a key after its lag, of what a query is compared with before it; where
-            values have dynamics of their own, the last four of theirs, too.
-        met: float64 `[L, blocks]`, the time a block is met at.
-        ranks: int64 `[L, blocks, 2]`, the least and the greatest rank in a block.
+        features: float32 `[R, H, features, tokens]`, with tokens padded to whole blocks. Each token has half its
+            squared norm; its lag to the time of its block; decay, kappa and derivative of kappa over that lag; and a
+            variance: of a key after the lag, of a query before it. The last four are there again for values with their
+            own dynamics.
+        block_times: float64 `[R, blocks]`, time of a block.
+        ranks: int64 `[R, blocks, 2]`, minimum and maximum rank of a block.
     """
 
     features: Tensor
@@ -57,11 +59,12 @@ class TokenBlocks(NamedTuple):
 
     @property
     def blocks(self) -> int:
+        """Number of blocks."""
         return self.block_times.shape[1]
 
     @property
     def norms(self) -> Tensor:
-        """Of tokens, `[L, H, tokens]`."""
+        """Half the squared norms of tokens, `[R, H, tokens]`."""
         return self.features[:, :, 0]
 
 
@@ -70,7 +73,7 @@ feature_count = triton.constexpr_function(num_token_features)
 
 @triton.jit
 def store_lag_features(features, padded_tokens, lag, noise, is_key, PTX: tl.constexpr):
-    """What follows the lag among the traits of tokens."""
+    """Store the features that follow the lag."""
     rate, process, key, query = noise
     _lag, decay, accumulated, slope = lag_terms(rate, lag, PTX)
     tl.store(features, decay)
@@ -84,7 +87,7 @@ def store_lag_features(features, padded_tokens, lag, noise, is_key, PTX: tl.cons
 
 @triton.jit
 def load_times(times, mask):
-    """Load times, 0 where they are not finite: lags stay finite, also those of pairs that are hidden."""
+    """Load times, with 0 for non-finite ones: the lags of masked pairs must be finite, too."""
     time = tl.load(times, mask=mask, other=0.0)
     return tl.where(time - time == 0.0, time, 0.0)
 
@@ -94,7 +97,7 @@ def token_blocks_kernel(
     times, rank, head_params, features, block_times, ranks, tokens, slots, first, blocks, H, for_keys,
     BLOCK: tl.constexpr, SHARED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A block of one lane and head, of keys, met at its last token, or of queries, met at its first."""
+    """Compute the features of one block of one row and head."""
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     start, t, is_key = block * BLOCK, tl.arange(0, BLOCK), for_keys > 0
     count = tokens - start
@@ -108,7 +111,7 @@ def token_blocks_kernel(
     lag = tl.where(occupied, tl.maximum(tl.where(is_key, lag, -lag), 0.0), 0.0)
     padded_tokens = blocks * BLOCK
     features += (row * H + head) * feature_count(SHARED) * padded_tokens + start + t
-    tl.store(features, 0.0, mask=t >= count)  # where there are tokens, what turns them notes it
+    tl.store(features, 0.0, mask=t >= count)  # norms of other tokens are stored by `rotate_kernel`
     tl.store(features + padded_tokens, lag)
     params = load_head_params(head_params, head, H)
     store_lag_features(features + 2 * padded_tokens, padded_tokens, lag, params[0], is_key, PTX)
@@ -117,7 +120,7 @@ def token_blocks_kernel(
     if head == 0:
         tl.store(block_times + row * blocks + block, block_time)
         ranks += (row * blocks + block) * 2
-        # No query sees all of a block of keys that is not full; of queries those that are not there do not matter.
+        # Padding lowers the minimum rank of a block of keys, so that its mask is applied; in queries it has no effect.
         tl.store(ranks, tl.min(tl.where((t < count) | is_key, token_ranks, -OUTSIDE_RANK), 0))
         tl.store(ranks + 1, tl.max(token_ranks, 0))
 
@@ -125,7 +128,10 @@ def token_blocks_kernel(
 def prepare_token_blocks(
     x: Tensor, times: Tensor, rank: Tensor, head_params: Tensor, block: int, for_keys: bool, shared: bool
 ) -> TokenBlocks:
-    """Of x `[L, tokens, H, K]`, whose tokens are the last of `times` and `rank`, `[L, S]`; sizes are left out."""
+    """Compute the features of x `[R, tokens, H, K]`, whose tokens are the last of `times` and `rank`, `[R, S]`.
+
+    Norms are left for `rotate` to write.
+    """
     count, tokens, heads = x.shape[:3]
     blocks, slots, rows = triton.cdiv(tokens, block), times.shape[1], num_token_features(shared)
     blocks_of_tokens = TokenBlocks(
@@ -141,24 +147,25 @@ def prepare_token_blocks(
 
 @triton.jit
 def any_visible(high, low, high_0, low_0, window, CAUSAL: tl.constexpr):
-    """Whether some query with a rank from `low` to `high` may see some key with one from `low_0` to `high_0`."""
+    """Return whether a query with a rank in [low, high] may attend to a key with a rank in [low_0, high_0]."""
     return (high - low_0 > (-1 if CAUSAL else -window)) & (low - high_0 < window)
 
 
 @triton.jit
 def all_visible(high, low, high_0, low_0, window, CAUSAL: tl.constexpr):
-    """Whether all such queries see all such keys."""
+    """Return whether all queries with ranks in [low, high] attend to all keys with ranks in [low_0, high_0]."""
     return (low - high_0 > (-1 if CAUSAL else -window)) & (high - low_0 < window)
 
 
 @triton.jit
 def load_block_ranks(ranks, block):
+    """Load the maximum and the minimum rank of a block."""
     return tl.load(ranks + 2 * block + 1), tl.load(ranks + 2 * block)
 
 
 @triton.jit
 def visible_block_range(ranks, high, low, blocks, window, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr):
-    """From which to before which block something may be seen; `ASKS` if those blocks are of queries."""
+    """Return the first visible block and the last one plus 1, of queries if `OF_QUERIES`, else of keys."""
     first, stop = blocks, 0
     for first_block in range(0, blocks, BLOCKS_PER_STEP):
         block = first_block + tl.arange(0, BLOCKS_PER_STEP)
@@ -187,8 +194,10 @@ def load_lag_features(features, at, padded_tokens, FIRST: tl.constexpr, AXIS: tl
 
 @triton.jit
 def load_tokens(features, times, rank, at, first, padded_tokens, slots, AXIS: tl.constexpr, SHARED: tl.constexpr):
-    """Size, lag and variance, these as values have them, time, rank and slot of the tokens at `at`; the first token has
-    slot `first`."""
+    """Load the tokens at offsets `at`; the token at offset 0 has slot `first`.
+
+    Returns norm, (lag, variance) by the dynamics of keys and by those of values, time, rank and slot.
+    """
     key_lag = load_lag_features(features, at, padded_tokens, 2, AXIS)
     value_lag = key_lag
     if not SHARED:
@@ -205,7 +214,7 @@ def load_tokens(features, times, rank, at, first, padded_tokens, slots, AXIS: tl
 
 @triton.jit
 def lag_between_blocks(start, end, params, SHARED: tl.constexpr, PTX: tl.constexpr):
-    """The lag from the end of a block of keys to the start of one of queries, as keys have it and as values."""
+    """Compute the lag from a block of keys to a block of queries, by the dynamics of keys and by those of values."""
     lag = tl.maximum(time_difference(tl.load(start), tl.load(end)), 0.0)
     key_lag = lag_terms(params[0][0], lag, PTX)
     value_lag = key_lag
@@ -219,10 +228,10 @@ def pair_variances(
     query, key, block_lags, params,
     DIRECT: tl.constexpr, QUERIES_FIRST: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """What lies between the tokens of a tile's pairs, for keys and for values: (decay, variances) and a lag, of the
-    pairs or as `through` has it; and which pairs are ahead.
+    """Compute (decay, variances) of all pairs of a tile for keys and for values, two lags, and the mask of later keys.
 
-    Directly, or through where their blocks are met, between which lies `way`.
+    If `DIRECT`, lags are computed per pair. Otherwise they are combined from the lags of tokens and `block_lags`, and
+    the returned lags are those of `chained_variances`.
     """
     key_noise, value_noise, _two_over_nu, _neg_temperature, _floor = params
     if DIRECT:
@@ -250,7 +259,7 @@ def mask_scores(
     score, fill, query, key, unmasked, slots, window,
     DIRECT: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Scores, or `unseen` where the key is not seen; `whole` says that all are."""
+    """Replace the scores of masked pairs by `fill`; `unmasked` is true if no pair of the tile is masked."""
     if MASKED:
         if not unmasked:
             rank_difference = query[4] - key[4]

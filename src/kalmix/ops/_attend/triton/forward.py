@@ -1,10 +1,11 @@
-"""`attend` in Triton, forward: the softmax of flash attention, with scores that fall as powers of distances.
+"""Forward pass of `attend` in Triton: online softmax as in flash attention, with scores from lags and residuals.
 
-Tokens that are not finite are 0, but for their sizes, which are NaN: so they reach no score but those of queries that
-see them, and these read NaN. Backwards such queries count for nothing.
+A token that is not finite is set to 0, and its norm to NaN: so it affects only the scores of queries that attend to it,
+and these return NaN. The backward pass ignores such queries.
 
-A program has a tile of queries, and goes through keys: first whole blocks before its own, whose lags are put together
-from those of their tokens (see `triton_lanes`), then those next to it. Keys that no query sees are left out.
+A program handles one tile of queries. It loops over whole blocks of keys before the block of the queries, whose lags
+are combined from those of tokens (see `triton.scores`), then over the keys next to the queries. Blocks that the mask
+hides are skipped.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.ptx import supports_ptx
 from kalmix.ops._shared.triton.tiles import dot_precision, load_rows, matmul, store_rows
 
-MIN_SCORE = tl.constexpr(-3e38)  # below every score
+MIN_SCORE = tl.constexpr(-3e38)  # smaller than every score
 
 
 @triton.jit
 def decay_weights(weight, score, value_var, value_lag, future, params, CAUSAL: tl.constexpr):
-    """Weights, 2^score, times the decay of values; ahead of a query that is more than 1, if their product is not."""
+    """Return weight * decay of the value. For later keys the decay exceeds 1 and is added to the exponent instead."""
     if CAUSAL:
         decayed = weight * value_var[0]
     else:
@@ -60,14 +61,14 @@ def accumulate_keys(
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
     DIRECT: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile of queries, with the keys from `first` on added.
+    """Add a tile of keys, which begins at slot `first`, to the accumulators of a tile of queries.
 
-    Weights are 2^(score - top), with tops whole numbers: so the same weight has the same digits whatever the top, and
-    the backward pass, which knows the last top, rounds reached weights as they were rounded here.
+    Weights are 2^(score - max_score) with integer `max_score`. So the mantissa of a weight does not depend on the
+    maximum, and the backward pass, which uses the final maximum, rounds decayed weights exactly as this pass did.
     """
     first = tl.multiple_of(first, N)
     token = tl.cast(first, tl.int64)
-    count = slots - first if DIRECT else N  # before the last block all slots are there
+    count = slots - first if DIRECT else N  # blocks before the last one are full
     key = load_rows(k + token * H * K, H * K, count, tl.arange(0, P), K, N)
     qk = matmul(query, tl.trans(key), PRECISION)
     block = first // BLOCK
@@ -110,7 +111,7 @@ def attend_kernel(
     N: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     VARIANCE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of queries reads, one lane and value head; the longest tiles first."""
+    """Compute the output of one tile of queries of one row and value head; tiles with most keys start first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     value_head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     head, start, past_length = value_head // GROUP_SIZE, tile * M, slots - tokens
@@ -140,7 +141,7 @@ def attend_kernel(
         high, low = load_block_ranks(query_ranks + row * query_blocks * 2, block)
         first_block, stop_block = visible_block_range(key_ranks, high, low, key_blocks, window, False, CAUSAL)
         begin, stop = first_block * BLOCK, tl.minimum(stop, stop_block * BLOCK)
-    NEAR_N: tl.constexpr = N // 2 if N > 16 else N  # so much more is there to say of a pair whose lag is computed anew
+    NEAR_N: tl.constexpr = N // 2 if N > 16 else N  # lags per pair need more registers
     if CAUSAL:
         block_lags = lag_between_blocks(
             query_block_times, key_block_times + tl.minimum(begin // BLOCK, key_blocks - 1), params, SHARED, PTX
@@ -151,7 +152,7 @@ def attend_kernel(
                 block_lags, key_ranks, first, high, low, slots, key_blocks, window, H, G, params, K, P, V, W, BLOCK, N,
                 SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, False, PRECISION, PTX,
             )  # fmt: skip
-            # A tile early: it takes long to find.
+            # Loaded one tile ahead, to hide its latency.
             block_lags = lag_between_blocks(
                 query_block_times, key_block_times + (first + N) // BLOCK, params, SHARED, PTX
             )
@@ -162,7 +163,7 @@ def attend_kernel(
             RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
         )  # fmt: skip
     weight_sum = tl.where(at < tokens, weight_sum, 1.0)
-    # Queries that see a token with NaN: the backward pass gets a maximum under which all weights are 0.
+    # Not finite if a query attends to NaN; the stored maximum then makes all its weights 0 in the backward pass.
     finite = weight_sum == weight_sum
     store_rows(output_ptr + base * V, G * V, tokens - start, tl.arange(0, W), output / weight_sum[:, None], V, M)
     offset = (row * G + value_head) * padded_tokens + at
@@ -175,12 +176,12 @@ def attend_kernel(
 
 
 class LaunchShape(NamedTuple):
-    """How the kernels of a call are launched.
+    """Launch parameters that the kernels of a call share.
 
     Attributes:
-        grid: what follows the number of tiles: value heads, lanes.
-        sizes: the numbers that follow a kernel's tensors.
-        compiled: what all kernels compile for.
+        grid: dims of the grid after the tiles: value heads and rows.
+        sizes: integer arguments after a kernel's tensors.
+        compiled: constexpr arguments.
     """
 
     grid: tuple[int, int]
@@ -189,6 +190,7 @@ class LaunchShape(NamedTuple):
 
 
 def launch_shape(q: Tensor, k: Tensor, v: Tensor, config: ScoreConfig, masked: bool, variance: bool) -> LaunchShape:
+    """Return the launch parameters for rotated q, k and v."""
     (count, tokens, heads, width), (_, slots, value_heads, value_width) = q.shape, v.shape
     block = block_size(slots)
     blocks = (triton.cdiv(tokens, block), triton.cdiv(slots, block))
@@ -206,9 +208,13 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, frequency: Tensor, value_frequency: Tensor, times: Tensor, rank: Tensor,
     head_params: Tensor, config: ScoreConfig, masked: bool, variance: bool, copy_kv: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The mean; log of the precision; keys and values in float32 where `copied`; and, kept: what is read before it is
-    turned back, float32, and q, k and v as they are turned, in `dtype`, values and what is read in strips; tops and
-    sums of weights; surveys of queries and keys."""
+    """Run the forward pass.
+
+    Returns:
+        The mean, the logarithm of the precision, keys and values in float32 if `copy_kv`, and the tensors for the
+        backward pass: the output before its rotation, float32; rotated q, k and v in `dtype` (output and v in slices);
+        maximum scores and sums of weights; `TokenBlocks` of queries and of keys.
+    """
     float32 = {"dtype": torch.float32, "device": k.device}
     copies = [torch.empty(x.shape if copy_kv else (0,), **float32) for x in (k, v)]
     times, rank, head_params = (x.contiguous() for x in (times, rank, head_params))

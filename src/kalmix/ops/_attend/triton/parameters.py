@@ -1,7 +1,8 @@
-"""Gradients of the numbers of a head, in Triton: rates, noises and the floor, added up over the pairs of tiles.
+"""Gradients of the parameters of a head (rates, noises and floor), summed over the pairs of tiles, in Triton.
 
-Of pairs that meet directly, pair by pair. Of others, which meet where a block of keys ends, in two parts: `of_ways`, of
-queries, for all that lies behind them since then; and `of_holding`, of keys, for what had become of them until then.
+Pairs with a lag of their own contribute one by one. For other pairs, the lag is that of the key to the end of its block
+and that from there to the query. `add_query_side_grads` sums the gradients through the latter, `add_key_side_grads` and
+`key_side_noise_grads` those through the former.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ import triton.language as tl
 
 from kalmix.ops._attend.triton.scores import noise_vjp
 
-PARTIAL_SUMS = tl.constexpr(
-    4
-)  # of a sum along a row: the threads that have a row of a product, two columns in eight each
+PARTIAL_SUMS = tl.constexpr(4)  # per row: the threads that share a row of a product
 
 
 @triton.jit
 def partial_sums(x):
-    """Sums of rows `[M, N]` in parts, `[M, PARTS]`: to add these up takes threads that wait for each other."""
+    """Sum rows `[M, N]` to `[M, PARTIAL_SUMS]`, within threads; complete sums would need synchronisation."""
     return tl.sum(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // (2 * PARTIAL_SUMS), PARTIAL_SUMS, 2]), 3), 1)
 
 
 @triton.jit
 def sum_to_column(parts):
+    """Sum the partial sums of rows to a column `[M, 1]`."""
     return tl.sum(parts, 1)[:, None]
 
 
 @triton.jit
 def sum_all(x):
+    """Sum all elements."""
     return tl.sum(tl.sum(x, 1), 0)
 
 
@@ -36,7 +37,7 @@ def sum_all(x):
 def add_pair_grads(
     sums, grads, grad_decayed, key_var, key_lag, value_lag, future, params, SHARED: tl.constexpr, CAUSAL: tl.constexpr
 ):
-    """A tile's gradients of noises and of the floor, added to those of its queries: of pairs that meet directly."""
+    """Add the gradients of noises and floor from a tile of pairs that have lags of their own."""
     grad_factor, grad_key_total = grads[3], grads[5]
     grad_value_total, grad_value_state, grad_log_precision = grads[6], grads[7], grads[8]
     rate, process, key, query, value_rate, value_process, value_key, value_query, floor = sums
@@ -71,7 +72,7 @@ def add_pair_grads(
 
 @triton.jit
 def add_query_side_grads(sums, grads, grad_decayed, key_tokens, key_lag, value_lag, params, SHARED: tl.constexpr):
-    """The same through what lies between queries and the blocks of keys they meet; `of_holding` has the rest."""
+    """Add the gradients of noises and floor through the lag from the end of the key's block to the query."""
     grad_factor, grad_key_total = grads[3], grads[5]
     grad_value_total, grad_value_state = grads[6], grads[7]
     rate, process, key, query, value_rate, value_process, value_key, value_query, floor = sums
@@ -103,20 +104,20 @@ def add_query_side_grads(sums, grads, grad_decayed, key_tokens, key_lag, value_l
 
 @triton.jit
 def variance_grads(grad_state, key_state):
-    """Sums over keys of gradients of variances, and of these times what was unsure of keys when their block ended."""
+    """Sum the gradients of variances over keys, and the same times the variance of keys at the end of their block."""
     return partial_sums(grad_state), partial_sums(grad_state * key_state)
 
 
 @triton.jit
 def rate_grad(lag, noise, grad_since_block, grad_at_block, grad_decay):
-    """The gradient of a rate through lags of tokens, of which sums of gradients are given: see `through`."""
+    """Compute the gradient of a rate through the lags of queries, from sums over keys; see `chained_variances`."""
     distance, decay, slope = lag[0], lag[1], lag[3]
     return noise[1] * slope * grad_since_block - distance * decay * (2.0 * decay * grad_at_block - grad_decay)
 
 
 @triton.jit
 def add_key_side_grads(sums, grads, query_tokens, key_lag, value_lag, SHARED: tl.constexpr):
-    """Gradients of the decay of keys when their block ends, for a nu of 2, and of what is then unsure of them."""
+    """Add the gradients of the decay (for nu = 2) and variance of keys at the end of their block."""
     grad_decay, grad_key_state, grad_value_key_state = sums
     grad_factor, grad_key_total = grads[3], grads[5]
     grad_value_state = grads[7]
@@ -134,7 +135,7 @@ def add_key_side_grads(sums, grads, query_tokens, key_lag, value_lag, SHARED: tl
 
 @triton.jit
 def key_side_noise_grads(key_lag, noise, grad_key_state, grad_decay, grad_log_decay):
-    """Gradients of rate, process and key noise through what was unsure of keys when their block ended; see `note`."""
+    """Compute the gradients of rate, process and key noise through the state of keys at the end of their block."""
     lag, decay, accumulated, slope, _key_state = key_lag
     square = decay * decay
     grad_rate = (noise[1] * slope - 2.0 * lag * noise[2] * square) * grad_key_state - lag * (

@@ -1,6 +1,6 @@
-"""Turning complex channels by what they move in a time, in Triton: the first half of a row real, the last imaginary.
+"""Rotation of complex channels by frequency * time, in Triton; a row has all real parts, then all imaginary parts.
 
-Angles are reduced to less than a turn in float64, so that late times are as exact as early ones.
+Angles are reduced to one cycle in float64, so that late times are as exact as early ones.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import contiguous_rows, load_rows, store_rows
 
 TWO_PI = tl.constexpr(2.0 * math.pi)
-TILE = 32  # tokens of a program
+TILE = 32  # tokens per program
 
 
 @triton.jit
 def cosine_and_sine(times, frequency, offset, count, channel, C: tl.constexpr, TILE: tl.constexpr):
-    """Of the angles of some tokens and channels, `[SIZE, channels]`: of what is left of whole quarters of a turn, as
-    series, and put back where it was. Those that Triton calls also reduce angles, which takes most of their time."""
+    """Compute cosine and sine of frequency * time, `[TILE, channels]`.
+
+    The angle is reduced to an eighth of a cycle, and a polynomial is evaluated there. The functions of Triton's library
+    would reduce it again, which takes most of their time.
+    """
     t = tl.arange(0, TILE)
     time = tl.load(times + offset + t, mask=t < count, other=0.0)
     cycles_per_time = tl.load(frequency + channel, mask=channel < C, other=0.0).to(tl.float64) / TWO_PI
@@ -43,10 +46,11 @@ def rotate_kernel(
     nonfinite_mode, copy_kv,
     C: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute y, x turned forward (sign 1) or back (-1), and copy x if `copied`.
+    """Compute y, x rotated forward (sign 1) or back (-1); copy x to `copy` if `copy_kv`.
 
-    `marks` says what becomes of rows whose square is not finite. 0: nothing. Else they are 0 in y, and NaN in `sizes`,
-    `room` from key head to key head, which gets half the square of each row (1), or only those NaNs (2).
+    `nonfinite_mode` 0 leaves rows with a non-finite squared norm as they are. Otherwise they are 0 in y and NaN in
+    `norms`, whose key heads are `padded_tokens` apart. Mode 1 writes half the squared norm of every row to `norms`,
+    mode 2 only the NaN.
     """
     start, head, row = tl.program_id(0) * TILE, tl.program_id(1), tl.program_id(2).to(tl.int64)
     count, channel = length - start, tl.arange(0, P)
@@ -83,13 +87,14 @@ def rotate_backward_kernel(
     GROUP_SIZE, padded_tokens,
     C: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, FORWARD: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x, and of frequencies through the tokens of a program; forward, of x times its total.
+    """Compute the gradient of x, and the gradient of frequencies through the tokens of this program.
 
-    Forward, rows whose total is NaN get no gradient and give none. Those with a gradient that is not finite get none,
-    but make that of frequencies NaN: so it stays in its row, and is noticed.
+    If `FORWARD`, the gradient is that of x * scale. Rows whose scale is NaN then get a gradient of 0 and add nothing to
+    that of frequencies. Rows with a non-finite upstream gradient get a gradient of 0 and make that of frequencies NaN,
+    so that the error is contained and yet visible.
 
-    That of frequencies is taken where nothing turns: there the products are those that were computed with. And only
-    differences of times matter, so they are taken from the middle of the lane, where what cancels is small.
+    The gradient of frequencies is computed from rotated vectors, the factors of the matrix products. It depends only on
+    differences of times. Times are measured from the middle of the row, which makes the cancelling terms small.
     """
     start, head, row = tl.program_id(0) * TILE, tl.program_id(1), tl.program_id(2).to(tl.int64)
     count, channel, t = length - start, tl.arange(0, P), tl.arange(0, TILE)
@@ -127,7 +132,7 @@ def rotate_backward_kernel(
 
 
 def _launch(x: Tensor, times: Tensor, frequency: Tensor, forward: bool) -> tuple[tuple[int, ...], tuple, dict]:
-    """The grid, what of a launch follows the tensors, and what is compiled for."""
+    """Return the grid, the arguments after the tensors, and the constexpr arguments of a launch."""
     num_rows, length, heads, width = x.shape
     slots = times.shape[1]
     grid = triton.cdiv(length, TILE), heads, num_rows
@@ -146,11 +151,17 @@ def rotate(
     copy: Tensor | None = None,
     nonfinite_mode: int = 0,
 ) -> Tensor:
-    """x `[L, T, heads, 2 C]`, by the last T of `times`, float64 `[L, S]`; frequency `[H, C]`, H dividing heads.
+    """Rotate x by frequency * time, or back if not `forward`.
 
-    Half the squares of rows are written to `sizes` `[L, heads, at least T]`, float32, its tokens contiguous, or, with
-    `marks` 2, NaN where they are not finite, for `[L, H]`; such rows are 0 in y. x itself is written to `copy`,
-    contiguous, unless that is empty.
+    Args:
+        x: `[R, T, heads, 2 C]`.
+        times: float64 `[R, S]`, of which the last T are those of x.
+        frequency: `[H, C]`; H divides heads.
+        forward: sign of the angle.
+        dtype: dtype of the result.
+        norms: float32 `[R, H, at least T]`, contiguous in tokens; receives half the squared norms of rows.
+        copy: contiguous tensor that receives x, unless it is empty.
+        nonfinite_mode: treatment of rows whose squared norm is not finite; see `rotate_kernel`.
     """
     x, times, frequency = contiguous_rows(x), times.contiguous(), frequency.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -176,9 +187,17 @@ def rotate_backward(
     frequency_grads: Tensor,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of x; `still` is y, or, forward, x. That of frequencies is added up from `parts`: see `parts_for`.
+    """Return the gradient of x, and write partial gradients of frequencies to `frequency_grads`.
 
-    Forward it is x times `totals`, `[L, heads, at least T]`, whose gradient is asked for, rounded as it is returned.
+    Args:
+        grad_y: gradient of the result of `rotate`.
+        x: the input of `rotate` if `forward`, else its result.
+        times: as in `rotate`.
+        frequency: as in `rotate`.
+        forward: as in `rotate`.
+        dtype: dtype of the gradient.
+        frequency_grads: a buffer from `frequency_grad_buffers`.
+        scale: if `forward`, return the gradient of x * scale instead; `[R, heads, at least T]`.
     """
     grad_y, x, times, frequency = contiguous_rows(grad_y), x.contiguous(), times.contiguous(), frequency.contiguous()
     grid, launch_args, compiled = _launch(grad_y, times, frequency, forward)
@@ -190,13 +209,15 @@ def rotate_backward(
 
 
 def frequency_grad_buffers(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Of each x `[L, T, heads, 2 C]`, with heads and channels alike, the gradients of frequencies that its programs
-    find, float32 `[L * programs, heads, C]`; after all, the same in one."""
+    """Allocate buffers for the partial gradients of frequencies, float32 `[R * programs, heads, C]`, one per tensor.
+
+    The tensors are `[R, T, heads, 2 C]` with the same heads and channels. The last item is the concatenation of all.
+    """
     counts = [x.shape[0] * triton.cdiv(x.shape[1], TILE) for x in tensors]
     buffers = tensors[0].new_empty(sum(counts), tensors[0].shape[2], tensors[0].shape[3] // 2, dtype=torch.float32)
     return *buffers.split(counts), buffers
 
 
 def sum_frequency_grads(buffers: Tensor, frequency: Tensor) -> Tensor:
-    """The gradient of frequency `[H, C]`, summed in float64."""
+    """Sum partial gradients in float64 to the gradient of frequency `[H, C]`."""
     return buffers.sum(0, dtype=torch.float64).unflatten(0, (frequency.shape[0], -1)).sum(1).to(frequency.dtype)

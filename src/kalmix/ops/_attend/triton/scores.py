@@ -1,12 +1,12 @@
-"""What queries make of keys, in Triton: the algebra of lags, scores of a tile, and their derivatives.
+"""Lags, scores of a tile and their derivatives, as Triton functions.
 
-A lag is four numbers: its length, the decay over it, kappa, and the derivative of kappa for the rate. Two lags in a row
-are a lag (`joined`), without a difference or an exponential of a positive number. So what lies between two tokens is
-put together from the query's way since the start of its block, the key's until the end of its own, and what lies
-between (`through`); only for a pair without such points between them is it computed anew.
+A lag is a tuple of four numbers: its length, the decay over it, kappa, and the derivative of kappa by the rate. Two
+consecutive lags combine to one (`join_lags`) without subtractions and without exponentials of positive numbers. So the
+lag of a pair in two different blocks is combined from three: from the key to the end of its block, between the blocks,
+and from the start of the query's block to the query (`chained_variances`). Other lags are computed per pair.
 
-Everything here is elementwise, and what is given of queries and of keys has their axis, or both: a tile may lie either
-way. Logarithms are to base 2. Nothing is negated where it can be negative from the start: a sign is an instruction.
+All functions are elementwise. Arguments of queries or of keys have one axis of the tile, or both, so the tile may be
+transposed. Logarithms are to base 2. Some quantities have a minus sign built in, which saves an instruction.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from kalmix.ops._shared.triton.ptx import log2, reciprocal
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 TINY = tl.constexpr(1.1754943508222875e-38)
-SERIES_LIMIT = tl.constexpr(0.5)  # below it, kappa and its derivative are summed as series
+SERIES_LIMIT = tl.constexpr(0.5)  # if 2 rate lag is smaller, kappa and its derivative are computed as series
 
 
 @triton.jit
 def kappa(rate, lag, decay):
+    """Compute the variance that unit process noise adds over a lag."""
     y = 2.0 * rate * lag
     small = tl.minimum(y, SERIES_LIMIT)
     series = -1.0 / 40320 * small + 1.0 / 5040
@@ -38,7 +39,7 @@ def kappa(rate, lag, decay):
 
 @triton.jit
 def kappa_slope(rate, lag, decay, PTX: tl.constexpr):
-    """The derivative of kappa for the rate."""
+    """Compute the derivative of kappa by the rate."""
     y = 2.0 * rate * lag
     small = tl.minimum(y, SERIES_LIMIT)
     series = -1.0 / 45360 * small + 1.0 / 5760
@@ -55,14 +56,14 @@ def kappa_slope(rate, lag, decay, PTX: tl.constexpr):
 
 @triton.jit
 def lag_terms(rate, lag, PTX: tl.constexpr):
-    """A lag >= 0."""
+    """Compute the four numbers of a lag >= 0."""
     decay = tl.exp2(-LOG2E * rate * lag)
     return lag, decay, kappa(rate, lag, decay), kappa_slope(rate, lag, decay, PTX)
 
 
 @triton.jit
 def join_lags(later, earlier):
-    """One lag, and before it another."""
+    """Combine a lag with the one before it."""
     lag, decay, accumulated = later[0], later[1], later[2]
     square, slope = decay * decay, earlier[3] - 2.0 * lag * earlier[2]
     return lag + earlier[0], decay * earlier[1], accumulated + square * earlier[2], later[3] + square * slope
@@ -70,7 +71,7 @@ def join_lags(later, earlier):
 
 @triton.jit
 def time_difference(later, earlier):
-    """How much later times are than others, float64: the difference in float32, rounded once."""
+    """Subtract float64 times; return the difference in float32, rounded once."""
     high, high_0 = later.to(tl.float32), earlier.to(tl.float32)
     low, low_0 = (later - high.to(tl.float64)).to(tl.float32), (earlier - high_0.to(tl.float64)).to(tl.float32)
     return (high - high_0) + (low - low_0)
@@ -78,7 +79,7 @@ def time_difference(later, earlier):
 
 @triton.jit
 def load_head_params(head_params, head, H):
-    """The noises of keys and of values, each (rate, process, key, query), 2 / nu, minus the temperature, and floor."""
+    """Load the noises of keys and of values, each (rate, process, key, query), 2 / nu, minus temperature, and floor."""
     at = head_params + head
     keys = tl.load(at), tl.load(at + H), tl.load(at + 2 * H), tl.load(at + 3 * H)
     values = tl.load(at + 4 * H), tl.load(at + 5 * H), tl.load(at + 6 * H), tl.load(at + 7 * H)
@@ -87,7 +88,7 @@ def load_head_params(head_params, head, H):
 
 @triton.jit
 def lag_variances(lag, noise, future, CAUSAL: tl.constexpr):
-    """After a lag, without the noise of the query and with it; what is ahead divided by the decay's square."""
+    """Compute the variances without and with query noise; for later keys divided by the squared decay."""
     _key_lag, decay, accumulated, _slope = lag
     _rate, process, key, query = noise
     square = decay * decay
@@ -102,11 +103,11 @@ def lag_variances(lag, noise, future, CAUSAL: tl.constexpr):
 
 @triton.jit
 def chained_variances(query, block_lag, key, noise, QUERIES_FIRST: tl.constexpr):
-    """Over three lags in a row: (decay, variance without the noise of the query, with it), and a lag.
+    """Compute (decay, variance without query noise, variance with it) over three consecutive lags, and a lag.
 
-    The middle one is joined to what lies along the first axis of a tile, where it costs least: the lag is the query's
-    until it meets the key's block, or the middle one. Besides their lags, tokens have what is unsure of them there: of
-    keys after their lag, of queries before theirs.
+    The lag between the blocks is combined with the tokens on the first axis of the tile, where that costs least. The
+    returned lag is that of the query to the end of the key's block if queries come first, else that between the blocks.
+    The features of a token also have a variance: of a key after its lag, of a query before its lag.
     """
     _rate, process, _key, query_noise = noise
     if QUERIES_FIRST:
@@ -122,7 +123,7 @@ def chained_variances(query, block_lag, key, noise, QUERIES_FIRST: tl.constexpr)
 
 @triton.jit
 def residual_factors(decay, floor, future, CAUSAL: tl.constexpr):
-    """What queries, and keys, are multiplied by before they are added up to the residual."""
+    """Return the factors of queries and of (negated) keys in the residual."""
     query_factor, key_factor = 1.0, tl.zeros_like(decay) - floor - decay
     if not CAUSAL:
         query_factor, key_factor = tl.where(future, decay, 1.0), tl.where(future, -1.0 - floor * decay, key_factor)
@@ -134,9 +135,10 @@ def score_terms(
     qk, query_norm, key_norm, key_var, value_var, future, distance, params,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Scores before temperature, negated, and what they are made of: half the residual, and the level.
+    """Compute the cost, -log2(weight / V), half the squared residual, and V + r / nu.
 
-    `near` and `far` are as `through` has them, of keys and of values. The size of a vector is half its square.
+    `key_var` and `value_var` are (decay, variance without query noise, variance with it), as from `pair_variances`.
+    `query_norm` and `key_norm` are half the squared norms.
     """
     _decay, _state, total = key_var
     _decay, _state, value_total = value_var
@@ -145,7 +147,7 @@ def score_terms(
     if CAUSAL:
         residual = query_norm + key_factor * tl.fma(
             key_factor, key_norm, qk
-        )  # no sum that the product would begin from
+        )  # keeps the sum out of the matrix product's accumulator
     else:
         residual = query_factor * (query_factor * query_norm + key_factor * qk) + key_factor * key_factor * key_norm
     residual = tl.maximum(residual, 0.0, propagate_nan=tl.PropagateNan.ALL)  # NaN where a token is not finite
@@ -165,7 +167,7 @@ def score_terms(
 def token_precisions(
     terms, key_var, value_var, future, params, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, PTX: tl.constexpr
 ):
-    """What tokens add to the total precision."""
+    """Return the terms of keys in the total precision: weight / variance without query noise."""
     _cost, residual, inflated_total = terms
     if RATIONAL:
         weight = key_var[2] * reciprocal(inflated_total, PTX)
@@ -181,12 +183,13 @@ def score_vjp(
     grad_score, grad_log_precision, qk, query_norm, key_norm, key_var, value_var, future, params, terms,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients of what scores after temperature, and logarithms of precisions (`part`), are made of.
+    """Compute gradients through scores (with temperature) and through the logarithms of precisions.
 
-    In this order: gram; the sizes of queries and of keys; the factor of keys; the residual; the variance of keys; that
-    of values through the query noise, and through all else (if `SHARED`, these two are of keys and values together);
-    and the logarithm of precisions, as given. The first five are for a nu of 2: the caller knows better. Terms of a
-    pair that nearly cancel where the key noise is small are one formula, and never a difference of numbers.
+    Returns the gradients of qk, of the norms of queries and of keys, of the factor of keys, of the residual, of the
+    variance of keys, of the variance of values through the query noise and through the other parameters, and
+    `grad_log_precision` itself. If `SHARED`, the two gradients of the variance of values include that of keys. The
+    first five are for nu = 2; the caller multiplies them by 2 / nu. Terms of a pair that nearly cancel if the key noise
+    is small are simplified analytically instead of subtracted.
     """
     keys, _values, two_over_nu, neg_temperature, floor = params
     _cost, residual, inflated_total = terms
@@ -244,11 +247,12 @@ def score_vjp(
 
 @triton.jit
 def noise_vjp(lag, noise, grad_decay, grad_log_decay, grad_query_var, grad_state, future, CAUSAL: tl.constexpr):
-    """Gradients of rate, process, key and query noise, given those of the decay and of the variance: through the query
-    noise, and through all else.
+    """Compute the gradients of rate, process, key and query noise from those of the decay and of the variance.
 
-    What is ahead counts as not divided, or the rate's would be a difference where the query noise is large: `to_fall`
-    is that of the logarithm of the decay there.
+    `grad_query_var` is the gradient of the variance through the query noise, `grad_state` that through the other
+    parameters. Later keys are treated as not divided by the squared decay; otherwise the gradient of the rate would be
+    a difference that cancels if the query noise is large. `grad_log_decay` is the gradient of the logarithm of the
+    decay of later keys.
     """
     distance, decay, accumulated, slope = lag
     _rate, process, key, _query = noise

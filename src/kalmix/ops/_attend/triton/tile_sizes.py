@@ -10,10 +10,10 @@ SMALL_TILE = {"M": 16, "N": 16, "STAGES": 1, "num_warps": 1}  # for sequences of
 
 
 def forward_tiles(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
-    """Queries and keys of a tile, by what of the widest rows registers and shared memory hold.
+    """Return the tile of `attend_kernel`: the largest that fits registers and shared memory.
 
-    In float32 never 64 rows for 8 warps, two groups of which would share them: Triton 3.6 then has products read past
-    the end of shared memory.
+    In float32, 8 warps must not share a tile of 64 rows: Triton 3.6 then generates matrix products that read past the
+    end of shared memory.
     """
     width = max(compiled["P"], compiled["W"])
     if compiled["BLOCK"] == 16:
@@ -25,7 +25,7 @@ def forward_tiles(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int
 
 
 def query_grad_tiles(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
-    """A tile of `to_queries`: see `triton.tiles_ahead`."""
+    """Return the tile of `query_grads_kernel`, under the same constraints as `forward_tiles`."""
     width = max(compiled["P"], compiled["W"])
     if compiled["BLOCK"] == 16:
         return SMALL_TILE
@@ -38,7 +38,7 @@ def query_grad_tiles(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, 
 
 
 def key_grad_tiles(compiled: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
-    """A tile of `to_keys`, few queries."""
+    """Return the tile of `key_grads_kernel`, with few queries."""
     width = max(compiled["P"], compiled["W"])
     if compiled["BLOCK"] == 16:
         return SMALL_TILE
