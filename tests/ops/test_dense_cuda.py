@@ -74,8 +74,8 @@ def test_serves_wide_covariances_on_hopper(machine, width, name):
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"capability": (8, 0)}, "it runs on GPUs of compute capability 9.0 (Hopper), and this one has 8.0"),
-        ({"version": None}, "it needs CUDA, and PyTorch was built without"),
+        ({"capability": (8, 0)}, "it requires a GPU of compute capability 9.0 (Hopper); this GPU has 8.0"),
+        ({"version": None}, "it requires a PyTorch that is built with CUDA"),
         ({"nvrtc": False}, "PyTorch's NVRTC (libcaffe2_nvrtc.so) cannot be loaded"),
     ],
 )

@@ -1,1 +1,1 @@
-"""CUDA C++ kernels of `dense` for Hopper GPUs, compiled when they first run."""
+"""CUDA C++ kernels of `dense` for Hopper GPUs."""

@@ -1,20 +1,20 @@
-// The adjoint of the covariance of `dense`, from block to block of tokens, last to first: what `_retreat` in
-// triton_backward.py does, which see.
+// Steps the adjoint of the covariance of `dense` from the last tile to the first, like `_backward_scan` in
+// triton/backward.py (see there).
 
 #include "fragments.cuh"
 
-struct SharedMemory {                                    // shared memory
-    Signals exit_gains[2];                            // of this block of tokens, and the next
-    Rows keys, grad_cov_keys, queries[VARIANCE ? 2 : 1];  // what the last one adds, turned
-    PrefetchBuffer partial_sums[WARPS][2];                     // of writes leaving'
-    Flag result;                                  // it is there:
-    PrefetchBuffer half[2];                                // half their sum
+struct SharedMemory {
+    Signals exit_gains[2];                                // of the current and the next tile
+    Rows keys, grad_cov_keys, queries[VARIANCE ? 2 : 1];  // contributions of the last tile, transposed
+    PrefetchBuffer partial_sums[WARPS][2];                // of exit_gain adjoint_gain', one per warp
+    Flag result;                                          // raised when `half` is stored
+    PrefetchBuffer half[2];                               // half the sum over warps
     struct {
         PrefetchBuffer exit_gain[2], queries[2], key[2], tile_terms[2], total_decay;
     } prefetched[WARPS];
 };
 
-// Threads, and bytes of shared memory.
+// Number of threads, and bytes of shared memory.
 extern "C" __device__ int REQUIREMENTS[] = {THREADS, sizeof(SharedMemory)};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(
     float* grad_prior, const long long* sequence_table, long long length, long long tiles, long long G) {
     extern __shared__ uint4 memory[];
     SharedMemory& shared = *reinterpret_cast<SharedMemory*>(memory);
-    constexpr int TILES_PER_CHUNK = CHUNK / TILE;  // blocks in one
+    constexpr int TILES_PER_CHUNK = CHUNK / TILE;
     const int sequence = blockIdx.x, head = blockIdx.y;
     const SequenceSpan span = sequence_span(sequence_table, sequence, length, tiles);
     const int num_tiles = (span.count + TILE - 1) / TILE;
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(
 
     if (threadIdx.x == 0) shared.result.reset();
     __syncthreads();
-    if (warp() >= WARPS) {  // the assistant
+    if (warp() >= WARPS) {  // the assistant warp sums over warps
         release_registers<72>();
         if (warp() > WARPS) return;
         for (int tile_index = 0; tile_index < num_tiles; ++tile_index) {
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(
     }
 
     acquire_registers<216>();
-    const int first_row = 16 * warp();  // the first of this warp's rows
+    const int first_row = 16 * warp();  // first row of this warp
     auto& prefetched = shared.prefetched[warp()];
     const long long offset = (static_cast<long long>(sequence) * G + head) * (K * K);
     Fragment adjoint[FRAGMENTS];
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(
             const int i = first_row + row(n / 4), j = 16 * m + column() + n % 4;
             adjoint[m].x[n] = i < K && j < K ? grad_final_cov[offset + i * K + j] : 0.0f;
         }
-    const auto prepare = [&](int tile_index) {  // what is there when it leaves
+    const auto prepare = [&](int tile_index) {  // prefetch the inputs of a tile
         if (tile_index > 0)
             prefetch(prefetched.exit_gain, exit_gains + slot(tile_index - 1) * (TILE * P) + first_row, P);
         if (tile_index >= 0) {
@@ -68,10 +68,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(
             prefetch(prefetched.total_decay, tile_decays + slot(tile_index) * P + first_row);
         }
     };
-    Split key{}, grad_cov_key{}, query{};  // this warp's rows of what the last block adds
+    Split key{}, grad_cov_key{}, query{};  // this warp's rows of the last tile's contributions
     shared.keys.set(warp(), key), shared.grad_cov_keys.set(warp(), grad_cov_key);
     if (VARIANCE) shared.queries[num_tiles & 1].set(warp(), query);
-    const auto store_diagonal_product = [&](int chunk) {  // the diagonal of the adjoint times the covariance
+    const auto store_diagonal_product = [&](int chunk) {  // diagonal of adjoint times covariance
         const long long at = (span.tile + chunk) * G + head;
         float sums[2] = {};
 #pragma unroll
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(
             if (lane() % 4 == 0) adjoint_cov_diag[at * P + first_row + row(h)] = sums[h];
         }
     };
-    const auto update = [&](int tile_index) {  // by what the one after adds
+    const auto update = [&](int tile_index) {  // add the contributions of the tile after
         Fragment products[FRAGMENTS];
         Fragment next_query{};
         wgmma_fence();
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(
     for (int tile_index = num_tiles - 1; tile_index >= 0; --tile_index) {
         const auto& exit_gain = shared.exit_gains[tile_index % 2];
         update(tile_index);
-        const Fragment adjoint_gain = transpose(project(adjoint, exit_gain));  // writes adjoint, the tokens its rows
+        const Fragment adjoint_gain = transpose(project(adjoint, exit_gain));  // one row per token
         store_shared(shared.partial_sums[warp()], product(split(adjoint_gain), exit_gain.get(warp())));
         arrive<PARTIAL_SUMS, ACTIVE>();
 

@@ -1,8 +1,9 @@
-"""The chains of `dense` in CUDA C++ for Hopper, compiled at first use by the NVRTC that torch comes with.
+"""Compilation and launch of the sequential kernels of `dense` in CUDA C++, for Hopper GPUs.
 
-What steps through time is products of 16 tokens' worth, each of which waits for the last. Triton moves what one gives
-through shared memory; `fragments.cuh` chooses register layouts that agree, and has warps do other things
-while tensor cores work. Everything else is parallel over blocks of tokens, and Triton's.
+Code is compiled at first use by the NVRTC library that torch includes. The kernels are chains of small products, each
+of which needs the result of the last. Triton moves results between register layouts through shared memory;
+`fragments.cuh` uses one layout for results and inputs, and overlaps tensor cores with other work. The kernels that
+process tiles in parallel are Triton's.
 """
 
 from __future__ import annotations
@@ -31,33 +32,36 @@ def unsupported_gpu(index: int | None) -> str | None:
     return _unsupported(torch.cuda.current_device() if index is None else index)
 
 
-# `torch.compiler.assume_constant_result` sets this, too, but imports the compiler, which takes two seconds.
+# Equivalent to `torch.compiler.assume_constant_result`, which imports the compiler and takes two seconds.
 unsupported_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
 def _unsupported(index: int) -> str | None:
     if torch.version.cuda is None:
-        return "it needs CUDA, and PyTorch was built without"
+        return "it requires a PyTorch that is built with CUDA"
     capability = torch.cuda.get_device_capability(index)
     if capability != HOPPER:
         required, actual = ("{}.{}".format(*version) for version in (HOPPER, capability))
-        return f"it runs on GPUs of compute capability {required} (Hopper), and this one has {actual}"
+        return f"it requires a GPU of compute capability {required} (Hopper); this GPU has {actual}"
     return None if nvrtc_library() is not None else "PyTorch's NVRTC (libcaffe2_nvrtc.so) cannot be loaded"
 
 
 class CudaKernel:
-    """A kernel in CUDA C++, used as those of Triton are: `chain[grid](*arguments, **options)`.
+    """Kernel in CUDA C++, launched like a Triton kernel: `kernel[grid](*arguments, **options)`.
 
-    Arguments are tensors and integers (64 bits there), options the constants it is compiled for. It runs on the current
-    device and stream; RuntimeError if it does not compile, or the driver refuses it.
+    It runs on the current device and stream. Arguments are tensors and integers (int64 in the kernel); options are
+    compile-time constants.
+
+    Raises:
+        RuntimeError: the code does not compile, or the driver rejects it.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def warmup(self, *arguments: Tensor | int, grid: tuple[int, ...], **options: int) -> None:
-        """Begin to compile."""
+        """Start compilation in the background."""
         _compile_async(self.name, tuple(options.items()), torch.cuda.current_device())
 
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
@@ -78,7 +82,7 @@ cuda_kernel = cache(CudaKernel)
 
 @cache
 def nvrtc_library() -> Any:
-    """NVRTC and the driver, through the library by which torch knows them; None where there is none."""
+    """Return NVRTC and the CUDA driver, through a library of torch; `None` if it cannot be loaded."""
     try:
         return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
     except OSError:
@@ -86,7 +90,11 @@ def nvrtc_library() -> Any:
 
 
 def compile_source(nvrtc: Any, name: str, options: Options, architecture: str) -> bytes:
-    """Machine code of `name`.cu with options as macros; RuntimeError with what the compiler says if there is none."""
+    """Compile `name`.cu to machine code, with options as macros.
+
+    Raises:
+        RuntimeError: the code does not compile; the message is the compiler's log.
+    """
     source, header = ((_HERE / file).read_bytes() for file in (f"{name}.cu", _HEADER))
     flags = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{key}={int(value)}" for key, value in options)]
     program = ctypes.c_void_p()
@@ -101,7 +109,7 @@ def compile_source(nvrtc: Any, name: str, options: Options, architecture: str) -
 
 
 def load_machine_code(nvrtc: Any, name: str, options: Options, architecture: str) -> bytes:
-    """Return the machine code of `name`.cu, from Triton's cache folder if another process has compiled it before."""
+    """Return the machine code of `name`.cu, from Triton's cache folder if it was compiled before."""
     from triton.runtime.cache import get_cache_manager
 
     sources = [(_HERE / file).read_text() for file in (f"{name}.cu", _HEADER)]
@@ -116,6 +124,7 @@ def load_machine_code(nvrtc: Any, name: str, options: Options, architecture: str
 
 
 def _read_bytes(get_size: Any, write: Any, program: ctypes.c_void_p) -> bytes:
+    """Return a byte string from a pair of NVRTC functions that return its size and its contents."""
     size = ctypes.c_size_t()
     get_size(program, ctypes.byref(size))
     text = ctypes.create_string_buffer(size.value)
@@ -125,15 +134,15 @@ def _read_bytes(get_size: Any, write: Any, program: ctypes.c_void_p) -> bytes:
 
 @cache
 def _compile_async(name: str, options: Options, device: int) -> Future[tuple[ctypes.c_void_p, int, int]]:
-    """What `_loaded` gives, in a thread of its own."""
+    """Run `_load_kernel` in a thread."""
     return ThreadPoolExecutor(1, name, torch.cuda.set_device, (device,)).submit(_load_kernel, name, options)
 
 
 def _load_kernel(name: str, options: Options) -> tuple[ctypes.c_void_p, int, int]:
-    """The kernel on the current device; the threads and the bytes of shared memory that it says it needs."""
+    """Return the kernel on the current device, its number of threads and its bytes of shared memory."""
     driver, module, kernel, address = nvrtc_library(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
-    code = load_machine_code(driver, name, options, "sm_{}{}a".format(*HOPPER))  # with what only Hopper has
-    torch.cuda.current_stream().query()  # the driver knows of torch's context from now on
+    code = load_machine_code(driver, name, options, "sm_{}{}a".format(*HOPPER))  # sm_90a: Hopper with wgmma
+    torch.cuda.current_stream().query()  # makes torch's context current for the driver
     _check(driver.cuModuleLoadData(ctypes.byref(module), code))
     _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()))
     requirements = (ctypes.c_int * 2)()
@@ -145,5 +154,6 @@ def _load_kernel(name: str, options: Options) -> tuple[ctypes.c_void_p, int, int
 
 
 def _check(status: int) -> None:
+    """Raise `RuntimeError` if a driver call failed."""
     if status:
-        raise RuntimeError(f"the CUDA driver refuses a kernel of `dense`: error {status}")
+        raise RuntimeError(f"the CUDA driver rejected a kernel of `dense` with error {status}")

@@ -1,19 +1,19 @@
-// The covariance of `dense` from block to block of tokens: what `_advance` in triton/forward.py does, which see.
+// Steps the covariance of `dense` from tile to tile, like `_forward_scan` in triton/forward.py (see there).
 
 #include "fragments.cuh"
 
-struct SharedMemory {                               // shared memory
-    Signals keys[2], queries[1 + VARIANCE];  // of this block of tokens, and the next
-    Rows updates;                             // what the last one wrote
-    PrefetchBuffer partial_sums[WARPS][2];                // of C
-    float square[SQUARE];                    // C, and its root
-    Flag result;                             // it is there
+struct SharedMemory {
+    Signals keys[2], queries[1 + VARIANCE];  // of the current and the next tile
+    Rows updates;                            // of the last tile
+    PrefetchBuffer partial_sums[WARPS][2];   // of C, one per warp
+    float square[SQUARE];                    // C, then L^-1
+    Flag result;                             // raised when L^-1 is stored
     struct {
         PrefetchBuffer key[2], query[2], noise[2], total_decay, added_noise;
     } prefetched[WARPS];
 };
 
-// Threads, and bytes of shared memory.
+// Number of threads, and bytes of shared memory.
 extern "C" __device__ int REQUIREMENTS[] = {THREADS, sizeof(SharedMemory)};
 
 INLINE float inverse(float x) {
@@ -28,8 +28,8 @@ INLINE float inverse_root(float x) {
     return estimate + 0.5f * estimate * (1.0f - x * estimate * estimate);
 }
 
-// L^-1 of C = L L', in place, by elimination of two columns at a time; no pivot lies below `floor`. A lane has a column
-// of C, or of the identity beside it, which becomes L^-1.
+// Replaces C = L L' by L^-1, eliminating two columns at a time; pivots are at least `floor`. A lane holds a column of
+// C, or of the identity next to it, which becomes L^-1.
 INLINE void invert_cholesky(float* square, float floor) {
     const int own_column = threadIdx.x % TILE;
     const bool in_identity = threadIdx.x / TILE % 2;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     long long i_stride, long long j_stride, long long G) {
     extern __shared__ uint4 memory[];
     SharedMemory& shared = *reinterpret_cast<SharedMemory*>(memory);
-    constexpr int TILES_PER_CHUNK = CHUNK / TILE;  // blocks in one
+    constexpr int TILES_PER_CHUNK = CHUNK / TILE;
     const int sequence = blockIdx.x, head = blockIdx.y;
     const SequenceSpan span = sequence_span(sequence_table, sequence, length, tiles);
     const int num_tiles = (span.count + TILE - 1) / TILE;
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
 
     if (threadIdx.x == 0) shared.result.reset();
     __syncthreads();
-    if (warp() >= WARPS) {  // the assistant
+    if (warp() >= WARPS) {  // the assistant warp factors C
         release_registers<72>();
         if (warp() > WARPS) return;
         const auto load_obs_noise = [&](int tile_index) {
@@ -96,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
         return;
     }
 
-    acquire_registers<216>();  // with the 72: all that three groups of warps have
-    const int first_row = 16 * warp();  // the first of this warp's rows
+    acquire_registers<216>();  // together with the 72: all registers of three warp groups
+    const int first_row = 16 * warp();  // first row of this warp
     auto& prefetched = shared.prefetched[warp()];
     Fragment state[FRAGMENTS];
     const float* source = covariance + sequence * n_stride + head * g_stride;
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
             const int i = first_row + row(n / 4), j = 16 * m + column() + n % 4;
             state[m].x[n] = i < K && j < K ? source[i * i_stride + j * j_stride] : 0.0f;
         }
-    const auto prepare = [&](int tile_index) {  // what is there when it enters
+    const auto prepare = [&](int tile_index) {  // prefetch the inputs of a tile
         if (tile_index + 1 < num_tiles) {
             prefetch(prefetched.key, keys + slot(tile_index + 1) * (TILE * P) + first_row, P);
             if (VARIANCE) prefetch(prefetched.query, queries + slot(tile_index + 1) * (TILE * P) + first_row, P);
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
         shared.keys[tile_index % 2].set(warp(), split(key));
         if (VARIANCE) shared.queries[VARIANCE ? tile_index % 2 : 0].set(warp(), split(query));
     };
-    Split tile_update{};  // this warp's rows of what the last block wrote
+    Split tile_update{};  // this warp's rows of the last tile's update
     shared.updates.set(warp(), tile_update);
     if (num_tiles) {
         const long long base = slot(0) * (TILE * P) + first_row;
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     fence_shared();
     wait<UPDATES_STORED, LANES * WARPS>();
     VectorFragment added_noise{};
-    const auto update = [&](int tile_index) {  // by what the one before wrote
+    const auto update = [&](int tile_index) {  // apply the update of the tile before
         Fragment products[FRAGMENTS];
         wgmma_fence();
         multiply_async(products, tile_update, shared.updates, false);
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     for (int tile_index = 0; tile_index < num_tiles; ++tile_index) {
         const auto& key = shared.keys[tile_index % 2];
         update(tile_index);
-        Fragment cov_key_t = transpose(project(state, key));  // keys state, the tokens its rows
+        Fragment cov_key_t = transpose(project(state, key));  // keys times state, one row per token
         store_shared(shared.partial_sums[warp()], product(split(cov_key_t), key.get(warp())));
         arrive<PARTIAL_SUMS, ACTIVE>();
 

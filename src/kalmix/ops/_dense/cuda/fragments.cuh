@@ -1,17 +1,20 @@
-// What the chains of `dense` on Hopper are made of: 16 x 16 tiles in the registers of a warp, and their products.
+// Building blocks of the sequential kernels of `dense` on Hopper: 16 x 16 fragments in the registers of a warp, and
+// their products.
 //
-// A chain is one block of threads, compiled for one width: P rows of the covariance, padded, K of which are there.
-// Warp w has rows 16 w to 16 w + 15 of its matrix in registers, as tiles of 16 columns, and fetches the signals for
-// them. One warp more, the assistant, does what is too small to share.
+// A kernel has one block of threads per sequence and head. It is compiled for one width: P rows of the covariance, of
+// which the first K are used. Warp w holds rows 16 w to 16 w + 15 of the matrix in registers, as fragments of 16
+// columns, and prefetches the signals of these rows. One more warp, the assistant, does work that is too small to
+// distribute.
 //
-// A lane has 2 rows of 4 consecutive numbers of a tile. So all products are a b', and the layout of what one gives is
-// the layout that the next one takes: nothing moves between lanes but to turn a tile. Float32 is taken apart into three
-// of bfloat16, and products of these are summed: in a warp by mma, with all of the matrix by wgmma, while warps go on.
+// A lane holds 2 rows of 4 consecutive numbers of a fragment. All products are a b', and the result of a product has
+// the layout of an input, so data moves between lanes only to transpose a fragment. A float32 number is split into
+// three bfloat16 terms, and products of terms are summed: within a warp by mma, with the whole matrix by wgmma, which
+// runs asynchronously.
 
-static_assert(TILE == 16, "a tile has as many rows as a block has tokens");
+static_assert(TILE == 16, "a fragment has one row per token of a tile");
 
 constexpr int FRAGMENTS = P / 16, WARPS = P / 16, LANES = 32, ACTIVE = LANES * (WARPS + 1);
-constexpr bool WARP_GROUPS = WARPS > 4;  // of 4 warps, which registers are shared out to anew
+constexpr bool WARP_GROUPS = WARPS > 4;  // groups of 4 warps, between which registers are redistributed
 constexpr int THREADS = WARP_GROUPS ? LANES * (WARPS + 4) : ACTIVE;
 constexpr int SQUARE = TILE * TILE;
 enum Barrier { PARTIAL_SUMS = 1, UPDATES_STORED = 2 };
@@ -23,15 +26,15 @@ INLINE int warp() { return threadIdx.x / LANES; }
 INLINE int row(int half) { return lane() / 8 * 4 + lane() / 4 % 2 + 2 * half; }
 INLINE int column() { return lane() % 4 * 4; }
 
-struct VectorFragment {  // x[c] lies in column() + c
+struct VectorFragment {  // x[c] is in column() + c
     float x[4];
 };
 
-struct Fragment {  // x[4 h + c] lies in row(h) and column() + c
+struct Fragment {  // x[4 h + c] is in row(h) and column() + c
     float x[8];
 };
 
-struct Split {  // a tile as the sum of three of bfloat16, which is exact; numbers side by side lie in one register
+struct Split {  // a fragment as the exact sum of three bfloat16 terms; adjacent numbers share a register
     uint4 term[3];
 };
 
@@ -52,7 +55,7 @@ INLINE void store(float* dest, int stride, const Fragment& fragment) {
             make_float4(fragment.x[4 * h], fragment.x[4 * h + 1], fragment.x[4 * h + 2], fragment.x[4 * h + 3]);
 }
 
-// The upper halves of two numbers, which are cut off them.
+// Returns the upper halves of two numbers, and subtracts them.
 INLINE unsigned split_upper_halves(float& left, float& right) {
     const unsigned a = __float_as_uint(left), b = __float_as_uint(right);
     left -= __uint_as_float(a & 0xffff0000u), right -= __uint_as_float(b & 0xffff0000u);
@@ -71,8 +74,8 @@ INLINE Split split(Fragment fragment) {
     return result;
 }
 
-// sum += a b', 16 x 16 and 8 x 16. Contraction may go through the columns in any order; here a lane's four are what the
-// instruction takes for columns 2 n, 2 n + 1, 2 n + 8 and 2 n + 9, n = lane % 4.
+// sum += a b', for 16 x 16 and 8 x 16. The order of columns in the contraction is arbitrary: the four of a lane are
+// passed as columns 2 n, 2 n + 1, 2 n + 8 and 2 n + 9 of the instruction, with n = lane % 4.
 INLINE void multiply(float& s0, float& s1, float& s2, float& s3, const uint4& a, unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -85,8 +88,8 @@ INLINE void multiply(Fragment& sum, const uint4& a, const uint4& b) {
     multiply(sum.x[2], sum.x[3], sum.x[6], sum.x[7], a, b.z, b.w);
 }
 
-// a b' in float32, all but the three least of the nine products of their parts. Add it to a large number afterwards:
-// tensor cores drop what lies below the last bit of the sum so far.
+// a b' in float32, from the six largest of the nine products of terms. Add the result to a large number afterwards:
+// tensor cores drop bits below the last bit of the sum so far.
 INLINE Fragment product(const Split& a, const Split& b) {
     Fragment sum{}, rest{};
 #pragma unroll
@@ -109,17 +112,17 @@ INLINE void subtract(Fragment& sum, const Fragment& other) {
     for (int n = 0; n < 8; ++n) sum.x[n] -= other.x[n];
 }
 
-// Split tiles in shared memory as wgmma takes its second factor: 8 rows of 16 bytes together, which is one word a lane.
-// A part of all of them is a matrix of P rows; or all parts of each, of 48 rows.
+// Split fragments in shared memory, in the layout of the second factor of wgmma: 8 rows of 16 bytes, one word per lane.
+// One term of all fragments is a matrix of P rows; with TERMS_TOGETHER, all terms of a fragment are one of 48 rows.
 template <bool TERMS_TOGETHER>
 struct Shared {
     unsigned word[3 * FRAGMENTS][4][LANES];
 
     INLINE static int index_of(int term, int m) { return TERMS_TOGETHER ? 3 * m + term : FRAGMENTS * term + m; }
 
-    INLINE unsigned long long matrix(int term, int m) const {  // from there on
+    INLINE unsigned long long matrix(int term, int m) const {  // descriptor of the matrix that begins there
         const unsigned long long at = __cvta_generic_to_shared(word[index_of(term, m)]);
-        return (at & 0x3ffff) >> 4 | 128ull >> 4 << 16 | 256ull >> 4 << 32;  // bytes to the next 8 columns, and 8 rows
+        return (at & 0x3ffff) >> 4 | 128ull >> 4 << 16 | 256ull >> 4 << 32;  // strides to 8 columns, 8 rows
     }
 
     INLINE void set(int m, const Split& fragment) {
@@ -144,8 +147,8 @@ struct Shared {
 using Rows = Shared<false>;
 using Signals = Shared<true>;
 
-// Four warps together, each for its 16 rows: sum (+)= a b' with a of registers, b of 16 rows a tile. It goes on while
-// the warps do; what it takes and gives is not to be touched before it is `finished`.
+// Four warps together, each for its 16 rows: sum (+)= a b', with a in registers and b of 16 rows per fragment. It runs
+// asynchronously; its inputs and outputs must not be accessed before `wgmma_wait`.
 #define WGMMA(columns, sum, a, b, accumulate)                                               \
     "{\n.reg .pred onto;\nsetp.ne.b32 onto, " accumulate ", 0;\n"                           \
     "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.bf16.bf16 {" sum "}, {" a "}, " \
@@ -183,8 +186,8 @@ INLINE void multiply_async(Fragment& first, Fragment& second, Fragment& third, c
 INLINE void multiply_async(Fragment (&sum)[FRAGMENTS], const uint4& a, unsigned long long b, bool accumulate) {
 #if P == 128
     asm volatile(WGMMA("128",
-                       FRAGMENT_0 "," FRAGMENT_1 "," FRAGMENT_2 "," FRAGMENT_3 "," FRAGMENT_4 "," FRAGMENT_5 "," FRAGMENT_6
-                                  "," FRAGMENT_7,
+                       FRAGMENT_0 "," FRAGMENT_1 "," FRAGMENT_2 "," FRAGMENT_3 "," FRAGMENT_4 "," FRAGMENT_5
+                                  "," FRAGMENT_6 "," FRAGMENT_7,
                        "%64, %65, %66, %67", "%68", "%69")
                  : NUMBERS(sum[0]), NUMBERS(sum[1]), NUMBERS(sum[2]), NUMBERS(sum[3]), NUMBERS(sum[4]),
                    NUMBERS(sum[5]), NUMBERS(sum[6]), NUMBERS(sum[7])
@@ -198,20 +201,20 @@ INLINE void multiply_async(Fragment (&sum)[FRAGMENTS], const uint4& a, unsigned 
 #endif
 }
 
-// Registers are as they are to be taken; what was started is waited for together; stores are there for wgmma.
+// Order register accesses before wgmma; close a group of wgmma; make shared-memory stores visible to wgmma.
 INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-template <int left>  // what is sealed last may still go on
+template <int left>  // number of groups that may still run
 INLINE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory"); }
 INLINE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-INLINE void pin_registers(Fragment& fragment) {  // what reads it does so later
+INLINE void pin_registers(Fragment& fragment) {  // later reads are not moved before this point
 #pragma unroll
     for (int n = 0; n < 8; ++n) asm volatile("" : "+f"(fragment.x[n])::"memory");
 }
 
-// sum (+)= a b' in float32, all but the three least of the nine products of their parts, b all P rows of a matrix.
+// sum (+)= a b' in float32, from the six largest of the nine products of terms; b has P rows.
 INLINE void multiply_async(Fragment (&sum)[FRAGMENTS], const Split& a, const Rows& b, bool accumulate) {
 #pragma unroll
     for (int n = 0; n < 3; ++n) multiply_async(sum, a.term[2 - n], b.matrix(n, 0), accumulate || n);
@@ -220,9 +223,9 @@ INLINE void multiply_async(Fragment (&sum)[FRAGMENTS], const Split& a, const Row
     multiply_async(sum, a.term[0], b.matrix(0, 0), true);
 }
 
-// a b' of this warp's rows of a matrix and 16 rows of P columns, in float32.
+// a b' in float32, for this warp's rows of a matrix and 16 rows of P columns.
 INLINE Fragment project(const Fragment (&matrix)[FRAGMENTS], const Signals& b) {
-    Fragment from_first[3], from_second[2], from_third;  // parts of the matrix, and in each those of b
+    Fragment from_first[3], from_second[2], from_third;  // by term of the matrix, then by term of b
 #pragma unroll
     for (int m = 0; m < FRAGMENTS; ++m) {
         const Split a = split(matrix[m]);
@@ -244,7 +247,7 @@ INLINE Fragment project(const Fragment (&matrix)[FRAGMENTS], const Signals& b) {
     return sum;
 }
 
-// Turn 8 x 8 numbers, two side by side in a lane: the instruction turns 16 bits of each.
+// Transposes 8 x 8 numbers, two adjacent ones per lane; the instruction transposes 16 bits at a time.
 INLINE void transpose_8x8(float& left, float& right) {
     unsigned a = __float_as_uint(left), b = __float_as_uint(right);
     unsigned low = __byte_perm(a, b, 0x5410), high = __byte_perm(a, b, 0x7632);
@@ -261,7 +264,7 @@ INLINE Fragment transpose(Fragment fragment) {
             fragment.x[2], fragment.x[3], fragment.x[6], fragment.x[7]};
 }
 
-// Rows of the matrix fade, and its columns alike.
+// Applies decays to the rows and columns of the matrix.
 INLINE void decay_matrix(Fragment (&matrix)[FRAGMENTS], const float* total_decay) {
     if (DECAY == 1) {
         const float all = total_decay[0] * total_decay[0];
@@ -281,11 +284,11 @@ INLINE void decay_matrix(Fragment (&matrix)[FRAGMENTS], const float* total_decay
     }
 }
 
-// A lane on the diagonal of the matrix has one number of it in each of its rows, all in one tile.
+// A lane on the diagonal of the matrix holds one diagonal number in each of its rows, in one fragment.
 INLINE bool on_diagonal(int m) { return m == warp() && lane() % 4 == lane() / 8; }
 INLINE bool on_diagonal(int m, int n) { return on_diagonal(m) && row(n / 4) == column() + n % 4; }
 
-// The chain's tokens and tiles, as in triton_tiles.run_of.
+// First tile, first token and token count of a sequence, like `locate_sequence` in _shared/triton/tiles.py.
 struct SequenceSpan {
     long long tile, token;
     int count;
@@ -306,7 +309,7 @@ INLINE void arrive() { asm volatile("barrier.cta.arrive %0, %1;" ::"n"(which), "
 template <int which, int threads>
 INLINE void wait() { asm volatile("barrier.cta.sync %0, %1;" ::"n"(which), "n"(threads) : "memory"); }
 
-// Raised by the assistant, block after block. Waiting is a loop, which the compiler moves nothing past.
+// Raised by the assistant once per tile. The wait is a loop in assembly, past which the compiler moves nothing.
 struct Flag {
     unsigned long long barrier;
 
@@ -322,7 +325,7 @@ struct Flag {
     }
 };
 
-// What a lane will want of global memory, on its way to shared memory ahead of time.
+// Data of each lane, prefetched from global to shared memory.
 using PrefetchBuffer = float4[LANES];
 
 INLINE void prefetch(PrefetchBuffer& dest, const float* source) {
@@ -352,7 +355,7 @@ INLINE void store_shared(PrefetchBuffer (&dest)[2], const Fragment& fragment) {
     dest[1][lane()] = make_float4(fragment.x[4], fragment.x[5], fragment.x[6], fragment.x[7]);
 }
 
-// The sum of what every warp left.
+// Sum of the fragments that the warps stored.
 INLINE Fragment sum_over_warps(const PrefetchBuffer (&source)[WARPS][2]) {
     Fragment sum = load_shared(source[0]);
 #pragma unroll
