@@ -64,7 +64,7 @@ def test_what_is_pulled_forward_and_weighed_is_the_prediction() -> None:
     torch.nn.init.zeros_(model.layer.out_proj.bias)
     x, times = torch.randn(2, 7, 16), torch.rand(2, 7).cumsum(1)
     predicted = model(x, times, torch.zeros(2, 7))
-    rate = -model.layer.states(torch.float32).log_decay
+    rate = -model.layer.state_dynamics(torch.float32).log_decay
     for at in (0, 3, 6):
         faded = torch.exp(-rate * (times[:, at, None] - times[:, : at + 1]))  # which the map has in it, too
         weights = model.maps(x, times, times)[0, :, at, : at + 1] / faded

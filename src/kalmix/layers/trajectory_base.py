@@ -160,9 +160,8 @@ class TrajectoryLayer(Mixer):
             horizon: `[B, T]` >= 0, time from each token to the time of its prediction; 1 by default.
 
         Returns:
-            A pair: `Filtered` with mean and variance `[B, T, 2 H C]`, independent between columns, and the new state;
-                and the
-            sequence of each token (or `None`).
+            A pair. First, `Filtered` with mean and variance `[B, T, 2 H C]`, independent between columns, and the new
+            state; second, the sequence of each token, or `None` without segments.
         """
         previous = check_state(state, self.state_type, x, segments)
         if horizon is not None:
@@ -177,9 +176,8 @@ class TrajectoryLayer(Mixer):
         if not variance or state_variance is None:
             return Filtered(mean, None, filtered.belief), segment_ids
         half = (state_variance / 2).expand(*v.shape[:3], self.sizes.key_width)
-        return Filtered(
-            mean, mask_outside(torch.cat([half, half], -1).flatten(2), segment_ids), filtered.belief
-        ), segment_ids
+        spread = mask_outside(torch.cat([half, half], -1).flatten(2), segment_ids)
+        return Filtered(mean, spread, filtered.belief), segment_ids
 
     def state_size(self, length: int) -> int:
         """Return the number of elements of keys, values and times of the stored tokens."""
@@ -256,9 +254,8 @@ class TrajectoryLayer(Mixer):
     def predict_from_token(self, x: Tensor, horizon: Tensor) -> Tensor:
         """Predict the output `[B, T, D]` at `horizon` `[B, T]` after each token, from that token only."""
         v = to_state_dtype(self.project(x)[2])
-        return self.out_proj(
-            StateTransition.of(self.state_dynamics(v.dtype), horizon.to(v.dtype))(v).flatten(2).to(x.dtype)
-        )
+        transition = StateTransition.of(self.state_dynamics(v.dtype), horizon.to(v.dtype))
+        return self.out_proj(transition(v).flatten(2).to(x.dtype))
 
     def sample(
         self,
@@ -288,15 +285,10 @@ class TrajectoryLayer(Mixer):
             ArgumentError: the layer has no posterior.
         """
         if not self.has_posterior:
-            raise ArgumentError(
-                "sample", problem=f"is not available for {type(self).__name__}", expected="a layer with a posterior"
-            )
+            problem = f"is not available for {type(self).__name__}"
+            raise ArgumentError("sample", problem=problem, expected="a layer with a posterior")
         (mean, variance, _), context = self.read(x, state, segments, True, **timing)
         assert variance is not None
-        observation_noise = (
-            self.state_dynamics(variance.dtype).key_noise.repeat_interleave(2 * self.sizes.key_width) / 2
-        )
-        return self.project_out(
-            sample_gaussian(mean.expand(count, *mean.shape), (variance + observation_noise).expand(count, *mean.shape)),
-            context,
-        )
+        noise = self.state_dynamics(variance.dtype).key_noise.repeat_interleave(2 * self.sizes.key_width) / 2
+        shape = (count, *mean.shape)
+        return self.project_out(sample_gaussian(mean.expand(shape), (variance + noise).expand(shape)), context)
