@@ -8,11 +8,11 @@ Arguments are checked by the op before they arrive. `belief` is always there; it
 """
 
 from kalmix.ops._additive import chunked, custom_op, reference
-from kalmix.ops._linear_memory.custom_op import SERVED
+from kalmix.ops._linear_memory.custom_op import REQUIREMENTS
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 
 KERNELS = (
-    Kernel("triton", custom_op.additive, **SERVED),
+    Kernel("triton", custom_op.additive, **REQUIREMENTS),
     Kernel("chunked", chunked.additive, min_tokens=16),
     Kernel("reference", reference.additive, features=frozenset({TRANSFORMS})),
 )

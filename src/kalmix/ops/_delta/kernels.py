@@ -8,11 +8,11 @@ Arguments are checked by the op before they arrive. `belief` is always there; it
 """
 
 from kalmix.ops._delta import chunked, custom_op, reference
-from kalmix.ops._linear_memory.custom_op import SERVED
+from kalmix.ops._linear_memory.custom_op import REQUIREMENTS
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 
 KERNELS = (
-    Kernel("triton", custom_op.delta, **SERVED),
+    Kernel("triton", custom_op.delta, **REQUIREMENTS),
     Kernel("chunked", chunked.delta, min_tokens=16, features=frozenset({"value heads of width 1"})),
     Kernel("reference", reference.delta, features=frozenset({TRANSFORMS, "value heads of width 1"})),
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense.block_sizes import CHUNK, padded_width
 from kalmix.ops._dense.signals import DenseSignals
-from kalmix.ops._linear_memory.custom_op import kept_shapes, tile_size
+from kalmix.ops._linear_memory.custom_op import stored_shapes, tile_size
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache, with_precompilation
 from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
@@ -62,7 +62,7 @@ def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None, save: bool) -> tupl
         rounded_gain,
         gains[:3],
         (total_chunks, heads, padded_width(width), padded_width(width)),
-        *kept_shapes(k, v, rows, True, True),
+        *stored_shapes(k, v, rows, True, True),
     )
 
 
@@ -160,12 +160,15 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._dense.triton.backward import backward
     from kalmix.ops._dense.triton.forward import SavedGains
-    from kalmix.ops._linear_memory.triton.forward import Results
+    from kalmix.ops._linear_memory.triton.forward import ForwardResults
 
     segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
     saved = SavedGains(gain, rounded_gain if rounded_gain.numel() else gain, innovation_var, covariances)
     grads = (grad_mean, grad_variance, grad_final_mean, grad_final_covariance)
-    signals, results = (q, k, v, obs_noise, process_noise, log_decay), Results(grad_mean, states, errors, inverses)
+    signals, results = (
+        (q, k, v, obs_noise, process_noise, log_decay),
+        ForwardResults(grad_mean, states, errors, inverses),
+    )
     return backward(*signals, saved, results, segments, size, *grads, cuda)
 
 

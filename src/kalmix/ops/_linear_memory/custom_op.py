@@ -1,7 +1,4 @@
-"""Linear memories in Triton as custom ops: the one implementation behind the Triton rows of `additive` and `delta`.
-
-The kernels are imported when they first run.
-"""
+"""Triton kernels of linear memories as a custom op, for `additive` and `delta`; they are imported in the first call."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:  # these ops import this module
     from kalmix.ops._additive.signals import AdditiveSignals
     from kalmix.ops._delta.signals import DeltaSignals
 
-SERVED: dict[str, Any] = {  # what the rows say of themselves
+REQUIREMENTS: dict[str, Any] = {  # fields of `Kernel` that the Triton rows of `additive` and `delta` share
     "devices": ("cuda",),
     "dtypes": FLOAT32_STATE_DTYPES,
     "max_key_width": 256,
@@ -32,38 +29,38 @@ SERVED: dict[str, Any] = {  # what the rows say of themselves
 def filter_memory(
     signals: AdditiveSignals | DeltaSignals, belief: PointBelief, segments: Segments | None, corrects: bool
 ) -> Filtered:
-    """`kalmix.ops.delta` or, if it does not correct, `kalmix.ops.additive`.
+    """Compute `kalmix.ops.delta` if `corrects`, otherwise `kalmix.ops.additive`.
 
-    Gradients are exact; for them it keeps a memory every `tile_size` tokens and, of corrections, their errors and the
-    inverses they came from.
+    The backward pass stores a memory every `tile_size` tokens and, if `corrects`, the prediction errors and an inverse
+    `[tile_size, tile_size]` for each tile.
     """
     tensors = (signals.q, signals.k, signals.v, signals.gain, signals.log_decay, belief.mean)
     rows = None if segments is None else segments.rows
-    mean, last, *_ = _filter(*tensors, rows, corrects, needs_grad(*tensors))
-    return Filtered(mean, None, PointBelief(last))
+    mean, final, *_ = _filter(*tensors, rows, corrects, needs_grad(*tensors))
+    return Filtered(mean, None, PointBelief(final))
 
 
 def tile_size(length: int, dtype: torch.dtype) -> int:
-    """Tokens a tile: small where there are few, and in float32, whose tiles take twice the room."""
+    """Return the tokens per tile: 16 for up to 64 tokens, else 32 in float32 and 64 in half precision."""
     if length <= 64:
         return 16
     return 32 if dtype == torch.float32 else 64
 
 
-def kept_shapes(
-    k: Tensor, v: Tensor, rows: Tensor | None, corrects: bool, keep: bool
+def stored_shapes(
+    k: Tensor, v: Tensor, rows: Tensor | None, corrects: bool, store: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Of memories at tile entries, errors, and inverses."""
+    """Return the shapes of stored memories, errors and inverses; `(0,)` for those that are not stored."""
     batch, length, heads, width = v.shape
     size = tile_size(length, v.dtype)
     count = batch * ((length + size - 1) // size) if rows is None else batch * length // size + rows.shape[0]
-    states = (count, heads, k.shape[3], width) if keep else (0,)
-    return states, v.shape if keep and corrects else (0,), (*v.shape[:3], size) if keep and corrects else (0,)
+    states = (count, heads, k.shape[3], width) if store else (0,)
+    return states, v.shape if store and corrects else (0,), (*v.shape[:3], size) if store and corrects else (0,)
 
 
-def _forward_fake(q, k, v, gain, log_decay, prior, rows, corrects, keep):
-    kept = (v.new_empty(shape) for shape in kept_shapes(k, v, rows, corrects, keep))
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device), prior.new_empty(prior.shape), *kept
+def _forward_fake(q, k, v, gain, log_decay, prior, rows, corrects, store):
+    stored = (v.new_empty(shape) for shape in stored_shapes(k, v, rows, corrects, store))
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device), prior.new_empty(prior.shape), *stored
 
 
 def _forward(
@@ -75,26 +72,26 @@ def _forward(
     prior: Tensor,
     rows: Tensor | None,
     corrects: bool,
-    keep: bool,
+    store: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from kalmix.ops._linear_memory.triton.forward import blank, forward
+    from kalmix.ops._linear_memory.triton.forward import allocate_results, forward
     from kalmix.ops._shared.triton.tiles import tile_sequences
 
     segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
-    cut = tile_sequences(v.shape[0], v.shape[1], size, segments, q)
-    results = blank(k, v, cut.num_tiles, size, corrects, cut.packed)
-    last = forward(q, k, v, gain, log_decay, prior, cut, corrects, results)
-    states, errors, inverses = (x if keep else v.new_empty(0) for x in results[1:])
-    return results.mean, last, states, errors, inverses
+    tiling = tile_sequences(v.shape[0], v.shape[1], size, segments, q)
+    results = allocate_results(k, v, tiling.num_tiles, size, corrects, tiling.packed)
+    final = forward(q, k, v, gain, log_decay, prior, tiling, corrects, results)
+    states, errors, inverses = (x if store else v.new_empty(0) for x in results[1:])
+    return results.mean, final, states, errors, inverses
 
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels; the final belief gets no gradient."""
-    *signals, _, rows, corrects, keep = inputs
-    mean, last, *kept = _forward(*inputs)
-    follow: tuple[Any, ...] = (*signals, *kept, rows, mean, last.new_zeros(()).expand(last.shape), corrects)
-    if keep:
-        _backward(*follow)
+    *signals, _, rows, corrects, store = inputs
+    mean, final, *stored = _forward(*inputs)
+    arguments: tuple[Any, ...] = (*signals, *stored, rows, mean, final.new_zeros(()).expand(final.shape), corrects)
+    if store:
+        _backward(*arguments)
 
 
 def _backward(
@@ -108,22 +105,20 @@ def _backward(
     inverses: Tensor,
     rows: Tensor | None,
     grad_mean: Tensor,
-    grad_last: Tensor,
+    grad_final: Tensor,
     corrects: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from kalmix.ops._linear_memory.triton.backward import backward, blank
-    from kalmix.ops._linear_memory.triton.forward import Results
+    from kalmix.ops._linear_memory.triton.backward import allocate_gradients, backward
+    from kalmix.ops._linear_memory.triton.forward import ForwardResults
     from kalmix.ops._shared.triton.tiles import tile_sequences
 
-    segments, kept = (
-        None if rows is None else segments_without_checks(rows),
-        Results(grad_mean, states, errors, inverses),
-    )
-    cut = tile_sequences(v.shape[0], v.shape[1], tile_size(v.shape[1], v.dtype), segments, q)
-    grads = blank(q, v, gain, log_decay, cut.packed)
-    dprior = backward(q, k, v, gain, log_decay, kept, cut, grad_mean, grad_last, corrects, grads)
-    dq, dk, dv, dgain, ddecay = grads.gathered(q, gain, log_decay)
-    return dq, dk, dv, dgain, ddecay, dprior
+    segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
+    stored = ForwardResults(grad_mean, states, errors, inverses)  # in place of the mean, which is not needed
+    tiling = tile_sequences(v.shape[0], v.shape[1], size, segments, q)
+    grads = allocate_gradients(q, v, gain, log_decay, tiling.packed)
+    grad_prior = backward(q, k, v, gain, log_decay, stored, tiling, grad_mean, grad_final, corrects, grads)
+    dq, dk, dv, dgain, ddecay = grads.reduce(q, gain, log_decay)
+    return dq, dk, dv, dgain, ddecay, grad_prior
 
 
 _filter = register_filter_op(

@@ -51,9 +51,9 @@ from kalmix.ops._dense.triton.primitives import (
     time_splits,
 )
 from kalmix.ops._dense.triton.wide_backward import backward_wide
+from kalmix.ops._linear_memory.triton.backward import allocate_gradients
 from kalmix.ops._linear_memory.triton.backward import backward as mean_backward
-from kalmix.ops._linear_memory.triton.backward import blank
-from kalmix.ops._linear_memory.triton.forward import Results
+from kalmix.ops._linear_memory.triton.forward import ForwardResults
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import contiguous_rows, locate_sequence
 from kalmix.segments import Segments
@@ -121,7 +121,7 @@ def backward(
     process_noise: Tensor,
     log_decay: Tensor | None,
     saved: SavedGains,
-    results: Results,
+    results: ForwardResults,
     segments: Segments | None,
     size: int,
     grad_mean: Tensor,
@@ -145,7 +145,7 @@ def backward(
         grad_var is not None,
     )
     splits, mean_inputs = time_splits(k, heads, size, decay_axes, segments), (q, k, v, rounded_gain, log_decay)
-    grads = blank(q, v, rounded_gain, log_decay, segments is not None)
+    grads = allocate_gradients(q, v, rounded_gain, log_decay, segments is not None)
     states = results.states.split([tiles.num_tiles for _, tiles in splits])
     if width > MAX_PROGRAM_WIDTH:
         mean_grads_inputs = (results, splits[0][1], grad_mean, grad_final_mean, True, grads)
@@ -157,7 +157,7 @@ def backward(
             *signals, gain, innovation_var, saved_cov, segments, grads.gain.float(), grad_var, grad_final_cov
         )
         grad_query, grad_key, grad_obs_noise, grad_process_noise, grad_log_decay, grad_final_cov = wide_grads
-        dq, dk, dv, _, ddecay = grads.gathered(q, rounded_gain, log_decay)
+        dq, dk, dv, _, ddecay = grads.reduce(q, rounded_gain, log_decay)
         dq = dq + grad_query if variance else dq
         return (
             dq,
@@ -245,7 +245,7 @@ def backward(
         grads.k.add_(dk)
         if variance:
             grads.q.add_(dq)
-    dq, dk, dv, _, ddecay = grads.gathered(q, rounded_gain, log_decay)
+    dq, dk, dv, _, ddecay = grads.reduce(q, rounded_gain, log_decay)
     ddecay.add_(grad_decay.to(ddecay.dtype))
     grad_obs_noise, grad_process_noise = (
         x.to(signal.dtype) for x, signal in ((grad_obs, obs_noise), (grad_process, process_noise))

@@ -48,7 +48,7 @@ from kalmix.ops._dense.triton.primitives import (
     time_splits,
 )
 from kalmix.ops._dense.triton.wide import forward_wide
-from kalmix.ops._linear_memory.triton.forward import Results, blank
+from kalmix.ops._linear_memory.triton.forward import ForwardResults, allocate_results
 from kalmix.ops._linear_memory.triton.forward import forward as filter_means
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows, locate_sequence
@@ -141,7 +141,7 @@ def forward(
     size: int,
     saved_cov: Tensor,
     cuda: bool,
-) -> tuple[Tensor, Tensor, Tensor, SavedGains, Results]:
+) -> tuple[Tensor, Tensor, Tensor, SavedGains, ForwardResults]:
     """Launch the kernels of the forward pass.
 
     Args:
@@ -159,7 +159,7 @@ def forward(
     """
     signals, decay_axes = (q, k, obs_noise, process_noise, log_decay), decay_kind(log_decay)
     splits, packed = time_splits(k, obs_noise.shape[2], size, decay_axes, segments), segments is not None
-    results = blank(k, v, sum(tiles.num_tiles for _, tiles in splits), size, True, packed)
+    results = allocate_results(k, v, sum(tiles.num_tiles for _, tiles in splits), size, True, packed)
     if k.shape[3] > MAX_PROGRAM_WIDTH:
         gain, read_var, final_cov, innovation_var = forward_wide(*signals, covariance, segments, variance, saved_cov)
         saved, pending = SavedGains(gain, gain.to(k.dtype), innovation_var, saved_cov), [lambda: None]

@@ -1,4 +1,4 @@
-"""How the backward kernels of linear memories are launched: by rule, from widths and dtypes."""
+"""Launches of the backward kernels of linear memories. Block sizes follow from widths and dtypes; nothing is tuned."""
 
 from __future__ import annotations
 
@@ -7,24 +7,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.ops._linear_memory.triton.backward_kernels import carry_back, gradients, pair_gradients, solve_back
-from kalmix.ops._linear_memory.triton.forward import BLOCK, PIECE, Results, carried, keyed_sizes, prepare, strides
-from kalmix.ops._linear_memory.triton.forward_kernels import read
-from kalmix.ops._linear_memory.triton.vector_decay import unfold
-from kalmix.ops._linear_memory.triton.vector_decay_tiles import part
+from kalmix.ops._linear_memory.triton.backward_kernels import (
+    pair_gradients,
+    scan_memory_backward,
+    signal_gradients,
+    solve_errors_backward,
+)
+from kalmix.ops._linear_memory.triton.forward import (
+    BLOCK,
+    SUBTILE,
+    ForwardResults,
+    per_key_sizes,
+    prepare_signals,
+    scan_options,
+    strides,
+)
+from kalmix.ops._linear_memory.triton.forward_kernels import read_out
+from kalmix.ops._linear_memory.triton.vector_decay import unfold_decays
+from kalmix.ops._linear_memory.triton.vector_decay_tiles import split_gradients
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows
 
-PART = {"BLOCK": 64, "num_warps": 4, "num_stages": 1}
-UNFOLD = {"BLOCK": 32, "num_warps": 1, "num_stages": 1}
+SPLIT_OPTIONS = {"BLOCK": 64, "num_warps": 4, "num_stages": 1}
+UNFOLD_OPTIONS = {"BLOCK": 32, "num_warps": 1, "num_stages": 1}
 
 
 class Gradients(NamedTuple):
-    """Of signals, a value head: room that the backward pass fills, in float32 where it is still to be added up.
+    """Gradients of the signals per value head; in float32 if they are still to be summed.
 
     Attributes:
-        q, k, v: as the signals, but for their heads.
-        gain, log_decay: as the signals if they are vectors, else shares `[shares, B, T, G]`; empty if there are none.
+        q, k: `[B, T, G, K]`.
+        v: `[B, T, G, V]`.
+        gain, log_decay: `[B, T, G, K]` for vectors; partial sums `[blocks, B, T, G]` for scalars; empty if there is no
+            such signal.
     """
 
     q: Tensor
@@ -33,29 +48,29 @@ class Gradients(NamedTuple):
     gain: Tensor
     log_decay: Tensor
 
-    def gathered(self, q: Tensor, gain: Tensor | None, log_decay: Tensor | None) -> Gradients:
-        """As the signals: added up over value heads that share a key."""
-        shared = q.shape[2]
-        dq, dk = (x if x.shape[2] == shared else x.unflatten(2, (shared, -1)).sum(3) for x in (self.q, self.k))
-        own = [
+    def reduce(self, q: Tensor, gain: Tensor | None, log_decay: Tensor | None) -> Gradients:
+        """Sum partial sums, and sum over value heads that share a key head; return gradients shaped as the signals."""
+        key_heads = q.shape[2]
+        dq, dk = (x if x.shape[2] == key_heads else x.unflatten(2, (key_heads, -1)).sum(3) for x in (self.q, self.k))
+        reduced = [
             x if signal is None else (x if signal.ndim == 4 else x.sum(0)).to(signal.dtype)
             for x, signal in ((self.gain, gain), (self.log_decay, log_decay))
         ]
-        return Gradients(dq.to(q.dtype), dk.to(q.dtype), self.v, *own)
+        return Gradients(dq.to(q.dtype), dk.to(q.dtype), self.v, *reduced)
 
 
-def blank(q: Tensor, v: Tensor, gain: Tensor | None, log_decay: Tensor | None, packed: bool) -> Gradients:
-    """Room for gradients; 0 where tokens may lie outside every sequence."""
+def allocate_gradients(q: Tensor, v: Tensor, gain: Tensor | None, log_decay: Tensor | None, packed: bool) -> Gradients:
+    """Allocate gradients; they are zero where tokens may lie outside every sequence."""
     tokens, like, shape = torch.zeros if packed else torch.empty, {"device": v.device}, (*v.shape[:3], q.shape[3])
     exact = {"dtype": torch.float32, **like}
     dq, dk = (tokens(shape, dtype=q.dtype if v.shape[2] == q.shape[2] else torch.float32, **like) for _ in range(2))
     dv, dgain, ddecay = tokens(v.shape, dtype=v.dtype, **like), torch.empty(0, **exact), torch.empty(0, **exact)
-    keyed = log_decay is not None and log_decay.ndim == 4
-    shares = -(-shape[3] // (UNFOLD["BLOCK"] if keyed else BLOCK))
+    per_key = log_decay is not None and log_decay.ndim == 4
+    blocks = -(-shape[3] // (UNFOLD_OPTIONS["BLOCK"] if per_key else BLOCK))
     if gain is not None:
-        dgain = tokens(shape, dtype=gain.dtype, **like) if gain.ndim == 4 else tokens(shares, *shape[:3], **exact)
+        dgain = tokens(shape, dtype=gain.dtype, **like) if gain.ndim == 4 else tokens(blocks, *shape[:3], **exact)
     if log_decay is not None:
-        ddecay = tokens(*shape if keyed else (shares + 1, *shape[:3]), **exact)
+        ddecay = tokens(*shape if per_key else (blocks + 1, *shape[:3]), **exact)
     return Gradients(dq, dk, dv, dgain, ddecay)
 
 
@@ -65,78 +80,82 @@ def backward(
     v: Tensor,
     gain: Tensor | None,
     log_decay: Tensor | None,
-    kept: Results,
-    cut: Tiling,
+    stored: ForwardResults,
+    tiling: Tiling,
     grad_mean: Tensor,
-    grad_last: Tensor,
+    grad_final: Tensor,
     corrects: bool,
     grads: Gradients,
 ) -> Tensor:
-    """Fill the gradients of some tiles, and return that of the prior."""
-    (batch, length, heads, width), keys, size = v.shape, k.shape[3], cut.size
-    s = prepare(q, k, v, gain, log_decay, cut, corrects)
-    v, grad_mean, own = contiguous_rows(v), contiguous_rows(grad_mean), heads // s.writes.shape[2]
-    tiles, share = (cut.tile_table, length, cut.tiles), heads // s.q.shape[2]
+    """Differentiate `forward` at the tokens of `tiling`: write to `grads`, and return the gradient of the prior."""
+    (batch, length, heads, width), keys, size = v.shape, k.shape[3], tiling.size
+    s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects)
+    v, grad_mean, write_group = contiguous_rows(v), contiguous_rows(grad_mean), heads // s.writes.shape[2]
+    tiles, group = (tiling.tile_table, length, tiling.tiles), heads // s.q.shape[2]
     like = {"dtype": v.dtype, "device": v.device}
-    _, states, errors, inverses = kept
+    _, states, errors, inverses = stored
     dq, dk, dv, dgain, ddecay = grads
-    kinds = {"DECAYS": s.decays, "GAINS": s.gains and not s.keyed}
-    fast, free = v, v
+    features = {"DECAYS": s.scalar_decays, "GAINS": s.scalar_gains and not s.per_key}
+    exit_map, local_grads = v, v
     if corrects:
-        fast, free = torch.empty(batch, length, heads, keys, **like), torch.empty(v.shape, **like)
-        options = {"SCALED": s.decays or (s.gains and not s.keyed), "GIVEN": s.keyed, "num_warps": 4}
-        Launch(solve_back, (cut.num_tiles * heads,), (
-            s.q, s.writes, grad_mean, s.gain, s.log_decay, s.leaving, s.scores, inverses, fast, free, *tiles,
-            *strides(s.q, s.writes, grad_mean), heads, share, own,
-        ), {**kinds, **options, **s.sizes}).run()  # fmt: skip
+        exit_map, local_grads = torch.empty(batch, length, heads, keys, **like), torch.empty(v.shape, **like)
+        scaled = s.scalar_decays or (s.scalar_gains and not s.per_key)
+        options = {"SCALED": scaled, "PRECOMPUTED": s.per_key, "num_warps": 4}
+        Launch(solve_errors_backward, (tiling.num_tiles * heads,), (
+            s.q, s.writes, grad_mean, s.gain, s.log_decay, s.to_end, s.scores, inverses, exit_map, local_grads, *tiles,
+            *strides(s.q, s.writes, grad_mean), heads, group, write_group,
+        ), {**features, **options, **s.sizes}).run()  # fmt: skip
     adjoints = torch.empty(states.shape, **like)
-    dprior = torch.empty(grad_last.shape, dtype=grad_last.dtype, device=v.device)
-    plan = carried(cut.num_sequences, heads, s.sizes, v.dtype, 3)
-    options = {"DECAYS": s.decays, "KEYED": s.keyed, "CORRECTS": corrects, "num_warps": 4}
-    Launch(carry_back, (cut.num_sequences, heads, -(-width // plan["VALUES"])), (
-        s.q, s.k, fast, free, grad_mean, dv, adjoints, grad_last, dprior, s.entering, s.across,
-        cut.sequence_table, length, cut.tiles, *strides(s.q, s.k, grad_mean), *grad_last.stride(), heads, share,
+    grad_prior = torch.empty(grad_final.shape, dtype=grad_final.dtype, device=v.device)
+    plan = scan_options(tiling.num_sequences, heads, s.sizes, v.dtype, 3)
+    options = {"DECAYS": s.scalar_decays, "PER_KEY": s.per_key, "CORRECTS": corrects, "num_warps": 4}
+    Launch(scan_memory_backward, (tiling.num_sequences, heads, -(-width // plan["VALUES"])), (
+        s.q, s.k, exit_map, local_grads, grad_mean, dv, adjoints, grad_final, grad_prior, s.from_start, s.tile_decay,
+        tiling.sequence_table, length, tiling.tiles, *strides(s.q, s.k, grad_mean), *grad_final.stride(), heads, group,
     ), {**options, **plan, **s.sizes}).run()  # fmt: skip
     if not corrects:
         errors = v
-        wide = BLOCK if width <= BLOCK else 2 * BLOCK
-        Launch(read, (cut.num_tiles * heads * -(-width // wide),), (
+        values = BLOCK if width <= BLOCK else 2 * BLOCK
+        options = {"VALUES": values, "PRECOMPUTED": s.per_key, "BACKWARD": True, "num_warps": 4}
+        Launch(read_out, (tiling.num_tiles * heads * -(-width // values),), (
             s.q, s.writes, grad_mean, s.gain, s.log_decay, s.scores, adjoints, dv, *tiles,
-            *strides(s.q, s.writes, grad_mean), heads, share, own,
-        ), {"VALUES": wide, "GIVEN": s.keyed, "BACK": True, "num_warps": 4, **kinds, **s.sizes}).run()  # fmt: skip
-    parts, shape = -(-keys // s.sizes["BLOCK"]), (batch, length, heads)
-    signals, orders = (s.q, s.k, s.writes, errors, grad_mean, dv, s.gain, s.log_decay), (heads, share, own)
-    float32 = {"dtype": torch.float32, "device": v.device}
+            *strides(s.q, s.writes, grad_mean), heads, group, write_group,
+        ), {**options, **features, **s.sizes}).run()  # fmt: skip
+    blocks, shape = -(-keys // s.sizes["BLOCK"]), (batch, length, heads)
+    signals = (s.q, s.k, s.writes, errors, grad_mean, dv, s.gain, s.log_decay)
+    groups, float32 = (heads, group, write_group), {"dtype": torch.float32, "device": v.device}
     dscores, dcorrections = torch.empty(2, *shape, size, **like)
-    Launch(pair_gradients, (cut.num_tiles * heads,), (
-        *signals, dscores, dcorrections, ddecay, *tiles, *strides(*signals[:5]), *orders,
-    ), {"CORRECTS": corrects, "num_warps": 4, **kinds, **s.sizes}).run()  # fmt: skip
-    found, across = (dq, dk, dgain if s.vector else dk), ddecay
-    if s.keyed:
-        found, across = torch.empty(3, *shape, keys, **like), torch.empty(s.across.shape, **float32)
-    options = {"KEYED": s.keyed, "VECTOR": s.vector, "CORRECTS": corrects, "num_warps": 4, "num_stages": 2}
-    Launch(gradients, (cut.num_tiles * heads * parts,), (
-        *signals, states, adjoints, dscores, dcorrections, *found, dgain, across,
-        *tiles, batch * length, *strides(*signals[:5]), *orders,
-    ), {**options, **kinds, **s.sizes}).run()  # fmt: skip
-    if s.keyed:
-        kinds = keyed_sizes(s.sizes, corrects)
-        pieces, whole = size // PIECE, found
-        if pieces > 1:
-            shares, found = torch.empty_like(s.pieces[3]), torch.empty_like(whole)
-            Launch(part, (cut.num_tiles, heads, -(-keys // PART["BLOCK"])), (
-                *s.pieces, s.across, *whole, across, dscores, dcorrections, *found, shares, *tiles, heads,
-            ), {**kinds, **PART}).run()  # fmt: skip
+    Launch(pair_gradients, (tiling.num_tiles * heads,), (
+        *signals, dscores, dcorrections, ddecay, *tiles, *strides(*signals[:5]), *groups,
+    ), {"CORRECTS": corrects, "num_warps": 4, **features, **s.sizes}).run()  # fmt: skip
+    folded_grads, grad_decay = (dq, dk, dgain if s.vector_gains else dk), ddecay
+    if s.per_key:
+        folded_grads = torch.empty(3, *shape, keys, **like)
+        grad_decay = torch.empty(s.tile_decay.shape, **float32)
+    options = {"PER_KEY": s.per_key, "VECTOR": s.vector_gains, "CORRECTS": corrects, "num_warps": 4, "num_stages": 2}
+    Launch(signal_gradients, (tiling.num_tiles * heads * blocks,), (
+        *signals, states, adjoints, dscores, dcorrections, *folded_grads, dgain, grad_decay,
+        *tiles, batch * length, *strides(*signals[:5]), *groups,
+    ), {**options, **features, **s.sizes}).run()  # fmt: skip
+    if s.per_key:
+        features = per_key_sizes(s.sizes, corrects)
+        subtiles, tile_grads = size // SUBTILE, folded_grads
+        if subtiles > 1:
+            common_grad, folded_grads = torch.empty_like(s.subtiles[3]), torch.empty_like(tile_grads)
+            Launch(split_gradients, (tiling.num_tiles, heads, -(-keys // SPLIT_OPTIONS["BLOCK"])), (
+                *s.subtiles, s.tile_decay, *tile_grads, grad_decay, dscores, dcorrections, *folded_grads, common_grad,
+                *tiles, heads,
+            ), {**features, **SPLIT_OPTIONS}).run()  # fmt: skip
         else:
-            shares = s.across * across
+            common_grad = s.tile_decay * grad_decay
         inputs = (
             contiguous_rows(q),
             contiguous_rows(k),
-            contiguous_rows(gain) if s.vector else contiguous_rows(k),
+            contiguous_rows(gain) if s.vector_gains else contiguous_rows(k),
         )
-        Launch(unfold, (cut.num_tiles * pieces, heads, -(-keys // UNFOLD["BLOCK"])), (
-            *inputs, s.gain, s.log_decay, *found, shares, dscores, dcorrections,
-            dq, dk, dgain if s.vector else dk, dgain, ddecay, *tiles, batch * length,
+        Launch(unfold_decays, (tiling.num_tiles * subtiles, heads, -(-keys // UNFOLD_OPTIONS["BLOCK"])), (
+            *inputs, s.gain, s.log_decay, *folded_grads, common_grad, dscores, dcorrections,
+            dq, dk, dgain if s.vector_gains else dk, dgain, ddecay, *tiles, batch * length,
             *strides(*inputs, s.log_decay), heads, heads // q.shape[2], heads // inputs[2].shape[2],
-        ), {"GAINS": s.gains, "VECTOR": s.vector, **kinds, **UNFOLD}).run()  # fmt: skip
-    return dprior
+        ), {"GAINS": s.scalar_gains, "VECTOR": s.vector_gains, **features, **UNFOLD_OPTIONS}).run()  # fmt: skip
+    return grad_prior

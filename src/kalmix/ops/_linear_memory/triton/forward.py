@@ -1,4 +1,4 @@
-"""How the forward kernels of linear memories are launched: by rule, from widths and dtypes."""
+"""Launches of the forward kernels of linear memories. Block sizes follow from widths and dtypes; nothing is tuned."""
 
 from __future__ import annotations
 
@@ -8,36 +8,39 @@ import torch
 import triton
 from torch import Tensor
 
-from kalmix.ops._linear_memory.triton.forward_kernels import carry, read, solve
-from kalmix.ops._linear_memory.triton.vector_decay import fold
-from kalmix.ops._linear_memory.triton.vector_decay_tiles import join
+from kalmix.ops._linear_memory.triton.forward_kernels import read_out, scan_memory, solve_errors
+from kalmix.ops._linear_memory.triton.vector_decay import fold_decays
+from kalmix.ops._linear_memory.triton.vector_decay_tiles import join_subtiles
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.decay_products import head_decays
 from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows, dot_precision
 
-# Columns worked on at a time, also of narrow matrices: Triton 3.6 on Hopper gets a product of 64 rows wrong whose left
-# factor is itself a product, of another width.
+# Columns per block, also for narrower matrices: on Hopper, Triton 3.6 miscompiles a product of 64 rows whose left
+# factor is itself a product of another width.
 BLOCK = 64
-PIECE = 16  # tokens that decays per key are folded over first
-# Of decays per key, the fastest that agreed with float64: 32 columns at a time, Triton 3.6 on Hopper gets `fold` wrong.
-FOLD = {"BLOCK": 16, "num_warps": 1, "num_stages": 1}
-JOIN = {"BLOCK": 128, "num_warps": 8, "num_stages": 1}
+SUBTILE = 16  # tokens per subtile, for decays per key
+# The fastest options that agreed with float64. With 32 columns, Triton 3.6 miscompiles `fold_decays` on Hopper.
+FOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 1}
+JOIN_OPTIONS = {"BLOCK": 128, "num_warps": 8, "num_stages": 1}
 
 
 class Signals(NamedTuple):
-    """Signals as the kernels read them: rows contiguous, decays per key folded in.
+    """Signals in the form that kernels read: contiguous rows, with decays per key folded into them.
 
     Attributes:
-        q, k: `[B, T, H, K]`; per key, `[B, T, G, K]` with the decay since the tile's entry.
-        writes: k, or the vector gains, `[B, T, H or G, K]`; per key, `[B, T, G, K]` with gain and decay to the exit.
-        gain, log_decay: contiguous `[B, T, G]` where they are a number a token, else a placeholder.
-        entering, leaving, across: of decays per head, `triton_decays.pace`; else what stands for it, or a placeholder.
-        scores, corrections: S and N of decays per key, `[B, T, G, SIZE]`, or placeholders.
-        pieces: of decays per key, q, k and w as folded into pieces, and the decay across each, `[pieces, G, K]`.
-        cut: the tiles.
-        decays, keyed: whether there are decays per head, per key.
-        gains, vector: whether there are gains that are a number a token, a vector.
-        sizes: what kernels of both passes compile for.
+        q, k: `[B, T, H, K]`; with decays per key `[B, T, G, K]`, times the decay from the start of the tile.
+        writes: k or the gain vectors, `[B, T, H or G, K]`; with decays per key `[B, T, G, K]`, times the gain and the
+            decay to the end of the tile.
+        gain, log_decay: contiguous `[B, T, G]` if there is one number per token, otherwise a placeholder.
+        from_start, to_end, tile_decay: results of `head_decays` if decays are per head. With decays per key,
+            `tile_decay` is `[num_tiles, G, K]`. Without decays, `to_end` is the gain. Otherwise placeholders.
+        scores, corrections: with decays per key, S and N (see `forward_kernels`), `[B, T, G, SIZE]`.
+        subtiles: with decays per key, q, k and writes with decays folded in by subtile, and the decays of subtiles
+            `[subtiles, G, K]`.
+        tiling: the tiles.
+        scalar_decays, per_key: whether decays are per head, per key.
+        scalar_gains, vector_gains: whether gains are scalars, vectors.
+        sizes: compile-time options of the kernels of both passes.
     """
 
     q: Tensor
@@ -45,108 +48,117 @@ class Signals(NamedTuple):
     writes: Tensor
     gain: Tensor
     log_decay: Tensor
-    entering: Tensor
-    leaving: Tensor
-    across: Tensor
+    from_start: Tensor
+    to_end: Tensor
+    tile_decay: Tensor
     scores: Tensor
     corrections: Tensor
-    pieces: tuple[Tensor, ...]
-    cut: Tiling
-    decays: bool
-    keyed: bool
-    gains: bool
-    vector: bool
+    subtiles: tuple[Tensor, ...]
+    tiling: Tiling
+    scalar_decays: bool
+    per_key: bool
+    scalar_gains: bool
+    vector_gains: bool
     sizes: dict[str, Any]
 
 
-def prepare(
+def prepare_signals(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     gain: Tensor | None,
     log_decay: Tensor | None,
-    cut: Tiling,
+    tiling: Tiling,
     corrects: bool,
 ) -> Signals:
-    """What both passes start from."""
+    """Compute decays inside tiles, and fold decays per key into the signals; the first step of both passes."""
     (batch, length, heads, width), keys = v.shape, k.shape[3]
-    size = cut.size
+    size = tiling.size
     q, k = contiguous_rows(q), contiguous_rows(k)
-    keyed, vector = log_decay is not None and log_decay.ndim == 4, gain is not None and gain.ndim == 4
-    gains, decays = gain is not None and not vector, log_decay is not None and not keyed
-    writes = contiguous_rows(gain) if vector else k
-    per_token = gain.contiguous() if gains else q
+    per_key, vector_gains = log_decay is not None and log_decay.ndim == 4, gain is not None and gain.ndim == 4
+    scalar_gains, scalar_decays = gain is not None and not vector_gains, log_decay is not None and not per_key
+    writes = contiguous_rows(gain) if vector_gains else k
+    per_token = gain.contiguous() if scalar_gains else q
     sizes = {
         "K": keys,
         "V": width,
         "BLOCK": BLOCK,
         "SIZE": size,
-        "PACKED": cut.packed,
+        "PACKED": tiling.packed,
         "PRECISION": dot_precision(v.dtype),
     }
-    entering = across = log_decay_rows = scores = corrections = q
-    leaving = per_token
-    if decays:
+    from_start = tile_decay = log_decay_rows = scores = corrections = q
+    to_end = per_token
+    if scalar_decays:
         log_decay_rows = log_decay.contiguous()
-        entering, leaving = torch.empty(2, batch, length, heads, dtype=torch.float32, device=v.device)
-        across = torch.empty(cut.num_tiles, heads, dtype=torch.float32, device=v.device)
-        Launch(head_decays, (cut.num_tiles, heads), (
-            log_decay_rows, per_token, entering, leaving, across, cut.tile_table, length, cut.tiles, heads,
-        ), {"SIZE": size, "PACKED": cut.packed, "GAINS": gains, "num_warps": 1}).run()  # fmt: skip
-    pieces: tuple[Tensor, ...] = ()
-    if keyed:
+        from_start, to_end = torch.empty(2, batch, length, heads, dtype=torch.float32, device=v.device)
+        tile_decay = torch.empty(tiling.num_tiles, heads, dtype=torch.float32, device=v.device)
+        Launch(head_decays, (tiling.num_tiles, heads), (
+            log_decay_rows, per_token, from_start, to_end, tile_decay, tiling.tile_table, length, tiling.tiles, heads,
+        ), {"SIZE": size, "PACKED": tiling.packed, "GAINS": scalar_gains, "num_warps": 1}).run()  # fmt: skip
+    subtiles: tuple[Tensor, ...] = ()
+    if per_key:
         log_decay_rows, inputs = contiguous_rows(log_decay), (q, k, writes)
         shape, like, float32 = (batch, length, heads), {"dtype": v.dtype, "device": v.device}, torch.float32
         folded = [torch.empty(*shape, keys, **like) for _ in range(3 if corrects else 2)]
         q, k, writes = folded[0], folded[1] if corrects else folded[0], folded[-1]
         scores = torch.empty(*shape, size, **like)
         corrections = torch.empty(*shape, size, dtype=float32, device=v.device) if corrects else scores
-        across = torch.empty(cut.num_tiles, heads, keys, dtype=float32, device=v.device)
-        parts, paths = size // PIECE, across
-        if parts > 1:
+        tile_decay = torch.empty(tiling.num_tiles, heads, keys, dtype=float32, device=v.device)
+        num_subtiles, subtile_decays = size // SUBTILE, tile_decay
+        if num_subtiles > 1:
             folded = [torch.empty_like(x) for x in folded]
-            paths = torch.empty(cut.num_tiles * parts, heads, keys, dtype=float32, device=v.device)
-        pieces = (folded[0], folded[1] if corrects else folded[0], folded[-1], paths)
-        tiles, kinds = (cut.tile_table, length, cut.tiles), keyed_sizes(sizes, corrects)
-        Launch(fold, (cut.num_tiles * parts, heads), (
-            *inputs, per_token, log_decay_rows, *pieces, scores, corrections, *tiles,
+            subtile_decays = torch.empty(tiling.num_tiles * num_subtiles, heads, keys, dtype=float32, device=v.device)
+        subtiles = (folded[0], folded[1] if corrects else folded[0], folded[-1], subtile_decays)
+        tiles, features = (tiling.tile_table, length, tiling.tiles), per_key_sizes(sizes, corrects)
+        Launch(fold_decays, (tiling.num_tiles * num_subtiles, heads), (
+            *inputs, per_token, log_decay_rows, *subtiles, scores, corrections, *tiles,
             *strides(*inputs, log_decay_rows), heads, heads // inputs[0].shape[2], heads // inputs[2].shape[2],
-        ), {"GAINS": gains, **kinds, **FOLD}).run()  # fmt: skip
-        if parts > 1:
-            Launch(join, (cut.num_tiles, heads), (
-                *pieces, q, k, writes, across, scores, corrections, *tiles, heads,
-            ), {**kinds, **JOIN}).run()  # fmt: skip
-    found = (q, k, writes, per_token, log_decay_rows, entering, leaving, across, scores, corrections, pieces)
-    return Signals(*found, cut, decays, keyed, gains, vector, sizes)
+        ), {"GAINS": scalar_gains, **features, **FOLD_OPTIONS}).run()  # fmt: skip
+        if num_subtiles > 1:
+            Launch(join_subtiles, (tiling.num_tiles, heads), (
+                *subtiles, q, k, writes, tile_decay, scores, corrections, *tiles, heads,
+            ), {**features, **JOIN_OPTIONS}).run()  # fmt: skip
+    tensors = (q, k, writes, per_token, log_decay_rows, from_start, to_end, tile_decay, scores, corrections, subtiles)
+    return Signals(*tensors, tiling, scalar_decays, per_key, scalar_gains, vector_gains, sizes)
 
 
-def keyed_sizes(sizes: dict[str, Any], corrects: bool) -> dict[str, Any]:
-    """What kernels of decays per key compile for, given `Signals.sizes`."""
+def per_key_sizes(sizes: dict[str, Any], corrects: bool) -> dict[str, Any]:
+    """Return the compile-time options of kernels for decays per key, given `Signals.sizes`."""
     return {name: sizes[name] for name in ("K", "SIZE", "PACKED", "PRECISION")} | {"CORRECTS": corrects}
 
 
 def strides(*tensors: Tensor) -> list[int]:
+    """Return the strides of tokens and heads of tensors `[B, T, heads, width]`."""
     return [stride for x in tensors for stride in x.stride()[1:3]]
 
 
-def carried(sequences: int, heads: int, sizes: dict[str, Any], dtype: torch.dtype, signals: int) -> dict[str, int]:
-    """How a memory is carried: columns a program, and tiles on their way while one is worked on.
+def scan_options(sequences: int, heads: int, sizes: dict[str, Any], dtype: torch.dtype, signals: int) -> dict[str, int]:
+    """Return the options of a kernel that scans memories: columns per program, and pipeline stages.
 
-    Few columns, so that there are programs for every multiprocessor and shared memory for the next tiles: of `signals`
-    as wide as a key, of two as wide as the columns, and the memory itself, twice as much where products are split.
-    Keys of 3 or 5 numbers are not fetched ahead: on Hopper, Triton 3.6 then reads outside of memory.
+    Few columns give programs for every multiprocessor, and leave shared memory for prefetched tiles. A tile needs room
+    for `signals` tensors as wide as a key and two as wide as the columns; the memory itself needs room, too. In float32
+    everything takes twice as much, since products are split. Key widths that are not multiples of 4 are not prefetched:
+    on Hopper, Triton 3.6 then reads out of bounds.
     """
     keys, width = -(-sizes["K"] // sizes["BLOCK"]) * sizes["BLOCK"], sizes["V"]
     values = min(sizes["BLOCK"], max(16, triton.next_power_of_2(width)), 32 if keys > 128 else 64)
     while values > 32 and sequences * heads * -(-width // values) < 128:
         values //= 2
-    room = 232_448 // dtype.itemsize // (2 if dtype == torch.float32 else 1) - keys * values
-    stages = room // (sizes["SIZE"] * (signals * keys + 2 * values))
+    available = 232_448 // dtype.itemsize // (2 if dtype == torch.float32 else 1) - keys * values
+    stages = available // (sizes["SIZE"] * (signals * keys + 2 * values))
     return {"VALUES": values, "STAGES": max(1, min(3, stages)) if sizes["K"] % 4 == 0 else 1}
 
 
-class Results(NamedTuple):
-    """What the forward pass fills: means; of tiles, the memory at their entry; of corrections, errors and inverses."""
+class ForwardResults(NamedTuple):
+    """Results of the forward pass.
+
+    Attributes:
+        mean: `[B, T, G, V]`.
+        states: memories at the start of each tile, `[num_tiles, G, K, V]`.
+        errors: prediction errors, `[B, T, G, V]`; empty without corrections.
+        inverses: (I + N)^-1 of each tile, `[B, T, G, SIZE]`; empty without corrections.
+    """
 
     mean: Tensor
     states: Tensor
@@ -154,13 +166,13 @@ class Results(NamedTuple):
     inverses: Tensor
 
 
-def blank(k: Tensor, v: Tensor, tiles: int, size: int, corrects: bool, packed: bool) -> Results:
-    """Room for results; 0 where tokens may lie outside every sequence."""
+def allocate_results(k: Tensor, v: Tensor, tiles: int, size: int, corrects: bool, packed: bool) -> ForwardResults:
+    """Allocate results; means are zero where tokens may lie outside every sequence."""
     like, shape = {"dtype": v.dtype, "device": v.device}, v.shape[:3]
     mean = (torch.zeros if packed else torch.empty)(v.shape, **like)
     states = torch.empty(tiles, v.shape[2], k.shape[3], v.shape[3], **like)
     errors = torch.empty(v.shape if corrects else (0,), **like)
-    return Results(mean, states, errors, torch.empty((*shape, size) if corrects else (0,), **like))
+    return ForwardResults(mean, states, errors, torch.empty((*shape, size) if corrects else (0,), **like))
 
 
 def forward(
@@ -170,37 +182,40 @@ def forward(
     gain: Tensor | None,
     log_decay: Tensor | None,
     prior: Tensor,
-    cut: Tiling,
+    tiling: Tiling,
     corrects: bool,
-    results: Results,
+    results: ForwardResults,
 ) -> Tensor:
-    """Fill the results of some tiles, and return the last memories."""
+    """Filter the tokens of `tiling`: write to `results`, and return the final memories `[N, G, K, V]`."""
     (batch, length, heads, width), keys = v.shape, k.shape[3]
-    s = prepare(q, k, v, gain, log_decay, cut, corrects)._replace(pieces=())
-    v, own = contiguous_rows(v), heads // s.writes.shape[2]
-    tiles, share = (cut.tile_table, length, cut.tiles), heads // s.q.shape[2]
+    s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects)._replace(subtiles=())
+    v, write_group = contiguous_rows(v), heads // s.writes.shape[2]
+    tiles, group = (tiling.tile_table, length, tiling.tiles), heads // s.q.shape[2]
     like = {"dtype": v.dtype, "device": v.device}
     mean, states, errors, inverses = results
-    last = torch.empty(cut.num_sequences, heads, keys, width, dtype=prior.dtype, device=v.device)
-    kinds = {"DECAYS": s.decays, "GAINS": s.gains and not s.keyed}
-    fast, free = v, v
+    final = torch.empty(tiling.num_sequences, heads, keys, width, dtype=prior.dtype, device=v.device)
+    features = {"DECAYS": s.scalar_decays, "GAINS": s.scalar_gains and not s.per_key}
+    scaled = s.scalar_decays or (s.scalar_gains and not s.per_key)
+    error_keys, initial_errors = v, v
     if corrects:
-        free, fast = torch.empty(v.shape, **like), torch.empty(batch, length, heads, keys, **like)
-        Launch(solve, (cut.num_tiles * heads,), (
-            s.k, s.writes, v, s.gain, s.log_decay, s.entering, s.corrections, inverses, fast, free, *tiles,
-            *strides(s.k, s.writes, v), heads, share, own,
-        ), {**kinds, "GIVEN": s.keyed, "num_warps": 4, **s.sizes}).run()  # fmt: skip
+        initial_errors, error_keys = torch.empty(v.shape, **like), torch.empty(batch, length, heads, keys, **like)
+        Launch(solve_errors, (tiling.num_tiles * heads,), (
+            s.k, s.writes, v, s.gain, s.log_decay, s.from_start, s.corrections, inverses, error_keys, initial_errors,
+            *tiles, *strides(s.k, s.writes, v), heads, group, write_group,
+        ), {**features, "PRECOMPUTED": s.per_key, "num_warps": 4, **s.sizes}).run()  # fmt: skip
     else:
         errors = v
-    plan = carried(cut.num_sequences, heads, s.sizes, v.dtype, 2)
-    options = {"KEYED": s.keyed, "SCALED": s.decays or (s.gains and not s.keyed), "CORRECTS": corrects, "num_warps": 4}
-    Launch(carry, (cut.num_sequences, heads, -(-width // plan["VALUES"])), (
-        s.writes, fast, free, errors, states, prior, last, s.leaving, s.across, cut.sequence_table, length, cut.tiles,
-        *strides(s.writes, free), *prior.stride(), heads, own,
-    ), {"DECAYS": s.decays, **options, **plan, **s.sizes}).run()  # fmt: skip
+    plan = scan_options(tiling.num_sequences, heads, s.sizes, v.dtype, 2)
+    options = {"PER_KEY": s.per_key, "SCALED": scaled, "CORRECTS": corrects, "num_warps": 4}
+    Launch(scan_memory, (tiling.num_sequences, heads, -(-width // plan["VALUES"])), (
+        s.writes, error_keys, initial_errors, errors, states, prior, final, s.to_end, s.tile_decay,
+        tiling.sequence_table, length, tiling.tiles,
+        *strides(s.writes, initial_errors), *prior.stride(), heads, write_group,
+    ), {"DECAYS": s.scalar_decays, **options, **plan, **s.sizes}).run()  # fmt: skip
     values = BLOCK if width <= BLOCK else 2 * BLOCK
-    Launch(read, (cut.num_tiles * heads * -(-width // values),), (
+    options = {"VALUES": values, "PRECOMPUTED": s.per_key, "BACKWARD": False, "num_warps": 4}
+    Launch(read_out, (tiling.num_tiles * heads * -(-width // values),), (
         s.q, s.writes, errors, s.gain, s.log_decay, s.scores, states, mean, *tiles,
-        *strides(s.q, s.writes, errors), heads, share, own,
-    ), {"VALUES": values, "GIVEN": s.keyed, "BACK": False, "num_warps": 4, **kinds, **s.sizes}).run()  # fmt: skip
-    return last
+        *strides(s.q, s.writes, errors), heads, group, write_group,
+    ), {**options, **features, **s.sizes}).run()  # fmt: skip
+    return final

@@ -1,11 +1,12 @@
-"""Decays per key: folded into queries, keys and write vectors of pieces of 16 tokens, and unfolded after.
+"""Decays per key inside subtiles of 16 tokens: folded into queries, keys and write vectors, and the backward pass.
 
-Two tokens s < t of a piece differ in a highest bit h of their places, and lie in the lower and the upper half of a
-block of 2 h. The decay between them splits where the halves meet into two factors, each at most 1, of one token and one
-key: so a matrix product gives all pairs of a level, and there are four levels. Exponents are sums of log-decays, never
-differences of such sums, so no decay loses the digits of another; products with ones and zeros take them.
+Let h be the highest bit in which the positions of two tokens s < t of a subtile differ. Then s lies in the lower and t
+in the upper half of an aligned group of 2 h tokens, and the decay from s to t is the product of two factors of at most
+1: from s to the middle of the group, and from there to t. One matrix product serves all pairs of a level, and there are
+four levels. Exponents are sums of log-decays, computed as products with zeros and ones; they are never differences of
+sums, so a strong decay does not cancel the digits of others.
 
-Pieces are as small as tensor cores multiply, and one warp holds one in registers. `triton_pieces` joins them.
+A subtile is the smallest tile of a tensor core and fits the registers of a warp. `vector_decay_tiles` joins subtiles.
 """
 
 from __future__ import annotations
@@ -25,214 +26,221 @@ from kalmix.ops._shared.triton.tiles import (
     store_rows,
 )
 
-PIECE = tl.constexpr(16)
+SUBTILE = tl.constexpr(16)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def ones_in_registers(PRECISION: tl.constexpr):
-    """Ones `[PIECE, PIECE]` as a product: what is chosen from it is a factor of products without leaving registers."""
-    s = tl.arange(0, PIECE)
-    same = tl.where(s[:, None] == s[None, :], 1.0, 0.0).to(tl.bfloat16)
-    return matmul(same, tl.full([PIECE, PIECE], 1.0, tl.float32).to(tl.bfloat16), PRECISION)
+    """Return ones `[SUBTILE, SUBTILE]` computed as a product, so that products can use them from registers."""
+    s = tl.arange(0, SUBTILE)
+    diagonal = tl.where(s[:, None] == s[None, :], 1.0, 0.0).to(tl.bfloat16)
+    return matmul(diagonal, tl.full([SUBTILE, SUBTILE], 1.0, tl.float32).to(tl.bfloat16), PRECISION)
 
 
 @triton.jit
-def parts_of(x, KIND: tl.constexpr):
-    """A float32 tensor as a sum of bfloat16: of three to the last bit; beside half precision, of two to 16 bits."""
+def split_into_bf16(x, DTYPE: tl.constexpr):
+    """Split a float32 tensor into bfloat16 terms: three (exact) for float32 signals, two (16 bits) otherwise."""
     high = x.to(tl.bfloat16)
     left = x - high.to(tl.float32)
     middle = left.to(tl.bfloat16)
-    parts = high, middle
-    if KIND.is_fp32():
-        parts += ((left - middle.to(tl.float32)).to(tl.bfloat16),)
-    return parts
+    terms = high, middle
+    if DTYPE.is_fp32():
+        terms += ((left - middle.to(tl.float32)).to(tl.bfloat16),)
+    return terms
 
 
 @triton.jit
-def halfway(level: tl.constexpr):
-    """Whose log-decays lie between token t and where the halves of its block of 2^(level + 1) meet, `[t, i]`."""
-    t = tl.arange(0, PIECE)
+def to_middle_mask(level: tl.constexpr):
+    """Return the mask `[t, i]` of the log-decays i between token t and the middle of its group of 2^(level + 1)."""
+    t = tl.arange(0, SUBTILE)
     upper = ((t >> level) & 1 == 1)[:, None]
-    reach = tl.where(upper, t[None, :] <= t[:, None], t[None, :] > t[:, None])
-    return reach & ((t[:, None] ^ t[None, :]) >> level == 0)
+    between = tl.where(upper, t[None, :] <= t[:, None], t[None, :] > t[:, None])
+    return between & ((t[:, None] ^ t[None, :]) >> level == 0)
 
 
 @triton.jit
-def decay_down(mask, unit, parts, PRECISION: tl.constexpr):
-    """The decay of each token over those that `mask` `[t, i]` names, `[PIECE, keys]`."""
+def decay_rows(mask, unit, terms, PRECISION: tl.constexpr):
+    """Return the decay `[SUBTILE, keys]` of each token over the log-decays in `mask` `[t, i]`."""
     ones = tl.where(mask, unit, 0.0).to(tl.bfloat16)
-    total = matmul(ones, parts[0], PRECISION)
-    for i in tl.static_range(1, len(parts)):
-        total = matmul(ones, parts[i], PRECISION, total)
+    total = matmul(ones, terms[0], PRECISION)
+    for i in tl.static_range(1, len(terms)):
+        total = matmul(ones, terms[i], PRECISION, total)
     return tl.exp2(total)
 
 
 @triton.jit
-def decay_along(parts, ones, PRECISION: tl.constexpr):
-    """The same, `[keys, PIECE]`, of ones and zeros `[t, i]`."""
-    total = matmul(parts[0], tl.trans(ones), PRECISION)
-    for i in tl.static_range(1, len(parts)):
-        total = matmul(parts[i], tl.trans(ones), PRECISION, total)
+def decay_columns(terms, ones, PRECISION: tl.constexpr):
+    """Return the decay of `decay_rows` as `[keys, SUBTILE]`, for a mask of bfloat16 ones and zeros `[t, i]`."""
+    total = matmul(terms[0], tl.trans(ones), PRECISION)
+    for i in tl.static_range(1, len(terms)):
+        total = matmul(terms[i], tl.trans(ones), PRECISION, total)
     return tl.exp2(total)
 
 
 @triton.jit
-def ones_where(mask):
+def mask_to_bf16(mask):
     return tl.where(mask, 1.0, 0.0).to(tl.bfloat16)
 
 
 @triton.jit
-def piece_of(table, length, tiles, SIZE: tl.constexpr, PACKED: tl.constexpr):
-    """A piece's first token in the batch, its tokens, and its place in the tile, which is its column of scores."""
-    index = tl.program_id(0) // (SIZE // PIECE)
-    start = tl.program_id(0) % (SIZE // PIECE) * PIECE
-    token, count = locate_tile(table, index, length, tiles, SIZE, PACKED)
-    return token + start, tl.minimum(tl.maximum(count - start, 0), PIECE), start
+def locate_subtile(tile_table, length, tiles, SIZE: tl.constexpr, PACKED: tl.constexpr):
+    """Return the first token of a subtile in the batch, its number of tokens, and its first position in the tile."""
+    index = tl.program_id(0) // (SIZE // SUBTILE)
+    start = tl.program_id(0) % (SIZE // SUBTILE) * SUBTILE
+    token, count = locate_tile(tile_table, index, length, tiles, SIZE, PACKED)
+    return token + start, tl.minimum(tl.maximum(count - start, 0), SUBTILE), start
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def fold(
-    q, k, writes, gain, log_decay, q_in, k_in, w_out, paths, scores, corrections, table, length, tiles,
-    q_token, q_head, k_token, k_head, w_token, w_head, d_token, d_head, G, SHARE, W_SHARE,
+def fold_decays(
+    q, k, writes, gain, log_decay, q_in, k_in, w_out, subtile_decays, scores, corrections, tile_table, length, tiles,
+    q_token, q_head, k_token, k_head, w_token, w_head, d_token, d_head, G, GROUP, W_GROUP,
     K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, GAINS: tl.constexpr,
     CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q~, k~, w^, S and N of a piece, and the decay across it."""
+    """Store q~, k~, w^, S and N of a subtile, and its decay."""
     head = tl.program_id(1)
-    token, count, start = piece_of(table, length, tiles, SIZE, PACKED)
-    KIND: tl.constexpr = q_in.dtype.element_ty
-    s = tl.arange(0, PIECE)
-    near = tl.where(s[:, None] > s[None, :], s[:, None] ^ s[None, :], 0)
+    token, count, start = locate_subtile(tile_table, length, tiles, SIZE, PACKED)
+    DTYPE: tl.constexpr = q_in.dtype.element_ty
+    s = tl.arange(0, SUBTILE)
+    distance = tl.where(s[:, None] > s[None, :], s[:, None] ^ s[None, :], 0)
     row = token * G + head
-    q += token * q_token + head // SHARE * q_head
-    k += token * k_token + head // SHARE * k_head
-    writes += token * w_token + head // W_SHARE * w_head
+    q += token * q_token + head // GROUP * q_head
+    k += token * k_token + head // GROUP * k_head
+    writes += token * w_token + head // W_GROUP * w_head
     log_decay += token * d_token + head * d_head
     unit = ones_in_registers(PRECISION)
-    score = tl.zeros([PIECE, PIECE], tl.float32)
-    correction = tl.zeros([PIECE, PIECE], tl.float32)
+    score = tl.zeros([SUBTILE, SUBTILE], tl.float32)
+    correction = tl.zeros([SUBTILE, SUBTILE], tl.float32)
     for first in range(0, K, BLOCK):
         key = first + tl.arange(0, BLOCK)
-        query = load_rows(q, q_token, count, key, K, PIECE).to(tl.float32)
-        known = load_rows(k, k_token, count, key, K, PIECE).to(tl.float32)
-        write = load_rows(writes, w_token, count, key, K, PIECE).to(tl.float32)
+        query = load_rows(q, q_token, count, key, K, SUBTILE).to(tl.float32)
+        key_rows = load_rows(k, k_token, count, key, K, SUBTILE).to(tl.float32)
+        write = load_rows(writes, w_token, count, key, K, SUBTILE).to(tl.float32)
         if GAINS:
-            write *= load_per_token(gain + row, count, G, PIECE)[:, None]
-        each = tl.maximum(load_rows(log_decay, d_token, count, key, K, PIECE).to(tl.float32), MIN_LOG_DECAY) * LOG2_E
-        parts = parts_of(each, KIND)
-        asked = tl.where(s[:, None] == s[None, :], tl.sum(query * write, 1)[:, None], 0.0)
-        fixed = tl.zeros([PIECE, PIECE], tl.float32)
-        for level in tl.static_range(num_levels(PIECE)):
-            fade = decay_down(halfway(level), unit, parts, PRECISION)
-            faded = tl.trans((write * fade).to(KIND))
-            asked = tl.where(near >= 1 << level, matmul((query * fade).to(KIND), faded, PRECISION), asked)
+            write *= load_per_token(gain + row, count, G, SUBTILE)[:, None]
+        each = tl.maximum(load_rows(log_decay, d_token, count, key, K, SUBTILE).to(tl.float32), MIN_LOG_DECAY) * LOG2_E
+        terms = split_into_bf16(each, DTYPE)
+        block_score = tl.where(s[:, None] == s[None, :], tl.sum(query * write, 1)[:, None], 0.0)
+        block_correction = tl.zeros([SUBTILE, SUBTILE], tl.float32)
+        for level in tl.static_range(num_levels(SUBTILE)):
+            decay = decay_rows(to_middle_mask(level), unit, terms, PRECISION)
+            decayed_write = tl.trans((write * decay).to(DTYPE))
+            block_score = tl.where(
+                distance >= 1 << level, matmul((query * decay).to(DTYPE), decayed_write, PRECISION), block_score
+            )
             if CORRECTS:
-                fixed = tl.where(near >= 1 << level, matmul((known * fade).to(KIND), faded, PRECISION), fixed)
-        score += asked
-        correction += fixed
+                block_correction = tl.where(
+                    distance >= 1 << level,
+                    matmul((key_rows * decay).to(DTYPE), decayed_write, PRECISION),
+                    block_correction,
+                )
+        score += block_score
+        correction += block_correction
         at = (tl.program_id(0).to(tl.int64) * G + head) * K + key
-        tl.store(paths + at, tl.exp2(tl.sum(each, 0)), mask=key < K)
-        fade = decay_down(s[:, None] >= s[None, :], unit, parts, PRECISION)
-        store_rows(q_in + row * K, G * K, count, key, query * fade, K, PIECE)
+        tl.store(subtile_decays + at, tl.exp2(tl.sum(each, 0)), mask=key < K)
+        decay = decay_rows(s[:, None] >= s[None, :], unit, terms, PRECISION)
+        store_rows(q_in + row * K, G * K, count, key, query * decay, K, SUBTILE)
         if CORRECTS:
-            store_rows(k_in + row * K, G * K, count, key, known * fade, K, PIECE)
-        fade = decay_down(s[:, None] < s[None, :], unit, parts, PRECISION)
-        store_rows(w_out + row * K, G * K, count, key, write * fade, K, PIECE)
-    store_rows(scores + row * SIZE + start, G * SIZE, count, s, score, PIECE, PIECE)
+            store_rows(k_in + row * K, G * K, count, key, key_rows * decay, K, SUBTILE)
+        decay = decay_rows(s[:, None] < s[None, :], unit, terms, PRECISION)
+        store_rows(w_out + row * K, G * K, count, key, write * decay, K, SUBTILE)
+    store_rows(scores + row * SIZE + start, G * SIZE, count, s, score, SUBTILE, SUBTILE)
     if CORRECTS:
-        store_rows(corrections + row * SIZE + start, G * SIZE, count, s, correction, PIECE, PIECE)
+        store_rows(corrections + row * SIZE + start, G * SIZE, count, s, correction, SUBTILE, SUBTILE)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "tokens"])
-def unfold(
-    q, k, writes, gain, log_decay, grad_q_in, grad_k_in, grad_w_out, shared, dscores, dcorrections,
-    dq, dk, dwrites, dgain, dlog_decay, table, length, tiles, tokens,
-    q_token, q_head, k_token, k_head, w_token, w_head, d_token, d_head, G, SHARE, W_SHARE,
+def unfold_decays(
+    q, k, writes, gain, log_decay, grad_q_in, grad_k_in, grad_w_out, common_grad, dscores, dcorrections,
+    dq, dk, dwrites, dgain, dlog_decay, tile_table, length, tiles, tokens,
+    q_token, q_head, k_token, k_head, w_token, w_head, d_token, d_head, G, GROUP, W_GROUP,
     K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, GAINS: tl.constexpr,
     VECTOR: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a piece, some columns, from those of what it was folded into.
+    """Store gradients of a subtile, for some columns, given those of the results of `fold_decays`.
 
-    A log-decay is in every decay from before it to after it. Of a level, it gets the readers' shares of the tokens from
-    it to the end of its half if that is the upper one, the writers' of those before it if the lower; `shared` is what
-    all log-decays of the piece get alike, from decays across it.
+    A log-decay is part of every decay between a token before and a token after it. At each level, a log-decay in an
+    upper half gets the products of gradients and queries from its token to the end of the half, one in a lower half the
+    products of gradients and writes before its token. `common_grad` is the gradient that all log-decays of the subtile
+    share, through the decay of the whole subtile.
     """
-    head, part = tl.program_id(1), tl.program_id(2)
-    token, count, start = piece_of(table, length, tiles, SIZE, PACKED)
+    head, block = tl.program_id(1), tl.program_id(2)
+    token, count, start = locate_subtile(tile_table, length, tiles, SIZE, PACKED)
     if count == 0:
         return
-    KIND: tl.constexpr = grad_q_in.dtype.element_ty
-    key, s = part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PIECE)
+    DTYPE: tl.constexpr = grad_q_in.dtype.element_ty
+    key, s = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SUBTILE)
     row = token * G + head
-    near = s[:, None] ^ s[None, :]
-    writes += token * w_token + head // W_SHARE * w_head
-    query = load_rows_transposed(q + token * q_token + head // SHARE * q_head, q_token, count, key, K, PIECE).to(
+    distance = s[:, None] ^ s[None, :]
+    writes += token * w_token + head // W_GROUP * w_head
+    query = load_rows_transposed(q + token * q_token + head // GROUP * q_head, q_token, count, key, K, SUBTILE).to(
         tl.float32
     )
-    known = load_rows_transposed(k + token * k_token + head // SHARE * k_head, k_token, count, key, K, PIECE).to(
+    key_rows = load_rows_transposed(k + token * k_token + head // GROUP * k_head, k_token, count, key, K, SUBTILE).to(
         tl.float32
     )
-    write = load_rows_transposed(writes, w_token, count, key, K, PIECE).to(tl.float32)
+    write = load_rows_transposed(writes, w_token, count, key, K, SUBTILE).to(tl.float32)
     if GAINS:
-        write *= load_per_token(gain + row, count, G, PIECE)[None, :]
-    each = load_rows_transposed(log_decay + token * d_token + head * d_head, d_token, count, key, K, PIECE).to(
+        write *= load_per_token(gain + row, count, G, SUBTILE)[None, :]
+    each = load_rows_transposed(log_decay + token * d_token + head * d_head, d_token, count, key, K, SUBTILE).to(
         tl.float32
     )
-    parts = parts_of(tl.maximum(each, MIN_LOG_DECAY) * LOG2_E, KIND)
-    scores, fixes = dscores + row * SIZE + start, dcorrections + row * SIZE + start
-    asked = load_rows(scores, G * SIZE, count, s, PIECE, PIECE)
-    fixed = asked
+    terms = split_into_bf16(tl.maximum(each, MIN_LOG_DECAY) * LOG2_E, DTYPE)
+    scores, corrections_at = dscores + row * SIZE + start, dcorrections + row * SIZE + start
+    block_score = load_rows(scores, G * SIZE, count, s, SUBTILE, SUBTILE)
+    block_correction = block_score
     if CORRECTS:
-        fixed = load_rows(fixes, G * SIZE, count, s, PIECE, PIECE)
-    ones = ones_where(s[:, None] >= s[None, :])
-    fade = decay_along(parts, ones, PRECISION)
-    readers = fade * load_rows_transposed(grad_q_in + row * K, G * K, count, key, K, PIECE).to(tl.float32)
-    same = tl.load(scores + s * (G * SIZE + 1), mask=s < count, other=0.0).to(tl.float32)[None, :]
-    by_query = readers + same * write
-    shares = query * readers
-    by_key = tl.zeros([BLOCK, PIECE], tl.float32)
+        block_correction = load_rows(corrections_at, G * SIZE, count, s, SUBTILE, SUBTILE)
+    ones = mask_to_bf16(s[:, None] >= s[None, :])
+    decay = decay_columns(terms, ones, PRECISION)
+    read_grads = decay * load_rows_transposed(grad_q_in + row * K, G * K, count, key, K, SUBTILE).to(tl.float32)
+    diagonal = tl.load(scores + s * (G * SIZE + 1), mask=s < count, other=0.0).to(tl.float32)[None, :]
+    grad_query = read_grads + diagonal * write
+    products = query * read_grads
+    grad_key = tl.zeros([BLOCK, SUBTILE], tl.float32)
     if CORRECTS:
-        by_key = fade * load_rows_transposed(grad_k_in + row * K, G * K, count, key, K, PIECE).to(tl.float32)
-        shares += known * by_key
-    by_decay = matmul(shares.to(KIND), ones.to(KIND), PRECISION)
-    ones = ones_where(s[:, None] < s[None, :])
-    fade = decay_along(parts, ones, PRECISION)
-    writers = fade * load_rows_transposed(grad_w_out + row * K, G * K, count, key, K, PIECE).to(tl.float32)
-    by_write = writers + same * query
-    by_decay = matmul((write * writers).to(KIND), ones.to(KIND), PRECISION, by_decay)
-    for level in tl.static_range(num_levels(PIECE)):
-        ones = ones_where(halfway(level))
-        fade = decay_along(parts, ones, PRECISION)
-        wrote, reads = write * fade, query * fade
-        facing = tl.where(near >> level == 1, asked, 0.0)
-        readers = matmul(wrote.to(KIND), tl.trans(facing), PRECISION)
-        by_query += readers * fade
-        shares = reads * readers
-        writers = matmul(reads.to(KIND), facing, PRECISION)
+        grad_key = decay * load_rows_transposed(grad_k_in + row * K, G * K, count, key, K, SUBTILE).to(tl.float32)
+        products += key_rows * grad_key
+    grad_decay = matmul(products.to(DTYPE), ones.to(DTYPE), PRECISION)
+    ones = mask_to_bf16(s[:, None] < s[None, :])
+    decay = decay_columns(terms, ones, PRECISION)
+    write_grads = decay * load_rows_transposed(grad_w_out + row * K, G * K, count, key, K, SUBTILE).to(tl.float32)
+    grad_write = write_grads + diagonal * query
+    grad_decay = matmul((write * write_grads).to(DTYPE), ones.to(DTYPE), PRECISION, grad_decay)
+    for level in tl.static_range(num_levels(SUBTILE)):
+        ones = mask_to_bf16(to_middle_mask(level))
+        decay = decay_columns(terms, ones, PRECISION)
+        decayed_writes, decayed_reads = write * decay, query * decay
+        pairs = tl.where(distance >> level == 1, block_score, 0.0)
+        read_grads = matmul(decayed_writes.to(DTYPE), tl.trans(pairs), PRECISION)
+        grad_query += read_grads * decay
+        products = decayed_reads * read_grads
+        write_grads = matmul(decayed_reads.to(DTYPE), pairs, PRECISION)
         if CORRECTS:
-            reads = known * fade
-            facing = tl.where(near >> level == 1, fixed, 0.0)
-            readers = matmul(wrote.to(KIND), tl.trans(facing), PRECISION)
-            by_key += readers * fade
-            shares += reads * readers
-            writers = matmul(reads.to(KIND), facing, PRECISION, writers)
-        by_write += writers * fade
-        shares += wrote * writers
-        by_decay = matmul(shares.to(KIND), ones.to(KIND), PRECISION, by_decay)
+            decayed_reads = key_rows * decay
+            pairs = tl.where(distance >> level == 1, block_correction, 0.0)
+            read_grads = matmul(decayed_writes.to(DTYPE), tl.trans(pairs), PRECISION)
+            grad_key += read_grads * decay
+            products += decayed_reads * read_grads
+            write_grads = matmul(decayed_reads.to(DTYPE), pairs, PRECISION, write_grads)
+        grad_write += write_grads * decay
+        products += decayed_writes * write_grads
+        grad_decay = matmul(products.to(DTYPE), ones.to(DTYPE), PRECISION, grad_decay)
     at = (tl.program_id(0).to(tl.int64) * G + head) * K + key
-    by_decay += tl.load(shared + at, mask=key < K, other=0.0)[:, None]
-    store_columns(dlog_decay + row * K, G * K, count, key, by_decay, K, PIECE)
-    store_columns(dq + row * K, G * K, count, key, by_query, K, PIECE)
+    grad_decay += tl.load(common_grad + at, mask=key < K, other=0.0)[:, None]
+    store_columns(dlog_decay + row * K, G * K, count, key, grad_decay, K, SUBTILE)
+    store_columns(dq + row * K, G * K, count, key, grad_query, K, SUBTILE)
     if GAINS:
-        own = load_rows_transposed(writes, w_token, count, key, K, PIECE).to(tl.float32)
-        tl.store(dgain + part * tokens * G + row + s * G, tl.sum(own * by_write, 0), mask=s < count)
-        by_write *= load_per_token(gain + row, count, G, PIECE)[None, :]
+        plain_write = load_rows_transposed(writes, w_token, count, key, K, SUBTILE).to(tl.float32)
+        tl.store(dgain + block * tokens * G + row + s * G, tl.sum(plain_write * grad_write, 0), mask=s < count)
+        grad_write *= load_per_token(gain + row, count, G, SUBTILE)[None, :]
     if VECTOR:
-        store_columns(dwrites + row * K, G * K, count, key, by_write, K, PIECE)
+        store_columns(dwrites + row * K, G * K, count, key, grad_write, K, SUBTILE)
     else:
-        by_key += by_write
-    store_columns(dk + row * K, G * K, count, key, by_key, K, PIECE)
+        grad_key += grad_write
+    store_columns(dk + row * K, G * K, count, key, grad_key, K, SUBTILE)
 
 
 @triton.jit

@@ -1,9 +1,8 @@
-"""Tiles from pieces: what decays per key leave of one piece of a tile at another is one number a key.
+"""Decays per key inside tiles, joined from subtiles: between two subtiles, the decay is one number per key.
 
-With q^, k^ and w^ the signals of a piece as `triton_keys` folds them, decayed from its entry and to its exit, those of
-a tile of two or four pieces are the same, times the decays across the pieces before, or after. Pairs of tokens of
-pieces 2 i and 2 i + 1 are products of what was folded; those across the middle of four pieces decay across what pieces
-lie between, too. Every factor is at most 1.
+With q~, k~ and w^ of subtiles (`vector_decay`), those of a tile of two or four subtiles are the same, times the decays
+of the subtiles before or after. Scores of pairs in the subtiles 2 i and 2 i + 1 are products of these; pairs on
+either side of the middle of four subtiles also decay over the subtiles in between. Every factor is at most 1.
 """
 
 from __future__ import annotations
@@ -11,175 +10,180 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._linear_memory.triton.vector_decay import PIECE
+from kalmix.ops._linear_memory.triton.vector_decay import SUBTILE
 from kalmix.ops._shared.triton.tiles import UNSPECIALIZED, load_rows, locate_tile, matmul, store_rows
 
 
 @triton.jit
-def across_pieces(paths, tile, head, key, G, K: tl.constexpr, PIECES: tl.constexpr):
-    """The decay across each piece of a tile, `[keys]` each."""
-    found = ()
-    for i in tl.static_range(PIECES):
-        found += (tl.load(paths + ((tile * PIECES + i) * G + head) * K + key, mask=key < K, other=0.0),)
-    return found
+def load_subtile_decays(subtile_decays, tile, head, key, G, K: tl.constexpr, SUBTILES: tl.constexpr):
+    """Return the decay of each subtile of a tile, `[keys]` each."""
+    decays = ()
+    for i in tl.static_range(SUBTILES):
+        decays += (tl.load(subtile_decays + ((tile * SUBTILES + i) * G + head) * K + key, mask=key < K, other=0.0),)
+    return decays
 
 
 @triton.jit
-def to_edges(found, piece):
-    """The decay across the pieces before that of each token, and across those after it, `[SIZE, keys]`."""
-    PIECES: tl.constexpr = len(found)
-    entry, rest, rise, fall = 1.0, 1.0, 1.0, 1.0
-    for i in tl.static_range(1, PIECES):
-        rise *= found[i - 1]
-        fall *= found[PIECES - i]
-        entry = tl.where((piece == i)[:, None], rise[None, :], entry)
-        rest = tl.where((piece == PIECES - 1 - i)[:, None], fall[None, :], rest)
-    return entry, rest
+def decays_to_edges(decays, subtile):
+    """Return the decays over the subtiles before that of each token, and over those after it, `[SIZE, keys]`."""
+    SUBTILES: tl.constexpr = len(decays)
+    to_start, to_end, prefix, suffix = 1.0, 1.0, 1.0, 1.0
+    for i in tl.static_range(1, SUBTILES):
+        prefix *= decays[i - 1]
+        suffix *= decays[SUBTILES - i]
+        to_start = tl.where((subtile == i)[:, None], prefix[None, :], to_start)
+        to_end = tl.where((subtile == SUBTILES - 1 - i)[:, None], suffix[None, :], to_end)
+    return to_start, to_end
 
 
 @triton.jit
-def to_middle(found, piece):
-    """The decay across the piece between each token's and the middle of a tile of four, `[SIZE, keys]`."""
-    fade = tl.where((piece == 0)[:, None], found[1][None, :], 1.0)
-    return tl.where((piece == 3)[:, None], found[2][None, :], fade)
+def decay_to_middle(decays, subtile):
+    """Return the decay over the subtile between that of each token and the middle of a tile of four, `[SIZE, keys]`."""
+    decay = tl.where((subtile == 0)[:, None], decays[1][None, :], 1.0)
+    return tl.where((subtile == 3)[:, None], decays[2][None, :], decay)
 
 
 @triton.jit
-def faces(t, HALF: tl.constexpr):
-    """Which `[t, s]` lie in the upper and the lower half of one block of 2 HALF tokens."""
+def opposite_halves(t, HALF: tl.constexpr):
+    """Return the mask of pairs `[t, s]` in the upper and the lower half of the same group of 2 HALF tokens."""
     upper = t[:, None] // HALF == t[None, :] // HALF + 1
     return upper & (t[:, None] // (2 * HALF) == t[None, :] // (2 * HALF))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def join(
-    q, k, w, paths, q_in, k_in, w_out, across, scores, corrections, table, length, tiles, G,
+def join_subtiles(
+    q, k, w, subtile_decays, q_in, k_in, w_out, tile_decay, scores, corrections, tile_table, length, tiles, G,
     K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, CORRECTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q~, k~ and w^ of a tile from its pieces, the rest of S and N, and the decay across it."""
+    """Store q~, k~ and w^ of a tile, S and N for pairs of tokens in different subtiles, and the decay of the tile."""
     index, head = tl.program_id(0), tl.program_id(1)
-    token, count = locate_tile(table, index, length, tiles, SIZE, PACKED)
+    token, count = locate_tile(tile_table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return
-    KIND: tl.constexpr = q_in.dtype.element_ty
-    PIECES: tl.constexpr = SIZE // PIECE
+    DTYPE: tl.constexpr = q_in.dtype.element_ty
+    SUBTILES: tl.constexpr = SIZE // SUBTILE
     t = tl.arange(0, SIZE)
     row = token * G + head
     score = tl.zeros([SIZE, SIZE], tl.float32)
     correction = tl.zeros([SIZE, SIZE], tl.float32)
     for start in range(0, K, BLOCK):
         key = start + tl.arange(0, BLOCK)
-        found = across_pieces(paths, index.to(tl.int64), head, key, G, K, PIECES)
+        decays = load_subtile_decays(subtile_decays, index.to(tl.int64), head, key, G, K, SUBTILES)
         query = load_rows(q + row * K, G * K, count, key, K, SIZE)
         write = load_rows(w + row * K, G * K, count, key, K, SIZE)
-        known = query
+        key_rows = query
         if CORRECTS:
-            known = load_rows(k + row * K, G * K, count, key, K, SIZE)
-        faded = tl.trans(write)
-        asked = matmul(query, faded, PRECISION)
-        fixed = asked
+            key_rows = load_rows(k + row * K, G * K, count, key, K, SIZE)
+        decayed_write = tl.trans(write)
+        block_score = matmul(query, decayed_write, PRECISION)
+        block_correction = block_score
         if CORRECTS:
-            fixed = matmul(known, faded, PRECISION)
-        if PIECES == 4:
-            fade = to_middle(found, t // PIECE)
-            faded = tl.trans((write * fade).to(KIND))
+            block_correction = matmul(key_rows, decayed_write, PRECISION)
+        if SUBTILES == 4:
+            decay = decay_to_middle(decays, t // SUBTILE)
+            decayed_write = tl.trans((write * decay).to(DTYPE))
             pairs = t[:, None] // 32 > t[None, :] // 32
-            asked = tl.where(pairs, matmul((query * fade).to(KIND), faded, PRECISION), asked)
+            block_score = tl.where(pairs, matmul((query * decay).to(DTYPE), decayed_write, PRECISION), block_score)
             if CORRECTS:
-                fixed = tl.where(pairs, matmul((known * fade).to(KIND), faded, PRECISION), fixed)
-        score += asked
-        correction += fixed
-        entry, rest = to_edges(found, t // PIECE)
-        store_rows(q_in + row * K, G * K, count, key, query * entry, K, SIZE)
+                block_correction = tl.where(
+                    pairs, matmul((key_rows * decay).to(DTYPE), decayed_write, PRECISION), block_correction
+                )
+        score += block_score
+        correction += block_correction
+        to_start, to_end = decays_to_edges(decays, t // SUBTILE)
+        store_rows(q_in + row * K, G * K, count, key, query * to_start, K, SIZE)
         if CORRECTS:
-            store_rows(k_in + row * K, G * K, count, key, known * entry, K, SIZE)
-        store_rows(w_out + row * K, G * K, count, key, write * rest, K, SIZE)
-        total = found[0]
-        for i in tl.static_range(1, PIECES):
-            total *= found[i]
-        tl.store(across + (index.to(tl.int64) * G + head) * K + key, total, mask=key < K)
-    inside = (t < count)[:, None] & (t[:, None] // PIECE != t[None, :] // PIECE)
+            store_rows(k_in + row * K, G * K, count, key, key_rows * to_start, K, SIZE)
+        store_rows(w_out + row * K, G * K, count, key, write * to_end, K, SIZE)
+        total = decays[0]
+        for i in tl.static_range(1, SUBTILES):
+            total *= decays[i]
+        tl.store(tile_decay + (index.to(tl.int64) * G + head) * K + key, total, mask=key < K)
+    inside = (t < count)[:, None] & (t[:, None] // SUBTILE != t[None, :] // SUBTILE)
     earlier = t[:, None] > t[None, :]
     at = row * SIZE + t[:, None] * G * SIZE + t[None, :]
-    tl.store(scores + at, tl.where(earlier, score, 0.0).to(KIND), mask=inside)
+    tl.store(scores + at, tl.where(earlier, score, 0.0).to(DTYPE), mask=inside)
     if CORRECTS:
         tl.store(corrections + at, tl.where(earlier, correction, 0.0), mask=inside)
 
 
 @triton.jit
-def load_facing(base, stride, count, t, HALF: tl.constexpr, FLIP: tl.constexpr):
-    pairs = faces(t, HALF)
+def load_opposite(base, stride, count, t, HALF: tl.constexpr, FLIP: tl.constexpr):
+    pairs = opposite_halves(t, HALF)
     if FLIP:
         return tl.load(base + t[None, :] * stride + t[:, None], mask=tl.trans(pairs) & (t < count)[None, :], other=0.0)
     return tl.load(base + t[:, None] * stride + t[None, :], mask=pairs & (t < count)[:, None], other=0.0)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def part(
-    q, k, w, paths, across, grad_q_in, grad_k_in, grad_w_out, grad_across, dscores, dcorrections,
-    dq, dk, dw, shared, table, length, tiles, G,
+def split_gradients(
+    q, k, w, subtile_decays, tile_decay, grad_q_in, grad_k_in, grad_w_out, grad_across, dscores, dcorrections,
+    dq, dk, dw, common_grad, tile_table, length, tiles, G,
     K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, CORRECTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of pieces, some columns, from those of their tile; `shared` is that of the log-decay across each.
+    """Store gradients of the results of subtiles, for some columns, given those of their tile.
 
-    Shares of a piece's decay are sums over the tokens before, or after it: products with ones and zeros, too.
+    `common_grad` is the gradient of the log-decay of each whole subtile: sums over the tokens before or after it,
+    computed as products with ones and zeros.
     """
     index, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token, count = locate_tile(table, index, length, tiles, SIZE, PACKED)
+    token, count = locate_tile(tile_table, index, length, tiles, SIZE, PACKED)
     if count == 0:
         return
-    KIND: tl.constexpr = dq.dtype.element_ty
-    PIECES: tl.constexpr = SIZE // PIECE
+    DTYPE: tl.constexpr = dq.dtype.element_ty
+    SUBTILES: tl.constexpr = SIZE // SUBTILE
     t, i = tl.arange(0, SIZE), tl.arange(0, 16)[:, None]
-    key, piece = block * BLOCK + tl.arange(0, BLOCK), t // PIECE
+    key, subtile = block * BLOCK + tl.arange(0, BLOCK), t // SUBTILE
     row = token * G + head
-    found = across_pieces(paths, index.to(tl.int64), head, key, G, K, PIECES)
+    decays = load_subtile_decays(subtile_decays, index.to(tl.int64), head, key, G, K, SUBTILES)
     query = load_rows(q + row * K, G * K, count, key, K, SIZE)
-    known = query
+    key_rows = query
     if CORRECTS:
-        known = load_rows(k + row * K, G * K, count, key, K, SIZE)
+        key_rows = load_rows(k + row * K, G * K, count, key, K, SIZE)
     write = load_rows(w + row * K, G * K, count, key, K, SIZE)
-    entry, rest = to_edges(found, piece)
-    by_query = entry * load_rows(grad_q_in + row * K, G * K, count, key, K, SIZE)
-    shares = query * by_query
-    by_key = tl.zeros([SIZE, BLOCK], tl.float32)
+    to_start, to_end = decays_to_edges(decays, subtile)
+    grad_query = to_start * load_rows(grad_q_in + row * K, G * K, count, key, K, SIZE)
+    products = query * grad_query
+    grad_key = tl.zeros([SIZE, BLOCK], tl.float32)
     if CORRECTS:
-        by_key = entry * load_rows(grad_k_in + row * K, G * K, count, key, K, SIZE)
-        shares += known * by_key
-    passed = matmul(tl.where(piece[None, :] > i, 1.0, 0.0).to(KIND), shares.to(KIND), PRECISION)
-    by_write = rest * load_rows(grad_w_out + row * K, G * K, count, key, K, SIZE)
-    shares = write * by_write
-    passed = matmul(tl.where(piece[None, :] < i, 1.0, 0.0).to(KIND), shares.to(KIND), PRECISION, passed)
-    scores, fixes = dscores + row * SIZE, dcorrections + row * SIZE
-    by_query = matmul(load_facing(scores, G * SIZE, count, t, 16, False), write, PRECISION, by_query)
-    by_write = matmul(load_facing(scores, G * SIZE, count, t, 16, True), query, PRECISION, by_write)
+        grad_key = to_start * load_rows(grad_k_in + row * K, G * K, count, key, K, SIZE)
+        products += key_rows * grad_key
+    outer_grads = matmul(tl.where(subtile[None, :] > i, 1.0, 0.0).to(DTYPE), products.to(DTYPE), PRECISION)
+    grad_write = to_end * load_rows(grad_w_out + row * K, G * K, count, key, K, SIZE)
+    products = write * grad_write
+    outer_grads = matmul(tl.where(subtile[None, :] < i, 1.0, 0.0).to(DTYPE), products.to(DTYPE), PRECISION, outer_grads)
+    scores, corrections_at = dscores + row * SIZE, dcorrections + row * SIZE
+    grad_query = matmul(load_opposite(scores, G * SIZE, count, t, 16, False), write, PRECISION, grad_query)
+    grad_write = matmul(load_opposite(scores, G * SIZE, count, t, 16, True), query, PRECISION, grad_write)
     if CORRECTS:
-        by_key = matmul(load_facing(fixes, G * SIZE, count, t, 16, False), write, PRECISION, by_key)
-        by_write = matmul(load_facing(fixes, G * SIZE, count, t, 16, True), known, PRECISION, by_write)
-    if PIECES == 4:
-        fade = to_middle(found, piece)
-        wrote, reads = (write * fade).to(KIND), (query * fade).to(KIND)
-        readers = matmul(load_facing(scores, G * SIZE, count, t, 32, False), wrote, PRECISION)
-        by_query += readers * fade
-        shares = readers * reads
-        writers = matmul(load_facing(scores, G * SIZE, count, t, 32, True), reads, PRECISION)
+        grad_key = matmul(load_opposite(corrections_at, G * SIZE, count, t, 16, False), write, PRECISION, grad_key)
+        pairs = load_opposite(corrections_at, G * SIZE, count, t, 16, True)
+        grad_write = matmul(pairs, key_rows, PRECISION, grad_write)
+    if SUBTILES == 4:
+        decay = decay_to_middle(decays, subtile)
+        decayed_writes, decayed_reads = (write * decay).to(DTYPE), (query * decay).to(DTYPE)
+        read_grads = matmul(load_opposite(scores, G * SIZE, count, t, 32, False), decayed_writes, PRECISION)
+        grad_query += read_grads * decay
+        products = read_grads * decayed_reads
+        write_grads = matmul(load_opposite(scores, G * SIZE, count, t, 32, True), decayed_reads, PRECISION)
         if CORRECTS:
-            reads = (known * fade).to(KIND)
-            readers = matmul(load_facing(fixes, G * SIZE, count, t, 32, False), wrote, PRECISION)
-            by_key += readers * fade
-            shares += readers * reads
-            writers = matmul(load_facing(fixes, G * SIZE, count, t, 32, True), reads, PRECISION, writers)
-        by_write += writers * fade
-        shares += writers * wrote
-        inner = ((piece[None, :] == 0) & (i == 1)) | ((piece[None, :] == 3) & (i == 2))
-        passed = matmul(tl.where(inner, 1.0, 0.0).to(KIND), shares.to(KIND), PRECISION, passed)
+            decayed_reads = (key_rows * decay).to(DTYPE)
+            read_grads = matmul(load_opposite(corrections_at, G * SIZE, count, t, 32, False), decayed_writes, PRECISION)
+            grad_key += read_grads * decay
+            products += read_grads * decayed_reads
+            pairs = load_opposite(corrections_at, G * SIZE, count, t, 32, True)
+            write_grads = matmul(pairs, decayed_reads, PRECISION, write_grads)
+        grad_write += write_grads * decay
+        products += write_grads * decayed_writes
+        inner_subtiles = ((subtile[None, :] == 0) & (i == 1)) | ((subtile[None, :] == 3) & (i == 2))
+        outer_grads = matmul(tl.where(inner_subtiles, 1.0, 0.0).to(DTYPE), products.to(DTYPE), PRECISION, outer_grads)
     at = (index.to(tl.int64) * G + head) * K + key
-    kept = tl.load(across + at, mask=key < K, other=0.0) * tl.load(grad_across + at, mask=key < K, other=0.0)
-    at = ((index.to(tl.int64) * PIECES + i) * G + head) * K + key[None, :]
-    tl.store(shared + at, passed + kept[None, :], mask=(i < PIECES) & (key < K)[None, :])
-    store_rows(dq + row * K, G * K, count, key, by_query, K, SIZE)
+    tile_grad = tl.load(tile_decay + at, mask=key < K, other=0.0) * tl.load(grad_across + at, mask=key < K, other=0.0)
+    at = ((index.to(tl.int64) * SUBTILES + i) * G + head) * K + key[None, :]
+    tl.store(common_grad + at, outer_grads + tile_grad[None, :], mask=(i < SUBTILES) & (key < K)[None, :])
+    store_rows(dq + row * K, G * K, count, key, grad_query, K, SIZE)
     if CORRECTS:
-        store_rows(dk + row * K, G * K, count, key, by_key, K, SIZE)
-    store_rows(dw + row * K, G * K, count, key, by_write, K, SIZE)
+        store_rows(dk + row * K, G * K, count, key, grad_key, K, SIZE)
+    store_rows(dw + row * K, G * K, count, key, grad_write, K, SIZE)
