@@ -1,1 +1,1 @@
-"""The experiments of the papers, one a folder: models, training and report."""
+"""Experiments of the papers, one per folder: models, training and report."""

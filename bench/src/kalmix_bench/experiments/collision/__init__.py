@@ -1,4 +1,4 @@
-"""Collisions of addresses (section 4.1 and appendix E of Memory by Design): mechanism, learned recall, crowding."""
+"""Interference between overlapping keys (section 4.1 and appendix E of Memory by Design)."""
 
 from kalmix_bench.experiments.collision.protocol import PRESETS, STUDIES, CollisionCell, CollisionProtocol
 

@@ -1,4 +1,4 @@
-"""Collisions of addresses as an experiment: with nothing learned, and with five models trained."""
+"""Experiment on overlapping keys: a deterministic mechanism without learning, and five trained models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTS = ("mechanism", *STUDIES)
 
 
 class Collision(Experiment[CollisionCell]):
-    """The learned collision experiments (appendix E.5 of Memory by Design); the seeds of a model train side by side."""
+    """Experiment on learned recall with overlapping keys (appendix E.5); the seeds of a model train in one batch."""
 
     name = "collision"
     keys = frozenset(("study", "model"))
@@ -41,7 +41,7 @@ class Collision(Experiment[CollisionCell]):
     def run(
         self, cells: tuple[CollisionCell, ...], results: Results, device: torch.device, on_progress: ProgressFn
     ) -> list[Row]:
-        """Train and test models that differ in their seeds.
+        """Train and test models that differ only in their seeds.
 
         Raises:
             NonFiniteError: a loss diverged.
@@ -81,30 +81,34 @@ class Collision(Experiment[CollisionCell]):
 
 
 def _command(
-    preset: Annotated[str, typer.Option(help="laptop: minutes on two cores. paper: in full, for a GPU.")] = "laptop",
-    parts: Annotated[str, typer.Option(help="Of mechanism (nothing learned), recall and crowding.")] = ",".join(PARTS),
-    models: Annotated[str, typer.Option(help="To train, by name.")] = ",".join(UPDATES),
-    seeds: Annotated[int, typer.Option(help="How many, from 0; those of a model train side by side.")] = 3,
-    overlap: Annotated[float, typer.Option(help="Of the two addresses of the mechanism.")] = report.OVERLAP,
-    steps: Annotated[int | None, typer.Option(help="Of training; as the preset says if absent.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences a step; as the preset says if absent.")] = None,
-    test_sequences: Annotated[int | None, typer.Option(help="Sequences a test; as the preset says if absent.")] = None,
-    queries: Annotated[str, typer.Option(help="read alone, or write first, as other tokens do.")] = "read",
+    preset: Annotated[str, typer.Option(help="laptop: minutes on two cores. paper: full size, for a GPU.")] = "laptop",
+    parts: Annotated[str, typer.Option(help="Parts to run: mechanism (no learning), recall, crowding.")] = ",".join(
+        PARTS
+    ),
+    models: Annotated[str, typer.Option(help="Models to train, by name.")] = ",".join(UPDATES),
+    seeds: Annotated[int, typer.Option(help="Number of seeds, from 0; a model's seeds train together.")] = 3,
+    overlap: Annotated[float, typer.Option(help="Overlap of the mechanism's two addresses.")] = report.OVERLAP,
+    steps: Annotated[int | None, typer.Option(help="Training steps. Default: the preset's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences per step. Default: the preset's.")] = None,
+    test_sequences: Annotated[int | None, typer.Option(help="Sequences per test. Default: the preset's.")] = None,
+    queries: Annotated[
+        str, typer.Option(help="read: queries only read. write: they also write, as other tokens do.")
+    ] = "read",
     jobs: options.Jobs = 1,
     device: options.Device = None,
-    output: Annotated[Path, typer.Option(help="For numbers and pictures; what it holds is not run again.")] = Path(
+    output: Annotated[Path, typer.Option(help="Output folder; finished cells in it are skipped.")] = Path(
         "runs/collision"
     ),
 ) -> None:
-    """Collisions of addresses (section 4.1 of Memory by Design): mechanism, learned recall, crowding."""
+    """Run the collision experiments (section 4.1 of Memory by Design): mechanism, learned recall and crowding."""
     wanted = options.names("parts", parts, PARTS)
     named = options.names("models", models, tuple(UPDATES))
     every = range(options.count("seeds", seeds))
     if not 0 <= overlap < 1:
         raise ArgumentError("overlap", got=overlap, expected="at least 0 and below 1")
     changes = {"steps": steps, "batch_size": batch_size, "test_sequences": test_sequences, "queries": queries}
-    told = {name: value for name, value in changes.items() if value is not None}
-    protocol = replace(options.preset(preset, PRESETS), **told)
+    given = {name: value for name, value in changes.items() if value is not None}
+    protocol = replace(options.preset(preset, PRESETS), **given)
     where = options.device(device)
     console = Console(highlight=False)
     output.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""The deterministic experiment, appendix E.4: seed six identities, boost B, flood A, and ask at B after every write."""
+"""Deterministic collision experiment (appendix E.4): seed six identities, boost B, flood A, and query B after each
+write.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ import kalmix
 from kalmix.beliefs import DenseBelief
 from kalmix.designs import BAYESIAN, DELTANET, LINEAR_ATTENTION, Design, Transition
 
-A, B = 0, 1  # the colliding identities; those after them are orthogonal to both and to each other
+A, B = 0, 1  # the overlapping identities; all others are orthogonal
 STATIC_BAYESIAN = replace(BAYESIAN, transition=Transition(diffusion=True))  # the Bayesian Layer with A_t = I
 
 
 @dataclass(frozen=True)
 class MechanismSetting:
-    """The hyperparameters of E.4.1: sizes, repetitions, and variances."""
+    """Sizes, repetitions and variances of E.4.1."""
 
     width: int = 16
     identities: int = 6
@@ -32,15 +34,17 @@ class MechanismSetting:
 
     @property
     def writes_before_flood(self) -> int:
-        """How many writes there are before the flood."""
+        """Number of writes before the flood."""
         return self.seeds * self.identities + self.boost
 
     def schedule(self) -> list[int]:
-        """The identity of every write."""
+        """Return the identity of every write."""
         return list(range(self.identities)) * self.seeds + [B] * self.boost + [A] * self.flood
 
     def addresses(self, overlap: Tensor) -> Tensor:
-        """Unit keys `[n, identities, width]` of overlaps `[n]`: e1, rho e1 + sqrt(1 - rho^2) e2, then e3, e4, ..."""
+        """Return unit keys `[n, identities, width]` of overlaps `[n]`: e1, rho e1 + sqrt(1 - rho^2) e2, then e3, e4,
+        ...
+        """
         keys = torch.eye(self.identities, self.width, dtype=overlap.dtype).repeat(len(overlap), 1, 1)
         keys[:, B, 0], keys[:, B, 1] = overlap, (1 - overlap.square()).sqrt()
         return keys
@@ -48,7 +52,7 @@ class MechanismSetting:
 
 @dataclass(frozen=True)
 class Rule:
-    """A model of panel (a): a design, its variances, and what it keeps of a covariance after each write, if any."""
+    """Memory update: a design, its variances, and `keep`, which is applied to the covariance after each write."""
 
     design: Design
     signals: dict[str, float]
@@ -56,26 +60,26 @@ class Rule:
 
 
 def rules(setting: MechanismSetting) -> dict[str, Rule]:
-    """The models compared: one write gain where it is constant, one prior where it is not."""
+    """Return the updates that are compared: with equal write gain if it is constant, with equal prior if it is not."""
     reset, noise = setting.process_noise, {"obs_noise": setting.obs_noise}
     dense = noise | {"process_noise": setting.process_noise}
     return {
         "linear attention": Rule(LINEAR_ATTENTION, noise | {"write_variance": reset}),
         "DeltaNet-style": Rule(DELTANET, noise | {"reset": reset}),
-        "covariance reset": Rule(STATIC_BAYESIAN, dense, torch.zeros_like),  # predicted next: l^2 I
+        "covariance reset": Rule(STATIC_BAYESIAN, dense, torch.zeros_like),  # so the next prediction is l^2 I
         "diagonal ablation": Rule(STATIC_BAYESIAN, dense, lambda P: torch.diag_embed(P.diagonal(dim1=-2, dim2=-1))),
         "Bayesian Layer": Rule(STATIC_BAYESIAN, dense, lambda P: P),
     }
 
 
 class Trace(NamedTuple):
-    """What a rule believed, before the first write and after each of T, under n overlaps; float64.
+    """Beliefs before the first write and after each of T writes, at n overlaps; float64.
 
     Attributes:
         keys: `[n, identities, K]`.
         mean: `[T + 1, n, K, V]`.
-        covariance: `[T + 1, n, K, K]` as kept; `None` for a rule without.
-        gain: `[T, n]` scalar write gain g_t = beta_t k_t'u_t, what a write takes of its own surprise.
+        covariance: `[T + 1, n, K, K]` after `Rule.keep`; `None` for updates without a covariance.
+        gain: `[T, n]` scalar write gain g_t = beta_t k_t'u_t, the share of its innovation that a write stores.
     """
 
     keys: Tensor
@@ -83,32 +87,34 @@ class Trace(NamedTuple):
     covariance: Tensor | None
     gain: Tensor
 
-    def logits(self, asked: int = B) -> Tensor:
-        """The read-out M_t'k at an identity's key, `[T + 1, n, V]`."""
-        return torch.einsum("tnkv,nk->tnv", self.mean, self.keys[:, asked])
+    def logits(self, identity: int = B) -> Tensor:
+        """Return the read-out M_t'k at an identity's key, `[T + 1, n, V]`."""
+        return torch.einsum("tnkv,nk->tnv", self.mean, self.keys[:, identity])
 
     def retrieval(self) -> Tensor:
-        """Equation 46, `[T + 1, n]`: the softmax over B and A alone of the read-out at k_B."""
+        """Return equation 46, `[T + 1, n]`: the probability of B in a softmax over B and A of the read-out at k_B."""
         logits = self.logits()
         return (logits[..., B] - logits[..., A]).sigmoid()
 
     def margin(self) -> Tensor:
-        """Equation 20, `[T + 1, n]`: p_B - p_A, from -1 to 1."""
+        """Return equation 20, `[T + 1, n]`: p_B - p_A, between -1 and 1."""
         return 2 * self.retrieval() - 1
 
     def uncertainty(self, first: int, second: int | None = None) -> Tensor:
-        """k'P_t k of an identity's key, or k'P_t k_2 of two, `[T + 1, n]`."""
+        """Return k'P_t k of an identity's key, or k'P_t k_2 of two keys, `[T + 1, n]`."""
         assert self.covariance is not None
         keys = self.keys[:, first], self.keys[:, first if second is None else second]
         return torch.einsum("nk,tnkl,nl->tn", keys[0], self.covariance, keys[1])
 
 
 def trace(rule: Rule, setting: MechanismSetting, overlap: Tensor, **signals: Tensor) -> Trace:
-    """Run a rule through the schedule, one token a call: the belief that leaves enters the next.
+    """Run an update through the schedule, one token per call, passing on the belief.
 
     Args:
-        overlap: `[n]` float64, each a run of its own.
-        signals: `[n]` instead of the rule's variances of these names.
+        rule: memory update.
+        setting: schedule and sizes.
+        overlap: `[n]` float64, one run each.
+        signals: `[n]` values that replace the rule's variances of these names.
     """
     count, keys = len(overlap), setting.addresses(overlap)
     values = torch.eye(setting.identities, dtype=overlap.dtype)
@@ -136,7 +142,7 @@ def _prior(setting: MechanismSetting, like: Tensor, keep: Callable[[Tensor], Ten
 
 
 def _gain(given: dict[str, Tensor], setting: MechanismSetting, keys: Tensor, covariance: Tensor | None) -> Tensor:
-    """g = s / (r^2 + s), where s = k'(P + l^2 I)k is the variance the rule predicted along the key it wrote."""
+    """Return g = s / (r^2 + s), where s = k'(P + l^2 I)k is the predicted variance along the key of the write."""
     written = keys[:, setting.schedule()].transpose(0, 1)  # [T, n, K]
     if covariance is None:
         spread = given["reset" if "reset" in given else "write_variance"].expand(written.shape[:2])
@@ -146,12 +152,12 @@ def _gain(given: dict[str, Tensor], setting: MechanismSetting, keys: Tensor, cov
 
 
 def final_retrievals(setting: MechanismSetting, overlap: Tensor) -> dict[str, Tensor]:
-    """Every rule's final retrieval at B, `[n]`, by overlap (Figure 6, right, and the table of E.4.3)."""
+    """Return each update's final retrieval at B, `[n]`, by overlap (Figure 6, right, and the table of E.4.3)."""
     return {name: trace(rule, setting, overlap).retrieval()[-1] for name, rule in rules(setting).items()}
 
 
 class PriorSweep(NamedTuple):
-    """The gain-matched control of E.4.2, one entry a constant prior: its gain, last margin, and first write below 0."""
+    """Control of E.4.2 with constant priors: for each prior the gain, the final margin, and the first write below 0."""
 
     prior: Tensor
     gain: Tensor
@@ -160,13 +166,13 @@ class PriorSweep(NamedTuple):
 
 
 def sweep_priors(setting: MechanismSetting, overlap: float, prior: Tensor) -> PriorSweep:
-    """No constant predicted covariance `prior` times I does what a propagated one does; crossing 0: never."""
+    """Run the update with constant predicted covariances `prior` times I, and return their results."""
     rule = rules(setting)["DeltaNet-style"]
     ran = trace(rule, setting, torch.full_like(prior, overlap), reset=prior)
     return PriorSweep(prior, ran.gain[-1], ran.margin()[-1], crossing(ran, setting))
 
 
 def crossing(ran: Trace, setting: MechanismSetting) -> Tensor:
-    """The first write of the flood (counted from 1) after which A is preferred at B, `[n]`; 0: none."""
+    """Return the first write of the flood, from 1 on, after which A is preferred at B, `[n]`; 0 if there is none."""
     below = ran.margin()[setting.writes_before_flood + 1 :] < 0
     return torch.where(below.any(0), below.int().argmax(0) + setting.writes_before_flood + 1, 0)

@@ -1,7 +1,7 @@
-"""Five models that differ in one function: how memory is written (appendix E.5.2 and E.5.3).
+"""Five models that differ only in the memory update (appendix E.5.2 and E.5.3).
 
-Runs that differ by their seed alone are trained side by side: every parameter has a leading axis of M members, which
-never mix, so that a GPU has enough to do with models this small.
+Runs that differ only in their seed are trained together: every parameter has a leading axis of M members, which do not
+interact. This uses a GPU well for small models.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from kalmix_bench.datasets.seeds import stream_seed
 from kalmix_bench.experiments.collision.mechanism import STATIC_BAYESIAN
 
 HIDDEN, HEADS, LAYERS, MLP = 64, 4, 2, 128
-GROUPS = 32  # of sequences, in which weights are multiplied
+GROUPS = 32  # groups of sequences in `MemberLinear`
 OBS_NOISE, RESET, PRIOR = 0.05, 0.05, 3.0
 
 
 class Update(NamedTuple):
-    """How a model writes, and what its memory then says.
+    """Memory update of a model.
 
     Attributes:
-        numbers: that a head takes from a token.
-        bias: about which they start.
-        read: addresses that are asked and addresses that are written, each `[B, T, 1, 16]`, values `[B, T, G, 16]`
-            and those numbers, any real, `[B, T, G, numbers]`, to the read-out `[B, T, G, 16]`.
+        num_signals: learned signals per head and token.
+        bias: initial bias of these signals.
+        read: function of queries `[B, T, 1, 16]`, keys `[B, T, 1, 16]`, values `[B, T, G, 16]` and unbounded signals
+            `[B, T, G, num_signals]` that returns the read-out `[B, T, G, 16]`.
     """
 
     num_signals: int
@@ -66,7 +66,7 @@ def _bayesian(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Tensor:
     return kalmix.filter(STATIC_BAYESIAN, q, k, v, process_noise=process, obs_noise=noise, belief=prior).mean
 
 
-_AS_RESET = math.log(math.expm1(RESET))  # softplus of it is what the ablation resets to
+_AS_RESET = math.log(math.expm1(RESET))  # its softplus is the ablation's reset variance
 
 UPDATES = {
     "linear-attention": Update(0, 0.0, _linear_attention),
@@ -78,7 +78,7 @@ UPDATES = {
 
 
 class MemberLinear(nn.Module):
-    """A linear map a member, drawn from that member's generator as PyTorch draws one; the bias is 0."""
+    """Linear map per member, initialized like PyTorch's from that member's generator; the bias is 0."""
 
     def __init__(self, wide: int, out: int, generators: Sequence[torch.Generator], bias: bool = False) -> None:
         super().__init__()
@@ -87,10 +87,11 @@ class MemberLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(len(drawn), 1, out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[M, B, T, wide]` to `[M, B, T, out]`.
+        """Map `[M, B, T, wide]` to `[M, B, T, out]`.
 
-        In groups of sequences: the weight's gradient is one product a group, then a sum, where a single product over
-        all tokens would leave a GPU with one tile of work a member.
+        Sequences are processed in groups: the gradient of the weight is then one product per group and a sum, which
+        gives a
+        GPU more parallel work than a single product over all tokens.
         """
         groups = math.gcd(x.shape[1], GROUPS)
         y = x.unflatten(1, (groups, -1)).flatten(2, 3) @ self.weight[:, None]
@@ -98,19 +99,19 @@ class MemberLinear(nn.Module):
 
 
 class MemberNorm(nn.Module):
-    """RMS norm with a scale a member."""
+    """RMS norm with a scale per member."""
 
     def __init__(self, members: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(members, 1, 1, HIDDEN))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[M, B, T, D]`, to a root mean square of `scale`."""
+        """Normalize `[M, B, T, D]` to a root mean square of `scale`."""
         return F.rms_norm(x, (HIDDEN,), eps=1e-6) * self.scale
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then the same with a SwiGLU. Addresses reach the mixer as they are."""
+    """Residual block: x + mixer(norm(x)), then the same with a SwiGLU MLP. The mixer receives addresses unchanged."""
 
     def __init__(self, update: Update, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class Block(nn.Module):
             nn.init.constant_(self.raw.bias, update.bias)
 
     def forward(self, x: Tensor, asked: Tensor, written: Tensor) -> Tensor:
-        """`[M, B, T, D]`, with addresses `[M, B, T, 16]` to read at and to write at."""
+        """Map `[M, B, T, D]`, with addresses `[M, B, T, 16]` for queries and for keys, to `[M, B, T, D]`."""
         signal = self.norm(x)
         values = self._heads(self.value(signal))
         raw = values[..., :0] if self.raw is None else self._heads(self.raw(signal))
@@ -142,14 +143,14 @@ class Block(nn.Module):
 
 
 class RecallModel(nn.Module):
-    """Two blocks between an embedding of the tokens and logits over the labels, for M members side by side.
+    """Two blocks between an embedding of tokens and logits over labels, for M members.
 
     Args:
-        name: of the update, a key of `UPDATES`.
+        name: memory update, a key of `UPDATES`.
         inputs: width of the tokens.
-        labels: classes.
-        seeds: of the members' weights, M of them; a member does not depend on those beside it.
-        queries_write: whether what a model makes of a query is written at its address, before it is read.
+        labels: number of labels.
+        seeds: seeds of the members' weights, M of them. A member does not depend on the others.
+        queries_write: whether query tokens also write to the memory, before they read.
     """
 
     def __init__(self, name: str, inputs: int, labels: int, seeds: Sequence[int], queries_write: bool = False) -> None:
@@ -163,7 +164,7 @@ class RecallModel(nn.Module):
         self.head = MemberLinear(HIDDEN, labels, generators)
 
     def forward(self, episode: Episode) -> Tensor:
-        """Logits at the queries, `[M, B, Q, labels]`, of an episode whose tensors have a leading axis M."""
+        """Return logits at the queries, `[M, B, Q, labels]`, of an episode with a leading axis M."""
         queries, written = episode.targets.shape[2], episode.addresses
         if not self.queries_write:
             written = F.pad(written[:, :, :-queries], (0, 0, 0, queries))  # a key of 0 writes nothing

@@ -1,4 +1,4 @@
-"""The closed forms of appendix E beside what the deterministic experiment does: nothing here runs a filter."""
+"""Closed forms of appendix E and their comparison with the deterministic experiment. Nothing here runs a filter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kalmix_bench.experiments.collision.mechanism import A, B, MechanismSetting,
 
 
 class Prediction(NamedTuple):
-    """What an equation says of a quantity, and what was measured of it."""
+    """Predicted and measured value of a quantity, with the number of the equation."""
 
     equation: str
     quantity: str
@@ -21,25 +21,25 @@ class Prediction(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """Measured less predicted."""
+        """Measured minus predicted value."""
         return self.measured - self.predicted
 
 
 def fixed_point(setting: MechanismSetting) -> float:
-    """Equation 42: the predicted variance along a key that is written for ever."""
+    """Return the limit of the predicted variance along a key that is written repeatedly (equation 42)."""
     process, noise = setting.process_noise, setting.obs_noise
     return (process + (process**2 + 4 * noise * process) ** 0.5) / 2
 
 
 def final_gain(setting: MechanismSetting) -> float:
-    """Equation 42: the write gain that a flood ends in."""
+    """Return the limit of the write gain during a flood (equation 42)."""
     return fixed_point(setting) / (setting.obs_noise + fixed_point(setting))
 
 
 def boundary(setting: MechanismSetting, overlap: float, across: float) -> tuple[float, float]:
-    """Equations 40 and 44: gain of the first write at A after a long boost of B, and the cosine of its angle to k_A.
+    """Return the gain of the first write at A after a long boost of B, and the cosine of its angle to k_A.
 
-    `across` is the predicted variance along e_perp, which k_A has beside k_B.
+    Equations 40 and 44. `across` is the predicted variance along e_perp, the component of k_A orthogonal to k_B.
     """
     along, shared = fixed_point(setting), overlap**2
     spread = shared * along + (1 - shared) * across
@@ -47,30 +47,35 @@ def boundary(setting: MechanismSetting, overlap: float, across: float) -> tuple[
 
 
 def delta_plateau(at_a: Tensor, at_b: Tensor, overlap: float) -> Tensor:
-    """Equation 52: where a constant gain leaves the read-out at B, from those at A and B `[V]` before the flood."""
+    """Return the final read-out at B of a constant gain, from the read-outs at A and B `[V]` before the flood (equation
+    52).
+    """
     return at_b - overlap * (at_a - _one_hot(at_a))
 
 
 def bayesian_plateau(
     setting: MechanismSetting, at_a: Tensor, at_b: Tensor, overlap: float, along: float, cross: float
 ) -> Tensor:
-    """Equation 57: the same of a propagated covariance, its series summed until it no longer changes.
+    """Return the final read-out at B of a propagated covariance (equation 57); the series is summed to convergence.
 
     Args:
-        along: k_A'Pb k_A of the first write of the flood; it moves by equation 35.
-        cross: k_B'Pb k_A of it; what of it is orthogonal to k_A shrinks by equation 34.
+        setting: variances.
+        at_a, at_b: read-outs at A and B before the flood, `[V]`.
+        overlap: overlap of the keys.
+        along: k_A'Pb k_A at the first write of the flood; it evolves by equation 35.
+        cross: k_B'Pb k_A at that write; its component orthogonal to k_A shrinks by equation 34.
     """
-    aside, left, total = cross - overlap * along, 1.0, 0.0
+    orthogonal, left, total = cross - overlap * along, 1.0, 0.0
     while left > 1e-18:
         precision = 1 / (setting.obs_noise + along)
-        total += left * precision * (overlap * along + aside)
+        total += left * precision * (overlap * along + orthogonal)
         kept = setting.obs_noise * precision  # 1 - eta_A
-        left, aside, along = left * kept, aside * kept, along * kept + setting.process_noise
+        left, orthogonal, along = left * kept, orthogonal * kept, along * kept + setting.process_noise
     return at_b + total * (_one_hot(at_a) - at_a)
 
 
 def preference(logits: Tensor) -> float:
-    """Equation 46 of a read-out `[V]`."""
+    """Return equation 46 of a read-out `[V]`."""
     return float((logits[B] - logits[A]).sigmoid())
 
 
@@ -79,7 +84,7 @@ def _one_hot(like: Tensor) -> Tensor:
 
 
 def predictions(setting: MechanismSetting, overlap: float, traces: dict[str, Trace]) -> list[Prediction]:
-    """Every closed form of section 2.3 and appendix E beside its measurement, in traces of one overlap (n = 1)."""
+    """Return every closed form of section 2.3 and appendix E with its measurement; `traces` are of one overlap."""
     return [
         *_uncertainty(setting, overlap, traces["Bayesian Layer"]),
         *_boundary(setting, overlap, traces["Bayesian Layer"]),
@@ -105,11 +110,11 @@ def _uncertainty(setting: MechanismSetting, overlap: float, bayes: Trace) -> lis
 
 
 def _boundary(setting: MechanismSetting, overlap: float, bayes: Trace) -> list[Prediction]:
-    """What the first write at A after the boost does: its gain, and how far it turns from k_A (u = Pb k_A)."""
+    """Compare the first write at A after the boost: its gain, and its angle to k_A (u = Pb k_A)."""
     predicted = first_predicted(setting, bayes)
     key_a, key_b = bayes.keys[0, A], bayes.keys[0, B]
-    aside = (key_a - overlap * key_b) / (1 - overlap**2) ** 0.5
-    gain, cosine = boundary(setting, overlap, float(aside @ predicted @ aside))
+    orthogonal = (key_a - overlap * key_b) / (1 - overlap**2) ** 0.5
+    gain, cosine = boundary(setting, overlap, float(orthogonal @ predicted @ orthogonal))
     write = predicted @ key_a
     angle = degrees(acos(float(key_a @ write / write.norm())))
     return [
@@ -120,14 +125,14 @@ def _boundary(setting: MechanismSetting, overlap: float, bayes: Trace) -> list[P
 
 
 def first_predicted(setting: MechanismSetting, bayes: Trace) -> Tensor:
-    """The covariance predicted for the first write of the flood, `[K, K]`."""
+    """Return the covariance predicted for the first write of the flood, `[K, K]`."""
     assert bayes.covariance is not None
     before = bayes.covariance[setting.writes_before_flood, 0]
     return before + setting.process_noise * torch.eye(setting.width, dtype=before.dtype)
 
 
 def _plateaus(setting: MechanismSetting, overlap: float, traces: dict[str, Trace]) -> list[Prediction]:
-    """Section E.3: retrieval at B after the boost, and after the flood from the state before it."""
+    """Compare retrieval at B after the boost and after the flood (section E.3)."""
     bayes, delta, linear = (traces[name] for name in ("Bayesian Layer", "DeltaNet-style", "linear attention"))
     start = setting.writes_before_flood
     boost = float(torch.tensor(1.0, dtype=torch.float64).sigmoid())

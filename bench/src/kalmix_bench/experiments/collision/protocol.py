@@ -1,4 +1,4 @@
-"""What is trained and tested, and how long: the studies and presets of the learned collision experiments."""
+"""Studies and presets of the learned collision experiments."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ Condition = dict[str, Any]
 
 @dataclass(frozen=True)
 class CollisionProtocol:
-    """How long a model learns, and on how much it is judged; the defaults are the paper's (E.5.5).
+    """Training and test sizes; the defaults are the paper's (E.5.5).
 
     Attributes:
-        steps: of AdamW, betas 0.9 and 0.999.  batch: sequences a step and seed.
-        rate, decay, clip: learning rate, weight decay, largest gradient norm of a seed.
-        tests: sequences a condition.
-        queries: "read" alone, or "write" first, as any other token; the paper does not say which.
+        steps: steps of AdamW with betas 0.9 and 0.999.
+        batch_size: sequences per step and seed.
+        learning_rate, weight_decay, max_grad_norm: of AdamW; gradients are clipped per seed.
+        test_sequences: sequences per test condition.
+        queries: "read" (queries only read) or "write" (they also write); the paper does not specify it.
     """
 
     steps: int = 2500
@@ -52,14 +53,14 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class CollisionStudy:
-    """A task, the conditions that a training step picks one of, and those of its tests, by their coordinates."""
+    """Task, the conditions of which each training step uses one, and the test conditions."""
 
     task: CollidingPairs | RandomAddresses
     training_conditions: tuple[Condition, ...]
     test_conditions: tuple[Condition, ...]
 
     def draw(self, condition: Condition, count: int, generator: torch.Generator) -> Episode:
-        """`count` sequences under a condition."""
+        """Draw `count` sequences of a condition."""
         return self.task.draw(count, **condition, generator=generator)
 
 
@@ -84,10 +85,10 @@ STUDIES = {
 
 @dataclass(frozen=True)
 class CollisionCell:
-    """One model of one study, for one seed: the unit that is never run twice.
+    """One model in one study with one seed.
 
     Raises:
-        ArgumentError: there is no such study or model, or the seed is not between 0 and 2^30.
+        ArgumentError: there is no such study or model, or the seed is not in [0, 2^30).
     """
 
     study: str
@@ -105,5 +106,5 @@ class CollisionCell:
         return f"{self.study}  {self.model}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its line in a file, without the results."""
+        """Return everything that defines the cell."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Tables and pictures of the collision experiments."""
+"""Tables and figures of the collision experiments."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.scores import Score
 
 OVERLAPS = (0.30, 0.45, 0.60, 0.75, 0.85, 0.90, 0.92, 0.95, 0.98, 0.99)
-OVERLAP = 0.92  # of the mechanism's two addresses, as E.4.1 has it
+OVERLAP = 0.92  # overlap of the mechanism's two addresses in E.4.1
 PUBLISHED = {  # margins after the flood, table E.4.3, at the first nine of `OVERLAPS`
     "covariance reset": (0.40, 0.32, 0.20, 0.01, -0.16, -0.26, -0.30, -0.36, -0.42),
     "Bayesian Layer": (0.46, 0.46, 0.46, 0.46, 0.46, 0.45, 0.45, 0.43, 0.34),
 }
 PRIORS = (0.01, 0.05, 0.1, 0.5, 1.0, 3.0)
-# What a study varies: the coordinate, what the others are held at, its heading, and the range that training saw.
+# Axes of each study: the coordinate, the fixed values of the others, the label, and the range of training.
 AXES = {
     "recall": (
         ("flood", {"overlap": 0.8}, "writes at A, at overlap 0.8", (1, 8)),
@@ -36,18 +36,18 @@ AXES = {
     "crowding": (("writes", {}, "addresses in a memory of 16 rows", (16, 64)),),
 }
 MEASURED = ("margin", "accuracy", "cross_entropy")
-LEVELS = {"boost": "47", "flood": "57", "slope": "16", "gain": "42"}  # drawn, by equation
-SCORES = {"recall": ("margin", "accuracy"), "crowding": ("cross_entropy", "accuracy")}  # shown; the first is drawn
+LEVELS = {"boost": "47", "flood": "57", "slope": "16", "gain": "42"}  # equation of each level that is drawn
+SCORES = {"recall": ("margin", "accuracy"), "crowding": ("cross_entropy", "accuracy")}  # printed; the first is drawn
 Scores = list[dict[str, Any]]
 
 
 def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
-    """What happens with nothing learned, and what models learned; the files written."""
+    """Report the deterministic experiment and the trained models; return the files written."""
     return mechanism(mech.MechanismSetting(), OVERLAP, output, console) + learned(rows, output, console)
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
-    """Every score of every test of every model."""
+    """Return every score of every test of every model."""
     models = dict.fromkeys((row["study"], row["model"]) for row in rows)
     found = []
     for study, model in models:
@@ -61,30 +61,30 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
 
 
 def mechanism(setting: mech.MechanismSetting, overlap: float, output: Path, console: Console) -> list[Path]:
-    """Run the deterministic experiment, print it beside its closed forms; the files written."""
+    """Run the deterministic experiment and print it next to the closed forms; return the files written."""
     at = torch.tensor([overlap], dtype=torch.float64)
     traces = {name: mech.trace(rule, setting, at) for name, rule in mech.rules(setting).items()}
-    found = predictions(setting, overlap, traces)
+    closed_forms = predictions(setting, overlap, traces)
     overlaps = torch.tensor(OVERLAPS, dtype=torch.float64)
     margins = {name: 2 * last - 1 for name, last in mech.final_retrievals(setting, overlaps).items()}
     swept = mech.sweep_priors(setting, overlap, torch.tensor(PRIORS, dtype=torch.float64))
-    console.print(_predictions(found, overlap))
+    console.print(_predictions(closed_forms, overlap))
     console.print(_by_overlap(overlaps, margins))
     console.print(_swept(swept, traces["Bayesian Layer"], setting, overlap))
     num_signals, picture = output / "mechanism.json", output / "mechanism.png"
     written = {
         "overlap": overlap,
-        "predictions": [row._asdict() | {"difference": row.difference} for row in found],
+        "predictions": [row._asdict() | {"difference": row.difference} for row in closed_forms],
         "margins": {"overlap": OVERLAPS, **{name: row.tolist() for name, row in margins.items()}},
         "constant_priors": {name: column.tolist() for name, column in swept._asdict().items()},
     }
     write_text(num_signals, json.dumps(written, indent=1) + "\n")
-    _draw(picture, setting, overlap, traces, found)
+    _draw(picture, setting, overlap, traces, closed_forms)
     return [num_signals, picture]
 
 
 def learned(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
-    """Print how well models recall beyond their training, one row a seed of a model, and draw it; a file a study."""
+    """Print and draw the models' scores beyond their training range; return one file per study."""
     studies = dict.fromkeys(row["study"] for row in rows)
     return [_learned(study, [row for row in rows if row["study"] == study], output, console) for study in studies]
 
@@ -106,12 +106,12 @@ def _learned(study: str, rows: Sequence[Row], output: Path, console: Console) ->
 
 
 def _along(scores: Scores, axis: str, held: dict[str, float]) -> Scores:
-    """The tests along one axis, in its order."""
+    """Return the tests along one axis, in order."""
     return sorted((test for test in scores if held.items() <= test.items()), key=lambda test: test[axis])
 
 
 def _over_seeds(seeds: Sequence[Scores], score: str) -> torch.Tensor:
-    """Mean and standard deviation over seeds, `[2, n]`."""
+    """Return mean and standard deviation over seeds, `[2, n]`."""
     values = torch.tensor([[test[score] for test in tests] for tests in seeds], dtype=torch.float64)
     return torch.stack([values.mean(0), values.std(0, correction=int(len(values) > 1))])
 
@@ -165,7 +165,7 @@ def _draw(
     traces: dict[str, mech.Trace],
     found: Sequence[Prediction],
 ) -> None:
-    """Figures 3a, 3b and 6, without the reset ablation, which is the DeltaNet-style curve again."""
+    """Draw Figures 3a, 3b and 6, without the reset ablation, which equals the DeltaNet-style curve."""
     shown = {name: ran for name, ran in traces.items() if name != "covariance reset"}
     overlaps = torch.linspace(0, 0.99, 100, dtype=torch.float64)
     final = mech.final_retrievals(setting, overlaps)

@@ -1,4 +1,4 @@
-"""Training a model once a seed, side by side, and testing it."""
+"""Training of the members of a model, one per seed, and their tests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kalmix_bench.datasets.seeds import stream_seed
 from kalmix_bench.experiments.collision.models import RecallModel
 from kalmix_bench.experiments.collision.protocol import CollisionProtocol, CollisionStudy, Condition
 
-REPORTS_PER_RUN = 50  # times in a run
-MAX_TEST_TOKENS = 1 << 16  # of a test that a seed takes at once; it fixes, with the conditions, what is drawn
+REPORTS_PER_RUN = 50
+MAX_TEST_TOKENS = 1 << 16  # tokens per test batch; changing it changes the test sequences
 
 LossCallback = Callable[[float, float], None]
 
@@ -29,7 +29,7 @@ def train(
     device: torch.device,
     on_progress: LossCallback,
 ) -> Tensor:
-    """Fit the members; their last losses, `[M]`. All see conditions in one order, each data of its own seed.
+    """Train the members; return their last losses, `[M]`. All use the same order of conditions, each its own data.
 
     Raises:
         NonFiniteError: a loss diverged.
@@ -47,7 +47,7 @@ def train(
         episode = stack_episodes([study.draw(condition, protocol.batch_size, generator) for generator in generators])
         losses = cross_entropy(model(episode), episode)
         optimizer.zero_grad()
-        losses.sum().backward()  # a sum: each member's gradient is its own
+        losses.sum().backward()  # members share no parameters, so the sum keeps their gradients separate
         _clip([x.grad for x in parameters if x.grad is not None], protocol.max_grad_norm)
         optimizer.step()
         if step % max(1, protocol.steps // REPORTS_PER_RUN) == 0 or step == protocol.steps:
@@ -58,7 +58,7 @@ def train(
 
 
 def _clip(gradients: list[Tensor], most: float) -> None:
-    """Scale each member's gradients so that their norm is at most `most`."""
+    """Scale each member's gradients to a norm of at most `most`."""
     norm = torch.stack([x.flatten(1).square().sum(1) for x in gradients]).sum(0).sqrt()
     scale = (most / (norm + 1e-6)).clamp(max=1)
     torch._foreach_mul_(gradients, [scale.view(-1, *(1,) * (x.ndim - 1)) for x in gradients])
@@ -68,7 +68,7 @@ def _clip(gradients: list[Tensor], most: float) -> None:
 def evaluate(
     model: RecallModel, study: CollisionStudy, condition: Condition, protocol: CollisionProtocol, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return scores under a condition, `[M]` each. All models and seeds get the same sequences; none trains on them."""
+    """Return scores under a condition, `[M]` each. All models and seeds get the same, separate test sequences."""
     generator = torch.Generator(device).manual_seed(stream_seed("test", 0))
     length = study.draw(condition, 1, torch.Generator(device)).tokens.shape[1]
     left, total = protocol.test_sequences, {}
@@ -82,5 +82,5 @@ def evaluate(
 
 
 def condition_values(condition: Condition) -> dict[str, Any]:
-    """A test's condition as it is written down: a range of overlaps by its end."""
+    """Return a test's condition as JSON values; a range of overlaps is represented by its upper end."""
     return {name: value[-1] if isinstance(value, tuple) else value for name, value in condition.items()}

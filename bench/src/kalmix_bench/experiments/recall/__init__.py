@@ -1,4 +1,4 @@
-"""Layers on the papers' synthetic benchmarks: models, protocols and presets, training and report."""
+"""Layers on the papers' synthetic benchmarks: models, protocols, presets, training and report."""
 
 from kalmix_bench.experiments.recall.layers import LAYERS
 from kalmix_bench.experiments.recall.models import ModelShape

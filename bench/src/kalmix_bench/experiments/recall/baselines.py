@@ -1,7 +1,7 @@
-"""Layers of other packages, to compare ours with: Mamba-1, mLSTM and RWKV-7, as those packages have them.
+"""Layers of other packages for comparison: Mamba-1, mLSTM and RWKV-7.
 
-Who imports this file can name them in a model's list of layers. Making one imports its package (the extra `baselines`
-brings all). They are for benchmarks: a sequence is read whole, from its beginning.
+Importing this module makes their names available in a model's list of layers. Constructing one imports its package (the
+extra `baselines` installs all). They only process whole sequences from the beginning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kalmix.validation import check_positive_int
 
 
 class NoState(NamedTuple):
-    """The state of a layer that has read a sequence and keeps nothing of it."""
+    """Empty state of a layer that stores nothing of a sequence."""
 
     take = take
     to = to
@@ -30,14 +30,14 @@ class NoState(NamedTuple):
 
 
 class Baseline(Mixer):
-    """A mixer around a module of another package, which begins as that package has it.
+    """Mixer that wraps a module of another package, with that package's initial values.
 
-    It reads whole sequences, one a batch row: no state is taken, and none is left.
+    It processes whole sequences, one per batch row. It accepts no state and returns an empty one.
 
     Args:
         hidden_size: D.
-        inner: the module; transformers is told not to draw its parameters anew.
-        memory: how many numbers it remembers of a sequence while it reads it, without the window of a convolution.
+        inner: the module; transformers is prevented from initializing it again.
+        memory: number of state elements during a sequence, without the window of a convolution.
     """
 
     includes_mlp = True
@@ -51,37 +51,38 @@ class Baseline(Mixer):
     def read(
         self, x: Tensor, state: Any = None, segments: Segments | None = None, variance: bool = False
     ) -> tuple[Filtered, None]:
-        """The package's output, `[B, T, D]`.
+        """Return the module's output, `[B, T, D]`.
 
         Raises:
-            ArgumentError: a state or segments.
+            ArgumentError: a state or segments are given.
         """
         for name, given in (("state", state), ("segments", segments)):
             if given is not None:
-                expected = f"none: {type(self).__name__}, of another package, reads whole sequences, one a row"
+                expected = f"none: {type(self).__name__}, of another package, reads whole sequences, one per row"
                 raise ArgumentError(name, got=f"a {type(given).__name__}", expected=expected)
         return Filtered(self.call_inner(x), None, NoState()), None
 
     def state_size(self, length: int) -> int:
-        """Return the number of elements that are kept while a sequence is read, whatever its length."""
+        """Return the number of state elements, which does not depend on the length."""
         return self.state_elements
 
     def call_inner(self, x: Tensor) -> Tensor:
-        """What the package makes of `x` `[B, T, D]`."""
+        """Return the module's output for `x` `[B, T, D]`."""
         return self.inner(x)
 
     def project_out(self, readout: Tensor, context: None) -> Tensor:
-        """As it is."""
+        """Return the module's output unchanged."""
         return readout
 
 
 class Mamba1(Baseline):
-    """Mamba (arXiv:2312.00752) of transformers: a parallel scan where mambapy is installed, else a loop over tokens.
+    """Mamba (arXiv:2312.00752) of transformers: a parallel scan if mambapy is installed, otherwise a loop over tokens.
 
     Args:
         hidden_size: D.
-        state_dim: N, numbers a channel.  expand: channels = expand * hidden_size.
-        conv: taps of the convolution before the scan; 0 for none.
+        state_dim: N, state elements per channel.
+        expand: channels = expand * hidden_size.
+        conv: width of the convolution before the scan; 0 for none.
     """
 
     def __init__(self, hidden_size: int, *, state_dim: int = 16, expand: int = 2, conv: int = 4) -> None:
@@ -90,17 +91,20 @@ class Mamba1(Baseline):
 
     @classmethod
     def options_for_state_size(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
-        """As Table 11 of Kalman Linear Attention: not expanded, and as many numbers a channel as that takes."""
+        """Return the options of Table 11 of Kalman Linear Attention: no expansion, and the state size that remains per
+        channel.
+        """
         return {"expand": 1, "state_dim": divide_state(state, width)}
 
 
 class MLSTM(Baseline):
-    """The mLSTM layer (arXiv:2405.04517) of the package xlstm, in its parallel form: O(T^2) work and memory.
+    """The mLSTM layer (arXiv:2405.04517) of the package xlstm in its parallel form, with O(T^2) time and memory.
 
     Args:
         hidden_size: D.
-        heads: H.  expand: channels = expand * hidden_size, rounded up to a multiple of 64 by the package.
-        conv: taps of the convolution over queries and keys; 0 for none.
+        heads: H.
+        expand: channels = expand * hidden_size, rounded up by the package to a multiple of 64.
+        conv: width of the convolution over queries and keys; 0 for none.
     """
 
     def __init__(self, hidden_size: int, *, heads: int = 4, expand: int = 2, conv: int = 4) -> None:
@@ -111,21 +115,24 @@ class MLSTM(Baseline):
 
     @classmethod
     def options_for_state_size(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
-        """Twice as wide inside, in as many heads as that takes. (Table 11 counts otherwise: 16 heads at 128, 2048.)"""
+        """Return an expansion of 2 with the number of heads that gives the state size.
+
+        Table 11 of Kalman Linear Attention counts differently: 16 heads at a width of 128 and a state of 2048.
+        """
         return {"expand": 2, "heads": divide_state((2 * width) ** 2, state)}
 
 
 class RWKV7(Baseline):
-    """The time mixing of RWKV-7 (arXiv:2503.14456) of flash-linear-attention, in Triton: on a GPU only.
+    """Time mixing of RWKV-7 (arXiv:2503.14456) of flash-linear-attention, in Triton, for GPUs only.
 
-    As that package's first layer, which takes no values over from one before it. The package itself asks that numbers
-    be held against the official code's before they are reported. On Hopper it is refused where it was seen to be wrong:
-    on an H200 with Triton 3.6.0 first calls agreed with float64 to 1e-3, and most second ones did not agree at all.
+    It is the first layer of that package's model, which receives no values from a layer before. The package recommends
+    checking results against the official code before publication. On Hopper GPUs with Triton versions that compile it
+    incorrectly (see `is_miscompiled`) it raises an error.
 
     Args:
         hidden_size: D.
-        head_dim: K, of hidden_size / head_dim heads.
-        shift: whether what a token supplies mixes in the token before, a convolution of two taps.
+        head_dim: K; there are hidden_size / head_dim heads.
+        shift: whether to mix each token's inputs with those of the token before, a convolution of width 2.
     """
 
     includes_mlp = False
@@ -136,14 +143,14 @@ class RWKV7(Baseline):
 
     @classmethod
     def options_for_state_size(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
-        """In heads as wide as that takes."""
+        """Return the head dimension that gives the state size."""
         return {"head_dim": divide_state(state, width)}
 
     def call_inner(self, x: Tensor) -> Tensor:
-        """What the package makes of `x` `[B, T, D]`.
+        """Return the module's output for `x` `[B, T, D]`.
 
         Raises:
-            ArgumentError: `x` is not on a GPU, or on one on which the package is wrong.
+            ArgumentError: `x` is not on a GPU, or on a GPU for which the package is compiled incorrectly.
         """
         if not x.is_cuda:
             raise ArgumentError("device", got=str(x.device), expected="a GPU, as RWKV-7 runs on GPUs only")
@@ -159,9 +166,13 @@ MIXERS.update(BASELINES)
 
 
 def is_miscompiled(capability: tuple[int, int], triton: str) -> bool:
-    """Whether a GPU is one for which this Triton does not compile flash-linear-attention's RWKV-7 as it is written.
+    """Return whether this Triton version compiles flash-linear-attention's RWKV-7 incorrectly for this GPU.
 
-    Seen with 3.6.0; the package itself says of other kernels of its that 3.4 to 3.7.0 are so.
+    The errors were observed with Triton 3.6.0. The package states the same of its other kernels for 3.4 to 3.7.0.
+
+    Args:
+        capability: compute capability of the GPU.
+        triton: version of Triton.
     """
     release = tuple(int(part) for part in triton.split("+")[0].split(".")[:3] if part.isdigit())
     return capability[0] == 9 and (3, 4) <= release < (3, 7, 1)
@@ -179,8 +190,8 @@ def _mamba(hidden_size: int, state_dim: int, expand: int, conv: int) -> nn.Modul
         use_mambapy=True,
     )
     module = mamba.MambaMixer(config, layer_idx=0)
-    module.dt_proj.bias._no_reinit = True  # as Mamba's own code marks it, for those who draw models anew
-    if not conv:  # one tap, which is 1 and stays so
+    module.dt_proj.bias._no_reinit = True  # as in Mamba's code: models must not initialize it again
+    if not conv:  # a fixed tap of 1
         nn.init.ones_(module.conv1d.weight.requires_grad_(False))
     return module
 
@@ -195,7 +206,7 @@ def _mlstm(hidden_size: int, heads: int, expand: int, conv: int) -> nn.Module:
         context_length=1,
     )
     module = xlstm.mLSTMLayer(config)
-    module.mlstm_cell.causal_mask = None  # then it is made for each length as it comes
+    module.mlstm_cell.causal_mask = None  # the module then makes a mask for each length
     if not conv:
         module.conv1d = nn.Identity()
     return module
@@ -205,9 +216,9 @@ def _rwkv(hidden_size: int, head_dim: int, shift: bool) -> nn.Module:
     fla = _module("fla.layers.rwkv7", "flash-linear-attention")
     if hidden_size % head_dim:
         raise ArgumentError("head_dim", got=head_dim, expected=f"a divisor of the width, {hidden_size}")
-    # Initial values depend on the layer's place, and are defined from two layers on.
+    # Initial values depend on the layer's index and are defined for two layers or more.
     module = fla.RWKV7Attention(hidden_size=hidden_size, head_dim=head_dim, layer_idx=0, num_hidden_layers=2)
-    if not shift:  # how much of the token before is mixed in: nothing, and it stays so
+    if not shift:  # fixed share of 0 of the token before
         for name in "rwkvag":
             nn.init.zeros_(module.get_parameter(f"x_{name}").requires_grad_(False))
     return module

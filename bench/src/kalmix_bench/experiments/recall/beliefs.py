@@ -1,4 +1,4 @@
-"""`kalmix bench beliefs`: what trained models of the benchmarks believe while they read a row."""
+"""Command `kalmix bench beliefs`: posterior variances and attention maps of trained benchmark models."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     from kalmix_bench.experiments.recall.protocol import RecallCell
     from kalmix_bench.runner.cells import Results
 
-MAPS = 4  # channels or heads drawn of a layer, as in Figures 11 to 13
+MAPS = 4  # channels or heads drawn per layer, as in Figures 11 to 13 of Kalman Linear Attention
 
 
 def run(
-    output: Annotated[Path, typer.Argument(help="A folder that `kalmix bench mad`, mqar or a5 wrote.")],
-    task: Annotated[list[str] | None, typer.Option(help="Of this task only; may be given again.")] = None,
-    layer: Annotated[list[str] | None, typer.Option(help="Of this layer only; may be given again.")] = None,
-    row: Annotated[int, typer.Option(min=0, help="Which test row they read.")] = 0,
-    models: Annotated[int, typer.Option(help="Draw so many at most.")] = 12,
+    output: Annotated[Path, typer.Argument(help="Output folder of `kalmix bench mad`, mqar or a5.")],
+    task: Annotated[list[str] | None, typer.Option(help="Task to draw; repeatable. Default: all.")] = None,
+    layer: Annotated[list[str] | None, typer.Option(help="Layer to draw; repeatable. Default: all.")] = None,
+    row: Annotated[int, typer.Option(min=0, help="Index of the test row.")] = 0,
+    models: Annotated[int, typer.Option(help="Largest number of models to draw.")] = 12,
 ) -> None:
-    """Posterior variance along a test row, and Kalman attention maps, of every trained model that has a posterior."""
+    """Draw posterior variances along a test row, and Kalman attention maps, of every trained model that has a
+    posterior.
+    """
     from kalmix_bench.experiments.recall.checkpoints import cells_with_weights
     from kalmix_bench.experiments.recall.layers import layer_name
     from kalmix_bench.runner.cells import Results
@@ -56,7 +58,7 @@ def run(
 
 
 def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
-    """A picture of variances and one of attention maps; of layers without a posterior, none."""
+    """Draw a figure of variances, and one of attention maps for each layer; none for layers without a posterior."""
     import numpy as np
     import torch
 
@@ -87,7 +89,7 @@ def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
         [insight.variance for insight in found],
         tokens,
         [insight.name for insight in found],
-        marks={} if asked.all() else {"what is asked for": named, "where it is asked": asked},
+        marks={} if asked.all() else {"tokens with the answer": named, "queries": asked},
         title=f"Posterior variance: {title}",
     )
     written = [variance]

@@ -1,4 +1,4 @@
-"""Cells as written by hand or by `--write`: what is missing takes its default, what is wrong is refused."""
+"""Parser of cells that are written by hand or by `--write`, with defaults for missing values."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _PART = {"train": int, "test": int, "settings": dict}
 
 
 def parse_cell(line: Row) -> RecallCell:
-    """Return the cell that a line of a cell file names, or a row of results.
+    """Return the cell of a line of a cell file, or of a row of results.
 
-    `mixer` may be absent; otherwise it must be what `layer` stands for. A part's `settings` may be those alone that
-    differ from the task's baseline, and `shape` and `protocol` may leave out their defaults.
+    `mixer` is optional; if present, it must equal the options of `layer`. The `settings` of a part need only contain
+    those
+    that differ from the task's baseline. Fields of `shape` and `protocol` that have defaults are optional.
 
     Raises:
-        ArgumentError: a name is missing or unknown, or its value is of another type or out of range.
+        ArgumentError: a key is missing or unknown, or its value has the wrong type or is out of range.
     """
-    if "seconds" in line and "versions" in line:  # a row: a cell, and then what was found
+    if "seconds" in line and "versions" in line:  # a row of results
         line = {name: value for name, value in line.items() if name in _KINDS}
     _check("cell", line, _KINDS, optional=("mixer",))
     parts = []
@@ -53,7 +54,7 @@ def _made(kind: type[_T], name: str, given: dict[str, Any]) -> _T:
 
 
 def _as_python(name: str, value: Any, kind: Any) -> Any:
-    """Return a value as Python has it: JSON may write 1.0 as 1, and has lists for tuples."""
+    """Return a JSON value with the Python type of the field: integers as floats, lists as tuples."""
     if get_origin(kind) is tuple:
         if not isinstance(value, list) or any(type(number) not in (int, float) for number in value):
             raise ArgumentError(name, got=repr(value), expected="a list of numbers")
@@ -62,7 +63,7 @@ def _as_python(name: str, value: Any, kind: Any) -> Any:
 
 
 def _check(name: str, given: dict[str, Any], kinds: dict[str, Any], optional: Iterable[str]) -> None:
-    """Check the names of an object and the types of its values."""
+    """Check the keys of an object and the types of its values."""
     for key in given:
         if key not in kinds:
             raise ArgumentError(name, got=f"with {key!r}", expected=f"with {', '.join(kinds)}")

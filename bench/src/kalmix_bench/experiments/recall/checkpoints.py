@@ -1,4 +1,4 @@
-"""Trained models, kept beside the results of their cells."""
+"""Weights of trained models, stored next to the results of their cells."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kalmix_bench.runner.cells import Results, Row, digest
 
 
 def save_weights(cell: RecallCell, model: TokenModel | AutoEncoder, results: Results) -> None:
-    """Write the weights that a cell ended with."""
+    """Store the final weights of a cell."""
     with replace_file(_file(cell, results)) as partial:
         save_model(model, str(partial))
 
 
 def cells_with_weights(results: Results) -> list[RecallCell]:
-    """The finished cells whose weights are there, oldest first."""
+    """Return the finished cells whose weights exist, oldest first."""
     try:
         cells = [cell_from_row(row) for row in results.read() if "parts" in row]
     except (LookupError, TypeError, AttributeError) as error:
@@ -35,10 +35,15 @@ def cells_with_weights(results: Results) -> list[RecallCell]:
 
 
 def load_trained_model(cell: RecallCell, drawn: CellData, results: Results) -> TokenModel | AutoEncoder:
-    """The model of a cell as it ended, on the CPU; `drawn` are its rows.
+    """Return the trained model of a cell on the CPU, in evaluation mode.
+
+    Args:
+        cell: cell to load.
+        drawn: its rows.
+        results: results next to which the weights are stored.
 
     Raises:
-        ArgumentError: its weights are missing or damaged.
+        ArgumentError: the weights are missing or damaged.
     """
     file, length = _file(cell, results), drawn.parts[0].test.inputs.shape[1]
     if not file.exists():
@@ -53,14 +58,14 @@ def load_trained_model(cell: RecallCell, drawn: CellData, results: Results) -> T
 
 
 def cell_from_row(row: Row) -> RecallCell:
-    """The cell that wrote a row."""
+    """Return the cell of a row of results."""
     parts = tuple(Part.of(part["train"], part["test"], **part["settings"]) for part in row["parts"])
     shape, protocol = ModelShape(**_tuples(row["shape"])), RecallProtocol(**_tuples(row["protocol"]))
     return RecallCell(row["task"], parts, row["layer"], shape, protocol, row["seed"])
 
 
 def _tuples(written: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists alone."""
+    """Return a mapping with lists converted to tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
 
 

@@ -1,4 +1,4 @@
-"""Rows on the device, and the batches they come in."""
+"""Rows of a cell, and their batches on the device."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TensorBatch = dict[str, Tensor]
 
 
 class CellData(NamedTuple):
-    """The rows of a cell.
+    """Rows of a cell.
 
     Attributes:
-        parts: a `Data` for each of the cell's parts.
-        validation: validation rows of each part; none where the cell draws none, or the part has no test rows.
-        vocab_size: ids are below it.
+        parts: data of each of the cell's parts.
+        validation: validation rows of each part with test rows; empty if the cell has none.
+        vocab_size: number of ids.
     """
 
     parts: list[datasets.Data]
@@ -36,10 +36,11 @@ class CellData(NamedTuple):
 
 
 def draw_cell_data(cell: RecallCell) -> CellData:
-    """Draw the rows of a cell; each part has a seed of its own.
+    """Draw the rows of a cell; each part has its own seed.
 
-    Validation rows are drawn behind the test rows and as those are: a task may ask less of test rows than of training
-    rows.
+    Validation rows are drawn after the test rows and in the same way: a task's test rows may have fewer targets than
+    its
+    training rows.
     """
     protocol = cell.protocol
     first = cell.seed if protocol.data_seed is None else protocol.data_seed
@@ -60,14 +61,14 @@ def _take(rows: datasets.Rows, which: slice) -> datasets.Rows:
 
 
 class Batches:
-    """Batches of the training rows, which stay on the device; what the Trainer takes for a data loader.
+    """Batches of the training rows, which stay on the device; used by the Trainer as a data loader.
 
-    Each is of one part, and all of a part are of one size, so that a step is recorded once: the last is filled with a
-    row that asks nothing. The order of an epoch follows from seed and epoch alone, so that a run that goes on from a
-    checkpoint sees what it would have seen.
+    A batch has rows of one part. All batches of a part have the same size, so that a CUDA graph fits them: the last one
+    is
+    padded with a row without targets. The order depends only on seed and epoch, so a resumed run sees the same batches.
 
     Attributes:
-        skip: batches that the next pass leaves out: a checkpoint's run has had them.
+        skip: number of batches that the next pass omits, because the run had them before its checkpoint.
     """
 
     def __init__(self, drawn: CellData, batch: int, *, shuffle: bool, seed: int, device: torch.device) -> None:
@@ -82,7 +83,7 @@ class Batches:
         self.batch, self.shuffle, self.seed, self.epoch, self.skip = batch, shuffle, seed, 0, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """As the Trainer tells which epoch comes next."""
+        """Set the epoch; called by the Trainer."""
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
-"""Rows of a table by their ids, with a gradient that is the same again on a GPU, too.
+"""Embedding lookup with a deterministic gradient on GPUs.
 
-A GPU adds up what many tokens ask of one row in the order in which they come, and floating point sums depend on it;
-PyTorch's deterministic sum takes a third of a second where most tokens are one id, as in selective copying. Whole
-numbers do not depend on the order: gradients are added up as multiples of 2^-40 of the largest.
+A GPU adds the gradients of one row in varying order, and floating-point sums depend on it. PyTorch's deterministic sum
+is slow if most tokens have one id, as in selective copying. Integer sums do not depend on the order, so gradients are
+added as multiples of 2^-40 of the largest one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kalmix.ops._shared.custom_op import custom_op, once_differentiable
 
-_BITS = 40  # of a gradient; a row may be asked for 2^22 times before 63 are full
+_BITS = 40  # bits of a gradient; 2^22 gradients of one row fit into 63 bits
 
 
 def lookup(table: Tensor, ids: Tensor) -> Tensor:
-    """Rows `[..., D]` of `table` `[V, D]`, float32, at `ids` `[...]`."""
+    """Return rows `[..., D]` of `table` `[V, D]`, float32, at `ids` `[...]`."""
     return _Lookup.apply(table, ids) if table.is_cuda else F.embedding(ids, table)
 
 
@@ -38,11 +38,11 @@ class _Lookup(torch.autograd.Function):
         shift = _BITS - torch.frexp(largest).exponent.double()
         whole = (grad.double() * torch.exp2(shift)).round().long()
         sums = _added(whole.flatten(0, -2), ids.flatten(), ctx.rows)
-        return (sums * torch.exp2(-shift)).to(grad.dtype) + 0 * largest, None  # NaN where that is infinite
+        return (sums * torch.exp2(-shift)).to(grad.dtype) + 0 * largest, None  # NaN if a gradient is infinite
 
 
 def _add_up(whole: Tensor, ids: Tensor, rows: int) -> Tensor:
-    """Sums `[rows, D]` of whole numbers `[n, D]` that go to the rows `ids` `[n]`, in any order."""
+    """Return sums `[rows, D]` of integers `[n, D]` over the rows `ids` `[n]`, in any order."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:

@@ -1,4 +1,4 @@
-"""Judging a model of a benchmark after each epoch: scores, curves, and whether it goes on."""
+"""Trainer callback that evaluates a benchmark model after each epoch and decides when training ends."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kalmix_bench.experiments.recall.data import Batches, CellData
 from kalmix_bench.experiments.recall.protocol import RecallCell
 from kalmix_bench.runner.experiment import ProgressFn
 
-CHECKPOINT_SECONDS = 60.0  # seconds between two checkpoints
-REPORT_SECONDS = 0.5  # seconds between two words of how far it is
+CHECKPOINT_SECONDS = 60.0
+REPORT_SECONDS = 0.5
 FIFTHS = 5
 Curves = dict[str, list[float]]
 
 
 def by_depth(score: Metric, predicted: Any, test: datasets.Rows) -> dict[str, float]:
-    """The score of rows whose answer stands in each fifth of them, of those that have any; of tasks that say where."""
+    """Return the score of rows by the depth of their answer, in fifths; empty if the task has no depths."""
     depth = test.metadata.get("depth")
     if depth is None:
         return {}
@@ -36,26 +36,27 @@ def by_depth(score: Metric, predicted: Any, test: datasets.Rows) -> dict[str, fl
 
 
 class EvaluationTrainer(Protocol):
-    """Trainer whose model a `Judge` scores."""
+    """Trainer whose model an `EvaluationCallback` evaluates."""
 
     batches: Batches
-    total: Tensor  # of the losses of an epoch
+    total: Tensor  # sum of the losses of an epoch
 
     def predict_rows(self, rows: datasets.Rows) -> tuple[float, Any]:
-        """Return the mean loss of a scored token of `rows`, and the predicted ids, `[n, T]`."""
+        """Return the mean loss per scored token of `rows`, and the predicted ids, `[n, T]`."""
         ...
 
 
 class EvaluationCallback(TrainerCallback, ExportableState):
-    """Scores test and validation rows after each epoch, keeps the curves, and ends a run that is done or no better.
+    """Callback that scores test and validation rows after each epoch, and ends a run without improvement.
 
     Attributes:
-        curves: by name, a number an epoch: `loss` of training, `test_loss`, and the task's scores, their means over
-            parts; of validation rows `validation_loss` and `validation_` before a score.
-        slices: by epoch that is chosen ("loss", "score", "last"), test scores of each part. With validation rows they
-            choose the epoch, and "loss on test" and "score on test" are the epochs that test rows choose.
-        seconds: of training, and of judging.
-        stopped: whether the run stored a checkpoint and stopped because `on_progress` asked for it.
+        curves: values per epoch, by name: training `loss`, `test_loss`, and the task's scores as means over parts; for
+            validation rows `validation_loss` and scores with the prefix `validation_`.
+        slices: test scores of each part at the selected epochs "loss", "score" and "last". If there are validation
+            rows,
+            they select the epochs, and "loss on test" and "score on test" are those that test rows select.
+        seconds: time of training and of evaluation.
+        stopped: whether the run stored a checkpoint and stopped because `on_progress` returned true.
     """
 
     def __init__(self, cell: RecallCell, drawn: CellData, on_progress: ProgressFn) -> None:
@@ -69,14 +70,14 @@ class EvaluationCallback(TrainerCallback, ExportableState):
         self._status = ""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores of it, with the losses of the epoch under way."""
+        """Return the state that a checkpoint stores, with the sum of losses of the current epoch."""
         held = {"curves": self.curves, "slices": self.slices, "seconds": self.seconds}
         total = 0.0 if self.trainer is None else float(self.trainer.total)
         return {"args": {"total": total}, "attributes": held}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert self.trainer is not None
-        kept: Any = state.stateful_callbacks  # of the checkpoint, or as it is
+        kept: Any = state.stateful_callbacks  # from the checkpoint, or the current state
         for name, value in kept["EvaluationCallback"]["attributes"].items():
             setattr(self, name, value)
         self.trainer.total.fill_(kept["EvaluationCallback"]["args"].get("total", 0.0))
@@ -84,7 +85,7 @@ class EvaluationCallback(TrainerCallback, ExportableState):
 
     @property
     def main_score(self) -> str:
-        """The score that a protocol goes by."""
+        """Name of the task's first score, by which epochs are selected."""
         return next(iter(datasets.get_task(self.cell.task).scores))
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -98,7 +99,7 @@ class EvaluationCallback(TrainerCallback, ExportableState):
                 self._stop(control)
 
     def _is_mid_epoch(self, state: TrainerState) -> bool:
-        """Return whether steps of the epoch under way are left; after its last step it is scored first."""
+        """Return whether the current epoch has steps left; after its last step it is evaluated first."""
         assert self.trainer is not None
         return state.global_step % len(self.trainer.batches) > 0
 
@@ -110,7 +111,7 @@ class EvaluationCallback(TrainerCallback, ExportableState):
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert self.trainer is not None
         if self.stopped:
-            control.should_save = False  # it is stored
+            control.should_save = False  # already saved
             return
         loss = float(self.trainer.total) / len(self.trainer.batches)
         self.trainer.total.zero_()
@@ -132,7 +133,7 @@ class EvaluationCallback(TrainerCallback, ExportableState):
             self._saved = time.monotonic()
 
     def _evaluate(self, loss: float) -> None:
-        """Score test and validation rows; add to the curves, and to the slices where this epoch is the best so far."""
+        """Score test and validation rows; update the curves, and the slices of the epochs that are best so far."""
         began = time.monotonic()
         parts = self._score_parts(self.drawn.test)
         means = {"loss": loss, **self.mean_scores(parts)}
@@ -151,7 +152,7 @@ class EvaluationCallback(TrainerCallback, ExportableState):
         self.seconds["evaluation"] += time.monotonic() - began
 
     def _selection_curve(self, name: str) -> str:
-        """Return the curve that decides for the test rows' curve `name`."""
+        """Return the name of the curve that selects epochs in place of the test curve `name`."""
         return f"validation_{name.removeprefix('test_')}" if self.drawn.validation else name
 
     def _score_parts(self, rows: Sequence[datasets.Rows]) -> list[dict[str, float]]:
@@ -172,6 +173,8 @@ class EvaluationCallback(TrainerCallback, ExportableState):
         return {name: sum(part[name] for part in parts) / len(parts) for name in names}
 
     def _is_best(self, loss: str, score: str) -> dict[str, bool]:
-        """Return whether the last epoch is the one of least loss (the last of these), and of best score (the first)."""
+        """Return whether the last epoch has the lowest loss (the last such epoch), and the best score (the first such
+        epoch).
+        """
         lost, scored = self.curves[loss], self.curves[score]
         return {"loss": lost[-1] <= min(lost), "score": scored.index(max(scored)) == len(scored) - 1}

@@ -1,4 +1,4 @@
-"""The benchmarks of the papers as an experiment: layers trained on synthetic tasks."""
+"""Experiment that trains layers on the papers' synthetic tasks: `kalmix bench mad`, `mqar`, `needle` and `a5`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from kalmix_bench.runner.experiment import Experiment, ProgressFn
 from kalmix_bench.runner.paper_claims import Finding
 
 HELP = {
-    "mad": "The six tasks of MAD, and long-context recall, by the protocol of Kalman Linear Attention.",
-    "mqar": "Multi-query associative recall: Zoology's, and those with one vocabulary of Memory by Design.",
-    "needle": "RULER's needles in a haystack, learned from bytes at one length and asked at others.",
-    "a5": "The word problem of the group A5: what a layer can keep track of.",
+    "mad": "Run MAD's six tasks and long-context recall with the protocol of Kalman Linear Attention.",
+    "mqar": "Run multi-query associative recall: Zoology's tasks, and Memory by Design's with one vocabulary.",
+    "needle": "Run RULER's needle tasks, trained on bytes at one length and tested at others.",
+    "a5": "Run the word problem of the group A5, a test of state tracking.",
 }
 
 LAYER = """Layer to run, by name, or with options: 'kla:{"slots": 8}'. Repeatable. Default: the preset's layers."""
@@ -40,7 +40,7 @@ VALIDATION = "Validation rows to draw in addition; they choose the epoch. Defaul
 
 
 class Recall(Experiment[RecallCell]):
-    """Layers on the papers' synthetic benchmarks: `kalmix bench mad`, `mqar`, `needle` and `a5`."""
+    """Experiment that trains layers on the papers' synthetic tasks."""
 
     name = "benchmarks"
     keys = frozenset(("task", "layer"))
@@ -51,21 +51,21 @@ class Recall(Experiment[RecallCell]):
     def run(
         self, cells: tuple[RecallCell, ...], results: Results, device: torch.device, on_progress: ProgressFn
     ) -> list[Row]:
-        """Train a layer on a task; return scores at the epoch that the protocol chooses, curves, sizes and speed.
+        """Train a layer on a task; return scores of the selected epoch, curves, sizes and speed.
 
-        A run that takes minutes stores checkpoints, and resumes from them. A run that diverges is finished: its row has
-        `diverged` instead of scores. The weights at its end are stored beside the results.
+        A run that takes minutes stores checkpoints and resumes from them. A run that diverges is finished: its row has
+        `diverged` instead of scores. The final weights are stored next to the results.
 
         Raises:
-            ArgumentError: the layer does not take the size that the cell's shape gives it.
+            ArgumentError: the layer does not support the state size of the cell's shape.
         """
         (cell,) = cells
-        drawn, from_last = draw_cell_data(cell), datasets.get_task(cell.task).from_last
-        length = drawn.parts[0].test.inputs.shape[1]
+        data, from_last = draw_cell_data(cell), datasets.get_task(cell.task).from_last
+        length = data.parts[0].test.inputs.shape[1]
         with deterministic_mode(device):
             with torch.random.fork_rng():
                 torch.manual_seed(cell.seed)
-                model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=from_last)
+                model = build(data.vocab_size, cell.shape, cell.layer, length, from_last=from_last)
             mixer = (model.encoder if isinstance(model, AutoEncoder) else model).model.mixers[0]
             sizes = {
                 "parameters": sum(x.numel() for x in model.parameters()),
@@ -73,12 +73,12 @@ class Recall(Experiment[RecallCell]):
                 "state": state_size(mixer),
             }
             try:
-                evaluation = train_cell(cell, drawn, model.to(device), device, on_progress, _checkpoints(cell, results))
+                evaluation = train_cell(cell, data, model.to(device), device, on_progress, _checkpoints(cell, results))
             except NonFiniteError as error:
                 on_progress(1.0, f"diverged ({error})")
                 return [{**sizes, "diverged": str(error)}]
         save_weights(cell, model, results)
-        epochs, tokens = len(evaluation.curves["loss"]), sum(part.train.inputs.size for part in drawn.parts)
+        epochs, tokens = len(evaluation.curves["loss"]), sum(part.train.inputs.size for part in data.parts)
         chosen, on_test = (
             evaluation.slices[cell.protocol.select_epoch],
             evaluation.slices.get(f"{cell.protocol.select_epoch} on test"),
@@ -124,20 +124,22 @@ def _command(bench: str) -> Callable[..., None]:
 
     def run(
         preset: Annotated[
-            str, typer.Option(help="laptop: minutes on two cores. paper: in full, for a GPU.")
+            str, typer.Option(help="laptop: minutes on two cores. paper: full size, for a GPU.")
         ] = "laptop",
         layer: Annotated[list[str] | None, typer.Option(help=LAYER)] = None,
-        task: Annotated[list[str] | None, typer.Option(help="By name, once a task; all if absent.")] = None,
+        task: Annotated[list[str] | None, typer.Option(help="Task to run, by name; repeatable. Default: all.")] = None,
         hidden_size: Annotated[
             list[int] | None, typer.Option(help="Hidden size to run; repeatable. Default: the preset's sizes.")
         ] = None,
-        depth: Annotated[str | None, typer.Option(help="Blocks of a model, such as 1,2,4; as the preset says.")] = None,
+        depth: Annotated[
+            str | None, typer.Option(help="Numbers of blocks, such as 1,2,4. Default: the preset's.")
+        ] = None,
         seeds: options.Seeds = 1,
-        epochs: Annotated[int | None, typer.Option(help="At most; as the preset says if absent.")] = None,
+        epochs: Annotated[int | None, typer.Option(help="Largest number of epochs. Default: the preset's.")] = None,
         validation: Annotated[int, typer.Option(help=VALIDATION)] = 0,
         jobs: options.Jobs = 1,
         device: options.Device = None,
-        output: Annotated[Path | None, typer.Option(help="For results; what it holds is not run again.")] = None,
+        output: Annotated[Path | None, typer.Option(help="Output folder; finished cells in it are skipped.")] = None,
         write: Annotated[
             Path | None, typer.Option(help="Write the cells to this file instead of running them.")
         ] = None,

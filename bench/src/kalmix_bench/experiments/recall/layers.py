@@ -1,4 +1,4 @@
-"""The layers that are compared, by name, and how their states are made equally large."""
+"""Layers that benchmarks compare, by name, and options that give them equal state sizes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kalmix.validation import check_positive_int
 
 Options = dict[str, Any]
 
-# Every mixer of the library that needs no more than a width, variants that the papers compare with, and layers of other
-# packages. A name more here, of a mixer in `MIXERS`, is a layer more in every benchmark.
+# Every mixer that needs only a hidden size, variants from the papers, and layers of other packages. To add a layer to
+# all benchmarks, add a name here.
 LAYERS: dict[str, Options] = {
     **{name: {"mixer": name} for name in MIXERS if name != "design"},
     "kla-noise-free": {"mixer": "kla", "process_noise": False},  # section 5.6 of Kalman Linear Attention
-    "kla-plus": {"mixer": "kla", "samples": 10},  # KLA+: learns, and answers, under what it believes
+    "kla-plus": {"mixer": "kla", "samples": 10},  # KLA+: trains and predicts with posterior samples
     "kla-zoh": {"mixer": "kla", "discretization": "zoh"},
     "kalmanet-bare": {"mixer": "gated-kalmanet", "decay": False, "gain": None, "mix": False},  # GKA, Figure 2a
     "bayesian-no-conv": {"mixer": "bayesian", "conv": 0},
@@ -36,15 +36,15 @@ def parse_layer(text: str) -> Options:
     """Return a layer as an entry of a model's list of layers.
 
     Args:
-        text: a name of `LAYERS` or `MIXERS`, alone or with a colon and options as a JSON object behind it, such as
-            `kla:{"slots": 8}`. These options replace those of the name.
+        text: a name of `LAYERS` or `MIXERS`, optionally followed by a colon and options as a JSON object, such as
+            `kla:{"slots": 8}`. The options override those of the name.
 
     Raises:
-        ArgumentError: no such layer, or an option that it does not have or of another type.
+        ArgumentError: there is no such layer, or an option is unknown or has the wrong type.
     """
     name, own = _split(text)
     options = dict(LAYERS.get(name) or {"mixer": name})
-    if options["mixer"] not in MIXERS:  # of another package: importing this adds them
+    if options["mixer"] not in MIXERS:  # layers of other packages register on import
         import_module("kalmix_bench.experiments.recall.baselines")
     mixer = options.pop("mixer")
     options |= own
@@ -55,10 +55,10 @@ def parse_layer(text: str) -> Options:
 
 
 def layer_name(text: str) -> str:
-    """Return the one text that stands for a layer, however its options are ordered and spaced.
+    """Return the canonical text of a layer, independent of the order and spacing of its options.
 
     Raises:
-        ArgumentError: no such layer, or its options are not a JSON object.
+        ArgumentError: there is no such layer, or its options are not a JSON object.
     """
     name, own = _split(text)
     return f"{name}:{json.dumps(own, sort_keys=True)}" if own else name
@@ -85,12 +85,12 @@ def _refuse(constant: str) -> None:
 
 
 def sized(options: Options, width: int, state: int, heads: int, values: float = 1.0) -> Options:
-    """Return a layer whose state is about `state` floats, as Table 11 of Kalman Linear Attention matches them.
+    """Return a layer with about `state` state elements, matched as in Table 11 of Kalman Linear Attention.
 
-    See `Mixer.options_for_state_size`. Sizes that `options` has are kept; its `heads` count in place of `heads`.
+    Sizes given in `options` are kept; its `heads` override `heads`.
 
     Raises:
-        ArgumentError: the state does not divide so.
+        ArgumentError: the state size does not divide into these sizes.
     """
     sizes = MIXERS[options["mixer"]].options_for_state_size(
         width, state, **{"heads": heads, "values": values, **options}
@@ -99,6 +99,6 @@ def sized(options: Options, width: int, state: int, heads: int, values: float = 
 
 
 def state_size(mixer: Mixer) -> int | None:
-    """Return `Mixer.state_size`, or `None` where it grows with what the layer has read."""
+    """Return `Mixer.state_size`, or `None` if it grows with the sequence length."""
     one, two = mixer.state_size(1), mixer.state_size(2)
     return one if one == two else None

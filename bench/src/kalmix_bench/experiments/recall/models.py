@@ -1,4 +1,4 @@
-"""Models of the benchmarks: one backbone, with what the benchmarks' own code does differently as data."""
+"""Models of the benchmarks: one backbone with the variations of the original codes."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ from kalmix_bench.experiments.recall.layers import Options, parse_layer, sized
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model without its layer.
+    """Sizes and variations of a model, without its layer.
 
     Attributes:
-        width: D, of the residual stream.  depth: blocks, all of the same layer.
-        state: floats of a layer's state, and over how many heads (`heads`), with how many columns of values over D
-            (`values`): what layers are matched to; each as it comes if absent.
-        mlp: hidden width of the SwiGLU MLP behind each layer; 0 for none.
+        hidden_size: D, width of the residual stream.
+        depth: number of blocks, all with the same layer.
+        state_size: state elements per layer, to which layers are matched; `None` keeps each layer's default sizes.
+        heads: number of heads for that matching.
+        value_expansion: columns of values per hidden unit for that matching.
+        mlp: hidden size of the SwiGLU MLP after each layer; 0 for none.
         norm: "rms" or "layer", before layers, MLPs and head.
-        head: "own", a linear map with a bias; or "tied" to the embedding, without.
-        echo: whether a block ends by adding the norm of the stream to it, as Zoology's does that has no MLP
-            (its `Identity` in the MLP's place is fed the norm).
-        dropout: of embeddings.
-        scaled: whether linear maps begin as N(0, 0.02) and what writes to the stream as N(0, 0.02 / sqrt(2 depth)),
-            as Zoology's do; otherwise they begin as each layer says, and the head as PyTorch's linear maps.
-        encoder: hidden width of the MLP between embedding and blocks; 0 for none.
-        decoder: hidden widths of the MLP behind the blocks; none for a linear head. It reads all targets from the last
-            token where a task asks for that.
+        head: "untied", a linear map with bias; or "tied" to the embedding, without bias.
+        add_norm: whether a block ends with x + norm(x), as Zoology's blocks without an MLP do (an `Identity` takes the
+            MLP's place).
+        dropout: dropout of embeddings.
+        zoology_init: whether linear maps are initialized as N(0, 0.02), output projections as N(0, 0.02 / sqrt(2
+            depth)).
+            Otherwise layers use their own initialization, and the head PyTorch's.
+        encoder: hidden size of an MLP between embedding and blocks; 0 for none.
+        decoder: hidden sizes of an MLP after the blocks; empty for a linear head. In tasks with `from_last` it predicts
+            all targets from the last token.
     """
 
     hidden_size: int
@@ -59,7 +62,11 @@ class ModelShape:
                 raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
 
     def layer_options(self, name: str) -> Options:
-        """Return the layer of that name, with options behind it or not, sized."""
+        """Return the options of a layer, with the matched state size.
+
+        Args:
+            name: layer as `layers.parse_layer` takes it.
+        """
         options = parse_layer(name)
         if self.state_size is None:
             return options
@@ -67,11 +74,11 @@ class ModelShape:
 
 
 class TokenModel(nn.Module):
-    """What token is wanted at each token: embedding, blocks, norm, head. `logits = model(ids)`.
+    """Model that predicts a target at each token: embedding, blocks, norm, head. `logits = model(ids)`.
 
-    A layer's option `samples` is the model's: logits are then of the mean probability over so many samples of what the
-    last layer believes, and their cross entropy is the marginal likelihood of equations 24 and 25 of Kalman Linear
-    Attention.
+    With a layer's option `samples`, logits are those of the mean probability over samples of the last layer's
+    posterior,
+    and their cross entropy is the marginal likelihood of equations 24 and 25 of Kalman Linear Attention.
     """
 
     def __init__(self, vocabulary: int, shape: ModelShape, name: str) -> None:
@@ -94,14 +101,14 @@ class TokenModel(nn.Module):
         if shape.zoology_init:
             _scale(self.model, shape.depth)
         if shape.decoder:
-            self.model.lm_head = _decoder(vocabulary, shape)[1:]  # its first norm is the model's
+            self.model.lm_head = _decoder(vocabulary, shape)[1:]  # the model already has its first norm
 
     def embed(self, ids: Tensor) -> Tensor:
-        """What the first block is given, `[..., D]` of ids `[...]`."""
+        """Return the input of the first block, `[..., D]`, for ids `[...]`."""
         return self.encoder(self.dropout(lookup(self.model.embed_tokens.get_parameter("weight"), ids)))
 
     def hidden_states(self, ids: Tensor) -> Tensor:
-        """The residual stream behind the last block, `[S, B, T, D]` of S samples, or 1, of ids `[B, T]`."""
+        """Return the hidden states after the last block, `[S, B, T, D]` for S samples (or 1), for ids `[B, T]`."""
         output = self.model(self.embed(ids), output_states=False, output_posterior=self.samples > 0)
         if output.posterior is None:
             return output.last_hidden_state[None]
@@ -110,14 +117,14 @@ class TokenModel(nn.Module):
         return self.model.last_block.finish(residual, readouts, context)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits `[B, T, vocabulary]`."""
+        """Return logits `[B, T, vocabulary]`."""
         return expected_logits(self.model.logits(self.hidden_states(ids)))
 
 
 class AutoEncoder(nn.Module):
-    """What all tokens were, from the stream at the last one alone: MAD's model of compression.
+    """Model that predicts all tokens from the last token's hidden state: MAD's model of compression.
 
-    At each position the decoder is given the last token's stream plus the position's sines and cosines.
+    The decoder's input at each position is the last hidden state plus a sinusoidal position embedding.
     """
 
     def __init__(self, vocabulary: int, shape: ModelShape, name: str, length: int) -> None:
@@ -128,34 +135,34 @@ class AutoEncoder(nn.Module):
         self.decoder = _decoder(vocabulary, shape)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits `[B, T, vocabulary]` of ids `[B, T]`, T as it was built for."""
+        """Return logits `[B, T, vocabulary]` for ids `[B, T]`; T is fixed at construction."""
         last = self.encoder.hidden_states(ids)[:, :, -1:]
         return expected_logits(self.decoder(last + self.positions))
 
 
 def build(vocabulary: int, shape: ModelShape, name: str, length: int, *, from_last: bool) -> TokenModel | AutoEncoder:
-    """A model for rows of `length` ids below `vocabulary`, freshly drawn by PyTorch's global generator.
+    """Build a model for rows of `length` ids below `vocabulary`, initialized by PyTorch's global generator.
 
     Args:
-        vocabulary: ids.
-        shape: all of the model but the layer.
-        name: of the layer, with options behind it or not, as `layers.layer` takes it.
-        length: of a row.
-        from_last: whether all targets are read from the last token.
+        vocabulary: number of ids.
+        shape: sizes of the model.
+        name: layer as `layers.parse_layer` takes it.
+        length: tokens per row.
+        from_last: whether all targets are predicted from the last token.
 
     Raises:
-        ArgumentError: no such layer, or its state cannot be sized as `shape` says.
+        ArgumentError: there is no such layer, or it does not support the state size of `shape`.
     """
     return AutoEncoder(vocabulary, shape, name, length) if from_last else TokenModel(vocabulary, shape, name)
 
 
 def expected_logits(logits: Tensor) -> Tensor:
-    """Logits `[...]` of the mean of the probabilities that logits `[S, ...]` stand for."""
+    """Return logits `[...]` of the mean over S of the probabilities of logits `[S, ...]`."""
     return logits[0] if len(logits) == 1 else logits.log_softmax(-1).logsumexp(0)
 
 
 def sinusoidal_positions(length: int, width: int) -> Tensor:
-    """`[length, width]`: sines, then cosines, of positions at `width / 2` frequencies from 1 down to 1 / 10,000."""
+    """Return sines and cosines of positions `[length, width]` at `width / 2` frequencies from 1 down to 1 / 10,000."""
     half = width // 2
     rates = torch.exp(-math.log(10_000) / max(half - 1, 1) * torch.arange(half))
     angles = torch.arange(length)[:, None] * rates
@@ -174,7 +181,7 @@ def _encoder(shape: ModelShape) -> nn.Module:
 
 
 def _decoder(vocabulary: int, shape: ModelShape) -> nn.Sequential:
-    """To logits, with a norm before each linear map, all of which begin as MAD's."""
+    """Return an MLP to logits with a norm before each linear map, initialized as MAD's."""
     widths = (shape.hidden_size, *shape.decoder)
     steps = [part for a, b in pairwise(widths) for part in (_norm(shape, a), nn.Linear(a, b), nn.GELU())]
     decoder = nn.Sequential(*steps, _norm(shape, widths[-1]), nn.Linear(widths[-1], vocabulary))
@@ -186,10 +193,10 @@ def _decoder(vocabulary: int, shape: ModelShape) -> nn.Sequential:
 
 
 def _scale(model: LanguageModel, depth: int) -> None:
-    """Zoology's initial values."""
+    """Initialize linear maps as Zoology does."""
     for name, part in model.named_modules():
         if isinstance(part, nn.Linear):
             writes = name.endswith("out_proj")
             nn.init.normal_(part.weight, std=EMBEDDING_STD / (math.sqrt(2 * depth) if writes else 1.0))
-            if part.bias is not None and not getattr(part.bias, "_no_reinit", False):  # Mamba's steps keep theirs
+            if part.bias is not None and not getattr(part.bias, "_no_reinit", False):  # keep Mamba's step bias
                 nn.init.zeros_(part.bias)

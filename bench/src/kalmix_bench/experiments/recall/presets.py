@@ -1,4 +1,4 @@
-"""What each benchmark runs: on a laptop, in small; and as the papers do."""
+"""Presets of the benchmarks: small ones for a laptop, and those of the papers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kalmix_bench.experiments.recall.protocol import Part, RecallCell, RecallPro
 
 @dataclass(frozen=True)
 class RecallStudy:
-    """A task as a benchmark asks it.
+    """Task with the models and protocols that a benchmark runs on it.
 
     Attributes:
         task: a name of `kalmix_bench.datasets.make`.
         parts: its rows.
-        shapes: of the models, each run by itself.
-        protocol: of training.
-        layers: that the comparison is about, where none are named; names, or names with options.
-        rates, decays: learning rates and weight decays of which all pairs are tried and the best counts; those of the
-            protocol alone if absent.
+        shapes: model shapes; each is run by itself.
+        protocol: training protocol.
+        layers: default layers, as names or names with options.
+        learning_rates, weight_decays: values of which all pairs are run, and the best pair counts; the protocol's value
+            if empty.
     """
 
     task: str
@@ -34,7 +34,7 @@ class RecallStudy:
     weight_decays: tuple[float, ...] = ()
 
     def make_cells(self, layers: Sequence[str], seeds: int) -> Iterator[RecallCell]:
-        """For these layers, or its own if there are none; seed by seed, so that all have some results early."""
+        """Yield cells of these layers, or of its own if there are none, seed by seed so that all have early results."""
         for seed in range(seeds):
             for shape in self.shapes:
                 for name in layers or self.layers:
@@ -42,12 +42,12 @@ class RecallStudy:
                         yield RecallCell(self.task, self.parts, name, shape, protocol, seed)
 
     def with_depths(self, depths: Sequence[int]) -> RecallStudy:
-        """Return the study with each of its models at each of these depths; itself if there are none."""
+        """Return the study with each of its shapes at each depth; the study itself if there are none."""
         shapes = (replace(shape, depth=depth) for depth in depths for shape in self.shapes)
         return replace(self, shapes=tuple(dict.fromkeys(shapes))) if depths else self
 
     def protocols(self) -> list[RecallProtocol]:
-        """The protocol at each rate and decay."""
+        """Return the protocol with each learning rate and weight decay."""
         rates, decays = (
             self.learning_rates or (self.protocol.learning_rate,),
             self.weight_decays or (self.protocol.weight_decay,),
@@ -57,9 +57,8 @@ class RecallStudy:
 
 RecallPreset = tuple[RecallStudy, ...]
 
-# Appendix G of Kalman Linear Attention; its KLA has a state of 2,048 floats at a width of 128. Inferences: the
-# encoder, an MLP 120 wide, stands before the block, the decoder (240, 120) behind it, in every task; and the best epoch
-# counts.
+# Appendix G of Kalman Linear Attention: KLA with a state of 2,048 elements, hidden size 128. Inferences: in every
+# task, the encoder (an MLP of 120) precedes the block and the decoder (240, 120) follows it; the best epoch counts.
 _G = RecallProtocol(
     epochs=750, batch_size=172, learning_rate=1e-3, patience=70, max_grad_norm=5.0, data_seed=12345, cuda_graph=True
 )
@@ -72,9 +71,8 @@ def _mad(name: str) -> RecallStudy:
     return RecallStudy(f"mad/{name}", (Part(256 if name == "memorization" else 12_800, 1280),), (_SINGLE,), _G, _RIVALS)
 
 
-# MAD's own code (athms/mad-lab), each task at its baseline and at every step of difficulty: two blocks of mixer and
-# SwiGLU. It asks for states of one size and does not say which; this is KLA's by itself. Its last word is the epoch of
-# the least test loss.
+# MAD's code (athms/mad-lab): each task at its baseline and at every step of difficulty, two blocks of mixer and SwiGLU.
+# It requires equal state sizes without specifying one; this is KLA's default. The epoch of the lowest test loss counts.
 _LAB = RecallProtocol(
     epochs=200,
     batch_size=128,
@@ -101,7 +99,7 @@ def _lab(name: str) -> Iterator[RecallStudy]:
         )
 
 
-# Figure 2 of Zoology (ICLR 2024). Its learning rates are a grid; it stops at 99%.
+# Figure 2 of Zoology (ICLR 2024): a grid of learning rates; training stops at 99%.
 _ZOOLOGY = RecallProtocol(
     epochs=64,
     batch_size=512,
@@ -124,7 +122,7 @@ def _figure_2(length: int, pairs: int, batch: int, widths: tuple[int, ...], laye
     return RecallStudy("mqar", (part,), shapes, replace(_ZOOLOGY, batch_size=batch), layers, _GRID)
 
 
-# Appendix F of Memory by Design. It leaves open the rate and the epochs; these are ours.
+# Appendix F of Memory by Design. It does not state learning rate and epochs; these are ours.
 _BAYES = RecallProtocol(
     epochs=16,
     batch_size=256,
@@ -140,7 +138,7 @@ _BAYESIAN = ("bayesian", "bayesian-no-conv", "gated-deltanet", "gated-deltanet-n
 
 
 def _updates() -> tuple[Part, ...]:
-    """Its grid, without what does not fit: 2 (D + U) tokens of pairs and 2 for each query, of N."""
+    """Return the settings of the paper's grid that fit: 2 (D + U) tokens of pairs and 2 per query, at most N."""
     sizes = [(n, d, d // part) for n in (64, 128) for d in (4, 16) for part in (1, 2, 4, 8) if d // part]
     return tuple(
         Part.of(100_000, 3000, input_seq_len=n, num_kv_pairs=d, num_updates=u)
@@ -151,7 +149,7 @@ def _updates() -> tuple[Part, ...]:
 
 _BLOCKS = tuple(Part.of(100_000, 3000, input_seq_len=128, num_kv_pairs=d, block_size=2) for d in (2, 4, 6, 8))
 
-# Appendix G.5 of Kalman Linear Attention, on what the word problem's own code trains on: all words of two elements
+# Appendix G.5 of Kalman Linear Attention, on the training rows of the word problem's code: all words of two elements
 # (3,600) and four fifths of those of length k.
 _WORDS = RecallProtocol(
     epochs=500,
@@ -171,8 +169,8 @@ def _words(task: str, k: int, depth: int) -> RecallStudy:
     return RecallStudy(task, parts, (shape,), _WORDS, ("kla", "kla-noise-free", "mamba2", "gated-deltanet"))
 
 
-# No paper trains for RULER alone: Memory by Design distils into a model of 340 million parameters, and asks that. Here
-# models learn the task from bytes, at one length, and are asked at others. All of it is ours.
+# No paper trains on RULER alone (Memory by Design distils a model of 340 million parameters and evaluates that). This
+# protocol is ours: models are trained on bytes at one length and tested at others.
 _NEEDLES = RecallProtocol(
     epochs=20,
     batch_size=32,
@@ -190,12 +188,10 @@ def _bytes(length: int, train: int, test: int) -> Part:
     return Part.of(train, test, max_seq_length=length, tokens_to_generate=16, words="builtin")
 
 
-# On a laptop: as small as still shows what the papers say; docs/benchmarks.md says what was tried.
+# Laptop: the smallest sizes that still show the papers' orderings.
 _SMALL = RecallProtocol(epochs=40, batch_size=32, learning_rate=3e-3, max_grad_norm=5.0, data_seed=12345)
 _NARROW = ModelShape(64, state_size=1024)
-_SLOTS = ModelShape(
-    64, state_size=256, decoder=(128, 128)
-)  # two a channel, so that a filter has few decays to choose from
+_SLOTS = ModelShape(64, state_size=256, decoder=(128, 128))  # two slots per channel, so that a filter has few decays
 
 BENCHES: dict[str, dict[str, RecallPreset]] = {
     "mad": {
@@ -239,7 +235,7 @@ BENCHES: dict[str, dict[str, RecallPreset]] = {
                 replace(_SMALL, epochs=10, batch_size=64, learning_rate=1e-2),
                 ("kalmanet-bare", "linear-attention"),
             ),
-            RecallStudy(  # some keys are written again and the others must be kept; where all are, no order is seen
+            RecallStudy(  # only some keys are updated: if all are, the layers do not differ
                 "mqar/update",
                 (Part.of(24_000, 256, vocab_size=256, input_seq_len=128, num_kv_pairs=16, num_updates=4),),
                 (replace(_TIED, state_size=2048, value_expansion=2.0, dropout=0.0),),
@@ -302,18 +298,18 @@ def make_cells(
     widths: Sequence[int] = (),
     depths: Sequence[int] = (),
 ) -> list[RecallCell]:
-    """Return the cells of those studies whose tasks were asked for.
+    """Return the cells of the studies whose tasks are selected.
 
     Args:
-        studies: of a preset.
-        tasks: names, with or without what stands before their slash; all if none.
-        layers: as `layers.layer` takes them; each study's own if none.
-        seeds: how many.
-        widths: those of the studies to keep; all if none.
-        depths: numbers of blocks, in place of the studies' own if any.
+        studies: studies of a preset.
+        tasks: task names, with or without the prefix before the slash; all if empty.
+        layers: layers as `layers.parse_layer` takes them; each study's own if empty.
+        seeds: number of seeds.
+        widths: hidden sizes to keep; all if empty.
+        depths: numbers of blocks that replace the studies' own; none if empty.
 
     Raises:
-        ArgumentError: a task or a width that no study asks, or no such layer.
+        ArgumentError: no study has the task or the hidden size, or there is no such layer.
     """
     known = {study.task: None for study in studies}
     short = {name.rpartition("/")[2]: name for name in known} | {name: name for name in known}

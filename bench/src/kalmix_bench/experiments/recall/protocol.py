@@ -1,4 +1,4 @@
-"""How a model learns and is judged, and the cells of a benchmark."""
+"""Training protocol and cell of a benchmark."""
 
 from __future__ import annotations
 
@@ -17,25 +17,29 @@ CHOICES = ("loss", "score", "last")
 
 @dataclass(frozen=True)
 class RecallProtocol:
-    """How a model learns.
+    """Training protocol.
 
     Attributes:
-        epochs: over the training rows, at most.
-        patience: epochs without a better score on the test rows after which it ends; none if absent.
-        enough: score at which it ends.
-        batch: rows a step.  shuffle: whether rows come in another order each epoch.
-        rate, decay, clip: AdamW's rate and weight decay, of all parameters alike; largest gradient norm, 0 for any.
-        betas: of AdamW.
-        schedule: the rate is "constant"; falls along a half "cosine", epoch by epoch, to `least`; or rises over
-            `warmup` steps and then falls so step by step.
-        bf16: whether under bfloat16 autocast.
-        chosen: the epoch whose scores are the result: that of the least "loss" on the test rows (MAD's code), of the
-            best "score" on them, or the "last". All three are kept.
-        validation: validation rows to draw in addition, of each part with test rows. They take the test rows' place in
-            `chosen`, `patience` and `enough`; 0 leaves these to the test rows, as the papers do.
-        data_seed: of the rows; of the cell if absent.
-        captured: on a GPU, compile forward and backward, record them once as a CUDA graph and replay it: the same up to
-            rounding, in fewer kernels that are launched at once. Half a minute before the first step.
+        epochs: largest number of passes over the training rows.
+        patience: epochs without a better score on the test rows after which training ends; `None` for no limit.
+        stop_score: score at which training ends.
+        batch_size: rows per step.
+        shuffle: whether the order of rows changes every epoch.
+        learning_rate, weight_decay: AdamW's, for all parameters.
+        max_grad_norm: largest gradient norm; 0 for no clipping.
+        betas: AdamW's.
+        schedule: of the learning rate: "constant"; "cosine", decreasing epoch by epoch along a half cosine to
+            `min_learning_rate`; or "warmup", rising over `warmup` steps and then decreasing along a half cosine by
+            steps.
+        bf16: whether to train under bfloat16 autocast.
+        select_epoch: epoch whose scores are the result: that of the lowest test "loss" (as MAD's code), of the best
+            test
+            "score", or the "last". All three are stored.
+        validation: number of additional validation rows per part with test rows. They replace the test rows in
+            `select_epoch`, `patience` and `stop_score`. 0 uses test rows, as the papers do.
+        data_seed: seed of the rows; the cell's seed by default.
+        cuda_graph: on a GPU, compile forward and backward and replay them as a CUDA graph. Results are equal up to
+            rounding; compilation takes about half a minute.
     """
 
     epochs: int
@@ -71,10 +75,10 @@ class RecallProtocol:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one setting: how many to learn from and how many to be judged on.
+    """Rows of one setting: numbers of training and test rows.
 
     Attributes:
-        settings: those that differ from the task's baseline, by name.
+        settings: settings that differ from the task's baseline, by name.
     """
 
     train: int
@@ -83,24 +87,24 @@ class Part:
 
     @classmethod
     def of(cls, train: int, test: int, **settings: Any) -> Part:
-        """With settings by their names."""
+        """Build a part with settings as keyword arguments."""
         return cls(train, test, tuple(sorted(settings.items())))
 
 
 @dataclass(frozen=True)
 class RecallCell:
-    """One layer on one task, for one seed: what is never run twice.
+    """One layer on one task with one seed.
 
     Attributes:
-        task: a name that `kalmix_bench.datasets.make` knows.
-        parts: the rows; a batch is of one part.
-        layer: a name, or a name and options, as `layers.layer` takes them; kept as `layers.layer_name` spells it.
-        shape: of the model.
-        protocol: of its training.
-        seed: of weights and order.
+        task: a name of `kalmix_bench.datasets.make`.
+        parts: the rows; a batch has rows of one part.
+        layer: layer as `layers.parse_layer` takes it, stored in the form of `layers.layer_name`.
+        shape: sizes of the model.
+        protocol: training protocol.
+        seed: seed of weights and of the order of rows.
 
     Raises:
-        ArgumentError: no such task, setting, layer or option, or the layer's state cannot be sized as `shape` says.
+        ArgumentError: there is no such task, setting, layer or option, or the layer does not support the state size.
     """
 
     task: str
@@ -116,7 +120,7 @@ class RecallCell:
         self.shape.layer_options(self.layer)
 
     def settings(self) -> list[Mapping[str, Any]]:
-        """All settings of each part, the baseline's where not given."""
+        """Return all settings of each part, baseline values included."""
         task = datasets.get_task(self.task)
         return [asdict(task.configure(**dict(part.settings))) for part in self.parts]
 
@@ -124,7 +128,7 @@ class RecallCell:
         return f"{self.task}  {self.layer}  {self.shape.hidden_size} x {self.shape.depth}  seed {self.seed}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its line in a file, without the results; older lines lack `validation`, and so do cells without it."""
+        """Return everything that defines the cell; without `validation` if it is 0, as in older rows."""
         parts = [
             {"train": part.train, "test": part.test, "settings": settings}
             for part, settings in zip(self.parts, self.settings(), strict=True)

@@ -1,4 +1,4 @@
-"""Accuracies that papers print, as `published.toml` lists them."""
+"""Accuracies printed in papers, from `published.toml`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kalmix_bench.runner.paper_claims import PublishedScore
 
 
 def published_score(task: str, layer: str) -> PublishedScore | None:
-    """Return the figures that papers print of a layer on a task, at their own sizes."""
+    """Return the accuracy that a paper prints for a layer on a task, at the paper's sizes; `None` if there is none."""
     for source in _sources():
         percent = source["accuracy"].get(layer, {}).get(task)
         if percent is not None:

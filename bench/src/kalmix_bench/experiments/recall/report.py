@@ -1,4 +1,4 @@
-"""Tables and pictures of benchmarks, what papers print beside what was found."""
+"""Tables and figures of the benchmarks, next to the scores that papers print."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.scores import Score
 
 KINDS = {"scores": "", "test_chosen_scores": ", chosen on test"}
-LAYER_COLUMNS = 24  # of a table, at least, for a layer with options, where it has as many
+LAYER_COLUMNS = 24  # smallest width of the column of layers, for names with options
 
 
 def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
-    """Print what rows of benchmarks say, and draw it; the files drawn."""
+    """Print a table per task and draw figures; return the files drawn."""
     found = summarize(rows)
     for _, group in groupby(found, lambda entry: (entry.task, entry.condition)):
         console.print(_table(list(group)))
@@ -32,7 +32,7 @@ def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Pa
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
-    """Every score of every layer that did not diverge."""
+    """Return every score of every layer that did not diverge."""
     found = []
     for entry in (entry for entry in summarize(rows) if entry.rows):
         first = entry.rows[0]
@@ -52,7 +52,7 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
 
 
 def _table(found: Sequence[LayerSummary]) -> Table:
-    """One task: a row a layer, width and depth."""
+    """Return the table of one task: a row per layer, hidden size and depth."""
     sound = [entry for entry in found if entry.rows]
     scores = list(sound[0].rows[0]["scores"]) if sound else []
     scores = [name for name in scores if name != "test_loss"]
@@ -94,7 +94,7 @@ def _table(found: Sequence[LayerSummary]) -> Table:
 
 
 def _pictures(found: Sequence[LayerSummary], output: Path) -> list[Path]:
-    """Draw how each task was learned; scores by width, depth, and length and load where there are several of them."""
+    """Draw learning curves of each task, and scores by hidden size, depth, length and load where these vary."""
     by_task = [(place, list(group)) for place, group in groupby(found, lambda entry: (entry.task, entry.condition))]
     learned, maps = [], {}
     sizes: dict[str, list[figures.Lines]] = {"hidden_size": [], "depth": []}
@@ -124,7 +124,7 @@ def _pictures(found: Sequence[LayerSummary], output: Path) -> list[Path]:
 
 
 def _named(entry: LayerSummary, group: Sequence[LayerSummary]) -> str:
-    """A layer, with its size where the group has several."""
+    """Return the layer's name, with its size if the group has several."""
     several = len({(other.hidden_size, other.depth) for other in group}) > 1
     return f"{entry.layer}, {entry.hidden_size} x {entry.depth}" if several else entry.layer
 
@@ -135,7 +135,7 @@ def _level(entry: LayerSummary) -> float:
 
 
 def _by_epoch(group: Sequence[LayerSummary], name: str, times: float = 1) -> dict[str, Any]:
-    """Means over seeds, `times` what they are, as far as all of them went."""
+    """Return means over seeds, multiplied by `times`, up to the epoch that all seeds reached."""
     curves = {}
     for entry in group:
         runs = [row["curves"][name] for row in entry.rows]

@@ -1,4 +1,4 @@
-"""`kalmix bench run`: the cells of a file on all GPUs, until they are finished or time is up."""
+"""Command `kalmix bench run`: run the cells of a file on all GPUs until they are finished or time is up."""
 
 from __future__ import annotations
 
@@ -24,22 +24,20 @@ UNFINISHED = 3  # exit status
 
 
 def run(
-    cells: Annotated[Path, typer.Argument(help="JSON lines, a cell each, as `kalmix bench mad --write` writes them.")],
+    cells: Annotated[Path, typer.Argument(help="Cell file (JSON lines), as `kalmix bench mad --write` writes it.")],
     devices: Annotated[
         str | None, typer.Option(help="all (GPUs), cpu, or some GPUs, such as 0,1. Default: all, or cpu without GPUs.")
     ] = None,
-    jobs_per_device: Annotated[int, typer.Option(help="Cells run at once on a device, a process each.")] = 1,
-    deadline: Annotated[
-        float | None, typer.Option(help="Seconds until it ends, finished or not. Default: none.")
-    ] = None,
+    jobs_per_device: Annotated[int, typer.Option(help="Cells to run at once per device, one process each.")] = 1,
+    deadline: Annotated[float | None, typer.Option(help="Seconds after which the command ends. Default: none.")] = None,
     output: Annotated[Path, typer.Option(help="Output folder; finished cells in it are skipped.")] = Path("runs/cells"),
 ) -> None:
-    """Run the cells of a file; the same command again resumes those that the deadline stopped.
+    """Run the cells of a file; the same command resumes cells that the deadline stopped.
 
-    Exit status: 0 if all cells are finished, 3 if the deadline ended it before, 1 if a cell failed.
+    Exit status: 0 if all cells are finished, 3 if the deadline came first, 1 if a cell failed.
     """
     began, console = time.monotonic(), Console(highlight=False)
-    asked = cell_file.read(cells, parse_cell)
+    wanted = cell_file.read(cells, parse_cell)
     gpus = options.gpus(devices)
     workers = gpus * options.count("jobs-per-device", jobs_per_device)
     seconds = math.inf if deadline is None else options.positive("deadline", deadline)
@@ -48,14 +46,14 @@ def run(
     results, device = Results(output / "results.jsonl"), torch.device("cuda" if any(gpus) else "cpu")
     with progress(console) as progress_factory:
         rows = scheduler.run(
-            Recall(), asked, results, device, progress_factory=progress_factory, worker_config=worker_config
+            Recall(), wanted, results, device, progress_factory=progress_factory, worker_config=worker_config
         )
     for cell, reason in (worker_config.failures or {}).items():
         Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"error: {cell}: {reason.strip()}")
-    if len(rows) == len(asked):
+    if len(rows) == len(wanted):
         for path in (results.path, *Recall().report_run(rows, results, output, console)):
             console.print(f"  {path}", soft_wrap=True)
         return
-    told = f"{len(rows)} of {len(asked)} cells are finished; the same command continues with the others"
-    console.print(told, soft_wrap=True)
+    message = f"{len(rows)} of {len(wanted)} cells are finished; the same command continues with the others"
+    console.print(message, soft_wrap=True)
     raise typer.Exit(1 if worker_config.failures else UNFINISHED)

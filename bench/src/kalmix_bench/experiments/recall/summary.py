@@ -1,4 +1,4 @@
-"""Rows of one layer on one task, put together over seeds."""
+"""Summary of results over seeds: one entry per layer, task and size."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kalmix_bench.runner.scores import Score
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer in one place of a comparison, all its seeds together.
+    """Results of one layer on one task at one size, over all seeds.
 
     Attributes:
-        task, layer, hidden_size, depth: where.
-        asked: what of the rows differs from the task's baseline, in words.
-        rows: a seed each, at the learning rate and weight decay that did best; diverged ones left out.
-        diverged: how many seeds of those did.
+        task, layer, hidden_size, depth: identity of the entry.
+        condition: settings that differ from the task's baseline, as text.
+        rows: one per seed, at the best learning rate and weight decay; without diverged ones.
+        diverged: number of seeds that diverged there.
     """
 
     task: str
@@ -34,25 +34,26 @@ class LayerSummary:
 
     @property
     def main_score(self) -> str:
-        """The score that its papers report."""
+        """Name of the score that the task's papers report."""
         return self.rows[0]["score"]
 
     def score(self, name: str, kind: str = "scores") -> Score | None:
-        """Return a score over seeds; `None` where all diverged.
+        """Return a score over seeds; `None` if all diverged.
 
         Args:
-            name: of the score.
-            kind: "scores"; or "test_chosen_scores" of the epoch that test rows choose, where validation rows chose.
+            name: name of the score.
+            kind: "scores"; or "test_chosen_scores", those of the epoch that test rows select when validation rows are
+                used.
         """
         return Score.of([row[kind][name] for row in self.rows]) if self.rows else None
 
     def mean_of(self, fact: str) -> float:
-        """Of a number that every row has."""
+        """Return the mean of a number that every row has."""
         return mean(row[fact] for row in self.rows)
 
 
 def summarize(rows: Iterable[Row]) -> list[LayerSummary]:
-    """Rows of benchmarks put together: tasks in the order in which they first come, and the layers of each."""
+    """Group rows of benchmarks by task and layer, in the order in which tasks first occur."""
     groups: dict[tuple[Any, ...], dict[tuple[float, float], list[Row]]] = {}
     for row in rows:
         protocol, shape = dict(row["protocol"]), row["shape"]
@@ -74,23 +75,23 @@ def _main(row: Row) -> float:
 
 
 def describe_condition(row: Row) -> str:
-    """What of a row's task differs from the baseline, in words."""
+    """Return the settings of a row that differ from the task's baseline, as text."""
     baseline, parts = asdict(datasets.get_task(row["task"]).baseline), row["parts"]
     values = {name: list(dict.fromkeys(part["settings"][name] for part in parts)) for name in parts[0]["settings"]}
-    told = [f"{n} {'/'.join(map(str, those))}" for n, those in values.items() if those != [baseline[n]]]
+    parts_text = [f"{n} {'/'.join(map(str, those))}" for n, those in values.items() if those != [baseline[n]]]
     rows, protocol = sum(part["train"] for part in parts), row["protocol"]
-    told.append(f"{rows} rows, {protocol['epochs']} times at most")
+    parts_text.append(f"{rows} rows, at most {protocol['epochs']} epochs")
     if protocol.get("validation"):
-        told.append(f"epoch chosen on {protocol['validation']} validation rows")
-    return ", ".join(told)
+        parts_text.append(f"epoch chosen on {protocol['validation']} validation rows")
+    return ", ".join(parts_text)
 
 
 class Slices(NamedTuple):
-    """Main scores of a layer, sliced.
+    """Main scores of a layer by length and by a second quantity.
 
     Attributes:
-        by: "pairs", or "depth" of the answer; empty for tasks that have no such thing.
-        scores: by length, and by how many pairs there are or in which part of a row the answer lies; over seeds.
+        by: the second quantity: "pairs", or "depth" of the answer; empty if the task has none.
+        scores: means over seeds by (length, value of the second quantity).
     """
 
     by: str
@@ -98,7 +99,7 @@ class Slices(NamedTuple):
 
 
 def slices(entry: LayerSummary, chosen: str = "score") -> Slices:
-    """Main scores by length and by what else the parts of a task differ in."""
+    """Return the main scores by length, and by pairs or depth."""
     by, found = "", {}
     for row in entry.rows:
         judged = [part["settings"] for part in row["parts"] if part["test"]]

@@ -1,4 +1,4 @@
-"""Training a model of a benchmark on the Hugging Face Trainer: thousands of small steps."""
+"""Training of a benchmark model with the Hugging Face Trainer, with little overhead per step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kalmix_bench.experiments.recall.evaluation_callback import EvaluationCallba
 from kalmix_bench.experiments.recall.protocol import RecallCell, RecallProtocol
 from kalmix_bench.runner.experiment import CellStopped, ProgressFn
 
-TOKENS = 1 << 18  # of test or validation rows that are judged at once
+TOKENS = 1 << 18  # tokens of test or validation rows per evaluation batch
 
 
 def learning_rate_factor(protocol: RecallProtocol, step: int, steps_per_epoch: int) -> float:
-    """The learning rate after so many steps, as a part of its peak."""
+    """Return the learning rate after `step` steps as a fraction of its peak."""
     steps = protocol.epochs * steps_per_epoch
     if protocol.schedule == "constant":
         return 1.0
@@ -43,15 +43,16 @@ def learning_rate_factor(protocol: RecallProtocol, step: int, steps_per_epoch: i
 
 
 def masked_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of the targets that are not -100, float32."""
+    """Return the float32 cross entropy of the targets that are not -100."""
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX)
 
 
 class CellTrainer(SafeTrainer):
-    """The Trainer with rows that lie on the device and steps that do no more than they must.
+    """Trainer with rows on the device and a minimal training step.
 
-    Its own `training_step` asks at every step what kind of run this is; on a device of our own, without
-    accumulation, a step is forward and backward.
+    The Trainer's own `training_step` supports many configurations. With rows on the device and no accumulation, a step
+    is
+    one forward and one backward pass.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class CellTrainer(SafeTrainer):
     ) -> None:
         protocol, self.cell, self.net, self.graphs, self.inputs = cell.protocol, cell, model, {}, {}
         self.batches = Batches(drawn, protocol.batch_size, shuffle=protocol.shuffle, seed=cell.seed, device=args.device)
-        self.total = torch.zeros((), device=args.device)  # of the losses of an epoch
+        self.total = torch.zeros((), device=args.device)  # sum of the losses of an epoch
         super().__init__(model=model, args=args, callbacks=[evaluation])
         self.remove_callback(PrinterCallback)
 
@@ -92,7 +93,7 @@ class CellTrainer(SafeTrainer):
         return self.lr_scheduler
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """The weights of a checkpoint, those that are shared once; the Trainer's way refuses them."""
+        """Store the weights of a checkpoint. Shared weights are stored once, which the Trainer does not support."""
         folder = Path(output_dir or self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         save_model(self.net, str(folder / "model.safetensors"))
@@ -114,7 +115,7 @@ class CellTrainer(SafeTrainer):
         return loss.detach()
 
     def _replay(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The same, compiled, as a CUDA graph, one for each shape of batch; gradients lie where they lay at first."""
+        """Run a compiled step as a CUDA graph, one per batch shape; gradients stay at their first addresses."""
         if inputs.shape not in self.graphs:
             self.graphs[inputs.shape] = self._capture(inputs.clone(), targets.clone())
         graph, given, wanted, loss, gradients = self.graphs[inputs.shape]
@@ -127,21 +128,21 @@ class CellTrainer(SafeTrainer):
 
     def _capture(self, inputs: Tensor, targets: Tensor) -> tuple[Any, ...]:
         if not self.graphs:
-            torch.compiler.reset()  # models of earlier cells count against how many are compiled
-        read, beside = torch.compile(self.net, dynamic=False), torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside), torch.random.fork_rng([self.args.device]):
-            for _ in range(3):  # compiles and allocates what there is to
-                self._step(read, inputs, targets)
+            torch.compiler.reset()  # graphs of earlier cells count towards the recompile limit
+        compiled, stream = torch.compile(self.net, dynamic=False), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.random.fork_rng([self.args.device]):
+            for _ in range(3):  # compile and allocate before the capture
+                self._step(compiled, inputs, targets)
                 self.net.zero_grad()
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            loss = self._step(read, inputs, targets)
+            loss = self._step(compiled, inputs, targets)
         return graph, inputs, targets, loss, [(x, x.grad) for x in self.net.parameters() if x.grad is not None]
 
     def predict_rows(self, rows: datasets.Rows) -> tuple[float, Any]:
-        """Return the mean loss of a scored token of `rows`, and the predicted ids, `[n, T]`."""
+        """Return the mean loss per scored token of `rows`, and the predicted ids, `[n, T]`."""
         inputs, targets = (torch.from_numpy(x).to(self.args.device) for x in (rows.inputs, rows.targets))
         losses, found = [], []
         self.net.eval()
@@ -172,22 +173,22 @@ def train_cell(
     on_progress: ProgressFn,
     checkpoints: Path | None = None,
 ) -> EvaluationCallback:
-    """Train `model` as `cell` says, from the newest intact checkpoint in `checkpoints` if there is one.
+    """Train `model` by the protocol of `cell`, resuming from the newest intact checkpoint in `checkpoints`.
 
     Args:
-        cell: what to do.
+        cell: cell to train.
         drawn: its rows.
-        model: freshly initialised, on `device`.
-        device: to train on.
-        on_progress: told of each epoch.
-        checkpoints: where a run that takes minutes saves itself; nowhere that lasts if absent.
+        model: freshly initialized model on `device`.
+        device: device to train on.
+        on_progress: receives the progress.
+        checkpoints: folder of checkpoints; a temporary one by default.
 
     Returns:
-        The judge, with curves and scores.
+        The evaluation callback, with curves and scores.
 
     Raises:
         NonFiniteError: the loss diverged.
-        Stopped: `on_progress` asked for it; the newest checkpoint is of this moment.
+        CellStopped: `on_progress` returned true; the newest checkpoint has the current state.
     """
     evaluation = EvaluationCallback(cell, drawn, on_progress)
     with _folder(checkpoints) as folder:
@@ -200,7 +201,7 @@ def train_cell(
 
 
 def training_arguments(cell: RecallCell, folder: Path, device: torch.device) -> TrainingArguments:
-    """What the Trainer is told."""
+    """Return the `TrainingArguments` of a cell."""
     return TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=cell.protocol.epochs,
@@ -210,7 +211,7 @@ def training_arguments(cell: RecallCell, folder: Path, device: torch.device) -> 
         save_strategy="no",
         save_total_limit=2,
         eval_strategy="no",
-        ignore_data_skip=True,  # `Batches` skips
+        ignore_data_skip=True,  # `Batches` skips them
         logging_strategy="no",
         logging_nan_inf_filter=False,
         remove_unused_columns=False,

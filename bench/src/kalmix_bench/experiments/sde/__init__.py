@@ -1,7 +1,7 @@
-"""Predicting linear stochastic differential equations (section 4.3 of Adaptive Filter Attention).
+"""Prediction of linear stochastic differential equations (section 4.3 of Adaptive Filter Attention).
 
-`models`, `trainer` and `protocol`: what learns, and how. `independence` and `calibration`: how far Adaptive Filter
-Attention is from the optimum with nothing learned, and what its variance is worth.
+`models`, `trainer` and `protocol` define the learned predictors. `independence` and `calibration` compare Adaptive
+Filter Attention without learning with the optimum, and test its variance.
 """
 
 from kalmix_bench.experiments.sde.protocol import PRESETS, REFERENCES, SdeCell, SdeProtocol

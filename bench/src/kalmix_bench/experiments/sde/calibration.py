@@ -1,4 +1,4 @@
-"""How often the truth is where Adaptive Filter Attention says, as it is and with its variance scaled to errors."""
+"""Coverage of the variance of Adaptive Filter Attention, unscaled and scaled to held-out errors."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from kalmix_bench.datasets.sde.scores import coverage, fit_scale
 from kalmix_bench.datasets.sde.systems import System, drift_from_eigenvalues
 from kalmix_bench.datasets.sde.trajectories import Sampling, Trajectories, splits
 
-MODE = -0.1 + 1j  # the paper's, but turning without shear, so that one complex channel is all of it
-UNWEIGHTED = 1e12  # nu: no residual makes a token count less
+MODE = -0.1 + 1j  # the paper's eigenvalue; without shear, one complex channel represents the state
+UNWEIGHTED = 1e12  # nu so large that residuals do not change weights
 
 
 def calibration(
     process_noise: float, obs_noise: float, seed: int = 0, trajectories: int = 200
 ) -> dict[str, list[float]]:
-    """Coverage of the state by intervals of each level of `LEVELS`, by whose they are; nothing is learned.
+    """Return the coverage of the state by intervals of each level of `LEVELS`, by method; nothing is learned.
 
-    The op knows decay, rotation and noises. Scales are fitted on trajectories of their own, as many as are tested: one
-    for all tokens, and one for each place in the sequence. "late" is the last quarter of the tokens.
+    The op has the true decay, rotation and noises. Scales are fitted on separate trajectories: one for all tokens, and
+    one
+    per position. "late" is the last quarter of the tokens.
+
+    Args:
+        process_noise, obs_noise: variances of the system.
+        seed: seed of the trajectories.
+        trajectories: number of trajectories for fitting, and of test trajectories.
     """
     system = System(drift_from_eigenvalues([MODE]), process_noise, obs_noise)
     given = splits(system, Sampling(), (1, trajectories, trajectories), seed)
@@ -41,7 +47,7 @@ def calibration(
 
 
 def estimate(system: System, seen: Trajectories) -> Gaussian:
-    """What `kalmix.ops.attend` makes of a system of one complex mode that it knows: mean, and what it claims for it."""
+    """Return mean and claimed variance of `kalmix.ops.attend` for a known system of one complex mode."""
 
     def head(*value: float) -> Tensor:
         return torch.tensor([*value], dtype=torch.float64)
@@ -64,6 +70,6 @@ def estimate(system: System, seen: Trajectories) -> Gaussian:
 
 
 def _missed(seen: Trajectories, believed: Gaussian) -> tuple[Tensor, Tensor]:
-    """Errors `[B, T, d]`, and the variance of a row `[B, T]`."""
+    """Return errors `[B, T, d]` and the variance of a component `[B, T]`."""
     assert seen.state is not None
     return believed.mean - seen.state, believed.covariance[..., 0, 0]

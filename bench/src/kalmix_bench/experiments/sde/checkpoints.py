@@ -1,4 +1,4 @@
-"""Weights that models of the experiment learned; they lie beside the results."""
+"""Weights of trained predictors, stored next to the results."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ from kalmix_bench.runner.cells import Results
 def weights(cell: SdeCell, results: Results) -> Path:
     """Return the path of the weights of a cell."""
     written = cell.to_dict()
-    told = json.dumps(
+    key = json.dumps(
         [{n: written[n] for n in ("setting", "model", "seed")}, written["data_source"], written["protocol"]]
     )
-    return results.path.parent / "weights" / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.pt"
+    return results.path.parent / "weights" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
 
 
 def load_predictor(cell: SdeCell, given: Splits, results: Results, device: torch.device) -> TrainedPredictor:
-    """Return a model that was run, with the weights that `results` keeps of it; `given` as its setting draws it.
+    """Return the trained predictor of a cell.
+
+    Args:
+        cell: cell to load.
+        given: trajectories that its setting draws.
+        results: results next to which the weights are stored.
+        device: device of the model.
 
     Raises:
         ArgumentError: the weights are damaged.

@@ -1,4 +1,4 @@
-"""Linear stochastic differential equations as an experiment: learn to predict, beside who knows the system."""
+"""Experiment that trains predictors of linear SDEs and compares them with filters that know the system."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from kalmix_bench.runner.paper_claims import Finding
 
 
 class Sde(Experiment[SdeCell]):
-    """Predicting linear stochastic differential equations (section 4.3 of Adaptive Filter Attention)."""
+    """Experiment on linear stochastic differential equations (section 4.3 of Adaptive Filter Attention)."""
 
     name = "sde"
     keys = frozenset(("setting", "model"))
     latest = ("setting", "protocol")
-    # In full it takes as long as all others together, and says more of the machine than of the layers.
+    # The full laptop preset takes as long as all other experiments together.
     laptop: ClassVar = {"settings": "figure-1b", "models": "afa,softmax", "epochs": 60}
 
     def commands(self) -> dict[str, Callable[..., None]]:
@@ -52,13 +52,13 @@ class Sde(Experiment[SdeCell]):
             found = setting.references(given.test)
             on_progress(1.0, _error(found["last"]["measurement"]))
             return [{"errors": found}]
-        made = train_predictor(
+        predictor = train_predictor(
             cell.model, given, protocol, cell.seed, device, lambda done, error: on_progress(done, _error(error))
         )
         with replace_file(weights(cell, results)) as partial_file:
-            torch.save(made.snapshots, partial_file)
-        missed = squared_errors(made.predict(given.test, protocol.batch_size), given.test)
-        return [{"errors": {cell.model: missed}, "validation": made.validation}]
+            torch.save(predictor.snapshots, partial_file)
+        missed = squared_errors(predictor.predict(given.test, protocol.batch_size), given.test)
+        return [{"errors": {cell.model: missed}, "validation": predictor.validation}]
 
     def is_complete(self, cell: SdeCell, results: Results) -> bool:
         return cell.model == REFERENCES or weights(cell, results).exists()
@@ -74,18 +74,16 @@ class Sde(Experiment[SdeCell]):
 
 
 def _command(
-    preset: Annotated[str, typer.Option(help="laptop: a minute a model and seed. paper: in full.")] = "laptop",
-    settings: Annotated[str, typer.Option(help="Noises and samplings, by name.")] = ",".join(SETTINGS),
-    models: Annotated[str, typer.Option(help="To train, by name.")] = ",".join(MODELS),
+    preset: Annotated[str, typer.Option(help="laptop: a minute per model and seed. paper: full size.")] = "laptop",
+    settings: Annotated[str, typer.Option(help="Settings (noises and samplings), by name.")] = ",".join(SETTINGS),
+    models: Annotated[str, typer.Option(help="Models to train, by name.")] = ",".join(MODELS),
     seeds: options.Seeds = 1,
-    epochs: Annotated[int | None, typer.Option(help="Of training; as the preset says if absent.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Training epochs. Default: the preset's.")] = None,
     jobs: options.Jobs = 1,
     device: options.Device = None,
-    output: Annotated[Path, typer.Option(help="For numbers and pictures; what it holds is not run again.")] = Path(
-        "runs/sde"
-    ),
+    output: Annotated[Path, typer.Option(help="Output folder; finished cells in it are skipped.")] = Path("runs/sde"),
 ) -> None:
-    """Linear SDEs (section 4.3 of Adaptive Filter Attention): the next measurement, learned and at best."""
+    """Train predictors of linear SDEs (section 4.3 of Adaptive Filter Attention); compare with Kalman filters."""
     wanted = options.names("settings", settings, tuple(SETTINGS))
     named = options.names("models", models, tuple(MODELS))
     protocol = options.preset(preset, PRESETS)

@@ -1,8 +1,8 @@
-"""What it costs Adaptive Filter Attention to weigh what it pulls forward as if it were independent.
+"""Error of Adaptive Filter Attention caused by treating propagated observations as independent.
 
-An observation pulled forward to time t by the dynamics carries the process noise since it was made, and so do all that
-were made before it: what they share is counted as often as there are observations. Without process noise there is
-nothing to share, and the estimate is that of a Kalman filter with a flat prior.
+An observation propagated to time t carries the process noise since its own time. Earlier observations carry this noise
+too, so it is counted several times. Without process noise the estimate equals that of a Kalman filter with a flat
+prior.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ class PooledVariances(NamedTuple):
     """Variances of the estimate at each token, `[T]` float64.
 
     Attributes:
-        claimed: 1 / sum of precisions, what the estimate is said to have.
+        claimed: 1 / sum of precisions, the variance that the estimate claims.
         actual: its mean squared error.
-        optimal: the least that any unbiased linear estimate has: that of a Kalman filter with a flat prior.
+        optimal: the lowest mean squared error of any unbiased linear estimate, that of a Kalman filter with a flat
+            prior.
     """
 
     claimed: Tensor
@@ -31,19 +32,21 @@ class PooledVariances(NamedTuple):
 
 
 def pooled_variances(system: System, times: Tensor) -> PooledVariances:
-    """The precision-weighted mean of all observations so far, pulled forward (section 2.2), of one real mode.
+    """Compute variances of the precision-weighted mean of all propagated observations (section 2.2), for one real mode.
 
-    Weights are 1 / V(t_i - t_j) with V the variance of an observation pulled forward; no robust weights. A complex mode
-    has the same ratios: its rotation is undone. Nothing is drawn: the estimate is linear, so its error is known.
+    Weights are 1 / V(t_i - t_j), with V the variance of a propagated observation, without robust weights. A complex
+    mode
+    has the same ratios, because its rotation is undone. The estimate is linear, so its error is computed without
+    sampling.
 
     Args:
-        system: of width 1.
+        system: system of dimension 1.
         times: `[T]`, non-decreasing.
 
     Complexity: O(T^3).
 
     Raises:
-        ArgumentError: the system has more than one row.
+        ArgumentError: the system has more than one dimension.
     """
     if system.dim != 1:
         raise ArgumentError("system", got=f"{system.dim} rows wide", expected="one mode")
@@ -52,7 +55,9 @@ def pooled_variances(system: System, times: Tensor) -> PooledVariances:
     for i in range(len(times)):
         matrix, covariance = (x[:, 0, 0] for x in system.transition(times[i] - times[: i + 1]))
         own = system.obs_noise * matrix.square()
-        shared = covariance[torch.maximum(token[: i + 1, None], token[: i + 1])]  # the noise since the later of two
+        shared = covariance[
+            torch.maximum(token[: i + 1, None], token[: i + 1])
+        ]  # noise shared since the later of two observations
         weights = 1 / (covariance + own)
         claimed = 1 / weights.sum()
         actual = claimed.square() * (weights @ shared @ weights + (weights.square() * own).sum())

@@ -1,7 +1,7 @@
-"""Models that learn to predict the next measurement.
+"""Models that predict the next measurement.
 
-A model sees measurements embedded in D channels, their times, and how long after each the next one is made, in mean
-intervals between measurements; token by token it gives that next one, in D channels.
+Inputs are measurements embedded in D channels, their times, and the time to the next measurement (in mean intervals).
+The output at each token is the next measurement in D channels.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from torch import Tensor, nn
 from kalmix.layers import AdaptiveFilterAttention, RadialTangentialAttention, RecurrentFilterAttention
 from kalmix.layers.trajectory_base import TrajectoryLayer
 
-PERIODS = (1.0, 1000.0)  # of the embedding of time, the shortest and the longest
+PERIODS = (1.0, 1000.0)  # shortest and longest period of the time embedding
 
 
 class Predictor(nn.Module):
-    """A model of this task. It takes `x` `[B, T, D]`, `times` and `ahead` `[B, T]`: when, and how long to the next."""
+    """Base class of the models. Inputs are `x` `[B, T, D]`, `times` `[B, T]`, and `ahead` `[B, T]`, the time to the
+    next token.
+    """
 
     @abstractmethod
     def forward(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
-        """What is measured next after each token, `[B, T, D]`."""
+        """Return the prediction of the next measurement at each token, `[B, T, D]`."""
 
     @abstractmethod
     def maps(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
-        """How much of each token (column) is in what is made at another (row), by layer, `[layers, B, T, T]`."""
+        """Return attention weights of each token (column) in each estimate (row), by layer, `[layers, B, T, T]`."""
 
 
 class SoftmaxAttention(Predictor):
-    """Layers of PyTorch's attention, each of the normed input and added to it; times are embedded and added first.
+    """Pre-norm residual layers of PyTorch's attention; an embedding of the times is added to the input.
 
     Args:
         width: D.
-        heads: of each layer.
-        layers: one or more.
+        heads: heads per layer.
+        layers: number of layers.
     """
 
     rates: Tensor
@@ -52,54 +54,54 @@ class SoftmaxAttention(Predictor):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
-        """What is measured next after each token, `[B, T, D]`."""
+        """Return the prediction of the next measurement at each token, `[B, T, D]`."""
         return self.out(self._attend(x, times, ahead, weights=False)[0])
 
     def maps(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
-        """Attention weights, a mean over heads, `[layers, B, T, T]`."""
+        """Return attention weights, averaged over heads, `[layers, B, T, T]`."""
         return torch.stack(self._attend(x, times, ahead, weights=True)[1])
 
     def _attend(self, x: Tensor, times: Tensor, ahead: Tensor, weights: bool) -> tuple[Tensor, list[Tensor]]:
         angle = torch.cat([when[..., None] * self.rates for when in (times, ahead)], -1)
         x = x + self.position(torch.cat([angle.sin(), angle.cos()], -1))
-        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         maps = []
         for norm, layer in zip(self.norms, self.layers, strict=True):
             y = norm(x)
-            found, seen = layer(y, y, y, attn_mask=later, is_causal=not weights, need_weights=weights)
-            x = x + found
-            maps.append(seen)
+            output, attention = layer(y, y, y, attn_mask=future, is_causal=not weights, need_weights=weights)
+            x = x + output
+            maps.append(attention)
         return x, maps
 
 
 class FilterPredictor(Predictor):
-    """One layer whose tokens are looks at a trajectory, told when they were seen."""
+    """Model of one filtering layer, which receives the times of the measurements."""
 
     def __init__(self, layer: TrajectoryLayer) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
-        """What is measured next after each token, `[B, T, D]`."""
+        """Return the prediction of the next measurement at each token, `[B, T, D]`."""
         return self.layer(x, times=times, horizon=ahead)[0]
 
     def maps(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
-        """What each token is in an estimate, a mean over heads, `[1, B, T, T]`; `[0, ...]` where that is no number."""
+        """Return attention weights, averaged over heads, `[1, B, T, T]`; `[0, ...]` if the layer's are not scalars."""
         maps = self.layer.attention_map(x, times)
         return x.new_zeros(0, *x.shape[:2], x.shape[1]) if maps is None else maps.mean(1)[None]
 
     def propagate(self, x: Tensor, times: Tensor, at: int) -> Tensor:
-        """What each token up to number `at` says, alone, of what is seen then, `[B, at + 1, D]`."""
+        """Return the estimate of measurement `at` from each token up to it alone, `[B, at + 1, D]`."""
         past = slice(at + 1)
         return self.layer.predict_from_token(x[:, past], times[:, at, None] - times[:, past])
 
 
 def _filtering(layer: Callable[..., TrajectoryLayer]) -> Callable[[int, int], Predictor]:
-    """As the paper has it: as many complex channels as the embedding has real ones."""
+    """Return a constructor with as many complex channels as the embedding has real ones, as in the paper."""
     return lambda width, heads: FilterPredictor(layer(width, heads=heads, head_dim=width // heads))
 
 
-MODELS: dict[str, Callable[[int, int], Predictor]] = {  # of D and the number of heads
+MODELS: dict[str, Callable[[int, int], Predictor]] = {  # functions of D and the number of heads
     "afa": _filtering(AdaptiveFilterAttention),
     "rt-afa": _filtering(RadialTangentialAttention),
     "recurrent-afa": _filtering(RecurrentFilterAttention),

@@ -1,4 +1,4 @@
-"""How models learn, presets of it, and the cells of the experiment."""
+"""Training protocol, presets and cells of the experiment."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from kalmix_bench.experiments.sde.models import MODELS
 
 @dataclass(frozen=True)
 class SdeProtocol:
-    """How a model learns, and on how much; the defaults are the paper's where it says (section 4.3).
+    """Training and data sizes; the defaults are the paper's where it states them (section 4.3).
 
     Attributes:
-        epochs: over the training trajectories.  batch: trajectories a step.
-        rate, clip: learning rate of Adam, falling to nothing along a half cosine; largest norm of the gradient.
-        channels, heads: D, in which measurements are embedded, and heads of a layer.
-        train, validation, test: trajectories; a real series has its own.
+        epochs: passes over the training trajectories.
+        batch_size: trajectories per step.
+        learning_rate: Adam's; decreases to 0 along a half cosine.
+        max_grad_norm: largest gradient norm.
+        channels: D, dimension of the embedded measurements.
+        heads: heads per layer.
+        train, validation, test: numbers of trajectories; a real series has its own.
 
     Raises:
-        ArgumentError: a number makes no sense.
+        ArgumentError: a number is out of range.
     """
 
     epochs: int = 300
@@ -43,21 +46,21 @@ class SdeProtocol:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Of the splits."""
+        """Numbers of training, validation and test trajectories."""
         return self.train, self.validation, self.test
 
 
 PRESETS = {"laptop": SdeProtocol(epochs=100, validation=32, test=128), "paper": SdeProtocol()}
 
-REFERENCES = "references"  # a cell's model that stands for all who learn nothing
+REFERENCES = "references"  # name in place of a model for all predictors that learn nothing
 
 
 @dataclass(frozen=True)
 class SdeCell:
-    """One model in one setting, for one seed: the unit that is never run twice.
+    """One model in one setting with one seed.
 
     Attributes:
-        model: of `MODELS`, or `REFERENCES`: all that learn nothing.
+        model: a key of `MODELS`, or `REFERENCES` for the predictors that learn nothing.
 
     Raises:
         ArgumentError: there is no such setting or model.
@@ -77,5 +80,5 @@ class SdeCell:
         return f"{self.setting}  {self.model}  seed {self.seed}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its line in a file, without the results."""
+        """Return everything that defines the cell."""
         return {**asdict(self), "data_source": SETTINGS[self.setting].to_dict()}

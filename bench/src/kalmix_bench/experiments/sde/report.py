@@ -1,4 +1,4 @@
-"""Tables (Markdown) and pictures of learning linear stochastic differential equations."""
+"""Tables and figures of the experiment on linear stochastic differential equations."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ from kalmix_bench.runner.cells import Results, Row
 from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.scores import Score
 
-REFERENCE = ("kalman", "structural")  # whose error others are divided by
-Errors = dict[str, dict[str, dict[int, float]]]  # by predictor, truth and seed
+REFERENCE = ("kalman", "structural")  # errors are divided by theirs
+Errors = dict[str, dict[str, dict[int, float]]]  # by predictor, target and seed
 
 
 def report_untrained(settings: Sequence[str], console: Console) -> None:
-    """What weighing observations as if they were independent costs, and what its variance is worth, by noises."""
+    """Print the error of attention with known parameters relative to the optimum, and its coverage, for each pair of
+    noises.
+    """
     named = [setting for setting in map(SETTINGS.get, settings) if isinstance(setting, SimulatedSetting)]
     noises = dict.fromkeys((setting.system.process_noise, setting.system.obs_noise) for setting in named)
     costs = _table("attention that knows the system, last of 102 tokens: mean squared error, over")
@@ -55,7 +57,7 @@ def report_untrained(settings: Sequence[str], console: Console) -> None:
 
 
 def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
-    """A table a setting, means over seeds with their standard deviations; and all of them in one picture."""
+    """Print a table per setting with means and standard deviations over seeds, and draw all in one figure."""
     drawn = {}
     for setting, found in _by_setting(rows).items():
         whose, over = _over_reference(found)
@@ -72,7 +74,7 @@ def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Pa
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
-    """Every predictor's error in the next measurement, over that of who knows the system."""
+    """Return every predictor's error of the next measurement relative to the reference."""
     found = []
     for setting, squared_errors in _by_setting(rows).items():
         whose, over = _over_reference(squared_errors)
@@ -83,7 +85,7 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
 
 
 def pictures(rows: Mapping[SdeCell, Row], results: Results, output: Path) -> list[Path]:
-    """Figures 1, 2 and 3 of one test trajectory a setting, by the models of the first seed; the files written."""
+    """Draw Figures 1, 2 and 3 of one test trajectory per setting, by the models of the first seed; return the files."""
     written, paths, clouds = [], {}, []
     for setting in dict.fromkeys(cell.setting for cell in rows):
         maps, times = {}, torch.zeros(0)
@@ -109,7 +111,7 @@ def pictures(rows: Mapping[SdeCell, Row], results: Results, output: Path) -> lis
 
 
 class _Example(NamedTuple):
-    """A model, the first test trajectory of its setting, and its tokens and their times as the model takes them."""
+    """A model, the first test trajectory of its setting, and that trajectory's tokens and times as model inputs."""
 
     load_predictor: TrainedPredictor
     seen: Trajectories
@@ -125,12 +127,12 @@ class _Example(NamedTuple):
 
     @torch.no_grad()
     def maps(self) -> torch.Tensor:
-        """By layer, `[layers, T - 1, T - 1]`."""
+        """Return attention weights by layer, `[layers, T - 1, T - 1]`."""
         return self.load_predictor.model.maps(self.tokens[:, :-1], self.times[:, :-1], self.times.diff(dim=1))[:, 0]
 
     @torch.no_grad()
     def clouds(self) -> list[figures.Clouds]:
-        """What a filter pulls forward to four times, at every stage of its learning that is kept."""
+        """Return propagated estimates at four times, for every stored stage of training."""
         model, stages = self.load_predictor.model, []
         if not isinstance(model, FilterPredictor) or self.seen.state is None:
             return stages
@@ -143,7 +145,7 @@ class _Example(NamedTuple):
 
 
 def _by_setting(rows: Sequence[Row]) -> dict[str, Errors]:
-    """Of the settings that have a reference."""
+    """Group errors by setting, for settings that have a reference."""
     settings: dict[str, Errors] = {}
     for row in rows:
         for name, truths in row["errors"].items():
@@ -154,7 +156,7 @@ def _by_setting(rows: Sequence[Row]) -> dict[str, Errors]:
 
 
 def _over_reference(found: Errors) -> tuple[str, dict[str, dict[int, float]]]:
-    """Who knows the system, and the others' errors in the next measurement over theirs, by seed."""
+    """Return the reference's name, and each predictor's error of the next measurement relative to it, by seed."""
     (whose,) = (name for name in REFERENCE if name in found)
     best, over = found[whose]["measurement"], {}
     for name, of in found.items():

@@ -1,4 +1,4 @@
-"""Learning to predict the next measurement."""
+"""Training of models that predict the next measurement."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kalmix_bench.datasets.sde.trajectories import Splits, Trajectories, embeddi
 from kalmix_bench.experiments.sde.models import MODELS, Predictor
 from kalmix_bench.experiments.sde.protocol import SdeProtocol
 
-ErrorCallback = Callable[[float, float], None]  # the part done, and the error of the last epoch
+ErrorCallback = Callable[[float, float], None]  # takes the fraction done and the error of the last epoch
 StateDict = dict[str, Tensor]
 
 
 class TrainedPredictor(NamedTuple):
-    """A model that has learned.
+    """Trained model.
 
     Attributes:
-        model: with the weights that did best in validation.
-        rows: `[d, D]` the embedding it learned in.
-        unit: of its times, the mean interval between measurements in training.
+        model: model with the weights of the best validation error.
+        rows: `[d, D]` embedding of the measurements.
+        time_unit: unit of its times, the mean interval between training measurements.
         validation: error of the next measurement after each epoch.
-        kept: weights by how many epochs there had been: before the first, after a tenth of them, and, last, the best.
+        snapshots: weights by number of epochs: before training, after a tenth of it, and the best.
     """
 
     model: Predictor
@@ -36,12 +36,12 @@ class TrainedPredictor(NamedTuple):
 
     @torch.no_grad()
     def predict(self, seen: Trajectories, batch: int) -> Tensor:
-        """The next measurement after each token but the last, `[B, T - 1, d]` float64 on the CPU."""
+        """Predict the next measurement after each token but the last, `[B, T - 1, d]` float64 on the CPU."""
         parts = self.batches(seen, torch.arange(len(seen.times)).split(batch))
         return torch.cat([_predict(self.model, x, at) @ self.rows.mT for x, at in parts]).double().cpu()
 
     def batches(self, seen: Trajectories, indices: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Tokens `[b, T, D]` and their times `[b, T]`, as the model takes them, of these trajectories."""
+        """Yield tokens `[b, T, D]` and times `[b, T]` of these trajectories as model inputs."""
         for index in indices:
             yield seen.measurements[index].to(self.rows) @ self.rows, (seen.times[index] / self.time_unit).to(self.rows)
 
@@ -49,7 +49,7 @@ class TrainedPredictor(NamedTuple):
 def init_predictor(
     name: str, given: Splits, protocol: SdeProtocol, seed: int, device: torch.device
 ) -> TrainedPredictor:
-    """A model as its seed draws it, that has learned nothing."""
+    """Return an untrained model, initialized from its seed."""
     rows = embedding(given.train.measurements.shape[-1], protocol.channels, seed).float().to(device)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -60,7 +60,7 @@ def init_predictor(
 def train_predictor(
     name: str, given: Splits, protocol: SdeProtocol, seed: int, device: torch.device, on_progress: ErrorCallback
 ) -> TrainedPredictor:
-    """Fit a model by Adam to the squared error of the next embedded measurement.
+    """Train a model with Adam on the squared error of the next embedded measurement.
 
     Raises:
         NonFiniteError: the loss diverged.
@@ -96,7 +96,7 @@ def train_predictor(
 
 
 def _predict(model: Predictor, x: Tensor, times: Tensor) -> Tensor:
-    """What follows each token but the last, `[b, T - 1, D]`."""
+    """Predict the token after each token but the last, `[b, T - 1, D]`."""
     return model(x[:, :-1], times[:, :-1], times.diff(dim=1))
 
 
