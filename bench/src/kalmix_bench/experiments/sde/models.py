@@ -20,16 +20,16 @@ PERIODS = (1.0, 1000.0)  # shortest and longest period of the time embedding
 
 
 class Predictor(nn.Module):
-    """Base class of the models. Inputs are `x` `[B, T, D]`, `times` `[B, T]`, and `ahead` `[B, T]`, the time to the
+    """Base class of the models. Inputs are `x` `[B, T, D]`, `times` `[B, T]`, and `horizon` `[B, T]`, the time to the
     next token.
     """
 
     @abstractmethod
-    def forward(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
+    def forward(self, x: Tensor, times: Tensor, horizon: Tensor) -> Tensor:
         """Return the prediction of the next measurement at each token, `[B, T, D]`."""
 
     @abstractmethod
-    def maps(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
+    def maps(self, x: Tensor, times: Tensor, horizon: Tensor) -> Tensor:
         """Return attention weights of each token (column) in each estimate (row), by layer, `[layers, B, T, T]`."""
 
 
@@ -53,16 +53,16 @@ class SoftmaxAttention(Predictor):
         self.layers = nn.ModuleList(nn.MultiheadAttention(width, heads, batch_first=True) for _ in range(layers))
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
+    def forward(self, x: Tensor, times: Tensor, horizon: Tensor) -> Tensor:
         """Return the prediction of the next measurement at each token, `[B, T, D]`."""
-        return self.out(self._attend(x, times, ahead, weights=False)[0])
+        return self.out(self._attend(x, times, horizon, weights=False)[0])
 
-    def maps(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
+    def maps(self, x: Tensor, times: Tensor, horizon: Tensor) -> Tensor:
         """Return attention weights, averaged over heads, `[layers, B, T, T]`."""
-        return torch.stack(self._attend(x, times, ahead, weights=True)[1])
+        return torch.stack(self._attend(x, times, horizon, weights=True)[1])
 
-    def _attend(self, x: Tensor, times: Tensor, ahead: Tensor, weights: bool) -> tuple[Tensor, list[Tensor]]:
-        angle = torch.cat([when[..., None] * self.rates for when in (times, ahead)], -1)
+    def _attend(self, x: Tensor, times: Tensor, horizon: Tensor, weights: bool) -> tuple[Tensor, list[Tensor]]:
+        angle = torch.cat([when[..., None] * self.rates for when in (times, horizon)], -1)
         x = x + self.position(torch.cat([angle.sin(), angle.cos()], -1))
         future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         maps = []
@@ -81,11 +81,11 @@ class FilterPredictor(Predictor):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
+    def forward(self, x: Tensor, times: Tensor, horizon: Tensor) -> Tensor:
         """Return the prediction of the next measurement at each token, `[B, T, D]`."""
-        return self.layer(x, times=times, horizon=ahead)[0]
+        return self.layer(x, times=times, horizon=horizon)[0]
 
-    def maps(self, x: Tensor, times: Tensor, ahead: Tensor) -> Tensor:
+    def maps(self, x: Tensor, times: Tensor, horizon: Tensor) -> Tensor:
         """Return attention weights, averaged over heads, `[1, B, T, T]`; `[0, ...]` if the layer's are not scalars."""
         maps = self.layer.attention_map(x, times)
         return x.new_zeros(0, *x.shape[:2], x.shape[1]) if maps is None else maps.mean(1)[None]
