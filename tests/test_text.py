@@ -105,7 +105,7 @@ def test_bits_per_byte_of_a_coin_toss_a_byte() -> None:
         (None, "does not exist"),
         (b"", "no text"),
         (b" \n\t", "no text"),
-        (b"\x89PNG\xff\xfe", "not UTF-8 at byte 0"),
+        (b"\x89PNG\xff\xfe", r"not UTF-8 \(byte 0\)"),
         (b"a\0b", "binary"),
         (b"x", "enough text"),
     ],
@@ -119,7 +119,7 @@ def test_a_text_that_will_not_do_is_named(tmp_path: Path, content: bytes | None,
 
 
 def test_an_empty_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="no files of text"):
+    with pytest.raises(ArgumentError, match="no text files"):
         text.load_corpus(tmp_path)
 
 

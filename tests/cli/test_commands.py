@@ -41,7 +41,7 @@ def test_train_says_that_a_run_was_stopped_before_its_first_checkpoint(
         told = kalmix(*resume)
         assert told.status == 0, told.errors
         (line,) = (line for line in told.errors.splitlines() if line.startswith("warning: "))
-        assert line.startswith(f"warning: the run in {output} was stopped before its first checkpoint: it starts again")
+        assert line.startswith(f"warning: the run in {output} was stopped before its first checkpoint, so it starts")
         assert f"`kalmix train --resume --output {output}`" in line
 
 

@@ -12,9 +12,9 @@ from .conftest import SMALL
 MISTAKES = [
     # command line, what it says
     ("train --text {missing}", "does not exist"),
-    ("train --text {empty}", "has no text"),
+    ("train --text {empty}", "contains no text"),
     ("train --text {binary}", "not UTF-8"),
-    ("train --text {folder}", "no files of text"),
+    ("train --text {folder}", "no text files"),
     ("train --text {short}", "number of tokens"),
     ("train --text {text} --layers klax", "'klax'"),
     ("train --text {text} --layers kla,,kla", "layers"),

@@ -144,12 +144,12 @@ def test_a_text_or_tokenizer_that_has_changed_is_refused(kalmix, text_file: Path
     before = (folder / "result.json").read_bytes()
     text.write_text(text_file.read_text() + "\n\nanother paragraph")
     told = kalmix("report", folder)
-    assert told.status == 2 and f"`text` is not what it was when '{folder}' was trained" in told.errors
+    assert told.status == 2 and f"`text` is not the same as when '{folder}' was trained" in told.errors
     shutil.copy(text_file, text)
     tokenizer = folder / "model" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("filter", "retlif") + "\n")
     told = kalmix("report", folder)
-    assert told.status == 2 and "`tokenizer` is not what it was" in told.errors
+    assert told.status == 2 and "`tokenizer` is not the same as" in told.errors
     (folder / "inputs.json").write_text("{")
     assert "inputs.json is damaged" in kalmix("report", folder).errors
     assert (folder / "result.json").read_bytes() == before

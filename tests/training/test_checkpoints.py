@@ -61,7 +61,7 @@ def test_a_damaged_file_makes_a_run_resume_from_the_checkpoint_before(
     content = file.read_bytes()
     half = len(content) // 2
     file.write_bytes(content[:half] + (b"" if how == "truncated" else bytes(len(content) - half)))
-    with pytest.warns(UserWarning, match=rf"passing over .*checkpoint-5: {name} is damaged"):
+    with pytest.warns(UserWarning, match=rf"skipping .*checkpoint-5: {name} is damaged"):
         path = newest_checkpoint(halted[1] / "checkpoints")
     assert path is not None and path.name == "checkpoint-4"
 
@@ -70,14 +70,14 @@ def test_a_damaged_file_makes_a_run_resume_from_the_checkpoint_before(
 def test_a_missing_file_is_refused(halted: tuple[Recipe, Path], name: str) -> None:
     recipe, folder = halted
     (folder / "checkpoints" / "checkpoint-5" / name).unlink()
-    with pytest.raises(ArgumentError, match=rf"checkpoint-5.*without {name}.*delete that folder"):
+    with pytest.raises(ArgumentError, match=rf"checkpoint-5.*lacks {name}.*Delete that folder"):
         train(recipe, folder, resume=True)
 
 
 def test_a_checkpoint_passed_over_does_not_outlive_the_next(halted: tuple[Recipe, Path]) -> None:
     recipe, folder = halted
     (folder / "checkpoints" / "checkpoint-5" / "optimizer.pt").write_bytes(b"")
-    with pytest.warns(UserWarning, match="passing over"):
+    with pytest.warns(UserWarning, match="skipping"):
         train(recipe, folder, resume=True, callbacks=[Kill(7)])
     assert [path.name for path in list_checkpoints(folder / "checkpoints")] == ["checkpoint-7", "checkpoint-5"]
     assert newest_checkpoint(folder / "checkpoints", processes=1) == folder / "checkpoints" / "checkpoint-7"
@@ -88,12 +88,12 @@ def test_a_changed_text_or_tokenizer_is_refused(halted: tuple[Recipe, Path]) -> 
     tokenizer = folder / "model" / "tokenizer.json"
     before = tokenizer.read_text()
     tokenizer.write_text(before.replace("\n", "\n ", 1))
-    with pytest.raises(ArgumentError, match=r"`tokenizer` is not what it was when .*checkpoint-5"):
+    with pytest.raises(ArgumentError, match=r"`tokenizer` is not the same as when .*checkpoint-5"):
         train(recipe, folder, resume=True)
     tokenizer.write_text(before)
     with Path(str(recipe.text)).open("a") as file:
         file.write("\n\nand more")
-    with pytest.raises(ArgumentError, match=r"`text` is not what it was when .*checkpoint-5"):
+    with pytest.raises(ArgumentError, match=r"`text` is not the same as when .*checkpoint-5"):
         train(recipe, folder, resume=True)
 
 

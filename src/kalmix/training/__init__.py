@@ -1,4 +1,4 @@
-"""Training on the Hugging Face Trainer: recipes, the runner, and what a trained model is judged by."""
+"""Training of language models with the Hugging Face Trainer: recipes, data, runs, checkpoints and evaluation."""
 
 from kalmix.training.recipe import Recipe, parse_layers
 

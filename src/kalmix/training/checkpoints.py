@@ -1,6 +1,6 @@
-"""Checkpoints: which are there, whether they are intact, and which one a run resumes from.
+"""Checkpoints of a run: list them, check that they are intact, and choose the one to resume from.
 
-A checkpoint has a manifest: size and CRC-32 of every file, and digests of the data that its run reads.
+A checkpoint has a manifest with the size and CRC-32 of every file, and digests of the data that its run reads.
 """
 
 from __future__ import annotations
@@ -16,50 +16,56 @@ from kalmix.files import FORMAT, check_format, read_json, write_text
 
 MANIFEST_FILE = "manifest.json"
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)$")
-_READ_SIZE = 1 << 24  # bytes read at once
+_READ_SIZE = 1 << 24  # bytes
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, newest first, complete or not."""
+    """Return the checkpoints in a folder, newest first, complete or not."""
     paths = (path for path in folder.glob("checkpoint-*") if _CHECKPOINT_NAME.search(path.name))
     return sorted(paths, key=checkpoint_step, reverse=True)
 
 
 def newest_checkpoint(folder: Path, *, processes: int = 1) -> Path | None:
-    """Return the newest intact checkpoint of `folder`; None if there is none.
+    """Return the newest intact checkpoint in a folder; `None` if there is none.
 
-    Pass over unfinished and damaged ones with a warning.
+    Unfinished and damaged checkpoints are skipped with a warning.
 
     Args:
-        folder: of checkpoints.
-        processes: that will train; as many as saved it.
+        folder: folder of checkpoints.
+        processes: number of processes that will train; must equal the number that saved the checkpoint.
 
     Raises:
-        ArgumentError: a checkpoint lacks a file that it had, belongs to another number of processes, or was written by
-            a newer version.
+        ArgumentError: a checkpoint lacks one of its files, or another number of processes saved it.
+        FormatError: a newer version of kalmix wrote a checkpoint.
     """
     for path in list_checkpoints(folder):
         damage = _find_damage(path, processes)
         if damage is None:
             return path
-        warnings.warn(f"passing over {path}: {damage}", stacklevel=2)
+        warnings.warn(f"skipping {path}: {damage}", stacklevel=2)
     return None
 
 
 def read_input_digests(checkpoint: Path) -> dict[str, str]:
-    """Return the digests of the data that a checkpoint's run had read."""
+    """Return the digests of the data that the run of a checkpoint had read."""
     return read_json(checkpoint / MANIFEST_FILE)["inputs"]
 
 
 def checkpoint_step(path: Path) -> int:
-    """Return the step of a checkpoint."""
+    """Return the training step of a checkpoint, from the name of its folder."""
     match = _CHECKPOINT_NAME.search(path.name)
     assert match is not None
     return int(match[1])
 
 
 def write_manifest(checkpoint: Path, processes: int, inputs: dict[str, str]) -> None:
-    """Complete a checkpoint by its manifest."""
+    """Write the manifest of a checkpoint, its last file.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        processes: number of processes that saved it.
+        inputs: digests of the data of its run.
+    """
     files = {path.relative_to(checkpoint).as_posix(): _fingerprint(path) for path in _files(checkpoint)}
     written = {"format": FORMAT, "processes": processes, "inputs": inputs, "files": files}
     write_text(checkpoint / MANIFEST_FILE, json.dumps(written, indent=1) + "\n")
@@ -70,7 +76,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _fingerprint(path: Path) -> list[int]:
-    """Return a file's size and CRC-32."""
+    """Return the size and the CRC-32 of a file."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(_READ_SIZE):
@@ -79,10 +85,10 @@ def _fingerprint(path: Path) -> list[int]:
 
 
 def _find_damage(checkpoint: Path, processes: int) -> str | None:
-    """Return what is damaged in a checkpoint, or None.
+    """Return a description of the damage to a checkpoint; `None` if it is intact.
 
     Raises:
-        ArgumentError: as `newest_checkpoint` does.
+        ArgumentError, FormatError: as `newest_checkpoint`.
     """
     if not (checkpoint / MANIFEST_FILE).exists():
         return f"it is unfinished ({MANIFEST_FILE} is missing)"
@@ -97,10 +103,11 @@ def _find_damage(checkpoint: Path, processes: int) -> str | None:
         return f"{MANIFEST_FILE} is damaged ({error})"
     missing = [name for name in files if not (checkpoint / name).is_file()]
     if missing:
-        expected = "complete; delete that folder to resume from an earlier checkpoint"
-        raise ArgumentError("checkpoint", got=f"{str(checkpoint)!r}, without {', '.join(missing)}", expected=expected)
+        got = f"{str(checkpoint)!r}, which lacks {', '.join(missing)}"
+        hint = "Delete that folder to resume from an earlier checkpoint"
+        raise ArgumentError("checkpoint", got=got, expected="a complete checkpoint", hint=hint)
     if saved_processes != processes:
-        expected = f"{saved_processes}, as when {str(checkpoint)!r} was saved"
+        expected = f"{saved_processes}, the number that saved {str(checkpoint)!r}"
         raise ArgumentError("processes", got=processes, expected=expected)
     damaged = [name for name, fingerprint in files.items() if _fingerprint(checkpoint / name) != fingerprint]
     return f"{', '.join(damaged)} {'is' if len(damaged) == 1 else 'are'} damaged" if damaged else None

@@ -1,6 +1,6 @@
-"""Corpora and tokenizers: any UTF-8 text to train on, and the one that is found on every machine.
+"""Text to train on, its split into training and held-out documents, and byte-level tokenizers.
 
-A corpus is split by document before anything looks at it: tokenizers and models see `training` only.
+The split comes first: tokenizers and models see only the training documents.
 """
 
 from __future__ import annotations
@@ -37,52 +37,71 @@ _EXPECTED = "a UTF-8 text file, or a folder of them"
 
 
 class Corpus(NamedTuple):
-    """Documents to learn from and held-out documents, sharing no paragraph of 64 characters or more."""
+    """Documents to train on and documents to evaluate on. They share no paragraph of 64 characters or more.
+
+    Attributes:
+        training: training documents.
+        held_out: held-out documents.
+    """
 
     training: tuple[str, ...]
     held_out: tuple[str, ...]
 
     @property
     def held_out_text(self) -> str:
-        """The held-out documents as one text: what is compressed, and what bits per byte are counted over."""
+        """All held-out documents as one text, joined by blank lines."""
         return "\n\n".join(self.held_out)
 
 
 def load_corpus(path: str | os.PathLike[str] | None = None, *, held_out: float = 0.06) -> Corpus:
-    """The corpus at `path` (a file or a folder), or the documentation of this Python installation.
+    """Load text and split it into training and held-out documents.
 
     Args:
-        path: a UTF-8 text file, or a folder whose files with a suffix of `TEXT_SUFFIXES` are read, subfolders too.
-        held_out: the part of the bytes to hold out, between 0 and 1.
+        path: UTF-8 text file, or folder whose files with a suffix in `TEXT_SUFFIXES` are read, subfolders included.
+            Default: the documentation of this Python installation.
+        held_out: fraction of the bytes to hold out, between 0 and 1.
 
     Raises:
-        ArgumentError: `path` is missing, unreadable, empty or not UTF-8; or the text is too short to split.
+        ArgumentError: `path` is missing, unreadable, empty or not UTF-8, or the text is too short to split.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from kalmix.training.corpus import load_corpus
+        >>> for n in range(20):
+        ...     _ = Path(f"{n}.txt").write_text(f"Document {n}: " + "a filter is a recurrence. " * 9)
+        >>> corpus = load_corpus(".", held_out=0.1)
+        >>> len(corpus.training), len(corpus.held_out)
+        (18, 2)
     """
     if not 0 < held_out < 1:
-        raise ArgumentError("held_out", got=held_out, expected="between 0 and 1")
+        raise ArgumentError("held_out", got=held_out, expected="a fraction between 0 and 1")
     return split_documents(python_documentation() if path is None else read_documents(Path(path)), held_out)
 
 
 def read_documents(path: Path) -> dict[str, str]:
-    """The documents of a file or folder, name to text, in the order of their names; empty ones are left out."""
+    """Return the documents in a file or folder: name to text, sorted by name. Empty documents are left out.
+
+    Raises:
+        ArgumentError: as `load_corpus`.
+    """
     if path.is_dir():
         files = sorted(path / name for name in _walk(path))
     elif path.is_file():
         files = [path]
-    elif path.exists():  # a FIFO or a device may never end
+    elif path.exists():  # reading a FIFO or a device may never end
         raise ArgumentError("text", got=f"{str(path)!r}, which is not a regular file", expected=_EXPECTED)
     else:
         raise ArgumentError("text", got=f"{str(path)!r}, which does not exist", expected=_EXPECTED)
     documents = {file.relative_to(path).as_posix(): _decode(file) for file in files}
     documents = {name: text for name, text in documents.items() if text.strip()}
     if not documents:
-        problem = "has no text in it" if files else "has no files of text"
+        problem = "contains no text" if files else "contains no text files"
         raise ArgumentError("text", got=f"{str(path)!r}, which {problem}", expected=_EXPECTED)
     return documents
 
 
 def _walk(folder: Path) -> Iterator[str]:
-    """Yield the paths, within `folder`, of regular files with a suffix of `TEXT_SUFFIXES`; hidden ones are left out."""
+    """Yield paths relative to `folder` of its regular files with a suffix in `TEXT_SUFFIXES`, without hidden ones."""
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not _HIDDEN.match(name)]
         relative = Path(root).relative_to(folder)
@@ -97,21 +116,24 @@ def _decode(file: Path) -> str:
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise ArgumentError(
-            "text", got=f"{str(file)!r}, which cannot be read ({error.strerror})", expected=_EXPECTED
-        ) from None
+        got = f"{str(file)!r}, which cannot be read ({error.strerror})"
+        raise ArgumentError("text", got=got, expected=_EXPECTED) from None
     except UnicodeDecodeError as error:
-        raise ArgumentError("text", got=f"{str(file)!r}, not UTF-8 at byte {error.start}", expected=_EXPECTED) from None
+        got = f"{str(file)!r}, which is not UTF-8 (byte {error.start})"
+        raise ArgumentError("text", got=got, expected=_EXPECTED) from None
     if "\0" in text:
         raise ArgumentError("text", got=f"{str(file)!r}, which is binary", expected=_EXPECTED)
     return text
 
 
 def python_documentation() -> dict[str, str]:
-    """The language reference that `help()` prints, and the docstrings of the standard library's modules.
+    """Return the documentation of this Python installation: topics of `help()`, and docstrings of the standard library.
 
-    About two megabytes of English and code on every machine with Python. The reference is missing from some
-    installations; the docstrings alone are enough.
+    This is about 2 MB of English text and code. Some installations lack the topics; then only the docstrings are
+    returned.
+
+    Raises:
+        ArgumentError: the installation has no documentation.
     """
     documents: dict[str, str] = {}
     with suppress(ImportError):
@@ -125,17 +147,18 @@ def python_documentation() -> dict[str, str]:
             if len(text) >= 200:
                 documents[name] = text
     if not documents:
-        raise ArgumentError("text", got="absent, and this Python has no documentation to train on", expected=_EXPECTED)
+        problem = "is missing, and this Python installation has no documentation to train on"
+        raise ArgumentError("text", problem=problem, expected=_EXPECTED)
     return documents
 
 
 def _docstrings(file: Path) -> str:
-    """The docstrings of a module, in the order of the source."""
+    """Return all docstrings in a Python file, in the order of the source."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # a template or a file of tests for the parser: not documentation
+    except (OSError, SyntaxError, ValueError):  # a template, or a test of the parser
         return ""
     docstrings: list[str] = []
 
@@ -146,16 +169,23 @@ def _docstrings(file: Path) -> str:
                 visit(child)
 
     visit(tree)
-    # Escapes can make lone surrogates, which no UTF-8 text holds.
+    # Escapes can produce lone surrogates, which UTF-8 cannot encode.
     return "\n\n".join(filter(None, docstrings)).encode(errors="replace").decode()
 
 
 def split_documents(documents: Mapping[str, str], held_out: float) -> Corpus:
     """Hold out whole documents, chosen by a hash of their names, up to about `held_out` of all bytes.
 
-    Where no choice of documents comes near (a single file), the end of the longest is held out, cut between two
-    paragraphs. Paragraphs that the held-out text shares with the rest are then taken out of the training text,
-    so that no text is scored that was learned by heart.
+    If no choice comes close, as with a single file, also hold out the end of the longest document, cut between two
+    paragraphs. Paragraphs that also occur in the held-out text are removed from the training text, so that the model is
+    not scored on text that it was trained on.
+
+    Args:
+        documents: name to text.
+        held_out: fraction of the bytes to hold out.
+
+    Raises:
+        ArgumentError: the text is too short to split.
     """
     size = {name: len(text.encode()) for name, text in documents.items()}
     target = max(1, round(held_out * sum(size.values())))
@@ -182,13 +212,13 @@ def split_documents(documents: Mapping[str, str], held_out: float) -> Corpus:
 
 
 def _split_tail(text: str, tail: int) -> tuple[str, str]:
-    """Cut off about `tail` characters at the end: between paragraphs if possible, else lines, else anywhere."""
-    at = max(1, len(text) - tail)
+    """Cut off about `tail` characters at the end: between two paragraphs if possible, else lines, else anywhere."""
+    position = max(1, len(text) - tail)
     for separator in ("\n\n", "\n"):
-        found = text.rfind(separator, at // 2, at)
+        found = text.rfind(separator, position // 2, position)
         if found > 0:
             return text[:found], text[found:].lstrip("\n")
-    return text[:at], text[at:]
+    return text[:position], text[position:]
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -196,32 +226,41 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _paragraph_keys(paragraphs: Iterable[str]) -> list[str]:
-    """What makes two paragraphs the same: their words; short ones are no more than phrases and never the same."""
+    """Return keys that are equal for paragraphs with the same words.
+
+    Paragraphs under 64 characters have no key: they are common phrases, not copied text.
+    """
     words = (" ".join(paragraph.split()) for paragraph in paragraphs)
     return [text for text in words if len(text) >= 64]
 
 
 def _remove_paragraphs(text: str, keys: set[str]) -> str:
-    return "\n\n".join(part for part in _paragraphs(text) if " ".join(part.split()) not in keys)
+    return "\n\n".join(paragraph for paragraph in _paragraphs(text) if " ".join(paragraph.split()) not in keys)
 
 
 def train_tokenizer(texts: Iterable[str], kind: str = "bpe", *, vocab_size: int = 2048) -> Tokenizer:
-    """A lossless byte-level tokenizer with the one special token `END_OF_TEXT`.
+    """Train a lossless byte-level tokenizer with one special token, `END_OF_TEXT` (id 0).
 
     Args:
-        texts: what to learn merges from.
-        kind: "bpe" (byte-pair encoding), or "bytes" (no merges: a token a byte).
-        vocab_size: how many tokens at most, `END_OF_TEXT` and the 256 bytes among them; for "bpe" only.
+        texts: texts to learn merges from.
+        kind: "bpe" (byte-pair encoding), or "bytes" (one token per byte).
+        vocab_size: largest vocabulary of "bpe", at least 257: 256 bytes and `END_OF_TEXT`.
 
     Raises:
-        ArgumentError: an unknown kind, or a vocabulary smaller than 257.
+        ArgumentError: `kind` is unknown, or `vocab_size` below 257.
+
+    Example:
+        >>> from kalmix.training.corpus import train_tokenizer
+        >>> tokenizer = train_tokenizer([], "bytes")
+        >>> tokenizer.get_vocab_size(), len(tokenizer.encode("filter").ids)
+        (257, 6)
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if kind not in ("bpe", "bytes"):
         raise ArgumentError("tokenizer", got=repr(kind), expected="'bpe' or 'bytes'")
     if vocab_size < 257:
-        raise ArgumentError("vocab_size", got=vocab_size, expected="at least 257 (256 bytes and the end of a document)")
+        raise ArgumentError("vocab_size", got=vocab_size, expected="at least 257 (256 bytes and the end of a text)")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -236,5 +275,10 @@ def train_tokenizer(texts: Iterable[str], kind: str = "bpe", *, vocab_size: int 
 
 
 def nats_to_bits_per_byte(nats: float, text: str) -> float:
-    """What `nats`, the negative log-likelihood of all of `text`, comes to in bits a byte, whatever the tokens."""
+    """Convert a negative log-likelihood to bits per byte, which compare across tokenizers.
+
+    Args:
+        nats: negative log-likelihood of all of `text`.
+        text: the text.
+    """
     return nats / (math.log(2) * len(text.encode()))

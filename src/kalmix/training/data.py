@@ -1,4 +1,4 @@
-"""Text as blocks of tokens, and a tokenizer as transformers knows it."""
+"""Datasets of token sequences, and tokenizers for transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ from kalmix.training.corpus import END_OF_TEXT
 
 
 def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The same tokenizer with `save_pretrained`, for `AutoTokenizer`; texts and prompts begin after `END_OF_TEXT`."""
+    """Wrap a tokenizer for transformers, so that it has `save_pretrained` and `AutoTokenizer` can load it.
+
+    Args:
+        tokenizer: as `train_tokenizer` returns it. Its `END_OF_TEXT` begins, ends and pads texts.
+    """
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -33,7 +37,7 @@ def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Return the tokenizer that `wrap_tokenizer` made and a run saved to `folder`, from its tokenizer.json alone.
+    """Return the tokenizer in a run's model folder, from tokenizer.json alone.
 
     Raises:
         ArgumentError: the file is missing or damaged, or kalmix did not write it.
@@ -46,46 +50,56 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         except Exception as error:  # it raises no other class
             raise FileError(f"{path.name} is damaged ({error})") from None
         if tokenizer.token_to_id(END_OF_TEXT) is None:
-            raise FileError(f"{path.name} is without the token {END_OF_TEXT}")
+            raise FileError(f"{path.name} lacks the token {END_OF_TEXT}")
     except FileError as error:
-        got = f"of {str(folder)!r}, where {error}"
-        raise ArgumentError("tokenizer", got=got, expected="one that `kalmix train` wrote") from None
+        problem = f"in {str(folder)!r} cannot be read: {error}"
+        raise ArgumentError("tokenizer", problem=problem, expected="files that `kalmix train` wrote") from None
     return wrap_tokenizer(tokenizer)
 
 
 def end_of_text_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The id of `END_OF_TEXT`."""
+    """Return the id of `END_OF_TEXT`.
+
+    Raises:
+        ArgumentError: the tokenizer does not have that token.
+    """
     end = tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT)
     if end is None:
-        raise ArgumentError("tokenizer", got=f"without the token {END_OF_TEXT}", expected="one that kalmix trained")
+        raise ArgumentError("tokenizer", problem=f"lacks the token {END_OF_TEXT}", expected="one that kalmix trained")
     return end
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerFast, documents: Sequence[str]) -> Tensor:
-    """Documents laid end to end, each after the mark `END_OF_TEXT`: int64 `[n]`."""
+    """Return the tokens of all documents, each preceded by `END_OF_TEXT`: int64 `[n]`."""
     end = end_of_text_id(tokenizer)
     encoded = tokenizer(list(documents), add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return torch.tensor([token for ids in encoded for token in (end, *ids)])
 
 
 class SequenceDataset(Dataset[dict[str, Tensor]]):
-    """A stream cut into blocks of equal length; what is left over at the end is dropped.
+    """Dataset of consecutive token sequences of equal length. Tokens left over at the end are dropped.
 
-    A block may hold the end of one document and the start of the next: the mark between them is all that tells the
-    model. With `separate_documents`, position ids start over at each mark, and a model that filters sequences apart
-    does.
+    A sequence may contain the end of one document and the start of the next, separated by an end-of-text token. With
+    `separate_documents`, items have `position_ids` that start anew at each document, so that models of kalmix reset
+    their state there.
+
+    Args:
+        ids: int64 `[n]`, tokens of all documents.
+        seq_len: tokens per sequence.
+        end_id: id of the token that begins a document.
+        separate_documents: add `position_ids`.
+
+    Raises:
+        ArgumentError: there are fewer than `seq_len` tokens.
+
+    Example:
+        >>> from kalmix.training.data import SequenceDataset
+        >>> dataset = SequenceDataset(torch.tensor([0, 5, 6, 0, 7, 8, 9]), 3, end_id=0, separate_documents=True)
+        >>> len(dataset), dataset[1]["input_ids"], dataset[1]["position_ids"]
+        (2, tensor([0, 7, 8]), tensor([0, 1, 2]))
     """
 
     def __init__(self, ids: Tensor, seq_len: int, *, end_id: int, separate_documents: bool = False) -> None:
-        """Args:
-            ids: int64 `[n]`.
-            seq_len: tokens a block.
-            end_id: the mark that begins a document.
-            separate_documents: whether to give position ids.
-
-        Raises:
-            ArgumentError: the stream is shorter than one block.
-        """
         count = len(ids) // seq_len
         if count == 0:
             expected = f"at most {len(ids)}, the number of tokens in the text"
@@ -102,6 +116,6 @@ class SequenceDataset(Dataset[dict[str, Tensor]]):
 
 
 def _position_ids(starts: Tensor) -> Tensor:
-    """Tokens since the last start (or the block's), int64, from bool `[count, length]`."""
+    """Return the number of tokens since the last start, or since the beginning: int64, from bool `[count, length]`."""
     index = torch.arange(starts.shape[1]).expand(starts.shape)
     return index - torch.where(starts, index, 0).cummax(1).values

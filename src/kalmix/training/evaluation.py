@@ -1,4 +1,4 @@
-"""Evaluation of a finished run: bits per byte of text it never saw, beside what compressors need for the same text."""
+"""Evaluation of a finished run: bits per byte of held-out text, and of the same text under common compressors."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ from kalmix.training.run import Run
 from kalmix.training.sampling import generate
 
 RESULT_FILE = "result.json"
-EXCERPT_CHARS = 200  # characters of held-out text in figures
-ProgressFn = Callable[[str, float], None]  # of the stage of an evaluation and the part of it that is done, 0 to 1
+EXCERPT_CHARS = 200  # held-out text in figures
+ProgressFn = Callable[[str, float], None]  # name of the current stage, and the fraction of it that is done
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Evaluation of a finished run, as result.json holds it.
+    """Evaluation of a finished run, as result.json stores it.
 
     Attributes:
-        bits_per_byte: of the model, on the held-out text.
-        warning: why these numbers are not meaningful; None if they are.
+        bits_per_byte: bits per byte of the held-out text under the model.
+        warning: reason why these numbers are not meaningful; `None` if they are.
         bytes: length of the held-out text in UTF-8.
-        compressors: bits per byte of the same text, by compressor.
+        compressors: bits per byte of the same text, by name of the compressor.
         steps: training steps.
         tokens: training tokens seen.
-        prompt, sample: text that the model continued, and its continuation.
+        prompt: beginning of a held-out document.
+        sample: continuation of the prompt by the model.
         provenance: versions, device and commit that evaluated the run.
     """
 
@@ -59,15 +60,19 @@ class EvaluationResult:
     provenance: dict[str, Any]
 
     def save(self, folder: Path) -> Path:
-        """Write result.json into `folder`, replacing an older one at once."""
+        """Write result.json into `folder`, replacing an older one atomically; return its path."""
         write_text(folder / RESULT_FILE, json.dumps(asdict(self), indent=2) + "\n")
         return folder / RESULT_FILE
 
 
 def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> EvaluationResult:
-    """Evaluate the model of a finished run; the same run gives the same numbers again.
+    """Evaluate the model of a finished run. The result of the same run is always the same.
 
-    A model that trained in bfloat16 autocast is evaluated in it.
+    A model that was trained under bfloat16 autocast is evaluated under it.
+
+    Args:
+        run: finished run.
+        progress: called with the name of the current stage and the fraction of it that is done.
     """
     recipe, device, documents = run.recipe, run.model.device, run.corpus.held_out
     with torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16):
@@ -100,10 +105,14 @@ def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> Evalu
 
 
 def short_run_warning(recipe: Recipe, steps: int) -> str | None:
-    """Return why a run of `steps` steps is not meaningful, or None if it is.
+    """Return a warning if a run was too short to be meaningful, otherwise `None`.
 
-    A run that its time budget ends must have taken at least as many steps as its warm-up has, which is one step or
-    more of all that it took, and of all that `steps` of the recipe asked for.
+    A run that its time limit ends must have taken at least the steps of its warm-up: the fraction `warmup` of
+    `recipe.steps`, and at least 1 / `warmup` steps.
+
+    Args:
+        recipe: recipe of the run.
+        steps: training steps it has taken.
     """
     if recipe.minutes is None or (recipe.steps is not None and steps >= recipe.steps):
         return None
@@ -118,7 +127,7 @@ def short_run_warning(recipe: Recipe, steps: int) -> str | None:
 
 
 def excerpt(documents: Sequence[str]) -> str:
-    """Return the beginning of the longest held-out document."""
+    """Return the beginning of the longest document."""
     return max(documents, key=len).strip()[:EXCERPT_CHARS]
 
 
@@ -131,10 +140,18 @@ def bits_per_byte(
     batch_size: int = 8,
     progress: Callable[[float], None] = lambda done: None,
 ) -> float:
-    """The length of a lossless code for `documents`, in bits a byte of the documents joined by blank lines.
+    """Return the length of a lossless code for documents, in bits per byte of the documents joined by blank lines.
 
-    Every token counts, the first and the marks between documents too, so tokenizers compare fairly. Each is
-    predicted from at least half a `window` of what came before it, or from all there is.
+    All tokens count, including the first and the end-of-text tokens between documents, so values of different
+    tokenizers are comparable. See `surprisals` for the context of each token.
+
+    Args:
+        model: model to evaluate.
+        tokenizer: its tokenizer.
+        documents: text to encode.
+        window: tokens per window.
+        batch_size: windows per forward pass.
+        progress: called with the fraction that is done.
     """
     ids = encode_documents(tokenizer, documents)
     nats = float(surprisals(model, ids, window=window, batch_size=batch_size, progress=progress).double().sum())
@@ -150,10 +167,21 @@ def surprisals(
     batch_size: int = 8,
     progress: Callable[[float], None] = lambda done: None,
 ) -> Tensor:
-    """The negative log-likelihood of each token of `ids` (int64 `[n]`) but the first, in nats, float32 `[n - 1]`.
+    """Compute the negative log-likelihood of each token but the first.
 
-    Windows overlap by half; a window scores its second half (the first one scores all), so the work is about two
-    forward passes. `progress` is called with the part that is done, 0 to 1.
+    Windows overlap by half. The first window scores all its tokens, the others their second half. So each token is
+    predicted from at least half a window of earlier tokens, or from all there are. The cost is about two forward passes
+    over the text.
+
+    Args:
+        model: model to evaluate; its training mode is restored.
+        ids: int64 `[n]`, tokens.
+        window: tokens per window.
+        batch_size: windows per forward pass.
+        progress: called with the fraction that is done, 0 to 1.
+
+    Returns:
+        float32 `[n - 1]` on the CPU, in nats.
     """
     was_training = model.training
     model.eval()
@@ -165,7 +193,7 @@ def surprisals(
         group = starts[first : first + batch_size]
         rows = [ids[start : start + window + 1] for start in group]
         longest = max(map(len, rows))
-        # Padding on the right is after every token that counts, so it needs no mask.
+        # Padding on the right comes after every scored token, so it needs no mask.
         inputs = torch.stack([torch.nn.functional.pad(row, (0, longest - len(row))) for row in rows]).to(model.device)
         logits = model(input_ids=inputs[:, :-1], use_cache=False).logits.float()
         nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs[:, 1:].flatten(), reduction="none")
@@ -178,7 +206,7 @@ def surprisals(
 
 
 def compressor_bits_per_byte(documents: Sequence[str]) -> dict[str, float]:
-    """Bits per byte of the documents, joined by blank lines, under `gzip -9` and `xz -9`."""
+    """Return bits per byte of the documents, joined by blank lines, under `gzip -9` and `xz -9`."""
     data = "\n\n".join(documents).encode()
     packed = {"gzip -9": gzip.compress(data, 9), "xz -9": lzma.compress(data, preset=9)}
     return {name: 8 * len(code) / len(data) for name, code in packed.items()}

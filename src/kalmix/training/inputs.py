@@ -1,4 +1,4 @@
-"""Digests of what a run reads: its folder and its checkpoints hold them, so that a change does not go unnoticed."""
+"""Digests of the text and the tokenizer of a run. They are stored with a run, so that later changes are detected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Digests = dict[str, str]
 
 
 def digests(corpus: Corpus, output: Path) -> Digests:
-    """Return the digests of a corpus and of the tokenizer saved in `output`."""
+    """Return the digests of a corpus and of the tokenizer saved in `output`, by name."""
     text = _digest(*(part.encode() for documents in corpus for part in (f"{len(documents)}", *documents)))
     files = [output / "model" / name for name in ("tokenizer.json", "tokenizer_config.json")]
     return {"text": text, "tokenizer": _digest(*(file.read_bytes() if file.exists() else b"" for file in files))}
@@ -28,33 +28,34 @@ def save(output: Path, found: Digests) -> None:
 
 
 def load(output: Path) -> Digests | None:
-    """Read inputs.json of a run; None if the run has none.
+    """Return the digests in the folder of a run; `None` if it has none.
 
     Raises:
-        ArgumentError: it is damaged.
+        ArgumentError: inputs.json is damaged.
     """
     try:
         return read_json(output / INPUTS_FILE) if (output / INPUTS_FILE).exists() else None
     except FileError as error:
+        hint = f"Delete {INPUTS_FILE} to skip this check"
         got = f"{str(output)!r}, whose {INPUTS_FILE} is damaged ({error})"
-        raise ArgumentError("run", got=got, expected="the folder of a run; delete that file to do without it") from None
+        raise ArgumentError("run", got=got, expected="the folder of a run", hint=hint) from None
 
 
 def check(now: Digests, before: Mapping[str, str], when: str, purpose: str) -> None:
-    """Check that text and tokenizer are what they were `when` something was done.
+    """Check that text and tokenizer have not changed.
 
     Args:
-        now: digests of what is there.
-        before: the digests that were saved.
-        when: such as "when 'runs/mine' was trained".
-        purpose: such as "to resume the run".
+        now: digests of the present text and tokenizer.
+        before: digests that were saved.
+        when: time of saving, for the error message, such as "when 'runs/mine' was trained".
+        purpose: reason for the check, such as "to resume the run".
 
     Raises:
-        ArgumentError: one is not.
+        ArgumentError: the text or the tokenizer has changed.
     """
     for name, digest in now.items():
         if before.get(name) != digest:
-            raise ArgumentError(name, got=f"not what it was {when}", expected=f"unchanged, {purpose}")
+            raise ArgumentError(name, problem=f"is not the same as {when}", expected=f"unchanged data {purpose}")
 
 
 def _digest(*parts: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Which parameters learn how fast (appendix G.6 of Kalman Linear Attention, after nanochat)."""
+"""Parameter groups with their own learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -8,24 +8,42 @@ from torch import nn
 
 from kalmix.layers import Mixer
 
-DYNAMICS_LR_FACTOR = 0.1  # of the matrices' rate: dynamics act at every step of the recurrence
+DYNAMICS_LR_FACTOR = 0.1  # learning rate of dynamics, relative to the others
 
 
 def parameter_groups(model: nn.Module, *, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Five groups for an optimiser: dynamics, embeddings, the head, matrices, vectors; empty ones left out.
+    """Return parameter groups for an optimizer: dynamics, embeddings, head, matrices and vectors, without empty groups.
 
-    Dynamics are what mixers call their `dynamics_parameters`; they learn at a tenth of `learning_rate`. Only matrices
-    decay: a decaying embedding forgets rare tokens, a decaying vector has no scale to shrink.
+    Dynamics are the `dynamics_parameters` of the layers. Their learning rate is a tenth of `learning_rate`, because
+    they act at every step of the recurrence (appendix G.6 of Kalman Linear Attention). Only matrices have weight decay.
 
     Args:
-        model: a Hugging Face model; a parameter shared by embeddings and head counts as an embedding.
-        learning_rate: learning rate of all parameters but the dynamics.
+        model: model of transformers. A weight that embeddings and head share counts as an embedding.
+        learning_rate: learning rate of all groups but the dynamics.
         weight_decay: weight decay of the matrices.
+
+    Returns:
+        Groups with the keys "name", "params", "lr" and "weight_decay". The matrices come first.
+
+    Example:
+        >>> from kalmix.models import KalmixConfig, KalmixForCausalLM
+        >>> from kalmix.training.optimizer import parameter_groups
+        >>> model = KalmixForCausalLM(KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla"]))
+        >>> groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1)
+        >>> [(group["name"], group["lr"], group["weight_decay"]) for group in groups]
+        [('matrices', 0.001, 0.1), ('vectors', 0.001, 0.0), ('embeddings', 0.001, 0.0), ('head', 0.001, 0.0),
+         ('dynamics', 0.0001, 0.0)]
     """
     embeddings, head = _weights(model, "get_input_embeddings"), _weights(model, "get_output_embeddings")
     mixers = (module for module in model.modules() if isinstance(module, Mixer))
     dynamics = {id(value) for mixer in mixers for value in mixer.dynamics_parameters()}
-    names = ("matrices", "vectors", "embeddings", "head", "dynamics")  # the rate of the first is logged
+    names = (
+        "matrices",
+        "vectors",
+        "embeddings",
+        "head",
+        "dynamics",
+    )  # the Trainer logs the learning rate of the first group
     groups: dict[str, list[nn.Parameter]] = {name: [] for name in names}
     for value in model.parameters():
         if not value.requires_grad:

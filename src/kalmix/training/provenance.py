@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, device, and the commit where it is known."""
+"""Provenance of a result: versions, device and commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ import kalmix
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Versions of kalmix, Python, torch and Triton, the device by name, and the commit of kalmix; JSON as it is."""
+    """Return the provenance of a result, for JSON.
+
+    Args:
+        device: device that computed the result.
+
+    Returns:
+        "versions" of kalmix, Python, torch and Triton; name of the "device"; "commit" of kalmix, or `None` if unknown.
+    """
     return {
         "versions": {
             "kalmix": kalmix.__version__,
@@ -41,7 +48,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _commit() -> str | None:
-    """The commit whose work tree this package is part of, marked where files differ from it; `None` elsewhere."""
+    """Return the commit of the work tree that contains this package, marked if files differ; `None` outside one."""
     folder = Path(kalmix.__file__).parent
     git = ("git", "-C", str(folder))
     try:

@@ -1,4 +1,4 @@
-"""Everything a training run is, as data: written beside its results, read back to resume."""
+"""Settings of a training run, stored beside its results and read back to resume it."""
 
 from __future__ import annotations
 
@@ -10,39 +10,54 @@ from typing import Any, Literal
 
 from kalmix.errors import ArgumentError, FileError, FormatError
 from kalmix.files import FORMAT, check_format, read_json, write_text
-from kalmix.validation import check_types
+from kalmix.validation import check_choice, check_types
 
 Layers = tuple[str | dict[str, Any], ...]
 RECIPE_FILE = "recipe.json"
 MAX_SEED = 2**32 - 1  # NumPy accepts no larger seed
-DEFAULT_MINUTES = 3.5  # that the command line trains for, unless told
+DEFAULT_MINUTES = 3.5  # of `kalmix train` without a limit
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run: what to read, what to build, how to learn.
+    """Settings of a training run: data, model, optimizer and limits.
 
     Attributes:
-        text: a UTF-8 file or folder; the documentation of the Python installation if absent.
+        text: UTF-8 text file or folder. Default: the documentation of this Python installation.
         tokenizer: "bpe" (byte-pair encoding) or "bytes".
         vocab_size: largest vocabulary of a BPE tokenizer; at least 257.
-        layers: mixers, first to last: names, or mappings of a mixer's options.
+        layers: one entry per block: a layer's name, or a mapping of its options; see `KalmixConfig`.
         hidden_size: width of the residual stream.
         seq_len: tokens per training sequence; at least 2.
         batch_size: sequences per batch on each device.
-        grad_accum: batches whose gradients are summed before an optimizer step.
-        separate_documents: reset the state at the start of each document. Otherwise documents are joined by an
-            end-of-text token.
+        grad_accum: batches per optimizer step.
+        separate_documents: reset the state at the start of each document. Otherwise only an end-of-text token separates
+            documents.
         steps: optimizer steps after which training stops; `None` for no limit.
-        minutes: minutes after which training stops, set-up included; `None` for no limit. Training stops at the
-            earlier of the two limits.
-        learning_rate: peak learning rate.
+        minutes: minutes after which training stops, set-up included; `None` for no limit. `steps` or `minutes` must be
+            given; the limit that is reached first ends the run.
+        learning_rate: peak learning rate; layer dynamics have a tenth of it.
         weight_decay: weight decay of the matrices.
         warmup: fraction of the run in which the learning rate rises linearly from 0.
-        cooldown: fraction of the run in which the learning rate falls linearly to 0, at the end.
-        loss: "cross-entropy" on the posterior mean, or "marginal" likelihood under the last layer's belief.
-        bf16: train under bfloat16 autocast.  compile: `torch.compile` the model.
-        seed: of weights, order and samples.
+        cooldown: fraction of the run in which the learning rate falls linearly to 0, at the end. At most 1 together
+            with `warmup`.
+        loss: "cross-entropy" of the posterior mean, or "marginal" likelihood under the posterior of the last layer.
+        bf16: train under bfloat16 autocast.
+        compile: compile the model with `torch.compile`.
+        seed: seed of weights, data order and samples, from 0 to 2^32 - 1.
+
+    Raises:
+        ArgumentError: a setting has the wrong type or an unsupported value. Layers are checked when the model is built.
+
+    Example:
+        >>> from kalmix.training import Recipe
+        >>> recipe = Recipe(layers=("kla", "attention"), hidden_size=64, steps=100)
+        >>> recipe.seq_len, recipe.learning_rate
+        (256, 0.004)
+        >>> Recipe(steps=100, warmup=0.6, cooldown=0.6)
+        Traceback (most recent call last):
+            ...
+        kalmix.errors.ArgumentError: `warmup` plus `cooldown` is 1.2 of the run; expected at most 1.
     """
 
     text: str | None = None
@@ -68,8 +83,12 @@ class Recipe:
     def __post_init__(self) -> None:
         check_types(get_annotations(Recipe, eval_str=True), vars(self))
         if not isinstance(self.layers, tuple) or not all(isinstance(entry, str | dict) for entry in self.layers):
-            raise ArgumentError("layers", got=repr(self.layers), expected="a list of mixer names and mappings")
-        least = {"vocab_size": 1, "hidden_size": 1, "seq_len": 2, "batch_size": 1, "grad_accum": 1, "weight_decay": 0}
+            raise ArgumentError(
+                "layers", got=repr(self.layers), expected="a tuple of layer names and mappings of options"
+            )
+        check_choice("tokenizer", self.tokenizer, ("bpe", "bytes"))
+        check_choice("loss", self.loss, ("cross-entropy", "marginal"))
+        least = {"vocab_size": 257, "hidden_size": 1, "seq_len": 2, "batch_size": 1, "grad_accum": 1, "weight_decay": 0}
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ArgumentError(name, got=getattr(self, name), expected=f"at least {minimum}")
@@ -82,28 +101,27 @@ class Recipe:
             raise ArgumentError("text", got="empty", expected="the path of a UTF-8 text file or folder")
         for name in ("warmup", "cooldown"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ArgumentError(name, got=getattr(self, name), expected="between 0 and 1")
+                raise ArgumentError(name, got=getattr(self, name), expected="a fraction between 0 and 1")
         if self.warmup + self.cooldown > 1 + 1e-9:
-            got = f"{self.warmup:g}, and with `cooldown` {self.warmup + self.cooldown:g} of the run"
-            raise ArgumentError("warmup", got=got, expected="at most 1 together with `cooldown`")
+            problem = f"plus `cooldown` is {self.warmup + self.cooldown:g} of the run"
+            raise ArgumentError("warmup", problem=problem, expected="at most 1")
         if self.steps is None and self.minutes is None:
-            raise ArgumentError("minutes", got="absent, as are steps", expected="given, or steps")
+            raise ArgumentError("minutes", problem="and `steps` are missing", expected="at least one of the two")
         if not self.layers:
-            raise ArgumentError("layers", got="empty", expected="one mixer or more")
-        if self.loss not in ("cross-entropy", "marginal"):
-            raise ArgumentError("loss", got=repr(self.loss), expected="'cross-entropy' or 'marginal'")
+            raise ArgumentError("layers", got="empty", expected="at least one layer")
 
     def save(self, folder: Path) -> None:
-        """Write `recipe.json` into `folder`."""
+        """Write `recipe.json` into `folder`, replacing an older one atomically."""
         write_text(folder / RECIPE_FILE, json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> Recipe:
-        """Read `recipe.json` of `folder`.
+        """Read `recipe.json` in the folder of a run.
 
         Raises:
-            ArgumentError: there is none, or it is not a recipe.
-            FormatError: a newer version of kalmix wrote it, or one before format 2.
+            ArgumentError: the file is missing, damaged or not a recipe.
+            FormatError: a newer version of kalmix wrote it, or one before format 2, which had other names for the
+                settings.
         """
         expected = "the folder of a run"
         try:
@@ -125,12 +143,24 @@ RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 
 
 def parse_layers(text: str) -> Layers:
-    """Mixers from what a person types: `kla,kla,attention`, `3*kla,attention`, or a JSON list with options.
+    """Parse the layers that a user types.
+
+    Args:
+        text: names separated by commas, each with an optional number of repetitions, such as `3*kla,attention`; or a
+            JSON list of names and mappings of options.
+
+    Returns:
+        The layers, for `Recipe.layers`. Their names are not checked here.
 
     Raises:
-        ArgumentError: it is none of these. Whether a mixer exists is the model's to say.
+        ArgumentError: `text` is neither.
+
+    Example:
+        >>> from kalmix.training import parse_layers
+        >>> parse_layers("2*kla,attention")
+        ('kla', 'kla', 'attention')
     """
-    expected = "such as 'kla,kla,attention', '3*kla,attention' or a JSON list of names and options"
+    expected = "names such as 'kla,kla,attention' or '3*kla,attention', or a JSON list of names and options"
     if text.lstrip().startswith("["):
         try:
             entries = json.loads(text)

@@ -1,10 +1,15 @@
-"""Running a recipe: corpus, tokenizer, model, Trainer, and everything that a run leaves behind.
+"""Training runs: from a recipe to a trained model in a folder.
 
-output/recipe.json      what was asked for          output/model/        the model, for AutoModelForCausalLM
-output/checkpoints/     to resume from, until done  output/tensorboard/  the curves, live
-output/history.json     the curves, as numbers      output/inputs.json   digests of text and tokenizer
+Files of a run:
 
-`kalmix report` adds result.json and figures to a finished run (`kalmix.training.evaluation`).
+- `recipe.json`: settings.
+- `model/`: model and tokenizer, for `AutoModelForCausalLM` and `AutoTokenizer`.
+- `checkpoints/`: checkpoints to resume from, deleted at the end.
+- `history.json`: log of the Trainer.
+- `tensorboard/`: the same, for TensorBoard.
+- `inputs.json`: digests of text and tokenizer.
+
+`kalmix report` adds `result.json` and figures to a finished run (`kalmix.training.evaluation`).
 """
 
 from __future__ import annotations
@@ -45,17 +50,22 @@ from kalmix.training.recipe import RECIPE_FILE, Recipe
 from kalmix.training.schedule import Schedule, interruptible
 from kalmix.training.trainer import KalmixTrainer, process_state, tensorboard_callbacks, training_arguments
 
-EVAL_TOKENS = 8192  # tokens of held-out text a look during training reads, at most
+EVAL_TOKENS = 8192  # of held-out text, for an evaluation during training
 HISTORY = "history.json"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended.
+    """Training run that has ended, finished or interrupted.
 
     Attributes:
-        history: the Trainer's log, a row a logged step, of all sessions together.
-        interrupted: whether a signal asked this session to stop.
+        recipe: settings.
+        output: folder of the run.
+        corpus: text, split.
+        model: trained model.
+        tokenizer: its tokenizer.
+        history: log of the Trainer over all sessions, one mapping per row.
+        interrupted: a signal ended this session.
     """
 
     recipe: Recipe
@@ -68,12 +78,12 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether training reached its end; if not, resuming continues it."""
+        """Whether training reached its end; otherwise resuming continues it."""
         return finished(self.history)
 
     @property
     def steps(self) -> int:
-        """Training steps of all sessions."""
+        """Number of training steps over all sessions."""
         return int(self.history[-1]["step"])
 
     @property
@@ -83,12 +93,12 @@ class Run:
 
     @property
     def training(self) -> list[tuple[float, float]]:
-        """`(tokens seen, bits per byte)` of training batches."""
+        """Pairs of tokens seen and bits per byte of training batches."""
         return self._curve("bits_per_byte")
 
     @property
     def held_out(self) -> list[tuple[float, float]]:
-        """`(tokens seen, bits per byte)` of a part of the held-out text."""
+        """Pairs of tokens seen and bits per byte of the first held-out tokens."""
         return self._curve("eval_bits_per_byte")
 
     def _curve(self, name: str) -> list[tuple[float, float]]:
@@ -96,16 +106,34 @@ class Run:
 
 
 def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequence[TrainerCallback] = ()) -> Run:
-    """Train as `recipe` says, into `output`; with `resume`, go on from the newest intact checkpoint there.
+    """Train a language model by a recipe.
 
-    Runs under `torchrun` as it is (the first process says where `output` is). Ctrl-C and SIGTERM save a checkpoint and
-    return with `finished` false. A checkpoint is saved every 10 minutes, and four times a run at least.
+    Under `torchrun` all its processes train one model; the first process decides `output`. A checkpoint is saved at
+    least every 10 minutes and at least four times per run. Ctrl-C and SIGTERM save a checkpoint and return a `Run` that
+    is not finished.
+
+    Args:
+        recipe: settings.
+        output: folder of the run; created if missing.
+        resume: continue the run in `output` from its newest intact checkpoint.
+        callbacks: further callbacks of the Trainer.
 
     Raises:
-        ArgumentError: the text, a mixer or a size will not do; the loss is no longer finite; `output` holds a run
-            already (without `resume`), or a finished one (with it); another process trains into it; the text, the
-            tokenizer or a checkpoint are not what was saved.
+        ArgumentError: the text cannot be read or is too short; a layer or a size is not accepted; the loss is no longer
+            finite; `output` holds a run (without `resume`) or a finished one (with it); another process trains into
+            `output`; with `resume`, the text, the tokenizer or a checkpoint has changed.
         OSError: the disk is full; names the path.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from kalmix.training import Recipe
+        >>> from kalmix.training.run import train
+        >>> for n in range(20):
+        ...     _ = Path(f"{n}.txt").write_text(f"Document {n}: " + "a filter is a recurrence. " * 9)
+        >>> sizes = {"vocab_size": 260, "hidden_size": 8, "seq_len": 16, "batch_size": 2}
+        >>> run = train(Recipe(text=".", layers=("kla",), steps=2, **sizes), Path("run"))
+        >>> run.finished, run.steps
+        (True, 2)
     """
     state = process_state()
     output = Path(broadcast_object_list([str(output)])[0])
@@ -116,7 +144,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
 
 
 def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callbacks: Sequence[TrainerCallback]) -> Run:
-    """Train into a folder that is this run's alone."""
+    """Train into a folder that this process has locked."""
     state = process_state()
     checkpoint = _checkpoint(output, state, resume=resume)
     if checkpoint is not None:
@@ -148,19 +176,26 @@ def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callba
     )
     trainer.remove_callback(PrinterCallback)
     try:
-        with interruptible(schedule):  # saving, too, is not cut off
+        with interruptible(schedule):  # saving is not interrupted either
             trainer.train_from(checkpoint)
             return _save_model(trainer, output, corpus, tokenizer)
     except BackendCompilerFailed as error:
         reason = str(error).splitlines()[0]
-        raise ArgumentError("compile", got=f"asked for where it fails ({reason})", expected="left out") from error
+        raise ArgumentError(
+            "compile", problem=f"fails on this machine ({reason})", expected="a run without it"
+        ) from error
 
 
 def build(recipe: Recipe, vocab_size: int, end: int) -> KalmixForCausalLM:
-    """The model of a recipe, freshly initialised.
+    """Build the model of a recipe with new weights.
+
+    Args:
+        recipe: settings.
+        vocab_size: number of tokens.
+        end: id of the end-of-text token.
 
     Raises:
-        ArgumentError: an unknown mixer, or a size that does not fit.
+        ArgumentError: a layer or an option is unknown, or a size is not accepted.
     """
     config = KalmixConfig(
         vocab_size=vocab_size,
@@ -175,34 +210,38 @@ def build(recipe: Recipe, vocab_size: int, end: int) -> KalmixForCausalLM:
 
 
 def _checkpoint(output: Path, state: PartialState, *, resume: bool) -> Path | None:
-    """Return the checkpoint to resume from, None to start from the beginning; warn if that loses a former start.
+    """Return the checkpoint to resume from; `None` to start from the beginning, with a warning if that loses an earlier
+    start.
 
     Raises:
-        ArgumentError: as `train` does.
+        ArgumentError: as `train`.
     """
     checkpoints = output / "checkpoints"
     if not resume and ((output / HISTORY).exists() or list_checkpoints(checkpoints)):
         raise ArgumentError(
-            "output", got=f"{str(output)!r}, which holds a run", expected="a new folder, or that run resumed"
+            "output", got=f"{str(output)!r}, which holds a run", expected="a new folder, or resume=True (`--resume`)"
         )
     if resume and finished(read_history(output)):
-        shutil.rmtree(checkpoints, ignore_errors=True)  # a kill may have come before this
-        expected = "an unfinished one, to resume it (`kalmix report` evaluates a finished one)"
-        raise ArgumentError("output", got=f"{str(output)!r}, a finished run", expected=expected)
+        shutil.rmtree(checkpoints, ignore_errors=True)  # the process may have been killed before it did
+        hint = "`kalmix report` evaluates a finished run"
+        got = f"{str(output)!r}, a finished run"
+        raise ArgumentError("output", got=got, expected="an unfinished run to resume", hint=hint)
     checkpoint = newest_checkpoint(checkpoints, processes=state.num_processes)
     if checkpoint is None and (output / RECIPE_FILE).exists() and state.is_main_process:
         found = list_checkpoints(checkpoints)
         problem = "holds no intact checkpoint" if found else "was stopped before its first checkpoint"
         warnings.warn(
-            f"the run in {output} {problem}: it starts again from the beginning; once it has saved a checkpoint, "
-            f"`kalmix train --resume --output {output}` goes on from there",
+            f"the run in {output} {problem}, so it starts from the beginning. After its next checkpoint, "
+            f"`kalmix train --resume --output {output}` continues from there",
             stacklevel=2,
         )
     return checkpoint
 
 
 def _tokenizer(recipe: Recipe, corpus: Corpus, folder: Path, *, fresh: bool) -> PreTrainedTokenizerFast:
-    """A new tokenizer, saved to `folder`; or the one there, so that a resumed run or another process has the same."""
+    """Return the tokenizer of the run: a new one, saved to `folder`; or the one there, so that a resumed run and all
+    processes use the same.
+    """
     if not fresh and (folder / "tokenizer.json").exists():
         return read_tokenizer(folder)
     tokenizer = wrap_tokenizer(train_tokenizer(corpus.training, recipe.tokenizer, vocab_size=recipe.vocab_size))
@@ -212,10 +251,10 @@ def _tokenizer(recipe: Recipe, corpus: Corpus, folder: Path, *, fresh: bool) -> 
 
 
 def _eval_dataset(ids: Tensor, recipe: Recipe) -> Dataset | None:
-    """What is looked at during training: the first blocks of the held-out text, in full batches if it has one."""
+    """Return the held-out sequences for evaluation during training: the first ones, in full batches if there is one."""
     ids = ids[:EVAL_TOKENS]
     batch = recipe.seq_len * recipe.batch_size
-    whole = len(ids) // batch * batch  # another size would compile anew
+    whole = len(ids) // batch * batch  # another batch size would compile again
     return SequenceDataset(ids[: whole or None], recipe.seq_len, end_id=-1) if len(ids) >= recipe.seq_len else None
 
 
@@ -224,22 +263,22 @@ def _bytes(documents: Sequence[str]) -> int:
 
 
 def read_history(output: Path) -> list[dict[str, float]]:
-    """Return the log of the run in `output`; empty if there is none that can be read."""
+    """Return the log of the run in `output`; empty if it has none that can be read."""
     try:
         return [row for row in read_json(output / HISTORY, list) if isinstance(row, dict)]
-    except FileError:  # it was cut off before it could write one
+    except FileError:  # interrupted before it wrote one
         return []
 
 
 def finished(history: Sequence[dict[str, float]]) -> bool:
-    """Whether a run with this log came to its end."""
+    """Return whether a run with this log reached its end."""
     return bool(history) and history[-1].get("progress", 0.0) >= 1
 
 
 def _save_model(trainer: KalmixTrainer, output: Path, corpus: Corpus, tokenizer: Any) -> Run:
-    """Save the model and the history of a run that has ended, and return it.
+    """Save the model and the history of a run, and return the run.
 
-    The history is written last: a run whose history says that it is finished has a whole model.
+    The history is written last, so that a run whose history is finished has a complete model.
     """
     history = trainer.state.log_history
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -248,7 +287,7 @@ def _save_model(trainer: KalmixTrainer, output: Path, corpus: Corpus, tokenizer:
         sync_tree(output / "model")
         write_text(output / HISTORY, json.dumps(history, indent=1) + "\n")
         if finished(history):
-            shutil.rmtree(output / "checkpoints", ignore_errors=True)  # the model is all that is wanted now
+            shutil.rmtree(output / "checkpoints", ignore_errors=True)  # only the model is needed now
     return Run(
         recipe=trainer.recipe,
         output=output,

@@ -1,4 +1,4 @@
-"""Text from a model."""
+"""Text generation from a trained model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ def generate(
     top_p: float = 0.95,
     streamer: Any = None,
 ) -> str:
-    """What `model` writes after `prompt`, the prompt not included; it may end a document early.
+    """Generate text after a prompt.
 
     Args:
-        max_new_tokens: how many to write at most.
-        temperature: 0 always takes the likeliest token.
-        top_k: choose among this many only; 0 for all.
-        top_p: choose among the likeliest of this total probability.
-        streamer: of transformers; is shown the tokens as they come.
+        model: trained model.
+        tokenizer: its tokenizer.
+        prompt: text to continue; it is treated as the beginning of a document.
+        max_new_tokens: largest number of tokens to generate; fewer if the document ends.
+        temperature: softmax temperature; 0 for greedy decoding.
+        top_k: sample from the k most likely tokens; 0 for all.
+        top_p: sample from the most likely tokens with this total probability.
+        streamer: streamer of transformers, which receives the tokens as they are generated.
+
+    Returns:
+        The generated text, without the prompt.
     """
     ids = tokenizer(END_OF_TEXT + prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(model.device)
     options: dict[str, Any] = {"do_sample": False}

@@ -1,7 +1,7 @@
-"""A Trainer whose checkpoints are complete or absent, whatever ends it.
+"""Trainer whose checkpoints are complete or absent, even if the process is killed.
 
-A checkpoint is written into `unfinished/` and renamed to `checkpoint-N` when all of it is on the disk. It is deleted by
-the same way. So a folder `checkpoint-N` is complete, unless something else damaged it.
+A checkpoint is written into the folder `unfinished` and renamed to `checkpoint-N` after all of it is on disk. Deletion
+does the same in reverse. So a folder `checkpoint-N` is complete, unless something else damages it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ UNFINISHED_FOLDER = "unfinished"
 
 
 class SafeTrainer(Trainer):
-    """A Hugging Face Trainer that saves complete checkpoints only.
+    """Hugging Face Trainer that saves complete checkpoints only.
 
     Attributes:
-        inputs: digests of the data of the run, by name; a checkpoint's manifest holds them.
+        inputs: digests of the data of the run, by name; stored in the manifest of each checkpoint.
     """
 
     inputs: dict[str, str]
     _saving = False
 
     def train_from(self, checkpoint: Path | None) -> TrainOutput:
-        """Train from `checkpoint`, or from the beginning if None; discard newer checkpoints, which are damaged."""
+        """Train from a checkpoint, or from the beginning if it is `None`. Newer checkpoints, which are damaged, are
+        deleted."""
         if self.args.should_save:
             after = -1 if checkpoint is None else checkpoint_step(checkpoint)
             self._discard(path for path in list_checkpoints(self._folder) if checkpoint_step(path) > after)
@@ -61,7 +62,7 @@ class SafeTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def _publish(self) -> None:
-        """Complete the unfinished checkpoint, and discard those that exceed `save_total_limit`."""
+        """Complete the unfinished checkpoint, and delete the oldest ones beyond `save_total_limit`."""
         (checkpoint,) = list_checkpoints(self._folder / UNFINISHED_FOLDER)
         write_manifest(checkpoint, self.args.world_size, self.inputs)
         sync_tree(checkpoint)
@@ -70,7 +71,7 @@ class SafeTrainer(Trainer):
         self._discard(list_checkpoints(self._folder)[self.args.save_total_limit :])
 
     def _discard(self, checkpoints: Iterable[Path]) -> None:
-        """Delete checkpoints so that none is seen in parts."""
+        """Delete checkpoints so that no folder `checkpoint-N` is ever incomplete."""
         unfinished = self._folder / UNFINISHED_FOLDER
         for checkpoint in checkpoints:
             shutil.rmtree(unfinished, ignore_errors=True)

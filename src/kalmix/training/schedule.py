@@ -1,4 +1,4 @@
-"""How far a run is, from steps or from the clock, and what follows from it: the rate, the looks back, the end."""
+"""Progress of a run, by steps or by time; learning rate, evaluations, checkpoints and end of the run follow from it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,28 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-EVALUATIONS = 10  # evaluations a run, the last at its end
-SAVE_INTERVALS = 5  # fractions of a run, after each of which but the last it saves a checkpoint
-MAX_SECONDS_BETWEEN_SAVES = 600.0  # seconds between two checkpoints, at most
+EVALUATIONS = 10  # per run, evenly spaced, the last at its end
+SAVE_INTERVALS = 5  # a run saves a checkpoint after each fifth but the last
+MAX_SECONDS_BETWEEN_SAVES = 600.0
 
 
 class Schedule(TrainerCallback):
-    """Progress from 0 to 1, by steps, by the clock, or by whichever is further; the rate is a function of it.
+    """Trainer callback that measures progress from 0 to 1, by steps, by time, or by the larger of the two.
 
-    The clock starts counting after the first step, which compiles; so a budget of minutes is met, and the rate has
-    fallen to zero when it is. Every process of a distributed run agrees on progress, hence on rate and end.
+    The learning rate is a function of progress, so it reaches 0 when the time limit ends the run. Time is measured
+    after the first step, which compiles. All processes of a distributed run share one progress, hence learning rate and
+    end.
+
+    Args:
+        steps: training steps of the run; `None` for no limit.
+        minutes: minutes of training; `None` for no limit.
+        warmup: fraction of the run in which the learning rate rises linearly from 0.
+        cooldown: fraction of the run in which it falls linearly to 0, at the end.
+
+    Attributes:
+        progress: fraction of the run that is done.
+        interrupted: a signal asked the run to stop after the current step.
+        finished: the run has reached its end.
     """
 
     def __init__(self, *, steps: int | None, minutes: float | None, warmup: float, cooldown: float) -> None:
@@ -38,13 +50,13 @@ class Schedule(TrainerCallback):
         self._timing_started = self._save_due = False
 
     def lr_factor(self, _: int = 0) -> float:
-        """The learning rate at this progress, as a part of its peak: a trapezoid."""
+        """Return the learning rate at the current progress, relative to its peak (a trapezoid)."""
         rising = self.progress / self.warmup if self.warmup else 1.0
         falling = (1 - self.progress) / self.cooldown if self.cooldown else 1.0
         return max(0.0, min(1.0, rising, falling))
 
     def seconds_left(self) -> float | None:
-        """What is left by the clock; None if nothing limits it."""
+        """Return the seconds until the time limit; `None` if there is none."""
         if self.seconds is None:
             return None
         return max(0.0, self._start_time + self.seconds * (1 - self._initial_progress) - time.monotonic())
@@ -59,7 +71,7 @@ class Schedule(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Before the rate is set for the next step."""
+        """Update progress; runs before the learning rate of the next step is set."""
         if not self._timing_started:
             self._timing_started, self._first_step_time = True, time.monotonic()
         save_due = time.monotonic() - self._save_time >= MAX_SECONDS_BETWEEN_SAVES
@@ -92,13 +104,16 @@ class Schedule(TrainerCallback):
         return min(1.0, max(fractions))
 
     def _crossed_mark(self, marks: int) -> bool:
-        """Whether this step passed one of `marks` evenly spaced marks."""
+        """Return whether this step passed one of `marks` evenly spaced marks."""
         return int(self.progress * marks) > int(self._previous_progress * marks)
 
 
 @contextmanager
 def interruptible(schedule: Schedule) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end a run after the step in hand; a second one ends it at once."""
+    """Let Ctrl-C and SIGTERM end a run after its current step; a second signal has its usual effect.
+
+    Only in the main thread; elsewhere signals are unchanged.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

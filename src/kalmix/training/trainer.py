@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer as kalmix sets it up."""
+"""Hugging Face Trainer with the parameter groups, the schedule and the logs of kalmix."""
 
 from __future__ import annotations
 
@@ -19,18 +19,30 @@ from kalmix.training.recipe import Recipe
 from kalmix.training.saving import SafeTrainer
 from kalmix.training.schedule import Schedule
 
-UNLIMITED_STEPS = 10**9  # steps of a run that only the clock ends
+UNLIMITED_STEPS = 10**9  # of a run with a time limit only
 
 
 def process_state() -> PartialState:
-    """The processes that train together: those of `torchrun`, or this one alone."""
+    """Return the processes that train together: those that `torchrun` started, or this one alone."""
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 class KalmixTrainer(SafeTrainer):
-    """The Hugging Face Trainer with our parameter groups, our schedule, and logs that say more.
+    """Hugging Face Trainer with the parameter groups and the schedule of kalmix.
 
-    Each row of the log carries `progress` (0 to 1) and `tokens` seen; a loss is followed by its `bits_per_byte`.
+    Each row of its log has `progress` (0 to 1) and `tokens` (training tokens seen), and `bits_per_byte` beside each
+    loss.
+
+    Args:
+        recipe: recipe of the run.
+        schedule: schedule of the run; must also be in `callbacks`.
+        tokens_per_byte: tokens per byte of the text behind each loss: "loss" for training, "eval_loss" for held-out
+            text.
+        inputs: digests of text and tokenizer, stored in checkpoints.
+        options: other arguments of `Trainer`.
+
+    Raises:
+        ArgumentError: in training, if the loss is no longer finite.
     """
 
     def __init__(
@@ -41,13 +53,6 @@ class KalmixTrainer(SafeTrainer):
         inputs: dict[str, str],
         **options: Any,
     ) -> None:
-        """Args:
-        recipe: of the run.
-        schedule: also among the callbacks.
-        tokens_per_byte: tokens a byte of what a loss is of: "loss" of training, "eval_loss" of held-out text.
-        inputs: digests of the text and the tokenizer.
-        options: of `Trainer`.
-        """
         self.recipe: Recipe = recipe
         self.schedule: Schedule = schedule
         self.tokens_per_byte: dict[str, float] = tokens_per_byte
@@ -70,16 +75,18 @@ class KalmixTrainer(SafeTrainer):
         return self.lr_scheduler
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
+        """Compute the loss; raise `ArgumentError` if a signal is not finite."""
         try:
             return super().compute_loss(*args, **options)
         except NonFiniteError as error:
-            raise self._divergence_error() from error  # a filter refuses such signals before there is a loss
+            raise self._divergence_error() from error  # ops reject such signals before there is a loss
 
     def _divergence_error(self) -> ArgumentError:
         got = f"{self.recipe.learning_rate:g}, at which training diverged in step {self.state.global_step}"
-        return ArgumentError("learning_rate", got=got, expected="lower")
+        return ArgumentError("learning_rate", got=got, expected="a lower one")
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Log a row with progress, tokens and bits per byte; raise `ArgumentError` if its loss is not finite."""
         if not math.isfinite(logs.get("loss", 0.0)):
             raise self._divergence_error()
         bits = {
@@ -93,7 +100,13 @@ class KalmixTrainer(SafeTrainer):
 
 
 def training_arguments(recipe: Recipe, output: Path, *, batch_size: int) -> TrainingArguments:
-    """What the Trainer is told; `batch_size` is of each process."""
+    """Build the `TrainingArguments` of a run.
+
+    Args:
+        recipe: recipe of the run.
+        output: folder of the run.
+        batch_size: sequences per batch in each process.
+    """
     return TrainingArguments(
         output_dir=str(output / "checkpoints"),
         per_device_train_batch_size=batch_size,
@@ -123,7 +136,7 @@ def training_arguments(recipe: Recipe, output: Path, *, batch_size: int) -> Trai
 
 
 def tensorboard_callbacks(output: Path, main: bool) -> list[TrainerCallback]:
-    """Curves for TensorBoard, from the main process only."""
+    """Return the callback that writes curves for TensorBoard, in the main process only."""
     if not main:
         return []
     return [TensorBoardCallback(SummaryWriter(str(output / "tensorboard")))]
