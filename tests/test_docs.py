@@ -1,5 +1,6 @@
 """The snippets of README run, and the tools that build the site find broken blocks and links."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -26,6 +27,19 @@ def test_readme_lists_all_layers_and_measured_times():
     missing = [layer.__name__ for layer in MIXERS.values() if f"`{layer.__name__}`" not in text]
     assert not missing
     assert ratio_table() in text
+
+
+def test_files_that_documents_name_exist():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    named = re.compile(r"(?<![\w/.-])(?:bench|src|tests|examples|docs)/[\w./-]+\.(?:py|md|jsonl?|ya?ml|toml|png)\b")
+    missing = [
+        f"{page.relative_to(ROOT)}: {path}"
+        for page in pages
+        if page.name != "CHANGELOG.md"
+        for path in named.findall(page.read_text(encoding="utf-8"))
+        if not ((ROOT / path).exists() or "NAME" in path or "FOLDER" in path)
+    ]
+    assert not missing
 
 
 def test_page_shows_output_and_figures(tmp_path):
