@@ -9,6 +9,14 @@ from pathlib import Path
 
 from kalmix.analysis.plots.style import picture
 
+NAMES = {
+    "triton": "kalmix, Triton",
+    "chunked": "kalmix, chunked",
+    "reference": "kalmix, reference",
+    "kla (CUDA)": "KLA authors, CUDA",
+    "kla (Triton)": "KLA authors, Triton",
+}
+
 
 def main() -> None:
     file = Path(sys.argv[1])
@@ -16,15 +24,16 @@ def main() -> None:
     curves: dict[str, list[dict]] = defaultdict(list)
     for row in results["rows"]:
         curves[row["kernel"]].append(row)
-    panels = {"forward_ms": "forward, ms", "both_ms": "forward + backward, ms", "both_peak": "peak memory of both, MiB"}
+    panels = {"forward_ms": ("Forward", "time (ms)"), "both_ms": ("Forward + backward", "time (ms)")}
+    panels |= {"both_peak": ("Peak memory", "memory (MiB)")}
     batch, _, *widths = results["rows"][0]["shape"]
     with picture(file.with_suffix(".png"), (11, 3.4), columns=3) as (drawing, axes):
-        for axis, (quantity, label) in zip(axes, panels.items(), strict=True):
+        for axis, (quantity, (title, unit)) in zip(axes, panels.items(), strict=True):
             for name, rows in curves.items():
                 scale = 2**20 if quantity.endswith("peak") else 1
                 points = [(row["shape"][1], row[quantity] / scale) for row in rows if row[quantity] > 0]
-                axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-            axis.set(xlabel="tokens", title=label)
+                axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=NAMES.get(name, name))
+            axis.set(xlabel="tokens", ylabel=unit, title=title)
         drawing.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
         drawing.suptitle(f"{results['hardware']}: batch {batch}, {' x '.join(map(str, widths))}")
     print(f"wrote {file.with_suffix('.png')}")

@@ -90,8 +90,8 @@ def draw(path: Path, curves: dict[str, list[tuple[float, float]]], title: str) -
         for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
             for axis, values in zip(axes, zip(*curve, strict=True), strict=True):
                 axis.plot(values, color=colour, label=name, linewidth=1.2)
-        axes[0].set(title="Loss, nats a byte", xlabel="step")
-        axes[1].set(title="Gradient norm", xlabel="step", yscale="log")
+        axes[0].set(title="Loss", xlabel="step", ylabel="nats per byte")
+        axes[1].set(title="Gradient norm before clipping", xlabel="step", ylabel="norm", yscale="log")
         axes[0].legend()
         figure.suptitle(title, fontsize=9)
 

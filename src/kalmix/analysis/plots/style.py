@@ -14,12 +14,16 @@ import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from kalmix.files import replace_file
 
 INK, MUTED, FAINT = "#1f2933", "#7b8794", "#e4e7eb"
-COLOURS = ("#2563eb", "#ea580c", "#059669", "#c026d3", "#ca8a04", "#0891b2", "#dc2626", "#4f46e5")
+# Okabe and Ito's palette, which readers with a colour vision deficiency can tell apart, and a marker for each colour.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 VARIANCE, GAIN, WEIGHT, SIGN = "Blues", "Oranges", "magma", "RdBu_r"
 LABELLED = 128  # tokens: more labels than this would touch
 
@@ -48,6 +52,7 @@ _STYLE: Any = {
     "figure.dpi": 100,
     "savefig.dpi": 160,
     "savefig.facecolor": "white",
+    "svg.hashsalt": "kalmix",
 }
 
 
@@ -55,15 +60,42 @@ _STYLE: Any = {
 def picture(
     path: str | PathLike[str], size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure of `size` inches and its axes, written to `path` (PNG, PDF, SVG) at the end; folders are made."""
+    """Yield a figure and its axes; write the figure to `path` when the block ends, and an SVG file beside a PNG file.
+
+    Args:
+        path: PNG, PDF or SVG file; its folder is created.
+        size: width and height in inches.
+        rows, columns: grid of axes.
+        options: further arguments of `Figure.subplots`.
+    """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False, **options)
         yield figure, list(axes.flat)
-        with replace_file(Path(path)) as partial, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing")  # texts come in every script
-            figure.savefig(partial)
+        mark_lines(figure)
+        path = Path(path)
+        for target in [path.with_suffix(".svg"), path] if path.suffix == ".png" else [path]:
+            with replace_file(target) as partial, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Glyph .* missing")  # texts come in every script
+                figure.savefig(partial, format=target.suffix[1:])
+
+
+def mark_lines(figure: Figure) -> None:
+    """Give lines in a colour of `COLOURS` that colour's marker, so that they differ in grey too.
+
+    Long lines get about nine markers. Lines without a line style, dotted levels and faint lines are left as they are.
+    """
+    for line in figure.findobj(Line2D):
+        colour = to_hex(line.get_color())
+        if colour not in COLOURS or line.get_linestyle() in ("None", ":") or (line.get_alpha() or 1) < 0.5:
+            continue
+        place, points = COLOURS.index(colour), len(np.atleast_1d(line.get_xdata()))
+        if points > 3:  # lines of legends have three points, and mark the second
+            step = 1 if points <= 16 else points // 9
+            line.set_markevery((place * step // len(MARKERS), step))
+        line.set_marker(MARKERS[place])
+        line.set_markersize(3.5)
 
 
 def width_for(tokens: int) -> float:
