@@ -1,4 +1,4 @@
-"""Random signals for `attend` and its forms, and the double loops that these are."""
+"""Random inputs of `attend` and its forms, and double loops over queries and keys as references."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def signals(
     channels: int = 3,
     heads: int = 2,
     groups: int = 2,
-    own: int | None = None,
-    each: bool = False,
+    value_channels: int | None = None,
+    per_channel: bool = False,
     seed: int = 0,
 ) -> Signals:
-    """Irregular times, two of them equal, value heads in groups, float64.
+    """Draw float64 inputs with irregular times, two of them equal, and `groups` value heads per key head.
 
-    With `own`, values have dynamics of theirs, and this many channels; with `each`, every channel has dynamics.
+    With `value_channels`, values have that many channels and their own dynamics. With `per_channel`, decays and noises
+    are `[H, C]`.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -36,14 +37,14 @@ def signals(
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     def dynamics(prefix: str, width: int) -> Signals:
-        shape = (heads, width) if each else (heads,)
+        shape = (heads, width) if per_channel else (heads,)
         drawn = (-0.3 * normal(*shape).exp(), normal(heads, width), *(normal(*shape).exp() for _ in range(3)))
         return {prefix + name: x for name, x in zip(NAMES, drawn, strict=True)}
 
     x = {name: normal(2, length, heads, 2 * channels) for name in "qk"}
-    x |= {"v": normal(2, length, heads * groups, 2 * (own or channels))} | dynamics("", channels)
-    if own:
-        x |= dynamics("value.", own)
+    x |= {"v": normal(2, length, heads * groups, 2 * (value_channels or channels))} | dynamics("", channels)
+    if value_channels:
+        x |= dynamics("value.", value_channels)
     x |= {
         "nu": 1 + normal(heads).exp(),
         "temperature": 0.6 + 0.3 * normal(heads).exp(),
@@ -55,120 +56,121 @@ def signals(
 
 
 def arguments(x: Signals) -> dict[str, Any]:
-    """The same, as an op takes them."""
-    given: dict[str, Any] = {name: y for name, y in x.items() if not name.startswith("value.")}
+    """Return the inputs as arguments of an op."""
+    inputs: dict[str, Any] = {name: y for name, y in x.items() if not name.startswith("value.")}
     if "value.log_decay" in x:
-        given["value_dynamics"] = Dynamics(*(x[f"value.{name}"] for name in NAMES))
-    return given
+        inputs["value_dynamics"] = Dynamics(*(x[f"value.{name}"] for name in NAMES))
+    return inputs
 
 
-def tokens(x: Signals, start: int, stop: int) -> Signals:
-    """Those of some tokens."""
+def slice_tokens(x: Signals, start: int, stop: int) -> Signals:
+    """Return the inputs of some tokens."""
     return {name: y[:, start:stop] if y.ndim == 4 or name == "times" else y for name, y in x.items()}
 
 
-def leaves(x: Signals) -> Signals:
-    """The same, asking for gradients."""
+def with_gradients(x: Signals) -> Signals:
+    """Return copies that require gradients."""
     return x | {name: y.clone().requires_grad_() for name, y in x.items() if name != "times"}
 
 
-def gradients(found: list[Tensor], given: Signals) -> list[Tensor]:
-    """Of a random function of what was found."""
-    weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype) for y in found]
-    return list(torch.autograd.grad(found, [y for y in given.values() if y.requires_grad], weights))
+def gradients(outputs: list[Tensor], inputs: Signals) -> list[Tensor]:
+    """Compute the gradients of a random linear function of the outputs."""
+    weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype) for y in outputs]
+    return list(torch.autograd.grad(outputs, [y for y in inputs.values() if y.requires_grad], weights))
 
 
-def reads(found: Filtered) -> list[Tensor]:
-    """Mean and variance."""
-    assert found.variance is not None
-    return [found.mean, found.variance]
+def mean_var(result: Filtered) -> list[Tensor]:
+    """Return mean and variance."""
+    assert result.variance is not None
+    return [result.mean, result.variance]
 
 
-def check_same(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
+def assert_close_to(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
+    """Check that tensors agree within a relative and absolute tolerance."""
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def paired(x: Tensor) -> Tensor:
-    """Complex numbers of pairs."""
+def to_complex(x: Tensor) -> Tensor:
+    """Combine real and imaginary halves of the last dim."""
     return torch.complex(*x.chunk(2, -1))
 
 
-def square(x: Tensor) -> Tensor:
+def squared_abs(x: Tensor) -> Tensor:
     return x.real**2 + x.imag**2
 
 
-def queries(x: Signals, window: int | None, causal: bool) -> Iterator[tuple[int, int, int, list[int]]]:
-    """Batch row, token and head of every query, and the tokens it sees."""
+def visible_keys(x: Signals, window: int | None, causal: bool) -> Iterator[tuple[int, int, int, list[int]]]:
+    """Yield batch row, token and head of every query, and the tokens that it attends to."""
     batch, length, heads, _ = x["q"].shape
     for b, i, h in product(range(batch), range(length), range(heads)):
-        near = (j for j in range(length) if abs(i - j) < (window or length))
-        yield b, i, h, [j for j in near if j <= i or not causal]
+        in_window = (j for j in range(length) if abs(i - j) < (window or length))
+        yield b, i, h, [j for j in in_window if j <= i or not causal]
 
 
-def after(lag: Tensor, rate: Tensor, frequency: Tensor, *noise: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """After a lag, perhaps negative: decay, turn, and variance without and with the query noise."""
+def over_lag(lag: Tensor, rate: Tensor, frequency: Tensor, *noise: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return decay, rotation, and variance without and with query noise after a lag, which may be negative."""
     process, key, query = noise
     y, decay = 2 * rate * lag, (-rate * lag).exp()
-    series = torch.stack([(-y) ** n / factorial(n + 1) for n in range(20)]).sum(0)  # (1 - e^-y) / y, y small
+    series = torch.stack([(-y) ** n / factorial(n + 1) for n in range(20)]).sum(0)  # (1 - e^-y) / y for small y
     small = y.abs() < 0.1
-    grown = lag * torch.where(small, series, -torch.expm1(-y) / torch.where(small, 1.0, y))
-    certain = process * grown.abs() + key * decay**2
-    return decay, torch.polar(torch.ones((), dtype=torch.float64), frequency * lag), certain, certain + query
+    accumulated = lag * torch.where(small, series, -torch.expm1(-y) / torch.where(small, 1.0, y))
+    state = process * accumulated.abs() + key * decay**2
+    return decay, torch.polar(torch.ones((), dtype=torch.float64), frequency * lag), state, state + query
 
 
-def log_weight_of(ratio: Tensor, weight: str) -> Tensor:
+def log_weights(ratio: Tensor, weight: str) -> Tensor:
     return -ratio.log1p() if weight == "rational" else -ratio
 
 
 def double_loop(x: Signals, weight: str = "rational", window: int | None = None, causal: bool = True) -> list[Tensor]:
-    """Mean and variance of `attend` or, if decays and noises are `[H, C]`, of `attend_channels`, pair by pair."""
+    """Compute `attend` or, if decays and noises are `[H, C]`, `attend_channels`, pair by pair."""
     groups, columns = x["v"].shape[2] // x["q"].shape[2], x["v"].shape[3] if x["log_decay"].ndim == 2 else 1
     means, variances = [], []
-    for b, i, h, seen in queries(x, window, causal):
-        of_keys, of_values = ([x.get(prefix + name, x[name])[h] for name in NAMES] for prefix in ("", "value."))
-        scores, pulled, precisions = [], [], []
-        for j in seen:
+    for b, i, h, keys in visible_keys(x, window, causal):
+        key_model, value_model = ([x.get(prefix + name, x[name])[h] for name in NAMES] for prefix in ("", "value."))
+        scores, moved, precisions = [], [], []
+        for j in keys:
             lag = x["times"][b, i] - x["times"][b, j]
-            decay, turn, _, variance = after(lag, -of_keys[0], *of_keys[1:])
-            residual = paired(x["q"][b, i, h]) - (decay + x["floor"][h]) * turn * paired(x["k"][b, j, h])
-            log_weight = log_weight_of((square(residual) / variance).sum() / x["nu"][h], weight)
-            decay, turn, certain, variance = after(lag, -of_values[0], *of_values[1:])
+            decay, rotation, _, variance = over_lag(lag, -key_model[0], *key_model[1:])
+            residual = to_complex(x["q"][b, i, h]) - (decay + x["floor"][h]) * rotation * to_complex(x["k"][b, j, h])
+            log_weight = log_weights((squared_abs(residual) / variance).sum() / x["nu"][h], weight)
+            decay, rotation, state, variance = over_lag(lag, -value_model[0], *value_model[1:])
             scores.append(x["temperature"][h] * (log_weight - variance.log()))
-            pulled.append(decay * turn * paired(x["v"][b, j, h * groups : (h + 1) * groups]))
-            precisions.append(log_weight.exp() / certain)
-        shares = torch.stack(scores).softmax(0).reshape(len(seen), 1, -1)
-        mean = (shares * torch.stack(pulled)).sum(0)
+            moved.append(decay * rotation * to_complex(x["v"][b, j, h * groups : (h + 1) * groups]))
+            precisions.append(log_weight.exp() / state)
+        attention = torch.stack(scores).softmax(0).reshape(len(keys), 1, -1)
+        mean = (attention * torch.stack(moved)).sum(0)
         means.append(torch.cat([mean.real, mean.imag], -1))
         variance = 1 / torch.stack(precisions).sum(0).reshape(-1)
         variances.append(torch.cat([variance] * 2)[:columns].expand(groups, columns))
-    return [torch.stack(found).reshape(*x["v"].shape[:3], -1) for found in (means, variances)]
+    return [torch.stack(rows).reshape(*x["v"].shape[:3], -1) for rows in (means, variances)]
 
 
 def radial_loop(x: Signals, weight: str = "rational", window: int | None = None, causal: bool = True) -> list[Tensor]:
-    """Mean and variance of `attend_radial`, pair by pair; noises, nu and temperature are `[H, 2]`."""
+    """Compute `attend_radial`, pair by pair; noises, nu and temperature are `[H, 2]`."""
     means, variances = [], []
-    for b, i, h, seen in queries(x, window, causal):
-        value = paired(x["v"][b, i, h])
-        unit = value / square(value).sum().sqrt()
-        scores, pulled, precisions = [], [], []
-        for j in seen:
+    for b, i, h, keys in visible_keys(x, window, causal):
+        value = to_complex(x["v"][b, i, h])
+        unit = value / squared_abs(value).sum().sqrt()
+        scores, moved, precisions = [], [], []
+        for j in keys:
             lag = x["times"][b, i] - x["times"][b, j]
             noise = (x[name][h] for name in NAMES[2:])
-            decay, turn, certain, variance = after(lag, -x["log_decay"][h], x["frequency"][h], *noise)
-            residual = paired(x["q"][b, i, h]) - (decay + x["floor"][h]) * turn * paired(x["k"][b, j, h])
+            decay, rotation, state, variance = over_lag(lag, -x["log_decay"][h], x["frequency"][h], *noise)
+            residual = to_complex(x["q"][b, i, h]) - (decay + x["floor"][h]) * rotation * to_complex(x["k"][b, j, h])
             radial = (unit.conj() * residual).sum()
-            parts = torch.stack([square(radial), square(residual - unit * radial).sum()])
-            log_weight = log_weight_of(parts / variance / x["nu"][h], weight)
+            parts = torch.stack([squared_abs(radial), squared_abs(residual - unit * radial).sum()])
+            log_weight = log_weights(parts / variance / x["nu"][h], weight)
             scores.append(x["temperature"][h] * (log_weight - variance.log()))
-            pulled.append(decay * turn * paired(x["v"][b, j, h]))
-            precisions.append(log_weight.exp() / certain)
-        shares, moved = torch.stack(scores).softmax(0), torch.stack(pulled)
-        length = (shares[:, 0] * (unit.conj() * moved).sum(-1).real).sum()
-        across = (shares[:, 1:] * moved).sum(0)
+            moved.append(decay * rotation * to_complex(x["v"][b, j, h]))
+            precisions.append(log_weight.exp() / state)
+        attention, moved = torch.stack(scores).softmax(0), torch.stack(moved)
+        length = (attention[:, 0] * (unit.conj() * moved).sum(-1).real).sum()
+        across = (attention[:, 1:] * moved).sum(0)
         across = across - unit * (unit.conj() * across).sum()
-        mean = length * (value + across) / square(value + across).sum().sqrt()
+        mean = length * (value + across) / squared_abs(value + across).sum().sqrt()
         means.append(torch.cat([mean.real, mean.imag]))
         along, rest = (1 / torch.stack(precisions).sum(0)).unbind()
-        variances.append((square(unit) * along + (1 - square(unit)) * rest).repeat(2))
-    return [torch.stack(found).reshape(x["v"].shape) for found in (means, variances)]
+        variances.append((squared_abs(unit) * along + (1 - squared_abs(unit)) * rest).repeat(2))
+    return [torch.stack(rows).reshape(x["v"].shape) for rows in (means, variances)]

@@ -1,4 +1,4 @@
-"""Noise along a direction that moves with the state, against the covariance of its own differential equation."""
+"""`attend_corotating` against covariances integrated from the stochastic differential equation."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _signals(heads: int = 2) -> dict[str, Tensor]:
 
 
 def _covariance(x: dict[str, Tensor], h: int, p: Tensor, lag: Tensor) -> Tensor:
-    """Of what is pulled forward by a lag, `[C, C]`: noise at every moment of the way, along what p was then or across
-    it, carried to its end and summed by quadrature."""
+    """Integrate the covariance `[C, C]` of a token moved by a lag: noise along and across the rotating direction p,
+    propagated to the end of the lag and summed by quadrature."""
     eye, at = torch.eye(CHANNELS, dtype=torch.complex128), p[:, None] @ p[None].conj()
 
     def noise(name: str, ago: Tensor) -> Tensor:
         flow = torch.exp(torch.complex(torch.zeros_like(x["frequency"][h]), -x["frequency"][h] * ago)).diag()
-        then = flow @ at @ flow.mH  # the direction turns with the state, and keeps its length
+        then = flow @ at @ flow.mH  # the direction rotates with the state
         along, across = x[name][h]
         carry = torch.exp(torch.complex(x["log_decay"][h].expand(CHANNELS), x["frequency"][h]) * ago).diag()
         return carry @ (across * (eye - then) + along * then) @ carry.mH
@@ -44,8 +44,8 @@ def _covariance(x: dict[str, Tensor], h: int, p: Tensor, lag: Tensor) -> Tensor:
     return way + noise("key_noise", lag) + noise("query_noise", torch.zeros((), dtype=F64))
 
 
-def test_the_estimate_is_the_most_likely_state() -> None:
-    """Generalised least squares over what was pulled forward, with whole covariance matrices."""
+def test_mean_is_the_generalised_least_squares_estimate() -> None:
+    """The reference solves generalised least squares with full covariance matrices."""
     x = _signals()
     found = attend_corotating(**x, nu=1e14).mean
     for i in range(LENGTH):
@@ -62,7 +62,7 @@ def test_the_estimate_is_the_most_likely_state() -> None:
             torch.testing.assert_close(torch.complex(*found[0, i, h].chunk(2)), want, atol=1e-10, rtol=0)
 
 
-def test_one_noise_in_all_directions_is_attend() -> None:
+def test_isotropic_noise_gives_attend() -> None:
     x = _signals()
     both = {name: x[name][:, :1].expand(-1, 2) for name in ("process_noise", "key_noise", "query_noise")}
     direction = x.pop("direction")
@@ -72,8 +72,8 @@ def test_one_noise_in_all_directions_is_attend() -> None:
     torch.testing.assert_close(got.variance, want.variance.expand_as(got.variance))
 
 
-def test_along_the_state_it_is_what_attend_radial_steps_by() -> None:
-    """Undoubted, and with its length and direction taken apart as there."""
+def test_direction_of_the_value_gives_the_step_of_attend_radial() -> None:
+    """With weights of 1, and magnitude and direction combined as in `attend_radial`."""
     x = _signals() | {"nu": 1e12}
     x.pop("direction")
     own = x["v"] / x["v"].norm(dim=-1, keepdim=True)
@@ -87,7 +87,7 @@ def test_along_the_state_it_is_what_attend_radial_steps_by() -> None:
     torch.testing.assert_close(length * ahead / ahead.norm(dim=-1, keepdim=True), want, atol=1e-9, rtol=0)
 
 
-def test_without_a_direction_all_is_across_and_going_on_is_one_call() -> None:
+def test_zero_direction_is_across_and_pieces_equal_one_call() -> None:
     x = _signals()
     nowhere = attend_corotating(**(x | {"direction": 0 * x["direction"]}))
     across = {name: x[name][:, 1] for name in ("process_noise", "key_noise", "query_noise")}
@@ -104,7 +104,7 @@ def test_without_a_direction_all_is_across_and_going_on_is_one_call() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_variance_is_float32_whatever_the_inputs(dtype: torch.dtype) -> None:
+def test_variance_is_float32_for_half_precision_inputs(dtype: torch.dtype) -> None:
     tokens = ("q", "k", "v", "direction")
     x = {name: y.to(dtype) if name in tokens else y if name == "times" else y.float() for name, y in _signals().items()}
     found, want = (attend_corotating(**y, variance=True) for y in (x, {name: y.double() for name, y in x.items()}))
@@ -113,7 +113,7 @@ def test_the_variance_is_float32_whatever_the_inputs(dtype: torch.dtype) -> None
     assert relative_error(found.mean, want.mean) < torch.finfo(dtype).eps
 
 
-def test_gradients_reach_everything() -> None:
+def test_gradients_of_all_inputs_pass_gradcheck() -> None:
     x = {name: y[:, :3] if y.shape[:2] == (1, LENGTH) else y for name, y in _signals(1).items()}
     x = {name: y.requires_grad_(name != "times") for name, y in x.items()}
     names = [name for name in x if name != "times"]
@@ -124,7 +124,7 @@ def test_gradients_reach_everything() -> None:
     )
 
 
-def test_a_direction_must_be_of_the_state() -> None:
+def test_a_direction_of_another_width_raises() -> None:
     x = _signals()
     with pytest.raises(ArgumentError, match="direction"):
         attend_corotating(**(x | {"direction": x["direction"][..., 1:]}))

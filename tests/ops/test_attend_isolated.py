@@ -1,4 +1,4 @@
-"""Isolation in `attend` and its forms: what is not finite reaches no query that does not see it, nor its gradients."""
+"""Isolation in `attend` and its forms: NaN affects only queries that attend to it, forward and backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from histories import Signals, arguments, leaves, reads, signals
+from histories import Signals, arguments, mean_var, signals, with_gradients
 from torch import Tensor
 
 from kalmix import Segments, checks
@@ -19,7 +19,7 @@ from kalmix.ops.experimental import attend_channels
 from kalmix.types import Filtered
 
 RUNS = [[0, 0, 4], [0, 4, 7], [0, 7, 10], [1, 1, 11]]  # padding: token 10 of row 0, token 0 of row 1
-SPOILED = [(0, 4, 7), (0, 10, 11), (1, 0, 1)]  # row, start, stop
+SPOILED = [(0, 4, 7), (0, 10, 11), (1, 0, 1)]  # row, start, stop: a sequence and padding
 PER_TOKEN = ("q", "k", "v", "times")
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -31,7 +31,7 @@ Op = Callable[..., Filtered]
 
 
 def _radial(x: Signals, **options: Any) -> Filtered:
-    """`attend_radial` with the same noises along and across, and one value head a key head."""
+    """Call `attend_radial` with the same noises along and across, and one value head per key head."""
     pairs = {name: x[name][:, None].expand(-1, 2) for name in ("process_noise", "key_noise", "query_noise")}
     pairs |= {name: x[name][:, None].expand(-1, 2) for name in ("nu", "temperature")}
     return attend_radial(**(arguments(x) | pairs | {"v": x["v"][:, :, :2]}), **options)
@@ -54,7 +54,7 @@ OPS: dict[str, Op] = {
 
 @pytest.fixture(params=OPS)
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Op:
-    """Each form; tiles so small that there are many, with tokens of several sequences."""
+    """Return a form, with tiles so small that there are several, which mix sequences."""
     monkeypatch.setattr(chunked, "QUERY_TILE", 4)
     monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", 1)
     return OPS[request.param]
@@ -68,13 +68,13 @@ def _spoil(x: Tensor, value: float, where: list[tuple[int, int, int]]) -> Tensor
 
 
 def _answer(op: Op, x: Signals, value: float | None, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Mean and variance, and gradients of signals, with `value` in spoiled tokens and their upstream gradients."""
+    """Return outputs and gradients of q, k and v, with `value` in spoiled tokens and in their upstream gradients."""
     spoil = partial(_spoil, value=0.0 if value is None else value, where=[] if value is None else SPOILED)
-    given = leaves({name: spoil(y) if name in PER_TOKEN else y for name, y in x.items()})
+    given = with_gradients({name: spoil(y) if name in PER_TOKEN else y for name, y in x.items()})
     with checks(enabled=False):
         found = op(given, segments=Segments.of(torch.tensor(RUNS)), variance=True, **options)
     draw = torch.Generator().manual_seed(1)
-    outputs = reads(found)
+    outputs = mean_var(found)
     weights = [spoil(torch.randn(y.shape, generator=draw, dtype=y.dtype)) for y in outputs]
     grads = torch.autograd.grad(outputs, [given[name] for name in "qkv"], weights)
     return outputs, list(grads)
@@ -82,7 +82,7 @@ def _answer(op: Op, x: Signals, value: float | None, **options: Any) -> tuple[li
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_neither_padding_nor_a_neighbour_reaches_a_sequence(options: dict[str, Any], value: float, op: Op) -> None:
+def test_padding_and_neighbours_change_no_sequence(options: dict[str, Any], value: float, op: Op) -> None:
     x = signals(groups=1)
     for ours, theirs in zip(_answer(op, x, value, **options), _answer(op, x, None, **options), strict=True):
         for got, want in zip(ours, theirs, strict=True):
@@ -95,19 +95,19 @@ def test_neither_padding_nor_a_neighbour_reaches_a_sequence(options: dict[str, A
 
 
 @pytest.mark.parametrize("options", list(OPTIONS.values())[:2], ids=list(OPTIONS)[:2])
-def test_nan_in_a_token_reaches_no_earlier_one(options: dict[str, Any], op: Op) -> None:
+def test_nan_changes_no_earlier_token(options: dict[str, Any], op: Op) -> None:
     x, first = signals(groups=1), 6
     spoiled = {
         name: _spoil(y, float("nan"), [(0, first, 11), (1, first, 11)]) if name in "qkv" else y for name, y in x.items()
     }
     with checks(enabled=False):
         got, want = (op(y, variance=True, **options) for y in (spoiled, x))
-    for ours, theirs in zip(reads(got), reads(want), strict=True):
+    for ours, theirs in zip(mean_var(got), mean_var(want), strict=True):
         assert torch.equal(ours[:, :first], theirs[:, :first])
     assert got.mean[:, first:].isnan().all()
 
 
-def test_a_window_ends_what_nan_reaches(op: Op) -> None:
+def test_nan_spreads_no_further_than_the_window(op: Op) -> None:
     x, window = signals(groups=1), 3
     spoiled = {name: _spoil(y, float("nan"), [(0, 4, 5)]) if name in "qkv" else y for name, y in x.items()}
     with checks(enabled=False):
@@ -117,8 +117,8 @@ def test_a_window_ends_what_nan_reaches(op: Op) -> None:
     assert causal.isnan().any((1, 2)).sum() == 3 and around.isnan().any((1, 2)).sum() == 5
 
 
-def test_what_a_history_holds_of_another_sequence_reaches_nothing(op: Op) -> None:
-    """Packed sequences share the slots of their row; those of the others stay hidden when both go on."""
+def test_shared_slots_of_other_sequences_stay_masked(op: Op) -> None:
+    """Packed sequences share the slots of their row, and keep those of others masked in the next call."""
     x, segments = (
         {name: y[:1] if y.ndim == 4 or name == "times" else y for name, y in signals(groups=1).items()},
         [[0, 0, 5], [0, 5, 11]],
@@ -134,13 +134,13 @@ def test_what_a_history_holds_of_another_sequence_reaches_nothing(op: Op) -> Non
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_an_upstream_gradient_reaches_no_other_sequence(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All values are finite; the frequencies, which all sequences share, show it."""
+def test_nonfinite_upstream_gradient_changes_no_other_sequence(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are finite. The gradient of frequencies, which all sequences share, is NaN."""
     monkeypatch.setattr(chunked, "QUERY_TILE", 4)
     found = []
     for fill in (value, 1.0):
-        given = leaves(signals(groups=1))
-        outputs = reads(OPS["chunked"](given, segments=Segments.of(torch.tensor(RUNS)), variance=True))
+        given = with_gradients(signals(groups=1))
+        outputs = mean_var(OPS["chunked"](given, segments=Segments.of(torch.tensor(RUNS)), variance=True))
         weights = [_spoil(torch.ones_like(y), fill, SPOILED) for y in outputs]
         found.append(torch.autograd.grad(outputs, [given[name] for name in ("q", "k", "v", "frequency")], weights))
     for got, want in zip(*(x[:3] for x in found), strict=True):

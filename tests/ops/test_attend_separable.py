@@ -1,4 +1,4 @@
-"""Precisions that are sums of two exponentials: how wrong that is, and the filter in linear time that it makes."""
+"""`SeparablePrecision` and `attend_separable`: approximation error, exact cases, and numerical limits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WORST = {
 
 
 def _precision(dynamics: Dynamics, lag: Tensor) -> Tensor:
-    """What the separable one stands for."""
-    grown = dynamics.process_noise * kappa(-dynamics.log_decay, lag)
-    return 1 / (grown + dynamics.key_noise * (2 * dynamics.log_decay * lag).exp() + dynamics.query_noise)
+    """Return the exact precision 1 / V."""
+    accumulated = dynamics.process_noise * kappa(-dynamics.log_decay, lag)
+    return 1 / (accumulated + dynamics.key_noise * (2 * dynamics.log_decay * lag).exp() + dynamics.query_noise)
 
 
 def _signals(heads: int = 2, channels: int = 3, length: int = 9) -> dict[str, Tensor]:
-    """Irregular times, two of them equal, and a channel that does not decay."""
+    """Draw inputs with irregular times, two of them equal, and a channel without decay."""
     draw = torch.Generator().manual_seed(0)
     rate, *noises = (torch.rand(heads, channels, generator=draw, dtype=F64) for _ in range(4))
     rate[0, 0] = 0
@@ -42,8 +42,8 @@ def _signals(heads: int = 2, channels: int = 3, length: int = 9) -> dict[str, Te
 
 @pytest.mark.parametrize(("ratio", "worst"), WORST.items())
 @pytest.mark.parametrize("query_noise", [0.0, 0.05])
-def test_the_precision_is_too_low_by_a_known_share(ratio: float, worst: float, query_noise: float) -> None:
-    """The share depends on the ratio alone: here the variance ends at 1, and begins at 1 + ratio."""
+def test_precision_is_too_small_by_a_known_fraction(ratio: float, worst: float, query_noise: float) -> None:
+    """The fraction depends on the ratio alone: here the variance is 1 + ratio at lag 0, and 1 in the limit."""
     numbers = (-0.4, 0.0, 0.8 * (1 - query_noise), 1 + ratio - query_noise, query_noise)
     dynamics = Dynamics(*(torch.tensor(x, dtype=F64) for x in numbers))
     lag = torch.linspace(0, 600, 100_001, dtype=F64)
@@ -54,14 +54,14 @@ def test_the_precision_is_too_low_by_a_known_share(ratio: float, worst: float, q
 
 
 @pytest.mark.parametrize(("rate", "process_noise"), [(0.3, 0.7), (0.0, 0.7), (0.3, 0.0), (0.0, 0.0)])
-def test_the_precision_has_the_right_slope_whatever_decays(rate: float, process_noise: float) -> None:
+def test_precision_has_the_exact_slope_at_lag_zero(rate: float, process_noise: float) -> None:
     dynamics = Dynamics(*(torch.tensor(x, dtype=F64) for x in (-rate, 0.0, process_noise, 0.9, 0.4)))
     lag = torch.tensor([0.0, 1e-6], dtype=F64)
     near, exact = SeparablePrecision.of(dynamics).after(lag), _precision(dynamics, lag)
     torch.testing.assert_close(near, exact, rtol=1e-11, atol=0)
 
 
-def test_against_a_double_loop() -> None:
+def test_outputs_match_the_double_loop() -> None:
     x = _signals()
     found = attend_separable(**x)
     precision = SeparablePrecision.of(Dynamics(*(x[name] for name in Dynamics._fields)))
@@ -74,8 +74,8 @@ def test_against_a_double_loop() -> None:
         torch.testing.assert_close(found.variance[:, i], (1 / known.sum(1)).repeat(1, 1, 2))
 
 
-def test_where_the_precision_is_exact_so_is_the_filter() -> None:
-    """The tensor form without doubt, where variances begin as they end; else it is not."""
+def test_constant_variance_gives_the_exact_filter() -> None:
+    """Equal to the per-channel form with weights of 1 if the variance does not depend on the lag, else not."""
     x = _signals()
     x["log_decay"] = x["log_decay"] - 0.2
     settled = {"key_noise": x["process_noise"] / (-2 * x["log_decay"])}
@@ -85,7 +85,7 @@ def test_where_the_precision_is_exact_so_is_the_filter() -> None:
 
 
 def test_long_sequences_do_not_overflow() -> None:
-    """The paper's factors are exp(2 a t): over 4,096 tokens, e^4096."""
+    """The factors of the paper are exp(2 a t): e^4096 for 4,096 tokens."""
     x = {name: y.float() for name, y in _signals(1, 1).items()}
     x |= {"log_decay": torch.full((1, 1), -0.5), "v": torch.ones(1, 4096, 1, 2)}
     del x["times"]
@@ -93,7 +93,7 @@ def test_long_sequences_do_not_overflow() -> None:
     assert found.mean.isfinite().all() and found.mean.dtype == torch.float32
 
 
-def test_gradients_reach_everything() -> None:
+def test_gradients_of_all_inputs_pass_gradcheck() -> None:
     x = _signals(1, 2, 5)
     times = x.pop("times")
     x["log_decay"] = x["log_decay"] - 0.1
@@ -105,8 +105,8 @@ def test_gradients_reach_everything() -> None:
 
 @pytest.mark.parametrize("key_noise", [1e-5, 1e-4, 1e-2, 1.0, 1e2])
 @pytest.mark.parametrize("rest", [0.0, 1e-5, None], ids=["no query noise", "1e-5", "drawn"])
-def test_float32_is_right_at_any_noise(key_noise: float, rest: float | None) -> None:
-    """Outputs and gradients, against float64: all that float32 may round are inputs and results."""
+def test_float32_is_accurate_at_any_noise(key_noise: float, rest: float | None) -> None:
+    """Outputs and gradients differ from float64 by the rounding of inputs and results only."""
     x = _signals(length=60)
     x["key_noise"] = torch.full_like(x["key_noise"], key_noise)
     x["process_noise"][0] = 1e-4
@@ -125,7 +125,7 @@ def test_float32_is_right_at_any_noise(key_noise: float, rest: float | None) -> 
         assert relative_error(got, want) < 4 * torch.finfo(torch.float32).eps, name
 
 
-def test_times_may_not_decrease() -> None:
+def test_decreasing_times_raise() -> None:
     x = _signals()
     with pytest.raises(ArgumentError, match="times"):
         attend_separable(**(x | {"times": -x["times"]}))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from histories import Signals, arguments, leaves, signals
+from histories import Signals, arguments, signals, with_gradients
 from torch import Tensor
 
 from kalmix.ops import attend
@@ -17,9 +17,9 @@ NOISES = (1e-5, 1e-4, 1e-2, 1.0, 1e2)
 LENGTHS = {"chunked": 150, "reference": 37}
 
 
-def _drawn(seed: int, length: int, key_noise: float, own: bool) -> Signals:
-    """Signals with one key noise, each number one that float32 holds; heads have small and large process noises."""
-    x = signals(length, channels=4, own=3 if own else None, seed=seed)
+def _drawn(seed: int, length: int, key_noise: float, own_dynamics: bool) -> Signals:
+    """Draw inputs that float32 represents exactly, with one key noise, and small and large process noises by head."""
+    x = signals(length, channels=4, value_channels=3 if own_dynamics else None, seed=seed)
     x |= {name: x[name] / 8**0.5 for name in "qk"}
     for name in (y for y in x if y.endswith("process_noise")):
         x[name] = torch.tensor([1e-4, 1.0], dtype=torch.float64)
@@ -29,8 +29,8 @@ def _drawn(seed: int, length: int, key_noise: float, own: bool) -> Signals:
 
 
 def _answer(x: Signals, dtype: torch.dtype, variance: bool, **options: Any) -> list[Tensor]:
-    """Outputs and gradients, with kernels in `dtype`."""
-    given = leaves({name: y if name == "times" else y.to(dtype) for name, y in x.items()})
+    """Return outputs and gradients, computed in `dtype`."""
+    given = with_gradients({name: y if name == "times" else y.to(dtype) for name, y in x.items()})
     found = attend(**arguments(given), variance=variance, **options)
     outputs = [found.mean, *([] if found.variance is None else [found.variance.log()])]
     draw = torch.Generator().manual_seed(1)
@@ -40,7 +40,7 @@ def _answer(x: Signals, dtype: torch.dtype, variance: bool, **options: Any) -> l
 
 
 def _check(x: Signals, variance: bool, kernel: str, ends: str | tuple[str, ...] = "", **options: Any) -> None:
-    """Compare what has a name that ends so."""
+    """Compare outputs and gradients whose names end in `ends`."""
     got = _answer(x, torch.float32, variance, kernel=kernel, **options)
 
     def exact(moved: Signals) -> list[Tensor]:
@@ -56,19 +56,19 @@ def _check(x: Signals, variance: bool, kernel: str, ends: str | tuple[str, ...] 
 @pytest.mark.parametrize("kernel", ["chunked", "reference"])
 @pytest.mark.parametrize("variance", [False, True], ids=["mean", "variance"])
 @pytest.mark.parametrize("weight", ["rational", "exponential"])
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("own_dynamics", [False, True], ids=["shared", "own value dynamics"])
 @pytest.mark.parametrize("key_noise", NOISES)
-def test_gradients_are_right_at_any_key_noise(
-    key_noise: float, own: bool, weight: str, variance: bool, kernel: str
+def test_gradients_are_accurate_at_any_key_noise(
+    key_noise: float, own_dynamics: bool, weight: str, variance: bool, kernel: str
 ) -> None:
-    _check(_drawn(len(weight), LENGTHS[kernel], key_noise, own), variance, kernel, weight=weight)
+    _check(_drawn(len(weight), LENGTHS[kernel], key_noise, own_dynamics), variance, kernel, weight=weight)
 
 
 @pytest.mark.parametrize("kernel", ["chunked", "reference"])
 @pytest.mark.parametrize("variance", [False, True], ids=["mean", "variance"])
 @pytest.mark.parametrize("weight", ["rational", "exponential"])
-def test_the_gradient_of_the_rate_is_right_at_a_large_query_noise(weight: str, variance: bool, kernel: str) -> None:
-    """The residual and the variance of what is ahead grow alike, so that little is left of the rate's gradient."""
+def test_decay_gradient_is_accurate_at_a_large_query_noise(weight: str, variance: bool, kernel: str) -> None:
+    """For later keys, residual and variance grow alike, so the terms of the gradient nearly cancel."""
     x = _drawn(3, 37, 1e-4, True)
     x |= {name: torch.full_like(y, 100.0) for name, y in x.items() if name.endswith("query_noise")}
     x |= {"k": x["k"] / 64, "times": x["times"] / 1024, "nu": torch.full_like(x["nu"], 2.0**-9)}
@@ -77,13 +77,13 @@ def test_the_gradient_of_the_rate_is_right_at_a_large_query_noise(weight: str, v
 
 @pytest.mark.parametrize("kernel", ["chunked", "reference"])
 @pytest.mark.parametrize("room", [batching.MAX_ENTRIES_CPU, 1], ids=["one tile of keys", "several"])
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
-def test_gradients_of_noises_are_right_where_one_key_has_nearly_all_of_the_weight(
-    own: bool, room: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("own_dynamics", [False, True], ids=["shared", "own value dynamics"])
+def test_noise_gradients_are_accurate_if_one_key_has_nearly_all_weight(
+    own_dynamics: bool, room: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gradient of its score is a small difference, which a residual of thousands of variances multiplies."""
     monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", room)
-    x = _drawn(11, 150, 1e-4, own)
+    x = _drawn(11, 150, 1e-4, own_dynamics)
     for name in (y for y in x if y.endswith(("query_noise", "process_noise"))):
         x[name] = x[name] * 0 + (1e-4 if name.endswith("query_noise") else 1.0)
     x = {name: y.float().double() for name, y in x.items()}

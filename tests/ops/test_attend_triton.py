@@ -1,6 +1,6 @@
-"""What only the Triton kernels of `attend` can get wrong: blocks, tiles, widths, who is seen, which way they look.
+"""Triton kernels of `attend`: blocks, tiles, widths, masks and isolation.
 
-On a machine without a GPU they run in Triton's interpreter, at sizes it can bear.
+Without a GPU they run in Triton's interpreter, at small sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from launch_log import log_launches
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops import Dynamics
-from kalmix.ops._attend import custom_op as fused
+from kalmix.ops._attend import custom_op as triton_kernel
 from kalmix.ops._attend import reference
 from kalmix.ops._attend.dynamics import Weighting
 from kalmix.ops._attend.signals import AttendSignals
@@ -29,7 +29,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16
 SIGNALS = ("q", "k", "v")
 DYNAMICS = ("log_decay", "frequency", "process_noise", "key_noise", "query_noise")
-WEIGHING = ("nu", "temperature", "floor")
+WEIGHTING = ("nu", "temperature", "floor")
 HISTORY = ("keys", "values")
 
 
@@ -38,158 +38,176 @@ def arguments(
     length: int,
     heads: tuple[int, int],
     widths: tuple[int, int],
-    own: bool,
+    own_dynamics: bool,
     dtype: torch.dtype,
     sequences: int,
     history: int,
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """What gradients reach, by name; and times, those of the history and its positions, every third slot empty."""
-    draw = torch.Generator().manual_seed(0)
+    """Draw differentiable inputs by name; and times, history times and history positions (every third slot empty)."""
+    generator = torch.Generator().manual_seed(0)
     (shared, values), (width, value_width) = heads, widths
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw)
+        return torch.randn(shape, generator=generator)
 
     def dynamics(channels: int) -> tuple[Tensor, ...]:
         return -0.1 * normal(shared).exp(), normal(shared, channels), *normal(3, shared).exp()
 
-    def look(*shape: int) -> Tensor:
+    def scaled_normal(*shape: int) -> Tensor:
         return normal(*shape) / width**0.5
 
     inputs = {
-        "q": look(batch, length, shared, width).to(dtype),
-        "k": look(batch, length, shared, width).to(dtype),
+        "q": scaled_normal(batch, length, shared, width).to(dtype),
+        "k": scaled_normal(batch, length, shared, width).to(dtype),
         "v": normal(batch, length, values, value_width).to(dtype),
         **dict(zip(DYNAMICS, dynamics(width // 2), strict=True)),
         "nu": normal(shared).exp(),
         "temperature": (0.3 * normal(shared)).exp(),
         "floor": 0.1 * normal(shared).exp(),
     }
-    if own:
+    if own_dynamics:
         inputs |= {f"{name} of values": x for name, x in zip(DYNAMICS, dynamics(value_width // 2), strict=True)}
     if history:
-        inputs |= {"keys": look(sequences, history, shared, width)}
+        inputs |= {"keys": scaled_normal(sequences, history, shared, width)}
         inputs |= {"values": normal(sequences, history, values, value_width)}
     positions = torch.arange(history).expand(sequences, history).clone()
     positions[:, ::3] = -1
     times = (normal(batch, length) + 0.5).clamp(min=0).cumsum(1).double()
-    before = -normal(sequences, history).abs().cumsum(1).flip(1).double()
-    return {name: x.to(DEVICE) for name, x in inputs.items()}, (times, before, positions)
+    history_times = -normal(sequences, history).abs().cumsum(1).flip(1).double()
+    return {name: x.to(DEVICE) for name, x in inputs.items()}, (times, history_times, positions)
 
 
-def answer(
-    function: Any, inputs: dict[str, Tensor], when: tuple[Tensor, Tensor, Tensor], how: Any, segments: Segments | None
+def outputs_and_gradients(
+    function: Any,
+    inputs: dict[str, Tensor],
+    timing: tuple[Tensor, Tensor, Tensor],
+    options: Any,
+    segments: Segments | None,
 ) -> list[Tensor]:
-    """Outputs, what the belief holds, and gradients of their sum, weighted by numbers that every dtype holds."""
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    result = called(function, leaves, when, how, segments)
-    seen = [] if result.belief is None else result.belief[:2]
-    outputs = [x for x in (*result[:2], *seen) if x is not None]
-    draw = torch.Generator().manual_seed(1)
-    weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
-    return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(leaves.values()), weights))
+    """Return outputs, tensors of the belief, and gradients of their sum with weights that every dtype represents."""
+    inputs_with_grad = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    result = call_kernel(function, inputs_with_grad, timing, options, segments)
+    belief_tensors = [] if result.belief is None else result.belief[:2]
+    outputs = [x for x in (*result[:2], *belief_tensors) if x is not None]
+    generator = torch.Generator().manual_seed(1)
+    weights = [(torch.randint(-8, 9, x.shape, generator=generator) / 4).to(x) for x in outputs]
+    return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(inputs_with_grad.values()), weights))
 
 
-def called(
-    function: Any, leaves: dict[str, Tensor], when: tuple[Tensor, Tensor, Tensor], how: Any, segments: Segments | None
+def call_kernel(
+    function: Any,
+    inputs_with_grad: dict[str, Tensor],
+    timing: tuple[Tensor, Tensor, Tensor],
+    options: Any,
+    segments: Segments | None,
 ) -> Filtered:
     """Call a kernel."""
-    q, k, v = (leaves[name] for name in SIGNALS)
-    times, before, positions = (x.to(DEVICE) for x in when)
+    q, k, v = (inputs_with_grad[name] for name in SIGNALS)
+    times, history_times, positions = (x.to(DEVICE) for x in timing)
     count = len(positions)
-    kept = [leaves.get(name, x.new_zeros(count, 0, *x.shape[2:])) for name, x in zip(HISTORY, (k, v), strict=True)]
-    keys, values = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in kept)
-    moves = Dynamics._make(leaves[name] for name in DYNAMICS)
-    own = None
-    if "frequency of values" in leaves:
-        own = Dynamics._make(leaves[f"{name} of values"] for name in DYNAMICS)
-    weighing = Weighting._make((*(leaves[name] for name in WEIGHING), *how[:3]))
-    belief = HistoryBelief(keys, values, before, positions)
-    return function(AttendSignals(q, k, v, times, moves, own, weighing), belief, segments, how[3])
+    history = [
+        inputs_with_grad.get(name, x.new_zeros(count, 0, *x.shape[2:])) for name, x in zip(HISTORY, (k, v), strict=True)
+    ]
+    keys, values = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in history)
+    key_dynamics = Dynamics._make(inputs_with_grad[name] for name in DYNAMICS)
+    value_dynamics = None
+    if "frequency of values" in inputs_with_grad:
+        value_dynamics = Dynamics._make(inputs_with_grad[f"{name} of values"] for name in DYNAMICS)
+    weighting = Weighting._make((*(inputs_with_grad[name] for name in WEIGHTING), *options[:3]))
+    belief = HistoryBelief(keys, values, history_times, positions)
+    return function(
+        AttendSignals(q, k, v, times, key_dynamics, value_dynamics, weighting), belief, segments, options[3]
+    )
 
 
-RUNS = Segments.of(torch.tensor([[0, 0, 13], [1, 3, 18], [0, 14, 36], [1, 20, 20], [1, 20, 36]]))
-LONG_RUNS = Segments.of(torch.tensor([[0, 0, 130], [0, 131, 300], [1, 3, 290], [1, 290, 290]]))
-PLAIN, VARYING = (True, None, True, False), (True, None, True, True)
-NARROW, AROUND = (False, 21, True, True), (False, 9, False, True)
-SHAPES = [  # batch, tokens, heads, widths, values move on their own, dtype, history, how, segments
+SEGMENTS = Segments.of(torch.tensor([[0, 0, 13], [1, 3, 18], [0, 14, 36], [1, 20, 20], [1, 20, 36]]))
+LONG_SEGMENTS = Segments.of(torch.tensor([[0, 0, 130], [0, 131, 300], [1, 3, 290], [1, 290, 290]]))
+PLAIN, WITH_VARIANCE = (True, None, True, False), (True, None, True, True)
+WINDOW, TWO_SIDED = (False, 21, True, True), (False, 9, False, True)
+SHAPES = [  # batch, tokens, heads, widths, own value dynamics, dtype, history, options, segments
     (1, 37, (1, 1), (6, 6), False, torch.float32, 0, PLAIN, None),  # three blocks, the last one odd
-    (1, 37, (1, 2), (4, 10), True, torch.float32, 0, NARROW, None),
-    (2, 36, (1, 1), (4, 4), False, torch.float32, 0, VARYING, RUNS),
-    (2, 36, (1, 1), (4, 4), True, torch.float32, 7, VARYING, RUNS),
-    (1, 37, (1, 1), (4, 6), True, torch.float32, 0, AROUND, None),
-    (1, 20, (1, 1), (18, 18), False, HALF, 20, NARROW, None),
-    (1, 9, (1, 2), (4, 4), False, HALF, 0, PLAIN, None),  # the belief is what was given, in float32
+    (1, 37, (1, 2), (4, 10), True, torch.float32, 0, WINDOW, None),
+    (2, 36, (1, 1), (4, 4), False, torch.float32, 0, WITH_VARIANCE, SEGMENTS),
+    (2, 36, (1, 1), (4, 4), True, torch.float32, 7, WITH_VARIANCE, SEGMENTS),
+    (1, 37, (1, 1), (4, 6), True, torch.float32, 0, TWO_SIDED, None),
+    (1, 20, (1, 1), (18, 18), False, HALF, 20, WINDOW, None),
+    (1, 9, (1, 2), (4, 4), False, HALF, 0, PLAIN, None),  # the belief is a float32 copy of the inputs
     (1, 140, (1, 1), (4, 4), False, torch.float32, 0, PLAIN, None),  # blocks of many tiles
-    (1, 9, (1, 1), (4, 130), True, torch.float32, 0, PLAIN, None),  # values in two strips
+    (1, 9, (1, 1), (4, 130), True, torch.float32, 0, PLAIN, None),  # values in two slices
 ]
 ON_GPU = [
-    (2, 300, heads, widths, own, dtype, history, how, segments)
+    (2, 300, heads, widths, own_dynamics, dtype, history, options, segments)
     for dtype in (HALF, torch.float32)
     for widths in ((16, 16), (40, 40), (64, 64), (128, 128), (256, 256))
-    for heads, own, history, how, segments in (
+    for heads, own_dynamics, history, options, segments in (
         ((2, 2), False, 0, PLAIN, None),
-        ((1, 2), True, 0, VARYING, LONG_RUNS),
-        ((2, 2), False, 70, NARROW, None),
-        ((2, 2), True, 0, AROUND, None),
+        ((1, 2), True, 0, WITH_VARIANCE, LONG_SEGMENTS),
+        ((2, 2), False, 70, WINDOW, None),
+        ((2, 2), True, 0, TWO_SIDED, None),
     )
     if widths[0] <= 128 or dtype == HALF
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES + ON_GPU if DEVICE == "cuda" else SHAPES, ids=str)
-def test_it_agrees_with_the_reference(shape: tuple[Any, ...]) -> None:
-    """Outputs and gradients against float64 written out, within what rounding the inputs would do to it."""
-    batch, length, heads, widths, own, dtype, history, how, segments = shape
+def test_outputs_and_gradients_match_the_reference(shape: tuple[Any, ...]) -> None:
+    """Compare with the reference kernel in float64, within the change that rounding of inputs causes."""
+    batch, length, heads, widths, own_dynamics, dtype, history, options, segments = shape
     sequences = batch if segments is None else segments.count
-    inputs, when = arguments(batch, length, heads, widths, own, dtype, sequences, history)
+    inputs, timing = arguments(batch, length, heads, widths, own_dynamics, dtype, sequences, history)
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
-    check(inputs, when, how, segments)
+    check_against_float64(inputs, timing, options, segments)
 
 
-def check(
+def check_against_float64(
     inputs: dict[str, Tensor],
-    when: tuple[Tensor, Tensor, Tensor],
-    how: Any,
+    timing: tuple[Tensor, Tensor, Tensor],
+    options: Any,
     segments: Segments | None,
     only: str | None = None,
 ) -> None:
-    """Compare outputs and gradients, or `only` the one of this name, with float64."""
-    got, dtype = answer(fused.attend, inputs, when, how, segments), inputs["q"].dtype
+    """Compare outputs and gradients, or only the one named `only`, with the reference kernel in float64."""
+    got, dtype = (
+        outputs_and_gradients(triton_kernel.attend, inputs, timing, options, segments),
+        inputs["q"].dtype,
+    )
     exact = {name: x.double() for name, x in inputs.items()}
-    want = answer(reference.attend, exact, when, how, segments)
+    want = outputs_and_gradients(reference.attend, exact, timing, options, segments)
     allowed = budgets(
-        lambda moved: answer(reference.attend, moved, when, how, segments),
+        lambda moved: outputs_and_gradients(reference.attend, moved, timing, options, segments),
         exact,
         torch.float32,
         [x.dtype for x in got],
         HALF if dtype == HALF else None,
     )
-    outputs = ["mean", *["variance"][: how[3]], *(HISTORY if how[2] else []), *(f"d {name}" for name in inputs)]
+    outputs = ["mean", *["variance"][: options[3]], *(HISTORY if options[2] else []), *(f"d {name}" for name in inputs)]
     exact["mean"], gradients = want[0], dict(zip(outputs, want, strict=True))
-    draw = torch.Generator().manual_seed(1)
-    gradients["d mean"] = (torch.randint(-8, 9, want[0].shape, generator=draw) / 4).to(want[0])  # as `answer` has it
-    for name, turns in turning("frequency of values" in inputs).items():
-        slip = slipping(turns, exact, gradients, when) / float(gradients[name].norm())
-        allowed[outputs.index(name)] += ROUNDINGS * torch.finfo(torch.float32).eps * slip / 3**0.5  # rms
+    generator = torch.Generator().manual_seed(1)
+    # The upstream gradient that `outputs_and_gradients` uses.
+    gradients["d mean"] = (torch.randint(-8, 9, want[0].shape, generator=generator) / 4).to(want[0])
+    for name, names in rotated_inputs("frequency of values" in inputs).items():
+        rounding = frequency_rounding(names, exact, gradients, timing) / float(gradients[name].norm())
+        allowed[outputs.index(name)] += ROUNDINGS * torch.finfo(torch.float32).eps * rounding / 3**0.5  # rms
     for name, x, y, budget in zip(outputs, got, want, allowed, strict=True):
         error = relative_error(x, y)
         assert only not in (None, name) or error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
 
 
-def turning(own: bool) -> dict[str, list[str]]:
-    """What turns with each frequency."""
+def rotated_inputs(own_dynamics: bool) -> dict[str, list[str]]:
+    """Return the names of the tensors that each frequency rotates."""
     keys, values = ["q", "k", "keys"], ["mean", "v", "values"]
-    return {"d frequency": keys, "d frequency of values": values} if own else {"d frequency": keys + values}
+    return {"d frequency": keys, "d frequency of values": values} if own_dynamics else {"d frequency": keys + values}
 
 
-def slipping(names: list[str], x: dict[str, Tensor], gradients: dict[str, Tensor], when: tuple[Tensor, ...]) -> float:
-    """How far the gradient of frequencies moves where each token's share of it moves by itself, at random.
+def frequency_rounding(
+    names: list[str], x: dict[str, Tensor], gradients: dict[str, Tensor], timing: tuple[Tensor, ...]
+) -> float:
+    """Return the change of the frequencies' gradient per relative rounding of each token's term, in root mean square.
 
-    The kernel sums it over tokens, of what their times from the middle of the lane multiply (DESIGN.md): a rounding
-    moves each by eps of half the span of times, not of the lags between tokens.
+    The kernel sums terms of tokens multiplied by their time from the middle of the row. So a term is rounded relative
+    to half the span of times, not relative to the lags between tokens.
     """
-    times = torch.cat([y.flatten() for y in when[:2]])
+    times = torch.cat([y.flatten() for y in timing[:2]])
     terms = 0.0
     for name in names:
         if f"d {name}" in gradients:
@@ -198,33 +216,35 @@ def slipping(names: list[str], x: dict[str, Tensor], gradients: dict[str, Tensor
     return float(times.max() - times.min()) / 2 * terms**0.5
 
 
-@pytest.mark.parametrize(("how", "own"), [(PLAIN, True), (VARYING, False), (AROUND, False)], ids=str)
-def test_gradients_are_right_at_a_small_key_noise(how: tuple[Any, ...], own: bool) -> None:
-    inputs, when = arguments(1, 40, (1, 1), (4, 4), own, torch.float32, 1, 0)
+@pytest.mark.parametrize(
+    ("options", "own_dynamics"), [(PLAIN, True), (WITH_VARIANCE, False), (TWO_SIDED, False)], ids=str
+)
+def test_gradients_are_accurate_at_a_small_key_noise(options: tuple[Any, ...], own_dynamics: bool) -> None:
+    inputs, timing = arguments(1, 40, (1, 1), (4, 4), own_dynamics, torch.float32, 1, 0)
     inputs |= {name: torch.full_like(x, 1e-5) for name, x in inputs.items() if name.startswith("key_noise")}
-    rational = (True, *how[1:])
-    check(inputs, when, rational, None)
+    rational = (True, *options[1:])
+    check_against_float64(inputs, timing, rational, None)
 
 
 @pytest.mark.parametrize(("rational", "variance"), [(False, False), (True, True)])
-def test_the_gradient_of_the_rate_is_right_at_a_large_query_noise(rational: bool, variance: bool) -> None:
-    """The residual and the variance of what is ahead grow alike, so that little is left of the rate's gradient."""
-    inputs, (now, *rest) = arguments(1, 20, (1, 1), (4, 4), True, torch.float32, 1, 0)
+def test_decay_gradient_is_accurate_at_a_large_query_noise(rational: bool, variance: bool) -> None:
+    """For later keys, residual and variance grow alike, so the terms of the gradient nearly cancel."""
+    inputs, (times, *rest) = arguments(1, 20, (1, 1), (4, 4), True, torch.float32, 1, 0)
     extremes = {"query_noise": 100.0, "key_noise": 1e-4, "nu": 2.0**-9}
     inputs |= {name: torch.full_like(inputs[name], x) for name, x in extremes.items()}
     inputs |= {"k": inputs["k"] / 64}
-    check(inputs, (now / 1024, *rest), (rational, None, False, variance), None, "d log_decay")
+    check_against_float64(inputs, (times / 1024, *rest), (rational, None, False, variance), None, "d log_decay")
 
 
 NEIGHBOURS = Segments.of(torch.tensor([[0, 0, 7], [0, 7, 16], [0, 18, 24]]))
-SPOILED = slice(7, 18)  # the second of them, and padding
+SPOILED = slice(7, 18)  # the second sequence, and padding
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("own", "history", "value"), [(False, 0, float("nan")), (True, 3, float("inf"))])
-def test_neither_padding_nor_a_neighbour_reaches_a_sequence(own: bool, history: int, value: float) -> None:
-    """Values and upstream gradients; also where a tile has tokens of several sequences."""
-    clean, when = arguments(1, 24, (1, 2), (4, 4), own, torch.float32, 3, history)
+@pytest.mark.parametrize(("own_dynamics", "history", "value"), [(False, 0, float("nan")), (True, 3, float("inf"))])
+def test_padding_and_neighbours_change_no_sequence(own_dynamics: bool, history: int, value: float) -> None:
+    """Spoil values and upstream gradients; a tile has tokens of several sequences."""
+    clean, timing = arguments(1, 24, (1, 2), (4, 4), own_dynamics, torch.float32, 3, history)
     segments, upstream, spoiled = (
         Segments(NEIGHBOURS.rows.to(DEVICE)),
         torch.ones(1, 24, 1, 1, device=DEVICE),
@@ -234,42 +254,49 @@ def test_neither_padding_nor_a_neighbour_reaches_a_sequence(own: bool, history: 
     for name in SIGNALS:
         spoiled[name] = spoiled[name].clone()
         spoiled[name][:, SPOILED] = value
-    found = [
-        spread(x, when, VARYING, segments, y) for x, y in ((spoiled, upstream), (clean, torch.ones_like(upstream)))
+    results = [
+        outputs_and_token_gradients(x, timing, WITH_VARIANCE, segments, y)
+        for x, y in ((spoiled, upstream), (clean, torch.ones_like(upstream)))
     ]
-    for got, want in zip(*found, strict=True):
+    for got, want in zip(*results, strict=True):
         assert torch.equal(got[:, :7], want[:, :7]) and torch.equal(got[:, 18:], want[:, 18:])
         assert not got[:, 16:18].any()
-    assert found[0][0][:, 7:16].isnan().all()
+    assert results[0][0][:, 7:16].isnan().all()
 
 
-def test_nan_in_a_token_reaches_no_earlier_one() -> None:
-    clean, when = arguments(1, 37, (1, 2), (4, 4), False, torch.float32, 1, 0)
+def test_nan_changes_no_earlier_token() -> None:
+    clean, timing = arguments(1, 37, (1, 2), (4, 4), False, torch.float32, 1, 0)
     spoiled = clean | {
         name: torch.where(torch.arange(37, device=DEVICE)[:, None, None] < 21, clean[name], torch.nan)
         for name in SIGNALS
     }
-    got, want = (answer(fused.attend, x, when, PLAIN, None)[0] for x in (spoiled, clean))
+    got, want = (outputs_and_gradients(triton_kernel.attend, x, timing, PLAIN, None)[0] for x in (spoiled, clean))
     assert torch.equal(got[:, :21], want[:, :21]) and got[:, 21:].isnan().all()
 
 
-def spread(
-    inputs: dict[str, Tensor], when: tuple[Tensor, Tensor, Tensor], how: Any, segments: Segments, upstream: Tensor
+def outputs_and_token_gradients(
+    inputs: dict[str, Tensor],
+    timing: tuple[Tensor, Tensor, Tensor],
+    options: Any,
+    segments: Segments,
+    upstream: Tensor,
 ) -> list[Tensor]:
-    """Mean and variance, and gradients of q, k and v of their sum, weighted by `upstream` `[B, T, 1, 1]`."""
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    result = called(fused.attend, leaves, when, how, segments)
+    """Return mean, variance, and the gradients of q, k and v for the upstream gradient `[B, T, 1, 1]`."""
+    inputs_with_grad = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    result = call_kernel(triton_kernel.attend, inputs_with_grad, timing, options, segments)
     outputs = [result.mean, result.variance]
-    grads = torch.autograd.grad(outputs, [leaves[name] for name in SIGNALS], [upstream.expand_as(x) for x in outputs])
+    grads = torch.autograd.grad(
+        outputs, [inputs_with_grad[name] for name in SIGNALS], [upstream.expand_as(x) for x in outputs]
+    )
     return [x.detach() for x in (*outputs, *grads)]
 
 
-def test_gradients_of_scores_add_up_to_nothing() -> None:
-    """Where a query's scores are all alike it does not matter what they are, however weights are rounded."""
-    inputs, when = arguments(1, 37, (1, 1), (4, 4), False, HALF, 1, 0)
+def test_score_gradients_sum_to_zero() -> None:
+    """If all scores of a query are equal, the gradients of parameters that shift them together are 0."""
+    inputs, timing = arguments(1, 37, (1, 1), (4, 4), False, HALF, 1, 0)
     inputs |= {name: 0 * inputs[name] for name in ("k", "log_decay", "process_noise")}
-    found = answer(fused.attend, inputs, when, PLAIN, None)
-    gradients = dict(zip(inputs, found[-len(inputs) :], strict=True))
+    results = outputs_and_gradients(triton_kernel.attend, inputs, timing, PLAIN, None)
+    gradients = dict(zip(inputs, results[-len(inputs) :], strict=True))
     for name in ("key_noise", "query_noise", "nu", "temperature"):
         assert float(gradients[name].abs().max()) < 1e-5, name
 
@@ -278,8 +305,8 @@ def test_gradients_of_scores_add_up_to_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_dry_run_compiles_every_launched_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     log = log_launches(monkeypatch)
-    inputs, when = arguments(1, 70, (1, 2), (6, 6), False, dtype, 1, 0)
-    answer(fused.attend, inputs, when, PLAIN, None)
+    inputs, timing = arguments(1, 70, (1, 2), (6, 6), False, dtype, 1, 0)
+    outputs_and_gradients(triton_kernel.attend, inputs, timing, PLAIN, None)
     assert log[True] == log[False]
     attention = {"token_blocks_kernel", "attend_kernel", "query_grads_kernel", "key_grads_kernel"}
     assert {name for name, *_ in log[True]} == attention | {"rotate_kernel", "rotate_backward_kernel"}

@@ -126,7 +126,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_attend_have_second_derivatives(form):
     function, change = FORMS[form]
-    x = change(arguments(signals(4, groups=1, each=form == "channels")))
+    x = change(arguments(signals(4, groups=1, per_channel=form == "channels")))
     names = [name for name, y in x.items() if isinstance(y, Tensor) and y.is_floating_point() and name != "times"]
     at = {name: x[name].detach().double() for name in names}
     generator = torch.Generator().manual_seed(1)
