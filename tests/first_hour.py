@@ -26,7 +26,8 @@ LAYER = (
 )
 FILTER = (
     "import torch, kalmix; x = torch.randn(1, 9, 1, 4); g = torch.full((1, 9, 1), 0.1); "
-    "f = kalmix.filter(kalmix.designs.GATED_DELTANET, x, x, x, log_decay=-g, obs_noise=g, reset=g); print(tuple(f.mean.shape))"
+    "f = kalmix.filter(kalmix.designs.GATED_DELTANET, x, x, x, log_decay=-g, obs_noise=g, reset=g); "
+    "print(tuple(f.mean.shape))"
 )
 
 

@@ -165,4 +165,4 @@ def test_the_law_catches_a_derivative_that_is_neither_promised_nor_refused(monke
 def test_budgets_of_wide_noises_do_not_hang_on_a_few_draws():
     """Three draws gave a budget that float64 rounding of d angle exceeds 1.98 times."""
     case = Case("dense-turning", "chunked", dtype=torch.float64, key_width=3, seed=7)
-    assert_within(measure.gradients(case, case.wide(), draws=MANY), "wide")
+    assert_within(measure.gradients(case, case.wide_inputs(), draws=MANY), "wide")

@@ -109,7 +109,7 @@ def test_the_least_noise_stays_within_the_budget(kernel, problem, width, length,
     case = Case(problem, kernel, key_width=width, length=length, batch=1, value_heads=1)
     inputs = certain(case, setting)
     found = measure.forward(case, inputs) + measure.gradients(case, inputs)
-    want, allowed = measure.specified(case, inputs)
+    want, allowed = measure.expected_outputs(case, inputs)
     steps = []
     for t in range(length):
         now = with_prior(inputs, steps[-1].belief) if steps else inputs

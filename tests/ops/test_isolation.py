@@ -35,7 +35,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 def test_kernels_that_do_not_look_at_values_isolate_sequences(case, monkeypatch):
     monkeypatch.setattr(isolation_op, "_all_finite", lambda signals: False)
-    for tried in (case, case.having(length=LENGTH)):
+    for tried in (case, case.with_changes(length=LENGTH)):
         isolation.assert_packed_isolated(tried, isolation.FILLS)
         isolation.assert_rows_isolated(tried, isolation.FILLS)
         isolation.assert_causal(tried)
@@ -47,18 +47,18 @@ def test_what_depends_on_a_value_that_is_not_finite_is_not_finite(case, value, l
     """Signal after signal, of one value head, in the middle of the second of three sequences."""
     if not looks:
         monkeypatch.setattr(isolation_op, "_all_finite", lambda signals: False)
-    case = case.having(length=LENGTH, key_heads=2)
+    case = case.with_changes(length=LENGTH, key_heads=2)
     first, token, end = 10, 50, 70
     segments = case.segments([(0, 0, first), (0, first, end), (0, end, LENGTH)])
-    inputs = case.lowered(case.inputs(sequences=3))
+    inputs = case.op_inputs(case.inputs(sequences=3))
     with checks(enabled=False):
-        want = case.run_lowered(inputs, segments)
+        want = case.run_op(inputs, segments)
         for name, x in inputs.items():
-            if not case.per_token(name) or name in ("q", "mix") or (value > 0 and name in NEVER_INFINITE):
+            if not case.is_per_token(name) or name in ("q", "mix") or (value > 0 and name in NEVER_INFINITE):
                 continue
             bad = x.clone()
             bad[0, token, 1] = value
-            got = case.run_lowered(inputs | {name: bad}, segments)
+            got = case.run_op(inputs | {name: bad}, segments)
             assert not bool(got.mean[0, token:end, 1].isfinite().all(-1).any()), name
             assert not bool(got.belief[0][1, 1].isfinite().all()), name
             for a, b in zip((got.mean, *got.belief), (want.mean, *want.belief), strict=True):

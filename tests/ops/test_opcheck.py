@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from kalmix.testing.cases import PROBLEMS, Case, outputs
-from kalmix.testing.measure import learnable
+from kalmix.testing.measure import differentiable
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 CASES = {  # which call runs an op, forward and backward
@@ -74,7 +74,7 @@ def test_op_is_sound(name, device, packed):
     # Every token is in a sequence: what a kernel stores for its backward pass of other tokens is never written.
     segments = case.segments([(0, 0, 3), (0, 3, 5), (1, 0, 5)]) if packed else None
     inputs = case.inputs(sequences=segments and segments.count)
-    leaves = {name: x.requires_grad_() for name, x in learnable(inputs).items()}
+    leaves = {name: x.requires_grad_() for name, x in differentiable(inputs).items()}
     with Recorded() as recorded:
         found = outputs(case.run(inputs | leaves, segments))
         torch.stack([y.float().sum() for y in found if y.requires_grad]).sum().backward()

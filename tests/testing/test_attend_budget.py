@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kalmix.testing import fuzz
-from kalmix.testing.draws import DRAWN, Draw, draw
+from kalmix.testing.draws import SIGNAL_DRAWS, Draw, draw
 from kalmix.testing.pairs import QUERY_SHARE
 from kalmix.testing.tolerances import Tensors, relative_error
 
@@ -31,7 +31,7 @@ def test_frequency_budget_covers_scores_rounded_apart_for_queries_and_keys():
     Triton's interpreter rounds the gradients of scores alike for queries and for keys. Here those of keys are from
     another kernel.
     """
-    case = draw(7000000131, fuzz.kernels_on("cuda"), tuple(DRAWN), small=False)
+    case = draw(7000000131, fuzz.kernels_on("cuda"), tuple(SIGNAL_DRAWS), small=False)
     assert (case.op, case.kernel, case.options["window"]) == ("attend", "triton", 1)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.zeros(y.shape, dtype=torch.float64) for y in fuzz.call(case, DEVICE, case.x)]
@@ -40,7 +40,7 @@ def test_frequency_budget_covers_scores_rounded_apart_for_queries_and_keys():
     def gradients(kernel: str) -> Tensors:
         used = replace(case, kernel=kernel)
         found = fuzz.answers(used, partial(fuzz.call, used, DEVICE), case.x, weights, DEVICE)
-        return dict(zip(fuzz.learnable(case.x), (x.cpu() for x in found[len(weights) :]), strict=True))
+        return dict(zip(fuzz.differentiable_names(case.x), (x.cpu() for x in found[len(weights) :]), strict=True))
 
     def budget(stored: Tensors) -> float:
         want = fuzz.exact(case, weights, stored)

@@ -4,7 +4,7 @@ import torch
 
 from kalmix import ops
 from kalmix.testing import fuzz
-from kalmix.testing.draws import DRAWN, draw, drawn_ops
+from kalmix.testing.draws import SIGNAL_DRAWS, draw, fuzzed_ops
 from kalmix.testing.fuzz import kernels_on, measure, run_case
 
 
@@ -25,7 +25,7 @@ def test_a_wrong_kernel_is_caught(monkeypatch):
 
 def test_the_budget_holds_the_rounding_of_solutions_that_triton_keeps():
     """k'x is far shorter than x here: d v was off by 1.9 budgets."""
-    case = draw(7000000124, kernels_on("cuda"), tuple(DRAWN), small=False)
+    case = draw(7000000124, kernels_on("cuda"), tuple(SIGNAL_DRAWS), small=False)
     assert (case.op, case.kernel, case.dtype) == ("ridge", "triton", torch.bfloat16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert not [x for x in measure(case, device) if x.error > x.budget]
@@ -34,15 +34,15 @@ def test_the_budget_holds_the_rounding_of_solutions_that_triton_keeps():
 def test_the_script_reports_every_op(capsys):
     arguments = fuzz.parse(["--cases", "12", "--ops", "additive", "delta"])
     assert fuzz.fuzz(arguments) == 0
-    told = capsys.readouterr().out
-    assert "12 cases, 0 failures" in told and "delta" in told
-    assert set(drawn_ops()) == set(ops.OPS)
+    description = capsys.readouterr().out
+    assert "12 cases, 0 failures" in description and "delta" in description
+    assert set(fuzzed_ops()) == set(ops.OPS)
 
 
 def test_an_op_without_draws_of_its_own_is_tried_on_its_problems(monkeypatch):
-    monkeypatch.delitem(DRAWN, "diagonal")
+    monkeypatch.delitem(SIGNAL_DRAWS, "diagonal")
     outcomes = [run_case(number, only=("diagonal",)) for number in range(6)]
-    assert not [outcome.trouble for outcome in outcomes if outcome.failed]
+    assert not [outcome.error_text for outcome in outcomes if outcome.failed]
     assert all(outcome.quantities for outcome in outcomes)
 
 

@@ -41,12 +41,12 @@ class Case:
     def __str__(self) -> str:
         return f"{self.name}-{self.kernel}-{self.device}-{str(self.dtype).removeprefix('torch.')}"
 
-    def having(self, **changes: Any) -> Case:
+    def with_changes(self, **changes: Any) -> Case:
         return replace(self, **changes)
 
-    def fitting(self) -> Case:
+    def with_min_width(self) -> Case:
         """Return the case with keys that are wide enough for the kernel."""
-        return self.having(key_width=max(self.key_width, self.row.min_key_width))
+        return self.with_changes(key_width=max(self.key_width, self.row.min_key_width))
 
     @property
     def problem(self) -> Problem:
@@ -62,7 +62,7 @@ class Case:
         return next(kernel for kernel in OPS[self.op].kernels if kernel.name == self.kernel)
 
     @property
-    def refusal(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why the kernel cannot serve this case, if it cannot."""
         widths = (self.key_width, self.value_width)
         return self.row.unsupported_reason(
@@ -75,13 +75,13 @@ class Case:
         return self.row.triton and self.device == "cpu"
 
     @property
-    def carried(self) -> torch.dtype:
+    def state_dtype(self) -> torch.dtype:
         return belief_dtype(self.dtype)
 
     @property
-    def products(self) -> torch.dtype | None:
+    def product_dtype(self) -> torch.dtype | None:
         """The dtype that the kernel rounds products to on the way, if it does."""
-        return self.dtype if self.row.low_precision_products and self.dtype != self.carried else None
+        return self.dtype if self.row.low_precision_products and self.dtype != self.state_dtype else None
 
     @property
     def quantities(self) -> list[str]:
@@ -105,12 +105,12 @@ class Case:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-        drawn = self.problem.draw(normal, self.batch if sequences is None else sequences, sizes)
-        dtypes = {name: self.dtype if name in HALVES else self.carried for name in drawn}
-        dtypes |= {name: x.dtype for name, x in drawn.items() if name in DATA}
-        return {name: x.to(self.device, dtypes[name]) for name, x in drawn.items()}
+        signals = self.problem.draw(normal, self.batch if sequences is None else sequences, sizes)
+        dtypes = {name: self.dtype if name in HALVES else self.state_dtype for name in signals}
+        dtypes |= {name: x.dtype for name, x in signals.items() if name in DATA}
+        return {name: x.to(self.device, dtypes[name]) for name, x in signals.items()}
 
-    def wide(self, sequences: int | None = None) -> Tensors:
+    def wide_inputs(self, sequences: int | None = None) -> Tensors:
         """Signals whose variances are log-uniform over all that is documented, and whose gates are often 0 or 1."""
         inputs, generator = self.inputs(sequences), torch.Generator().manual_seed(self.seed + 3)
 
@@ -121,9 +121,9 @@ class Case:
             if name in inputs:
                 inputs[name] = (least * (most / least) ** uniform(inputs[name])).to(inputs[name])
         for name, gates in {"log_decay": (0.0, -1e3), "mix": (0.0, 1.0)}.items():
-            if name in inputs and self.per_token(name):
-                drawn, x = uniform(inputs[name]).to(self.device), inputs[name]
-                inputs[name] = torch.where(drawn < 0.2, gates[0], torch.where(drawn > 0.8, gates[1], x))
+            if name in inputs and self.is_per_token(name):
+                signals, x = uniform(inputs[name]).to(self.device), inputs[name]
+                inputs[name] = torch.where(signals < 0.2, gates[0], torch.where(signals > 0.8, gates[1], x))
         return inputs
 
     @property
@@ -146,7 +146,7 @@ class Case:
         """The kernel's answer."""
         return _filtering.filter(self.problem.design, **self._arguments(inputs), segments=segments, kernel=self.kernel)
 
-    def lowered(self, inputs: Tensors) -> Tensors:
+    def op_inputs(self, inputs: Tensors) -> Tensors:
         """The signals as the op takes them (noises become gains), and the prior."""
         arguments = {name: x for name, x in self._arguments(inputs).items() if name not in ("belief", "variance")}
         q, k, v = (arguments.pop(name) for name in "qkv")
@@ -154,29 +154,29 @@ class Case:
         tensors = {name: x for name, x in signals.items() if isinstance(x, Tensor)}
         return {"q": q, "k": k, "v": v} | tensors | {name: x for name, x in inputs.items() if "." in name}
 
-    def run_lowered(self, lowered: Tensors, segments: Segments | None = None) -> Filtered:
+    def run_op(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
         """The op's answer, given signals as it takes them."""
-        arguments = self._arguments(lowered)
+        arguments = self._arguments(inputs)
         if not self.problem.design.has_variance:
             del arguments["variance"]
         return OPS[self.op].function(**arguments, segments=segments, kernel=self.kernel)
 
-    def specify(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
+    def run_oracle(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
         """The oracle's answer, float64."""
         return oracle(self.problem.design, **self._arguments(inputs), segments=segments)
 
-    def per_token(self, name: str) -> bool:
+    def is_per_token(self, name: str) -> bool:
         """Whether a signal has a token axis."""
         return not name.startswith("prior.") and name not in self.problem.invariant
 
     def tokens(self, inputs: Tensors, start: int, stop: int) -> Tensors:
         """The signals of some tokens; everything that is not per token stays."""
-        return {name: x[:, start:stop] if self.per_token(name) else x for name, x in inputs.items()}
+        return {name: x[:, start:stop] if self.is_per_token(name) else x for name, x in inputs.items()}
 
     def one_sequence(self, inputs: Tensors, n: int, row: int, start: int, stop: int) -> Tensors:
         """The signals and the prior of one run alone."""
         part = self.tokens(inputs, start, stop)
-        alone = {name: x[row : row + 1] if self.per_token(name) else x for name, x in part.items()}
+        alone = {name: x[row : row + 1] if self.is_per_token(name) else x for name, x in part.items()}
         return alone | {name: x[n : n + 1] for name, x in inputs.items() if name.startswith("prior.")}
 
 
@@ -186,15 +186,19 @@ def _same(x: Tensor) -> Tensor:
 
 def cases(devices: list[str], dtypes: tuple[torch.dtype, ...], **sizes: int) -> list[Case]:
     """Every kernel on every problem of its op that it serves, with keys as wide as it needs."""
-    tried = [
-        Case(name, kernel.name, device, dtype, **(problem.sizes | sizes)).fitting()
+    candidates = [
+        Case(name, kernel.name, device, dtype, **(problem.sizes | sizes)).with_min_width()
         for name, problem in PROBLEMS.items()
         for kernel in OPS[problem.design.op].kernels
         for device in devices
         for dtype in dtypes
     ]
-    served = [(case, case.problem.interpreted if case.interpreted else {}) for case in tried if case.refusal is None]
-    return [case.having(**spared) for case, spared in served if spared is not None]
+    supported = [
+        (case, case.problem.interpreted if case.interpreted else {})
+        for case in candidates
+        if case.unsupported_reason is None
+    ]
+    return [case.with_changes(**limits) for case, limits in supported if limits is not None]
 
 
 def outputs(filtered: Filtered) -> list[Tensor]:

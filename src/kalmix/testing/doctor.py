@@ -45,15 +45,17 @@ def check_all() -> Iterator[Check]:
         for kernel in OPS[problem.design.op].kernels:
             for device in devices():
                 for dtype in DTYPES:
-                    case = Case(name, kernel.name, device, dtype, length=37, key_width=5, value_width=11).fitting()
-                    yield check(case, case.refusal)
+                    case = Case(
+                        name, kernel.name, device, dtype, length=37, key_width=5, value_width=11
+                    ).with_min_width()
+                    yield check(case, case.unsupported_reason)
 
 
-def check(case: Case, refusal: str | None = None) -> Check:
+def check(case: Case, unsupported_reason: str | None = None) -> Check:
     """Check one kernel: forward and gradients, whole and packed."""
     named = (case.name, case.kernel, case.device, str(case.dtype).removeprefix("torch."))
-    if refusal is not None:
-        return Check(*named, "", 0.0, 0.0, None, refusal)
+    if unsupported_reason is not None:
+        return Check(*named, "", 0.0, 0.0, None, unsupported_reason)
     rows = case.packing()
     whole, packed = case.inputs(), case.inputs(sequences=rows.count)
     try:

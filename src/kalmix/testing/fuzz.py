@@ -31,13 +31,14 @@ from kalmix.errors import KernelError
 from kalmix.ops._shared.environment import HAS_TRITON
 from kalmix.segments import Segments
 from kalmix.testing.cases import PROBLEMS, Case
-from kalmix.testing.draws import DRAWN, TILED, Draw, draw, drawn_ops
+from kalmix.testing.draws import SIGNAL_DRAWS, TILE_KERNELS, Draw, draw, fuzzed_ops
 from kalmix.testing.measure import forward, gradients
 from kalmix.testing.pairs import DYNAMICS, QUERY_SHARE, ROUNDED, attend_pairs
 from kalmix.testing.recursions import FIELDS, SQUARES, filter_tokens, symmetric
 from kalmix.testing.tolerances import DATA, DRAWS, ROUNDINGS, Tensors, budgets, relative_error
 
-HALVED = {"rounding.decays", "rounding.solutions"}  # Triton keeps x and its adjoint in bfloat16, k'x may be far shorter
+# Intermediate results that Triton stores in bfloat16; k'x may be far smaller than x.
+HALF_INTERMEDIATES = {"rounding.decays", "rounding.solutions"}
 TILE = 64  # tokens that a kernel sums over at once, at most
 PER_SEED = 10**9  # numbers of a seed
 SMALLEST = {torch.float64: 1e-290, torch.float32: 1e-30, torch.bfloat16: 1e-30, torch.float16: 2.0**-24}
@@ -57,11 +58,11 @@ class Quantity(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of one call; `trouble` is a traceback if it raised."""
+    """Result of one call; `error_text` is a traceback if it raised."""
 
     case: Draw
     quantities: list[Quantity]
-    trouble: str
+    error_text: str
     seconds: float
 
     @property
@@ -70,7 +71,7 @@ class Outcome(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        return bool(self.trouble or self.failures)
+        return bool(self.error_text or self.failures)
 
 
 def kernels_on(device: str) -> Any:
@@ -87,13 +88,13 @@ def kernels_on(device: str) -> Any:
 
 def run_case(number: int, device: str = "cpu", only: tuple[str, ...] | None = None) -> Outcome:
     """Run call `number` and measure every output and gradient."""
-    began = time.monotonic()
+    start_time = time.monotonic()
     case = draw(number, kernels_on(device), only, small=device == "cpu")
     try:
-        quantities, trouble = measure(case, device), ""
+        quantities, error_text = measure(case, device), ""
     except Exception:
-        quantities, trouble = [], traceback.format_exc()
-    return Outcome(case, quantities, trouble, time.monotonic() - began)
+        quantities, error_text = [], traceback.format_exc()
+    return Outcome(case, quantities, error_text, time.monotonic() - start_time)
 
 
 def interpretable() -> bool:
@@ -103,24 +104,24 @@ def interpretable() -> bool:
 
 
 def measure(case: Draw, device: str) -> list[Quantity]:
-    if case.op not in DRAWN:
+    if case.op not in SIGNAL_DRAWS:
         return measure_problem(case, device)
     inputs = {name: x.double() if x.is_floating_point() else x for name, x in case.x.items()}
     if case.kernel == "triton" and device == "cpu" and not interpretable():
         case.kernel = "chunked"
-    stored, weights = inputs | ones_of(case), []
-    want = exact(case, weights, stored)
+    inputs_and_ones, weights = inputs | ones_of(case), []
+    expected = exact(case, weights, inputs_and_ones)
     if torch.float16 in {x.dtype for x in case.x.values()}:
-        want = fit_half(case, weights, stored)
+        expected = fit_half(case, weights, inputs_and_ones)
     try:
         got = answers(case, partial(call, case, device), case.x, weights, device)
     except KernelError:  # the kernel does not serve this call; "reference" serves all
         case.kernel = "triton" if case.kernel == "cuda" else "reference"
         got = answers(case, partial(call, case, device), case.x, weights, device)
     returned = [x.dtype if x.is_floating_point() else torch.float64 for x in got]
-    allowed = tolerances(case, weights, stored, want, returned)
+    allowed = tolerances(case, weights, inputs_and_ones, expected, returned)
     found = []
-    for name, g, w, kind, budget in zip(names_of(case), got, want, returned, allowed, strict=True):
+    for name, g, w, kind, budget in zip(names_of(case), got, expected, returned, allowed, strict=True):
         if g.shape != w.shape:
             raise AssertionError(f"{name} is {list(g.shape)}, expected {list(w.shape)}")
         if kind == torch.float16 and w.numel() and float(w.abs().max()) > torch.finfo(kind).max:
@@ -140,63 +141,63 @@ def measure_problem(case: Draw, device: str) -> list[Quantity]:
     names = [name for name, problem in PROBLEMS.items() if problem.design.op == case.op]
     letters = ("batch", "B"), ("length", "T"), ("key_heads", "H"), ("value_heads", "G"), ("key_width", "K")
     sizes = {name: case.sizes[letter] for name, letter in (*letters, ("value_width", "V"))}
-    tried = Case(names[case.number % len(names)], case.kernel, device, case.dtype, **sizes, seed=case.number)
-    if tried.refusal is not None:
+    trial = Case(names[case.number % len(names)], case.kernel, device, case.dtype, **sizes, seed=case.number)
+    if trial.unsupported_reason is not None:
         case.kernel = "reference"
-        tried = tried.having(kernel="reference")
-    segments = None if case.runs is None else tried.segments(case.runs)
+        trial = trial.with_changes(kernel="reference")
+    segments = None if case.runs is None else trial.segments(case.runs)
     whole = case.dtype in (torch.float32, torch.float64)
-    inputs = tried.wide(case.sizes["N"]) if whole else tried.inputs(case.sizes["N"])
-    found = [*forward(tried, inputs, segments, 3 * DRAWS), *gradients(tried, inputs, segments, 3 * DRAWS)]
+    inputs = trial.wide_inputs(case.sizes["N"]) if whole else trial.inputs(case.sizes["N"])
+    found = [*forward(trial, inputs, segments, 3 * DRAWS), *gradients(trial, inputs, segments, 3 * DRAWS)]
     return [Quantity(*x) for x in found]
 
 
 def tolerances(
-    case: Draw, weights: list[Tensor], x: Tensors, want: list[Tensor], returned: list[torch.dtype]
+    case: Draw, weights: list[Tensor], x: Tensors, expected: list[Tensor], returned: list[torch.dtype]
 ) -> list[float]:
     """Return the budgets: how far the recursion moves when its inputs are rounded and it is computed in float32.
 
     Of the pairs of `attend`, what an algorithm stores is rounded like an input, too. A float64 kernel is
-    allowed as many roundings as a float32 one. Products in half precision move inputs and what is `HALVED`.
+    allowed as many roundings as a float32 one. Products in half precision move inputs and what is `HALF_INTERMEDIATES`.
     `ROUNDINGS` are for sums of up to 16 terms; those of n slots or tokens of a tile, in any order, are sqrt(n / 16)
     times less accurate.
     """
     terms = max(16, case.sizes["K"], min(case.sizes["T"], TILE))
     single, double = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64))
 
-    def moved(inputs: Tensors) -> list[Tensor]:
+    def recompute(inputs: Tensors) -> list[Tensor]:
         if inputs is x:
-            return want
+            return expected
         return exact(case, weights, {name: y if name in DATA else y.float() for name, y in inputs.items()})
 
     epsilons = [torch.finfo(dtype).eps for dtype in returned]
     few = case.op != "attend" and case.sizes["T"] > TILE  # long recursions are slow, and have many tokens to move
-    computed = budgets(moved, x, torch.float32, returned, draws=DRAWS if few else 3 * DRAWS)
+    computed = budgets(recompute, x, torch.float32, returned, draws=DRAWS if few else 3 * DRAWS)
     allowed = [e + (budget - e) * (terms / 16) ** 0.5 for e, budget in zip(epsilons, computed, strict=True)]
     if case.op == "dense":  # the rounding of a covariance p remains where r^2 is left: eps p / r^2
-        told: dict[str, Any] = {"certainty": 0.0}
-        filter_tokens("dense", x, told, case.sequences)
-        allowed = [budget + ROUNDINGS * single * told["certainty"] for budget in allowed]
+        statistics: dict[str, Any] = {"certainty": 0.0}
+        filter_tokens("dense", x, statistics, case.sequences)
+        allowed = [budget + ROUNDINGS * single * statistics["certainty"] for budget in allowed]
     if case.dtype == torch.float64:
         return [double + (budget - double) * double / single for budget in allowed]
-    if case.kernel in TILED and case.dtype != torch.float32:
-        inputs = {n: y for n, y in x.items() if not n.startswith("rounding.") or n in HALVED}
+    if case.kernel in TILE_KERNELS and case.dtype != torch.float32:
+        inputs = {n: y for n, y in x.items() if not n.startswith("rounding.") or n in HALF_INTERMEDIATES}
         straight = [torch.float64] * len(returned)
         halves = budgets(partial(exact, case, weights), inputs, torch.float64, straight, case.dtype, draws=3 * DRAWS)
         allowed = [a + b for a, b in zip(allowed, halves, strict=True)]
     return allowed
 
 
-def fit_half(case: Draw, weights: list[Tensor], stored: Tensors) -> list[Tensor]:
+def fit_half(case: Draw, weights: list[Tensor], inputs_and_ones: Tensors) -> list[Tensor]:
     """Scale weights, and with them gradients, by a power of 2, so that float16 holds most gradients."""
-    gradients = exact(case, weights, stored)[-len(learnable(case.x)) :]
+    gradients = exact(case, weights, inputs_and_ones)[-len(differentiable_names(case.x)) :]
     largest = max((float(x.abs().max()) for x in gradients if x.numel()), default=0.0)
     scale = 2.0 ** -min(12, max(0, math.ceil(math.log2(max(largest, 1.0))) - 10))
     weights[:] = [(w * scale).half().double() for w in weights]
-    return exact(case, weights, stored)
+    return exact(case, weights, inputs_and_ones)
 
 
-def learnable(x: Tensors) -> list[str]:
+def differentiable_names(x: Tensors) -> list[str]:
     return [name for name in x if name not in DATA and not name.startswith("rounding.")]
 
 
@@ -207,22 +208,22 @@ def names_of(case: Draw) -> list[str]:
         names += ["keys", "values", "times", "positions"] if case.options["causal"] else []
     else:
         names += FIELDS[case.op]
-    return [*names, *(f"d {name}" for name in learnable(case.x))]
+    return [*names, *(f"d {name}" for name in differentiable_names(case.x))]
 
 
 def answers(case: Draw, run: Any, x: Tensors, weights: list[Tensor], device: str = "cpu") -> list[Tensor]:
     """Return outputs and the gradients of their weighted sum; draws the weights if there are none yet."""
-    leaves = {name: x[name].detach().to(device).clone().requires_grad_() for name in learnable(x)}
+    leaves = {name: x[name].detach().to(device).clone().requires_grad_() for name in differentiable_names(x)}
     found = run(x | leaves)
     if not weights:
         generator = torch.Generator().manual_seed(case.number)
         weights += [torch.randn(y.shape, generator=generator, dtype=torch.float64) for y in found]
         weights[:] = [w.to(case.dtype).double() for w in weights]
-    moved = [(y, w) for y, w in zip(found, weights, strict=True) if y.requires_grad and y.numel()]
-    if not moved:
+    differentiable_pairs = [(y, w) for y, w in zip(found, weights, strict=True) if y.requires_grad and y.numel()]
+    if not differentiable_pairs:
         return [*(y.detach() for y in found), *(torch.zeros_like(leaf) for leaf in leaves.values())]
-    directions = [w.to(y) for y, w in moved]
-    outputs = [y for y, _ in moved]
+    directions = [w.to(y) for y, w in differentiable_pairs]
+    outputs = [y for y, _ in differentiable_pairs]
     gradients = torch.autograd.grad(outputs, list(leaves.values()), directions, allow_unused=True)
     pairs = zip(gradients, leaves.values(), strict=True)
     return [*(y.detach() for y in found), *(torch.zeros_like(leaf) if g is None else g for g, leaf in pairs)]
@@ -246,7 +247,7 @@ def ones_of(case: Draw) -> Tensors:
             found[f"rounding.{QUERY_SHARE}"] = torch.ones(b, t, slots + t, h, dtype=torch.float64)
         return found
     found = {"rounding.turns": torch.ones(t, n, g, k // 2, dtype=torch.float64)} if "angle" in case.x else {}
-    if case.kernel in TILED and case.op != "diagonal":
+    if case.kernel in TILE_KERNELS and case.op != "diagonal":
         found["rounding.decays"] = torch.ones(t, n, g, k, dtype=torch.float64)
     if (case.kernel, case.op, case.dtype) == ("triton", "ridge", torch.bfloat16):  # float16 is computed in float32
         found["rounding.solutions"] = torch.ones(t, n, g, 2 * k, dtype=torch.float64)
@@ -278,14 +279,14 @@ def call(case: Draw, device: str, x: Tensors) -> list[Tensor]:
 
 def outcomes(numbers: list[int], options: argparse.Namespace) -> Iterator[Outcome]:
     """Run calls in `jobs` processes, or in this one; begin none after `seconds`."""
-    began, only = time.monotonic(), tuple(options.ops)
+    start_time, only = time.monotonic(), tuple(options.ops)
 
-    def late() -> bool:
-        return options.seconds is not None and time.monotonic() - began > options.seconds
+    def out_of_time() -> bool:
+        return options.seconds is not None and time.monotonic() - start_time > options.seconds
 
     if options.jobs == 1:
         for number in numbers:
-            if late():
+            if out_of_time():
                 return
             yield run_case(number, options.device, only)
         return
@@ -293,7 +294,7 @@ def outcomes(numbers: list[int], options: argparse.Namespace) -> Iterator[Outcom
     pending: set[Future[Outcome]] = set()
     with ProcessPoolExecutor(options.jobs, context, prepare, (options.device,)) as pool:
         while True:
-            while len(pending) < 3 * options.jobs and not late():
+            while len(pending) < 3 * options.jobs and not out_of_time():
                 number = next(waiting, None)
                 if number is None:
                     break
@@ -326,16 +327,16 @@ class Summary:
         self.calls[key] += 1
         self.failed[key] += outcome.failed
         for x in outcome.quantities:
-            told = f"{x.name} of case {outcome.case.number}: error {x.error:.1e}, budget {x.budget:.1e}"
-            self.worst[key] = max(self.worst[key], (x.share, told))
+            description = f"{x.name} of case {outcome.case.number}: error {x.error:.1e}, budget {x.budget:.1e}"
+            self.worst[key] = max(self.worst[key], (x.share, description))
             self.quantities += 1
             self.empty += x.budget >= 1 and x.error > 0
 
     def lines(self) -> Iterator[str]:
         for key in sorted(self.calls):
-            share, told = self.worst[key]
+            share, description = self.worst[key]
             counts = f"{self.calls[key]:6} cases {self.failed[key]:5} failures"
-            yield f"{' '.join(key):20} {counts}  worst {share:.2f} ({told})"
+            yield f"{' '.join(key):20} {counts}  worst {share:.2f} ({description})"
         yield f"{self.calls.total()} cases, {self.failed.total()} failures"
         yield f"{self.empty} of {self.quantities} budgets are 1 or more"
 
@@ -346,8 +347,8 @@ def report(outcome: Outcome, every: bool = False) -> Iterator[str]:
         yield f"case {outcome.case.number}: {outcome.case} ({outcome.seconds:.1f} s)"
     for x in outcome.quantities if every else outcome.failures:
         yield f"    {x.name}: error {x.error:.2e}, budget {x.budget:.2e}{'' if x.error <= x.budget else '  FAILED'}"
-    if outcome.trouble:
-        yield "    " + outcome.trouble.strip().replace("\n", "\n    ")
+    if outcome.error_text:
+        yield "    " + outcome.error_text.strip().replace("\n", "\n    ")
 
 
 def fuzz(options: argparse.Namespace) -> int:
@@ -373,7 +374,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, help="begin no call after this time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ops", nargs="+", choices=drawn_ops(), default=list(drawn_ops()))
+    parser.add_argument("--ops", nargs="+", choices=fuzzed_ops(), default=list(fuzzed_ops()))
     return parser.parse_args(arguments)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from kalmix.segments import Segments
 from kalmix.testing import derivatives, isolation, measure
 from kalmix.testing.cases import Case, outputs, parts, with_prior
-from kalmix.testing.measure import Measured, compare, learnable, specified
-from kalmix.testing.nan_fill import poisoned
+from kalmix.testing.measure import Measurement, compare, differentiable, expected_outputs
+from kalmix.testing.nan_fill import nan_filled_memory
 from kalmix.testing.tolerances import DATA, DRAWS, Tensors
 from kalmix.types import Filtered
 
@@ -27,13 +27,13 @@ LONG = 200  # tokens, so that every sequence of a packing has more than the larg
 MANY = 3 * DRAWS  # for wide noises: rounding of a few tokens moves everything, and 3 draws may all miss it
 
 
-def assert_within(found: list[Measured], what: str) -> None:
+def assert_within(found: list[Measurement], what: str) -> None:
     for quantity, error, budget in found:
         assert error <= budget, f"{what}: {quantity} is off by {error:.2e}, allowed {budget:.2e}"
 
 
-def _against(case: Case, got: Filtered, want: list[Tensor], allowed: list[float], what: str) -> None:
-    assert_within(compare(case.quantities, outputs(got), want, allowed), what)
+def _against(case: Case, got: Filtered, expected: list[Tensor], allowed: list[float], what: str) -> None:
+    assert_within(compare(case.quantities, outputs(got), expected, allowed), what)
 
 
 def agrees_with_the_oracle(case: Case) -> None:
@@ -43,38 +43,38 @@ def agrees_with_the_oracle(case: Case) -> None:
 def agrees_over_all_documented_noises(case: Case) -> None:
     """Forward and backward, with noises from the floor on and gates at exactly 0 and 1."""
     for seed in (0,) if case.interpreted else (0, 1):
-        inputs = case.having(seed=seed).wide()
+        inputs = case.with_changes(seed=seed).wide_inputs()
         assert_within(measure.forward(case, inputs, draws=MANY), "wide")
         assert_within(measure.gradients(case, inputs, draws=MANY), "wide")
 
 
 def agrees_at_lengths_around_tiles(case: Case) -> None:
     for length in (15, 16, 17, 64, 65):
-        tried = case.having(length=length)
-        inputs = tried.inputs()
-        assert_within(measure.forward(tried, inputs), f"{length} tokens")
+        trial = case.with_changes(length=length)
+        inputs = trial.inputs()
+        assert_within(measure.forward(trial, inputs), f"{length} tokens")
         if length == 17:
-            assert_within(measure.gradients(tried, inputs), f"{length} tokens")
+            assert_within(measure.gradients(trial, inputs), f"{length} tokens")
 
 
 def any_split_gives_the_same(case: Case) -> None:
     inputs = case.inputs()
-    want, allowed = specified(case, inputs)
+    expected, allowed = expected_outputs(case, inputs)
     for cut in (case.length // 2,) if case.interpreted else (1, case.length // 2, case.length - 1):
         head = case.run(case.tokens(inputs, 0, cut))
         tail = case.run(case.tokens(with_prior(inputs, head.belief), cut, case.length))
-        _against(case, _join([head, tail]), want, allowed, f"split after token {cut}")
+        _against(case, _join([head, tail]), expected, allowed, f"split after token {cut}")
 
 
 def one_at_a_time_equals_the_whole(case: Case) -> None:
-    case = case.having(length=7) if case.interpreted else case
+    case = case.with_changes(length=7) if case.interpreted else case
     inputs = case.inputs()
-    want, allowed = specified(case, inputs)
+    expected, allowed = expected_outputs(case, inputs)
     steps: list[Filtered] = []
     for t in range(case.length):
         now = inputs if not steps else with_prior(inputs, steps[-1].belief)
         steps.append(case.run(case.tokens(now, t, t + 1)))
-    _against(case, _join(steps), want, allowed, "token by token")
+    _against(case, _join(steps), expected, allowed, "token by token")
 
 
 def _join(pieces: list[Filtered]) -> Filtered:
@@ -86,37 +86,39 @@ def _join(pieces: list[Filtered]) -> Filtered:
 def packed_equals_separate(case: Case) -> None:
     segments = case.packing()
     inputs = case.inputs(sequences=segments.count)
-    want, allowed = specified(case, inputs, segments)
-    together = case.run(inputs, segments)
-    _against(case, together, want, allowed, "packed, against the oracle")
+    expected, allowed = expected_outputs(case, inputs, segments)
+    packed_result = case.run(inputs, segments)
+    _against(case, packed_result, expected, allowed, "packed, against the oracle")
     for n, (row, start, stop) in enumerate(segments.rows.tolist()):
-        alone = case.run(case.one_sequence(inputs, n, row, start, stop))
-        part = parts(type(together.belief)(*(leaf[n : n + 1] for leaf in together.belief)))
-        part = [x[row : row + 1, start:stop] for x in outputs(together)[: -len(part)]] + part
-        twice = [2 * budget + torch.finfo(case.dtype).eps for budget in allowed]
-        assert_within(compare(case.quantities, part, outputs(alone), twice), f"sequence {n} alone")
+        separate = case.run(case.one_sequence(inputs, n, row, start, stop))
+        part = parts(type(packed_result.belief)(*(leaf[n : n + 1] for leaf in packed_result.belief)))
+        part = [x[row : row + 1, start:stop] for x in outputs(packed_result)[: -len(part)]] + part
+        doubled = [2 * budget + torch.finfo(case.dtype).eps for budget in allowed]
+        assert_within(compare(case.quantities, part, outputs(separate), doubled), f"sequence {n} alone")
 
 
 def padding_changes_nothing(case: Case) -> None:
     inputs = case.inputs()
-    want, allowed = specified(case, inputs)
-    for left, right in ((2, 5),) if case.interpreted else ((4, 0), (0, 3), (2, 5)):
-        rubbish = case.having(length=left + right, seed=1).inputs()
+    expected, allowed = expected_outputs(case, inputs)
+    for num_before, num_after in ((2, 5),) if case.interpreted else ((4, 0), (0, 3), (2, 5)):
+        noise = case.with_changes(length=num_before + num_after, seed=1).inputs()
         padded = {
-            name: torch.cat([rubbish[name][:, :left], x, rubbish[name][:, left:]], 1) if case.per_token(name) else x
+            name: torch.cat([noise[name][:, :num_before], x, noise[name][:, num_before:]], 1)
+            if case.is_per_token(name)
+            else x
             for name, x in inputs.items()
         }
-        mask = torch.zeros(case.batch, left + case.length + right, dtype=torch.bool, device=case.device)
-        mask[:, left : left + case.length] = True
+        mask = torch.zeros(case.batch, num_before + case.length + num_after, dtype=torch.bool, device=case.device)
+        mask[:, num_before : num_before + case.length] = True
         got = case.run(padded, Segments.padded(mask))
         reads = [x for x in got[:2] if x is not None]
-        inside = [x[:, left : left + case.length] for x in reads] + parts(got.belief)
-        assert_within(compare(case.quantities, inside, want, allowed), f"padded by {left} and {right}")
+        inside = [x[:, num_before : num_before + case.length] for x in reads] + parts(got.belief)
+        assert_within(compare(case.quantities, inside, expected, allowed), f"padded by {num_before} and {num_after}")
         assert all(float(x[~mask].abs().sum()) == 0 for x in reads), "pads read out 0"
 
 
 def empty_input_passes_the_belief_through(case: Case) -> None:
-    nothing = case.having(length=0).inputs()
+    nothing = case.with_changes(length=0).inputs()
     got = case.run(nothing)
     assert got.mean.shape[1] == 0
     _assert_same(got.belief, nothing)
@@ -145,28 +147,28 @@ def gradients_agree_with_the_oracle(case: Case) -> None:
 
 def variances_stay_positive(case: Case) -> None:
     """Under certain and repeated evidence, without noise, and over decay from none to nearly all."""
-    inputs = case.having(length=case.length if case.interpreted else 64).inputs()
+    inputs = case.with_changes(length=case.length if case.interpreted else 64).inputs()
     inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
-    for sure in case.problem.sure:
-        inputs |= {name: torch.full_like(inputs[name], value) for name, value in sure.items()}
+    for certain_signals in case.problem.certain_signals:
+        inputs |= {name: torch.full_like(inputs[name], value) for name, value in certain_signals.items()}
         got = case.run(inputs)
-        assert all(bool(torch.isfinite(x).all()) for x in outputs(got)), sure
-        assert got.variance is not None and float(got.variance.min()) >= 0, sure
-        if case.problem.silent is None:  # a belief without variances
+        assert all(bool(torch.isfinite(x).all()) for x in outputs(got)), certain_signals
+        assert got.variance is not None and float(got.variance.min()) >= 0, certain_signals
+        if case.problem.evidence_signal is None:  # a belief without variances
             continue
         spectrum = case.problem.spectrum(got.belief)
-        assert float(spectrum.min()) >= -case.problem.slack * float(spectrum.max()), sure
-        assert sure.get("process_noise", 0) == 0 or float(spectrum.min()) > 0, sure
+        assert float(spectrum.min()) >= -case.problem.slack * float(spectrum.max()), certain_signals
+        assert certain_signals.get("process_noise", 0) == 0 or float(spectrum.min()) > 0, certain_signals
 
 
 def evidence_never_raises_variance(case: Case) -> None:
     inputs = case.inputs()
-    fewer, silent = dict(inputs), case.problem.silent
-    assert silent is not None
-    fewer[silent] = inputs[silent].clone()
-    fewer[silent][:, case.length // 2] = 0.0
+    fewer, evidence_signal = dict(inputs), case.problem.evidence_signal
+    assert evidence_signal is not None
+    fewer[evidence_signal] = inputs[evidence_signal].clone()
+    fewer[evidence_signal][:, case.length // 2] = 0.0
     more, less = case.run(inputs), case.run(fewer)
-    slack = 2 * max(specified(case, inputs)[1])
+    slack = 2 * max(expected_outputs(case, inputs)[1])
     assert more.variance is not None and less.variance is not None
     assert bool((more.variance <= less.variance * (1 + slack)).all())
     spectrum, learned = case.problem.spectrum, case.problem.learned(more.belief, less.belief)
@@ -180,27 +182,27 @@ def idle_tokens_leave_the_belief(case: Case) -> None:
     _assert_same(case.run(inputs).belief, inputs)
 
 
-def _trained(inputs: Tensors) -> Tensors:
+def _requiring_grad(inputs: Tensors) -> Tensors:
     """The same, asking for gradients."""
-    return inputs | {name: x.requires_grad_() for name, x in learnable(inputs).items()}
+    return inputs | {name: x.requires_grad_() for name, x in differentiable(inputs).items()}
 
 
 def _gradients(result: Filtered, inputs: Tensors) -> list[Tensor]:
     total = torch.stack([y.float().sum() for y in outputs(result)]).sum()
-    return list(torch.autograd.grad(total, list(learnable(inputs).values())))
+    return list(torch.autograd.grad(total, list(differentiable(inputs).values())))
 
 
 def outputs_are_fully_written(case: Case) -> None:
     for segments in (None, case.packing()):
-        leaves = _trained(case.inputs(sequences=segments and segments.count))
-        with poisoned():
+        leaves = _requiring_grad(case.inputs(sequences=segments and segments.count))
+        with nan_filled_memory():
             result = case.run(leaves, segments)
             gradients = _gradients(result, leaves)
         assert all(bool(torch.isfinite(x).all()) for x in (*outputs(result), *gradients))
 
 
 def the_same_call_gives_the_same_bits(case: Case) -> None:
-    inputs = _trained(case.inputs())
+    inputs = _requiring_grad(case.inputs())
 
     def once() -> list[Tensor]:
         result = case.run(inputs)
@@ -216,14 +218,14 @@ def compiles_to_one_graph(case: Case) -> None:
     for segments, lengths in ((None, several), (packed, (5,))):
         compiled = torch.compile(lambda x, s: case.run(x, s), fullgraph=True, backend="aot_eager")
         for length in lengths:
-            inputs = _trained(case.having(length=length).inputs())
-            got, want = compiled(inputs, segments), case.run(inputs, segments)
-            kinds = [y.dtype if y.is_floating_point() else torch.float64 for y in outputs(want)]
+            inputs = _requiring_grad(case.with_changes(length=length).inputs())
+            got, expected = compiled(inputs, segments), case.run(inputs, segments)
+            kinds = [y.dtype if y.is_floating_point() else torch.float64 for y in outputs(expected)]
             allowed = [64 * torch.finfo(kind).eps for kind in kinds]  # one algorithm, operations reordered
-            _against(case, got, outputs(want), allowed, f"compiled, {length} tokens")
-            d_got, d_want = (_gradients(y, inputs) for y in (got, want))
+            _against(case, got, outputs(expected), allowed, f"compiled, {length} tokens")
+            d_got, d_want = (_gradients(y, inputs) for y in (got, expected))
             allowed = [64 * torch.finfo(y.dtype).eps * case.length for y in d_want]
-            assert_within(compare(list(learnable(inputs)), d_got, d_want, allowed), "compiled, gradients")
+            assert_within(compare(list(differentiable(inputs)), d_got, d_want, allowed), "compiled, gradients")
         torch.compiler.reset()
 
 
@@ -233,13 +235,13 @@ def strides_do_not_matter(case: Case) -> None:
     transposed = {name: x.transpose(0, -1).contiguous().transpose(0, -1) for name, x in inputs.items()}
     expanded = inputs | {"v": inputs["v"][:, :1].expand_as(inputs["v"])}
     for strided in (transposed, expanded):
-        _against(case, case.run(strided), *specified(case, strided), "strided")
+        _against(case, case.run(strided), *expected_outputs(case, strided), "strided")
         assert_within(measure.gradients(case, strided), "strided")
 
 
 def half_precision_inputs_keep_float32_beliefs(case: Case) -> None:
     for dtype in (torch.bfloat16,) if case.interpreted else (torch.bfloat16, torch.float16):
-        half = case.having(dtype=dtype)
+        half = case.with_changes(dtype=dtype)
         got = half.run(half.inputs())
         assert got.mean.dtype == dtype
         carried = {field: part.dtype for field, part in zip(got.belief._fields, got.belief, strict=True)}
@@ -251,47 +253,47 @@ def half_precision_inputs_keep_float32_beliefs(case: Case) -> None:
 def autocast_changes_nothing(case: Case) -> None:
     """A filter computes in the dtypes it is given: autocast would round its belief."""
     inputs = case.inputs()
-    want = outputs(case.run(inputs))
+    expected = outputs(case.run(inputs))
     with torch.autocast(case.device, dtype=torch.bfloat16):
         got = outputs(case.run(inputs))
-    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
 def nothing_reaches_other_sequences(case: Case) -> None:
     """Neither NaN, infinity nor overflow in a sequence or in padding changes another sequence, forward or backward."""
     fills = isolation.FILLS[:1] if case.interpreted else isolation.FILLS
-    for tried in (case,) if case.interpreted else (case, case.having(length=LONG)):
-        isolation.assert_packed_isolated(tried, fills)
+    for trial in (case,) if case.interpreted else (case, case.with_changes(length=LONG)):
+        isolation.assert_packed_isolated(trial, fills)
         if not case.interpreted:
-            isolation.assert_rows_isolated(tried, fills)
+            isolation.assert_rows_isolated(trial, fills)
 
 
 def nothing_later_reaches_earlier_tokens(case: Case) -> None:
     """A token that holds NaN changes nothing that is read before it."""
-    for tried in (case, case.having(length=LONG)):
-        isolation.assert_causal(tried)
+    for trial in (case, case.with_changes(length=LONG)):
+        isolation.assert_causal(trial)
 
 
-def _right_or_refused(case: Case, *ways: derivatives.Derive) -> None:
-    case = case.having(length=6)
+def _assert_correct_or_refused(case: Case, *ways: derivatives.Derive) -> None:
+    case = case.with_changes(length=6)
     for derive in ways:
-        if derivatives.serves(case):
+        if derivatives.supports_transforms(case):
             assert_within(derivatives.measure(case, derive), "against the oracle")
         else:
-            derivatives.assert_refused(case, derive, list(learnable(case.inputs())))
+            derivatives.assert_refused(case, derive, list(differentiable(case.inputs())))
 
 
 def second_derivatives_are_right_or_refused(case: Case) -> None:
-    _right_or_refused(case, derivatives.hessian_product)
+    _assert_correct_or_refused(case, derivatives.hessian_product)
 
 
 def forward_mode_is_right_or_refused(case: Case) -> None:
     """Also forward over reverse mode, as `torch.func.hessian` has it."""
-    _right_or_refused(case, derivatives.forward_mode, derivatives.jvp, derivatives.curvature)
+    _assert_correct_or_refused(case, derivatives.forward_mode, derivatives.jvp, derivatives.curvature)
 
 
 def vmap_is_right_or_refused(case: Case) -> None:
-    _right_or_refused(case, derivatives.batched)
+    _assert_correct_or_refused(case, derivatives.batched)
 
 
 LAWS: dict[str, Law] = {
@@ -328,7 +330,7 @@ def laws(case: Case) -> dict[str, Law]:
     """The laws that speak of a case: those of variance only where the belief has one, of tokens that say nothing where
     a token can, of bits where they could vary."""
     found = LAWS | OF_VARIANCE if case.problem.design.has_variance else dict(LAWS)
-    if case.problem.silent is None:
+    if case.problem.evidence_signal is None:
         del found[idle_tokens_leave_the_belief.__name__], found[evidence_never_raises_variance.__name__]
     if case.row.triton:  # a tile is a matrix product, where NaN times 0 is NaN
         del found[nothing_later_reaches_earlier_tokens.__name__]

@@ -12,7 +12,7 @@ _MEMORY: Any = torch.utils.deterministic
 
 
 @contextmanager
-def poisoned() -> Iterator[None]:
+def nan_filled_memory() -> Iterator[None]:
     """Fill what `torch.empty` and its kin allocate with NaN (the largest number, for integers)."""
     before = (
         torch.are_deterministic_algorithms_enabled(),

@@ -50,10 +50,10 @@ class Problem:
     design: Design
     draw: Draw
     idle: dict[str, float]
-    silent: str | None
+    evidence_signal: str | None
     needs: frozenset[str] = frozenset()
     invariant: tuple[str, ...] = ()
-    sure: tuple[dict[str, float], ...] = ()
+    certain_signals: tuple[dict[str, float], ...] = ()
     slack: float = 0.0
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)

@@ -30,44 +30,44 @@ SYMMETRIC = {"covariance", "gram"}  # tensors of beliefs
 Tensors = dict[str, Tensor]
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
+def relative_error(got: Tensor, expected: Tensor) -> float:
     """||got - want|| / ||want||, norm-wise, in float64; NaN counts as infinitely wrong."""
-    got, want = got.detach().double(), want.detach().double()
-    error = float((got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float64).tiny))
+    got, expected = got.detach().double(), expected.detach().double()
+    error = float((got - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))
     return error if error == error else float("inf")
 
 
-def rounded(inputs: Tensors, epsilon: float, draw: int) -> Tensors:
+def perturb_inputs(inputs: Tensors, epsilon: float, draw: int) -> Tensors:
     """Inputs moved by up to one rounding each, relative; logarithms also by that much absolutely."""
     generator = torch.Generator().manual_seed(draw)
-    moved = {}
+    perturbed = {}
     for name, x in inputs.items():
         if name in DATA:
-            moved[name] = x
+            perturbed[name] = x
             continue
-        wobble = (torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(x.device) * epsilon
-        moved[name] = (x + (x.abs() + 1) * wobble).clamp(max=0.0) if name == "log_decay" else x + x * wobble
-    return moved
+        noise = (torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(x.device) * epsilon
+        perturbed[name] = (x + (x.abs() + 1) * noise).clamp(max=0.0) if name == "log_decay" else x + x * noise
+    return perturbed
 
 
-def stored(belief: Any, epsilon: float, generator: torch.Generator) -> Any:
+def perturb_belief(belief: Any, epsilon: float, generator: torch.Generator) -> Any:
     """Return the belief of one sequence, moved by up to one rounding; a history holds inputs, which nothing rounds."""
     if isinstance(belief, HistoryBelief):
         return belief
-    moved = []
+    perturbed = []
     for name, x in zip(belief._fields, belief, strict=True):  # type: ignore[attr-defined]
-        wobble = (torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(x.device) * epsilon
+        noise = (torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(x.device) * epsilon
         if name in SYMMETRIC:
-            wobble = wobble.tril() + wobble.tril(-1).mT
-        moved.append(x + x * wobble)
-    return type(belief)(*moved)
+            noise = noise.tril() + noise.tril(-1).mT
+        perturbed.append(x + x * noise)
+    return type(belief)(*perturbed)
 
 
 def budgets(
     exact: Callable[[Tensors], Sequence[Tensor]],
     inputs: Tensors,
-    computed: torch.dtype,
-    returned: Sequence[torch.dtype],
+    compute_dtype: torch.dtype,
+    output_dtypes: Sequence[torch.dtype],
     products: torch.dtype | None = None,
     draws: int = DRAWS,
 ) -> list[float]:
@@ -81,18 +81,18 @@ def budgets(
         products: the dtype that it rounds products to on the way, if it does.
         draws: how often to round the inputs, each time otherwise; the largest error counts.
     """
-    want = exact(inputs)
-    allowed = [torch.finfo(dtype).eps for dtype in returned]
-    for dtype, times in ((computed, ROUNDINGS), (products, PRODUCT_ROUNDINGS)):
+    expected = exact(inputs)
+    allowed = [torch.finfo(dtype).eps for dtype in output_dtypes]
+    for dtype, times in ((compute_dtype, ROUNDINGS), (products, PRODUCT_ROUNDINGS)):
         if dtype is None:
             continue
         epsilon = torch.finfo(dtype).eps
-        moved = []
+        perturbed = []
         for draw in range(draws):
             with transform_stored_beliefs(
-                partial(stored, epsilon=epsilon, generator=torch.Generator().manual_seed(draw))
+                partial(perturb_belief, epsilon=epsilon, generator=torch.Generator().manual_seed(draw))
             ):
-                moved.append(exact(rounded(inputs, epsilon, draw)))
-        for i in range(len(want)):
-            allowed[i] += times * (epsilon + max(relative_error(outputs[i], want[i]) for outputs in moved))
+                perturbed.append(exact(perturb_inputs(inputs, epsilon, draw)))
+        for i in range(len(expected)):
+            allowed[i] += times * (epsilon + max(relative_error(outputs[i], expected[i]) for outputs in perturbed))
     return allowed

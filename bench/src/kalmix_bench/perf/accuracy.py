@@ -20,7 +20,7 @@ import torch
 from kalmix import Segments
 from kalmix.ops import OPS
 from kalmix.testing.cases import PROBLEMS, Case, outputs
-from kalmix.testing.measure import Measured, compare, learnable, pull_back
+from kalmix.testing.measure import Measurement, compare, differentiable, vjp
 from kalmix.testing.tolerances import Tensors, budgets
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -132,21 +132,23 @@ def trials(op: str, small: bool) -> list[Trial]:
     return [trial for name in problems for trial in of(name, small)]
 
 
-def measure(trial: Trial, kernel: str, device: str) -> list[Measured]:
+def measure(trial: Trial, kernel: str, device: str) -> list[Measurement]:
     case = trial.case(kernel, device)
-    exactly = case.having(kernel="chunked", dtype=torch.float64)
+    exactly = case.with_changes(kernel="chunked", dtype=torch.float64)
     inputs, segments = trial.inputs(case)
     exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
     specify = lambda x: outputs(exactly.run(x, segments))  # noqa: E731
     got = outputs(case.run(inputs, segments))
-    dtypes = [case.dtype] + [case.carried] * (len(got) - 1)
-    allowed = budgets(specify, exact, case.carried, dtypes, case.products)
+    dtypes = [case.dtype] + [case.state_dtype] * (len(got) - 1)
+    allowed = budgets(specify, exact, case.state_dtype, dtypes, case.product_dtype)
     found = compare(case.quantities, got, specify(exact), allowed)
     weights = [torch.randn(y.shape, device=device).to(y.dtype) for y in got]
-    pull = partial(pull_back, partial(exactly.run, segments=segments), weights)
-    allowed = budgets(pull, exact, case.carried, [x.dtype for x in learnable(inputs).values()], case.products)
-    d_got = pull_back(partial(case.run, segments=segments), weights, inputs)
-    return found + compare([f"d {name}" for name in learnable(inputs)], d_got, pull(exact), allowed)
+    pull = partial(vjp, partial(exactly.run, segments=segments), weights)
+    allowed = budgets(
+        pull, exact, case.state_dtype, [x.dtype for x in differentiable(inputs).values()], case.product_dtype
+    )
+    d_got = vjp(partial(case.run, segments=segments), weights, inputs)
+    return found + compare([f"d {name}" for name in differentiable(inputs)], d_got, pull(exact), allowed)
 
 
 def main() -> None:
@@ -157,9 +159,9 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=0, metavar="N", help="begin with trial N")
     arguments = parser.parse_args()
     tried = off = 0
-    worst = Measured("nothing", 0.0, 1.0)
+    worst = Measurement("nothing", 0.0, 1.0)
     for number, trial in enumerate(trials(arguments.op, small=arguments.device == "cpu")):
-        if number < arguments.start or trial.case(arguments.kernel, arguments.device).refusal is not None:
+        if number < arguments.start or trial.case(arguments.kernel, arguments.device).unsupported_reason is not None:
             continue
         found = measure(trial, arguments.kernel, arguments.device)
         most = max(found, key=lambda m: m.error / m.budget)

@@ -31,7 +31,7 @@ from kalmix.ops import OPS
 from kalmix.ops._dense.cuda.compile import CudaKernel
 from kalmix.ops._shared.triton import compile_and_launch
 from kalmix.testing.cases import PROBLEMS, Case, outputs
-from kalmix.testing.measure import learnable
+from kalmix.testing.measure import differentiable
 
 WIDTHS = [(3, 5), (24, 40), (64, 64), (128, 128), (256, 72)]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -49,7 +49,7 @@ def problems() -> Iterator[Case]:
                     case = Case(name, kernel, "cuda", dtype, **sizes)
                     if case.op == "diagonal" and key_width > 64:
                         continue
-                    if case.refusal is None:
+                    if case.unsupported_reason is None:
                         yield case
 
 
@@ -77,7 +77,7 @@ def run(case: Case) -> None:
     """One packed and one plain call, with gradients of all outputs."""
     for segments in (None, case.packing()):
         inputs = case.inputs(sequences=segments and segments.count)
-        leaves = learnable(inputs)
+        leaves = differentiable(inputs)
         inputs |= {name: x.requires_grad_() for name, x in leaves.items()}
         total = torch.stack([y.float().sum() for y in outputs(case.run(inputs, segments))]).sum()
         torch.autograd.grad(total, list(leaves.values()))

@@ -56,8 +56,9 @@ _SURE = tuple(
     for decay, noise in ((0.0, 0.0), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e-6))
 )
 _HISTORY = partial(
-    Problem, design=AFA, draw=draw_history, idle={}, silent=None, invariant=("log_decay", "frequency", *NOISES),
-    sure=_SURE, ranges=dict.fromkeys(NOISES, (SPEC.least_noise, MOST)), interpreted=None,
+    Problem, design=AFA, draw=draw_history, idle={}, evidence_signal=None,
+    invariant=("log_decay", "frequency", *NOISES), certain_signals=_SURE,
+    ranges=dict.fromkeys(NOISES, (SPEC.least_noise, MOST)), interpreted=None,
 )  # fmt: skip
 
 
@@ -70,7 +71,7 @@ PROBLEMS = {
     "attend": _HISTORY(
         draw=draw_values,
         invariant=tuple(_and_of_values(dict.fromkeys(("log_decay", "frequency", *NOISES)))),
-        sure=tuple(map(_and_of_values, _SURE)),
+        certain_signals=tuple(map(_and_of_values, _SURE)),
         ranges=_and_of_values(dict.fromkeys(NOISES, (SPEC.least_noise, MOST))),
         interpreted={"value_heads": 1, "length": 11},
     ),
@@ -78,6 +79,8 @@ PROBLEMS = {
     "attend-window": _HISTORY(
         draw=draw_observations,
         options={"weight": "exponential", "window": 6, "nu": 2.0, "temperature": 0.7, "floor": 0.1},
-        sure=({"key_noise": SPEC.least_noise, "query_noise": 1.0, "log_decay": -1e-3, "process_noise": 0.0},),
+        certain_signals=(
+            {"key_noise": SPEC.least_noise, "query_noise": 1.0, "log_decay": -1e-3, "process_noise": 0.0},
+        ),
     ),
 }

@@ -38,8 +38,8 @@ _SURE = tuple(
 _DENSE = partial(
     Problem,
     design=BAYESIAN,
-    silent="k",
-    sure=_SURE,
+    evidence_signal="k",
+    certain_signals=_SURE,
     slack=1e-7,
     ranges={"obs_noise": (1.001 * SPEC.least_noise, MOST), "process_noise": (1e-6, MOST)},
     sizes={"key_width": 17},

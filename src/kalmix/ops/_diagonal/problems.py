@@ -23,9 +23,9 @@ PROBLEMS = {
         design=KLA,
         draw=draw,
         idle={"precision": 0.0, "log_decay": 0.0, "process_noise": 0.0},
-        silent="precision",
+        evidence_signal="precision",
         invariant=("log_decay", "process_noise"),
-        sure=tuple(
+        certain_signals=tuple(
             {"precision": 1 / SPEC.least_noise, "log_decay": decay, "process_noise": noise}
             for decay, noise in ((0.0, 0.0), (0.0, 1.0), (-30.0, 0.0), (-1e-3, 1e3))
         ),

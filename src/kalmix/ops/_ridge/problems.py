@@ -22,8 +22,8 @@ PROBLEMS = {
         design=GATED_KALMANET,
         draw=draw,
         idle=STILL,
-        silent="k",
-        sure=({"obs_noise": 1e-5, "log_decay": 0.0}, {"obs_noise": 1e-5, "log_decay": -30.0}),
+        evidence_signal="k",
+        certain_signals=({"obs_noise": 1e-5, "log_decay": 0.0}, {"obs_noise": 1e-5, "log_decay": -30.0}),
         slack=1e-6,
         ranges={"obs_noise": (SPEC.least_noise, MOST)},
         options={"ridge": Adaptive(10.0), "solver": Chebyshev(10)},  # 2 * 0.024^10 = 1e-16
