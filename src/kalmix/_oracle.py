@@ -113,12 +113,12 @@ def oracle(
         tokens = [reads.get((b, t), zero) for b in range(v.shape[0]) for t in range(v.shape[1])]
         return (torch.stack(tokens) if tokens else zero[:0]).reshape(*v.shape[:3], width)
 
-    final = type(finals[0])(*(_stacked(leaf) for leaf in zip(*finals, strict=True))) if finals else belief
+    final = type(finals[0])(*(_stack(leaf) for leaf in zip(*finals, strict=True))) if finals else belief
     spread = assemble(variances, v.shape[3] if recursion.columns else 1) if variance else None
     return Filtered(assemble(means, v.shape[3]), spread, final)
 
 
-def _stacked(leaves: tuple[Tensor, ...]) -> Tensor:
+def _stack(leaves: tuple[Tensor, ...]) -> Tensor:
     """Stack the beliefs of all sequences; pad shorter histories with empty slots in front."""
     longest = max(x.shape[0] for x in leaves)
     empty = 0.0 if leaves[0].is_floating_point() else -1

@@ -164,6 +164,6 @@ class HistoryBelief(NamedTuple):
         Reads values, so it synchronises a GPU.
         """
         keys, values, times, positions = self.newest(int(self.lengths.max()) if self.positions.numel() else 0)
-        held = positions >= 0
-        keys, values = (torch.where(held[..., None, None], x, 0) for x in (keys, values))
-        return HistoryBelief(keys, values, torch.where(held, times, 0), positions)
+        occupied = positions >= 0
+        keys, values = (torch.where(occupied[..., None, None], x, 0) for x in (keys, values))
+        return HistoryBelief(keys, values, torch.where(occupied, times, 0), positions)

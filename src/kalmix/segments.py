@@ -252,8 +252,8 @@ def check_segments(segments: Segments | None, batch: int, length: int, device: t
         check_shape("segments.rows", rows, "N 3", {"3": 3})
     check_dtype_and_device("segments", rows, (torch.int32,), device)
     if can_check_values(rows) and rows.shape[0]:
-        least, (row, _, stop) = (bound.tolist() for bound in rows.aminmax(dim=0))
-        if min(least) < 0 or row >= batch or stop > length:
+        minimum, (row, _, stop) = (bound.tolist() for bound in rows.aminmax(dim=0))
+        if min(minimum) < 0 or row >= batch or stop > length:
             raise ArgumentError(
                 "segments",
                 problem=f"extends to batch row {row} and token {stop}",

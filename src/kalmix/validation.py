@@ -144,7 +144,7 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
         raise ArgumentError(name, got=repr(value), expected=any_of(known))
 
 
-def check_types(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_types(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Check plain values, such as those of a configuration file, against annotations such as `int | None`.
 
     An integer of at most `MAX_INT` is accepted for a float; NaN and infinity are not. Values whose annotation names
@@ -157,7 +157,7 @@ def check_types(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     Raises:
         ArgumentError: a value has another type.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         hint = hints.get(name, Any)
         union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = {get_origin(kind) or kind for kind in union}

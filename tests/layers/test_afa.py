@@ -13,14 +13,14 @@ from .conftest import shake
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
-def made(**options) -> AdaptiveFilterAttention:
+def built(**options) -> AdaptiveFilterAttention:
     torch.manual_seed(0)
     layer = AdaptiveFilterAttention(10, heads=2, head_dim=3, **options).double()
     shake(layer)
     return layer
 
 
-def seen(length: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def observations(length: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return tokens, irregular times with one tie, and prediction horizons."""
     torch.manual_seed(1)
     gaps = torch.rand(1, length, dtype=torch.float64) * 2
@@ -43,7 +43,7 @@ def by_hand(layer, x, times, horizon):
     if layer.normalize:
         q, k = (z / (z.abs().square().sum(-1, keepdim=True) + 1e-6).sqrt() for z in (q, k))
     keys, values = layer.dynamics(torch.float64), layer.state_dynamics(torch.float64)
-    robust_weights, taken = layer.robust_weights(torch.float64), torch.sigmoid(layer.residual)
+    robust_weights, estimate_weight = layer.robust_weights(torch.float64), torch.sigmoid(layer.residual)
     floor, (a, w) = robust_weights.get("floor", torch.zeros(2)), (-keys.log_decay, keys.frequency)
     read, spread = torch.zeros_like(v), torch.zeros(v.shape[:2], dtype=torch.float64)
     for h in range(2):
@@ -65,16 +65,16 @@ def by_hand(layer, x, times, horizon):
                     sure = move.process_noise[h] * kappa(-move.log_decay[h], lag) + move.key_noise[h] * reach**2
                     scores.append(robust_weights["temperature"][h] * torch.log(weight / (sure + move.query_noise[h])))
                     precisions.append(weight / sure)
-                    what = k if step else v
-                    carried.append(reach * torch.exp(1j * move.frequency[h] * lag) * what[j, h])
+                    values_of = k if step else v
+                    carried.append(reach * torch.exp(1j * move.frequency[h] * lag) * values_of[j, h])
                 found = (torch.stack(scores).softmax(0)[:, None] * torch.stack(carried)).sum(0)
-                query = query + taken[h] * (found - query)
+                query = query + estimate_weight[h] * (found - query)
             precision = torch.stack(precisions).sum()
             gate = 1.0
             if layer.confidence is not None:
                 gate = torch.sigmoid(layer.confidence.weight[h] * precision.log() + layer.confidence.bias[h])
-            estimate = (1 - taken[h]) * v[i, h] + taken[h] * gate * found
-            left = (taken[h] * gate) ** 2 / precision
+            estimate = (1 - estimate_weight[h]) * v[i, h] + estimate_weight[h] * gate * found
+            left = (estimate_weight[h] * gate) ** 2 / precision
             move = torch.exp((values.log_decay[h] + 1j * values.frequency[h]) * horizon[0, i])
             grown = values.process_noise[h] * kappa(-values.log_decay[h], horizon[0, i])
             share = torch.full((3,), float(layer.predict == "step"), dtype=torch.float64)
@@ -96,8 +96,8 @@ def by_hand(layer, x, times, horizon):
     ],
 )
 def test_against_the_equations(options):
-    layer = made(**options)
-    x, times, horizon = seen()
+    layer = built(**options)
+    x, times, horizon = observations()
     (mean, variance, _), _ = layer.read(x, variance=True, times=times, horizon=horizon)
     read, spread = by_hand(layer, x, times, horizon)
     torch.testing.assert_close(pairs(mean.unflatten(-1, (2, -1)))[0], read, **CLOSE)
@@ -107,8 +107,8 @@ def test_against_the_equations(options):
 
 
 def test_time_is_relative_and_defaults_to_one_unit_per_token():
-    layer = made()
-    x, times, horizon = seen()
+    layer = built()
+    x, times, horizon = observations()
     torch.testing.assert_close(
         layer(x, times=times + 1000, horizon=horizon)[0], layer(x, times=times, horizon=horizon)[0]
     )
@@ -163,8 +163,8 @@ def test_biases_cover_drift_and_delay():
         noise = q.process_noise * kappa(a, lags) + q.key_noise * torch.exp(-2 * a * lags) + q.query_noise
         score = -values["temperature"] * torch.log(noise + (z[i] - estimates).abs().square().sum(-1) / values["nu"])
         pooled = score.softmax(0) @ estimates.real + 1j * (score.softmax(0) @ estimates.imag)
-        taken = torch.sigmoid(layer.residual)
-        found.append(carried((1 - taken) * z[i] + taken * pooled, 1.0))
+        estimate_weight = torch.sigmoid(layer.residual)
+        found.append(carried((1 - estimate_weight) * z[i] + estimate_weight * pooled, 1.0))
     expected = torch.stack(found)
     torch.testing.assert_close(pairs(biased(x, times=times)[0])[0], expected, **CLOSE)
 
@@ -196,23 +196,23 @@ def test_exact_without_process_noise():
 
 def test_sample_mean_and_variance():
     """Samples have the mean of the posterior, and its variance plus that of the measurement noise."""
-    layer = made(value_dynamics=True)
-    x, times, horizon = seen(4)
+    layer = built(value_dynamics=True)
+    x, times, horizon = observations(4)
     with torch.no_grad():
         drawn = layer.sample(x, count=20_000, times=times, horizon=horizon)
-        known = layer.filter(x, variance=True, times=times, horizon=horizon)
+        filtered = layer.filter(x, variance=True, times=times, horizon=horizon)
         look = layer.value_dynamics(torch.float64).key_noise.repeat_interleave(6) / 2
-        expected = known.variance + layer.out_proj.weight.square() @ look
+        expected = filtered.variance + layer.out_proj.weight.square() @ look
     assert drawn.shape == (20_000, 1, 4, 10)
-    error = (drawn.mean(0) - known.mean) / (expected / 20_000).sqrt()
+    error = (drawn.mean(0) - filtered.mean) / (expected / 20_000).sqrt()
     assert error.abs().max() < 4.5
     torch.testing.assert_close(drawn.var(0), expected, rtol=5 * math.sqrt(2 / 20_000), atol=0)
 
 
 def test_attention_map_weights_the_values():
     """Maps applied to values that do not rotate give the estimate; one token is predicted as the first estimate is."""
-    layer = made(predict=None, value_dynamics=True)
-    x, times, _ = seen()
+    layer = built(predict=None, value_dynamics=True)
+    x, times, _ = observations()
     with torch.no_grad():
         layer.residual.fill_(60.0)
         layer.value_dynamics.frequency.zero_()
@@ -220,5 +220,5 @@ def test_attention_map_weights_the_values():
         read = layer.read(x, times=times)[0].mean.unflatten(-1, (2, 6))
         torch.testing.assert_close(torch.einsum("bhts,bshc->bthc", weights, layer.project(x)[2]), read)
         assert (weights.triu(1) == 0).all() and (weights >= 0).all()
-        layer, x, horizon = made(value_dynamics=True), x[:, :1], times[:, :1]
+        layer, x, horizon = built(value_dynamics=True), x[:, :1], times[:, :1]
         torch.testing.assert_close(layer.predict_from_token(x, horizon), layer(x, horizon=horizon)[0])

@@ -5,7 +5,7 @@ import torch
 from kalmix.layers import AFATransformerBlock
 
 from .conftest import shake
-from .test_afa import kappa, pairs, seen
+from .test_afa import kappa, observations, pairs
 
 
 def attended(core, q, k, v, times):
@@ -29,7 +29,7 @@ def test_against_the_equations():
     torch.manual_seed(0)
     layer = AFATransformerBlock(10, heads=2, head_dim=3).double()
     shake(layer)
-    x, times, _ = seen()
+    x, times, _ = observations()
     parts = [pairs(part.unflatten(-1, (2, -1)))[0] for part in layer.in_proj(x).chunk(3, -1)]
     sizes = [part.abs().square().sum(-1, keepdim=True).sqrt() for part in parts]
     units = [layer.input_scale[:, None] * part / (size + 1e-6) for part, size in zip(parts, sizes, strict=True)]

@@ -78,7 +78,7 @@ def walk(q, k, v, decay, gain, *, corrects):
     return torch.stack(reads)
 
 
-def emitted(layer, reads, gate):
+def projected_out(layer, reads, gate):
     normed = reads / (reads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.norm.weight
     return linear(normed.reshape(T, -1) * gate, layer.out_proj)
 
@@ -94,7 +94,7 @@ def test_deltanet(negative):
     gain = (2 if negative else 1) * linear(x[0], layer.gain_proj).sigmoid()
     one = torch.ones(T, 1, 1, dtype=torch.float64)
     reads = walk(unit(q) / math.sqrt(3), unit(k), v, one, gain, corrects=True)
-    torch.testing.assert_close(layer(x)[0][0], emitted(layer, reads, 1), **CLOSE)
+    torch.testing.assert_close(layer(x)[0][0], projected_out(layer, reads, 1), **CLOSE)
 
 
 def test_gated_deltanet_with_grouped_values():
@@ -104,7 +104,7 @@ def test_gated_deltanet_with_grouped_values():
     gain = linear(x[0], layer.gain_proj).sigmoid()
     reads = walk(unit(q) / math.sqrt(3), unit(k), v, (-rate * step).exp()[..., None], gain, corrects=True)
     gate = silu(linear(x[0], layer.gate_proj))
-    torch.testing.assert_close(layer(x)[0][0], emitted(layer, reads, gate), **CLOSE)
+    torch.testing.assert_close(layer(x)[0][0], projected_out(layer, reads, gate), **CLOSE)
 
 
 def test_kda():
@@ -117,7 +117,7 @@ def test_kda():
     reads = walk(unit(q) / math.sqrt(3), unit(k), v, decay, gain, corrects=True)
     low, high = layer.gate_proj
     gate = linear(linear(x[0], low), high).sigmoid()
-    torch.testing.assert_close(layer(x)[0][0], emitted(layer, reads, gate), **CLOSE)
+    torch.testing.assert_close(layer(x)[0][0], projected_out(layer, reads, gate), **CLOSE)
 
 
 def test_gla():
@@ -127,7 +127,7 @@ def test_gla():
     decay = linear(linear(x[0], low), high).sigmoid().pow(1 / 16).reshape(T, 2, 3)
     reads = walk(q / math.sqrt(3), k, v, decay, torch.ones(T, 2, dtype=torch.float64), corrects=False)
     gate = silu(linear(x[0], layer.gate_proj))
-    torch.testing.assert_close(layer(x)[0][0], emitted(layer, reads, gate), **CLOSE)
+    torch.testing.assert_close(layer(x)[0][0], projected_out(layer, reads, gate), **CLOSE)
 
 
 def test_linear_attention_is_a_weighted_mean():
@@ -150,7 +150,7 @@ def test_retnet_is_decayed_rotary_attention():
     fading = gamma[:, None, None] ** (time[:, None] - time).clamp(min=0)
     reads = torch.einsum("gts,sgv->tgv", (weights * fading).tril(), v)
     gate = silu(linear(x[0], layer.gate_proj))
-    expected = emitted(layer, reads, gate)
+    expected = projected_out(layer, reads, gate)
     torch.testing.assert_close(layer(x)[0][0], expected, rtol=1e-5, atol=1e-6)  # angles are float32
 
 
@@ -210,7 +210,7 @@ def test_gated_kalmanet(options):
     torch.testing.assert_close(mean[0], reads.reshape(T, -1), rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(variance[0], spreads.reshape(T, -1), rtol=1e-8, atol=1e-10)
     gate = 1 if layer.gate_proj is None else silu(linear(x[0], layer.gate_proj))
-    torch.testing.assert_close(layer(x)[0][0], emitted(layer, reads, gate), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(layer(x)[0][0], projected_out(layer, reads, gate), rtol=1e-8, atol=1e-10)
 
 
 def test_gated_kalmanet_iterations_stay_within_their_bound():
@@ -254,10 +254,10 @@ def test_zero_and_tiny_keys_stay_finite(size, ridge):
 def test_config_round_trip(value):
     """Convert to JSON and back, also with defaults omitted."""
     back = ridge_from_config if isinstance(value, Adaptive | Fixed) else solver_from_config
-    spelled = json.loads(json.dumps(to_config(value)))
-    assert back(spelled) == back(value) == value
+    config = json.loads(json.dumps(to_config(value)))
+    assert back(config) == back(value) == value
     if not isinstance(value, Sketch):  # it has no default number of directions
-        assert back(spelled["name"]) == type(value)()
+        assert back(config["name"]) == type(value)()
     assert ridge_from_config(0.1) == Adaptive(0.1)
 
 
@@ -285,7 +285,7 @@ def test_bayesian_layer(groups):
     torch.testing.assert_close(mean[0], reads.reshape(T, -1), rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(variance[0], spreads.reshape(T, -1), rtol=1e-8, atol=1e-10)
     gate = silu(linear(x[0], layer.gate_proj))
-    expected = emitted(layer, reads.reshape(T, 2, -1), gate)
+    expected = projected_out(layer, reads.reshape(T, 2, -1), gate)
     torch.testing.assert_close(layer(x)[0][0], expected, rtol=1e-8, atol=1e-10)
 
 
@@ -336,9 +336,9 @@ def test_design_layer_equals_gated_deltanet():
 def test_every_design_is_a_layer(name):
     """Build each design by name, by value and by mapping."""
     design = designs.CATALOGUE[name]
-    spelled = {part: vars(getattr(design, part)) for part in ("transition", "evidence", "covariance")}
+    config = {part: vars(getattr(design, part)) for part in ("transition", "evidence", "covariance")}
     answers = []
-    for given in (name, design, spelled):
+    for given in (name, design, config):
         torch.manual_seed(0)
         layer = DesignLayer(D, design=given, heads=2, head_dim=3)
         x = torch.randn(1, 4, D, generator=torch.Generator().manual_seed(1))

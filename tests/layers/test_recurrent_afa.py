@@ -7,7 +7,7 @@ from kalmix import ArgumentError
 from kalmix.layers import RecurrentFilterAttention
 
 from .conftest import shake
-from .test_afa import identity, kappa, pairs, seen
+from .test_afa import identity, kappa, observations, pairs
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -57,7 +57,7 @@ def test_against_the_equations(iterations):
     shake(layer)
     with torch.no_grad():
         layer.residual.zero_()  # half steps
-    x, times, _ = seen()
+    x, times, _ = observations()
     compare(layer, 3 * x, times, by_hand(layer, 3 * x, times))
     with pytest.raises(ArgumentError, match="`times`"):
         layer(x, times=times.flip(1))
@@ -71,7 +71,7 @@ def test_unit_weights_and_full_steps_are_a_kalman_filter(iterations):
     with torch.no_grad():
         layer.residual.fill_(60.0)
         layer.robust_weights.log_nu.fill_(1e9)
-    x, times, _ = seen(12)
+    x, times, _ = observations(12)
     compare(layer, x, times, by_hand(layer, x, times, trusting=True))
 
 

@@ -112,10 +112,10 @@ def gains(x: dict[str, Tensor], log_decay: Tensor, covariance: Tensor) -> Tensor
         decay, key = log_decay[:, t].exp(), per_head(x["k"])[:, t]
         covariance = decay[..., None] * covariance * decay[..., None, :]
         covariance = covariance + x["process_noise"][:, t, :, None, None] * torch.eye(K, dtype=torch.float64)
-        warped = torch.einsum("ngij,ngj->ngi", covariance, key)
-        precision = 1 / (x["obs_noise"][:, t] + (key * warped).sum(-1))
-        found.append(precision[..., None] * warped)
-        covariance = covariance - precision[..., None, None] * warped[..., None] * warped[..., None, :]
+        cov_keys = torch.einsum("ngij,ngj->ngi", covariance, key)
+        precision = 1 / (x["obs_noise"][:, t] + (key * cov_keys).sum(-1))
+        found.append(precision[..., None] * cov_keys)
+        covariance = covariance - precision[..., None, None] * cov_keys[..., None] * cov_keys[..., None, :]
     return torch.stack(found, 1)
 
 
@@ -199,8 +199,10 @@ def test_covariance_reset_is_the_delta_family(design):
     unsure = torch.zeros(B, G, K, K, dtype=torch.float64)
     belief = DenseBelief(torch.zeros_like(memory), unsure)
     for t in range(T):
-        now = {name: y[:, t : t + 1] for name, y in (x | moved | {"obs_noise": noise, "process_noise": reset}).items()}
-        read = ops.dense(**now, belief=DenseBelief(belief.mean, unsure))  # reset to lambda I
+        current = {
+            name: y[:, t : t + 1] for name, y in (x | moved | {"obs_noise": noise, "process_noise": reset}).items()
+        }
+        read = ops.dense(**current, belief=DenseBelief(belief.mean, unsure))  # reset to lambda I
         belief = read.belief
         close(read.mean, mean[:, t : t + 1])
 
@@ -231,12 +233,12 @@ def test_the_latent_input_model_is_the_additive_family(design):
     nothing = DenseBelief(torch.zeros(B, G, 1, V, dtype=torch.float64), torch.zeros(B, G, 1, 1, dtype=torch.float64))
     writes = []
     for t in range(T):
-        now = {"q": alone[:, t : t + 1], "k": alone[:, t : t + 1], "v": x["v"][:, t : t + 1]}
-        now |= {"obs_noise": noise[:, t : t + 1], "process_noise": variance[:, t : t + 1]}
-        writes.append(ops.dense(**now, belief=nothing).mean)
-    seen = torch.cat(writes, 1)
-    close(seen, (variance / (variance + noise))[..., None] * x["v"])
-    mean, memory = recur(x | {"v": seen}, decay_of(moved), per_head(x["k"]), corrects=False)
+        current = {"q": alone[:, t : t + 1], "k": alone[:, t : t + 1], "v": x["v"][:, t : t + 1]}
+        current |= {"obs_noise": noise[:, t : t + 1], "process_noise": variance[:, t : t + 1]}
+        writes.append(ops.dense(**current, belief=nothing).mean)
+    observed = torch.cat(writes, 1)
+    close(observed, (variance / (variance + noise))[..., None] * x["v"])
+    mean, memory = recur(x | {"v": observed}, decay_of(moved), per_head(x["k"]), corrects=False)
     for kernel in kernels("additive"):
         got = kalmix.filter(design, **x, **moved, obs_noise=noise, write_variance=variance, kernel=kernel)
         close(got.mean, mean)
@@ -254,7 +256,7 @@ def test_heads_that_share_a_key_are_grouped_noise(kernel):
     columns = torch.eye(groups * V, dtype=torch.float64)
     for n in range(B):
         for h in range(H):
-            mine = slice(h * groups, (h + 1) * groups)
+            own_gains = slice(h * groups, (h + 1) * groups)
             mean, covariance = torch.zeros(groups * V * K).double(), torch.eye(groups * V * K).double()
             for t in range(T):
                 step = torch.kron(columns, x["log_decay"][n, t, h * groups].exp().diag())
@@ -263,10 +265,10 @@ def test_heads_that_share_a_key_are_grouped_noise(kernel):
                     step @ covariance @ step + x["process_noise"][n, t, h * groups] * torch.eye(len(mean)).double()
                 )
                 sight, read = (torch.kron(columns, x[name][n, t, h][None]) for name in "kq")
-                noise = x["obs_noise"][n, t, mine].repeat_interleave(V).diag()
+                noise = x["obs_noise"][n, t, own_gains].repeat_interleave(V).diag()
                 gain = torch.linalg.solve(sight @ covariance @ sight.T + noise, sight @ covariance).T
-                mean = mean + gain @ (x["v"][n, t, mine].flatten() - sight @ mean)
+                mean = mean + gain @ (x["v"][n, t, own_gains].flatten() - sight @ mean)
                 covariance = covariance - gain @ sight @ covariance
-                close(got.mean[n, t, mine].flatten(), read @ mean)
+                close(got.mean[n, t, own_gains].flatten(), read @ mean)
                 spread = (read @ covariance @ read.T).diagonal().reshape(groups, V)
-                close(got.variance[n, t, mine].expand(groups, V), spread)
+                close(got.variance[n, t, own_gains].expand(groups, V), spread)

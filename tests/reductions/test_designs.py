@@ -23,7 +23,7 @@ OWN = [
     Design("ridge-regression", Transition(), MEMORY, INFORMATION),
 ]
 B, T, H, G, K, V = 2, 11, 2, 4, 3, 5
-TOLD = {"ridge": {"solver": Exact()}}  # options that make an op exact
+OPTIONS = {"ridge": {"solver": Exact()}}  # options that make an op exact
 
 
 def signals(design, width=V):
@@ -51,7 +51,7 @@ def signals(design, width=V):
     }
 
 
-def learnt(filtered):
+def leaves_with_gradients(filtered):
     """Return the leaves that have gradients: not the times and positions of a history."""
     return [x for x in outputs(filtered) if x.requires_grad]
 
@@ -65,14 +65,14 @@ def kernels(op):
 def test_filter_agrees_with_the_oracle(design):
     given = signals(design, width=1 if design.evidence.columns else V)
     leaves = {name: x.requires_grad_() for name, x in given.items()}
-    want = learnt(kalmix.oracle(design, **leaves, variance=design.has_variance))
+    want = leaves_with_gradients(kalmix.oracle(design, **leaves, variance=design.has_variance))
     weights = [torch.randn_like(x) for x in want]
     gradients = torch.autograd.grad(want, list(leaves.values()), weights)
     names = [name for name in kernels(design.op) if name in ("reference", "chunked")]
     assert "reference" in names
     for kernel in names:
-        told = {"variance": design.has_variance, "kernel": kernel} | TOLD.get(design.op, {})
-        got = learnt(kalmix.filter(design, **leaves, **told))
+        options = {"variance": design.has_variance, "kernel": kernel} | OPTIONS.get(design.op, {})
+        got = leaves_with_gradients(kalmix.filter(design, **leaves, **options))
         assert all(float((x - y).detach().abs().max()) < 1e-10 for x, y in zip(got, want, strict=True))
         d_got = torch.autograd.grad(got, list(leaves.values()), weights)
         assert all(float((x - y).norm() / y.norm()) < 1e-10 for x, y in zip(d_got, gradients, strict=True))
@@ -132,8 +132,8 @@ def test_unknown_parts_fail(part, value):
 def test_only_the_oracle_accepts_a_matrix():
     design = Design("any", Transition(decay="matrix"), MEMORY, DENSE)
     given = signals(design) | {"matrix": torch.randn(B, T, G, K, K).double() / K}
-    turned = kalmix.oracle(design, **given).mean
-    assert turned.shape == (B, T, G, V)
+    rotated = kalmix.oracle(design, **given).mean
+    assert rotated.shape == (B, T, G, V)
     with pytest.raises(DesignError, match=r"use kalmix\.oracle"):
         kalmix.filter(design, **given)
     diagonal = given | {"matrix": torch.diag_embed(torch.full((B, T, G, K), 0.5).double())}
@@ -163,5 +163,5 @@ def test_missing_and_unknown_signals_are_named(design):
 def test_default_priors_are_the_oracles():
     for design in CATALOGUE.values():
         given = signals(design)
-        got, want = kalmix.filter(design, **given, **TOLD.get(design.op, {})), kalmix.oracle(design, **given)
+        got, want = kalmix.filter(design, **given, **OPTIONS.get(design.op, {})), kalmix.oracle(design, **given)
         assert float((got.mean - want.mean).abs().max()) < 1e-12

@@ -63,9 +63,9 @@ class Transition:
     @property
     def signals(self) -> tuple[str, ...]:
         """Names of the required signals."""
-        named = {"none": (), "matrix": ("matrix",), "time": ("log_decay", "frequency")}
-        moved = named.get(self.decay, ("log_decay",))
-        return (*moved, *("process_noise",) * self.diffusion)
+        decay_signals = {"none": (), "matrix": ("matrix",), "time": ("log_decay", "frequency")}
+        required = decay_signals.get(self.decay, ("log_decay",))
+        return (*required, *("process_noise",) * self.diffusion)
 
     @property
     def optional(self) -> tuple[str, ...]:
@@ -84,8 +84,8 @@ class Transition:
                 " + dw,  w_t ~ N(0, process_noise t)" if self.diffusion else ""
             )
         names = {"none": "", "head": "a_t ", "key": "diag(a_t) ", "matrix": "A_t "}
-        moved = names[self.decay] + "[R(angle_t)] " * self.rotation + "S_{t-1}"
-        return f"S_t = {moved}" + (" + W_t,  W_t ~ N(0, l_t^2 I) a column" if self.diffusion else "")
+        expression = names[self.decay] + "[R(angle_t)] " * self.rotation + "S_{t-1}"
+        return f"S_t = {expression}" + (" + W_t,  W_t ~ N(0, l_t^2 I) a column" if self.diffusion else "")
 
     @property
     def description(self) -> str:

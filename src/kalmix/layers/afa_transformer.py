@@ -160,12 +160,12 @@ class AFATransformerBlock(Mixer):
         options = {"segments": segments, "times": times, "window": self.window, "kernel": self.kernel}
         with torch.autocast(x.device.type, enabled=False):
             lengths = [_length(part) for part in parts]
-            units = [_scaled(part, length, self.input_scale) for part, length in zip(parts, lengths, strict=True)]
+            units = [_scale(part, length, self.input_scale) for part, length in zip(parts, lengths, strict=True)]
             real = (F.pad(length, (0, 1)).to(x.dtype) for x, length in zip(parts, lengths, strict=True))
             magnitude = self.magnitude(real, belief=None if previous is None else previous.magnitude, **options)
             direction = self.direction(units, belief=None if previous is None else previous.direction, **options)
             sum_of_directions = to_state_dtype(units[2]) + to_state_dtype(direction.mean)
-            z = to_state_dtype(magnitude.mean[..., :1]) * _scaled(
+            z = to_state_dtype(magnitude.mean[..., :1]) * _scale(
                 sum_of_directions, _length(sum_of_directions), self.output_scale
             )
         final_state = AFATransformerState(magnitude.belief, direction.belief)
@@ -185,5 +185,5 @@ def _length(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(to_state_dtype(x), dim=-1, keepdim=True)
 
 
-def _scaled(x: Tensor, length: Tensor, scale: Tensor) -> Tensor:
+def _scale(x: Tensor, length: Tensor, scale: Tensor) -> Tensor:
     return (scale.to(length.dtype)[:, None] * x / (length + EPS)).to(x.dtype)

@@ -74,19 +74,21 @@ class BayesianLayer(MemoryLayer):
         norm_eps: float = 1e-5,
         kernel: str | None = None,
     ) -> None:
-        whole = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, share=0.75)
+        head_sizes = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, share=0.75)
         check_positive_int("groups", groups)
-        if whole.value_width % groups:
-            raise ArgumentError("groups", got=groups, expected=f"a divisor of {whole.value_width} (columns of a head)")
-        sizes = whole._replace(heads=whole.heads * groups, value_width=whole.value_width // groups)
+        if head_sizes.value_width % groups:
+            raise ArgumentError(
+                "groups", got=groups, expected=f"a divisor of {head_sizes.value_width} (columns of a head)"
+            )
+        sizes = head_sizes._replace(heads=head_sizes.heads * groups, value_width=head_sizes.value_width // groups)
         options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
-        super().__init__(hidden_size, sizes, norm_width=whole.value_width, **options)
+        super().__init__(hidden_size, sizes, norm_width=head_sizes.value_width, **options)
         self.groups = groups
         self.rotations = rotations
         self.decay: StepDecay = StepDecay(
-            hidden_size, (whole.heads, whole.key_width), (whole.heads, 1), rotates=rotations
+            hidden_size, (head_sizes.heads, head_sizes.key_width), (head_sizes.heads, 1), rotates=rotations
         )
-        self.process_noise: NoiseVariance = NoiseVariance(hidden_size, whole.heads, **VARIANCES["process_noise"])
+        self.process_noise: NoiseVariance = NoiseVariance(hidden_size, head_sizes.heads, **VARIANCES["process_noise"])
         self.obs_noise: NoiseVariance = NoiseVariance(hidden_size, sizes.heads, **VARIANCES["obs_noise"])
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:

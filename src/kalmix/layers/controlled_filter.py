@@ -26,8 +26,8 @@ def waypoint_fraction(rate: Tensor, duration: Tensor, state_weight: Tensor) -> T
         duration: T >= 0.
         state_weight: c = q |b|^2 / r >= 0.
     """
-    weighted = state_weight * kappa(rate, duration)
-    return weighted / (1 + weighted)
+    gain = state_weight * kappa(rate, duration)
+    return gain / (1 + gain)
 
 
 def control(

@@ -81,11 +81,13 @@ class DesignLayer(MemoryLayer):
         if design.transition.decay in ("matrix", "time"):
             got = f"{design.name!r}, whose transition {design.transition.description}"
             raise ArgumentError("design", got=got, expected="a transition per head, key or cell")
-        sizes = whole = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, key_heads=key_heads)
+        sizes = head_sizes = Heads.of(
+            hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, key_heads=key_heads
+        )
         if design.evidence.columns:
-            sizes = whole._replace(heads=whole.values, value_width=1)
+            sizes = head_sizes._replace(heads=head_sizes.values, value_width=1)
         options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
-        super().__init__(hidden_size, sizes, norm_width=whole.value_width, **options)
+        super().__init__(hidden_size, sizes, norm_width=head_sizes.value_width, **options)
         self.design: Design = design  # pyright: ignore[reportIncompatibleVariableOverride] # never absent
         self.has_posterior: bool = design.has_variance
         self.dynamics: CellDynamics | None = None

@@ -118,7 +118,7 @@ class KLA(Mixer):
 
     @classmethod
     def options_for_state_size(
-        cls, width: int, state: int, *, slots: int | None = None, **given: Any
+        cls, width: int, state: int, *, slots: int | None = None, **options: Any
     ) -> dict[str, Any]:
         """Return the number of slots for a state of `state` numbers: a mean and a variance per slot and channel."""
         return {"slots": slots or divide_state(state, 2 * width)}

@@ -76,6 +76,6 @@ class LinearAttention(MemoryLayer):
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """Call `kalmix.ops.additive` and divide by the sum of weights; 0 before the first token."""
-        found = ops.additive(q, k, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1), **arguments)
-        value, weight = to_state_dtype(found.mean).split([v.shape[-1], 1], dim=-1)
-        return found._replace(mean=(value / (weight + 1e-6)).to(v.dtype))
+        output = ops.additive(q, k, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1), **arguments)
+        value, weight = to_state_dtype(output.mean).split([v.shape[-1], 1], dim=-1)
+        return output._replace(mean=(value / (weight + 1e-6)).to(v.dtype))

@@ -94,7 +94,7 @@ class Mamba2(MemoryLayer):
         values: float = 1.0,
         head_dim: int | None = None,
         state_dim: int | None = None,
-        **given: Any,
+        **options: Any,
     ) -> dict[str, Any]:
         """Return heads with `values * width` value columns in total, and the state dimension for `state` numbers."""
         check_positive_int("heads", heads)
@@ -118,13 +118,13 @@ class Mamba2(MemoryLayer):
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """Call `kalmix.ops.additive` and add the skip."""
-        found = ops.additive(q, k, v, **arguments)
-        return found._replace(mean=found.mean + self.skip.to(v.dtype)[:, None] * v)
+        output = ops.additive(q, k, v, **arguments)
+        return output._replace(mean=output.mean + self.skip.to(v.dtype)[:, None] * v)
 
     def project_out(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Apply gate, norm of each group, and output projection."""
         gate, _ = context
         assert gate is not None
         gated = (readout * gate).unflatten(-1, (self.sizes.key_heads, -1))
-        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.norm_eps).flatten(-2)
-        return self.out_proj(normed * self.norm_scale.to(normed.dtype))
+        normalized = F.rms_norm(gated, gated.shape[-1:], eps=self.norm_eps).flatten(-2)
+        return self.out_proj(normalized * self.norm_scale.to(normalized.dtype))

@@ -142,12 +142,12 @@ class ShortConvolution(nn.Module):
             return x, state
         if segments is None:
             history = torch.cat([state, x], dim=1)
-            return self._shift(self._slide(history)), history[:, x.shape[1] :]
+            return self._add_bias(self._slide(history)), history[:, x.shape[1] :]
         segment_ids = segments.segment_ids(*x.shape[:2]) if segment_ids is None else segment_ids
-        output, state = self._segmented(x, state, segments, segment_ids)
-        return self._shift(output, segment_ids), state
+        output, state = self._convolve_segments(x, state, segments, segment_ids)
+        return self._add_bias(output, segment_ids), state
 
-    def _shift(self, output: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+    def _add_bias(self, output: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         return output if self.bias is None else mask_outside(output + self.bias.to(output.dtype), segment_ids)
 
     def _slide(self, history: Tensor, masks: list[Tensor] | None = None) -> Tensor:
@@ -166,7 +166,9 @@ class ShortConvolution(nn.Module):
             output = output + (inputs if masks is None else torch.where(masks[tap], inputs, 0)) * weight
         return output
 
-    def _segmented(self, x: Tensor, state: Tensor, segments: Segments, segment_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _convolve_segments(
+        self, x: Tensor, state: Tensor, segments: Segments, segment_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
         batch, length, _ = x.shape
         past = self.size - 1
         earlier_ids = F.pad(segment_ids, (past, 0), value=-2)

@@ -258,8 +258,8 @@ class StateDynamics(nn.Module):
         self.process_noise: nn.Parameter = nn.Parameter(torch.empty(heads, *parts))
         self.key_noise: nn.Parameter = nn.Parameter(torch.empty(heads, *parts))
         self.query_noise: nn.Parameter = nn.Parameter(torch.empty(heads, *parts))
-        turning = 0 if rotary_base is None else -(-channels // 2)
-        self.frequency: nn.Parameter | None = nn.Parameter(torch.empty(heads, turning)) if turning else None
+        pair_count = 0 if rotary_base is None else -(-channels // 2)
+        self.frequency: nn.Parameter | None = nn.Parameter(torch.empty(heads, pair_count)) if pair_count else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -283,7 +283,7 @@ class StateDynamics(nn.Module):
         if self.frequency is None:
             frequency = step.new_zeros(*step.shape, self.channels)
         else:
-            turn = self.frequency.to(dtype)
-            frequency = torch.cat([turn, -turn], -1)[:, : self.channels] * step[:, None]
+            half = self.frequency.to(dtype)
+            frequency = torch.cat([half, -half], -1)[:, : self.channels] * step[:, None]
         process = process * step.view(-1, *[1] * (process.ndim - 1))
         return Dynamics(-positive(self.log_rate.to(dtype)) * step, frequency, process, key, query)
