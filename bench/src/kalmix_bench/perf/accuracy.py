@@ -1,10 +1,11 @@
-"""Compare every launch configuration of every kernel with float64, at real sizes and at the edges of what is legal.
+"""Compare kernels with float64 at all launch configurations, at real sizes and at the limits of their inputs.
 
-    python -m kalmix_bench.perf.accuracy             # this machine: a GPU if there is one, else the CPU (small sizes)
-    python -m kalmix_bench.perf.accuracy --op delta --start 62  # another op; the trials from number 62 on
+    python -m kalmix_bench.perf.accuracy             # a GPU if there is one, otherwise the CPU (small sizes)
+    python -m kalmix_bench.perf.accuracy --op delta --start 62  # another op; from trial 62 on
 
-Forward and all gradients, norm-wise, each against its computed budget (`kalmix.testing.tolerances`). The exact answer
-is the chunked kernel's in float64, which the laws hold to the oracle. Exit status 1 if anything is off.
+Outputs and all gradients are compared in norm with their computed tolerances (`kalmix.testing.tolerances`). The
+reference is the chunked kernel in float64, which the laws compare with the oracle. Exit status 1 if an error exceeds
+its tolerance.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Trial:
-    """One call: sizes, and what some signals are set to (the rest is random)."""
+    """One call: sizes, and signals that are set to a value (others are random)."""
 
     problem: str
     batch: int
@@ -52,7 +53,7 @@ class Trial:
 
 
 def diagonal_trials(small: bool) -> Iterator[Trial]:
-    """Trials of `diagonal`."""
+    """Yield trials of `diagonal`."""
     trial = partial(Trial, "diagonal")
     long, wide = (200, 33) if small else (2048, 1361)
     for slots in (1, 3, 8, 16, 24, 32, 64, 100, 128):
@@ -79,7 +80,7 @@ def diagonal_trials(small: bool) -> Iterator[Trial]:
 
 
 def memory_trials(problem: str, small: bool) -> Iterator[Trial]:
-    """Trials of an op whose state is a memory."""
+    """Yield trials of an op whose state is a memory."""
     trial = partial(Trial, problem)
     long = 100 if small else 1024
     for width in (1, 5, 16, 24, 32, 64, 100, 128, 200, 256):
@@ -103,7 +104,7 @@ def memory_trials(problem: str, small: bool) -> Iterator[Trial]:
 
 
 def attend_trials(problem: str, small: bool) -> Iterator[Trial]:
-    """Trials of an op whose state is its history."""
+    """Yield trials of an op whose state is its history."""
     trial = partial(Trial, problem)
     long = 100 if small else 1024
     for width in (2, 6, 16, 24, 32, 64, 100, 128, 256):
@@ -113,7 +114,7 @@ def attend_trials(problem: str, small: bool) -> Iterator[Trial]:
         yield trial(2, 330, width, width, packed=True)
         for dtype in (torch.float32, *HALVES):
             yield trial(2, long, width, width, heads=(2, 4), packed=width % 3 == 2, dtype=dtype)
-    # Off in float32: without process noise under strong decay (variances below 1e-38), and at a key noise of 1e-5.
+    # Known to exceed tolerances in float32: strong decay without process noise (variances below 1e-38); key noise 1e-5.
     edges: list[dict[str, float]] = [{"log_decay": 0.0}, {"log_decay": -30.0}, {"process_noise": 0.0}]
     edges += [{"key_noise": 1e-5}, {"query_noise": 0.0}, {"frequency": 0.0}]
     edges += [{"log_decay": 0.0, "process_noise": 0.0, "query_noise": 0.0}]
@@ -126,10 +127,10 @@ def attend_trials(problem: str, small: bool) -> Iterator[Trial]:
 
 
 def trials(op: str, small: bool) -> list[Trial]:
-    """Those of every problem of an op."""
+    """Return the trials of every problem of an op."""
     problems = [name for name, problem in PROBLEMS.items() if problem.design.op == op]
-    of = {"diagonal": lambda _, small: diagonal_trials(small), "attend": attend_trials}.get(op, memory_trials)
-    return [trial for name in problems for trial in of(name, small)]
+    trials_of = {"diagonal": lambda _, small: diagonal_trials(small), "attend": attend_trials}.get(op, memory_trials)
+    return [trial for name in problems for trial in trials_of(name, small)]
 
 
 def measure(trial: Trial, kernel: str, device: str) -> list[Measurement]:

@@ -1,13 +1,14 @@
-"""What the cells of `kalmix bench` cost: a step, an epoch, and all that a preset asks for.
+"""Measure the time and memory of the cells of `kalmix bench`: per step, per epoch, and of a whole preset.
 
     python -m kalmix_bench.perf.cells mad --layer kla --layer gla        # of the preset `paper`, on a GPU
     python -m kalmix_bench.perf.cells mqar --task update --hidden-size 128
     python -m kalmix_bench.perf.cells mad --preset laptop --device cpu
 
-Prints, of each cell that differs in more than rate, weight decay or seed: milliseconds of a step's forward and backward
-as the Trainer takes it (the least of many), seconds of an epoch, peak GPU memory, and seconds until the first two steps
-of each kind were done (compiling included). Then the hours of one seed, all rates and decays tried, if every cell ran
-all its epochs by itself: what judging, AdamW and the Trainer add is not in it, nor what patience saves.
+Prints, for each cell that differs in more than learning rate, weight decay or seed: milliseconds of a training step
+(forward and backward, the minimum of many), seconds per epoch, peak GPU memory, and seconds until the first two steps
+of each kind were done (with compilation). Then prints the hours of one seed with all learning rates and weight decays
+if
+every cell ran all epochs; without evaluation, AdamW, the Trainer's overhead, and early stopping.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from kalmix_bench.experiments.recall.protocol import RecallCell
 from kalmix_bench.experiments.recall.trainer import train_cell
 from kalmix_bench.runner.determinism import deterministic_mode
 
-SECONDS = 0.3  # of repeating a step
+SECONDS = 0.3  # time for repeating a step
 GIB = 2**30
 
 
 class Cost(NamedTuple):
-    """Milliseconds of a step of each part that is trained on, seconds an epoch, peak bytes, seconds until the first."""
+    """Milliseconds per step of each trained part, seconds per epoch, peak bytes, seconds of the first steps."""
 
     ms: list[float]
     epoch: float
@@ -45,7 +46,7 @@ class Cost(NamedTuple):
 
 
 def cost(cell: RecallCell, device: torch.device) -> Cost:
-    """Train on two batches of each part, then repeat one of each."""
+    """Train on two batches of each part, then time one step of each."""
     batch = cell.protocol.batch_size
     few = replace(
         cell,
@@ -74,7 +75,7 @@ def cost(cell: RecallCell, device: torch.device) -> Cost:
 
 
 def _least(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds."""
+    """Return the minimum time of a step in milliseconds."""
     times: list[float] = []
     deadline = time.perf_counter() + SECONDS
     while len(times) < 3 or time.perf_counter() < deadline:
@@ -87,7 +88,7 @@ def _least(step: Callable[[], object], device: torch.device) -> float:
 
 
 def representative(cell: RecallCell) -> RecallCell:
-    """The one of its kind whose steps are timed."""
+    """Return the cell whose steps are timed for all cells that differ only in learning rate, weight decay and seed."""
     return replace(cell, protocol=replace(cell.protocol, learning_rate=1e-3, weight_decay=0.0), seed=0)
 
 
@@ -101,21 +102,23 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     studies = BENCHES[arguments.bench][arguments.preset]
-    asked = Counter(map(representative, make_cells(studies, arguments.task, arguments.layer, 1, arguments.hidden_size)))
+    counts = Counter(
+        map(representative, make_cells(studies, arguments.task, arguments.layer, 1, arguments.hidden_size))
+    )
     hours = 0.0
-    for cell, count in asked.items():
+    for cell, count in counts.items():
         parts = " ".join(f"{name}={value}" for name, value in cell.parts[0].settings)
-        told = f"{cell.task} {parts}  {cell.layer}  {cell.shape.hidden_size} x {cell.shape.depth}"
+        title = f"{cell.task} {parts}  {cell.layer}  {cell.shape.hidden_size} x {cell.shape.depth}"
         try:
             found = cost(cell, torch.device(arguments.device))
         except (torch.OutOfMemoryError, ArgumentError) as error:
-            print(f"{told:70s} {type(error).__name__}: {str(error).splitlines()[0][:60]}", flush=True)
+            print(f"{title:70s} {type(error).__name__}: {str(error).splitlines()[0][:60]}", flush=True)
             torch.cuda.empty_cache()
             continue
         hours += count * cell.protocol.epochs * found.epoch / 3600
         steps = " ".join(f"{ms:.2f}" for ms in found.ms)
         print(
-            f"{told:70s} {steps:>8s} ms a step {found.epoch:8.2f} s an epoch {found.peak / GIB:6.1f} GiB "
+            f"{title:70s} {steps:>8s} ms a step {found.epoch:8.2f} s an epoch {found.peak / GIB:6.1f} GiB "
             f"{found.first:5.0f} s at first   {count} x {cell.protocol.epochs} epochs",
             flush=True,
         )

@@ -2,10 +2,10 @@
 
     python -m kalmix_bench.perf.memcheck --jobs 8
 
-Runs each share of the problems once to compile its kernels, since compilers that start under the checker can hang. Then
-starts `compute-sanitizer --tool memcheck` on it, without PyTorch's memory cache: each tensor is an allocation of its
-own, so that the checker finds accesses past its end. Exit status 1 if the checker reports an error, a problem fails, or
-a kernel was never launched. `--share 0/8 --note FILE` runs one share without the checker.
+Each share of the problems runs once without the checker, to compile its kernels, because compilers that start under it
+can hang. Then `compute-sanitizer --tool memcheck` runs it without PyTorch's memory cache: each tensor is a separate
+allocation, so the checker finds accesses past its end. Exit status 1 if the checker reports an error, a problem fails,
+or a kernel was never launched. `--share 0/8 --note FILE` runs one share without the checker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LENGTHS = (19, 150)
 
 
 def problems() -> Iterator[Case]:
-    """All problems of all kernels that need Triton, in several widths, lengths and dtypes."""
+    """Yield problems of all kernels that need Triton, in several widths, lengths and dtypes."""
     tried = [(name, row.name) for name in PROBLEMS for row in OPS[PROBLEMS[name].design.op].kernels if row.triton]
     for name, kernel in tried:
         for key_width, value_width in WIDTHS:
@@ -54,12 +54,15 @@ def problems() -> Iterator[Case]:
 
 
 def title(kernel: JITFunction | CudaKernel) -> str:
-    """Module and name."""
+    """Return module and name of a kernel."""
     return f"{kernel.name}.cu" if isinstance(kernel, CudaKernel) else f"{kernel.fn.__module__}.{kernel.fn.__name__}"
 
 
 def entry_kernels() -> set[str]:
-    """Kernels that the host launches: those with launch-time integers, and those that no other kernel calls."""
+    """Return the kernels that the host launches.
+
+    These are kernels with launch-time integers, and kernels that no other kernel calls.
+    """
     found = {}
     for module in pkgutil.walk_packages(ops.__path__, "kalmix.ops."):
         if ".triton" in module.name:
@@ -74,7 +77,7 @@ def entry_kernels() -> set[str]:
 
 
 def run(case: Case) -> None:
-    """One packed and one plain call, with gradients of all outputs."""
+    """Run one packed and one plain call, with gradients of all outputs."""
     for segments in (None, case.packing()):
         inputs = case.inputs(sequences=segments and segments.count)
         leaves = differentiable(inputs)
@@ -85,7 +88,7 @@ def run(case: Case) -> None:
 
 
 def check_share(share: str, note: Path, seconds: float, only: str) -> int:
-    """Run the problems of one share, and write the names of the kernels they launched to `note`."""
+    """Run the problems of one share, and write the names of the launched kernels to `note`."""
     part, parts = map(int, share.split("/"))
     launched, original, begin = set(), compile_and_launch.Launch.run, time.monotonic()
 

@@ -1,12 +1,11 @@
-"""Time every kernel of an op, and peers where importable, in one run, with their accuracy against float64.
+"""Time every kernel of an op, and other libraries if installed, and compare all with float64.
 
-    python -m kalmix_bench.perf.ops                      # this machine: a GPU if there is one, else the CPU
+    python -m kalmix_bench.perf.ops                      # a GPU if there is one, otherwise the CPU
     python -m kalmix_bench.perf.ops --op delta --dtype bfloat16 --decay key
     python -m kalmix_bench.perf.ops --curves             # time and memory against length (Figures 4 and 9 of KLA)
 
-Prints a table, on a GPU row by row as they are measured, and writes
-bench/results/<date>-<hardware>-<op>[-keys][-curves].json (or under --output) after every shape.
-`python -m kalmix_bench.perf.draw FILE` draws the curves.
+Prints a table, on a GPU row by row, and writes bench/results/<date>-<hardware>-<op>[-keys][-curves].json (or to
+--output) after every shape. `python -m kalmix_bench.perf.draw FILE` draws the curves.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from kalmix_bench.perf.peers import PEERS
 from kalmix_bench.perf.timing import Timing, measure
 from kalmix_bench.perf.workloads import COLUMNS, CURVES, SHAPES, WITH_VARIANCE, Shape, Signals, signals
 
-CONVERGED = {"ridge": {"solver": Chebyshev(100)}}  # options with which an op's answer is exact
-PEER_DTYPE = {"diagonal": torch.float32}  # what peers take; bfloat16 where not said
-PEER_WIDTH = {"gka (authors)": 128, "fla mesa_net": 128}  # the widest that they take, where not all
-# The longest that kernels are given which go step by step: beyond, they only take patience and memory.
+CONVERGED = {"ridge": {"solver": Chebyshev(100)}}  # options with which an op is exact
+PEER_DTYPE = {"diagonal": torch.float32}  # dtype of other libraries; bfloat16 by default
+PEER_WIDTH = {"gka (authors)": 128, "fla mesa_net": 128}  # largest head dimension of some other libraries
+# Largest lengths of kernels that are slow or need much memory.
 LONGEST = {
-    "cuda": {"reference": 1024, "chunked dense": 4096, "reference attend": 16384},  # which is written out, at once
+    "cuda": {"reference": 1024, "chunked dense": 4096, "reference attend": 16384},  # stores all pairs at once
     "cpu": {"reference": 4096},
 }
 
 
 def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signals], tuple[Tensor, ...]]]:
-    """Our kernels that can serve, and the peers that can be imported."""
+    """Return our kernels that support the call, and the other libraries that are installed."""
     device, dtype = x["q"].device.type, x["q"].dtype
     request = KernelRequest(device, dtype, x["q"].shape[-1], x["v"].shape[-1], x["v"].shape[1])
     found: dict[str, Callable[[Signals], tuple[Tensor, ...]]] = {}
@@ -55,7 +54,7 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
             continue
         run = partial(_ours, op, kernel.name)
         found[kernel.name] = run
-        if op == "dense":  # as a layer in training asks, and as its peer answers
+        if op == "dense":  # as layers use it in training
             found[f"{kernel.name}, mean alone"] = partial(run, variance=False)
         if op == "ridge":  # about enough in half precision: see docs/results/solvers.md
             found[f"{kernel.name}, 24 iterations"] = partial(run, solver=Chebyshev(24))
@@ -76,13 +75,13 @@ def _ours(op: str, kernel: str, x: Signals, **options: Any) -> tuple[Tensor, ...
 
 
 def backward(run: Callable[[Signals], tuple[Tensor, ...]], x: Signals, upstream: list[Tensor]) -> tuple[Tensor, ...]:
-    results = run(x)  # a peer may have less to say: then it is asked for less
+    results = run(x)  # other libraries may return fewer outputs
     weights = [w.view_as(y) for w, y in zip(upstream, results, strict=False)]
     return torch.autograd.grad(results, list(x.values()), weights, allow_unused=True)
 
 
 class Float64Reference:
-    """What float64 answers to the same inputs, forward and backward, for candidates to be held against."""
+    """Outputs and gradients in float64 for the same inputs."""
 
     def __init__(self, op: str, x: Signals) -> None:
         self.exactly = partial(_ours, op, "chunked", **CONVERGED.get(op, {}))
@@ -90,10 +89,12 @@ class Float64Reference:
         with torch.no_grad():
             self.want = self.exactly(self.exact)
         self.upstream = [torch.randn_like(y) for y in self.want]
-        self.gradients: dict[int, tuple[Tensor, ...]] = {}  # by how many of the outputs are asked for
+        self.gradients: dict[int, tuple[Tensor, ...]] = {}  # by number of outputs
 
     def errors(self, run: Callable[[Signals], tuple[Tensor, ...]], x: Signals) -> tuple[float | None, dict[str, float]]:
-        """Of the outputs given, the worst, and of each gradient through them, norm-wise; none of another question."""
+        """Return the largest error of the outputs and the error of each gradient, in norm; nothing if a gradient is
+        missing.
+        """
         got = [y.detach() for y in run(x)]
         weights = [w.to(y.dtype) for w, y in zip(self.upstream, got, strict=False)]
         gradients = dict(zip(x, backward(run, x, weights), strict=True))
@@ -113,26 +114,26 @@ def _error(got: Tensor, want: Tensor) -> float:
 def bench(
     op: str, decay: str, shape: Shape, device: str, dtype: torch.dtype, errors: bool, compiled: bool, only: str
 ) -> list[dict]:
-    """Rows of results for one shape, each printed when it is measured: forward, and forward with backward."""
+    """Return rows of results for one shape, and print each: forward, and forward with backward."""
     x = signals(op, decay, shape, device, dtype)
     runs = {name: run for name, run in candidates(op, x, compiled).items() if re.search(only, name)}
-    upstream = [torch.ones_like(x["v"].detach())]  # of the mean, of the variance
+    upstream = [torch.ones_like(x["v"].detach())]  # for the mean and the variance
     if op in WITH_VARIANCE:
         width = x["v"].shape[3] if op == "diagonal" else 1
         upstream.append(torch.ones(*x["v"].shape[:3], width, device=device))
-    held = sum(leaf.numel() * leaf.element_size() for leaf in [*x.values(), *upstream])  # while a call runs
+    held = sum(leaf.numel() * leaf.element_size() for leaf in [*x.values(), *upstream])  # memory in use during a call
     rows: list[dict] = []
     truth = None
-    # On a CPU candidates take turns, so all are measured before any is told.
+    # On a CPU candidates alternate, so all are measured before any is printed.
     for names in [[name] for name in runs] if device == "cuda" else [list(runs)]:
-        # Backward first, so that its first call is the first.
+        # Backward first, so that it includes the first call.
         backs = measure({name: partial(backward, runs[name], x, upstream) for name in names}, device)
         with torch.no_grad():
             aheads = measure({name: partial(runs[name], x) for name in backs}, device)
         truth = truth or (Float64Reference(op, x) if errors else None)
         for name, back in backs.items():
             row = _row(name, shape, dtype, aheads[name], back) | {
-                # Against what any implementation holds: inputs, outputs, and the gradients of both.
+                # Relative to the minimum memory: inputs, outputs, and the gradients of both.
                 "peak_ratio": (back.peak + held) / (2 * held),
             }
             row["error"], row["gradient_errors"] = truth.errors(runs[name], x) if truth else (None, {})
@@ -179,10 +180,10 @@ def main() -> None:
     parser.add_argument("--op", choices=OPS, default="diagonal")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--decay", choices=["head", "key"], default="head", help="what has a decay, in a memory")
-    parser.add_argument("--only", default="", metavar="REGEX", help="kernels and peers whose name matches")
-    parser.add_argument("--curves", action="store_true", help="time and memory against length instead")
-    parser.add_argument("--compile", action="store_true", help="also the chunked kernel under torch.compile")
+    parser.add_argument("--decay", choices=["head", "key"], default="head", help="decay per head or per key dimension")
+    parser.add_argument("--only", default="", metavar="REGEX", help="kernels and libraries whose name matches")
+    parser.add_argument("--curves", action="store_true", help="measure time and memory against length")
+    parser.add_argument("--compile", action="store_true", help="also time the chunked kernel under torch.compile")
     parser.add_argument("--output", type=Path, default=Path("results"))
     arguments = parser.parse_args()
     device = arguments.device

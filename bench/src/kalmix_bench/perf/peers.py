@@ -1,4 +1,4 @@
-"""Other people's implementations, timed beside ours where they can be imported. None of their code is here."""
+"""Implementations of other libraries for timing next to ours, if they are installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Run = Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
 
 
 def diagonal() -> dict[str, Run]:
-    """The authors' package `kla` (github.com/vaisakh-shaj/kalman-linear-attention): its fastest kernels."""
+    """Return the fastest kernels of the authors' package `kla` (github.com/vaisakh-shaj/kalman-linear-attention)."""
     if find_spec("kla") is None:
         return {}
     from kla.ops import kla_scan
@@ -32,10 +32,10 @@ def diagonal() -> dict[str, Run]:
 
 
 def _fla() -> bool:
-    """Whether flash-linear-attention is here, with its backward pass let run.
+    """Return whether flash-linear-attention is installed; enable its backward pass on Hopper.
 
-    It refuses on Hopper with Triton 3.4 to 3.7.0, which miscompile some of its configurations; the accuracy column
-    shows what the chosen one returns.
+    The library raises an error on Hopper with Triton 3.4 to 3.7.0, which miscompile some of its configurations. The
+    accuracy column shows the errors of the chosen configuration.
     """
     if find_spec("fla") is None:
         return False
@@ -46,7 +46,7 @@ def _fla() -> bool:
 
 
 def additive() -> dict[str, Run]:
-    """flash-linear-attention's chunked kernels for a decay a head, and for a decay a key."""
+    """Return flash-linear-attention's chunked kernels with a decay per head and per key dimension."""
     if not _fla():
         return {}
     from fla.ops.gla import chunk_gla
@@ -60,7 +60,7 @@ def additive() -> dict[str, Run]:
 
 
 def delta() -> dict[str, Run]:
-    """flash-linear-attention's chunked gated delta rule, and for a decay a key its KDA."""
+    """Return flash-linear-attention's chunked gated delta rule, and KDA for a decay per key dimension."""
     if not _fla():
         return {}
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -75,7 +75,7 @@ def delta() -> dict[str, Run]:
 
 
 def dense() -> dict[str, Run]:
-    """The gated delta rule, a decay a head, on the same keys and values: what a memory without a covariance costs."""
+    """Return the gated delta rule with a decay per head on the same keys and values: the cost without a covariance."""
 
     def without_covariance(run: Run) -> Run:
         def called(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -90,9 +90,10 @@ def dense() -> dict[str, Run]:
 
 
 def ridge() -> dict[str, Run]:
-    """The authors' of Gated KalmaNet, MesaNet, whose ridge is fixed, and the gated delta rule, which solves nothing.
+    """Return the authors' Gated KalmaNet, MesaNet (fixed ridge), and the gated delta rule (no linear system).
 
-    The authors' is the folder `gated_kalmanet/ops` of github.com/awslabs/hybrid-model-factory, as a package `gka_ops`.
+    The authors' code is the folder `gated_kalmanet/ops` of github.com/awslabs/hybrid-model-factory, as package
+    `gka_ops`.
     """
     found: dict[str, Run] = {}
     if _fla():
@@ -108,7 +109,7 @@ def ridge() -> dict[str, Run]:
 
         _convert_decays_to_base_2()
 
-        def authors(x: dict[str, Tensor]) -> tuple[Tensor, ...]:  # their gate scales keys and values
+        def authors(x: dict[str, Tensor]) -> tuple[Tensor, ...]:  # the authors' gate scales keys and values
             gate, decay = x["gain"].sqrt()[..., None], x["log_decay"]
             q, k, v = x["q"], (gate * x["k"]).to(x["k"].dtype), (gate * x["v"]).to(x["v"].dtype)
             return gka_chebyshev_gla(q, k, v, x["mix"].to(q.dtype), decay, decay, 1.0)[:1]
@@ -118,10 +119,11 @@ def ridge() -> dict[str, Run]:
 
 
 def _convert_decays_to_base_2() -> None:
-    """Have the authors' solver hand its decays on as flash-linear-attention's states take them.
+    """Convert the decays of the authors' solver to base 2 for flash-linear-attention's states.
 
-    They are natural logarithms there; fla's states took such when it was written, and powers of 2 as of 0.6.0, which
-    left what the solver answers off by up to a fifth.
+    They are natural logarithms. flash-linear-attention 0.6.0 changed its states to powers of 2, which causes errors of
+    up to
+    a fifth in the authors' solver.
     """
     import fla.ops.common.chunk_h as states
     import gka_ops.chebyshev.chebyshev_iteration as solver
@@ -136,7 +138,7 @@ def _convert_decays_to_base_2() -> None:
 
 
 def attend() -> dict[str, Run]:
-    """PyTorch's flash attention on the same queries, keys and values: dot products, and nothing that moves."""
+    """Return PyTorch's flash attention on the same queries, keys and values: dot products without dynamics."""
 
     def run(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
         q, k, v = (x[name].transpose(1, 2) for name in "qkv")

@@ -1,12 +1,11 @@
-"""Train Gated KalmaNet with an adaptive and with a constant ridge, and watch loss and gradient norm.
+"""Train Gated KalmaNet with an adaptive and with a constant ridge; compare loss and gradient norm.
 
-    python -m kalmix_bench.perf.ridge_stability          # a CPU: 2 layers, 128 wide, bytes of real text
+    python -m kalmix_bench.perf.ridge_stability          # a CPU: 2 layers, hidden size 128, bytes of real text
     python -m kalmix_bench.perf.ridge_stability --device cuda --layers 28 --hidden-size 1024 --seq-len 2048
 
-Figure 7 of the paper in small: ridge 0.02 ||H||_F against 0.25, nothing else differing: weights, text, order, bfloat16
-autocast. Writes bench/results/<date>-<device>-ridge-stability.json (loss in nats, gradient norm before clipping,
-a pair a step) and docs/results/figures/ridge-training.png. A run that is no longer finite ends there, and its curve
-with it.
+A small version of the paper's Figure 7: ridge 0.02 ||H||_F against 0.25, with equal weights, text, order and bfloat16
+autocast. Writes bench/results/<date>-<device>-ridge-stability.json (loss in nats and gradient norm before clipping for
+each step) and a figure (--picture). A run ends at the first non-finite value.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ RIDGES = {"adaptive, 0.02 ||H||": Adaptive(0.02), "constant, 0.25": Fixed(0.25)}
 
 
 def train(ridge: Adaptive | Fixed, arguments: argparse.Namespace) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step."""
+    """Return loss and gradient norm of every step."""
     device = arguments.device
     entry = {"mixer": "gated-kalmanet", "head_dim": arguments.head_dim, "ridge": ridge}
     torch.manual_seed(arguments.seed)
@@ -72,7 +71,7 @@ def train(ridge: Adaptive | Fixed, arguments: argparse.Namespace) -> list[tuple[
 
 
 def summary(curve: list[tuple[float, float]], warmup: int) -> dict[str, float]:
-    """The end of the loss, and how the gradient norm behaved behind the warm-up."""
+    """Return the final loss, and statistics of the gradient norm after the warm-up."""
     settled = [norm for _, norm in curve[warmup:]] or [math.nan]
     typical = statistics.median(settled)
     return {
@@ -85,7 +84,7 @@ def summary(curve: list[tuple[float, float]], warmup: int) -> dict[str, float]:
 
 
 def draw(path: Path, curves: dict[str, list[tuple[float, float]]], title: str) -> None:
-    """Loss and gradient norm, side by side."""
+    """Draw loss and gradient norm next to each other."""
     with picture(path, (10, 3.6), columns=2) as (figure, axes):
         for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
             for axis, values in zip(axes, zip(*curve, strict=True), strict=True):
@@ -119,9 +118,9 @@ def main() -> None:
     for name, ridge in RIDGES.items():
         print(name)
         curves[name] = train(ridge, arguments)
-        told = summary(curves[name], arguments.warmup)
-        print("  " + ", ".join(f"{n} {x:.4g}" for n, x in told.items()))
-        results["runs"][name] = {**told, "curve": [[round(x, 5) for x in pair] for pair in curves[name]]}
+        statistics_of_run = summary(curves[name], arguments.warmup)
+        print("  " + ", ".join(f"{n} {x:.4g}" for n, x in statistics_of_run.items()))
+        results["runs"][name] = {**statistics_of_run, "curve": [[round(x, 5) for x in pair] for pair in curves[name]]}
     machine = re.sub(r"[^a-z0-9]+", "-", origin["device"].lower()).strip("-")
     file = arguments.output / f"{datetime.date.today()}-{machine}-ridge-stability.json"
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Clocks and memory meters: device time from CUDA graph replays, wall time on a CPU, peaks of both."""
+"""Timing and peak memory of calls: device time of CUDA graph replays on a GPU, wall time on a CPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-LONG = 0.1  # seconds, of a call that is not captured
-BUDGET = {"cuda": 0.5, "cpu": 2.0}  # seconds; a GPU has one job at a time, a CPU many
+LONG = 0.1  # seconds; longer calls are not captured as a CUDA graph
+BUDGET = {"cuda": 0.5, "cpu": 2.0}  # seconds per call
 
 
 class Timing(NamedTuple):
-    """Milliseconds a call (a GPU's median, a CPU's minimum), peak bytes added, and the first call's seconds."""
+    """Milliseconds per call (GPU: median; CPU: minimum), peak bytes allocated, and seconds of the first call."""
 
     ms: float
     peak: int
@@ -24,9 +24,9 @@ class Timing(NamedTuple):
 
 
 def measure(calls: dict[str, Callable[[], object]], device: str) -> dict[str, Timing]:
-    """Time `calls`, after warming them up, for about `BUDGET` seconds each; those that run out of memory are left out.
+    """Time `calls` after a warm-up, for about `BUDGET` seconds each; calls that run out of memory are left out.
 
-    On a CPU they take turns, so that what else the machine does, and what the allocator keeps, is shared by all.
+    On a CPU the calls alternate, so that other load and the allocator's cache affect all equally.
     """
     ready = {}
     for name, call in calls.items():
@@ -52,8 +52,10 @@ def _seconds(call: Callable[[], object], device: str) -> float:
 
 
 def _cuda_ms(call: Callable[[], object]) -> float:
-    """Median device time of graph replays, so that launches of small kernels do not count; of plain calls if a graph
-    cannot be captured, or would take long to: a call that takes long has launches by the ten thousand."""
+    """Return the median device time of CUDA graph replays, which excludes launch overhead.
+
+    Plain calls are timed if a graph cannot be captured or the call is long.
+    """
     replay = call if _seconds(call, "cuda") > LONG else _captured(call)
     times: list[float] = []
     deadline = time.perf_counter() + BUDGET["cuda"]
@@ -105,7 +107,7 @@ def _peak_cuda(call: Callable[[], object]) -> int:
 
 
 def _peak_cpu(call: Callable[[], object]) -> int:
-    """From the high-water mark that Linux keeps, once the C library has given back what earlier calls left over."""
+    """Return the increase of Linux's peak resident memory during a call; the C library first returns free memory."""
     reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
     if not reset.exists():
         return 0

@@ -1,10 +1,10 @@
-"""Train a model of each layer for some hundred steps on real text, bytes as tokens, and watch for non-finite values.
+"""Train a model of each layer for a few hundred steps on the bytes of real text, and check for non-finite values.
 
     python -m kalmix_bench.perf.train_layers                     # a GPU: 100 million parameters, bfloat16 autocast
-    python -m kalmix_bench.perf.train_layers --parameters 1e6 --steps 20 --layers kla   # a CPU can, too
+    python -m kalmix_bench.perf.train_layers --parameters 1e6 --steps 20 --layers kla   # for a CPU
 
-Prints parameters, loss at the start and the end, and tokens a second. Exit status 1 if a loss, a gradient or a
-parameter is not finite, or nothing was learned.
+Prints parameters, first and last loss, and tokens per second. Exit status 1 if a loss, a gradient or a parameter is not
+finite, or the loss did not decrease.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.training import corpus as text
 from kalmix.training.optimizer import parameter_groups
 
-OWN = {"design": {"design": "kda"}}  # options that a layer must be given
+OWN = {"design": {"design": "kda"}}  # required options of a layer
 
 
 def build(mixer: str, parameters: float, width: int) -> KalmixForCausalLM:
-    """As many layers as make at least so many parameters."""
+    """Build a model with the fewest layers that have at least this many parameters."""
     entry = {"mixer": mixer, **OWN.get(mixer, {})}
 
     def sized(layers: int) -> KalmixForCausalLM:
@@ -38,7 +38,7 @@ def build(mixer: str, parameters: float, width: int) -> KalmixForCausalLM:
 
 
 def batches(length: int, batch: int, device: str):
-    """Endless random windows `[batch, length]` of the text, int64."""
+    """Yield random windows `[batch, length]` of the text, int64, endlessly."""
     corpus = "\n".join(text.load_corpus().training).encode()
     tokens = torch.frombuffer(bytearray(corpus), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +48,7 @@ def batches(length: int, batch: int, device: str):
 
 
 def train(mixer: str, arguments: argparse.Namespace) -> bool:
-    """Whether `mixer` learned, and stayed finite."""
+    """Return whether the loss of `mixer` decreased and all values stayed finite."""
     device = arguments.device
     model = build(mixer, arguments.parameters, arguments.hidden_size).to(device)
     optimizer = torch.optim.AdamW(parameter_groups(model, learning_rate=3e-4, weight_decay=0.1), betas=(0.9, 0.95))

@@ -1,13 +1,13 @@
-"""Images a second of GKAVision-T, beside the same with attention in every block, and a `timm` model of its size.
+"""Measure images per second of GKAVision-T, its backbone with attention only, and a `timm` model of its size.
 
     python -m kalmix_bench.perf.vision                    # 224 pixels, bf16, channels last, batch 128 and 256
-    python -m kalmix_bench.perf.vision --compile                # the same, under torch.compile as well
-    python -m kalmix_bench.perf.vision --device cpu --size 64 --batch-size 2          # only to see it work
+    python -m kalmix_bench.perf.vision --compile                # also under torch.compile
+    python -m kalmix_bench.perf.vision --device cpu --size 64 --batch-size 2          # a quick check
 
-Inference is one call without gradients; training is forward and backward, without an optimiser's step. Times are of
-the device (`timing.py`): what launches cost a slow host does not count. The weights are random.
+Inference is one call without gradients; training is forward and backward without an optimizer step. Times are device
+times (`timing.py`), without launch overhead. Weights are random.
 
-Prints row by row and writes bench/results/<date>-<hardware>-vision.json (or under --output).
+Prints row by row and writes bench/results/<date>-<hardware>-vision.json (or to --output).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PEER = "nextvit_small"  # of timm, 31.8 million parameters, and in the paper's t
 
 
 def models(peer: str) -> dict[str, Callable[[], nn.Module]]:
-    """Ours, and one of timm's if timm can be imported; says what is missing if not."""
+    """Return our models, and one of timm if it can be imported; otherwise print the reason."""
     try:
         import timm
     except (ImportError, OSError, RuntimeError) as error:  # torchvision refuses another torch with a RuntimeError
@@ -59,10 +59,10 @@ def learn(model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype) 
 
 
 def bench(name: str, make: Callable[[], nn.Module], batch: int, compiled: bool, given: argparse.Namespace) -> dict:
-    """One row of results."""
+    """Return one row of results."""
     torch.manual_seed(0)
     model = make().to(given.device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    torch.compiler.reset()  # or a second batch size would compile for any
+    torch.compiler.reset()  # otherwise a second batch size compiles with dynamic shapes
     runner = torch.compile(model, dynamic=False) if compiled else model
     images = torch.randn(batch, 3, given.size, given.size, device=given.device)
     images = images.contiguous(memory_format=torch.channels_last)
@@ -80,7 +80,7 @@ def bench(name: str, make: Callable[[], nn.Module], batch: int, compiled: bool, 
     }
     for kind, call in calls.items():
         model.train(kind == "training")
-        for timing in measure({row["model"]: call}, given.device).values():  # none if it ran out of memory
+        for timing in measure({row["model"]: call}, given.device).values():  # empty if it ran out of memory
             row[kind] = {
                 "images_per_s": 1e3 * batch / timing.ms, "ms": timing.ms,
                 "peak_gib": timing.peak / 2**30, "first_call_s": timing.first,

@@ -1,4 +1,4 @@
-"""What to time each op on: shapes, and signals as its layers supply them."""
+"""Shapes to time each op on, and signals like those of its layers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Signals = dict[str, Tensor]
 Shape = tuple[int, int, int, int]
 unit = partial(F.normalize, dim=-1)
 
-# `diagonal`: (batch, tokens, channels, slots), the authors' models, and one that a CPU can bear.
+# `diagonal`: (batch, tokens, channels, slots) of the authors' models; smaller ones for a CPU.
 DIAGONAL_SHAPES = {
     "cuda": [(8, 2048, 496, 32), (4, 2048, 1360, 32), (1, 16384, 1360, 32), (8, 2048, 128, 16)],
     "cpu": [(1, 2048, 128, 16), (1, 16384, 128, 16), (1, 65536, 128, 16)],
 }
-# The rest: (batch, tokens, heads, width).
+# Other ops: (batch, tokens, heads, head dimension).
 MEMORY_SHAPES = {
     "cuda": [(4, 4096, 16, 128), (8, 2048, 8, 128), (4, 4096, 4, 256), (1, 16384, 16, 128)],
     "cpu": [(1, 2048, 4, 64), (1, 16384, 4, 64)],
@@ -32,7 +32,7 @@ SHAPES = {
     "ridge": RIDGE_SHAPES,
     "attend": ATTEND_SHAPES,
 }
-CURVES = {  # the longest of each curve
+CURVES = {  # longest shape of each curve
     op: {"cuda": (1, 2**17, 960, 16), "cpu": (1, 2**16, 128, 16)}
     if op == "diagonal"
     else {"cuda": (1, 2**16, 16, 128), "cpu": (1, 2**14, 4, 64)}
@@ -42,7 +42,7 @@ COLUMNS = {op: "(B, T, channels, slots)" if op == "diagonal" else "(B, T, heads,
 
 
 def diagonal(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
-    """As KLA supplies them at initialisation: normalised keys, decays over three decades."""
+    """Draw signals like KLA's at initialization: normalized keys, decays over three decades."""
     batch, length, channels, slots = shape
     step = torch.empty(1, slots, channels, device=device).uniform_(-6.9, -2.3).exp()
     return {
@@ -56,7 +56,7 @@ def diagonal(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
 
 
 def memory(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
-    """Normalised keys and queries, and a decay a head, as Mamba-2 and Gated DeltaNet supply them."""
+    """Draw normalized keys and queries, and a decay per head, as in Mamba-2 and Gated DeltaNet."""
     batch, length, heads, width = shape
     q, k, v = (torch.randn(batch, length, heads, width, device=device) for _ in range(3))
     step = torch.empty(heads, device=device).uniform_(-6.9, -2.3).exp() * torch.rand(heads, device=device) * 16
@@ -65,23 +65,23 @@ def memory(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
 
 
 def delta(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
-    """As Gated DeltaNet: a gain between 0 and 1."""
+    """Draw signals like Gated DeltaNet's, with a gain between 0 and 1."""
     return memory(shape, device, dtype) | {"gain": torch.rand(shape[:3], device=device)}
 
 
 def dense(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
-    """As the Bayesian Layer: noises that differ from token to token."""
+    """Draw signals like the Bayesian Layer's, with noises that vary from token to token."""
     noises = (F.softplus(torch.randn(shape[:3], device=device) - shift) + 1e-3 for shift in (0, 4))
     return memory(shape, device, dtype) | dict(zip(("obs_noise", "process_noise"), noises, strict=True))
 
 
 def ridge(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
-    """As Gated KalmaNet: Gated DeltaNet's signals, and a share of the solution between 0 and 1."""
+    """Draw signals like Gated KalmaNet's: Gated DeltaNet's, and a share of the solution between 0 and 1."""
     return delta(shape, device, dtype) | {"mix": torch.rand(shape[:3], device=device)}
 
 
 def attend(shape: Shape, device: str, dtype: torch.dtype) -> Signals:
-    """As Adaptive Filter Attention: normalised keys and queries, and one model a head."""
+    """Draw signals like Adaptive Filter Attention's: normalized keys and queries, and dynamics per head."""
     x, heads, channels = memory(shape, device, dtype), shape[2], shape[3] // 2
     noises = ("process_noise", "key_noise", "query_noise", "nu")
     return x | {
@@ -96,7 +96,9 @@ WITH_VARIANCE = {"diagonal", "dense"}  # ops with a variance of the read-out
 
 
 def signals(op: str, decay: str, shape: Shape, device: str, dtype: torch.dtype) -> Signals:
-    """Leaves; `decay` is "head" or "key" (GLA, KDA, the Bayesian Layer), which only memories have a say in."""
+    """Draw signals with gradients; `decay` is "head" or "key" (per key dimension, as in GLA, KDA and the Bayesian
+    Layer).
+    """
     torch.manual_seed(0)
     x = SIGNALS[op](shape, device, dtype)
     if decay == "key" and op not in ("diagonal", "ridge", "attend"):

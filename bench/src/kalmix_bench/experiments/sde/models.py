@@ -20,8 +20,9 @@ PERIODS = (1.0, 1000.0)  # shortest and longest period of the time embedding
 
 
 class Predictor(nn.Module):
-    """Base class of the models. Inputs are `x` `[B, T, D]`, `times` `[B, T]`, and `horizon` `[B, T]`, the time to the
-    next token.
+    """Base class of the models.
+
+    Inputs are `x` `[B, T, D]`, `times` `[B, T]`, and `horizon` `[B, T]`, the time to the next token.
     """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Tables (Markdown) and pictures of the studies of solvers, backwards: gradients, reversed iterations."""
+"""Tables (Markdown) and figures of the backward studies: gradients and reversed iterations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kalmix_bench.runner.cells import Row
 
 
 def gradient(rows: Sequence[Row], path: Path, console: Console) -> Path:
-    """Figures 1c and 1e: relative errors of gradients by depth, means over seeds."""
+    """Report relative errors of gradients by depth, as means over seeds (Figures 1c and 1e)."""
     found = average_seeds([row["found"]["rows"] for row in rows], ("parameters", "inputs"))
     scaled = average_seeds([row["found"]["scaled"] for row in rows], ("parameters",))
     depths = sorted({row["layers"] for row in found})
@@ -53,7 +53,7 @@ def gradient(rows: Sequence[Row], path: Path, console: Console) -> Path:
 
 
 def reversal(rows: Sequence[Row], path: Path, console: Console) -> Path:
-    """Figure 5, and what a reversed Chebyshev iteration does to rounding errors; the first seed's curves."""
+    """Report divisors of reversed iterations and the growth of rounding errors (Figure 5); curves of the first seed."""
     first = rows[0]["found"]
     lemma, conjugate, growth = first["chebyshev"], first["conjugate"], first["growth"]
     title = "divisors of a reversed iteration, smallest and largest of any token and step"

@@ -1,4 +1,4 @@
-"""The condition number of every token's system, its bound (a + 1) / a, and that of a fixed ridge (section J.1)."""
+"""Condition numbers of every token's system, their bound (a + 1) / a, and those of a fixed ridge (section J.1)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kalmix_bench.experiments.solvers.systems import Systems
 from kalmix_bench.experiments.solvers.tokens import KINDS, draw
 from kalmix_bench.runner.experiment import ProgressFn
 
-SHOWN = 96  # tokens of a curve, evenly spread on a logarithmic scale
-SLACK = 1e-9  # of the bound, for the rounding of eigenvalues: repeated keys reach it exactly
+SHOWN = 96  # tokens of a curve, evenly spaced on a logarithmic scale
+SLACK = 1e-9  # relative tolerance for rounding of eigenvalues: repeated keys reach the bound exactly
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Sizes of the study; `fixed` is the ridge of MesaNet, which J.1 compares with."""
+    """Sizes of the study. `fixed` is the ridge of MesaNet, with which J.1 compares."""
 
     sequences: int = 64
     length: int = 2048
@@ -29,7 +29,17 @@ class Conditions:
 
 
 def conditions(setting: Conditions, seed: int, device: torch.device, on_progress: ProgressFn) -> dict[str, Any]:
-    """Condition numbers (float64 eigenvalues) of H + a ||H||_F I and of H + fixed I, on every token of every kind."""
+    """Compute condition numbers of H + a ||H||_F I and of H + fixed I for every token, from float64 eigenvalues.
+
+    Args:
+        setting: sizes.
+        seed: seed of the tokens.
+        device: device of the computation.
+        on_progress: receives the progress.
+
+    Returns:
+        "kinds": a list with one mapping per kind of keys, with and without decay.
+    """
     cases = [(keys, with_decay) for with_decay in (False, True) for keys in KINDS]
     found = []
     for done, (keys, with_decay) in enumerate(cases):
@@ -77,10 +87,12 @@ def _spectra(
 
 
 def _ends(matrices: torch.Tensor) -> torch.Tensor:
-    """Smallest and largest eigenvalue of symmetric `[n, D, D]`, `[n, 2]`: on the CPU, a thread a matrix.
+    """Return the smallest and largest eigenvalue of symmetric matrices `[n, D, D]`, `[n, 2]`, with one CPU thread per
+    matrix.
 
-    Libraries take the matrices of a batch one after another on either device, which left an H200 behind a single thread
-    (of matrices of 128), and threads that share a small matrix only get into each other's way.
+    Batched eigenvalue routines process the matrices one after another, and several threads on one small matrix are
+    slower
+    than one.
     """
     threads = torch.get_num_threads()
     try:

@@ -1,4 +1,4 @@
-"""How residual and error fall with iterations (Figures 1a and 9), and where rounding to bfloat16 stops them."""
+"""Convergence of residuals and errors by iteration (Figures 1a and 9), and its limit by rounding to bfloat16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kalmix_bench.experiments.solvers.tokens import KINDS, Tokens, draw
 from kalmix_bench.runner.experiment import ProgressFn
 
 FACTORS = (0.01, 0.02, 0.05, 0.1)  # strengths of the ridge, a (section K)
-READ = (5, 10, 15, 20, 25, 30, 40, 60)  # iterations after which read-outs are judged
+READ = (5, 10, 15, 20, 25, 30, 40, 60)  # iterations after which read-outs are evaluated
 ROUNDED = ("float32", "bfloat16 products", "bfloat16 throughout")
 
 
@@ -52,9 +52,9 @@ SOLVERS = {
 
 
 def residuals(setting: Convergence, seed: int, device: torch.device, on_progress: ProgressFn) -> dict[str, Any]:
-    """The largest and the median ||S x_i - q||_2 of all tokens, S = H / ||H||_F + a I, |q| = 1; random keys.
+    """Compute the largest and the median of ||S x_i - q||_2 over tokens by iteration; S = H / ||H||_F + a I, |q| = 1.
 
-    The iteration runs as its arithmetic says; S x_i - q is computed in float64, from what was not rounded.
+    Keys are random. The iteration uses its own arithmetic; S x_i - q is computed in float64 from unrounded inputs.
     """
     systems, rhs = _systems(draw("random", setting.sequences, setting.length, setting.width, seed, device))
     cases = [(a, f, s) for a in ROUNDED for f in setting.factors for s in SOLVERS]
@@ -72,11 +72,14 @@ def residuals(setting: Convergence, seed: int, device: torch.device, on_progress
 
 
 def precisions(setting: Convergence, seed: int, device: torch.device, on_progress: ProgressFn) -> dict[str, Any]:
-    """Errors of x_i against a float64 Cholesky solution, by iteration, of keys and queries that are bfloat16 numbers.
+    """Compute errors of x_i against a float64 Cholesky solution by iteration, for keys and queries that are bfloat16
+    numbers.
 
-    `error` is ||X_i - X|| / ||X|| over all tokens, `worst` the largest |x_i - x| / |x| of any. `read` is the error of
-    the read-out U'x of independent normal values, whose expected square is x'H x: the root of the sum of
-    (x_i - x)'H (x_i - x) over that of x'H x, at the iterations `READ`.
+    Returns:
+        "curves", each with `error`, ||X_i - X|| / ||X|| over all tokens; `worst`, the largest |x_i - x| / |x| of a
+        token;
+        and `read`, the error of the read-out U'x for independent normal values at the iterations `READ`. The expected
+        square of that read-out is x'H x, so `read` is the root of sum (x_i - x)'H (x_i - x) over sum x'H x.
     """
     cases = [(k, f) for k in KINDS for f in setting.factors]
     curves = []

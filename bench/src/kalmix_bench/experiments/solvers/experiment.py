@@ -1,4 +1,4 @@
-"""Solvers of a ridge regression as an experiment: forwards, backwards and in bfloat16."""
+"""Experiment on solvers of a ridge regression: convergence, gradients, and bfloat16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kalmix_bench.runner.paper_claims import Finding
 
 
 class Solvers(Experiment[SolverCell]):
-    """Numerical studies of the solvers of a ridge regression (Gated KalmaNet)."""
+    """Experiment with the numerical studies of Gated KalmaNet's solvers."""
 
     name = "solvers"
     keys = frozenset(("study", "setting"))
@@ -42,16 +42,16 @@ class Solvers(Experiment[SolverCell]):
 
 
 def _command(
-    preset: Annotated[str, typer.Option(help="laptop: minutes on two cores. paper: in full, for a GPU.")] = "laptop",
-    study: Annotated[str, typer.Option(help="One or more, separated by commas.")] = ",".join(STUDIES),
+    preset: Annotated[str, typer.Option(help="laptop: minutes on two cores. paper: full size, for a GPU.")] = "laptop",
+    study: Annotated[str, typer.Option(help="Studies to run, separated by commas.")] = ",".join(STUDIES),
     seeds: options.Seeds = 1,
     jobs: options.Jobs = 1,
     device: options.Device = None,
-    output: Annotated[Path, typer.Option(help="For numbers and pictures; what it holds is not run again.")] = Path(
+    output: Annotated[Path, typer.Option(help="Output folder; finished cells in it are skipped.")] = Path(
         "runs/solvers"
     ),
 ) -> None:
-    """Solvers of a ridge regression (Figures 1, 5 and 9 of Gated KalmaNet): residuals, gradients, conditions."""
+    """Run studies of ridge solvers (Figures 1, 5 and 9 of Gated KalmaNet): residuals, gradients, condition numbers."""
     wanted = options.names("study", study, tuple(STUDIES))
     chosen, every = options.preset(preset, PRESETS), range(options.count("seeds", seeds))
     where, console = options.device(device), Console(highlight=False)

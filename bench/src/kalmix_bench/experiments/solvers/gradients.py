@@ -1,4 +1,4 @@
-"""Gradients through one and through several layers, by solver, against float64 (Figures 1c and 1e)."""
+"""Errors of gradients through one and several layers, by solver, against float64 (Figures 1c and 1e)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from kalmix_bench.experiments.solvers.tokens import Tokens, draw
 from kalmix_bench.runner.experiment import ProgressFn
 
 Mixer = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v `[B, T, H, D]` to the mean
-ROUNDED, LOWERED = "bfloat16 products", "bfloat16 model"  # operands in the solver; all of the model, by autocast
+ROUNDED, LOWERED = "bfloat16 products", "bfloat16 model"  # rounding of the solver's operands; autocast of the model
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The model of section F: random tokens of a vocabulary of 5,000, 2 heads of 128, layers as in Llama.
+    """Model of section F: random tokens of a vocabulary of 5,000, 2 heads of 128, blocks as in Llama.
 
     Attributes:
-        scales: the loss is also multiplied by these: a solver that is linear does not notice.
+        scales: factors of the loss; linear solvers do not depend on them.
     """
 
     vocab_size: int = 5000
@@ -45,7 +45,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Variant:
-    """A mixer by the name of its solver, and the arithmetic of the rest of the model."""
+    """Mixer with the name of its solver and the arithmetic of the rest of the model."""
 
     solver: str
     mixer: Mixer
@@ -53,7 +53,7 @@ class Variant:
 
 
 def variants(setting: Gradients) -> list[Variant]:
-    """All that are compared."""
+    """Return all variants that are compared."""
     count, factor = setting.iterations, setting.factor
 
     def op(name: str, solver: Solver, arithmetic: str = "float32") -> Variant:
@@ -82,7 +82,7 @@ def variants(setting: Gradients) -> list[Variant]:
 
 
 def _op(q: Tensor, k: Tensor, v: Tensor, *, factor: float, solver: Solver) -> Tensor:
-    return ridge(q, k, v, ridge=Adaptive(factor), solver=solver, kernel="chunked").mean  # the same on every device
+    return ridge(q, k, v, ridge=Adaptive(factor), solver=solver, kernel="chunked").mean  # available on every device
 
 
 def iterative_ridge(
@@ -96,13 +96,23 @@ def iterative_ridge(
     arithmetic: Arithmetic,
     unrolled: bool = False,
 ) -> Tensor:
-    """`kalmix.ops.ridge` with an iteration of this study: any arithmetic, any epsilon, plain autograd or implicit."""
+    """Compute `kalmix.ops.ridge` with an iteration of this study, with any arithmetic and with implicit or plain
+    gradients.
+
+    Args:
+        q, k, v: `[B, T, H, D]`.
+        factor: strength a of the ridge.
+        solver: a key of `SOLVERS`.
+        iterations: number of iterations.
+        arithmetic: arithmetic of the iteration.
+        unrolled: differentiate through the iterations, instead of implicitly (Lemma 2).
+    """
     queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B H, T, D]
     systems = Systems.of(Tokens(queries, keys), factor)
     rhs = systems.to_chunks(queries)
 
     def solve(systems: Systems, rhs: Tensor) -> Tensor:
-        if solver == "CG + 1e-5":  # in a layer H is as long as it is
+        if solver == "CG + 1e-5":  # with an epsilon, the norm of H matters
             options = {"epsilon": PUBLISHED, "norm": systems.norm}
             *_, last = conjugate_gradient(systems, rhs, iterations, arithmetic, **options)
             return last.x / systems.norm
@@ -122,7 +132,7 @@ def iterative_ridge(
 
 
 class _Implicit(torch.autograd.Function):
-    """x as it is, with the gradient of x + S^{-1} left (Lemma 2)."""
+    """Return x with the gradient of x + S^{-1} left (Lemma 2)."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, x: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
@@ -136,7 +146,7 @@ class _Implicit(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A Llama block whose mixer is a ridge regression with unit queries and keys."""
+    """Llama block whose mixer is a ridge regression with unit queries and keys."""
 
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()
@@ -157,7 +167,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, blocks, norm and head, weights normal with a standard deviation of 0.02."""
+    """Embedding, blocks, norm and head; weights are normal with a standard deviation of 0.02."""
 
     def __init__(self, setting: Gradients, layers: int, seed: int) -> None:
         super().__init__()
@@ -179,20 +189,25 @@ class Model(nn.Module):
 
 
 def gradients(setting: Gradients, seed: int, device: torch.device, on_progress: ProgressFn) -> dict[str, Any]:
-    """Relative errors of gradients, ||G - G*|| / ||G*||, G* by an exact solver with everything in float64.
+    """Compute relative errors of gradients, ||G - G*|| / ||G*||, with G* from an exact solver in float64.
 
-    `parameters`: of all parameters at once; `inputs`: of the embedded tokens; next-token cross entropy, a mean over
-    tokens. "bfloat16 products": those of the solver alone; "bfloat16 model": autocast, so that the op gets bfloat16.
+    The loss is the mean next-token cross entropy.
+
+    Returns:
+        "rows", with errors for all parameters (`parameters`) and for the embedded tokens (`inputs`); and "scaled", with
+        errors under scaled losses. Arithmetic "bfloat16 products" rounds the products of the solver; "bfloat16 model"
+        is
+        autocast, so the op receives bfloat16.
     """
-    asked = variants(setting)
-    rows, total = [], len(setting.layers) * (len(asked) + 1) + 1
+    compared = variants(setting)
+    rows, total = [], len(setting.layers) * (len(compared) + 1) + 1
     for place, layers in enumerate(setting.layers):
         model = Model(setting, layers, seed).to(device)
         exact = partial(_op, factor=setting.factor, solver=Exact())
-        on_progress(place * (len(asked) + 1) / total, f"{layers} layers, float64")
+        on_progress(place * (len(compared) + 1) / total, f"{layers} layers, float64")
         want = _gradients(model.double(), setting, seed, exact)
-        for number, variant in enumerate(asked):
-            on_progress((place * (len(asked) + 1) + number + 1) / total, f"{layers} layers, {variant.solver}")
+        for number, variant in enumerate(compared):
+            on_progress((place * (len(compared) + 1) + number + 1) / total, f"{layers} layers, {variant.solver}")
             got = _gradients(model.float(), setting, seed, variant.mixer, variant.arithmetic == LOWERED)
             errors = {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in want}
             rows.append({"layers": layers, "solver": variant.solver, "arithmetic": variant.arithmetic, **errors})
@@ -203,7 +218,7 @@ def gradients(setting: Gradients, seed: int, device: torch.device, on_progress: 
 def _gradients(
     model: Model, setting: Gradients, seed: int, mixer: Mixer, lowered: bool = False, scale: float = 1.0
 ) -> dict[str, Tensor]:
-    """Of the parameters, in a row, and of the embedded tokens, both float64."""
+    """Return gradients of the parameters, concatenated, and of the embedded tokens, both float64."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(setting.vocab_size, (1, setting.length + 1), generator=generator).to(device)
@@ -219,7 +234,7 @@ def _gradients(
 
 
 def _scaled(setting: Gradients, seed: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Gradients of the deepest model with its loss multiplied; and of the op alone, given unit normal ones."""
+    """Yield errors of the deepest model with scaled losses, and of the op alone with unit normal gradients."""
     model = Model(setting, max(setting.layers), seed).to(device)
     count = setting.iterations
     asked = {x.solver: x.mixer for x in variants(setting) if x.arithmetic == "float32"}
@@ -242,7 +257,7 @@ def _scaled(setting: Gradients, seed: int, device: torch.device) -> Iterator[dic
 
 
 def _alone(tokens: Tokens, v: Tensor, to_mean: Tensor, exact: Mixer, mixer: Mixer) -> float:
-    """The error of the op's gradients of q, k and v for one of the mean."""
+    """Return the error of the op's gradients of q, k and v for one upstream gradient."""
 
     def of(mixer: Mixer, dtype: torch.dtype) -> Tensor:
         q, k = (x.transpose(0, 1)[None] for x in tokens[:2])

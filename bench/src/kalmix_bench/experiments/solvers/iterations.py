@@ -1,4 +1,4 @@
-"""The iterations of `kalmix.ops._ridge.linear_solvers` with everything on show: each iterate, each divisor."""
+"""Iterations of `kalmix.ops._ridge.linear_solvers` that expose each iterate and each divisor."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 from kalmix.ops._ridge.linear_solvers import chebyshev_weights, ratio
 from kalmix_bench.experiments.solvers.systems import Arithmetic, Systems
 
-PUBLISHED = 1e-5  # what MesaNet's kernels (flash-linear-attention) add to both divisors of conjugate gradients
+PUBLISHED = 1e-5  # MesaNet's kernels (flash-linear-attention) add it to both divisors of CG
 
 
 def radius(factor: float) -> float:
-    """Half the width of the spectrum [a, 1 + a] over its middle: Chebyshev's rho."""
+    """Return Chebyshev's rho: half the width of the spectrum [a, 1 + a] divided by its midpoint."""
     return 0.5 / (factor + 0.5)
 
 
 def rate(factor: float) -> float:
-    """What an iteration of Chebyshev leaves of the error in the end, (sqrt(c) - 1) / (sqrt(c) + 1), c = 1 + 1 / a."""
+    """Return Chebyshev's asymptotic error factor per iteration, (sqrt(c) - 1) / (sqrt(c) + 1) with c = 1 + 1 / a."""
     root = (1 + 1 / factor) ** 0.5
     return (root - 1) / (root + 1)
 
 
 def chebyshev(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arithmetic) -> Iterator[Tensor]:
-    """Algorithm 1 of Gated KalmaNet: x_0, the first guess, to x_r."""
+    """Yield the iterates x_0 (initial guess) to x_r of Algorithm 1 of Gated KalmaNet."""
     middle, stored = systems.factor + 0.5, arithmetic.round_vector
     before, x = torch.zeros_like(rhs), stored(rhs / middle)
     yield x
@@ -37,7 +37,9 @@ def chebyshev(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arithm
 
 
 def chebyshev_residual_form(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arithmetic) -> Iterator[Tensor]:
-    """The same iterates, the residual carried along: what S multiplies, and rounding spoils, are vanishing steps."""
+    """Yield the same iterates with an updated residual: S multiplies steps, which vanish, so rounding errors vanish
+    too.
+    """
     middle, stored = systems.factor + 0.5, arithmetic.round_vector
     step = stored(rhs / middle)
     x, residual = step, rhs
@@ -50,12 +52,12 @@ def chebyshev_residual_form(systems: Systems, rhs: Tensor, iterations: int, arit
 
 
 class Conjugate(NamedTuple):
-    """Where conjugate gradients are after some iterations, and what the last one divided by (1 before the first)."""
+    """Iterate of conjugate gradients, and the divisors of the last iteration (1 before the first)."""
 
     x: Tensor
     curvature: Tensor  # p'S p, `[..., 1]`
     square: Tensor  # r'r before it
-    direction_ratio: Tensor  # the share of the last direction in the next one, by which its reversal would divide
+    direction_ratio: Tensor  # share of the last direction in the next one; a reversed iteration divides by it
 
 
 def conjugate_gradient(
@@ -66,9 +68,11 @@ def conjugate_gradient(
     epsilon: float = 0.0,
     norm: Tensor | float = 1.0,
 ) -> Iterator[Conjugate]:
-    """Hestenes and Stiefel's, from 0, with `epsilon` added to both divisors; a token whose residual is 0 stays.
+    """Yield the iterates of Hestenes and Stiefel's method from 0, with `epsilon` added to both divisors.
 
-    With an `epsilon` it matters how long H is: the iterates are `norm` times those for `norm` times these systems.
+    A token with residual 0 does not change. With an `epsilon` the norm of H matters: the iterates are `norm` times
+    those
+    for `norm` times these systems.
     """
     x, residual, stored = torch.zeros_like(rhs), rhs, arithmetic.round_vector
     direction, square = residual, residual.square().sum(-1, keepdim=True)
@@ -87,7 +91,9 @@ def conjugate_gradient(
 def reverse_chebyshev(
     systems: Systems, rhs: Tensor, last: Sequence[Tensor], iterations: int, arithmetic: Arithmetic
 ) -> Iterator[Tensor]:
-    """Equation 49: from x_r and x_{r-1}, x_{r-2} back to x_0. (The paper adds its last term; it is subtracted.)"""
+    """Yield x_{r-2} back to x_0 from x_r and x_{r-1} (equation 49). The paper adds the last term; it must be
+    subtracted.
+    """
     middle = systems.factor + 0.5
     after, x = last
     for weight in reversed(chebyshev_weights(radius(systems.factor), iterations)[1:]):

@@ -1,4 +1,4 @@
-"""The studies, and the sizes at which they are run."""
+"""Studies, their sizes in each preset, and their cells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kalmix_bench.experiments.solvers.reversal import Reversal, reversals
 Setting = Convergence | Gradients | Conditions | Reversal
 SolverPreset = Mapping[str, Setting]
 
-STUDIES: dict[str, Callable[..., dict[str, Any]]] = {  # (setting, seed, device, on_progress) -> what was found
+STUDIES: dict[str, Callable[..., dict[str, Any]]] = {  # (setting, seed, device, on_progress) -> results
     "residual": residuals,
     "gradient": gradients,
     "condition": conditions,
@@ -42,7 +42,7 @@ PRESETS: dict[str, SolverPreset] = {
 
 @dataclass(frozen=True)
 class SolverCell:
-    """One study at one size with one seed: the unit that is never run twice.
+    """One study at one size with one seed.
 
     Raises:
         ArgumentError: there is no such study.
@@ -60,5 +60,5 @@ class SolverCell:
         return f"{self.study}  seed {self.seed}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its line in a file, without the results."""
+        """Return everything that defines the cell."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Tables (Markdown) and pictures of the studies of solvers, forwards: residuals, errors, condition numbers."""
+"""Tables (Markdown) and figures of the forward studies: residuals, errors and condition numbers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.scores import Score
 
-CARRIED = "Chebyshev by residuals"  # the form that the Triton kernels have
+CARRIED = "Chebyshev by residuals"  # the form of the Triton kernels
 
 
 def residual(rows: Sequence[Row], path: Path, console: Console) -> Path:
-    """Figures 1a and 9: the largest residual norm by iteration, the largest over seeds too."""
+    """Report the largest residual norm over tokens and seeds by iteration (Figures 1a and 9)."""
     curves = merge_seeds(rows, "residual", max)
     medians = merge_seeds(rows, "median", mean)
     for name in ROUNDED:
@@ -59,7 +59,9 @@ def residual(rows: Sequence[Row], path: Path, console: Console) -> Path:
 
 
 def precision(rows: Sequence[Row], path: Path, console: Console) -> Path:
-    """Relative errors by iteration, means over seeds, and the fewest iterations that reach what rounding leaves."""
+    """Report relative errors by iteration, as means over seeds, and the fewest iterations that reach the rounding
+    limit.
+    """
     curves = merge_seeds(rows, "error", mean)
     for keys in dict.fromkeys(curve["keys"] for curve in curves):
         shown = by_iteration(
@@ -92,7 +94,7 @@ def precision(rows: Sequence[Row], path: Path, console: Console) -> Path:
 
 
 def _enough(curves: Sequence[Curve]) -> Table:
-    """Iterations until the error is at most a tenth, or double, above its last one."""
+    """Return a table of iterations until the error is within 10%, or a factor of 2, of the last one."""
     title = f"iterations of {CARRIED}, bfloat16 products, until the error is within 10% (a factor of 2) of the last"
     strengths = sorted({curve["factor"] for curve in curves})
     table = table_of(title, ("keys",), [f"a = {a:g}" for a in strengths])
@@ -108,7 +110,7 @@ def _enough(curves: Sequence[Curve]) -> Table:
 
 
 def condition(rows: Sequence[Row], path: Path, console: Console) -> Path:
-    """Condition numbers beside their bound, of all seeds together; curves of the first."""
+    """Report condition numbers of all seeds next to their bound; curves of the first seed."""
     kinds = rows[0]["found"]["kinds"]
     strengths = [of["factor"] for of in kinds[0]["adaptive"]]
     columns = [f"a = {of['factor']:g}, at most {of['bound']:g}" for of in kinds[0]["adaptive"]]
@@ -153,14 +155,14 @@ REPORTS: dict[str, Callable[[Sequence[Row], Path, Console], Path]] = {
 
 
 def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
-    """Every study, one after the other; the files drawn."""
+    """Report every study; return the files drawn."""
     studies = dict.fromkeys(row["study"] for row in rows)
     of = {study: [row for row in rows if row["study"] == study] for study in studies}
     return [REPORTS[study](mine, output / f"{study}.png", console) for study, mine in of.items()]
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
-    """Residuals after all iterations; errors of gradients."""
+    """Return residuals after all iterations, and errors of gradients."""
     found = []
     for study, curves, described, score, of in (
         ("residual", "curves", "{arithmetic}, a = {factor:g}", "residual", lambda curve: curve["residual"][-1]),

@@ -1,4 +1,4 @@
-"""Running an iteration backwards: what it divides by (Figure 5), and what that does to rounding errors (Remark 2)."""
+"""Reversed iterations: their divisors (Figure 5) and the growth of rounding errors (Remark 2)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kalmix_bench.experiments.solvers.tokens import draw
 from kalmix_bench.runner.experiment import ProgressFn
 
 CONDITIONS = tuple(10 ** (1 + i / 20) for i in range(41))  # 10 to 1,000
-STARTED = 5  # steps back after which growth is measured: by then the errors of all steps are alike
+STARTED = 5  # steps back after which growth is measured, when it has become regular
 
 
 @dataclass(frozen=True)
 class Reversal:
-    """Sizes of the study, and how many iterations are run and taken back."""
+    """Sizes of the study, and the number of iterations that are run and reversed."""
 
     sequences: int = 64
     length: int = 2048
@@ -31,11 +31,13 @@ class Reversal:
 
 
 def reversals(setting: Reversal, seed: int, device: torch.device, on_progress: ProgressFn) -> dict[str, Any]:
-    """Divisors of both iterations, and how far the iterates that a reversed Chebyshev iteration gives are off.
+    """Compute divisors of both reversed iterations, and errors of the iterates of a reversed Chebyshev iteration.
 
-    `error` is ||X~_i - X_i|| / ||X_r|| over all tokens, from the first step back to the last; random keys. At either
-    end of the spectrum the reversed recurrence has a double root 1 / sqrt(w* - 1), so that after j steps errors have
-    grown by its j-th power times j: `predicted` is that from step `STARTED` on, as a mean factor a step.
+    `error` is ||X~_i - X_i|| / ||X_r|| over all tokens, from the first step back to the last, for random keys. At
+    either
+    end of the spectrum the reversed recurrence has a double root 1 / sqrt(w* - 1), so after j steps errors have grown
+    by
+    its j-th power times j. `predicted` is this growth from step `STARTED` on, as a mean factor per step.
     """
     tokens = draw("random", setting.sequences, setting.length, setting.width, seed, device)
     systems = Systems.of(tokens, FACTORS[0])
@@ -72,7 +74,7 @@ def reversals(setting: Reversal, seed: int, device: torch.device, on_progress: P
 
 
 def bounds(iterations: int) -> dict[str, list[float]]:
-    """Lemma 3 by condition number: the smallest and largest w_i - 1 of a run, and the limit of endless ones."""
+    """Compute Lemma 3 by condition number: the smallest and largest w_i - 1 of a run, and their limit."""
     weights = [chebyshev_weights(radius(1 / (c - 1)), iterations) for c in CONDITIONS]
     numbers = [[float(w) - 1 for w in run] for run in weights]
     return {
@@ -84,11 +86,11 @@ def bounds(iterations: int) -> dict[str, list[float]]:
 
 
 def fixed_point(rho: float) -> float:
-    """Lemma 3: w*, which the weights fall to."""
+    """Return w*, the limit of the weights (Lemma 3)."""
     return 2 * (1 - (1 - rho**2) ** 0.5) / rho**2
 
 
 def _range(divisor: Tensor) -> list[float]:
-    """Smallest and largest that is not 0: a token whose residual has vanished divides by nothing."""
+    """Return the smallest and largest positive divisor; 0 means that a token's residual has vanished."""
     some = divisor[divisor > 0]
     return [float(some.min()), float(some.max())] if len(some) else [1.0, 1.0]

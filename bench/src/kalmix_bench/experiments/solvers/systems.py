@@ -1,4 +1,4 @@
-"""The normal equations of every token, in chunks as kernels hold them: never T matrices at once."""
+"""Normal equations of every token, stored in chunks as in kernels, never as T matrices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from kalmix_bench.experiments.solvers.tokens import Tokens
 
-CHUNK = 64  # tokens of a chunk, as in the Triton kernels
+CHUNK = 64  # tokens per chunk, as in the Triton kernels
 
 
 class Arithmetic(NamedTuple):
-    """In what precision an iteration runs.
+    """Precision of an iteration.
 
     Attributes:
-        dtype: of vectors, of sums and of products.
-        products: round the operands of products with H to bfloat16, sum in `dtype`: what tensor cores do.
-        vectors: round also every vector that the iteration stores.
+        dtype: dtype of vectors, sums and products.
+        products: round operands of products with H to bfloat16 and sum in `dtype`, as tensor cores do.
+        vectors: also round every vector that the iteration stores.
     """
 
     dtype: torch.dtype
@@ -46,9 +46,9 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 class Systems(NamedTuple):
-    """S_t = H_t / ||H_t||_F + a I of n sequences in C chunks of L tokens; every eigenvalue is in [a, 1 + a].
+    """Systems S_t = H_t / ||H_t||_F + a I of n sequences in C chunks of L tokens; eigenvalues are in [a, 1 + a].
 
-    H_t = since_t entry + sum_s weights_ts k_s k_s', s in the chunk of t. Differentiable in the keys.
+    H_t = since_t entry + sum_s weights_ts k_s k_s', with s in the chunk of t. Differentiable with respect to the keys.
     """
 
     entry: Tensor  # [n, C, D, D], H before the chunk
@@ -60,7 +60,7 @@ class Systems(NamedTuple):
 
     @staticmethod
     def of(tokens: Tokens, factor: float, chunk: int = CHUNK) -> Systems:
-        """Those of some tokens; T must be a multiple of `chunk` or less than it."""
+        """Build the systems of some tokens; T must be a multiple of `chunk` or less than it."""
         keys = _cut(tokens.k, chunk)
         zero = torch.zeros_like(tokens.k[..., :1])
         log = _cut(zero if tokens.log_decay is None else tokens.log_decay[..., None], chunk).cumsum(-2)
@@ -78,40 +78,40 @@ class Systems(NamedTuple):
         return Systems(entry, keys, weights, since, square.sqrt(), factor)
 
     def to(self, dtype: torch.dtype) -> Systems:
-        """In another precision."""
+        """Return the systems in another precision."""
         return self._made(lambda x: x.to(dtype))
 
     def detach(self) -> Systems:
-        """Without gradients."""
+        """Return the systems without gradients."""
         return self._made(Tensor.detach)
 
     def _made(self, of: Callable[[Tensor], Tensor]) -> Systems:
         return self._replace(**{name: of(x) for name, x in zip(self._fields, self[:5], strict=False)})
 
     def with_factor(self, factor: float) -> Systems:
-        """The same with another a."""
+        """Return the same systems with another a."""
         return self._replace(factor=factor)
 
     def to_chunks(self, x: Tensor) -> Tensor:
-        """A signal `[n, T, D]` as these systems hold it, `[n, C, L, D]`."""
+        """Return a signal `[n, T, D]` in chunks, `[n, C, L, D]`."""
         return _cut(x, self.keys.shape[2])
 
     def apply(self, x: Tensor, arithmetic: Arithmetic = ARITHMETICS["float64"]) -> Tensor:
-        """S x of every token, `[n, C, L, D]`."""
+        """Return S x of every token, `[n, C, L, D]`."""
         operand = arithmetic.round_operand
         keys, given = operand(self.keys), operand(x)
         recent = operand(self.weights / self.norm * (given @ keys.mT)) @ keys
         return self.since / self.norm * (given @ operand(self.entry)) + recent + self.factor * x
 
     def grams(self) -> Iterator[Tensor]:
-        """H / ||H||_F written out, `[n, L, D, D]` a chunk."""
+        """Yield H / ||H||_F of each chunk, `[n, L, D, D]`."""
         for number in range(self.keys.shape[1]):
             entry, keys, weights, since, norm = (x[:, number] for x in self[:5])
             pairs = torch.einsum("nts,nsi,nsj->ntij", weights, keys, keys)
             yield (since[..., None] * entry[:, None] + pairs) / norm[..., None]
 
     def exact(self, rhs: Tensor) -> Tensor:
-        """S^{-1} rhs by Cholesky factorisation, `[n, C, L, D]`."""
+        """Return S^{-1} rhs by Cholesky factorization, `[n, C, L, D]`."""
         eye = self.factor * torch.eye(rhs.shape[-1], dtype=rhs.dtype, device=rhs.device)
         factors = (torch.linalg.cholesky(gram + eye) for gram in self.grams())
         return torch.stack(

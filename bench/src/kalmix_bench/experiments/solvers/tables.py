@@ -1,4 +1,4 @@
-"""What the reports of the studies of solvers share: picking, averaging, Markdown tables."""
+"""Helpers of the solver reports: selecting and averaging curves, and Markdown tables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.table import Table
 from kalmix_bench.runner.cells import Row
 
 SHOWN = (5, 10, 15, 20, 25, 30, 40, 60)  # iterations of a table
-FACTOR = 0.02  # the ridge of pictures that vary something else, the paper's default
+FACTOR = 0.02  # the paper's default ridge, in figures that vary another quantity
 Curve = dict[str, Any]
 
 
 def merge_seeds(rows: Sequence[Row], name: str, over: Callable[[Any], float]) -> list[Curve]:
-    """The curves of all seeds as one each, iteration by iteration."""
+    """Merge the curves of all seeds, iteration by iteration, with the function `over`."""
     seeds = [row["found"]["curves"] for row in rows]
     return [
         {**of[0], name: [over(at) for at in zip(*(one[name] for one in of), strict=True)]}
@@ -38,7 +38,7 @@ def select(curves: Sequence[Curve], **wanted: Any) -> list[Curve]:
 
 
 def lines_by(curves: Sequence[Curve], by: str) -> dict[str, tuple[Sequence[int], Sequence[float]]]:
-    """Error or residual against iterations, by what distinguishes them."""
+    """Return curves of error or residual against iterations, by the value of the key `by`."""
     values = [(curve[by], curve.get("residual") or curve["error"]) for curve in curves]
     return {name if isinstance(name, str) else f"a = {name:g}": (range(len(y)), y) for name, y in values}
 

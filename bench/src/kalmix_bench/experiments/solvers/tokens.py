@@ -1,4 +1,4 @@
-"""Keys and queries to study: random ones, one key over and over, and keys as correlated as a trained layer's."""
+"""Queries and keys of the studies: random, one key repeated, and keys correlated like a trained layer's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kalmix.errors import ArgumentError
 
 
 class Tokens(NamedTuple):
-    """Unit queries and keys `[n, T, D]` of n independent sequences, float64, and log-decays `[n, T]` if they forget."""
+    """Unit queries and keys `[n, T, D]` of n sequences, float64, and log-decays `[n, T]` if there is decay."""
 
     q: Tensor
     k: Tensor
@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
 def draw(
     kind: str, sequences: int, length: int, width: int, seed: int, device: torch.device, *, with_decay: bool = False
 ) -> Tokens:
-    """Tokens of a kind, the same on every device.
+    """Draw tokens of a kind; they are the same on every device.
 
     Raises:
         ArgumentError: there is no such kind.
@@ -36,7 +36,7 @@ def draw(
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     q, k = (normalize(x, dim=-1).to(device) for x in KINDS[kind](normal, sequences, length, width))
-    # a decay of 0.98 a token in the middle, from 0.88 to 0.997 within two standard deviations
+    # median decay 0.98 per token; 0.88 to 0.997 within two standard deviations
     decay = torch.nn.functional.logsigmoid(4 + normal(sequences, length)).to(device) if with_decay else None
     return Tokens(q, k, decay)
 
@@ -45,23 +45,22 @@ Normal = Callable[..., Tensor]
 
 
 def _random(normal: Normal, sequences: int, length: int, width: int) -> tuple[Tensor, Tensor]:
-    """Section F: both normal."""
+    """Draw normal queries and keys (section F)."""
     k = normal(sequences, length, width)
     return normal(sequences, length, width), k
 
 
 def _repeated(normal: Normal, sequences: int, length: int, width: int) -> tuple[Tensor, Tensor]:
-    """One key for a whole sequence, random queries: H has rank one, which is the worst there is."""
+    """Draw one key per sequence and random queries: H has rank one, which gives the largest condition number."""
     k = normal(sequences, 1, width).expand(-1, length, -1)
     return normal(sequences, length, width), k
 
 
 def _correlated(normal: Normal, sequences: int, length: int, width: int) -> tuple[Tensor, Tensor]:
-    """As a layer makes them of text: words by Zipf's law, features of decaying strength, convolution, SiLU.
+    """Draw keys as a layer computes them from text: Zipf-distributed words, decaying features, convolution, SiLU.
 
-    Word number r of 1,000 comes with probability proportional to 1 / r; feature j of a word has standard deviation
-    1 / sqrt(j); a random projection, a mean over four tokens, SiLU. Queries are made in the same way by another
-    projection.
+    Word r of 1,000 has probability proportional to 1 / r; feature j of a word has standard deviation 1 / sqrt(j). Then
+    follow a random projection, a mean over four tokens, and SiLU. Queries use another projection.
     """
     words, feature = 1000, torch.arange(1, width + 1, dtype=torch.float64)
     embedding = normal(words, width) / feature.sqrt()

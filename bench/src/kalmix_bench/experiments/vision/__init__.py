@@ -1,1 +1,1 @@
-"""Train small vision models."""
+"""Training of small image classifiers."""

@@ -1,4 +1,4 @@
-"""Labelled images: a folder in ImageNet's layout, or scikit-learn's digits; and how training blurs them."""
+"""Labelled images (a folder in ImageNet's layout, or scikit-learn's digits) and their augmentation."""
 
 from __future__ import annotations
 
@@ -16,40 +16,43 @@ from torch.utils.data import Dataset
 from kalmix.errors import ArgumentError
 from kalmix_bench.experiments.vision.recipe import VisionRecipe
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels, as everyone has them
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's pixel statistics
 SUFFIXES = frozenset({".jpeg", ".jpg", ".png", ".bmp", ".webp"})
-HELD_OUT = 360  # of the 1797 digits
+HELD_OUT = 360  # test images among the 1797 digits
 
 
 class Images(Dataset):
-    """A dataset of `{"pixel_values": [C, H, W], "labels": int}` that knows its classes and channels."""
+    """Dataset of `{"pixel_values": [C, H, W], "labels": int}` with its classes and number of channels."""
 
     classes: list[str]
     channels: int
 
 
 def load(recipe: VisionRecipe) -> tuple[Images, Images]:
-    """The images that train and those that are held out.
+    """Return training and test images.
 
     Raises:
-        ArgumentError: there are none, or a package is missing that reads or augments them.
+        ArgumentError: there are no images, or a package that reads or augments them is missing.
     """
     if recipe.images is None:
         return Digits(recipe.size, shift=recipe.shift), Digits(recipe.size, held_out=True)
     root = Path(recipe.images)
-    seen, unseen = Folder(root / "train", train_transform(recipe)), Folder(root / "val", eval_transform(recipe.size))
-    if seen.classes != unseen.classes:
+    train_set, test_set = (
+        Folder(root / "train", train_transform(recipe)),
+        Folder(root / "val", eval_transform(recipe.size)),
+    )
+    if train_set.classes != test_set.classes:
         raise ArgumentError("images", got=f"{recipe.images!r}, whose train and val differ", expected="the same classes")
-    return seen, unseen
+    return train_set, test_set
 
 
 class Digits(Images):
-    """Scikit-learn's 1797 handwritten digits of 8 x 8 pixels, enlarged; 360 drawn once and for all are held out.
+    """Scikit-learn's 1797 handwritten digits of 8 x 8 pixels, enlarged; a fixed random subset of 360 is the test set.
 
     Args:
-        size: pixels they are enlarged to.
-        held_out: those 360, or the others.
-        shift: each is shifted by up to so many pixels, at random, every time.
+        size: height and width after enlargement.
+        held_out: whether to use the test set instead of the training set.
+        shift: each image is shifted at random by up to this many pixels.
     """
 
     channels = 1
@@ -80,7 +83,7 @@ class Digits(Images):
 
 
 class Folder(Images):
-    """Images of a folder that has one folder a class, in the order of their names; read when asked for."""
+    """Images in one subfolder per class, sorted by name; read on access."""
 
     channels = 3
 
@@ -111,10 +114,10 @@ class Folder(Images):
 
 
 def train_transform(recipe: VisionRecipe) -> Callable[[Any], Tensor]:
-    """What training makes of an image: `timm`'s augmentation where the recipe has some, else a random crop and flip.
+    """Return the training transform: `timm`'s augmentation if the recipe uses it, otherwise a random crop and flip.
 
     Raises:
-        ArgumentError: it has, and `timm` is not installed.
+        ArgumentError: the recipe uses `timm`, which is not installed.
     """
     if not (recipe.augment or recipe.jitter or recipe.erase):
         return lambda image: _tensor(_random_crop(image, recipe.size))
@@ -138,7 +141,7 @@ def train_transform(recipe: VisionRecipe) -> Callable[[Any], Tensor]:
 
 
 def eval_transform(size: int) -> Callable[[Any], Tensor]:
-    """What an image is judged by: its shorter side resized to `size`, its middle."""
+    """Return the evaluation transform: resize the shorter side to `size` and crop the center."""
 
     def transform(image: Any) -> Tensor:
         from PIL import Image
@@ -154,7 +157,7 @@ def eval_transform(size: int) -> Callable[[Any], Tensor]:
 
 
 def _random_crop(image: Any, size: int) -> Any:
-    """A part of 8 to 100% of the area, between 3:4 and 4:3, resized; or its mirror image."""
+    """Return a resized crop of 8 to 100% of the area, aspect ratio 3:4 to 4:3, flipped with probability 1/2."""
     from PIL import Image
 
     width, height = image.size
@@ -173,10 +176,11 @@ def _tensor(image: Any) -> Tensor:
 
 
 def mix_images(images: Tensor, labels: Tensor, classes: int, recipe: VisionRecipe) -> tuple[Tensor, Tensor]:
-    """A batch as training sees it: each image mixed with another, and what it then shows, `[B, classes]`.
+    """Apply mixup or CutMix to a batch; return images and their class probabilities `[B, classes]`.
 
-    Mixup (Zhang et al., 2018) adds them, CutMix (Yun et al., 2019) puts a rectangle of the one into the other; labels
-    are smoothed first. The last image goes with the first, and so on, all in the same share.
+    Mixup (Zhang et al., 2018) interpolates two images, CutMix (Yun et al., 2019) pastes a rectangle of one into the
+    other.
+    Labels are smoothed first. Image i is mixed with image B - 1 - i, all with the same share.
     """
     shown = F.one_hot(labels, classes) * (1 - recipe.label_smoothing) + recipe.label_smoothing / classes
     kinds = [kind for kind in ("mixup", "cutmix") if getattr(recipe, kind)]
@@ -184,7 +188,7 @@ def mix_images(images: Tensor, labels: Tensor, classes: int, recipe: VisionRecip
         return images, shown
     kind = kinds[int(torch.randint(len(kinds), ()))]
     strength = torch.tensor(float(getattr(recipe, kind)))
-    share = float(torch.distributions.Beta(strength, strength).sample())  # of the image itself
+    share = float(torch.distributions.Beta(strength, strength).sample())  # share of the image itself
     others = images.flip(0)
     if kind == "mixup":
         images = torch.lerp(others, images, share)
@@ -199,6 +203,6 @@ def mix_images(images: Tensor, labels: Tensor, classes: int, recipe: VisionRecip
 
 
 def _span(length: int, share: float) -> tuple[int, int]:
-    """A stretch about a random middle, `share` of the length unless it leaves the image."""
+    """Return start and end of a span with a random center, `share` of the length unless it leaves the image."""
     middle, half = int(torch.randint(length, ())), int(length * share) // 2
     return max(0, middle - half), min(length, middle + half)

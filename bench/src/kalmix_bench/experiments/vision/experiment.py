@@ -1,4 +1,4 @@
-"""Small image classifiers as an experiment: GKAVision beside the same backbone with other layers."""
+"""Experiment that trains small image classifiers: GKAVision, and the same backbone with other layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODELS = ("attention", *(name for name in MIXERS if name != "design"))
 
 @dataclass(frozen=True)
 class VisionCell:
-    """One training run: the recipe names the images, the mixer and the seed."""
+    """One training run; the recipe defines the images, the mixer and the seed."""
 
     recipe: VisionRecipe
 
@@ -41,12 +41,14 @@ class VisionCell:
         return f"{self.recipe.mixer}  seed {self.recipe.seed}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its line in a file, without the results."""
+        """Return everything that defines the cell."""
         return {"recipe": asdict(self.recipe)}
 
 
 class Vision(Experiment[VisionCell]):
-    """Image classifiers, trained on handwritten digits or on a folder of images (section N of Gated KalmaNet)."""
+    """Experiment on image classifiers, trained on handwritten digits or a folder of images (section N of Gated
+    KalmaNet).
+    """
 
     name = "vision"
     keys = frozenset(("recipe", "accuracy"))
@@ -58,7 +60,7 @@ class Vision(Experiment[VisionCell]):
     def run(
         self, cells: tuple[VisionCell, ...], results: Results, device: torch.device, on_progress: ProgressFn
     ) -> list[Row]:
-        """Train a model, or resume from its newest checkpoint, and return its accuracy on held-out images.
+        """Train a model, or resume it from its newest checkpoint; return its accuracy on the test images.
 
         Raises:
             ArgumentError: there are no images, or the loss diverged.
@@ -118,7 +120,7 @@ class Vision(Experiment[VisionCell]):
 
 
 class _Progress(TrainerCallback):
-    """Callback that reports each epoch after its checkpoint is stored, and stops the run if it is told to."""
+    """Callback that reports each epoch after its checkpoint is stored, and stops the run if requested."""
 
     def __init__(self, recipe: VisionRecipe, on_progress: ProgressFn) -> None:
         self.recipe, self.on_progress = recipe, on_progress
@@ -135,7 +137,7 @@ def _folder(cell: VisionCell, results: Results) -> Path:
 
 
 def _by_recipe(rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
-    """Group rows whose recipes differ in nothing but the seed."""
+    """Group rows whose recipes differ only in the seed."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         same = json.dumps({**row["recipe"], "seed": None}, sort_keys=True)
@@ -149,10 +151,11 @@ def _images(recipe: dict[str, Any]) -> str:
 
 def _command(
     preset: Annotated[
-        str, typer.Option(help="laptop: a minute a model, on digits. paper: the published recipe, for GPUs.")
+        str, typer.Option(help="laptop: a minute per model, on digits. paper: the published recipe, for GPUs.")
     ] = "laptop",
     images: Annotated[
-        Path | None, typer.Option(help="Folder with train and val, each with a folder a class. Default: the digits.")
+        Path | None,
+        typer.Option(help="Folder with train and val, each with one subfolder per class. Default: the digits."),
     ] = None,
     models: Annotated[str, typer.Option(help="Mixers to train, by name.")] = "attention,gated-kalmanet",
     seeds: options.Seeds = 1,
@@ -161,13 +164,13 @@ def _command(
     device: options.Device = None,
     output: Annotated[Path, typer.Option(help="Output folder; finished runs in it are skipped.")] = Path("runs/vision"),
 ) -> None:
-    """Image classifiers (section N of Gated KalmaNet): accuracy of GKAVision and of other mixers."""
+    """Train image classifiers (section N of Gated KalmaNet): GKAVision and the same backbone with other mixers."""
     recipe = options.preset(preset, PRESETS)
     if images is None and preset == "paper":
         raise ArgumentError("images", got="absent", expected="a folder of images for preset paper")
     if images is not None and not images.is_dir():
         raise ArgumentError("images", got=repr(str(images)), expected="a folder with train and val")
-    if jobs > 1 and recipe.workers:  # processes of jobs are daemons, which cannot start the workers that load images
+    if jobs > 1 and recipe.workers:  # daemon processes of jobs cannot start data loading workers
         raise ArgumentError("jobs", got=jobs, expected=f"1 for preset {preset}, which loads images in worker processes")
     recipe = replace(
         recipe,

@@ -1,4 +1,4 @@
-"""Everything a training run of an image classifier is, as data."""
+"""Recipe of a training run of an image classifier."""
 
 from __future__ import annotations
 
@@ -17,24 +17,30 @@ from kalmix.validation import check_types
 
 @dataclass(frozen=True)
 class VisionRecipe:
-    """A run; the defaults are GKAVision-T on ImageNet: section N of Gated KalmaNet, and MambaVision's for the rest.
+    """Training run; the defaults are GKAVision-T on ImageNet, by section N of Gated KalmaNet and, for the rest,
+    MambaVision.
 
     Attributes:
-        images: a folder with `train` and `val`, each with a folder of images a class; scikit-learn's digits if absent.
-        size: pixels, of height and width.
+        images: folder with `train` and `val`, each with one subfolder per class; scikit-learn's digits if `None`.
+        size: image height and width in pixels.
         mixer: a layer's name; "attention" for attention in every block.
         width, stem_width, depths, heads, windows, drop_path: of the model, see `VisionModel`.
-        batch: images a step, a device (as published on each of 8).
-        epochs: of the cosine, warm-up among them.  warmup, cooldown: epochs at its start, and at the last rate behind
-            its end.
-        rate, first_rate, last_rate: at the cosine's top, at the very start, at the end.
-        decay: of weights, of matrices only.  clip: the gradient's norm at most.
-        mixup, cutmix: their Beta parameters, 0 for without; a batch gets one or the other.  smoothing: of labels.
-        augment, jitter, erase: RandAugment as `timm` spells it, colour jitter where that is empty, and the share of
-            images of which a random rectangle is erased. They are `timm`'s and need it; empty and 0 do not.
-        shift: random crops, from so many pixels around (digits only).
-        bf16: train under bfloat16 autocast.  compile: `torch.compile` the model.  workers: that load images.
-        seed: of weights, order and augmentation.
+        batch_size: images per step on each device (published: on each of 8).
+        epochs: epochs of the cosine schedule, warm-up included.
+        warmup: epochs of warm-up.
+        cooldown: additional epochs at the final learning rate.
+        learning_rate, initial_learning_rate, final_learning_rate: peak, first and last value.
+        weight_decay: of matrices only.
+        max_grad_norm: largest gradient norm.
+        mixup, cutmix: their Beta parameters, 0 for off; each batch uses one of them.
+        label_smoothing: of the targets.
+        augment, jitter, erase: RandAugment as `timm` spells it, color jitter (used if `augment` is empty), and the
+            probability of random erasing. They need `timm`, unless they are empty or 0.
+        shift: largest random shift in pixels (digits only).
+        bf16: train under bfloat16 autocast.
+        compile: `torch.compile` the model.
+        workers: processes that load images.
+        seed: seed of weights, order and augmentation.
     """
 
     images: str | None = None
@@ -90,11 +96,11 @@ class VisionRecipe:
 
     @property
     def total_epochs(self) -> float:
-        """Epochs in all."""
+        """Number of epochs with cool-down."""
         return self.epochs + self.cooldown
 
     def learning_rate_factor(self, epoch: float) -> float:
-        """The learning rate at so many epochs, as a part of `rate`: linear warm-up, cosine, cool-down."""
+        """Return the learning rate at an epoch as a fraction of `learning_rate`: linear warm-up, cosine, cool-down."""
         if epoch < self.warmup:
             now = self.initial_learning_rate + (self.learning_rate - self.initial_learning_rate) * epoch / self.warmup
         else:
@@ -111,7 +117,7 @@ class VisionRecipe:
         """Read `recipe.json` of `folder`.
 
         Raises:
-            ArgumentError: there is none, it is not a recipe, or a newer version wrote it.
+            ArgumentError: there is no such file, it is not a recipe, or a newer version wrote it.
         """
         try:
             given = read_json(folder / RECIPE_FILE)

@@ -1,7 +1,7 @@
-"""Training an image classifier: data, model, Trainer, and what a run leaves behind.
+"""Training of an image classifier, and the files of a run.
 
-output/recipe.json   what was asked for              output/model.safetensors   the weights; `load` builds the model
-output/history.json  losses and accuracies           output/checkpoints/        to resume from, until done
+output/recipe.json: the recipe. output/model.safetensors: weights, read by `load`. output/history.json: losses and
+accuracies. output/checkpoints/: checkpoints to resume from, until the run ends.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ WEIGHTS, HISTORY = "model.safetensors", "history.json"
 
 @dataclass(frozen=True)
 class VisionRun:
-    """A run that has ended.
+    """Finished run.
 
     Attributes:
-        accuracy: of the held-out images, at the end.
-        seconds: of training, in this session.
+        recipe: recipe of the run.
+        model: trained model.
+        accuracy: final accuracy on the test images.
+        seconds: training time of this session.
         history: the Trainer's log.
     """
 
@@ -63,15 +65,18 @@ def train(
     callbacks: Sequence[TrainerCallback] = (),
     cpu: bool = False,
 ) -> VisionRun:
-    """Train as `recipe` says, into `output`; with `resume`, go on from the newest intact checkpoint there.
+    """Train a classifier into the folder `output`. Also runs under `torchrun`.
 
-    With `cpu`, an accelerator that is there is not used.
-
-    Runs under `torchrun` as it is (the first process says where `output` is).
+    Args:
+        recipe: recipe of the run.
+        output: folder of the run; the first process's value is used.
+        resume: continue from the newest intact checkpoint in `output`.
+        callbacks: additional Trainer callbacks.
+        cpu: do not use an accelerator.
 
     Raises:
-        ArgumentError: no images, no such mixer, sizes that do not fit, a loss that is no longer finite, or an output
-            folder that holds a run already, or one under way.
+        ArgumentError: there are no images or no such mixer, sizes do not fit, the loss is not finite, or `output` has a
+            finished run or one in progress.
     """
     here = process_state()
     output = Path(broadcast_object_list([str(output)])[0])
@@ -82,21 +87,21 @@ def train(
 def _train(
     recipe: VisionRecipe, output: Path, *, resume: bool, callbacks: Sequence[TrainerCallback], cpu: bool
 ) -> VisionRun:
-    """Train into a folder that is this run's alone."""
+    """Train into a folder that no other process uses."""
     checkpoints = output / "checkpoints"
     if (output / HISTORY).exists() or (list_checkpoints(checkpoints) and not resume):
         got = f"{str(output)!r}, which holds a run"
         raise ArgumentError("output", got=got, expected="a new folder, or that of an unfinished run, resumed")
     set_seed(recipe.seed)
-    seen, unseen = vision_data.load(recipe)
-    model = build(recipe, len(seen.classes), seen.channels)
+    train_set, test_set = vision_data.load(recipe)
+    model = build(recipe, len(train_set.classes), train_set.channels)
     trainer = _Trainer(
         recipe,
-        len(seen.classes),
+        len(train_set.classes),
         model=model,
         args=_arguments(recipe, output, cpu=cpu),
-        train_dataset=seen,
-        eval_dataset=unseen,
+        train_dataset=train_set,
+        eval_dataset=test_set,
         compute_metrics=lambda found: {"accuracy": float((found.predictions == found.label_ids).mean())},
         preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1),
         callbacks=list(callbacks),
@@ -116,7 +121,7 @@ def _train(
 
 
 def build(recipe: VisionRecipe, classes: int, channels: int) -> VisionModel:
-    """The model of a recipe, freshly initialised."""
+    """Build the freshly initialized model of a recipe."""
     if recipe.mixer == "gated-kalmanet":
         mixer = gated_kalmanet
     else:
@@ -135,10 +140,10 @@ def build(recipe: VisionRecipe, classes: int, channels: int) -> VisionModel:
 
 
 def load(folder: str | Path) -> VisionModel:
-    """Load the model that a run left in `folder`, in evaluation mode.
+    """Load the trained model of the folder of a run, in evaluation mode.
 
     Raises:
-        ArgumentError: a file is missing or damaged, or the weights are not those of the recipe.
+        ArgumentError: a file is missing or damaged, or the weights do not fit the recipe.
     """
     folder = Path(folder)
     recipe = VisionRecipe.load(folder)
@@ -157,7 +162,7 @@ def load(folder: str | Path) -> VisionModel:
 
 
 class _Trainer(SafeTrainer):
-    """The Hugging Face Trainer with our parameter groups, the recipe's rates, and images mixed on the device."""
+    """Trainer with kalmix's parameter groups, the recipe's schedule, and mixup and CutMix on the device."""
 
     def __init__(self, recipe: VisionRecipe, classes: int, **options: Any) -> None:
         self.recipe, self.classes, self.inputs = recipe, classes, {}
@@ -181,7 +186,7 @@ class _Trainer(SafeTrainer):
         return self.lr_scheduler
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Every held-out image counts; of the others, a short last batch is left out."""
+        """Return a loader of all test images; in training, a short last batch is dropped."""
         self.args.dataloader_drop_last = False
         try:
             return super().get_eval_dataloader(eval_dataset)
@@ -210,7 +215,7 @@ class _Trainer(SafeTrainer):
 
 
 def _arguments(recipe: VisionRecipe, output: Path, *, cpu: bool) -> TrainingArguments:
-    """What the Trainer is told."""
+    """Return the `TrainingArguments` of a recipe."""
     cuda = torch.cuda.is_available() and not cpu
     return TrainingArguments(
         output_dir=str(output / "checkpoints"),
