@@ -1,4 +1,4 @@
-"""The Triton row of `diagonal`: custom ops around the kernels, which are imported when they first run."""
+"""Triton kernel of `diagonal` as a custom op; the kernels are imported in the first call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
-from kalmix.ops._diagonal.scratch import SPACING, padded
+from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
 from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache, with_precompilation
 from kalmix.segments import Segments, segments_without_checks
@@ -16,23 +16,23 @@ from kalmix.types import Filtered
 
 
 def diagonal(signals: DiagonalSignals, belief: DiagonalBelief, segments: Segments | None, variance: bool) -> Filtered:
-    """See `kalmix.ops.diagonal`. Exact gradients; keeps a belief every 32 tokens for them, and no other state."""
+    """Compute `kalmix.ops.diagonal` in Triton. The backward pass stores a belief every 32 tokens and no other state."""
     tensors = (*signals, *belief)
     rows = None if segments is None else segments.rows
-    mean, var, last_mean, last_var, _ = _filter(*tensors, rows, variance, needs_grad(*tensors))
-    return Filtered(mean, var if variance else None, DiagonalBelief(last_mean, last_var))
+    mean, var, final_mean, final_var, _ = _filter(*tensors, rows, variance, needs_grad(*tensors))
+    return Filtered(mean, var if variance else None, DiagonalBelief(final_mean, final_var))
 
 
-def _kept_shape(q: Tensor, v: Tensor, rows: Tensor | None, keep: bool) -> tuple[int, ...]:
+def _stored_shape(q: Tensor, v: Tensor, rows: Tensor | None, store: bool) -> tuple[int, ...]:
     batch, length, heads, channels = v.shape
-    whole = batch * ((length + SPACING - 1) // SPACING)
-    count = whole if rows is None else batch * length // SPACING + rows.shape[0]
-    return (count, 2, heads, channels, padded(q.shape[-1])) if keep else (0,)
+    whole = batch * ((length + CHUNK - 1) // CHUNK)
+    count = whole if rows is None else batch * length // CHUNK + rows.shape[0]
+    return (count, 2, heads, channels, padded_slots(q.shape[-1])) if store else (0,)
 
 
-def _forward_fake(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, keep):
+def _forward_fake(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, store):
     read_mean = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    shapes = (v.shape if variance else (0,), mean.shape, var.shape, _kept_shape(q, v, rows, keep))
+    shapes = (v.shape if variance else (0,), mean.shape, var.shape, _stored_shape(q, v, rows, store))
     return read_mean, *(torch.empty(shape, dtype=torch.float32, device=v.device) for shape in shapes)
 
 
@@ -47,22 +47,22 @@ def _forward(
     var: Tensor,
     rows: Tensor | None,
     variance: bool,
-    keep: bool,
+    store: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._diagonal.triton.forward import forward
 
     segments = None if rows is None else segments_without_checks(rows)
-    kept = torch.empty(_kept_shape(q, v, rows, keep), dtype=torch.float32, device=v.device)
-    return *forward(q, k, v, precision, log_decay, process_noise, mean, var, segments, variance, kept), kept
+    stored = torch.empty(_stored_shape(q, v, rows, store), dtype=torch.float32, device=v.device)
+    return *forward(q, k, v, precision, log_decay, process_noise, mean, var, segments, variance, stored), stored
 
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels."""
-    *signals, _, _, rows, variance, keep = inputs
-    read_mean, read_var, *last, kept = _forward(*inputs)
-    follow: tuple[Any, ...] = (*signals, kept, rows, read_mean, read_var if variance else None, *last)
-    if keep:
-        _backward(*follow)
+    *signals, _, _, rows, variance, store = inputs
+    read_mean, read_var, *final, stored = _forward(*inputs)
+    arguments: tuple[Any, ...] = (*signals, stored, rows, read_mean, read_var if variance else None, *final)
+    if store:
+        _backward(*arguments)
 
 
 def _backward(
@@ -72,18 +72,18 @@ def _backward(
     precision: Tensor,
     log_decay: Tensor,
     process_noise: Tensor,
-    kept: Tensor,
+    stored: Tensor,
     rows: Tensor | None,
     grad_mean: Tensor,
     grad_var: Tensor | None,
-    grad_last_mean: Tensor,
-    grad_last_var: Tensor,
+    grad_final_mean: Tensor,
+    grad_final_var: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._diagonal.triton.backward import backward
 
     segments = None if rows is None else segments_without_checks(rows)
-    grads = (grad_mean, grad_var, grad_last_mean, grad_last_var)
-    return backward(q, k, v, precision, log_decay, process_noise, kept, segments, *grads)
+    grads = (grad_mean, grad_var, grad_final_mean, grad_final_var)
+    return backward(q, k, v, precision, log_decay, process_noise, stored, segments, *grads)
 
 
 _filter = register_filter_op(

@@ -1,8 +1,8 @@
-"""How the Triton kernels of `diagonal` lay out beliefs in memory, known also where Triton is not."""
+"""Memory layout of beliefs in the Triton kernels of `diagonal`; does not import Triton."""
 
-SPACING = 32  # tokens from one belief kept for the backward pass to the next
+CHUNK = 32  # tokens between two beliefs stored for the backward pass
 
 
-def padded(slots: int) -> int:
-    """Slots a channel takes in scratch memory: a power of two, four at least."""
+def padded_slots(slots: int) -> int:
+    """Return the number of slots per channel in memory, for K slots: a power of two, at least 4."""
     return max(4, 1 << (int(slots) - 1).bit_length())

@@ -1,4 +1,4 @@
-"""What the Triton kernels of `diagonal` are made of: loads of cells and of tokens, and one token's step."""
+"""Device functions of the Triton kernels of `diagonal`: loads of cells and tokens, and the filter step of a token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kalmix.ops._shared.triton.ptx import reciprocal
 
-UNSPECIALIZED = ["length", "size", "tiles"]  # numbers that must not compile a kernel anew
+UNSPECIALIZED = ["length", "size", "tiles"]  # integer arguments whose values must not cause a new compilation
 STRIDES = [f"{tensor}_{axis}" for tensor in ("mean", "var") for axis in "ngkv"]
 
 
@@ -17,15 +17,15 @@ def cell_offsets(head, channel, V, P: tl.constexpr):
 
 
 @triton.jit
-def belief_of(base, n, head, channel, slot, n_stride, g_stride, k_stride, v_stride, real):
-    """Half a belief `[channels, slots]` from `[N, G, K, V]` of any strides."""
+def load_belief(base, n, head, channel, slot, n_stride, g_stride, k_stride, v_stride, real):
+    """Load the mean or variance `[channels, slots]` of one sequence and head from `[N, G, K, V]` of any strides."""
     at = n * n_stride + head * g_stride + slot[None, :] * k_stride + channel[:, None] * v_stride
     return tl.load(base + at, mask=real, other=0.0)
 
 
 @triton.jit
-def dynamics_of(log_decay, noise, head, channel, V, K: tl.constexpr, P: tl.constexpr):
-    """Decay and process noise `[channels, slots]` from contiguous `[G, K, V]`; cells outside it hold still."""
+def load_dynamics(log_decay, noise, head, channel, V, K: tl.constexpr, P: tl.constexpr):
+    """Load decay and process noise `[channels, slots]` from contiguous `[G, K, V]`; 1 and 0 outside."""
     slot = tl.arange(0, P)
     inside = (channel < V)[:, None] & (slot < K)[None, :]
     at = head * K * V + slot[None, :] * V + channel[:, None]
@@ -34,14 +34,14 @@ def dynamics_of(log_decay, noise, head, channel, V, K: tl.constexpr, P: tl.const
 
 
 @triton.jit
-def keys_at(start, end, base, stride, slot, channel, K: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr):
-    """Keys or queries `[1, slots]` of the tokens [start, start + WINDOW); past the end, the last again.
+def load_keys(start, end, base, stride, slot, channel, K: tl.constexpr, P: tl.constexpr, PREFETCH: tl.constexpr):
+    """Load keys or queries `[1, slots]` of the tokens from `start` to `start + PREFETCH`; the last token repeats.
 
-    Every channel's threads load them, so that nothing is exchanged.
+    The threads of every channel load them, so that threads exchange nothing.
     """
     spread = tl.max_contiguous(slot[None, :] + tl.zeros_like(channel)[:, None], [1, 4])
     loaded = ()
-    for i in tl.static_range(WINDOW):
+    for i in tl.static_range(PREFETCH):
         row = base + tl.minimum(start + i, end - 1) * stride
         if K == P:
             loaded += (tl.load(row + spread),)
@@ -51,10 +51,10 @@ def keys_at(start, end, base, stride, slot, channel, K: tl.constexpr, P: tl.cons
 
 
 @triton.jit
-def values_at(start, end, base, stride, channel, V, EVEN: tl.constexpr, WINDOW: tl.constexpr):
-    """Values, precisions or output gradients `[channels, 1]` of as many tokens; 0 past the last channel."""
+def load_values(start, end, base, stride, channel, V, EVEN: tl.constexpr, PREFETCH: tl.constexpr):
+    """Load values, precisions or output gradients `[channels, 1]` of these tokens; 0 beyond the last channel."""
     loaded = ()
-    for i in tl.static_range(WINDOW):
+    for i in tl.static_range(PREFETCH):
         row = base + tl.minimum(start + i, end - 1) * stride
         if EVEN:
             loaded += (tl.load(row + channel)[:, None],)
@@ -64,16 +64,16 @@ def values_at(start, end, base, stride, channel, V, EVEN: tl.constexpr, WINDOW: 
 
 
 @triton.jit
-def step(mean, var, key, precision, value, decay, noise, PTX: tl.constexpr):
-    """One token (equations 16 and 20 as moments).
+def filter_step(mean, var, key, precision, value, decay, noise, PTX: tl.constexpr):
+    """Predict and update by one token (equations 16 and 20 of Kalman Linear Attention, in moments).
 
-    Returns posterior mean and variance, the ratio of posterior to predicted variance, and the surprise: what the
-    posterior variance turns into a correction of the mean.
+    Returns the posterior mean and variance, the ratio of posterior to predicted variance, and the weighted innovation,
+    which times the posterior variance is the correction of the mean.
     """
     predicted = decay * decay * var + noise
-    write = key * precision
-    shrink = reciprocal(1.0 + key * write * predicted, PTX)
-    var = predicted * shrink
-    carried = decay * mean
-    surprise = write * (value - key * carried)
-    return carried + var * surprise, var, shrink, surprise
+    weighted_key = key * precision
+    shrinkage = reciprocal(1.0 + key * weighted_key * predicted, PTX)
+    var = predicted * shrinkage
+    predicted_mean = decay * mean
+    innovation = weighted_key * (value - key * predicted_mean)
+    return predicted_mean + var * innovation, var, shrinkage, innovation

@@ -1,110 +1,120 @@
-"""`diagonal` in Triton: backwards through each tile with its true adjoints; see `triton_backward`."""
+"""Backward pass inside the tiles of `diagonal`, in Triton; see `backward`."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kalmix.ops._diagonal.triton.cells import UNSPECIALIZED, cell_offsets, dynamics_of, keys_at, step, values_at
+from kalmix.ops._diagonal.triton.cells import (
+    UNSPECIALIZED,
+    cell_offsets,
+    filter_step,
+    load_dynamics,
+    load_keys,
+    load_values,
+)
 from kalmix.ops._diagonal.triton.plan import locate_tile
 from kalmix.ops._shared.triton.ptx import reciprocal
 
 
 @triton.jit
-def back_through(
-    start, states, q, k, v, precision, grad_mean, grad_var, dv, dprecision, dqk, again,
-    gm, gs, by_noise, by_decay, decay, noise, slot, channel,
+def backward_tokens(
+    start, states, q, k, v, precision, grad_mean, grad_var, dv, dprecision, dqk, accumulate,
+    gm, gs, grad_noise, grad_log_decay, decay, noise, slot, channel,
     q_token, k_token, v_token, p_token, gm_token, gv_token, out_token, dqk_token, V,
-    K: tl.constexpr, P: tl.constexpr, EVERY: tl.constexpr, SPACING: tl.constexpr, WINDOW: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, SAVED_EVERY: tl.constexpr, CHUNK: tl.constexpr, PREFETCH: tl.constexpr,
     EVEN: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Back through the tokens [start, start + WINDOW) of a tile, from a belief stored at most EVERY tokens before."""
-    states += start % SPACING // EVERY * 2 * channel.shape[0] * slot.shape[0]
+    """Differentiate `PREFETCH` tokens from `start` on, given a belief saved at most SAVED_EVERY tokens before them."""
+    states += start % CHUNK // SAVED_EVERY * 2 * channel.shape[0] * slot.shape[0]
     mean = tl.load(states)
     var = tl.load(states + channel.shape[0] * slot.shape[0])
-    if WINDOW < EVERY:
-        for t in range(start // EVERY * EVERY, start):
-            keys = keys_at(t, t + 1, k, k_token, slot, channel, K, P, 1)
-            values = values_at(t, t + 1, v, v_token, channel, V, EVEN, 1)
-            weights = values_at(t, t + 1, precision, p_token, channel, V, EVEN, 1)
+    if PREFETCH < SAVED_EVERY:
+        for t in range(start // SAVED_EVERY * SAVED_EVERY, start):
+            keys = load_keys(t, t + 1, k, k_token, slot, channel, K, P, 1)
+            values = load_values(t, t + 1, v, v_token, channel, V, EVEN, 1)
+            weights = load_values(t, t + 1, precision, p_token, channel, V, EVEN, 1)
             key, value, weight = keys[0].to(tl.float32), values[0].to(tl.float32), weights[0].to(tl.float32)
-            mean, var, _shrink, _surprise = step(mean, var, key, weight, value, decay, noise, PTX)
-    # All loads together, ahead of the stores that they could not overtake.
-    end = start + WINDOW
-    queries = keys_at(start, end, q, q_token, slot, channel, K, P, WINDOW)
-    keys = keys_at(start, end, k, k_token, slot, channel, K, P, WINDOW)
-    values = values_at(start, end, v, v_token, channel, V, EVEN, WINDOW)
-    weights = values_at(start, end, precision, p_token, channel, V, EVEN, WINDOW)
-    grads = values_at(start, end, grad_mean, gm_token, channel, V, EVEN, WINDOW)
+            mean, var, _shrinkage, _innovation = filter_step(mean, var, key, weight, value, decay, noise, PTX)
+    # All loads come before the stores, which they could not overtake.
+    end = start + PREFETCH
+    queries = load_keys(start, end, q, q_token, slot, channel, K, P, PREFETCH)
+    keys = load_keys(start, end, k, k_token, slot, channel, K, P, PREFETCH)
+    values = load_values(start, end, v, v_token, channel, V, EVEN, PREFETCH)
+    weights = load_values(start, end, precision, p_token, channel, V, EVEN, PREFETCH)
+    grads = load_values(start, end, grad_mean, gm_token, channel, V, EVEN, PREFETCH)
     pair = tl.arange(0, 2)[None, :]
     real = (slot < K)[:, None] & (pair >= 0)
     sums = dqk + start * dqk_token + 2 * slot[:, None] + pair
-    before, others = (), ()
-    for i in tl.static_range(WINDOW):
-        others += (tl.load(sums + i * dqk_token, mask=real, other=0.0),)
-    for i in tl.static_range(WINDOW):
+    beliefs, previous_sums = (), ()
+    for i in tl.static_range(PREFETCH):
+        previous_sums += (tl.load(sums + i * dqk_token, mask=real, other=0.0),)
+    for i in tl.static_range(PREFETCH):
         key, value, weight = keys[i].to(tl.float32), values[i].to(tl.float32), weights[i].to(tl.float32)
-        before += (mean, var)
-        mean, var, _shrink, _surprise = step(mean, var, key, weight, value, decay, noise, PTX)
-    for i in tl.static_range(WINDOW - 1, -1, -1):
+        beliefs += (mean, var)
+        mean, var, _shrinkage, _innovation = filter_step(mean, var, key, weight, value, decay, noise, PTX)
+    for i in tl.static_range(PREFETCH - 1, -1, -1):
         t = start + i
-        after = mean
-        mean, var = before[2 * i], before[2 * i + 1]
+        posterior_mean = mean
+        mean, var = beliefs[2 * i], beliefs[2 * i + 1]
         query, key, value = queries[i].to(tl.float32), keys[i].to(tl.float32), values[i].to(tl.float32)
         weight, grad = weights[i].to(tl.float32), grads[i].to(tl.float32)
 
         predicted = decay * decay * var + noise
-        write = key * weight
-        shrink = reciprocal(1.0 + key * write * predicted, PTX)
-        posterior = predicted * shrink
-        carried = decay * mean
-        error = value - key * carried
-        gain = posterior * write
+        weighted_key = key * weight
+        shrinkage = reciprocal(1.0 + key * weighted_key * predicted, PTX)
+        posterior = predicted * shrinkage
+        predicted_mean = decay * mean
+        error = value - key * predicted_mean
+        gain = posterior * weighted_key
 
         gm += query * grad
-        dquery = grad * after
+        dquery = grad * posterior_mean
         if VARIANCE:
-            asks = values_at(t, t + 1, grad_var, gv_token, channel, V, EVEN, 1)
-            asked = asks[0].to(tl.float32)
-            gs += query * query * asked
-            dquery += 2.0 * query * asked * posterior
-        # mean' = carried + gain error; gain = posterior write; posterior = predicted / (1 + key write predicted)
+            read_grads = load_values(t, t + 1, grad_var, gv_token, channel, V, EVEN, 1)
+            grad_read_var = read_grads[0].to(tl.float32)
+            gs += query * query * grad_read_var
+            dquery += 2.0 * query * grad_read_var * posterior
+        # mean' = predicted_mean + gain error; gain = posterior weighted_key;
+        # posterior = predicted / (1 + key weighted_key predicted)
         dgain = gm * error
-        derror = gm * gain
-        part = gs * posterior
-        dwrite = posterior * (dgain * shrink - key * part)  # 1 - key gain is `shrink`: nothing cancels
-        dkey = weight * dwrite - gain * (part + dgain * gain) - carried * derror
-        dpredicted = (gs + dgain * write) * shrink * shrink
-        by_noise += dpredicted
-        gm = decay * (gm * shrink)
+        grad_error = gm * gain
+        weighted_var = gs * posterior
+        dweighted_key = posterior * (dgain * shrinkage - key * weighted_var)  # as 1 - key gain is `shrinkage`
+        dkey = weight * dweighted_key - gain * (weighted_var + dgain * gain) - predicted_mean * grad_error
+        dpredicted = (gs + dgain * weighted_key) * shrinkage * shrinkage
+        grad_noise += dpredicted
+        gm = decay * (gm * shrinkage)
         gs = decay * decay * dpredicted
-        by_decay += 2.0 * var * gs + mean * gm
+        grad_log_decay += 2.0 * var * gs + mean * gm
 
         to = t * out_token + channel
-        tl.store(dv + to, tl.sum(derror, 1).to(dv.dtype.element_ty), mask=channel < V)
-        tl.store(dprecision + to, tl.sum(key * dwrite, 1).to(dprecision.dtype.element_ty), mask=channel < V)
-        both = tl.sum(tl.join(dquery, dkey), 0) + tl.where(again, others[i], 0.0)  # and those of the channels before
-        tl.store(sums + i * dqk_token, both, mask=real)
-    return gm, gs, by_noise, by_decay
+        tl.store(dv + to, tl.sum(grad_error, 1).to(dv.dtype.element_ty), mask=channel < V)
+        tl.store(dprecision + to, tl.sum(key * dweighted_key, 1).to(dprecision.dtype.element_ty), mask=channel < V)
+        pair_grads = tl.sum(tl.join(dquery, dkey), 0) + tl.where(
+            accumulate, previous_sums[i], 0.0
+        )  # adds earlier channels
+        tl.store(sums + i * dqk_token, pair_grads, mask=real)
+    return gm, gs, grad_noise, grad_log_decay
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "splits", "tokens"])
-def gradients(
-    q, k, v, precision, log_decay, noise, kept, states, leaving, grad_mean, grad_var, dv, dprecision, dqk, table,
-    length, size, tiles, splits, tokens, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head,
-    gm_token, gm_head, gv_token, gv_head, G, V, SHARE,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPACING: tl.constexpr, WINDOW: tl.constexpr,
+def tile_gradients(
+    q, k, v, precision, log_decay, noise, stored, states, grad_exits, grad_mean, grad_var, dv, dprecision, dqk,
+    tile_table, length, size, tiles, splits, tokens, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head,
+    gm_token, gm_head, gv_token, gv_head, G, V, GROUP,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PREFETCH: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, RAGGED: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
     head = tl.program_id(1)
     slot = tl.arange(0, P)
-    _sequence, token, count, _last, kept_slot = locate_tile(table, index, length, size, tiles, SPACING, PACKED)
+    _sequence, token, count, _last, stored_index = locate_tile(tile_table, index, length, size, tiles, CHUNK, PACKED)
     plane = G * V * P
     index = index.to(tl.int64)
-    q += token * q_token + head // SHARE * q_head
-    k += token * k_token + head // SHARE * k_head
+    q += token * q_token + head // GROUP * q_head
+    k += token * k_token + head // GROUP * k_head
     v += token * v_token + head * v_head
     precision += token * p_token + head * p_head
     grad_mean += token * gm_token + head * gm_head
@@ -112,57 +122,57 @@ def gradients(
     dv += (token * G + head) * V
     dprecision += (token * G + head) * V
     dqk += ((split * tokens + token) * G + head) * K * 2
-    states += (tl.program_id(0).to(tl.int64) * G + head) * (SPACING // WINDOW * 2 * BLOCK * P)
+    states += (tl.program_id(0).to(tl.int64) * G + head) * (CHUNK // PREFETCH * 2 * BLOCK * P)
     states += tl.arange(0, BLOCK)[:, None] * P + slot[None, :]
     for first in range(split * BLOCK, V, splits * BLOCK):
         channel = first + tl.arange(0, BLOCK)
         inside = (channel < V)[:, None] & (slot < P)[None, :]
         at = cell_offsets(head, channel, V, P)
-        gm = tl.load(leaving + index * 2 * plane + at, mask=inside & (count > 0), other=0.0)
-        gs = tl.load(leaving + (index * 2 + 1) * plane + at, mask=inside & (count > 0), other=0.0)
-        decay, process = dynamics_of(log_decay, noise, head, channel, V, K, P)
-        by_noise = tl.zeros([BLOCK, P], tl.float32)
-        by_decay = tl.zeros([BLOCK, P], tl.float32)
-        again = first > split * BLOCK
-        groups = tl.cdiv(count, SPACING)
-        for back in range(groups):
-            group = groups - 1 - back
-            mean = tl.load(kept + (kept_slot + group) * 2 * plane + at, mask=inside, other=0.0)
-            var = tl.load(kept + ((kept_slot + group) * 2 + 1) * plane + at, mask=inside, other=0.0)
-            start, end = group * SPACING, tl.minimum(count, (group + 1) * SPACING)
-            windows = (end - start) // WINDOW
+        gm = tl.load(grad_exits + index * 2 * plane + at, mask=inside & (count > 0), other=0.0)
+        gs = tl.load(grad_exits + (index * 2 + 1) * plane + at, mask=inside & (count > 0), other=0.0)
+        decay, process = load_dynamics(log_decay, noise, head, channel, V, K, P)
+        grad_noise = tl.zeros([BLOCK, P], tl.float32)
+        grad_log_decay = tl.zeros([BLOCK, P], tl.float32)
+        accumulate = first > split * BLOCK
+        chunks = tl.cdiv(count, CHUNK)
+        for i_chunk in range(chunks):
+            chunk = chunks - 1 - i_chunk
+            mean = tl.load(stored + (stored_index + chunk) * 2 * plane + at, mask=inside, other=0.0)
+            var = tl.load(stored + ((stored_index + chunk) * 2 + 1) * plane + at, mask=inside, other=0.0)
+            start, end = chunk * CHUNK, tl.minimum(count, (chunk + 1) * CHUNK)
+            full_groups = (end - start) // PREFETCH
             to = states
-            next_keys = keys_at(start, end, k, k_token, slot, channel, K, P, WINDOW)
-            next_values = values_at(start, end, v, v_token, channel, V, EVEN, WINDOW)
-            next_weights = values_at(start, end, precision, p_token, channel, V, EVEN, WINDOW)
-            for window in range(start, end, WINDOW):
+            next_keys = load_keys(start, end, k, k_token, slot, channel, K, P, PREFETCH)
+            next_values = load_values(start, end, v, v_token, channel, V, EVEN, PREFETCH)
+            next_weights = load_values(start, end, precision, p_token, channel, V, EVEN, PREFETCH)
+            for group_start in range(start, end, PREFETCH):
                 tl.store(to, mean)
                 tl.store(to + BLOCK * P, var)
                 to += 2 * BLOCK * P
                 keys, values, weights = next_keys, next_values, next_weights
-                next_keys = keys_at(window + WINDOW, end, k, k_token, slot, channel, K, P, WINDOW)
-                next_values = values_at(window + WINDOW, end, v, v_token, channel, V, EVEN, WINDOW)
-                next_weights = values_at(window + WINDOW, end, precision, p_token, channel, V, EVEN, WINDOW)
-                for i in tl.static_range(WINDOW):
+                next_keys = load_keys(group_start + PREFETCH, end, k, k_token, slot, channel, K, P, PREFETCH)
+                next_values = load_values(group_start + PREFETCH, end, v, v_token, channel, V, EVEN, PREFETCH)
+                next_weights = load_values(group_start + PREFETCH, end, precision, p_token, channel, V, EVEN, PREFETCH)
+                for i in tl.static_range(PREFETCH):
                     key, value, weight = keys[i].to(tl.float32), values[i].to(tl.float32), weights[i].to(tl.float32)
-                    mean, var, _shrink, _surprise = step(mean, var, key, weight, value, decay, process, PTX)
-            tl.debug_barrier()  # what one thread stored another may load
+                    mean, var, _shrinkage, _innovation = filter_step(mean, var, key, weight, value, decay, process, PTX)
+            tl.debug_barrier()  # a thread may load what another stored
             if RAGGED:
-                for i in range(end - start - windows * WINDOW):
-                    gm, gs, by_noise, by_decay = back_through(
-                        end - 1 - i, states, q, k, v, precision, grad_mean, grad_var, dv, dprecision, dqk, again,
-                        gm, gs, by_noise, by_decay, decay, process, slot, channel,
+                for i in range(end - start - full_groups * PREFETCH):
+                    gm, gs, grad_noise, grad_log_decay = backward_tokens(
+                        end - 1 - i, states, q, k, v, precision, grad_mean, grad_var, dv, dprecision, dqk, accumulate,
+                        gm, gs, grad_noise, grad_log_decay, decay, process, slot, channel,
                         q_token, k_token, v_token, p_token, gm_token, gv_token, G * V, 2 * G * K, V,
-                        K, P, WINDOW, SPACING, 1, EVEN, VARIANCE, PTX,
+                        K, P, PREFETCH, CHUNK, 1, EVEN, VARIANCE, PTX,
                     )  # fmt: skip
-            for i in range(windows):
-                gm, gs, by_noise, by_decay = back_through(
-                    start + (windows - 1 - i) * WINDOW, states, q, k, v, precision, grad_mean, grad_var, dv, dprecision,
-                    dqk, again, gm, gs, by_noise, by_decay, decay, process, slot, channel,
+            for i in range(full_groups):
+                gm, gs, grad_noise, grad_log_decay = backward_tokens(
+                    start + (full_groups - 1 - i) * PREFETCH, states, q, k, v, precision, grad_mean, grad_var, dv,
+                    dprecision, dqk, accumulate, gm, gs, grad_noise, grad_log_decay, decay, process, slot, channel,
                     q_token, k_token, v_token, p_token, gm_token, gv_token, G * V, 2 * G * K, V,
-                    K, P, WINDOW, SPACING, WINDOW, EVEN, VARIANCE, PTX,
+                    K, P, PREFETCH, CHUNK, PREFETCH, EVEN, VARIANCE, PTX,
                 )  # fmt: skip
             tl.debug_barrier()
-        # The dynamics' share takes the place of the adjoints it came from.
-        tl.store(leaving + index * 2 * plane + at, by_decay, mask=inside)
-        tl.store(leaving + (index * 2 + 1) * plane + at, by_noise, mask=inside)
+        # The gradients of the dynamics replace the gradients at the end of the tile.
+        tl.store(grad_exits + index * 2 * plane + at, grad_log_decay, mask=inside)
+        tl.store(grad_exits + (index * 2 + 1) * plane + at, grad_noise, mask=inside)

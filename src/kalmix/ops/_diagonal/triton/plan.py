@@ -1,4 +1,4 @@
-"""How the Triton kernels of `diagonal` cut a call: sequences into tiles, tiles into warps."""
+"""Division of a call of `diagonal` into tiles of tokens and blocks of channels, for its Triton kernels."""
 
 from __future__ import annotations
 
@@ -9,90 +9,98 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.ops._diagonal.scratch import SPACING, padded
+from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
 from kalmix.segments import Segments
 
-WINDOW = 4  # tokens whose signals are on their way while as many are worked on
+PREFETCH = 4  # tokens whose signals are loaded while the tokens before them are computed
 
 
-class Plan(NamedTuple):
-    """How a call is cut.
+class TilePlan(NamedTuple):
+    """Division of sequences into tiles; the tiles of a sequence are consecutive and in order.
 
     Attributes:
-        size: tokens a tile, a multiple of `SPACING`.
-        tiles: tiles a batch row; with segments, tiles in all.
-        count: tiles in all.
-        table: int64 `[count, 5]` (sequence, first token in `[B * T]`, tokens, whether it is the last of its sequence,
-            its first kept belief), or a placeholder without segments, where arithmetic says the same.
-        bounds: int64 `[N, 2]`, first tile and end of each sequence, or a placeholder.
-        single: no sequence has more than one tile.
+        size: tokens per tile, a multiple of `CHUNK`.
+        tiles: tiles per batch row; with segments, tiles in total.
+        num_tiles: tiles in total.
+        tile_table: int64 `[num_tiles, 5]` (sequence, first token in the flattened batch, number of tokens, whether the
+            tile is the last of its sequence, index of its first stored belief); a placeholder without segments, where
+            kernels compute these numbers.
+        tile_ranges: int64 `[N, 2]`, first tile of each sequence and the one after its last, or a placeholder.
+        single_tile: whether no sequence has more than one tile.
     """
 
     size: int
     tiles: int
-    count: int
-    table: Tensor
-    bounds: Tensor
-    single: bool
+    num_tiles: int
+    tile_table: Tensor
+    tile_ranges: Tensor
+    single_tile: bool
 
 
-def plan(batch: int, length: int, size: int, segments: Segments | None, placeholder: Tensor) -> Plan:
-    """Cut every sequence into tiles of `size` tokens, rounded up to whole spacings; offsets inside one fit 32 bits."""
-    size = min(triton.cdiv(size, SPACING) * SPACING, 1 << 15)
+def plan_tiles(batch: int, length: int, size: int, segments: Segments | None, placeholder: Tensor) -> TilePlan:
+    """Divide every sequence into tiles of `size` tokens, rounded up to a multiple of `CHUNK`, at most 2^15."""
+    size = min(triton.cdiv(size, CHUNK) * CHUNK, 1 << 15)  # so that offsets inside a tile fit 32 bits
     if segments is None:
         tiles = triton.cdiv(length, size)
-        return Plan(size, tiles, batch * tiles, placeholder, placeholder, tiles == 1)
-    cut = segments.tiles(batch, length, size)
+        return TilePlan(size, tiles, batch * tiles, placeholder, placeholder, tiles == 1)
+    found = segments.tiles(batch, length, size)
     tokens = (segments.rows[:, 2] - segments.rows[:, 1]).long()
-    pieces, kept = (tokens + size - 1) // size, (tokens + SPACING - 1) // SPACING
-    end = cut.last + 1
-    within = torch.arange(len(cut.token), device=tokens.device) - (end - pieces)[cut.sequence]
-    last = (within + 1 == pieces[cut.sequence]) & (cut.count > 0)
-    first_kept = (kept.cumsum(0) - kept)[cut.sequence] + within * (size // SPACING)
-    table = torch.stack([cut.sequence, cut.token, cut.count, last, first_kept], dim=1)
-    return Plan(size, len(table), len(table), table, torch.stack([end - pieces, end], dim=1), length <= size)
+    tile_counts, stored_counts = (tokens + size - 1) // size, (tokens + CHUNK - 1) // CHUNK
+    end = found.last + 1
+    position = torch.arange(len(found.token), device=tokens.device) - (end - tile_counts)[found.sequence]
+    last = (position + 1 == tile_counts[found.sequence]) & (found.count > 0)
+    first_stored = (stored_counts.cumsum(0) - stored_counts)[found.sequence] + position * (size // CHUNK)
+    tile_table = torch.stack([found.sequence, found.token, found.count, last, first_stored], dim=1)
+    tile_ranges = torch.stack([end - tile_counts, end], dim=1)
+    return TilePlan(size, len(tile_table), len(tile_table), tile_table, tile_ranges, length <= size)
 
 
-def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors there are to fill (on the CPU, where it only shapes tests, as on an H100 or H200)."""
+def num_multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; on the CPU that of an H100, so that tests use the same tiles."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def tile_size(length: int, warps: int, resident: int) -> int:
-    """Tokens a tile, given how many warps one tile a row makes and how many fit at once.
+    """Return the tokens per tile.
 
-    Tiles cost a second pass, so there is one where it fills half the GPU. Otherwise they make four rounds of warps,
-    or, where that takes tiles under 64 tokens, one round; never a little more than one.
+    With several tiles per sequence the signals are read twice. So there is one tile per sequence if this fills half the
+    GPU. Otherwise there are enough tiles for four rounds of resident warps or, if these tiles had fewer than 64 tokens,
+    for one round.
+
+    Args:
+        length: tokens per sequence.
+        warps: warps for one tile of every sequence.
+        resident: warps that the GPU runs at once.
     """
-    finest = max(1, length // 64)
-    pieces = min(finest, 4 * resident // warps)
+    largest = max(1, length // 64)
+    tiles = min(largest, 4 * resident // warps)
     if 2 * warps >= resident:
-        pieces = 1
-    elif pieces * warps < 2 * resident:
-        pieces = max(1, min(pieces, resident // warps))
-    return triton.cdiv(length, pieces)
+        tiles = 1
+    elif tiles * warps < 2 * resident:
+        tiles = max(1, min(tiles, resident // warps))
+    return triton.cdiv(length, tiles)
 
 
-def ragged(length: int, segments: Segments | None) -> bool:
-    """Whether a sequence may end within a window: code that compiles only where it must."""
-    return segments is not None or length % WINDOW > 0
+def is_ragged(length: int, segments: Segments | None) -> bool:
+    """Return whether the length of a sequence may be no multiple of `PREFETCH`, which needs code for the rest."""
+    return segments is not None or length % PREFETCH > 0
 
 
-def block(slots: int, cells: int) -> int:
-    """Channels a warp at so many cells a thread."""
-    return max(1, 32 * cells // padded(slots))
+def channels_per_warp(slots: int, cells: int) -> int:
+    """Return the channels per warp, for K slots and `cells` cells per thread."""
+    return max(1, 32 * cells // padded_slots(slots))
 
 
 @triton.jit
-def locate_tile(table, index, length, size, tiles, SPACING: tl.constexpr, PACKED: tl.constexpr):
-    """A tile's sequence, first token in the batch, tokens, whether it is its sequence's last, its first kept belief."""
+def locate_tile(tile_table, index, length, size, tiles, CHUNK: tl.constexpr, PACKED: tl.constexpr):
+    """Return a row of `TilePlan.tile_table`: sequence, first token, tokens, last tile or not, first stored belief."""
     if PACKED:
-        row = table + index.to(tl.int64) * 5
+        row = tile_table + index.to(tl.int64) * 5
         sequence, token, count = tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32)
-        last, kept = tl.load(row + 3) != 0, tl.load(row + 4)
+        last, stored = tl.load(row + 3) != 0, tl.load(row + 4)
     else:
         sequence = (index // tiles).to(tl.int64)
         first = index % tiles * size
         token, count, last = sequence * length + first, tl.minimum(length - first, size), first + size >= length
-        kept = sequence * tl.cdiv(length, SPACING) + first // SPACING
-    return sequence, token, count, last, kept
+        stored = sequence * tl.cdiv(length, CHUNK) + first // CHUNK
+    return sequence, token, count, last, stored
