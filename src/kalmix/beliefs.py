@@ -131,6 +131,14 @@ class HistoryBelief(NamedTuple):
         times: float64 `[N, S]`, so that timestamps in seconds keep their precision.
         positions: int64 `[N, S]`, index of the token in its sequence, from 0, increasing along S; -1 for an empty slot,
             whose key, value and time have no meaning.
+
+    Example:
+        >>> from kalmix import HistoryBelief
+        >>> keys, values = torch.randn(1, 3, 2, 8), torch.randn(1, 3, 2, 8)
+        >>> times, positions = torch.tensor([[0.0, 0.5, 2.0]]).double(), torch.tensor([[-1, 0, 1]])
+        >>> belief = HistoryBelief(keys, values, times, positions)  # the first slot is empty
+        >>> belief.lengths, belief.newest(1).keys.shape
+        (tensor([2]), torch.Size([1, 1, 2, 8]))
     """
 
     keys: Tensor
