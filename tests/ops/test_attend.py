@@ -329,7 +329,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "odd key width": ({"q": torch.zeros(2, 3, 2, 5), "k": torch.zeros(2, 3, 2, 5)}, "`q` has 5 columns"),
     "odd value width": ({"v": torch.zeros(2, 3, 2, 3)}, "`v` has 3 columns"),
     "values of another width": ({"v": torch.zeros(2, 3, 2, 6)}, "`value_dynamics` is None"),
-    "value dynamics as a tuple": ({"value_dynamics": ()}, "`value_dynamics` is tuple"),
+    "value dynamics as a tuple": ({"value_dynamics": ()}, "`value_dynamics` is a tuple"),
     "positive log decay": ({"log_decay": torch.ones(2)}, "`log_decay` has a maximum of 1"),
     "frequencies of another width": ({"frequency": torch.zeros(2, 3)}, "`frequency`"),
     "negative noise": ({"query_noise": -torch.ones(2)}, "`query_noise` has a minimum of -1"),

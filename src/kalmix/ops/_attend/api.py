@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, any_of
 from kalmix.ops._attend.dynamics import Dynamics, Weighting
 from kalmix.ops._attend.kernels import KERNELS
 from kalmix.ops._attend.signals import AttendSignals
@@ -84,9 +84,9 @@ def attend(
     Complex numbers are stored as real columns: first all real parts, then all imaginary parts.
 
     Args:
-        q: Queries, `[B, T, H, 2 C]`, in float64, float32, bfloat16 or float16. They are not scaled by 1 / sqrt(2 C).
-        k: Keys, `[B, T, H, 2 C]`, in the dtype of `q`.
-        v: Values, `[B, T, G, 2 D]`, in the dtype of `q`. Value head g uses key head g // (G / H). D must equal C unless
+        q: `[B, T, H, 2 C]`, queries, in float64, float32, bfloat16 or float16. They are not scaled by 1 / sqrt(2 C).
+        k: `[B, T, H, 2 C]`, keys, in the dtype of `q`.
+        v: `[B, T, G, 2 D]`, values, in the dtype of `q`. Value head g uses key head g // (G / H). D must equal C unless
             `value_dynamics` is given.
         log_decay: `[H]`, the negative decay rate -a, natural logarithm per unit of time, <= 0. 0 means no decay.
         frequency: `[H, C]`, the angular frequency w of each channel, in radians per unit of time.
@@ -129,18 +129,15 @@ def attend(
             checked on the CPU only, unless `kalmix.checks()` is active.
         KernelError: The requested kernel does not support the call.
 
-    Note: NaN and infinity
-        If values are not checked, a query whose own token, or a token that it attends to, has a NaN, an infinity or an
-        overflowing square returns NaN and passes no gradient back. Other queries are not affected: NaN does not spread
-        to other sequences, from padding, or to earlier tokens.
+    If values are not checked, a query whose own token, or a token that it attends to, has a NaN, an infinity or an
+    overflowing square returns NaN and passes no gradient back. Other queries are not affected: NaN does not spread to
+    other sequences, from padding, or to earlier tokens.
 
-    Note: derivatives
-        Every kernel has first derivatives. "reference" also supports second derivatives, forward mode and `vmap`; the
-        others raise `KernelError` there (docs/derivatives.md).
+    Every kernel has first derivatives. "reference" also supports second derivatives, forward mode and `vmap`; the
+    others raise `KernelError` there (docs/derivatives.md).
 
-    Note: complexity
-        O(T (S + T) (C + D)) operations, or O(T window (C + D)) with a window. Memory is O(S + T) with "triton" and
-        "chunked", and O(T (S + T)) with "reference".
+    Complexity: O(T (S + T) (C + D)) operations, or O(T window (C + D)) with a window. Memory is O(S + T) with "triton"
+    and "chunked", and O(T (S + T)) with "reference".
 
     Example:
         Attend over 16 tokens, then continue with one more, as in decoding:
@@ -207,7 +204,7 @@ def check_dynamics(
         positive_key_noise: whether `key_noise` must be positive.
     """
     if not isinstance(dynamics, Dynamics):
-        raise ArgumentError(prefix.rstrip("."), got=type(dynamics).__name__, expected="kalmix.ops.Dynamics")
+        raise ArgumentError(prefix.rstrip("."), got=f"a {type(dynamics).__name__}", expected="kalmix.ops.Dynamics")
     (decays, frequencies, noises), tiny = layouts, torch.finfo(torch.float32).tiny
     check_signal(f"{prefix}log_decay", dynamics.log_decay, (decays,), sizes, like, maximum=0.0)
     check_signal(f"{prefix}frequency", dynamics.frequency, (frequencies,), sizes, like)
@@ -256,16 +253,17 @@ def make_weighting(
     """Check the options of the weights; expand nu, temperature and floor (`values`) to tensors of shapes `layouts`."""
     check_bool("causal", causal)
     if not isinstance(weight, str) or weight not in get_args(Weight):
-        raise ArgumentError("weight", got=repr(weight), expected=" or ".join(map(repr, get_args(Weight))))
+        raise ArgumentError("weight", got=repr(weight), expected=any_of(get_args(Weight)))
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ArgumentError("window", got=repr(window), expected="a positive integer")
+        raise ArgumentError("window", got=repr(window), expected="a positive integer or None")
 
     def checked(name: str, x: Tensor | float, layout: str, least: float) -> Tensor:
         if isinstance(x, Tensor):
             check_signal(name, x, (layout,), sizes, like, minimum=least)
             return x
         if isinstance(x, bool) or not isinstance(x, int | float) or not least <= x <= MAX_FLOAT:
-            raise ArgumentError(name, got=repr(x), expected=f"a number of at least {least:g}, or a tensor of them")
+            bound, shape = "above 0" if least else "of at least 0", ", ".join(layout.split())
+            raise ArgumentError(name, got=repr(x), expected=f"a finite number {bound}, or a tensor [{shape}] of them")
         return like.new_full([sizes[letter] for letter in layout.split()], float(x), dtype=belief_dtype(like.dtype))
 
     least = (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).tiny, 0.0)
@@ -284,7 +282,7 @@ def check_history(
 ) -> HistoryBelief:
     """Check `belief` and `times`; return the belief, empty if absent. Adds N, the number of sequences, to `sizes`."""
     if not causal and belief is not None:
-        raise ArgumentError("belief", got="given", expected="None with `causal=False`")
+        raise ArgumentError("belief", got="given", expected="None if `causal` is False")
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], like.device)
     belief = check_belief(belief, empty_belief(like, sizes), ("N S H K", "N S G V", "N S", "N S"), sizes)
     sizes.pop("S", None)  # 0 slots are allowed

@@ -55,9 +55,9 @@ def attend_radial(
     numbers are stored as real columns: first all real parts, then all imaginary parts.
 
     Args:
-        q: Queries, `[B, T, H, 2 C]`. They are not scaled.
-        k: Keys, `[B, T, H, 2 C]`, in the dtype of `q`.
-        v: Values, `[B, T, H, 2 C]`, in the dtype of `q`.
+        q: `[B, T, H, 2 C]`, queries. They are not scaled.
+        k: `[B, T, H, 2 C]`, keys, in the dtype of `q`.
+        v: `[B, T, H, 2 C]`, values, in the dtype of `q`.
         log_decay: `[H]`, negative decay rate, natural logarithm per unit of time, <= 0.
         frequency: `[H, C]`, angular frequency in radians per unit of time.
         process_noise: `[H, 2]`, variance per unit of time along and across the direction, >= 0.
@@ -76,8 +76,7 @@ def attend_radial(
     Raises:
         ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument.
 
-    Note: complexity
-        O(T (S + T) C) operations with S slots of the belief; memory O((S + T) C).
+    Complexity: O(T (S + T) C) operations with S slots of the belief; memory O((S + T) C).
 
     Example:
         >>> from kalmix import ops

@@ -56,9 +56,9 @@ def attend_channels(
     with E_c and V_c as in `kalmix.ops.attend`. If all channels have the same parameters, this is `attend`.
 
     Args:
-        q: Queries, `[B, T, H, 2 C]`: C complex channels, first all real parts, then all imaginary parts.
-        k: Keys, `[B, T, H, 2 C]`, in the dtype of `q`.
-        v: Values, `[B, T, G, 2 D]`, in the dtype of `q`. D must equal C unless `value_dynamics` is given.
+        q: `[B, T, H, 2 C]`, queries: C complex channels, first all real parts, then all imaginary parts.
+        k: `[B, T, H, 2 C]`, keys, in the dtype of `q`.
+        v: `[B, T, G, 2 D]`, values, in the dtype of `q`. D must equal C unless `value_dynamics` is given.
         log_decay: `[H, C]`, negative decay rate, natural logarithm per unit of time, <= 0.
         frequency: `[H, C]`, angular frequency in radians per unit of time.
         process_noise: `[H, C]`, variance per unit of time, >= 0.
@@ -77,8 +77,7 @@ def attend_channels(
     Raises:
         ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument.
 
-    Note: complexity
-        O(T (S + T) (C + D)) exponentials with S slots of the belief; memory O((S + T) (C + D)).
+    Complexity: O(T (S + T) (C + D)) exponentials with S slots of the belief; memory O((S + T) (C + D)).
 
     Example:
         >>> from kalmix.ops.experimental import attend_channels

@@ -49,7 +49,7 @@ def attend_corotating(
     Args:
         q: Queries, as in `attend`.
         k: Keys, as in `attend`.
-        v: Values, `[B, T, G, 2 C]`, as in `attend`.
+        v: `[B, T, G, 2 C]`, values, as in `attend`.
         direction: `[B, T, G, 2 C]`, complex channels, of any length, in the dtype of `v`. Where it is 0, the mean is
             that of `across`.
         log_decay: `[H]`, negative decay rate, natural logarithm per unit of time, <= 0.
@@ -69,8 +69,7 @@ def attend_corotating(
     Raises:
         ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument.
 
-    Note: complexity
-        Twice that of `attend`.
+    Complexity: twice that of `attend`.
 
     Example:
         >>> from kalmix.ops.experimental import attend_corotating

@@ -73,7 +73,7 @@ def attend_separable(
     Weights that depend on pairs of tokens are not separable. For them use `attend_channels`.
 
     Args:
-        v: Values, `[B, T, H, 2 C]`: C complex channels, first all real parts, then all imaginary parts.
+        v: `[B, T, H, 2 C]`, values: C complex channels, first all real parts, then all imaginary parts.
         log_decay: `[H, C]`, negative decay rate, natural logarithm per unit of time, <= 0.
         frequency: `[H, C]`, angular frequency in radians per unit of time.
         process_noise: `[H, C]`, variance per unit of time, >= 0.
@@ -88,8 +88,7 @@ def attend_separable(
     Raises:
         ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument.
 
-    Note: complexity
-        O(T H C) operations and memory, in float64.
+    Complexity: O(T H C) operations and memory, in float64.
 
     Example:
         >>> from kalmix.ops.experimental import attend_separable

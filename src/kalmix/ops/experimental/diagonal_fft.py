@@ -28,9 +28,9 @@ def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_deca
     float64; `kalmix.ops.diagonal` has no such limit.
 
     Args:
-        q: Queries, `[B, T, H, K]`.
-        k: Key of all tokens, `[H, K]`, in the dtype of `q`.
-        v: Observed values, `[B, T, G, V]`, in the dtype of `q`.
+        q: `[B, T, H, K]`, queries.
+        k: `[H, K]`, key of all tokens, in the dtype of `q`.
+        v: `[B, T, G, V]`, observed values, in the dtype of `q`.
         precision: `[B, T, G, V]`, inverse variance of the observations, >= 0.
         log_decay: `[G, K, V]`, natural logarithm per token, <= 0.
 
@@ -41,8 +41,7 @@ def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_deca
     Raises:
         ArgumentError: A shape, dtype, device or value is not accepted, or the decay is so fast that a^{-2T} overflows.
 
-    Note: complexity
-        O(T log(T) K V) operations and O(T K V) memory.
+    Complexity: O(T log(T) K V) operations and O(T K V) memory.
 
     Example:
         >>> from kalmix.ops.experimental import diagonal_fft
