@@ -1,5 +1,6 @@
 """The snippets of README run, and the tools that build the site find broken blocks and links."""
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -40,6 +41,27 @@ def test_files_that_documents_name_exist():
         if not ((ROOT / path).exists() or "NAME" in path or "FOLDER" in path)
     ]
     assert not missing
+
+
+def test_python_names_in_documents_exist():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    named = re.compile(r"`(kalmix(?:_bench)?(?:\.[A-Za-z_]\w*)+)(?:\(|`)")
+    names = {name for page in pages if page.name != "CHANGELOG.md" for name in named.findall(page.read_text("utf-8"))}
+    assert len(names) > 10
+    assert not [name for name in sorted(names) if not _exists(name)]
+
+
+def _exists(name: str) -> bool:
+    """Return whether a dotted name is a module, or an attribute of one."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        try:
+            return hasattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError:
+            return False
+    return True
 
 
 def test_page_shows_output_and_figures(tmp_path):

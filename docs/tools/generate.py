@@ -174,7 +174,7 @@ def _command(title: str, command: Any) -> str:
 
 def _default(parameter: Any) -> str:
     value = parameter.default
-    if callable(value) or value is None or value == () or str(value) == ".":
+    if callable(value) or value in (None, False, "", ()) or str(value) == ".":
         return ""
     return f"`{value}`"
 
