@@ -1,6 +1,7 @@
-"""Ops: the recurrence algebras, each one function with one contract (`Filtered` out, belief in and out).
+"""Ops: filters of linear state space models, one public function each.
 
-Importing the folder of an op registers its row (`OPS`).
+Every op takes queries, keys, values and further signals, an optional prior belief and optional `Segments`, and returns
+`Filtered`: the read-out and the final belief. The package of each op registers its `OpSpec` in `OPS` on import.
 """
 
 from kalmix.ops._additive import additive as additive

@@ -1,4 +1,4 @@
-"""The op `additive`: a memory that adds what it is given."""
+"""Op `additive`: linear attention with decays and gains."""
 
 from kalmix.ops._additive.api import additive as additive
 from kalmix.ops._additive.spec import SPEC

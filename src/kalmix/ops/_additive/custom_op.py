@@ -1,4 +1,4 @@
-"""The Triton row of `additive`: a memory that takes its values as they are."""
+"""Triton kernel of `additive`."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from kalmix.types import Filtered
 
 
 def additive(signals: AdditiveSignals, belief: PointBelief, segments: Segments | None) -> Filtered:
-    """See `kalmix.ops.additive`. Exact gradients; keeps a memory a tile of at most 64 tokens for them."""
+    """Compute `kalmix.ops.additive` in Triton. The backward pass stores a memory per tile of at most 64 tokens."""
     return filter_memory(signals, belief, segments, corrects=False)

@@ -1,10 +1,10 @@
-"""The kernels of the op `additive`, best first.
+"""Kernels of the op `additive`, best first.
 
 Each module exports the same function, and none imports another:
 
     additive(signals, belief, segments) -> Filtered
 
-Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
+The op checks arguments and replaces a missing belief by the default, whose tensors may be expanded.
 """
 
 from kalmix.ops._additive import chunked, custom_op, reference

@@ -1,4 +1,4 @@
-"""Lower a design to `additive`: its noises become gains."""
+"""Lowering of designs to `additive`: converts noises to gains."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from kalmix.ops._shared.lowering import Signals, pop_positive
 def lower(k: Tensor, v: Tensor, signals: Signals) -> Signals:
     """Compute the gain omega = write_variance / (write_variance + r^2) of equation 19 of Memory by Design."""
     variance, noise = pop_positive("write_variance", signals), pop_positive("obs_noise", signals)
-    return signals | {"gain": 1 / (1 + noise / variance)}  # so written, the gradients do not cancel
+    return signals | {"gain": 1 / (1 + noise / variance)}  # in this form, gradients do not cancel

@@ -1,4 +1,4 @@
-"""The defining recursion of `additive`: equations of Memory by Design."""
+"""Defining recursion of `additive`; equation numbers are those of Memory by Design."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kalmix.ops._shared.recursion import Recursion, State, Token, predict_memory
 
 
 def update(belief: State, token: Token) -> State:
-    """Equations 23 to 25: what the token writes is estimated from its value alone."""
+    """Add the token's write, estimated from its value alone (equations 23 to 25)."""
     weight = token["write_variance"] / (token["write_variance"] + token["obs_noise"])
     return (belief[0] + token["k"][..., None] * (weight[:, None] * token["v"])[..., None, :],)
 

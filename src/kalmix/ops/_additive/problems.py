@@ -1,4 +1,4 @@
-"""Problems that the laws try `additive` on."""
+"""Test problems of `additive` for the laws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`additive`, step by step: the recursion as it is written, for tests and for float64. Memory O(T K V)."""
+"""`additive` token by token: the plain recursion, for tests and float64. Training stores O(T K V) numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kalmix.types import Filtered
 
 
 def additive(signals: AdditiveSignals, belief: PointBelief, segments: Segments | None) -> Filtered:
-    """Equation 19 of Memory by Design, one token at a time, any autograd. See `kalmix.ops.additive`."""
+    """Compute equation 19 of Memory by Design, with derivatives of any order. See `kalmix.ops.additive`."""
     batch, length, heads, _ = signals.v.shape
     dtype, segment_ids = belief.mean.dtype, optional_segment_ids(segments, batch, length)
     q, k, v, log_decay, gain = fill_outside(segment_ids, *signals)
@@ -21,8 +21,8 @@ def additive(signals: AdditiveSignals, belief: PointBelief, segments: Segments |
     decay = k.new_ones(()).expand(v.shape[:3]) if log_decay is None else log_decay.to(dtype).exp()
     decay = (decay if decay.ndim == 4 else decay[..., None])[..., None]  # [B, T, G, K or 1, 1]
     tokens = zip(*(x.unbind(1) for x in (q, k, value[..., None, :], decay)), strict=True)
-    (mean,), after = run_steps(_step, belief, tokens, segment_ids)
-    return Filtered(mean.to(v.dtype), None, after)
+    (mean,), final = run_steps(_step, belief, tokens, segment_ids)
+    return Filtered(mean.to(v.dtype), None, final)
 
 
 def _step(

@@ -1,4 +1,4 @@
-"""The row of the op `additive`."""
+"""Registered description of the op `additive`."""
 
 from kalmix.beliefs import PointBelief
 from kalmix.designs.kinds import INPUT, NONE

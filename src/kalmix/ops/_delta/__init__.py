@@ -1,4 +1,4 @@
-"""The op `delta`: a memory that corrects its errors."""
+"""Op `delta`: the delta rule with decays and gains."""
 
 from kalmix.ops._delta.api import delta as delta
 from kalmix.ops._delta.spec import SPEC

@@ -1,4 +1,4 @@
-"""The Triton row of `delta`: a memory that takes of its values what it did not know."""
+"""Triton kernel of `delta`."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from kalmix.types import Filtered
 
 
 def delta(signals: DeltaSignals, belief: PointBelief, segments: Segments | None) -> Filtered:
-    """See `kalmix.ops.delta`. Exact gradients; keeps a memory a tile of at most 64 tokens for them, and the errors."""
+    """Compute `kalmix.ops.delta` in Triton. Training stores errors, and a memory per up to 64 tokens."""
     return filter_memory(signals, belief, segments, corrects=True)

@@ -1,4 +1,4 @@
-"""Lower a design to `delta`: its noises become gains."""
+"""Lowering of designs to `delta`: converts noises to gains."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from kalmix.types import belief_dtype
 
 
 def lower(k: Tensor, v: Tensor, signals: Signals) -> Signals:
-    """Compute the gain eta = reset / (r^2 + reset |k|^2) of equation 17 of Memory by Design.
+    """Compute the gain of equation 17 of Memory by Design.
 
-    The gain of a diagonal reset is a vector: the reset times k, over r^2 + k' reset k.
+    It is reset / (r^2 + reset |k|^2) for a scalar reset variance, and the vector reset k / (r^2 + k' reset k) for a
+    diagonal one.
     """
     reset, noise = pop_positive("reset", signals), pop_positive("obs_noise", signals)
     key = k.to(belief_dtype(k.dtype)).repeat_interleave(v.shape[2] // k.shape[2], 2)

@@ -1,4 +1,4 @@
-"""The defining recursion of `delta`: equations of Memory by Design."""
+"""Defining recursion of `delta`; equation numbers are those of Memory by Design."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kalmix.ops._shared.recursion import Recursion, State, Token, condition, pre
 
 
 def update(belief: State, token: Token) -> State:
-    """Proposition 2: the predicted covariance is `reset`, times the identity or a diagonal, whatever it was."""
+    """Condition on the value, with the predicted covariance set to `reset` (Proposition 2)."""
     reset = token["reset"] if token["reset"].ndim == 2 else token["reset"][:, None]
     covariance = torch.diag_embed(reset.expand_as(token["k"]))
     return (condition(belief[0], covariance, token)[0],)

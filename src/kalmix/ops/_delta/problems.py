@@ -1,4 +1,4 @@
-"""Problems that the laws try `delta` on."""
+"""Test problems of `delta` for the laws."""
 
 from __future__ import annotations
 

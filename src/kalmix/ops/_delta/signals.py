@@ -1,4 +1,4 @@
-"""The signals of the op `delta`."""
+"""Signals of the op `delta`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class DeltaSignals(NamedTuple):
-    """Signals of B rows of T tokens, for H key heads of width K and G value heads of width V.
+    """Signals of B batch rows of T tokens, with H key heads of width K and G value heads of width V.
 
     Attributes:
         q, k: `[B, T, H, K]`.

@@ -1,4 +1,4 @@
-"""The row of the op `delta`."""
+"""Registered description of the op `delta`."""
 
 from kalmix.beliefs import PointBelief
 from kalmix.designs.kinds import MEMORY, RESET

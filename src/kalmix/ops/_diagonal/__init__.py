@@ -1,4 +1,4 @@
-"""The op `diagonal`: independent Gaussian cells."""
+"""Op `diagonal`: independent scalar Kalman filters (Kalman Linear Attention)."""
 
 from kalmix.ops._diagonal.api import diagonal as diagonal
 from kalmix.ops._diagonal.matrix import KalmanMatrix as KalmanMatrix

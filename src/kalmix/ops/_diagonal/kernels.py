@@ -1,10 +1,10 @@
-"""The kernels of the op `diagonal`, best first.
+"""Kernels of the op `diagonal`, best first.
 
 Each module exports the same function, and none imports another:
 
     diagonal(signals, belief, segments, variance) -> Filtered
 
-Arguments are checked by the op before they arrive. `belief` is always there; its tensors may be expanded.
+The op checks arguments and replaces a missing belief by the default, whose tensors may be expanded.
 """
 
 from kalmix.ops._diagonal import chunked, custom_op, reference

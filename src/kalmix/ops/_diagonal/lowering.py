@@ -1,4 +1,4 @@
-"""Lower a design to `diagonal`."""
+"""Lowering of designs to `diagonal`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from kalmix.types import belief_dtype
 
 
 def lower(k: Tensor, v: Tensor, signals: Signals) -> Signals:
-    """Set the log-decay of a state that holds still, and the noise of one that does not diffuse, to 0."""
-    still = v.new_zeros((), dtype=belief_dtype(v.dtype)).expand(v.shape[2], k.shape[3], v.shape[3])
-    return {"log_decay": still, "process_noise": still} | signals
+    """Add a log-decay or process noise of zeros if the design has none."""
+    zeros = v.new_zeros((), dtype=belief_dtype(v.dtype)).expand(v.shape[2], k.shape[3], v.shape[3])
+    return {"log_decay": zeros, "process_noise": zeros} | signals

@@ -1,4 +1,4 @@
-"""The defining recursion of `diagonal`: `[G, K, V]` independent Gaussians; equations of Kalman Linear Attention."""
+"""Defining recursion of `diagonal`; equation numbers are those of Kalman Linear Attention."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ def prior(k: Tensor, v: Tensor) -> State:
 
 
 def predict(belief: State, token: Token) -> State:
-    """Equation 7: z ~ N(a z, p)."""
+    """Predict by equation 7: z ~ N(a z, p)."""
     mean, variance = belief
     decay = token["log_decay"].exp() if "log_decay" in token else 1.0
     return decay * mean, decay**2 * variance + token.get("process_noise", 0.0)
 
 
 def update(belief: State, token: Token) -> State:
-    """Equation 9 by Table 5's gain P k / (k P k + 1/precision), written so that precision may be 0."""
+    """Condition on the value by equation 9, with the gain P k / (k P k + 1/precision) of Table 5.
+
+    The gain is computed in a form that allows a precision of 0.
+    """
     mean, variance = belief
     key, value, precision = token["k"][..., None], token["v"][..., None, :], token["precision"][..., None, :]
     gain = variance * key * precision / (1 + key * variance * key * precision)
@@ -28,7 +31,7 @@ def update(belief: State, token: Token) -> State:
 
 
 def read(belief: State, token: Token) -> tuple[Tensor, Tensor]:
-    """Algorithm 1, lines 12 and 14."""
+    """Compute mean and variance of the read-out (Algorithm 1, lines 12 and 14)."""
     mean, variance = belief
     query = token["q"][..., None]
     return (query * mean).sum(-2), (query**2 * variance).sum(-2)

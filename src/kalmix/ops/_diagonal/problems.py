@@ -1,4 +1,4 @@
-"""Problems that the laws try `diagonal` on."""
+"""Test problems of `diagonal` for the laws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`diagonal`, step by step: the recursion as it is written, for tests and for float64. Memory O(T K V)."""
+"""`diagonal` token by token: the plain recursion, for tests and float64. Training stores O(T K V) numbers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kalmix.types import Filtered
 
 
 def diagonal(signals: DiagonalSignals, belief: DiagonalBelief, segments: Segments | None, variance: bool) -> Filtered:
-    """Equations 16 to 23 of Kalman Linear Attention in the moment form, one token at a time, any autograd.
+    """Compute equations 16 to 23 of Kalman Linear Attention in moment form, with derivatives of any order.
 
-    Takes `log_decay` and `process_noise` as `[G, K, V]` or `[B, T, G, K, V]`. See `kalmix.ops.diagonal`.
+    `log_decay` and `process_noise` may be `[G, K, V]` or `[B, T, G, K, V]`. See `kalmix.ops.diagonal`.
     """
     q, k, v, precision, log_decay, process_noise = signals
     batch, length, heads, _ = v.shape
@@ -27,19 +27,19 @@ def diagonal(signals: DiagonalSignals, belief: DiagonalBelief, segments: Segment
     q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
     v_rows, w_rows = v.to(dtype)[..., None, :], precision.to(dtype)[..., None, :]  # [B, T, G, 1, V]
     dynamics = (_per_token(x, length) for x in (log_decay.to(dtype).exp(), process_noise.to(dtype)))
-    # Unbound once: taking one token at a time out of a tensor would make its gradient O(T^2).
+    # Unbind once: the gradient of indexing each token separately would take O(T^2) time.
     tokens = zip(*(x.unbind(1) for x in (q, k, v_rows, w_rows)), *dynamics, strict=True)
-    reads, after = run_steps(_step, belief, tokens, segment_ids)
-    return Filtered(reads[0].to(v.dtype), reads[1] if variance else None, after)
+    readouts, final = run_steps(_step, belief, tokens, segment_ids)
+    return Filtered(readouts[0].to(v.dtype), readouts[1] if variance else None, final)
 
 
 def _step(
     belief: DiagonalBelief, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, decay: Tensor, noise: Tensor
 ) -> tuple[Readouts, DiagonalBelief]:
     mean, var = decay * belief.mean, decay**2 * belief.variance + noise
-    write = key * weight
-    var = var / (1 + key * write * var)
-    mean = mean + var * write * (value - key * mean)
+    weighted_key = key * weight
+    var = var / (1 + key * weighted_key * var)
+    mean = mean + var * weighted_key * (value - key * mean)
     return ((query * mean).sum(-2), (query**2 * var).sum(-2)), DiagonalBelief(mean, var)
 
 

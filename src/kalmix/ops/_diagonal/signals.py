@@ -1,4 +1,4 @@
-"""The signals of the op `diagonal`."""
+"""Signals of the op `diagonal`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class DiagonalSignals(NamedTuple):
-    """Signals of B rows of T tokens, for H key heads of width K and G value heads of width V.
+    """Signals of B batch rows of T tokens, with H key heads of width K and G value heads of width V.
 
     Attributes:
         q, k: `[B, T, H, K]`.

@@ -1,4 +1,4 @@
-"""The row of the op `diagonal`."""
+"""Registered description of the op `diagonal`."""
 
 from kalmix.beliefs import DiagonalBelief
 from kalmix.designs.kinds import CELL, DIAGONAL

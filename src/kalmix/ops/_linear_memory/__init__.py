@@ -1,1 +1,1 @@
-"""Triton kernels that `additive`, `delta` and `dense` share, and their custom op."""
+"""Triton kernels of linear memories and their custom op, for `additive`, `delta` and `dense`."""

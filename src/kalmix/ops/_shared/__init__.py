@@ -1,1 +1,1 @@
-"""What kernels of several ops are made of."""
+"""Building blocks that the kernels of several ops share."""
