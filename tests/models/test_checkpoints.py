@@ -104,6 +104,10 @@ def test_damaged_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"layers": ["mamba9"]}))
     with pytest.raises(ArgumentError, match="'mamba9'"):
         KalmixForCausalLM.from_pretrained(tmp_path)
+    for old in (config | {"format": 1}, {key: value for key, value in config.items() if key != "format"}):
+        (tmp_path / "config.json").write_text(json.dumps(old))
+        with pytest.raises(ArgumentError, match=r"`format` is [01] in '.*config\.json'; expected at least 2"):
+            KalmixForCausalLM.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ArgumentError, match=r"config\.json is damaged"):
         KalmixForCausalLM.from_pretrained(tmp_path)

@@ -86,7 +86,7 @@ def load_gated_deltanet(folder: str | Path) -> KalmixForCausalLM:
 
     Example:
         >>> from kalmix.models.convert import load_gated_deltanet
-        >>> model = load_gated_deltanet("m-a-p/gated-deltanet")  # doctest: +SKIP
+        >>> model = load_gated_deltanet("path/to/gated-deltanet")  # doctest: +SKIP
     """
     return convert_gated_deltanet(*read_checkpoint(folder))
 

@@ -132,8 +132,8 @@ def check_finite(model: nn.Module) -> None:
         FileError: a tensor contains NaN or infinity; names it.
     """
     for name, tensor in model.state_dict().items():
-        checked = tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel()
-        if checked and not bool(
-            torch.stack(tensor.detach().aminmax()).isfinite().all()
-        ):  # aminmax returns NaN if there is one
+        if not tensor.is_floating_point() or tensor.device.type == "meta" or not tensor.numel():
+            continue
+        # The smallest and the largest value are NaN if any value is.
+        if not bool(torch.stack(tensor.detach().aminmax()).isfinite().all()):
             raise FileError(f"{WEIGHTS_FILE} holds NaN or infinity in {name!r}")

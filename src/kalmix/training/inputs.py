@@ -22,9 +22,9 @@ def digests(corpus: Corpus, output: Path) -> Digests:
     return {"text": text, "tokenizer": _digest(*(file.read_bytes() if file.exists() else b"" for file in files))}
 
 
-def save(output: Path, found: Digests) -> None:
+def save(output: Path, current: Digests) -> None:
     """Write inputs.json into the folder of a run."""
-    write_text(output / INPUTS_FILE, json.dumps(found, indent=1) + "\n")
+    write_text(output / INPUTS_FILE, json.dumps(current, indent=1) + "\n")
 
 
 def load(output: Path) -> Digests | None:
@@ -41,26 +41,26 @@ def load(output: Path) -> Digests | None:
         raise ArgumentError("run", got=got, expected="the folder of a run", hint=hint) from None
 
 
-def check(now: Digests, before: Mapping[str, str], when: str, purpose: str) -> None:
+def check(current: Digests, saved: Mapping[str, str], since: str, purpose: str) -> None:
     """Check that text and tokenizer have not changed.
 
     Args:
-        now: digests of the present text and tokenizer.
-        before: digests that were saved.
-        when: time of saving, for the error message, such as "when 'runs/mine' was trained".
+        current: digests of the present text and tokenizer.
+        saved: digests that were saved.
+        since: time of saving, for the error message, such as "when 'runs/mine' was trained".
         purpose: reason for the check, such as "to resume the run".
 
     Raises:
         ArgumentError: the text or the tokenizer has changed.
     """
-    for name, digest in now.items():
-        if before.get(name) != digest:
-            raise ArgumentError(name, problem=f"is not the same as {when}", expected=f"unchanged data {purpose}")
+    for name, digest in current.items():
+        if saved.get(name) != digest:
+            raise ArgumentError(name, problem=f"is not the same as {since}", expected=f"unchanged data {purpose}")
 
 
 def _digest(*parts: bytes) -> str:
     """Return the SHA-256 of a list of byte strings."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(f"{len(part)}:".encode() + part)
-    return found.hexdigest()
+        digest.update(f"{len(part)}:".encode() + part)
+    return digest.hexdigest()

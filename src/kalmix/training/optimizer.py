@@ -37,13 +37,8 @@ def parameter_groups(model: nn.Module, *, learning_rate: float, weight_decay: fl
     embeddings, head = _weights(model, "get_input_embeddings"), _weights(model, "get_output_embeddings")
     mixers = (module for module in model.modules() if isinstance(module, Mixer))
     dynamics = {id(value) for mixer in mixers for value in mixer.dynamics_parameters()}
-    names = (
-        "matrices",
-        "vectors",
-        "embeddings",
-        "head",
-        "dynamics",
-    )  # the Trainer logs the learning rate of the first group
+    # The Trainer logs the learning rate of the first group.
+    names = ("matrices", "vectors", "embeddings", "head", "dynamics")
     groups: dict[str, list[nn.Parameter]] = {name: [] for name in names}
     for value in model.parameters():
         if not value.requires_grad:

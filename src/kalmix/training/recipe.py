@@ -134,9 +134,9 @@ class Recipe:
         except FormatError:
             raise
         except (FileError, ArgumentError) as error:
-            there = (folder / RECIPE_FILE).exists()
-            how = f"whose {RECIPE_FILE} is unreadable ({error})" if there else f"which holds no run ({error})"
-            raise ArgumentError("run", got=f"{str(folder)!r}, {how}", expected=expected) from None
+            exists = (folder / RECIPE_FILE).exists()
+            problem = f"whose {RECIPE_FILE} is unreadable ({error})" if exists else f"which holds no run ({error})"
+            raise ArgumentError("run", got=f"{str(folder)!r}, {problem}", expected=expected) from None
 
 
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))

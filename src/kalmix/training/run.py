@@ -210,8 +210,9 @@ def build(recipe: Recipe, vocab_size: int, end: int) -> KalmixForCausalLM:
 
 
 def _checkpoint(output: Path, state: PartialState, *, resume: bool) -> Path | None:
-    """Return the checkpoint to resume from; `None` to start from the beginning, with a warning if that loses an earlier
-    start.
+    """Return the checkpoint to resume from; `None` to start from the beginning.
+
+    Warns if an earlier start is lost.
 
     Raises:
         ArgumentError: as `train`.
@@ -222,9 +223,9 @@ def _checkpoint(output: Path, state: PartialState, *, resume: bool) -> Path | No
             "output", got=f"{str(output)!r}, which holds a run", expected="a new folder, or resume=True (`--resume`)"
         )
     if resume and finished(read_history(output)):
-        shutil.rmtree(checkpoints, ignore_errors=True)  # the process may have been killed before it did
+        shutil.rmtree(checkpoints, ignore_errors=True)  # a killed process may have left them
         hint = "`kalmix report` evaluates a finished run"
-        got = f"{str(output)!r}, a finished run"
+        got = f"{str(output)!r}, which holds a finished run"
         raise ArgumentError("output", got=got, expected="an unfinished run to resume", hint=hint)
     checkpoint = newest_checkpoint(checkpoints, processes=state.num_processes)
     if checkpoint is None and (output / RECIPE_FILE).exists() and state.is_main_process:
@@ -254,8 +255,8 @@ def _eval_dataset(ids: Tensor, recipe: Recipe) -> Dataset | None:
     """Return the held-out sequences for evaluation during training: the first ones, in full batches if there is one."""
     ids = ids[:EVAL_TOKENS]
     batch = recipe.seq_len * recipe.batch_size
-    whole = len(ids) // batch * batch  # another batch size would compile again
-    return SequenceDataset(ids[: whole or None], recipe.seq_len, end_id=-1) if len(ids) >= recipe.seq_len else None
+    full = len(ids) // batch * batch  # another batch size would compile again
+    return SequenceDataset(ids[: full or None], recipe.seq_len, end_id=-1) if len(ids) >= recipe.seq_len else None
 
 
 def _bytes(documents: Sequence[str]) -> int:
