@@ -1,4 +1,4 @@
-"""Tiny models of every kind: pure attention (GPT), pure KLA, hybrids, and every other mixer."""
+"""Tiny models: attention only (GPT), KLA only, hybrids, and every other layer."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from kalmix.ops import Chebyshev, Fixed
 
 VOCABULARY = 40
 DESIGN = Design("own", Transition("head", diffusion=True), Evidence("memory"), Covariance("dense"))
-# Read-outs near 0 are magnified by an output norm, their rounding with them: a larger epsilon keeps that in bounds.
+# An output norm amplifies read-outs near 0 and their rounding errors; a larger epsilon limits this.
 CALM = {"heads": 1, "head_dim": 8, "norm_eps": 0.01}
-# So does a linear system, by its condition number: 3 at this ridge (51 at the published 0.02: see test_exact.py).
+# A linear system amplifies rounding by its condition number: 3 at this ridge, 51 at the published 0.02 (test_exact.py).
 RIDGE = {"mixer": "gated-kalmanet", **CALM, "ridge": 0.5}
 LAYERS = {
     "gpt": ["attention", {"mixer": "attention", "heads": 4, "kv_heads": 2}],
@@ -30,7 +30,7 @@ LAYERS = {
 
 
 def build(layers: str | list = "hybrid", seed: int = 0, **options) -> KalmixForCausalLM:
-    """A model in evaluation mode whose parameters all differ from their initial values."""
+    """Build a model in evaluation mode whose parameters all differ from their initial values."""
     torch.manual_seed(seed)
     entries = LAYERS[layers] if isinstance(layers, str) else layers
     options = {"vocab_size": VOCABULARY, "hidden_size": 16, "pad_token_id": 0, **options}
@@ -42,7 +42,7 @@ def build(layers: str | list = "hybrid", seed: int = 0, **options) -> KalmixForC
 
 
 def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
-    """Token ids, none of which is the padding id 0."""
+    """Return random token ids `[batch, length]` without the padding id 0."""
     return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 

@@ -1,4 +1,4 @@
-"""Saving and loading loses nothing, and what is broken says so."""
+"""Saved models load unchanged; damaged checkpoints and wrong configurations are refused."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from .conftest import build, tokens
 
 @torch.no_grad()
 @pytest.mark.parametrize("tie", [False, True])
-def test_bit_equal(tmp_path, model, tie):
+def test_saved_model_is_loaded_bit_equal(tmp_path, model, tie):
     if tie:
         model = build("hybrid", tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
@@ -26,7 +26,7 @@ def test_bit_equal(tmp_path, model, tie):
     assert again.config.to_dict() | {"_name_or_path": ""} == model.config.to_dict() | {"_name_or_path": ""}
     for (name, old), (_, new) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
         assert torch.equal(old, new), name
-    for parameter in again.parameters():  # out of the file's memory, whose alignment decides how sums are vectorised
+    for parameter in again.parameters():  # the alignment of the file's memory changes the order of sums
         parameter.data = parameter.data.clone()
     assert torch.equal(again(tokens(2, 5)).logits, model(tokens(2, 5)).logits)
     assert (again.model.lm_head.weight is again.model.embed_tokens.weight) == tie
@@ -49,8 +49,8 @@ model.save_pretrained(path + "/again")
 """
 
 
-def test_fresh_process(tmp_path):
-    """`AutoModelForCausalLM` alone finds kalmix, and a checkpoint saved from there is as good."""
+def test_auto_classes_load_in_a_new_process(tmp_path):
+    """`AutoModelForCausalLM` finds kalmix without an import of it, and its model saves the same files."""
     model = build("hybrid")
     model.save_pretrained(tmp_path)
     ids = tokens(1, 6)
@@ -78,7 +78,7 @@ def test_half_precision_keeps_dynamics(tmp_path, layers):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "header", "missing weight", "other shape"])
-def test_damaged_weights(tmp_path, damage):
+def test_damaged_weights_are_refused(tmp_path, damage):
     model = build("kla")
     if damage == "missing weight":
         weights = {k: v for k, v in model.state_dict().items() if not k.endswith("log_step")}
@@ -98,7 +98,7 @@ def test_damaged_weights(tmp_path, damage):
         KalmixForCausalLM.from_pretrained(tmp_path)
 
 
-def test_damaged_config(tmp_path):
+def test_damaged_config_is_refused(tmp_path):
     build("kla").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"layers": ["mamba9"]}))
@@ -114,7 +114,7 @@ def test_damaged_config(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"layers": ["mamba9"]}, "'mamba9'.*'kla', .*'attention'"),
         ({"layers": [{"mixer": "kla", "heads": 3}]}, "'heads'.*'slots'"),
@@ -131,12 +131,12 @@ def test_damaged_config(tmp_path):
         ({"propagate": "everything"}, "propagate"),
     ],
 )
-def test_wrong_configuration(options, says):
-    with pytest.raises(ArgumentError, match=says):
+def test_wrong_configuration_is_refused(options, message):
+    with pytest.raises(ArgumentError, match=message):
         KalmixConfig(**({"layers": ["kla"]} | options))
 
 
-def test_defaults():
+def test_default_sizes():
     config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla", {"mixer": "attention", "heads": 4}, "kla"])
     model = KalmixForCausalLM(config)
     kla, attention, _ = model.model.blocks
@@ -149,8 +149,8 @@ def test_defaults():
     assert config.num_hidden_layers == 3 and KalmixConfig().num_hidden_layers == 12
 
 
-def test_gated_kalmanet_as_published():
-    """The smallest model of table 4, and the hybrid of section M."""
+def test_gated_kalmanet_has_the_published_size():
+    """Check the smallest model of table 4 and the hybrid of section M."""
     with torch.device("meta"):
         model = KalmixForCausalLM(KalmixConfig(vocab_size=32000, hidden_size=1024, layers=["gated-kalmanet"] * 28))
     assert model.num_parameters() == pytest.approx(440e6, rel=0.03)
@@ -165,8 +165,8 @@ def test_gated_kalmanet_as_published():
             hybrid_layers(**wrong)
 
 
-def test_solvers_are_spelled_out():
-    """A configuration holds values as JSON does, and the layers read them back."""
+def test_solvers_are_stored_as_mappings():
+    """The configuration converts solvers for JSON; the layers convert them back."""
     entry = {"mixer": "gated-kalmanet", "heads": 1, "ridge": Fixed(2.0), "solver": Sketch(4, Chebyshev(7))}
     config = KalmixConfig(vocab_size=9, hidden_size=8, layers=[entry])
     again = KalmixConfig(**json.loads(config.to_json_string()))
@@ -187,7 +187,7 @@ def test_resized_vocabulary():
         assert (model.model.lm_head.weight is model.model.embed_tokens.weight) == tie
 
 
-def test_nothing_imports_transformers_early():
+def test_language_model_does_not_import_transformers():
     code = (
         "import sys, kalmix, kalmix.layers, kalmix.models; from kalmix.models import LanguageModel; import torch\n"
         "model = LanguageModel(9, 8, ['kla', 'attention'])\n"

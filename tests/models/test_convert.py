@@ -1,4 +1,4 @@
-"""A flash-linear-attention checkpoint keeps its logits: against its published equations, in its own names."""
+"""Converted flash-linear-attention checkpoints have the logits of the published equations."""
 
 import json
 import math
@@ -26,7 +26,7 @@ VARIANTS = {
 
 
 def checkpoint(config):
-    """Random weights under the names, and in the shapes, that flash-linear-attention 0.6.0 gives them."""
+    """Return random weights with the names and shapes of flash-linear-attention 0.6.0."""
     torch.manual_seed(0)
     d, h, k = config["hidden_size"], config["num_heads"], config["head_dim"]
     g = config.get("num_v_heads") or h
@@ -53,7 +53,7 @@ def checkpoint(config):
 
 
 def logits(config, weights, ids):
-    """Equations 8 to 10 of Gated Delta Networks and the block around them, token by token, in float64."""
+    """Compute equations 8 to 10 of Gated Delta Networks and their block, token by token, in float64."""
     w = {name: weight.double() for name, weight in weights.items()}
     eps = config["norm_eps"]
 
@@ -113,8 +113,8 @@ def test_same_logits(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_folder(tmp_path, shards):
-    """As saved, whole or in shards, of bfloat16 or not; and then as ours."""
+def test_folder_is_loaded(tmp_path, shards):
+    """Load a folder in bfloat16, in one file or two, then save and load it as a kalmix model."""
     weights = {name: weight.bfloat16() for name, weight in checkpoint(BASE).items()}
     (tmp_path / "config.json").write_text(json.dumps(BASE | {"fuse_norm": True, "torch_dtype": "bfloat16"}))
     names = sorted(weights)
@@ -133,7 +133,7 @@ def test_a_folder(tmp_path, shards):
 
 
 @torch.no_grad()
-def test_older_checkpoints():
+def test_older_checkpoints_are_loaded():
     weights, ids = checkpoint(BASE), torch.arange(6)
     expected = logits(BASE, weights, ids)
     for i in range(2):
@@ -146,7 +146,7 @@ def test_older_checkpoints():
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"model_type": "mamba2"}, r"config\['model_type'\].*gated_deltanet"),
         ({"attn": {"layers": [1]}}, r"config\['attn'\]"),
@@ -160,12 +160,12 @@ def test_older_checkpoints():
         ({"use_gate": False}, r"g_proj"),
     ],
 )
-def test_what_does_not_fit(change, says):
-    with pytest.raises(ArgumentError, match=says):
+def test_unsupported_config_is_refused(change, message):
+    with pytest.raises(ArgumentError, match=message):
         convert_gated_deltanet(BASE | change, checkpoint(BASE))
 
 
-def test_broken_folders(tmp_path):
+def test_broken_folders_are_refused(tmp_path):
     with pytest.raises(ArgumentError, match=r"config\.json"):
         load_gated_deltanet(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(BASE))

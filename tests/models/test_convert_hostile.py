@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries: a wrong configuration is named."""
+"""Wrong configurations of other libraries raise errors that name the key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WRONG = ("8", 8.5, [8], {}, True, -8, 0, None, float("nan"))
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_configurations_of_other_libraries(tmp_path, kind):
+def test_wrong_configurations_of_other_libraries_are_refused(tmp_path, kind):
     save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
     for key in SIZES[kind]:
         for value in WRONG:

@@ -1,4 +1,4 @@
-"""A released Gated KalmaNet keeps its logits: against its authors' mathematics, token by token, in their names."""
+"""Converted Gated KalmaNet checkpoints have the logits of the authors' equations."""
 
 import json
 import math
@@ -27,7 +27,7 @@ VARIANTS = {
 
 
 def checkpoint(config):
-    """Random weights under the names, and in the shapes, that the authors' model gives them."""
+    """Return random weights with the names and shapes of the authors' model."""
     torch.manual_seed(0)
     d, heads, shared, k = (config[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
     gka, inner = config.get("gka_config", {}), config["intermediate_size"]
@@ -66,7 +66,7 @@ def kinds(config):
 
 
 def logits(config, weights, ids):
-    """The authors' model in float64: pre-norm blocks of attention or Gated KalmaNet, and SwiGLU."""
+    """Compute the authors' model in float64: pre-norm blocks of attention or Gated KalmaNet, and SwiGLU."""
     w = {name: weight.double() for name, weight in weights.items()}
 
     x = w["model.embed_tokens.weight"][ids]
@@ -87,7 +87,8 @@ def rms(x, weight, eps):
 
 
 def kalmanet(config, w, x):
-    """Keys and values of all heads scaled by the write gate, Chebyshev's iteration, then gated linear attention."""
+    """Compute Gated KalmaNet: scale keys and values by the write gate, then Chebyshev iteration and gated linear
+    attention."""
     heads, shared, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     gka, found = config.get("gka_config", {}), {}
     for n in "qkv":
@@ -124,7 +125,7 @@ def kalmanet(config, w, x):
 
 
 def chebyshev(gram, q, strength, iterations):
-    """Algorithm 1 on [lambda, lambda + |H|], with momentum."""
+    """Compute algorithm 1 on [lambda, lambda + |H|], with momentum."""
     norm = gram.norm()
     least, most = strength * norm, (1 + strength) * norm
     rho, omega = (most - least) / (most + least), 2.0
@@ -137,7 +138,7 @@ def chebyshev(gram, q, strength, iterations):
 
 
 def attention(config, w, x):
-    """Softmax attention with QK norm and rotary positions."""
+    """Compute softmax attention with QK norm and rotary positions."""
     heads, shared, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     q, k, v = ((x @ w[f"{n}_proj.weight"].T).reshape(len(x), -1, width) for n in "qkv")
     base = (config.get("rope_parameters") or config)["rope_theta"]
@@ -161,13 +162,13 @@ def test_same_logits(name):
     assert not model.training
     want = logits(config, weights, ids)
     torch.testing.assert_close(model.double()(ids[None]).logits[0], want, atol=1e-6, rtol=0)  # angles are float32
-    # In float32, condition numbers up to 51 and an epsilon of 1e-6 behind them magnify rounding.
+    # In float32, condition numbers up to 51, followed by a norm with epsilon 1e-6, amplify rounding.
     torch.testing.assert_close(model.float()(ids[None]).logits[0].double(), want, atol=1e-3, rtol=0)
 
 
 @torch.no_grad()
-def test_a_folder(tmp_path):
-    """As saved, in bfloat16; and then as ours."""
+def test_folder_is_loaded(tmp_path):
+    """Load a folder in bfloat16, then save and load it as a kalmix model."""
     weights = {name: weight.bfloat16() for name, weight in checkpoint(BASE).items()}
     (tmp_path / "config.json").write_text(
         json.dumps(BASE | {"torch_dtype": "bfloat16", "gka_config": {"bp_lambda": True}})
@@ -182,7 +183,7 @@ def test_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"model_type": "hybrid_llama"}, r"config\['model_type'\].*hybrid_qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act"),
@@ -201,6 +202,6 @@ def test_a_folder(tmp_path):
         ({"gka_config": {"use_gate": False}}, r"g_proj"),
     ],
 )
-def test_what_does_not_fit(change, says):
-    with pytest.raises(ArgumentError, match=says):
+def test_unsupported_config_is_refused(change, message):
+    with pytest.raises(ArgumentError, match=message):
         convert_gated_kalmanet(BASE | change, checkpoint(BASE))

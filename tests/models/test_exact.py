@@ -1,4 +1,4 @@
-"""One model, however the tokens arrive: in pieces, padded, or packed, the logits are the same."""
+"""Logits do not depend on how the tokens arrive: in pieces, padded or packed."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ CLOSE = {"atol": 1e-5, "rtol": 0}  # float32 logits of size about 1
 
 @torch.no_grad()
 @pytest.mark.parametrize("cuts", [(1, 2, 3, 4), (5,), (2, 2, 9), tuple(range(1, 12))])
-def test_split_prompt(model, cuts):
+def test_prompt_in_pieces_gives_the_same_logits(model, cuts):
     ids = tokens(2, 12)
     whole = model(ids).logits
     cache, parts = DynamicCache(config=model.config), []
@@ -27,8 +27,8 @@ def test_split_prompt(model, cuts):
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention_at", [(), (1,)])
-def test_split_ridge_as_published(attention_at):
-    """Condition numbers up to 51 and a small epsilon magnify rounding: in float64, little is left of it."""
+def test_published_ridge_in_pieces_gives_the_same_logits(attention_at):
+    """Use float64: condition numbers up to 51 and a small epsilon amplify rounding."""
     model = build(hybrid_layers(blocks=3, attention_at=attention_at)).double()
     ids = tokens(2, 40)
     whole = model(ids).logits
@@ -45,8 +45,8 @@ def test_split_ridge_as_published(attention_at):
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 @pytest.mark.parametrize("cut", [1, 3, 12])
-def test_padding(model, side, cut):
-    """Any padding, in a prompt that comes in two pieces: pads fall into either."""
+def test_padding_does_not_change_logits(model, side, cut):
+    """Padding is in either or both of two pieces of the prompt."""
     ids = tokens(3, 12)
     lengths = (12, 9, 2)
     starts = {"left": (0, 3, 10), "right": (0, 0, 0), "both": (0, 2, 4)}[side]
@@ -71,8 +71,8 @@ def test_padding(model, side, cut):
 
 @torch.no_grad()
 @pytest.mark.parametrize("keep", ["position_ids", "seq_idx", "cu_seq_lens_q"])
-def test_packing(model, keep):
-    """What `DataCollatorWithFlattening` gives, in each of the forms it gives it."""
+def test_packing_does_not_change_logits(model, keep):
+    """Each of the formats of `DataCollatorWithFlattening` describes the same sequences."""
     examples = [tokens(1, n, seed=n)[0].tolist() for n in (4, 1, 7)]
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     batch = collate([{"input_ids": example} for example in examples])
@@ -82,14 +82,14 @@ def test_packing(model, keep):
     loss = model(**batch).loss
     apart = [model(torch.tensor([e]), labels=torch.tensor([e])).loss * (len(e) - 1) for e in examples]
     torch.testing.assert_close(loss, sum(apart) / (3 + 0 + 6), atol=1e-5, rtol=0)
-    # Labels that forget to hide a sequence's first token are hidden by the segments.
+    # The segments ignore the label of each sequence's first token, even if the labels do not.
     raw = model(batch["input_ids"], labels=batch["input_ids"], **{keep: batch[keep]}).loss
     torch.testing.assert_close(raw, loss, atol=1e-6, rtol=0)
 
 
 @torch.no_grad()
-def test_long_prompts_at_odd_places(model):
-    """Past every chunk and tile: pieces of random lengths, left padding and packing at once, 300 tokens each."""
+def test_long_prompts_in_random_pieces(model):
+    """Prompts of 300 tokens span several chunks and tiles, with left padding and packing."""
     rng = torch.Generator().manual_seed(0)
     ids = tokens(2, 300)
     whole = model(ids).logits
@@ -122,7 +122,7 @@ def test_packing_in_several_rows(model):
 
 
 @torch.no_grad()
-def test_mask_of_ones_and_no_mask_are_one(model):
+def test_mask_of_ones_equals_no_mask(model):
     ids = tokens(2, 6)
     assert torch.equal(model(ids, attention_mask=torch.ones(2, 6)).logits, model(ids).logits)
     assert torch.equal(model(ids, use_cache=False).logits, model(ids).logits)
@@ -141,7 +141,7 @@ def test_outputs(model):
         assert (known.variance is not None) == mixer.has_posterior
         if known.variance is not None:
             assert known.variance.shape == (2, 6, 16) and (known.variance > 0).all()
-    # The belief is of the block's output: what the mixer adds to the residual stream.
+    # The belief describes the mixer's output, which is added to the residual stream.
     first = model.model.blocks[0]
     if first.mlp is None:
         torch.testing.assert_close(full.hidden_states[1] - full.hidden_states[0], full.beliefs[0].mean)
@@ -152,7 +152,7 @@ def test_outputs(model):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "gap"),
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask"),
@@ -168,15 +168,15 @@ def test_outputs(model):
         ({"past_key_values": DynamicCache(ddp_cache_data=[(torch.zeros(1, 1, 2, 4),) * 2] * 2)}, "past_key_values"),
     ],
 )
-def test_wrong_input(arguments, says):
-    with pytest.raises(ArgumentError, match=says):
+def test_wrong_inputs_are_refused(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
         build()(tokens(1, 4), **arguments)
     with pytest.raises(ArgumentError, match="static"):
         StaticCache(config=build().config, max_cache_len=8)
 
 
 @torch.no_grad()
-def test_cache_of_another_batch():
+def test_cache_of_another_batch_size_is_refused():
     model = build()
     cache = model(tokens(2, 3)).past_key_values
     with pytest.raises(ArgumentError, match="`state` has 2 sequences"):

@@ -1,4 +1,4 @@
-"""Every way to generate is the same model: with a cache or without, in a padded batch or alone, drafted or not."""
+"""All generation modes agree: with and without a cache, padded or alone, with and without a draft model."""
 
 import copy
 
@@ -25,8 +25,8 @@ def left_padded(ids, lengths):
     return padded, (padded != 0).long()
 
 
-def test_cache_and_padding(model):
-    ids = tokens(3, 8, seed=2)  # with seed 1, two tokens of the Bayesian Layers' are 2e-7 apart, in float64 too
+def test_greedy_generation_with_cache_and_padding(model):
+    ids = tokens(3, 8, seed=2)  # with seed 1, two logits of Bayesian Layers differ by only 2e-7
     padded, mask = left_padded(ids, (8, 5, 1))
     together = greedy(model, padded, attention_mask=mask)
     for row, length in enumerate((8, 5, 1)):
@@ -37,8 +37,8 @@ def test_cache_and_padding(model):
     assert torch.equal(with_embeds, greedy(model, ids)[:, 8:])
 
 
-def test_beams(model):
-    """Beam search reorders beliefs: with a cache as without, and alone as in a padded batch."""
+def test_beam_search(model):
+    """Beam search with a cache equals that without, and padded prompts equal single ones."""
     ids = tokens(2, 6)
     padded, mask = left_padded(ids, (6, 3))
     options = {"num_beams": 3, "num_return_sequences": 2}
@@ -61,8 +61,8 @@ def test_sampling(model):
 
 
 @pytest.mark.parametrize("draft", ["gpt", "kla", "hybrid"])
-def test_assisted(model, draft):
-    """Speculation changes nothing, whether the draft is often wrong (another model) or mostly right (a near copy)."""
+def test_assisted_generation(model, draft):
+    """Draft models change nothing, whether mostly wrong (another model) or mostly right (a near copy)."""
     ids = tokens(1, 5)
     expected = greedy(model, ids)
     assert torch.equal(greedy(model, ids, assistant_model=build(draft, seed=9)), expected)
@@ -77,17 +77,17 @@ def test_prompt_lookup(model):
     assert torch.equal(greedy(model, ids, prompt_lookup_num_tokens=3), greedy(model, ids))
 
 
-def test_goes_on_from_a_returned_cache(model):
+def test_generation_continues_from_a_returned_cache(model):
     ids = tokens(2, 5)
     first = greedy(model, ids, return_dict_in_generate=True)
     longer = torch.cat([first.sequences, tokens(2, 3, seed=7)], 1)
-    cache, mask = first.past_key_values, torch.ones_like(longer)  # for the model may have said 0, the padding id
+    cache, mask = first.past_key_values, torch.ones_like(longer)  # the model may have generated 0, the padding id
     assert cache.get_seq_length() == first.sequences.shape[1] - 1
     expected = greedy(model, longer, attention_mask=mask)
     assert torch.equal(greedy(model, longer, attention_mask=mask, past_key_values=cache), expected)
 
 
-def test_static_and_foreign_caches_are_refused(model):
+def test_static_cache_is_refused_and_empty_caches_work(model):
     with pytest.raises(ArgumentError, match="static"):
         greedy(model, tokens(1, 3), cache_implementation="static")
     assert torch.equal(greedy(model, tokens(1, 3), past_key_values=DynamicCache()), greedy(model, tokens(1, 3)))
@@ -98,7 +98,7 @@ def test_static_and_foreign_caches_are_refused(model):
 @torch.no_grad()
 @pytest.mark.parametrize("remove", [0, 1, 3, 4, 5, 7, 11])
 def test_crop_with_recording(model, remove):
-    """Back by any number of tokens, within a call and across calls, in a padded batch."""
+    """Remove any number of tokens, within a call and across calls, in a padded batch."""
     ids = tokens(2, 11)
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[0, :2] = 0
@@ -114,8 +114,8 @@ def test_crop_with_recording(model, remove):
     alone = model(torch.cat([ids, probe], 1), attention_mask=torch.cat([mask, mask[:, -2:]], 1)).logits
     torch.testing.assert_close(after, alone[:, 11:], **CLOSE)
     if again is not None:
-        kept = torch.arange(11)[None] >= torch.tensor([[max(2, 11 - remove)], [11 - remove]])
-        torch.testing.assert_close(again.logits[kept[:, 11 - remove :]], alone[:, :11][kept], **CLOSE)
+        is_token = torch.arange(11)[None] >= torch.tensor([[max(2, 11 - remove)], [11 - remove]])
+        torch.testing.assert_close(again.logits[is_token[:, 11 - remove :]], alone[:, :11][is_token], **CLOSE)
 
 
 @torch.no_grad()
@@ -126,7 +126,7 @@ def test_crop_of_the_last_call_needs_no_recording(model):
     model(ids[:, 4:], past_key_values=cache)
     cache.crop(torch.tensor(-1))
     cache.crop(-1)
-    cache.crop(6)  # how many to keep, as transformers 5.17 has it
+    cache.crop(6)  # the number to keep, as in transformers 5.17
     assert cache.get_seq_length() == 6
     torch.testing.assert_close(model(ids[:, 6:], past_key_values=cache).logits, model(ids).logits[:, 6:], **CLOSE)
     with pytest.raises(ArgumentError, match="at most 3 tokens back"):
@@ -156,7 +156,7 @@ def test_crop_then_reorder(model):
 
 @torch.no_grad()
 def test_snapshot_and_restore(model):
-    """Roll back as often as wanted, without copies, and whatever was done in between."""
+    """Restore a snapshot repeatedly, after calls, crops and reorderings."""
     ids, wrong = tokens(2, 8), tokens(2, 5, seed=8)
     cache = model(ids[:, :5]).past_key_values
     held = snapshot(cache)
@@ -174,8 +174,8 @@ def test_snapshot_and_restore(model):
 
 
 @torch.no_grad()
-def test_memory_does_not_grow():
-    """A KLA's cache holds one belief and the last call, however long it runs; recording ends with the next crop."""
+def test_cache_does_not_grow():
+    """A KLA cache holds one belief and one call for any length; recording ends with the next crop."""
     model = build("kla")
     cache = DynamicCache(config=model.config)
     for token in tokens(1, 20).T:

@@ -1,4 +1,4 @@
-"""The losses against their definitions."""
+"""Losses equal their definitions."""
 
 import math
 
@@ -12,7 +12,7 @@ from kalmix.models.losses import cross_entropy, marginal_likelihood, next_token_
 from .conftest import build, tokens
 
 
-def test_next_tokens():
+def test_next_token_targets():
     labels = torch.tensor([[1, 2, 3, 4, 5]])
     assert next_token_targets(labels, None).tolist() == [[2, 3, 4, 5, -100]]
     packed = Segments.packed(torch.tensor([0, 2, 5]))
@@ -40,7 +40,7 @@ def test_model_loss_is_shifted_cross_entropy(model):
 
 
 def gaussians():
-    """A head over a one-dimensional read-out, where the integral can be done by quadrature."""
+    """Return a problem with a one-dimensional read-out, so that quadrature gives the exact integral."""
     torch.manual_seed(0)
     weight = 3 * torch.randn(1, 4)
     mean, variance = torch.randn(2, 3, 1), 0.2 + torch.rand(2, 3, 1)
@@ -59,7 +59,7 @@ def exact(decode, mean, variance, targets):
 
 
 def test_marginal_likelihood_converges_to_the_integral():
-    """From above, as the logarithm is concave, with an error that falls like 1 / S."""
+    """The error is positive (the logarithm is concave) and falls like 1 / S."""
     decode, mean, variance, targets = gaussians()
     truth = exact(decode, mean, variance, targets)
     gaps = []
@@ -73,7 +73,7 @@ def test_marginal_likelihood_converges_to_the_integral():
     assert gaps[2][0] < gaps[0][0] / 20 + 4 * gaps[2][1]
 
 
-def test_one_certain_sample_is_cross_entropy():
+def test_one_sample_without_variance_equals_cross_entropy():
     decode, mean, variance, targets = gaussians()
     certain = marginal_likelihood(decode, mean, torch.zeros_like(variance), targets, samples=1)
     torch.testing.assert_close(certain, cross_entropy(decode(mean), targets))
@@ -81,8 +81,8 @@ def test_one_certain_sample_is_cross_entropy():
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 100])
-def test_slices_change_nothing(chunk_size):
-    """Neither the value nor the gradients: backward draws the samples of forward."""
+def test_chunk_size_does_not_change_the_loss(chunk_size):
+    """Loss and gradients agree, because backward draws the same samples as forward."""
     decode, mean, variance, targets = gaussians()
     results = []
     for size in (7, chunk_size):
@@ -95,11 +95,11 @@ def test_slices_change_nothing(chunk_size):
         torch.testing.assert_close(sliced, whole, rtol=1e-5, atol=1e-6)
 
 
-def test_memory_is_that_of_one_slice():
-    """What backward needs grows with the samples by one number a target, not by logits and hidden layers."""
+def test_backward_stores_one_number_per_sample_and_target():
+    """Memory for backward does not contain logits or hidden layers of each sample."""
     decode, mean, variance, targets = gaussians()
 
-    def kept(samples: int) -> int:
+    def stored_bytes(samples: int) -> int:
         storages = {}
 
         def pack(x: torch.Tensor) -> torch.Tensor:
@@ -110,12 +110,12 @@ def test_memory_is_that_of_one_slice():
             marginal_likelihood(decode, mean.requires_grad_(), variance.requires_grad_(), targets, samples)
         return sum(storage.nbytes() for storage in storages.values())
 
-    a_sample = (kept(40) - kept(4)) / 36
+    a_sample = (stored_bytes(40) - stored_bytes(4)) / 36
     assert a_sample <= 3 * targets.numel() * 4  # bytes; its logits alone would be 4 x 6 numbers
 
 
-def test_against_brute_force():
-    """Equation 24 written out over the model: samples of the last layer's read-out through all that follows."""
+def test_marginal_loss_equals_equation_24():
+    """Compare with equation 24, written out for a model with an MLP after its last layer."""
     model = build(
         [{"mixer": "kla", "slots": 4}, {"mixer": "kla", "slots": 4, "mlp": 24}], loss="marginal", loss_samples=5
     )

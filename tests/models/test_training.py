@@ -1,4 +1,4 @@
-"""Training: checkpointed, compiled, in mixed precision, with samples between blocks."""
+"""Training with gradient checkpointing, torch.compile, mixed precision and sampled read-outs."""
 
 import pytest
 import torch
@@ -36,8 +36,8 @@ def test_gradient_checkpointing(options, reentrant):
     assert_equal(plain, gradients(model, **inputs), rtol=0, atol=0)
 
 
-def test_full_graph():
-    """Loss and gradients of one graph, padding included, are those of the eager model."""
+def test_compiles_to_one_graph():
+    """Loss and gradients of the compiled model equal those of the eager model, with padding."""
     model = build([{"mixer": "attention", "heads": 2}, {"mixer": "kla", "slots": 2}]).train()
     ids = tokens(2, 5)
     inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5])}
@@ -51,8 +51,8 @@ def test_full_graph():
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-def test_learns(layers):
-    """A sequence is learnt by heart in a few steps, by either loss where the last layer has a posterior."""
+def test_every_layer_learns(layers):
+    """Each model memorizes a sequence in 30 steps, with the marginal loss too if its last layer has a posterior."""
     for options in ({}, {"loss": "marginal", "loss_samples": 2}):
         model = build(layers, **options).train()
         if options and not model.model.last_block.mixer.has_posterior:
@@ -70,7 +70,7 @@ def test_learns(layers):
 
 
 def test_propagated_samples():
-    """Blocks but the last pass on a sample while training, the mean otherwise, with the mean as its expectation."""
+    """In training, all blocks but the last pass on a sample, whose expectation is the mean."""
     model = build(["kla", "kla"], propagate="sample")
     mean = build(["kla", "kla"])
     ids = tokens(1, 4)
@@ -106,7 +106,7 @@ def test_mixed_precision():
 
 
 @pytest.mark.parametrize("layers", sorted(LAYERS.keys() - {"gpt", "kla", "hybrid"}))
-def test_mixed_precision_of_others(layers):
+def test_mixed_precision_of_other_layers(layers):
     model = build(layers).train()
     ids = tokens(2, 8)
     exact = model(input_ids=ids, labels=ids).loss.detach()
@@ -116,8 +116,8 @@ def test_mixed_precision_of_others(layers):
     assert all(torch.isfinite(gradient).all() for gradient in got.values())
 
 
-def test_accumulation_counts_targets():
-    """Two halves with the whole batch's count add up to the whole."""
+def test_accumulated_batches_share_one_target_count():
+    """The losses of two halves, divided by the count of the whole batch, sum to its loss."""
     model = build("hybrid")
     ids, labels = tokens(4, 6), tokens(4, 6)
     labels[1, 2:] = -100

@@ -1,4 +1,4 @@
-"""Image classifiers: the published sizes, windows, any mixer, `timm`."""
+"""Image classifiers: published sizes, windows, any layer as mixer, registration with timm."""
 
 import subprocess
 import sys
@@ -19,8 +19,8 @@ def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def test_sizes_are_the_published_ones():
-    """31.8 million parameters; MambaVision-T without its mixers has 29,218,888."""
+def test_parameter_counts_are_the_published_ones():
+    """GKAVision-T has 31.8 million parameters; MambaVision-T without its mixers has 29,218,888."""
     with torch.device("meta"):
         assert count(gkavision_tiny()) == 31_803_624
         assert count(gkavision_tiny(mixer=lambda width: gated_kalmanet(width, gate="silu"))) == 32_418_024
@@ -54,8 +54,8 @@ def test_stochastic_depth_grows():
     assert drop.eval()(x) is x
 
 
-def test_windows():
-    """A window never sees another; rows are read in order, and a map is put together as it was."""
+def test_windows_are_independent():
+    """Windows do not affect each other, their tokens are in row-major order, and the map is reassembled."""
 
     class Read(nn.Module):
         def forward(self, x):
@@ -78,14 +78,14 @@ def test_windows():
 
 @pytest.mark.parametrize("size", [(64, 64), (40, 72), (1, 1)])
 @pytest.mark.parametrize("mixer", [gated_kalmanet, KLA, GatedDeltaNet, None])
-def test_any_mixer_any_size(mixer, size):
+def test_any_mixer_and_image_size(mixer, size):
     torch.manual_seed(0)
     model = VisionModel(**TINY, mixer=mixer, in_chans=2).eval()
     images = torch.randn(2, 2, *size)
     logits = model(images)
     assert logits.shape == (2, 5) and logits.isfinite().all()
     torch.testing.assert_close(model(images.to(memory_format=torch.channels_last)), logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(model(images[1:]), logits[1:], rtol=1e-4, atol=1e-5)  # images do not see each other
+    torch.testing.assert_close(model(images[1:]), logits[1:], rtol=1e-4, atol=1e-5)  # images are independent
     model(images).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -114,7 +114,7 @@ def test_compiles_to_one_graph():
 
 
 def test_learns_in_mixed_precision():
-    """A few images are learnt by heart."""
+    """The model memorizes ten images in 12 steps."""
     torch.manual_seed(0)
     model = VisionModel(**TINY, drop_path_rate=0.0)
     exact = cross_entropy(model)
@@ -130,7 +130,7 @@ def test_learns_in_mixed_precision():
     assert abs(losses[0] - float(exact.detach())) < 0.05 and losses[-1] < losses[0] / 4, losses
 
 
-def test_another_classifier():
+def test_classifier_is_replaced():
     model = VisionModel(**TINY)
     model.reset_classifier(3)
     assert model.num_classes == 3 and model(torch.randn(2, 3, 64, 64)).shape == (2, 3)
@@ -141,11 +141,11 @@ def test_another_classifier():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [({"depths": (1, 1, 1)}, "depths"), ({"windows": (0, 7)}, "windows"), ({"heads": (3, 4)}, "heads")],
 )
-def test_sizes_that_do_not_fit(options, says):
-    with pytest.raises(ArgumentError, match=says):
+def test_wrong_sizes_are_refused(options, message):
+    with pytest.raises(ArgumentError, match=message):
         VisionModel(**{**TINY, **options})
 
 
@@ -168,23 +168,23 @@ assert "kalmix.models.vision.timm" not in sys.modules and "kalmix.models.vision"
     )
 
 
-def test_a_broken_timm_is_only_warned_of(tmp_path):
+def test_broken_timm_causes_a_warning_only(tmp_path):
     (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     said = run(
         f"""
 import sys, warnings
 sys.path.insert(0, {str(tmp_path)!r})
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as result:
     warnings.simplefilter("always")
     import kalmix.models.vision
-print([str(warning.message) for warning in told if "nms" in str(warning.message)])
+print([str(warning.message) for warning in result if "nms" in str(warning.message)])
 """
     )
     assert "timm is installed but cannot be imported" in said
 
 
-def test_registers_where_timm_is(tmp_path):
-    """Against a stand-in that keeps what it is told; the test below asks the real one."""
+def test_models_are_registered_with_timm(tmp_path):
+    """Use a stand-in for timm that records calls; the next test uses the real one."""
     (tmp_path / "timm").mkdir()
     (tmp_path / "timm" / "__init__.py").write_text("")
     (tmp_path / "timm" / "models.py").write_text(
@@ -211,7 +211,7 @@ assert model.head.out_features == 7 and model.drop.p == 0.1 and model.stem[0].in
     )
 
 
-def test_in_timm():
+def test_timm_creates_the_models():
     timm = pytest.importorskip("timm", reason="timm is in an extra of its own, as it brings another torch")
     assert timm.list_models("gkavision*") == ["gkavision_tiny"]
     model = timm.create_model("gkavision_tiny", num_classes=7, drop_rate=0.0, drop_path_rate=0.1).eval()

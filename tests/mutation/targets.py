@@ -81,8 +81,8 @@ TESTS: dict[str, Tests] = {
     "kalmix/layers/": Tests(("tests/layers",)),
     "kalmix/training/": Tests(
         (
-            "tests/training/test_parts.py",
-            "tests/training/test_insight.py",
+            "tests/training/test_components.py",
+            "tests/training/test_layer_diagnostics.py",
             "tests/training/test_run.py",
             "tests/test_evaluation.py",
             "tests/cli/test_run_report.py",

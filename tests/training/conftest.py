@@ -1,4 +1,4 @@
-"""A text and recipes small enough to train in a second."""
+"""A text and recipes that train in a second."""
 
 from __future__ import annotations
 

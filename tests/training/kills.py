@@ -1,8 +1,8 @@
-"""Kill tiny runs of `kalmix train`, resume them, and check that nothing is lost, repeated or stuck.
+"""Kill tiny runs of `kalmix train`, resume them, and check that no step is lost, repeated or stuck.
 
     python tests/training/kills.py --kills 100
 
-Prints a line for every failure, and the counts; exits with 1 if there was a failure.
+Prints one line per failure, and the counts; exits with 1 after a failure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from training.conftest import WORDS
 
 
 class Train(Run):
-    """`kalmix train` of 24 steps."""
+    """Run of `kalmix train` with 24 steps."""
 
     trainer = KalmixTrainer
 

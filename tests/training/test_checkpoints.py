@@ -1,4 +1,4 @@
-"""Runs resume from the newest intact checkpoint only, and refuse what was not saved as it is now."""
+"""Runs resume from the newest intact checkpoint, and only with unchanged data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .test_run import Kill
 
 @pytest.fixture(scope="module")
 def stopped(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path]:
-    """A run of 8 steps, interrupted after 5, with checkpoints of steps 4 and 5."""
+    """Return a run of 8 steps that was interrupted after 5, with checkpoints of steps 4 and 5."""
     folder = tmp_path_factory.mktemp("stopped")
     text = folder / "text.txt"
     shutil.copy(text_file, text)
@@ -42,7 +42,7 @@ def stopped(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 @pytest.fixture
 def halted(stopped: tuple[Recipe, Path], tmp_path: Path) -> tuple[Recipe, Path]:
-    """A copy of the interrupted run, with a text of its own."""
+    """Return a copy of the interrupted run with its own copy of the text."""
     recipe, folder = stopped
     shutil.copytree(folder, tmp_path / "run")
     shutil.copy(str(recipe.text), tmp_path / "text.txt")
@@ -54,9 +54,7 @@ STATE = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "
 
 @pytest.mark.parametrize("name", [*STATE, "manifest.json"])
 @pytest.mark.parametrize("how", ["truncated", "zeroed"])
-def test_a_damaged_file_makes_a_run_resume_from_the_checkpoint_before(
-    halted: tuple[Recipe, Path], name: str, how: str
-) -> None:
+def test_damaged_checkpoint_is_skipped_for_the_one_before(halted: tuple[Recipe, Path], name: str, how: str) -> None:
     file = halted[1] / "checkpoints" / "checkpoint-5" / name
     content = file.read_bytes()
     half = len(content) // 2
@@ -67,14 +65,14 @@ def test_a_damaged_file_makes_a_run_resume_from_the_checkpoint_before(
 
 
 @pytest.mark.parametrize("name", STATE)
-def test_a_missing_file_is_refused(halted: tuple[Recipe, Path], name: str) -> None:
+def test_checkpoint_with_a_missing_file_is_refused(halted: tuple[Recipe, Path], name: str) -> None:
     recipe, folder = halted
     (folder / "checkpoints" / "checkpoint-5" / name).unlink()
     with pytest.raises(ArgumentError, match=rf"checkpoint-5.*lacks {name}.*Delete that folder"):
         train(recipe, folder, resume=True)
 
 
-def test_a_checkpoint_passed_over_does_not_outlive_the_next(halted: tuple[Recipe, Path]) -> None:
+def test_skipped_checkpoint_is_deleted_after_the_next_save(halted: tuple[Recipe, Path]) -> None:
     recipe, folder = halted
     (folder / "checkpoints" / "checkpoint-5" / "optimizer.pt").write_bytes(b"")
     with pytest.warns(UserWarning, match="skipping"):
@@ -123,15 +121,15 @@ def test_recipe_of_an_old_format_is_refused(halted: tuple[Recipe, Path]) -> None
             Recipe.load(halted[1])
 
 
-def test_a_run_that_was_stopped_before_its_first_checkpoint_says_so(recipe, tmp_path: Path) -> None:
+def test_resuming_before_the_first_checkpoint_warns(recipe, tmp_path: Path) -> None:
     recipe().save(tmp_path)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "tokenizer.json").write_text('{"version')  # killed while it was written
+    (tmp_path / "model" / "tokenizer.json").write_text('{"version')  # truncated, as by a kill
     with pytest.warns(UserWarning, match=rf"stopped before its first.*kalmix train --resume --output {tmp_path}"):
         assert train(recipe(), tmp_path, resume=True).finished
 
 
-def test_a_run_without_an_intact_checkpoint_says_so(halted: tuple[Recipe, Path]) -> None:
+def test_resuming_without_an_intact_checkpoint_warns(halted: tuple[Recipe, Path]) -> None:
     recipe, folder = halted
     for path in list_checkpoints(folder / "checkpoints"):
         (path / "optimizer.pt").write_bytes(b"")
@@ -142,24 +140,24 @@ def test_a_run_without_an_intact_checkpoint_says_so(halted: tuple[Recipe, Path])
 
 
 def checkpoints_of(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Train, and return the checkpoints that were saved."""
-    kept = []
+    """Train, and return the steps of all saved checkpoints."""
+    steps = []
     publish = SafeTrainer._publish
 
     def noted(self) -> None:
         publish(self)
-        kept.append(list_checkpoints(self._folder)[0].name.removeprefix("checkpoint-"))
+        steps.append(list_checkpoints(self._folder)[0].name.removeprefix("checkpoint-"))
 
     monkeypatch.setattr(SafeTrainer, "_publish", noted)
     train(recipe, folder)
-    return kept
+    return steps
 
 
-def test_a_run_saves_four_checkpoints_at_least(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_saves_at_least_four_checkpoints(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoints_of(recipe(steps=10), tmp_path, monkeypatch) == ["2", "4", "6", "8"]
 
 
-def test_a_run_saves_after_ten_minutes(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_saves_every_ten_minutes(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert schedule.MAX_SECONDS_BETWEEN_SAVES == 600
     monkeypatch.setattr(schedule, "MAX_SECONDS_BETWEEN_SAVES", 0.0)
     assert checkpoints_of(recipe(steps=5), tmp_path, monkeypatch) == ["1", "2", "3", "4"]
@@ -175,7 +173,7 @@ with lock_folder(Path(sys.argv[1])):
 """
 
 
-def test_two_runs_do_not_share_a_folder(recipe, tmp_path: Path) -> None:
+def test_folder_of_a_running_process_is_refused(recipe, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         with pytest.raises(ArgumentError, match="where a run is under way"):

@@ -1,4 +1,4 @@
-"""Two processes under torchrun train one model, with no change to the command."""
+"""`torchrun` trains one model in two processes with the same command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def test_torchrun_trains_one_model_from_two_processes(text_file: Path, tmp_path: Path) -> None:
+def test_torchrun_trains_one_model_in_two_processes(text_file: Path, tmp_path: Path) -> None:
     small = [
         "--layers",
         "kla",
@@ -24,15 +24,15 @@ def test_torchrun_trains_one_model_from_two_processes(text_file: Path, tmp_path:
         "3",
     ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    told = subprocess.run(
+    result = subprocess.run(
         [*torchrun, "-m", "kalmix.cli", "train", "--text", str(text_file), *small],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.count("this model") == 1
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("this model") == 1
     (output,) = (tmp_path / "runs").iterdir()
     assert (output / "model" / "model.safetensors").exists()
     history = json.loads((output / "history.json").read_text())

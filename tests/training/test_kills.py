@@ -1,4 +1,4 @@
-"""Killed training runs go on where they were: a few kills here, 100 in `make test-all`."""
+"""Killed training runs resume where they stopped: a few kills here, 100 in `make test-all`."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from killing import check_script
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
-def test_kills_lose_nothing_and_repeat_nothing(kills: int) -> None:
+def test_killed_runs_lose_and_repeat_no_step(kills: int) -> None:
     check_script(Path(__file__).with_name("kills.py"), kills)

@@ -1,4 +1,4 @@
-"""A run end to end: it learns, it can be interrupted, and what it leaves behind can be used."""
+"""Whole runs: they learn, resume after interruptions, and save a usable model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kalmix.training.run import train
 
 
 class Kill(TrainerCallback):
-    """Sends this process a signal at the end of a step."""
+    """Callback that sends this process a signal during a step."""
 
     def __init__(self, step: int, number: int = signal.SIGTERM) -> None:
         self.step, self.number = step, number
@@ -29,7 +29,7 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
-def test_a_run_learns_and_leaves_a_model(recipe, tmp_path: Path) -> None:
+def test_run_learns_and_saves_a_model(recipe, tmp_path: Path) -> None:
     ended = train(recipe(steps=40, learning_rate=1e-2), tmp_path / "run")
     assert ended.finished
     assert ended.steps == 40
@@ -49,16 +49,16 @@ def test_a_run_learns_and_leaves_a_model(recipe, tmp_path: Path) -> None:
         "t = AutoTokenizer.from_pretrained(sys.argv[1]);"
         "print(m(**t('the filter', return_tensors='pt')).logits.double().sum().item())"
     )
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", ask, str(tmp_path / "run" / "model")], capture_output=True, text=True, check=True
     )
     ids = ended.tokenizer("the filter", return_tensors="pt")["input_ids"]
-    assert float(told.stdout.split()[-1]) == pytest.approx(ended.model(ids).logits.double().sum().item(), rel=1e-5)
+    assert float(result.stdout.split()[-1]) == pytest.approx(ended.model(ids).logits.double().sum().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_interrupted_run_resumed_is_the_run_uninterrupted(recipe, tmp_path: Path, number: int) -> None:
-    before = signal.getsignal(signal.SIGINT)  # nothing, where a shell started this in the background
+def test_resumed_run_equals_the_uninterrupted_run(recipe, tmp_path: Path, number: int) -> None:
+    before = signal.getsignal(signal.SIGINT)  # ignored, if a shell started this in the background
     whole = train(recipe(grad_accum=2), tmp_path / "whole")
     part = train(recipe(grad_accum=2), tmp_path / "part", callbacks=[Kill(3, number)])
     assert (part.finished, part.steps) == (False, 3)
@@ -70,7 +70,7 @@ def test_an_interrupted_run_resumed_is_the_run_uninterrupted(recipe, tmp_path: P
         torch.testing.assert_close(rest.model.state_dict()[name], value, rtol=0, atol=0)
 
 
-def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path: Path) -> None:
+def test_run_resumes_from_the_newest_intact_checkpoint(recipe, tmp_path: Path) -> None:
     train(recipe(), tmp_path, callbacks=[Kill(5)])
     found = sorted((tmp_path / "checkpoints").iterdir())
     assert [path.name for path in found] == ["checkpoint-4", "checkpoint-5"]
@@ -81,19 +81,19 @@ def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path: Path) -> None:
     assert (ended.finished, ended.steps) == (True, 8)
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_over(recipe, tmp_path: Path) -> None:
+def test_run_killed_before_its_first_checkpoint_starts_again(recipe, tmp_path: Path) -> None:
     recipe().save(tmp_path)
     assert train(recipe(), tmp_path, resume=True).finished
 
 
-def test_a_folder_with_a_run_is_not_written_over(recipe, tmp_path: Path) -> None:
+def test_folder_with_a_run_is_not_overwritten(recipe, tmp_path: Path) -> None:
     train(recipe(steps=1), tmp_path)
     for resume, message in ((False, "which holds a run"), (True, "a finished run")):
         with pytest.raises(ArgumentError, match=message):
             train(recipe(steps=1), tmp_path, resume=resume)
 
 
-def test_minutes_end_a_run_with_the_rate_at_zero(recipe, tmp_path: Path) -> None:
+def test_time_limit_ends_a_run_with_learning_rate_zero(recipe, tmp_path: Path) -> None:
     ended = train(recipe(steps=None, minutes=0.04), tmp_path)
     history = json.loads((tmp_path / "history.json").read_text())
     rates = [row["learning_rate"] for row in history if "learning_rate" in row]
@@ -103,7 +103,7 @@ def test_minutes_end_a_run_with_the_rate_at_zero(recipe, tmp_path: Path) -> None
     assert rates[-1] < 0.25 * max(rates)
 
 
-def test_minutes_are_counted_over_all_sessions(recipe, tmp_path: Path) -> None:
+def test_time_limit_covers_all_sessions(recipe, tmp_path: Path) -> None:
     part = train(recipe(steps=None, minutes=0.05), tmp_path, callbacks=[Kill(6)])
     rest = train(recipe(steps=None, minutes=0.05), tmp_path, resume=True)
     progress = [row["progress"] for row in json.loads((tmp_path / "history.json").read_text())]
@@ -112,7 +112,7 @@ def test_minutes_are_counted_over_all_sessions(recipe, tmp_path: Path) -> None:
     assert progress == sorted(progress)
 
 
-def test_a_rate_that_diverges_is_said_so(recipe, tmp_path: Path) -> None:
+def test_divergence_names_the_learning_rate(recipe, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="diverged"):
         train(recipe(learning_rate=1e30, warmup=0.0), tmp_path)
 
@@ -129,13 +129,13 @@ def test_a_rate_that_diverges_is_said_so(recipe, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_options_train(recipe, tmp_path: Path, changes: dict) -> None:
+def test_every_option_trains(recipe, tmp_path: Path, changes: dict) -> None:
     ended = train(recipe(steps=2, **changes), tmp_path)
     assert all(math.isfinite(bits) for _, bits in ended.training)
 
 
-def test_documents_are_filtered_apart(recipe, tmp_path: Path) -> None:
-    """A loss over two documents in a block is the same as over each alone, if documents are kept apart."""
+def test_separate_documents_do_not_affect_each_other(recipe, tmp_path: Path) -> None:
+    """Logits of packed documents equal those of each document alone."""
     ended = train(recipe(steps=1, separate_documents=True), tmp_path)
     one, two = torch.tensor([[0, 5, 6, 7]]), torch.tensor([[0, 9, 8]])
     packed = ended.model(torch.cat([one, two], 1), position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]]))

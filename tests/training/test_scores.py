@@ -1,4 +1,4 @@
-"""The numbers that a run is judged by: contexts of scored tokens, bits per byte, tokens seen."""
+"""Numbers in results and logs: context of scored tokens, bits per byte, tokens seen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kalmix.training.trainer import KalmixTrainer
 
 @pytest.fixture(scope="module")
 def network() -> KalmixForCausalLM:
-    """A model whose predictions depend on every token of their context."""
+    """Return a model whose predictions depend on every token of their context."""
     torch.manual_seed(0)
     model = KalmixForCausalLM(KalmixConfig(vocab_size=17, hidden_size=8, layers=["kla", "attention"]))
     with torch.no_grad():
@@ -35,14 +35,14 @@ def network() -> KalmixForCausalLM:
 
 @torch.no_grad()
 def with_context(model: KalmixForCausalLM, ids: torch.Tensor, start: int, token: int) -> float:
-    """Surprisal of a token that is predicted from all tokens since `start`."""
+    """Return the surprisal of a token, predicted from all tokens since `start`."""
     return float(nn.functional.cross_entropy(model(ids[None, start:token]).logits[0, -1], ids[token]))
 
 
 @pytest.mark.parametrize("length", [2, 7, 8, 9, 30])
 @pytest.mark.parametrize("window", [2, 3, 4, 7, 64])
-def test_each_token_is_scored_from_the_earliest_window_that_holds_it(network, window: int, length: int) -> None:
-    """Windows start every half window, so a token has half a window of context or more, or all that there is."""
+def test_each_token_is_scored_in_the_earliest_window_that_contains_it(network, window: int, length: int) -> None:
+    """Windows start every half window, so each token has at least half a window of context, or all there is."""
     ids = torch.randint(17, (length,), generator=torch.Generator().manual_seed(0))
     scores, stride = surprisals(network, ids, window=window, batch_size=3), window // 2
     assert scores.shape == (length - 1,)
@@ -54,7 +54,7 @@ def test_each_token_is_scored_from_the_earliest_window_that_holds_it(network, wi
             assert float(scores[token - 1]) != pytest.approx(with_context(network, ids, other, token), abs=1e-4)
 
 
-def test_a_run_is_scored_with_contexts_of_a_block(recipe, tmp_path: Path) -> None:
+def test_run_is_scored_with_windows_of_seq_len(recipe, tmp_path: Path) -> None:
     run = train(recipe(steps=4, learning_rate=1e-2), tmp_path)
     documents = run.corpus.held_out
     found = evaluate(run).bits_per_byte
@@ -64,8 +64,8 @@ def test_a_run_is_scored_with_contexts_of_a_block(recipe, tmp_path: Path) -> Non
     assert found == pytest.approx(nats / math.log(2) / len(run.corpus.held_out_text.encode()), rel=1e-5)
 
 
-def test_bits_per_byte_of_the_log_have_the_density_of_their_own_text(recipe, tmp_path: Path) -> None:
-    """Training text takes fewer tokens a byte than held-out text, whose words the tokenizer never saw."""
+def test_logged_bits_per_byte_use_the_tokens_per_byte_of_their_text(recipe, tmp_path: Path) -> None:
+    """Training text has fewer tokens per byte than held-out text, whose words the tokenizer has never seen."""
     text = tmp_path / "text.txt"
     draw, known, unknown = random.Random(0), ["the", "filter", "of", "a", "belief"], ["zyxwvuts", "qponm", "lkjihg"]
     text.write_text("\n\n".join(" ".join(draw.choices(words, k=30)) for words in [known] * 80 + [unknown] * 6))
@@ -83,14 +83,16 @@ def test_bits_per_byte_of_the_log_have_the_density_of_their_own_text(recipe, tmp
             assert row[f"{kind}bits_per_byte"] == pytest.approx(row[f"{kind}loss"] * tokens / math.log(2), rel=1e-9)
 
 
-def test_tokens_of_accumulated_batches_count(recipe, tmp_path: Path) -> None:
+def test_logged_tokens_include_accumulated_batches(recipe, tmp_path: Path) -> None:
     train(recipe(steps=2, grad_accum=3), tmp_path)
     history = json.loads((tmp_path / "history.json").read_text())
     assert history[-1]["tokens"] == 2 * 3 * 2 * 16  # steps, batches a step, sequences, tokens
 
 
 @pytest.mark.parametrize(("batch", "processes"), [(2, 3), (5, 1)])
-def test_tokens_of_all_processes_count(recipe, monkeypatch: pytest.MonkeyPatch, batch: int, processes: int) -> None:
+def test_logged_tokens_include_all_processes(
+    recipe, monkeypatch: pytest.MonkeyPatch, batch: int, processes: int
+) -> None:
     logged: dict[str, Any] = {}
     monkeypatch.setattr(Trainer, "log", lambda trainer, logs: logged.update(logs))
     trainer: Any = object.__new__(KalmixTrainer)

@@ -1,4 +1,4 @@
-"""What layers believe while they read: attention maps are derivatives, variances are those of the read-out."""
+"""Diagnostics of layers: attention maps are derivatives, variances are those of the read-out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shaken(name: str, **options: object) -> Mixer:
 
 
 def jacobian(mixer: Mixer, x: Tensor) -> Tensor:
-    """How each column of each read-out moves with the same column of each value: `[columns, T, T]`, by autograd."""
+    """Compute the derivative of each column of the read-out by the same column of the values: `[columns, T, T]`."""
     if hasattr(mixer, "project"):
         q, k, v, _ = mixer.project(x, None, None, None)
         moved = torch.autograd.functional.jacobian(lambda v: mixer.op(q, k, v, **mixer.signals(x)).mean[0], v)
@@ -44,12 +44,12 @@ def jacobian(mixer: Mixer, x: Tensor) -> Tensor:
         moved = torch.autograd.functional.jacobian(lambda v: ops.diagonal(v=v, **signals).mean[0], v)
     moved = moved[:, :, :, 0].detach()  # [T, G, V, T, G, V]
     own = moved.diagonal(dim1=1, dim2=4).diagonal(dim1=1, dim2=3)  # [T, T, G, V]
-    assert torch.allclose(own.square().sum(), moved.square().sum())  # no column moves with another
+    assert torch.allclose(own.square().sum(), moved.square().sum())  # columns are independent
     return own.permute(2, 3, 0, 1)
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_attention_is_the_derivative_of_the_mean_by_the_values(name: str):
+def test_attention_map_is_the_derivative_of_the_mean_by_the_values(name: str):
     mixer = shaken(name, **LINEAR[name])
     x = torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)
     with torch.no_grad():
@@ -57,13 +57,13 @@ def test_attention_is_the_derivative_of_the_mean_by_the_values(name: str):
     exact = jacobian(mixer, x)
     if name == "kla":
         torch.testing.assert_close(found, exact[0])
-    else:  # every column of a head alike
+    else:  # all columns of a head have the same map
         torch.testing.assert_close(found[:, None].expand_as(exact), exact)
     assert found.abs().amax((1, 2)).min() > 1e-3
 
 
-def test_insight_of_every_layer_that_doubts():
-    """Those with a posterior, in their places; variances of the read-out, and what is behind gate and projection."""
+def test_diagnostics_of_every_layer_with_a_posterior():
+    """Check the variances of the read-out and of the output, in the order of the layers."""
     layers = ["kla", "deltanet", "attention", {"mixer": "bayesian", "heads": 2}, "recurrent-afa"]
     torch.manual_seed(0)
     model, ids = LanguageModel(11, 16, layers).eval(), torch.randint(11, (TOKENS,))
@@ -85,23 +85,23 @@ def test_insight_of_every_layer_that_doubts():
 
 
 @pytest.mark.parametrize("name", SAYING)
-def test_gain_is_what_a_token_takes_of_the_variance(name: str):
-    """A token that is seen again takes less, and none takes all of it."""
+def test_write_gain_decreases_for_repeated_tokens(name: str):
+    """A repeated token reduces the variance less, and never to 0."""
     mixer = shaken(name, **SAYING[name]).float()
     x = torch.randn(2, 1, WIDTH).expand(2, 20, WIDTH)
     with torch.no_grad():
         found = mixer.write_gain(x)
         torch.testing.assert_close(mixer.write_gain(x[1:]), found[1:])
     assert found.shape == (2, 20) and ((found > 0) & (found < 1)).all()
-    assert (found[:, -1] < found[:, 5]).all()  # behind the convolution's four taps
+    assert (found[:, -1] < found[:, 5]).all()  # after the convolution's four taps are filled
 
 
 @pytest.mark.parametrize("name", ["deltanet", "linear-attention", "attention", "afa", "recurrent-afa"])
-def test_layers_without_a_covariance_of_their_memory_have_no_write_gain(name: str):
+def test_layers_without_a_covariance_have_no_write_gain(name: str):
     assert MIXERS[name](WIDTH).write_gain(torch.randn(1, 3, WIDTH)) is None
 
 
-def test_attention_map_of_softmax_attention_gives_its_read_out():
+def test_attention_map_of_softmax_attention_rebuilds_its_readout():
     mixer = MIXERS["attention"](16, heads=4, kv_heads=2)
     x = torch.randn(2, TOKENS, 16)
     with torch.no_grad():

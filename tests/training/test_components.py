@@ -1,4 +1,4 @@
-"""The parts of a run by themselves: blocks, groups, schedule, scores, recipes."""
+"""Components of a run: dataset, parameter groups, schedule, evaluation, recipes, text diagnostics."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def tokenizer():
     return wrap_tokenizer(train_tokenizer([], "bytes"))
 
 
-def test_blocks_hold_every_token_once_but_for_the_rest() -> None:
+def test_dataset_contains_every_token_once_except_the_remainder() -> None:
     blocks = SequenceDataset(torch.arange(22), 5, end_id=-1)
     assert torch.equal(torch.cat([blocks[i]["input_ids"] for i in range(len(blocks))]), torch.arange(20))
 
 
-def test_positions_start_over_at_each_document() -> None:
+def test_position_ids_start_anew_at_each_document() -> None:
     blocks = SequenceDataset(torch.tensor([0, 4, 4, 0, 4, 4, 4, 0]), 4, end_id=0, separate_documents=True)
     assert [blocks[i]["position_ids"].tolist() for i in range(2)] == [[0, 1, 2, 0], [0, 1, 2, 0]]
 
 
-def test_a_text_shorter_than_a_block_is_said_so() -> None:
+def test_text_shorter_than_a_sequence_is_refused() -> None:
     with pytest.raises(ArgumentError, match="seq_len"):
         SequenceDataset(torch.arange(4), 5, end_id=0)
 
 
-def test_every_parameter_is_in_one_group_and_dynamics_are_slow() -> None:
+def test_every_parameter_is_in_one_group_and_dynamics_learn_slowly() -> None:
     network = model()
     groups = {group["name"]: group for group in parameter_groups(network, learning_rate=1.0, weight_decay=0.1)}
     grouped = [id(value) for group in groups.values() for value in group["params"]]
@@ -59,7 +59,7 @@ def test_every_parameter_is_in_one_group_and_dynamics_are_slow() -> None:
     assert all(value.ndim >= 2 for value in groups["matrices"]["params"])
 
 
-def test_the_rate_is_a_trapezoid() -> None:
+def test_learning_rate_is_a_trapezoid() -> None:
     schedule = Schedule(steps=10, minutes=None, warmup=0.2, cooldown=0.4)
     factors = []
     for schedule.progress in (0.0, 0.1, 0.2, 0.6, 0.8, 1.0):
@@ -67,16 +67,16 @@ def test_the_rate_is_a_trapezoid() -> None:
     assert factors == pytest.approx([0, 0.5, 1, 1, 0.5, 0])
 
 
-def test_an_ignorant_model_needs_the_bits_of_its_tokens(tokenizer) -> None:
+def test_uniform_model_needs_log2_of_the_vocabulary_per_token(tokenizer) -> None:
     network = model()
     nn.init.zeros_(network.get_output_embeddings().weight)
     documents = ("héllo", "two")
-    tokens = len("héllo".encode()) + 1 + len("two")  # a mark between the documents
+    tokens = len("héllo".encode()) + 1 + len("two")  # an end-of-text token between the documents
     found = bits_per_byte(network, tokenizer, documents, window=4)
     assert found == pytest.approx(tokens * math.log2(257) / len("héllo\n\ntwo".encode()), rel=1e-5)
 
 
-def test_compressors_compress_the_same_text() -> None:
+def test_compressors_get_the_whole_held_out_text() -> None:
     documents = ("a" * 1000, "b")
     data = "\n\n".join(documents).encode()
     assert Corpus((), documents).held_out_text.encode() == data
@@ -85,7 +85,7 @@ def test_compressors_compress_the_same_text() -> None:
     assert set(found) == {"gzip -9", "xz -9"}
 
 
-def test_a_stream_marks_where_documents_begin(tokenizer) -> None:
+def test_encoded_documents_begin_with_end_of_text(tokenizer) -> None:
     ids = encode_documents(tokenizer, ["ab", "c"])
     assert (ids == 0).tolist() == [True, False, False, True, False]
 
@@ -99,12 +99,12 @@ def test_a_stream_marks_where_documents_begin(tokenizer) -> None:
         ('["kla", {"mixer": "kla", "slots": 8}]', ("kla", {"mixer": "kla", "slots": 8})),
     ],
 )
-def test_layers_as_typed(typed: str, meant: tuple) -> None:
+def test_typed_layers_are_parsed(typed: str, meant: tuple) -> None:
     assert parse_layers(typed) == meant
 
 
 @pytest.mark.parametrize("typed", ["", "kla,,kla", "x*kla", "2*", "[1]", "[kla"])
-def test_layers_mistyped(typed: str) -> None:
+def test_mistyped_layers_are_refused(typed: str) -> None:
     with pytest.raises(ArgumentError, match="layers"):
         parse_layers(typed)
 
@@ -131,19 +131,19 @@ def test_layers_mistyped(typed: str) -> None:
     ],
     ids=str,
 )
-def test_recipes_that_will_not_do(changes: dict) -> None:
+def test_wrong_recipes_are_refused(changes: dict) -> None:
     with pytest.raises(ArgumentError, match=next(iter(changes)) if changes != {"steps": None} else "minutes"):
         Recipe(**{"steps": 1, **changes})
 
 
-def test_a_recipe_is_read_as_written(tmp_path: Path) -> None:
+def test_recipe_is_loaded_as_saved(tmp_path: Path) -> None:
     recipe = Recipe(steps=3, layers=("kla", {"mixer": "kla", "slots": 2}))
     recipe.save(tmp_path)
     assert Recipe.load(tmp_path) == recipe
 
 
-class TestReading:
-    def test_a_reading_is_what_the_model_says(self, tokenizer) -> None:
+class TestTextDiagnostics:
+    def test_values_match_the_model(self, tokenizer) -> None:
         network, text = model(("kla", "attention", "kla")), "naïve text"
         found = read(network, tokenizer, text, weights=True)
         count = len(text.encode())
@@ -157,7 +157,7 @@ class TestReading:
         nats = surprisals(network, ids[0], window=64)
         torch.testing.assert_close(found.surprisal * math.log(2), nats)
 
-    def test_weights_are_causal_and_rebuild_the_read_out(self, tokenizer) -> None:
+    def test_attention_weights_are_causal(self, tokenizer) -> None:
         weights = read(model(("kla",)), tokenizer, "twelve bytes", weights=True).weights
         assert weights is not None
         assert weights.shape == (1, 12, 12)
@@ -167,13 +167,13 @@ class TestReading:
     @pytest.mark.parametrize(
         "mixer",
         [
-            "bayesian",  # an adaptive ridge moves with the token, so that with and without it are not comparable
+            "bayesian",  # without an adaptive ridge, which the token would change
             {"mixer": "gated-kalmanet", "ridge": {"name": "fixed", "value": 0.25}, "solver": "exact"},
         ],
         ids=["bayesian", "gated-kalmanet"],
     )
-    def test_gains_of_memories_are_what_a_token_takes_away(self, tokenizer, mixer) -> None:
-        """Of the variance at its own key: asked of the layer's op token by token, with and without the token."""
+    def test_write_gain_is_the_relative_drop_of_variance(self, tokenizer, mixer) -> None:
+        """Compare with the variance of the layer's op at the token's key, with and without the token."""
         network, text = model((mixer,)), "twelve bytes"
         found = read(network, tokenizer, text)
         assert bool(((found.gain > 0) & (found.gain < 1)).all()) and bool((found.variance > 0).all())
@@ -188,7 +188,7 @@ class TestReading:
         want = (1 - after / before)[0, 5].mean()
         torch.testing.assert_close(found.gain[0, 4], want.float().detach(), rtol=1e-4, atol=1e-5)
 
-    def test_a_model_without_beliefs_is_refused(self, tokenizer) -> None:
+    def test_model_without_beliefs_is_refused(self, tokenizer) -> None:
         with pytest.raises(ArgumentError, match="how sure it is"):
             read(model(("attention",)), tokenizer, "text")
 
@@ -198,7 +198,7 @@ def test_decoding_keeps_spaces(tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
 
 
-def test_embeddings_and_the_head_have_groups_of_their_own() -> None:
+def test_embeddings_and_head_have_their_own_groups() -> None:
     network = model()
     groups = {
         group["name"]: group["params"] for group in parameter_groups(network, learning_rate=1.0, weight_decay=0.1)
