@@ -143,18 +143,18 @@ def _check_noise(obs_noise: Tensor, belief: DenseBelief, segments: Segments | No
     """
     if not can_check_values(obs_noise):
         return
-    noise, least = obs_noise.detach(), LEAST_NOISE[belief.mean.dtype] * (1 - torch.finfo(obs_noise.dtype).eps)
-    if float(noise.amin()) >= least:
+    noise, min_noise = obs_noise.detach(), LEAST_NOISE[belief.mean.dtype] * (1 - torch.finfo(obs_noise.dtype).eps)
+    if float(noise.amin()) >= min_noise:
         return
     variance = belief.covariance.detach().diagonal(dim1=-2, dim2=-1).amax(-1).clamp(max=1.0)[:, None]  # [N, 1, G]
     if segments is not None:
         segment_ids = segments.segment_ids(*noise.shape[:2])
         variance = torch.where((segment_ids >= 0)[..., None], variance[:, 0][segment_ids.clamp(min=0)], 0.0)
-    low = noise[noise < (least * variance).to(noise.dtype)]
-    if low.numel():
+    too_small = noise[noise < (min_noise * variance).to(noise.dtype)]
+    if too_small.numel():
         raise ArgumentError(
             "obs_noise",
-            problem=f"has a minimum of {float(low.min()):g}",
+            problem=f"has a minimum of {float(too_small.min()):g}",
             expected=f"values of at least {LEAST_NOISE[belief.mean.dtype]:g} times the prior variance for beliefs in "
             f"{str(belief.mean.dtype).removeprefix('torch.')}",
             hint="Increase it, or use float64 inputs",

@@ -44,12 +44,12 @@ def dense(signals: DenseSignals, belief: DenseBelief, segments: Segments | None,
     """Compute `kalmix.ops.dense` tile by tile, with an explicit backward pass."""
     rows = None if segments is None else segments.rows
 
-    def filtered(*tokens: Tensor | None) -> Filtered:
+    def run(*tokens: Tensor | None) -> Filtered:
         tensors = (*tokens, *belief)
         mean, var, *after = _filter(*tensors, rows, variance, needs_grad(*tensors))
         return Filtered(mean, var if variance else None, DenseBelief(*after[:2]))
 
-    return isolate_non_finite(filtered, signals, belief, segments, MISSING_TOKEN)
+    return isolate_non_finite(run, signals, belief, segments, MISSING_TOKEN)
 
 
 class _StepGroup:

@@ -115,8 +115,8 @@ class SequenceBatch:
 
     def scatter_tiles(self, index: TokenIndex, output: Tensor, x: Tensor) -> None:
         """Store tiles `[R, L, *]` in a buffer; value heads that share a key head are summed."""
-        shared = self.heads // output.shape[1]
-        x = x if shared == 1 else x.unflatten(0, (-1, shared)).sum(1)
+        group_size = self.heads // output.shape[1]
+        x = x if group_size == 1 else x.unflatten(0, (-1, group_size)).sum(1)
         output.flatten(0, 1).index_copy_(0, index.row_index(output.shape[1]), x.flatten(0, 1))
 
     def to_output(self, output: Tensor, dtype: torch.dtype) -> Tensor:

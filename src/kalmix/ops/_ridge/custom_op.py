@@ -87,11 +87,11 @@ def _dry_run(
 
 
 def _forward_fake(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
-    single = {"dtype": torch.float32, "device": k.device}
+    float32_kwargs = {"dtype": torch.float32, "device": k.device}
     solution, norms, grams, crosses = _saved_shapes(k, v, rows)
-    final = (torch.empty(x.shape, **single) for x in (cross, gram))
-    saved = k.new_empty(solution), torch.empty(norms, **single), k.new_empty(grams), k.new_empty(crosses)
-    return v.new_empty(v.shape), torch.empty(*v.shape[:3], 1, **single), *final, *saved
+    final = (torch.empty(x.shape, **float32_kwargs) for x in (cross, gram))
+    saved = k.new_empty(solution), torch.empty(norms, **float32_kwargs), k.new_empty(grams), k.new_empty(crosses)
+    return v.new_empty(v.shape), torch.empty(*v.shape[:3], 1, **float32_kwargs), *final, *saved
 
 
 def _backward(

@@ -124,7 +124,7 @@ def cholesky_factor(matrix: Tensor) -> Tensor:
 
 
 def chebyshev(apply: Callable[[Tensor], Tensor], rhs: Tensor, rho: Rho, iterations: int) -> Tensor:
-    """Algorithm 1 of Gated KalmaNet, for a spectrum in [1 - rho, 1 + rho]."""
+    """Return the Chebyshev iterate for a spectrum in [1 - rho, 1 + rho] (Algorithm 1 of Gated KalmaNet)."""
     before, x = torch.zeros_like(rhs), rhs
     for weight in chebyshev_weights(rho, iterations):
         before, x = x, x - weight * (apply(x) - rhs) + (weight - 1) * (x - before)
@@ -132,7 +132,7 @@ def chebyshev(apply: Callable[[Tensor], Tensor], rhs: Tensor, rho: Rho, iteratio
 
 
 def chebyshev_weights(rho: Rho, iterations: int) -> list[Rho]:
-    """The weight of every iteration, between 1 and 2."""
+    """Return the weight of every iteration, between 1 and 2."""
     weights: list[Rho] = []
     for _ in range(iterations):
         weights.append(4 / (4 - rho**2 * (weights[-1] if weights else 2.0)))

@@ -18,8 +18,8 @@ Backward = Literal["implicit", "unrolled"]
 
 def _check_positive(name: str, value: object, kind: type) -> None:
     accepted = (int, float) if kind is float else (int,)
-    most = MAX_FLOAT if isinstance(value, float) else MAX_INT
-    if isinstance(value, bool) or not isinstance(value, accepted) or not 0 < value <= most:
+    maximum = MAX_FLOAT if isinstance(value, float) else MAX_INT
+    if isinstance(value, bool) or not isinstance(value, accepted) or not 0 < value <= maximum:
         raise ArgumentError(name, got=repr(value), expected=f"a positive {'number' if kind is float else 'integer'}")
 
 

@@ -138,7 +138,7 @@ def backward(
         Gradients of q, k, v, obs_noise, process_noise, log_decay (empty if there is none) and of the prior mean and
         covariance.
     """
-    (_, length, shared, width), heads, padded = k.shape, obs_noise.shape[2], padded_width(k.shape[3])
+    (_, length, key_heads, width), heads, padded = k.shape, obs_noise.shape[2], padded_width(k.shape[3])
     (gain, rounded_gain, innovation_var, saved_cov), decay_axes, variance = (
         saved,
         decay_kind(log_decay),
@@ -169,15 +169,15 @@ def backward(
             grad_prior_mean,
             grad_final_cov,
         )
-    like = {"dtype": torch.float32, "device": k.device}
+    factory_kwargs = {"dtype": torch.float32, "device": k.device}
     grad_final_cov = ((grad_final_cov + grad_final_cov.mT) / 2).contiguous()
     grad_var_input = innovation_var if grad_var is None else grad_var.contiguous()
     process_noise, logs = process_noise.contiguous(), k if log_decay is None else log_decay.contiguous()
     q, k = contiguous_rows(q), contiguous_rows(k)
-    layout = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
+    layout = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // key_heads)
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
-    grad_obs, grad_process = (tokens(innovation_var.shape, **like) for _ in range(2))
-    grad_decay = tokens((0,) if log_decay is None else log_decay.shape, **like)
+    grad_obs, grad_process = (tokens(innovation_var.shape, **factory_kwargs) for _ in range(2))
+    grad_decay = tokens((0,) if log_decay is None else log_decay.shape, **factory_kwargs)
     terms, shape = bf16_terms(k.dtype), {"K": width, "P": padded, "TILE": TILE, "CHUNK": CHUNK, "VARIANCE": variance}
     shape |= {"PACKED": splits[0][0].packed}
     stages = vector_decay if decay_axes == 2 else scalar_decay
@@ -186,8 +186,8 @@ def backward(
         for stage in ("prepare_backward", "token_vjp", "finish_backward")
     }
     if decay_axes == 2:  # one decay per key
-        dk = tokens(gain.shape, **like)
-        dq = tokens(gain.shape, **like) if variance else dk
+        dk = tokens(gain.shape, **factory_kwargs)
+        dq = tokens(gain.shape, **factory_kwargs) if variance else dk
     else:
         dq, dk = grads.q, grads.k  # gradients are added to those of the mean
     scan_constants = {"DECAY": decay_axes, **scan_options(padded, bf16_terms()), **shape}
@@ -198,15 +198,15 @@ def backward(
         grad_final_mean = mean_backward(*mean_inputs, *mean_grads_inputs)
 
         def scratch(*sizes: int, num_tiles: int = cut.num_tiles * (CHUNK // TILE)) -> Tensor:
-            return torch.empty(num_tiles, heads, *sizes, **like)
+            return torch.empty(num_tiles, heads, *sizes, **factory_kwargs)
 
         sizes = (cut.tile_table, length, cut.tiles, *layout)
         keys, exit_gains, tile_terms, adjoint_gains = (scratch(TILE, padded) for _ in range(4))
         queries = scratch(TILE, padded) if variance else keys
         coefficients, tile_decays, adjoint_diags = scratch(3, TILE, TILE), scratch(padded), scratch(padded)
         adjoint_cov_diag, grad_prior = (
-            torch.empty(cut.num_tiles, heads, padded, **like),
-            torch.empty(grad_final_cov.shape, **like),
+            torch.empty(cut.num_tiles, heads, padded, **factory_kwargs),
+            torch.empty(grad_final_cov.shape, **factory_kwargs),
         )
         tile_grid, chunk_grid = (len(keys) * heads,), (cut.num_tiles * heads,)
         grad_cov_keys, scaled_gains = keys, exit_gains  # later kernels reuse the memory of inputs no longer needed

@@ -68,8 +68,8 @@ def _forward_scan(
     TILES_PER_CHUNK: tl.constexpr = CHUNK // TILE
     i, j, row = tl.arange(0, P), tl.arange(0, P), tl.arange(0, TILE)
     in_bounds = (i < K)[:, None] & (j < K)[None, :]
-    at = sequence * n_stride + head * g_stride + i[:, None] * i_stride + j[None, :] * j_stride
-    state = tl.load(covariance + at, mask=in_bounds, other=0.0)
+    offsets = sequence * n_stride + head * g_stride + i[:, None] * i_stride + j[None, :] * j_stride
+    state = tl.load(covariance + offsets, mask=in_bounds, other=0.0)
     cov_offsets, flat = i[:, None] * P + j[None, :], row[:, None] * P + j[None, :]
     flat_t = row[None, :] * P + i[:, None]  # the covariance is the first factor of products, so it stays in registers
     pending_noise = tl.zeros([P], tl.float32)  # process noise not yet added to the diagonal
@@ -194,16 +194,23 @@ def _gains(
         Gains, read-out variances, the final covariance, and one function per interval. Gains and variances of an
         interval are valid after the call of its function.
     """
-    (batch, length, shared, width), heads, padded = k.shape, obs_noise.shape[2], padded_width(k.shape[3])
-    like, decay_axes, packed = {"dtype": torch.float32, "device": k.device}, decay_kind(log_decay), cuts[0].packed
+    (batch, length, key_heads, width), heads, padded = k.shape, obs_noise.shape[2], padded_width(k.shape[3])
+    factory_kwargs, decay_axes, packed = (
+        {"dtype": torch.float32, "device": k.device},
+        decay_kind(log_decay),
+        cuts[0].packed,
+    )
     tokens = torch.zeros if packed and len(cuts) == 1 else torch.empty  # tokens outside every segment are not written
-    gain, innovation_var = tokens(batch, length, heads, width, **like), torch.empty(batch, length, heads, **like)
+    gain, innovation_var = (
+        tokens(batch, length, heads, width, **factory_kwargs),
+        torch.empty(batch, length, heads, **factory_kwargs),
+    )
     rounded_gain = gain if k.dtype == torch.float32 else tokens(gain.shape, dtype=k.dtype, device=k.device)
-    read_var = tokens(batch, length, heads, 1, **like) if variance else torch.empty(0, **like)
+    read_var = tokens(batch, length, heads, 1, **factory_kwargs) if variance else torch.empty(0, **factory_kwargs)
     q, k = contiguous_rows(q), contiguous_rows(k)
     obs_noise, process_noise = obs_noise.contiguous(), process_noise.contiguous()
     logs, obs = k if log_decay is None else log_decay.contiguous(), obs_noise.float()
-    layout = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // shared)
+    layout = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // key_heads)
     shape = {"K": width, "P": padded, "TILE": TILE, "CHUNK": CHUNK, "PACKED": packed, "VARIANCE": variance}
     stages = vector_decay if decay_axes == 2 else scalar_decay
     prepare_options, gains_options = (
@@ -214,10 +221,13 @@ def _gains(
     saved_by_split = saved_cov.split([cut.num_tiles for cut in cuts]) if saved_cov.numel() else [saved_cov] * len(cuts)
     for cut, saved_split in zip(cuts, saved_by_split, strict=True):
         num_tiles, sizes = cut.num_tiles * (CHUNK // TILE), (cut.tile_table, length, cut.tiles, *layout)
-        keys, noise_keys, cov_keys = (torch.empty(num_tiles, heads, TILE, padded, **like) for _ in range(3))
+        keys, noise_keys, cov_keys = (torch.empty(num_tiles, heads, TILE, padded, **factory_kwargs) for _ in range(3))
         queries, cov_queries = (torch.empty_like(keys) if variance else keys for _ in range(2))
-        innovation_cov = torch.empty(num_tiles, heads, TILE, TILE, **like)
-        tile_decays, final_cov = torch.empty(num_tiles, heads, 2, padded, **like), torch.empty(covariance.shape, **like)
+        innovation_cov = torch.empty(num_tiles, heads, TILE, TILE, **factory_kwargs)
+        tile_decays, final_cov = (
+            torch.empty(num_tiles, heads, 2, padded, **factory_kwargs),
+            torch.empty(covariance.shape, **factory_kwargs),
+        )
         prepare = Launch(stages.prepare, (num_tiles * heads,), (
             q, k, obs_noise, process_noise, logs, keys, queries, noise_keys, innovation_cov, tile_decays, *sizes,
         ), prepare_options)  # fmt: skip

@@ -197,14 +197,21 @@ def forward_wide(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the forward pass; return gains, read-out variances, the final covariance and innovation variances."""
     (batch, length, key_heads, width), heads = k.shape, obs_noise.shape[2]
-    like = {"dtype": torch.float32, "device": k.device}
+    factory_kwargs = {"dtype": torch.float32, "device": k.device}
     q, k, logs = contiguous_rows(q), contiguous_rows(k), k if log_decay is None else log_decay.contiguous()
     cut, padded = tile_sequences(batch, length, CHUNK, segments, k), padded_width(width)
-    states = torch.zeros(*covariance.shape[:2], padded, padded, **like)
+    states = torch.zeros(*covariance.shape[:2], padded, padded, **factory_kwargs)
     states[..., :width, :width] = (covariance + covariance.mT) / 2
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment are not written
-    gain, innovation_var = tokens(batch, length, heads, width, **like), torch.empty(batch, length, heads, **like)
-    read_var = tokens(row_blocks(padded), batch, length, heads, 1, **like) if variance else torch.empty(1, 0, **like)
+    gain, innovation_var = (
+        tokens(batch, length, heads, width, **factory_kwargs),
+        torch.empty(batch, length, heads, **factory_kwargs),
+    )
+    read_var = (
+        tokens(row_blocks(padded), batch, length, heads, 1, **factory_kwargs)
+        if variance
+        else torch.empty(1, 0, **factory_kwargs)
+    )
     Launch(_wide_forward_scan, (cut.num_sequences, heads, row_blocks(padded)), (
         q, k, obs_noise.contiguous(), process_noise.contiguous(), logs, states, saved_cov, gain, innovation_var,
         read_var, *sync_buffers(states), cut.sequence_table, batch * length * heads, length, cut.tiles,

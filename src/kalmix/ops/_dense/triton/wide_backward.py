@@ -298,26 +298,29 @@ def backward_wide(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the backward pass; return gradients of the signals and of the prior covariance."""
     (batch, length, key_heads, width), heads = k.shape, obs_noise.shape[2]
-    like = {"dtype": torch.float32, "device": k.device}
+    factory_kwargs = {"dtype": torch.float32, "device": k.device}
     dtypes = [x.dtype for x in (q, k, obs_noise, process_noise, k if log_decay is None else log_decay)]
     q, k, logs = contiguous_rows(q), contiguous_rows(k), k if log_decay is None else log_decay.contiguous()
     grad_gain, process_noise = grad_gain.contiguous(), process_noise.contiguous()
     variance, grad_var_input = grad_var is not None, innovation_var if grad_var is None else grad_var.contiguous()
     cut, padded = tile_sequences(batch, length, CHUNK, segments, k), padded_width(width)
-    adjoints = torch.zeros(*grad_final_cov.shape[:2], padded, padded, **like)
+    adjoints = torch.zeros(*grad_final_cov.shape[:2], padded, padded, **factory_kwargs)
     adjoints[..., :width, :width] = (grad_final_cov + grad_final_cov.mT) / 2
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
     grad_cov_keys, end_diags, adjoint_cov_diag = (
         torch.empty_like(gain),
-        *(torch.empty(cut.num_tiles, heads, padded, **like) for _ in range(2)),
+        *(torch.empty(cut.num_tiles, heads, padded, **factory_kwargs) for _ in range(2)),
     )
-    dk = tokens(gain.shape, **like)
-    dq = tokens(gain.shape, **like) if variance else dk
+    dk = tokens(gain.shape, **factory_kwargs)
+    dq = tokens(gain.shape, **factory_kwargs) if variance else dk
     num_row_blocks = row_blocks(padded)
-    grad_obs, grad_process = tokens(innovation_var.shape, **like), tokens(num_row_blocks, *innovation_var.shape, **like)
-    grad_decay = torch.empty(1, 0, **like)
+    grad_obs, grad_process = (
+        tokens(innovation_var.shape, **factory_kwargs),
+        tokens(num_row_blocks, *innovation_var.shape, **factory_kwargs),
+    )
+    grad_decay = torch.empty(1, 0, **factory_kwargs)
     if log_decay is not None:  # gradients of decays per head are summed over row blocks
-        grad_decay = tokens(num_row_blocks if log_decay.ndim == 3 else 1, *log_decay.shape, **like)
+        grad_decay = tokens(num_row_blocks if log_decay.ndim == 3 else 1, *log_decay.shape, **factory_kwargs)
     options = {
         "K": width,
         "PREFETCH": PREFETCH,

@@ -186,7 +186,7 @@ def backward(
         contiguous_rows(grad_mean),
         (grad_gram + grad_gram.mT) / 2,
     )
-    like, single = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
+    input_kwargs, float32_kwargs = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
     mix_input, tables = k if mix is None else mix.contiguous(), decay_tables(plan, log_decay, gain, k)
     scalar_shape, decay_options = (batch, length, heads), {"DECAY": log_decay is not None}
@@ -195,19 +195,22 @@ def backward(
         {"MIX": mix is not None},
         {"ADAPTIVE": adaptive},
     )
-    adjoint, entry_weights = tokens(*scalar_shape, width, **like), torch.empty(plan.cut.num_tiles, heads, **single)
+    adjoint, entry_weights = (
+        tokens(*scalar_shape, width, **input_kwargs),
+        torch.empty(plan.cut.num_tiles, heads, **float32_kwargs),
+    )
     # Gradients of value heads that share a key head are summed in float32.
     sum_dtype = k.dtype if heads == key_heads else torch.float32
     grad_q, grad_k = (tokens(*scalar_shape, width, dtype=sum_dtype, device=k.device) for _ in range(2))
     grad_v, (norm_weights, read_terms, entry_terms, tile_weights) = (
-        tokens(v.shape, **like),
-        torch.empty(4, plan.cut.num_tiles, heads, size, **single),
+        tokens(v.shape, **input_kwargs),
+        torch.empty(4, plan.cut.num_tiles, heads, size, **float32_kwargs),
     )
     grad_mix, grad_gain, grad_log_decay = (
-        tokens(scalar_shape, **single) if x is not None else q.new_empty(0) for x in (mix, gain, log_decay)
+        tokens(scalar_shape, **float32_kwargs) if x is not None else q.new_empty(0) for x in (mix, gain, log_decay)
     )
     gram_adjoints, cross_adjoints = torch.empty_like(grams), torch.empty_like(crosses)
-    grad_gram_prior, grad_cross_prior = (torch.empty(x.shape, **single) for x in (grad_gram, grad_cross))
+    grad_gram_prior, grad_cross_prior = (torch.empty(x.shape, **float32_kwargs) for x in (grad_gram, grad_cross))
 
     arguments = (
         q, mix_input, solution, grad_mean, tables.entry_decays, tables.tile_decays, cross_adjoints, grad_cross,

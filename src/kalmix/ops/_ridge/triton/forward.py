@@ -206,13 +206,13 @@ def forward(
     (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
     plan = launch_plan(k, v, segments, size)
     q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-    like, single = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
+    input_kwargs, float32_kwargs = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment are not written
     mix_input, tables = k if mix is None else mix.contiguous(), decay_tables(plan, log_decay, gain, k)
     features = {"DECAY": log_decay is not None, "GAIN": gain is not None}
-    grams, crosses = (torch.empty(plan.cut.num_tiles, heads, width, x, **like) for x in (width, values))
-    final_gram, final_cross = (torch.empty(x.shape, **single) for x in (gram, cross))
-    squares = torch.empty(plan.cut.num_tiles, heads, plan.column_blocks[0], **single)
+    grams, crosses = (torch.empty(plan.cut.num_tiles, heads, width, x, **input_kwargs) for x in (width, values))
+    final_gram, final_cross = (torch.empty(x.shape, **float32_kwargs) for x in (gram, cross))
+    squares = torch.empty(plan.cut.num_tiles, heads, plan.column_blocks[0], **float32_kwargs)
     arguments = (
         k, v, grams, crosses, squares, tables.exit_weights, tables.tile_decays, gram, cross, final_gram, final_cross,
         plan.cut.sequence_table, length, plan.cut.tiles, *strides(k, v), *gram.stride(), *cross.stride(), heads,
@@ -222,10 +222,10 @@ def forward(
     options |= plan.scan_options | plan.constants
     Launch(forward_scan, (plan.cut.num_sequences, heads, plan.column_blocks[1]), arguments, options).run()
     solution, norms = (
-        tokens(batch, length, heads, width, **like),
-        torch.empty(plan.cut.num_tiles, heads, size, **single),
+        tokens(batch, length, heads, width, **input_kwargs),
+        torch.empty(plan.cut.num_tiles, heads, size, **float32_kwargs),
     )
-    mean, read_variance = tokens(v.shape, **like), tokens(batch, length, heads, 1, **single)
+    mean, read_variance = tokens(v.shape, **input_kwargs), tokens(batch, length, heads, 1, **float32_kwargs)
     arguments = (
         q, k, v, *tables[:3], tables.weights, mix_input, grams, crosses, squares, norms, solution, mean,
         read_variance, *plan.tiles, iterations, ridge_parameter, *strides(q, k, v), heads, plan.group_size,
