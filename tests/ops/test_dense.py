@@ -1,4 +1,4 @@
-"""`dense`: bad input, and what its tiled kernel promises beyond the laws."""
+"""Tests of `dense`: argument errors, and properties of kernel "chunked" beyond the laws."""
 
 import pytest
 import torch
@@ -29,13 +29,13 @@ def belief(n=B, g=G, k=K, v=V, dtype=torch.float32):
     return DenseBelief(torch.zeros(n, g, k, v, dtype=dtype), torch.eye(k, dtype=dtype).expand(n, g, k, k))
 
 
-def one_bad(name, value):
+def with_bad_value(name, value):
     x = signals()[name].clone()
     x.view(-1)[-1] = value
     return {name: x}
 
 
-def wide(k):
+def with_key_width(k):
     return {name: torch.randn(B, T, H, k) for name in "qk"}
 
 
@@ -68,21 +68,24 @@ BAD = {
     ),
     "angle a key": (NO_DECAY | {"angle": torch.rand(B, T, G, K)}, "`angle` has shape [2, 5, 2, 4]; expected"),
     "turns of an odd width": (
-        NO_DECAY | wide(3) | {"angle": torch.rand(B, T, G, 1)},
+        NO_DECAY | with_key_width(3) | {"angle": torch.rand(B, T, G, 1)},
         "`q` has width 3; expected an even width when `angle` is given",
     ),
     "q of integers": ({"q": torch.ones(B, T, H, K, dtype=torch.int64)}, "`q` has dtype torch.int64"),
     "k of another dtype": ({"k": torch.randn(B, T, H, K, dtype=torch.float64)}, "`k` has dtype torch.float64"),
     "half precision noise": ({"obs_noise": torch.rand(B, T, G).half()}, "`obs_noise` has dtype torch.float16"),
     "v on another device": ({"v": torch.randn(B, T, G, V, device="meta")}, "`v` is on meta; expected a tensor on cpu"),
-    "no noise": (one_bad("obs_noise", 0.0), "`obs_noise` has a minimum of 0; expected values of at least"),
+    "no noise": (with_bad_value("obs_noise", 0.0), "`obs_noise` has a minimum of 0; expected values of at least"),
     "negative noise": (
-        one_bad("process_noise", -1e-3),
+        with_bad_value("process_noise", -1e-3),
         "`process_noise` has a minimum of -0.001; expected values of at least 0",
     ),
-    "positive log-decay": (one_bad("log_decay", 0.5), "`log_decay` has a maximum of 0.5; expected values of at most 0"),
-    "NaN in q": (one_bad("q", float("nan")), "`q` contains NaN or infinity"),
-    "infinite obs_noise": (one_bad("obs_noise", float("inf")), "`obs_noise` contains NaN or infinity"),
+    "positive log-decay": (
+        with_bad_value("log_decay", 0.5),
+        "`log_decay` has a maximum of 0.5; expected values of at most 0",
+    ),
+    "NaN in q": (with_bad_value("q", float("nan")), "`q` contains NaN or infinity"),
+    "infinite obs_noise": (with_bad_value("obs_noise", float("inf")), "`obs_noise` contains NaN or infinity"),
     "infinite angle": (
         NO_DECAY | {"angle": torch.full((B, T, G, K // 2), float("inf"))},
         "`angle` contains NaN or infinity",
@@ -104,7 +107,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_signals(case):
+def test_bad_arguments_raise_errors_that_name_them(case):
     changes, message = BAD[case]
     for kernel in (None, "reference", "chunked"):
         with pytest.raises(ArgumentError) as caught:
@@ -114,22 +117,24 @@ def test_bad_signals(case):
         assert "\n" not in str(caught.value)
 
 
-def test_bad_kernel():
+def test_unknown_kernel_raises_kernel_error():
     with pytest.raises(KernelError, match=r"`dense` has no kernel 'metal'; it has .*chunked, reference"):
         ops.dense(**signals(), kernel="metal")
 
 
-# The tiled kernel.
+# Kernel "chunked".
 
-PACKED = Segments.packed(torch.tensor([0, 13, 13, 14, 40, 61]))  # one run empty
-GAPS = Segments.of(torch.tensor([[0, 3, 17], [2, 0, 61], [0, 20, 35], [1, 5, 5], [1, 30, 60]]))  # and out of order
+PACKED = Segments.packed(torch.tensor([0, 13, 13, 14, 40, 61]))  # one segment is empty
+GAPS = Segments.of(
+    torch.tensor([[0, 3, 17], [2, 0, 61], [0, 20, 35], [1, 5, 5], [1, 30, 60]])
+)  # out of order, with gaps
 PADDED = Segments.padded(torch.arange(61).expand(3, 61) >= torch.tensor([[0], [17], [60]]))
 PADDED_RIGHT = Segments.padded(torch.arange(61).expand(3, 61) < torch.tensor([[61], [16], [0]]))
 SEGMENTS = {"packed": PACKED, "gaps": GAPS, "left": PADDED, "right": PADDED_RIGHT}
 
 
 def arguments(batch=1, length=13, heads=(1, 2), width=4, decay="key", sequences=None, dtype=torch.float64, seed=0):
-    """Signals and a prior, by name; decays "none", a "head", a "key", or turning a "pair"."""
+    """Return random signals and a prior, by name; decays are "none", "head", "key", or "pair" with rotations."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -152,10 +157,10 @@ def arguments(batch=1, length=13, heads=(1, 2), width=4, decay="key", sequences=
 
 
 def answer(kernel, args, segments=None, dtype=None):
-    """Outputs and gradients by name, of a random function of them; only a covariance's symmetric part is anyone's."""
+    """Return outputs and gradients by name, of a random linear function; the covariance is symmetrised first."""
     leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in args.items() if x is not None}
-    *given, mean, covariance = (leaves.get(name) for name in args)
-    got = kernel.dense(DenseSignals(*given), DenseBelief(mean, (covariance + covariance.mT) / 2), segments, True)
+    *tokens, mean, covariance = (leaves.get(name) for name in args)
+    got = kernel.dense(DenseSignals(*tokens), DenseBelief(mean, (covariance + covariance.mT) / 2), segments, True)
     outputs = {"mean": got.mean, "variance": got.variance, "final mean": got.belief.mean}
     outputs["final covariance"] = got.belief.covariance
     draw = torch.Generator().manual_seed(1)
@@ -176,7 +181,7 @@ def check(args, segments=None, tolerance=1e-10):
 
 @pytest.fixture(params=[(16, 8, 1 << 24), (32, 8, 1 << 24), (4, 3, 1 << 24), (8, 8, 1)], ids=["8", "16", "2", "room"])
 def tiling(request, monkeypatch):
-    """Tiles of 8, 16, 2 and 4 tokens (keys are narrow here); in the last case without room for two at once."""
+    """Set tiles of 8, 16, 2 and 4 tokens (for narrow keys); the last case prepares one step at a time."""
     for name, value in zip(("TILE", "MAX_GROUP_STEPS", "MAX_GROUP_NUMEL"), request.param, strict=True):
         monkeypatch.setattr(sequence_batching, name, value)
 
@@ -185,12 +190,12 @@ def tiling(request, monkeypatch):
     ("batch", "length", "heads", "decay"),
     [(1, 1, (1, 1), "key"), (2, 13, (1, 3), "head"), (1, 150, (2, 4), "pair"), (3, 64, (1, 1), "none")],
 )
-def test_agrees_with_reference(tiling, batch, length, heads, decay):
+def test_chunked_agrees_with_reference(tiling, batch, length, heads, decay):
     check(arguments(batch, length, heads, decay=decay))
 
 
 @pytest.mark.parametrize(("name", "decay"), [("packed", "pair"), ("gaps", "key"), ("left", "none"), ("right", "head")])
-def test_agrees_on_segments(tiling, name, decay):
+def test_chunked_agrees_with_reference_on_segments(tiling, name, decay):
     segments, batch = SEGMENTS[name], 1 if name == "packed" else 3
     args = arguments(batch, 61, sequences=segments.count, decay=decay)
     outputs, grads = check(args, segments)
@@ -214,15 +219,15 @@ EXTREMES = [
 
 @pytest.mark.parametrize("decay", ["key", "pair"])
 @pytest.mark.parametrize("extreme", EXTREMES, ids=str)
-def test_agrees_at_extremes(extreme, decay):
+def test_chunked_agrees_with_reference_at_extreme_signals(extreme, decay):
     args = arguments(2, 40, decay=decay)
     args |= {name: torch.full_like(args[name], value) for name, value in extreme.items()}
     _, grads = check(args, tolerance=1e-9)
     assert all(torch.isfinite(x).all() for x in grads.values())
 
 
-def test_one_strong_decay_spares_the_others():
-    """Relative decays: had a tile's sums of logarithms been subtracted, the weak ones would lose their digits."""
+def test_strong_decay_of_one_token_keeps_precision_of_others():
+    """Differences of cumulative log-decays would lose the digits of the weak ones."""
     args = arguments(1, 48, decay="key", dtype=torch.float32)
     args["log_decay"][:, 3] = -1e4
     got, grads = answer(chunked, args)
@@ -234,9 +239,9 @@ def test_one_strong_decay_spares_the_others():
 LONG = [(obs, noise, decay) for obs in (1e-4, 1e-3) for noise, decay in ((0.0, 0.0), (1e-6, 0.0), (1e-6, -1e-3))]
 
 
-@pytest.mark.parametrize("turns", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["still", "turning"])
-def test_covariance_stays_positive_for_100000_tokens(turns):
-    """All of certain evidence, repeated or random, at once; without process noise, to rounding of the prior."""
+@pytest.mark.parametrize("rotates", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["still", "turning"])
+def test_covariance_is_positive_after_100000_tokens(rotates):
+    """Repeated and random keys with nearly certain evidence; without process noise, to rounding of the prior."""
     length, piece, width, draw = 100_000, 25_000, 16, torch.Generator().manual_seed(0)
     setting = torch.tensor(LONG).repeat(2, 1)  # repeated keys, then random ones
     obs, noise, decay = (x.expand(piece, 1, -1).permute(2, 0, 1) for x in setting.mT[:, None, None, :])
@@ -247,13 +252,13 @@ def test_covariance_stays_positive_for_100000_tokens(turns):
         k = torch.randn(*shape, width, generator=draw)
         k[: len(LONG)] = same
         angle = None
-        if turns:
+        if rotates:
             k[..., width // 2 :] = 0
             angle = torch.randn(*shape, width // 2, generator=draw)
         k = k / k.norm(dim=-1, keepdim=True)
         v = torch.randn(*shape, 1, generator=draw)
-        given = {"obs_noise": obs, "process_noise": noise, "log_decay": decay, "angle": angle, "belief": final}
-        got = ops.dense(k, k, v, **given, variance=True, kernel="chunked")
+        tokens = {"obs_noise": obs, "process_noise": noise, "log_decay": decay, "angle": angle, "belief": final}
+        got = ops.dense(k, k, v, **tokens, variance=True, kernel="chunked")
         final = got.belief
         lowest = torch.linalg.eigvalsh(final.covariance.double())[:, 0, 0]
         assert torch.isfinite(got.mean).all() and float(got.variance.min()) >= 0
@@ -263,8 +268,8 @@ def test_covariance_stays_positive_for_100000_tokens(turns):
 
 
 @pytest.mark.parametrize("noise", [1e-9, 1e-12, 1e-30])
-def test_noise_below_rounding_is_survived(noise):
-    """No factor of C exists in float32: the noise counts as what float32 resolves, and nothing blows up."""
+def test_tiny_noise_gives_finite_results(noise):
+    """C has no Cholesky factor in float32, so the noise is increased."""
     args = arguments(2, 200, width=8, decay="none", dtype=torch.float32)
     args["k"] = args["k"][:, :1].expand_as(args["k"])
     args |= {"obs_noise": torch.full_like(args["obs_noise"], noise), "process_noise": args["process_noise"] * 0}
@@ -273,33 +278,33 @@ def test_noise_below_rounding_is_survived(noise):
     assert all(bool(torch.isfinite(x).all()) for x in (got | grads).values())
     key, value = args["k"][:, 0].repeat_interleave(2, 1), args["v"][:, 0]
     learned = torch.einsum("bgkv,bgk->bgv", got["final mean"], key)
-    assert float((learned - value).abs().max()) < 1e-3  # the same thing 200 times is known
+    assert float((learned - value).abs().max()) < 1e-3  # 200 repetitions determine the value
     assert float(torch.linalg.eigvalsh(got["final covariance"]).min()) > -1e-5
 
 
 @pytest.mark.parametrize("segments", [None, Segments.packed(torch.tensor([0, 100, 512]))], ids=["whole", "packed"])
-@pytest.mark.parametrize(("width", "tile", "every"), [(16, 8, 1), (32, 16, 8)], ids=["narrow", "wide"])
-def test_training_keeps_few_beliefs(segments, width, tile, every):
-    """One every 128 tokens of a sequence, every 8 where keys are few, and the inputs."""
+@pytest.mark.parametrize(("width", "tile", "interval"), [(16, 8, 1), (32, 16, 8)], ids=["narrow", "wide"])
+def test_training_stores_few_beliefs(segments, width, tile, interval):
+    """One belief per 128 tokens, one per 8 tokens for narrow keys, and the inputs."""
     args = arguments(1, 512, (1, 1), width, sequences=segments and segments.count)
     leaves = {name: x.requires_grad_() for name, x in args.items() if x is not None}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
-    def keep(x: Tensor) -> Tensor:
-        kept[x.data_ptr()] = x.numel()
+    def record(x: Tensor) -> Tensor:
+        saved[x.data_ptr()] = x.numel()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        *given, mean, covariance = (leaves.get(name) for name in args)
-        chunked.dense(DenseSignals(*given), DenseBelief(mean, covariance), segments, True)
-    steps, most = range(0, 512 // tile, every), 512 // tile + 2
-    # Packed, at most: two tiles more, of two runs while both can be under way.
-    beliefs = len(steps) if segments is None else sum(min(2, most // (step + 1)) for step in steps)
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
+        *tokens, mean, covariance = (leaves.get(name) for name in args)
+        chunked.dense(DenseSignals(*tokens), DenseBelief(mean, covariance), segments, True)
+    steps, max_tiles = range(0, 512 // tile, interval), 512 // tile + 2
+    # With segments, an upper bound: two more tiles, and two sequences while both can be active.
+    beliefs = len(steps) if segments is None else sum(min(2, max_tiles // (step + 1)) for step in steps)
     inputs = sum(x.numel() for x in leaves.values())
-    assert sum(kept.values()) <= inputs + beliefs * width * (width + 3) + (0 if segments is None else 6)
+    assert sum(saved.values()) <= inputs + beliefs * width * (width + 3) + (0 if segments is None else 6)
 
 
-def test_the_graph_does_not_grow_with_the_sequence():
+def test_compiled_graph_size_does_not_depend_on_length():
     sizes = []
 
     def count(graph, _):
@@ -309,27 +314,27 @@ def test_the_graph_does_not_grow_with_the_sequence():
     for length in (32, 512):
         torch._dynamo.reset()
         compiled = torch.compile(chunked.dense, fullgraph=True, backend=count, dynamic=False)
-        *given, mean, covariance = arguments(1, length).values()
-        got = compiled(DenseSignals(*given), DenseBelief(mean, covariance), None, True)
-        want = chunked.dense(DenseSignals(*given), DenseBelief(mean, covariance), None, True)
+        *tokens, mean, covariance = arguments(1, length).values()
+        got = compiled(DenseSignals(*tokens), DenseBelief(mean, covariance), None, True)
+        want = chunked.dense(DenseSignals(*tokens), DenseBelief(mean, covariance), None, True)
         torch.testing.assert_close(got.mean, want.mean)
     assert len(sizes) == 2 and sizes[0] == sizes[1]
 
 
-def test_a_gradient_that_is_not_symmetric_counts_as_its_symmetric_part():
+def test_only_symmetric_part_of_covariance_gradient_counts():
     args = arguments(1, 20)
-    *given, mean, covariance = args.values()
+    *tokens, mean, covariance = args.values()
     prior = DenseBelief(mean, covariance.requires_grad_())
     upper = torch.randn(4, 4, dtype=torch.float64).triu(1)
     grads = []
     for weight in (upper, (upper + upper.mT) / 2):
-        after = chunked.dense(DenseSignals(*given), prior, None, False).belief.covariance
+        after = chunked.dense(DenseSignals(*tokens), prior, None, False).belief.covariance
         grads.append(torch.autograd.grad((after * weight).sum(), covariance)[0])
     torch.testing.assert_close(*grads)
     assert torch.equal(grads[0], grads[0].mT)
 
 
-def test_autocast_does_not_reach_the_covariance():
+def test_autocast_does_not_change_results():
     args = arguments(1, 40, dtype=torch.float32)
     want = answer(chunked, args)
     with torch.autocast("cpu", dtype=torch.bfloat16):

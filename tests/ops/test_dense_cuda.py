@@ -1,6 +1,6 @@
-"""The chains of `dense` in CUDA C++: who uses them, and that they are called as Triton's are.
+"""Tests of the CUDA kernels of `dense`: when they are selected, and that they match the Triton kernels.
 
-What they compute is compared with float64 on a GPU of Hopper, where they serve.
+Without a Hopper GPU, only selection, arguments and compilation are tested.
 """
 
 import inspect
@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_dense_triton import HALF, LONG_RUNS, arguments, check
+from test_dense_triton import HALF, LONG_SPANS, arguments, check
 
 from kalmix.errors import KernelError
 from kalmix.ops import OPS
@@ -39,7 +39,7 @@ def test_cuda_and_triton_kernels_have_the_same_arguments(name, triton_kernel):
 
 
 @pytest.fixture
-def machine(monkeypatch):
+def fake_gpu(monkeypatch):
     """Set the compute capability of the GPU, whether PyTorch is built for CUDA, and whether it brings NVRTC."""
 
     def set_to(capability=cuda.HOPPER, version="12.8", nvrtc=True):
@@ -57,7 +57,7 @@ def kernel_request(width, features=frozenset(), dtype=torch.float32):
     return KernelRequest("cuda", dtype, width, 16, 512, features)
 
 
-def chosen(request, name=None):
+def selected(request, name=None):
     return select_kernel("dense", OPS["dense"].kernels, request, name).name
 
 
@@ -65,10 +65,10 @@ def chosen(request, name=None):
     ("width", "name"),
     [(32, "triton"), (33, "cuda"), (64, "cuda"), (100, "cuda"), (128, "cuda"), (129, "triton"), (256, "triton")],
 )
-def test_serves_wide_covariances_on_hopper(machine, width, name):
-    machine()
-    assert chosen(kernel_request(width)) == name
-    assert chosen(kernel_request(width), "triton") == "triton"
+def test_cuda_kernel_is_selected_on_hopper_for_widths_33_to_128(fake_gpu, width, name):
+    fake_gpu()
+    assert selected(kernel_request(width)) == name
+    assert selected(kernel_request(width), "triton") == "triton"
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_serves_wide_covariances_on_hopper(machine, width, name):
         ({"nvrtc": False}, "PyTorch's NVRTC (libcaffe2_nvrtc.so) cannot be loaded"),
     ],
 )
-def test_other_gpus_use_triton(machine, facts, reason):
-    machine(**facts)
-    assert chosen(kernel_request(64)) == "triton"
+def test_other_gpus_use_triton(fake_gpu, facts, reason):
+    fake_gpu(**facts)
+    assert selected(kernel_request(64)) == "triton"
     with pytest.raises(KernelError, match=re.escape(f"'cuda' of `dense` does not support this call: {reason}; use")):
-        chosen(kernel_request(64), "cuda")
+        selected(kernel_request(64), "cuda")
 
 
 @pytest.mark.parametrize(
@@ -96,26 +96,26 @@ def test_other_gpus_use_triton(machine, facts, reason):
         (KernelRequest("cpu", torch.float32, 64, 16, 512), "it runs on cuda, not on cpu"),
     ],
 )
-def test_refusal_of_a_pinned_kernel_names_the_reason(machine, request_, reason):
-    machine()
+def test_requested_cuda_kernel_raises_with_the_reason(fake_gpu, request_, reason):
+    fake_gpu()
     with pytest.raises(KernelError, match=re.escape(f"does not support this call: {reason}")):
-        chosen(request_, "cuda")
+        selected(request_, "cuda")
 
 
 @pytest.mark.parametrize(("nvrtc", "name"), [(True, "cuda"), (False, "triton")])
-def test_choice_compiles_to_one_graph(machine, nvrtc, name):
+def test_kernel_selection_compiles_to_one_graph(fake_gpu, nvrtc, name):
     torch.compiler.reset()
-    machine(nvrtc=nvrtc)
+    fake_gpu(nvrtc=nvrtc)
 
     def run(x):
-        return x + (chosen(kernel_request(64)) == "cuda")
+        return x + (selected(kernel_request(64)) == "cuda")
 
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     assert bool(compiled(torch.zeros(1))) == (name == "cuda")
 
 
 @pytest.mark.parametrize("row", [row for row in OPS["dense"].kernels if row.triton], ids=lambda row: row.name)
-def test_a_row_runs_its_own_kernels_forward_and_backward(monkeypatch, row):
+def test_each_kernel_launches_its_own_sequential_kernels(monkeypatch, row):
     requested = []
 
     def triton_kernel(name):
@@ -147,7 +147,7 @@ def test_machine_code_is_compiled_once_for_all_processes(monkeypatch, tmp_path):
 @pytest.mark.skipif(cuda.nvrtc_library() is None, reason="torch comes without NVRTC here")
 @pytest.mark.parametrize("name", ["forward", "backward"])
 @pytest.mark.parametrize(("K", "P", "DECAY"), [(40, 64, 2), (128, 128, 1)])
-def test_compiles(name, K, P, DECAY):
+def test_cuda_source_compiles(name, K, P, DECAY):
     options = {**OPTIONS, "K": K, "P": P, "DECAY": DECAY}
     assert cuda.compile_source(cuda.nvrtc_library(), name, tuple(options.items()), "sm_90a").startswith(b"\x7fELF")
 
@@ -155,7 +155,7 @@ def test_compiles(name, K, P, DECAY):
 @pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED))
 @pytest.mark.parametrize(("decay", "variance"), [("head", True), ("key", False)])
 @pytest.mark.parametrize("width", [33, 64, 100, 128])
-def test_agrees_with_the_recursion(width, decay, variance):
+def test_cuda_agrees_with_reference(width, decay, variance):
     run = partial(fused.dense, cuda=True)
-    check(arguments(2, 143, (1, 2), (width, 16), decay, LONG_RUNS.count), LONG_RUNS, variance, run)
+    check(arguments(2, 143, (1, 2), (width, 16), decay, LONG_SPANS.count), LONG_SPANS, variance, run)
     check(arguments(1, 130, (2, 2), (width, width), decay, dtype=HALF), None, variance, run)

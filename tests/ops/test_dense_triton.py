@@ -1,6 +1,6 @@
-"""What only the Triton kernel can get wrong: how it cuts time, how wide it is, what it keeps, how it meets torch.
+"""Tests of the Triton kernels of `dense`: tile boundaries, widths, stored tensors and the custom op.
 
-On a machine without a GPU the kernels run in Triton's interpreter, at sizes it can bear.
+Without a GPU, kernels run in Triton's interpreter at small sizes.
 """
 
 import pytest
@@ -24,15 +24,15 @@ HALF = torch.bfloat16
 
 
 def arguments(batch, length, heads, widths, decay="key", sequences=None, dtype=torch.float32):
-    """Signals and a prior, by name; log-decays one a key, one a head, or none."""
+    """Return random signals and a prior, by name, with decays per key, per head or none."""
     draw = torch.Generator().manual_seed(0)
-    (shared, own), (width, values) = heads, widths
+    (key_heads, value_heads), (width, values) = heads, widths
 
     def normal(*shape):
         return torch.randn(shape, generator=draw)
 
-    q, k = (normal(batch, length, shared, width) / width**0.5 for _ in range(2))
-    tokens, belief = (batch, length, own), (batch if sequences is None else sequences, own, width)
+    q, k = (normal(batch, length, key_heads, width) / width**0.5 for _ in range(2))
+    tokens, belief = (batch, length, value_heads), (batch if sequences is None else sequences, value_heads, width)
     root = normal(*belief, width) / width**0.5
     inputs = {
         "q": q.to(dtype),
@@ -48,7 +48,7 @@ def arguments(batch, length, heads, widths, decay="key", sequences=None, dtype=t
 
 
 def answer(function, inputs, segments, variance):
-    """Outputs, and gradients of their sum, weighted by numbers that every dtype holds."""
+    """Return outputs, and gradients of a sum with weights that every dtype represents exactly."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     q, k, v, obs_noise, process_noise, log_decay, mean, covariance = (leaves.get(name) for name in NAMES)
     belief = DenseBelief(mean, (covariance + covariance.mT) / 2)
@@ -61,7 +61,7 @@ def answer(function, inputs, segments, variance):
 
 
 def check(inputs, segments=None, variance=True, run=fused.dense):
-    """Outputs and gradients agree with the float64 recursion, within what rounding its inputs would do to it."""
+    """Check outputs and gradients against the float64 reference, within the effect of rounding the inputs."""
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
     got = answer(run, inputs, segments, variance)
     exact = {name: x.double() for name, x in inputs.items()}
@@ -79,20 +79,20 @@ def check(inputs, segments=None, variance=True, run=fused.dense):
         assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
 
 
-RUNS = Segments.of(torch.tensor([[0, 3, 30], [1, 0, 9], [0, 30, 36], [1, 20, 20], [1, 21, 38]]))
-SHORT_RUNS = Segments.of(torch.tensor([[0, 1, 3], [0, 3, 6]]))
-LONG_RUNS = Segments.of(torch.tensor([[0, 3, 103], [1, 0, 10], [0, 103, 136], [1, 50, 50], [1, 60, 140]]))
+SPANS = Segments.of(torch.tensor([[0, 3, 30], [1, 0, 9], [0, 30, 36], [1, 20, 20], [1, 21, 38]]))
+SHORT_SPANS = Segments.of(torch.tensor([[0, 1, 3], [0, 3, 6]]))
+LONG_SPANS = Segments.of(torch.tensor([[0, 3, 103], [1, 0, 10], [0, 103, 136], [1, 50, 50], [1, 60, 140]]))
 SHAPES = [  # batch, tokens, (key heads, value heads), (key, value width), decay, segments, variance, dtype
-    (1, 67, (1, 1), (3, 2), "key", None, True, torch.float32),  # two windows, an odd last block
-    (2, 39, (1, 2), (3, 2), "head", RUNS, False, torch.float32),  # blocks of runs, gaps between them, an empty one
-    (1, 67, (1, 1), (3, 2), "head", None, True, torch.float32),  # the same, of products
-    (1, 18, (1, 1), (20, 3), "none", None, True, HALF),  # more keys than tokens in a block
+    (1, 67, (1, 1), (3, 2), "key", None, True, torch.float32),  # two chunks, a partial last tile
+    (2, 39, (1, 2), (3, 2), "head", SPANS, False, torch.float32),  # segments with gaps, one empty
+    (1, 67, (1, 1), (3, 2), "head", None, True, torch.float32),  # by matrix products
+    (1, 18, (1, 1), (20, 3), "none", None, True, HALF),  # more keys than tokens in a tile
     (1, 19, (1, 1), (130, 1), "head", None, True, torch.float32),  # a covariance too wide for one program
-    (1, 6, (1, 1), (130, 1), "key", SHORT_RUNS, False, torch.float32),  # the same of runs
+    (1, 6, (1, 1), (130, 1), "key", SHORT_SPANS, False, torch.float32),  # with segments
 ]
-if DEVICE == "cuda":  # every class of launch: widths, decays, dtypes, variance or not
+if DEVICE == "cuda":  # every combination of width, decay, dtype and variance
     SHAPES += [
-        (2, 143, (1, 2), (width, 16), decay, LONG_RUNS, variance, torch.float32)
+        (2, 143, (1, 2), (width, 16), decay, LONG_SPANS, variance, torch.float32)
         for width in (5, 16, 20, 32, 64, 100, 128, 200, 256)
         for decay in ("none", "head", "key")
         for variance in (True, False)
@@ -101,26 +101,26 @@ if DEVICE == "cuda":  # every class of launch: widths, decays, dtypes, variance 
 
 
 @pytest.mark.parametrize(("batch", "length", "heads", "widths", "decay", "segments", "variance", "dtype"), SHAPES)
-def test_agrees_with_the_recursion(batch, length, heads, widths, decay, segments, variance, dtype):
+def test_triton_agrees_with_reference(batch, length, heads, widths, decay, segments, variance, dtype):
     sequences = None if segments is None else segments.count
     check(arguments(batch, length, heads, widths, decay, sequences, dtype), segments, variance)
 
 
-ENDS = [("process_noise", 0.0), ("obs_noise", 1e-2), ("log_decay", 0.0)]
+EXTREMES = [("process_noise", 0.0), ("obs_noise", 1e-2), ("log_decay", 0.0)]
 
 
 @pytest.mark.parametrize(  # where nothing is observed and decays are one a head, d process_noise is a trace: here, 0
     ("signal", "value", "decay"),
-    [(*end, decay) for end in ENDS for decay in ("head", "key")] + [("obs_noise", 1e4, "key")],
+    [(*extreme, decay) for extreme in EXTREMES for decay in ("head", "key")] + [("obs_noise", 1e4, "key")],
 )
-def test_holds_at_the_ends_of_the_range(signal, value, decay):
+def test_triton_agrees_with_reference_at_extreme_signals(signal, value, decay):
     length, width = (200, 64) if DEVICE == "cuda" else (20, 3)
     inputs = arguments(1, length, (1, 1), (width, 2), decay)
     inputs["log_decay"] *= 3 / length  # without process noise, decays of many tokens take variances below float32
     check({**inputs, signal: torch.full_like(inputs[signal], value)}, variance=False)
 
 
-def test_float16_holds_small_gains():
+def test_float16_inputs_keep_small_gains():
     inputs = arguments(1, 20, (1, 1), (3, 2), "head", dtype=torch.float16)
     small = {"obs_noise": 100.0, "process_noise": 1e-5, "covariance": 1e-5 * torch.eye(3), "mean": 0.0}
     inputs |= {name: torch.zeros_like(inputs[name]) + torch.as_tensor(x).to(DEVICE) for name, x in small.items()}
@@ -133,7 +133,7 @@ def test_float16_holds_small_gains():
 
 @pytest.mark.parametrize("decay", ["head", "key"])
 @pytest.mark.parametrize("value", [-30.0, -1e3])
-def test_forgets_everything_without_a_nan(value, decay):
+def test_strong_decays_give_finite_results(value, decay):
     inputs = arguments(1, 20, (1, 1), (3, 2), decay)
     got = answer(fused.dense, inputs | {"log_decay": torch.full_like(inputs["log_decay"], value)}, None, True)
     assert all(bool(torch.isfinite(x).all()) for x in got)
@@ -141,15 +141,15 @@ def test_forgets_everything_without_a_nan(value, decay):
 
 @pytest.mark.parametrize("decay", ["head", "key"])
 @pytest.mark.parametrize("least", [-1e3, -1e38])
-def test_forgetting_all_costs_no_digits(least, decay):
-    """Of what decays a little after a token that forgets everything: in its block, and beyond."""
+def test_strong_decay_of_one_token_keeps_precision_of_others(least, decay):
+    """Small log-decays in the same tile, and in later tiles, keep their digits."""
     inputs = arguments(1, 37, (1, 1), (3, 2), decay)
     inputs["log_decay"][:, [3, 9, 20]] = least
     check(inputs)
 
 
 @pytest.mark.parametrize("width", [128, 256] if DEVICE == "cuda" else [3, 130])
-def test_stays_positive_under_sure_and_repeated_evidence(width):
+def test_covariance_is_positive_for_nearly_certain_repeated_keys(width):
     length = 100_000 if DEVICE == "cuda" else 80
     inputs = arguments(1, length, (1, 1), (width, 1), "none")
     key = inputs["k"][:, :1] / inputs["k"][:, :1].norm()
@@ -163,19 +163,19 @@ def test_stays_positive_under_sure_and_repeated_evidence(width):
         assert float(torch.linalg.eigvalsh((last + last.mT) / 2).min()) > least
 
 
-def test_keeps_a_covariance_and_a_mean_every_64_tokens_and_the_gains():
+def test_training_stores_one_covariance_per_chunk_and_the_gains():
     inputs = {name: x.requires_grad_() for name, x in arguments(1, 67, (1, 1), (3, 2)).items()}
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         fused._filter(*(inputs[name] for name in NAMES), None, False, True, False)
-    owned = {x.data_ptr() for x in inputs.values()}
-    kept = [x.numel() for x in saved if x.data_ptr() not in owned and x.numel()]
+    input_pointers = {x.data_ptr() for x in inputs.values()}
+    saved_sizes = [x.numel() for x in saved if x.data_ptr() not in input_pointers and x.numel()]
     tile = tile_size(67, torch.float32)
     means = [-(-67 // tile) * 3 * 2, 67 * 2, 67 * tile]  # at the entry of tiles; errors, and inverses they came from
-    assert sorted(kept) == sorted([67 * 3, 67, -(-67 // CHUNK) * padded_width(3) ** 2, *means])
+    assert sorted(saved_sizes) == sorted([67 * 3, 67, -(-67 // CHUNK) * padded_width(3) ** 2, *means])
 
 
-def test_meets_the_dispatcher_as_an_operator_should():
+def test_custom_op_passes_opcheck():
     inputs = arguments(1, 18, (1, 2), (3, 2))
     leaves = [inputs[name].requires_grad_() for name in NAMES]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
@@ -186,7 +186,7 @@ def test_meets_the_dispatcher_as_an_operator_should():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_long_sequences_go_stretch_by_stretch(monkeypatch, dtype):
+def test_long_sequences_are_split_in_time(monkeypatch, dtype):
     monkeypatch.setattr(primitives, "MIN_SPLIT_TOKENS", 70)
     monkeypatch.setattr(primitives, "SPLIT_PROGRAM_COUNTS", range(4, 5))
     inputs = arguments(2, 135, (1, 2), (3, 2), "head", dtype=dtype)

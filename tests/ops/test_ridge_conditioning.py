@@ -1,4 +1,4 @@
-"""`ridge` where systems are ill-conditioned: large keys, small ridges, long sums; nothing overflows in silence."""
+"""Tests of `ridge` with ill-conditioned systems: large keys, small ridges and long sums; overflow gives NaN."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kalmix.types import Filtered
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIGNALS = ("q", "k", "v", "log_decay", "gain")
 EPS = torch.finfo(torch.float32).eps
-SYSTEMS = {  # ridge, length of keys, and what float32 makes of the ridge
+SYSTEMS = {  # ridge, norm of keys, and the ridge after it is raised in float32
     "large keys": (Fixed(0.25), 1e3, Fixed(0.25)),
     "larger keys": (Fixed(0.25), 1e6, Adaptive(EPS)),
     "small ridge": (Adaptive(1e-9), 1.0, Adaptive(EPS)),
@@ -28,7 +28,7 @@ SYSTEMS = {  # ridge, length of keys, and what float32 makes of the ridge
 
 
 def signals(length: int, width: int, scale: float = 1.0) -> dict[str, Tensor]:
-    """Two heads, unit queries, keys of length `scale`, half of them close to earlier ones; float64."""
+    """Return float64 signals: two heads, unit queries, keys of norm `scale`, half of them close to each other."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -49,7 +49,7 @@ def run(kernel: str, x: dict[str, Tensor], strength: Ridge, solver: Solver) -> F
 
 
 def answers(kernel: str, x: dict[str, Tensor], strength: Ridge, solver: Solver) -> dict[str, Tensor]:
-    """The mean, the variance and the gradients of the sum of all means, float64."""
+    """Return the mean, the variance and the gradients of the sum of all means, in float64."""
     leaves = {name: y.clone().requires_grad_() for name, y in x.items()}
     found = run(kernel, leaves, strength, solver)
     assert found.variance is not None
@@ -65,10 +65,10 @@ def error(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("solver", [Exact(), ConjugateGradient(150), Sketch(16, Exact())], ids=str)
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("kernel", ["reference", "chunked"])
-def test_ill_conditioned_systems_are_solved_with_the_ridge_that_float32_resolves(kernel, system, solver):
-    """The ridge is eps ||H||_F and rounding moves H by eps / 2 of that: a solution may be off by half of itself.
+def test_ill_conditioned_systems_are_solved_with_a_raised_ridge(kernel, system, solver):
+    """The ridge is eps ||H||_F and rounding changes H by half of that, so solutions may have a relative error of 1/2.
 
-    Gradients for gates are sums that cancel.
+    Gradients of gates are sums with cancellation.
     """
     strength, scale, raised = SYSTEMS[system]
     x = signals(70, 16, scale)
@@ -80,20 +80,22 @@ def test_ill_conditioned_systems_are_solved_with_the_ridge_that_float32_resolves
 
 @pytest.mark.parametrize("solver", [Exact(), ConjugateGradient(150), Chebyshev(30)], ids=str)
 @pytest.mark.parametrize("kernel", ["reference", "chunked"])
-def test_keys_may_be_so_large_that_gradients_underflow(kernel, solver):
+def test_huge_keys_give_finite_results(kernel, solver):
     x = signals(70, 16, 1e9)
     for strength, raised in ((Fixed(0.25), Adaptive(EPS)), (Adaptive(0.02), Adaptive(0.02))):
         want = answers("chunked", x, raised, Exact())
         got = answers(kernel, {name: y.float() for name, y in x.items()}, strength, solver)
         assert all(bool(y.isfinite().all()) for y in got.values())
-        few = isinstance(solver, Chebyshev) and isinstance(strength, Fixed)  # iterations for condition 8e6
-        assert error(got["mean"], want["mean"]) < (1.0 if few else 0.5)
+        unconverged = isinstance(solver, Chebyshev) and isinstance(
+            strength, Fixed
+        )  # 30 iterations at condition number 8e6
+        assert error(got["mean"], want["mean"]) < (1.0 if unconverged else 0.5)
 
 
 @pytest.mark.parametrize("solver", [Chebyshev(30), ConjugateGradient(30), Sketch(8), Sketch(8, Exact())], ids=str)
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("kernel", ["reference", "chunked"])
-def test_solutions_that_have_not_converged_are_no_larger_than_the_answer(kernel, system, solver):
+def test_unconverged_solutions_are_bounded(kernel, system, solver):
     strength, scale, raised = SYSTEMS[system]
     x = signals(70, 16, scale)
     want = answers("chunked", x, raised, Exact())
@@ -116,14 +118,14 @@ def test_triton_solves_ill_conditioned_systems(system, solver):
 
 
 @pytest.mark.parametrize("kernel", ["reference", "chunked"])
-def test_conjugate_gradients_rest_once_they_have_converged(kernel):
+def test_converged_conjugate_gradient_does_not_change(kernel):
     x = {name: y.float() for name, y in signals(70, 16).items()}
-    few, many = (answers(kernel, x, Fixed(0.25), ConjugateGradient(n)) for n in (30, 200))
-    for name, y in few.items():
+    unconverged, many = (answers(kernel, x, Fixed(0.25), ConjugateGradient(n)) for n in (30, 200))
+    for name, y in unconverged.items():
         assert error(many[name], y) < 1e-6, name
 
 
-def test_a_factor_is_found_however_wrong_rounding_left_a_matrix():
+def test_cholesky_factor_exists_for_slightly_indefinite_matrices():
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(5, 12, 12, generator=generator))[0]
     least = torch.tensor([1.0, 0.0, -1e-6, -1e-5, -1e-4])
@@ -138,8 +140,8 @@ def test_a_factor_is_found_however_wrong_rounding_left_a_matrix():
 @pytest.mark.parametrize("solver", [Chebyshev(30), ConjugateGradient(30), Exact()], ids=str)
 @pytest.mark.parametrize("strength", [Fixed(0.25), Adaptive(0.02)], ids=str)
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "custom_op"])
-def test_an_overflow_is_seen(kernel, strength, solver):
-    """||H||^2 exceeds float32: what is read is NaN, not 0."""
+def test_overflow_gives_nan(kernel, strength, solver):
+    """||H||^2 exceeds the range of float32: the mean is NaN, not 0."""
     if kernel == "custom_op" and isinstance(solver, Exact):
         return
     x = {name: y.float() for name, y in signals(12, 4, 1e11).items()}

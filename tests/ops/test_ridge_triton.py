@@ -1,6 +1,6 @@
-"""What only the Triton kernels of `ridge` can get wrong: tiles, widths, what is absent, what they keep.
+"""Tests of the Triton kernels of `ridge`: tile boundaries, widths, absent signals and stored tensors.
 
-On a machine without a GPU they run in Triton's interpreter, at sizes it can bear.
+Without a GPU, kernels run in Triton's interpreter at small sizes.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def arguments(
     sequences: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """Signals and a prior, by name."""
+    """Return random signals and a prior, by name."""
     draw = torch.Generator().manual_seed(0)
-    (shared, own), (width, values) = heads, widths
+    (key_heads, value_heads), (width, values) = heads, widths
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw)
 
-    q, k = (torch.nn.functional.normalize(normal(batch, length, shared, width), dim=-1) for _ in range(2))
-    tokens, belief = (batch, length, own), (batch if sequences is None else sequences, own, width)
+    q, k = (torch.nn.functional.normalize(normal(batch, length, key_heads, width), dim=-1) for _ in range(2))
+    tokens, belief = (batch, length, value_heads), (batch if sequences is None else sequences, value_heads, width)
     root = normal(*belief, width) / width
     inputs = {
         "q": q.to(dtype),
@@ -64,7 +64,7 @@ def arguments(
 
 
 def answer(function: Any, inputs: dict[str, Tensor], segments: Segments | None, strength: Any) -> list[Tensor]:
-    """Outputs, and gradients of their sum, weighted by numbers that every dtype holds."""
+    """Return outputs, and gradients of a sum with weights that every dtype represents exactly."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     *signals, cross, gram = (leaves.get(name) for name in NAMES)
     assert cross is not None and gram is not None
@@ -76,12 +76,12 @@ def answer(function: Any, inputs: dict[str, Tensor], segments: Segments | None, 
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(leaves.values()), weights))
 
 
-RUNS = Segments.of(torch.tensor([[0, 3, 30], [1, 0, 9], [0, 30, 36], [1, 20, 20], [1, 21, 38]]))
-LONG_RUNS = Segments.of(torch.tensor([[0, 3, 203], [1, 0, 10], [0, 203, 236], [1, 50, 50], [1, 60, 240]]))
+SPANS = Segments.of(torch.tensor([[0, 3, 30], [1, 0, 9], [0, 30, 36], [1, 20, 20], [1, 21, 38]]))
+LONG_SPANS = Segments.of(torch.tensor([[0, 3, 203], [1, 0, 10], [0, 203, 236], [1, 50, 50], [1, 60, 240]]))
 STRONG, USUAL, MESA, CONJUGATE = Adaptive(0.5), Adaptive(0.02), Fixed(0.25), Adaptive(0.3)
 SHAPES = [  # batch, tokens, (key heads, value heads), (key, value width), absent signals, segments, ridge, dtype
-    (1, 37, (1, 2), (3, 5), (), None, STRONG, torch.float32),  # three tiles, the last one odd; shared keys
-    (2, 38, (1, 1), (4, 3), ("mix", "log_decay"), RUNS, STRONG, torch.float32),
+    (1, 37, (1, 2), (3, 5), (), None, STRONG, torch.float32),  # three tiles, the last one partial; shared keys
+    (2, 38, (1, 1), (4, 3), ("mix", "log_decay"), SPANS, STRONG, torch.float32),
     (1, 18, (1, 1), (17, 16), ("gain",), None, STRONG, HALF),
     (1, 18, (1, 1), (17, 16), ("mix",), None, CONJUGATE, HALF),
     (1, 18, (1, 1), (5, 4), (), None, CONJUGATE, torch.float32),
@@ -93,7 +93,7 @@ ON_GPU = [
     for width, values in ((16, 16), (32, 48), (40, 40), (64, 64), (96, 128), (128, 128), (200, 128), (256, 256))
     for heads, without, segments, strength in (
         (2, (), None, USUAL),
-        (1, (), LONG_RUNS, MESA),
+        (1, (), LONG_SPANS, MESA),
         (2, ("mix", "gain", "log_decay"), None, USUAL),
         (2, ("mix",), None, CONJUGATE),
     )
@@ -102,21 +102,21 @@ ON_GPU = [
 
 
 @pytest.mark.parametrize("shape", SHAPES + ON_GPU if DEVICE == "cuda" else SHAPES, ids=str)
-def test_it_agrees_with_the_reference(shape: tuple[Any, ...]) -> None:
-    """Outputs and gradients against the float64 recursion, within what rounding its inputs would do to it."""
+def test_triton_agrees_with_reference(shape: tuple[Any, ...]) -> None:
+    """Outputs and gradients agree with the float64 reference, within the effect of rounding the inputs."""
     batch, length, heads, widths, without, segments, strength, dtype = shape
     inputs = arguments(batch, length, heads, widths, without, None if segments is None else segments.count, dtype)
-    agree(inputs, None if segments is None else Segments(segments.rows.to(DEVICE)), strength, dtype)
+    check_agreement(inputs, None if segments is None else Segments(segments.rows.to(DEVICE)), strength, dtype)
 
 
-def test_what_decays_a_little_after_all_was_forgotten_keeps_its_digits() -> None:
-    """Sums of log-decays have none left for it."""
+def test_strong_decay_of_one_token_keeps_precision_of_others() -> None:
+    """Small log-decays keep their digits in sums with very large ones."""
     inputs = arguments(1, 18, (1, 1), (5, 4))
     inputs["log_decay"][:, [3, 9]] = -1e38
-    agree(inputs, None, STRONG, torch.float32)
+    check_agreement(inputs, None, STRONG, torch.float32)
 
 
-def agree(inputs: dict[str, Tensor], segments: Segments | None, strength: Any, dtype: torch.dtype) -> None:
+def check_agreement(inputs: dict[str, Tensor], segments: Segments | None, strength: Any, dtype: torch.dtype) -> None:
     got = answer(fused.ridge, inputs, segments, strength)
     exact = {name: x.double() for name, x in inputs.items()}
     want = answer(reference.ridge, exact, segments, strength)
@@ -133,7 +133,7 @@ def agree(inputs: dict[str, Tensor], segments: Segments | None, strength: Any, d
         assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
 
 
-def test_nothing_written_makes_no_nan() -> None:
+def test_zero_keys_give_finite_results() -> None:
     inputs = arguments(1, 20, (1, 1), (4, 4))
     inputs["k"][:, :18] = 0
     inputs |= {name: torch.zeros_like(inputs[name]) for name in ("cross", "gram")}
@@ -141,7 +141,7 @@ def test_nothing_written_makes_no_nan() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="logs launches without running them")
-@pytest.mark.parametrize("segments", [None, RUNS], ids=["whole", "packed"])
+@pytest.mark.parametrize("segments", [None, SPANS], ids=["whole", "packed"])
 def test_dry_run_compiles_every_launched_kernel(monkeypatch: pytest.MonkeyPatch, segments: Segments | None) -> None:
     log = log_launches(monkeypatch)
     monkeypatch.setattr(triton_backward, "launch_on_side_stream", lambda chain: chain.run() or (lambda: None))

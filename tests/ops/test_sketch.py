@@ -1,4 +1,4 @@
-"""The random directions of a sketch: its seed chooses them, in every kernel."""
+"""Tests of `Sketch`: its seed selects the subspace, in every kernel."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ KERNELS = ("chunked", "reference")
 
 
 @pytest.mark.parametrize("seed", [0, 1, 7])
-def test_the_seed_chooses_the_signs_of_an_orthonormal_basis(seed: int) -> None:
+def test_seed_selects_the_signs_of_an_orthonormal_basis(seed: int) -> None:
     like = torch.zeros(1, 12, dtype=torch.float64)
     basis = sketch_basis(Sketch(5, seed=seed), like)
     torch.testing.assert_close(basis.mT @ basis, torch.eye(5, dtype=torch.float64))
@@ -19,14 +19,14 @@ def test_the_seed_chooses_the_signs_of_an_orthonormal_basis(seed: int) -> None:
 
 
 @pytest.mark.parametrize("solver", [Chebyshev(7), ConjugateGradient(3), Exact()], ids=str)
-def test_an_operator_takes_the_seed(solver) -> None:
+def test_encoded_solver_includes_the_seed(solver) -> None:
     sketch = Sketch(4, solver, seed=9)
     assert decode_solver(encode_solver(sketch)) == sketch
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_answer_is_the_best_among_the_directions_of_the_seed(kernel: str) -> None:
-    """B (B'SB)^-1 B'q, token by token; gradients differ between seeds, too."""
+def test_sketch_equals_projected_solution_for_each_seed(kernel: str) -> None:
+    """The solution is B (B'SB)^-1 B'q at every token; gradients differ between seeds."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 9, 1, 6, generator=generator, dtype=torch.float64) for _ in range(3))
     answers = []
