@@ -45,7 +45,8 @@ def additive(
             share keys but have separate decays and gains.
         log_decay: `[B, T, G]` for one decay per head or `[B, T, G, K]` for one per key; natural logarithm, per token,
             <= 0. Default: no decay.
-        gain: `[B, T, G]`, weight of the token's write. Default: 1. Float32 results are tested up to 1e4.
+        gain: `[B, T, G]`, weight of the token's write. Default: 1. Float32 results are tested up to 1e4
+            (a noise of 1e-4).
         belief: prior, with mean `[N, G, K, V]`. N is B, or the number of segments. Default: mean 0.
         segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
             sequence.

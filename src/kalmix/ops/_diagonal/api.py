@@ -50,7 +50,7 @@ def diagonal(
         v: `[B, T, G, V]`, observed values, in the dtype of `q`. Value head g uses key head g // (G / H), so value heads
             can share keys.
         precision: `[B, T, G, V]`, inverse variance of the observation, >= 0. A precision of 0 means no observation.
-            Float32 results are tested up to 1e4.
+            Float32 results are tested up to 1e4 (a noise of 1e-4).
         log_decay: `[G, K, V]`, natural logarithm of the decay per token, <= 0. 0 means no decay.
         process_noise: `[G, K, V]`, variance added at each token, >= 0. The kernel "reference" also takes `log_decay`
             and `process_noise` that change from token to token (equations 7 and 8), as `[B, T, G, K, V]`.
