@@ -149,7 +149,7 @@ def test_convolutions_before_any_evidence(signals):
 
 
 def test_convolutions_reject_a_kernel_that_overflows(signals):
-    with pytest.raises(ArgumentError, match=r"log_decay.*as low as -16.*23 tokens"):
+    with pytest.raises(ArgumentError, match=r"log_decay.*minimum of -16.*23 tokens"):
         diagonal_fft(
             signals["q"],
             uniform(H, K),

@@ -167,11 +167,11 @@ def attend(
     weighting = make_weighting((nu, temperature, floor), weight, window, causal, ("H", "H", "H"), sizes, v)
     belief = check_history(belief, times, segments, causal, sizes, v)
     request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
-    chosen = select_kernel("attend", KERNELS, request, kernel)
+    kernel_function = select_kernel("attend", KERNELS, request, kernel)
     if min(sizes.values()) == 0:  # kernels require at least one token, head and channel
         return empty_output(v, belief, causal, 1 if variance else None)
     signals = AttendSignals(q, k, v, times, key_dynamics, value_dynamics, weighting)
-    return chosen(signals, belief, segments, variance)
+    return kernel_function(signals, belief, segments, variance)
 
 
 def check_channels(q: Tensor, v: Tensor, sizes: dict[str, int]) -> None:
@@ -257,18 +257,18 @@ def make_weighting(
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ArgumentError("window", got=repr(window), expected="a positive integer or None")
 
-    def checked(name: str, x: Tensor | float, layout: str, least: float) -> Tensor:
+    def to_tensor(name: str, x: Tensor | float, layout: str, minimum_value: float) -> Tensor:
         if isinstance(x, Tensor):
-            check_signal(name, x, (layout,), sizes, like, minimum=least)
+            check_signal(name, x, (layout,), sizes, like, minimum=minimum_value)
             return x
-        if isinstance(x, bool) or not isinstance(x, int | float) or not least <= x <= MAX_FLOAT:
-            bound, shape = "above 0" if least else "of at least 0", ", ".join(layout.split())
+        if isinstance(x, bool) or not isinstance(x, int | float) or not minimum_value <= x <= MAX_FLOAT:
+            bound, shape = "above 0" if minimum_value else "of at least 0", ", ".join(layout.split())
             raise ArgumentError(name, got=repr(x), expected=f"a finite number {bound}, or a tensor [{shape}] of them")
         return like.new_full([sizes[letter] for letter in layout.split()], float(x), dtype=belief_dtype(like.dtype))
 
-    least = (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).tiny, 0.0)
-    rows = zip(("nu", "temperature", "floor"), values, layouts, least, strict=True)
-    nus, temperatures, floors = (checked(*row) for row in rows)
+    minimum_value = (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).tiny, 0.0)
+    rows = zip(("nu", "temperature", "floor"), values, layouts, minimum_value, strict=True)
+    nus, temperatures, floors = (to_tensor(*row) for row in rows)
     return Weighting(nus, temperatures, floors, weight == "rational", window and min(window, MAX_INT), causal)
 
 

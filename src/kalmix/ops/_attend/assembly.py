@@ -66,9 +66,9 @@ def _zero_nonfinite_tokens(layout: KVLayout, config: ScoreConfig) -> tuple[KVLay
         torch.where(y[..., None, None], x, 0)
         for x, y in ((layout.q, finite_queries), (layout.k, finite_keys), (layout.v, finite_keys))
     )
-    cleaned = layout._replace(q=q, k=k, v=v, times=torch.where(finite_keys, layout.times, 0))
+    finite_layout = layout._replace(q=q, k=k, v=v, times=torch.where(finite_keys, layout.times, 0))
     query_rank = layout.rank[:, layout.rank.shape[1] - layout.q.shape[1] :]
-    return cleaned, (~finite_queries | config.any_visible(query_rank, layout.rank, ~finite_keys))[..., None, None]
+    return finite_layout, (~finite_queries | config.any_visible(query_rank, layout.rank, ~finite_keys))[..., None, None]
 
 
 def _squared_norms(x: Tensor) -> Tensor:

@@ -80,8 +80,8 @@ def _dry_run(
     q,
     k,
     v,
-    w,
-    w_0,
+    frequency,
+    value_frequency,
     times,
     rank,
     head_params,
@@ -101,12 +101,12 @@ def _dry_run(
 
     config = ScoreConfig(shared_dynamics, rational, causal, window)
     mean, log_precision, _, _, *saved = forward(
-        q, k, v, w, w_0, times, rank, head_params, config, masked, variance, copy_kv, dtype
+        q, k, v, frequency, value_frequency, times, rank, head_params, config, masked, variance, copy_kv, dtype
     )
     if needs_backward:
         backward(
-            mean, log_precision, [log_precision, *saved], w, w_0, times, rank, head_params, config, masked, variance,
-            mean.dtype,
+            mean, log_precision, [log_precision, *saved], frequency, value_frequency, times, rank, head_params, config,
+            masked, variance, mean.dtype,
         )  # fmt: skip
 
 
@@ -188,13 +188,13 @@ def _autograd_backward(ctx, grad_mean, grad_log_precision, grad_keys, grad_value
     grad_mean = saved[0].new_zeros(ctx.shape) if grad_mean is None else grad_mean
     grad_log_precision = torch.zeros_like(saved[0]) if grad_log_precision is None else grad_log_precision
     frequencies = (frequency, value_frequency)
-    grad_q, grad_k, grad_v, *found, grad_head_params = _attend_backward(
+    grad_q, grad_k, grad_v, *grads, grad_head_params = _attend_backward(
         grad_mean, grad_log_precision, saved, *frequencies, times, rank, head_params, *ctx.options
     )
     grad_k, grad_v = (
         x if y is None or not y.numel() else x + y for x, y in ((grad_k, grad_keys), (grad_v, grad_values))
     )
-    return grad_q, grad_k, grad_v, *found, None, None, grad_head_params, *[None] * 9
+    return grad_q, grad_k, grad_v, *grads, None, None, grad_head_params, *[None] * 9
 
 
 _attend = custom_op("kalmix::attend_triton", with_precompilation(_dry_run, _forward), _forward_fake)

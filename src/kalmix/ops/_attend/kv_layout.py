@@ -139,5 +139,5 @@ def _row_per_sequence(row: HistoryBelief, segments: Segments, segment_ids: Tenso
     keys, values, times, positions, segment_ids = (
         x.expand(count, *x.shape[1:]) if x.shape[0] == 1 else x[rows] for x in (*row, segment_ids)
     )
-    belongs = segment_ids == torch.arange(count, device=segment_ids.device)[:, None]
-    return HistoryBelief(keys, values, times, torch.where(belongs, positions, -1))
+    own_tokens = segment_ids == torch.arange(count, device=segment_ids.device)[:, None]
+    return HistoryBelief(keys, values, times, torch.where(own_tokens, positions, -1))

@@ -67,8 +67,8 @@ def read(belief: State, token: Token) -> tuple[Tensor, Tensor]:
     keys = SimpleNamespace(**{name: token[name] for name in DYNAMICS})
     values = token.get("value_dynamics") or keys
 
-    def number(name: str, absent: float) -> Any:
-        x = token.get(name, absent)
+    def number(name: str, default: float) -> Any:
+        x = token.get(name, default)
         return x.double() if isinstance(x, Tensor) else x
 
     lag = times[-1] - times

@@ -46,8 +46,8 @@ def draw_history(normal: Normal, sequences: int, size: dict[str, int]) -> Tensor
 def draw_values(normal: Normal, sequences: int, size: dict[str, int]) -> Tensors:
     """Draw tokens and a history; values have their own width and dynamics."""
     drawn, width = draw_history(normal, sequences, size), size["V"] + size["V"] % 2
-    v, held = drawn["v"], drawn["prior.values"]
-    drawn |= {"v": normal(*v.shape[:3], width), "prior.values": normal(*held.shape[:3], width)}
+    v, past_values = drawn["v"], drawn["prior.values"]
+    drawn |= {"v": normal(*v.shape[:3], width), "prior.values": normal(*past_values.shape[:3], width)}
     return drawn | draw_dynamics(normal, size["H"], width // 2, VALUES)
 
 

@@ -57,8 +57,8 @@ class ScoreConfig(NamedTuple):
         ranks = torch.where(marked, key_rank, torch.iinfo(torch.int64).max).sort(1).values
         last = query_rank if self.causal else query_rank + (self.window - 1)
         bounds = (x.contiguous() for x in (last, query_rank - self.window))
-        until, before = (torch.searchsorted(ranks, x, right=True) for x in bounds)
-        return until > before
+        count_to_last, count_before = (torch.searchsorted(ranks, x, right=True) for x in bounds)
+        return count_to_last > count_before
 
     def slot_range(self, queries: slice, tokens: int, slots: int) -> tuple[int, int]:
         """Return the first slot that some of the queries may attend to, and the last one plus 1.
@@ -145,8 +145,8 @@ class LagVariance:
         if future is not None:
             key_weight, query_weight = square.where(~future, future_growth**2), square.where(future, 1.0)
         state = noise.process * accumulated + noise.key * key_weight
-        total, least = state + noise.query * query_weight, torch.finfo(decay.dtype).tiny
-        state, total = state.clamp(min=least), total.clamp(min=least)
+        total, tiny = state + noise.query * query_weight, torch.finfo(decay.dtype).tiny
+        state, total = state.clamp(min=tiny), total.clamp(min=tiny)
         return cls(noise, distance, future, future_growth, decay, accumulated, key_weight, query_weight, state, total)
 
     def log(self, variance: Tensor) -> Tensor:
@@ -166,8 +166,8 @@ class LagVariance:
         past, future = ((noise.process - 2 * noise.rate * x) / self.start for x in (noise.key, noise.query))
         if self.future is None or not isinstance(self.future_growth, Tensor):
             return (past if self.future is None else future.where(self.future, past)) * accumulated
-        fixed = noise.process * accumulated - 2 * noise.query * (noise.rate * accumulated).detach()  # constant divisor
-        return (past * accumulated).where(~self.future, (fixed + noise.key * (self.future_growth**2 - 1)) / self.start)
+        growth = noise.process * accumulated - 2 * noise.query * (noise.rate * accumulated).detach()  # constant divisor
+        return (past * accumulated).where(~self.future, (growth + noise.key * (self.future_growth**2 - 1)) / self.start)
 
     def log_relative(self) -> Tensor:
         """Compute log(total / start), unscaled, and its gradients; without cancellation where the two are close."""
@@ -202,8 +202,8 @@ class LagVariance:
             grad_log_decay: gradient of log(decay) through residuals.
             grad_rate: gradient of the rate from elsewhere.
         """
-        least = torch.finfo(self.decay.dtype).tiny
-        grad_total, grad_state = grad_total.where(self.total > least, 0), grad_state.where(self.state > least, 0)
+        tiny = torch.finfo(self.decay.dtype).tiny
+        grad_total, grad_state = grad_total.where(self.total > tiny, 0), grad_state.where(self.state > tiny, 0)
         grad_decay_square = self.noise.key * self.decay.square() * grad_state
         if self.future is not None:
             grad_decay_square = grad_decay_square.where(~self.future, -self.state * grad_total)
@@ -219,17 +219,17 @@ class LagVariance:
 
         Then the gradient through log(start) is 0 up to rounding, and is omitted.
         """
-        noise, least = self.noise, self.total <= torch.finfo(self.decay.dtype).tiny
-        clamped = torch.where(least, -self.total / self.start, 0) * grad_total  # pairs whose variance was clamped
+        noise, tiny = self.noise, self.total <= torch.finfo(self.decay.dtype).tiny
+        clamped = torch.where(tiny, -self.total / self.start, 0) * grad_total  # pairs whose variance was clamped
         found = []
         for key_first in (True, False) if self.future is not None else (True,):
             own, other = (noise.key, noise.query) if key_first else (noise.query, noise.key)
             pair_grad = self.accumulated * grad_total.masked_fill(
-                least if self.future is None else least | (self.future == key_first), 0
+                tiny if self.future is None else tiny | (self.future == key_first), 0
             )
             slopes = noise.process + 2 * noise.rate * other, noise.process - 2 * noise.rate * own
-            decaying, constant = (-_sum_per_head(pair_grad) * (x / self.start)[:, 0, 0] for x in slopes)
-            found.append(torch.stack([decaying, constant] if key_first else [constant, decaying]))
+            decay_terms, constant_terms = (-_sum_per_head(pair_grad) * (x / self.start)[:, 0, 0] for x in slopes)
+            found.append(torch.stack([decay_terms, constant_terms] if key_first else [constant_terms, decay_terms]))
         return sum(found, _sum_per_head(clamped))
 
 

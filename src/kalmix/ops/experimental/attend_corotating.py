@@ -93,8 +93,8 @@ def attend_corotating(
     weights = make_weighting((nu, temperature, 0.0), "rational", None, True, ("H R", "H R", "H"), sizes, v)[:2]
     shared = {"log_decay": log_decay, "frequency": frequency, "variance": variance, **options}
     names = ("process_noise", "key_noise", "query_noise", "nu", "temperature")
-    parts = zip(*(x.unbind(-1) for x in (*noises, *weights)), strict=True)
-    along, across = (attend(q, k, v, **dict(zip(names, part, strict=True)), **shared) for part in parts)
+    per_direction = zip(*(x.unbind(-1) for x in (*noises, *weights)), strict=True)
+    along, across = (attend(q, k, v, **dict(zip(names, values, strict=True)), **shared) for values in per_direction)
 
     dtype = belief_dtype(v.dtype)
     unit = normalize(direction.to(dtype), dim=-1)

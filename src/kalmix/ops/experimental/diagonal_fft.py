@@ -62,14 +62,12 @@ def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_deca
     if can_check_values(log_decay) and log_decay.numel() and float(log_decay.detach().min()) < -limit:
         raise ArgumentError(
             "log_decay",
-            got=f"as low as {float(log_decay.detach().min()):g}",
-            expected=f"at least {-limit:g} for the kernel of {length} tokens to fit {dtype}",
+            problem=f"has a minimum of {float(log_decay.detach().min()):g}",
+            expected=f"values of at least {-limit:g}, so that the convolution kernel of {length} tokens fits {dtype}",
         )
     if min(sizes.values()) == 0:
-        nothing = v.new_zeros(sizes["B"], *log_decay.shape, dtype=dtype)
-        return Filtered(
-            torch.zeros_like(v), torch.zeros_like(v, dtype=dtype), DiagonalBelief(nothing, nothing + torch.inf)
-        )
+        zeros = v.new_zeros(sizes["B"], *log_decay.shape, dtype=dtype)
+        return Filtered(torch.zeros_like(v), torch.zeros_like(v, dtype=dtype), DiagonalBelief(zeros, zeros + torch.inf))
 
     key = k.to(dtype).repeat_interleave(group, 0)[..., None]  # [G, K, 1]
     query = q.to(dtype).repeat_interleave(group, 2)[..., None]  # [B, T, G, K, 1]

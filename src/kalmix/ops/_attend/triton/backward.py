@@ -153,16 +153,16 @@ def query_grads_kernel(
     query_block_times += row * query_blocks + block
     key_block_times += row * key_blocks
     key_ranks += row * key_blocks * 2
-    here = (row * G + value_head) * padded_tokens + at
+    score_offset = (row * G + value_head) * padded_tokens + at
     column = tl.arange(0, W)
     output_tile = load_rows(output + base * V, G * V, tokens - start, column, V, M)
     delta = tl.sum(
         output_tile * load_rows(grad_output + base * V, G * V, tokens - start, column, V, M).to(tl.float32), 1
     )
-    max_score = tl.load(max_scores + here)
+    max_score = tl.load(max_scores + score_offset)
     valid = max_score < -MIN_SCORE
     delta = tl.where(valid, delta, 0.0)
-    tl.store(deltas + here, delta)
+    tl.store(deltas + score_offset, delta)
     max_score, grad_precision = max_score[:, None], tl.zeros([M], tl.float32)
     if VARIANCE:
         offset, has_precision = (row * tokens + at) * H + head, valid & (value_head % GROUP_SIZE == 0)
