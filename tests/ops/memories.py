@@ -1,4 +1,4 @@
-"""Small signals of a memory, good and bad, for the ops that filter one."""
+"""Small valid and invalid inputs for `additive` and `delta`."""
 
 import torch
 
@@ -8,7 +8,7 @@ B, T, H, G, K, V = 2, 5, 1, 2, 3, 4
 
 
 def signals(**changes):
-    """What both ops take, and any gain they both take."""
+    """Return signals that both ops accept."""
     draw = torch.Generator().manual_seed(0)
     good = {
         "q": torch.randn(B, T, H, K, generator=draw),
@@ -82,15 +82,15 @@ BAD = {
 }
 
 
-def check_refusal(error, message):
-    """One sentence, a `ValueError`, that names the argument."""
+def check_error(error, message):
+    """Check that an error is a `ValueError` of one line that contains `message`."""
     assert message in str(error)
     assert isinstance(error, ValueError)
     assert "\n" not in str(error)
 
 
-def check_nothing(op, kernel):
-    """No tokens, no sequences or none with tokens: the belief passes through, gradients included."""
+def check_zero_tokens(op, kernel):
+    """Check that the prior is returned, with its gradient, if there are no tokens, no sequences or only empty ones."""
     none = {name: x[:, :0] for name, x in signals().items()}
     got = op(**none, belief=belief(), kernel=kernel)
     assert got.mean.shape == (B, 0, G, V) and got.variance is None

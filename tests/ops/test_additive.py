@@ -1,8 +1,8 @@
-"""`additive`: closed forms, and the table of bad input that was tried."""
+"""Closed forms of `additive`, and bad inputs."""
 
 import pytest
 import torch
-from memories import BAD, B, G, K, T, V, belief, check_nothing, check_refusal, signals
+from memories import BAD, B, G, K, T, V, belief, check_error, check_zero_tokens, signals
 
 from kalmix import ArgumentError, KernelError, ops
 
@@ -15,25 +15,25 @@ TABLE = BAD | ONLY_HERE
 
 @pytest.mark.parametrize("kernel", [None, *KERNELS])
 @pytest.mark.parametrize("case", TABLE)
-def test_bad_signals(case, kernel):
+def test_bad_signals_raise_argument_error(case, kernel):
     changes, message = TABLE[case]
     with pytest.raises(ArgumentError) as caught:
         ops.additive(**signals(**changes), kernel=kernel)
-    check_refusal(caught.value, message)
+    check_error(caught.value, message)
 
 
-def test_unknown_kernels():
+def test_unknown_kernel_raises_kernel_error():
     with pytest.raises(KernelError, match=r"`additive` has no kernel 'fast'; it has .*chunked, reference"):
         ops.additive(**signals(), kernel="fast")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_nothing_passes_the_belief_through(kernel):
-    check_nothing(ops.additive, kernel)
+def test_zero_tokens_return_the_prior(kernel):
+    check_zero_tokens(ops.additive, kernel)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_without_decay_it_is_causal_linear_attention(kernel):
+def test_without_decay_equals_causal_linear_attention(kernel):
     x = {name: y.double() for name, y in signals(log_decay=None).items() if y is not None}
     scores = torch.einsum("bthk,bshk->bts", x["q"], x["k"]).tril()
     want = torch.einsum("bts,bsg,bsgv->btgv", scores, x["gain"], x["v"])
@@ -44,7 +44,7 @@ def test_without_decay_it_is_causal_linear_attention(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_is_absent_is_one(kernel):
+def test_absent_decay_and_gain_equal_ones(kernel):
     x = signals()
     prior = belief()
     given = x | {"log_decay": torch.zeros(B, T, G, K), "gain": torch.ones(B, T, G)}

@@ -1,4 +1,4 @@
-"""What happens with bad input: the table of what was tried. Each is one clear sentence that names the argument."""
+"""Bad inputs: every one raises an error of one sentence that names the argument."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ BAD = {
 
 @pytest.mark.parametrize("kernel", [None, "reference", "chunked"])
 @pytest.mark.parametrize("case", BAD)
-def test_bad_signals(case, kernel):
+def test_bad_signals_raise_argument_error(case, kernel):
     changes, message = BAD[case]
     with pytest.raises(ArgumentError) as caught:
         ops.diagonal(**signals(**changes), kernel=kernel)
@@ -111,24 +111,24 @@ BAD_SEGMENTS = {
 
 
 @pytest.mark.parametrize("case", BAD_SEGMENTS)
-def test_bad_segments(case):
+def test_bad_segments_raise_argument_error(case):
     with pytest.raises(ArgumentError):
         BAD_SEGMENTS[case]()
 
 
 @pytest.mark.parametrize("rows", [None, [[0, 0, 3]], torch.zeros(1, 2).int(), torch.tensor([[0, -4, 3]]).int()])
-def test_ops_refuse_segments_that_nobody_checked(rows):
+def test_ops_check_segments_made_without_checks(rows):
     with pytest.raises(ArgumentError, match="segments"):
         ops.diagonal(**signals(), segments=Segments._make((rows,)))
 
 
-def test_segments_are_made_while_compiling_and_mapped():
+def test_segments_can_be_made_in_compiled_and_mapped_code():
     def rows(segments):
         return Segments(segments.rows + 0).rows.sum() + Segments.whole(2, 3).rows.sum()
 
     good = Segments(torch.tensor([[0, 0, 3]], dtype=torch.int32))
     assert torch.compile(rows, fullgraph=True, backend="eager")(good) == rows(good)
-    if not torch.__version__.startswith("2.11"):  # which skips __init__ while compiling; ops check again
+    if not torch.__version__.startswith("2.11"):  # 2.11 skips __init__ under compile; ops check again
         with pytest.raises(ArgumentError, match="int32"):
             torch.compile(lambda s: Segments(s.rows.float()).rows, backend="eager")(good)
     mapped = torch.func.vmap(lambda x, segments: x + segments.rows.sum(), in_dims=(0, None))(torch.zeros(2), good)
@@ -137,7 +137,7 @@ def test_segments_are_made_while_compiling_and_mapped():
         assert Segments(torch.zeros(2, 3, dtype=torch.int32)).count == 2
 
 
-def test_bad_kernels():
+def test_bad_kernel_names_raise_kernel_error():
     with pytest.raises(KernelError, match="no kernel 'cuda'; it has triton, chunked, reference"):
         ops.diagonal(**signals(), kernel="cuda")
     wide = {"q": torch.randn(B, T, H, 130), "k": torch.randn(B, T, H, 130)}
@@ -147,10 +147,10 @@ def test_bad_kernels():
     per_token = {"log_decay": -torch.rand(B, T, G, K, V)}
     with pytest.raises(KernelError, match="does not support dynamics that differ from token to token; use 'reference'"):
         ops.diagonal(**signals(**per_token), kernel="chunked")
-    assert ops.diagonal(**signals(**per_token)).mean.shape == (B, T, G, V)  # unpinned, the reference serves it
+    assert ops.diagonal(**signals(**per_token)).mean.shape == (B, T, G, V)  # by default, the reference kernel runs
 
 
-def test_bad_designs():
+def test_bad_designs_raise_design_error():
     with pytest.raises(DesignError, match="lacks precision"):
         kalmix.filter(designs.KLA, *(signals()[x] for x in "qkv"), log_decay=signals()["log_decay"],
                       process_noise=signals()["process_noise"])  # fmt: skip
@@ -162,12 +162,12 @@ def test_bad_designs():
         kalmix.oracle(designs.KLA, **signals(), angle=signals()["v"])
 
 
-def test_values_are_not_looked_at_while_compiling():
+def test_values_are_not_checked_under_compile():
     compiled = torch.compile(lambda x: ops.diagonal(**x, kernel="reference").mean, fullgraph=True, backend="eager")
     assert compiled(signals(**one_bad("precision", -1e-3))).shape == (B, T, G, V)
 
 
-def test_nothing_and_empty_segments_pass_the_belief_through():
+def test_zero_tokens_and_empty_segments_return_the_prior():
     prior = belief(variance=2.0)
     none = {name: x[:, :0] if x.ndim == 4 else x for name, x in signals().items()}
     got = ops.diagonal(**none, belief=prior, variance=True)

@@ -1,8 +1,8 @@
-"""`delta`: closed forms, and the table of bad input that was tried."""
+"""Closed forms of `delta`, and bad inputs."""
 
 import pytest
 import torch
-from memories import BAD, B, G, H, K, T, V, belief, check_nothing, check_refusal, signals
+from memories import BAD, B, G, H, K, T, V, belief, check_error, check_zero_tokens, signals
 
 from kalmix import ArgumentError, KernelError, ops
 
@@ -20,25 +20,25 @@ TABLE = BAD | ONLY_HERE
 
 @pytest.mark.parametrize("kernel", [None, *KERNELS])
 @pytest.mark.parametrize("case", TABLE)
-def test_bad_signals(case, kernel):
+def test_bad_signals_raise_argument_error(case, kernel):
     changes, message = TABLE[case]
     with pytest.raises(ArgumentError) as caught:
         ops.delta(**signals(**changes), kernel=kernel)
-    check_refusal(caught.value, message)
+    check_error(caught.value, message)
 
 
-def test_unknown_kernels():
+def test_unknown_kernel_raises_kernel_error():
     with pytest.raises(KernelError, match=r"`delta` has no kernel 'fast'; it has .*chunked, reference"):
         ops.delta(**signals(), kernel="fast")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_nothing_passes_the_belief_through(kernel):
-    check_nothing(ops.delta, kernel)
+def test_zero_tokens_return_the_prior(kernel):
+    check_zero_tokens(ops.delta, kernel)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_gain_along_the_key_is_a_vector(kernel):
+def test_scalar_gain_equals_vector_gain_along_the_key(kernel):
     x = signals()
     vector = x["gain"][..., None] * x["k"].expand(B, T, G, K)
     got, want = ops.delta(**x, kernel=kernel), ops.delta(**x | {"gain": vector}, kernel=kernel)
@@ -47,8 +47,8 @@ def test_a_gain_along_the_key_is_a_vector(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_gain_of_one_over_the_key_squared_stores_the_value(kernel):
-    """Read along the key that was written last, the memory answers with the value, whatever was there before."""
+def test_gain_of_inverse_squared_key_norm_stores_the_value(kernel):
+    """A query equal to the last key must return the last value for any earlier memory."""
     x = signals()
     gain = (1 / x["k"].square().sum(-1)).expand(B, T, G)
     got = ops.delta(**x | {"q": x["k"], "gain": gain}, belief=belief(), kernel=kernel)
@@ -56,8 +56,8 @@ def test_a_gain_of_one_over_the_key_squared_stores_the_value(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_columns_with_gains_of_their_own_are_heads_of_width_one(kernel):
-    """Longhorn: a value head of width 1 a column, all reading one key head."""
+def test_gains_per_column_equal_value_heads_of_width_one(kernel):
+    """Longhorn: one value head of width 1 per column; all share a key head."""
     x = signals()
     columns = {"v": x["v"].flatten(2)[..., None], "gain": x["gain"].repeat_interleave(V, 2)}
     columns["log_decay"] = x["log_decay"].repeat_interleave(V, 2)

@@ -1,4 +1,4 @@
-"""Derivatives beyond first ones by backward passes: each kernel computes them or says that it does not."""
+"""Derivatives beyond first-order reverse mode: every kernel computes them or raises `KernelError`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def _dense(v: Tensor, **options: Any) -> Tensor:
     return dense(q, q, v, obs_noise=noise, process_noise=noise, **options).mean
 
 
-def test_page_says_what_each_kernel_serves():
+def test_docs_page_lists_derivatives_of_each_kernel():
     rows = re.findall(r"^\| (`.*`) \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", PAGE.read_text(), re.MULTILINE)
-    told = {name: row[1:] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
-    served = {True: ("yes",) * 4, False: ("yes", "raises", "raises", "raises")}
+    listed = {name: row[1:] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    expected = {True: ("yes",) * 4, False: ("yes", "raises", "raises", "raises")}
     kernels = [kernel for op in OPS.values() for kernel in op.kernels]
-    assert set(told) == {kernel.name for kernel in kernels}
-    assert all(told[kernel.name] == served[TRANSFORMS in kernel.features] for kernel in kernels)
+    assert set(listed) == {kernel.name for kernel in kernels}
+    assert all(listed[kernel.name] == expected[TRANSFORMS in kernel.features] for kernel in kernels)
 
 
 @pytest.mark.parametrize("inputs_ask", [False, True], ids=["upstream alone", "inputs too"])
-def test_second_backward_is_refused_whatever_asks_for_it(inputs_ask):
+def test_create_graph_raises_kernel_error(inputs_ask):
     scale = torch.ones((), requires_grad=True)
     v = torch.ones(1, 6, 1, 2, requires_grad=True)
     read = _dense(v, kernel="chunked")
@@ -45,14 +45,14 @@ def test_second_backward_is_refused_whatever_asks_for_it(inputs_ask):
         torch.autograd.grad(loss, v, create_graph=True)
 
 
-def test_first_backward_can_be_repeated():
+def test_backward_with_retain_graph_can_be_repeated():
     v = torch.ones(1, 6, 1, 2, requires_grad=True)
     loss = _dense(v, kernel="chunked").sum()
     first, second = (torch.autograd.grad(loss, v, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
-def test_transforms_choose_a_kernel_that_serves_them():
+def test_transforms_select_a_kernel_that_supports_them():
     v = torch.randn(1, 40, 1, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, noise = torch.ones(1, 40, 1, 3, dtype=torch.float64) / 2, torch.ones(1, 40, 1, dtype=torch.float64)
 
@@ -69,7 +69,7 @@ def test_transforms_choose_a_kernel_that_serves_them():
     torch.testing.assert_close(tangent, (want * v).sum())
 
 
-def test_compiled_transforms_are_not_silently_wrong():
+def test_compiled_transforms_raise_or_are_right():
     v = torch.ones(1, 3, 1, 2)
     slope = torch.compile(lambda x: torch.func.jvp(_dense_sum, (x,), (x,))[1], fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(slope(v), torch.func.jvp(_dense_sum, (v,), (v,))[1])
@@ -81,7 +81,7 @@ def _dense_sum(v: Tensor) -> Tensor:
     return dense(q, q, v, obs_noise=noise, process_noise=noise).mean.square().sum()
 
 
-def test_unrolled_solver_refuses_what_it_has_no_derivative_of():
+def test_unrolled_solver_raises_for_missing_derivatives():
     q = torch.ones(1, 3, 1, 2).cumsum(1).requires_grad_()
 
     def loss(q: Tensor) -> Tensor:
@@ -132,7 +132,9 @@ def test_forms_of_attend_have_second_derivatives(form):
     generator = torch.Generator().manual_seed(1)
     along = {name: 0.1 * torch.randn(y.shape, generator=generator, dtype=torch.float64) for name, y in at.items()}
 
-    def curve(step: Tensor) -> Tensor:  # all inputs at once, along two directions, the frequency's alone among them
+    def curve(
+        step: Tensor,
+    ) -> Tensor:  # one step for the frequency, one for the other inputs
         moved = {name: at[name] + step[0 if name == "frequency" else 1] * along[name] for name in names}
         found = function(**(x | moved), variance=True)
         return found.mean.sum() + found.variance.log().sum()

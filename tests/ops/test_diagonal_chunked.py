@@ -1,4 +1,4 @@
-"""The tiled kernel is the token recursion: same answers, same gradients, less memory, a graph that does not grow."""
+"""The chunked kernel of `diagonal`: results and gradients of the reference, memory, size of the compiled graph."""
 
 import pytest
 import torch
@@ -12,8 +12,10 @@ from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 
 NAMES = ("q", "k", "v", "precision", "log_decay", "process_noise", "belief.mean", "belief.variance")
-PACKED = Segments.packed(torch.tensor([0, 13, 13, 14, 40, 61]))  # one run empty
-GAPS = Segments.of(torch.tensor([[0, 3, 17], [2, 0, 61], [0, 20, 35], [1, 5, 5], [1, 30, 60]]))  # and out of order
+PACKED = Segments.packed(torch.tensor([0, 13, 13, 14, 40, 61]))  # one sequence is empty
+GAPS = Segments.of(
+    torch.tensor([[0, 3, 17], [2, 0, 61], [0, 20, 35], [1, 5, 5], [1, 30, 60]])
+)  # with gaps, not in order
 PADDED = Segments.padded(torch.arange(61).expand(3, 61) >= torch.tensor([[0], [17], [60]]))
 PADDED_RIGHT = Segments.padded(torch.arange(61).expand(3, 61) < torch.tensor([[61], [16], [0]]))
 
@@ -21,7 +23,7 @@ PADDED_RIGHT = Segments.padded(torch.arange(61).expand(3, 61) < torch.tensor([[6
 def arguments(
     batch=1, length=13, heads=(1, 1), slots=3, channels=5, sequences=None, dtype=torch.float64, seed=0
 ) -> dict[str, Tensor]:
-    """Signals and a prior, by name; precision between 0 and 4, some of it 0."""
+    """Return random signals and a prior by name; precisions from 0 to 4, some of them 0."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -47,7 +49,7 @@ def arguments(
 
 
 def answer(kernel, args, segments=None, variance=True, dtype=None):
-    """Outputs and gradients by name; the loss weighs mean, variance and final belief at random."""
+    """Return outputs and gradients by name, for a random linear loss of mean, variance and final belief."""
     leaves = [x.detach().clone().to(dtype or x.dtype).requires_grad_() for x in args.values()]
     mean, var, belief = kernel.diagonal(DiagonalSignals(*leaves[:6]), DiagonalBelief(*leaves[6:]), segments, variance)
     outputs = {"mean": mean, "final mean": belief.mean, "final variance": belief.variance}
@@ -89,7 +91,7 @@ def test_agrees_with_reference(tiling, batch, length, heads):
 
 
 @pytest.mark.parametrize("segments", [PACKED, GAPS, PADDED, PADDED_RIGHT], ids=["packed", "gaps", "left", "right"])
-def test_agrees_on_segments(tiling, segments):
+def test_agrees_with_reference_on_segments(tiling, segments):
     batch = 1 if segments is PACKED else 3
     outputs, grads = check(arguments(batch, 61, (1, 2), sequences=segments.count), segments)
     outside = segments.segment_ids(batch, 61) < 0
@@ -111,14 +113,14 @@ def test_agrees_on_segments(tiling, segments):
     ],
     ids=str,
 )
-def test_agrees_at_extremes(tiling, extreme):
+def test_agrees_with_reference_for_extreme_signals(tiling, extreme):
     args = arguments(2, 61)
     args |= {name: torch.full_like(args[name], value) for name, value in extreme.items()}
     _, grads = check(args)
     assert all(torch.isfinite(x).all() for x in grads.values())
 
 
-def test_takes_expanded_and_strided_inputs():
+def test_accepts_expanded_and_strided_inputs():
     args = arguments(2, 37, (2, 2))
     args["belief.mean"] = torch.zeros((), dtype=torch.float64).expand_as(args["belief.mean"])
     args["precision"] = torch.full((), 0.7, dtype=torch.float64).expand_as(args["precision"])
@@ -135,21 +137,21 @@ def test_takes_expanded_and_strided_inputs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_narrow_dtypes_cost_only_their_rounding(dtype):
+def test_half_precision_error_is_that_of_rounded_inputs(dtype):
     args = arguments(2, 61, dtype=dtype)
     got, grads = answer(chunked, args)
     exact, exact_grads = answer(reference, args, dtype=torch.float64)
     assert got["mean"].dtype == dtype and got["variance"].dtype == torch.float32
     for name, x in (exact | exact_grads).items():
         ours = (got | grads)[name]
-        # float32 rounds each of 61 tokens a few times; the mean, so the adjoint that arrives, is rounded to `dtype`.
+        # Each of 61 tokens is rounded to float32 a few times; the mean, and so its gradient, is rounded to `dtype`.
         narrow = name in exact_grads or name == "mean"
         budget = 61 * 8 * torch.finfo(torch.float32).eps + (torch.finfo(dtype).eps if narrow else 0)
         assert (ours.double() - x).abs().max() <= budget * (1 + x.abs().max()), name
 
 
-def test_sure_observations_keep_small_gradients_accurate():
-    """At high precision the gradients are small differences; float32 must not lose them."""
+def test_small_gradients_are_accurate_at_high_precision():
+    """At high precision, gradients are small differences that float32 must preserve."""
     args = arguments(1, 61, dtype=torch.float32) | {"precision": torch.full((1, 61, 1, 5), 1e4)}
     _, grads = answer(chunked, args)
     _, exact = answer(reference, args, dtype=torch.float64)
@@ -169,8 +171,8 @@ TWO_RUNS = Segments.packed(torch.tensor([0, 100, 256]))
         pytest.param(TWO_RUNS, True, id="packed, compiled", marks=pytest.mark.slow),
     ],
 )
-def test_training_keeps_no_state_per_token(segments, compiled):
-    """Nor may a compiler, which sees forward and backward together and cuts between them where least is kept."""
+def test_training_stores_no_state_per_token(segments, compiled):
+    """This also holds under `torch.compile`, which chooses the stored tensors of the joint graph itself."""
     args = arguments(1, 256, slots=16, channels=16, sequences=segments and segments.count)
     leaves = [x.requires_grad_() for x in args.values()]
     torch._dynamo.reset()
@@ -185,12 +187,12 @@ def test_training_keeps_no_state_per_token(segments, compiled):
         run(DiagonalSignals(*leaves[:6]), DiagonalBelief(*leaves[6:]), segments, True)
     tiles = 256 // chunked.TILE + (segments.count if segments else 0)
     inputs = sum(x.nbytes for x in leaves)
-    copies = 2 if compiled else 1  # a compiler may keep inputs as tiles, too, and beliefs with their first product
+    copies = 2 if compiled else 1  # a compiler may also store tiles of inputs, and first products of beliefs
     assert sum(kept.values()) <= copies * (inputs + 8 * 2 * tiles * 16 * 16) + 48 < 8 * 256 * 16 * 16
 
 
 class Counting:
-    """A compiler back end that counts the operations of the graphs it is given, forward and backward."""
+    """Compiler back end that counts the operations of forward and backward graphs."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -217,7 +219,7 @@ def compiled_answer(args, segments=None):
 
 
 def compiles_to_the_same(args, segments=None):
-    """The sizes of the graphs that give the same answers."""
+    """Return the sizes of compiled graphs, and check their results."""
     compiled, sizes = compiled_answer(args, segments)
     for ours, theirs in zip(compiled, answer(chunked, args, segments), strict=True):
         for name, x in theirs.items():
@@ -226,11 +228,11 @@ def compiles_to_the_same(args, segments=None):
 
 
 @pytest.mark.slow
-def test_compiled_is_the_same_in_segments():
+def test_compiled_equals_eager_on_segments():
     compiles_to_the_same(arguments(3, 61, (1, 2), sequences=GAPS.count), GAPS)
 
 
 @pytest.mark.slow
-def test_the_graph_does_not_grow_with_the_sequence():
+def test_compiled_graph_size_is_independent_of_length():
     few, many = (compiles_to_the_same(arguments(1, length, slots=1, channels=2)) for length in (256, 1024))
     assert len(few) == 2 and few == many

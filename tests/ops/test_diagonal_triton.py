@@ -1,6 +1,6 @@
-"""What only the Triton kernel can get wrong: how it cuts time and channels, what it keeps, how it meets torch.
+"""Triton kernels of `diagonal`: tiles, blocks of channels, stored beliefs, and registration with PyTorch.
 
-On a machine without a GPU the kernels run in Triton's interpreter, at sizes it can bear.
+Without a GPU, Triton's interpreter runs the kernels, with small inputs.
 """
 
 import pytest
@@ -23,7 +23,7 @@ HALF = torch.bfloat16
 
 
 def arguments(batch, length, heads, slots, channels, sequences=None, dtype=torch.float32):
-    """Signals and a prior, by name: keys of length one, precision between 0 and 4."""
+    """Return random signals and a prior by name: keys of norm 1, precisions from 0 to 4."""
     draw = torch.Generator().manual_seed(0)
     shared, own = heads
     cells, tokens = (own, slots, channels), (batch, length, own, channels)
@@ -38,7 +38,7 @@ def arguments(batch, length, heads, slots, channels, sequences=None, dtype=torch
 
 
 def answer(function, inputs, segments, variance):
-    """Outputs, and gradients of their sum, weighted by numbers that every dtype holds."""
+    """Return outputs, and gradients of their sum with weights that every dtype represents exactly."""
     leaves = [x.detach().requires_grad_() for x in inputs.values()]
     mean, var, belief = function(DiagonalSignals(*leaves[:6]), DiagonalBelief(*leaves[6:]), segments, variance)
     outputs = [x for x in (mean, var, *belief) if x is not None]
@@ -48,7 +48,7 @@ def answer(function, inputs, segments, variance):
 
 
 def check(inputs, segments=None, variance=True):
-    """Outputs and gradients agree with the float64 recursion, within what rounding its inputs would do to it."""
+    """Compare outputs and gradients with the float64 recursion; the tolerance is the effect of rounding its inputs."""
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
     got = answer(fused.diagonal, inputs, segments, variance)
     exact = {name: x.double() for name, x in inputs.items()}
@@ -67,14 +67,14 @@ def check(inputs, segments=None, variance=True):
 
 RUNS = Segments.of(torch.tensor([[0, 3, 103], [1, 0, 10], [0, 103, 136], [1, 50, 50], [1, 60, 140]]))
 SHAPES = [  # batch, tokens, (key heads, value heads), slots, channels, segments, variance, dtype
-    (1, 133, (1, 2), 3, 3, None, True, torch.float32),  # several tiles, an odd last one
-    (2, 143, (1, 1), 5, 9, RUNS, True, torch.float32),  # tiles of runs, gaps between them, an empty one
-    (1, 9, (2, 2), 17, 20, None, False, torch.float32),  # blocks of channels added up, one of them ragged
-    (1, 9, (1, 1), 2, 130, None, True, torch.float32),  # blocks of channels in several sums
-    (1, 1, (1, 1), 32, 8, None, False, torch.float32),  # one token, nothing padded
+    (1, 133, (1, 2), 3, 3, None, True, torch.float32),  # several tiles, a shorter last one
+    (2, 143, (1, 1), 5, 9, RUNS, True, torch.float32),  # packed, with gaps and an empty sequence
+    (1, 9, (2, 2), 17, 20, None, False, torch.float32),  # sums over blocks of channels, the last one partial
+    (1, 9, (1, 1), 2, 130, None, True, torch.float32),  # several partial sums over blocks of channels
+    (1, 1, (1, 1), 32, 8, None, False, torch.float32),  # one token, no padding
     (1, 36, (1, 1), 8, 32, None, False, HALF),
 ]
-if DEVICE == "cuda":  # every class of launch: slots, dtypes, few and many programs, one tile and many, long sequences
+if DEVICE == "cuda":  # every launch configuration: slots, dtypes, numbers of programs and tiles, lengths
     widths = [(1, 9), (8, 64), (13, 33), (16, 128), (32, 96), (33, 40), (48, 24), (64, 48), (100, 20), (128, 24)]
     SHAPES += [(2, 200, (1, 1), *width, None, True, torch.float32) for width in widths]
     SHAPES += [(2, 143, (2, 4), *width, RUNS, False, torch.float32) for width in widths]
@@ -104,14 +104,14 @@ def test_agrees_with_the_recursion(batch, length, heads, slots, channels, segmen
         ("log_decay", 0.0),
     ],
 )
-def test_holds_at_the_ends_of_the_range(signal, value):
+def test_agrees_with_the_recursion_for_extreme_signals(signal, value):
     length, slots, channels = (300, 32, 40) if DEVICE == "cuda" else (40, 3, 4)
     inputs = arguments(1, length, (1, 1), slots, channels)
     check({**inputs, signal: torch.full_like(inputs[signal], value)})
 
 
-def test_sixty_four_thousand_tokens():
-    """No tile ends where another does not begin: a filter that holds everything forgets nothing, however long."""
+def test_64k_tokens_without_decay_lose_nothing():
+    """Tiles must join without gaps: without decay and noise, nothing is forgotten in any length."""
     length = 65_536 if DEVICE == "cuda" else 256
     inputs = arguments(1, length, (1, 1), 2, 3)
     inputs["log_decay"], inputs["process_noise"] = (torch.zeros_like(inputs["log_decay"]) for _ in range(2))
@@ -125,13 +125,13 @@ def test_sixty_four_thousand_tokens():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="numpy always gives the same bits")
-def test_two_runs_give_the_same_bits():
+def test_two_calls_are_bitwise_equal():
     inputs = arguments(1, 70, (1, 2), 4, 6)
     first, second = (answer(fused.diagonal, inputs, None, True) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-def test_keeps_a_belief_every_32_tokens_and_nothing_longer():
+def test_training_stores_a_belief_every_32_tokens():
     inputs = {name: x.requires_grad_() for name, x in arguments(1, 70, (1, 1), 4, 6).items()}
     belief, saved = DiagonalBelief(inputs["mean"], inputs["var"]), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -141,7 +141,7 @@ def test_keeps_a_belief_every_32_tokens_and_nothing_longer():
     assert [x.numel() for x in kept] == [3 * 2 * 4 * 6]
 
 
-def test_slices_of_a_projection_are_read_in_place():
+def test_slices_of_a_projection_are_not_copied():
     q, k, v = torch.randn(2, 5, 1, 12).split(4, dim=-1)
     assert all(contiguous_rows(x).data_ptr() == x.data_ptr() for x in (q, k, v))
     turned = torch.randn(2, 4, 1, 5).transpose(1, 3)
@@ -157,7 +157,7 @@ def test_slices_of_a_projection_are_read_in_place():
 
 @pytest.mark.parametrize("length", [1, 63, 64, 1000, 2048, 65_536])
 @pytest.mark.parametrize("warps", [1, 62, 496, 2111, 5000])
-def test_tiles_fill_the_machine_and_no_more(length, warps, resident=4224):
+def test_tile_size_fills_the_gpu(length, warps, resident=4224):
     size = tile_size(length, warps, resident)
     tiles = -(-length // size)
     assert 1 <= size <= length
@@ -166,10 +166,10 @@ def test_tiles_fill_the_machine_and_no_more(length, warps, resident=4224):
     assert tiles == 1 or not resident < tiles * warps < 1.5 * resident, "a second round for a few"
 
 
-def test_meets_the_dispatcher_as_an_operator_should():
+def test_op_passes_opcheck_on_this_device():
     inputs = arguments(1, 34, (1, 2), 3, 4)
     leaves = [x.requires_grad_() for x in inputs.values()]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     runs = torch.tensor([[0, 2, 30]], dtype=torch.int32, device=DEVICE)
-    for last in ((None, True, True), (runs, False, False)):  # runs, variance, keep
+    for last in ((None, True, True), (runs, False, False)):  # rows, variance, store
         torch.library.opcheck(fused._filter, (*leaves, *last), test_utils=checks)

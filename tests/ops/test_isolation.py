@@ -1,7 +1,7 @@
-"""NaN and infinity stay in the sequence where they come in, forward and backward, and reach no earlier token.
+"""NaN and infinity stay in their own sequence, forward and backward, and do not affect earlier tokens.
 
-The laws say so of every kernel. Here are the torch kernels as they run on a GPU, where they do not look at values, and
-what else is read where a token is not finite.
+The laws test this for every kernel. These tests run the PyTorch kernels as on a GPU, without reading values, and check
+which results become NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = ("additive", "delta", "dense", "diagonal", "ridge")
 CASES = [x for x in cases([DEVICE], (torch.float32,)) if x.op in OPS and x.kernel in ("reference", "chunked")]
 LENGTH = 83  # two chunks
-NEVER_INFINITE = ("log_decay", "precision", "obs_noise")  # infinity is not admitted, or leaves what is read finite
+NEVER_INFINITE = ("log_decay", "precision", "obs_noise")  # infinity is rejected, or leaves the read-out finite
 
 
 @pytest.fixture(params=CASES, ids=str)
@@ -33,7 +33,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
-def test_kernels_that_do_not_look_at_values_isolate_sequences(case, monkeypatch):
+def test_sequences_are_isolated_without_value_checks(case, monkeypatch):
     monkeypatch.setattr(isolation_op, "_all_finite", lambda signals: False)
     for tried in (case, case.with_changes(length=LENGTH)):
         isolation.assert_packed_isolated(tried, isolation.FILLS)
@@ -41,11 +41,11 @@ def test_kernels_that_do_not_look_at_values_isolate_sequences(case, monkeypatch)
         isolation.assert_causal(tried)
 
 
-@pytest.mark.parametrize("looks", [True, False], ids=["looks at values", "does not look at values"])
+@pytest.mark.parametrize("reads_values", [True, False], ids=["reads values", "does not read values"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_depends_on_a_value_that_is_not_finite_is_not_finite(case, value, looks, monkeypatch):
-    """Signal after signal, of one value head, in the middle of the second of three sequences."""
-    if not looks:
+def test_results_that_depend_on_a_non_finite_value_are_non_finite(case, value, reads_values, monkeypatch):
+    """The value is set in one signal at a time, in one value head, in the middle of the second of three sequences."""
+    if not reads_values:
         monkeypatch.setattr(isolation_op, "_all_finite", lambda signals: False)
     case = case.with_changes(length=LENGTH, key_heads=2)
     first, token, end = 10, 50, 70
@@ -69,8 +69,8 @@ def test_what_depends_on_a_value_that_is_not_finite_is_not_finite(case, value, l
 
 @pytest.mark.parametrize("module", ["reference", "chunked", "custom_op"])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "compiled"])
-def test_a_sequence_that_diverges_reaches_no_other(module, compiled):
-    """Three in a row of finite tokens; the second one's memory grows by a factor of about 1e4 a token."""
+def test_divergence_of_one_sequence_affects_no_other(module, compiled):
+    """Three finite sequences in one row; the memory of the second grows by about 1e4 per token."""
     if compiled and module != "chunked":
         return
     length, width = 20 if module == "custom_op" and DEVICE == "cpu" else 48, 4

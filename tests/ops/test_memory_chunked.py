@@ -1,4 +1,4 @@
-"""Chunked `additive` and `delta` are the token recursion: same answers, less memory, a graph that does not grow."""
+"""The chunked kernels of `additive` and `delta`: results of the reference, memory, size of the compiled graph."""
 
 import pytest
 import torch
@@ -14,20 +14,22 @@ from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 
 MODULES = {"additive": additive, "delta": delta}
-WAYS = [  # op, what has a decay, what has a gain
+VARIANTS = [  # op, kind of decay, kind of gain
     *(("additive", decay, gain) for decay, gain in ((None, None), (None, "head"), ("head", None), ("key", "head"))),
     *(("delta", decay, gain) for decay, gain in ((None, "head"), ("head", "key"), ("key", "head"), ("key", "key"))),
 ]
 LENGTH = 61
-PACKED = Segments.packed(torch.tensor([0, 13, 13, 14, 40, 61]))  # one run empty
-GAPS = Segments.of(torch.tensor([[0, 3, 17], [2, 0, 61], [0, 20, 35], [1, 5, 5], [1, 30, 60]]))  # and out of order
+PACKED = Segments.packed(torch.tensor([0, 13, 13, 14, 40, 61]))  # one sequence is empty
+GAPS = Segments.of(
+    torch.tensor([[0, 3, 17], [2, 0, 61], [0, 20, 35], [1, 5, 5], [1, 30, 60]])
+)  # with gaps, not in order
 PADDED = Segments.padded(torch.arange(61).expand(3, 61) >= torch.tensor([[0], [17], [60]]))
-RUNS = {"whole": None, "packed": PACKED, "gaps": GAPS, "padded": PADDED}
+LAYOUTS = {"whole": None, "packed": PACKED, "gaps": GAPS, "padded": PADDED}
 
 
-def arguments(way, batch=1, length=LENGTH, heads=(1, 1), key=3, value=5, sequences=None, dtype=torch.float64):
-    """Signals and a prior, by name: log-decays to -1, keys of about unit length, gains within the stable range."""
-    op, decay, gain = way
+def arguments(variant, batch=1, length=LENGTH, heads=(1, 1), key=3, value=5, sequences=None, dtype=torch.float64):
+    """Return random signals and a prior by name: log-decays to -1, keys of about norm 1, stable gains."""
+    op, decay, gain = variant
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -57,7 +59,7 @@ def call(kernel, op, args, segments=None):
 
 
 def answer(function, args):
-    """Outputs and gradients by name; the loss weighs mean and final belief at random."""
+    """Return outputs and gradients by name, for a random linear loss of mean and final belief."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in args.items()}
     mean, variance, belief = function(leaves)
     assert variance is None
@@ -88,28 +90,28 @@ def chunking(request, monkeypatch):
     monkeypatch.setattr(batching, "CHUNKS_PER_SEGMENT", 1)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (2, 4)], ids=str)
-def test_agrees_with_the_recursion(chunking, way, heads):
+def test_agrees_with_the_recursion(chunking, variant, heads):
     for length in (1, 2, LENGTH):
-        check(*arguments(way, 2, length, heads))
+        check(*arguments(variant, 2, length, heads))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("runs", ["packed", "gaps", "padded"])
-def test_agrees_on_segments(chunking, way, runs):
-    segments = RUNS[runs]
-    batch = 1 if runs == "packed" else 3
-    got = check(*arguments(way, batch, heads=(1, 2), sequences=segments.count), segments)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("layout", ["packed", "gaps", "padded"])
+def test_agrees_with_reference_on_segments(chunking, variant, layout):
+    segments = LAYOUTS[layout]
+    batch = 1 if layout == "packed" else 3
+    got = check(*arguments(variant, batch, heads=(1, 2), sequences=segments.count), segments)
     outside = segments.segment_ids(batch, LENGTH) < 0
     assert all(not x[outside].any() for name, x in got.items() if x.shape[:2] == outside.shape and "belief" not in name)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way[1]], ids=str)
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant[1]], ids=str)
 @pytest.mark.parametrize("decay", [0.0, -30.0, -1e3, "mixed"])
-def test_agrees_however_strong_the_decay(chunking, way, decay):
-    """Relative to each gradient's own size, which is e^-30 where all decays are."""
-    op, args = arguments(way, 2)
+def test_agrees_with_the_recursion_for_strong_decays(chunking, variant, decay):
+    """Errors are relative to each gradient's largest entry, which is e^-30 if all decays are."""
+    op, args = arguments(variant, 2)
     if decay == "mixed":
         index = torch.arange(args["log_decay"].numel()).view_as(args["log_decay"])
         args["log_decay"] = args["log_decay"].masked_fill(index % 7 == 0, -30.0).masked_fill(index % 11 == 0, -1e3)
@@ -122,25 +124,25 @@ def test_agrees_however_strong_the_decay(chunking, way, decay):
         for kernel, y in (("chunked", narrow), ("reference", {name: x.double() for name, x in narrow.items()}))
     )
     for name, x in want.items():
-        # A token rounds what it passes on about 8 times; what passes in a chunk grows by sums over LENGTH tokens.
+        # Each token rounds the memory about 8 times; sums over LENGTH tokens of a chunk accumulate the errors.
         assert float((got[name] - x).norm()) <= 8 * LENGTH * torch.finfo(torch.float32).eps * float(x.norm()), name
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_takes_expanded_and_strided_inputs(chunking, way):
-    op, args = arguments(way, 2, heads=(2, 2))
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_accepts_expanded_and_strided_inputs(chunking, variant):
+    op, args = arguments(variant, 2, heads=(2, 2))
     strided = {name: x.transpose(0, -1).contiguous().transpose(0, -1) for name, x in args.items()}
     strided["belief.mean"] = torch.zeros((), dtype=torch.float64).expand_as(args["belief.mean"])
     strided["v"] = args["v"][:, :1].expand_as(args["v"])
     check(op, strided)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("runs", ["whole", "packed"])
-def test_training_keeps_no_memory_per_token(way, runs):
-    """Beyond its inputs one memory a chunk, so not T x K x V."""
-    segments = RUNS[runs] and Segments.packed(torch.tensor([0, 100, 512]))
-    op, args = arguments(way, 1, 512, key=16, value=16, sequences=segments and segments.count)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("layout", ["whole", "packed"])
+def test_training_stores_no_memory_per_token(variant, layout):
+    """Training stores the inputs and one memory per chunk, not T x K x V numbers."""
+    segments = LAYOUTS[layout] and Segments.packed(torch.tensor([0, 100, 512]))
+    op, args = arguments(variant, 1, 512, key=16, value=16, sequences=segments and segments.count)
     leaves = {name: x.requires_grad_() for name, x in args.items()}
     kept: dict[int, int] = {}
 
@@ -155,7 +157,7 @@ def test_training_keeps_no_memory_per_token(way, runs):
 
 
 class Counting:
-    """A compiler back end that counts the operations of the graphs it is given, forward and backward."""
+    """Compiler back end that counts the operations of forward and backward graphs."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -172,18 +174,18 @@ class Counting:
 
 
 @pytest.mark.parametrize(
-    ("way", "runs"),
+    ("variant", "layout"),
     [
         pytest.param(("additive", "head", "head"), "whole", id="additive"),
         pytest.param(("delta", "key", "head"), "packed", id="delta, packed", marks=pytest.mark.slow),
     ],
 )
-def test_the_graph_does_not_grow_with_the_sequence(way, runs, monkeypatch):
-    """Some chunks or many, in groups: the same graph, and the same answers as without a compiler."""
-    monkeypatch.setattr(MODULES[way[0]].chunked, "CHUNK", 2)
-    segments, sizes = RUNS[runs], []
+def test_compiled_graph_size_is_independent_of_length(variant, layout, monkeypatch):
+    """The graph is the same for few and many chunks, and its results equal those of eager mode."""
+    monkeypatch.setattr(MODULES[variant[0]].chunked, "CHUNK", 2)
+    segments, sizes = LAYOUTS[layout], []
     for length in (61, 113):
-        op, args = arguments(way, 1, length, sequences=segments and segments.count)
+        op, args = arguments(variant, 1, length, sequences=segments and segments.count)
         torch._dynamo.reset()
         backend = Counting()
         compiled = torch.compile(

@@ -1,6 +1,6 @@
-"""What only the Triton kernels of `additive` and `delta` can get wrong: tiles, levels, launches, how they meet torch.
+"""Triton kernels of `additive` and `delta`: tiles, levels of decays, launches, and registration with PyTorch.
 
-On a machine without a GPU the kernels run in Triton's interpreter, at sizes it can bear.
+Without a GPU, Triton's interpreter runs the kernels, with small inputs.
 """
 
 from itertools import product
@@ -24,7 +24,7 @@ RUNS = Segments.of(torch.tensor([[0, 2, 69], [1, 0, 7], [0, 69, 70], [1, 7, 7], 
 
 
 def arguments(gain, decay, batch, length, heads, keys, width, sequences=None, dtype=FLOAT):
-    """Signals and a prior, by name, with what there is none of left out: keys of length one, log-decays above -0.3."""
+    """Return random signals and a prior by name: keys of norm 1, log-decays above -0.3; absent signals are omitted."""
     draw = torch.Generator().manual_seed(0)
     shared, own = heads
     shape = (batch, length, own)
@@ -44,7 +44,7 @@ def arguments(gain, decay, batch, length, heads, keys, width, sequences=None, dt
 
 
 def answer(op, kernel, inputs, segments):
-    """Outputs, and gradients of their sum, weighted by numbers that every dtype holds."""
+    """Return outputs, and gradients of their sum with weights that every dtype represents exactly."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     signals = {name: x for name, x in leaves.items() if name != "mean"}
     mean, _, belief = OPS[op].function(**signals, belief=PointBelief(leaves["mean"]), segments=segments, kernel=kernel)
@@ -55,7 +55,7 @@ def answer(op, kernel, inputs, segments):
 
 
 def check(op, inputs, segments=None):
-    """Outputs and gradients agree with the float64 recursion, within what rounding its inputs would do to it."""
+    """Compare outputs and gradients with the float64 recursion; the tolerance is the effect of rounding its inputs."""
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
     got = answer(op, "triton", inputs, segments)
     exact = {name: x.double() for name, x in inputs.items()}
@@ -74,8 +74,8 @@ def check(op, inputs, segments=None):
 
 
 SHAPES = [  # op, gain, decay, batch, tokens, (key heads, value heads), key width, value width, segments, dtype
-    ("additive", None, None, 1, 70, (1, 1), 5, 3, None, FLOAT),  # tiles of 32, an odd last one
-    ("additive", "head", "head", 2, 70, (1, 2), 3, 4, RUNS, FLOAT),  # tiles of runs, gaps, an empty one
+    ("additive", None, None, 1, 70, (1, 1), 5, 3, None, FLOAT),  # tiles of 32, a shorter last one
+    ("additive", "head", "head", 2, 70, (1, 2), 3, 4, RUNS, FLOAT),  # packed, with gaps and an empty sequence
     ("additive", "head", "key", 1, 70, (1, 1), 70, 66, None, HALF),  # tiles of 64, several blocks of columns
     ("delta", "head", None, 1, 1, (1, 1), 2, 3, None, FLOAT),
     ("delta", "head", "head", 1, 70, (2, 2), 17, 130, None, FLOAT),
@@ -83,7 +83,7 @@ SHAPES = [  # op, gain, decay, batch, tokens, (key heads, value heads), key widt
     ("delta", "head", "key", 2, 70, (1, 1), 4, 5, RUNS, FLOAT),
     ("delta", "vector", "key", 1, 70, (1, 2), 5, 4, None, FLOAT),
 ]
-if DEVICE == "cuda":  # every class of launch: widths, dtypes, kinds of gain and decay, tiles of each size
+if DEVICE == "cuda":  # every launch configuration: widths, dtypes, kinds of gain and decay, tiles of each size
     WIDTHS = [(3, 5), (16, 16), (24, 40), (32, 200), (64, 64), (100, 50), (128, 128), (200, 130), (256, 256), (256, 64)]
     GAINS = {"additive": (None, "head"), "delta": ("head", "vector")}
     KINDS = [*product(["additive"], (None, "head"), (None, "head", "key"))]
@@ -93,7 +93,7 @@ if DEVICE == "cuda":  # every class of launch: widths, dtypes, kinds of gain and
         for place, widths in enumerate(WIDTHS)
         for i, kind in enumerate(KINDS)
     ]
-    SHAPES += [("delta", "vector", None, 2, 150, (1, 2), 5, 16, None, HALF)]  # keys too short to be fetched ahead
+    SHAPES += [("delta", "vector", None, 2, 150, (1, 2), 5, 16, None, HALF)]  # keys too narrow for prefetching
     SHAPES += [("delta", "head", "head", 40, 140, (4, 4), *widths, None, HALF) for widths in ((64, 64), (128, 128))]
 
 
@@ -105,17 +105,19 @@ def test_agrees_with_the_recursion(op, gain, decay, batch, length, heads, keys, 
     check(op, arguments(gain, decay, batch, length, heads, keys, width, sequences, dtype), segments)
 
 
-@pytest.mark.parametrize(("decay", "length"), [("head", 40), ("key", 66)])  # per key, tiles joined from pieces
+@pytest.mark.parametrize(
+    ("decay", "length"), [("head", 40), ("key", 66)]
+)  # tiles joined from subtiles for decays per key
 @pytest.mark.parametrize(("every", "least"), [(1, -30.0), (7, -1e3), (7, -1e38)])
-def test_forgetting_all_costs_no_digits(decay, length, every, least):
-    """Also of what decays a little next to a token that forgets everything, and of the gradients of both."""
+def test_complete_forgetting_loses_no_digits(decay, length, every, least):
+    """Weak decays next to a token that forgets everything must stay accurate, and so must all gradients."""
     inputs = arguments("head", decay, 1, length, (1, 1), 3, 4)
     inputs["log_decay"][:, ::every] = least
     check("delta", inputs)
 
 
-def test_a_repeated_key_is_corrected_stably():
-    """Where every product of keys is 1 the powers of a triangle grow like binomials; its inverse does not."""
+def test_repeated_keys_are_stable():
+    """If all products of keys are 1, powers of the triangular matrix grow like binomials, its inverse does not."""
     inputs = arguments("head", None, 1, 70, (1, 1), 3, 4)
     inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
     inputs["gain"] = torch.ones_like(inputs["gain"])
@@ -123,7 +125,7 @@ def test_a_repeated_key_is_corrected_stably():
 
 
 @pytest.mark.parametrize("op", ["additive", "delta"])
-def test_keeps_a_memory_a_tile_and_what_corrected_it(op):
+def test_training_stores_one_memory_per_tile(op):
     inputs = {name: x.requires_grad_() for name, x in arguments("head", "head", 1, 70, (1, 1), 4, 6).items()}
     belief, saved = PointBelief(inputs.pop("mean")), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -133,13 +135,13 @@ def test_keeps_a_memory_a_tile_and_what_corrected_it(op):
     assert kept == sorted([3 * 4 * 6, 70 * 6, 70 * 32] if op == "delta" else [3 * 4 * 6])
 
 
-def test_refuses_value_heads_of_width_one():
+def test_value_heads_of_width_one_are_unsupported():
     inputs = arguments("head", "head", 1, 4, (1, 1), 3, 1)
     with pytest.raises(KernelError, match="width 1"):
         ops.delta(**{name: x for name, x in inputs.items() if name != "mean"}, kernel="triton")
 
 
-def test_meets_the_dispatcher_as_an_operator_should():
+def test_op_passes_opcheck_on_this_device():
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for gain, decay, corrects, rows in (
         ("head", "key", True, None),

@@ -14,7 +14,7 @@ from kalmix.testing.cases import PROBLEMS, Case, outputs
 from kalmix.testing.measure import differentiable
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-CASES = {  # which call runs an op, forward and backward
+CASES = {  # a call that runs each op, forward and backward
     "attend_chunked": ("attend", "chunked"),
     "attend_triton": ("attend", "triton"),
     "dense_chunked": ("dense-turning", "chunked"),
@@ -28,7 +28,7 @@ WITHOUT_BACKWARD = {"ridge_chunked"}
 
 
 class Recorded(TorchDispatchMode):
-    """Arguments of the ops of kalmix that run inside it."""
+    """Record the arguments of ops of kalmix that run inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ def _registered() -> set[str]:
     return {name.split(".")[0] for name in names}
 
 
-def test_every_op_is_checked():
+def test_every_registered_op_has_a_case():
     found = {name.removesuffix("_backward") for name in _registered()}
     assert found == set(CASES)
     assert {name for name in found if f"{name}_backward" not in _registered()} == WITHOUT_BACKWARD
 
 
 def _check(op: Any, arguments: tuple[Any, ...]) -> None:
-    """Check an op; where it has a backward pass, with gradients for all floating-point arguments."""
+    """Run opcheck on an op; if it has a backward pass, with gradients for all floating-point arguments."""
     trains = f"{op._schema.name.split('::')[1]}_backward" in _registered()
     given = tree_map_only(Tensor, lambda x: x.requires_grad_(trains and x.is_floating_point()), arguments)
     torch.library.opcheck(op, given, rtol=1e-4, atol=1e-4)
@@ -62,16 +62,18 @@ TRIED = [
     pytest.param(name, device, packed, marks=[pytest.mark.slow] if kernel == "triton" and device == "cpu" else [])
     for name, (_, kernel) in CASES.items()
     for device in DEVICES
-    if not (kernel == "triton" and device == "cpu" and torch.cuda.is_available())  # no interpreter beside a GPU
+    if not (
+        kernel == "triton" and device == "cpu" and torch.cuda.is_available()
+    )  # the interpreter is off on machines with a GPU
     for packed in ((True,) if kernel == "triton" and device == "cpu" else (False, True))
 ]
 
 
 @pytest.mark.parametrize(("name", "device", "packed"), TRIED)
-def test_op_is_sound(name, device, packed):
+def test_op_passes_opcheck(name, device, packed):
     problem, kernel = CASES[name]
     case = Case(problem, kernel, device, **(PROBLEMS[problem].interpreted or {}) | {"length": 5})
-    # Every token is in a sequence: what a kernel stores for its backward pass of other tokens is never written.
+    # Every token is in a sequence, because tensors stored for the backward pass are uninitialized at other tokens.
     segments = case.segments([(0, 0, 3), (0, 3, 5), (1, 0, 5)]) if packed else None
     inputs = case.inputs(sequences=segments and segments.count)
     leaves = {name: x.requires_grad_() for name, x in differentiable(inputs).items()}

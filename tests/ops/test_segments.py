@@ -1,4 +1,4 @@
-"""Packed geometry: owners and tiles against counting by hand."""
+"""Segment ids and tiles of packed sequences, compared with direct counts."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ def by_hand(rows, batch, length):
     return segment_ids
 
 
-def test_owner():
+def test_segment_ids():
     assert Segments.of(torch.zeros(0, 3, dtype=torch.int32)).segment_ids(2, 3).tolist() == [[-1] * 3] * 2
     assert torch.equal(Segments.of(torch.tensor(ROWS)).segment_ids(3, 11), by_hand(ROWS, 3, 11))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 16])
-def test_tiles_cover_each_run_once_and_in_order(size):
+def test_tiles_cover_each_sequence_once_in_order(size):
     tiles = Segments.of(torch.tensor(ROWS)).tiles(3, 11, size)
     seen = torch.full((33,), -1)
     order = {n: [] for n in range(len(ROWS))}

@@ -1,4 +1,4 @@
-"""Every argument of every op, given every kind of wrong value: one clear sentence, or an answer of the right shape."""
+"""Every argument of every op with wrong values: an error of one sentence, or a result of the right shape."""
 
 import warnings
 from functools import partial
@@ -17,7 +17,7 @@ GAUSS = {"log_decay": (H,), "frequency": (H, K // 2), "process_noise": (H,), "ke
 
 
 def draw(**shapes):
-    """Positive numbers, log-decays negative."""
+    """Return random positive signals; log-decays are negative."""
     torch.manual_seed(0)
     return {name: -torch.rand(*x) if name == "log_decay" else 0.1 + 0.8 * torch.rand(*x) for name, x in shapes.items()}
 
@@ -82,7 +82,7 @@ def call(op, changes):
 
 
 def wrong_tensors(x):
-    """Wrong values in the place of a tensor."""
+    """Yield wrong values for a tensor argument."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quantized = torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8)
@@ -129,7 +129,7 @@ OPTIONS = {
     "a class": int,
     "none": None,
 }
-ALWAYS = {  # that most ops take
+ALWAYS = {  # options of most ops
     "belief": ("a tensor", "a list", "a text", "a number", "another belief", "a belief of a list"),
     "segments": ("a tensor", "a list", "a text", "a number", "beyond"),
 }
@@ -158,7 +158,7 @@ def attempts(op):
 
 @pytest.mark.parametrize("op", CALLS)
 @torch.no_grad()
-def test_wrong_arguments_are_named(op):
+def test_errors_name_the_wrong_argument(op):
     call(op, {})
     found = unclear((what, partial(call, op, changes)) for what, changes in attempts(op))
     assert not found, found
@@ -166,7 +166,7 @@ def test_wrong_arguments_are_named(op):
 
 @pytest.mark.parametrize("size", ["B", "T"])
 @pytest.mark.parametrize("op", CALLS)
-def test_nothing_to_filter_gives_nothing(op, size):
+def test_empty_inputs_give_empty_outputs(op, size):
     shapes, options = CALLS[op]
     cut = {n: tuple(0 if i == "BT".index(size) and len(x) > 1 and x[:2] == (B, T) else y for i, y in enumerate(x))
            for n, x in shapes.items()}  # fmt: skip
