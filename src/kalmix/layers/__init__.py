@@ -55,8 +55,16 @@ def mixer_class(name: str, options: Mapping[str, object]) -> type[Mixer]:
         name: key of `MIXERS`, such as "kla".
         options: keyword arguments of the layer, without `hidden_size`.
 
+    Returns:
+        The class, a subclass of `Mixer`.
+
     Raises:
         ArgumentError: no layer has this name, or it does not accept an option or its type.
+
+    Example:
+        >>> from kalmix.layers import mixer_class
+        >>> mixer_class("kla", {"slots": 8}).__name__
+        'KLA'
     """
     if not isinstance(name, str) or name not in MIXERS:
         raise unknown_name("mixer", name, MIXERS)

@@ -87,10 +87,13 @@ class AFATransformerBlock(Mixer):
         kernel: name of a kernel of `kalmix.ops.attend`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
+            shape.
 
     Shape:
-        Input and output: `[B, T, D]`. State: 4 H (C + 1) + 2 floats per token, of at most `window` tokens.
+        In `y, state = layer(x, state=None, segments=None, times=None)`, x and y are `[B, T, D]`. `times` is `[B, T]`,
+        the time of each token.
+        State: 4 H (C + 1) + 2 floats per token, of at most `window` tokens.
 
     Complexity: O(T (S + T) H C) for T tokens after S, the projections and the MLP.
 

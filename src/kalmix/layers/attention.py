@@ -54,7 +54,8 @@ class Attention(Mixer):
         ArgumentError: an option has the wrong type or value, or the sizes do not match.
 
     Shape:
-        Input and output: `[B, T, D]`. State: 2 `kv_heads` * `head_dim` floats per token.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
+        State: 2 `kv_heads` * `head_dim` floats per token.
 
     Complexity: O(T (S + T)) per column for T tokens after S. Packed sequences need a `[T, T]` mask.
 

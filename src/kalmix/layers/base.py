@@ -41,12 +41,28 @@ class Mixer(nn.Module):
 
     Args:
         hidden_size: D, the number of columns of input and output.
+
+    Attributes:
+        design: design under which the layer filters; `None` if no design describes it.
+        has_posterior: whether `filter(..., variance=True)` returns a variance.
+        includes_mlp: whether the layer gates its own output, so that no MLP should follow it.
+        repr_attributes: names of attributes that `repr` shows, beside those of every layer.
+
+    Example:
+        >>> from kalmix.layers import MIXERS
+        >>> layer = MIXERS["gated-deltanet"](64, heads=2)
+        >>> x = torch.randn(1, 8, 64)
+        >>> y, _ = layer(x)
+        >>> first, state = layer(x[:, :5])
+        >>> second, _ = layer(x[:, 5:], state)
+        >>> torch.allclose(torch.cat([first, second], 1), y, atol=1e-5)
+        True
     """
 
-    design: Design | None = None  # design under which the layer filters; `None` if no design describes it
-    has_posterior: bool = False  # whether `filter(..., variance=True)` returns a variance
-    includes_mlp: ClassVar[bool] = False  # whether the layer gates its output, so that no MLP should follow it
-    repr_attributes: ClassVar[tuple[str, ...]] = ()  # attributes that `repr` shows, beside those of every layer
+    design: Design | None = None
+    has_posterior: bool = False
+    includes_mlp: ClassVar[bool] = False
+    repr_attributes: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls, *sizes: object, **options: object) -> Self:
         """Check the types of options against the annotations of the layer, before anything is built.

@@ -45,7 +45,8 @@ class BayesianLayer(MemoryLayer):
         ArgumentError: an option has the wrong type or value, or `groups` does not divide the value width.
 
     Shape:
-        Input and output: `[B, T, D]`. State per head: `[K, V]`, a covariance `[K, K]`, and that of the convolution.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
+        State per head: `[K, V]`, a covariance `[K, K]`, and that of the convolution.
 
     Complexity: O(T K (K + V)) per head, and the projections.
 

@@ -124,10 +124,13 @@ class ControlledFilter(AdaptiveFilterAttention):
         kernel: name of a kernel of `kalmix.ops.attend`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
+            shape.
 
     Shape:
-        Input and output: `[B, T, D]`. State: 4 H C + 1 floats per token, of at most `window` tokens.
+        In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`. `times`
+        and `horizon` are `[B, T]`; see `TrajectoryLayer.read`.
+        State: 4 H C + 1 floats per token, of at most `window` tokens.
 
     Complexity: that of `AdaptiveFilterAttention`, plus O(T H C rank).
 

@@ -50,7 +50,8 @@ class DesignLayer(MemoryLayer):
         DesignError: no op filters this combination of parts.
 
     Shape:
-        Input and output: `[B, T, D]`. State per head: that of the op, and of the convolution.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
+        State per head: that of the op, and of the convolution.
 
     Complexity: that of the design's op.
 

@@ -62,9 +62,9 @@ class FilterConv2d(nn.Module):
         z = in(x);   y_i = out(sum_j A_ij E e^{i angle} z_j),   A_ij = softmax_j -log(V + |z_i - E e^{i angle} z_j|^2)
 
     Pixels j are those of a square around i, inside the image. E, angle and V are given by `path_statistics`, along axes
-    that each head rotates, stretches and shifts (T and b in the paper). For z much smaller than V the weights do not
-    depend on z: this is the paper's form, a depthwise convolution with Gabor filters. Otherwise robust weights exclude
-    pixels that differ, which no convolution can do.
+    that each head rotates, stretches and shifts (T and b in the paper). For |z|^2 much smaller than V the weights do
+    not depend on z: this is the paper's form, a depthwise convolution with Gabor filters. Otherwise robust weights
+    exclude pixels that differ, which no convolution can do.
 
     Args:
         in_channels: channels of input images.

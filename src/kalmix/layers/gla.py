@@ -39,10 +39,12 @@ class GLA(MemoryLayer):
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
+            shape.
 
     Shape:
-        Input and output: `[B, T, D]`. State per head: `[K, V]`, and that of the convolution.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
+        State per head: `[K, V]`, and that of the convolution.
 
     Complexity: O(T K V) per head, and the projections.
 

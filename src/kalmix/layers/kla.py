@@ -62,10 +62,12 @@ class KLA(Mixer):
         kernel: name of a kernel of `kalmix.ops.diagonal`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
+            shape.
 
     Shape:
-        Input and output: `[B, T, D]`. State: `2 slots + 3` floats per channel.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
+        State: `2 slots + 3` floats per channel.
 
     Complexity: O(T channels slots), and the projections.
 

@@ -68,10 +68,13 @@ class RecurrentFilterAttention(TrajectoryLayer):
             returns the estimate.
 
     Raises:
-        ArgumentError: an option has the wrong type or value.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
+            shape.
 
     Shape:
-        Input and output: `[B, T, D]`. State: 4 H C + H + 1 floats.
+        In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`. `times`
+        and `horizon` are `[B, T]`; see `TrajectoryLayer.read`.
+        State: 4 H C + H + 1 floats.
 
     Complexity: O(iterations T H C), in T sequential steps of PyTorch code.
 

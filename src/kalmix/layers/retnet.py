@@ -41,7 +41,8 @@ class RetNet(MemoryLayer):
         ArgumentError: an option has the wrong type or value, or the key width is odd.
 
     Shape:
-        Input and output: `[B, T, D]`. State per head: `[K, V]`; also one position per sequence.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
+        State per head: `[K, V]`; also one position per sequence.
 
     Complexity: O(T K V) per head, and the projections.
 
