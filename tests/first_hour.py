@@ -131,11 +131,15 @@ def run(action: Action, environment: Path, folder: Path, paths: dict[str, str]) 
 
 
 def shown(output: str, action: Action) -> str:
-    """Return the lines of an output that a table shows: the first ones, or the last of an error's traceback."""
-    lines = [line.rstrip() for line in output.splitlines() if line.strip() and "WARNING: Location" not in line]
-    lines = lines[-1:] if action.status == 1 else lines[: action.lines]
-    escaped = (re.sub(r"([|<>])", lambda x: f"&#{ord(x[0])};", line) for line in lines)
-    return "<br>".join(f"<code>{line}</code>".replace("  ", "&nbsp; ") for line in escaped)
+    """Return the lines of an output that the table shows: the first ones, or the message of an error."""
+    lines = [line.strip(" \u2502\u256d\u256e\u2570\u256f\u2500|") for line in output.splitlines()]
+    lines = [line for line in lines if line and "WARNING: Location" not in line]
+    if action.status:
+        lines = [line for line in lines if action.text in line][-1:]
+    elif len(lines) > action.lines:
+        lines = [*lines[: action.lines], "..."]
+    escaped = (re.sub(r"[|<>`]", lambda x: f"&#{ord(x[0])};", line[:120]) for line in lines)
+    return "<br>".join(f"<code>{re.sub('  +', '  ', line)}</code>" for line in escaped)
 
 
 def main() -> None:

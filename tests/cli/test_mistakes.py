@@ -52,7 +52,7 @@ MISTAKES = [
     ("generate {untokenized}", "tokenizer.json is missing"),
     ("generate {foreign}", "kalmix"),
     ("generate {run} --temperature -1", "--temperature"),
-    ("inspect {run}", "given once"),
+    ("inspect {run}", "either --text or --file"),
     ("inspect {run} --text a --file {text}", "given twice"),
     ("inspect {run} --file {missing}", "does not exist"),
     ("inspect {truncated} --text a", "damaged"),

@@ -116,7 +116,7 @@ def test_figures_are_drawn_after_the_numbers_are_saved(
     def full(run: Run, rivals: dict[str, float]) -> list[Path]:
         raise OSError(28, "No space left on device")  # as a library raises it, without a path
 
-    monkeypatch.setattr(command, "pictures", full)
+    monkeypatch.setattr(command, "draw_figures", full)
     told = kalmix("report", folder)
     assert told.status == 1 and "No space left on device" in told.errors and str(folder) in told.errors
     assert numbers(folder) == numbers(run_folder)

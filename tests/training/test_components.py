@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kalmix import ArgumentError
-from kalmix.analysis.text_diagnostics import read
+from kalmix.analysis.text_diagnostics import diagnose_text
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.training import Recipe, parse_layers
 from kalmix.training.corpus import Corpus, train_tokenizer
@@ -145,7 +145,7 @@ def test_recipe_is_loaded_as_saved(tmp_path: Path) -> None:
 class TestTextDiagnostics:
     def test_values_match_the_model(self, tokenizer) -> None:
         network, text = model(("kla", "attention", "kla")), "naïve text"
-        found = read(network, tokenizer, text, weights=True)
+        found = diagnose_text(network, tokenizer, text, weights=True)
         count = len(text.encode())
         assert "".join(found.tokens) == text
         assert len(found.tokens) == count
@@ -158,7 +158,7 @@ class TestTextDiagnostics:
         torch.testing.assert_close(found.surprisal * math.log(2), nats)
 
     def test_attention_weights_are_causal(self, tokenizer) -> None:
-        weights = read(model(("kla",)), tokenizer, "twelve bytes", weights=True).weights
+        weights = diagnose_text(model(("kla",)), tokenizer, "twelve bytes", weights=True).weights
         assert weights is not None
         assert weights.shape == (1, 12, 12)
         assert torch.equal(weights, weights.tril())
@@ -175,7 +175,7 @@ class TestTextDiagnostics:
     def test_write_gain_is_the_relative_drop_of_variance(self, tokenizer, mixer) -> None:
         """Compare with the variance of the layer's op at the token's key, with and without the token."""
         network, text = model((mixer,)), "twelve bytes"
-        found = read(network, tokenizer, text)
+        found = diagnose_text(network, tokenizer, text)
         assert bool(((found.gain > 0) & (found.gain < 1)).all()) and bool((found.variance > 0).all())
         layer = network.model.blocks[0].mixer
         ids = torch.tensor(tokenizer("<|endoftext|>" + text, add_special_tokens=False)["input_ids"])
@@ -189,8 +189,8 @@ class TestTextDiagnostics:
         torch.testing.assert_close(found.gain[0, 4], want.float().detach(), rtol=1e-4, atol=1e-5)
 
     def test_model_without_beliefs_is_refused(self, tokenizer) -> None:
-        with pytest.raises(ArgumentError, match="how sure it is"):
-            read(model(("attention",)), tokenizer, "text")
+        with pytest.raises(ArgumentError, match="no layer with a write gain"):
+            diagnose_text(model(("attention",)), tokenizer, "text")
 
 
 def test_decoding_keeps_spaces(tokenizer) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kalmix import ops
-from kalmix.analysis.layer_diagnostics import look
+from kalmix.analysis.layer_diagnostics import diagnose_layers
 from kalmix.layers import MIXERS, Mixer
 from kalmix.models import LanguageModel
 
@@ -68,7 +68,7 @@ def test_diagnostics_of_every_layer_with_a_posterior():
     torch.manual_seed(0)
     model, ids = LanguageModel(11, 16, layers).eval(), torch.randint(11, (TOKENS,))
     embedded = model.embed_tokens(ids)
-    hidden, found = look(model, embedded, weights=True)
+    hidden, found = diagnose_layers(model, embedded, weights=True)
     assert [insight.name for insight in found] == ["layer 1", "layer 4", "layer 5"]
     output = model(embedded[None], output_beliefs=True)
     torch.testing.assert_close(hidden, output.last_hidden_state[0])
@@ -81,7 +81,7 @@ def test_diagnostics_of_every_layer_with_a_posterior():
     kla, bayesian, trajectory = found
     assert kla.weights.shape == (16, TOKENS, TOKENS) and bayesian.weights.shape == (2, TOKENS, TOKENS)
     assert trajectory.gain is trajectory.weights is None
-    assert look(model, embedded)[1][0].weights is None
+    assert diagnose_layers(model, embedded)[1][0].weights is None
 
 
 @pytest.mark.parametrize("name", SAYING)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kalmix import ArgumentError
-from kalmix.analysis.layer_diagnostics import look
+from kalmix.analysis.layer_diagnostics import diagnose_layers
 from kalmix.layers.modules import ShortConvolution
 from kalmix.models.losses import marginal_likelihood
 from kalmix_bench.experiments.recall import LAYERS, ModelShape, Part, RecallCell, RecallProtocol
@@ -144,7 +144,7 @@ def test_mlps_stand_before_the_blocks_and_in_the_heads_place() -> None:
     embedded = down(F.gelu(up(norm(model.model.embed_tokens(ids)))))
     (stream,) = model.hidden_states(ids)
     torch.testing.assert_close(stream, model.model(embedded).last_hidden_state)
-    torch.testing.assert_close(look(model.model, model.embed(ids[0]))[0], stream[0])
+    torch.testing.assert_close(diagnose_layers(model.model, model.embed(ids[0]))[0], stream[0])
     first, (one, _, second, two, _, third, last) = model.model.norm, model.model.get_submodule("lm_head").children()
     torch.testing.assert_close(model(ids), last(third(F.gelu(two(second(F.gelu(one(first(stream)))))))))
     assert up.get_parameter("weight").shape == (20, 32) and two.get_parameter("weight").shape == (12, 24)

@@ -1,1 +1,1 @@
-"""Diagnostics and figures: what a trained model believes while it reads."""
+"""Diagnostics and figures of trained models: variances, write gains and attention maps."""

@@ -1,4 +1,4 @@
-"""Linear diffusions seen through noise: a variance in closed form, and trajectories drawn from a filter's beliefs."""
+"""Linear diffusions observed with noise: filter variance in closed form, and posterior samples of trajectories."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from torch import Tensor
 
 
 def riccati(rate: Tensor, lag: Tensor, process_noise: Tensor, obs_noise: Tensor, start: Tensor | float = 0.0) -> Tensor:
-    """The variance of dx = -rate x dt + dw after being watched for a time: V' = -2 rate V + s^2 - V^2 / r.
+    """Return the filter variance of dx = -rate x dt + dw after continuous observation for a time `lag`.
 
-    Adaptive Filter Attention, appendix A.3, its misprint mended: with b = sqrt(rate^2 + s^2 / r), u = tanh(b lag) / b,
-    V = (V_0 + u (s^2 - rate V_0)) / (1 + u (rate + V_0 / r)). Where V_0 = 0 that is the paper's form,
-    r (b tanh(b lag - atanh(-rate / b)) - rate), without its cancellation, and it is right at b = 0. The precision is
-    1 / V. Complex modes have the same.
+    It solves V' = -2 rate V + s^2 - V^2 / r (Adaptive Filter Attention, appendix A.3; a misprint is corrected). With
+    b = sqrt(rate^2 + s^2 / r) and u = tanh(b lag) / b,
+    V = (V_0 + u (s^2 - rate V_0)) / (1 + u (rate + V_0 / r)). For V_0 = 0 this equals the paper's
+    r (b tanh(b lag - atanh(-rate / b)) - rate), without its cancellation, and it holds at b = 0. The precision is
+    1 / V. Complex modes have the same variance. All arguments broadcast.
 
     Args:
-        rate: a >= 0, of decay per unit of time.
+        rate: decay rate per unit of time, >= 0.
         lag: time since the variance was `start`, >= 0.
-        process_noise: s^2, per unit of time.
-        obs_noise: r > 0, the variance times the time of the measurements: n a unit of time of variance n r, n large.
+        process_noise: s^2, variance per unit of time.
+        obs_noise: r > 0, variance times time: n measurements per unit of time with variance n r each, n large.
         start: V_0 >= 0.
 
-    All broadcast.
+    Example:
+        >>> from kalmix.analysis.diffusions import riccati
+        >>> one = torch.ones(())
+        >>> riccati(0 * one, 50 * one, one, one)  # converges to sqrt(process_noise * obs_noise)
+        tensor(1.)
     """
-    settled = (rate.square() + process_noise / obs_noise).sqrt()
-    angle = settled * lag
-    seen = torch.where(angle > 0, lag * torch.tanh(angle) / torch.where(angle > 0, angle, 1.0), lag)
-    return (start + seen * (process_noise - rate * start)) / (1 + seen * (rate + start / obs_noise))
+    bandwidth = (rate.square() + process_noise / obs_noise).sqrt()
+    angle = bandwidth * lag
+    u = torch.where(angle > 0, lag * torch.tanh(angle) / torch.where(angle > 0, angle, 1.0), lag)
+    return (start + u * (process_noise - rate * start)) / (1 + u * (rate + start / obs_noise))
 
 
 def sample_backwards(
@@ -37,35 +42,43 @@ def sample_backwards(
     count: int = 1,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw trajectories given all measurements, from what was believed after each (Adaptive Filter Attention, B.1).
+    """Sample trajectories given all measurements, from a filter's beliefs (Adaptive Filter Attention, B.1).
 
-    From the last belief backwards: x_T is drawn from it, then x_t from the belief at t given that the transition led
-    to x_{t+1}. They have the mean and covariance of the Rauch-Tung-Striebel smoother, and those between times, too.
+    The last state is drawn from the last belief. Then each x_t is drawn from the belief at t, conditioned on x_{t+1}.
+    Samples have the mean and covariance of the Rauch-Tung-Striebel smoother, between times too. A complex mode is two
+    rows. The time is O(T d^3 + n T d^2), in T sequential steps.
 
     Args:
-        mean: `[..., T, d]` of the filter after each token, T >= 1.
-        covariance: `[..., T, d, d]` of it, positive semi-definite.
-        transition: `[..., T - 1, d, d]`: x_{t+1} is transition_t x_t and noise.
-        noise: `[..., T - 1, d, d]`, its covariance, positive semi-definite.
-        count: n, trajectories.
+        mean: `[..., T, d]` means after each token, T >= 1.
+        covariance: `[..., T, d, d]` covariances after each token, positive semi-definite.
+        transition: `[..., T - 1, d, d]`, of x_{t+1} = transition_t x_t + noise.
+        noise: `[..., T - 1, d, d]` covariances of that noise, positive semi-definite.
+        count: number of trajectories, n.
+        generator: random numbers; torch's default generator if absent.
 
     Returns:
-        `[n, ..., T, d]`. Complexity: O(T d^3), T steps one after the other, and O(n T d^2). A complex mode is two rows.
+        `[n, ..., T, d]`.
+
+    Example:
+        >>> from kalmix.analysis.diffusions import sample_backwards
+        >>> eye = torch.eye(2).expand(5, 2, 2)
+        >>> sample_backwards(torch.zeros(5, 2), eye, eye[1:], eye[1:], count=3).shape
+        torch.Size([3, 5, 2])
     """
-    drawn = torch.randn(count, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-    after = mean[..., -1, :] + _apply(root(covariance[..., -1, :, :]), drawn[..., -1, :])
-    path = [after]
+    normal = torch.randn(count, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+    state = mean[..., -1, :] + _apply(root(covariance[..., -1, :, :]), normal[..., -1, :])
+    path = [state]
     for t in range(mean.shape[-2] - 2, -1, -1):
-        move, belief = transition[..., t, :, :], covariance[..., t, :, :]
-        crossed = move @ belief
-        # the predicted covariance is singular where the state is certain: what it cannot tell apart stays as it is
-        gain = (torch.linalg.pinv(crossed @ move.mT + noise[..., t, :, :], hermitian=True) @ crossed).mT
-        # in Joseph's form, so that what is left stays positive
-        kept = torch.eye(mean.shape[-1]).to(mean) - gain @ move
-        left = kept @ belief @ kept.mT + gain @ noise[..., t, :, :] @ gain.mT
-        surprise = after - _apply(move, mean[..., t, :])
-        after = mean[..., t, :] + _apply(gain, surprise) + _apply(root(left), drawn[..., t, :])
-        path.append(after)
+        matrix, belief = transition[..., t, :, :], covariance[..., t, :, :]
+        cross = matrix @ belief
+        # The predicted covariance is singular where the state is certain. The pseudo-inverse leaves it there.
+        gain = (torch.linalg.pinv(cross @ matrix.mT + noise[..., t, :, :], hermitian=True) @ cross).mT
+        # Joseph form keeps the conditional covariance positive.
+        factor = torch.eye(mean.shape[-1]).to(mean) - gain @ matrix
+        conditional = factor @ belief @ factor.mT + gain @ noise[..., t, :, :] @ gain.mT
+        innovation = state - _apply(matrix, mean[..., t, :])
+        state = mean[..., t, :] + _apply(gain, innovation) + _apply(root(conditional), normal[..., t, :])
+        path.append(state)
     return torch.stack(path[::-1], -2)
 
 
@@ -74,6 +87,6 @@ def _apply(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 def root(covariance: Tensor) -> Tensor:
-    """Some R with R R' = a covariance that may be singular."""
+    """Return R with R R' = covariance, which may be singular."""
     values, vectors = torch.linalg.eigh(covariance)
     return vectors * values.clamp(min=0).sqrt()[..., None, :]

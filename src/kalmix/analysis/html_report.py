@@ -1,4 +1,4 @@
-"""A reading as one HTML page: the tokens shaded by what the model believed. Nothing is loaded from elsewhere."""
+"""HTML page of text diagnostics: tokens shaded by variance, write gain or surprisal. It loads no other file."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from string import Template
 
 from torch import Tensor
 
-from kalmix.analysis.text_diagnostics import Reading
+from kalmix.analysis.text_diagnostics import TextDiagnostics
 from kalmix.files import write_text
 
 
-def write(path: Path, reading: Reading, *, title: str) -> Path:
-    """Write the page to `path`; folders are made."""
-    average = float(reading.surprisal.mean())
+def write(path: Path, diagnostics: TextDiagnostics, *, title: str) -> Path:
+    """Write the page to `path`, create its folder, and return `path`."""
+    average = float(diagnostics.surprisal.mean())
     data = {
-        "tokens": reading.tokens,
-        "names": reading.names,
-        "surprisal": _short(reading.surprisal),
-        "variance": [_short(row) for row in reading.variance],
-        "gain": [_short(row) for row in reading.gain],
+        "tokens": diagnostics.tokens,
+        "names": diagnostics.names,
+        "surprisal": _short(diagnostics.surprisal),
+        "variance": [_short(row) for row in diagnostics.variance],
+        "gain": [_short(row) for row in diagnostics.gain],
     }
     page = Template(files("kalmix.analysis").joinpath("page.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(title),
-        summary=f"{len(reading.tokens)} tokens, {average:.2f} bits each on average. Point at a token for its numbers.",
-        plain=html.escape("".join(reading.tokens)),
+        summary=f"{len(diagnostics.tokens)} tokens, {average:.2f} bits each on average. Hover over a token for values.",
+        plain=html.escape("".join(diagnostics.tokens)),
         # Inside a script element only "</" could end it early.
         data=json.dumps(data, ensure_ascii=False).replace("</", r"<\/").replace("<!--", r"<\!--"),
     )

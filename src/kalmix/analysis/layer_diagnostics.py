@@ -1,4 +1,4 @@
-"""Diagnose the layers of a model: their variances, write gains and attention maps while it reads tokens."""
+"""Diagnostics of a model's layers: variances, write gains and attention maps over a sequence."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import Tensor
 from kalmix.models import LanguageModel
 
 
-class Insight(NamedTuple):
-    """A layer with a posterior, over T tokens; float32, on the CPU.
+class LayerDiagnostics(NamedTuple):
+    """Diagnostics of a layer with a posterior over T tokens, float32 on the CPU.
 
     Attributes:
-        name: the layer's, by its place in the model.
-        variance: `[T, E]` posterior variance of what is read at each token, a column of the read-out each.
+        name: "layer N", counted from 1.
+        variance: `[T, E]` posterior variance of each column of the read-out.
         output: `[T]` predictive variance of the layer's output, averaged over its columns.
-        gain: `[T]` write gain, as `Mixer.write_gain` defines it; `None` for layers that have none.
-        weights: `[M, T, T]` attention maps, as `Mixer.attention_map` defines them; `None` unless asked for, and for
-            layers that have none.
+        gain: `[T]` write gain (`Mixer.write_gain`), or `None` for layers without one.
+        weights: `[M, T, T]` attention maps (`Mixer.attention_map`), or `None` if not requested or not defined.
     """
 
     name: str
@@ -30,31 +29,31 @@ class Insight(NamedTuple):
 
 
 @torch.no_grad()
-def look(model: LanguageModel, x: Tensor, *, weights: bool = False) -> tuple[Tensor, list[Insight]]:
-    """Read embedded tokens `x` `[T, D]` as one sequence, from the prior.
+def diagnose_layers(model: LanguageModel, x: Tensor, *, weights: bool = False) -> tuple[Tensor, list[LayerDiagnostics]]:
+    """Run a model on one sequence and diagnose each layer that has a posterior.
 
     Args:
-        model: on any device.
-        x: on that device.
-        weights: whether to give attention maps, which take M T^2 numbers a layer.
+        model: model on any device.
+        x: `[T, D]` embedded tokens on that device, filtered from the prior.
+        weights: whether to compute attention maps, which take M T^2 numbers per layer.
 
     Returns:
-        The residual stream behind the last block, `[T, D]`, and an `Insight` for each layer with a posterior.
+        The last hidden state `[T, D]`, and diagnostics of the layers in order.
     """
     output = model(x[None], output_states=True, output_beliefs=True)
-    found = []
+    diagnostics = []
     layers = zip(model.mixers, output.mixer_inputs, output.beliefs, strict=True)
-    for place, (mixer, signal, known) in enumerate(layers, 1):
-        read = mixer.read(signal, None, None, True)[0] if mixer.has_posterior else None
-        if read is not None and read.variance is not None and known.variance is not None:
-            gain, maps = mixer.write_gain(signal), mixer.attention_map(signal) if weights else None
-            found.append(
-                Insight(
-                    f"layer {place}",
-                    read.variance[0].float().cpu(),
-                    known.variance[0].mean(-1).float().cpu(),
+    for number, (mixer, inputs, belief) in enumerate(layers, 1):
+        readout = mixer.read(inputs, None, None, True)[0] if mixer.has_posterior else None
+        if readout is not None and readout.variance is not None and belief.variance is not None:
+            gain, maps = mixer.write_gain(inputs), mixer.attention_map(inputs) if weights else None
+            diagnostics.append(
+                LayerDiagnostics(
+                    f"layer {number}",
+                    readout.variance[0].float().cpu(),
+                    belief.variance[0].mean(-1).float().cpu(),
                     None if gain is None else gain[0].float().cpu(),
                     None if maps is None else maps[0].float().cpu(),
                 )
             )
-    return output.last_hidden_state[0], found
+    return output.last_hidden_state[0], diagnostics

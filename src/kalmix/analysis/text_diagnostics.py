@@ -1,4 +1,4 @@
-"""What a model believes while it reads a text."""
+"""Diagnostics of a model over a text: surprisal, predictive variance and write gain of each token."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from kalmix._extras import optional_imports
 with optional_imports():
     from transformers import PreTrainedTokenizerFast
 
-from kalmix.analysis.layer_diagnostics import look
+from kalmix.analysis.layer_diagnostics import diagnose_layers
 from kalmix.errors import ArgumentError
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.data import end_of_text_id
 
 
-class Reading(NamedTuple):
-    """A text as a model read it; T tokens, L layers that say how much they take from a token.
+class TextDiagnostics(NamedTuple):
+    """Diagnostics over a text of T tokens, of the L layers that have a write gain.
 
     Attributes:
-        tokens: the text of each token, T of them.
-        surprisal: `[T]` bits each token cost, given all before it.
-        names: the layers, by place in the model, L of them.
-        variance: `[L, T]` predictive variance: of the layer's output at the token, averaged over its columns.
-        gain: `[L, T]` write gain, as `Insight` has it.
-        weights: `[L, T, T]` attention maps: the size of a token's (column's) part in what is read out at another
-            (row), averaged over channels or heads; `None` unless asked for.
+        tokens: text of each token, T strings.
+        surprisal: `[T]` bits of each token given those before it.
+        names: names of the layers, L strings.
+        variance: `[L, T]` predictive variance of each layer's output, averaged over its columns.
+        gain: `[L, T]` write gains.
+        weights: `[L, T, T]` attention maps, or `None` if not requested: the size of the weight of a token (column) in
+            the read-out at another (row), averaged over channels or heads.
     """
 
     tokens: list[str]
@@ -41,42 +41,50 @@ class Reading(NamedTuple):
 
 
 @torch.no_grad()
-def read(model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str, *, weights: bool = False) -> Reading:
-    """Read `text` from its beginning, as one sequence; with `weights`, memory grows as L T^2 channels.
+def diagnose_text(
+    model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str, *, weights: bool = False
+) -> TextDiagnostics:
+    """Run a model on a text, as one sequence that begins with the end-of-text token, and diagnose its layers.
+
+    Args:
+        model: model on any device.
+        tokenizer: tokenizer of the model, with offsets.
+        text: text of at least one character.
+        weights: whether to compute attention maps; memory is O(L M T^2) for M channels or heads per layer.
 
     Raises:
         ArgumentError: the text is empty, or no layer of the model has a write gain.
     """
-    ids, tokens = _tokens(tokenizer, text)
+    ids, tokens = _tokenize(tokenizer, text)
     embedded = model.model.embed_tokens(ids.to(model.device))
-    hidden, insights = look(model.model, embedded, weights=weights)
+    hidden, every = diagnose_layers(model.model, embedded, weights=weights)
     logits = model.model.logits(hidden)[:-1].float().cpu()
     nats = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
-    told = [(insight, insight.gain) for insight in insights if insight.gain is not None]
-    if not told:
-        expected = "a layer with a write gain, such as 'kla' or 'bayesian'"
-        raise ArgumentError("model", got="without a layer that knows how sure it is", expected=expected)
-    maps = [insight.weights.abs().mean(0)[1:, 1:] for insight, _ in told if insight.weights is not None]
-    return Reading(
+    layers = [(layer, layer.gain) for layer in every if layer.gain is not None]
+    if not layers:
+        expected = "a model with a layer that has one, such as 'kla' or 'bayesian'"
+        raise ArgumentError("model", problem="has no layer with a write gain", expected=expected)
+    maps = [layer.weights.abs().mean(0)[1:, 1:] for layer, _ in layers if layer.weights is not None]
+    return TextDiagnostics(
         tokens,
         nats / math.log(2),
-        [insight.name for insight, _ in told],
-        torch.stack([insight.output[1:] for insight, _ in told]),
-        torch.stack([gain[1:] for _, gain in told]),
+        [layer.name for layer, _ in layers],
+        torch.stack([layer.output[1:] for layer, _ in layers]),
+        torch.stack([gain[1:] for _, gain in layers]),
         torch.stack(maps) if maps else None,
     )
 
 
-def _tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[Tensor, list[str]]:
-    """Ids of `END` and the text, `[1 + T]`, and each token's own piece of the text.
+def _tokenize(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[Tensor, list[str]]:
+    """Return the ids of the end-of-text token and of the text, `[1 + T]`, and the text of each token.
 
-    A letter of several bytes may be several tokens; it is shown at the first of them.
+    A character whose bytes are several tokens belongs to the first of them; the others have an empty text.
     """
     if not text:
         raise ArgumentError("text", got="empty", expected="at least one character")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    pieces, seen = [], 0
+    tokens, start = [], 0
     for _, stop in encoded["offset_mapping"]:
-        pieces.append(text[seen:stop])
-        seen = max(seen, stop)
-    return torch.tensor([end_of_text_id(tokenizer), *encoded["input_ids"]]), pieces
+        tokens.append(text[start:stop])
+        start = max(start, stop)
+    return torch.tensor([end_of_text_id(tokenizer), *encoded["input_ids"]]), tokens

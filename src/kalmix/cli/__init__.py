@@ -1,4 +1,4 @@
-"""The command line: `kalmix train`, `generate`, `inspect`, `explain`, `bench` and `doctor`."""
+"""Command line: `kalmix train`, `report`, `generate`, `inspect`, `list`, `explain`, `doctor` and `bench`."""
 
 from kalmix.cli.app import main
 

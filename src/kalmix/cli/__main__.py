@@ -1,4 +1,4 @@
-"""`python -m kalmix.cli` is `kalmix`."""
+"""Entry point of `python -m kalmix.cli`, which equals `kalmix`."""
 
 from kalmix.cli import main
 

@@ -1,4 +1,4 @@
-"""The `kalmix` command: its subcommands, exit statuses and error messages."""
+"""The `kalmix` command: subcommands, exit statuses and error messages."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ app: typer.Typer = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         import torch
 
         import kalmix
@@ -105,8 +105,8 @@ def main() -> None:
         _drop_output()
         if error.errno == EPIPE:  # the reader of a pipe, such as `head`, has ended
             sys.exit(1)
-        named = error.filename is not None and error.strerror is not None
-        _fail(f"{error.strerror}: {str(error.filename)!r}" if named else str(error), status=1)
+        reason = error.strerror or str(error)
+        _fail(reason if error.filename is None else f"{reason}: {str(error.filename)!r}", status=1)
     except KeyboardInterrupt:
         _fail("interrupted", status=130)
 

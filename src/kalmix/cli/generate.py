@@ -1,4 +1,4 @@
-"""`kalmix generate`: let a model write."""
+"""`kalmix generate`: generate text with a trained model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kalmix._extras import require_extra
 
 
 def run(
-    model: Annotated[Path, typer.Argument(help="A folder that `kalmix train` wrote.")],
-    prompt: Annotated[str, typer.Option(help="What to go on from.")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write at most.")] = 200,
+    model: Annotated[Path, typer.Argument(help="Output folder of `kalmix train`, or its model folder.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among this many tokens only; 0 for all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Choose among the likeliest tokens of this mass.")] = 0.95,
-    seed: Annotated[int | None, typer.Option(help="For the same text again.")] = None,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from likeliest tokens of this mass.")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="Random seed. Default: another text in each run.")] = None,
 ) -> None:
-    """Write text from a prompt, token by token as it comes."""
+    """Generate text from a prompt and print each token at once."""
     require_extra("`kalmix generate`", "hf")
     from transformers import TextStreamer, set_seed
 

@@ -1,4 +1,4 @@
-"""`kalmix inspect`: what a model believes about a text."""
+"""`kalmix inspect`: variance, write gain and surprisal of each token of a text."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from kalmix.errors import ArgumentError
 
 
 def run(
-    model: Annotated[Path, typer.Argument(help="A folder that `kalmix train` wrote.")],
-    text: Annotated[str | None, typer.Option(help="The text itself.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A UTF-8 file that holds it.")] = None,
-    characters: Annotated[int, typer.Option(min=1, help="How much of the file to read.")] = 2000,
-    output: Annotated[Path, typer.Option(help="Where to write beliefs.png and beliefs.html.")] = Path(),
+    model: Annotated[Path, typer.Argument(help="Output folder of `kalmix train`, or its model folder.")],
+    text: Annotated[str | None, typer.Option(help="Text to inspect.")] = None,
+    file: Annotated[Path | None, typer.Option(help="UTF-8 file with the text.")] = None,
+    characters: Annotated[int, typer.Option(min=1, help="Number of characters of the file to read.")] = 2000,
+    output: Annotated[Path, typer.Option(help="Folder for beliefs.png and beliefs.html.")] = Path(),
 ) -> None:
-    """Predictive variance, write gain and surprisal of each token, as a picture and as a page."""
+    """Write a figure and an HTML page of each token's predictive variance, write gain and surprisal."""
     if (text is None) == (file is None):
-        raise ArgumentError("text", got="given twice" if text else "absent", expected="given once, by --text or --file")
+        raise ArgumentError(
+            "text", problem="is given twice" if text else "is missing", expected="either --text or --file"
+        )
     require_extra("`kalmix inspect`", "train")
-    from kalmix.analysis import html_report as page
+    from kalmix.analysis import html_report
     from kalmix.analysis.plots import beliefs
-    from kalmix.analysis.text_diagnostics import read
+    from kalmix.analysis.text_diagnostics import diagnose_text
     from kalmix.cli.load_run import load
     from kalmix.training.corpus import read_documents
 
     if file is not None:
         text = "\n\n".join(read_documents(file).values())[:characters]
     network, tokenizer = load(model)
-    reading = read(network, tokenizer, text or "")
-    picture = beliefs(
-        output / "beliefs.png", reading.tokens, reading.surprisal, reading.variance, reading.gain, reading.names
-    )
-    written = page.write(output / "beliefs.html", reading, title=f"What {model.name} believes")
+    found = diagnose_text(network, tokenizer, text or "")
+    figure = output / "beliefs.png"
+    beliefs(figure, found.tokens, found.surprisal, found.variance, found.gain, found.names)
+    page = html_report.write(output / "beliefs.html", found, title=f"Beliefs of {model.name}")
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{len(reading.tokens)} tokens, {float(reading.surprisal.mean()):.2f} bits each on average")
-    for path in (picture, written):
+    console.print(f"{len(found.tokens)} tokens, {float(found.surprisal.mean()):.2f} bits each on average")
+    for path in (figure, page):
         console.print(f"  {path}")

@@ -1,4 +1,4 @@
-"""Loading what `kalmix train` wrote, or saying clearly why not."""
+"""Loading of models and runs that `kalmix train` wrote."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from kalmix.models import KalmixForCausalLM
     from kalmix.training.run import Run
 
-_NEEDS = "a folder that `kalmix train` wrote (the run, or its model)"
+_EXPECTED = "a folder that `kalmix train` wrote (the run, or its model)"
 
 
 def load(folder: Path) -> tuple[KalmixForCausalLM, PreTrainedTokenizerFast]:
-    """Load the model and tokenizer of a run's folder, or of its model folder; no code that lies in it is run.
+    """Load the model and tokenizer of a run's folder, or of its model folder, without running code from it.
 
-    Of the tokenizer only tokenizer.json is read, and generation_config.json changes nothing: options of the command
-    line decide how text is generated.
+    Only tokenizer.json is read of the tokenizer. generation_config.json is ignored: generation follows the options of
+    the command line.
 
     Raises:
-        ArgumentError: it is missing, is no kalmix model, or is damaged.
+        ArgumentError: the folder is missing, holds no kalmix model, or is damaged.
     """
     if not folder.is_dir():
-        raise ArgumentError("model", got=f"{str(folder)!r}, which does not exist", expected=_NEEDS)
+        raise ArgumentError("model", problem=f"{str(folder)!r} does not exist", expected=_EXPECTED)
     if (folder / "model").is_dir():
         folder = folder / "model"
     from transformers import GenerationConfig
@@ -46,11 +46,10 @@ def load(folder: Path) -> tuple[KalmixForCausalLM, PreTrainedTokenizerFast]:
 
 
 def load_run(folder: Path) -> Run:
-    """Load a finished run: recipe, log, text, tokenizer and model, the model on the accelerator if there is one.
+    """Load a finished run: recipe, history, text, tokenizer and model, the latter on an accelerator if there is one.
 
     Raises:
-        ArgumentError: there is no run, it is not finished, its model is damaged, or its text or its tokenizer have
-            changed or gone.
+        ArgumentError: there is no finished run, its model is damaged, or its text or tokenizer is missing or changed.
     """
     import torch
 
@@ -62,8 +61,8 @@ def load_run(folder: Path) -> Run:
     recipe, history = Recipe.load(folder), read_history(folder)
     if not finished(history):
         done = f"at {history[-1].get('progress', 0.0):.0%} of its training" if history else "before it saved anything"
-        expected = f"a finished run; `kalmix train --resume --output {folder}` continues it"
-        raise ArgumentError("run", got=f"{str(folder)!r}, which stopped {done}", expected=expected)
+        hint = f"Continue it with: kalmix train --resume --output {folder}"
+        raise ArgumentError("run", problem=f"{str(folder)!r} stopped {done}", expected="a finished run", hint=hint)
     model, tokenizer = load(folder)
     corpus, before = text.load_corpus(recipe.text), inputs.load(folder)
     if before is not None:

@@ -1,4 +1,4 @@
-"""Progress bars: of training (part done, time left, loss, tokens a second), and of work in named stages."""
+"""Progress bars of training (loss, tokens per second, time left) and of work in named stages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-_LINES = 10  # written in the course of a run where there is no terminal to draw a bar on
-_PAUSE = 10.0  # seconds between two lines of a stage, there
+_LINES = 10  # number of lines that a run prints if the output is no terminal
+_PAUSE = 10.0  # seconds between two lines of a stage if the output is no terminal
 
 
 class ProgressBar(TrainerCallback):
-    """Shows the log of a run on a terminal as a bar, elsewhere as a line now and then; only in the first process."""
+    """Trainer callback that shows a bar on a terminal and prints ten lines elsewhere; only in the first process."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -32,11 +32,11 @@ class ProgressBar(TrainerCallback):
             return
         weights = sum(value.numel() for value in given["model"].parameters())
         tokens = sum(map(len, (block["input_ids"] for block in given["train_dataloader"].dataset)))
-        self.console.print(f"{weights:,} parameters to fit to {tokens:,} tokens, on {args.device}", soft_wrap=True)
-        columns = (SpinnerColumn(), BarColumn(30), TaskProgressColumn(), TextColumn("{task.fields[told]}"))
+        self.console.print(f"{weights:,} parameters, {tokens:,} training tokens, on {args.device}", soft_wrap=True)
+        columns = (SpinnerColumn("line"), BarColumn(30), TaskProgressColumn(), TextColumn("{task.fields[status]}"))
         self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.bar.start()
-        self.task: TaskID = self.bar.add_task("training", total=1.0, told="[dim]the first step sets everything up[/]")
+        self.task: TaskID = self.bar.add_task("training", total=1.0, status="[dim]the first step compiles[/]")
 
     def on_log(
         self,
@@ -49,20 +49,20 @@ class ProgressBar(TrainerCallback):
         if self.bar is None or not logs:
             return
         self._last |= logs
-        if not self._first:  # the first step compiles; counting from its end measures the rest
+        if not self._first:  # rates are measured from the end of the first step, which compiles
             self._first, self._began = dict(logs), time.monotonic()
-        done, told = logs["progress"], self._told()
-        self.bar.update(self.task, completed=done, told=told)
+        done, status = logs["progress"], self._status()
+        self.bar.update(self.task, completed=done, status=status)
         if self.bar.disable and int(done * _LINES) > self._lines:
             self._lines = int(done * _LINES)
-            self.console.print(f"{done:4.0%}  {told}", soft_wrap=True)
+            self.console.print(f"{done:4.0%}  {status}", soft_wrap=True)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
 
-    def _told(self) -> str:
+    def _status(self) -> str:
         now, first, spent = self._last, self._first, time.monotonic() - self._began
         parts = [f"{now['bits_per_byte']:.2f} bits/byte"] if "bits_per_byte" in now else []
         if "eval_bits_per_byte" in now:
@@ -79,16 +79,16 @@ class ProgressBar(TrainerCallback):
 
 @contextmanager
 def stages(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """Show a bar for the stage in hand on a terminal; elsewhere print a line when a stage begins and every 10 seconds.
+    """Show a bar for the current stage on a terminal; elsewhere print a line when a stage begins and every 10 seconds.
 
     Yields:
-        A function of the stage's name and the part of it that is done, 0 to 1.
+        A function of the stage's name and the fraction done, 0 to 1.
     """
-    columns = (SpinnerColumn(), BarColumn(30), TaskProgressColumn(), TextColumn("{task.description}"))
+    columns = (SpinnerColumn("line"), BarColumn(30), TaskProgressColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task, current, printed = bar.add_task("", total=1.0), "", 0.0
 
-        def tell(stage: str, done: float) -> None:
+        def update(stage: str, done: float) -> None:
             nonlocal current, printed
             bar.update(task, description=stage, completed=done)
             if bar.disable and (stage != current or time.monotonic() - printed >= _PAUSE):
@@ -96,4 +96,4 @@ def stages(console: Console) -> Iterator[Callable[[str, float], None]]:
                 printed = time.monotonic()
             current = stage
 
-        yield tell
+        yield update

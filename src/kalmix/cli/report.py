@@ -1,4 +1,4 @@
-"""`kalmix report`: evaluate a finished run and draw it; `kalmix train` ends with the same."""
+"""`kalmix report`: evaluate a finished run and draw its figures, as `kalmix train` does at its end."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 
 def run(run: Annotated[Path, typer.Argument(help="Output folder of a finished `kalmix train`.")]) -> None:
-    """Evaluate a finished run: bits per byte of held-out text, a sample, figures. Can be repeated."""
+    """Evaluate a finished run again: bits per byte of held-out text, a sample and figures."""
     report(run, Console(highlight=False))
 
 
 def report(output: Path, console: Console) -> None:
     """Evaluate the finished run in `output`: write result.json and figures there, and print them.
 
-    Ctrl-C and SIGTERM end it with the command that repeats it; the run itself is only read.
+    Ctrl-C and SIGTERM end it and print the command that repeats it. The run itself is not changed.
 
     Raises:
-        ArgumentError: there is no run, it is not finished, or its text or its model cannot be read or have changed;
-            another process writes to `output`.
-        OSError: the disk is full; names the path.
+        ArgumentError: there is no finished run, its text or model cannot be read or has changed, or another process
+            writes to `output`.
+        OSError: the disk is full. The message names the path.
     """
-    former = signal.getsignal(signal.SIGTERM)
+    previous = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -49,7 +49,7 @@ def report(output: Path, console: Console) -> None:
         raise typer.Exit(130) from None
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, former)
+            signal.signal(signal.SIGTERM, previous)
 
 
 def interruption(output: Path, console: Console) -> None:
@@ -66,13 +66,13 @@ def _report(output: Path, console: Console) -> None:
 
     with stages(console) as progress:
         progress("loading the run", 0)
-        ended = load_run(output)
+        run = load_run(output)
         with lock_folder(output), disk_errors(output):
-            result = evaluate(ended, progress)
+            result = evaluate(run, progress)
             written = [output / "model", result.save(output)]
             progress("drawing", 0)
-            written += pictures(ended, result.compressors)
-    console.print(_verdict(result))
+            written += draw_figures(run, result.compressors)
+    console.print(_results_table(result))
     if result.warning is not None:
         console.print(f"warning: {result.warning}", style="yellow", soft_wrap=True, markup=False)
     sample = Text(result.prompt + result.sample)
@@ -81,37 +81,45 @@ def _report(output: Path, console: Console) -> None:
         console.print(f"  {path}", soft_wrap=True, markup=False)
     name = escape(str(output))
     console.print(
-        f"\nask it: [bold]kalmix generate {name}[/], [bold]kalmix inspect {name} --text '...'[/]", soft_wrap=True
+        f"\nnext: [bold]kalmix generate {name}[/], [bold]kalmix inspect {name} --text '...'[/]", soft_wrap=True
     )
 
 
-def pictures(run: Run, rivals: dict[str, float]) -> list[Path]:
-    """Draw the loss curve; where a layer has a posterior, also its variance and attention map on a held-out passage."""
+def draw_figures(run: Run, rivals: dict[str, float]) -> list[Path]:
+    """Draw the loss curve, and the variance and attention maps of a held-out passage if a layer has a posterior."""
     from kalmix.analysis import plots
-    from kalmix.analysis.text_diagnostics import read
+    from kalmix.analysis.text_diagnostics import diagnose_text
     from kalmix.training.evaluation import excerpt
 
     curve = run.output / "loss.png"
     plots.loss_curve(curve, run.training, run.held_out, references=rivals)
     try:
-        reading = read(run.model, run.tokenizer, excerpt(run.corpus.held_out), weights=True)
-    except ArgumentError:  # attention alone holds no belief
+        found = diagnose_text(run.model, run.tokenizer, excerpt(run.corpus.held_out), weights=True)
+    except ArgumentError:  # no layer has a write gain, such as attention alone
         return [curve]
-    assert reading.weights is not None
+    assert found.weights is not None
     variance, weights = run.output / "variance.png", run.output / "attention.png"
     plots.posterior_variance(
-        variance, reading.variance, reading.tokens, reading.names, title="Posterior variance over a held-out passage"
+        variance,
+        found.variance,
+        found.tokens,
+        found.names,
+        title="Posterior variance over a held-out passage",
     )
     plots.attention_maps(
-        weights, reading.weights, reading.tokens, reading.names, title="Kalman attention maps of a held-out passage"
+        weights,
+        found.weights,
+        found.tokens,
+        found.names,
+        title="Kalman attention maps of a held-out passage",
     )
     return [curve, variance, weights]
 
 
-def _verdict(result: EvaluationResult) -> Table:
+def _results_table(result: EvaluationResult) -> Table:
     table = Table("held-out text", "bits per byte", "bytes", box=box.SIMPLE_HEAD)
     table.columns[1].justify = table.columns[2].justify = "right"
-    table.add_row("as it is", "8.000", f"{result.bytes:,}")
+    table.add_row("uncompressed", "8.000", f"{result.bytes:,}")
     score, rivals = result.bits_per_byte, result.compressors
     best = result.warning is None and score <= min(rivals.values())
     for name, bits in sorted({**rivals, "this model": score}.items(), key=lambda row: -row[1]):

@@ -1,4 +1,4 @@
-"""`kalmix train`: from any text to a language model and pictures of what it believes."""
+"""`kalmix train`: train a language model on a text, evaluate it and draw figures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from kalmix.training.recipe import DEFAULT_MINUTES, Recipe, parse_layers
 def run(
     context: typer.Context,
     text: Annotated[
-        str | None, typer.Option(help="A UTF-8 text file or folder; this Python's documentation if absent.")
+        str | None, typer.Option(help="UTF-8 text file or folder. Default: the documentation of Python.")
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help="bpe, or bytes.")] = Recipe.tokenizer,
+    tokenizer: Annotated[str, typer.Option(help="bpe or bytes.")] = Recipe.tokenizer,
     vocab_size: Annotated[int, typer.Option(help="Largest vocabulary of a BPE tokenizer.")] = Recipe.vocab_size,
     layers: Annotated[
-        str, typer.Option(help="Mixers: kla,kla,attention or 3*kla,attention, or JSON with options.")
+        str,
+        typer.Option(help="Layers: kla,kla,attention or 3*kla,attention, or JSON with options (`kalmix list layers`)."),
     ] = "kla,kla,kla",
     hidden_size: Annotated[int, typer.Option(help="Hidden size.")] = Recipe.hidden_size,
     seq_len: Annotated[int, typer.Option(help="Tokens per training sequence.")] = Recipe.seq_len,
@@ -31,25 +32,25 @@ def run(
     separate_documents: Annotated[
         bool, typer.Option("--separate-documents", help="Reset the state at the start of each document.")
     ] = False,
-    steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None,
     minutes: Annotated[float | None, typer.Option(help=f"Time limit ({DEFAULT_MINUTES} without --steps).")] = None,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = Recipe.learning_rate,
     weight_decay: Annotated[float, typer.Option(help="Weight decay of matrices.")] = Recipe.weight_decay,
-    warmup: Annotated[float, typer.Option(help="Part of the run in which the rate rises.")] = Recipe.warmup,
-    cooldown: Annotated[float, typer.Option(help="Part of the run in which it falls.")] = Recipe.cooldown,
-    loss: Annotated[str, typer.Option(help="cross-entropy, or marginal (likelihood).")] = Recipe.loss,
+    warmup: Annotated[float, typer.Option(help="Fraction of the run with a rising learning rate.")] = Recipe.warmup,
+    cooldown: Annotated[float, typer.Option(help="Fraction with a falling one, to 0.")] = Recipe.cooldown,
+    loss: Annotated[str, typer.Option(help="cross-entropy, or marginal (likelihood under the belief).")] = Recipe.loss,
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in mixed precision.")] = False,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the model first.")] = False,  # noqa: A002
-    seed: Annotated[int, typer.Option(help="Of weights, order and samples.")] = Recipe.seed,
-    output: Annotated[str | None, typer.Option(help="Output folder. Default: runs/ and the time.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output, as it was set up.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,  # noqa: A002
+    seed: Annotated[int, typer.Option(help="Seed of weights, data order and samples.")] = Recipe.seed,
+    output: Annotated[str | None, typer.Option(help="Output folder. Default: runs/TIME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output with its settings.")] = False,
 ) -> None:
-    """Train a language model on a text, and evaluate it on text that it never saw, as `kalmix report` does."""
+    """Train a language model on a text, then evaluate it on held-out text as `kalmix report` does."""
     if output is not None and not output.strip():
         raise ArgumentError("output", got="empty", expected="the path of a folder")
     folder = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}" if output is None else Path(output)
     if resume:
-        recipe = _resumed(context, None if output is None else folder)
+        recipe = _resumed_recipe(context, None if output is None else folder)
     else:
         given = {name: value for name, value in context.params.items() if name not in ("output", "resume")}
         given |= {"text": str(Path(text).resolve()) if text and text.strip() else text, "layers": parse_layers(layers)}
@@ -68,14 +69,14 @@ def run(
     first = process_state().is_main_process
     if first:
         console.print(f"reading {recipe.text or 'the documentation of this Python installation'}", soft_wrap=True)
-    ended = train(recipe, folder, resume=resume, callbacks=[ProgressBar(console)])
-    if not ended.finished:
+    result = train(recipe, folder, resume=resume, callbacks=[ProgressBar(console)])
+    if not result.finished:
         if first:
-            console.print(f"interrupted after {ended.steps} steps; nothing is lost. To go on:", soft_wrap=True)
+            console.print(f"interrupted after {result.steps} steps; to continue:", soft_wrap=True)
             console.print(f"  kalmix train --resume --output {folder}", style="bold", soft_wrap=True, markup=False)
         raise typer.Exit(130)
-    folder, interrupted = ended.output, ended.interrupted
-    del ended  # and with it the memory of the model, which is loaded again
+    folder, interrupted = result.output, result.interrupted
+    del result  # frees the model; the report loads it again
     if interrupted and first:
         interruption(folder, console)
     if interrupted:
@@ -84,11 +85,12 @@ def run(
         report(folder, console)
 
 
-def _resumed(context: typer.Context, folder: Path | None) -> Recipe:
+def _resumed_recipe(context: typer.Context, folder: Path | None) -> Recipe:
     if folder is None:
-        raise ArgumentError("output", got="absent", expected="given with --resume: the folder of the run to go on with")
+        raise ArgumentError("output", problem="is missing", expected="the folder of the run, with --resume")
     for name in context.params:
         source = context.get_parameter_source(name)
         if name not in ("output", "resume") and source is not None and source.name == "COMMANDLINE":
-            raise ArgumentError(name, got="given with --resume", expected="left out: a resumed run keeps its settings")
+            hint = "A resumed run keeps its settings"
+            raise ArgumentError(name, problem="is given with --resume", expected="only --output", hint=hint)
     return Recipe.load(folder)

@@ -1,4 +1,4 @@
-"""Attention maps: a filter seen as a lower-triangular matrix over tokens."""
+"""Figures of attention maps: a filter's read-outs as lower-triangular matrices over tokens."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from matplotlib.colors import FuncNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
-from kalmix.analysis.plots.style import LABELLED, MUTED, SIGN, WEIGHT, picture, visible
+from kalmix.analysis.plots.style import LABELLED, MUTED, SIGN, WEIGHT, picture, printable
 
 
 def attention_maps(
     path: str | PathLike[str], weights: ArrayLike, tokens: Sequence[str], names: Sequence[str], *, title: str = ""
 ) -> str | PathLike[str]:
-    """Draw one map a layer: how much each token's read-out (row) owes to each token's value (column).
+    """Draw one map per layer: the share of each token's value (column) in each token's read-out (row).
 
     Args:
-        path: where to write.
-        weights: `[layers, tokens, tokens]`, >= 0, zero above the diagonal. Each row is shown as parts of its sum.
-        tokens: the text of each token.
-        names: the name of each layer.
-        title: the heading.
+        path: file to write (PNG, PDF or SVG).
+        weights: `[layers, tokens, tokens]`, >= 0, zero above the diagonal. Rows are normalised to a sum of 1.
+        tokens: text of each token.
+        names: name of each layer.
+        title: heading of the figure.
     """
     maps = np.asarray(weights, float)
     maps = maps / maps.sum(-1, keepdims=True).clip(min=np.finfo(float).tiny)
@@ -42,15 +42,15 @@ def attention_maps(
 def channel_maps(
     path: str | PathLike[str], weights: ArrayLike, tokens: Sequence[str], names: Sequence[str], *, title: str = ""
 ) -> str | PathLike[str]:
-    """Draw one map a channel, or a head: what a token's value (column) counts for in a read-out (row), and its sign.
+    """Draw one map per channel or head: the signed weight of a token's value (column) in a read-out (row).
 
     Args:
-        path: where to write.
-        weights: `[channels, tokens, tokens]`, zero above the diagonal. Each channel is shown on its own scale, that of
-            the root of a weight's size, so that small ones are seen.
-        tokens: the text of each token.
-        names: the name of each channel.
-        title: the heading.
+        path: file to write (PNG, PDF or SVG).
+        weights: `[channels, tokens, tokens]`, zero above the diagonal. Each channel has its own colour scale, by the
+            square root of the weights, which keeps small weights visible.
+        tokens: text of each token.
+        names: name of each channel.
+        title: heading of the figure.
     """
     with _panels(path, tokens, names, title) as (figure, panels):
         for panel, values in zip(panels, np.asarray(weights, float), strict=True):
@@ -63,7 +63,7 @@ def channel_maps(
 def _panels(
     path: str | PathLike[str], tokens: Sequence[str], names: Sequence[str], title: str
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A square a name, two or three beside one another, with tokens at its sides where there is room for them."""
+    """Yield a figure with one square panel per name, up to three in a row; label tokens if there are few enough."""
     columns = 2 if len(names) == 4 else min(3, len(names))
     rows = -(-len(names) // columns)
     side = 5.2 if len(tokens) <= LABELLED else 4.2
@@ -75,7 +75,7 @@ def _panels(
             panel.tick_params(length=0)
             if len(tokens) <= LABELLED:
                 small: Any = {"family": "monospace", "fontsize": float(np.clip(300 / len(tokens), 3.5, 7))}
-                labels = [visible(token) for token in tokens]
+                labels = [printable(token) for token in tokens]
                 panel.set_xticks(range(len(tokens)), labels, rotation=90, **small)
                 panel.set_yticks(range(len(tokens)), labels, **small)
             else:
@@ -87,7 +87,7 @@ def _panels(
 
 
 def _signed(values: np.ndarray) -> Normalize:
-    """Both signs alike, up to all but the few largest weights."""
+    """Return a symmetric square-root colour scale that saturates at the 99.5% quantile."""
     top = float(np.quantile(np.abs(values[values != 0]), 0.995)) if values.any() else 1.0
     return FuncNorm((lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * np.square(x)), -top, top)
 

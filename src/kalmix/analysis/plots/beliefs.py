@@ -1,4 +1,4 @@
-"""What a model believes while it reads."""
+"""Figures of variances, write gains and surprisal over a text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from kalmix.analysis.plots.style import COLOURS, GAIN, INK, MUTED, VARIANCE, label_tokens, picture, width_for
 
-TINY = 1e-30  # stands in for zero on logarithmic scales
+TINY = 1e-30  # replaces zero on logarithmic scales
 
 
 def posterior_variance(
@@ -25,16 +25,16 @@ def posterior_variance(
     marks: Mapping[str, ArrayLike] | None = None,
     title: str = "",
 ) -> str | PathLike[str]:
-    """Draw the variance of each layer's read-out over a passage, one line a layer.
+    """Draw the variance of each layer's read-out over a passage, one line per layer.
 
     Args:
-        path: where to write.
-        variance: of each layer `[tokens]`, positive; or `[tokens, columns]`, of which the mean is drawn over a band of
-            the middle half.
-        tokens: the text of each token.
-        names: the name of each layer.
-        marks: tokens to point out, by what they are: masks `[tokens]`, drawn as ticks below the lines.
-        title: the heading.
+        path: file to write (PNG, PDF or SVG).
+        variance: for each layer `[tokens]`, positive; or `[tokens, columns]`, drawn as the mean and a band from the
+            25% to the 75% quantile.
+        tokens: text of each token.
+        names: name of each layer.
+        marks: masks `[tokens]` of tokens to mark by ticks below the lines, by the name in the legend.
+        title: heading of the figure.
     """
     with picture(path, (width_for(len(tokens)), 4.2)) as (figure, (axes,)):
         for of_layer, name in zip(variance, names, strict=True):
@@ -69,37 +69,37 @@ def beliefs(
     gain: ArrayLike,
     names: Sequence[str],
 ) -> str | PathLike[str]:
-    """Draw surprisal over a strip of predictive variance and a strip of write gain, one row a layer.
+    """Draw surprisal above heat maps of predictive variance and write gain, which have one row per layer.
 
     Args:
-        path: where to write.
-        tokens: the text of each token.
-        surprisal: `[tokens]` bits; NaN where there is none (the first token).
+        path: file to write (PNG, PDF or SVG).
+        tokens: text of each token.
+        surprisal: `[tokens]` bits; NaN if unknown (first token).
         variance: `[layers, tokens]`, positive.
         gain: `[layers, tokens]`, between 0 and 1.
-        names: the name of each layer.
+        names: name of each layer.
     """
     bits, spread, written = (np.asarray(values, float) for values in (surprisal, variance, gain))
-    strip = 0.32 * max(2, len(names))
-    size = (width_for(len(tokens)), 3.2 + 2 * strip)
-    with picture(path, size, rows=3, sharex=True, height_ratios=[1.6, strip, strip]) as (_, (top, middle, bottom)):
+    height = 0.32 * max(2, len(names))
+    size = (width_for(len(tokens)), 3.2 + 2 * height)
+    with picture(path, size, rows=3, sharex=True, height_ratios=[1.6, height, height]) as (_, (top, middle, bottom)):
         top.bar(range(len(bits)), np.nan_to_num(bits), width=0.8, color=COLOURS[0])
         top.set(title="Surprisal", ylabel="bits")
         top.grid(axis="x", visible=False)
         top.tick_params(axis="x", length=0)
-        # Layers differ in scale, so each row is shown relative to its own typical value.
+        # Layers differ in scale, so each row is relative to its median.
         relative = spread / np.median(spread, axis=1, keepdims=True).clip(min=TINY)
-        _strip(middle, relative, names, VARIANCE, "{:.2g}\N{MULTIPLICATION SIGN}")
+        _heat_map(middle, relative, names, VARIANCE, "{:.2g}\N{MULTIPLICATION SIGN}")
         middle.set_title("Predictive variance, relative to the layer's median")
-        _strip(bottom, written, names, GAIN, "{:.2g}")
+        _heat_map(bottom, written, names, GAIN, "{:.2g}")
         bottom.set_title("Write gain")
         bottom.set_xlim(-0.5, len(tokens) - 0.5)
         label_tokens(bottom, tokens)
     return path
 
 
-def _strip(axes: Axes, values: np.ndarray, names: Sequence[str], colours: str, form: str) -> None:
-    """One row a layer, coloured by the logarithm: what fades from token to token keeps its contrast."""
+def _heat_map(axes: Axes, values: np.ndarray, names: Sequence[str], colours: str, form: str) -> None:
+    """Draw a heat map with one row per layer and a logarithmic colour scale, which resolves decaying values."""
     low, high = np.quantile(values.clip(min=TINY), (0.02, 0.98))
     norm = LogNorm(float(low), float(max(high, 1.01 * low)))
     image = axes.imshow(values.clip(min=TINY), aspect="auto", interpolation="nearest", cmap=colours, norm=norm)

@@ -1,4 +1,4 @@
-"""Curves of a training run."""
+"""Figures of training curves."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def loss_curve(
     references: Mapping[str, float] | None = None,
     title: str = "Learning",
 ) -> str | PathLike[str]:
-    """Draw bits per byte against tokens seen.
+    """Draw bits per byte against the number of training tokens.
 
     Args:
-        path: where to write.
-        training: `[n, 2]` tokens seen and bits per byte of the training batches; also drawn smoothed.
-        held_out: `[m, 2]` the same of the held-out text; may be empty.
-        references: levels to beat, by name.
-        title: the heading.
+        path: file to write (PNG, PDF or SVG).
+        training: `[n, 2]` token counts and bits per byte of training batches; drawn raw and smoothed.
+        held_out: `[m, 2]` token counts and bits per byte of the held-out text; may be empty.
+        references: bits per byte of other methods, by name, drawn as horizontal lines.
+        title: heading of the figure.
     """
     seen, bits = np.asarray(training, float).reshape(-1, 2).T
     judged, score = np.asarray(held_out, float).reshape(-1, 2).T
@@ -65,7 +65,7 @@ def loss_curve(
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """An exponential average over about a sixtieth of the run, without the pull of its start."""
+    """Return a bias-corrected exponential moving average over about a sixtieth of the values."""
     keep, total, weight, out = 1 - 1 / max(1.0, len(values) / 60), 0.0, 0.0, np.empty_like(values)
     for index, value in enumerate(values):
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)

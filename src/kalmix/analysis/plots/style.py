@@ -1,4 +1,4 @@
-"""How every picture looks, and the one way it reaches a file; matplotlib's global state is left as it was."""
+"""Style of all figures, and a context that draws and writes one without changing matplotlib's global state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INK, MUTED, FAINT = "#1f2933", "#7b8794", "#e4e7eb"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 VARIANCE, GAIN, WEIGHT, SIGN = "Blues", "Oranges", "magma", "RdBu_r"
-LABELLED = 128  # tokens: more labels than this would touch
+LABELLED = 128  # largest number of tokens whose labels do not overlap
 
 _STYLE: Any = {
     "font.family": "sans-serif",
@@ -99,23 +99,23 @@ def mark_lines(figure: Figure) -> None:
 
 
 def width_for(tokens: int) -> float:
-    """Inches that give each token's label room; where there are too many to label, no more than is pleasant."""
+    """Return a figure width in inches with room for the tokens' labels; 10 if there are too many to label."""
     return float(np.clip(1.8 + 0.125 * tokens, 7.0, 18.0)) if tokens <= LABELLED else 10.0
 
 
 def label_tokens(axes: Axes, tokens: Sequence[str]) -> None:
-    """Write the tokens under the axis where there is room for them."""
+    """Write the tokens under the axis if there are at most `LABELLED`."""
     if len(tokens) <= LABELLED:
         axes.set_xticks(
-            range(len(tokens)), [visible(token) for token in tokens], rotation=90, family="monospace", fontsize=6.5
+            range(len(tokens)), [printable(token) for token in tokens], rotation=90, family="monospace", fontsize=6.5
         )
         axes.tick_params(axis="x", length=0, labelcolor=INK)
     else:
         axes.set_xlabel("token")
 
 
-def visible(token: str) -> str:
-    """A token, cut if long, with its white space made visible and nothing that a font or mathtext would trip over."""
+def printable(token: str) -> str:
+    """Return a token for a label: at most 14 characters, white space visible, unprintable characters replaced."""
     shown = token.translate({ord(" "): "·", ord("\n"): "⏎", ord("\t"): "⇥"})
     shown = shown if len(shown) <= 14 else shown[:13] + "…"
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in shown).replace("$", r"\$")

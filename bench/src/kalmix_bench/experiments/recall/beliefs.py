@@ -62,7 +62,7 @@ def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
     import numpy as np
     import torch
 
-    from kalmix.analysis.layer_diagnostics import look
+    from kalmix.analysis.layer_diagnostics import diagnose_layers
     from kalmix.analysis.plots import channel_maps, posterior_variance
     from kalmix_bench.datasets.metrics import IGNORE_INDEX
     from kalmix_bench.experiments.recall.checkpoints import load_trained_model
@@ -75,8 +75,8 @@ def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
         raise ArgumentError("row", got=row, expected=f"below {len(test)}, as {cell} has test rows")
     model = load_trained_model(cell, drawn, results)
     tagger = model.encoder if isinstance(model, AutoEncoder) else model
-    _, found = look(tagger.model, tagger.embed(torch.from_numpy(test.inputs[row])), weights=True)
-    if not found:
+    _, layers = diagnose_layers(tagger.model, tagger.embed(torch.from_numpy(test.inputs[row])), weights=True)
+    if not layers:
         return []
     asked = test.targets[row] != IGNORE_INDEX
     named = np.isin(test.inputs[row], test.targets[row][asked])
@@ -86,23 +86,23 @@ def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
     variance = folder / f"{name}-variance.png"
     posterior_variance(
         variance,
-        [insight.variance for insight in found],
+        [layer.variance for layer in layers],
         tokens,
-        [insight.name for insight in found],
+        [layer.name for layer in layers],
         marks={} if asked.all() else {"tokens with the answer": named, "queries": asked},
         title=f"Posterior variance: {title}",
     )
     written = [variance]
-    for insight in found:
-        if insight.weights is not None:
-            kind = "channel" if len(insight.weights) == insight.variance.shape[1] else "head"
-            chosen = torch.randperm(len(insight.weights), generator=torch.Generator().manual_seed(0))[:MAPS].sort()[0]
-            maps = folder / f"{name}-attention-{insight.name.replace(' ', '-')}.png"
+    for layer in layers:
+        if layer.weights is not None:
+            kind = "channel" if len(layer.weights) == layer.variance.shape[1] else "head"
+            chosen = torch.randperm(len(layer.weights), generator=torch.Generator().manual_seed(0))[:MAPS].sort()[0]
+            maps = folder / f"{name}-attention-{layer.name.replace(' ', '-')}.png"
             channel_maps(
                 maps,
-                insight.weights[chosen],
+                layer.weights[chosen],
                 tokens,
-                [f"{insight.name}, {kind} {place}" for place in chosen.tolist()],
+                [f"{layer.name}, {kind} {place}" for place in chosen.tolist()],
                 title=f"Kalman attention: {title}",
             )
             written.append(maps)
