@@ -48,6 +48,8 @@ def test_models_are_trained_and_reported_once(
     assert trained == [("attention", 0), ("gated-kalmanet", 0)]
     for words in ("gated-kalmanet  seed 0  accuracy", "test accuracy", "seconds"):
         assert words in told.output
+    for name in ("vision.png", "vision.svg"):
+        assert (output / name).stat().st_size > 1000
     lines = (output / "results.jsonl").read_text()
     rows = [json.loads(line) for line in lines.splitlines()]
     assert [row["recipe"]["mixer"] for row in rows] == ["attention", "gated-kalmanet"]

@@ -99,7 +99,7 @@ def _learned(study: str, rows: Sequence[Row], output: Path, console: Console) ->
             curves, title = {name: _over_seeds(seeds, score) for name, seeds in tests.items()}, score.replace("_", " ")
             console.print(_sweep(f"{title} by {heading}", at, curves))
             if score == SCORES[study][0]:
-                panels.append(figures.Sweep(heading, title, at, curves, trained, doubling=axis != "overlap"))
+                panels.append(figures.Sweep(heading, title, at, curves, trained, log_x=axis != "overlap"))
     path = output / f"{study}.png"
     figures.sweeps(path, panels)
     return path
@@ -170,8 +170,7 @@ def _draw(
     overlaps = torch.linspace(0, 0.99, 100, dtype=torch.float64)
     final = mech.final_retrievals(setting, overlaps)
     by_equation = {row.equation: row.predicted for row in found}
-    figures.mechanism(
-        path,
+    curves = figures.MechanismCurves(
         retrieval={name: ran.retrieval()[:, 0] for name, ran in shown.items()},
         uncertainty={
             name: (shown[name].uncertainty(mech.A)[:, 0], shown[name].uncertainty(mech.B)[:, 0])
@@ -184,3 +183,4 @@ def _draw(
         crossings={name: int(mech.crossing(ran, setting)) for name, ran in shown.items()},
         levels={name: by_equation[number] for name, number in LEVELS.items()},
     )
+    figures.mechanism(path, curves)

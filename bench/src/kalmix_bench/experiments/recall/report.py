@@ -16,9 +16,11 @@ from kalmix_bench.experiments.recall import figures
 from kalmix_bench.experiments.recall.published import published_score
 from kalmix_bench.experiments.recall.summary import LayerSummary, slices, summarize
 from kalmix_bench.runner.cells import Row
+from kalmix_bench.runner.line_panels import LinePanel, draw_line_panels, seed_curve
 from kalmix_bench.runner.paper_claims import Finding
-from kalmix_bench.runner.scores import Score
+from kalmix_bench.runner.published_names import published_name
 
+SIZE_LABELS = {"hidden_size": "hidden size", "depth": "number of blocks"}
 KINDS = {"scores": "", "test_chosen_scores": ", chosen on test"}
 LAYER_COLUMNS = 24  # smallest width of the column of layers, for names with options
 
@@ -97,36 +99,40 @@ def _pictures(found: Sequence[LayerSummary], output: Path) -> list[Path]:
     """Draw learning curves of each task, and scores by hidden size, depth, length and load where these vary."""
     by_task = [(place, list(group)) for place, group in groupby(found, lambda entry: (entry.task, entry.condition))]
     learned, maps = [], {}
-    sizes: dict[str, list[figures.Lines]] = {"hidden_size": [], "depth": []}
+    sizes: dict[str, list[LinePanel]] = {"hidden_size": [], "depth": []}
     for (task, condition), group in by_task:
         main = group[0].main_score
-        levels = {entry.layer: _level(entry) for entry in group if published_score(entry.task, entry.layer) is not None}
-        learned.append(figures.Lines(task, condition, "epochs", f"{main} %", _by_epoch(group, main, 100), levels))
-        learned.append(figures.Lines(task, condition, "epochs", "test loss", _by_epoch(group, "test_loss"), {}))
+        y_label = f"{'macro accuracy' if main == 'macro' else main.replace('_', ' ')} (%)"
+        levels = {
+            published_name(entry.layer): _level(entry)
+            for entry in group
+            if published_score(entry.task, entry.layer) is not None
+        }
+        learned.append(LinePanel(task, condition, "epoch", y_label, _by_epoch(group, main, 100), levels))
+        learned.append(LinePanel(task, condition, "epoch", "test loss (nats)", _by_epoch(group, "test_loss")))
         for size, drawn in sizes.items():
             if len({getattr(entry, size) for entry in group}) > 1:
-                drawn.append(
-                    figures.Lines(task, condition, size, f"{main} %", _by_size(group, size), {}, doubling=True)
-                )
+                drawn.append(LinePanel(task, condition, SIZE_LABELS[size], y_label, _by_size(group, size), log_x=True))
         for entry in group:
             by, found_at = slices(entry)
             if len(found_at) > 1:
-                named = f"{task.rpartition('/')[2]}\n{_named(entry, group)}"
+                named = f"{task.rpartition('/')[2]}\n{_name_with_size(entry, group)}"
                 maps[named] = figures.HeatMap(by, {at: 100 * score for at, score in found_at.items()})
     written = []
     panelled = (("learning", learned, 4), ("widths", sizes["hidden_size"], 3), ("depths", sizes["depth"], 3))
     for name, panels, columns in panelled:
         if panels:
-            written.append(Path(figures.benchmark_lines(output / f"{name}.png", panels, columns)))
+            written.append(Path(draw_line_panels(output / f"{name}.png", panels, columns)))
     if maps:
-        written.append(Path(figures.heat_maps(output / "lengths.png", maps, down="tokens")))
+        written.append(Path(figures.heat_maps(output / "lengths.png", maps, y_label="length (tokens)")))
     return written
 
 
-def _named(entry: LayerSummary, group: Sequence[LayerSummary]) -> str:
+def _name_with_size(entry: LayerSummary, group: Sequence[LayerSummary]) -> str:
     """Return the layer's name, with its size if the group has several."""
     several = len({(other.hidden_size, other.depth) for other in group}) > 1
-    return f"{entry.layer}, {entry.hidden_size} x {entry.depth}" if several else entry.layer
+    name = published_name(entry.layer)
+    return f"{name}, {entry.hidden_size} x {entry.depth}" if several else name
 
 
 def _level(entry: LayerSummary) -> float:
@@ -136,12 +142,9 @@ def _level(entry: LayerSummary) -> float:
 
 def _by_epoch(group: Sequence[LayerSummary], name: str, times: float = 1) -> dict[str, Any]:
     """Return means over seeds, multiplied by `times`, up to the epoch that all seeds reached."""
-    curves = {}
-    for entry in group:
-        runs = [row["curves"][name] for row in entry.rows]
-        scores = [Score.of([times * value for value in values]) for values in zip(*runs, strict=False)]
-        curves[_named(entry, group)] = (range(1, len(scores) + 1), *zip(*scores, strict=True))
-    return curves
+    return {
+        _name_with_size(entry, group): seed_curve([row["curves"][name] for row in entry.rows], times) for entry in group
+    }
 
 
 def _by_size(group: Sequence[LayerSummary], size: str) -> dict[str, Any]:
@@ -152,6 +155,7 @@ def _by_size(group: Sequence[LayerSummary], size: str) -> dict[str, Any]:
     for entry in sorted(group, key=lambda entry: getattr(entry, size)):
         score = entry.score(entry.main_score)
         if score is not None:
-            name = f"{entry.layer}, {other} {getattr(entry, other)}" if several else entry.layer
+            name = published_name(entry.layer)
+            name = f"{name}, {SIZE_LABELS[other]} {getattr(entry, other)}" if several else name
             points.setdefault(name, []).append((getattr(entry, size), *(100 * x for x in score)))
     return {name: tuple(list(column) for column in zip(*at, strict=True)) for name, at in points.items()}

@@ -26,6 +26,7 @@ from kalmix_bench.experiments.sde.protocol import REFERENCES, SdeCell
 from kalmix_bench.experiments.sde.trainer import TrainedPredictor
 from kalmix_bench.runner.cells import Results, Row
 from kalmix_bench.runner.paper_claims import Finding
+from kalmix_bench.runner.published_names import published_name
 from kalmix_bench.runner.scores import Score
 
 REFERENCE = ("kalman", "structural")  # errors are divided by theirs
@@ -69,7 +70,7 @@ def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Pa
             table.add_row(name, *(_said([*cell.values()]) if cell else "" for cell in cells))
         console.print(table)
         drawn[setting] = {name: [*of.values()] for name, of in over.items() if name not in (whose, "last")}
-    title = "squared error of the next measurement, over the reference's"
+    title = "squared error of the next measurement, relative to the reference"
     return [Path(figures.ratios(output / "errors.png", drawn, title))]
 
 
@@ -91,7 +92,9 @@ def pictures(rows: Mapping[SdeCell, Row], results: Results, output: Path) -> lis
         maps, times = {}, torch.zeros(0)
         for cell in (cell for cell in rows if cell.setting == setting and cell.seed == 0 and cell.model != REFERENCES):
             shown = _Example.of(cell, results)
-            maps |= {f"{cell.model}, layer {place}": weights for place, weights in enumerate(shown.maps(), 1)}
+            maps |= {
+                f"{published_name(cell.model)}, layer {place}": weights for place, weights in enumerate(shown.maps(), 1)
+            }
             times = shown.seen.times[0, :-1]
             if shown.seen.state is not None:
                 state, measurements = shown.seen.state[0], shown.seen.measurements[0]
@@ -139,8 +142,10 @@ class _Example(NamedTuple):
         at = [part * (len(self.seen.state[0]) - 1) // 4 for part in range(1, 5)]
         for epochs, weights in sorted(self.load_predictor.snapshots.items()):
             model.load_state_dict(weights)
-            pulled = [(model.propagate(self.tokens, self.times, then) @ self.load_predictor.rows.mT)[0] for then in at]
-            stages.append(figures.Clouds(f"after {epochs} epochs", self.seen.state[0], at, pulled))
+            estimates = [
+                (model.propagate(self.tokens, self.times, then) @ self.load_predictor.rows.mT)[0] for then in at
+            ]
+            stages.append(figures.Clouds(f"after {epochs} epochs", self.seen.state[0], at, estimates))
         return stages
 
 

@@ -34,20 +34,20 @@ def gradient(rows: Sequence[Row], path: Path, console: Console) -> Path:
         of = {row["scale"]: row["parameters"] for row in select(scaled, solver=solver)}
         table.add_row(solver, *(f"{of[scale]:.1e}" if scale in of else "" for scale in (*scales, None)))
     console.print(table)
-    up, drawn = "relative error of all gradients", []
+    y_label, drawn = "relative error of all gradients", []
     for arithmetic in dict.fromkeys(row["arithmetic"] for row in found):
         curves = {}
         for solver in (solver for name, solver in groups if name == arithmetic):
             of = select(found, arithmetic=arithmetic, solver=solver)
             curves[solver] = [row["layers"] for row in of], [row["parameters"] for row in of]
-        drawn.append(figures.Panel(arithmetic, "layers", up, curves, marked=True, apart=True))
+        drawn.append(figures.Panel(arithmetic, "layers", y_label, curves, legend_above=True))
     curves = {}
     for solver in solvers:
         of = [row for row in select(scaled, solver=solver) if row["scale"] is not None]
         if of:
             curves[solver] = [row["scale"] for row in of], [row["parameters"] for row in of]
     title = f"{depths[-1]} layers, float32"
-    drawn.append(figures.Panel(title, "loss multiplied by", up, curves, doubling=True, marked=True))
+    drawn.append(figures.Panel(title, "loss multiplied by", y_label, curves, log_x=True))
     figures.panels(path, drawn, columns=2)
     return path
 
@@ -97,8 +97,8 @@ def reversal(rows: Sequence[Row], path: Path, console: Console) -> Path:
     figures.panels(
         path,
         [
-            figures.Panel("Divisors of Chebyshev", "condition number", "w - 1", divisors, doubling=True),
-            figures.Panel(f"Divisors of CG, a = {FACTOR:g}, float32", "iteration", "of any token", shares),
+            figures.Panel("Divisors of Chebyshev", "condition number", "divisor w - 1", divisors, log_x=True),
+            figures.Panel(f"Divisors of CG, a = {FACTOR:g}, float32", "iteration", "divisor", shares),
             figures.Panel(f"Reversed Chebyshev, a = {FACTOR:g}", "steps back", "error of the iterate", lines),
             figures.Panel("Reversed Chebyshev, float32", "steps back", "error of the iterate", others),
         ],

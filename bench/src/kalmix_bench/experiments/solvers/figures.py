@@ -1,4 +1,4 @@
-"""Curves of the studies of solvers, side by side."""
+"""Figures of the solver studies: panels of curves with logarithmic axes."""
 
 from __future__ import annotations
 
@@ -16,58 +16,56 @@ from kalmix.analysis.plots.style import COLOURS, INK, MUTED, picture
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves of one pair of axes, y drawn by its logarithm.
+    """Curves of one pair of axes with a logarithmic y axis.
 
     Attributes:
-        title, across, up: what it shows, and of what its axes are.
+        title: title of the panel.
+        x_label, y_label: axis labels.
         curves: x and y, by name.
-        faint: the same, dashed, in the colours of `curves` from the first on, not in the legend.
-        levels: heights to mark, by name.
-        doubling: whether x is drawn by its logarithm too.
-        marked: whether points are.
-        apart: whether the legend stands above the curves.
+        dashed: x and y of dashed curves in the colours of `curves`, in order; not in the legend.
+        levels: y values to mark, by name.
+        log_x: whether the x axis is logarithmic too.
+        legend_above: whether the legend is above the curves.
     """
 
     title: str
-    across: str
-    up: str
+    x_label: str
+    y_label: str
     curves: Mapping[str, tuple[ArrayLike, ArrayLike]]
-    faint: Sequence[tuple[ArrayLike, ArrayLike]] = ()
+    dashed: Sequence[tuple[ArrayLike, ArrayLike]] = ()
     levels: Mapping[str, float] = field(default_factory=dict)
-    doubling: bool = False
-    marked: bool = False
-    apart: bool = False
+    log_x: bool = False
+    legend_above: bool = False
 
 
 def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) -> str | PathLike[str]:
-    """Draw panels row by row, each with its legend; a name has one colour in all of them."""
+    """Draw panels row by row, each with its legend; a name has the same colour in all of them. Return the path."""
     colours = _colours(panel.curves for panel in drawn)
     rows = -(-len(drawn) // columns)
     with picture(path, (0.4 + 4.1 * columns, 0.3 + 3.3 * rows), rows=rows, columns=columns) as (_, axes):
         for area in axes[len(drawn) :]:
             area.set_axis_off()
         for panel, area in zip(drawn, axes, strict=False):
-            marker = {"marker": "o", "markersize": 3} if panel.marked else {}
             for name, (x, y) in panel.curves.items():
-                area.plot(np.asarray(x, float), np.asarray(y, float), color=colours[name], label=name, **marker)
-            for name, (x, y) in zip(panel.curves, panel.faint, strict=False):
+                area.plot(np.asarray(x, float), np.asarray(y, float), color=colours[name], label=name)
+            for name, (x, y) in zip(panel.curves, panel.dashed, strict=False):
                 dashed = {"color": colours[name], "linestyle": "--", "linewidth": 1}
-                area.plot(np.asarray(x, float), np.asarray(y, float), **dashed, **marker)
+                area.plot(np.asarray(x, float), np.asarray(y, float), **dashed)
             for name, level in panel.levels.items():
                 area.axhline(level, color=MUTED, linewidth=1, linestyle=":")
                 where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
                 area.annotate(name, (1, level), (-2, 3), **where, ha="right", color=MUTED, fontsize=7)
             area.set_yscale("log")
-            if panel.apart:
+            if panel.legend_above:
                 low, high = area.get_ylim()
                 area.set_ylim(low, high * (high / low) ** (0.09 * len(panel.curves)))
-            if panel.doubling:
+            if panel.log_x:
                 area.set_xscale("log")
             else:
                 area.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-            area.set(title=panel.title, xlabel=panel.across, ylabel=panel.up)
+            area.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
             area.legend(
-                loc="upper right" if panel.apart else "best",
+                loc="upper right" if panel.legend_above else "best",
                 fontsize=7,
                 labelcolor=INK,
                 frameon=True,
@@ -78,7 +76,7 @@ def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) 
 
 
 def _colours(panels: Iterable[Iterable[str]]) -> dict[str, str]:
-    """A colour for each name; in a panel each is the first that no name of it has had before, until all are taken."""
+    """Assign a colour to each name: the first that no other name of its panels has, until all are used."""
     chosen: dict[str, str] = {}
     for names in map(list, panels):
         taken = {chosen.get(name) for name in names}

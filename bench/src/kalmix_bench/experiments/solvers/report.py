@@ -42,18 +42,21 @@ def residual(rows: Sequence[Row], path: Path, console: Console) -> Path:
     for curve in select(medians, factor=FACTOR):
         add_iterations(shown, (curve["arithmetic"], curve["solver"]), curve["median"])
     console.print(shown)
-    across, up = "iterations", "largest residual norm"
+    x_label, y_label = "iterations", "largest residual norm"
     solvers = [
         figures.Panel(
-            f"a = {FACTOR:g}, {name}", across, up, lines_by(select(curves, arithmetic=name, factor=FACTOR), "solver")
+            f"a = {FACTOR:g}, {name}",
+            x_label,
+            y_label,
+            lines_by(select(curves, arithmetic=name, factor=FACTOR), "solver"),
         )
         for name in ROUNDED
     ]
     strengths = []
     for name in ROUNDED:
         lines = lines_by(select(curves, arithmetic=name, solver="Chebyshev"), "factor")
-        faint = list(lines_by(select(curves, arithmetic=name, solver="CG"), "factor").values())
-        strengths.append(figures.Panel(f"by a (CG dashed), {name}", across, up, lines, faint))
+        dashed = list(lines_by(select(curves, arithmetic=name, solver="CG"), "factor").values())
+        strengths.append(figures.Panel(f"by a (CG dashed), {name}", x_label, y_label, lines, dashed))
     figures.panels(path, [*solvers, *strengths])
     return path
 
@@ -82,13 +85,13 @@ def precision(rows: Sequence[Row], path: Path, console: Console) -> Path:
             shown.add_row(curve["keys"], curve["arithmetic"], curve["solver"], *(f"{cell:.1e}" for cell in cells))
     console.print(shown)
     console.print(_enough(curves))
-    across, up = "iterations", "relative error"
+    x_label, y_label = "iterations", "relative error"
     drawn = []
     for keys in dict.fromkeys(curve["keys"] for curve in curves):
         at = {"keys": keys, "factor": FACTOR}
         lines = lines_by(select(curves, solver="Chebyshev", **at), "arithmetic")
-        faint = list(lines_by(select(curves, solver="CG", **at), "arithmetic").values())
-        drawn.append(figures.Panel(f"{keys} keys, a = {FACTOR:g} (CG dashed)", across, up, lines, faint))
+        dashed = list(lines_by(select(curves, solver="CG", **at), "arithmetic").values())
+        drawn.append(figures.Panel(f"{keys} keys, a = {FACTOR:g} (CG dashed)", x_label, y_label, lines, dashed))
     figures.panels(path, drawn)
     return path
 
@@ -138,9 +141,9 @@ def condition(rows: Sequence[Row], path: Path, console: Console) -> Path:
             f"ridge {FACTOR:g} ||H||": (at, adaptive[False]["curve"]),
             f"ridge {ridge:g}": (at, pair[False]["fixed"]["curve"]),
         }
-        faint = [(at, adaptive[True]["curve"]), (at, pair[True]["fixed"]["curve"])]
+        dashed = [(at, adaptive[True]["curve"]), (at, pair[True]["fixed"]["curve"])]
         title, levels = f"{keys} keys (forgetting dashed)", {f"(a + 1) / a = {bound:g}": bound}
-        drawn.append(figures.Panel(title, "token", "condition number", curves, faint, levels, doubling=True))
+        drawn.append(figures.Panel(title, "token", "condition number", curves, dashed, levels, log_x=True))
     figures.panels(path, drawn)
     return path
 

@@ -24,7 +24,9 @@ from kalmix_bench.experiments.vision.run import HISTORY, WEIGHTS, train
 from kalmix_bench.runner import options, session
 from kalmix_bench.runner.cells import Results, Row, digest
 from kalmix_bench.runner.experiment import CellStopped, Experiment, ProgressFn
+from kalmix_bench.runner.line_panels import LinePanel, draw_line_panels, seed_curve
 from kalmix_bench.runner.paper_claims import Finding
+from kalmix_bench.runner.published_names import published_name
 from kalmix_bench.runner.scores import Score
 
 PRESETS = {"laptop": DIGITS, "paper": VisionRecipe()}
@@ -102,7 +104,7 @@ class Vision(Experiment[VisionCell]):
             cells = (_images(recipe), recipe["epochs"], len(alike), accuracy, f"{seconds:.1f}")
             table.add_row(recipe["mixer"], *map(str, cells))
         console.print(table)
-        return []
+        return [_draw_learning(_by_recipe(rows), output / "vision.png")] if rows else []
 
     def findings(self, rows: Sequence[Row]) -> list[Finding]:
         return [
@@ -143,6 +145,21 @@ def _by_recipe(rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
         same = json.dumps({**row["recipe"], "seed": None}, sort_keys=True)
         groups.setdefault(same, []).append(row)
     return [(alike[0]["recipe"], alike) for alike in groups.values()]
+
+
+def _draw_learning(groups: Sequence[tuple[dict[str, Any], list[Row]]], path: Path) -> Path:
+    """Draw test accuracy and training loss by epoch, a row of panels per data set."""
+    panels = []
+    for images in dict.fromkeys(_images(recipe) for recipe, _ in groups):
+        models = [(recipe, alike) for recipe, alike in groups if _images(recipe) == images]
+        for name, label, factor in (("accuracy", "test accuracy (%)", 100), ("loss", "training loss (nats)", 1)):
+            curves = {
+                published_name(recipe["mixer"]): seed_curve([row["curves"][name] for row in alike], factor)
+                for recipe, alike in models
+            }
+            subtitle = f"{models[0][0]['size']} pixels, mean and standard error over {len(models[0][1])} seeds"
+            panels.append(LinePanel(images, subtitle, "epoch", label, curves))
+    return Path(draw_line_panels(path, panels, columns=2))
 
 
 def _images(recipe: dict[str, Any]) -> str:
