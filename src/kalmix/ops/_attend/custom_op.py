@@ -22,9 +22,8 @@ def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | N
     """
     q, k, v, times, keys, values, weighting = signals
     is_plain = segments is None and belief.positions.shape[1] == 0  # rows of the layout are batch rows
-    copy_kv = (
-        is_plain and weighting.window is None and k.dtype != belief.keys.dtype
-    )  # the kernel copies k and v to the belief
+    # Whether the kernel copies k and v to the belief.
+    copy_kv = is_plain and weighting.window is None and k.dtype != belief.keys.dtype
     layout_k, layout_v = (k[..., :0], v[..., :0]) if copy_kv else (k, v)
     layout = make_layout(q[..., :0] if is_plain else q, layout_k, layout_v, times, belief, segments, weighting.window)
     tensors = (q, k, v) if is_plain else (layout.q, layout.k, layout.v)

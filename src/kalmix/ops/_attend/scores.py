@@ -333,9 +333,8 @@ class Scores:
         grad_rate = -self.lag * grad_log_value_decay
         if value_var.future is not None and grad_log_precision is not None:
             grad_rate = grad_rate - 2 * value_var.distance * value_var.future * grad_log_precision
-        slope = (
-            params.nu * inverse if rational else (1 - weight_slope) / key_var.total
-        )  # derivative of cost by the variance
+        # Derivative of cost by the variance.
+        slope = params.nu * inverse if rational else (1 - weight_slope) / key_var.total
         slope = slope if shared else value_var.total.reciprocal()
         grad_total = grad_state = grad_cost * slope
         if grad_log_precision is not None:

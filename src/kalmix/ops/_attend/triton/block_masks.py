@@ -30,15 +30,8 @@ from kalmix.ops._shared.triton.ptx import supports_ptx
 EMPTY_RANK = tl.constexpr(kv_layout.EMPTY_RANK)
 OUTSIDE_RANK = tl.constexpr(2 * kv_layout.EMPTY_RANK)  # rank of padding, which no query attends to
 BLOCKS_PER_STEP = tl.constexpr(128)  # blocks whose ranks are loaded together
-UNSPECIALIZED = [
-    "tokens",
-    "slots",
-    "query_blocks",
-    "key_blocks",
-    "window",
-    "H",
-    "G",
-]  # arguments that do not trigger recompilation
+# Integer arguments whose values do not trigger recompilation.
+UNSPECIALIZED = ["tokens", "slots", "query_blocks", "key_blocks", "window", "H", "G"]
 
 
 class TokenBlocks(NamedTuple):

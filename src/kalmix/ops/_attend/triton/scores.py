@@ -135,7 +135,7 @@ def score_terms(
     qk, query_norm, key_norm, key_var, value_var, future, distance, params,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Compute the cost, -log2(weight / V), half the squared residual, and V + r / nu.
+    """Compute the cost, -log2(weight / V), half the squared residual, and V + (squared residual) / nu.
 
     `key_var` and `value_var` are (decay, variance without query noise, variance with it), as from `pair_variances`.
     `query_norm` and `key_norm` are half the squared norms.
@@ -145,9 +145,8 @@ def score_terms(
     _keys, values, two_over_nu, _neg_temperature, floor = params
     query_factor, key_factor = residual_factors(key_var[0], floor, future, CAUSAL)
     if CAUSAL:
-        residual = query_norm + key_factor * tl.fma(
-            key_factor, key_norm, qk
-        )  # keeps the sum out of the matrix product's accumulator
+        # In this order, the compiler does not start the accumulator of the matrix product from a sum.
+        residual = query_norm + key_factor * tl.fma(key_factor, key_norm, qk)
     else:
         residual = query_factor * (query_factor * query_norm + key_factor * qk) + key_factor * key_factor * key_norm
     residual = tl.maximum(residual, 0.0, propagate_nan=tl.PropagateNan.ALL)  # NaN where a token is not finite
