@@ -84,9 +84,9 @@ def dense(
     Every kernel supports gradients of first order. "reference" also supports gradients of higher order, forward-mode
     derivatives and `torch.func.vmap`; the other kernels raise `KernelError` for these.
 
-    Values are checked on CPUs, and on GPUs inside `kalmix.checks()`. Where they are not checked, NaN in one sequence or
-    in padding does not affect other sequences. It does not affect earlier tokens of its own sequence in "reference" and
-    "chunked"; in "triton" and "cuda" it affects up to 63 earlier tokens.
+    Values are checked on CPUs, and on GPUs inside `kalmix.checks()`, but not by compiled code. Where they are not
+    checked, NaN in one sequence or in padding does not affect other sequences. It does not affect earlier tokens of its
+    own sequence in "reference" and "chunked"; in "triton" and "cuda" it affects up to 63 earlier tokens.
 
     Complexity: O(T K (K + V)) time. Training stores O(T (K + V) + T K (K + V) / 64) numbers, "reference"
     O(T K (K + V)).

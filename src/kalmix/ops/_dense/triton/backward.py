@@ -40,7 +40,7 @@ from kalmix.ops._dense.cuda.compile import cuda_kernel
 from kalmix.ops._dense.triton import scalar_decay, vector_decay
 from kalmix.ops._dense.triton.forward import SavedGains
 from kalmix.ops._dense.triton.primitives import (
-    UNSPECIALIZED,
+    UNSPECIALIZED_ARGUMENTS,
     bf16_terms,
     decay_covariance,
     decay_kind,
@@ -59,7 +59,7 @@ from kalmix.ops._shared.triton.tiles import contiguous_rows, locate_sequence
 from kalmix.segments import Segments
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def _backward_scan(
     keys, exit_gains, tile_terms, queries, grad_var, tile_decays, saved_cov, grad_final_cov, adjoint_gains,
     adjoint_diags, adjoint_cov_diag, grad_prior, sequence_table, length, tiles, G,

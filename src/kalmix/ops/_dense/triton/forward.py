@@ -36,7 +36,7 @@ from kalmix.ops._dense.block_sizes import CHUNK, MAX_PROGRAM_WIDTH, TILE, padded
 from kalmix.ops._dense.cuda.compile import cuda_kernel
 from kalmix.ops._dense.triton import scalar_decay, vector_decay
 from kalmix.ops._dense.triton.primitives import (
-    UNSPECIALIZED,
+    UNSPECIALIZED_ARGUMENTS,
     bf16_terms,
     decay_covariance,
     decay_kind,
@@ -55,7 +55,7 @@ from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows, locate_sequ
 from kalmix.segments import Segments
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "n_stride", "g_stride", "i_stride", "j_stride"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED_ARGUMENTS, "n_stride", "g_stride", "i_stride", "j_stride"])
 def _forward_scan(
     obs_noise, keys, queries, noise_keys, innovation_cov, tile_decays, covariance, cov_keys, cov_queries, saved_cov,
     final_cov, sequence_table, length, tiles, n_stride, g_stride, i_stride, j_stride, G,

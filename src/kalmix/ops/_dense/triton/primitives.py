@@ -22,7 +22,12 @@ from kalmix.ops._shared.triton.compile_and_launch import Launch, launch_on_side_
 from kalmix.ops._shared.triton.tiles import UNSPECIALIZED, Tiling, locate_tile, tile_interval, tile_sequences
 from kalmix.segments import Segments
 
-UNSPECIALIZED = [*UNSPECIALIZED, "block_stride", "G", "SHARE"]  # arguments whose value does not trigger compilation
+UNSPECIALIZED_ARGUMENTS = [
+    *UNSPECIALIZED,
+    "block_stride",
+    "G",
+    "SHARE",
+]  # arguments whose value does not trigger compilation
 
 
 def decay_kind(log_decay: Tensor | None) -> int:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._dense.triton.primitives import UNSPECIALIZED, split_matmul, tile_in_chunk
+from kalmix.ops._dense.triton.primitives import UNSPECIALIZED_ARGUMENTS, split_matmul, tile_in_chunk
 from kalmix.ops._dense.triton.tile_algebra import (
     accumulated_noise,
     cumulative_log_decay,
@@ -56,7 +56,7 @@ def options(stage: str, decay_axes: int, padded: int, terms: int) -> dict[str, i
     return options_ | ({"maxnreg": 128} if stage == "gains" else {})  # allows 16 programs per multiprocessor
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def prepare(
     q, k, obs_noise, process_noise, log_decay, keys, queries, noise_keys, innovation_cov, tile_decays, tile_table,
     length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
@@ -95,7 +95,7 @@ def prepare(
     tl.store(innovation_cov + slot * (TILE * TILE) + t[:, None] * TILE + t[None, :], C)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def gains(
     q, k, obs_noise, process_noise, log_decay, innovation_cov, cov_keys, cov_queries, gain, rounded_gain,
     innovation_var, read_var, tile_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
@@ -144,7 +144,7 @@ def gains(
         tl.store(read_var + row + t * G, tl.maximum(variance, 0.0), mask=t < count)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def prepare_backward(
     q, k, log_decay, gain, innovation_var, grad_gain, keys, exit_gains, tile_terms, queries, coefficients, tile_decays,
     tile_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
@@ -212,7 +212,7 @@ def prepare_backward(
         tl.store(tile_decays + slot * P + dim, tl.zeros([KEY_BLOCK], tl.float32) + exp_float32(log_tile_decay))
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def token_vjp(
     q, k, process_noise, log_decay, gain, innovation_var, grad_gain, grad_var, coefficients, adjoint_gains,
     adjoint_diags, grad_obs, grad_process, grad_decay, grad_cov_keys, tile_table, length, tiles, q_token, q_head,
@@ -312,7 +312,7 @@ def add_rows(base, stride, count, column, x, WIDTH: tl.constexpr, SIZE: tl.const
     store_rows(base, stride, count, column, previous + x, WIDTH, SIZE)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def finish_backward(
     q, k, process_noise, log_decay, gain, innovation_var, grad_var, saved_cov, grad_cov_keys, adjoint_cov_diag,
     grad_obs, dk, dq, grad_decay, tile_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,

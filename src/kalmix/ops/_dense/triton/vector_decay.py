@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kalmix.ops._dense.triton.primitives import (
-    UNSPECIALIZED,
+    UNSPECIALIZED_ARGUMENTS,
     decay_covariance,
     scan_options,
     split_matmul,
@@ -32,7 +32,7 @@ def _load_decay(log_decay, position, dim, K: tl.constexpr):
     return tl.exp(tl.load(log_decay + position * K + dim, mask=dim < K, other=0.0).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def prepare(
     q, k, obs_noise, process_noise, log_decay, keys, queries, noise_keys, innovation_cov, tile_decays, tile_table,
     length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
@@ -81,7 +81,7 @@ def prepare(
     tl.store(tile_decays + slot * 2 * P + P + dim, noise)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def gains(
     q, k, obs_noise, process_noise, log_decay, innovation_cov, cov_keys, cov_queries, gain, rounded_gain,
     innovation_var, read_var, tile_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
@@ -127,7 +127,7 @@ def gains(
             tl.store(read_var + position, tl.maximum(tl.sum(query * cov_query, 0), 0.0))
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def prepare_backward(
     q, k, log_decay, gain, innovation_var, grad_gain, keys, exit_gains, tile_terms, queries, coefficients, tile_decays,
     tile_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
@@ -194,7 +194,7 @@ def prepare_backward(
         tl.store(queries + flat, tl.load(queries + flat) - split_matmul(query_gains, entry_keys, TERMS))
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def token_vjp(
     q, k, process_noise, log_decay, gain, innovation_var, grad_gain, grad_var, coefficients, adjoint_gains,
     adjoint_diags, dk, dq, grad_obs, grad_process, grad_cov_keys, weighted_queries, scaled_gains, accumulated_noise,
@@ -286,7 +286,7 @@ def token_vjp(
     tl.store(accumulated_noise + slot * P + dim, noise)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def finish_backward(
     q, k, log_decay, saved_cov, grad_cov_keys, weighted_queries, scaled_gains, accumulated_noise, tile_decays,
     diag_flows, adjoint_cov_diag, dk, dq, grad_decay, tile_table, length, tiles, q_token, q_head, k_token, k_head, G,

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._dense.block_sizes import CHUNK, padded_width
-from kalmix.ops._dense.triton.primitives import UNSPECIALIZED, decay_kind
+from kalmix.ops._dense.triton.primitives import UNSPECIALIZED_ARGUMENTS, decay_kind
 from kalmix.ops._dense.triton.row_partition import (
     atomic_work_id,
     column_index,
@@ -87,7 +87,7 @@ def _decayed_matvec(state, row_decay, decay, x, DECAY: tl.constexpr):
     return products
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def _wide_forward_scan(
     q, k, obs_noise, process_noise, log_decay, states, saved_cov, gain, innovation_var, read_var, exchange,
     work_counter, sequence_table, block_stride, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,

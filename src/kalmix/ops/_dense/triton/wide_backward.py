@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._dense.block_sizes import CHUNK, PREFETCH, padded_width
-from kalmix.ops._dense.triton.primitives import UNSPECIALIZED, decay_kind, reduce_to_inputs
+from kalmix.ops._dense.triton.primitives import UNSPECIALIZED_ARGUMENTS, decay_kind, reduce_to_inputs
 from kalmix.ops._dense.triton.row_partition import (
     atomic_work_id,
     column_index,
@@ -100,7 +100,7 @@ def _wait_for_prefetch(sink, prefetched, count):
         tl.store(sink + tl.zeros(x.shape, tl.int32), x.to(sink.dtype.element_ty), mask=count < 0)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def _wide_backward_scan(
     q, k, log_decay, gain, innovation_var, grad_gain, grad_var, saved_cov, adjoints, grad_cov_keys, grad_obs, end_diags,
     adjoint_cov_diag, exchange, work_counter, sequence_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
@@ -181,7 +181,7 @@ def _prefetch_vectors(
     return _prefetch(k, k_token, t, count, K, P, PREFETCH), gains, grads
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def _wide_signal_grads(
     q, k, process_noise, log_decay, gain, innovation_var, grad_gain, grad_var, saved_cov, grad_cov_keys, grad_obs,
     end_diags, adjoint_cov_diag, dk, dq, grad_process, grad_decay, tile_table, block_stride, length, tiles, q_token,
