@@ -96,7 +96,7 @@ class Recipe:
             if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
                 raise ArgumentError(name, got=getattr(self, name), expected="a positive number")
         if not 0 <= self.seed <= MAX_SEED:
-            raise ArgumentError("seed", got=self.seed, expected=f"between 0 and {MAX_SEED}")
+            raise ArgumentError("seed", got=self.seed, expected=f"an integer between 0 and {MAX_SEED}")
         if self.text is not None and not self.text.strip():
             raise ArgumentError("text", got="empty", expected="the path of a UTF-8 text file or folder")
         for name in ("warmup", "cooldown"):
