@@ -14,7 +14,7 @@ from kalmix.types import Filtered
 MAX_ENTRIES_CPU = 1 << 19  # entries of one tensor of a slice; a few such tensors fit the cache
 MAX_ENTRIES_GPU = 1 << 25  # the same on other devices: enough to keep a GPU busy
 MIN_CHUNKS = 4  # smaller slices have one chunk, which needs no scan over chunks
-CHUNKS_PER_SEGMENT = 4  # lower bound of chunks a slice has per packed sequence, as each adds up to one partial chunk
+CHUNKS_PER_SEGMENT = 4  # minimum per slice, since each packed sequence may add a partial chunk
 
 
 def filter_in_slices(

@@ -49,7 +49,7 @@ def isolate_non_finite(
     if variance is not None:
         variance = _set_nan(variance, tokens[..., None])
     final = (_set_nan(x, sequences[..., None, None]) for x in result.belief)
-    # `type(belief)`, because torch 2.11's compiler cannot return an object of a class found during tracing.
+    # Not `type(result.belief)`: torch 2.11's compiler returns no object whose class it takes from a traced object.
     return Filtered(mean, variance, type(belief)(*final))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kalmix.validation import FLOATS, check_dtype_and_device, check_range
 
 Signals = dict[str, Any]
-Lower = Callable[[Tensor, Tensor, Signals], Signals]  # (k, v, signals of a design) -> signals of its op
+LowerFn = Callable[[Tensor, Tensor, Signals], Signals]  # (k, v, signals of a design) -> signals of its op
 
 
 def pop_positive(name: str, signals: Signals) -> Tensor:

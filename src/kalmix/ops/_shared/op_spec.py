@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kalmix.designs.spec import Algebra, register_algebra
 from kalmix.ops._shared.kernel import Kernel
-from kalmix.ops._shared.lowering import Lower
+from kalmix.ops._shared.lowering import LowerFn
 from kalmix.ops._shared.recursion import Recursion
 from kalmix.types import Filtered
 
@@ -31,7 +31,7 @@ class OpSpec:
     function: Callable[..., Filtered]
     kernels: tuple[Kernel, ...]
     belief: type
-    lower: Lower
+    lower: LowerFn
     recursion: Recursion
     least_noise: float
 

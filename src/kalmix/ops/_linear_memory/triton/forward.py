@@ -24,7 +24,7 @@ FOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 1}
 JOIN_OPTIONS = {"BLOCK": 128, "num_warps": 8, "num_stages": 1}
 
 
-class Signals(NamedTuple):
+class PreparedSignals(NamedTuple):
     """Signals in the form that kernels read: contiguous rows, with decays per key folded into them.
 
     Attributes:
@@ -70,7 +70,7 @@ def prepare_signals(
     log_decay: Tensor | None,
     tiling: Tiling,
     corrects: bool,
-) -> Signals:
+) -> PreparedSignals:
     """Compute decays inside tiles, and fold decays per key into the signals; the first step of both passes."""
     (batch, length, heads, width), keys = v.shape, k.shape[3]
     size = tiling.size
@@ -120,11 +120,11 @@ def prepare_signals(
                 *subtiles, q, k, writes, tile_decay, scores, corrections, *tiles, heads,
             ), {**features, **JOIN_OPTIONS}).run()  # fmt: skip
     tensors = (q, k, writes, per_token, log_decay_rows, from_start, to_end, tile_decay, scores, corrections, subtiles)
-    return Signals(*tensors, tiling, scalar_decays, per_key, scalar_gains, vector_gains, sizes)
+    return PreparedSignals(*tensors, tiling, scalar_decays, per_key, scalar_gains, vector_gains, sizes)
 
 
 def per_key_sizes(sizes: dict[str, Any], corrects: bool) -> dict[str, Any]:
-    """Return the compile-time options of kernels for decays per key, given `Signals.sizes`."""
+    """Return the compile-time options of kernels for decays per key, given `PreparedSignals.sizes`."""
     return {name: sizes[name] for name in ("K", "SIZE", "PACKED", "PRECISION")} | {"CORRECTS": corrects}
 
 

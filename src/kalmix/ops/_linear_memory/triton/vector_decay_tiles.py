@@ -118,7 +118,7 @@ def load_opposite(base, stride, count, t, HALF: tl.constexpr, FLIP: tl.constexpr
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def split_gradients(
-    q, k, w, subtile_decays, tile_decay, grad_q_in, grad_k_in, grad_w_out, grad_across, dscores, dcorrections,
+    q, k, w, subtile_decays, tile_decay, grad_q_in, grad_k_in, grad_w_out, grad_tile_decay, dscores, dcorrections,
     dq, dk, dw, common_grad, tile_table, length, tiles, G,
     K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, CORRECTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -180,7 +180,9 @@ def split_gradients(
         inner_subtiles = ((subtile[None, :] == 0) & (i == 1)) | ((subtile[None, :] == 3) & (i == 2))
         outer_grads = matmul(tl.where(inner_subtiles, 1.0, 0.0).to(DTYPE), products.to(DTYPE), PRECISION, outer_grads)
     at = (index.to(tl.int64) * G + head) * K + key
-    tile_grad = tl.load(tile_decay + at, mask=key < K, other=0.0) * tl.load(grad_across + at, mask=key < K, other=0.0)
+    tile_grad = tl.load(tile_decay + at, mask=key < K, other=0.0) * tl.load(
+        grad_tile_decay + at, mask=key < K, other=0.0
+    )
     at = ((index.to(tl.int64) * SUBTILES + i) * G + head) * K + key[None, :]
     tl.store(common_grad + at, outer_grads + tile_grad[None, :], mask=(i < SUBTILES) & (key < K)[None, :])
     store_rows(dq + row * K, G * K, count, key, grad_query, K, SIZE)

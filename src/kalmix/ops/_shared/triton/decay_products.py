@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kalmix.ops._shared.triton.tiles import UNSPECIALIZED, load_per_token, locate_tile
 
-MIN_LOG_DECAY = tl.constexpr(-1e3)  # exp(-103) already rounds to 0 in float32
+MIN_LOG_DECAY = tl.constexpr(-1e3)  # exp(-104) already rounds to 0 in float32
 
 
 @triton.jit
