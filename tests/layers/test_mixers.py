@@ -172,9 +172,9 @@ def test_table_of_layers_is_complete():
     assert set(OURS) == papers | {"attention", "design"}
     with pytest.raises(ArgumentError, match=r"'mamba9'.*'kla'"):
         mixer_class("mamba9", {})
-    with pytest.raises(ArgumentError, match=r"'heads'.*'slots'"):
+    with pytest.raises(ArgumentError, match=r"`heads` is not an option of 'kla'.*'slots'"):
         mixer_class("kla", {"heads": 2})
-    with pytest.raises(ArgumentError, match="'design' of 'design'"):
+    with pytest.raises(ArgumentError, match="`design` is missing from the options of 'design'"):
         mixer_class("design", {})
 
 

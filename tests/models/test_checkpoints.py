@@ -117,7 +117,7 @@ def test_damaged_config_is_refused(tmp_path):
     ("options", "message"),
     [
         ({"layers": ["mamba9"]}, "'mamba9'.*'kla', .*'attention'"),
-        ({"layers": [{"mixer": "kla", "heads": 3}]}, "'heads'.*'slots'"),
+        ({"layers": [{"mixer": "kla", "heads": 3}]}, "`heads` is not an option.*'slots'"),
         ({"layers": [{"slots": 3}]}, "contains.*'mixer'"),
         ({"layers": [3]}, "contains 3"),
         ({"layers": []}, "list"),

@@ -116,7 +116,7 @@ def test_a_cell_that_fails_leaves_the_others_alone(kalmix, tmp_path: Path) -> No
     ("cell", "says"),
     [
         (line(layer="kalman"), "cells.jsonl, line 2: `layer` is 'kalman'"),
-        (line(layer='kla:{"slot": 1}'), "line 2: `option of 'kla'` is 'slot'"),
+        (line(layer='kla:{"slot": 1}'), "line 2: `slot` is not an option of 'kla'"),
         (line(task="mad/copying"), "line 2: `name` is 'mad/copying'"),
         (line(shape__widht=8), "line 2: `shape` is with 'widht'"),
         (line(shape__hidden_size="8"), "line 2: `hidden_size` is '8'; expected an integer"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmix.designs import Design
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, any_of
 from kalmix.layers.head_sizes import Heads
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Belief, Filtered
@@ -104,11 +104,11 @@ class Mixer(nn.Module):
         known = {n: option for n, option in inspect.signature(cls).parameters.items() if n != "hidden_size"}
         for option in options:
             if option not in known:
-                expected = f"one of {', '.join(map(repr, known))}"
-                raise ArgumentError(f"option of {name!r}", got=repr(option), expected=expected)
+                problem = f"is not an option of {name!r}"
+                raise ArgumentError(str(option), problem=problem, expected=any_of(known) if known else "no options")
         for n, option in known.items():
             if option.default is option.empty and n not in options:
-                raise ArgumentError(f"option {n!r} of {name!r}", problem="is missing", expected="a value")
+                raise ArgumentError(n, problem=f"is missing from the options of {name!r}", expected="a value")
         check_types(option_types(cls), options)
 
     @classmethod
