@@ -109,8 +109,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
     """Train a language model by a recipe.
 
     Under `torchrun` all its processes train one model; the first process decides `output`. A checkpoint is saved at
-    least every 10 minutes and at least four times per run. Ctrl-C and SIGTERM save a checkpoint and return a `Run` that
-    is not finished.
+    least every 10 minutes, and after each fifth of the run but the last. Ctrl-C and SIGTERM save a checkpoint and
+    return a `Run` that is not finished.
 
     Args:
         recipe: settings.
