@@ -16,7 +16,7 @@ class ArgumentError(ValueError):
         got: the value received, printed after "is".
         problem: a verb phrase in place of "is GOT", such as "has 2 heads" or "does not exist".
         expected: values that are accepted, as a noun phrase such as "a positive integer" or "at least 1".
-        hint: a sentence that says how to fix the call; none by default.
+        hint: a sentence on how to fix the call; none by default.
 
     Example:
         >>> from kalmix import ArgumentError
