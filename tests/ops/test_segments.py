@@ -1,14 +1,14 @@
-"""Segment ids and tiles of packed sequences, compared with direct counts."""
+"""Segment ids and tiles of packed sequences, compared with direct found_ids."""
 
 import pytest
 import torch
 
-from kalmix import Segments
+from kalmix import Segments, ops
 
 ROWS = [(0, 0, 3), (0, 3, 3), (0, 4, 11), (2, 5, 5), (2, 1, 9), (1, 0, 0)]
 
 
-def by_hand(rows, batch, length):
+def expected_ids(rows, batch, length):
     segment_ids = torch.full((batch, length), -1)
     for n, (row, start, stop) in enumerate(rows):
         segment_ids[row, start:stop] = n
@@ -17,23 +17,23 @@ def by_hand(rows, batch, length):
 
 def test_segment_ids():
     assert Segments.of(torch.zeros(0, 3, dtype=torch.int32)).segment_ids(2, 3).tolist() == [[-1] * 3] * 2
-    assert torch.equal(Segments.of(torch.tensor(ROWS)).segment_ids(3, 11), by_hand(ROWS, 3, 11))
+    assert torch.equal(Segments.of(torch.tensor(ROWS)).segment_ids(3, 11), expected_ids(ROWS, 3, 11))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 16])
 def test_tiles_cover_each_sequence_once_in_order(size):
     tiles = Segments.of(torch.tensor(ROWS)).tiles(3, 11, size)
-    seen = torch.full((33,), -1)
+    found_ids = torch.full((33,), -1)
     order = {n: [] for n in range(len(ROWS))}
     for p in range(tiles.count.shape[0]):
         n, token, count = int(tiles.sequence[p]), int(tiles.token[p]), int(tiles.count[p])
         assert count <= size
         assert bool(tiles.first[p]) == (count > 0 and not order[n])
         order[n] += range(token, token + count)
-        seen[token : token + count] = n
+        found_ids[token : token + count] = n
         if count and token + count == ROWS[n][0] * 11 + ROWS[n][2]:
             assert int(tiles.last[n]) == p
-    assert torch.equal(seen.view(3, 11), by_hand(ROWS, 3, 11))
+    assert torch.equal(found_ids.view(3, 11), expected_ids(ROWS, 3, 11))
     for n, (row, start, stop) in enumerate(ROWS):
         assert order[n] == list(range(row * 11 + start, row * 11 + stop))
         assert (int(tiles.last[n]) == -1) == (start == stop)
@@ -45,3 +45,20 @@ def test_packed_padded_and_whole():
     assert Segments.padded(mask).rows.tolist() == [[0, 2, 4], [1, 0, 4], [2, 0, 1], [3, 1, 3], [4, 0, 0]]
     assert Segments.whole(2, 7).rows.tolist() == [[0, 0, 7], [1, 0, 7]]
     assert Segments.padded(torch.ones(2, 0)).rows.tolist() == [[0, 0, 0], [1, 0, 0]]
+
+
+@pytest.mark.parametrize(("decay_axes", "noise_axes"), [(5, 3), (3, 5)])
+def test_diagonal_accepts_one_constant_and_one_varying_signal_on_segments(decay_axes, noise_axes):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, precision = (torch.rand(2, 6, 1, x, generator=generator) for x in (3, 3, 4, 4))
+    constant = torch.rand(1, 3, 4, generator=generator)
+    varying = constant.expand(2, 6, 1, 3, 4)
+    segments = Segments.of(torch.tensor([[0, 0, 3], [0, 3, 5], [1, 1, 6]]))
+
+    def mean(log_decay, process_noise):
+        dynamics = {"log_decay": log_decay, "process_noise": process_noise}
+        return ops.diagonal(q, k, v, precision=precision, **dynamics, segments=segments).mean
+
+    log_decay = -varying if decay_axes == 5 else -constant
+    got = mean(log_decay, varying if noise_axes == 5 else constant)
+    torch.testing.assert_close(got, mean(-constant, constant))

@@ -22,8 +22,9 @@ def diagonal(signals: DiagonalSignals, belief: DiagonalBelief, segments: Segment
     batch, length, heads, _ = v.shape
     dtype, segment_ids = belief.mean.dtype, optional_segment_ids(segments, batch, length)
     q, k, v, precision = fill_outside(segment_ids, q, k, v, precision)
-    if log_decay.ndim == 5:
-        log_decay, process_noise = fill_outside(segment_ids, log_decay, process_noise)
+    log_decay, process_noise = (
+        fill_outside(segment_ids, x)[0] if x.ndim == 5 else x for x in (log_decay, process_noise)
+    )
     q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2)[..., None] for x in (q, k))  # [B, T, G, K, 1]
     v_rows, w_rows = v.to(dtype)[..., None, :], precision.to(dtype)[..., None, :]  # [B, T, G, 1, V]
     dynamics = (_per_token(x, length) for x in (log_decay.to(dtype).exp(), process_noise.to(dtype)))
