@@ -116,7 +116,7 @@ def _help_style() -> Literal["rich"] | None:
 
 
 def _drop_output() -> None:
-    """Discard what standard output still buffers, so that Python does not fail to write it at exit."""
+    """Discard the buffer of standard output, so that Python does not fail to write it at exit."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
         return

@@ -1,1 +1,1 @@
-"""The conformance suite, shipped: cases, budgets, laws and the self-check. Bring your own kernel."""
+"""Conformance suite for kernels: cases, error budgets, laws, self-check and fuzzing."""

@@ -24,7 +24,7 @@ OF_VALUES = "value_dynamics."  # prefix of inputs that are fields of `Dynamics`
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel on one problem on one device in one dtype, and the sizes to try. Widths are odd on purpose."""
+    """One kernel on one problem, device and dtype, with sizes. Widths are odd to test partial tiles."""
 
     name: str
     kernel: str
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def unsupported_reason(self) -> str | None:
-        """Why the kernel cannot serve this case, if it cannot."""
+        """Reason why the kernel does not support this case, or `None`."""
         widths = (self.key_width, self.value_width)
         return self.row.unsupported_reason(
             KernelRequest(self.device, self.dtype, *widths, self.length, self.problem.needs)
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def interpreted(self) -> bool:
-        """Whether Triton's interpreter runs it: in numpy, so always to the same bits, and slowly."""
+        """Whether Triton's interpreter runs the kernel: slowly, in NumPy, with equal bits in each run."""
         return self.row.triton and self.device == "cpu"
 
     @property
@@ -80,12 +80,12 @@ class Case:
 
     @property
     def product_dtype(self) -> torch.dtype | None:
-        """The dtype that the kernel rounds products to on the way, if it does."""
+        """Half-precision dtype to which the kernel rounds products, or `None`."""
         return self.dtype if self.row.low_precision_products and self.dtype != self.state_dtype else None
 
     @property
     def quantities(self) -> list[str]:
-        """What `outputs` lists."""
+        """Names of the tensors that `outputs` returns."""
         read = ["mean", "variance"] if self.problem.design.has_variance else ["mean"]
         return [*read, *(f"belief.{field}" for field in self.problem.belief._fields)]
 
@@ -93,12 +93,12 @@ class Case:
         return Segments.of(torch.tensor(rows, dtype=torch.int32, device=self.device))
 
     def packing(self) -> Segments:
-        """Runs with a gap, an empty one, one that ends early and one that starts late, over two batch rows."""
+        """Return segments over two batch rows: with a gap, one empty, one that ends early and one that starts late."""
         third, end = self.length // 3, self.length
         return self.segments([(0, 0, third), (0, third, third), (0, third + 1, end), (1, 1, end - 2)])
 
     def inputs(self, sequences: int | None = None) -> Tensors:
-        """Signals and a prior, in this case's dtypes, on its device."""
+        """Return random signals and a prior, in this case's dtypes and on its device."""
         sizes = dict(zip("BTHGKV", self.sizes, strict=True))
         generator = torch.Generator().manual_seed(self.seed)
 
@@ -111,7 +111,7 @@ class Case:
         return {name: x.to(self.device, dtypes[name]) for name, x in signals.items()}
 
     def wide_inputs(self, sequences: int | None = None) -> Tensors:
-        """Signals whose variances are log-uniform over all that is documented, and whose gates are often 0 or 1."""
+        """Return signals with variances log-uniform over the documented range, and gates that are often 0 or 1."""
         inputs, generator = self.inputs(sequences), torch.Generator().manual_seed(self.seed + 3)
 
         def uniform(x: Tensor) -> Tensor:
@@ -136,18 +136,18 @@ class Case:
         if values:
             signals["value_dynamics"] = Dynamics(**values)
         fields = [field for field in self.problem.belief._fields if f"prior.{field}" in inputs]
-        # A covariance is symmetric, and so is its gradient: only that part of it is anybody's business.
+        # Only the symmetric part of the gradient of a covariance is defined.
         squares = ("covariance", "gram")
         priors = [(symmetric if field in squares else _same)(inputs[f"prior.{field}"]) for field in fields]
         signals["variance"] = self.problem.design.has_variance
         return signals | self.problem.options | {"belief": self.problem.belief(*priors) if priors else None}
 
     def run(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
-        """The kernel's answer."""
+        """Filter by the kernel."""
         return _filtering.filter(self.problem.design, **self._arguments(inputs), segments=segments, kernel=self.kernel)
 
     def op_inputs(self, inputs: Tensors) -> Tensors:
-        """The signals as the op takes them (noises become gains), and the prior."""
+        """Return the prior and the signals as arguments of the op: noises become gains."""
         arguments = {name: x for name, x in self._arguments(inputs).items() if name not in ("belief", "variance")}
         q, k, v = (arguments.pop(name) for name in "qkv")
         signals = _filtering.lower(self.problem.design, k, v, arguments)
@@ -155,26 +155,26 @@ class Case:
         return {"q": q, "k": k, "v": v} | tensors | {name: x for name, x in inputs.items() if "." in name}
 
     def run_op(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
-        """The op's answer, given signals as it takes them."""
+        """Call the op by the kernel, with signals from `op_inputs`."""
         arguments = self._arguments(inputs)
         if not self.problem.design.has_variance:
             del arguments["variance"]
         return OPS[self.op].function(**arguments, segments=segments, kernel=self.kernel)
 
     def run_oracle(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
-        """The oracle's answer, float64."""
+        """Filter by the oracle, in float64."""
         return oracle(self.problem.design, **self._arguments(inputs), segments=segments)
 
     def is_per_token(self, name: str) -> bool:
-        """Whether a signal has a token axis."""
+        """Return whether a signal has a token axis."""
         return not name.startswith("prior.") and name not in self.problem.invariant
 
     def tokens(self, inputs: Tensors, start: int, stop: int) -> Tensors:
-        """The signals of some tokens; everything that is not per token stays."""
+        """Return the signals of tokens `start` to `stop - 1`, and all signals without a token axis."""
         return {name: x[:, start:stop] if self.is_per_token(name) else x for name, x in inputs.items()}
 
     def one_sequence(self, inputs: Tensors, n: int, row: int, start: int, stop: int) -> Tensors:
-        """The signals and the prior of one run alone."""
+        """Return the signals and the prior of sequence `n`, at tokens `start` to `stop - 1` of a batch row."""
         part = self.tokens(inputs, start, stop)
         alone = {name: x[row : row + 1] if self.is_per_token(name) else x for name, x in part.items()}
         return alone | {name: x[n : n + 1] for name, x in inputs.items() if name.startswith("prior.")}
@@ -185,7 +185,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def cases(devices: list[str], dtypes: tuple[torch.dtype, ...], **sizes: int) -> list[Case]:
-    """Every kernel on every problem of its op that it serves, with keys as wide as it needs."""
+    """Return a case for each kernel and each problem of its op that it supports, with keys of its minimum width."""
     candidates = [
         Case(name, kernel.name, device, dtype, **(problem.sizes | sizes)).with_min_width()
         for name, problem in PROBLEMS.items()
@@ -202,16 +202,16 @@ def cases(devices: list[str], dtypes: tuple[torch.dtype, ...], **sizes: int) -> 
 
 
 def outputs(filtered: Filtered) -> list[Tensor]:
-    """Mean, variance if there is one, and the belief's tensors, in a row."""
+    """Return mean, variance if there is one, and the belief's tensors as one list."""
     read = [filtered.mean] if filtered.variance is None else [filtered.mean, filtered.variance]
     return [*read, *parts(filtered.belief)]
 
 
 def parts(belief: Any) -> list[Tensor]:
-    """A belief's tensors; of a history only slots that hold something, as how many are spare is nobody's business."""
+    """Return a belief's tensors; of a history only the slots in use, since kernels may allocate others."""
     return list(belief.compact() if isinstance(belief, HistoryBelief) else belief)
 
 
 def with_prior(inputs: Tensors, belief: Any) -> Tensors:
-    """The same signals from another prior."""
+    """Return the signals with `belief` as the prior."""
     return inputs | {f"prior.{field}": part for field, part in zip(belief._fields, belief, strict=True)}

@@ -1,4 +1,4 @@
-"""Second derivatives, forward mode and `vmap`: a kernel computes them as the oracle does, or raises `KernelError`."""
+"""Checks of second derivatives, forward mode and `vmap`: equal to the oracle's, or refused by a `KernelError`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kalmix.testing.tolerances import Tensors, budgets
 from kalmix.types import Filtered
 
 Run = Callable[[Tensors], Filtered]
-Derive = Callable[[Run, Tensors, Tensors], list[Tensor]]  # (run, inputs, directions of the learnable ones)
+Derive = Callable[[Run, Tensors, Tensors], list[Tensor]]  # (run, inputs, directions of the differentiable ones)
 
 
 def directions(case: Case, inputs: Tensors) -> Tensors:
-    """Random tangents of all learnable inputs."""
+    """Return random tangents of all differentiable inputs."""
     generator = torch.Generator().manual_seed(case.seed + 2)
     return {
         name: torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
@@ -37,7 +37,7 @@ def _loss(found: Filtered) -> Tensor:
 
 
 def hessian_product(run: Run, inputs: Tensors, direction: Tensors) -> list[Tensor]:
-    """The Hessian of the sum of squares of all outputs, times a direction, by two backward passes."""
+    """Return the Hessian of the sum of squares of all outputs times a direction, by two backward passes."""
     leaves = {name: inputs[name].detach().clone().requires_grad_() for name in direction}
     grads = torch.autograd.grad(_loss(run(inputs | leaves)), list(leaves.values()), create_graph=True)
     slope = torch.stack([(g * d).double().sum() for g, d in zip(grads, direction.values(), strict=True)]).sum()
@@ -45,7 +45,7 @@ def hessian_product(run: Run, inputs: Tensors, direction: Tensors) -> list[Tenso
 
 
 def forward_mode(run: Run, inputs: Tensors, direction: Tensors) -> list[Tensor]:
-    """The derivatives of all outputs along a direction, by dual numbers."""
+    """Return the derivatives of all outputs along a direction, by dual numbers."""
     with forward_ad.dual_level():
         duals = {name: forward_ad.make_dual(inputs[name], tangent) for name, tangent in direction.items()}
         found = [(y, forward_ad.unpack_dual(y).tangent) for y in _floats(run(inputs | duals))]
@@ -53,13 +53,13 @@ def forward_mode(run: Run, inputs: Tensors, direction: Tensors) -> list[Tensor]:
 
 
 def jvp(run: Run, inputs: Tensors, direction: Tensors) -> list[Tensor]:
-    """Compute the derivative along `direction` by `torch.func.jvp`."""
+    """Return the derivatives of all outputs along a direction, by `torch.func.jvp`."""
     primals = {name: inputs[name] for name in direction}
     return list(torch.func.jvp(lambda x: tuple(_floats(run(inputs | x))), (primals,), (direction,))[1])
 
 
 def curvature(run: Run, inputs: Tensors, direction: Tensors) -> list[Tensor]:
-    """The second derivative of the sum of squares along a direction, by `torch.func.hessian`."""
+    """Return the second derivative of the sum of squares along a direction, by `torch.func.hessian`."""
 
     def loss(step: Tensor) -> Tensor:
         return _loss(run(inputs | {name: inputs[name] + (step * x).to(x) for name, x in direction.items()}))
@@ -69,19 +69,19 @@ def curvature(run: Run, inputs: Tensors, direction: Tensors) -> list[Tensor]:
 
 
 def batched(run: Run, inputs: Tensors, direction: Tensors) -> list[Tensor]:
-    """All outputs for two steps along a direction, by `torch.func.vmap`."""
+    """Return all outputs for two scales of the inputs, by `torch.func.vmap`."""
     steps = {name: torch.stack([inputs[name], inputs[name] * 0.5]) for name in direction}
     return list(torch.func.vmap(lambda x: tuple(_floats(run(inputs | x))))(steps))
 
 
 def quadratic(run: Run, inputs: Tensors, direction: Tensors) -> list[Tensor]:
-    """Return the answer that `curvature` must give."""
+    """Return the expected result of `curvature`, by `hessian_product`."""
     products = zip(hessian_product(run, inputs, direction), direction.values(), strict=True)
     return [torch.stack([(x * d).double().sum() for x, d in products]).sum()]
 
 
 def run_in_loop(run: Run, inputs: Tensors, direction: Tensors) -> list[Tensor]:
-    """Return the answer that `batched` must give."""
+    """Return the expected result of `batched`, by a loop."""
     found = [_floats(run(inputs | {name: inputs[name] * scale for name in direction})) for scale in (1.0, 0.5)]
     return [torch.stack(pair) for pair in zip(*found, strict=True)]
 
@@ -90,7 +90,7 @@ EXPECTED_BY: dict[Derive, Derive] = {jvp: forward_mode, curvature: quadratic, ba
 
 
 def measure(case: Case, derive: Derive) -> list[Measurement]:
-    """A derivative by the kernel against the oracle's, which is found by another way where there is one."""
+    """Compare a kernel's derivative with the oracle's, which is computed by another method if `EXPECTED_BY` has one."""
     inputs = case.inputs()
     direction = directions(case, inputs)
 
@@ -103,7 +103,7 @@ def measure(case: Case, derive: Derive) -> list[Measurement]:
 
 
 def assert_refused(case: Case, derive: Derive, names: list[str]) -> None:
-    """Check that the kernel raises `KernelError`, which names the one to use, whatever input is differentiated."""
+    """Check that the kernel raises a `KernelError` that names "reference", for every differentiable input."""
     inputs = case.inputs()
     direction = directions(case, inputs)
     for chosen in [names, *([name] for name in names if not case.interpreted and len(names) > 1)]:
@@ -112,9 +112,11 @@ def assert_refused(case: Case, derive: Derive, names: list[str]) -> None:
         except KernelError as error:
             assert "reference" in str(error), error
         else:
-            raise AssertionError(f"{derive.__name__} of {', '.join(chosen)} is neither refused nor promised")
+            raise AssertionError(
+                f"{derive.__name__} of {', '.join(chosen)} is computed, but the kernel does not declare it"
+            )
 
 
 def supports_transforms(case: Case) -> bool:
-    """Whether the kernel promises derivatives of every order."""
+    """Return whether the kernel declares derivatives of every order."""
     return TRANSFORMS in case.row.features

@@ -1,4 +1,4 @@
-"""The self-check behind `kalmix doctor`: every kernel against float64, on the machine at hand."""
+"""Checks of `kalmix doctor`: every kernel of this machine against float64."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Check(NamedTuple):
-    """One kernel on one device in one dtype: its worst quantity, or why it was not tried.
+    """Result for one kernel, device and dtype: its worst quantity, or the reason why it cannot run.
 
     Attributes:
-        problem: an op, and the transitions it is tried with.
-        quantity: the output or gradient that used most of its budget.
-        error, budget: relative to float64, norm-wise.
-        ok: within budget; `None` if not tried, and then `note` says why.
+        problem: name of the problem, which begins with its op.
+        quantity: output or gradient with the largest error relative to its budget.
+        error, budget: norm-wise relative error against float64, and its limit.
+        ok: whether the error is within its budget; `None` if the kernel cannot run.
+        note: reason why it cannot run, or the exception that it raised.
     """
 
     problem: str
@@ -40,7 +41,7 @@ def devices() -> list[str]:
 
 
 def check_all() -> Iterator[Check]:
-    """Check every kernel on every problem of its op, on every device, in every dtype it takes."""
+    """Yield a check for every kernel, problem of its op, device and dtype."""
     for name, problem in PROBLEMS.items():
         for kernel in OPS[problem.design.op].kernels:
             for device in devices():
@@ -52,7 +53,7 @@ def check_all() -> Iterator[Check]:
 
 
 def check(case: Case, unsupported_reason: str | None = None) -> Check:
-    """Check one kernel: forward and gradients, whole and packed."""
+    """Check outputs and gradients of one kernel, with and without packing."""
     named = (case.name, case.kernel, case.device, str(case.dtype).removeprefix("torch."))
     if unsupported_reason is not None:
         return Check(*named, "", 0.0, 0.0, None, unsupported_reason)
@@ -61,7 +62,7 @@ def check(case: Case, unsupported_reason: str | None = None) -> Check:
     try:
         found = [*measure.forward(case, whole), *measure.gradients(case, whole)]
         found += [*measure.forward(case, packed, rows), *measure.gradients(case, packed, rows)]
-    except Exception as error:  # whatever goes wrong, a doctor reports it and goes on
+    except Exception as error:  # any failure is part of the report
         return Check(*named, "", float("inf"), 0.0, False, f"{type(error).__name__}: {error}".splitlines()[0])
     worst = max(found, key=lambda m: m.error / m.budget)
     return Check(*named, worst.quantity, worst.error, worst.budget, worst.ok, "")

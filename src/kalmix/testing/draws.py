@@ -18,11 +18,11 @@ from kalmix.testing.recursions import Run, Tensors
 from kalmix.types import belief_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
-Kernels = Callable[[str], list[str]]  # from an op to names of its kernels
+Kernels = Callable[[str], list[str]]  # maps an op to names of its kernels
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 32, 33, 48, 64)
-WIDE = (33, 48, 64, 80)  # keys of the kernel "cuda"
-TILE_KERNELS = ("triton", "cuda")  # kernels that multiply the tokens of a tile together
-MOST_NUMBERS = 400_000  # of a state, over all its tokens: bounds time and memory of a case
+WIDE = (33, 48, 64, 80)  # key widths of the kernel "cuda"
+TILE_KERNELS = ("triton", "cuda")  # kernels that compute tiles of tokens by matrix products
+MOST_NUMBERS = 400_000  # numbers of all states of a case: limits time and memory
 MOST_NOISE = 100.0
 
 
@@ -31,9 +31,9 @@ class Draw:
     """One random call.
 
     Attributes:
-        x: signals and prior, in the dtypes that the kernel gets, on the CPU; a prior's parts are "prior.<field>".
-        options: the other arguments.
-        runs: sequences as (batch row, start, stop); `None` if each batch row is one.
+        x: signals and prior in the kernel's dtypes, on the CPU; a prior's tensors are named "prior.<field>".
+        options: other arguments.
+        runs: sequences as (batch row, start, stop); `None` if each batch row is one sequence.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Draw:
 
 
 class RandomSource:
-    """Random choices and tensors of one case."""
+    """Source of random choices and tensors for one case."""
 
     def __init__(self, number: int) -> None:
         self.random: random.Random = random.Random(number)
@@ -79,7 +79,7 @@ class RandomSource:
         return (math.log(low) + (math.log(high) - math.log(low)) * self.uniform(*shape)).exp()
 
     def noise(self, low: float, *shape: int, high: float = MOST_NOISE) -> Tensor:
-        """Log-uniform over the whole range, about one level of it, or all at either end."""
+        """Draw variances: log-uniform over the range, near one level, or all equal to a limit."""
         kind = self.random.random()
         if kind < 0.5:
             level = float(self.log_uniform(low, high))
@@ -89,7 +89,7 @@ class RandomSource:
         return torch.full(shape, low if kind < 0.92 else high, dtype=torch.float64)
 
     def log_decay(self, *shape: int) -> Tensor:
-        """Gates of 1, of 0 and between, all of one kind or mixed."""
+        """Draw log-decays for gates near 1, near 0 and between, of one kind or mixed."""
         kinds = (
             lambda: torch.zeros(shape, dtype=torch.float64),
             lambda: -0.2 * self.normal(*shape).exp(),
@@ -105,7 +105,7 @@ class RandomSource:
         return torch.stack(parts).gather(0, which[None])[0]
 
     def gate(self, *shape: int) -> Tensor:
-        """Between 0 and 1, both included."""
+        """Draw gates from 0 to 1, both included."""
         inside = self.normal(*shape).sigmoid()
         return inside if self.chance(0.5) else self.mixed(shape, [inside, inside.round()])
 
@@ -113,12 +113,12 @@ class RandomSource:
 def draw(
     number: int, kernels: Callable[[str], list[str]], ops: tuple[str, ...] | None = None, small: bool = True
 ) -> Draw:
-    """Draw call `number`; of an op that is not in `SIGNAL_DRAWS`, sizes and sequences alone.
+    """Draw call `number`; for an op that is not in `SIGNAL_DRAWS`, only sizes and sequences.
 
     Args:
-        kernels: names of the kernels of an op, each as often as it should be drawn.
-        ops: those to draw from; all if absent.
-        small: whether a Triton kernel is interpreted, and so gets small sizes.
+        kernels: function from an op to the names of its kernels; a name may occur several times as a weight.
+        ops: names of ops; all if absent.
+        small: whether Triton kernels are interpreted and need small sizes.
     """
     rng = RandomSource(number)
     op = rng.choice(fuzzed_ops() if ops is None else ops)
@@ -139,7 +139,7 @@ def draw(
         if x.is_floating_point() and not name.endswith("times"):
             case.x[name] = x.clamp(max=torch.finfo(kind).max).to(kind)
     least = case.options.pop("least_noise", None)
-    if least is not None:  # of an observation, relative to the square of its key; rounding must not lower it
+    if least is not None:  # observation noise relative to the squared key; rounding must not lower it
         square = case.x["k"].double().square().sum(-1).repeat_interleave(case.sizes["G"] // case.sizes["H"], 2)
         noise = case.x["obs_noise"]
         low = (least * square.clamp(min=1.0)).to(noise.dtype)
@@ -168,7 +168,7 @@ def _sizes(rng: RandomSource, op: str, kernel: str, small: bool) -> dict[str, in
 
 
 def _runs(rng: RandomSource, batch: int, length: int) -> list[Run] | None:
-    """One run a row, padded, or several with gaps, some of them empty, in any order."""
+    """Draw sequences: one per row with padding, or several with gaps, some empty, in any order."""
     if rng.chance(0.4):
         return None
     runs = []
@@ -185,7 +185,7 @@ def _runs(rng: RandomSource, batch: int, length: int) -> list[Run] | None:
 
 
 def _tokens(rng: RandomSource, case: Draw) -> None:
-    """Queries, keys and values: keys may repeat, or be 0 at some tokens."""
+    """Draw queries, keys and values; keys may repeat or be 0 at some tokens."""
     b, t, h, g, k, v = (case.sizes[x] for x in "BTHGKV")
     key = rng.normal(b, t, h, k) / k**0.5
     kind = rng.random.random()
@@ -281,7 +281,7 @@ def _draw_dense(rng: RandomSource, case: Draw) -> tuple[Tensors, dict[str, Any]]
     x |= _prior(rng, case, mean=lambda: rng.normal(n, g, k, v), covariance=lambda: covariance)
     variance = float(torch.linalg.eigvalsh(covariance).max()) if "prior.covariance" in x and n else 1.0
     x["process_noise"] = rng.noise(1e-6, b, t, g) * (not rng.chance(0.3))
-    if rng.chance(0.7):  # else float32 may resolve little of what precise tokens say
+    if rng.chance(0.7):  # otherwise float32 resolves little of precise observations
         variance = max(variance, float(x["process_noise"].amax()) if t else 0.0)
     least = OPS["dense"].least_noise * variance
     x["obs_noise"] = rng.noise(least, b, t, g, high=max(MOST_NOISE, 2 * least))
@@ -304,7 +304,7 @@ def _draw_ridge(rng: RandomSource, case: Draw) -> tuple[Tensors, dict[str, Any]]
 
 def _solver(rng: RandomSource, case: Draw) -> Any:
     iterations = rng.choice((3, 10, 30, 30, 30, 60))
-    enough = max(30, 2 * case.sizes["K"])  # before they converge, conjugate gradients amplify rounding
+    enough = max(30, 2 * case.sizes["K"])  # conjugate gradients amplify rounding before they converge
     solvers = [Chebyshev(iterations), Chebyshev(iterations), ConjugateGradient(enough)]
     if case.kernel != "triton":
         solvers.append(Exact())
@@ -385,5 +385,5 @@ SIGNAL_DRAWS = {
 
 
 def fuzzed_ops() -> tuple[str, ...]:
-    """Return the names of all ops, those of `SIGNAL_DRAWS` first: the order decides what a number stands for."""
+    """Return the names of all ops, those of `SIGNAL_DRAWS` first: call numbers depend on the order."""
     return *SIGNAL_DRAWS, *(op for op in OPS if op not in SIGNAL_DRAWS)

@@ -37,15 +37,15 @@ from kalmix.testing.pairs import DYNAMICS, QUERY_SHARE, ROUNDED, attend_pairs
 from kalmix.testing.recursions import FIELDS, SQUARES, filter_tokens, symmetric
 from kalmix.testing.tolerances import DATA, DRAWS, ROUNDINGS, Tensors, budgets, relative_error
 
-# Intermediate results that Triton stores in bfloat16; k'x may be far smaller than x.
+# Triton stores x and its adjoint in bfloat16; k'x may be far smaller than x.
 HALF_INTERMEDIATES = {"rounding.decays", "rounding.solutions"}
-TILE = 64  # tokens that a kernel sums over at once, at most
-PER_SEED = 10**9  # numbers of a seed
+TILE = 64  # largest number of tokens that a kernel sums at once
+PER_SEED = 10**9  # call numbers per seed
 SMALLEST = {torch.float64: 1e-290, torch.float32: 1e-30, torch.bfloat16: 1e-30, torch.float16: 2.0**-24}
 
 
 class Quantity(NamedTuple):
-    """An output or a gradient: its relative error and its budget."""
+    """Relative error and budget of an output or a gradient."""
 
     name: str
     error: float
@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
 
 
 def kernels_on(device: str) -> Any:
-    """Return a function from an op to its kernels, each as often as it is drawn: the interpreter is slow."""
+    """Return a function from an op to its kernels; names repeat as weights, since the interpreter is slow."""
 
     def named(op: str) -> list[str]:
         names = ["chunked", "reference"]
@@ -115,7 +115,7 @@ def measure(case: Draw, device: str) -> list[Quantity]:
         expected = fit_half(case, weights, inputs_and_ones)
     try:
         got = answers(case, partial(call, case, device), case.x, weights, device)
-    except KernelError:  # the kernel does not serve this call; "reference" serves all
+    except KernelError:  # the kernel does not support this call; "reference" supports all
         case.kernel = "triton" if case.kernel == "cuda" else "reference"
         got = answers(case, partial(call, case, device), case.x, weights, device)
     returned = [x.dtype if x.is_floating_point() else torch.float64 for x in got]
@@ -132,9 +132,9 @@ def measure(case: Draw, device: str) -> list[Quantity]:
 
 
 def measure_problem(case: Draw, device: str) -> list[Quantity]:
-    """Compare an op without draws and a recursion of its own with the oracle, on signals of one of its problems.
+    """Compare an op that has no draws and no independent recursion with the oracle, on signals of its problems.
 
-    Calls without a token have no gradients; the laws try them.
+    Calls without tokens have no gradients; the laws test them.
     """
     if not any(start < stop for _, start, stop in case.sequences):
         return []
@@ -155,12 +155,11 @@ def measure_problem(case: Draw, device: str) -> list[Quantity]:
 def tolerances(
     case: Draw, weights: list[Tensor], x: Tensors, expected: list[Tensor], returned: list[torch.dtype]
 ) -> list[float]:
-    """Return the budgets: how far the recursion moves when its inputs are rounded and it is computed in float32.
+    """Return budgets: the change of the recursion when its inputs are rounded and it is computed in float32.
 
-    Of the pairs of `attend`, what an algorithm stores is rounded like an input, too. A float64 kernel is
-    allowed as many roundings as a float32 one. Products in half precision move inputs and what is `HALF_INTERMEDIATES`.
-    `ROUNDINGS` are for sums of up to 16 terms; those of n slots or tokens of a tile, in any order, are sqrt(n / 16)
-    times less accurate.
+    For the pairs of `attend`, stored intermediate results are rounded too. A float64 kernel may round as often as a
+    float32 one. Products in half precision round inputs and `HALF_INTERMEDIATES`. `ROUNDINGS` holds for sums of up to
+    16 terms; sums of n terms, in any order, are sqrt(n / 16) times less accurate.
     """
     terms = max(16, case.sizes["K"], min(case.sizes["T"], TILE))
     single, double = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64))
@@ -171,10 +170,10 @@ def tolerances(
         return exact(case, weights, {name: y if name in DATA else y.float() for name, y in inputs.items()})
 
     epsilons = [torch.finfo(dtype).eps for dtype in returned]
-    few = case.op != "attend" and case.sizes["T"] > TILE  # long recursions are slow, and have many tokens to move
+    few = case.op != "attend" and case.sizes["T"] > TILE  # long recursions are slow and have many tokens to round
     computed = budgets(recompute, x, torch.float32, returned, draws=DRAWS if few else 3 * DRAWS)
     allowed = [e + (budget - e) * (terms / 16) ** 0.5 for e, budget in zip(epsilons, computed, strict=True)]
-    if case.op == "dense":  # the rounding of a covariance p remains where r^2 is left: eps p / r^2
+    if case.op == "dense":  # rounding a covariance p changes gains by eps p / r^2
         statistics: dict[str, Any] = {"certainty": 0.0}
         filter_tokens("dense", x, statistics, case.sequences)
         allowed = [budget + ROUNDINGS * single * statistics["certainty"] for budget in allowed]
@@ -202,7 +201,7 @@ def differentiable_names(x: Tensors) -> list[str]:
 
 
 def names_of(case: Draw) -> list[str]:
-    """Names of what `answers` returns."""
+    """Return the names of the tensors that `answers` returns."""
     names = ["mean", "variance"] if ops.OPS[case.op].has_variance else ["mean"]
     if case.op == "attend":
         names += ["keys", "values", "times", "positions"] if case.options["causal"] else []
@@ -212,7 +211,7 @@ def names_of(case: Draw) -> list[str]:
 
 
 def answers(case: Draw, run: Any, x: Tensors, weights: list[Tensor], device: str = "cpu") -> list[Tensor]:
-    """Return outputs and the gradients of their weighted sum; draws the weights if there are none yet."""
+    """Return outputs and the gradients of their weighted sum; draw the weights if the list is empty."""
     leaves = {name: x[name].detach().to(device).clone().requires_grad_() for name in differentiable_names(x)}
     found = run(x | leaves)
     if not weights:
@@ -230,13 +229,13 @@ def answers(case: Draw, run: Any, x: Tensors, weights: list[Tensor], device: str
 
 
 def exact(case: Draw, weights: list[Tensor], x: Tensors) -> list[Tensor]:
-    """Return what the independent recursion answers, in the dtype of its inputs."""
+    """Return outputs and gradients of the independent recursion, in the dtype of its inputs."""
     formula = attend_pairs if case.op == "attend" else partial(filter_tokens, case.op)
     return answers(case, lambda inputs: formula(inputs, case.options, case.sequences), x, weights)
 
 
 def ones_of(case: Draw) -> Tensors:
-    """Return the ones that stand for what a kernel stores or cancels on the way, as `recursions` multiplies them."""
+    """Return ones that `recursions` multiplies to intermediate results, whose rounding is then part of the budget."""
     b, t, h, g, k, v, n = (case.sizes[x] for x in "BTHGKVN")
     if case.op == "attend":
         slots = case.x["prior.positions"].shape[1] if "prior.positions" in case.x else 0
@@ -278,7 +277,7 @@ def call(case: Draw, device: str, x: Tensors) -> list[Tensor]:
 
 
 def outcomes(numbers: list[int], options: argparse.Namespace) -> Iterator[Outcome]:
-    """Run calls in `jobs` processes, or in this one; begin none after `seconds`."""
+    """Run calls in `jobs` processes, or in this one; start none after `seconds`."""
     start_time, only = time.monotonic(), tuple(options.ops)
 
     def out_of_time() -> bool:
@@ -320,7 +319,7 @@ class Summary:
         self.failed: Counter[tuple[str, str]] = Counter()
         self.worst: defaultdict[tuple[str, str], tuple[float, str]] = defaultdict(lambda: (0.0, ""))
         self.quantities: int = 0
-        self.empty: int = 0  # budgets of 1 and more say nothing
+        self.empty: int = 0  # budgets of 1 and more are no test
 
     def add(self, outcome: Outcome) -> None:
         key = outcome.case.op, outcome.case.kernel
@@ -372,7 +371,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help=f"numbers of calls begin at this times {PER_SEED}")
     parser.add_argument("--case", type=int, help="run the call of this number alone and print every quantity")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--seconds", type=float, help="begin no call after this time")
+    parser.add_argument("--seconds", type=float, help="start no call after this time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ops", nargs="+", choices=fuzzed_ops(), default=list(fuzzed_ops()))
     return parser.parse_args(arguments)

@@ -1,8 +1,7 @@
-"""Isolation: what one sequence or padding holds must not change another sequence, nor later tokens earlier ones.
+"""Checks that a sequence does not depend on other sequences or padding, nor a token on later tokens.
 
-Spoiled tokens hold NaN, infinity or numbers so large that their products overflow, and so do the upstream gradients
-of what is read there. Everything else must stay the same, to the last bit. Values are not checked, as on a GPU, and
-signals are those of the op, so that a gain may be as large as any other.
+Corrupted tokens and their upstream gradients hold NaN, infinity, or numbers whose products overflow. All other outputs
+and gradients must stay equal to the last bit. The checks call the op without value checks, as on a GPU.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ class CallResult:
 
 @dataclass(frozen=True)
 class Corruption:
-    """Tokens `[B, T]` and sequences `[N]` that hold numbers that must not reach others; `fill` is one of `FILLS`."""
+    """Masks of corrupted tokens `[B, T]` and sequences `[N]`, and the kind of numbers that they hold (`FILLS`)."""
 
     tokens: Tensor
     sequences: Tensor
     fill: str
 
     def value(self, name: str, x: Tensor) -> Tensor:
-        """A tensor like `x` that holds the fill; log-decays are at most 0."""
+        """Return a tensor like `x` that holds the fill; log-decays are at most 0."""
         largest = {"NaN": float("nan"), "infinity": float("inf"), "overflow": torch.finfo(x.dtype).max ** 0.75}
         return torch.full_like(x, -largest[self.fill] if name == "log_decay" else largest[self.fill])
 
     def apply(self, case: Case, inputs: Tensors) -> Tensors:
-        """The inputs with the fill in every spoiled token and in every prior of a spoiled sequence."""
+        """Return the inputs with the fill in every corrupted token and in the prior of every corrupted sequence."""
         corrupted = dict(inputs)
         for name, x in inputs.items():
             prior = name.startswith("prior.")
@@ -61,7 +60,7 @@ def _along(where: Tensor, x: Tensor) -> Tensor:
 
 
 def run(case: Case, inputs: Tensors, segments: Segments | None, corrupted: Corruption) -> CallResult:
-    """Call the kernel without value checks; upstream gradients are random, and hold the fill where it is spoiled."""
+    """Call the kernel without value checks; upstream gradients are random, with the fill at corrupted entries."""
     inputs = corrupted.apply(case, inputs)
     leaves = {name: x.detach().clone().requires_grad_() for name, x in differentiable(inputs).items()}
     with checks(enabled=False):
@@ -81,10 +80,10 @@ def run(case: Case, inputs: Tensors, segments: Segments | None, corrupted: Corru
 def assert_isolated(
     case: Case, inputs: Tensors, segments: Segments | None, reference: CallResult, corrupted: Corruption
 ) -> None:
-    """Check that nothing but the spoiled tokens and sequences changes, forward and backward.
+    """Check that nothing but the corrupted tokens and sequences changes, forward and backward.
 
-    Gradients of signals that all sequences share are compared only where no sequence is spoiled. What is read at
-    padding is 0, and so is the gradient of what padding holds.
+    Gradients of signals that all sequences share are compared only if no sequence is corrupted. Outputs and gradients
+    of padding must be 0.
     """
     got, alone = run(case, inputs, segments, corrupted), not bool(corrupted.sequences.any())
     what = f"{corrupted.fill} in {'padding' if alone else 'another sequence'} changes"
@@ -111,14 +110,14 @@ def _assert_same(what: str, got: Tensor, expected: Tensor, where: Tensor) -> Non
 
 
 def packing(case: Case) -> Segments:
-    """Three sequences in a row, then a gap and a fourth; in the next row padding on both sides of one."""
+    """Return segments: three adjacent sequences, a gap and a fourth; in the next row one with padding on both sides."""
     cut, end = (case.length - 5) // 3, case.length
     rows = [(0, 0, cut), (0, cut, 2 * cut), (0, 2 * cut, 3 * cut), (0, 3 * cut + 1, end), (1, 2, end - 2)]
     return case.segments(rows)
 
 
 def tokens_of(segments: Segments, case: Case, corrupted: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Masks of the tokens of some sequences (-1: of padding) and of these sequences."""
+    """Return masks of the tokens of some sequences (-1: padding) and of these sequences."""
     segment_ids = segments.segment_ids(case.batch, case.length)
     numbers = torch.arange(segments.count, device=segment_ids.device)
     chosen = torch.tensor(corrupted, device=segment_ids.device)
@@ -126,7 +125,7 @@ def tokens_of(segments: Segments, case: Case, corrupted: tuple[int, ...]) -> tup
 
 
 def assert_packed_isolated(case: Case, fills: tuple[str, ...]) -> None:
-    """Check that padding, and then it and the second of three sequences in a row, reach no other sequence."""
+    """Check that other sequences do not depend on padding, nor on the second of three adjacent sequences."""
     segments = packing(case)
     inputs = case.op_inputs(case.inputs(sequences=segments.count))
     reference = run(case, inputs, segments, Corruption(*tokens_of(segments, case, ()), "NaN"))
@@ -139,7 +138,7 @@ def assert_packed_isolated(case: Case, fills: tuple[str, ...]) -> None:
 
 
 def assert_rows_isolated(case: Case, fills: tuple[str, ...]) -> None:
-    """Check that no batch row reaches another one."""
+    """Check that no batch row depends on another."""
     segments, inputs = Segments.whole(case.batch, case.length, case.device), case.op_inputs(case.inputs())
     reference = run(case, inputs, None, Corruption(*tokens_of(segments, case, ()), "NaN"))
     for fill in fills:
@@ -147,7 +146,7 @@ def assert_rows_isolated(case: Case, fills: tuple[str, ...]) -> None:
 
 
 def assert_causal(case: Case) -> None:
-    """Check that a token that holds NaN changes nothing that is read before it."""
+    """Check that a token with NaN does not change the outputs of earlier tokens."""
     inputs = case.op_inputs(case.inputs())
     with checks(enabled=False):
         expected = outputs(case.run_op(inputs))[:2]

@@ -1,7 +1,7 @@
-"""The laws: what any kernel of any op must satisfy. Shipped, so that a third party can test a kernel of its own.
+"""Laws that every kernel of every op satisfies, for kernels of this library and of others.
 
-Each law takes a `Case` and raises `AssertionError`. Tolerances are computed (`budgets`); where two runs of one
-kernel are compared, each may be wrong by its budget. `laws` names those of a case.
+Each law takes a `Case` and raises `AssertionError`. Tolerances are computed (`tolerances.budgets`). Where two runs of
+one kernel are compared, each may differ by its budget. `laws` returns the laws of a case.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kalmix.types import Filtered
 
 Law = Callable[[Case], None]
 
-LONG = 200  # tokens, so that every sequence of a packing has more than the largest tile of the torch kernels, 64
+LONG = 200  # tokens: each sequence of a packing is longer than the largest tile of the torch kernels, 64
 
-MANY = 3 * DRAWS  # for wide noises: rounding of a few tokens moves everything, and 3 draws may all miss it
+MANY = 3 * DRAWS  # for wide ranges of noise, where the rounding of few tokens can dominate and 3 draws may miss it
 
 
 def assert_within(found: list[Measurement], what: str) -> None:
@@ -41,7 +41,7 @@ def agrees_with_the_oracle(case: Case) -> None:
 
 
 def agrees_over_all_documented_noises(case: Case) -> None:
-    """Forward and backward, with noises from the floor on and gates at exactly 0 and 1."""
+    """Compare outputs and gradients for all documented noises, and for gates of exactly 0 and 1."""
     for seed in (0,) if case.interpreted else (0, 1):
         inputs = case.with_changes(seed=seed).wide_inputs()
         assert_within(measure.forward(case, inputs, draws=MANY), "wide")
@@ -129,7 +129,7 @@ def empty_input_passes_the_belief_through(case: Case) -> None:
 
 
 def _assert_same(belief: Any, inputs: Tensors) -> None:
-    """The belief is the prior, to the last bit, or holds nothing where none was given."""
+    """Check that the belief equals the prior to the last bit, or is empty if no prior was given."""
     if f"prior.{belief._fields[0]}" not in inputs:
         assert all(part.numel() == 0 for part in parts(belief))
         return
@@ -139,14 +139,14 @@ def _assert_same(belief: Any, inputs: Tensors) -> None:
 
 
 def gradients_agree_with_the_oracle(case: Case) -> None:
-    """Of a random function of the mean, the variance and the final belief, for every input and the prior."""
+    """Compare gradients of a random function of mean, variance and belief, for every input and the prior."""
     assert_within(measure.gradients(case, case.inputs()), "whole")
     segments = case.packing()
     assert_within(measure.gradients(case, case.inputs(sequences=segments.count), segments), "packed")
 
 
 def variances_stay_positive(case: Case) -> None:
-    """Under certain and repeated evidence, without noise, and over decay from none to nearly all."""
+    """Check variances for certain and repeated evidence, without noise, and for decays from 1 to nearly 0."""
     inputs = case.with_changes(length=case.length if case.interpreted else 64).inputs()
     inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
     for certain_signals in case.problem.certain_signals:
@@ -154,7 +154,7 @@ def variances_stay_positive(case: Case) -> None:
         got = case.run(inputs)
         assert all(bool(torch.isfinite(x).all()) for x in outputs(got)), certain_signals
         assert got.variance is not None and float(got.variance.min()) >= 0, certain_signals
-        if case.problem.evidence_signal is None:  # a belief without variances
+        if case.problem.evidence_signal is None:  # the belief has no variance
             continue
         spectrum = case.problem.spectrum(got.belief)
         assert float(spectrum.min()) >= -case.problem.slack * float(spectrum.max()), certain_signals
@@ -176,14 +176,14 @@ def evidence_never_raises_variance(case: Case) -> None:
 
 
 def idle_tokens_leave_the_belief(case: Case) -> None:
-    """No evidence, no decay, no noise: the belief is unchanged to the last bit."""
+    """Check that tokens without evidence, decay and noise leave the belief unchanged to the last bit."""
     inputs = case.inputs()
     inputs |= {name: torch.full_like(inputs[name], value) for name, value in case.problem.idle.items()}
     _assert_same(case.run(inputs).belief, inputs)
 
 
 def _requiring_grad(inputs: Tensors) -> Tensors:
-    """The same, asking for gradients."""
+    """Return the inputs, with gradients required for the differentiable ones."""
     return inputs | {name: x.requires_grad_() for name, x in differentiable(inputs).items()}
 
 
@@ -212,16 +212,16 @@ def the_same_call_gives_the_same_bits(case: Case) -> None:
 
 
 def compiles_to_one_graph(case: Case) -> None:
-    """Also if the compiled function is called again with another number of tokens."""
+    """Compile to one graph, and call the compiled function again with another number of tokens."""
     packed = case.segments([(0, 0, 3), (1, 2, 5)])
-    several = (5, 7) if case.kernel == "chunked" else (5,)  # "reference" is another graph for each, Triton is slow
+    several = (5, 7) if case.kernel == "chunked" else (5,)  # "reference" has another graph per length; Triton is slow
     for segments, lengths in ((None, several), (packed, (5,))):
         compiled = torch.compile(lambda x, s: case.run(x, s), fullgraph=True, backend="aot_eager")
         for length in lengths:
             inputs = _requiring_grad(case.with_changes(length=length).inputs())
             got, expected = compiled(inputs, segments), case.run(inputs, segments)
             kinds = [y.dtype if y.is_floating_point() else torch.float64 for y in outputs(expected)]
-            allowed = [64 * torch.finfo(kind).eps for kind in kinds]  # one algorithm, operations reordered
+            allowed = [64 * torch.finfo(kind).eps for kind in kinds]  # same algorithm, reordered operations
             _against(case, got, outputs(expected), allowed, f"compiled, {length} tokens")
             d_got, d_want = (_gradients(y, inputs) for y in (got, expected))
             allowed = [64 * torch.finfo(y.dtype).eps * case.length for y in d_want]
@@ -230,7 +230,7 @@ def compiles_to_one_graph(case: Case) -> None:
 
 
 def strides_do_not_matter(case: Case) -> None:
-    """Transposed in memory, or expanded with stride 0: the same answer, if not the same bits."""
+    """Compare inputs that are transposed in memory or expanded (stride 0) with the oracle."""
     inputs = case.inputs()
     transposed = {name: x.transpose(0, -1).contiguous().transpose(0, -1) for name, x in inputs.items()}
     expanded = inputs | {"v": inputs["v"][:, :1].expand_as(inputs["v"])}
@@ -251,7 +251,7 @@ def half_precision_inputs_keep_float32_beliefs(case: Case) -> None:
 
 
 def autocast_changes_nothing(case: Case) -> None:
-    """A filter computes in the dtypes it is given: autocast would round its belief."""
+    """Check that autocast does not change dtypes, since it would round the belief."""
     inputs = case.inputs()
     expected = outputs(case.run(inputs))
     with torch.autocast(case.device, dtype=torch.bfloat16):
@@ -260,7 +260,7 @@ def autocast_changes_nothing(case: Case) -> None:
 
 
 def nothing_reaches_other_sequences(case: Case) -> None:
-    """Neither NaN, infinity nor overflow in a sequence or in padding changes another sequence, forward or backward."""
+    """Check that NaN, infinity or overflow in a sequence or in padding does not change other sequences or gradients."""
     fills = isolation.FILLS[:1] if case.interpreted else isolation.FILLS
     for trial in (case,) if case.interpreted else (case, case.with_changes(length=LONG)):
         isolation.assert_packed_isolated(trial, fills)
@@ -269,7 +269,7 @@ def nothing_reaches_other_sequences(case: Case) -> None:
 
 
 def nothing_later_reaches_earlier_tokens(case: Case) -> None:
-    """A token that holds NaN changes nothing that is read before it."""
+    """Check that a token with NaN does not change the outputs of earlier tokens."""
     for trial in (case, case.with_changes(length=LONG)):
         isolation.assert_causal(trial)
 
@@ -288,7 +288,7 @@ def second_derivatives_are_right_or_refused(case: Case) -> None:
 
 
 def forward_mode_is_right_or_refused(case: Case) -> None:
-    """Also forward over reverse mode, as `torch.func.hessian` has it."""
+    """Check forward mode, also over reverse mode as in `torch.func.hessian`."""
     _assert_correct_or_refused(case, derivatives.forward_mode, derivatives.jvp, derivatives.curvature)
 
 
@@ -327,13 +327,16 @@ OF_VARIANCE: dict[str, Law] = {law.__name__: law for law in (variances_stay_posi
 
 
 def laws(case: Case) -> dict[str, Law]:
-    """The laws that speak of a case: those of variance only where the belief has one, of tokens that say nothing where
-    a token can, of bits where they could vary."""
+    """Return the laws of a case by name.
+
+    Laws of variances need a belief with a variance, laws of idle tokens an `evidence_signal`. Laws that compare bits
+    are left out where the result is always equal.
+    """
     found = LAWS | OF_VARIANCE if case.problem.design.has_variance else dict(LAWS)
     if case.problem.evidence_signal is None:
         del found[idle_tokens_leave_the_belief.__name__], found[evidence_never_raises_variance.__name__]
-    if case.row.triton:  # a tile is a matrix product, where NaN times 0 is NaN
+    if case.row.triton:  # a tile is a matrix product, and NaN times 0 is NaN
         del found[nothing_later_reaches_earlier_tokens.__name__]
-    if case.interpreted:  # slow; its usual length is that of more than one tile
+    if case.interpreted:  # slow; the default length has more than one tile
         del found[the_same_call_gives_the_same_bits.__name__], found[agrees_at_lengths_around_tiles.__name__]
     return found

@@ -1,4 +1,4 @@
-"""Measuring a kernel against the oracle: how far off each output and gradient is, and how far it may be."""
+"""Errors of a kernel's outputs and gradients against the oracle, with their budgets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kalmix.types import Filtered
 
 
 class Measurement(NamedTuple):
-    """One quantity: its relative error against float64, and its budget."""
+    """Relative error of one quantity against float64, and its budget."""
 
     quantity: str
     error: float
@@ -30,19 +30,19 @@ class Measurement(NamedTuple):
 
 
 def exact(inputs: Tensors) -> Tensors:
-    """The very numbers a kernel was given, in float64 on the CPU; integers as they are."""
+    """Return the inputs as float64 on the CPU; integers are unchanged."""
     cpu = {name: x.detach().cpu() for name, x in inputs.items()}
     return {name: x.double() if x.is_floating_point() else x for name, x in cpu.items()}
 
 
 def differentiable(inputs: Tensors) -> Tensors:
-    """The inputs that gradients reach."""
+    """Return the inputs that have gradients."""
     return {name: x for name, x in inputs.items() if name not in DATA}
 
 
-Expected = tuple[list[Tensor], list[float]]  # what the oracle answers, and how far a kernel may be from it
+Expected = tuple[list[Tensor], list[float]]  # outputs of the oracle, and the error budget of each
 _CACHE: OrderedDict[bytes, Expected] = OrderedDict()
-_CACHE_SIZE = 256  # answers
+_CACHE_SIZE = 256  # entries
 
 
 def _cached_expected(
@@ -54,7 +54,7 @@ def _cached_expected(
     weights: list[Tensor],
     draws: int,
 ) -> Expected:
-    """The oracle's answer and its budgets, computed once for all kernels that are given the same numbers."""
+    """Return the oracle's outputs and budgets, from the cache if another kernel had the same inputs."""
     given = exact(inputs)
     key = blake2b(
         repr((case.name, case.state_dtype, case.product_dtype, dtypes, list(given), len(weights), draws)).encode()
@@ -75,7 +75,7 @@ def _cached_expected(
 
 
 def expected_outputs(case: Case, inputs: Tensors, segments: Segments | None = None, draws: int = DRAWS) -> Expected:
-    """What the oracle answers to a kernel's inputs, and how far the kernel may be from each answer."""
+    """Return the oracle's outputs for a kernel's inputs, and the error budget of each."""
 
     def oracle_outputs(x: Tensors) -> list[Tensor]:
         return outputs(case.run_oracle(x, segments and segments.cpu()))
@@ -92,14 +92,14 @@ def compare(names: list[str], got: list[Tensor], expected: list[Tensor], allowed
 
 
 def forward(case: Case, inputs: Tensors, segments: Segments | None = None, draws: int = DRAWS) -> list[Measurement]:
-    """Mean, variance and final belief against the oracle."""
+    """Compare mean, variance and final belief with the oracle."""
     return compare(
         case.quantities, outputs(case.run(inputs, segments)), *expected_outputs(case, inputs, segments, draws)
     )
 
 
 def gradients(case: Case, inputs: Tensors, segments: Segments | None = None, draws: int = DRAWS) -> list[Measurement]:
-    """The gradient of a random function of mean, variance and final belief, for every signal and the prior."""
+    """Compare the gradients of a random linear function of all outputs, for every signal and the prior."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     weights = [
         torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
@@ -113,7 +113,7 @@ def gradients(case: Case, inputs: Tensors, segments: Segments | None = None, dra
 
 
 def vjp(run: Callable[[Tensors], Filtered], weights: list[Tensor], inputs: Tensors) -> list[Tensor]:
-    """Gradients of sum(weights * outputs) for every input that they reach."""
+    """Return the gradients of sum(weights * outputs) for every differentiable input."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in differentiable(inputs).items()}
     found = outputs(run(inputs | leaves))
     loss = torch.stack([(w.to(y) * y).sum().double() for w, y in zip(weights, found, strict=True)]).sum()

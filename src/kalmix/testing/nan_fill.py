@@ -1,4 +1,4 @@
-"""Poison: allocations that nobody has written hold NaN, so that an unwritten output shows."""
+"""Memory that is filled with NaN when it is allocated, so that tests find outputs that a kernel did not write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MEMORY: Any = torch.utils.deterministic
 
 @contextmanager
 def nan_filled_memory() -> Iterator[None]:
-    """Fill what `torch.empty` and its kin allocate with NaN (the largest number, for integers)."""
+    """Fill memory that `torch.empty` and similar functions allocate with NaN (integers: the largest number)."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -30,7 +30,7 @@ def attend_pairs(x: Tensors, options: dict[str, Any], runs: list[Run]) -> list[T
 def _sequence(
     x: Tensors, options: dict[str, Any], n: int, run: Run, held: Tensor, slots: int
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """One sequence: what it holds at the end, and what its tokens read."""
+    """Return the history after one sequence, and the mean and variance at its tokens."""
     row, start, stop = run
     now = slice(start, stop)
     count, past = stop - start, len(held)
@@ -47,7 +47,7 @@ def _sequence(
     visible = (apart < window) & (apart > -window)
     visible = (visible & (apart >= 0) if options.get("causal", True) else visible)[..., None]
     span = float(lag.abs().max()) if lag.numel() else 0.0
-    lag = torch.where(visible[..., 0], lag, 0.0).to(x["v"].dtype)  # what nobody sees must not overflow
+    lag = torch.where(visible[..., 0], lag, 0.0).to(x["v"].dtype)  # hidden pairs must not overflow
     mine = torch.cat([held, slots + torch.arange(start, stop)])
     rounded = (name for name in (*ROUNDED, QUERY_SHARE) if f"rounding.{name}" in x)
     ones = {name: x[f"rounding.{name}"][row, now][:, mine] for name in rounded}
@@ -56,25 +56,25 @@ def _sequence(
     score, known = _score(x, options, lag, ones, query, seen["keys"])
     score = score.masked_fill(~visible, -torch.inf)
     shares = score.softmax(1)
-    if "share" in ones:  # of A (dA - sum A dA), backwards, each part rounds by itself
+    if "share" in ones:  # the terms of A (dA - sum A dA) round separately in the backward pass
         shares = shares + (ones["share"] - 1) * (score - score.logsumexp(1, keepdim=True).detach()).exp()
     if QUERY_SHARE in ones:
         turned = _score_of_turned(x, options, lag, ones, query, seen["keys"], span).masked_fill(~visible, 0.0)
         shares = shares + (ones[QUERY_SHARE] - 1) * score.softmax(1).detach() * (turned - turned.detach())
     decay = _spread(values, lag, ones)[0]
     groups = seen["values"].shape[1] // seen["keys"].shape[1]
-    pulled = _pulled(seen["values"], values["frequency"], decay, lag, groups)
-    mean = (shares.repeat_interleave(groups, 2)[..., None] * pulled).sum(1)
+    predicted = _predicted(seen["values"], values["frequency"], decay, lag, groups)
+    mean = (shares.repeat_interleave(groups, 2)[..., None] * predicted).sum(1)
     precision = known.masked_fill(~visible, 0.0).sum(1).repeat_interleave(groups, 1)
-    shortened = options.get("window") and x["v"].shape[1] > 0  # a call without tokens passes its belief through
+    shortened = options.get("window") and x["v"].shape[1] > 0  # a call without tokens returns its belief
     kept = tuple(seen[name][-window:] if shortened else seen[name] for name in seen)
     mean = torch.cat([mean.real, mean.imag], -1)
     mean = _slipped(mean, values["frequency"], x, "value_turns", row, now, span)
     return kept, mean, 1 / precision[..., None]
 
 
-ROUNDED = ("square", "variance", "share")  # what is rounded for every pair and key head
-QUERY_SHARE = "query_share"  # as "share", in a kernel that sums the gradients of queries apart from those of keys
+ROUNDED = ("square", "variance", "share")  # intermediate results that are rounded for every pair and key head
+QUERY_SHARE = "query_share"  # like "share", in a kernel that sums gradients of queries separately
 
 
 def _dynamics(x: Tensors) -> tuple[Tensors, Tensors]:
@@ -118,10 +118,10 @@ def _score(
         return x[name] if name in x else options.get(name, absent)
 
     decay, _, variance = _spread(dynamics, lag, ones)
-    pulled = _pulled(key, dynamics["frequency"], decay + number("floor", 0.0), lag, 1)
-    square = _square(torch.complex(*query.chunk(2, -1))[:, None] - pulled)
-    if "square" in ones:  # a residual rounds as the squares that it is the difference of
-        size = query.square().sum(-1)[:, None] + _square(pulled)
+    predicted = _predicted(key, dynamics["frequency"], decay + number("floor", 0.0), lag, 1)
+    square = _square(torch.complex(*query.chunk(2, -1))[:, None] - predicted)
+    if "square" in ones:  # a residual is a difference of squares and rounds like them
+        size = query.square().sum(-1)[:, None] + _square(predicted)
         square = square + size * (ones["square"] - 1)
     square = square / number("nu", 1.0)
     _, certain, whole = _spread(values, lag, ones)
@@ -152,8 +152,8 @@ def _spread(dynamics: Tensors, lag: Tensor, ones: Tensors) -> tuple[Tensor, Tens
     return decay, certain, certain + dynamics["query_noise"]
 
 
-def _pulled(x: Tensor, frequency: Tensor, decay: Tensor, lag: Tensor, groups: int) -> Tensor:
-    """E e^{i w tau} x, complex `[T, S, G, C]`."""
+def _predicted(x: Tensor, frequency: Tensor, decay: Tensor, lag: Tensor, groups: int) -> Tensor:
+    """Return E e^{i w tau} x, complex `[T, S, G, C]`."""
     angle = lag[..., None, None] * frequency
     turn = (decay[..., None] * torch.complex(angle.cos(), angle.sin())).repeat_interleave(groups, 2)
     return turn * torch.complex(*x.chunk(2, -1))

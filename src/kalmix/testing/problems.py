@@ -1,6 +1,6 @@
-"""Parts of law problems: designs that the oracle knows, and random signals for them.
+"""Problems of the laws: designs with random signals, and functions that draw them.
 
-The problems themselves are in the folders of the ops, `ops/_<op>/problems.py`.
+Each op defines its problems in `ops/_<op>/problems.py`.
 """
 
 from __future__ import annotations
@@ -20,31 +20,30 @@ from kalmix.ops import OPS
 Tensors = dict[str, Tensor]
 Normal = Callable[..., Tensor]  # from a shape to normal numbers
 Draw = Callable[[Normal, int, dict[str, int]], Tensors]  # (normal, sequences, sizes B T H G K V)
-MOST = 1e2  # of a variance
-STILL = {"k": 0.0, "log_decay": 0.0}  # idle tokens of a memory
+MOST = 1e2  # largest variance
+STILL = {"k": 0.0, "log_decay": 0.0}  # signals of idle tokens of a memory
 HALVES = {"q", "k", "v", "precision"}  # signals in the case's dtype, the rest in the belief's
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Design, signals and limits with which the laws try an op.
+    """Design, random signals and limits for the laws of an op.
 
     Attributes:
-        design: a design of the op.
-        draw: random signals and a random prior, float64; a prior's tensors are the signals named "prior.<field>".
-        idle: signals that say nothing: no evidence, no decay, no noise.
-        silent: the signal that is no evidence where it is 0; `None` where every token says something, as a belief that
-            is a history keeps them all.
-        needs: what it asks of a kernel that only some serve.
+        design: design that the op filters.
+        draw: function that draws signals and a prior in float64; a prior's tensors are named "prior.<field>".
+        idle: signals of a token without evidence, decay and noise.
+        evidence_signal: signal whose value 0 means no evidence; `None` if every token is evidence, as for a belief
+            that stores all tokens.
+        needs: features that a kernel must support.
         invariant: signals without a token axis.
-        sure: signals of near-certain evidence under which variances must stay positive.
-        slack: how negative an eigenvalue of the covariance may be without process noise, relative to the largest.
-        ranges: from where to where variances and precisions may go: the least is what the op, or a layer that uses it,
-            documents.
-        options: of the design, a solver that converges to every dtype's rounding among them.
-        sizes: those to try, where they are not the usual ones.
-        interpreted: sizes that Triton's interpreter is tried with, where the usual ones take it too long; `None` if it
-            is not tried at all, as the op has another problem and its kernels tests of their own.
+        certain_signals: signals of nearly certain evidence, for which variances must stay positive.
+        slack: largest negative eigenvalue of the covariance without process noise, relative to the largest eigenvalue.
+        ranges: limits of variances and precisions; the lower one is documented by the op or by a layer that uses it.
+        options: options of the design, with a solver that converges to the rounding error of every dtype.
+        sizes: sizes of cases, if they differ from the defaults.
+        interpreted: smaller sizes for Triton's interpreter. `None` skips the interpreter: another problem of the op and
+            the kernels' own tests run it.
     """
 
     design: Design
@@ -62,7 +61,7 @@ class Problem:
 
     @property
     def belief(self) -> type:
-        """The type of the op's belief."""
+        """Type of the op's belief."""
         return OPS[self.design.op].belief
 
     def spectrum(self, belief: Any) -> Tensor:
@@ -73,7 +72,7 @@ class Problem:
         return torch.linalg.eigvalsh(symmetric(matrix.double()))
 
     def learned(self, more: Any, less: Any) -> Any:
-        """Return the variance that one belief lost against another, or the information it gained, as a belief."""
+        """Return, as a belief, the variance that more evidence removes, or the information that it adds."""
         pairs = zip(more, less, strict=True) if "gram" in more._fields else zip(less, more, strict=True)
         return self.belief(*(x - y for x, y in pairs))
 
@@ -85,9 +84,9 @@ def draw_tokens(normal: Normal, size: dict[str, int]) -> Tensors:
 
 
 def draw_memory(**signals: str) -> Draw:
-    """Return a function that draws signals of a memory, each "B T G" or so, and the mean of a prior.
+    """Return a function that draws signals of a memory, with layouts such as "B T G", and the mean of a prior.
 
-    Log-decays are negative, angles may have either sign, the rest is positive.
+    Log-decays are negative, angles have either sign, other signals are positive.
     """
 
     def draw(normal: Normal, sequences: int, size: dict[str, int]) -> Tensors:
@@ -114,7 +113,7 @@ def symmetric(x: Tensor) -> Tensor:
 
 
 def collect() -> dict[str, Problem]:
-    """Return the problems of all ops by name: of an op `x` "x" or "x-...". An op without a problem fails the laws."""
+    """Return the problems of all ops by name. Names of the op `x` are "x" or begin with "x-"."""
     modules = [f"{op.folder}.problems" for op in OPS.values()]
     found = [import_module(module).PROBLEMS for module in modules if find_spec(module)]
     return {name: problem for problems in found for name, problem in problems.items()}

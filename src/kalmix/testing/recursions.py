@@ -22,11 +22,11 @@ Run = tuple[int, int, int]  # batch row, start, stop
 State = tuple[Tensor, ...]
 Step = Callable[[State, Tensors, dict[str, Any]], tuple[State, Tensor, Tensor | None]]
 
-NOTHING = 1e-10  # ||H||_F below which an adaptive ridge reads 0
+NOTHING = 1e-10  # ||H||_F below which the output of an adaptive ridge is 0
 
 
 def filter_tokens(op: str, x: Tensors, options: dict[str, Any], runs: list[Run]) -> list[Tensor]:
-    """Return mean, variance if there is one, and the final state of an op that steps through time, all float64."""
+    """Return mean, variance if there is one, and the final state, in the dtype of the inputs."""
     batch, length, heads, _ = x["v"].shape
     groups = heads // x["k"].shape[2]
     x = x | {name: x[name].repeat_interleave(groups, 2) for name in ("q", "k")}
@@ -43,9 +43,7 @@ def filter_tokens(op: str, x: Tensors, options: dict[str, Any], runs: list[Run])
             token["turns"] = x["rounding.turns"][t]
         if "rounding.solutions" in x:
             token["solutions"] = x["rounding.solutions"][t]
-        if (
-            "rounding.decays" in x and "log_decay" in token
-        ):  # its gradient is a sum of q dq - k dk, each of which rounds
+        if "rounding.decays" in x and "log_decay" in token:  # its gradient is a sum of q dq - k dk, which both round
             decay = token["log_decay"] if token["log_decay"].ndim == 3 else token["log_decay"][..., None]
             slip = (x["rounding.decays"][t] - 1) * (decay - decay.detach())
             token |= {"q": token["q"] * (1 + slip), "k": token["k"] * (1 - slip)}
@@ -98,7 +96,7 @@ def prior_of(op: str, x: Tensors, count: int) -> State:
 
 
 def faded(matrix: Tensor, log_decay: Tensor | None) -> Tensor:
-    """A M: rows decay alike `[N, G]` or one by one `[N, G, K]`."""
+    """Return A M for log-decays per head `[N, G]` or per row `[N, G, K]`."""
     if log_decay is None:
         return matrix
     decay = log_decay.exp()
@@ -110,12 +108,12 @@ def outer(x: Tensor, y: Tensor) -> Tensor:
 
 
 def times(matrix: Tensor, x: Tensor) -> Tensor:
-    """M x."""
+    """Return M x."""
     return (matrix * x[..., None, :]).sum(-1)
 
 
 def read(matrix: Tensor, x: Tensor) -> Tensor:
-    """M' x."""
+    """Return M' x."""
     return (matrix * x[..., :, None]).sum(-2)
 
 
@@ -142,13 +140,13 @@ def step_diagonal(state: State, s: Tensors, options: dict[str, Any]) -> tuple[St
 
 
 def step_dense(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State, Tensor, Tensor]:
-    """Raises `options["certainty"]`, if given, to the largest p k'k / r^2, p the largest variance until then."""
+    """Step `dense`; raise `options["certainty"]`, if given, to the largest p k'k / r^2 (p: largest variance so far)."""
     diffuses, decay = torch.ones_like(s["k"]), s.get("log_decay")
     angle = s.get("angle")
     if angle is not None:
         diffuses[..., s["k"].shape[-1] // 2 :] = 0
         decay = decay.repeat(1, 1, 2) if decay is not None and decay.ndim == 3 else decay
-    if angle is not None and "turns" in s:  # where angles add up, a token's own turn cancels, but for rounding
+    if angle is not None and "turns" in s:  # with summed angles, a token's own rotation cancels except for rounding
         slip = ((s["turns"] - 1) * (angle - angle.detach())).repeat(1, 1, 2)
         s = s | {name: s[name] * (1 + slip) for name in "qk"}
 
@@ -176,20 +174,20 @@ def step_ridge(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
     gain = s["gain"][..., None] if "gain" in s else 1.0
     gram = faded(state[1], s.get("log_decay")) + outer(gain * s["k"], s["k"])
     cross = faded(state[0], s.get("log_decay")) + outer(gain * s["k"], s["v"])
-    kept = s.get("solutions", torch.ones_like(s["q"]).repeat(1, 1, 2)).chunk(2, -1)  # of x, of its adjoint
+    kept = s.get("solutions", torch.ones_like(s["q"]).repeat(1, 1, 2)).chunk(2, -1)  # for x, for its adjoint
     x = solution(gram, s["q"], options["ridge"], options["solver"], kept)
     mix = s["mix"][..., None] if "mix" in s else 1.0
     reader = mix * x + (1 - mix) * s["q"]
     mean = read(cross, reader) + read(
         cross - cross.detach(), (reader * (kept[0] - 1)).detach()
-    )  # in the gradient alone
+    )  # changes only the gradient
     return (cross, gram), mean, (s["q"] * x).sum(-1, keepdim=True)
 
 
 def solution(gram: Tensor, query: Tensor, ridge: Any, solver: Any, kept: Sequence[Tensor]) -> Tensor:
-    """x = (H + lambda I)^{-1} q as the solver finds it, with the gradients that its docstring promises.
+    """Return x = (H + lambda I)^{-1} q by the solver, with the gradients of its docstring.
 
-    Implicit gradients take x times `kept[0]` and its adjoint times `kept[1]`, ones that stand for their rounding.
+    Implicit gradients multiply x by `kept[0]` and its adjoint by `kept[1]`, ones that model rounding.
     """
     square = gram.square().sum((-2, -1))
     something = square > NOTHING**2
@@ -222,7 +220,7 @@ def iterate(system: Tensor, rhs: Tensor, solver: Any, least: Tensor, most: Tenso
 
 
 def chebyshev(system: Tensor, rhs: Tensor, least: Tensor, most: Tensor, iterations: int) -> Tensor:
-    """Algorithm 1 of Gated KalmaNet, for eigenvalues between `least` and `most`."""
+    """Solve by Algorithm 1 of Gated KalmaNet, for eigenvalues between `least` and `most`."""
     rho, weight = (most - least) / (most + least), torch.full_like(least, 2.0)
     before, x = torch.zeros_like(rhs), 2 * rhs / (most + least)
     for _ in range(iterations):

@@ -1,12 +1,14 @@
-"""How wrong a kernel may be: tolerances computed from the problem and its dtype, not tuned.
+"""Error budgets of kernels, computed from the problem and the dtype.
 
-A stable algorithm is as wrong as the exact one would be had its inputs been rounded a few times over (mixed
-stability). So the budget of an output is how far the float64 oracle moves when every input moves by one
-rounding of the precision computed in, and the belief after every token by another, times a small constant for the
-few roundings each token costs, plus the rounding of the output's own dtype. Rounding the belief matters where evidence
-is nearly certain: of a covariance of norm p0, an error of eps p0 remains where r^2 is left (r^2 is the noise of an
-observation), so that the next gains are wrong by about eps p0 / r^2. A kernel whose tensor cores take products in half
-precision rounds each of them about once more, and independently: that is allowed for in the same way.
+The error of a stable algorithm is at most the change of the exact result when its inputs are rounded a few times (mixed
+stability). The budget of an output is therefore a sum. Its first term is the change of the float64 oracle when every
+input, and the belief after every token, is rounded once in the compute dtype, times a small constant for the number of
+roundings per token. Its second term is one rounding in the output's dtype.
+
+The belief must be rounded because observations can be nearly certain. Rounding a covariance of norm p0 leaves an error
+of eps p0. If the observation noise is r^2, the covariance becomes about r^2, and the next gains have a relative error
+of about eps p0 / r^2. Kernels that multiply in half precision on tensor cores round each product about once more,
+independently. A third term allows for it.
 """
 
 from __future__ import annotations
@@ -21,24 +23,24 @@ from torch import Tensor
 from kalmix._oracle import transform_stored_beliefs
 from kalmix.beliefs import HistoryBelief
 
-ROUNDINGS = 16  # operations on the path of one token through a cell: about a dozen, and the sum over slots
-PRODUCT_ROUNDINGS = 2  # to half precision: of a product of signals, and of what it is multiplied with
+ROUNDINGS = 16  # about twelve operations per token and cell, and the sum over slots
+PRODUCT_ROUNDINGS = 2  # roundings to half precision: of a product of signals and of its other factor
 DRAWS = 3
-DATA = {"times", "prior.times", "prior.positions"}  # taken as they are: nothing rounds them, no gradient reaches them
+DATA = {"times", "prior.times", "prior.positions"}  # never rounded, without gradients
 SYMMETRIC = {"covariance", "gram"}  # tensors of beliefs
 
 Tensors = dict[str, Tensor]
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """||got - want|| / ||want||, norm-wise, in float64; NaN counts as infinitely wrong."""
+    """Return ||got - want|| / ||want|| in float64; infinity if `got` has NaN."""
     got, expected = got.detach().double(), expected.detach().double()
     error = float((got - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))
     return error if error == error else float("inf")
 
 
 def perturb_inputs(inputs: Tensors, epsilon: float, draw: int) -> Tensors:
-    """Inputs moved by up to one rounding each, relative; logarithms also by that much absolutely."""
+    """Return inputs changed by up to `epsilon`, relative; logarithms also by up to `epsilon`, absolute."""
     generator = torch.Generator().manual_seed(draw)
     perturbed = {}
     for name, x in inputs.items():
@@ -51,7 +53,7 @@ def perturb_inputs(inputs: Tensors, epsilon: float, draw: int) -> Tensors:
 
 
 def perturb_belief(belief: Any, epsilon: float, generator: torch.Generator) -> Any:
-    """Return the belief of one sequence, moved by up to one rounding; a history holds inputs, which nothing rounds."""
+    """Return the belief of one sequence, changed by up to `epsilon`; a history holds inputs and is not changed."""
     if isinstance(belief, HistoryBelief):
         return belief
     perturbed = []
@@ -71,15 +73,15 @@ def budgets(
     products: torch.dtype | None = None,
     draws: int = DRAWS,
 ) -> list[float]:
-    """The budget of each output of `exact`, relative and norm-wise.
+    """Return the budget of each output of `exact`, relative and norm-wise.
 
     Args:
-        exact: the float64 specification, from inputs to outputs (or to gradients).
+        exact: float64 function from inputs to outputs or gradients.
         inputs: float64 tensors.
-        computed: the dtype that a kernel computes in.
-        returned: the dtype of each output.
-        products: the dtype that it rounds products to on the way, if it does.
-        draws: how often to round the inputs, each time otherwise; the largest error counts.
+        computed: dtype in which the kernel computes.
+        returned: dtype of each output.
+        products: half-precision dtype to which the kernel rounds products, if any.
+        draws: number of random roundings; the largest change counts.
     """
     expected = exact(inputs)
     allowed = [torch.finfo(dtype).eps for dtype in output_dtypes]
