@@ -1,4 +1,4 @@
-"""How rows are written down in these tests, and what stands for many of them."""
+"""Notation of rows in these tests, and their digests."""
 
 import hashlib
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def digest(data):
-    """Of all arrays of train and test rows; those named in tests were made with the originals' code."""
+    """Return a hash of all arrays of training and test rows; digests in tests come from the original codes."""
     of = hashlib.sha256()
     for rows in (data.train, data.test):
         for array in (rows.inputs, rows.targets):

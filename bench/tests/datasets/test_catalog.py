@@ -1,4 +1,4 @@
-"""One door to all benchmarks: what comes out of it, and what it says of what it does not know."""
+"""Tests of the catalogue of tasks: rows, seeds and errors."""
 
 import json
 
@@ -25,7 +25,7 @@ def test_rows_are_integers(name):
 
 
 @EVERY
-def test_a_seed_makes_the_rows(name):
+def test_rows_depend_only_on_the_seed(name):
     one, same, other = (make(name, seed=seed, train=2, test=2) for seed in (5, 5, 6))
     for split in ("train", "test"):
         assert np.array_equal(getattr(one, split).inputs, getattr(same, split).inputs)
@@ -41,7 +41,7 @@ def test_a_split_may_be_empty(name):
 
 
 @EVERY
-def test_scores_are_one_for_what_is_wanted(name):
+def test_correct_predictions_score_one(name):
     rows = make(name, seed=0, train=0, test=3).test
     for score in TASKS[name].scores.values():
         assert score(rows.targets, rows.targets) == 1
@@ -66,6 +66,6 @@ def test_mistakes_are_named():
             make("mad/compression", train=1, test=1, seed=seed)
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_numpy_scalars_are_accepted():
     data = make("mad/noisy-recall", seed=np.int64(1), train=1, test=0, vocab_size=np.int64(20), frac_noise=0)
     assert json.dumps(data.settings) and type(data.settings["frac_noise"]) is float

@@ -1,4 +1,4 @@
-"""MAD's rows are those of its public code; what it would refuse, or never end with, is refused."""
+"""MAD's rows equal those of its public code; settings without valid rows are refused."""
 
 from itertools import pairwise
 
@@ -105,8 +105,8 @@ def test_worked_rows(name, settings, before, inputs, targets):
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name.startswith("mad/")])
-def test_a_row_is_drawn_alike_wherever_it_goes(name):
-    """Of what is left of the generator, the split alone makes rows differ; fuzzy recall's keys are larger in tests."""
+def test_training_and_test_rows_are_drawn_in_the_same_way(name):
+    """Rows depend on the generator's state only, not on the split; in fuzzy recall, test keys are longer."""
     alone, after = make(name, seed=3, train=0, test=5), make(name, seed=3, train=4, test=1)
     assert len(alone.train) == 0 and alone.train.inputs.shape[1] == alone.test.inputs.shape[1]
     if name != "mad/fuzzy-recall":
@@ -121,7 +121,7 @@ def test_a_row_is_drawn_alike_wherever_it_goes(name):
         assert np.array_equal(alone.test.targets[:, :-1][scored[:, :-1]], nxt[:, :-1][scored[:, :-1]])
 
 
-def test_tests_of_recall_ask_for_what_was_told():
+def test_recall_targets_are_values_of_repeated_keys():
     data = make("mad/in-context-recall", seed=1, train=0, test=50)
     for inputs, targets in zip(data.test.inputs, data.test.targets, strict=True):
         bindings = {}
@@ -132,7 +132,7 @@ def test_tests_of_recall_ask_for_what_was_told():
                 assert bindings.setdefault(key, inputs[2 * place + 1]) == inputs[2 * place + 1]
 
 
-def test_copying_puts_down_what_it_showed():
+def test_copying_targets_are_the_tokens_shown():
     data = make("mad/selective-copying", seed=5, train=200, test=0, vocab_size=10, seq_len=40, num_tokens_to_copy=7)
     for inputs, targets in zip(data.train.inputs, data.train.targets, strict=True):
         shown = inputs[:32]
@@ -173,12 +173,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "settings", "complaint"), BAD)
-def test_what_cannot_be_drawn_is_refused(name, settings, complaint):
+def test_invalid_settings_are_refused(name, settings, complaint):
     with pytest.raises(ArgumentError, match=complaint):
         make(name, seed=0, train=0, test=0, **settings)
 
 
-def test_the_least_that_can_be_drawn():
+def test_smallest_settings_are_valid():
     make("mad/fuzzy-recall", seed=0, train=3, test=3, vocab_size=7, seq_len=13)
     make("mad/in-context-recall", seed=0, train=3, test=3, vocab_size=2, seq_len=4)
     make("mad/memorization", seed=0, train=3, test=3, vocab_size=3, seq_len=2)
@@ -186,8 +186,8 @@ def test_the_least_that_can_be_drawn():
     make("mad/selective-copying", seed=0, train=3, test=3, vocab_size=3, seq_len=4, num_tokens_to_copy=1)
 
 
-def test_draws_are_numpys():
-    """Whatever comes after what: the half of a word that is left over waits while fractions take whole ones."""
+def test_scalar_draws_equal_numpys():
+    """Check mixed draws: half of a word waits while floats take whole words."""
     order = np.random.default_rng(1)
     generator, want = ScalarGenerator(7), np.random.default_rng(7)
     for bound in order.choice([0, 1, 2, 3, 64, 1000, 2**20 + 1, 3 * 2**30, 2**32 - 1], 4000).tolist():

@@ -1,4 +1,4 @@
-"""Every benchmark's way to count, on examples worked by hand."""
+"""Metrics on examples computed by hand."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_macro_is_not_micro():
     assert macro(GIVEN, WANTED) == pytest.approx(0.8333, abs=1e-4)
 
 
-def test_a_class_only_predicted_counts_as_nothing_found():
+def test_a_class_that_is_only_predicted_counts_as_zero():
     assert macro(np.array([[0, 0, 2, 1]]), np.array([[0, 0, 0, 1]])) == pytest.approx((2 / 3 + 1 + 0) / 3)
 
 
@@ -34,7 +34,7 @@ def test_macro_is_averaged_over_batches():
     assert macro(given, wanted, batch=3) == pytest.approx((1 / 2 + 1) / 2)
 
 
-def test_rows_count_alike_however_much_they_ask():
+def test_rows_are_weighted_equally():
     wanted = np.array([[1, 1, 1, 1], [2, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX], [IGNORE_INDEX] * 4])
     given = np.array([[1, 0, 0, 0], [2, 9, 9, 9], [9] * 4])
     assert mean_row_accuracy(given, wanted) == pytest.approx((0.25 + 1) / 2)
@@ -48,7 +48,7 @@ def test_strings_match_anywhere_in_any_case():
     assert string_match(["1 2"], [["1", "2", "3", "4"]]) == 0.5
 
 
-def test_nothing_scored_is_no_number():
+def test_scores_without_scored_tokens_are_nan():
     nothing = np.full((2, 3), IGNORE_INDEX)
     for score in (micro, macro, mean_row_accuracy, exact_match):
         assert np.isnan(score(np.zeros((2, 3)), nothing))

@@ -1,4 +1,4 @@
-"""Zoology's rows are those of its public code; ours of one vocabulary are as specified, and tell nothing by an id."""
+"""Zoology's rows equal those of its public code; rows with one vocabulary follow the specification."""
 
 import numpy as np
 import pytest
@@ -120,7 +120,7 @@ def test_a_query_asks_for_the_value_last_written(name, settings, filled):
         assert rest.any() if filled else not rest.any()
 
 
-def test_queries_stand_where_the_power_law_puts_them():
+def test_query_positions_follow_the_power_law():
     """a = 1 is uniform, and 0.01 nearly 1 / g: the median query of N = 512, D = 16 is at token 80 or so, of 512."""
     settings = {"vocab_size": 8192, "input_seq_len": 512, "num_kv_pairs": 16}
     near, even = (
@@ -130,7 +130,7 @@ def test_queries_stand_where_the_power_law_puts_them():
     assert 70 < np.median(near) < 88 and 255 < np.median(even) < 290
 
 
-def test_no_id_of_one_vocabulary_tells_its_role():
+def test_ids_of_one_vocabulary_do_not_reveal_their_role():
     """Chi-square of id against role, 14 degrees of freedom: above 36.1 once in a thousand times. Of two it is 5,000."""
 
     def statistic(data):
@@ -164,7 +164,7 @@ def test_segments_are_seeded_as_zoology_does():
     assert len(seeds) == 200 and min(seeds) >= 2**31
 
 
-def test_rows_know_what_they_are():
+def test_rows_have_metadata():
     data = make("mqar/update", seed=0, train=3, test=0)
     assert {key: value.tolist() for key, value in data.train.metadata.items()} == {
         "num_kv_pairs": [4] * 3,
@@ -193,17 +193,17 @@ def test_published_settings_fit():
         ("mqar/shared", {"vocab_size": 4}, "vocab_size.*at least 5"),
     ],
 )
-def test_what_does_not_fit_is_refused(name, settings, complaint):
+def test_settings_that_do_not_fit_are_refused(name, settings, complaint):
     with pytest.raises(ArgumentError, match=complaint):
         make(name, seed=0, train=1, test=0, **settings)
 
 
-def test_the_smallest_settings_are_taken():
+def test_the_smallest_settings_are_valid():
     make("mqar", seed=0, train=1, test=0, num_kv_pairs=1)
     make("mqar/block", seed=0, train=1, test=0, num_kv_pairs=2, block_size=1)
 
 
-def test_the_grid_of_updates_is_the_papers():
+def test_update_settings_equal_the_papers_grid():
     grid = [tuple(change.values()) for change in TASKS["mqar/update"].published.difficulties]
     assert {(length, pairs) for length, pairs, _ in grid} == {(64, 4), (128, 4), (128, 16)}
     assert all(pairs % updates == 0 for _, pairs, updates in grid)

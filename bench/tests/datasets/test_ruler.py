@@ -1,4 +1,4 @@
-"""RULER's prompts are those of its public code, given its words, its tokenizer and one way to cut sentences."""
+"""RULER's prompts equal those of its public code, given its words, its tokenizer and equal sentence splitting."""
 
 import hashlib
 import random
@@ -19,7 +19,7 @@ NEEDLE = needles.NeedleSettings
 MANY = {"type_haystack": "essay", "type_needle_k": "numbers", "type_needle_v": "uuids", "num_needle_v": 3}
 UUIDS = {"type_haystack": "needle", "type_needle_k": "uuids", "type_needle_v": "uuids", "num_needle_k": 3}
 
-# What draws, settings, digest of six prompts of seed 7 and their answers, as the code of NVIDIA/RULER (c3f5e3b) makes
+# Writer, settings, digest of six prompts of seed 7 and their answers, as the code of NVIDIA/RULER (c3f5e3b) makes
 # them where tokens are those of `tokens`, and sentences those of `sentences`. None of these needs its list of words.
 ORIGINAL = [
     (needles.prompts, NEEDLE(1500, type_needle_k="numbers"), "07288cb2d43efba5"),
@@ -78,7 +78,7 @@ def test_rows_are_prompts_with_their_answers(name):
     assert "depth" in everyone.metadata or name in ("needle/common-words", "needle/frequent-words")
 
 
-def test_what_is_asked_for_is_told():
+def test_answers_are_in_the_text():
     for text, answers in zip(*_both("needle/multivalue"), strict=True):
         key = re.search(r"numbers for (\S+) mentioned", text)[1]
         assert sorted(re.findall(rf"numbers for {key} is: (\d+)\.", text)) == sorted(answers) and len(answers) == 4
@@ -96,7 +96,7 @@ def test_what_is_asked_for_is_told():
         assert held >= set(answers) and len(held) == 6 and len(answers) == 5
 
 
-def test_words_to_count_come_most_often():
+def test_answers_are_the_most_frequent_words():
     for name, size in (("needle/common-words", 10), ("needle/frequent-words", 3)):
         for text, answers in zip(*_both(name), strict=True):
             asked = text[text.rfind("most often.\n") :] if size == 10 else text
@@ -149,12 +149,12 @@ def test_pairs_of_words_are_in_order():
     assert len(pairs) > 20_000 and len(words) > 400 and all(word.isalpha() for word in words)
 
 
-def test_sentences_end_where_they_do():
+def test_sentences_are_split_at_their_ends():
     assert split_sentences(" One. Two? 3.5 is one! Last ") == ["One.", "Two?", "3.5 is one!", "Last"]
 
 
-def test_a_length_too_small_is_refused_and_never_endless():
-    """What the original would shrink no further: the noise of these is less than its least."""
+def test_a_length_too_small_is_refused():
+    """The haystacks of these prompts are smaller than the smallest one of the original code."""
     short = make("needle/single-1", seed=0, train=3, test=0, max_seq_length=550, tokens_to_generate=16).train
     assert (short.metadata["length"] <= 550).all()
     for name, length in (("single-1", 400), ("multikey-3", 500), ("variable-tracking", 1000), ("common-words", 1500)):

@@ -1,4 +1,4 @@
-"""Words of groups are multiplied as the public code of the word problem does it."""
+"""Word problems equal those of the public code."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_worked_rows(k, seed, inputs, targets):
 
 
 @pytest.mark.parametrize("group", ["A5", "S5", "Z60", "A4_x_Z5"])
-def test_a_table_is_a_groups(group):
+def test_multiplication_tables_are_groups(group):
     products = multiplication_table(group)
     n = len(products)
     everyone = np.arange(n)

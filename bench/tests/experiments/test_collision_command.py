@@ -1,4 +1,4 @@
-"""`kalmix bench collision`, end to end and tiny; what is done is not done again; mistakes are one line."""
+"""`kalmix bench collision` end to end at tiny sizes; nothing runs twice; errors are one line."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def lines(folder: Path) -> list[dict]:
 
 
 def test_the_mechanism_is_printed_beside_its_closed_forms(kalmix, tmp_path: Path) -> None:
-    told = kalmix("bench", "collision", "--parts", "mechanism", "--output", tmp_path / "new")
-    assert told.status == 0, told.errors
+    result = kalmix("bench", "collision", "--parts", "mechanism", "--output", tmp_path / "new")
+    assert result.status == 0, result.errors
     for number in ("0.00768", "0.61803", "0.35138", "0.72309", "0.73106", "+0.46", "-0.42"):
-        assert number in told.output
-    assert str(tmp_path / "new" / "mechanism.png") in told.output
+        assert number in result.output
+    assert str(tmp_path / "new" / "mechanism.png") in result.output
     assert (tmp_path / "new" / "mechanism.png").read_bytes().startswith(PNG)
     written = json.loads((tmp_path / "new" / "mechanism.json").read_text())
     assert written["margins"]["Bayesian Layer"][6] == pytest.approx(0.446, abs=5e-4)
@@ -30,11 +30,11 @@ def test_the_mechanism_is_printed_beside_its_closed_forms(kalmix, tmp_path: Path
 
 @pytest.mark.parametrize(("part", "model"), [("recall", "reset"), ("crowding", "bayesian")])
 def test_models_are_trained_tested_and_drawn(kalmix, tmp_path: Path, part: str, model: str) -> None:
-    told = kalmix("bench", "collision", "--parts", part, "--models", model, "--seeds", 2, *TINY, "--output", tmp_path)
-    assert told.status == 0, told.errors
+    result = kalmix("bench", "collision", "--parts", part, "--models", model, "--seeds", 2, *TINY, "--output", tmp_path)
+    assert result.status == 0, result.errors
     assert (tmp_path / f"{part}.png").read_bytes().startswith(PNG)
-    assert f"{part}  {model}  loss" in told.output
-    assert "±" in told.output
+    assert f"{part}  {model}  loss" in result.output
+    assert "±" in result.output
     rows = lines(tmp_path)
     assert [(row["study"], row["model"], row["seed"]) for row in rows] == [(part, model, 0), (part, model, 1)]
     assert rows[0]["protocol"]["steps"] == 2
@@ -88,11 +88,11 @@ def test_a_finished_cell_is_not_run_again(kalmix, tmp_path: Path, monkeypatch: p
         ("--device tpu", "cpu or cuda"),
     ],
 )
-def test_a_mistake_is_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
-    told = kalmix("bench", "collision", "--output", tmp_path / "out", *options.split())
-    assert told.status == 2
-    assert says in told.errors
-    assert "Traceback" not in told.output + told.errors
+def test_an_invalid_option_gives_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
+    result = kalmix("bench", "collision", "--output", tmp_path / "out", *options.split())
+    assert result.status == 2
+    assert says in result.errors
+    assert "Traceback" not in result.output + result.errors
     assert not (tmp_path / "out").exists()
 
 

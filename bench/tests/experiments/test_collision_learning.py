@@ -1,4 +1,4 @@
-"""Sequences to recall from are as specified; models differ in their update alone; members never mix."""
+"""Recall sequences follow the specification; models differ only in their update; members do not interact."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_pairs_come_in_four_phases():
     assert torch.equal(episode.tokens[..., 1:17], episode.addresses)
 
 
-def test_pairs_overlap_as_told_and_nowhere_else():
+def test_only_pairs_overlap():
     rho = torch.rand(4, 8, generator=generator(), dtype=torch.float64)
     keys = PAIRS.addresses(rho)
     gram = keys @ keys.mT
@@ -62,20 +62,20 @@ def test_pairs_overlap_as_told_and_nowhere_else():
 def test_pairs_shuffle_their_labels_in_every_sequence():
     episode = PAIRS.draw(6, 2, (0.6, 0.8), generator())
     who, labels = identities(episode), episode.tokens[..., 17:]
-    told = labels.argmax(-1)
+    reports = labels.argmax(-1)
     assert labels[:, :-8].sum(-1).eq(1).all() and labels[:, -8:].eq(0).all()
     tables = []
     for row in range(6):
-        table = dict(zip(who[row, :16].tolist(), told[row, :16].tolist(), strict=True))
+        table = dict(zip(who[row, :16].tolist(), reports[row, :16].tolist(), strict=True))
         assert sorted(table.values()) == list(range(16))
-        assert all(table[int(i)] == int(t) for i, t in zip(who[row, :-8], told[row, :-8], strict=True))
+        assert all(table[int(i)] == int(t) for i, t in zip(who[row, :-8], reports[row, :-8], strict=True))
         assert [table[int(i)] for i in who[row, -8:]] == episode.targets[row].tolist()
         assert [table[int(i) + 1] for i in who[row, -8:]] == episode.distractors[row].tolist()
         tables.append(tuple(table[i] for i in range(16)))
     assert len(set(tables)) == 6
 
 
-def test_crowds_ask_for_what_was_written():
+def test_random_addresses_query_written_ones():
     episode = CROWD.draw(4, 48, generator())
     raw, labels = episode.tokens[..., 1:65], episode.tokens[..., 65:]
     assert episode.tokens.shape == (4, 56, 129)
@@ -91,7 +91,7 @@ def test_crowds_ask_for_what_was_written():
     assert torch.allclose(seen, episode.addresses, atol=1e-6)
 
 
-def test_the_margin_weighs_target_against_distractor_alone():
+def test_the_margin_compares_target_and_distractor_only():
     episode = Episode(torch.zeros(0), torch.zeros(0), torch.tensor([[[0, 1]]]), torch.tensor([[[1, 2]]]))
     logits = torch.tensor([[[[2.0, 1.0, 9.0], [0.0, 0.0, 0.0]]]])
     found = recall_scores(logits, episode)
@@ -149,21 +149,21 @@ def test_members_do_not_mix(name):
     assert torch.allclose(both(stack_episodes(episodes))[1], alone(stack_episodes(episodes[1:]))[0], atol=1e-5)
 
 
-def test_members_are_clipped_by_themselves():
+def test_gradients_are_clipped_per_member():
     gradients = [torch.tensor([[3.0], [0.3]]), torch.tensor([[4.0], [0.4]])]
     _clip(gradients, 1.0)
     assert torch.allclose(torch.cat(gradients, 1), torch.tensor([[0.6, 0.8], [0.3, 0.4]]), atol=1e-5)
 
 
-def test_a_seed_learns_the_same_whoever_is_beside_it():
+def test_training_of_a_seed_does_not_depend_on_other_members():
     protocol = CollisionProtocol(steps=4, batch_size=2, learning_rate=3e-3, test_sequences=3)
     study = STUDIES["crowding"]
 
     def learn(seeds):
         model = RecallModel("deltanet", study.task.inputs, study.task.labels, seeds)
-        told = []
-        loss = train(model, study, seeds, protocol, CPU, lambda done, loss: told.append(done))
-        assert told == [0.25, 0.5, 0.75, 1.0]
+        reports = []
+        loss = train(model, study, seeds, protocol, CPU, lambda done, loss: reports.append(done))
+        assert reports == [0.25, 0.5, 0.75, 1.0]
         return torch.stack([loss, *evaluate(model, study, {"writes": 24}, protocol, CPU).values()])
 
     first, again, other = learn([0, 1]), learn([0, 1]), learn([1])

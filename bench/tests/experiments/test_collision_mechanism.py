@@ -38,13 +38,13 @@ def margins():
 
 
 @pytest.mark.parametrize("row", range(len(PRINTED)), ids=lambda row: f"{PRINTED[row][0]}")
-def test_margins_by_overlap_are_those_printed(row):
+def test_margins_by_overlap_equal_the_papers(row):
     _, bayes, reset = PRINTED[row]
     assert float(margins()["Bayesian Layer"][row]) == pytest.approx(bayes, abs=0.005)
     assert float(margins()["covariance reset"][row]) == pytest.approx(reset, abs=0.005)
 
 
-def test_the_plateaus_are_those_printed():
+def test_plateaus_equal_the_papers():
     ran = traces()
     writes_before_flood = ran["Bayesian Layer"].retrieval()[SETTING.writes_before_flood, 0]
     assert float(writes_before_flood) == pytest.approx(0.731, abs=5e-4)
@@ -61,14 +61,14 @@ def test_the_plateaus_are_those_printed():
         ("Bayesian Layer", (0.90019, 0.10271), (0.01978, 0.97964)),
     ],
 )
-def test_the_states_before_and_after_the_flood_are_those_printed(name, at_a, end):
+def test_states_before_and_after_the_flood_equal_the_papers(name, at_a, end):
     ran = traces()[name]
     assert ran.logits(A)[SETTING.writes_before_flood, 0, :2].tolist() == pytest.approx(at_a, abs=5e-6)
     assert ran.logits(B)[SETTING.writes_before_flood, 0, :2].tolist() == pytest.approx((0, 1), abs=1e-9)
     assert ran.logits(B)[-1, 0, :2].tolist() == pytest.approx(end, abs=5e-6)
 
 
-def test_gain_and_slope_are_those_printed():
+def test_gain_and_slope_equal_the_papers():
     bayes = traces()["Bayesian Layer"]
     assert final_gain(SETTING) == pytest.approx((5**0.5 - 1) / 2, abs=1e-15)
     assert float(bayes.gain[-1, 0]) == pytest.approx(0.618, abs=5e-4)
@@ -85,13 +85,13 @@ def test_closed_forms_hold_exactly(overlap):
             assert abs(row.difference) < 1e-9, row
 
 
-def test_the_first_flooding_write_turns_as_far_as_the_limit_says():
+def test_the_angle_of_the_first_flood_write_approaches_its_limit():
     def left(boost):
         setting = MechanismSetting(boost=boost)
         rows = predictions(setting, 0.92, traces(0.92, setting))
         return next(-row.difference for row in rows if row.equation == "45")
 
-    # What is left falls as the variance across grows, by l^2 a write from where the seed leaves it.
+    # The difference decreases as the orthogonal variance grows, by l^2 per write.
     assert 0 < left(160) < left(40) / 3
 
 
@@ -107,7 +107,7 @@ def test_tables_e_4_2_and_e_4_4_were_printed_for_another_overlap():
     assert stated.margin.tolist() == pytest.approx([-0.345, -0.297, -0.267, -0.211, -0.199, -0.190], abs=0.0005)
 
 
-def test_a_gain_never_exceeds_one_and_what_is_printed_as_2_is_the_length_of_the_write():
+def test_gains_do_not_exceed_one_and_the_printed_2_is_the_norm_of_the_write():
     bayes = traces()["Bayesian Layer"]
     assert float(bayes.gain.max()) < 1
     write = first_predicted(SETTING, bayes) @ bayes.keys[0, A]
@@ -120,7 +120,7 @@ def test_resetting_the_covariance_is_the_delta_rule():
     assert torch.allclose(reset, delta, rtol=0, atol=1e-14)
 
 
-def test_token_by_token_is_the_whole():
+def test_token_by_token_equals_one_call():
     rule = mech.rules(SETTING)["Bayesian Layer"]
     ran = traces()["Bayesian Layer"]
     key = ran.keys[:, SETTING.schedule(), None]
@@ -132,7 +132,7 @@ def test_token_by_token_is_the_whole():
     assert torch.allclose(whole.belief.covariance[0], ran.covariance[-1], rtol=0, atol=1e-11)
 
 
-def test_tables_hold_what_is_read_after_the_last_write():
+def test_tables_use_the_state_after_the_last_write():
     at = torch.tensor([0.92], dtype=torch.float64)
     for name, ran in traces().items():
         assert torch.equal(mech.final_retrievals(SETTING, at)[name], ran.retrieval()[-1])

@@ -1,4 +1,4 @@
-"""Layers of other packages in a benchmark: they are what their papers say, and fail clearly where they cannot serve."""
+"""Layers of other packages equal their papers' equations, and raise clear errors where they are not supported."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_mamba_is_an_additive_memory(conv: int):
 
 @pytest.mark.parametrize("conv", [4, 0])
 def test_mlstm_is_an_additive_memory_over_its_count(conv: int):
-    """Values and a column of ones are written with gain exp(i); what is read of the former is divided by the latter."""
+    """Values and a column of ones are written with gain exp(i); the read-out of values is divided by that of ones."""
     pytest.importorskip("xlstm")
     layer = shaken(MLSTM(WIDTH, heads=2, conv=conv))
     w, x = wide(layer), tokens().double()
@@ -127,8 +127,8 @@ def rwkv(w: dict[str, Tensor], x: Tensor, head: int, eps: float) -> Tensor:
     return (y * gate) @ w["o_proj.weight"].T
 
 
-def test_how_much_they_remember():
-    """Sized as the layers they are compared with; what is counted is what is there."""
+def test_state_sizes():
+    """Sizes match the compared layers, and `state_size` equals the number of state elements."""
     assert Mamba1.options_for_state_size(128, 2048) == {"expand": 1, "state_dim": 16}  # as the paper's Table 11
     assert RWKV7.options_for_state_size(128, 2048) == {"head_dim": 16}
     assert MLSTM.options_for_state_size(128, 2048) == {"expand": 2, "heads": 32}
@@ -142,8 +142,8 @@ def test_how_much_they_remember():
         Mamba1.options_for_state_size(100, 2048)
 
 
-def test_a_model_of_them_begins_as_their_packages_say():
-    """transformers draws a model's parts anew; what a package sets beyond that must outlast it."""
+def test_initial_values_are_those_of_the_packages():
+    """transformers initializes modules again; a package's own initial values must be kept."""
     torch.manual_seed(0)
     model = KalmixForCausalLM(KalmixConfig(vocab_size=9, hidden_size=WIDTH, layers=["mamba-1", "mlstm"]))
     mamba, mlstm = (mixer.inner for mixer in model.model.mixers)
@@ -161,17 +161,17 @@ def test_a_model_of_them_begins_as_their_packages_say():
 
 
 @pytest.mark.parametrize("make", [lambda: Mamba1(WIDTH, conv=0), lambda: MLSTM(WIDTH)])
-def test_they_read_whole_sequences(make: object):
+def test_only_whole_sequences_are_accepted(make: object):
     layer = make()
     y, state = layer(tokens())
     assert torch.allclose(y[:, :9], layer(tokens()[:, :9])[0], atol=1e-5)  # and look at none to come
     with pytest.raises(ArgumentError, match=r"`state` is a NoState; expected none"):
         layer(tokens(), state)
-    with pytest.raises(ArgumentError, match=r"`segments` .* whole sequences, one a row"):
+    with pytest.raises(ArgumentError, match=r"`segments` .* whole sequences, one per row"):
         layer(tokens()[:1], segments=Segments.packed(torch.tensor([0, 3, TOKENS])))
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch):
     for name, package in (
         ("mlstm", "xlstm"),
         ("rwkv-7", "fla"),
@@ -185,7 +185,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.filterwarnings("ignore:According to Bo", "ignore:Triton is not supported")
-def test_rwkv_asks_for_a_gpu_and_heads_that_fill_the_width():
+def test_rwkv_requires_a_gpu_and_heads_that_divide_the_width():
     pytest.importorskip("fla")
     with pytest.raises(ArgumentError, match=f"a divisor of the width, {WIDTH}"):
         RWKV7(WIDTH, head_dim=32)
@@ -195,7 +195,7 @@ def test_rwkv_asks_for_a_gpu_and_heads_that_fill_the_width():
         layer(tokens())
 
 
-def test_rwkv_is_refused_where_it_is_compiled_wrong():
+def test_rwkv_is_refused_where_it_is_miscompiled():
     assert is_miscompiled((9, 0), "3.6.0") and is_miscompiled((9, 0), "3.7.0+git1")
     assert (
         not is_miscompiled((9, 0), "3.7.1")

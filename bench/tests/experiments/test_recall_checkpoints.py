@@ -1,4 +1,4 @@
-"""Trained models of benchmarks: kept, found again, and shown while they read."""
+"""Trained models of benchmarks are stored, loaded and drawn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results
 
 
-def test_a_model_is_found_as_it_ended(results: Results):
+def test_trained_models_are_loaded(results: Results):
     assert cells_with_weights(results) == [cell_from_row(row) for row in results.read()]
     for cell, row in zip((COPY, PRESSED, DOUBTLESS), results.read(), strict=True):
         assert cell_from_row(row).to_dict() == cell.to_dict()
@@ -52,7 +52,7 @@ def test_a_model_is_found_as_it_ended(results: Results):
         load_trained_model(replace(COPY, seed=5), draw_cell_data(COPY), results)
 
 
-def test_pictures_of_what_they_believe(results: Results):
+def test_beliefs_are_drawn(results: Results):
     """A picture of variances, and one of attention for each layer; none where nothing is doubted."""
     written = bench_beliefs.draw(COPY, results, 3)
     names = ["variance", "attention-layer-1"]

@@ -1,4 +1,4 @@
-"""`kalmix bench mad` and its like, end to end and tiny; nothing is run twice; mistakes are one line."""
+"""`kalmix bench mad` and others end to end at tiny sizes; nothing runs twice; errors are one line."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BENCHES["mqar"], "laptop", (_RECALL,))
 
 
-def test_layers_are_compared_once_and_reported_with_their_papers(kalmix, tmp_path: Path) -> None:
+def test_layers_are_run_once_and_reported_next_to_papers(kalmix, tmp_path: Path) -> None:
     asked = ("bench", "mad", "--task", "selective-copying", "--device", "cpu", "--output", tmp_path, "--seeds", 2)
-    told = kalmix(*asked)
-    assert told.status == 0, told.errors
+    result = kalmix(*asked)
+    assert result.status == 0, result.errors
     for words in ("kla  8 x 1  seed 0  macro", "(4/4)", "90.67", "75.73", "±", "Figure 5a", "report.md", "8 x 1"):
-        assert words in told.output, words
+        assert words in result.output, words
     lines = (tmp_path / "results.jsonl").read_text()
     rows = [json.loads(line) for line in lines.splitlines()]
     assert [(row["layer"], row["seed"]) for row in rows] == [
@@ -68,8 +68,8 @@ def test_layers_are_compared_once_and_reported_with_their_papers(kalmix, tmp_pat
 
 
 def test_widths_and_loads_are_drawn_at_the_best_rate(kalmix, tmp_path: Path) -> None:
-    told = kalmix("bench", "mqar", "--device", "cpu", "--output", tmp_path)
-    assert told.status == 0, told.errors
+    result = kalmix("bench", "mqar", "--device", "cpu", "--output", tmp_path)
+    assert result.status == 0, result.errors
     for name in ("widths", "lengths", "learning"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -83,22 +83,22 @@ def test_widths_and_loads_are_drawn_at_the_best_rate(kalmix, tmp_path: Path) -> 
     assert [entry.rows[0]["protocol"]["learning_rate"] for entry in summarize(rows)] == [1e-3, 1e-2]
 
 
-def test_layers_of_a_task_stand_together_in_whatever_order_their_cells_end() -> None:
+def test_layers_are_grouped_by_task() -> None:
     asked = make_cells(BENCHES["mad"]["laptop"], (), (), 1)
     rows = [{**cell.to_dict(), "score": "macro", "scores": {"macro": 0.5}} for cell in (*asked[::2], *asked[1::2])]
     assert [entry.task for entry in summarize(rows)] == sorted((cell.task for cell in asked), reverse=True)
 
 
-def test_widths_are_chosen() -> None:
+def test_hidden_sizes_are_selected() -> None:
     asked = make_cells(BENCHES["mqar"]["laptop"], (), (), 1, (16,))
     assert len(asked) == 2 and {cell.shape.hidden_size for cell in asked} == {16}
 
 
-def test_variants_of_a_layer_are_told_apart_at_every_depth(kalmix, tmp_path: Path) -> None:
+def test_variants_of_a_layer_are_reported_apart(kalmix, tmp_path: Path) -> None:
     variant = 'kla:{"process_noise": false, "slots": 1}'
     asked = ("bench", "mad", "--task", "selective-copying", "--device", "cpu", "--output", tmp_path, "--depth", "1,2")
-    told = kalmix(*asked, "--layer", "kla", "--layer", 'kla:{"slots":1,"process_noise":false}')
-    assert told.status == 0, told.errors
+    result = kalmix(*asked, "--layer", "kla", "--layer", 'kla:{"slots":1,"process_noise":false}')
+    assert result.status == 0, result.errors
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert {(row["layer"], row["shape"]["depth"]) for row in rows} == {(x, n) for x in ("kla", variant) for n in (1, 2)}
     assert all(row["mixer"]["slots"] == (1 if row["layer"] == variant else 2) for row in rows)
@@ -113,12 +113,12 @@ def test_variants_of_a_layer_are_told_apart_at_every_depth(kalmix, tmp_path: Pat
     assert papers == {("kla", "1"): "90.67", ("kla", "2"): "90.67", (variant, "1"): "", (variant, "2"): ""}
 
 
-def test_validation_rows_choose_the_epoch_where_they_are_asked_for(kalmix, tmp_path: Path) -> None:
+def test_validation_rows_select_the_epoch(kalmix, tmp_path: Path) -> None:
     asked = ("bench", "mad", "--task", "selective-copying", "--layer", "kla", "--epochs", 4, "--device", "cpu")
     assert kalmix(*asked, "--output", tmp_path).status == 0
-    told = kalmix(*asked, "--output", tmp_path, "--validation", 6)
-    assert told.status == 0, told.errors
-    assert "epoch chosen on 6 validation rows" in told.output and "macro %, chosen on test" in told.output
+    result = kalmix(*asked, "--output", tmp_path, "--validation", 6)
+    assert result.status == 0, result.errors
+    assert "epoch chosen on 6 validation rows" in result.output and "macro %, chosen on test" in result.output
     without, row = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
     assert "test_chosen_scores" not in without and "validation" not in without["protocol"]
     curves = row["curves"]
@@ -144,7 +144,7 @@ def test_presets_are_cells(bench: str, preset: str, monkeypatch: pytest.MonkeyPa
     assert all(json.dumps(cell.to_dict()) for cell in asked)
 
 
-def test_mads_own_protocol_asks_every_difficulty_at_every_rate_and_decay() -> None:
+def test_mads_protocol_runs_every_difficulty_and_hyperparameter() -> None:
     asked = make_cells(BENCHES["mad"]["mad-lab"], ("compression",), ("kla",), 1)
     tried = {(cell.protocol.learning_rate, cell.protocol.weight_decay) for cell in asked}
     assert tried == {(rate, decay) for rate in (1e-4, 5e-4, 1e-3) for decay in (0.0, 0.1)}
@@ -177,23 +177,23 @@ def _length(cell: RecallCell) -> int:
         ("a5 --device tpu", "cpu or cuda"),
     ],
 )
-def test_a_mistake_is_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
-    told = kalmix("bench", *options.split(), "--output", tmp_path / "out")
-    assert told.status == 2
-    assert says in told.errors
-    assert "Traceback" not in told.output + told.errors
+def test_an_invalid_option_gives_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
+    result = kalmix("bench", *options.split(), "--output", tmp_path / "out")
+    assert result.status == 2
+    assert says in result.errors
+    assert "Traceback" not in result.output + result.errors
     assert not (tmp_path / "out").exists()
 
 
 def test_a_report_of_something_else_is_refused(kalmix, tmp_path: Path) -> None:
     assert "without results.jsonl" in kalmix("bench", "report", tmp_path).errors
     (tmp_path / "results.jsonl").write_text("step,loss\n")
-    told = kalmix("bench", "report", tmp_path)
-    assert told.status == 2 and "line 1 is no JSON" in told.errors
+    result = kalmix("bench", "report", tmp_path)
+    assert result.status == 2 and "line 1 is no JSON" in result.errors
     for nothing in ("", '{"task": "mqa', '{"step": 1, "seconds": 1.0, "versions": {}}\n'):
         (tmp_path / "results.jsonl").write_text(nothing)
-        told = kalmix("bench", "report", tmp_path)
-        assert told.status == 2 and "no finished cell" in told.errors
+        result = kalmix("bench", "report", tmp_path)
+        assert result.status == 2 and "no finished cell" in result.errors
     assert not (tmp_path / "report.md").exists()
 
 
@@ -218,8 +218,8 @@ def test_all_runs_every_bench_into_its_folder(kalmix, tmp_path: Path, monkeypatc
     assert kalmix(*asked, "--preset", "paper").status == 0
     assert "epochs" not in called["sde"] and called["a5"]["preset"] == "paper"
     for wrong in (("--preset", "desktop"), ("--seeds", 0), ("--jobs", 0), ("--device", "tpu")):
-        told = kalmix("bench", "all", *wrong)
-        assert told.status == 2 and not told.output, wrong
+        result = kalmix("bench", "all", *wrong)
+        assert result.status == 2 and not result.output, wrong
 
 
 def test_needles_are_scored_by_length_and_depth(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +227,8 @@ def test_needles_are_scored_by_length_and_depth(kalmix, tmp_path: Path, monkeypa
     protocol = RecallProtocol(epochs=1, batch_size=4, learning_rate=1e-3)
     study = RecallStudy("needle/single-1", parts, (ModelShape(8),), protocol, ("linear-attention",))
     monkeypatch.setitem(BENCHES["needle"], "laptop", (study,))
-    told = kalmix("bench", "needle", "--device", "cpu", "--output", tmp_path)
-    assert told.status == 0 and "string_match 0.000" in told.output, told.errors
+    result = kalmix("bench", "needle", "--device", "cpu", "--output", tmp_path)
+    assert result.status == 0 and "string_match 0.000" in result.output, result.errors
     (row,) = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
     for scores in row["slices"]["last"]:
         depths = [name for name in scores if name.startswith("depth")]

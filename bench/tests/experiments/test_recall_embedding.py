@@ -23,7 +23,7 @@ def test_the_gradient_of_a_lookup_is_that_of_an_embedding(size: float) -> None:
     assert torch.equal(ours, turned)
 
 
-def test_a_gradient_that_is_not_finite_stays_so() -> None:
+def test_non_finite_gradients_stay_non_finite() -> None:
     table = torch.randn(2, 3, requires_grad=True)
     for bad in (float("inf"), float("nan")):
         grad = torch.tensor([[1.0, bad, 1.0]])

@@ -1,4 +1,4 @@
-"""Models of the benchmarks are as published; layers are matched in what they remember."""
+"""Models of the benchmarks equal the published ones; layers have equal state sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OWN = [name for name in LAYERS if LAYERS[name]["mixer"] not in ELSEWHERE - {"att
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_every_layer_is_built_at_the_state_it_is_matched_to(name: str) -> None:
+def test_every_layer_has_the_matched_state_size(name: str) -> None:
     shape = replace(MAD, hidden_size=32, state_size=512)
     model = build(16, shape, name, 8, from_last=False)
     assert isinstance(model, TokenModel)
@@ -64,7 +64,7 @@ def test_sizes_are_those_of_table_11_and_of_table_3_of_memory_by_design() -> Non
         sized(parse_layer("kla"), 96, 1000, 4)
 
 
-def test_a_name_that_is_no_layer_meets_its_neighbours() -> None:
+def test_unknown_layers_list_the_nearest_names() -> None:
     with pytest.raises(ArgumentError, match=r"'gated-delta-net'.*gated-deltanet"):
         parse_layer("gated-delta-net")
 
@@ -117,7 +117,7 @@ def test_mads_model_is_as_published() -> None:
     assert float(head.weight.detach().abs().max()) == pytest.approx(128**-0.5, rel=0.05)  # as PyTorch draws it
 
 
-def test_the_autoencoder_knows_the_last_token_alone() -> None:
+def test_the_autoencoder_uses_only_the_last_token() -> None:
     torch.manual_seed(0)
     shape = ModelShape(32, decoder=(24, 12))
     model = build(16, shape, "gated-deltanet", 6, from_last=True)
@@ -135,7 +135,7 @@ def test_the_autoencoder_knows_the_last_token_alone() -> None:
     assert sinusoidal_positions(6, 32)[3, 15] == pytest.approx(math.sin(3e-4))
 
 
-def test_mlps_stand_before_the_blocks_and_in_the_heads_place() -> None:
+def test_encoder_and_decoder_mlps() -> None:
     torch.manual_seed(0)
     model = build(16, ModelShape(32, encoder=20, decoder=(24, 12)), "gated-deltanet", 6, from_last=False)
     assert isinstance(model, TokenModel)
@@ -151,7 +151,7 @@ def test_mlps_stand_before_the_blocks_and_in_the_heads_place() -> None:
     assert float(last.get_parameter("weight").detach().std()) == pytest.approx(0.02, rel=0.2)
 
 
-def test_kla_plus_learns_by_the_marginal_likelihood_and_its_samples_spread_as_it_believes() -> None:
+def test_kla_plus_uses_the_marginal_likelihood() -> None:
     torch.manual_seed(0)
     ids, targets = torch.randint(16, (3, 6)), torch.randint(16, (3, 6))
     model = build(16, ModelShape(32, state_size=512, mlp=24), "kla-plus", 6, from_last=False)
@@ -175,7 +175,7 @@ def test_kla_plus_learns_by_the_marginal_likelihood_and_its_samples_spread_as_it
     assert both(ids).shape == (3, 6, 16)
 
 
-def test_zoologys_model_echoes_its_norm() -> None:
+def test_zoologys_model_adds_its_norm() -> None:
     """h = mixer(LN1(r)); r = r + h; r = r + LN2(r), twice, then LN and the embedding's own rows."""
     torch.manual_seed(0)
     shape = ModelShape(16, depth=2, norm="layer", head="tied", add_norm=True, zoology_init=True, dropout=0.1)
@@ -225,7 +225,7 @@ def test_rates_follow_their_schedules() -> None:
         (lambda: RecallCell("mqar", (Part.of(1, 1),), "kalman", MAD, RecallProtocol(1, 1, 1), 0), "kla"),
     ],
 )
-def test_nonsense_raises(make, says: str) -> None:
+def test_invalid_arguments_raise(make, says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         make()
 

@@ -35,7 +35,7 @@ def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "checkpoints" / digest(COPY)
 
 
-def test_a_sweep_passes_over_an_unfinished_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_checkpoints_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = found(COPY, tmp_path / "whole")
     kept = interrupted(tmp_path, monkeypatch)
     (complete, older) = list_checkpoints(kept)
@@ -48,9 +48,7 @@ def test_a_sweep_passes_over_an_unfinished_checkpoint(tmp_path: Path, monkeypatc
     assert not kept.exists() and older.name != complete.name
 
 
-def test_a_sweep_deletes_checkpoints_after_it_has_written_the_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_are_deleted_after_the_row_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_callback, "CHECKPOINT_SECONDS", 0.0)
     results = Results(tmp_path / "results.jsonl")
     kept = tmp_path / "checkpoints" / digest(COPY)

@@ -1,4 +1,4 @@
-"""Cells of the benchmarks learn, the same again from a seed, go on from a checkpoint, and say what came of them."""
+"""Cells of the benchmarks learn, are reproducible, resume from checkpoints, and store their results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def found(cell: RecallCell, folder: Path, device: torch.device = CPU) -> dict:
     return run(Recall(), [cell], Results(folder / "results.jsonl"), device)[cell]
 
 
-def test_a_layer_learns_and_its_row_says_how(tmp_path: Path) -> None:
+def test_a_layer_learns_and_its_row_has_curves_and_sizes(tmp_path: Path) -> None:
     row = found(replace(COPY, protocol=replace(COPY.protocol, epochs=5)), tmp_path)
     curves = row["curves"]
     assert row["epochs"] == len(curves["loss"]) == len(curves["macro"]) == 5
@@ -45,31 +45,31 @@ def test_a_layer_learns_and_its_row_says_how(tmp_path: Path) -> None:
     assert row["parts"][0]["settings"]["frac_noise"] == 0 and not list(tmp_path.glob("checkpoints/*"))
 
 
-def test_a_seed_learns_the_same_again_and_another_does_not(tmp_path: Path) -> None:
+def test_training_is_deterministic(tmp_path: Path) -> None:
     first, again = (found(COPY, tmp_path / name) for name in ("first", "again"))
     assert first["curves"] == again["curves"] and first["slices"] == again["slices"]
     assert first["curves"] != found(replace(COPY, seed=1), tmp_path / "first")["curves"]
 
 
-def test_how_far_it_is_is_told_within_an_epoch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported_within_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_callback, "REPORT_SECONDS", 0.0)
-    told = []
+    reports = []
     cell = replace(COPY, protocol=replace(COPY.protocol, epochs=2, batch_size=32))
     run(
         Recall(),
         [cell],
         Results(tmp_path / "results.jsonl"),
         CPU,
-        progress_factory=lambda *_: lambda *now: told.append(now),
+        progress_factory=lambda *_: lambda *now: reports.append(now),
     )
-    assert [done for done, _ in told] == [0.25, 0.5, 0.5, 0.75, 0.999, 0.999, 1.0]
-    assert [how[:5] for _, how in told] == ["", "", *["macro"] * 5]
+    assert [done for done, _ in reports] == [0.25, 0.5, 0.5, 0.75, 0.999, 0.999, 1.0]
+    assert [how[:5] for _, how in reports] == ["", "", *["macro"] * 5]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("layer", ["kla", "kla-plus", "gated-deltanet"])
-def test_so_it_does_on_a_gpu(tmp_path: Path, layer: str, captured: bool) -> None:
+def test_training_is_deterministic_on_gpu(tmp_path: Path, layer: str, captured: bool) -> None:
     part = Part.of(8192, 64, seq_len=64, num_tokens_to_copy=4)  # most tokens are one id, asked for by many at once
     protocol = replace(COPY.protocol, batch_size=1024, cuda_graph=captured)
     cell = replace(COPY, parts=(part,), layer=layer, protocol=protocol)
@@ -80,9 +80,7 @@ def test_so_it_does_on_a_gpu(tmp_path: Path, layer: str, captured: bool) -> None
 
 
 @pytest.mark.parametrize("head", ["untied", "tied"])
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str
-) -> None:
+def test_an_interrupted_run_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
     cell = replace(COPY, shape=replace(COPY.shape, head=head))
     whole = found(cell, tmp_path / "whole")
     monkeypatch.setattr(evaluation_callback, "CHECKPOINT_SECONDS", 0.0)
@@ -106,7 +104,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     assert not kept.exists()
 
 
-def test_a_run_ends_when_it_is_good_enough_or_gets_no_better(tmp_path: Path) -> None:
+def test_a_run_ends_at_the_stop_score_or_without_improvement(tmp_path: Path) -> None:
     stale = replace(COPY.protocol, epochs=50, learning_rate=1e-9, patience=2)
     assert found(replace(COPY, protocol=stale), tmp_path)["epochs"] == 3
     assert found(replace(COPY, protocol=replace(stale, patience=None, stop_score=0.0)), tmp_path)["epochs"] == 1
@@ -142,7 +140,7 @@ def test_parts_share_no_batch_and_an_epoch_takes_every_row_once() -> None:
     assert firsts[0] == firsts[1] != firsts[2]
 
 
-def test_scores_by_depth_are_those_of_their_rows() -> None:
+def test_scores_by_depth() -> None:
     targets = np.array([[1, 2], [3, 4], [5, 6], [7, 8]])
     predicted = np.array([[1, 0], [3, 4], [5, 0], [0, 0]])
     rows = Rows(targets, targets, {"depth": np.array([0.0, 0.19, 0.2, 1.0])})

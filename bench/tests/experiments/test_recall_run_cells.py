@@ -36,7 +36,7 @@ def start_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def line(**changes: object) -> dict:
-    """Return a cell; names such as `protocol__epochs` change what stands in an object."""
+    """Return a cell with changes; names such as `protocol__epochs` change a nested value."""
     changed = json.loads(json.dumps(LINE))
     for name, value in changes.items():
         outer, _, inner = name.partition("__")
@@ -63,8 +63,8 @@ def test_the_documented_commands_write_cells_and_run_them(kalmix, tmp_path: Path
     )
     assert example, "docs/benchmarks.md has no such example"
     write, run = (shlex.split(command.partition("#")[0])[1:] for command in example.groups())
-    told = kalmix(*write)
-    assert told.status == 0, told.errors
+    result = kalmix(*write)
+    assert result.status == 0, result.errors
     (file,) = tmp_path.glob("*.jsonl")
     written = [json.loads(cell) for cell in file.read_text().splitlines()]
     assert all(json.loads(json.dumps(parse_cell(cell).to_dict())) == cell for cell in written)
@@ -72,21 +72,21 @@ def test_the_documented_commands_write_cells_and_run_them(kalmix, tmp_path: Path
     small = [cell for place, cell in enumerate(small) if cell not in small[:place]]
     assert len(small) == 4
     lines(file, *small)
-    told = kalmix(*(["cpu" if word == "all" else "2" if word == "9" else word for word in run]))
-    assert told.status == 0, told.errors
+    result = kalmix(*(["cpu" if word == "all" else "2" if word == "9" else word for word in run]))
+    assert result.status == 0, result.errors
     (results,) = tmp_path.rglob("results.jsonl")
     assert len(rows(results.parent)) == 4
-    assert "report.md" in told.output
+    assert "report.md" in result.output
 
 
-def test_a_campaign_ends_by_its_deadline_and_continues(kalmix, tmp_path: Path) -> None:
+def test_a_run_ends_by_its_deadline_and_continues(kalmix, tmp_path: Path) -> None:
     long = line(protocol__epochs=100_000, layer="linear-attention")
     file = lines(tmp_path / "cells.jsonl", line(layer="linear-attention"), long, line(layer="linear-attention", seed=1))
     output, began = tmp_path / "out", time.monotonic()
     asked = ("bench", "run", file, "--devices", "cpu", "--jobs-per-device", 2, "--output", output)
-    told = kalmix(*asked, "--deadline", 10)
-    assert told.status == 3 and time.monotonic() - began < 10, told.errors
-    assert "2 of 3 cells are finished" in told.output
+    result = kalmix(*asked, "--deadline", 10)
+    assert result.status == 3 and time.monotonic() - began < 10, result.errors
+    assert "2 of 3 cells are finished" in result.output
     (checkpoints,) = (output / "checkpoints").iterdir()
     (newest, *_) = sorted(checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))[::-1]
     steps = json.loads((newest / "trainer_state.json").read_text())["global_step"]
@@ -95,8 +95,8 @@ def test_a_campaign_ends_by_its_deadline_and_continues(kalmix, tmp_path: Path) -
     lines(file, enough, *(json.loads(row) for row in file.read_text().splitlines()[::2]))
     (output / "checkpoints" / digest(parse_cell(enough))).parent.mkdir(exist_ok=True)
     checkpoints.rename(output / "checkpoints" / digest(parse_cell(enough)))
-    told = kalmix(*asked)
-    assert told.status == 0, told.errors
+    result = kalmix(*asked)
+    assert result.status == 0, result.errors
     found = rows(output)
     assert [row["protocol"]["epochs"] for row in found[:2]] == [2, 2] and len(found) == 3
     assert found[2]["epochs"] == steps // 2 + 2 and found[2]["commit"] == found[0]["commit"]
@@ -106,10 +106,10 @@ def test_a_campaign_ends_by_its_deadline_and_continues(kalmix, tmp_path: Path) -
 def test_a_cell_that_fails_leaves_the_others_alone(kalmix, tmp_path: Path) -> None:
     bad = line(layer='gla:{"samples": 3}')
     file = lines(tmp_path / "cells.jsonl", bad, line(layer="linear-attention"))
-    told = kalmix("bench", "run", file, "--devices", "cpu", "--output", tmp_path)
-    assert told.status == 1
-    assert 'gla:{"samples": 3}' in told.errors and "posterior" in told.errors and "Traceback" not in told.errors
-    assert [row["layer"] for row in rows(tmp_path)] == ["linear-attention"] and "1 of 2 cells" in told.output
+    result = kalmix("bench", "run", file, "--devices", "cpu", "--output", tmp_path)
+    assert result.status == 1
+    assert 'gla:{"samples": 3}' in result.errors and "posterior" in result.errors and "Traceback" not in result.errors
+    assert [row["layer"] for row in rows(tmp_path)] == ["linear-attention"] and "1 of 2 cells" in result.output
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_a_cell_that_fails_leaves_the_others_alone(kalmix, tmp_path: Path) -> No
 )
 def test_a_bad_line_is_one_sentence_with_its_number(kalmix, tmp_path: Path, cell: dict, says: str) -> None:
     file = lines(tmp_path / "cells.jsonl", line(), cell)
-    told = kalmix("bench", "run", file, "--devices", "cpu", "--output", tmp_path / "out")
-    assert told.status == 2 and says in told.errors and "Traceback" not in told.errors
-    assert told.errors.count("error:") == 1 and not (tmp_path / "out").exists()
+    result = kalmix("bench", "run", file, "--devices", "cpu", "--output", tmp_path / "out")
+    assert result.status == 2 and says in result.errors and "Traceback" not in result.errors
+    assert result.errors.count("error:") == 1 and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -150,12 +150,12 @@ def test_a_bad_line_is_one_sentence_with_its_number(kalmix, tmp_path: Path, cell
         (json.dumps(LINE), ("--devices", "tpu"), "`devices` is 'tpu'"),
     ],
 )
-def test_a_mistake_is_one_line(kalmix, tmp_path: Path, content: str | None, words: tuple, says: str) -> None:
+def test_an_invalid_option_gives_one_line(kalmix, tmp_path: Path, content: str | None, words: tuple, says: str) -> None:
     file = tmp_path / "cells.jsonl"
     if content is not None:
         file.write_text(content)
-    told = kalmix("bench", "run", file, "--output", tmp_path / "out", *words)
-    assert told.status == 2 and says in told.errors, told.errors
+    result = kalmix("bench", "run", file, "--output", tmp_path / "out", *words)
+    assert result.status == 2 and says in result.errors, result.errors
     assert not (tmp_path / "out").exists()
 
 

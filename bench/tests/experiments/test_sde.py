@@ -29,7 +29,7 @@ def times(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_a_drift_has_the_eigenvalues_it_was_made_of() -> None:
+def test_a_drift_has_the_given_eigenvalues() -> None:
     made = torch.linalg.eigvals(torch.tensor(drift_from_eigenvalues([-0.1 + 1j, -2.0, 0.5j])))
     want = [-0.1 + 1j, -0.1 - 1j, -2.0, 0.5j, -0.5j]
     assert sorted((round(x.real, 6), round(x.imag, 6)) for x in made.tolist()) == sorted(
@@ -57,7 +57,7 @@ def test_transitions_are_those_of_the_equation(drift: tuple[tuple[float, ...], .
     assert (covariance - integral).abs().max() < 1e-6 * integral.abs().max()
 
 
-def test_nothing_moves_in_no_time_and_two_lags_are_their_sum() -> None:
+def test_transitions_compose() -> None:
     for system in (PAPER, System(SPIRAL, 0.3, 0.5)):
         matrix, covariance = system.transition(times(0, 0.2, 0.5, 0.7))
         assert torch.equal(covariance[0], torch.zeros(2, 2).double())
@@ -66,7 +66,7 @@ def test_nothing_moves_in_no_time_and_two_lags_are_their_sum() -> None:
         assert torch.allclose(covariance[3], matrix[2] @ covariance[1] @ matrix[2].mT + covariance[2], atol=1e-12)
 
 
-def test_eulers_steps_are_the_papers_and_become_the_equation() -> None:
+def test_eulers_method_converges_to_the_exact_transition() -> None:
     x, steps = times(3, -1), 10
     for _ in range(steps):
         x = x + 0.01 * torch.tensor(SPIRAL).double() @ x
@@ -107,7 +107,7 @@ def test_times_are_regular_or_come_at_random_on_whole_steps() -> None:
     assert irregular.diff(dim=1).mean() == pytest.approx(0.1, rel=0.1)
 
 
-def test_outliers_are_as_many_and_as_far_off_as_said() -> None:
+def test_outliers_have_the_given_rate_and_scale() -> None:
     drawn = simulate(PAPER, Sampling(outliers=0.12, outlier_scale=20), 400, generator())
     assert drawn.state is not None and drawn.is_outlier is not None
     assert not drawn.is_outlier[:, 0].any()
@@ -117,7 +117,7 @@ def test_outliers_are_as_many_and_as_far_off_as_said() -> None:
     assert off[~drawn.is_outlier].mean() == pytest.approx(0.5, rel=0.02)
 
 
-def test_a_seed_gives_the_same_splits_whatever_their_sizes() -> None:
+def test_splits_do_not_depend_on_their_sizes() -> None:
     one, other = splits(PAPER, Sampling(), (4, 3, 2), 7), splits(PAPER, Sampling(), (9, 3, 2), 7)
     assert torch.equal(one.test.measurements, other.test.measurements)
     assert torch.equal(one.validation.measurements, other.validation.measurements)
@@ -125,7 +125,7 @@ def test_a_seed_gives_the_same_splits_whatever_their_sizes() -> None:
     assert len({tuple(first) for first in firsts}) == 6
 
 
-def test_an_embedding_keeps_lengths_and_is_read_back() -> None:
+def test_an_embedding_is_orthonormal() -> None:
     rows = embedding(2, 128, 0)
     assert torch.allclose(rows @ rows.mT, torch.eye(2).double(), atol=1e-14)
     with pytest.raises(ArgumentError, match="at least 3"):
@@ -147,7 +147,7 @@ def test_an_embedding_keeps_lengths_and_is_read_back() -> None:
         (lambda: windows(9, 500), "span"),
     ],
 )
-def test_nonsense_raises(make, name: str) -> None:
+def test_invalid_arguments_raise(make, name: str) -> None:
     with pytest.raises(ArgumentError, match=f"`{name}`"):
         make()
 
@@ -158,7 +158,7 @@ def test_without_process_noise_pooling_is_a_kalman_filter() -> None:
     assert torch.allclose(found.actual, found.optimal, rtol=1e-12)
 
 
-def test_pooling_errs_as_it_is_said_to() -> None:
+def test_the_error_of_pooling_equals_its_simulation() -> None:
     """Against simulation, and the optimum against generalised least squares."""
     at = Sampling(12, 0.5, irregular=True).times(1, generator())[0]
     found = pooled_variances(DECAYING, at)
@@ -180,7 +180,7 @@ def test_pooling_errs_as_it_is_said_to() -> None:
     assert (estimate - state).square().mean() == pytest.approx(float(found.actual[-1]), rel=0.03)
 
 
-def test_pooling_is_several_times_worse_than_the_optimum_and_does_not_know() -> None:
+def test_pooling_is_worse_than_the_optimum_and_overconfident() -> None:
     """The paper's mode, after its 102 measurements; the figures of docs/results/sde.md."""
     found = pooled_variances(DECAYING, torch.arange(102).double() / 10)
     assert found.actual[-1] / found.optimal[-1] == pytest.approx(4.98, abs=0.01)
@@ -190,7 +190,7 @@ def test_pooling_is_several_times_worse_than_the_optimum_and_does_not_know() -> 
 
 
 def test_a_fitted_scale_covers_held_out_errors() -> None:
-    """Of Gaussian errors whose variance is claimed 53 times too small."""
+    """Gaussian errors have a variance 53 times larger than claimed."""
     held_out, test = (torch.randn(2000, 2, generator=generator(seed)).double() for seed in (0, 1))
     claimed = torch.full((2000,), 1 / 53, dtype=torch.float64)
     assert max(coverage(test, claimed)) < 0.25
@@ -201,7 +201,7 @@ def test_a_fitted_scale_covers_held_out_errors() -> None:
     assert coverage(test, scale * claimed) == pytest.approx(LEVELS, abs=0.02)
 
 
-def test_attention_is_the_pooled_estimate_and_a_fitted_scale_makes_it_honest_where_it_is_fitted() -> None:
+def test_attention_equals_the_pooled_estimate_and_a_fitted_scale_calibrates_it() -> None:
     system = System(drift_from_eigenvalues([MODE]), 0.3, 0.5)
     drawn = simulate(system, Sampling(irregular=True), 2, generator())
     believed = estimate(system, drawn)
@@ -209,14 +209,14 @@ def test_attention_is_the_pooled_estimate_and_a_fitted_scale_makes_it_honest_whe
         claimed = pooled_variances(replace(system, drift=((MODE.real,),)), drawn.times[one]).claimed
         assert torch.allclose(believed.covariance[one, :, 1, 1], claimed, rtol=1e-6)
     covered = calibration(0.3, 0.5, trajectories=100)
-    assert covered["claimed"][2] < 0.45  # what is said to hold for 90%
+    assert covered["claimed"][2] < 0.45  # coverage of the 90% interval
     assert covered["kalman"] == pytest.approx(LEVELS, abs=0.02)
     assert covered["one scale"][2] == pytest.approx(0.9, abs=0.03) and covered["one scale, late"][2] < 0.82
     for whose in ("a scale a token", "a scale a token, late"):
         assert covered[whose] == pytest.approx(LEVELS, abs=0.04)
 
 
-def test_carbon_dioxide_is_in_windows_that_do_not_meet() -> None:
+def test_windows_of_different_splits_do_not_overlap() -> None:
     at, ppm = series()
     assert len(at) == 2225 and at[-1] == pytest.approx(43.75, abs=0.01) and ppm[0] == pytest.approx(316.1)
     assert at.diff().max() > 0.3  # gaps

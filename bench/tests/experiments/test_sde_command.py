@@ -1,4 +1,4 @@
-"""`kalmix bench sde`, end to end and tiny; what is done is not done again; mistakes are one line."""
+"""`kalmix bench sde` end to end at tiny sizes; nothing runs twice; errors are one line."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_models_are_trained_compared_and_drawn_once(kalmix, tmp_path: Path) -> None:
     asked = ("bench", "sde", "--settings", "figure-1b", "--models", "afa,softmax-2", "--seeds", 2, "--device", "cpu")
-    told = kalmix(*asked, "--output", tmp_path)
-    assert told.status == 0, told.errors
+    result = kalmix(*asked, "--output", tmp_path)
+    assert result.status == 0, result.errors
     for words in ("4.98", "53.18", "a scale a token", "softmax-2  seed 1  error", "smoother", "over kalman", "±"):
-        assert words in told.output
+        assert words in result.output
     pictures = ("errors", "pulled", "paths-afa", "paths-softmax-2", "maps-figure-1b")
     for name in pictures:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
-        assert f"{name}.png" in told.output
+        assert f"{name}.png" in result.output
     lines = (tmp_path / "results.jsonl").read_text()
     rows = [json.loads(line) for line in lines.splitlines()]
     assert [(row["setting"], row["model"], row["seed"]) for row in rows] == [
@@ -54,9 +54,9 @@ def test_models_are_trained_compared_and_drawn_once(kalmix, tmp_path: Path) -> N
         ("--device tpu", "cpu or cuda"),
     ],
 )
-def test_a_mistake_is_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
-    told = kalmix("bench", "sde", "--output", tmp_path / "out", *options.split())
-    assert told.status == 2
-    assert says in told.errors
-    assert "Traceback" not in told.output + told.errors
+def test_an_invalid_option_gives_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
+    result = kalmix("bench", "sde", "--output", tmp_path / "out", *options.split())
+    assert result.status == 2
+    assert says in result.errors
+    assert "Traceback" not in result.output + result.errors
     assert not (tmp_path / "out").exists()

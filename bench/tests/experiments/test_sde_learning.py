@@ -1,4 +1,4 @@
-"""Models of the next measurement learn, see nothing that is to come, and are found again with their weights."""
+"""Predictors learn, do not use future values, and are loaded with their weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_errors_are_means_over_rows_and_predictions() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_know_when_but_not_what_is_to_come(name: str) -> None:
+def test_models_use_future_times_but_not_future_values(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name](16, 2)
     x, times = torch.randn(2, 7, 16), torch.rand(2, 8).cumsum(1)
@@ -55,8 +55,8 @@ def test_models_know_when_but_not_what_is_to_come(name: str) -> None:
         assert torch.allclose(maps.sum(-1), torch.ones(maps.shape[:-1]), atol=1e-6)
 
 
-def test_what_is_pulled_forward_and_weighed_is_the_prediction() -> None:
-    """Of AFA: the map's rows times what tokens say on their own, where the estimate is taken whole."""
+def test_predictions_are_weighted_propagated_tokens() -> None:
+    """For AFA, a prediction is the map's row times the estimates of single tokens."""
     torch.manual_seed(0)
     model = MODELS["afa"](16, 1)
     assert isinstance(model, FilterPredictor)
@@ -84,8 +84,8 @@ def test_a_model_learns_to_beat_the_last_measurement() -> None:
     assert len(found.validation) == 12 and list(found.snapshots)[:2] == [0, 2]
 
 
-def test_the_weights_that_did_best_in_validation_are_kept() -> None:
-    """They are the first, where what is learned is that every other measurement is turned round."""
+def test_weights_of_the_best_validation_error_are_kept() -> None:
+    """The first epochs are best if every other training measurement is negated."""
     protocol = replace(TINY, epochs=4)
     given = SETTINGS["figure-1b"].draw(protocol.sizes, 0)
     turned = torch.tensor([1.0, -1.0]).repeat(51)[:, None] * given.train.measurements
@@ -98,7 +98,7 @@ def test_the_weights_that_did_best_in_validation_are_kept() -> None:
     assert check["measurement"] == pytest.approx(min(found.validation), rel=1e-4)
 
 
-def test_a_seed_learns_the_same_again_and_divergence_is_told() -> None:
+def test_training_is_deterministic_and_divergence_raises() -> None:
     given = SETTINGS["co2"].draw(TINY.sizes, 0)
     few = given._replace(train=given.train.select(torch.arange(8)))
     first, same, other = (train_predictor("softmax", few, TINY, seed, CPU, silent).validation for seed in (0, 0, 1))
@@ -108,7 +108,7 @@ def test_a_seed_learns_the_same_again_and_divergence_is_told() -> None:
         train_predictor("softmax", broken, TINY, 0, CPU, silent)
 
 
-def test_cells_are_run_once_and_their_models_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_are_run_once_and_their_models_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = Results(tmp_path / "results.jsonl")
     cells = [SdeCell("outliers", model, 0, TINY) for model in (REFERENCES, "softmax")]
     rows = run(Sde(), cells, results, CPU)
@@ -147,12 +147,12 @@ def test_cells_are_run_once_and_their_models_found_again(tmp_path: Path, monkeyp
         (lambda: SdeProtocol(learning_rate=0), "learning_rate"),
     ],
 )
-def test_nonsense_raises(make, name: str) -> None:
+def test_invalid_arguments_raise(make, name: str) -> None:
     with pytest.raises(ArgumentError, match=f"`{name}`"):
         make()
 
 
-def test_what_is_pulled_forward_is_drawn(tmp_path: Path) -> None:
+def test_propagated_estimates_are_drawn(tmp_path: Path) -> None:
     state = torch.randn(9, 2).cumsum(0)
     pulled = [state[at] + torch.randn(at, 2) for at in (3, 8)]
     path = plots.clouds(tmp_path / "clouds.png", [plots.Clouds("early", state, (3, 8), pulled)])

@@ -1,4 +1,4 @@
-"""The filter and the smoother that know the system, against textbook ones, joint Gaussians and what they promise."""
+"""Kalman filter and smoother against textbook equations and joint Gaussians."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def textbook(system: System, times: Tensor, measurements: Tensor, noise: Tensor)
 
 
 @pytest.mark.parametrize("system", [PAPER, System(drift_from_eigenvalues([-0.3 + 2j, -1.0]), 0.2, 0.7)])
-def test_references_are_the_textbooks(system: System) -> None:
+def test_references_equal_textbook_filters(system: System) -> None:
     """At irregular times, some measurements known to be outliers."""
     drawn = simulate(system, Sampling(20, irregular=True, outliers=0.3), 3, torch.Generator().manual_seed(0))
     assert drawn.is_outlier is not None
@@ -62,7 +62,7 @@ def test_the_optimum_of_the_papers_system(
 ) -> None:
     """The squared error of the next measurement, a mean over both rows and the 101 predictions of a trajectory.
 
-    What others found is within two standard deviations of the mean of 32 trajectories, each 1.8% of it.
+    The published values are within two standard deviations of the mean of 32 trajectories, each 1.8% of it.
     """
     system = replace(PAPER, process_noise=process_noise, obs_noise=obs_noise)
     drawn = simulate(system, Sampling(), 400, torch.Generator().manual_seed(0))
@@ -74,7 +74,7 @@ def test_the_optimum_of_the_papers_system(
     assert published == pytest.approx(least, rel=2 * 0.018)
 
 
-def test_more_is_known_the_more_is_seen_and_of_outliers() -> None:
+def test_errors_decrease_with_more_information() -> None:
     drawn = simulate(PAPER, Sampling(outliers=0.12), 50, torch.Generator().manual_seed(0))
     assert drawn.state is not None and drawn.is_outlier is not None
     told = PAPER.obs_noise * torch.where(drawn.is_outlier, 400.0, 1.0)

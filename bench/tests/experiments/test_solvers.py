@@ -1,4 +1,4 @@
-"""The studies of solvers find, at tiny sizes, what they find in full; their iterations are those of the op."""
+"""Studies of solvers give the expected results at tiny sizes; their iterations equal the op's."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from kalmix_bench.experiments.solvers.tokens import KINDS, draw
 CPU = torch.device("cpu")
 
 
-def silent(done: float, told: str) -> None:
-    assert 0 <= done <= 1 and told
+def silent(done: float, status: str) -> None:
+    assert 0 <= done <= 1 and status
 
 
 def systems(kind: str = "random", *, with_decay: bool = False, factor: float = 0.02) -> tuple[Systems, Tensor]:
@@ -92,15 +92,15 @@ def rounding() -> dict[tuple[str, ...], Any]:
 
 
 @pytest.mark.parametrize("keys", KINDS)
-def test_thirty_iterations_reach_what_rounding_to_bfloat16_leaves(keys: str) -> None:
+def test_thirty_iterations_reach_the_rounding_limit_of_bfloat16(keys: str) -> None:
     error = rounding()[keys, "bfloat16 products", "Chebyshev"]["error"]
     assert error[10] > 0.05 and error[20] < 0.01
     assert error[30] < 1.5 * error[60] and 2e-4 < error[60] < 5e-3  # bfloat16 rounds by 2e-3 on average
     assert rounding()[keys, "float32", "Chebyshev"]["error"][60] < 1e-6
 
 
-def test_carrying_the_residual_keeps_what_is_read_in_bfloat16() -> None:
-    """One key over and over: what is read lies along it, where the solution is shortest and rounding is amplified."""
+def test_updating_the_residual_keeps_read_outs_accurate_in_bfloat16() -> None:
+    """With one repeated key, read-outs lie along it, where the solution is smallest and rounding is amplified."""
     plain, carried, conjugate = (
         dict(rounding()["repeated", "bfloat16 products", solver]["read"])[30]
         for solver in ("Chebyshev", "Chebyshev by residuals", "CG")
@@ -122,7 +122,7 @@ def test_the_condition_number_is_within_its_bound_on_every_token() -> None:
     assert repeated["fixed"]["largest"] == pytest.approx(1 + 128 / 0.25)  # which no fixed ridge bounds
 
 
-def test_divisors_are_as_lemma_3_says() -> None:
+def test_divisors_follow_lemma_3() -> None:
     found = bounds(60)
     for low, high, limit in zip(found["smallest"], found["largest"], found["limit"], strict=True):
         assert limit - 1e-12 <= low <= high <= 1
@@ -153,7 +153,7 @@ def depths() -> dict[str, Any]:
     return {"rows": rows, "scaled": {(x["scale"], x["solver"]): x["parameters"] for x in found["scaled"]}}
 
 
-def test_gradients_of_published_conjugate_gradients_are_lost_in_depth_those_of_chebyshev_are_not() -> None:
+def test_gradients_of_published_conjugate_gradients_degrade_with_depth() -> None:
     """Figure 1e, with the 1e-5 that MesaNet's kernels add to divisors."""
     rows = depths()["rows"]
     assert rows["float32", "CG 30 + 1e-5", 5] > 0.1
@@ -161,7 +161,7 @@ def test_gradients_of_published_conjugate_gradients_are_lost_in_depth_those_of_c
     assert rows["float32", "CG 30 + 1e-5", 5] > rows["float32", "CG 30 + 1e-5", 1]
 
 
-def test_gradients_of_conjugate_gradients_proper_are_not_lost() -> None:
+def test_gradients_of_exact_conjugate_gradients_are_accurate() -> None:
     """Against Figure 1e: the culprit is the 1e-5, beside which small gradients vanish, not the method."""
     rows, scaled = depths()["rows"], depths()["scaled"]
     assert rows["float32", "CG 30", 5] < 1e-4
@@ -179,7 +179,7 @@ def test_gradients_of_conjugate_gradients_proper_are_not_lost() -> None:
         ("CG", ConjugateGradient(6), False, 1.0),  # residuals fall at each iteration: the op returns the last iterate
     ],
 )
-def test_the_mixers_of_the_study_are_the_op(name: str, solver: Any, unrolled: bool, factor: float) -> None:
+def test_mixers_of_the_study_equal_the_op(name: str, solver: Any, unrolled: bool, factor: float) -> None:
     """Means and gradients, implicit and unrolled, of few iterations."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, weight = (torch.randn(2, 16, 2, 8, generator=generator, dtype=torch.float64) for _ in range(4))
@@ -207,7 +207,7 @@ def test_the_model_of_the_study_has_no_biases() -> None:
 
 
 def test_correlated_keys_are_of_words_by_zipfs_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Word r is drawn as often as 1 / r says, and words have the length of the root of their width."""
+    """Word r has a probability proportional to 1 / r; words have norm sqrt(width)."""
     seen = []
     monkeypatch.setattr(tokens_, "pad", lambda x, ends: seen.append(x) or torch.nn.functional.pad(x, ends))
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""`kalmix bench solvers`, end to end and tiny; what is done is not done again; mistakes are one line."""
+"""`kalmix bench solvers` end to end at tiny sizes; nothing runs twice; errors are one line."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "laptop", TINY)
 
 
-def test_studies_are_run_printed_and_drawn_once(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = kalmix("bench", "solvers", "--device", "cpu", "--output", tmp_path)
-    assert told.status == 0, told.errors
+def test_studies_are_run_once_and_reported(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = kalmix("bench", "solvers", "--device", "cpu", "--output", tmp_path)
+    assert result.status == 0, result.errors
     for name in STUDIES:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
-        assert f"{name}  seed 0" in told.output
+        assert f"{name}  seed 0" in result.output
     for words in ("largest residual norm", "relative error of gradients", "tokens above the bound", "run backwards"):
-        assert words in told.output
+        assert words in result.output
     lines = (tmp_path / "results.jsonl").read_text()
     rows = [json.loads(line) for line in lines.splitlines()]
     assert [row["study"] for row in rows] == list(STUDIES)
@@ -81,11 +81,11 @@ def test_another_seed_is_added_and_a_cut_line_is_no_result(tmp_path: Path) -> No
         ("--device tpu", "cpu or cuda"),
     ],
 )
-def test_a_mistake_is_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
-    told = kalmix("bench", "solvers", "--output", tmp_path / "out", *options.split())
-    assert told.status == 2
-    assert says in told.errors
-    assert "Traceback" not in told.output + told.errors
+def test_an_invalid_option_gives_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
+    result = kalmix("bench", "solvers", "--output", tmp_path / "out", *options.split())
+    assert result.status == 2
+    assert says in result.errors
+    assert "Traceback" not in result.output + result.errors
     assert not (tmp_path / "out").exists()
 
 

@@ -22,7 +22,7 @@ SMALL = replace(DIGITS, size=32, depths=(1, 1, 2, 1), windows=(2, 1), batch_size
 
 
 def test_learns_digits(tmp_path):
-    """Two epochs: far above chance (0.1), falling losses, and what was saved is the model."""
+    """Two epochs give an accuracy far above chance (0.1) and falling losses; the model is saved."""
     run = train(replace(SMALL, epochs=2), tmp_path / "run")
     losses = [row["loss"] for row in run.history if "loss" in row]
     assert len(losses) == 2 and losses[-1] < losses[0] - 0.3
@@ -87,7 +87,7 @@ def test_digits():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Twelve images of two classes, told apart by their colour, of several sizes."""
+    """Create twelve images of several sizes, in two classes of different colour."""
     for split in ("train", "val"):
         for name, colour in (("apple", (200, 30, 30)), ("lime", (30, 200, 30))):
             (tmp_path / split / name).mkdir(parents=True)
@@ -112,7 +112,7 @@ def test_folder(folder, tmp_path):
 
 
 def test_centre():
-    """The shorter side is fitted, and what sticks out of the other cut off on both sides."""
+    """The shorter side is resized, and the longer one is cropped on both sides."""
     image = Image.new("RGB", (60, 30), (0, 0, 0))
     image.paste((255, 255, 255), (15, 0, 45, 30))
     found = eval_transform(10)(image)
@@ -147,7 +147,7 @@ def test_augmentation_without_timm(monkeypatch):
 
 
 def test_mixed():
-    """Labels say in which shares an image shows what; smoothing spreads a tenth of them."""
+    """Labels equal the shares of the mixed images; label smoothing spreads a tenth."""
     labels = torch.tensor([0, 1, 2, 3])
     images = labels[:, None, None, None].float().expand(4, 1, 20, 20)
     plain, shown = mix_images(images, labels, 5, replace(SMALL, mixup=0.0, cutmix=0.0, label_smoothing=0.1))

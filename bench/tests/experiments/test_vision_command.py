@@ -1,4 +1,4 @@
-"""`kalmix bench vision`, end to end and tiny; finished runs are skipped; mistakes are one line."""
+"""`kalmix bench vision` end to end at tiny sizes; finished runs are skipped; errors are one line."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_models_are_trained_and_reported_once(
     monkeypatch.setattr(experiment, "train", counting)
     output = tmp_path / "run"
     asked = ("bench", "vision", "--images", images, "--device", "cpu", "--output", output)
-    told = kalmix(*asked)
-    assert told.status == 0, told.errors
+    result = kalmix(*asked)
+    assert result.status == 0, result.errors
     assert trained == [("attention", 0), ("gated-kalmanet", 0)]
     for words in ("gated-kalmanet  seed 0  accuracy", "test accuracy", "seconds"):
-        assert words in told.output
+        assert words in result.output
     for name in ("vision.png", "vision.svg"):
         assert (output / name).stat().st_size > 1000
     lines = (output / "results.jsonl").read_text()
@@ -68,12 +68,12 @@ def test_models_are_trained_and_reported_once(
 def test_a_stopped_cell_resumes_from_its_checkpoint(tmp_path: Path, images: Path) -> None:
     cell, cpu = VisionCell(replace(TINY, images=str(images), epochs=2)), torch.device("cpu")
     whole = Vision().run((cell,), Results(tmp_path / "whole" / "results.jsonl"), cpu, lambda *_: False)
-    results, told = Results(tmp_path / "cut" / "results.jsonl"), []
+    results, reports = Results(tmp_path / "cut" / "results.jsonl"), []
     with pytest.raises(CellStopped):
         Vision().run((cell,), results, cpu, lambda *_: True)
     assert not Vision().is_complete(cell, results)
-    resumed = Vision().run((cell,), results, cpu, lambda done, _: told.append(done))
-    assert told == [1.0] and Vision().is_complete(cell, results)
+    resumed = Vision().run((cell,), results, cpu, lambda done, _: reports.append(done))
+    assert reports == [1.0] and Vision().is_complete(cell, results)
     assert resumed[0]["curves"] == whole[0]["curves"]
 
 
@@ -90,9 +90,9 @@ def test_a_stopped_cell_resumes_from_its_checkpoint(tmp_path: Path, images: Path
         ("--device tpu", "cpu or cuda"),
     ],
 )
-def test_a_mistake_is_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
-    told = kalmix("bench", "vision", "--output", tmp_path / "out", *options.split())
-    assert told.status == 2
-    assert says in told.errors
-    assert "Traceback" not in told.output + told.errors
+def test_an_invalid_option_gives_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
+    result = kalmix("bench", "vision", "--output", tmp_path / "out", *options.split())
+    assert result.status == 2
+    assert says in result.errors
+    assert "Traceback" not in result.output + result.errors
     assert not (tmp_path / "out").exists()

@@ -28,5 +28,5 @@ def test_a_full_disk_ends_a_sweep_with_a_sentence(kalmix, disk, size: int, mount
     bench = ("bench", "mad", "--device", "cpu", "--output", space.folder / "run")
     check_refusal(kalmix(*bench), space.folder / "run")
     space.grow()
-    told = kalmix(*bench)
-    assert told.status == 0 and "report.md" in told.output, told.errors
+    result = kalmix(*bench)
+    assert result.status == 0 and "report.md" in result.output, result.errors

@@ -19,8 +19,8 @@ def test_hostile_results_are_one_clear_line(
 ) -> None:
     results = tmp_path / "results.jsonl"
     os.mkfifo(results) if content is None else results.write_bytes(content)
-    told = kalmix("bench", command, tmp_path)
-    line = told.errors.strip()
-    assert told.status == 2, told
+    result = kalmix("bench", command, tmp_path)
+    line = result.errors.strip()
+    assert result.status == 2, result
     assert line.startswith("error: ") and "\n" not in line and "results" in line, line
-    assert len(line.replace(str(tmp_path), "")) < 400 and "Traceback" not in told.output + told.errors
+    assert len(line.replace(str(tmp_path), "")) < 400 and "Traceback" not in result.output + result.errors

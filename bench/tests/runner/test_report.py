@@ -1,4 +1,4 @@
-"""`kalmix bench report`: one report of all kinds of results, and what it says of the papers' orderings."""
+"""`kalmix bench report`: one report of all kinds of results, and checks of the papers' claims."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def found(layer: str, value: float, task: str = "mad/compression", score: str = 
     return Finding(task, "seq_len 16", layer, score, Score.of([value]), 1, metadata, published_score(task, layer))
 
 
-def test_orderings_are_read_from_what_was_found() -> None:
+def test_claims_are_checked_on_findings() -> None:
     (one,) = check_claims([found("kla", 0.85), found("kla-noise-free", 0.729), found("gla", 0.99)])
     assert one.is_confirmed and str(one) == "85.0% > 72.9%"
     assert one.paper == "85.0% > 72.9%, Kalman Linear Attention, Table 6"
@@ -36,14 +36,14 @@ def test_orderings_are_read_from_what_was_found() -> None:
     assert not same.is_confirmed and str(same) == "100.0% = 100.0%"
 
 
-def test_only_what_was_asked_alike_is_compared() -> None:
+def test_only_findings_under_equal_conditions_are_compared() -> None:
     assert not list(check_claims([found("kla", 0.85, hidden_size=64), found("kla-noise-free", 0.7, hidden_size=128)]))
     assert not list(check_claims([found("kla", 0.85, score="micro"), found("kla-noise-free", 0.7, score="micro")]))
     both = [found(layer, 0.5, depth=depth) for depth in (1, 2) for layer in ("kla", "kla-noise-free")]
     assert len(list(check_claims(both))) == 2
 
 
-def test_the_smaller_error_is_the_better_one() -> None:
+def test_a_lower_error_confirms_a_claim() -> None:
     less = Claim("sde/figure-1b", "error", "afa", "softmax", "here", number_format=".2f", lower_is_better=True)
     errors = {"afa": Score(1.04, 0.01), "softmax": Score(1.5, 0.2)}
     first, second = (Finding("sde/figure-1b", "", name, "error", value, 2) for name, value in errors.items())
@@ -52,20 +52,20 @@ def test_the_smaller_error_is_the_better_one() -> None:
     assert not ClaimCheck(less, second, first).is_confirmed
 
 
-def test_every_ordering_names_something_known() -> None:
+def test_every_claim_names_known_layers_and_scores() -> None:
     for one in CLAIMS:
         if one.task in TASKS:
             assert {one.better, one.worse} <= LAYERS.keys() and one.score == next(iter(TASKS[one.task].scores))
 
 
-def test_a_laptop_has_both_sides_of_the_orderings_of_every_benchmark_that_it_runs() -> None:
+def test_laptop_presets_run_both_layers_of_every_claim() -> None:
     asked = {(s.task, layer) for presets in BENCHES.values() for s in presets["laptop"] for layer in s.layers}
     compared = [one for one in CLAIMS if {(one.task, one.better), (one.task, one.worse)} <= asked]
     tasks = {"mad/selective-copying", "mad/compression", "words/a5", "mqar/update", "mqar"}
     assert {one.task for one in compared} == tasks
 
 
-def test_updates_on_a_laptop_leave_keys_that_must_be_kept() -> None:
+def test_the_laptop_preset_updates_only_some_keys() -> None:
     (study,) = (one for one in BENCHES["mqar"]["laptop"] if one.task == "mqar/update")
     for part in study.parts:
         asked = dict(part.settings)
@@ -100,8 +100,8 @@ def test_all_kinds_of_results_are_in_one_report(kalmix, tmp_path: Path, monkeypa
     alone = predicted("softmax", 1, {"softmax": {"measurement": 0.75}})  # of a sweep that was interrupted
     sde = write(tmp_path / "sde", *kalman, *learned, alone)
 
-    told = kalmix("bench", "report", collision, solvers, sde, sde, "--output", tmp_path / "all")
-    assert told.status == 0, told.errors
+    result = kalmix("bench", "report", collision, solvers, sde, sde, "--output", tmp_path / "all")
+    assert result.status == 0, result.errors
     report = (tmp_path / "all" / "report.md").read_text()
     parts = ["# paper claims", "# collision", "# solvers", "# sde"]
     assert [line for line in report.splitlines() if line.startswith("# ")] == parts

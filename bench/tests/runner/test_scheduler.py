@@ -1,4 +1,4 @@
-"""A sweep runs each cell once, whatever kills it, however many run it, and says what is wrong with its file."""
+"""A sweep runs each cell once, also after kills and next to other sweeps, and names errors of its file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Work = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Square:
-    """What to square, and a setting that JSON does not hold as it is."""
+    """Number to square, and a tuple, which JSON does not represent."""
 
     number: int
     sizes: tuple[int, ...] = (1, 2)
@@ -86,17 +86,17 @@ def places(folder: Path) -> tuple[Results, Path]:
     return Results(folder / "results.jsonl"), folder / "notes"
 
 
-def test_cells_are_run_once_and_found_by_what_they_write(tmp_path: Path) -> None:
+def test_cells_are_run_once_and_found_by_their_definition(tmp_path: Path) -> None:
     results, notes = places(tmp_path)
-    told = []
+    reports = []
 
     def progress_factory(piece, pieces):
-        return lambda done, how: told.append((str(piece[0]), pieces, done, how))
+        return lambda done, how: reports.append((str(piece[0]), pieces, done, how))
 
     cells = [Square(2), Square(3), Square(2)]
     rows = run(cells, results, partial(squared, notes=notes), CPU, progress_factory=progress_factory)
     assert [(cell.number, row["square"]) for cell, row in rows.items()] == [(2, 4), (3, 9)]
-    assert told == [(f"square of {n}", 2, done, "half") for n in (2, 3) for done in (0.5, 1.0)]
+    assert reports == [(f"square of {n}", 2, done, "half") for n in (2, 3) for done in (0.5, 1.0)]
     (first, _) = (json.loads(line) for line in results.path.read_text().splitlines())
     assert first["sizes"] == [1, 2] and first["versions"]["torch"] and first["device"] and "commit" in first
     again = run([*cells, Square(2, (1,))], results, partial(squared, notes=notes), CPU)
@@ -105,7 +105,7 @@ def test_cells_are_run_once_and_found_by_what_they_write(tmp_path: Path) -> None
     assert len({digest(cell) for cell in again}) == 3
 
 
-def test_neighbours_are_run_together_and_what_of_them_is_missing_alone(tmp_path: Path) -> None:
+def test_cells_of_a_group_run_together_and_only_missing_ones_run(tmp_path: Path) -> None:
     results, _ = places(tmp_path)
     pieces = []
 
@@ -121,7 +121,7 @@ def test_neighbours_are_run_together_and_what_of_them_is_missing_alone(tmp_path:
     assert pieces == [[1, 2], [3], [4, 5]]
 
 
-def test_a_cell_in_the_hands_of_another_sweep_is_waited_for(tmp_path: Path) -> None:
+def test_a_cell_claimed_by_another_sweep_is_waited_for(tmp_path: Path) -> None:
     results, notes = places(tmp_path)
     claim = results.claim(Square(1))
     order = []
@@ -222,7 +222,7 @@ def test_another_file_is_refused_and_left_alone(tmp_path: Path, content: bytes, 
     ],
     ids=["NULs", "blank", "torn", "torn and NULs"],
 )
-def test_what_a_power_cut_leaves_in_a_file_is_skipped(tmp_path: Path, damage: bytes, lines: str) -> None:
+def test_damaged_lines_are_skipped(tmp_path: Path, damage: bytes, lines: str) -> None:
     results, notes = places(tmp_path)
     work = partial(squared, notes=notes)
     run([Square(1), Square(2)], results, work, CPU)
