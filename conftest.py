@@ -53,7 +53,7 @@ if not torch.cuda.is_available():  # Triton's interpreter stands in for a GPU; T
 torch.set_num_threads(1)  # the suite runs one process a core
 
 
-class Told(NamedTuple):
+class CommandResult(NamedTuple):
     """Exit status and output of a command line."""
 
     status: int
@@ -62,17 +62,17 @@ class Told(NamedTuple):
 
 
 @pytest.fixture
-def kalmix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
+def kalmix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., CommandResult]:
     """Run a command line in this process."""
     from kalmix.cli import main
 
-    def run(*arguments: object, columns: int = 200) -> Told:
+    def run(*arguments: object, columns: int = 200) -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["kalmix", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", str(columns))
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
-        return Told(int(ended.value.code or 0), *capsys.readouterr())
+        return CommandResult(int(ended.value.code or 0), *capsys.readouterr())
 
     return run
 

@@ -17,11 +17,11 @@ SLOW = [(100, False), (2 * KIB, False), (40 * KIB, False), (4 * KIB, True), (96 
 SIZES = [*QUICK, *(pytest.param(*size, marks=pytest.mark.slow) for size in SLOW)]
 
 
-def check_refusal(told, folder: Path) -> None:
-    assert told.status == 1, told.errors
-    said = [line for line in told.errors.splitlines() if "rror" in line]
-    assert len(said) == 1 and said[0].startswith("error: ") and str(folder) in said[0], told.errors
-    assert "Traceback" not in told.output + told.errors
+def check_refusal(result, folder: Path) -> None:
+    assert result.status == 1, result.errors
+    said = [line for line in result.errors.splitlines() if "rror" in line]
+    assert len(said) == 1 and said[0].startswith("error: ") and str(folder) in said[0], result.errors
+    assert "Traceback" not in result.output + result.errors
 
 
 class Disk:

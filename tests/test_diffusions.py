@@ -1,4 +1,4 @@
-"""The closed form of the variance of a diffusion that is watched, against its differential equation and its limits."""
+"""Filter variance of a diffusion in closed form against its differential equation and limits; posterior samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ F64 = torch.float64
 
 @pytest.mark.parametrize("start", [0.0, 0.3, 5.0])
 @pytest.mark.parametrize(("rate", "process"), [(0.4, 0.7), (0.0, 0.7), (0.4, 0.0), (0.0, 0.0)])
-def test_the_variance_solves_its_equation(rate: float, process: float, start: float) -> None:
+def test_riccati_solves_its_equation(rate: float, process: float, start: float) -> None:
     """By classical Runge-Kutta steps of 1e-3."""
     noise, step, value = 0.5, 1e-3, torch.tensor(start, dtype=F64)
 
@@ -30,7 +30,7 @@ def test_the_variance_solves_its_equation(rate: float, process: float, start: fl
     assert riccati(*given, start) == pytest.approx(float(value), rel=1e-9, abs=1e-12)
 
 
-def test_the_variance_is_that_of_the_equations_page_and_of_a_filter_that_sees_often() -> None:
+def test_riccati_equals_paper_and_frequent_filter() -> None:
     rate, process, noise = (torch.tensor(x, dtype=F64) for x in (0.4, 0.7, 0.5))
     lag = torch.tensor([0.0, 0.01, 1.5, 1e4], dtype=F64)
     settled = (rate.square() + process / noise).sqrt()
@@ -43,13 +43,13 @@ def test_the_variance_is_that_of_the_equations_page_and_of_a_filter_that_sees_of
     assert riccati(rate, lag, process, noise)[2] == pytest.approx(float(variance), rel=1e-3)
 
 
-def test_gradients_are_finite_where_nothing_decays_or_no_time_has_passed() -> None:
+def test_gradients_are_finite_without_decay_or_lag() -> None:
     rate, process, lag = (torch.tensor([0.0, 0.5, 0.0], dtype=F64, requires_grad=True) for _ in range(3))
     riccati(rate, lag, process + 0.1, torch.tensor(0.5, dtype=F64)).sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (rate, process, lag))
 
 
-def test_paths_drawn_backwards_have_exactly_the_smoothers_mean_and_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_have_the_smoothers_mean_and_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path is affine in what is drawn, so it is given 0, then each unit vector: no statistics, 1e-10."""
     length, width, draw = 4, 2, torch.Generator().manual_seed(0)
     move = torch.linalg.qr(torch.randn(length - 1, width, width, generator=draw, dtype=F64)).Q * 0.9

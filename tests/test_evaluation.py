@@ -76,7 +76,7 @@ def test_questions(reading: ModuleType, text: str):
 
 
 @HARNESS
-def test_what_the_harness_reads_is_what_the_model_says(folder: str):
+def test_harness_scores_equal_the_models(folder: str):
     """Likelihoods in padded batches, and texts generated from a cache in left-padded ones."""
     from lm_eval.models.huggingface import HFLM
 

@@ -1,4 +1,4 @@
-"""Every example runs, in small, and says what it should."""
+"""Examples run with small settings and print the expected results."""
 
 import re
 import runpy

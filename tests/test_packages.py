@@ -1,4 +1,4 @@
-"""The two packages: kalmix knows nothing of kalmix-bench, and each wheel holds what belongs to it."""
+"""kalmix does not import kalmix-bench, and each wheel has only its own files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPERIMENTS = {"datasets", "experiments", "runner", "perf", "benchmarks", "tasks
 
 
 def imported(path: Path) -> set[str]:
-    """Names of the packages that a file imports."""
+    """Return the names of the packages that a file imports."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
@@ -33,15 +33,15 @@ def test_the_library_does_not_import_kalmix_bench(folder: str) -> None:
 def test_help_lists_bench_and_does_not_import_it() -> None:
     code = "import sys; from kalmix.cli import main; sys.argv[1:] = ['--help']; import atexit;"
     code += "atexit.register(lambda: print('kalmix_bench' in sys.modules)); main()"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "bench" in told.stdout and told.stdout.splitlines()[-1] == "False"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "bench" in result.stdout and result.stdout.splitlines()[-1] == "False"
 
 
 def test_bench_without_kalmix_bench_says_how_to_install_it(kalmix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "entry_points", lambda **_: ())
-    told = kalmix("bench", "all", "--help")
-    assert told.status == 1 and not told.output
-    assert "needs the package kalmix-bench" in told.errors and "pip install ./bench" in told.errors
+    result = kalmix("bench", "all", "--help")
+    assert result.status == 1 and not result.output
+    assert "needs the package kalmix-bench" in result.errors and "pip install ./bench" in result.errors
 
 
 def files_of_wheel(project: Path, folder: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Corpora and tokenizers: what is read, what is held out, and that nothing is lost in between."""
+"""Corpora and tokenizers: files that are read, held-out text, and lossless tokens."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def python() -> Iterator[text.Corpus]:
         yield text.load_corpus()
 
 
-def test_a_folder_is_read_in_order_and_only_its_texts(tmp_path: Path) -> None:
+def test_folder_is_read_in_order_and_only_its_texts(tmp_path: Path) -> None:
     for name, content in {"b.txt": "two", "a/z.md": "one", ".git/x.txt": "no", "c.png": "no", "e.txt": " \n"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     assert text.read_documents(tmp_path) == {"a/z.md": "one", "b.txt": "two"}
 
 
-def test_any_file_named_is_read_whatever_its_suffix(tmp_path: Path) -> None:
+def test_file_is_read_with_any_suffix(tmp_path: Path) -> None:
     (tmp_path / "novel").write_bytes("\ufeffChapter é".encode())
     assert list(text.read_documents(tmp_path / "novel").values()) == ["Chapter é"]
 
@@ -50,7 +50,7 @@ def test_the_default_corpus_is_megabytes_split_the_same_every_time(python: text.
     assert text.load_corpus() == python
 
 
-def test_no_paragraph_is_both_learned_and_judged(python: text.Corpus) -> None:
+def test_training_and_held_out_text_share_no_paragraph(python: text.Corpus) -> None:
     learned, judged = (
         {" ".join(part.split()) for document in documents for part in document.split("\n\n")}
         for documents in (python.training, python.held_out)
@@ -59,7 +59,7 @@ def test_no_paragraph_is_both_learned_and_judged(python: text.Corpus) -> None:
 
 
 @pytest.mark.usefixtures("python")
-def test_the_default_corpus_does_without_the_language_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_corpus_excludes_the_language_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     assert sum(map(len, text.python_documentation().values())) > 1_000_000
 
@@ -71,7 +71,7 @@ def test_a_single_file_is_cut_between_paragraphs() -> None:
     assert 3 <= len(judged[0].split("\n\n")) <= 7
 
 
-def test_whole_documents_are_held_out_where_there_are_many() -> None:
+def test_whole_documents_are_held_out_if_there_are_many() -> None:
     documents = {str(seed): paragraph(seed) for seed in range(50)}
     learned, judged = text.split_documents(documents, 0.1)
     assert sorted([*learned, *judged]) == sorted(documents.values())
@@ -86,7 +86,7 @@ def test_held_out_paragraphs_are_taken_out_of_the_training_text() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bytes"])
-def test_tokens_lose_nothing(kind: str) -> None:
+def test_tokenization_is_lossless(kind: str) -> None:
     tokenizer = text.train_tokenizer(map(paragraph, range(9)), kind, vocab_size=270)
     for sample in ("plain", "  spaces\t and\n\nlines ", "naïve — 日本語 🙂", "\x00\x7f", ""):
         assert tokenizer.decode(tokenizer.encode(sample).ids) == sample
@@ -95,7 +95,7 @@ def test_tokens_lose_nothing(kind: str) -> None:
         assert len(tokenizer.encode("naïve").ids) == len("naïve".encode())
 
 
-def test_bits_per_byte_of_a_coin_toss_a_byte() -> None:
+def test_bits_per_byte_of_random_bytes() -> None:
     assert text.nats_to_bits_per_byte(math.log(2) * len("né".encode()), "né") == pytest.approx(1)
 
 
@@ -110,7 +110,7 @@ def test_bits_per_byte_of_a_coin_toss_a_byte() -> None:
         (b"x", "enough text"),
     ],
 )
-def test_a_text_that_will_not_do_is_named(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_unusable_text_is_named(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "some.txt"
     if content is not None:
         path.write_bytes(content)
@@ -118,7 +118,7 @@ def test_a_text_that_will_not_do_is_named(tmp_path: Path, content: bytes | None,
         text.load_corpus(path)
 
 
-def test_an_empty_folder_is_named(tmp_path: Path) -> None:
+def test_empty_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="no text files"):
         text.load_corpus(tmp_path)
 

@@ -1,4 +1,4 @@
-"""One tiny model, trained once by the command line itself."""
+"""Fixtures: a small text, and a tiny model trained by the command line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run_folder(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run."""
+    """Return the folder of a finished run."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(

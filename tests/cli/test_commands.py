@@ -1,4 +1,4 @@
-"""The commands, each from its arguments to what it prints and writes."""
+"""Output and files of each command."""
 
 from __future__ import annotations
 
@@ -19,56 +19,54 @@ from .conftest import SMALL
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def test_train_says_how_well_and_where(kalmix, text_file: Path, tmp_path: Path) -> None:
-    told = kalmix("train", "--text", text_file, *SMALL, "--steps", 3, "--output", tmp_path / "run")
-    assert told.status == 0, told.errors
+def test_train_prints_scores_and_files(kalmix, text_file: Path, tmp_path: Path) -> None:
+    result = kalmix("train", "--text", text_file, *SMALL, "--steps", 3, "--output", tmp_path / "run")
+    assert result.status == 0, result.errors
     for word in ("gzip -9", "xz -9", "this model", "bits per byte", "a sample"):
-        assert word in told.output
+        assert word in result.output
     for name in ("loss.png", "variance.png", "attention.png"):
-        assert str(tmp_path / "run" / name) in told.output
+        assert str(tmp_path / "run" / name) in result.output
         assert (tmp_path / "run" / name).read_bytes().startswith(PNG)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
-def test_train_says_that_a_run_was_stopped_before_its_first_checkpoint(
-    kalmix, run_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_train_warns_that_a_run_has_no_checkpoint(kalmix, run_folder: Path, text_file: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     shutil.copytree(run_folder, output)
     train = ("train", "--text", text_file, *SMALL, "--steps", 5, "--output", output)
     for resume in (train, ("train", "--resume", "--output", output)):
         (output / "history.json").unlink()
-        told = kalmix(*resume)
-        assert told.status == 0, told.errors
-        (line,) = (line for line in told.errors.splitlines() if line.startswith("warning: "))
+        result = kalmix(*resume)
+        assert result.status == 0, result.errors
+        (line,) = (line for line in result.errors.splitlines() if line.startswith("warning: "))
         assert line.startswith(f"warning: the run in {output} was stopped before its first checkpoint, so it starts")
         assert f"`kalmix train --resume --output {output}`" in line
 
 
-def test_attention_alone_trains_without_pictures_of_beliefs(kalmix, text_file: Path, tmp_path: Path) -> None:
-    told = kalmix(
+def test_attention_alone_draws_no_variances(kalmix, text_file: Path, tmp_path: Path) -> None:
+    result = kalmix(
         "train", "--text", text_file, *SMALL, "--layers", "attention", "--steps", 1, "--output", tmp_path / "run"
     )
-    assert told.status == 0, told.errors
+    assert result.status == 0, result.errors
     assert [path.name for path in (tmp_path / "run").glob("*.png")] == ["loss.png"]
 
 
-def test_generate_goes_on_from_a_prompt(kalmix, run_folder: Path) -> None:
+def test_generate_continues_a_prompt(kalmix, run_folder: Path) -> None:
     asked = ("generate", run_folder, "--prompt", "filter noise", "--tokens", 12, "--seed", 3)
-    told = kalmix(*asked)
-    assert told.status == 0, told.errors
-    assert told.output.startswith("filter noise")
-    assert len(told.output) > len("filter noise\n")
-    assert kalmix(*asked).output == told.output
+    result = kalmix(*asked)
+    assert result.status == 0, result.errors
+    assert result.output.startswith("filter noise")
+    assert len(result.output) > len("filter noise\n")
+    assert kalmix(*asked).output == result.output
 
 
-def test_generate_greedily_from_nothing_and_from_the_model_folder(kalmix, run_folder: Path) -> None:
+def test_greedy_generation_is_equal_for_run_and_model_folder(kalmix, run_folder: Path) -> None:
     greedy = ("--temperature", 0, "--tokens", 5)
     assert kalmix("generate", run_folder, *greedy).output == kalmix("generate", run_folder / "model", *greedy).output
 
 
 class Page(html.parser.HTMLParser):
-    """Everything a page would load from elsewhere, and its script."""
+    """Parser that collects a page's links and script."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,10 +81,10 @@ class Page(html.parser.HTMLParser):
         self.script += data if self._in_script else ""
 
 
-def test_inspect_writes_a_picture_and_a_page_of_its_own(kalmix, run_folder: Path, tmp_path: Path) -> None:
+def test_inspect_writes_a_figure_and_a_standalone_page(kalmix, run_folder: Path, tmp_path: Path) -> None:
     text = 'a </script> <!-- in "naïve" text\n'
-    told = kalmix("inspect", run_folder, "--text", text, "--output", tmp_path / "out")
-    assert told.status == 0, told.errors
+    result = kalmix("inspect", run_folder, "--text", text, "--output", tmp_path / "out")
+    assert result.status == 0, result.errors
     assert (tmp_path / "out" / "beliefs.png").read_bytes().startswith(PNG)
     page = Page()
     page.feed((tmp_path / "out" / "beliefs.html").read_text())
@@ -103,10 +101,10 @@ def test_inspect_reads_files(kalmix, run_folder: Path, text_file: Path, tmp_path
 
 
 @pytest.mark.parametrize("name", sorted(designs.CATALOGUE))
-def test_explain_says_what_a_design_assumes(kalmix, name: str) -> None:
-    design, told = designs.CATALOGUE[name], kalmix("explain", name.upper().replace("-", "_"))
-    assert told.status == 0, told.errors
-    said = " ".join(told.output.split())
+def test_explain_prints_the_assumptions_of_a_design(kalmix, name: str) -> None:
+    design, result = designs.CATALOGUE[name], kalmix("explain", name.upper().replace("-", "_"))
+    assert result.status == 0, result.errors
+    said = " ".join(result.output.split())
     formulas = (design.transition.statement, design.evidence.statement, design.covariance.statement, design.update)
     statements = [part for formula in formulas for part in formula.replace(";", ",").split(",  ")]
     for fact in (*statements, design.evidence.description, design.op, design.equations, design.citation):
@@ -114,10 +112,10 @@ def test_explain_says_what_a_design_assumes(kalmix, name: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 200])
-def test_explain_alone_lists_all(kalmix, columns: int) -> None:
-    told = kalmix("explain", columns=columns)
-    assert told.status == 0
-    assert all(name in told.output for name in designs.CATALOGUE)
+def test_explain_without_a_name_lists_all_designs(kalmix, columns: int) -> None:
+    result = kalmix("explain", columns=columns)
+    assert result.status == 0
+    assert all(name in result.output for name in designs.CATALOGUE)
 
 
 def _check(**changes: object) -> doctor.Check:
@@ -134,12 +132,12 @@ def _check(**changes: object) -> doctor.Check:
         ([_check(ok=None, note="no GPU")], 1),
     ],
 )
-def test_doctor_fails_if_a_kernel_is_off(kalmix, monkeypatch: pytest.MonkeyPatch, checks: list, status: int) -> None:
+def test_doctor_fails_if_a_kernel_is_wrong(kalmix, monkeypatch: pytest.MonkeyPatch, checks: list, status: int) -> None:
     monkeypatch.setattr(doctor, "check_all", lambda: iter(checks))
-    told = kalmix("doctor")
-    assert told.status == status
-    assert "chunked" in told.output
-    assert ("failed" in told.output) == (status == 1)
+    result = kalmix("doctor")
+    assert result.status == status
+    assert "chunked" in result.output
+    assert ("failed" in result.output) == (status == 1)
 
 
 def test_doctor_prints_each_check_when_it_is_done(kalmix, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -155,6 +153,6 @@ def test_doctor_prints_each_check_when_it_is_done(kalmix, monkeypatch: pytest.Mo
     assert "first" in printed[0] and "second" in printed[1]
 
 
-def test_the_module_is_the_command() -> None:
-    told = subprocess.run([sys.executable, "-m", "kalmix.cli", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in told.stdout for command in ("train", "report", "generate", "inspect", "explain", "doctor"))
+def test_module_runs_the_command() -> None:
+    result = subprocess.run([sys.executable, "-m", "kalmix.cli", "--help"], capture_output=True, text=True, check=True)
+    assert all(command in result.stdout for command in ("train", "report", "generate", "inspect", "explain", "doctor"))

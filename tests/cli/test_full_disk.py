@@ -1,4 +1,4 @@
-"""A full disk ends a command with one sentence that names the path; once there is space, the command goes on."""
+"""A full disk ends a command with one error that names the path; with space the command can continue."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .conftest import SMALL
 
 
 @pytest.mark.parametrize(("size", "mount"), SIZES)
-def test_a_full_disk_ends_training_with_a_sentence(kalmix, disk, text_file: Path, size: int, mount: bool) -> None:
+def test_full_disk_ends_training_with_one_error(kalmix, disk, text_file: Path, size: int, mount: bool) -> None:
     space = disk(size, mount=mount)
     output = space.folder / "run"
     train = ("train", "--text", text_file, *SMALL, "--layers", "kla", "--steps", 6, "--output", output)
     check_refusal(kalmix(*train), output)
     space.grow()
-    told = kalmix(*(("train", "--resume", "--output", output) if (output / "recipe.json").exists() else train))
-    assert told.status == 0, told.errors
+    result = kalmix(*(("train", "--resume", "--output", output) if (output / "recipe.json").exists() else train))
+    assert result.status == 0, result.errors
 
 
-def test_a_full_disk_ends_a_report_with_a_sentence(kalmix, disk, run_folder: Path, tmp_path: Path) -> None:
+def test_full_disk_ends_a_report_with_one_error(kalmix, disk, run_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(run_folder, tmp_path / "run")
     space = disk(8 * KIB, mount=False)
     check_refusal(kalmix("report", tmp_path / "run"), tmp_path / "run")

@@ -283,7 +283,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_hostile_file_is_one_clear_line(
+def test_hostile_file_gives_one_error_line(
     kalmix, in_time, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     case, run = CASES[name], tmp_path / "run"
@@ -295,20 +295,20 @@ def test_a_hostile_file_is_one_clear_line(
     case.damage(run)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("builtins.input", lambda *asked: pytest.fail(f"asked {asked}"))
-    told = kalmix(*case.command.format(run=run).split())
+    result = kalmix(*case.command.format(run=run).split())
     assert not list(tmp_path.rglob("ATTACKED"))
     if case.says is None:
-        assert told.status == 0, told
+        assert result.status == 0, result
         return
-    line = told.errors.strip()
-    assert told.status == 2, told
+    line = result.errors.strip()
+    assert result.status == 2, result
     assert line.startswith("error: ") and "\n" not in line, line
     assert case.says in line
     assert len(line.replace(str(run), "")) < 400, line
-    assert "Traceback" not in told.output + told.errors
+    assert "Traceback" not in result.output + result.errors
 
 
-def test_what_is_no_file_in_a_text_folder_is_skipped(kalmix, in_time, run_folder: Path, tmp_path: Path) -> None:
+def test_special_files_in_a_text_folder_are_skipped(kalmix, in_time, run_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "a.txt").write_text("What is known, and how well.")
@@ -319,5 +319,5 @@ def test_what_is_no_file_in_a_text_folder_is_skipped(kalmix, in_time, run_folder
         (folder / "loop.txt").symlink_to(folder / "loop.txt")
         (folder / "gone.txt").symlink_to(folder / "nothing.txt")
         (folder / "up").symlink_to(folder)
-        told = kalmix("inspect", run_folder, "--file", folder, "--output", tmp_path)
-    assert told.status == 0, told
+        result = kalmix("inspect", run_folder, "--file", folder, "--output", tmp_path)
+    assert result.status == 0, result

@@ -1,4 +1,4 @@
-"""What was tried to break the command line: each is a clear line and a status, never a traceback; nothing is lost."""
+"""Invalid input of the command line gives one error line and a status, and changes no file."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ MISTAKES = [
 
 @pytest.fixture(scope="session")
 def things(tmp_path_factory: pytest.TempPathFactory, text_file: Path, run_folder: Path) -> dict[str, Path]:
-    """Files and folders that are wrong, each in its own way, beside a text and a run that are right."""
+    """Return invalid files and folders, and a valid text and run."""
     root = tmp_path_factory.mktemp("things")
     named = {name: root / name for name in ("missing", "empty", "binary", "folder", "short", "scribbled")}
     named["folder"].mkdir()
@@ -85,14 +85,16 @@ def things(tmp_path_factory: pytest.TempPathFactory, text_file: Path, run_folder
 
 
 @pytest.mark.parametrize(("line", "says"), MISTAKES, ids=[line for line, _ in MISTAKES])
-def test_a_mistake_is_one_clear_line(kalmix, things: dict[str, Path], tmp_path: Path, line: str, says: str) -> None:
+def test_invalid_input_gives_one_error_line(
+    kalmix, things: dict[str, Path], tmp_path: Path, line: str, says: str
+) -> None:
     before = {path: path.stat().st_mtime_ns for path in things["run"].rglob("*")}
     arguments = line.format(**things).split()
     if arguments[0] == "train" and "--resume" not in arguments:  # of an option given twice, the last counts
         limit = [] if {"--steps", "--minutes"} & set(arguments) else ["--steps", "2"]
         arguments = ["train", *SMALL, *limit, "--output", tmp_path / "run", *arguments[1:]]
-    told = kalmix(*arguments)
-    assert told.status in (1, 2)
-    assert says in told.errors
-    assert "Traceback" not in told.output + told.errors
+    result = kalmix(*arguments)
+    assert result.status in (1, 2)
+    assert says in result.errors
+    assert "Traceback" not in result.output + result.errors
     assert {path: path.stat().st_mtime_ns for path in things["run"].rglob("*")} == before

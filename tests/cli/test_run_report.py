@@ -1,4 +1,4 @@
-"""`kalmix report`: a finished run is evaluated as often as one likes; an interruption there loses nothing."""
+"""`kalmix report` evaluates a finished run repeatedly, and an interruption loses nothing."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def numbers(folder: Path) -> dict:
     return found
 
 
-def test_a_report_is_written_and_repeated_with_the_same_numbers(kalmix, run_folder: Path, tmp_path: Path) -> None:
+def test_report_is_repeatable(kalmix, run_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run_folder, folder)
     wanted = numbers(folder)
     for name in (*FIGURES, "result.json"):
         (folder / name).unlink()
-    told = kalmix("report", folder)
-    assert told.status == 0, told.errors
+    result = kalmix("report", folder)
+    assert result.status == 0, result.errors
     assert numbers(folder) == wanted
     assert wanted["steps"] == 5 and wanted["tokens"] == 5 * 2 * 16 and wanted["warning"] is None
     assert 0 < wanted["bits_per_byte"] < 9 and wanted["compressors"].keys() == {"gzip -9", "xz -9"}
-    assert f"{wanted['bits_per_byte']:.3f}" in told.output and "reading the held-out text" in told.output
+    assert f"{wanted['bits_per_byte']:.3f}" in result.output and "reading the held-out text" in result.output
     for name in (*FIGURES, "result.json"):
-        assert (folder / name).stat().st_size and str(folder / name) in told.output
+        assert (folder / name).stat().st_size and str(folder / name) in result.output
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [".lock"]
 
 
-def test_a_run_killed_during_its_evaluation_is_evaluated_by_the_next_report(
+def test_report_evaluates_a_run_killed_during_evaluation(
     kalmix, run_folder: Path, text_file: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -70,7 +70,7 @@ def test_a_run_killed_during_its_evaluation_is_evaluated_by_the_next_report(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_report_names_the_command_that_repeats_it(
+def test_interrupted_report_prints_the_command_that_repeats_it(
     kalmix, run_folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     wanted, before = numbers(run_folder), signal.getsignal(signal.SIGTERM)
@@ -82,15 +82,15 @@ def test_an_interrupted_report_names_the_command_that_repeats_it(
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "compressor_bits_per_byte", interrupted)
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-        told = kalmix("report", run_folder)
+        result = kalmix("report", run_folder)
         signal.signal(signal.SIGINT, handler)
-    assert told.status == 130
-    assert f"kalmix report {run_folder}" in told.output
+    assert result.status == 130
+    assert f"kalmix report {run_folder}" in result.output
     assert signal.getsignal(signal.SIGTERM) is before
     assert numbers(run_folder) == wanted
 
 
-def test_a_run_interrupted_in_its_last_step_is_not_evaluated_at_once(
+def test_run_interrupted_in_its_last_step_is_not_evaluated(
     kalmix, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = Schedule.on_train_begin
@@ -100,9 +100,9 @@ def test_a_run_interrupted_in_its_last_step_is_not_evaluated_at_once(
         schedule.interrupted = True
 
     monkeypatch.setattr(Schedule, "on_train_begin", interrupted)
-    told = kalmix("train", "--text", text_file, *SMALL, "--steps", 1, "--output", tmp_path / "run")
-    assert told.status == 130
-    assert f"kalmix report {tmp_path / 'run'}" in told.output and not (tmp_path / "run" / "result.json").exists()
+    result = kalmix("train", "--text", text_file, *SMALL, "--steps", 1, "--output", tmp_path / "run")
+    assert result.status == 130
+    assert f"kalmix report {tmp_path / 'run'}" in result.output and not (tmp_path / "run" / "result.json").exists()
     assert kalmix("report", tmp_path / "run").status == 0
 
 
@@ -117,39 +117,39 @@ def test_figures_are_drawn_after_the_numbers_are_saved(
         raise OSError(28, "No space left on device")  # as a library raises it, without a path
 
     monkeypatch.setattr(command, "draw_figures", full)
-    told = kalmix("report", folder)
-    assert told.status == 1 and "No space left on device" in told.errors and str(folder) in told.errors
+    result = kalmix("report", folder)
+    assert result.status == 1 and "No space left on device" in result.errors and str(folder) in result.errors
     assert numbers(folder) == numbers(run_folder)
 
 
-def test_an_unfinished_run_is_refused(kalmix, run_folder: Path, tmp_path: Path) -> None:
+def test_unfinished_run_is_refused(kalmix, run_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run_folder, folder)
     history = json.loads((folder / "history.json").read_text())
     history[-1]["progress"] = 0.6
     (folder / "history.json").write_text(json.dumps(history))
-    told = kalmix("report", folder)
-    assert told.status == 2
-    assert "stopped at 60% of its training" in told.errors
-    assert f"kalmix train --resume --output {folder}" in told.errors
+    result = kalmix("report", folder)
+    assert result.status == 2
+    assert "stopped at 60% of its training" in result.errors
+    assert f"kalmix train --resume --output {folder}" in result.errors
     (folder / "history.json").unlink()
-    told = kalmix("report", folder)
-    assert told.status == 2 and "before it saved anything" in told.errors and told.errors.count("\n") == 1
+    result = kalmix("report", folder)
+    assert result.status == 2 and "before it saved anything" in result.errors and result.errors.count("\n") == 1
 
 
-def test_a_text_or_tokenizer_that_has_changed_is_refused(kalmix, text_file: Path, tmp_path: Path) -> None:
+def test_changed_text_or_tokenizer_is_refused(kalmix, text_file: Path, tmp_path: Path) -> None:
     text, folder = tmp_path / "text.txt", tmp_path / "run"
     shutil.copy(text_file, text)
     assert kalmix("train", "--text", text, *SMALL, "--steps", 1, "--output", folder).status == 0
     before = (folder / "result.json").read_bytes()
     text.write_text(text_file.read_text() + "\n\nanother paragraph")
-    told = kalmix("report", folder)
-    assert told.status == 2 and f"`text` is not the same as when '{folder}' was trained" in told.errors
+    result = kalmix("report", folder)
+    assert result.status == 2 and f"`text` is not the same as when '{folder}' was trained" in result.errors
     shutil.copy(text_file, text)
     tokenizer = folder / "model" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("filter", "retlif") + "\n")
-    told = kalmix("report", folder)
-    assert told.status == 2 and "`tokenizer` is not the same as" in told.errors
+    result = kalmix("report", folder)
+    assert result.status == 2 and "`tokenizer` is not the same as" in result.errors
     (folder / "inputs.json").write_text("{")
     assert "inputs.json is damaged" in kalmix("report", folder).errors
     assert (folder / "result.json").read_bytes() == before
@@ -169,7 +169,7 @@ def test_a_text_or_tokenizer_that_has_changed_is_refused(kalmix, text_file: Path
         (1.0, None, 0.0, 1, None),
     ],
 )
-def test_a_budget_shorter_than_the_warm_up_is_said_so(minutes, steps, warmup, taken, needed) -> None:
+def test_warning_if_training_is_shorter_than_warm_up(minutes, steps, warmup, taken, needed) -> None:
     found = short_run_warning(Recipe(minutes=minutes, steps=steps, warmup=warmup), taken)
     if needed is None:
         assert found is None
@@ -177,10 +177,10 @@ def test_a_budget_shorter_than_the_warm_up_is_said_so(minutes, steps, warmup, ta
         assert found is not None and f"{taken} training steps, fewer than the {needed}" in found
 
 
-def test_a_result_that_means_nothing_says_so(kalmix, text_file: Path, tmp_path: Path) -> None:
-    told = kalmix("train", "--text", text_file, *SMALL, "--minutes", 1e-4, "--output", tmp_path)
-    assert told.status == 0, told.errors
-    assert "not meaningful" in told.output
+def test_meaningless_result_has_a_warning(kalmix, text_file: Path, tmp_path: Path) -> None:
+    result = kalmix("train", "--text", text_file, *SMALL, "--minutes", 1e-4, "--output", tmp_path)
+    assert result.status == 0, result.errors
+    assert "not meaningful" in result.output
     assert "not meaningful" in numbers(tmp_path)["warning"]
 
 
@@ -197,7 +197,7 @@ def test_stages_show_a_bar_on_a_terminal_and_lines_elsewhere(terminal: bool) -> 
         assert file.getvalue() == "reading\ndrawing\n"
 
 
-def test_surprisals_tell_how_far_they_are() -> None:
+def test_surprisals_report_progress() -> None:
     network = KalmixForCausalLM(KalmixConfig(vocab_size=257, hidden_size=8, layers=["kla"]))
     seen: list[float] = []
     evaluation.surprisals(network, torch.arange(40), window=8, batch_size=3, progress=seen.append)

@@ -1,4 +1,4 @@
-"""Every law over every kernel of every op, on every device there is. A new kernel row is tested by being one."""
+"""Every law, for every kernel of every op on every device of this machine. New kernels are included at once."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_every_op_has_a_problem():
 
 
 @pytest.mark.parametrize(("op", "kernel"), [(op, row.name) for op in OPS for row in OPS[op].kernels])
-def test_every_kernel_is_tried(op, kernel):
+def test_every_kernel_has_a_case(op, kernel):
     tried = [case for case in CASES if (case.op, case.kernel) == (op, kernel)]
     unsupported_reason = Case(op, kernel, DEVICES[-1]).with_min_width().unsupported_reason
     if kernel == "cuda" and unsupported_reason is not None:  # no interpreter stands in for this GPU
@@ -51,7 +51,7 @@ COMPILED |= {("triton", name) for name in ("additive", "attend")}
 
 
 def _slow(case, name):
-    """Whether `make test-all` runs a law and `make test` does not, since cheaper cases stand for it."""
+    """Return whether only `make test-all` runs a law, because cheaper cases cover it."""
     if name == "compiles_to_one_graph":
         return (case.kernel, case.name) not in COMPILED
     return case.interpreted and name in SLOW_INTERPRETED and case.op not in ("additive", "attend")

@@ -1,4 +1,4 @@
-"""A law that cannot fail is no law: each of these kernels is wrong in one way that was met in the wild."""
+"""Laws fail for wrong kernels. Each kernel here has one error that occurred in practice."""
 
 from dataclasses import replace
 
@@ -143,7 +143,7 @@ def _install(monkeypatch, name="reference", **changes):
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda kernel: kernel.__name__)
-def test_the_law_catches(wrong, monkeypatch):
+def test_law_catches_wrong_kernel(wrong, monkeypatch):
     name = "chunked" if wrong is errs_when_compiled_again else "reference"
     _install(monkeypatch, name, function=wrong)
     with pytest.raises(AssertionError):
@@ -151,18 +151,18 @@ def test_the_law_catches(wrong, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [limits_precision, errs_at_whole_tiles], ids=lambda kernel: kernel.__name__)
-def test_the_usual_signals_would_not_catch(wrong, monkeypatch):
+def test_default_signals_miss_wrong_kernel(wrong, monkeypatch):
     _install(monkeypatch, function=wrong)
     LAWS["agrees_with_the_oracle"](Case("diagonal", "reference"))
 
 
-def test_the_law_catches_a_derivative_that_is_neither_promised_nor_refused(monkeypatch):
+def test_law_catches_undeclared_derivative(monkeypatch):
     _install(monkeypatch, features=frozenset())
     with pytest.raises(AssertionError, match="does not declare it"):
         LAWS["second_derivatives_are_right_or_refused"](Case("diagonal", "reference"))
 
 
-def test_budgets_of_wide_noises_do_not_hang_on_a_few_draws():
+def test_budgets_of_wide_noises_use_enough_draws():
     """Three draws gave a budget that float64 rounding of d angle exceeds 1.98 times."""
     case = Case("dense-turning", "chunked", dtype=torch.float64, key_width=3, seed=7)
     assert_within(measure.gradients(case, case.wide_inputs(), draws=MANY), "wide")

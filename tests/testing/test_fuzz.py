@@ -8,13 +8,13 @@ from kalmix.testing.draws import SIGNAL_DRAWS, draw, fuzzed_ops
 from kalmix.testing.fuzz import kernels_on, measure, run_case
 
 
-def test_a_case_is_reproducible_by_its_number():
+def test_call_is_reproducible_by_number():
     first, second = (draw(7, kernels_on("cpu")) for _ in range(2))
     assert str(first) == str(second)
     assert all(torch.equal(first.x[name], x) for name, x in second.x.items())
 
 
-def test_a_wrong_kernel_is_caught(monkeypatch):
+def test_wrong_kernel_fails(monkeypatch):
     """The gain of `additive` is off by 1e-3."""
     right = fuzz.ops.additive
     monkeypatch.setattr(fuzz.ops, "additive", lambda q, k, v, **given: right(q, k, 1.001 * v, **given))
@@ -23,7 +23,7 @@ def test_a_wrong_kernel_is_caught(monkeypatch):
     assert any(outcome.case.dtype == torch.float32 for outcome in outcomes)
 
 
-def test_the_budget_holds_the_rounding_of_solutions_that_triton_keeps():
+def test_budget_includes_rounding_of_stored_solutions():
     """k'x is far shorter than x here: d v was off by 1.9 budgets."""
     case = draw(7000000124, kernels_on("cuda"), tuple(SIGNAL_DRAWS), small=False)
     assert (case.op, case.kernel, case.dtype) == ("ridge", "triton", torch.bfloat16)
@@ -31,7 +31,7 @@ def test_the_budget_holds_the_rounding_of_solutions_that_triton_keeps():
     assert not [x for x in measure(case, device) if x.error > x.budget]
 
 
-def test_the_script_reports_every_op(capsys):
+def test_script_reports_every_op(capsys):
     arguments = fuzz.parse(["--cases", "12", "--ops", "additive", "delta"])
     assert fuzz.fuzz(arguments) == 0
     description = capsys.readouterr().out
@@ -39,14 +39,14 @@ def test_the_script_reports_every_op(capsys):
     assert set(fuzzed_ops()) == set(ops.OPS)
 
 
-def test_an_op_without_draws_of_its_own_is_tried_on_its_problems(monkeypatch):
+def test_op_without_draws_uses_its_problems(monkeypatch):
     monkeypatch.delitem(SIGNAL_DRAWS, "diagonal")
     outcomes = [run_case(number, only=("diagonal",)) for number in range(6)]
     assert not [outcome.error_text for outcome in outcomes if outcome.failed]
     assert all(outcome.quantities for outcome in outcomes)
 
 
-def test_a_minute_of_random_calls_stays_within_budget():
+def test_random_calls_stay_within_budget():
     """Every call that begins within the time must pass; `python -m kalmix.testing.fuzz` runs more."""
     arguments = fuzz.parse(["--cases", "10000", "--seconds", "55"])
     assert fuzz.fuzz(arguments) == 0
