@@ -39,7 +39,7 @@ HEAD = """# First hour
 the table shows; index and cache differ between machines, and so do the seconds. Of long outputs the table has the first
 lines, of a Python error the last one.
 
-**Conclusion.** {failures} of {actions} commands behaved otherwise than expected.
+**Conclusion.** {passed} of {actions} commands had the expected status and message.
 
 **Command.** `python tests/first_hour.py --output docs/results/first-hour.md`
 
@@ -138,7 +138,7 @@ def shown(output: str, action: Action) -> str:
         lines = [line for line in lines if action.text in line][-1:]
     elif len(lines) > action.lines:
         lines = [*lines[: action.lines], "..."]
-    escaped = (re.sub(r"[|<>`]", lambda x: f"&#{ord(x[0])};", line[:120]) for line in lines)
+    escaped = (re.sub(r"[|<>`]", lambda x: f"&#{ord(x[0])};", line[:200]) for line in lines)
     return "<br>".join(f"<code>{re.sub('  +', '  ', line)}</code>" for line in escaped)
 
 
@@ -166,7 +166,7 @@ def main() -> None:
         rows.append(f"| {number} | <code>{command}</code> | {status} | {seconds:.1f} | {shown(text, action)} |")
     if output:
         table = ["| | command | status | seconds | output |", "|---|---|---|---|---|", *rows]
-        output.write_text(HEAD.format(actions=len(ACTIONS), failures=failures) + "\n".join(table) + "\n")
+        output.write_text(HEAD.format(actions=len(ACTIONS), passed=len(ACTIONS) - failures) + "\n".join(table) + "\n")
     shutil.rmtree(folder)
     sys.exit(1 if failures else 0)
 
