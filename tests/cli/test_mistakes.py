@@ -18,7 +18,7 @@ MISTAKES = [
     ("train --text {short}", "number of tokens"),
     ("train --text {text} --layers klax", "'klax'"),
     ("train --text {text} --layers kla,,kla", "layers"),
-    ('train --text {text} --layers [{{"mixer":"kla","slot":4}}]', "'slot'"),
+    ('train --text {text} --layers [{{"mixer":"kla","slot":4}}]', "`slot`"),
     ('train --text {text} --layers [{{"mixer":"kla","slots":-4}}]', "slots"),
     ("train --text {text} --tokenizer words", "'bpe' or 'bytes'"),
     ("train --text {text} --vocab-size 10", "at least 257"),

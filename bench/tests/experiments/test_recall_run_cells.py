@@ -79,6 +79,7 @@ def test_the_documented_commands_write_cells_and_run_them(kalmix, tmp_path: Path
     assert "report.md" in result.output
 
 
+@pytest.mark.slow
 def test_a_run_ends_by_its_deadline_and_continues(kalmix, tmp_path: Path) -> None:
     long = line(protocol__epochs=100_000, layer="linear-attention")
     file = lines(tmp_path / "cells.jsonl", line(layer="linear-attention"), long, line(layer="linear-attention", seed=1))

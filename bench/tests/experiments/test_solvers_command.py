@@ -34,6 +34,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "laptop", TINY)
 
 
+@pytest.mark.slow
 def test_studies_are_run_once_and_reported(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = kalmix("bench", "solvers", "--device", "cpu", "--output", tmp_path)
     assert result.status == 0, result.errors
