@@ -48,7 +48,7 @@ def loadable(kind: type[_B]) -> type[_B]:
 
 @loadable
 class PointBelief(NamedTuple):
-    """Memory matrix without uncertainty: the belief of `additive` and `delta`.
+    """Memory matrix without uncertainty: the belief of the ops `additive` and `delta`.
 
     Attributes:
         mean: `[N, G, K, V]`.
@@ -69,7 +69,7 @@ class PointBelief(NamedTuple):
 
 @loadable
 class DiagonalBelief(NamedTuple):
-    """Independent Gaussian cells: the belief of `diagonal`.
+    """Independent Gaussian cells: the belief of the op `diagonal`.
 
     Attributes:
         mean: `[N, G, K, V]`, posterior mean of each cell.
@@ -86,11 +86,15 @@ class DiagonalBelief(NamedTuple):
 
 @loadable
 class DenseBelief(NamedTuple):
-    """Gaussian memory whose columns share one covariance: the belief of `dense`.
+    """Gaussian memory whose columns share one covariance: the belief of the op `kalmix.ops.dense`.
+
+    There are N sequences and G value heads; keys have K columns and values V. The op returns beliefs in float32, or in
+    float64 if its inputs are float64.
 
     Attributes:
         mean: `[N, G, K, V]`, posterior mean.
-        covariance: `[N, G, K, K]`, posterior covariance of every column; symmetric.
+        covariance: `[N, G, K, K]`, posterior covariance of every column of the memory; symmetric and positive
+            semidefinite.
     """
 
     mean: Tensor
@@ -103,7 +107,7 @@ class DenseBelief(NamedTuple):
 
 @loadable
 class RidgeBelief(NamedTuple):
-    """Discounted sums over past tokens, the sufficient statistics of ridge regression: the belief of `ridge`.
+    """Discounted sums over past tokens, the sufficient statistics of ridge regression: the belief of the op `ridge`.
 
     Attributes:
         cross: `[N, G, K, V]`, sum of key times value.
@@ -120,7 +124,7 @@ class RidgeBelief(NamedTuple):
 
 @loadable
 class HistoryBelief(NamedTuple):
-    """Keys, values and times of past tokens, like a key-value cache: the belief of `attend`.
+    """Keys, values and times of past tokens, like a key-value cache: the belief of the op `attend`.
 
     It has S slots for each sequence, some of which may be empty. Sequences packed into one batch row share slots
     without a copy; each has its own `positions`.

@@ -7,7 +7,7 @@ MAX_QUOTED_CHARS = 300  # a longer value is abbreviated in a message
 
 
 class ArgumentError(ValueError):
-    """Argument of the wrong type, shape, dtype or device, or with a value that is not accepted.
+    """Raised when an argument has the wrong type, shape, dtype or device, or a value that is not accepted.
 
     The message reads "`name` is GOT; expected EXPECTED. HINT", or "`name` PROBLEM; expected EXPECTED. HINT".
 
@@ -63,26 +63,26 @@ def unknown_name(argument: str, name: object, known: Iterable[str]) -> ArgumentE
 
 
 class NonFiniteError(ArgumentError):
-    """Signal that contains NaN or infinity. In training this is a sign of divergence."""
+    """Raised when a signal contains NaN or infinity. In training this is a sign of divergence."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, problem="contains NaN or infinity", expected="finite values")
 
 
 class FormatError(ArgumentError):
-    """File in a format that this version of kalmix cannot read, because it is too new or too old."""
+    """Raised when a file has a format that this version of kalmix cannot read, because it is too new or too old."""
 
     def __init__(self, *, got: object, expected: object, hint: str) -> None:
         super().__init__("format", got=got, expected=expected, hint=hint)
 
 
 class FileError(ValueError):
-    """File that is missing, damaged or of another kind than expected. The message begins with its name."""
+    """Raised when a file is missing, damaged or of another kind than expected. The message begins with its name."""
 
 
 class KernelError(ValueError):
-    """Call that no kernel supports, or that the requested kernel does not support."""
+    """Raised when no kernel supports a call of an op, or the requested kernel does not. A subclass of `ValueError`."""
 
 
 class DesignError(ValueError):
-    """Design whose parts no op combines, or signals that do not match a design."""
+    """Raised when no op supports the parts of a design, or signals do not match it. A subclass of `ValueError`."""

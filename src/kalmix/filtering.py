@@ -30,32 +30,36 @@ def filter(  # noqa: A001 - the public name
     """Filter sequences under a design.
 
     The design determines the op (`design.op`); its signals are converted to the arguments of that op, for example noise
-    variances to gains (Table 1 of Memory by Design). The result is exact for the design, up to rounding and, for
-    `ridge`, the solver.
+    variances to gains (Table 1 of Memory by Design). The result is exact for the design, its approximations included,
+    up to rounding and, for the op `ridge`, the error of its solver.
+
+    Signals of most designs are `obs_noise`, the variance of the observation noise of a value; `process_noise`, the
+    variance that a transition adds; `write_variance`, the prior variance of a written value; `reset`, the covariance
+    that replaces the predicted one; and `log_decay`, the logarithm of the decay per token.
 
     Args:
         design: model of the state and of the observations, from `kalmix.designs` or your own.
-        q: queries `[B, T, H, K]`.
-        k: keys `[B, T, H, K]`.
-        v: values `[B, T, G, V]`; G is a multiple of H.
-        belief: belief to continue from, with N sequences; the op's prior by default.
+        q: queries `[B, T, H, K]`, of any floating-point dtype.
+        k: keys `[B, T, H, K]`, in the dtype of `q`.
+        v: values `[B, T, G, V]`, in the dtype of `q`; G is a multiple of H.
+        belief: belief to continue from, for N sequences; the op's prior by default. N is the number of segments, or B
+            without segments.
         variance: also return the variance of the read-out.
-        segments: runs of tokens that form sequences; by default each batch row is one sequence.
+        segments: `kalmix.Segments` that assign tokens to sequences; by default each batch row is one sequence.
         kernel: name of a kernel of the op; by default chosen by device, dtype and shape.
-        **signals: the signals in `design.signals` are required, those in `design.optional` are not. Variances
-            (`obs_noise`, `write_variance`, `reset`: > 0; `process_noise`: >= 0) and log-decays (<= 0) are `[B, T, G]`
-                or
-            as the op accepts them; `reset` may also be a diagonal, `[B, T, G, K]`. Arguments in `design.options`, such
-            as `ridge` and `solver`, are passed to the op.
+        **signals: the signals in `design.signals` are required, those in `design.optional` are not. Their shape is
+            `[B, T, G]`, or another that the op documents; `reset` may be a diagonal, `[B, T, G, K]`. `obs_noise`,
+            `write_variance` and `reset` are > 0, `process_noise` >= 0, and log-decays <= 0. Arguments in
+            `design.options`, such as `ridge` and `solver` of the op `ridge`, are passed to the op.
 
     Returns:
         `Filtered`: mean `[B, T, G, V]`, variance (or `None`) and the belief after the last token of each sequence.
 
     Raises:
-        DesignError: a signal is missing, or is not one of the design's; `variance` is requested of a design without
-            one; or the transition is a matrix, which no op supports (`kalmix.oracle` does).
+        DesignError: a signal is missing, or the design has no signal of that name; `variance` is requested of a design
+            without one; or the transition is a matrix, which no op supports (`kalmix.oracle` does).
         ArgumentError: a tensor has the wrong shape, dtype, device or values.
-        KernelError: the requested kernel does not support the call.
+        KernelError: no kernel, or not the requested one, supports the call.
 
     Complexity: that of the op; linear in T except for `attend`.
 

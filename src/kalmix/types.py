@@ -23,15 +23,18 @@ class Belief(Protocol):
 class Filtered(NamedTuple):
     """Output of every op, of `kalmix.filter`, `kalmix.oracle` and of a layer's `filter` method.
 
-    The shapes below are those of ops. Layers return `[B, T, D]`, and their state as `belief`.
+    A read-out is the memory applied to a query: M'q for a memory matrix M. The shapes below are those of ops. For
+    `layer.filter(x)`, mean and variance are those of the output, `[B, T, D]`, and `belief` is the state of the layer;
+    calling the layer, `layer(x)`, returns only the pair of mean and state.
 
     Attributes:
-        mean: `[B, T, G, V]`, posterior mean of the read-out at each token, in the dtype of the values; 0 at tokens that
-            belong to no sequence.
-        variance: `[B, T, G, V]`, posterior variance of the read-out, or `[B, T, G, 1]` if all columns share it; `None`
-            unless the call had `variance=True`. Its dtype is that of the belief, since half precision would round small
-            variances to 0.
-        belief: belief after the last token of each sequence. Pass it to the next call to continue.
+        mean: `[B, T, G, V]`, posterior mean of the read-out at each token, in the dtype of the values; 0 at tokens
+            outside every segment.
+        variance: posterior variance of the read-out, without observation noise: `[B, T, G, V]`, or `[B, T, G, 1]` if
+            all columns share it; 0 at tokens outside every segment. `None` unless the call had `variance=True`. It has
+            the dtype of the belief.
+        belief: belief after the last token of each sequence, in float32 (float64 if the inputs are float64). Pass it
+            to the next call to continue the sequences.
 
     Example:
         >>> from kalmix import ops

@@ -151,19 +151,23 @@ class Evidence:
 class Covariance:
     """Form in which a belief stores its uncertainty.
 
+    `has_variance` is True if a read-out has a variance: for all kinds but "none" and "reset". `elements(keys, values)`
+    returns the number of covariance elements that one head stores.
+
     Args:
         kind: the form.
             "none": no uncertainty.
-            "reset": the predicted covariance is set to the token's `reset` (times identity, or a diagonal) at every
-                token;
-            an approximation.
-            "diagonal": one variance per cell; exact for evidence "cell".
-            "dense": one matrix between keys, shared by the columns of a head; exact.
-            "information": the inverse of such a matrix without its prior, a ridge that is set anew at every token.
-            "lag": a closed form of the time since each past token, whose errors are treated as independent.
+            "reset": none between tokens. At every token the predicted covariance is the signal `reset` (times the
+            identity, or a diagonal). This is an approximation.
+            "diagonal": one variance per cell, an entry of the memory; exact, for evidence "cell".
+            "dense": one K x K matrix per head, shared by its columns; exact.
+            "information": a K x K matrix H, the weighted sum of k k'. The covariance is (H + ridge I)^-1, with a ridge
+            that is chosen again at every token.
+            "lag": not stored. The variance of a past token's prediction is a function of the time since that token;
+            the errors of tokens are treated as independent.
 
     Raises:
-        DesignError: an unknown kind.
+        DesignError: `kind` is unknown.
 
     Example:
         >>> from kalmix.designs import Covariance

@@ -29,40 +29,44 @@ class AdaptiveFilterAttention(TrajectoryLayer):
 
         z_i = sum_j A_ij e^{(-a + i w) (t_i - t_j)} v_j,   A_ij = softmax_j (temperature log(weight_ij / V(t_i - t_j)))
 
-    V is the variance of value j after the time t_i - t_j under the dynamics. weight_ij is a robust weight: it decreases
-    with the distance between query i and key j, moved to t_i. See `kalmix.ops.attend`, and `TrajectoryLayer` for
+    j runs over token i and the tokens before it. Each head learns a decay rate a, a temperature and noise variances,
+    and for each channel a frequency w. V(tau) is the variance of the error with which value j, decayed and rotated over
+    the time tau, predicts the state. weight_ij is a robust weight: it decreases with the distance between query i and
+    key j after the same decay and rotation. See `kalmix.ops.attend` for the equations, and `TrajectoryLayer` for
     residual, prediction and output.
 
-    The variance treats the errors of tokens as independent. It is exact without process noise and with unit weights,
-    and too small otherwise; docs/results/afa.md measures by how much.
+    The variance of `layer.filter(x, variance=True)` treats the errors of tokens as independent. It is exact without
+    process noise and with unit weights, otherwise too small; see docs/results/afa.md.
 
     Args:
         hidden_size: D.
-        heads: number of heads, H. Default: so many that heads have about D real columns.
+        heads: number of heads, H. Default: so many that 2 H C, the real columns of all heads, is about D.
         head_dim: complex channels per head, C. Default: see `Heads.of`.
         rotary_base: base of the initial frequencies; see `StateDynamics`.
-        iterations: number of reweighted estimates, >= 1, with shared weights (section 2.4). All but the last move the
-            query towards the estimate of its key.
-        value_dynamics: whether values have dynamics and noises of their own.
+        iterations: number of times that attention is computed, with the same parameters, >= 1 (section 2.4). Each but
+            the last filters the keys and moves each query towards the estimated key at its time.
+        value_dynamics: whether values have their own dynamics and noises; otherwise they use those of the keys.
         weight: form of the robust weight, "rational" or "exponential".
         window: number of tokens that a query attends to, including its own; all by default.
         floor: whether to add a learned number >= 0, initially 0.01, to the decay of keys.
         normalize: whether queries and keys are unit vectors (section 3.7).
         predict: "step" predicts the state one step ahead, as published; "gate" mixes prediction and estimate (section
             3.1); `None` returns the estimate.
-        confidence: whether a gate of the total precision weights the estimate (appendix B.2).
+        confidence: whether the estimate is multiplied by a gate computed from its precision, 1 / variance (appendix
+            B.2).
         kernel: name of a kernel of `kalmix.ops.attend`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
-            shape.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments, times or horizon has
+            the wrong type or shape.
+        KernelError: the requested kernel does not support a call.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`. `times`
         and `horizon` are `[B, T]`; see `TrajectoryLayer.read`.
         State: 4 H C + 1 floats per token, of at most `window` tokens.
 
-    Complexity: O(iterations T (S + T) H C) for T tokens after S, and the projections.
+    Complexity: O(iterations T (S + T) H C) for T tokens after S earlier ones, and the projections.
 
     Example:
         >>> from kalmix.layers import AdaptiveFilterAttention

@@ -28,11 +28,16 @@ EPS = 1e-6  # added to lengths before dividing by them
 
 @loadable
 class AFATransformerState(NamedTuple):
-    """State of an AFA transformer block.
+    """State of an `AFATransformerBlock`: past keys and values, split into magnitudes and directions.
+
+    The histories (`kalmix.HistoryBelief`) have S slots for each of N sequences, in float32 (float64 if the inputs are
+    float64).
 
     Attributes:
-        magnitude: history of magnitudes, one real channel per head.
-        direction: history of directions.
+        magnitude: lengths of past keys and values of each head. Its `keys` and `values` are `[N, S, H, 2]`: the length,
+            and an imaginary part that is 0.
+        direction: past keys and values divided by their lengths, times a learned scale per head. Its `keys` and
+            `values` are `[N, S, H, 2 C]`: C real parts, then C imaginary parts.
     """
 
     magnitude: HistoryBelief
@@ -79,7 +84,7 @@ class AFATransformerBlock(Mixer):
 
     Args:
         hidden_size: D.
-        heads: number of heads, H. Default: so many that heads have about D real columns.
+        heads: number of heads, H. Default: so many that 2 H C, the real columns of all heads, is about D.
         head_dim: complex channels per head, C. Default: see `Heads.of`.
         rotary_base: base of the initial frequencies of directions; see `StateDynamics`.
         window: number of tokens that a query attends to, including its own; all by default.
@@ -87,8 +92,9 @@ class AFATransformerBlock(Mixer):
         kernel: name of a kernel of `kalmix.ops.attend`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
-            shape.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments or times has the wrong
+            type or shape.
+        KernelError: the requested kernel does not support a call.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None)`, x and y are `[B, T, D]`. `times` is `[B, T]`,

@@ -24,31 +24,38 @@ class BayesianLayer(MemoryLayer):
     Paper: Memory by Design: Probabilistic Sequence Layers (Dowling et al., 2026), Proposition 1, equations 9 to 13.
 
     Each token sets its observation noise and process noise (softplus and a floor, appendix D) and the step of the
-    transition. The step determines the decay exp(-rate step) and, with rotations, the angle frequency * step, with a
-    rate and a frequency learned per key (appendix G). Projections, sizes, norm and gate are those of `GatedDeltaNet`.
+    transition. The step determines the decay exp(-rate step) and, with rotations, the angle frequency * step. Each head
+    learns a rate and a frequency for each of the K columns of its keys (appendix G). Projections, sizes, norm and gate
+    are those of `GatedDeltaNet`.
+
+    `layer.filter(x, variance=True)` returns the variance of the output y under the posterior of the memory. It is exact
+    through gate and output projection, and approximate through the output norm.
 
     Args:
         hidden_size: D.
-        heads: number of heads, G. Default: so many that keys have about 3/4 D columns; see `Heads.of`.
+        heads: number of heads, G. Default: so many that G K is about 3/4 D; see `Heads.of`.
         head_dim: key width, K. Default: see `Heads.of`.
-        expand_v: value width divided by key width.
-        groups: number of observation noises per head, each for an equal share of its value columns. Each group has its
-            own covariance.
-        rotations: whether keys rotate in pairs. Each key is then the observed half of a pair, and the memory has 2 K
-            rows.
-        conv: taps of the short convolution; 0 for none.
+        expand_v: V / K, where V is the value width of a head.
+        groups: number of observation noises per head, each for V / groups value columns. Each group has its own
+            covariance.
+        rotations: whether the rows of the memory rotate in pairs. The memory then has R = 2 K rows: keys observe the
+            first K, and row j forms a pair with row j + K. Otherwise R = K.
+        conv: taps of the short causal convolution over q, k and v; 0 for none.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
         norm_eps: epsilon of the output norm.
         kernel: name of a kernel of `kalmix.ops.dense`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value, or `groups` does not divide the value width.
+        ArgumentError: an option has the wrong type or value, or `groups` does not divide V; or, in a call, x, state or
+            segments has the wrong type or shape.
+        KernelError: the requested kernel does not support a call.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State per head: `[K, V]`, a covariance `[K, K]`, and that of the convolution.
+        State: a mean `[R, V / groups]` and a covariance `[R, R]` per head and group, and the last inputs of the
+        convolution.
 
-    Complexity: O(T K (K + V)) per head, and the projections.
+    Complexity: O(T R (groups R + V)) per head, and the projections.
 
     Example:
         >>> from kalmix.layers import BayesianLayer

@@ -116,7 +116,7 @@ class ControlledFilter(AdaptiveFilterAttention):
 
     Args:
         hidden_size: D.
-        heads: number of heads, H. Default: so many that heads have about D real columns.
+        heads: number of heads, H. Default: so many that 2 H C, the real columns of all heads, is about D.
         head_dim: complex channels per head, C. Default: see `Heads.of`.
         rotary_base: base of the initial frequencies; see `StateDynamics`.
         window: number of tokens that a query attends to, including its own; all by default.

@@ -27,33 +27,39 @@ class DesignLayer(MemoryLayer):
 
     Framework: Memory by Design: Probabilistic Sequence Layers (Dowling et al., 2026).
 
-    Decays are `StepDecay` (for cells `CellDynamics`, time-invariant), variances are softplus plus a floor, and q and k
-    are unit vectors. Optional signals are not computed, so keys do not rotate. If the design has one noise per value
-    column, each column is a value head.
+    Log-decays are -rate * step, with a learned rate and a step computed from the token (`StepDecay`). For evidence
+    "cell", decay and process noise are learned for each cell and do not depend on the token (`CellDynamics`). Other
+    variances are softplus(project(x)) plus a floor. q and k are unit vectors; q is then divided by sqrt(K). Optional
+    signals of the design, such as the rotation `angle`, are not computed.
+
+    If the design has one noise per value column (`evidence.columns`), the op receives G V value heads of width 1, each
+    with its own belief. The norm is still that of G heads of width V.
 
     Args:
         hidden_size: D.
         design: a `Design`, the name of one in `kalmix.designs.CATALOGUE`, or a mapping of its fields (as
             `dataclasses.asdict` returns), for configuration files.
-        heads: number of value heads, G. Default: so many that keys have about D columns; see `Heads.of`.
+        heads: number of value heads, G. Default: so many that G K is about D; see `Heads.of`.
         key_heads: number of key heads, a divisor of `heads`; `heads` by default.
         head_dim: key width, K. Default: see `Heads.of`.
         expand_v: value width divided by key width.
-        conv: taps of the short convolution; 0 for none.
+        conv: taps of the short causal convolution over q, k and v; 0 for none.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
         norm_eps: epsilon of the output norm.
         kernel: name of a kernel of the design's op; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value, `design` is not a design, or its transition is a matrix or
-            in continuous time.
+        ArgumentError: an option has the wrong type or value, `design` is not a design or an unknown name, or its
+            transition is a matrix or in continuous time; or, in a call, x, state or segments has the wrong type or
+            shape.
         DesignError: no op filters this combination of parts.
+        KernelError: the requested kernel does not support a call.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State per head: that of the op, and of the convolution.
+        State: the belief of the design's op, and the last inputs of the convolution.
 
-    Complexity: that of the design's op.
+    Complexity: that of the design's op, and the projections.
 
     Example:
         >>> from kalmix.designs import Covariance, Design, Evidence, Transition

@@ -59,12 +59,17 @@ class FilterConv2d(nn.Module):
 
     Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), appendix B.6, with misprints corrected.
 
-        z = in(x);   y_i = out(sum_j A_ij E e^{i angle} z_j),   A_ij = softmax_j -log(V + |z_i - E e^{i angle} z_j|^2)
+        z = in(x);   u_pj = E e^{i angle} z_j
+        y_p = out(sum_j A_pj u_pj),   A_pj = softmax_j -log(V + |z_p - u_pj|^2)
 
-    Pixels j are those of a square around i, inside the image. E, angle and V are given by `path_statistics`, along axes
-    that each head rotates, stretches and shifts (T and b in the paper). For |z|^2 much smaller than V the weights do
-    not depend on z: this is the paper's form, a depthwise convolution with Gabor filters. Otherwise robust weights
-    exclude pixels that differ, which no convolution can do.
+    z has H heads with C complex channels, and i is the imaginary unit. u_pj predicts pixel p from pixel j; j runs over
+    the n x n square around p, p included, without pixels outside the image. Decay E, angle and variance V are functions
+    of the vector from j to p in the axes of a head, which are a learned linear map and shift of the image's (T and b in
+    the paper); see `path_statistics` in this module.
+
+    If |z|^2 is much smaller than V, A does not depend on z. The layer is then a depthwise convolution with Gabor
+    filters, the form in the paper. Otherwise a pixel that differs from its prediction gets a small weight, which no
+    convolution can do.
 
     Args:
         in_channels: channels of input images.
@@ -74,7 +79,8 @@ class FilterConv2d(nn.Module):
         head_dim: C, complex channels per head.
 
     Raises:
-        ArgumentError: a size is not a positive integer, or `kernel_size` is even.
+        ArgumentError: a size is not a positive integer, or `kernel_size` is even; or, in a call, the input has another
+            shape.
 
     Shape:
         Input `[B, in_channels, Y, X]`, output `[B, out_channels, Y, X]`. It returns one tensor, not a pair.

@@ -18,27 +18,33 @@ class GatedDeltaNet(DeltaLayer):
 
         M_t = a_t M_{t-1} + g_t k_t (v_t - a_t M_{t-1}' k_t)',   read = M_t' q_t
 
-    Default sizes are as published: keys have 3/4 D columns and values twice as many, about 6 D^2 weights in all.
+    The gain g_t = sigmoid(project(x_t)) and the decay a_t = exp(-rate step_t) (`StepDecay`) are one number per head,
+    both between 0 and 1. M' is the transpose of M, and M_0 = 0. q and k are unit vectors; q is then divided by sqrt(K).
+
+    Default sizes are as published: the keys of all heads have 3/4 D columns, values twice as many; about 6 D^2 weights
+    in all.
 
     Args:
         hidden_size: D.
-        heads: number of value heads, G. Default: so many that keys have about 3/4 D columns; see `Heads.of`.
+        heads: number of value heads, G. Default: so many that G K is about 3/4 D; see `Heads.of`.
         key_heads: number of key heads, a divisor of `heads`; `heads` by default.
         head_dim: key width, K. Default: see `Heads.of`.
         expand_v: value width divided by key width.
-        conv: taps of the short convolution; 0 for none.
+        conv: taps of the short causal convolution over q, k and v; 0 for none.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
-        negative_eigenvalues: whether gains reach 2 instead of 1.
+        negative_eigenvalues: whether g is between 0 and 2 instead of 0 and 1. For g > 1 the matrix I - g k k' has the
+            negative eigenvalue 1 - g.
         norm_eps: epsilon of the output norm.
         kernel: name of a kernel of `kalmix.ops.delta`; by default chosen by device, dtype and shape.
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
             shape.
+        KernelError: the requested kernel does not support a call.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State per head: `[K, V]`, and that of the convolution.
+        State: a memory `[K, V]` per head, and the last inputs of the convolution.
 
     Complexity: O(T K V) per head, and the projections.
 

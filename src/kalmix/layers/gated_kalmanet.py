@@ -35,15 +35,15 @@ class GatedKalmaNet(MemoryLayer):
         H_t = a_t H_{t-1} + g_t k_t k_t',   U_t = a_t U_{t-1} + g_t k_t v_t'
         read = U_t' (m_t x_t + (1 - m_t) q_t),   (H_t + ridge I) x_t = q_t
 
-    q and k are unit vectors. Each head has a forgetting gate a, a write gate g and a weight m of the solution (gamma,
-    beta and alpha in the paper); each can be left out. Default sizes are as published: 8 heads of width 128 at D =
-    1024, a ridge of 0.02 ||H||_F, and 30 Chebyshev iterations.
+    M' is the transpose of M, and H_0 and U_0 are 0. q and k are unit vectors. Each head has a forgetting gate a, a
+    write gate g and a weight m of the solution (gamma, beta and alpha in the paper); each can be left out. Default
+    sizes are as published: 8 heads of width 128 at D = 1024, a ridge of 0.02 ||H||_F, and 30 Chebyshev iterations.
 
     The variance is that of the read-out U'x for observation noise 1.
 
     Args:
         hidden_size: D.
-        heads: number of value heads, G. Default: so many that keys have about D columns; see `Heads.of`.
+        heads: number of value heads, G. Default: so many that G K is about D; see `Heads.of`.
         key_heads: number of key heads, a divisor of `heads`; `heads` by default.
         head_dim: key width, K. Default: see `Heads.of`.
         expand_v: value width divided by key width.
@@ -54,7 +54,7 @@ class GatedKalmaNet(MemoryLayer):
         ridge: `Adaptive(a)`, or a number a, for a ridge of a ||H||_F; or `Fixed(value)`. Also a mapping; see
             `kalmix.layers.config_io`.
         solver: a solver of `kalmix.ops`, or its mapping or name.
-        conv: taps of the short convolution; 0 for none.
+        conv: taps of the short causal convolution over q, k and v; 0 for none.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
         norm_eps: epsilon of the output norm.
         kernel: name of a kernel of `kalmix.ops.ridge`; by default chosen by device, dtype and shape.
@@ -62,10 +62,11 @@ class GatedKalmaNet(MemoryLayer):
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
             shape.
+        KernelError: the requested kernel does not support a call.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State per head: `[K, V]`, `[K, K]`, and that of the convolution.
+        State: U `[K, V]` and H `[K, K]` per head, and the last inputs of the convolution.
 
     Complexity: O(T K (K r + V)) per head for r iterations, and the projections.
 

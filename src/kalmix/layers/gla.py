@@ -17,21 +17,22 @@ from kalmix.validation import check_number, check_positive_int
 
 
 class GLA(MemoryLayer):
-    """Gated linear attention: a decay per key that depends on the token, and a gated output.
+    """Gated linear attention: a decay per key column that depends on the token, and a gated output.
 
     Paper: [Gated Linear Attention Transformers](https://arxiv.org/abs/2312.06635).
 
-        M_t = diag(a_t) M_{t-1} + k_t v_t',   log a_t = logsigmoid(low_rank(x_t)) / temperature,   read = M_t' q_t /
-        sqrt(K)
+        log a_t = logsigmoid(low_rank(x_t)) / temperature
+        M_t = diag(a_t) M_{t-1} + k_t v_t',   read = M_t' q_t / sqrt(K)
 
-    Default sizes are as published: keys have D / 2 columns, values D.
+    M' is the transpose of M, and M_0 = 0. q and k are not normalised. Default sizes are as published: the keys of all
+    heads have D / 2 columns, the values D.
 
     Args:
         hidden_size: D.
-        heads: number of heads, G. Default: so many that keys have about D / 2 columns; see `Heads.of`.
+        heads: number of heads, G. Default: so many that G K is about D / 2; see `Heads.of`.
         head_dim: key width, K. Default: see `Heads.of`.
         expand_v: value width divided by key width.
-        conv: taps of a short convolution followed by SiLU; 0 for none, as published.
+        conv: taps of a short causal convolution over q, k and v, followed by SiLU; 0 for none, as published.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
         rank: rank of the projection to decays.
         temperature: divisor of the log-decays; a larger one makes the memory decay more slowly.
@@ -41,10 +42,11 @@ class GLA(MemoryLayer):
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
             shape.
+        KernelError: the requested kernel does not support a call.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State per head: `[K, V]`, and that of the convolution.
+        State: a memory `[K, V]` per head, and the last inputs of the convolution.
 
     Complexity: O(T K V) per head, and the projections.
 

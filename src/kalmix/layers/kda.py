@@ -12,33 +12,38 @@ from kalmix.layers.parametrize import StepDecay
 
 
 class KDA(DeltaLayer):
-    """Kimi Delta Attention: a delta rule with a gain per head, a decay per key, and a low-rank sigmoid gate.
+    """Kimi Delta Attention: a delta rule with a gain per head, a decay per key column, and a low-rank sigmoid gate.
 
     Paper: [Kimi Linear](https://arxiv.org/abs/2510.26692).
 
         M_t = diag(a_t) M_{t-1} + g_t k_t (v_t - (diag(a_t) M_{t-1})' k_t)',   read = M_t' q_t
 
-    The steps of the decays are per key, through a projection of rank V; rates are per head.
+    The gain g_t = sigmoid(project(x_t)) is one number per head. The decay a_t = exp(-rate step_t) has K entries per
+    head: the rate is a learned number per head, and step_t `[K]` is computed from x_t (`StepDecay`). The projections to
+    steps and to the output gate have rank V, the width of a value head. M' is the transpose of M, and M_0 = 0. q and k
+    are unit vectors; q is then divided by sqrt(K).
 
     Args:
         hidden_size: D.
-        heads: number of value heads, G. Default: so many that keys have about D columns; see `Heads.of`.
+        heads: number of value heads, G. Default: so many that G K is about D; see `Heads.of`.
         key_heads: number of key heads, a divisor of `heads`; `heads` by default.
         head_dim: key width, K. Default: see `Heads.of`.
         expand_v: value width divided by key width.
-        conv: taps of the short convolution; 0 for none.
+        conv: taps of the short causal convolution over q, k and v; 0 for none.
         gate: activation of the output gate, "sigmoid" or "silu"; `None` for no gate.
-        negative_eigenvalues: whether gains reach 2 instead of 1.
+        negative_eigenvalues: whether g is between 0 and 2 instead of 0 and 1. For g > 1 the matrix I - g k k' has the
+            negative eigenvalue 1 - g.
         norm_eps: epsilon of the output norm.
         kernel: name of a kernel of `kalmix.ops.delta`; by default chosen by device, dtype and shape.
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
             shape.
+        KernelError: the requested kernel does not support a call.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State per head: `[K, V]`, and that of the convolution.
+        State: a memory `[K, V]` per head, and the last inputs of the convolution.
 
     Complexity: O(T K V) per head, and the projections.
 

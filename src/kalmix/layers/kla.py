@@ -26,8 +26,9 @@ class KLAState(NamedTuple):
     """State of a KLA layer.
 
     Attributes:
-        belief: means and variances, `[N, 1, slots, channels]` each.
-        conv_state: state of the short convolution, `[N, 3, channels]`.
+        belief: posterior `mean` and `variance` of the cells, `[N, 1, slots, channels]` each for N sequences and one
+            head; in float32 (float64 if the inputs are float64).
+        conv_state: last three inputs of the short convolution, `[N, 3, channels]`; 0 before the first token.
     """
 
     belief: DiagonalBelief
@@ -48,13 +49,14 @@ class KLA(Mixer):
 
     This layer gates its own output: do not put an MLP after it. Use it alone in a residual block.
 
-    Decay and process noise are learned per cell and do not depend on the token; tokens are weighted by their
-    observation noise. The skip is a learned scale per channel, initially 1, shown in Figure 7 but not in Algorithm 1;
-    it adds no variance. The filter runs in float32, also under autocast.
+    conv4 is a causal convolution per channel with 4 taps. Decay and process noise are learned per cell and do not
+    depend on the token. The observation noise does: a token with less noise changes the memory more. The skip is a
+    learned scale per channel, initially 1, shown in Figure 7 but not in Algorithm 1; it does not change the variance
+    that `layer.filter` returns. The filter runs in float32, also under autocast.
 
     Args:
         hidden_size: D.
-        slots: N, memory slots (key width) per channel.
+        slots: number of memory slots per channel, the key width (N in the paper).
         expand: number of channels divided by D; 1 in the paper.
         discretization: "ou" (exact Ornstein-Uhlenbeck process, equation 8) or "zoh" (zero-order hold, an ablation).
         process_noise: False fixes the process noise at 0 (ablation of section 5.6).
@@ -64,10 +66,11 @@ class KLA(Mixer):
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
             shape.
+        KernelError: the requested kernel does not support a call.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State: `2 slots + 3` floats per channel.
+        State: `2 slots + 3` floats per channel: means, variances and three inputs of the convolution.
 
     Complexity: O(T channels slots), and the projections.
 

@@ -27,7 +27,7 @@ class LinearAttention(MemoryLayer):
 
     Args:
         hidden_size: D.
-        heads: number of heads, G. Default: so many that keys have about D columns; see `Heads.of`.
+        heads: number of heads, G. Default: so many that G K is about D; see `Heads.of`.
         head_dim: key width, K. Default: see `Heads.of`.
         expand_v: value width divided by key width.
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
@@ -35,10 +35,11 @@ class LinearAttention(MemoryLayer):
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
             shape.
+        KernelError: the requested kernel does not support a call.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State per head: `[K, V + 1]`.
+        State: a memory `[K, V + 1]` per head.
 
     Complexity: O(T K V) per head, and the projections.
 

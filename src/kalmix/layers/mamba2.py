@@ -27,27 +27,29 @@ class Mamba2(MemoryLayer):
 
     This layer gates its own output: do not put an MLP after it. Use it alone in a residual block.
 
-    C and B are query and key, shared by the heads of a group (by default by all heads). The norm is applied to each
-    group, after the gate. The skip (`D` in the published code) is a scale per head, initially 1.
+    Rate and step_t > 0 are one number per value head; the step is computed from x_t (`StepDecay`). M' is the transpose
+    of M, and M_0 = 0. C and B are query and key, shared by the heads of a group (by default by all heads). The norm is
+    applied to each group, after the gate. The skip (`D` in the published code) is a scale per head, initially 1.
 
     Args:
         hidden_size: D.
-        heads: number of value heads. Default: so many that values have about `expand * D` columns.
+        heads: number of value heads, G. Default: so many that G V is about `expand * D`; see `Heads.of`.
         head_dim: value width, V. Default: see `Heads.of`.
         groups: number of key heads, a divisor of `heads`.
         state_dim: width of B and C, K. Default: 128, or D if that is less.
         expand: value columns divided by D, if `heads` or `head_dim` is omitted.
-        conv: taps of the short convolution; 0 for none.
+        conv: taps of the short causal convolution over C, B and v; 0 for none.
         norm_eps: epsilon of the output norm.
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
             shape.
+        KernelError: the requested kernel does not support a call.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State per head: `[K, V]`, and that of the convolution.
+        State: a memory `[K, V]` per value head, and the last inputs of the convolution.
 
     Complexity: O(T K V) per head, and the projections.
 

@@ -27,9 +27,9 @@ class MemoryState(NamedTuple):
     """State of a memory layer.
 
     Attributes:
-        belief: belief of the layer's op.
-        conv_state: state of the short convolution, `[N, size - 1, channels]`; empty without a convolution. In `RetNet`
-            it is the number of past tokens, int64 `[N]`.
+        belief: belief of the layer's op, in float32 (float64 if the inputs are float64).
+        conv_state: last `conv - 1` inputs of the short convolution, `[N, conv - 1, channels]` for N sequences; empty
+            without a convolution. In `RetNet` it is the number of past tokens, int64 `[N]`.
     """
 
     belief: Any  # a Belief

@@ -11,10 +11,11 @@ class OutputOnly(nn.Module):
     """Layer that returns its output only, so that it fits into `nn.Sequential`.
 
     A layer returns `(y, state)`. `nn.Sequential` passes the whole pair to the next module, which fails. This wrapper
-    drops the state; each call starts from the prior. To continue a sequence, call `wrapper.layer` itself.
+    drops the state; each call starts from the prior. It accepts x only: call `wrapper.layer` itself to continue a
+    sequence, or to pass `segments` or `times`.
 
     Args:
-        layer: any layer of `kalmix.layers`.
+        layer: a sequence layer of `kalmix.layers` (a `Mixer`). `FilterConv2d` is none: it returns one tensor already.
 
     Shape:
         Input and output: `[B, T, D]`.

@@ -31,7 +31,7 @@ class RadialTangentialAttention(TrajectoryLayer):
 
     Args:
         hidden_size: D.
-        heads: number of heads, H. Default: so many that heads have about D real columns.
+        heads: number of heads, H. Default: so many that 2 H C, the real columns of all heads, is about D.
         head_dim: complex channels per head, C. Default: see `Heads.of`.
         rotary_base: base of the initial frequencies; see `StateDynamics`.
         window: number of tokens that a query attends to, including its own; all by default.
@@ -39,8 +39,8 @@ class RadialTangentialAttention(TrajectoryLayer):
             returns the estimate.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
-            shape.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments, times or horizon has
+            the wrong type or shape.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`. `times`

@@ -23,7 +23,7 @@ class RecurrentAFAState(NamedTuple):
     """Estimate of the states of each sequence after its last token.
 
     Attributes:
-        mean: `[N, 2, H, 2 C]`, estimated states of keys and of values.
+        mean: `[N, 2, H, 2 C]`, estimated states of keys (index 0) and of values (index 1) for N sequences.
         precision: `[N, 1, H, 1]`, 1 / complex variance of a channel; 0 before the first token.
         time: float64 `[N, 1, 1, 1]`, time of the last token.
     """
@@ -46,21 +46,25 @@ class RecurrentFilterAttention(TrajectoryLayer):
 
     Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), appendix B.4, Algorithm 4, corrected.
 
-    The layer filters the states that keys and values observe, one token after the other. A token's weight decreases
-    with the distance between its query and the predicted key. With R = key_noise + query_noise, for each token, and
-    repeated `iterations` times from z = z-:
+    The state z = (z_k, z_v) has a part that keys observe and one that values observe, with one precision p = 1 /
+    variance per head. For each token, a time tau after the one before, the layer predicts z- and p-, and sets z = z-:
 
-        z- = e^{(-a + i w) tau} z,   1 / p- = e^{-2 a tau} / p + process_noise kappa(tau)
-        w = (1 + |q - z_k|^2 / ((1 / p- + R) nu))^-temperature
-        p = p- + w / R,   z = z- + step (w / (p R)) ((k, v) - z-)
+        z- = e^{(-a + i w) tau} z,   1 / p- = e^{-2 a tau} / p + process_noise (1 - e^{-2 a tau}) / (2 a)
 
-    The first token of a sequence has weight 1 and a full step. Unlike `AdaptiveFilterAttention`, this layer accounts
-    for the noise that tokens share. With unit weights (nu to infinity) and full steps it is the Kalman filter with a
-    flat prior, and its variance is calibrated.
+    It then repeats the update of `weight`, p and z `iterations` times, each from the same z- and p-:
+
+        weight = (1 + |q - z_k|^2 / ((1 / p- + R) nu))^-temperature
+        p = p- + weight / R,   z = z- + step (weight / (p R)) ((k, v) - z-)
+
+    R = key_noise + query_noise. Each head learns the decay rate a, the noises, the scale nu of the residual, the
+    temperature and the step, between 0 and 1; each channel learns a frequency w. The weight of a token decreases with
+    the distance between its query and the predicted key. The first token of a sequence has weight 1 and step 1. Unlike
+    `AdaptiveFilterAttention`, this layer accounts for the noise that tokens share. With unit weights (nu to infinity)
+    and full steps it is the Kalman filter with a flat prior, and its variance is calibrated.
 
     Args:
         hidden_size: D.
-        heads: number of heads, H. Default: so many that heads have about D real columns.
+        heads: number of heads, H. Default: so many that 2 H C, the real columns of all heads, is about D.
         head_dim: complex channels per head, C. Default: see `Heads.of`.
         rotary_base: base of the initial frequencies; see `StateDynamics`.
         iterations: number of times that the weight is computed from the estimate, >= 1.
@@ -68,8 +72,8 @@ class RecurrentFilterAttention(TrajectoryLayer):
             returns the estimate.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
-            shape.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments, times or horizon has
+            the wrong type or shape.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`. `times`

@@ -25,11 +25,12 @@ class RetNet(MemoryLayer):
 
         M_t = (1 - 2^(-5 - h)) M_{t-1} + k_t v_t',   read = M_t' q_t / sqrt(K)
 
-    Positions count the tokens of each sequence from 0; the state stores how many there were.
+    h counts heads from 0. M' is the transpose of M, and M_0 = 0. Positions count the tokens of each sequence from 0;
+    the state stores how many there were.
 
     Args:
         hidden_size: D.
-        heads: number of heads, G. Default: so many that keys have about D columns; see `Heads.of`.
+        heads: number of heads, G. Default: so many that G K is about D; see `Heads.of`.
         head_dim: key width, K; even. Default: see `Heads.of`.
         expand_v: value width divided by key width.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
@@ -38,11 +39,13 @@ class RetNet(MemoryLayer):
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value, or the key width is odd.
+        ArgumentError: an option has the wrong type or value, or the key width is odd; or, in a call, x, state or
+            segments has the wrong type or shape.
+        KernelError: the requested kernel does not support a call.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State per head: `[K, V]`; also one position per sequence.
+        State: a memory `[K, V]` per head, and the number of past tokens of each sequence.
 
     Complexity: O(T K V) per head, and the projections.
 

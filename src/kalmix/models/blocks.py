@@ -70,22 +70,23 @@ def hybrid_layers(
     attention_at: Sequence[int] = (6, 14, 22, 29),
     attention: LayerEntry = "attention",
 ) -> list[str | dict[str, Any]]:
-    """Build the list of layers of a hybrid model: `mixer` in every block, but attention in some.
+    """Build the list of layers of a hybrid model: attention in the blocks `attention_at`, `mixer` in all others.
 
-    The defaults are the hybrid of Gated KalmaNet, section M: 26 blocks of Gated KalmaNet and 4 of attention with
-    normalized queries and keys.
+    The defaults are the hybrid of Gated KalmaNet, section M: 26 blocks of Gated KalmaNet and 4 of attention. The layer
+    "attention" normalises queries and keys.
 
     Args:
-        mixer: layer of the other blocks: a name or a mapping of options, see `layer_specs`.
+        mixer: layer of the blocks without attention: a name, or a mapping of options; see `layer_specs`. It is not
+            checked here, but when the model is built.
         blocks: number of blocks.
-        attention_at: indices of the blocks with attention, from 0.
-        attention: layer of those blocks, as `mixer`.
+        attention_at: indices of the blocks with attention, from 0 to `blocks - 1`.
+        attention: layer of the blocks `attention_at`: a name or a mapping, like `mixer`.
 
     Returns:
-        The list, for `KalmixConfig.layers` or `LanguageModel`.
+        A list of `blocks` entries, for `KalmixConfig.layers` or `LanguageModel`. Each mapping is copied.
 
     Raises:
-        ArgumentError: `blocks` is not a positive integer, or an index is out of range or repeated.
+        ArgumentError: `blocks` is not a positive integer, or an index is negative, too large or repeated.
 
     Example:
         >>> from kalmix.models import hybrid_layers

@@ -20,31 +20,36 @@ DEFAULT_MINUTES = 3.5  # of `kalmix train` without a limit
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of a training run: data, model, optimizer and limits.
+    """Settings of a training run: data, model, optimizer and limits. `kalmix.training.run.train` runs it.
 
     Attributes:
-        text: UTF-8 text file or folder. Default: the documentation of this Python installation.
-        tokenizer: "bpe" (byte-pair encoding) or "bytes".
-        vocab_size: largest vocabulary of a BPE tokenizer; at least 257.
+        text: UTF-8 text file, or a folder whose text files are read, subfolders included; hidden files and files with
+            other suffixes (`TEXT_SUFFIXES`) are skipped. Each file is a document. Default: the documentation of this
+            Python installation; its documents are the topics of `help()` and the docstrings of each standard module.
+        tokenizer: "bpe" (byte-pair encoding) or "bytes" (one token per byte).
+        vocab_size: largest vocabulary of "bpe", at least 257; "bytes" always has 257 tokens.
         layers: one entry per block: a layer's name, or a mapping of its options; see `KalmixConfig`.
         hidden_size: width of the residual stream.
         seq_len: tokens per training sequence; at least 2.
         batch_size: sequences per batch on each device.
         grad_accum: batches per optimizer step.
-        separate_documents: reset the state at the start of each document. Otherwise only an end-of-text token separates
-            documents.
+        separate_documents: reset the state at the start of each document. Otherwise the state continues across
+            documents in a training sequence, and only an end-of-text token separates them.
         steps: optimizer steps after which training stops; `None` for no limit.
-        minutes: minutes after which training stops, set-up included; `None` for no limit. `steps` or `minutes` must be
-            given; the limit that is reached first ends the run.
-        learning_rate: peak learning rate; layer dynamics have a tenth of it.
-        weight_decay: weight decay of the matrices.
-        warmup: fraction of the run in which the learning rate rises linearly from 0.
+        minutes: minutes of training after which it stops, including compilation in the first step; `None` for no limit.
+            `steps` or `minutes` must be given; the limit that is reached first ends the run.
+        learning_rate: peak learning rate. The parameters of latent dynamics (rates, steps, frequencies, noises; see
+            `Mixer.dynamics_parameters`) have a tenth of it.
+        weight_decay: weight decay of weight matrices, except embeddings, output head and latent dynamics, which have
+            none.
+        warmup: fraction of the run, in steps or time, in which the learning rate rises linearly from 0.
         cooldown: fraction of the run in which the learning rate falls linearly to 0, at the end. At most 1 together
             with `warmup`.
-        loss: "cross-entropy" of the posterior mean, or "marginal" likelihood under the posterior of the last layer.
+        loss: "cross-entropy" of the next token for the posterior mean, or "marginal": its negative log-likelihood,
+            averaged over samples of the last layer's posterior. "marginal" needs a last layer with a posterior.
         bf16: train under bfloat16 autocast.
         compile: compile the model with `torch.compile`.
-        seed: seed of weights, data order and samples, from 0 to 2^32 - 1.
+        seed: seed of initial weights, order of training sequences and samples of the loss, from 0 to 2^32 - 1.
 
     Raises:
         ArgumentError: a setting has the wrong type or an unsupported value. Layers are checked when the model is built.

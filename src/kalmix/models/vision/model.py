@@ -15,41 +15,59 @@ from kalmix.validation import check_positive_int
 MixerFactory = Callable[[int], nn.Module]  # builds a module from a width; the module returns its output and a state
 
 
-def gated_kalmanet(width: int, **options: Any) -> GatedKalmaNet:
-    """Build Gated KalmaNet as GKAVision uses it (section N): heads of 16 channels, width / 32 of them, and no output
-    gate.
+class GatedKalmaNetFactory:
+    """Function that builds Gated KalmaNet as GKAVision uses it; a class so that signatures print its name."""
 
-    Args:
-        width: channels of the stage.
-        options: other options of `GatedKalmaNet`; they override these.
-    """
-    return GatedKalmaNet(width, **{"heads": max(1, width // 32), "head_dim": 16, "conv": 3, "gate": None, **options})
+    def __call__(self, width: int, **options: Any) -> GatedKalmaNet:
+        """Build a layer with width / 32 heads of 16 channels and no output gate (section N of Gated KalmaNet).
+
+        Args:
+            width: channels of the stage.
+            options: other options of `GatedKalmaNet`; they override these.
+        """
+        defaults = {"heads": max(1, width // 32), "head_dim": 16, "conv": 3, "gate": None}
+        return GatedKalmaNet(width, **{**defaults, **options})
+
+    def __repr__(self) -> str:
+        return "gated_kalmanet"
+
+
+gated_kalmanet = GatedKalmaNetFactory()
 
 
 class VisionModel(nn.Module):
-    """Image classifier of four stages. Each stage halves the map and doubles the channels of the one before.
+    """Image classifier of a stem and four stages, with memory layers and attention in the last two.
 
-    Stages 1 and 2 are convolutions. Stages 3 and 4 cut the map into windows and treat the pixels of a window as a
-    sequence, in row-major order. The first half of their blocks (the larger half if the number is odd) mixes it by a
-    memory layer, the others by attention. This is the shape of MambaVision; the defaults are GKAVision-T, with 31.8
-    million parameters.
+    The stem, two convolutions of stride 2, makes a map of 1/4 of the image's height and width. Each of stages 2, 3 and
+    4 begins with a convolution that halves the map and doubles its channels, so the last map has 1/32.
+
+    The blocks of stages 1 and 2 are convolutions. Those of stages 3 and 4 cut the map into square windows and treat the
+    pixels of a window, row by row, as a sequence. A map that windows do not tile is padded with zeros. In each of these
+    two stages the first half of the blocks (the larger half of an odd number) are memory layers, and the rest
+    attention. This is the shape of MambaVision; the defaults are GKAVision-T, with 31.8 million parameters.
 
     Args:
-        mixer: function that builds the memory layer of a block from its width: `gated_kalmanet`, a class of
-            `kalmix.layers`, or another module with their interface. `None`: attention in every block.
+        mixer: builds the memory layer of a block from its width: a class of `kalmix.layers`, or a function. The layer
+            must map `[B, T, width]` to a pair of `[B, T, width]` and a state, which is ignored. Default: Gated KalmaNet
+            as in the paper. `None`: attention in every block.
         width: channels of the first stage.
         stem_width: channels between the two convolutions of the stem.
         depths: blocks per stage.
         heads: attention heads of stages 3 and 4.
-        windows: height and width of a window in stages 3 and 4.
+        windows: side of a window in stages 3 and 4, in pixels of the map.
         mlp: hidden width of an MLP, as a multiple of the stage's width.
-        num_classes: number of classes; 0 for no classifier.
+        num_classes: number of classes. With 0 there is no classifier, and the model returns features `[B, 8 * width]`.
         in_chans: channels of the images.
         drop_rate: dropout before the classifier.
-        drop_path_rate: stochastic depth of the last block. It grows linearly from 0 at the first.
+        drop_path_rate: probability of skipping the last block in training, per sample. It grows linearly with the
+            block, from 0 at the first.
 
     Raises:
-        ArgumentError: a size is not a positive integer, a tuple has the wrong length, or heads do not divide a width.
+        ArgumentError: `depths`, `heads` or `windows` has the wrong length, or a number that is not a positive integer;
+            or a number of attention heads does not divide the width of its stage.
+
+    Shape:
+        Input: images `[B, in_chans, Y, X]` of any size. Output: logits `[B, num_classes]`.
 
     Complexity: O(T) per window of T tokens in a memory layer, O(T^2) in attention.
 
@@ -162,10 +180,15 @@ def _init_weights(module: nn.Module) -> None:
 
 
 def gkavision_tiny(**options: Any) -> VisionModel:
-    """Build GKAVision-T (section N of Gated KalmaNet), for images of 224 x 224 pixels.
+    """Build GKAVision-T (section N of Gated KalmaNet), with random weights.
+
+    Its sizes suit images of 224 x 224 pixels, whose maps the windows tile. It accepts images of any size.
 
     Args:
-        options: of `VisionModel`.
+        options: arguments of `VisionModel`. They override its defaults, which are the sizes of GKAVision-T.
+
+    Raises:
+        ArgumentError: as `VisionModel`.
 
     Example:
         >>> from kalmix.models import gkavision_tiny
