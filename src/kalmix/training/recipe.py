@@ -45,8 +45,9 @@ class Recipe:
         warmup: fraction of the run, in steps or time, in which the learning rate rises linearly from 0.
         cooldown: fraction of the run in which the learning rate falls linearly to 0, at the end. At most 1 together
             with `warmup`.
-        loss: "cross-entropy" of the next token for the posterior mean, or "marginal": its negative log-likelihood,
-            averaged over samples of the last layer's posterior. "marginal" needs a last layer with a posterior.
+        loss: "cross-entropy" of the next token for the posterior mean, or "marginal": minus the logarithm of the
+            token's probability, averaged over samples of the last layer's posterior. The last layer must then have a
+            posterior.
         bf16: train under bfloat16 autocast.
         compile: compile the model with `torch.compile`.
         seed: seed of initial weights, order of training sequences and samples of the loss, from 0 to 2^32 - 1.
