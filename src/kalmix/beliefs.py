@@ -51,7 +51,8 @@ class PointBelief(NamedTuple):
     """Memory matrix without uncertainty: the belief of the ops `additive` and `delta`.
 
     Attributes:
-        mean: `[N, G, K, V]`.
+        mean: `[N, G, K, V]` for N sequences and G value heads; keys have K columns and values V. In float32, or float64
+            if the inputs of the op are float64.
 
     Example:
         >>> from kalmix import PointBelief
@@ -72,8 +73,9 @@ class DiagonalBelief(NamedTuple):
     """Independent Gaussian cells: the belief of the op `diagonal`.
 
     Attributes:
-        mean: `[N, G, K, V]`, posterior mean of each cell.
-        variance: `[N, G, K, V]`, its posterior variance.
+        mean: `[N, G, K, V]`, posterior mean of each cell, for N sequences, G value heads, K keys and V columns of a
+            value. In float32, or float64 if the inputs of the op are float64.
+        variance: `[N, G, K, V]`, its posterior variance, in the same dtype.
     """
 
     mean: Tensor
@@ -110,8 +112,9 @@ class RidgeBelief(NamedTuple):
     """Discounted sums over past tokens, the sufficient statistics of ridge regression: the belief of the op `ridge`.
 
     Attributes:
-        cross: `[N, G, K, V]`, sum of key times value.
-        gram: `[N, G, K, K]`, sum of key times key.
+        cross: `[N, G, K, V]`, discounted sum of k v', for N sequences, G value heads, K columns of a key and V of a
+            value. In float32, or float64 if the inputs of the op are float64.
+        gram: `[N, G, K, K]`, discounted sum of k k', in the same dtype.
     """
 
     cross: Tensor
@@ -126,12 +129,12 @@ class RidgeBelief(NamedTuple):
 class HistoryBelief(NamedTuple):
     """Keys, values and times of past tokens, like a key-value cache: the belief of the op `attend`.
 
-    It has S slots for each sequence, some of which may be empty. Sequences packed into one batch row share slots
-    without a copy; each has its own `positions`.
+    It has S slots for each of N sequences, some of which may be empty, for H key heads and G value heads. Sequences
+    packed into one batch row share slots without a copy; each has its own `positions`.
 
     Attributes:
-        keys: `[N, S, H, K]`.
-        values: `[N, S, G, V]`.
+        keys: `[N, S, H, K]`: K / 2 real parts, then K / 2 imaginary parts.
+        values: `[N, S, G, V]`, likewise.
         times: float64 `[N, S]`, so that timestamps in seconds keep their precision.
         positions: int64 `[N, S]`, index of the token in its sequence, from 0, increasing along S; -1 for an empty slot,
             whose key, value and time have no meaning.

@@ -19,7 +19,7 @@ from kalmix.validation import check_number, check_positive_int
 
 @loadable
 class AttentionState(NamedTuple):
-    """Key-value cache of an attention layer, with S slots for each sequence, some of which may be empty.
+    """Key-value cache of an attention layer, with S slots for each of N sequences, some of them empty.
 
     Attributes:
         keys: `[N, S, kv_heads, width]`, with rotary positions applied.
@@ -51,7 +51,8 @@ class Attention(Mixer):
         norm_eps: epsilon of the QK norm.
 
     Raises:
-        ArgumentError: an option has the wrong type or value, or the sizes do not match.
+        ArgumentError: an option has the wrong type or value, or the sizes do not match; or, in a call, x, state or
+            segments has the wrong type or shape.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.

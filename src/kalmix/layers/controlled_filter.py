@@ -124,8 +124,9 @@ class ControlledFilter(AdaptiveFilterAttention):
         kernel: name of a kernel of `kalmix.ops.attend`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
-            shape.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments, times or horizon has
+            the wrong type or shape.
+        KernelError: the requested kernel does not support a call.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`. `times`
