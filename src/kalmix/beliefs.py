@@ -112,9 +112,9 @@ class RidgeBelief(NamedTuple):
     """Discounted sums over past tokens, the sufficient statistics of ridge regression: the belief of the op `ridge`.
 
     Attributes:
-        cross: `[N, G, K, V]`, discounted sum of k v', for N sequences, G value heads, K columns of a key and V of a
-            value. In float32, or float64 if the inputs of the op are float64.
-        gram: `[N, G, K, K]`, discounted sum of k k', in the same dtype.
+        cross: `[N, G, K, V]`, discounted sum of g k v' with gains g, for N sequences, G value heads, K columns of a key
+            and V of a value. In float32, or float64 if the inputs of the op are float64.
+        gram: `[N, G, K, K]`, discounted sum of g k k', in the same dtype.
     """
 
     cross: Tensor
