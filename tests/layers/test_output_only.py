@@ -1,9 +1,11 @@
 """`OutputOnly`: layers inside `nn.Sequential`."""
 
+import pytest
 import torch
 from torch import nn
 
-from kalmix.layers import KLA, Attention, OutputOnly
+from kalmix.errors import ArgumentError
+from kalmix.layers import KLA, Attention, FilterConv2d, OutputOnly
 
 
 def test_layers_run_inside_sequential():
@@ -20,3 +22,9 @@ def test_parameters_of_the_layer_are_trained_and_saved():
     model(torch.randn(1, 4, 8)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert list(model.state_dict()) == [f"layer.{name}" for name in model.layer.state_dict()]
+
+
+def test_modules_that_return_one_tensor_are_refused():
+    for module in (FilterConv2d(3, 8, 5), nn.Linear(8, 8)):
+        with pytest.raises(ArgumentError, match="returns"):
+            OutputOnly(module)

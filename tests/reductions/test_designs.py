@@ -5,7 +5,7 @@ import torch
 
 import kalmix
 from kalmix.designs import CATALOGUE, Covariance, Design, Evidence, Transition
-from kalmix.errors import DesignError
+from kalmix.errors import ArgumentError, DesignError
 from kalmix.ops import OPS, Exact
 from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.testing.cases import outputs
@@ -148,6 +148,15 @@ def test_requesting_an_absent_variance_raises():
     for call in (kalmix.filter, kalmix.oracle):
         with pytest.raises(DesignError, match="has no variance"):
             call(kalmix.designs.KDA, **signals(kalmix.designs.KDA), variance=True)
+
+
+@pytest.mark.parametrize("design", CATALOGUE.values(), ids=lambda design: design.name)
+def test_signals_of_wrong_shape_are_refused(design):
+    given = signals(design)
+    for name in design.signals:
+        for wrong in (given[name].repeat_interleave(2, 0), given[name].sum()):
+            with pytest.raises(ArgumentError):
+                kalmix.filter(design, **given | {name: wrong})
 
 
 @pytest.mark.parametrize("design", CATALOGUE.values(), ids=lambda design: design.name)

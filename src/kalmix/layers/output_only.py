@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer
 
 
@@ -30,6 +31,8 @@ class OutputOnly(nn.Module):
 
     def __init__(self, layer: Mixer) -> None:
         super().__init__()
+        if not isinstance(layer, Mixer):
+            raise ArgumentError("layer", got=f"a {type(layer).__name__}", expected="a layer that returns (y, state)")
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:

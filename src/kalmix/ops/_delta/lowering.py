@@ -14,7 +14,8 @@ def lower(k: Tensor, v: Tensor, signals: Signals) -> Signals:
     It is reset / (r^2 + reset |k|^2) for a scalar reset variance, and the vector reset k / (r^2 + k' reset k) for a
     diagonal one.
     """
-    reset, noise = pop_positive("reset", signals), pop_positive("obs_noise", signals)
+    layout = "B T G" if signals["reset"].ndim == 3 else "B T G K"
+    reset, noise = pop_positive("reset", k, v, signals, layout), pop_positive("obs_noise", k, v, signals)
     key = k.to(belief_dtype(k.dtype)).repeat_interleave(v.shape[2] // k.shape[2], 2)
     if reset.ndim == 3:
         return signals | {"gain": 1 / (noise / reset + key.square().sum(-1))}

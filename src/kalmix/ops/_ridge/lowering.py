@@ -9,4 +9,4 @@ from kalmix.ops._shared.lowering import Signals, pop_positive
 
 def lower(k: Tensor, v: Tensor, signals: Signals) -> Signals:
     """Replace `obs_noise` by its inverse, `gain`."""
-    return signals | {"gain": 1 / pop_positive("obs_noise", signals)}
+    return signals | {"gain": 1 / pop_positive("obs_noise", k, v, signals)}

@@ -8,18 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix.validation import FLOATS, check_dtype_and_device, check_range
+from kalmix.validation import FLOATS, check_dtype_and_device, check_range, check_shape
 
 Signals = dict[str, Any]
 LowerFn = Callable[[Tensor, Tensor, Signals], Signals]  # (k, v, signals of a design) -> signals of its op
 
 
-def pop_positive(name: str, signals: Signals) -> Tensor:
+def pop_positive(name: str, k: Tensor, v: Tensor, signals: Signals, layout: str = "B T G") -> Tensor:
     """Remove a signal from `signals` and return it.
 
+    Args:
+        name: name of the signal.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, G, V]`.
+        signals: signals by name.
+        layout: dimensions of the signal, letters of those of k and v.
+
     Raises:
-        ArgumentError: the signal is not a floating point tensor, or has values that are not positive.
+        ArgumentError: the signal has another shape, is on another device than v, is not a floating point tensor, or has
+            values that are not positive.
     """
-    check_dtype_and_device(name, signals[name], FLOATS, signals[name].device)
+    sizes = dict(zip("BTGVK", (*v.shape, k.shape[3]), strict=True))
+    check_shape(name, signals[name], layout, sizes)
+    check_dtype_and_device(name, signals[name], FLOATS, v.device)
     check_range(name, signals[name], minimum=torch.finfo(torch.float32).tiny)
     return signals.pop(name)
