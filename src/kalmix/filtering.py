@@ -35,7 +35,8 @@ def filter(  # noqa: A001 - the public name
 
     Signals of most designs are `obs_noise`, the variance of the observation noise of a value; `process_noise`, the
     variance that a transition adds; `write_variance`, the prior variance of a written value; `reset`, the covariance
-    that replaces the predicted one; and `log_decay`, the logarithm of the decay per token.
+    that replaces the predicted one; `precision`, the inverse variance of an observation of cells; and `log_decay`, the
+    logarithm of the decay per token.
 
     Args:
         design: model of the state and of the observations, from `kalmix.designs` or your own.
@@ -49,8 +50,9 @@ def filter(  # noqa: A001 - the public name
         kernel: name of a kernel of the op; by default chosen by device, dtype and shape.
         **signals: the signals in `design.signals` are required, those in `design.optional` are not. Their shape is
             `[B, T, G]`, or another that the op documents; `reset` may be a diagonal, `[B, T, G, K]`. `obs_noise`,
-            `write_variance` and `reset` are > 0, `process_noise` >= 0, and log-decays <= 0. Arguments in
-            `design.options`, such as `ridge` and `solver` of the op `ridge`, are passed to the op.
+            `write_variance` and `reset` are > 0 (`kalmix.ops.dense` has a larger minimum), `precision` and
+            `process_noise` >= 0, and log-decays <= 0. Arguments in `design.options`, such as `ridge` and `solver` of
+            the op `ridge`, are passed to the op.
 
     Returns:
         `Filtered`: mean `[B, T, G, V]`, variance (or `None`) and the belief after the last token of each sequence.

@@ -28,8 +28,8 @@ class Filtered(NamedTuple):
     calling the layer, `layer(x)`, returns only the pair of mean and state.
 
     Attributes:
-        mean: `[B, T, G, V]`, posterior mean of the read-out at each token, in the dtype of the values; 0 at tokens
-            outside every segment.
+        mean: `[B, T, G, V]`, posterior mean of the read-out at each token, in the dtype of the values (float64
+            from `kalmix.oracle`); 0 at tokens outside every segment.
         variance: posterior variance of the read-out, without observation noise: `[B, T, G, V]`, or `[B, T, G, 1]` if
             all columns share it; 0 at tokens outside every segment. `None` unless the call had `variance=True`. It has
             the dtype of the belief.

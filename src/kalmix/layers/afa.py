@@ -35,8 +35,8 @@ class AdaptiveFilterAttention(TrajectoryLayer):
     key j after the same decay and rotation. See `kalmix.ops.attend` for the equations, and `TrajectoryLayer` for
     residual, prediction and output.
 
-    The variance of `layer.filter(x, variance=True)` treats the errors of tokens as independent. It is exact without
-    process noise and with unit weights, otherwise too small; see docs/results/afa.md.
+    The variance of `layer.filter(x, variance=True)` treats the errors of tokens as independent, and the current value,
+    which the residual adds, as known. `kalmix.ops.attend` names the conditions under which it is exact.
 
     Args:
         hidden_size: D.

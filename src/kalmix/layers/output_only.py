@@ -18,6 +18,9 @@ class OutputOnly(nn.Module):
     Args:
         layer: a sequence layer of `kalmix.layers` (a `Mixer`). `FilterConv2d` is none: it returns one tensor already.
 
+    Raises:
+        ArgumentError: `layer` is not a `Mixer`.
+
     Shape:
         Input and output: `[B, T, D]`.
 
