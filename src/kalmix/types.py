@@ -33,8 +33,8 @@ class Filtered(NamedTuple):
         variance: posterior variance of the read-out, without observation noise: `[B, T, G, V]`, or `[B, T, G, 1]` if
             all columns share it; 0 at tokens outside every segment. `None` unless the call had `variance=True`. It has
             the dtype of the belief.
-        belief: belief after the last token of each sequence, in float32 (float64 if the inputs are float64). Pass it
-            to the next call to continue the sequences.
+        belief: belief after the last token of each sequence, in float32 (float64 if the inputs are float64, and
+            always from `kalmix.oracle`). Pass it to the next call of the same function to continue the sequences.
 
     Example:
         >>> from kalmix import ops

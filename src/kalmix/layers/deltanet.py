@@ -52,8 +52,8 @@ class DeltaNet(DeltaLayer):
 
         M_t = M_{t-1} + g_t k_t (v_t - M_{t-1}' k_t)',   read = M_t' q_t
 
-    The gain g_t = sigmoid(project(x_t)) is one number per head. M' is the transpose of M, and M_0 = 0.
-    q and k are unit vectors; q is then divided by sqrt(K).
+    The gain g_t = sigmoid(project(x_t)), or twice that with `negative_eigenvalues`, is one number per head. M' is the
+    transpose of M, and M_0 = 0. q and k are unit vectors; q is then divided by sqrt(K).
 
     Args:
         hidden_size: D.

@@ -18,10 +18,10 @@ class KDA(DeltaLayer):
 
         M_t = diag(a_t) M_{t-1} + g_t k_t (v_t - (diag(a_t) M_{t-1})' k_t)',   read = M_t' q_t
 
-    The gain g_t = sigmoid(project(x_t)) is one number per head. The decay a_t = exp(-rate step_t) has K entries per
-    head: the rate is a learned number per head, and step_t `[K]` is computed from x_t (`StepDecay`). The projections to
-    steps and to the output gate have rank V, the width of a value head. M' is the transpose of M, and M_0 = 0. q and k
-    are unit vectors; q is then divided by sqrt(K).
+    The gain g_t = sigmoid(project(x_t)), or twice that with `negative_eigenvalues`, is one number per head. The decay
+    a_t = exp(-rate step_t) has K entries per head: the rate is a learned number per head, and step_t `[K]` is computed
+    from x_t (`StepDecay`). The projections to steps and to the output gate have rank V, the width of a value head. M'
+    is the transpose of M, and M_0 = 0. q and k are unit vectors; q is then divided by sqrt(K).
 
     Args:
         hidden_size: D.

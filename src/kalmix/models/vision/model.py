@@ -59,8 +59,8 @@ class VisionModel(nn.Module):
         num_classes: number of classes. With 0 there is no classifier, and the model returns features `[B, 8 * width]`.
         in_chans: channels of the images.
         drop_rate: dropout before the classifier.
-        drop_path_rate: probability of skipping the last block in training, per sample. It grows linearly with the
-            block, from 0 at the first.
+        drop_path_rate: probability of skipping the mixer of the last block in training, and that of skipping its MLP,
+            per sample. It grows linearly from the first block, where it is 0.
 
     Raises:
         ArgumentError: `depths`, `heads` or `windows` has the wrong length, or a number that is not a positive integer;
