@@ -48,17 +48,22 @@ def any_of(choices: Iterable[object]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+def similar_names(name: object, known: Iterable[str]) -> list[str]:
+    """Return up to four of the known names that are spelled like `name`, the most similar first."""
+    return get_close_matches(str(name), list(known), n=4, cutoff=0.4)
+
+
 def nearest_names(name: object, known: Iterable[str]) -> str:
-    """Return up to four of the known names that are spelled like `name`, separated by commas; all if none is."""
+    """Return the known names that are spelled like `name`, separated by commas; all known names if none is."""
     known = list(known)
-    return ", ".join(get_close_matches(str(name), known, n=4, cutoff=0.4) or known)
+    return ", ".join(similar_names(name, known) or known)
 
 
 def unknown_name(argument: str, name: object, known: Iterable[str]) -> ArgumentError:
     """Return the error for a name that is not in a table of names; it lists similar names first, if there are any."""
     known = list(known)
-    close = get_close_matches(str(name), known, n=4, cutoff=0.4)
-    hint = f"Did you mean {any_of(close)}?" if close else ""
+    similar = similar_names(name, known)
+    hint = f"Did you mean {any_of(similar)}?" if similar else ""
     return ArgumentError(argument, got=repr(name), expected=any_of(known), hint=hint)
 
 

@@ -137,8 +137,8 @@ def test_smallest_noise_is_within_the_error_budget_in_triton(width, length, sett
     if decay == "head":
         inputs["log_decay"] = inputs["log_decay"][..., 0].contiguous()
     found = measure.forward(case, inputs) + measure.gradients(case, inputs)
-    # The kernel factors the covariance of TILE tokens. With no more keys than tokens it is nearly singular, so rounding
-    # errors of the prior variance p contribute eps p / r^2.
+    # The kernel factors the covariance of TILE tokens. With no more keys than tokens it is nearly singular, so each
+    # rounding error of the prior variance p contributes eps p / r^2. Four are allowed here, 16 in the fuzz test.
     largest = float((inputs["prior.covariance"].diagonal(dim1=-2, dim2=-1)).max())
     tolerance = 4 * torch.finfo(torch.float32).eps * largest / setting[0] if width <= TILE else 0.0
     assert not [m for m in found if not m.error <= m.budget + tolerance]

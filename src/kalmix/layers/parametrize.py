@@ -23,7 +23,8 @@ VARIANCES = {
     "reset": {"initial": 4.0, "floor": 1e-4},
     "process_noise": {"initial": 0.001, "floor": 1e-6},
 }
-# The same for `StateDynamics`, per unit of time and per observation: the weight of a token halves in about 20 tokens.
+# Initial values and lower bounds for `StateDynamics`, per unit of time and per observation. With them the weight of a
+# token halves in about 20 tokens.
 STATE_VARIANCES = {
     "process_noise": {"initial": 0.1, "floor": 1e-6},
     "key_noise": {"initial": 1.0, "floor": 1e-4},
