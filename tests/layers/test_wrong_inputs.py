@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from unclear_errors import unclear
 
 import kalmix
-from kalmix import Segments, designs
+from kalmix import ArgumentError, Segments, designs
 
 from .conftest import LAYERS
 
@@ -40,6 +41,32 @@ def test_layers_name_wrong_inputs(name):
     attempts += [(f"segments is {what}", partial(layer, x, None, bad)) for what, bad in segments.items()]
     found = unclear(attempts)
     assert not found, found
+
+
+def resized(leaf: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensor as complex, with fewer or more axes, and with axes of other sizes (1 could be broadcast)."""
+    found = [("complex", leaf.to(torch.complex64)), ("without an axis", leaf[0]), ("with a further axis", leaf[None])]
+    for axis in range(leaf.ndim):
+        grown = torch.cat([leaf, leaf.new_ones([*leaf.shape[:axis], 1, *leaf.shape[axis + 1 :]])], axis)
+        sizes = {0, 1, leaf.shape[axis] + 1} - {leaf.shape[axis]}
+        found += [(f"axis {axis} of {size}", grown.narrow(axis, 0, size)) for size in sizes]
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_layers_refuse_states_of_another_shape(name):
+    layer: Any = LAYERS[name]().eval()
+    x = torch.randn(2, 5, layer.hidden_size)
+    leaves, tree = tree_flatten(layer(x)[1])
+    for segments in (None, Segments.whole(2, 5, x.device)):
+        layer(x, tree_unflatten(leaves, tree), segments)
+        for number, leaf in enumerate(leaves):
+            for what, wrong in resized(leaf):
+                state = tree_unflatten([*leaves[:number], wrong, *leaves[number + 1 :]], tree)
+                with pytest.raises(ArgumentError, match=r"`(state|belief)"):
+                    layer(x, state, segments)
+                    pytest.fail(f"tensor {number} {what} is accepted")
 
 
 @pytest.mark.parametrize("design", designs.CATALOGUE.values(), ids=lambda design: design.name)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from unclear_errors import unclear
 
+from kalmix import ArgumentError
 from kalmix.layers import MIXERS
 
 WRONG = {
@@ -45,3 +46,18 @@ def test_wrong_options_are_named(name):
         (f"{option} is {what}", partial(attempt, option, value)) for option in options for what, value in WRONG.items()
     )
     assert not found, found
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, mixer in MIXERS.items() if "kernel" in inspect.signature(mixer).parameters]
+)
+def test_unknown_kernels_are_refused_when_a_layer_is_built(name):
+    options = NEEDED.get(name, {}) | {"kernel": "fast"}
+    with pytest.raises(ArgumentError, match=r"`kernel` is 'fast'; expected .*'reference'"):
+        MIXERS[name](16, **options)
+    MIXERS[name](16, **options | {"kernel": "reference"})
+
+
+def test_unknown_kernels_are_refused_in_a_configuration():
+    with pytest.raises(ArgumentError, match="`kernel` is 'fast'"):
+        MIXERS["kla"].check_options("kla", {"kernel": "fast"})

@@ -142,11 +142,23 @@ def test_classifier_is_replaced():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"depths": (1, 1, 1)}, "depths"), ({"windows": (0, 7)}, "windows"), ({"heads": (3, 4)}, "heads")],
+    [
+        *(({"depths": (1, 1, 1)}, "depths"), ({"depths": 4}, "depths"), ({"windows": (0, 7)}, "windows")),
+        *(({"heads": (3, 4)}, "heads"), ({"width": 0}, "width"), ({"stem_width": -1}, "stem_width")),
+        *(({"in_chans": 1.5}, "in_chans"), ({"num_classes": -1}, "num_classes"), ({"mlp": 0}, "mlp")),
+        *(({"mlp": 1e-3}, "mlp"), ({"mixer": "kla"}, "mixer")),
+        *(({"drop_rate": -0.1}, "drop_rate"), ({"drop_path_rate": 1.0}, "drop_path_rate")),
+    ],
 )
-def test_wrong_sizes_are_refused(options, message):
-    with pytest.raises(ArgumentError, match=message):
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ArgumentError, match=f"`{message}`"):
         VisionModel(**{**TINY, **options})
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 32, 32), (3, 32, 32)])
+def test_images_of_another_shape_are_refused(shape):
+    with pytest.raises(ArgumentError, match=r"`x` has shape .*; expected \[B, C=3, Y, X\]"):
+        VisionModel(**TINY)(torch.randn(shape))
 
 
 def run(code: str) -> str:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import detach, loadable, take, to
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import Mixer, check_state, mask_outside
+from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
 from kalmix.layers.modules import RMSNorm, apply_rotary
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
-from kalmix.validation import check_number, check_positive_int
+from kalmix.validation import FLOATS, check_number, check_positive_int
 
 
 @loadable
@@ -112,6 +112,11 @@ class Attention(Mixer):
         batch, length, _ = x.shape
         runs = Segments.whole(batch, length, x.device) if segments is None else segments
         previous = check_state(state, AttentionState, x, segments)
+        if previous is not None:
+            sizes = {"N": runs.count, "H": self.kv_heads, "K": self.width}
+            check_state_tensor("keys", previous.keys, "N S H K", sizes, FLOATS, x)
+            check_state_tensor("values", previous.values, "N S H K", sizes, FLOATS, x)
+            check_state_tensor("position", previous.position, "N S", sizes, (torch.int64,), x)
         row, start, stop = runs.rows.long().unbind(1)
         token = torch.arange(length, device=x.device)
         offset = torch.zeros_like(start)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from kalmix.designs import Design
 from kalmix.errors import ArgumentError, any_of
 from kalmix.layers.head_sizes import Heads
+from kalmix.ops import OPS
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Belief, Filtered
-from kalmix.validation import FLOATS, check_dtype_and_device, check_positive_int, check_shape, check_types
+from kalmix.validation import FLOATS, check_choice, check_dtype_and_device, check_positive_int, check_shape, check_types
 
 State = TypeVar("State", bound=tuple)
 
@@ -65,12 +66,13 @@ class Mixer(nn.Module):
     repr_attributes: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls, *sizes: object, **options: object) -> Self:
-        """Check the types of options against the annotations of the layer, before anything is built.
+        """Check the types of options against the annotations of the layer, and the name of the kernel.
 
         Raises:
-            ArgumentError: an option has another type.
+            ArgumentError: an option has another type, or the op has no kernel of that name.
         """
         check_types(option_types(cls), options)
+        check_kernel(cls.design, options.get("kernel"))
         return super().__new__(cls)
 
     def __init__(self, hidden_size: int) -> None:
@@ -92,14 +94,14 @@ class Mixer(nn.Module):
 
     @classmethod
     def check_options(cls, name: str, options: Mapping[str, object]) -> None:
-        """Check the names and types of options without building a layer.
+        """Check the names and types of options, and the name of the kernel, without building a layer.
 
         Args:
             name: name of the layer in error messages.
             options: keyword arguments of the layer, without `hidden_size`.
 
         Raises:
-            ArgumentError: an option is unknown, missing or of another type.
+            ArgumentError: an option is unknown, missing or of another type, or the op has no kernel of that name.
         """
         known = {n: option for n, option in inspect.signature(cls).parameters.items() if n != "hidden_size"}
         for option in options:
@@ -110,6 +112,7 @@ class Mixer(nn.Module):
             if option.default is option.empty and n not in options:
                 raise ArgumentError(n, problem=f"is missing from the options of {name!r}", expected="a value")
         check_types(option_types(cls), options)
+        check_kernel(cls.design, options.get("kernel"))
 
     @classmethod
     def options_for_state_size(cls, width: int, state: int, **options: Any) -> dict[str, Any]:
@@ -266,8 +269,20 @@ def option_types(layer: type[Mixer]) -> dict[str, Any]:
         return {}
 
 
+def check_kernel(design: Design | None, kernel: object) -> None:
+    """Check that the op of a design has a kernel of this name; `None` means that the op chooses one.
+
+    Raises:
+        ArgumentError: it has none.
+    """
+    if design is not None and kernel is not None:
+        check_choice("kernel", kernel, [row.name for row in OPS[design.op].kernels])
+
+
 def check_state(state: Belief | None, kind: type[State], x: Tensor, segments: Segments | None) -> State | None:
     """Check that a state has the class and the number of sequences that a layer expects, and return it.
+
+    Ops check the shapes of their beliefs; a layer checks its other tensors with `check_state_tensor`.
 
     Args:
         state: the state passed to the layer, or `None`.
@@ -286,9 +301,29 @@ def check_state(state: Belief | None, kind: type[State], x: Tensor, segments: Se
     leaf: Any = state
     while not isinstance(leaf, Tensor):
         leaf = leaf[-1]
-    if leaf.shape[0] != sequences:
+    if leaf.ndim and leaf.shape[0] != sequences:
         raise ArgumentError("state", problem=f"has {leaf.shape[0]} sequences", expected=f"{sequences}, as the input")
     return state
+
+
+def check_state_tensor(
+    name: str, tensor: Tensor, layout: str, sizes: dict[str, int], dtypes: tuple[torch.dtype, ...], x: Tensor
+) -> None:
+    """Check one tensor of a state: its shape, its dtype, and that it is on the device of the tokens.
+
+    Args:
+        name: field of the state.
+        tensor: its value.
+        layout: one letter a dimension, such as "N S H K".
+        sizes: sizes of the letters so far; see `check_shape`.
+        dtypes: accepted dtypes.
+        x: a tensor on the expected device.
+
+    Raises:
+        ArgumentError: shape, dtype or device differ.
+    """
+    check_shape(f"state.{name}", tensor, layout, sizes)
+    check_dtype_and_device(f"state.{name}", tensor, dtypes, x.device)
 
 
 def mask_outside(x: Tensor, segment_ids: Tensor | None) -> Tensor:

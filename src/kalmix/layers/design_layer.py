@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kalmix.designs import CATALOGUE, Covariance, Design, Evidence, Transition
 from kalmix.errors import ArgumentError
 from kalmix.filtering import filter as filter_by
+from kalmix.layers.base import check_kernel
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import VARIANCES, CellDynamics, NoiseVariance, StepDecay, observation_precision
@@ -88,6 +89,7 @@ class DesignLayer(MemoryLayer):
         if design.transition.decay in ("matrix", "time"):
             got = f"{design.name!r}, whose transition {design.transition.description}"
             raise ArgumentError("design", got=got, expected="a transition per head, key or cell")
+        check_kernel(design, kernel)
         sizes = head_sizes = Heads.of(
             hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, key_heads=key_heads
         )

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.beliefs import detach, loadable, take, to
-from kalmix.layers.base import Mixer, check_state, mask_outside
+from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.modules import RMSNorm, ShortConvolution, l2_normalize, low_rank
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
-from kalmix.validation import check_choice, check_number, check_positive_int
+from kalmix.validation import FLOATS, check_choice, check_number, check_positive_int
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -150,6 +150,8 @@ class MemoryLayer(Mixer):
         mixed = self.qkv_proj(x)
         if self.conv is None:
             final_conv_state = mixed.new_zeros(x.shape[0] if segments is None else segments.count, 0)
+            if conv_state is not None:
+                check_state_tensor("conv_state", conv_state, "N P", {"P": 0}, FLOATS, x)
         else:
             mixed, final_conv_state = self.conv(mixed, conv_state, segments, segment_ids)
         sizes = self.sizes

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.layers.base import mask_outside
+from kalmix.layers.base import check_state_tensor, mask_outside
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
-from kalmix.validation import check_number
+from kalmix.validation import FLOATS, check_number
 
 
 def to_state_dtype(x: Tensor) -> Tensor:
@@ -133,10 +133,15 @@ class ShortConvolution(nn.Module):
 
         Returns:
             The output `[B, T, channels]` in the dtype of `x`, 0 outside segments, and the new state.
+
+        Raises:
+            ArgumentError: `state` has another shape, dtype or device.
         """
         sequences = x.shape[0] if segments is None else segments.count
+        sizes = {"N": sequences, "P": self.size - 1, "C": self.channels}
         if state is None:
-            state = x.new_zeros(sequences, self.size - 1, self.channels)
+            state = x.new_zeros(*sizes.values())
+        check_state_tensor("conv_state", state, "N P C", sizes, FLOATS, x)
         state = state.to(x.dtype)
         if x.shape[1] == 0:
             return x, state

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import detach, loadable, take
 from kalmix.errors import ArgumentError
+from kalmix.layers.base import check_state_tensor
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import StateTransition, TrajectoryLayer, complex_heads
@@ -141,6 +142,10 @@ class RecurrentFilterAttention(TrajectoryLayer):
         if belief is None:
             zeros = v.new_zeros(count, 2, heads, width, dtype=dtype)
             belief = RecurrentAFAState(zeros, zeros[:, :1, :, :1], v.new_zeros(count, 1, 1, 1, dtype=torch.float64))
+        sizes = {"N": count, "I": 2, "H": heads, "C": width, "J": 1}
+        check_state_tensor("mean", belief.mean, "N I H C", sizes, (dtype,), v)
+        check_state_tensor("precision", belief.precision, "N J H J", sizes, (dtype,), v)
+        check_state_tensor("time", belief.time, "N J J J", sizes, (torch.float64,), v)
         if min(count, batch, length) == 0:
             return Filtered(torch.zeros_like(v), v.new_zeros(*v.shape[:3], 1, dtype=dtype), belief)
         if times is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from kalmix import designs, ops
 from kalmix.designs import Design
 from kalmix.errors import ArgumentError
+from kalmix.layers.base import check_state_tensor
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import apply_rotary
@@ -86,6 +87,9 @@ class RetNet(MemoryLayer):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute rotated q and k, and v; the state is the number of past tokens, int64 `[N]`."""
         q, k, v, _ = super().project(x, None, segments, segment_ids)
+        if conv_state is not None:
+            sizes = {"N": x.shape[0] if segments is None else segments.count}
+            check_state_tensor("conv_state", conv_state, "N", sizes, (torch.int64,), x)
         token = torch.arange(x.shape[1], device=x.device)
         if segments is None or segment_ids is None:
             past = token.new_zeros(x.shape[0]) if conv_state is None else conv_state

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kalmix.errors import ArgumentError
 from kalmix.layers import GatedKalmaNet
 from kalmix.models.vision.blocks import ConvBlock, TokenBlock, WindowAttention, WindowBlocks, downsample, stem
-from kalmix.validation import check_positive_int
+from kalmix.validation import check_number, check_positive_int, check_shape, require
 
 MixerFactory = Callable[[int], nn.Module]  # builds a module from a width; the module returns its output and a state
 
@@ -63,8 +63,9 @@ class VisionModel(nn.Module):
             per sample. It grows linearly from the first block, where it is 0.
 
     Raises:
-        ArgumentError: `depths`, `heads` or `windows` has the wrong length, or a number that is not a positive integer;
-            or a number of attention heads does not divide the width of its stage.
+        ArgumentError: a size is not a positive integer (`num_classes` may be 0), `depths`, `heads` or `windows` has
+            the wrong length, `mlp` is not above 0, a rate is not from 0 up to 1 (exclusive), or a number of attention
+            heads does not divide the width of its stage; or, in a call, the images have another shape.
 
     Shape:
         Input: images `[B, in_chans, Y, X]` of any size. Output: logits `[B, num_classes]`.
@@ -97,10 +98,18 @@ class VisionModel(nn.Module):
     ) -> None:
         super().__init__()
         for name, sizes, count in (("depths", depths, 4), ("heads", heads, 2), ("windows", windows, 2)):
-            if len(sizes) != count:
-                raise ArgumentError(name, problem=f"has {len(sizes)} numbers", expected=f"{count}")
+            if not isinstance(sizes, tuple | list) or len(sizes) != count:
+                raise ArgumentError(name, got=repr(sizes), expected=f"{count} positive integers")
             for size in sizes:
                 check_positive_int(name, size)
+        for name, size in (("width", width), ("stem_width", stem_width), ("in_chans", in_chans)):
+            check_positive_int(name, size)
+        for name, rate in (("drop_rate", drop_rate), ("drop_path_rate", drop_path_rate)):
+            check_number(name, rate, minimum=0.0)
+            require(rate < 1, name, rate, "a number below 1")
+        check_number("mlp", mlp)
+        require(round(mlp * width) >= 1, "mlp", mlp, f"a number that is at least 1 / {width} (the width)")
+        require(mixer is None or callable(mixer), "mixer", repr(mixer), "a function that builds a layer, or None")
         self.num_classes: int = num_classes
         self.in_chans: int = in_chans
         self.num_features: int = 8 * width
@@ -136,7 +145,12 @@ class VisionModel(nn.Module):
         return self.forward_head(self.forward_features(x))
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Return the last map, `[B, 8 * width, H / 32, W / 32]`, of images `[B, in_chans, H, W]`."""
+        """Return the last map, `[B, 8 * width, H / 32, W / 32]`, of images `[B, in_chans, H, W]`.
+
+        Raises:
+            ArgumentError: the images have another shape.
+        """
+        check_shape("x", x, "B C Y X", {"C": self.in_chans})
         return self.norm(self.stages(self.stem(x)))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -161,8 +175,10 @@ class VisionModel(nn.Module):
             global_pool: "avg" or `None`; the pooling is always the mean.
 
         Raises:
-            ArgumentError: another `global_pool`.
+            ArgumentError: another `global_pool`, or `num_classes` is not an integer >= 0.
         """
+        if num_classes != 0:
+            check_positive_int("num_classes", num_classes)
         if global_pool not in (None, "avg"):
             raise ArgumentError("global_pool", got=repr(global_pool), expected="'avg'")
         self.num_classes = num_classes
