@@ -236,6 +236,15 @@ def test_decay_gradient_is_accurate_at_a_large_query_noise(rational: bool, varia
     check_against_float64(inputs, (times / 1024, *rest), (rational, None, False, variance), None, "d log_decay")
 
 
+@pytest.mark.parametrize("options", [PLAIN, WITH_VARIANCE, TWO_SIDED], ids=str)
+def test_gradients_are_accurate_if_the_variance_of_values_hardly_depends_on_the_lag(options: tuple[Any, ...]) -> None:
+    """The score gradients of a query sum to 0, so gradients of the values' noises are small differences."""
+    inputs, timing = arguments(1, 40, (1, 1), (4, 4), True, torch.float32, 1, 0)
+    constant = {"log_decay": -(2.0**-10), "process_noise": 2.0**-10, "key_noise": 1.0, "query_noise": 2.0}
+    inputs |= {f"{name} of values": torch.full_like(inputs[f"{name} of values"], x) for name, x in constant.items()}
+    check_against_float64(inputs, timing, options, None)
+
+
 NEIGHBOURS = Segments.of(torch.tensor([[0, 0, 7], [0, 7, 16], [0, 18, 24]]))
 SPOILED = slice(7, 18)  # the second sequence, and padding
 

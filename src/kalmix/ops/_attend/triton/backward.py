@@ -79,9 +79,12 @@ def score_gradients(
     if VARIANCE:
         precisions = token_precisions(terms, key_var, value_var, future, params, RATIONAL, CAUSAL, PTX)
         grad_log_precision = tl.where(score > float("-inf"), precisions * grad_precision, 0.0)
+    value_growth = value_lag[2]
+    if QUERIES_FIRST and not DIRECT and not SHARED:
+        value_growth += value_lag[1] * value_lag[1] * key[2][2]
     grads = score_vjp(
-        grad_score, grad_log_precision, qk, query_norm, key_norm, key_var, value_var, future, params, terms, SHARED,
-        RATIONAL, CAUSAL, VARIANCE, PTX,
+        grad_score, grad_log_precision, qk, query_norm, key_norm, key_var, value_var, value_growth, future, params,
+        terms, SHARED, RATIONAL, CAUSAL, VARIANCE, PTX,
     )  # fmt: skip
     return decayed, grads, terms[1], grad_score * log_weight, grad_decayed, key_var, key_lag, value_lag, future
 
@@ -249,7 +252,7 @@ def accumulate_key_grads(
     grad_v = matmul(decayed.to(value.dtype), grad_outputs, PRECISION, grad_v)
     grad_k = matmul(grads[0].to(key.dtype), query, PRECISION, grad_k)
     if not DIRECT:
-        sums = add_key_side_grads(sums, grads, query_tokens, key_lag, value_lag, SHARED)
+        sums = add_key_side_grads(sums, grads, query_tokens, key_lag, value_lag, SHARED, VARIANCE)
     return grad_k, grad_v, grad_norm + partial_sums(grads[2]), sums
 
 
@@ -299,7 +302,7 @@ def key_grads_kernel(
         first_block, stop_block = visible_block_range(query_ranks, high, low, query_blocks, window, True, CAUSAL)
         begin, stop = tl.maximum(begin, first_block * BLOCK), tl.minimum(stop, stop_block * BLOCK)
     NEAR_N: tl.constexpr = M // 2 if M > 16 else M
-    sums, grad_log_decay = (grad_norm, grad_norm, grad_norm), tl.zeros([N, 1], tl.float32)
+    sums, grad_log_decay = (grad_norm, grad_norm, grad_norm, grad_norm), tl.zeros([N, 1], tl.float32)
     if CAUSAL:
         for first in tl.range(tl.maximum(begin, far_start), stop, M, num_stages=STAGES):
             block_lags = lag_between_blocks(query_block_times + first // BLOCK, key_block_times, params, SHARED, PTX)
@@ -311,15 +314,16 @@ def key_grads_kernel(
             )  # fmt: skip
         grad_log_decay = tl.sum(grad_value * value.to(tl.float32), 1)[:, None]
     grad_decay, grad_key_state = sum_to_column(sums[0]), sum_to_column(sums[1])
-    grad_value_state = sum_to_column(sums[2])
+    grad_value_state, grad_precision_state = sum_to_column(sums[2]), sum_to_column(sums[3])
     reloaded_tokens = load_tokens(key_features, times, rank, at, 0, key_blocks * BLOCK, slots, 1, SHARED)
     rate, process, key_noise = key_side_noise_grads(
-        reloaded_tokens[1], params[0], grad_key_state, params[2] * grad_decay, grad_log_decay if SHARED else 0.0
-    )
+        reloaded_tokens[1], params[0], grad_key_state, grad_key_state, params[2] * grad_decay,
+        grad_log_decay if SHARED else 0.0,
+    )  # fmt: skip
     value_rate, value_process, value_key_noise = 0.0, 0.0, 0.0
     if not SHARED:
         value_rate, value_process, value_key_noise = key_side_noise_grads(
-            reloaded_tokens[2], params[1], grad_value_state, 0.0, grad_log_decay
+            reloaded_tokens[2], params[1], grad_value_state, grad_precision_state, 0.0, grad_log_decay
         )
     grad_head_params += ((row * tl.num_programs(0) + tl.program_id(0)) * G + value_head) * NUM_PARAMS
     for i in tl.static_range(NUM_PARAMS):
@@ -329,10 +333,10 @@ def key_grads_kernel(
         )
     for first in tl.range(begin, tl.minimum(far_start, stop), NEAR_N, num_stages=2):
         grad_key, grad_value, grad_norm, _sums = accumulate_key_grads(
-            grad_key, grad_value, grad_norm, (grad_norm, grad_norm, grad_norm), key, value, key_tokens, q, grad_output,
-            max_scores, deltas, log_precision, grad_log_precision, times, rank, query_features, None, query_ranks,
-            first, high, low, past_length, tokens, slots, query_blocks, window, H, G, first_of_group, params, K, P, V,
-            W, BLOCK, NEAR_N, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
+            grad_key, grad_value, grad_norm, sums, key, value, key_tokens, q, grad_output, max_scores, deltas,
+            log_precision, grad_log_precision, times, rank, query_features, None, query_ranks, first, high, low,
+            past_length, tokens, slots, query_blocks, window, H, G, first_of_group, params, K, P, V, W, BLOCK, NEAR_N,
+            SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
         )  # fmt: skip
     reloaded = load_rows(k, H * K, slots - start, tl.arange(0, P), K, N).to(tl.float32)
     grad_key = params[2] * (grad_key + sum_to_column(grad_norm) * reloaded)
@@ -370,8 +374,7 @@ def backward(
     float32 = {"dtype": torch.float32, "device": q.device}
     query_tiles, key_tiles = query_grad_tiles(launch.compiled, q.dtype), key_grad_tiles(launch.compiled, q.dtype)
     num_query_tiles, num_key_tiles = triton.cdiv(tokens, query_tiles["M"]), triton.cdiv(slots, key_tiles["N"])
-    grad_q = torch.empty(count, tokens, value_heads, width, **float32)
-    grad_k = torch.empty(count, slots, value_heads, width, **float32)
+    grad_q, grad_k = (torch.empty(count, n, value_heads, width, **float32) for n in (tokens, slots))
     grad_v = torch.empty(v.shape, **float32)
     grad_head_params = torch.empty(count * (num_query_tiles + num_key_tiles), value_heads, NUM_PARAMS.value, **float32)
     deltas = torch.empty_like(max_scores)

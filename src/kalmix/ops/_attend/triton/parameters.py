@@ -60,8 +60,12 @@ def add_pair_grads(
         value_grads = noise_vjp(value_lag, params[1], 0.0, 0.0, grad_value_total, grad_value_state, future, CAUSAL)
         value_rate += partial_sums(value_grads[0] + grad_log_decay)
         value_process += partial_sums(value_grads[1])
-        value_key += partial_sums(value_grads[2])
-        value_query += partial_sums(value_grads[3])
+        grad_value_key, grad_value_query, grad_precision_state = grads[9]
+        square = value_lag[1] * value_lag[1]
+        if not CAUSAL:
+            square = tl.where(future, 1.0, square)
+        value_key += partial_sums(grad_value_key + square * grad_precision_state)
+        value_query += partial_sums(grad_value_query)
     process += partial_sums(key_grads[1])
     key += partial_sums(key_grads[2])
     query += partial_sums(key_grads[3])
@@ -93,7 +97,8 @@ def add_query_side_grads(sums, grads, grad_decayed, key_tokens, key_lag, value_l
             - value_lag[0] * grad_log_decay
         )
         value_process += value_lag[2] * value_grad_since_block
-        value_query += partial_sums(grad_value_total)
+        value_key += partial_sums(grads[9][0])
+        value_query += partial_sums(grads[9][1])
     process += key_lag[2] * grad_since_block
     query += partial_sums(grad_value_total if SHARED else grad_key_total)
     return (
@@ -116,9 +121,12 @@ def rate_grad(lag, noise, grad_since_block, grad_at_block, grad_decay):
 
 
 @triton.jit
-def add_key_side_grads(sums, grads, query_tokens, key_lag, value_lag, SHARED: tl.constexpr):
-    """Add the gradients of the decay (for nu = 2) and variance of keys at the end of their block."""
-    grad_decay, grad_key_state, grad_value_key_state = sums
+def add_key_side_grads(sums, grads, query_tokens, key_lag, value_lag, SHARED: tl.constexpr, VARIANCE: tl.constexpr):
+    """Add the gradients of the decay (for nu = 2) and variance of keys at the end of their block.
+
+    The last sum is the part of the gradient of the variance of values that goes through the precision.
+    """
+    grad_decay, grad_key_state, grad_value_key_state, grad_precision_state = sums
     grad_factor, grad_key_total = grads[3], grads[5]
     grad_value_state = grads[7]
     decay, value_decay = query_tokens[1][1], query_tokens[2][1]
@@ -130,15 +138,22 @@ def add_key_side_grads(sums, grads, query_tokens, key_lag, value_lag, SHARED: tl
         grad_value_key_state += (
             value_lag[1] * value_lag[1] * partial_sums(grad_value_state * (value_decay * value_decay))
         )
-    return grad_decay, grad_key_state, grad_value_key_state
+        if VARIANCE:
+            grad_precision_state += (
+                value_lag[1] * value_lag[1] * partial_sums(grads[9][2] * (value_decay * value_decay))
+            )
+    return grad_decay, grad_key_state, grad_value_key_state, grad_precision_state
 
 
 @triton.jit
-def key_side_noise_grads(key_lag, noise, grad_key_state, grad_decay, grad_log_decay):
-    """Compute the gradients of rate, process and key noise through the state of keys at the end of their block."""
+def key_side_noise_grads(key_lag, noise, grad_key_state, grad_key_noise, grad_decay, grad_log_decay):
+    """Compute the gradients of rate, process and key noise through the state of keys at the end of their block.
+
+    `grad_key_noise` is the gradient of the state through which the key noise gets its gradient.
+    """
     lag, decay, accumulated, slope, _key_state = key_lag
     square = decay * decay
     grad_rate = (noise[1] * slope - 2.0 * lag * noise[2] * square) * grad_key_state - lag * (
         decay * grad_decay + grad_log_decay
     )
-    return sum_all(grad_rate), sum_all(accumulated * grad_key_state), sum_all(square * grad_key_state)
+    return sum_all(grad_rate), sum_all(accumulated * grad_key_state), sum_all(square * grad_key_noise)

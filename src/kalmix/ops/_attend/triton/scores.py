@@ -179,18 +179,19 @@ def token_precisions(
 
 @triton.jit
 def score_vjp(
-    grad_score, grad_log_precision, qk, query_norm, key_norm, key_var, value_var, future, params, terms,
+    grad_score, grad_log_precision, qk, query_norm, key_norm, key_var, value_var, value_growth, future, params, terms,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients through scores (with temperature) and through the logarithms of precisions.
 
     Returns the gradients of qk, of the norms of queries and of keys, of the factor of keys, of the residual, of the
-    variance of keys, of the variance of values through the query noise and through the other parameters, and
-    `grad_log_precision` itself. If `SHARED`, the two gradients of the variance of values include that of keys. The
-    first five are for nu = 2; the caller multiplies them by 2 / nu. Terms of a pair that nearly cancel if the key noise
-    is small are simplified analytically instead of subtracted.
+    variance of keys, of the variance of values through the query noise and through the other parameters,
+    `grad_log_precision` itself, and the output of `value_noise_vjp`. If `SHARED`, the two gradients of the variance of
+    values include that of keys. The first five are for nu = 2; the caller multiplies them by 2 / nu. Terms of a pair
+    that nearly cancel if the key noise is small are simplified analytically instead of subtracted. `value_growth` is
+    kappa of the pair by the dynamics of values.
     """
-    keys, _values, two_over_nu, neg_temperature, floor = params
+    keys, values, two_over_nu, neg_temperature, floor = params
     _cost, residual, inflated_total = terms
     decay, _state, total = key_var
     _decay, state, value_total = value_var
@@ -213,7 +214,7 @@ def score_vjp(
     grad_value_total = grad_key_total
     if not SHARED:
         grad_value_total = tl.where(value_total > TINY, grad_softmax * reciprocal(value_total, PTX), 0.0)
-    grad_value_state = grad_value_total
+    grad_value_state, grad_state = grad_value_total, 0.0
     if VARIANCE:
         grad_state = tl.where(state > TINY, grad_log_precision * reciprocal(state, PTX), 0.0)
         if SHARED:
@@ -238,9 +239,38 @@ def score_vjp(
         grad_factor = grad_residual * (key_factor * key_norm + (key_factor * key_norm + query_factor * qk))
         grad_qk, grad_query_norm = query_factor * grad_qk, query_factor * query_factor * grad_residual
     grad_key_norm = key_factor * key_factor * grad_residual
+    value_noises = 0.0, 0.0, 0.0
+    if not SHARED:
+        value_noises = value_noise_vjp(grad_softmax, grad_state, value_var, value_growth, values, future, CAUSAL, PTX)
     return (
         grad_qk, grad_query_norm, grad_key_norm, grad_factor, grad_residual, grad_key_total, grad_value_total,
-        grad_value_state, grad_log_precision,
+        grad_value_state, grad_log_precision, value_noises,
+    )  # fmt: skip
+
+
+@triton.jit
+def value_noise_vjp(
+    grad_softmax, grad_precision_state, value_var, value_growth, noise, future, CAUSAL: tl.constexpr, PTX: tl.constexpr
+):
+    """Compute the gradients of the key and the query noise of values that have their own dynamics.
+
+    Returns two gradients through the logarithm of the variance with query noise, and the gradient of the variance
+    without, through the precision. The score gradients of a query sum to 0. So the logarithm is taken relative to its
+    value at lag 0: if the variance hardly depends on the lag, terms are small, instead of large ones that cancel.
+    """
+    rate, process, key, query = noise
+    inverse = reciprocal(value_var[2], PTX) * value_growth
+    unclamped, scale = value_var[2] > TINY, grad_softmax * reciprocal(tl.maximum(key + query, TINY), PTX)
+    decayed, constant = query, key  # the other noise of the one that is multiplied by the squared decay
+    if not CAUSAL:
+        decayed, constant = tl.where(future, key, query), tl.where(future, query, key)
+    grad_decayed = scale * tl.where(unclamped, -(process + 2.0 * rate * decayed) * inverse, -1.0)
+    grad_constant = scale * tl.where(unclamped, (2.0 * rate * constant - process) * inverse, -1.0)
+    if CAUSAL:
+        return grad_decayed, grad_constant, -grad_precision_state
+    return (
+        tl.where(future, grad_constant, grad_decayed), tl.where(future, grad_decayed, grad_constant),
+        -grad_precision_state,
     )  # fmt: skip
 
 
