@@ -11,6 +11,7 @@ or a kernel was never launched. `--share 0/8 --note FILE` runs one share without
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import inspect
 import os
 import pkgutil
@@ -36,6 +37,7 @@ from kalmix.testing.measure import differentiable
 WIDTHS = [(3, 5), (24, 40), (64, 64), (128, 128), (256, 72)]
 DTYPES = (torch.float32, torch.bfloat16)
 LENGTHS = (19, 150)
+HANG_SECONDS = 120  # after so long in one problem, the stacks of all threads are printed
 
 
 def problems() -> Iterator[Case]:
@@ -103,7 +105,9 @@ def check_share(share: str, note: Path, seconds: float, only: str) -> int:
         if time.monotonic() - begin > seconds:
             print(f"share {share}: out of time after {tried} of {len(mine)} problems", flush=True)
             return 2
+        faulthandler.dump_traceback_later(HANG_SECONDS)
         run(case)
+        faulthandler.cancel_dump_traceback_later()
         note.write_text("\n".join(sorted(launched)))
         widths = f"{case.key_width}x{case.value_width}, {case.length} tokens"
         print(f"{time.monotonic() - begin:6.1f} s  {case}  {widths}", flush=True)

@@ -62,15 +62,13 @@ class CudaKernel:
 
     def warmup(self, *arguments: Tensor | int, grid: tuple[int, ...], **options: int) -> None:
         """Start compilation in the background."""
-        _compile_async(self.name, tuple(options.items()), torch.cuda.current_device())
+        _compile_async(self.name, tuple(options.items()))
 
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
         return partial(self._run, grid)
 
     def _run(self, grid: tuple[int, int], *arguments: Tensor | int, **options: int) -> None:
-        kernel, threads, shared = _compile_async(
-            self.name, tuple(options.items()), torch.cuda.current_device()
-        ).result()
+        kernel, threads, shared = _load_kernel(self.name, tuple(options.items()), torch.cuda.current_device())
         values = [ctypes.c_int64(x.data_ptr() if isinstance(x, Tensor) else x) for x in arguments]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -133,15 +131,20 @@ def _read_bytes(get_size: Any, write: Any, program: ctypes.c_void_p) -> bytes:
 
 
 @cache
-def _compile_async(name: str, options: Options, device: int) -> Future[tuple[ctypes.c_void_p, int, int]]:
-    """Run `_load_kernel` in a thread."""
-    return ThreadPoolExecutor(1, name, torch.cuda.set_device, (device,)).submit(_load_kernel, name, options)
+def _compile_async(name: str, options: Options) -> Future[bytes]:
+    """Run `load_machine_code` in a thread."""
+    architecture = "sm_{}{}a".format(*HOPPER)  # sm_90a: Hopper with wgmma
+    return ThreadPoolExecutor(1, name).submit(load_machine_code, nvrtc_library(), name, options, architecture)
 
 
-def _load_kernel(name: str, options: Options) -> tuple[ctypes.c_void_p, int, int]:
-    """Return the kernel on the current device, its number of threads and its bytes of shared memory."""
+@cache
+def _load_kernel(name: str, options: Options, device: int) -> tuple[ctypes.c_void_p, int, int]:
+    """Return the kernel on the current device `device`, its number of threads and its bytes of shared memory.
+
+    It is loaded in the thread that launches it: compute-sanitizer hung while another thread loaded a module.
+    """
     driver, module, kernel, address = nvrtc_library(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
-    code = load_machine_code(driver, name, options, "sm_{}{}a".format(*HOPPER))  # sm_90a: Hopper with wgmma
+    code = _compile_async(name, options).result()
     torch.cuda.current_stream().query()  # makes torch's context current for the driver
     _check(driver.cuModuleLoadData(ctypes.byref(module), code))
     _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()))
