@@ -154,7 +154,6 @@ def test_outputs(model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "gap"),
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask"),
         ({"attention_mask": torch.ones(1, 3)}, "attention_mask"),
         ({"attention_mask": torch.ones(2, 4)}, "attention_mask"),

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 from kalmix.beliefs import loadable
 from kalmix.errors import ArgumentError
 from kalmix.layers import Mixer
-from kalmix.segments import Segments, segments_without_checks
+from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.types import Belief
 
 LAYER_TYPE = "kalmix_belief"
@@ -24,29 +24,21 @@ class CachedCall(NamedTuple):
     Attributes:
         initial_state: state of the mixer before the call; `None` for its prior.
         mixer_input: `[B, T, D]`, input of the mixer.
-        segments: sequences in the input; `None` if each row is one sequence.
+        layout: sequences in the input.
     """
 
     initial_state: Any  # a Belief or None; see `Filtered`
     mixer_input: Tensor
-    segments: Segments | None
+    layout: InputLayout
 
     def truncate(self, tokens: int) -> CachedCall:
         """Return the call with only its first `tokens` tokens."""
-        segments = self.segments
-        if segments is not None:
-            segments = segments_without_checks(
-                torch.cat([segments.rows[:, :1], segments.rows[:, 1:].clamp(max=tokens)], dim=1)
-            )
-        return CachedCall(self.initial_state, self.mixer_input[:, :tokens], segments)
+        return CachedCall(self.initial_state, self.mixer_input[:, :tokens], self.layout.truncate(tokens))
 
     def take(self, index: Tensor) -> CachedCall:
         """Return the call for the batch rows `index` (int64 `[M]`); each row must be one sequence."""
-        segments = self.segments
-        if segments is not None:
-            row = torch.arange(len(index), dtype=torch.int32, device=index.device)
-            segments = segments_without_checks(torch.cat([row[:, None], segments.rows[index, 1:]], dim=1))
-        return CachedCall(_take(self.initial_state, index), self.mixer_input.index_select(0, index), segments)
+        mixer_input = self.mixer_input.index_select(0, index)
+        return CachedCall(_take(self.initial_state, index), mixer_input, self.layout.take(index))
 
 
 def _take(state: Belief | None, index: Tensor) -> Belief | None:
@@ -107,21 +99,21 @@ class BeliefLayer(CacheLayerMixin):
         """
         if self.entry.stale:
             call = self.entry.calls[-1]
-            _, state = mixer(call.mixer_input, call.initial_state, call.segments)
+            _, state = mixer(call.mixer_input, call.initial_state, call.layout.segments)
             self.entry = self.entry._replace(state=state, stale=False)
         return self.entry.state
 
-    def set_state(self, state: Belief, mixer_input: Tensor, segments: Segments | None) -> None:
+    def set_state(self, state: Belief, mixer_input: Tensor, layout: InputLayout) -> None:
         """Store the state after a call of the mixer that started from `get_state`.
 
         Args:
             state: state after the call.
             mixer_input: `[B, T, D]`, input of the mixer in that call.
-            segments: sequences in the input; `None` if each row is one sequence.
+            layout: sequences in the input.
         """
         entry = self.entry
         earlier = entry.calls if self.record_past and not entry.drop_calls else ()
-        call = CachedCall(entry.state, mixer_input, segments)
+        call = CachedCall(entry.state, mixer_input, layout)
         self.entry = CacheEntry(state, entry.tokens + mixer_input.shape[1], (*earlier, call))
         self.is_initialized = True
 

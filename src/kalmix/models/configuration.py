@@ -42,6 +42,9 @@ class KalmixConfig(PreTrainedConfig):
         loss_samples: Monte Carlo samples of the marginal likelihood.
         loss_chunk_size: samples decoded together; memory grows with it, the result does not depend on it.
         use_cache: return a cache in evaluation mode if there are no labels. `forward(use_cache=...)` overrides it.
+        max_packed_sequences: most sequences that `position_ids`, `seq_idx` or a 4-D mask may describe in one call under
+            `torch.compile` or in training on a GPU, where reading them would synchronize. More raise an error on the
+            device. Memory grows by one state per sequence. Default: 64, and one per row and per 64 tokens.
         format: format version of config.json and of the weights beside it.
         pad_token_id: id of the padding token.
         bos_token_id: id of the token that begins a text.
@@ -76,6 +79,7 @@ class KalmixConfig(PreTrainedConfig):
     loss_samples: int = 10
     loss_chunk_size: int = 1
     use_cache: bool = True
+    max_packed_sequences: int | None = None
     format: int = FORMAT
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -92,6 +96,7 @@ class KalmixConfig(PreTrainedConfig):
         check_choice("propagate", self.propagate, PROPAGATIONS)
         for name in ("vocab_size", "loss_samples", "loss_chunk_size"):
             check_positive_int(name, getattr(self, name))
+        check_positive_int("max_packed_sequences", 1 if (most := self.max_packed_sequences) is None else most)
         super().__post_init__(**kwargs)
         self.auto_map: dict[str, str] = {
             "AutoConfig": f"{REMOTE_MODULE}.KalmixConfig",

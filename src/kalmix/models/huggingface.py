@@ -25,8 +25,7 @@ from kalmix.models.checkpoint_io import TIED_WEIGHTS
 from kalmix.models.configuration import CONFIG_FIELDS, INHERITED_KEYS, KalmixConfig
 from kalmix.models.folder import check_finite, check_weights, read_config, read_headers
 from kalmix.models.losses import cross_entropy, marginal_likelihood, next_token_targets
-from kalmix.models.segments_from_inputs import find_segments
-from kalmix.segments import Segments
+from kalmix.models.segments_from_inputs import InputLayout, find_layout
 from kalmix.types import Filtered
 
 
@@ -134,10 +133,10 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: `[B, T]`, token ids; give either these or `inputs_embeds`.
-            attention_mask: `[B, T]`, or `[B, past + T]` with a cache: 0 at padding, on the left or the right, without
-                holes.
-            position_ids: `[B, T]`, start anew in each packed sequence. Used only without mask and cache, and only to
-                find the sequences; positions are counted in each sequence.
+            attention_mask: `[B, T]`, or `[B, past + T]` with a cache: 0 at padding, which may be anywhere. Or
+                `[B, 1, T, T]`, block-causal, without a cache.
+            position_ids: `[B, T]`, start anew in each packed sequence. Used only without mask and tokens in the cache,
+                and only to find the sequences; positions are counted in each sequence.
             past_key_values: a `DynamicCache`, which is read and updated.
             inputs_embeds: `[B, T, D]`, embedded tokens.
             labels: `[B, T]`, as `input_ids`; shifted inside the model. -100 is ignored.
@@ -153,31 +152,38 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
             kwargs: arguments of other models; ignored.
 
         `cu_seq_lens_q`, `seq_idx`, `attention_mask` and `position_ids` describe the sequences; the first that is given,
-        in this order, is used.
+        in this order, is used. Outputs at masked tokens have no meaning.
 
         Returns:
             A `KalmixOutput`.
 
         Raises:
-            ArgumentError: a tensor has the wrong shape, the mask has a hole, the cache belongs to another model or
-                batch size, or the loss is "marginal" and the last layer has no posterior.
+            ArgumentError: a tensor has the wrong shape, a 4-D mask is not block-causal, the cache belongs to another
+                model or batch size, or the loss is "marginal" and the last layer has no posterior.
         """
         if (input_ids is None) == (inputs_embeds is None):
             problem = f"and `inputs_embeds` are {'missing' if input_ids is None else 'both given'}"
             raise ArgumentError("input_ids", problem=problem, expected="exactly one of the two")
-        x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and labels is None
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
         cache_layers = belief_layers(past_key_values, len(self.model.blocks))
         has_past = bool(cache_layers) and cache_layers[0].get_seq_length() > 0
-        segments = find_segments(
-            *x.shape[:2],
+        shape = (input_ids if inputs_embeds is None else inputs_embeds).shape
+        layout = find_layout(
+            *shape[:2],
             attention_mask=attention_mask,
             position_ids=None if has_past else position_ids,
             cu_seq_lens_q=cu_seq_lens_q,
             seq_idx=seq_idx,
+            max_sequences=self.config.max_packed_sequences,
+            cached=bool(cache_layers),
+        )
+        x = (
+            self.model.embed_tokens(layout.compact(input_ids))
+            if inputs_embeds is None
+            else layout.compact(inputs_embeds)
         )
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -187,34 +193,35 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
         output = self.model(
             x,
             states or None,
-            segments,
+            layout.segments,
             output_states=bool(cache_layers),
             output_hidden_states=bool(output_hidden_states),
             output_beliefs=output_beliefs,
             output_posterior=labels is not None and self.config.loss == "marginal",
         )
         for layer, state, mixer_input in zip(cache_layers, output.states, output.mixer_inputs, strict=True):
-            layer.set_state(state, mixer_input, segments)
+            layer.set_state(state, mixer_input, layout)
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.model.logits(
-            output.last_hidden_state if labels is not None else output.last_hidden_state[:, positions]
-        )
+        last_hidden_state = layout.restore(output.last_hidden_state)
+        logits = self.model.logits(last_hidden_state if labels is not None else last_hidden_state[:, positions])
         result = KalmixOutput(
-            loss=None if labels is None else self._loss(output, logits, labels, segments, num_items_in_batch),
+            loss=None if labels is None else self._loss(output, logits, labels, layout, num_items_in_batch),
             logits=logits,
             past_key_values=past_key_values,
-            hidden_states=(*output.hidden_states, output.last_hidden_state) if output_hidden_states else None,
-            beliefs=output.beliefs if output_beliefs else None,
+            hidden_states=(*map(layout.restore, output.hidden_states), last_hidden_state)
+            if output_hidden_states
+            else None,
+            beliefs=tuple(_restore_belief(layout, belief) for belief in output.beliefs) if output_beliefs else None,
         )
         return result.to_tuple() if return_dict is False else result
 
     def _loss(
-        self, output: ModelOutput, logits: Tensor, labels: Tensor, segments: Segments | None, count: Tensor | int | None
+        self, output: ModelOutput, logits: Tensor, labels: Tensor, layout: InputLayout, count: Tensor | int | None
     ) -> Tensor:
-        targets = next_token_targets(labels, segments).to(logits.device)
+        targets = next_token_targets(layout.compact(labels.to(logits.device)), layout.segments)
         posterior = output.posterior
         if posterior is None:
-            return cross_entropy(logits, targets, count)
+            return cross_entropy(logits, layout.restore(targets), count)
         return marginal_likelihood(
             lambda readout: self.model.readout_logits(posterior, readout),
             *(posterior.mean, posterior.variance, targets),
@@ -264,6 +271,12 @@ class KalmixForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
         """Do nothing; see `KalmixConfig.register_for_auto_class`."""
+
+
+def _restore_belief(layout: InputLayout, belief: Filtered) -> Filtered:
+    """Return a belief about outputs in the order of the input."""
+    variance = None if belief.variance is None else layout.restore(belief.variance)
+    return belief._replace(mean=layout.restore(belief.mean), variance=variance)
 
 
 def _build_language_model(config: KalmixConfig) -> LanguageModel:
