@@ -119,19 +119,26 @@ def test_crop_with_recording(model, remove):
 
 
 @torch.no_grad()
-def test_crop_of_the_last_call_needs_no_recording(model):
+def test_crop_twice_and_without_recording(model):
     ids = tokens(2, 9)
     cache = DynamicCache(config=model.config)
     model(ids[:, :4], past_key_values=cache)
+    cache.activate_past_recording()
     model(ids[:, 4:], past_key_values=cache)
     cache.crop(torch.tensor(-1))
     cache.crop(-1)
     cache.crop(6)  # the number to keep, as in transformers 5.17
     assert cache.get_seq_length() == 6
     torch.testing.assert_close(model(ids[:, 6:], past_key_values=cache).logits, model(ids).logits[:, 6:], **CLOSE)
-    with pytest.raises(ArgumentError, match="at most 3 tokens back"):
+    with pytest.raises(ArgumentError, match="at most 3 tokens"):
         cache.crop(-4)
     assert cache.get_seq_length() == 9  # a refused crop changes nothing
+    unrecorded = model(ids).past_key_values
+    with pytest.raises(ArgumentError, match="activate_past_recording"):
+        unrecorded.crop(-1)
+    unrecorded.crop(0)
+    unrecorded.crop(-9)
+    assert unrecorded.get_seq_length() == 0
 
 
 @torch.no_grad()
@@ -139,7 +146,9 @@ def test_crop_then_reorder(model):
     ids = tokens(3, 7)
     mask = torch.ones(3, 7, dtype=torch.long)
     mask[1, :3] = 0
-    cache = model(ids, attention_mask=mask).past_key_values
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    model(ids, attention_mask=mask, past_key_values=cache)
     cache.crop(-2)
     order = torch.tensor([2, 1, 1])
     cache.reorder_cache(order)
@@ -160,6 +169,7 @@ def test_snapshot_and_restore(model):
     ids, wrong = tokens(2, 8), tokens(2, 5, seed=8)
     cache = model(ids[:, :5]).past_key_values
     held = snapshot(cache)
+    cache.activate_past_recording()
     for _ in range(2):
         model(wrong, past_key_values=cache)
         cache.crop(-2)
@@ -171,19 +181,3 @@ def test_snapshot_and_restore(model):
     cache.reset()
     assert cache.get_seq_length() == 0 and other.get_seq_length() == 8
     torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits, **CLOSE)
-
-
-@torch.no_grad()
-def test_cache_does_not_grow():
-    """A KLA cache holds one belief and one call for any length; recording ends with the next crop."""
-    model = build("kla")
-    cache = DynamicCache(config=model.config)
-    for token in tokens(1, 20).T:
-        model(token[None], past_key_values=cache)
-    assert all(len(layer.entry.calls) == 1 for layer in cache.layers)
-    cache.activate_past_recording()
-    for _ in range(3):
-        for token in tokens(1, 4).T:
-            model(token[None], past_key_values=cache)
-        cache.crop(-2)
-    assert all(len(layer.entry.calls) <= 4 for layer in cache.layers)

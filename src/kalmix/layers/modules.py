@@ -147,7 +147,8 @@ class ShortConvolution(nn.Module):
             return x, state
         if segments is None:
             history = torch.cat([state, x], dim=1)
-            return self._add_bias(self._slide(history)), history[:, x.shape[1] :]
+            final_state = history[:, x.shape[1] :].clone()  # a view would keep all inputs alive
+            return self._add_bias(self._slide(history)), final_state
         segment_ids = segments.segment_ids(*x.shape[:2]) if segment_ids is None else segment_ids
         output, state = self._convolve_segments(x, state, segments, segment_ids)
         return self._add_bias(output, segment_ids), state

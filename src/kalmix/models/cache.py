@@ -1,4 +1,4 @@
-"""Cache layers for transformers that store beliefs: constant in size, and able to remove their last tokens."""
+"""Cache layers for transformers that store beliefs, and on request what is needed to remove the last tokens."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ def _take(state: Belief | None, index: Tensor) -> Belief | None:
     return None if state is None else state.take(index)
 
 
+def _without_views(state: Any) -> Any:
+    """Return a state without views, which would keep larger tensors alive, such as all projections of a prompt."""
+    if not isinstance(state, Tensor):
+        return type(state)(*map(_without_views, state))
+    return state.clone() if state.untyped_storage().nbytes() > state.nbytes else state
+
+
 @loadable
 class CacheEntry(NamedTuple):
     """Contents of a cache layer. It is immutable, so a reference to it is a snapshot.
@@ -52,7 +59,7 @@ class CacheEntry(NamedTuple):
     Attributes:
         state: state of the mixer after all tokens; valid unless `stale`.
         tokens: number of tokens seen, padding included.
-        calls: the last call; with `record_past`, all calls since the last crop.
+        calls: all calls since the last crop, if the layer records the past; otherwise empty.
         stale: the state must be computed again, from the last of `calls`.
         drop_calls: the next `set_state` discards `calls`, because a crop has accepted the tokens before it.
     """
@@ -65,21 +72,34 @@ class CacheEntry(NamedTuple):
 
     def take(self, index: Tensor) -> CacheEntry:
         """Return the entry of the sequences `index` (int64 `[M]`), in that order."""
+        index = index.to(self._tensor.device)
         return self._replace(state=_take(self.state, index), calls=tuple(call.take(index) for call in self.calls))
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences."""
+        return self._tensor.shape[0]
+
+    @property
+    def _tensor(self) -> Tensor:
+        """A tensor of the entry, whose first axis is sequences."""
+        leaf: Any = self.calls[-1].mixer_input if self.state is None else self.state
+        while not isinstance(leaf, Tensor):
+            leaf = leaf[-1]
+        return leaf
 
 
 class BeliefLayer(CacheLayerMixin):
     """Layer of a `DynamicCache` that stores the state of one mixer.
 
-    The model calls `get_state` before a mixer and `set_state` after it. `crop` removes the last tokens without a
-    history per token: it returns to the state before the call that it cuts, and the next `get_state` filters the
-    remaining tokens of that call again. So tokens of the last call can always be removed. With
-    `activate_past_recording`, as transformers uses it for speculative decoding, all tokens since the last crop can be
-    removed.
+    The model calls `get_state` before a mixer and `set_state` after it. Only the state is kept. After
+    `activate_past_recording`, which transformers calls for speculative decoding, the layer also keeps the inputs of all
+    calls since the last crop, and `crop` can remove these tokens: it returns to the state before the call that it cuts,
+    and the next `get_state` filters the remaining tokens of that call again.
 
     Attributes:
         entry: contents of the layer.
-        record_past: keep all calls since the last crop, not only the last one.
+        record_past: keep the calls since the last crop.
     """
 
     _layer_type = LAYER_TYPE
@@ -111,10 +131,12 @@ class BeliefLayer(CacheLayerMixin):
             mixer_input: `[B, T, D]`, input of the mixer in that call.
             layout: sequences in the input.
         """
-        entry = self.entry
-        earlier = entry.calls if self.record_past and not entry.drop_calls else ()
-        call = CachedCall(entry.state, mixer_input, layout)
-        self.entry = CacheEntry(state, entry.tokens + mixer_input.shape[1], (*earlier, call))
+        state = state if torch.compiler.is_compiling() else _without_views(state)
+        entry, calls = self.entry, ()
+        if self.record_past:
+            earlier = () if entry.drop_calls else entry.calls
+            calls = (*earlier, CachedCall(entry.state, mixer_input, layout))
+        self.entry = CacheEntry(state, entry.tokens + mixer_input.shape[1], calls)
         self.is_initialized = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -125,7 +147,7 @@ class BeliefLayer(CacheLayerMixin):
                 tokens to keep, as in older versions of transformers.
 
         Raises:
-            ArgumentError: the layer does not store the calls to go back so far.
+            ArgumentError: the layer has not recorded so many tokens.
         """
         requested, entry = int(tokens_to_remove), self.entry
         remove = min(-requested, entry.tokens) if requested <= 0 else max(0, entry.tokens - requested)
@@ -135,7 +157,7 @@ class BeliefLayer(CacheLayerMixin):
         state, calls, stale, left = entry.state, entry.calls, entry.stale, remove
         while left:
             if not calls:
-                expected = f"at most {remove - left} tokens back (activate_past_recording() before, to go back further)"
+                expected = f"at most {remove - left} tokens (call activate_past_recording() earlier to remove more)"
                 raise ArgumentError("tokens_to_remove", got=requested, expected=expected)
             *before, call = calls
             length = call.mixer_input.shape[1]
@@ -167,8 +189,8 @@ class BeliefLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select the sequences `beam_idx` (int64 `[M]`), in that order."""
-        if self.entry.calls:
-            self.entry = self.entry.take(beam_idx.to(self.entry.calls[-1].mixer_input.device))
+        if self.entry.tokens:
+            self.entry = self.entry.take(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select the sequences `indices`: int64 `[M]`, or a bool mask."""
@@ -176,8 +198,8 @@ class BeliefLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times."""
-        if self.entry.calls:
-            self.reorder_cache(torch.arange(self.entry.calls[-1].mixer_input.shape[0]).repeat_interleave(repeats))
+        if self.entry.tokens:
+            self.reorder_cache(torch.arange(self.entry.sequences).repeat_interleave(repeats))
 
     def offload(self) -> None:
         """Do nothing: beliefs are small and stay on their device."""

@@ -1,0 +1,72 @@
+"""What a cache holds: constant for recurrent layers, and the past only on request."""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import DynamicCache
+
+from kalmix.layers import MIXERS
+
+from .conftest import DESIGN, build, tokens
+
+# One block of every layer, and of those whose histories a window limits.
+EVERY_LAYER = [
+    *({"mixer": name} | ({"design": DESIGN} if name == "design" else {}) for name in MIXERS),
+    *({"mixer": name, "window": 5} for name in ("afa", "rt-afa", "afa-transformer", "controlled-afa")),
+]
+
+
+def layer_bytes(layer) -> int:
+    """Return the bytes of all memory that a layer of a cache keeps alive."""
+    tensors = (x for x in tree_leaves(list(vars(layer).values())) if isinstance(x, torch.Tensor))
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+@torch.no_grad()
+def test_cache_holds_only_states():
+    """Recurrent layers hold the same number of bytes for any prompt; histories grow by the tokens they store."""
+    model = build(EVERY_LAYER)
+    held = []
+    for length in (6, 24):
+        cache = model(tokens(2, length)).past_key_values
+        for token in tokens(2, 2, seed=2).split(1, 1):
+            held.append([layer_bytes(layer) for layer in cache.layers])
+            model(token, past_key_values=cache)
+    for mixer, short, _, long, after_next in zip(model.model.mixers, *held, strict=True):
+        name, stored = type(mixer).__name__, 2 * 4 * mixer.state_size(24)
+        if mixer.state_size(24) == mixer.state_size(6):
+            assert short == long == after_next, name
+        assert after_next <= 1.1 * long, name
+        assert long < 1.3 * stored + 2 * 8 * 3 * 64, name  # positions, times, and inputs of a convolution
+
+
+@torch.no_grad()
+def test_recording_ends_with_each_crop():
+    model = build("kla")
+    cache = DynamicCache(config=model.config)
+    model(tokens(1, 4), past_key_values=cache)
+    assert all(not layer.entry.calls for layer in cache.layers)
+    cache.activate_past_recording()
+    for _ in range(3):
+        for token in tokens(1, 4).T:
+            model(token[None], past_key_values=cache)
+        assert all(len(layer.entry.calls) == 4 for layer in cache.layers)
+        cache.crop(-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["kla", "hybrid"])
+def test_recording_may_end_after_a_crop(kind):
+    """transformers clears `record_past` when generation stops; the next call still starts from the cropped state."""
+    model, ids = build(kind), tokens(1, 8)
+    cache = model(ids[:, :4]).past_key_values
+    cache.activate_past_recording()
+    model(ids[:, 4:], past_key_values=cache)
+    cache.crop(-2)
+    for layer in cache.layers:
+        layer.record_past = False
+    torch.testing.assert_close(
+        model(ids[:, 6:], past_key_values=cache).logits, model(ids).logits[:, 6:], atol=1e-5, rtol=0
+    )
+    assert all(not layer.entry.calls for layer in cache.layers)
