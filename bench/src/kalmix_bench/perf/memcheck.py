@@ -63,7 +63,7 @@ def title(kernel: JITFunction | CudaKernel) -> str:
 def entry_kernels() -> set[str]:
     """Return the kernels that the host launches.
 
-    These are kernels with launch-time integers, and kernels that no other kernel calls.
+    These are kernels with launch-time integers, and kernels that no other kernel calls or passes on.
     """
     found = {}
     for module in pkgutil.walk_packages(ops.__path__, "kalmix.ops."):
@@ -72,10 +72,10 @@ def entry_kernels() -> set[str]:
             found |= {title(x): x for x in members if isinstance(x, JITFunction)}
     bodies = [inspect.getsource(x.fn).split(f"def {x.fn.__name__}(", 1)[1] for x in found.values()]
 
-    def called(kernel: JITFunction) -> bool:
-        return any(re.search(rf"\b{kernel.fn.__name__}\(", body) for body in bodies)
+    def used(kernel: JITFunction) -> bool:
+        return any(re.search(rf"\b{kernel.fn.__name__}\b", body) for body in bodies)
 
-    return {name for name, x in found.items() if x.do_not_specialize or not called(x)} | {"forward.cu", "backward.cu"}
+    return {name for name, x in found.items() if x.do_not_specialize or not used(x)} | {"forward.cu", "backward.cu"}
 
 
 def run(case: Case) -> None:

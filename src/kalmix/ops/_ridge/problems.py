@@ -5,7 +5,7 @@ from __future__ import annotations
 from kalmix.designs import GATED_KALMANET
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev
 from kalmix.ops._ridge.spec import SPEC
-from kalmix.testing.problems import MOST, STILL, Normal, Problem, Tensors, draw_memory
+from kalmix.testing.problems import MOST, STILL, Normal, Problem, Tensors, draw_memory, symmetric
 
 
 def draw(normal: Normal, sequences: int, size: dict[str, int]) -> Tensors:
@@ -13,7 +13,7 @@ def draw(normal: Normal, sequences: int, size: dict[str, int]) -> Tensors:
     drawn = draw_memory(obs_noise="B T G", log_decay="B T G")(normal, sequences, size)
     g, width = size["G"], size["K"]
     root = normal(sequences, g, width, width) / width**0.5
-    prior = {"prior.cross": drawn.pop("prior.mean"), "prior.gram": root @ root.mT}
+    prior = {"prior.cross": drawn.pop("prior.mean"), "prior.gram": symmetric(root @ root.mT)}
     return drawn | {"mix": normal(*(size[x] for x in "BTG")).sigmoid()} | prior
 
 
