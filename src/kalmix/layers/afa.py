@@ -25,7 +25,8 @@ from kalmix.validation import check_choice, check_positive_int
 class AdaptiveFilterAttention(TrajectoryLayer):
     """Adaptive Filter Attention: attention whose weights come from a filter of decaying, rotating, diffusing states.
 
-    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), Algorithm 1, with misprints corrected.
+    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), Algorithm 1. Misprints
+    are corrected; the notes on this layer in the documentation list them.
 
         z_i = sum_j A_ij e^{(-a + i w) (t_i - t_j)} v_j,   A_ij = softmax_j (temperature log(weight_ij / V(t_i - t_j)))
 

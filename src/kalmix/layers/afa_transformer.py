@@ -72,7 +72,8 @@ class FilterAttention(nn.Module):
 class AFATransformerBlock(Mixer):
     """AFA transformer block: filters magnitudes and directions separately, and applies an MLP.
 
-    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), Algorithm 3, with misprints corrected.
+    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), Algorithm 3. Misprints
+    are corrected; the notes on this layer in the documentation list them.
 
         q, k, v = project(x);   m = |.|,  u = scale . / |.|  of each
         direction = u_v + attend(u_q, u_k, u_v);   z = attend(m_q, m_k, m_v) scale' direction / |direction|

@@ -57,7 +57,8 @@ def path_statistics(
 class FilterConv2d(nn.Module):
     """Convolution over images that estimates every pixel from its neighbours with Adaptive Filter Attention.
 
-    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), appendix B.6, with misprints corrected.
+    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), appendix B.6. Misprints
+    are corrected; the notes on this layer in the documentation list them.
 
         z = in(x);   u_pj = E e^{i angle} z_j
         y_p = out(sum_j A_pj u_pj),   A_pj = softmax_j -log(V + |z_p - u_pj|^2)

@@ -19,7 +19,8 @@ from kalmix.validation import check_positive_int
 class RadialTangentialAttention(TrajectoryLayer):
     """Radial-tangential Adaptive Filter Attention: separate noises for the magnitude and the direction of a state.
 
-    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), Algorithm 2, with misprints corrected.
+    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), Algorithm 2. Misprints
+    are corrected; the notes on this layer in the documentation list them.
 
     Past values are split into a part along the token's own value and a part across it. Each part has its own noises,
     robust weights and softmax; the estimate combines a magnitude and a step on the sphere. See

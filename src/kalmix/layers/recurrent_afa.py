@@ -45,7 +45,8 @@ class RecurrentAFAState(NamedTuple):
 class RecurrentFilterAttention(TrajectoryLayer):
     """Recurrent form of Adaptive Filter Attention: a robust Kalman filter with a state of constant size.
 
-    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), appendix B.4, Algorithm 4, corrected.
+    Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), appendix B.4, Algorithm 4.
+    Misprints are corrected; the notes on this layer in the documentation list them.
 
     The state z = (z_k, z_v) has a part that keys observe and one that values observe, with one precision p = 1 /
     variance per head. For each token, a time tau after the one before, the layer predicts z- and p-, and sets z = z-:

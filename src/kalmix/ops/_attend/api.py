@@ -117,12 +117,10 @@ def attend(
         kernel: "triton", "chunked" or "reference". Default: the best one for the device, dtype and sizes.
 
     Returns:
-        `Filtered` with
-
-        - mean: `[B, T, G, 2 D]`, in the dtype of `v`; 0 at tokens that belong to no sequence,
-        - variance: `[B, T, G, 1]`, in the dtype of the belief, or `None` if not requested,
-        - belief: `HistoryBelief` of the tokens so far, in float32 (float64 if the inputs are float64), or the newest
-          `window` of them; `None` if not `causal`.
+        `Filtered`. Its mean is `[B, T, G, 2 D]`, in the dtype of `v`; 0 at tokens that belong to no sequence. Its
+            variance is `[B, T, G, 1]`, in the dtype of the belief, or `None` if not requested. Its belief is the
+            `HistoryBelief` of the tokens so far, or of the newest `window` of them, in float32 (float64 if the inputs
+            are float64); `None` if not `causal`.
 
     Raises:
         ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument. Values are
