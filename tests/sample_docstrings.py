@@ -9,27 +9,43 @@ import argparse
 import importlib
 import inspect
 import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 MODULES = (
     "kalmix",
     "kalmix.ops",
+    "kalmix.ops.experimental",
     "kalmix.layers",
     "kalmix.models",
     "kalmix.designs",
     "kalmix.training",
-    "kalmix.testing",
+    "kalmix.analysis.plots",
 )
+ON_A_PAGE = re.compile(r"^::: (\S+)$", re.MULTILINE)
+
+
+def public_names() -> Iterator[str]:
+    """Yield the names that public modules export, and those that pages of the documentation describe."""
+    for name in MODULES:
+        module = importlib.import_module(name)
+        exported = getattr(module, "__all__", [x for x in vars(module) if not x.startswith("_")])
+        yield from (f"{name}.{attribute}" for attribute in sorted(exported))
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        yield from ON_A_PAGE.findall(page.read_text(encoding="utf-8"))
 
 
 def public_objects() -> dict[str, object]:
-    """Return public functions and classes by qualified name, without repetitions."""
+    """Return public functions and classes of kalmix by qualified name, without repetitions."""
     found: dict[str, object] = {}
-    for name in MODULES:
-        module = importlib.import_module(name)
-        for attribute in sorted(getattr(module, "__all__", ())):
-            value = getattr(module, attribute)
-            if (inspect.isclass(value) or callable(value)) and all(value is not x for x in found.values()):
-                found[f"{name}.{attribute}"] = value
+    for name in public_names():
+        module, _, attribute = name.rpartition(".")
+        value = getattr(importlib.import_module(module), attribute)
+        known = any(value is x for x in found.values())
+        if callable(value) and not known and value.__module__.startswith("kalmix."):
+            found[name] = value
     return found
 
 

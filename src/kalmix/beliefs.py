@@ -7,7 +7,8 @@ A belief is a `NamedTuple`: immutable, a pytree for torch, and accepted by `torc
 - `to(...)` applies `Tensor.to` to its tensors.
 - `detach()` removes its autograd history: truncated backpropagation through time.
 
-In shapes, N is the number of sequences, H and G key and value heads, K and V key and value widths.
+In shapes, N is the number of sequences, H and G key and value heads, K and V key and value widths. A memory has K rows,
+one for each element of a key, and V columns, one for each element of a value.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class PointBelief(NamedTuple):
     """Memory matrix without uncertainty: the belief of the ops `additive` and `delta`.
 
     Attributes:
-        mean: `[N, G, K, V]` for N sequences and G value heads; keys have K columns and values V. In float32, or float64
-            if the inputs of the op are float64.
+        mean: `[N, G, K, V]`, the memory, for N sequences, G value heads, key width K and value width V. In float32, or
+            float64 if the inputs of the op are float64.
 
     Example:
         >>> from kalmix import PointBelief
@@ -73,9 +74,18 @@ class DiagonalBelief(NamedTuple):
     """Independent Gaussian cells: the belief of the op `diagonal`.
 
     Attributes:
-        mean: `[N, G, K, V]`, posterior mean of each cell, for N sequences, G value heads, K keys and V columns of a
-            value. In float32, or float64 if the inputs of the op are float64.
-        variance: `[N, G, K, V]`, its posterior variance, in the same dtype.
+        mean: `[N, G, K, V]`, posterior mean of each cell, for N sequences, G value heads, key width K and value width
+            V. In float32, or float64 if the inputs of the op are float64.
+        variance: `[N, G, K, V]`, posterior variance of each cell, in the same dtype.
+
+    Example:
+        >>> from kalmix import DiagonalBelief, ops
+        >>> prior = DiagonalBelief(torch.zeros(2, 1, 4, 8), torch.full((2, 1, 4, 8), 0.5))
+        >>> q, k, v = torch.randn(2, 5, 1, 4), torch.randn(2, 5, 1, 4), torch.randn(2, 5, 1, 8)
+        >>> dynamics = {"log_decay": torch.zeros(1, 4, 8), "process_noise": torch.zeros(1, 4, 8)}
+        >>> y = ops.diagonal(q, k, v, precision=torch.ones(2, 5, 1, 8), **dynamics, belief=prior)
+        >>> (y.belief.variance <= prior.variance).all()  # each observation reduces it
+        tensor(True)
     """
 
     mean: Tensor
@@ -88,15 +98,25 @@ class DiagonalBelief(NamedTuple):
 
 @loadable
 class DenseBelief(NamedTuple):
-    """Gaussian memory whose columns share one covariance: the belief of the op `kalmix.ops.dense`.
+    """Gaussian memory with a covariance between its rows: the belief of the op `kalmix.ops.dense`.
 
-    There are N sequences and G value heads; keys have K columns and values V. The op returns beliefs in float32, or in
-    float64 if its inputs are float64.
+    A memory has K rows, one for each element of a key, and V columns, one for each element of a value. Its columns are
+    independent of each other and have the same K x K covariance. The op returns beliefs in float32, or in float64 if
+    its inputs are float64.
 
     Attributes:
-        mean: `[N, G, K, V]`, posterior mean.
-        covariance: `[N, G, K, K]`, posterior covariance of every column of the memory; symmetric and positive
+        mean: `[N, G, K, V]`, posterior mean, for N sequences and G value heads.
+        covariance: `[N, G, K, K]`, posterior covariance of each column, between rows; symmetric and positive
             semidefinite.
+
+    Example:
+        >>> from kalmix import DenseBelief, ops
+        >>> prior = DenseBelief(torch.zeros(2, 1, 4, 8), torch.eye(4).expand(2, 1, 4, 4))
+        >>> q, k, v = torch.randn(2, 5, 1, 4), torch.randn(2, 5, 1, 4), torch.randn(2, 5, 1, 8)
+        >>> noise = {"obs_noise": torch.ones(2, 5, 1), "process_noise": torch.zeros(2, 5, 1)}
+        >>> y = ops.dense(q, k, v, **noise, belief=prior)
+        >>> y.belief.mean.shape, y.belief.covariance.shape
+        (torch.Size([2, 1, 4, 8]), torch.Size([2, 1, 4, 4]))
     """
 
     mean: Tensor
@@ -112,9 +132,16 @@ class RidgeBelief(NamedTuple):
     """Discounted sums over past tokens, the sufficient statistics of ridge regression: the belief of the op `ridge`.
 
     Attributes:
-        cross: `[N, G, K, V]`, discounted sum of g k v' with gains g, for N sequences, G value heads, K columns of a key
-            and V of a value. In float32, or float64 if the inputs of the op are float64.
+        cross: `[N, G, K, V]`, discounted sum of g k v' with gains g, for N sequences, G value heads, key width K and
+            value width V. In float32, or float64 if the inputs of the op are float64.
         gram: `[N, G, K, K]`, discounted sum of g k k', in the same dtype.
+
+    Example:
+        >>> from kalmix import ops
+        >>> k, v = torch.randn(2, 5, 1, 4), torch.randn(2, 5, 1, 8)
+        >>> belief = ops.ridge(k, k, v, ridge=0.02).belief  # no gates: all gains and decays are 1
+        >>> torch.allclose(belief.gram[0, 0], k[0, :, 0].T @ k[0, :, 0], atol=1e-5)
+        True
     """
 
     cross: Tensor

@@ -86,8 +86,28 @@ class FileError(ValueError):
 
 
 class KernelError(ValueError):
-    """Raised when no kernel supports a call of an op, or the requested kernel does not. A subclass of `ValueError`."""
+    """Raised when no kernel supports a call of an op, or the requested kernel does not. A subclass of `ValueError`.
+
+    Example:
+        >>> from kalmix import KernelError, ops
+        >>> q = k = v = torch.ones(1, 2, 1, 4)
+        >>> try:
+        ...     ops.additive(q, k, v, kernel="fast")
+        ... except KernelError as error:
+        ...     print(error)
+        `additive` has no kernel 'fast'; it has triton, chunked, reference
+    """
 
 
 class DesignError(ValueError):
-    """Raised when no op supports the parts of a design, or signals do not match it. A subclass of `ValueError`."""
+    """Raised when no op supports the parts of a design, or signals do not match it. A subclass of `ValueError`.
+
+    Example:
+        >>> from kalmix import DesignError, designs
+        >>> q = k = v = torch.ones(1, 2, 1, 4)
+        >>> try:
+        ...     kalmix.filter(designs.DELTANET, q, k, v)
+        ... except DesignError as error:
+        ...     print(error)
+        Design 'deltanet' lacks obs_noise, reset; expected obs_noise, reset.
+    """

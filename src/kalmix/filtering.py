@@ -30,8 +30,11 @@ def filter(  # noqa: A001 - the public name
     """Filter sequences under a design.
 
     The design determines the op (`design.op`); its signals are converted to the arguments of that op, for example noise
-    variances to gains (Table 1 of Memory by Design). The result is exact for the design, its approximations included,
-    up to rounding and, for the op `ridge`, the error of its solver.
+    variances to gains (Table 1 of Memory by Design).
+
+    For covariances "diagonal" and "dense" the result is the exact posterior, up to rounding. For "reset" and "lag" it
+    is the approximation that `kalmix.designs.Covariance` describes. For "information" it is a ridge regression, up to
+    the error of the solver. For "none" there is a mean only.
 
     Signals of most designs are `obs_noise`, the variance of the observation noise of a value; `process_noise`, the
     variance that a transition adds; `write_variance`, the prior variance of a written value; `reset`, the covariance

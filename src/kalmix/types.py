@@ -13,6 +13,12 @@ class Belief(Protocol):
     """Protocol of beliefs and layer states: an immutable pytree of tensors whose first axis is sequences.
 
     Pass it to the next call to continue a sequence. See `kalmix.beliefs` for its methods.
+
+    Example:
+        >>> from kalmix import Belief, PointBelief
+        >>> belief = PointBelief(torch.zeros(3, 1, 4, 8))  # 3 sequences
+        >>> isinstance(belief, Belief), belief.take(torch.tensor([0, 0])).mean.shape
+        (True, torch.Size([2, 1, 4, 8]))
     """
 
     def take(self, index: Tensor) -> Self: ...

@@ -156,13 +156,14 @@ class Covariance:
 
     Args:
         kind: the form.
-            "none": no uncertainty.
-            "reset": none between tokens. At every token the predicted covariance is the signal `reset` (times the
-            identity, or a diagonal). This is an approximation.
+            "none": the belief stores no uncertainty.
+            "reset": the belief stores no covariance. At every token, the covariance before the observation is set to
+            the signal `reset` (times the identity, or a diagonal), whatever came before. This is an approximation.
             "diagonal": one variance per cell, an entry of the memory; exact, for evidence "cell".
             "dense": one K x K matrix per head, shared by its columns; exact.
-            "information": a K x K matrix H, the weighted sum of k k'. The covariance is (H + ridge I)^-1, with a ridge
-            that is chosen again at every token.
+            "information": a K x K matrix H, the weighted sum of k k' over past tokens. The covariance is
+            (H + ridge I)^-1. The ridge is an option of the op: a constant, or a multiple of the norm of H, computed at
+            every token.
             "lag": not stored. The variance of a past token's prediction is a function of the time since that token;
             the errors of tokens are treated as independent.
 

@@ -41,8 +41,9 @@ class AdaptiveFilterAttention(TrajectoryLayer):
 
     Args:
         hidden_size: D.
-        heads: number of heads, H. Default: so many that 2 H C, the real columns of all heads, is about D.
-        head_dim: complex channels per head, C. Default: see `Heads.of`.
+        heads: number of heads, H. Default: D / (2 C), rounded.
+        head_dim: complex channels per head, C. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the
+            largest power of two that is at most D / 4 and 64.
         rotary_base: base of the initial frequencies; see `StateDynamics`.
         iterations: number of times that attention is computed, with the same parameters, >= 1 (section 2.4). Each but
             the last filters the keys and moves each query towards the estimated key at its time.

@@ -38,6 +38,12 @@ class AFATransformerState(NamedTuple):
             and an imaginary part that is 0.
         direction: past keys and values divided by their lengths, times a learned scale per head. Its `keys` and
             `values` are `[N, S, H, 2 C]`: C real parts, then C imaginary parts.
+
+    Example:
+        >>> from kalmix.layers import AFATransformerBlock
+        >>> _, state = AFATransformerBlock(64, heads=4)(torch.randn(3, 10, 64))
+        >>> state.magnitude.keys.shape, state.direction.keys.shape
+        (torch.Size([3, 10, 4, 2]), torch.Size([3, 10, 4, 16]))
     """
 
     magnitude: HistoryBelief
@@ -85,8 +91,9 @@ class AFATransformerBlock(Mixer):
 
     Args:
         hidden_size: D.
-        heads: number of heads, H. Default: so many that 2 H C, the real columns of all heads, is about D.
-        head_dim: complex channels per head, C. Default: see `Heads.of`.
+        heads: number of heads, H. Default: D / (2 C), rounded.
+        head_dim: complex channels per head, C. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the
+            largest power of two that is at most D / 4 and 64.
         rotary_base: base of the initial frequencies of directions; see `StateDynamics`.
         window: number of tokens that a query attends to, including its own; all by default.
         mlp_width: hidden width of the MLP; 4 D by default.

@@ -24,7 +24,13 @@ class AttentionState(NamedTuple):
     Attributes:
         keys: `[N, S, kv_heads, width]`, with rotary positions applied.
         values: `[N, S, kv_heads, width]`.
-        position: `[N, S]`, position of each token in its sequence; -1 for an empty slot.
+        position: int64 `[N, S]`, position of each token in its sequence; -1 for an empty slot.
+
+    Example:
+        >>> from kalmix.layers import Attention
+        >>> _, state = Attention(64, heads=8, kv_heads=2)(torch.randn(3, 10, 64))
+        >>> state.keys.shape, state.position.shape
+        (torch.Size([3, 10, 2, 8]), torch.Size([3, 10]))
     """
 
     keys: Tensor

@@ -36,9 +36,14 @@ class Mixer(nn.Module):
     Most layers need an MLP after them, as attention does. Layers with `includes_mlp = True` (`KLA`, `Mamba2`,
     `AFATransformerBlock`) gate their own output: do not add an MLP.
 
-    A subclass implements `read`, which filters, and `project_out`, which computes the output from the read-out. They
-    are separate because the columns of a read-out are independent under the posterior and those of the output are not:
-    `project_out` of a sample of the read-out is a sample of the output.
+    A subclass implements `state_size(length)` and two methods, whose order is input, read-out, output:
+
+        (mean, variance, state), context = layer.read(x, state, segments, variance)   # filters; `[B, T, E]`
+        y = layer.project_out(mean, context)                                          # output `[B, T, D]`
+
+    `context` is what `project_out` needs of x beside the read-out, such as a gate. The E elements of a read-out are
+    independent under the posterior, and those of the output are not. So to draw samples of the output, draw samples
+    `[S, B, T, E]` of the read-out and pass them to `project_out`, which returns `[S, B, T, D]`.
 
     Args:
         hidden_size: D, the number of columns of input and output.

@@ -33,8 +33,9 @@ class BayesianLayer(MemoryLayer):
 
     Args:
         hidden_size: D.
-        heads: number of heads, G. Default: so many that G K is about 3/4 D; see `Heads.of`.
-        head_dim: key width, K. Default: see `Heads.of`.
+        heads: number of heads, G. Default: 3/4 D / K, rounded.
+        head_dim: key width, K. Default: 3/4 D / heads, rounded down, if `heads` is given; otherwise the largest power
+            of two that is at most D / 4 and 128.
         expand_v: V / K, where V is the value width of a head.
         groups: number of observation noises per head, each for V / groups value columns. Each group has its own
             covariance.

@@ -43,9 +43,10 @@ class GatedKalmaNet(MemoryLayer):
 
     Args:
         hidden_size: D.
-        heads: number of value heads, G. Default: so many that G K is about D; see `Heads.of`.
+        heads: number of value heads, G. Default: D / K, rounded.
         key_heads: number of key heads, a divisor of `heads`; `heads` by default.
-        head_dim: key width, K. Default: see `Heads.of`.
+        head_dim: key width, K. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power of
+            two that is at most D / 4 and 128.
         expand_v: value width divided by key width.
         decay: whether there is a forgetting gate; without it all tokens have the same weight (appendix J.2).
         gain: write gate. "sigmoid" of a projection of x (equation 55); "squared", the square of that sigmoid, as in the

@@ -29,8 +29,9 @@ class GLA(MemoryLayer):
 
     Args:
         hidden_size: D.
-        heads: number of heads, G. Default: so many that G K is about D / 2; see `Heads.of`.
-        head_dim: key width, K. Default: see `Heads.of`.
+        heads: number of heads, G. Default: D / (2 K), rounded.
+        head_dim: key width, K. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the largest power
+            of two that is at most D / 4 and 128.
         expand_v: value width divided by key width.
         conv: taps of a short causal convolution over q, k and v, followed by SiLU; 0 for none, as published.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.

@@ -25,9 +25,10 @@ class KDA(DeltaLayer):
 
     Args:
         hidden_size: D.
-        heads: number of value heads, G. Default: so many that G K is about D; see `Heads.of`.
+        heads: number of value heads, G. Default: D / K, rounded.
         key_heads: number of key heads, a divisor of `heads`; `heads` by default.
-        head_dim: key width, K. Default: see `Heads.of`.
+        head_dim: key width, K. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power of
+            two that is at most D / 4 and 128.
         expand_v: value width divided by key width.
         conv: taps of the short causal convolution over q, k and v; 0 for none.
         gate: activation of the output gate, "sigmoid" or "silu"; `None` for no gate.

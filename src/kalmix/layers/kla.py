@@ -29,6 +29,12 @@ class KLAState(NamedTuple):
         belief: posterior `mean` and `variance` of the cells, `[N, 1, slots, channels]` each for N sequences and one
             head; in float32 (float64 if the inputs are float64).
         conv_state: last three inputs of the short convolution, `[N, 3, channels]`; 0 before the first token.
+
+    Example:
+        >>> from kalmix.layers import KLA
+        >>> _, state = KLA(64, slots=8)(torch.randn(3, 16, 64))
+        >>> state.belief.variance.shape, state.conv_state.shape
+        (torch.Size([3, 1, 8, 64]), torch.Size([3, 3, 64]))
     """
 
     belief: DiagonalBelief

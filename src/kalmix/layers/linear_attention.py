@@ -27,8 +27,9 @@ class LinearAttention(MemoryLayer):
 
     Args:
         hidden_size: D.
-        heads: number of heads, G. Default: so many that G K is about D; see `Heads.of`.
-        head_dim: key width, K. Default: see `Heads.of`.
+        heads: number of heads, G. Default: D / K, rounded.
+        head_dim: key width, K. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power of
+            two that is at most D / 4 and 128.
         expand_v: value width divided by key width.
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 

@@ -33,8 +33,9 @@ class Mamba2(MemoryLayer):
 
     Args:
         hidden_size: D.
-        heads: number of value heads, G. Default: so many that G V is about `expand * D`; see `Heads.of`.
-        head_dim: value width, V. Default: see `Heads.of`.
+        heads: number of value heads, G. Default: `expand` D / V, rounded.
+        head_dim: value width, V. Default: `expand` D / heads, rounded down, if `heads` is given; otherwise the largest
+            power of two that is at most D / 4 and 64.
         groups: number of key heads, a divisor of `heads`.
         state_dim: width of B and C, K. Default: 128, or D if that is less.
         expand: value columns divided by D, if `heads` or `head_dim` is omitted.

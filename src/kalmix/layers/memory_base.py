@@ -30,6 +30,12 @@ class MemoryState(NamedTuple):
         belief: belief of the layer's op, in float32 (float64 if the inputs are float64).
         conv_state: last `conv - 1` inputs of the short convolution, `[N, conv - 1, channels]` for N sequences; empty
             without a convolution. In `RetNet` it is the number of past tokens, int64 `[N]`.
+
+    Example:
+        >>> from kalmix.layers import GatedDeltaNet
+        >>> _, state = GatedDeltaNet(64, heads=4, head_dim=8, expand_v=2)(torch.randn(3, 10, 64))
+        >>> state.belief.mean.shape, state.conv_state.shape  # channels: 4 heads of 8 + 8 + 16
+        (torch.Size([3, 4, 8, 16]), torch.Size([3, 3, 128]))
     """
 
     belief: Any  # a Belief

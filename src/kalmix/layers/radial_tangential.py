@@ -32,8 +32,9 @@ class RadialTangentialAttention(TrajectoryLayer):
 
     Args:
         hidden_size: D.
-        heads: number of heads, H. Default: so many that 2 H C, the real columns of all heads, is about D.
-        head_dim: complex channels per head, C. Default: see `Heads.of`.
+        heads: number of heads, H. Default: D / (2 C), rounded.
+        head_dim: complex channels per head, C. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the
+            largest power of two that is at most D / 4 and 64.
         rotary_base: base of the initial frequencies; see `StateDynamics`.
         window: number of tokens that a query attends to, including its own; all by default.
         predict: "step" predicts the state one step ahead, as published; "gate" mixes prediction and estimate; `None`

@@ -27,6 +27,12 @@ class RecurrentAFAState(NamedTuple):
         mean: `[N, 2, H, 2 C]`, estimated states of keys (index 0) and of values (index 1) for N sequences.
         precision: `[N, 1, H, 1]`, 1 / complex variance of a channel; 0 before the first token.
         time: float64 `[N, 1, 1, 1]`, time of the last token.
+
+    Example:
+        >>> from kalmix.layers import RecurrentFilterAttention
+        >>> _, state = RecurrentFilterAttention(64, heads=4)(torch.randn(3, 16, 64))
+        >>> state.mean.shape, state.precision.shape, state.time[0].item()
+        (torch.Size([3, 2, 4, 16]), torch.Size([3, 1, 4, 1]), 15.0)
     """
 
     mean: Tensor
@@ -66,8 +72,9 @@ class RecurrentFilterAttention(TrajectoryLayer):
 
     Args:
         hidden_size: D.
-        heads: number of heads, H. Default: so many that 2 H C, the real columns of all heads, is about D.
-        head_dim: complex channels per head, C. Default: see `Heads.of`.
+        heads: number of heads, H. Default: D / (2 C), rounded.
+        head_dim: complex channels per head, C. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the
+            largest power of two that is at most D / 4 and 64.
         rotary_base: base of the initial frequencies; see `StateDynamics`.
         iterations: number of times that the weight is computed from the estimate, >= 1.
         predict: "step" predicts the state one step ahead, as published; "gate" mixes prediction and estimate; `None`
@@ -86,9 +93,9 @@ class RecurrentFilterAttention(TrajectoryLayer):
 
     Example:
         >>> from kalmix.layers import RecurrentFilterAttention
-        >>> y, state = RecurrentFilterAttention(64, heads=2)(torch.randn(2, 16, 64))
-        >>> y.shape, state.mean.shape
-        (torch.Size([2, 16, 64]), torch.Size([2, 2, 2, 32]))
+        >>> y, state = RecurrentFilterAttention(64, heads=4)(torch.randn(3, 16, 64))
+        >>> y.shape, state.mean.shape  # mean: 3 sequences, keys and values, 4 heads of 8 complex channels
+        (torch.Size([3, 16, 64]), torch.Size([3, 2, 4, 16]))
     """
 
     has_posterior = True

@@ -31,8 +31,9 @@ class RetNet(MemoryLayer):
 
     Args:
         hidden_size: D.
-        heads: number of heads, G. Default: so many that G K is about D; see `Heads.of`.
-        head_dim: key width, K; even. Default: see `Heads.of`.
+        heads: number of heads, G. Default: D / K, rounded.
+        head_dim: key width, K; even. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power
+            of two that is at most D / 4 and 128.
         expand_v: value width divided by key width.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
         rotary_base: the slowest pair of columns rotates once in about 2 pi `rotary_base` tokens.

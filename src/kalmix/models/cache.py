@@ -100,6 +100,13 @@ class BeliefLayer(CacheLayerMixin):
     Attributes:
         entry: contents of the layer.
         record_past: keep the calls since the last crop.
+
+    Example:
+        >>> from kalmix.models import KalmixConfig, KalmixForCausalLM
+        >>> config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla"])
+        >>> cache = KalmixForCausalLM(config).eval()(torch.randint(64, (1, 10))).past_key_values
+        >>> type(cache.layers[0]).__name__, cache.layers[0].entry.tokens
+        ('BeliefLayer', 10)
     """
 
     _layer_type = LAYER_TYPE
@@ -249,7 +256,18 @@ def belief_layers(cache: Cache | None, count: int) -> list[BeliefLayer]:
 
 
 def snapshot(cache: Cache) -> tuple[CacheEntry, ...]:
-    """Return the contents of a cache, to give to `restore` later. Nothing is copied, because beliefs are immutable.
+    """Return the contents of a cache, to pass to `restore` later.
+
+    Nothing is copied: the model replaces the states in a cache and never changes one.
+
+    Args:
+        cache: cache of a `KalmixForCausalLM`, as it returns it in `past_key_values`.
+
+    Returns:
+        One entry per block, each with its state and its number of tokens.
+
+    Raises:
+        ArgumentError: the cache is not of a `KalmixForCausalLM`.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM, restore, snapshot
@@ -266,10 +284,27 @@ def snapshot(cache: Cache) -> tuple[CacheEntry, ...]:
 
 
 def restore(cache: Cache, entries: tuple[CacheEntry, ...]) -> None:
-    """Return a cache to the contents that `snapshot` returned.
+    """Set a cache back to the contents that `snapshot` returned. It changes the cache in place and returns nothing.
+
+    The next call of the model then continues after the tokens that the cache had at the time of the snapshot.
+
+    Args:
+        cache: the cache to change, or another one of the same configuration.
+        entries: what `snapshot` returned; it may be restored any number of times.
 
     Raises:
         ArgumentError: the cache has another number of layers, or layers of another kind.
+
+    Example:
+        >>> from kalmix.models import KalmixConfig, KalmixForCausalLM, restore, snapshot
+        >>> config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla", "kla"])
+        >>> model = KalmixForCausalLM(config).eval()
+        >>> cache = model(torch.randint(64, (1, 10))).past_key_values
+        >>> saved, question = snapshot(cache), torch.randint(64, (1, 5))
+        >>> first = model(question, past_key_values=cache).logits
+        >>> restore(cache, saved)
+        >>> torch.allclose(model(question, past_key_values=cache).logits, first)
+        True
     """
     for layer, entry in zip(belief_layers(cache, len(entries)), entries, strict=True):
         layer.entry = entry

@@ -36,9 +36,9 @@ class KalmixConfig(PreTrainedConfig):
         norm_eps: epsilon of all norms outside the mixers.
         propagate: read-out that blocks pass on in training: "mean", or one "sample" of the posterior (section 5.5 of
             Kalman Linear Attention). The last block always passes on the mean.
-        loss: "cross-entropy" of the next token for the posterior mean, or "marginal": minus the logarithm of the
-            token's probability, averaged over samples of the last layer's posterior (equations 24 and 25). The last
-            layer must then have a posterior.
+        loss: "cross-entropy" of the next token for the posterior mean, or "marginal": -log of the mean probability
+            of the token over samples of the last layer's posterior (equations 24 and 25). The last layer must then
+            have a posterior.
         loss_samples: Monte Carlo samples of the marginal likelihood.
         loss_chunk_size: samples decoded together; memory grows with it, the result does not depend on it.
         use_cache: return a cache in evaluation mode if there are no labels. `forward(use_cache=...)` overrides it.

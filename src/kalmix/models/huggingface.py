@@ -40,6 +40,13 @@ class KalmixOutput(TransformersOutput):
         hidden_states: `[B, T, D]`, the input of each block and the output of the last; `None` if not requested.
         beliefs: `Filtered` of each layer's output, with `mean` and `variance` `[B, T, D]`; `None` if not requested. The
             variance is `None` for layers without a posterior.
+
+    Example:
+        >>> from kalmix.models import KalmixConfig, KalmixForCausalLM
+        >>> model = KalmixForCausalLM(KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla"])).eval()
+        >>> output = model(torch.randint(64, (2, 10)), output_beliefs=True)
+        >>> output.loss is None, output.logits.shape, output.beliefs[0].variance.shape
+        (True, torch.Size([2, 10, 64]), torch.Size([2, 10, 32]))
     """
 
     loss: Tensor | None = None

@@ -73,6 +73,21 @@ def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> Evalu
     Args:
         run: finished run.
         progress: called with the name of the current stage and the fraction of it that is done.
+
+    Returns:
+        The result, which is not yet saved; see `EvaluationResult.save`.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from kalmix.training import Recipe
+        >>> from kalmix.training.evaluation import evaluate
+        >>> from kalmix.training.run import train
+        >>> for n in range(20):
+        ...     _ = Path(f"{n}.txt").write_text(f"Document {n}: " + "a filter is a recurrence. " * 9)
+        >>> sizes = {"vocab_size": 260, "hidden_size": 8, "seq_len": 16, "batch_size": 2}
+        >>> result = evaluate(train(Recipe(text=".", layers=("kla",), steps=2, **sizes), Path("run")))
+        >>> result.steps, result.bits_per_byte > 3  # 2 steps teach it nothing
+        (2, True)
     """
     recipe, device, documents = run.recipe, run.model.device, run.corpus.held_out
     with torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16):
@@ -152,6 +167,17 @@ def bits_per_byte(
         window: tokens per window.
         batch_size: windows per forward pass.
         progress: called with the fraction that is done.
+
+    Example:
+        >>> from kalmix.models import KalmixConfig, KalmixForCausalLM
+        >>> from kalmix.training.corpus import train_tokenizer
+        >>> from kalmix.training.data import wrap_tokenizer
+        >>> from kalmix.training.evaluation import bits_per_byte
+        >>> tokenizer = wrap_tokenizer(train_tokenizer(["a filter"], "bytes"))
+        >>> model = KalmixForCausalLM(KalmixConfig(vocab_size=257, hidden_size=8, layers=["kla"])).eval()
+        >>> bits = bits_per_byte(model, tokenizer, ["a filter predicts"], window=8)
+        >>> 7 < bits < 10  # an untrained model needs about log2(257) bits for each byte
+        True
     """
     ids = encode_documents(tokenizer, documents)
     nats = float(surprisals(model, ids, window=window, batch_size=batch_size, progress=progress).double().sum())

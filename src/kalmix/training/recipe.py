@@ -27,7 +27,7 @@ class Recipe:
             other suffixes (`TEXT_SUFFIXES`) are skipped. Each file is a document. Default: the documentation of this
             Python installation; its documents are the topics of `help()` and the docstrings of each standard module.
         tokenizer: "bpe" (byte-pair encoding) or "bytes" (one token per byte).
-        vocab_size: largest vocabulary of "bpe", at least 257; "bytes" always has 257 tokens.
+        vocab_size: largest vocabulary of "bpe", at least 257. Ignored for "bytes", which always has 257 tokens.
         layers: one entry per block: a layer's name, or a mapping of its options; see `KalmixConfig`.
         hidden_size: width of the residual stream.
         seq_len: tokens per training sequence; at least 2.
@@ -45,9 +45,8 @@ class Recipe:
         warmup: fraction of the run, in steps or time, in which the learning rate rises linearly from 0.
         cooldown: fraction of the run in which the learning rate falls linearly to 0, at the end. At most 1 together
             with `warmup`.
-        loss: "cross-entropy" of the next token for the posterior mean, or "marginal": minus the logarithm of the
-            token's probability, averaged over samples of the last layer's posterior. The last layer must then have a
-            posterior.
+        loss: "cross-entropy" of the next token for the posterior mean, or "marginal": -log of the mean probability
+            of the token over samples of the last layer's posterior. The last layer must then have a posterior.
         bf16: train under bfloat16 autocast.
         compile: compile the model with `torch.compile`.
         seed: seed of initial weights, order of training sequences and samples of the loss, from 0 to 2^32 - 1.

@@ -28,6 +28,15 @@ def attention_maps(
         tokens: text of each token.
         names: name of each layer.
         title: heading of the figure.
+
+    Returns:
+        `path`.
+
+    Example:
+        >>> from kalmix.analysis import plots
+        >>> weights = torch.ones(2, 3, 3).tril()  # 2 layers, 3 tokens
+        >>> plots.attention_maps("maps.png", weights, ["a", "b", "c"], ["layer 0", "layer 1"])
+        'maps.png'
     """
     maps = np.asarray(weights, float)
     maps = maps / maps.sum(-1, keepdims=True).clip(min=np.finfo(float).tiny)
@@ -51,6 +60,15 @@ def channel_maps(
         tokens: text of each token.
         names: name of each channel.
         title: heading of the figure.
+
+    Returns:
+        `path`.
+
+    Example:
+        >>> from kalmix.analysis import plots
+        >>> weights = torch.randn(2, 3, 3).tril()  # 2 channels, 3 tokens
+        >>> plots.channel_maps("channels.png", weights, ["a", "b", "c"], ["channel 0", "channel 1"])
+        'channels.png'
     """
     with _panels(path, tokens, names, title) as (figure, panels):
         for panel, values in zip(panels, np.asarray(weights, float), strict=True):

@@ -35,6 +35,14 @@ def posterior_variance(
         names: name of each layer.
         marks: masks `[tokens]` of tokens to mark by ticks below the lines, by the name in the legend.
         title: heading of the figure.
+
+    Returns:
+        `path`.
+
+    Example:
+        >>> from kalmix.analysis import plots
+        >>> plots.posterior_variance("variance.png", [[1.0, 0.6, 0.5]], ["a", "b", "c"], ["layer 0"])
+        'variance.png'
     """
     with picture(path, (width_for(len(tokens)), 4.2)) as (figure, (axes,)):
         for of_layer, name in zip(variance, names, strict=True):
@@ -78,6 +86,15 @@ def beliefs(
         variance: `[layers, tokens]`, positive.
         gain: `[layers, tokens]`, between 0 and 1.
         names: name of each layer.
+
+    Returns:
+        `path`.
+
+    Example:
+        >>> from kalmix.analysis import plots
+        >>> variance, gain = [[1.0, 0.6, 0.5]], [[0.9, 0.4, 0.2]]  # one layer
+        >>> plots.beliefs("beliefs.png", ["a", "b", "c"], [float("nan"), 3.0, 1.5], variance, gain, ["layer 0"])
+        'beliefs.png'
     """
     bits, spread, written = (np.asarray(values, float) for values in (surprisal, variance, gain))
     height = 0.32 * max(2, len(names))

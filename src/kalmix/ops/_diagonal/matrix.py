@@ -20,6 +20,14 @@ class KalmanMatrix(NamedTuple):
         weights: `[B, G, V, T, T]`, lower triangular: weight of the value at each token (column) in the mean at each
             token (row).
         initial: `[B, T, G, V]`, contribution of the prior's mean.
+
+    Example:
+        >>> from kalmix import ops
+        >>> q, k, v = torch.randn(2, 6, 1, 4), torch.randn(2, 6, 1, 4), torch.randn(2, 6, 1, 3)
+        >>> constants = {"log_decay": torch.zeros(1, 4, 3), "process_noise": torch.zeros(1, 4, 3)}
+        >>> matrix = ops.diagonal_matrix(q, k, v, precision=torch.ones(2, 6, 1, 3), **constants)
+        >>> matrix.weights.shape, matrix.initial.shape
+        (torch.Size([2, 1, 3, 6, 6]), torch.Size([2, 6, 1, 3]))
     """
 
     weights: Tensor

@@ -25,6 +25,12 @@ class OpSpec:
         recursion: its definition, which `kalmix.oracle` evaluates.
         least_noise: smallest observation variance for which float32 results stay within their tolerances, as the
             function's docstring states. The laws and the fuzz script draw noises from this value to 100.
+
+    Example:
+        >>> from kalmix.ops import OPS
+        >>> spec = OPS["dense"]
+        >>> spec.name, spec.belief.__name__, spec.has_variance, [kernel.name for kernel in spec.kernels]
+        ('dense', 'DenseBelief', True, ['cuda', 'triton', 'chunked', 'reference'])
     """
 
     algebra: Algebra

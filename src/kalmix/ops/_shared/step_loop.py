@@ -30,6 +30,19 @@ def run_steps(
 
     Returns:
         The read-outs stacked over time, `[B, T, *, *]`, 0 at tokens outside every sequence, and the final belief.
+
+    Example:
+        Sum the tokens of each sequence:
+
+        >>> from kalmix import PointBelief
+        >>> from kalmix.ops import run_steps
+        >>> def add(belief, token):
+        ...     total = belief.mean + token[:, None, None, None]
+        ...     return (total[:, 0],), PointBelief(total)
+        >>> x = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 1.0]])  # 2 sequences of 3 tokens
+        >>> (sums,), final = run_steps(add, PointBelief(torch.zeros(2, 1, 1, 1)), zip(x.unbind(1)), None)
+        >>> sums[..., 0, 0].tolist(), final.mean.flatten().tolist()
+        ([[1.0, 3.0, 6.0], [1.0, 2.0, 3.0]], [6.0, 3.0])
     """
     readouts = []
     for t, token in enumerate(tokens):
