@@ -21,7 +21,9 @@ MOST_PARAMETERS = 8
 FLAT = {"triton", "custom_op", "cli"}  # folders and files of Triton kernels, custom ops and commands
 # What users call may have many options: ops, constructors, and the `forward` that transformers prescribes.
 OPS = [x for package in (kalmix, ops, experimental) for x in vars(package).values() if isfunction(x)]
-PUBLIC = {(x.__module__, x.__name__) for x in OPS} | {("kalmix.models.huggingface", "forward")}
+PUBLIC = {(x.__module__, x.__name__) for x in OPS} | {
+    (f"kalmix.models.{x}", "forward") for x in ("backbone", "huggingface")
+}
 
 
 def test_no_modules_import_each_other_in_a_circle():

@@ -29,7 +29,7 @@ def test_saved_model_is_loaded_bit_equal(tmp_path, model, tie):
     for parameter in again.parameters():  # the alignment of the file's memory changes the order of sums
         parameter.data = parameter.data.clone()
     assert torch.equal(again(tokens(2, 5)).logits, model(tokens(2, 5)).logits)
-    assert (again.model.lm_head.weight is again.model.embed_tokens.weight) == tie
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tie
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is KalmixForCausalLM
     assert type(AutoConfig.from_pretrained(tmp_path)) is KalmixConfig
 
@@ -104,9 +104,9 @@ def test_damaged_config_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"layers": ["mamba9"]}))
     with pytest.raises(ArgumentError, match="'mamba9'"):
         KalmixForCausalLM.from_pretrained(tmp_path)
-    for old in (config | {"format": 1}, {key: value for key, value in config.items() if key != "format"}):
+    for old in (config | {"format": 2}, {key: value for key, value in config.items() if key != "format"}):
         (tmp_path / "config.json").write_text(json.dumps(old))
-        with pytest.raises(ArgumentError, match=r"`format` is [01] in '.*config\.json'; expected at least 2"):
+        with pytest.raises(ArgumentError, match=r"`format` is [012] in '.*config\.json'; expected at least 3"):
             KalmixForCausalLM.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ArgumentError, match=r"config\.json is damaged"):
@@ -139,11 +139,11 @@ def test_wrong_configuration_is_refused(options, message):
 def test_default_sizes():
     config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla", {"mixer": "attention", "heads": 4}, "kla"])
     model = KalmixForCausalLM(config)
-    kla, attention, _ = model.model.blocks
+    kla, attention, _ = model.model.layers
     assert (kla.mixer.slots, kla.mixer.channels, kla.mlp) == (16, 32, None)
     assert attention.mixer.heads == attention.mixer.kv_heads == 4
     assert attention.mlp.out_proj.in_features == 88  # 8/3 of 32, rounded up to a multiple of 8
-    for weight in (model.model.embed_tokens.weight, model.model.lm_head.weight):
+    for weight in (model.model.embed_tokens.weight, model.lm_head.weight):
         assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.1)
     assert (kla.mixer.skip == 1).all() and (kla.mixer.dynamics.log_rate == 0).all()
     assert config.num_hidden_layers == 3 and KalmixConfig().num_hidden_layers == 12
@@ -172,7 +172,7 @@ def test_solvers_are_stored_as_mappings():
     again = KalmixConfig(**json.loads(config.to_json_string()))
     assert again.layers == config.layers
     assert config.layers[0]["ridge"] == {"name": "fixed", "value": 2.0}
-    mixer = KalmixForCausalLM(again).model.mixers[0]
+    mixer = KalmixForCausalLM(again).model.layers.mixers[0]
     assert (mixer.ridge, mixer.solver) == (Fixed(2.0), Sketch(4, Chebyshev(7)))
 
 
@@ -184,14 +184,14 @@ def test_resized_vocabulary():
         logits = model(tokens(1, 4)).logits
         assert logits.shape[-1] == model.config.vocab_size == 50
         torch.testing.assert_close(logits[..., :40], expected)
-        assert (model.model.lm_head.weight is model.model.embed_tokens.weight) == tie
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
 
 
 def test_language_model_does_not_import_transformers():
     code = (
         "import sys, kalmix, kalmix.layers, kalmix.models; from kalmix.models import LanguageModel; import torch\n"
         "model = LanguageModel(9, 8, ['kla', 'attention'])\n"
-        "print(model.logits(model(model.embed_tokens(torch.arange(5)[None])).last_hidden_state).shape)\n"
+        "print(model.logits(model(model.embed_tokens(torch.arange(5)[None])).hidden_state).shape)\n"
         "assert 'transformers' not in sys.modules and 'triton' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -136,13 +136,13 @@ def test_outputs(model):
     ids = tokens(2, 6)
     full = model(ids, output_beliefs=True, output_hidden_states=True)
     assert len(full.beliefs) == 2 and len(full.hidden_states) == 3
-    for known, mixer in zip(full.beliefs, model.model.mixers, strict=True):
+    for known, mixer in zip(full.beliefs, model.model.layers.mixers, strict=True):
         assert known.mean.shape == (2, 6, 16)
         assert (known.variance is not None) == mixer.has_posterior
         if known.variance is not None:
             assert known.variance.shape == (2, 6, 16) and (known.variance > 0).all()
     # The belief describes the mixer's output, which is added to the residual stream.
-    first = model.model.blocks[0]
+    first = model.model.layers[0]
     if first.mlp is None:
         torch.testing.assert_close(full.hidden_states[1] - full.hidden_states[0], full.beliefs[0].mean)
     assert torch.equal(model(ids, logits_to_keep=2).logits, full.logits[:, -2:])

@@ -68,7 +68,7 @@ def test_assisted_generation(model, draft):
     assert torch.equal(greedy(model, ids, assistant_model=build(draft, seed=9)), expected)
     near = copy.deepcopy(model)
     with torch.no_grad():
-        near.model.lm_head.weight.add_(0.05 * torch.randn_like(near.model.lm_head.weight))
+        near.lm_head.weight.add_(0.05 * torch.randn_like(near.lm_head.weight))
     assert torch.equal(greedy(model, ids, assistant_model=near), expected)
 
 

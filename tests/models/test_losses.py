@@ -124,8 +124,8 @@ def test_marginal_loss_equals_equation_24():
     loss = model(ids, labels=ids).loss
     with torch.no_grad():
         core = model.model
-        hidden = core.blocks[0](core.embed_tokens(ids)).hidden_state
-        block = core.blocks[1]
+        hidden = core.layers[0](core.embed_tokens(ids)).hidden_state
+        block = core.layers[1]
         read, context = block.mixer.read(block.norm(hidden), variance=True)
         torch.manual_seed(2)
         p = 0
@@ -133,7 +133,7 @@ def test_marginal_loss_equals_equation_24():
             readout = read.mean + read.variance.sqrt() * torch.randn_like(read.mean)
             after = hidden + block.mixer.project_out(readout, context)
             after = after + block.mlp(block.mlp_norm(after))
-            logits = core.lm_head(core.norm(after))
+            logits = model.lm_head(core.norm(after))
             p = p + logits.softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]) / 5
     torch.testing.assert_close(loss.detach(), -p.log().mean(), rtol=1e-5, atol=1e-6)
 
@@ -143,7 +143,7 @@ def test_marginal_loss_trains_the_variances():
     ids = tokens(2, 6)
     model(ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    assert all((parameter.grad != 0).any() for parameter in model.model.last_block.mixer.dynamics_parameters())
+    assert all((parameter.grad != 0).any() for parameter in model.model.layers.last_block.mixer.dynamics_parameters())
 
 
 def test_marginal_loss_needs_a_posterior():

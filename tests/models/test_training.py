@@ -55,7 +55,7 @@ def test_every_layer_learns(layers):
     """Each model memorizes a sequence in 30 steps, with the marginal loss too if its last layer has a posterior."""
     for options in ({}, {"loss": "marginal", "loss_samples": 2}):
         model = build(layers, **options).train()
-        if options and not model.model.last_block.mixer.has_posterior:
+        if options and not model.model.layers.last_block.mixer.has_posterior:
             continue
         ids = tokens(2, 12)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -79,16 +79,16 @@ def test_propagated_samples():
     core = model.model
     with torch.no_grad():
         x = core.embed_tokens(ids)
-        first = core(x, output_hidden_states=True)
-        second = core(x, output_hidden_states=True)
+        first = core.layers(x, output_hidden_states=True)
+        second = core.layers(x, output_hidden_states=True)
         assert not torch.equal(first.hidden_states[1], second.hidden_states[1])
-        known = core.blocks[0](x, output_belief=True)
-        samples = core(x.expand(2000, -1, -1), output_hidden_states=True).hidden_states[1]
+        known = core.layers[0](x, output_belief=True)
+        samples = core.layers(x.expand(2000, -1, -1), output_hidden_states=True).hidden_states[1]
     error = (samples.mean(0, keepdim=True) - known.hidden_state) / (known.belief.variance / 2000).sqrt()
     assert error.abs().max() < 5
     torch.manual_seed(0)
     model(ids, labels=ids).loss.backward()
-    assert all(p.grad is not None for p in core.blocks[0].mixer.dynamics_parameters())
+    assert all(p.grad is not None for p in core.layers[0].mixer.dynamics_parameters())
     one = build(["kla"], propagate="sample").train()
     assert torch.equal(one(ids).logits, one(ids).logits)
 

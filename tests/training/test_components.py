@@ -52,7 +52,7 @@ def test_every_parameter_is_in_one_group_and_dynamics_learn_slowly() -> None:
     grouped = [id(value) for group in groups.values() for value in group["params"]]
     assert sorted(grouped) == sorted(map(id, network.parameters()))
     assert set(map(id, groups["dynamics"]["params"])) == set(
-        map(id, network.model.blocks[0].mixer.dynamics.parameters())
+        map(id, network.model.layers[0].mixer.dynamics.parameters())
     )
     assert groups["dynamics"]["lr"] == DYNAMICS_LR_FACTOR
     assert [name for name, group in groups.items() if group["weight_decay"]] == ["matrices"]
@@ -177,10 +177,10 @@ class TestTextDiagnostics:
         network, text = model((mixer,)), "twelve bytes"
         found = diagnose_text(network, tokenizer, text)
         assert bool(((found.gain > 0) & (found.gain < 1)).all()) and bool((found.variance > 0).all())
-        layer = network.model.blocks[0].mixer
+        layer = network.model.layers[0].mixer
         ids = torch.tensor(tokenizer("<|endoftext|>" + text, add_special_tokens=False)["input_ids"])
         inner = network.model
-        x = inner(inner.embed_tokens(ids[None]), output_states=True).mixer_inputs[0]
+        x = inner.layers(inner.embed_tokens(ids[None]), output_states=True).mixer_inputs[0]
         _, k, v, _ = layer.project(x, None, None, None)
         signals, silent = layer.signals(x), k.clone()
         silent[:, 5] = 0

@@ -68,10 +68,10 @@ def test_diagnostics_of_every_layer_with_a_posterior():
     torch.manual_seed(0)
     model, ids = LanguageModel(11, 16, layers).eval(), torch.randint(11, (TOKENS,))
     embedded = model.embed_tokens(ids)
-    hidden, found = diagnose_layers(model, embedded, weights=True)
+    hidden, found = diagnose_layers(model.layers, embedded, weights=True)
     assert [insight.name for insight in found] == ["layer 1", "layer 4", "layer 5"]
     output = model(embedded[None], output_beliefs=True)
-    torch.testing.assert_close(hidden, output.last_hidden_state[0])
+    torch.testing.assert_close(hidden, output.hidden_state[0])
     for insight, place in zip(found, (0, 3, 4), strict=True):
         mixer, signal = model.mixers[place], output.mixer_inputs[place]
         (_, variance, _), context = mixer.read(signal, None, None, True)
@@ -81,7 +81,7 @@ def test_diagnostics_of_every_layer_with_a_posterior():
     kla, bayesian, trajectory = found
     assert kla.weights.shape == (16, TOKENS, TOKENS) and bayesian.weights.shape == (2, TOKENS, TOKENS)
     assert trajectory.gain is trajectory.weights is None
-    assert diagnose_layers(model, embedded)[1][0].weights is None
+    assert diagnose_layers(model.layers, embedded)[1][0].weights is None
 
 
 @pytest.mark.parametrize("name", SAYING)

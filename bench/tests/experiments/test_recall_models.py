@@ -143,8 +143,8 @@ def test_encoder_and_decoder_mlps() -> None:
     norm, up, _, down = model.get_submodule("encoder").children()
     embedded = down(F.gelu(up(norm(model.model.embed_tokens(ids)))))
     (stream,) = model.hidden_states(ids)
-    torch.testing.assert_close(stream, model.model(embedded).last_hidden_state)
-    torch.testing.assert_close(diagnose_layers(model.model, model.embed(ids[0]))[0], stream[0])
+    torch.testing.assert_close(stream, model.model(embedded).hidden_state)
+    torch.testing.assert_close(diagnose_layers(model.model.layers, model.embed(ids[0]))[0], stream[0])
     first, (one, _, second, two, _, third, last) = model.model.norm, model.model.get_submodule("lm_head").children()
     torch.testing.assert_close(model(ids), last(third(F.gelu(two(second(F.gelu(one(first(stream)))))))))
     assert up.get_parameter("weight").shape == (20, 32) and two.get_parameter("weight").shape == (12, 24)
@@ -161,7 +161,7 @@ def test_kla_plus_uses_the_marginal_likelihood() -> None:
     for loss in (
         lambda: F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()),
         lambda: marginal_likelihood(
-            lambda readout: model.model.readout_logits(posterior, readout),
+            lambda readout: model.model.logits(model.model.layers.finish(posterior, readout)),
             *(posterior.mean, posterior.variance, targets, 10, 10),
         ),
     ):
@@ -183,7 +183,7 @@ def test_zoologys_model_adds_its_norm() -> None:
     assert isinstance(model, TokenModel)
     ids = torch.randint(40, (2, 8))
     r = model.model.embed_tokens(ids)
-    for block in model.model.blocks:
+    for block in model.model.layers:
         r = r + block.mixer(block.norm(r))[0]
         r = r + block.mlp_norm(r)
     assert isinstance(model.model.norm, torch.nn.LayerNorm) and isinstance(block.norm, torch.nn.LayerNorm)

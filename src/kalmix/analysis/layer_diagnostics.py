@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.models import LanguageModel
+from kalmix.models.stack import BlockStack
 
 
 class LayerDiagnostics(NamedTuple):
@@ -29,20 +29,20 @@ class LayerDiagnostics(NamedTuple):
 
 
 @torch.no_grad()
-def diagnose_layers(model: LanguageModel, x: Tensor, *, weights: bool = False) -> tuple[Tensor, list[LayerDiagnostics]]:
-    """Run a model on one sequence and diagnose each layer that has a posterior.
+def diagnose_layers(stack: BlockStack, x: Tensor, *, weights: bool = False) -> tuple[Tensor, list[LayerDiagnostics]]:
+    """Run the blocks of a model on one sequence and diagnose each layer that has a posterior.
 
     Args:
-        model: model on any device.
+        stack: blocks of a model, on any device.
         x: `[T, D]` embedded tokens on that device, filtered from the prior.
         weights: whether to compute attention maps, which take M T^2 numbers per layer.
 
     Returns:
-        The last hidden state `[T, D]`, and diagnostics of the layers in order.
+        The hidden state after the last block `[T, D]`, before the final norm, and diagnostics of the layers in order.
     """
-    output = model(x[None], output_states=True, output_beliefs=True)
+    output = stack(x[None], output_states=True, output_beliefs=True)
     diagnostics = []
-    layers = zip(model.mixers, output.mixer_inputs, output.beliefs, strict=True)
+    layers = zip(stack.mixers, output.mixer_inputs, output.beliefs, strict=True)
     for number, (mixer, inputs, belief) in enumerate(layers, 1):
         readout = mixer.read(inputs, None, None, True)[0] if mixer.has_posterior else None
         if readout is not None and readout.variance is not None and belief.variance is not None:
@@ -56,4 +56,4 @@ def diagnose_layers(model: LanguageModel, x: Tensor, *, weights: bool = False) -
                     None if maps is None else maps[0].float().cpu(),
                 )
             )
-    return output.last_hidden_state[0], diagnostics
+    return output.hidden_state[0], diagnostics

@@ -11,19 +11,23 @@ from typing import TYPE_CHECKING, Any
 from kalmix._extras import optional_imports
 
 if TYPE_CHECKING:
+    from kalmix.models.backbone import KalmixModel, KalmixModelOutput
     from kalmix.models.blocks import hybrid_layers
     from kalmix.models.cache import BeliefLayer, restore, snapshot
     from kalmix.models.causal_lm import LanguageModel
-    from kalmix.models.huggingface import KalmixConfig, KalmixForCausalLM, KalmixOutput
+    from kalmix.models.configuration import KalmixConfig
+    from kalmix.models.huggingface import KalmixForCausalLM, KalmixOutput
     from kalmix.models.vision import VisionModel, gkavision_tiny
 
 _MODULES = {
+    "KalmixModel": "backbone",
+    "KalmixModelOutput": "backbone",
     "hybrid_layers": "blocks",
     "BeliefLayer": "cache",
     "snapshot": "cache",
     "restore": "cache",
     "LanguageModel": "causal_lm",
-    "KalmixConfig": "huggingface",
+    "KalmixConfig": "configuration",
     "KalmixForCausalLM": "huggingface",
     "KalmixOutput": "huggingface",
     "VisionModel": "vision",
@@ -33,6 +37,8 @@ __all__ = [
     "BeliefLayer",
     "KalmixConfig",
     "KalmixForCausalLM",
+    "KalmixModel",
+    "KalmixModelOutput",
     "KalmixOutput",
     "LanguageModel",
     "VisionModel",

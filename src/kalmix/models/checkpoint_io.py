@@ -22,7 +22,7 @@ from kalmix.validation import check_range, check_types
 
 # Keys that may be null: another key decides then.
 NULLABLE_KEYS = ("num_v_heads", "intermediate_size", "hidden_ratio", "num_key_value_heads")
-TIED_WEIGHTS = {"model.lm_head.weight": "model.embed_tokens.weight"}  # shared if the configuration asks for it
+TIED_WEIGHTS = {"lm_head.weight": "model.embed_tokens.weight"}  # shared if the configuration asks for it
 
 
 def read_checkpoint(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -13,12 +13,16 @@ from transformers import PreTrainedConfig
 from kalmix.files import FORMAT, check_format
 from kalmix.models.blocks import layer_specs, layers_to_json
 from kalmix.models.cache import LAYER_TYPE
-from kalmix.models.causal_lm import PROPAGATIONS
+from kalmix.models.stack import PROPAGATIONS
 from kalmix.validation import check_choice, check_positive_int, check_types
 
 LOSSES = ("cross-entropy", "marginal")
 REMOTE_MODULE = "modeling_kalmix"
-REMOTE_CODE = "from kalmix.models import KalmixConfig, KalmixForCausalLM  # noqa: F401\n"
+AUTO_CLASSES = {
+    "AutoModel": "KalmixModel",
+    "AutoModelForCausalLM": "KalmixForCausalLM",
+}
+REMOTE_CODE = f"from kalmix.models import {', '.join(['KalmixConfig', *AUTO_CLASSES.values()])}  # noqa: F401\n"
 
 
 @strict  # makes transformers call our `validate_layer_type`
@@ -98,10 +102,8 @@ class KalmixConfig(PreTrainedConfig):
             check_positive_int(name, getattr(self, name))
         check_positive_int("max_packed_sequences", 1 if (most := self.max_packed_sequences) is None else most)
         super().__post_init__(**kwargs)
-        self.auto_map: dict[str, str] = {
-            "AutoConfig": f"{REMOTE_MODULE}.KalmixConfig",
-            "AutoModelForCausalLM": f"{REMOTE_MODULE}.KalmixForCausalLM",
-        }
+        classes = {"AutoConfig": "KalmixConfig", **AUTO_CLASSES}
+        self.auto_map: dict[str, str] = {auto: f"{REMOTE_MODULE}.{name}" for auto, name in classes.items()}
 
     @property
     def num_hidden_layers(self) -> int:

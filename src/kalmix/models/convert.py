@@ -66,7 +66,7 @@ BLOCK_WEIGHTS: dict[str, tuple[str, ...]] = {
 MODEL_WEIGHTS = {
     "model.embed_tokens.weight": ("model.embeddings.weight",),
     "model.norm.weight": ("model.norm.weight",),
-    "model.lm_head.weight": ("lm_head.weight",),
+    "lm_head.weight": ("lm_head.weight",),
 }
 
 
@@ -165,7 +165,7 @@ def _source_names(name: str, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return the names in flash-linear-attention of the weights that make up the weight `name` of kalmix."""
     if name in MODEL_WEIGHTS:
         return MODEL_WEIGHTS[name]
-    index, part = name.removeprefix("model.blocks.").split(".", 1)
+    index, part = name.removeprefix("model.layers.").split(".", 1)
     sources = tuple(f"model.layers.{index}.{source}" for source in BLOCK_WEIGHTS[part])
     merged = part == "mlp.in_proj.weight" and sources[1] not in weights
     return sources[:1] if merged else sources

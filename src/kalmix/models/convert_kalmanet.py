@@ -85,7 +85,7 @@ MIXER_WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
 MODEL_WEIGHTS = {
     "model.embed_tokens.weight": ("model.embed_tokens.weight",),
     "model.norm.weight": ("model.norm.weight",),
-    "model.lm_head.weight": ("lm_head.weight",),
+    "lm_head.weight": ("lm_head.weight",),
 }
 _FORGETTING_GATE = re.compile(r"\.gka\.(a_proj\.weight|A_log|dt_bias)$")
 _KEY_VALUE = re.compile(r"\.gka\.([kv])_(proj|conv1d)\.weight$")
@@ -250,7 +250,7 @@ def _source_names(mixers: list[str], name: str) -> tuple[str, ...]:
     """Return the names in the released model of the weights that make up the weight `name` of kalmix."""
     if name in MODEL_WEIGHTS:
         return MODEL_WEIGHTS[name]
-    index, part = name.removeprefix("model.blocks.").split(".", 1)
+    index, part = name.removeprefix("model.layers.").split(".", 1)
     names = BLOCK_WEIGHTS.get(part) or MIXER_WEIGHTS[mixers[int(index)]][part.removeprefix("mixer.")]
     return tuple(f"model.layers.{index}.{source}" for source in names)
 

@@ -46,7 +46,7 @@ def read_config(folder: Path, known: Collection[str]) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     if config.get("model_type") != "kalmix":
         raise FileError(f"config.json has model_type {config.get('model_type')!r}; expected 'kalmix'")
-    check_format(config, folder / "config.json", oldest=2)
+    check_format(config, folder / "config.json", oldest=3)
     for key in config:
         if key not in known:
             raise FileError(f"config.json has the unknown key {key!r}")
@@ -100,13 +100,16 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     return headers
 
 
-def check_weights(headers: dict[str, TensorHeader], model: nn.Module, tied: Collection[str] = ()) -> None:
+def check_weights(
+    headers: dict[str, TensorHeader], model: nn.Module, tied: Collection[str] = (), *, shapes: bool = True
+) -> None:
     """Check that the weights in a folder are those of a model, with its shapes.
 
     Args:
         headers: as `read_headers` returns them.
         model: model to compare with; may be on the device "meta".
         tied: names of weights that the files may omit, because they are shared with another weight.
+        shapes: whether to compare shapes.
 
     Raises:
         FileError: a weight is missing, unknown, of another shape or not a floating-point number; names it.
@@ -117,7 +120,7 @@ def check_weights(headers: dict[str, TensorHeader], model: nn.Module, tied: Coll
     for name, (dtype, shape, file) in headers.items():
         if name not in expected:
             raise FileError(f"{file} holds the unknown weight {name!r}")
-        if shape != (in_model := tuple(expected[name].shape)):
+        if shapes and shape != (in_model := tuple(expected[name].shape)):
             raise FileError(
                 f"{file} holds {name!r} of shape {list(shape)}; expected {list(in_model)}, from config.json"
             )

@@ -94,7 +94,7 @@ def _find_damage(checkpoint: Path, processes: int) -> str | None:
         return f"it is unfinished ({MANIFEST_FILE} is missing)"
     try:
         manifest = read_json(checkpoint / MANIFEST_FILE)
-        check_format(manifest, checkpoint / MANIFEST_FILE)
+        check_format(manifest, checkpoint / MANIFEST_FILE, oldest=3)
         files, saved_processes = dict(manifest["files"]), manifest["processes"]
         dict(manifest["inputs"])
     except FormatError:

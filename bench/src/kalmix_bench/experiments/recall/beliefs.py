@@ -75,7 +75,7 @@ def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
         raise ArgumentError("row", got=row, expected=f"below {len(test)}, as {cell} has test rows")
     model = load_trained_model(cell, drawn, results)
     tagger = model.encoder if isinstance(model, AutoEncoder) else model
-    _, layers = diagnose_layers(tagger.model, tagger.embed(torch.from_numpy(test.inputs[row])), weights=True)
+    _, layers = diagnose_layers(tagger.model.layers, tagger.embed(torch.from_numpy(test.inputs[row])), weights=True)
     if not layers:
         return []
     asked = test.targets[row] != IGNORE_INDEX

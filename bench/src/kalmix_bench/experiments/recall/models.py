@@ -91,7 +91,7 @@ class TokenModel(nn.Module):
             self.model.lm_head = nn.Linear(width, vocabulary)
             nn.init.zeros_(self.model.lm_head.bias)
         self.dropout, self.encoder = nn.Dropout(shape.dropout), _encoder(shape)
-        for block in self.model.blocks:
+        for block in self.model.layers:
             assert isinstance(block, Block)
             block.norm = _norm(shape)
             block.mlp_norm = _norm(shape) if shape.add_norm or shape.mlp else None
@@ -111,10 +111,10 @@ class TokenModel(nn.Module):
         """Return the hidden states after the last block, `[S, B, T, D]` for S samples (or 1), for ids `[B, T]`."""
         output = self.model(self.embed(ids), output_states=False, output_posterior=self.samples > 0)
         if output.posterior is None:
-            return output.last_hidden_state[None]
-        residual, mean, variance, context = output.posterior
-        readouts = sample_gaussian(*(x.expand(self.samples, *x.shape) for x in (mean, variance)))
-        return self.model.last_block.finish(residual, readouts, context)
+            return output.hidden_state[None]
+        moments = (output.posterior.mean, output.posterior.variance)
+        readouts = sample_gaussian(*(x.expand(self.samples, *x.shape) for x in moments))
+        return self.model.layers.finish(output.posterior, readouts)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits `[B, T, vocabulary]`."""

@@ -1,0 +1,246 @@
+"""Base model for transformers: from tokens to hidden states. The models with a head stand on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from kalmix._extras import optional_imports
+
+with optional_imports():
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import Cache, DynamicCache
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from kalmix.errors import ArgumentError
+from kalmix.layers.modules import RMSNorm
+from kalmix.models.blocks import Block, Posterior, layer_specs
+from kalmix.models.cache import belief_layers
+from kalmix.models.causal_lm import EMBEDDING_STD
+from kalmix.models.configuration import KalmixConfig
+from kalmix.models.loading import load_checked
+from kalmix.models.segments_from_inputs import InputLayout, find_layout
+from kalmix.models.stack import BlockStack
+from kalmix.types import Filtered
+
+
+@dataclass
+class KalmixModelOutput(BaseModelOutputWithPast):
+    """Output of `KalmixModel`.
+
+    Attributes:
+        last_hidden_state: `[B, T, D]`, after the final norm.
+        past_key_values: the cache; `None` if none was used.
+        hidden_states: `[B, T, D]` each: the input of each block, then `last_hidden_state`; `None` if not requested.
+        beliefs: `Filtered` of each layer's output, with `mean` and `variance` `[B, T, D]`; `None` if not requested. The
+            variance is `None` for layers without a posterior.
+        posterior: posterior of the last block's read-out, in the order of `layout`; `None` if not requested.
+        layout: order in which the tokens were filtered, and their sequences.
+    """
+
+    beliefs: tuple[Filtered, ...] | None = None
+    posterior: Posterior | None = None
+    layout: InputLayout | None = None
+
+
+class KalmixBlock(GradientCheckpointingLayer, Block):
+    """`Block` with the gradient checkpointing of transformers, all of whose options apply."""
+
+    @property
+    def _gradient_checkpointing_func(self) -> Callable[..., Any]:
+        # Reentrant checkpoints see only tensors that are arguments or results themselves.
+        return self._checkpoint if torch.compiler.is_compiling() else partial(_checkpoint_leaves, self._checkpoint)
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
+        self._checkpoint = function
+
+
+def _checkpoint_leaves(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    """Call `checkpoint(function, *args)` with all tensors inside `args` and the result passed one by one."""
+    leaves, structure = pytree.tree_flatten(args)
+    structures = []
+
+    def flat(*leaves: Any) -> tuple[Any, ...]:
+        results, results_structure = pytree.tree_flatten(function(*pytree.tree_unflatten(leaves, structure)))
+        structures.append(results_structure)
+        return tuple(results)
+
+    return pytree.tree_unflatten(checkpoint(flat, *leaves), structures[0])
+
+
+class KalmixPreTrainedModel(PreTrainedModel):
+    """Base class of the models for transformers: initialization, checkpoints, features."""
+
+    config_class: type[PreTrainedConfig] | None = KalmixConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["KalmixBlock"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["dynamics", "value_dynamics"]  # noqa: RUF012
+    _supports_sdpa = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding) or module in (getattr(self, name, None) for name in ("lm_head", "score")):
+            for name, weight in module.named_parameters(recurse=False):
+                nn.init.zeros_(weight) if name == "bias" else nn.init.normal_(weight, std=EMBEDDING_STD)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint from safetensors files. A local folder is checked completely before it is loaded.
+
+        Args:
+            pretrained_model_name_or_path: folder, or name on the Hugging Face Hub.
+            args: passed to transformers.
+            kwargs: passed to transformers, except `strict`. With `strict=False`, weights may be missing or unknown:
+                transformers lists them in a warning and initializes the missing ones. With
+                `ignore_mismatched_sizes=True`, weights may have another shape. If another class wrote the checkpoint,
+                its head may be missing or unknown in any case.
+
+        Returns:
+            The model in evaluation mode.
+
+        Raises:
+            ArgumentError: the checkpoint is damaged or holds pickles, its weights are not finite or not those that its
+                configuration describes.
+        """
+        return load_checked(cls, super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing; see `KalmixConfig.register_for_auto_class`."""
+
+
+class KalmixModel(KalmixPreTrainedModel):
+    """Base model for transformers: embedding, blocks of any layers, RMSNorm.
+
+    The models with a head stand on it; load it with `AutoModel` to use hidden states.
+
+    Args:
+        config: configuration.
+
+    Example:
+        >>> from kalmix.models import KalmixConfig, KalmixModel
+        >>> config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla", "attention"])
+        >>> model = KalmixModel(config).eval()
+        >>> model(torch.randint(64, (2, 16))).last_hidden_state.shape
+        torch.Size([2, 16, 32])
+    """
+
+    def __init__(self, config: KalmixConfig) -> None:
+        super().__init__(config)
+        specs = layer_specs(config.layers, config.hidden_size)
+        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        blocks = (KalmixBlock(config.hidden_size, spec, config.norm_eps) for spec in specs)
+        self.layers: BlockStack = BlockStack(blocks, config.propagate)
+        self.norm: RMSNorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_beliefs: bool = False,
+        output_posterior: bool = False,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> KalmixModelOutput | tuple[Any, ...]:
+        """Compute hidden states.
+
+        Args:
+            input_ids: `[B, T]`, token ids; give either these or `inputs_embeds`.
+            attention_mask: `[B, T]`, or `[B, past + T]` with a cache: 0 at padding, which may be anywhere. Or
+                `[B, 1, T, T]`, block-causal, without a cache.
+            position_ids: `[B, T]`, start anew in each packed sequence. Used only without mask and tokens in the cache,
+                and only to find the sequences; positions are counted in each sequence.
+            past_key_values: a `DynamicCache`, which is read and updated.
+            inputs_embeds: `[B, T, D]`, embedded tokens.
+            use_cache: return a cache. Default: `config.use_cache` in evaluation mode, otherwise not.
+            output_beliefs: return each layer's belief about its output.
+            output_posterior: return the posterior of the last block's read-out.
+            output_hidden_states: return the input of each block and the output of the final norm.
+            return_dict: return a tuple if `False`.
+            cu_seq_lens_q: int `[N + 1]`, cumulative lengths of N sequences packed into one row.
+            seq_idx: `[B, T]`, index of the sequence that each token belongs to.
+            kwargs: arguments of other models; ignored.
+
+        `cu_seq_lens_q`, `seq_idx`, `attention_mask` and `position_ids` describe the sequences; the first that is given,
+        in this order, is used. Outputs at masked tokens have no meaning.
+
+        Returns:
+            A `KalmixModelOutput`.
+
+        Raises:
+            ArgumentError: a tensor has the wrong shape, a 4-D mask is not block-causal, the cache belongs to another
+                model or batch size, or `output_posterior` is set and the last layer has no posterior.
+        """
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is None or (input_ids is not None and inputs_embeds is not None):
+            problem = f"and `inputs_embeds` are {'missing' if given is None else 'both given'}"
+            raise ArgumentError("input_ids", problem=problem, expected="exactly one of the two")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if past_key_values is None and use_cache:
+            past_key_values = DynamicCache(config=self.config)
+        cache_layers = belief_layers(past_key_values, len(self.layers))
+        has_past = bool(cache_layers) and cache_layers[0].get_seq_length() > 0
+        layout = find_layout(
+            *given.shape[:2],
+            attention_mask=attention_mask,
+            position_ids=None if has_past else position_ids,
+            cu_seq_lens_q=cu_seq_lens_q,
+            seq_idx=seq_idx,
+            max_sequences=self.config.max_packed_sequences,
+            cached=bool(cache_layers),
+        )
+        x = layout.compact(given)
+        x = self.embed_tokens(x) if inputs_embeds is None else x
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        states = [
+            layer.get_state(mixer) for layer, mixer in zip(cache_layers, self.layers.mixers, strict=bool(cache_layers))
+        ]
+        output = self.layers(
+            x,
+            states or None,
+            layout.segments,
+            output_states=bool(cache_layers),
+            output_hidden_states=bool(output_hidden_states),
+            output_beliefs=output_beliefs,
+            output_posterior=output_posterior,
+        )
+        for layer, state, mixer_input in zip(cache_layers, output.states, output.mixer_inputs, strict=True):
+            layer.set_state(state, mixer_input, layout)
+        last_hidden_state = layout.restore(self.norm(output.hidden_state))
+        hidden_states = (*map(layout.restore, output.hidden_states), last_hidden_state)
+        result = KalmixModelOutput(
+            last_hidden_state=last_hidden_state,
+            past_key_values=past_key_values,
+            hidden_states=hidden_states if output_hidden_states else None,
+            beliefs=tuple(_restore_belief(layout, belief) for belief in output.beliefs) if output_beliefs else None,
+            posterior=output.posterior,
+            layout=layout,
+        )
+        return result.to_tuple() if return_dict is False else result
+
+
+def _restore_belief(layout: InputLayout, belief: Filtered) -> Filtered:
+    """Return a belief about outputs in the order of the input."""
+    variance = None if belief.variance is None else layout.restore(belief.variance)
+    return belief._replace(mean=layout.restore(belief.mean), variance=variance)

@@ -1,0 +1,128 @@
+"""Stack of blocks: the part that all language models share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from kalmix.errors import ArgumentError
+from kalmix.layers.base import Mixer
+from kalmix.models.blocks import Block, Posterior
+from kalmix.segments import Segments
+from kalmix.types import Belief, Filtered
+from kalmix.validation import check_choice
+
+PROPAGATIONS = ("mean", "sample")
+
+
+class StackOutput(NamedTuple):
+    """Output of `BlockStack.forward`. Each tuple has one entry per block, or none if it was not requested.
+
+    Attributes:
+        hidden_state: `[B, T, D]`, residual stream after the last block.
+        states: states of the mixers after the last token; pass them to the next call to continue.
+        mixer_inputs: `[B, T, D]`, normalized input of each mixer.
+        hidden_states: `[B, T, D]`, input of each block.
+        beliefs: `Filtered` of each mixer's output.
+        posterior: posterior of the last block's read-out; `None` if not requested.
+    """
+
+    hidden_state: Tensor
+    states: tuple[Belief, ...]
+    mixer_inputs: tuple[Tensor, ...]
+    hidden_states: tuple[Tensor, ...]
+    beliefs: tuple[Filtered, ...]
+    posterior: Posterior | None
+
+
+class BlockStack(nn.ModuleList):
+    """List of blocks that run one after the other.
+
+    Args:
+        blocks: blocks, from first to last.
+        propagate: read-out that blocks pass on in training: "mean", or one "sample" of the posterior (section 5.5 of
+            Kalman Linear Attention). The last block, blocks without a posterior, and evaluation always use the mean.
+
+    Raises:
+        ArgumentError: `propagate` is unknown.
+    """
+
+    def __init__(self, blocks: Iterable[Block], propagate: str = "mean") -> None:
+        check_choice("propagate", propagate, PROPAGATIONS)
+        super().__init__(blocks)
+        self.propagate = propagate
+
+    def forward(
+        self,
+        x: Tensor,
+        states: Sequence[Belief | None] | None = None,
+        segments: Segments | None = None,
+        *,
+        output_states: bool = True,
+        output_hidden_states: bool = False,
+        output_beliefs: bool = False,
+        output_posterior: bool = False,
+    ) -> StackOutput:
+        """Run all blocks.
+
+        Args:
+            x: `[B, T, D]`, embedded tokens.
+            states: states of the mixers after the previous tokens, one per block; `None` for the priors.
+            segments: sequences in `x`; `None` if each row is one sequence.
+            output_states: return the mixers' states and inputs.
+            output_hidden_states: return the input of each block.
+            output_beliefs: return each mixer's belief about its output.
+            output_posterior: return the posterior of the last block's read-out.
+
+        Raises:
+            ArgumentError: `output_posterior` is set and the last layer has no posterior.
+        """
+        if output_posterior and not self.last_block.mixer.has_posterior:
+            problem = f"ends with {type(self.last_block.mixer).__name__}, which has no posterior"
+            raise ArgumentError("layers", problem=problem, expected="a last layer with a posterior")
+        collected: dict[str, list[Any]] = {"states": [], "mixer_inputs": [], "hidden_states": [], "beliefs": []}
+        output = None
+        for index, block in enumerate(self):
+            last = index == len(self) - 1
+            if output_hidden_states:
+                collected["hidden_states"].append(x)
+            output = block(
+                *(x, None if states is None else states[index], segments),
+                sample=self.propagate == "sample" and self.training and not last,
+                output_belief=output_beliefs,
+                output_posterior=output_posterior and last,
+            )
+            x = output.hidden_state
+            if output_states:
+                collected["states"].append(output.state)
+                collected["mixer_inputs"].append(output.mixer_input)
+            if output_beliefs:
+                collected["beliefs"].append(output.belief)
+        posterior = None if output is None else output.posterior
+        return StackOutput(x, **{name: tuple(values) for name, values in collected.items()}, posterior=posterior)
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """Mixers of all blocks, in order."""
+        return [block.mixer for block in self if isinstance(block, Block)]
+
+    @property
+    def last_block(self) -> Block:
+        """Last block. The marginal likelihood integrates over the posterior of its read-out."""
+        block = self[-1]
+        assert isinstance(block, Block)
+        return block
+
+    def finish(self, posterior: Posterior, readout: Tensor) -> Tensor:
+        """Compute the last block's output from samples of its read-out.
+
+        Args:
+            posterior: as `forward` returns it.
+            readout: `[S, B, T, E]`, samples of the read-out.
+
+        Returns:
+            `[S, B, T, D]`, residual stream after the last block.
+        """
+        return self.last_block.finish(posterior.residual, readout, posterior.context)
