@@ -23,14 +23,24 @@ def test_readme_snippets_run():
     run_page(text, ROOT / "README.md")
 
 
-LAYERS = list(MIXERS.values())  # tests of kalmix-bench add layers later
+LAYERS = dict(MIXERS)  # tests of kalmix-bench add layers later
 
 
 def test_readme_lists_all_layers_and_measured_times():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    missing = [layer.__name__ for layer in LAYERS if f"`{layer.__name__}`" not in text]
+    missing = [layer.__name__ for layer in LAYERS.values() if f"`{layer.__name__}`" not in text]
     assert not missing
     assert ratio_table() in text
+
+
+def test_documents_name_the_layers_that_need_no_mlp():
+    """The README, the first page and the layer's own page say it."""
+    layers = {name: mixer for name, mixer in LAYERS.items() if mixer.includes_mlp}
+    assert len(layers) >= 3
+    trap = next(x for x in (ROOT / "README.md").read_text().split("\n\n") if "need no MLP" in x)
+    for name, mixer in layers.items():
+        assert f"`{mixer.__name__}`" in trap
+        assert "No MLP behind it" in (ROOT / "docs" / "layers" / "notes" / f"{name}.md").read_text()
 
 
 def test_files_that_documents_name_exist():
