@@ -43,6 +43,13 @@ class KalmixModelOutput(BaseModelOutputWithPast):
             variance is `None` for layers without a posterior.
         posterior: posterior of the last block's read-out, in the order of `layout`; `None` if not requested.
         layout: order in which the tokens were filtered, and their sequences.
+
+    Example:
+        >>> from kalmix.models import KalmixConfig, KalmixModel
+        >>> model = KalmixModel(KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla", "kla"])).eval()
+        >>> output = model(torch.randint(64, (2, 10)), output_beliefs=True)
+        >>> output.last_hidden_state.shape, len(output.beliefs)
+        (torch.Size([2, 10, 32]), 2)
     """
 
     beliefs: tuple[Filtered, ...] | None = None

@@ -27,6 +27,15 @@ class StackOutput(NamedTuple):
         hidden_states: `[B, T, D]`, input of each block.
         beliefs: `Filtered` of each mixer's output.
         posterior: posterior of the last block's read-out; `None` if not requested.
+
+    Example:
+        >>> from kalmix.models.blocks import Block, layer_specs
+        >>> from kalmix.models.stack import BlockStack
+        >>> specs = layer_specs(["kla", {"mixer": "attention", "heads": 4}], hidden_size=32)
+        >>> stack = BlockStack(Block(32, spec) for spec in specs)
+        >>> output = stack(torch.randn(2, 10, 32), output_beliefs=True)
+        >>> output.hidden_state.shape, [belief.variance is not None for belief in output.beliefs]
+        (torch.Size([2, 10, 32]), [True, False])
     """
 
     hidden_state: Tensor
@@ -47,6 +56,17 @@ class BlockStack(nn.ModuleList):
 
     Raises:
         ArgumentError: `propagate` is unknown.
+
+    Example:
+        >>> from kalmix.models.blocks import Block, layer_specs
+        >>> from kalmix.models.stack import BlockStack
+        >>> specs = layer_specs(["kla", {"mixer": "attention", "heads": 4}], hidden_size=32)
+        >>> stack = BlockStack(Block(32, spec) for spec in specs)
+        >>> x = torch.randn(2, 10, 32)
+        >>> first = stack(x[:, :6])
+        >>> second = stack(x[:, 6:], first.states)  # continues
+        >>> torch.allclose(second.hidden_state, stack(x).hidden_state[:, 6:], atol=1e-5)
+        True
     """
 
     def __init__(self, blocks: Iterable[Block], propagate: str = "mean") -> None:
