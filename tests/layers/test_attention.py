@@ -4,11 +4,15 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from kalmix import Segments
+from kalmix import Segments, checks
 from kalmix.layers import Attention, LinearAttention
+from kalmix.layers.packed_attention import attend_packed, sequence_bounds
 
-from .conftest import shake
+from .conftest import LAYERS, shake
 
 
 @pytest.mark.parametrize(("width", "options"), [(16, {}), (12, {"head_dim": 4, "norm_eps": 1e-3, "rotary_base": 1e3})])
@@ -48,12 +52,103 @@ def test_no_posterior():
     assert Attention(8).filter(torch.randn(1, 3, 8), variance=True).variance is None
 
 
-def test_packing_stores_keys_once():
-    """Sequences packed into one row share its keys without a copy."""
-    layer = Attention(8)
-    cu = torch.arange(0, 101, 10)
-    _, state = layer(torch.randn(1, 100, 8), None, Segments.packed(cu))
-    assert state.keys.shape[0] == 10 and state.keys.untyped_storage().nbytes() <= 100 * 3 * 8 * 4
+@pytest.mark.parametrize("name", ["attention", "afa"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_packing_stores_keys_once(name, batch):
+    """Packed sequences share the keys of the batch without a copy."""
+    layer = LAYERS[name]()
+    starts = torch.arange(0, 100, 10)
+    rows = torch.stack([starts * batch // 100, starts % (100 // batch), starts % (100 // batch) + 10], 1)
+    x = torch.randn(batch, 100 // batch, 12)
+    _, state = layer(x, None, Segments.of(rows))
+    assert state.keys.shape[0] == 10
+    assert state.keys.untyped_storage().nbytes() <= 100 * 3 * 12 * 4
+    more = torch.randn(10, 3, 12)
+    expected = layer(torch.cat([x.reshape(10, 10, 12), more], 1))[0][:, 10:]
+    torch.testing.assert_close(layer(more, state)[0], expected, atol=1e-5, rtol=1e-4)
+
+
+RUNS = [(0, 2, 9), (1, 0, 3), (0, 9, 10), (1, 3, 3), (0, 10, 16), (1, 5, 15)]  # two rows of 16 tokens
+PACKED = Segments.of(torch.tensor(RUNS))
+
+
+def attend_with_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    ids = PACKED.segment_ids(2, 16)
+    mask = (ids[:, None, :, None] == ids[:, None, None, :]).tril()
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_packed_sequences_attend_to_themselves_only(dtype, size):
+    """Rounding errors are those of attention with a mask. `size` scales the scores by its square."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 16, heads, 8, dtype=dtype) for heads in (4, 2, 2)]
+    inputs = [size * inputs[0], size * inputs[1], inputs[2]]
+    ids = PACKED.segment_ids(2, 16)
+    weight = torch.randn(2, 16, 4, 8).masked_fill((ids < 0)[..., None, None], 0)
+
+    def run(function, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        output = function(*leaves).masked_fill((ids < 0)[..., None, None], 0)
+        return [x.detach().double() for x in (output, *torch.autograd.grad((output * weight).sum(), leaves))]
+
+    exact, masked = run(attend_with_mask, torch.float64), run(attend_with_mask, dtype)
+    packed = run(lambda *x: attend_packed(*x, PACKED, ids), dtype)
+    for found, same, expected in zip(packed, masked, exact, strict=True):
+        allowed = 2 * (same - expected).norm() + torch.finfo(dtype).eps * expected.norm()
+        assert (found - expected).norm() <= allowed
+
+
+def test_nan_does_not_leave_its_packed_sequence():
+    layer = Attention(16, heads=2)
+    x = torch.randn(2, 16, 16)
+    clean = layer(x, None, PACKED)[0]
+    x[0, 4], x[1, 0] = torch.nan, torch.inf
+    with checks(False):
+        y = layer(x, None, PACKED)[0]
+    reached = torch.zeros(2, 16, dtype=torch.bool)
+    reached[0, 4:9] = reached[1, :3] = True
+    assert torch.equal(y.isnan().any(-1), reached)
+    torch.testing.assert_close(y[~reached], clean[~reached])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest storage that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tensors]
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_packed_attention_allocates_no_square_matrix(kv_heads):
+    layer, length = Attention(16, heads=2, kv_heads=kv_heads), 512
+    x = torch.randn(2, length, 16)
+    segments = Segments.of(torch.tensor([[b, s, s + 64] for b in range(2) for s in range(0, length, 64)]))
+    with LargestTensor() as largest:
+        y, _ = layer(x, None, segments)
+        y.square().sum().backward()
+    assert largest.elements < length * length / 2
+
+
+def test_compiled_packed_attention():
+    ids, inputs = PACKED.segment_ids(2, 16), [torch.randn(2, 16, heads, 8) for heads in (4, 2, 2)]
+    torch.compiler.reset()
+    compiled = torch.compile(attend_packed, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs, PACKED, ids), attend_packed(*inputs, PACKED, ids))
+
+
+def test_bounds_for_flash_attention():
+    """The runs and rows begin at the bounds; an empty run begins at the end."""
+    bounds = sequence_bounds(PACKED, 2, 16).tolist()
+    assert bounds == [0, 2, 9, 10, 16, 16, 21, 32, 32]
 
 
 def test_values_of_linear_attention_are_as_wide_as_keys():

@@ -12,9 +12,10 @@ from kalmix.beliefs import detach, loadable, take, to
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
 from kalmix.layers.modules import RMSNorm, apply_rotary
+from kalmix.layers.packed_attention import attend_packed
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
-from kalmix.validation import FLOATS, check_number, check_positive_int
+from kalmix.validation import FLOATS, can_check_values, check_number, check_positive_int
 
 
 @loadable
@@ -64,7 +65,8 @@ class Attention(Mixer):
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
         State: 2 `kv_heads` * `head_dim` floats per token.
 
-    Complexity: O(T (S + T)) per column for T tokens after S. Packed sequences need a `[T, T]` mask.
+    Complexity: O(T (S + T)) per column for T tokens after S. Memory O(T) without a state, packed or not; with a state,
+    a mask `[T, S + T]` per sequence.
 
     Example:
         >>> from kalmix.layers import Attention
@@ -116,42 +118,51 @@ class Attention(Mixer):
     ) -> tuple[Filtered, None]:
         """Return the outputs of all heads, `[B, T, heads * width]`; see `Mixer.read`."""
         batch, length, _ = x.shape
-        runs = Segments.whole(batch, length, x.device) if segments is None else segments
         previous = check_state(state, AttentionState, x, segments)
         if previous is not None:
-            sizes = {"N": runs.count, "H": self.kv_heads, "K": self.width}
+            sizes = {"N": batch if segments is None else segments.count, "H": self.kv_heads, "K": self.width}
             check_state_tensor("keys", previous.keys, "N S H K", sizes, FLOATS, x)
             check_state_tensor("values", previous.values, "N S H K", sizes, FLOATS, x)
             check_state_tensor("position", previous.position, "N S", sizes, (torch.int64,), x)
-        row, start, stop = runs.rows.long().unbind(1)
+        segment_ids = None if segments is None else segments.segment_ids(batch, length)
         token = torch.arange(length, device=x.device)
-        offset = torch.zeros_like(start)
+        offset = None  # number of earlier tokens of each sequence
         if previous is not None and previous.position.shape[1]:
             offset = previous.position.amax(1) + 1
-        inside = (token >= start[:, None]) & (token < stop[:, None])
-        position = torch.where(inside, token - start[:, None] + offset[:, None], -1)  # [N, T], -1 outside the sequence
-        segment_ids = None if segments is None else segments.segment_ids(batch, length)
-        token_position = position if segment_ids is None else position[segment_ids.clamp(min=0), token]  # [B, T]
+        if segments is None or segment_ids is None:
+            position = token.expand(batch, length) if offset is None else offset[:, None] + token
+        else:
+            first = (-segments.rows[:, 1] if offset is None else offset - segments.rows[:, 1]).long()
+            position = torch.where(segment_ids >= 0, token + first[segment_ids.clamp(min=0)], -1)
 
         q, k, v = self._heads(mask_outside(x, segment_ids))
-        q, k = (apply_rotary(x, token_position, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
-        keys, values = (x if segment_ids is None else _rows(x, row) for x in (k, v))
-        if previous is None:
-            same_sequence = None if segment_ids is None else segment_ids[:, :, None] == segment_ids[:, None, :]
-            output = self._attend(q, k, v, None if same_sequence is None else same_sequence.tril())
-            final = AttentionState(keys, values, position)
+        q, k = (apply_rotary(x, position, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
+        new = AttentionState(k, v, position)
+        if segments is None or segment_ids is None:
+            output, final = (self._attend(q, k, v, None), new) if previous is None else self._continue(q, new, previous)
+        elif previous is None:
+            output = attend_packed(q, k, v, segments, segment_ids)
+            final = _state_per_sequence(new, segments, segment_ids)
         else:
-            final = AttentionState(
-                torch.cat([previous.keys.to(k.dtype), keys], dim=1),
-                torch.cat([previous.values.to(v.dtype), values], dim=1),
-                torch.cat([previous.position, position], dim=1),
-            )
-            # Each sequence attends in its own copy of the batch row. Queries outside it attend to all keys; their
-            # output is not used.
-            visible = (final.position[:, None] >= 0) & (final.position[:, None] <= position[..., None])
-            output = self._attend(q if segment_ids is None else q[row], *final[:2], visible | (position < 0)[..., None])
-            output = output if segment_ids is None else output[segment_ids.clamp(min=0), token]
+            index, inside = _tokens_of_sequences(segments, length)
+            q, k, v, position = (x.flatten(0, 1)[index] for x in (q, *new))
+            new = AttentionState(k, v, torch.where(inside, position, -1))
+            output, final = self._continue(q, new, previous)
+            within = (token - segments.rows[:, 1].long()[segment_ids.clamp(min=0)]).clamp(0, index.shape[1] - 1)
+            output = output[segment_ids.clamp(min=0), within]
         return Filtered(mask_outside(output.flatten(2), segment_ids), None, final), None
+
+    def _continue(self, q: Tensor, new: AttentionState, previous: AttentionState) -> tuple[Tensor, AttentionState]:
+        """Append new tokens, one row per sequence, to a state and attend to all its tokens."""
+        final = AttentionState(
+            torch.cat([previous.keys.to(new.keys.dtype), new.keys], dim=1),
+            torch.cat([previous.values.to(new.values.dtype), new.values], dim=1),
+            torch.cat([previous.position, new.position], dim=1),
+        )
+        # Queries outside of the sequences attend to all keys; their output is not used.
+        query = new.position[..., None]
+        visible = (final.position[:, None] >= 0) & (final.position[:, None] <= query) | (query < 0)
+        return self._attend(q, final.keys, final.values, visible), final
 
     def state_size(self, length: int) -> int:
         """Return the number of elements of keys and values."""
@@ -183,6 +194,28 @@ class Attention(Mixer):
         return output.transpose(1, 2)
 
 
-def _rows(x: Tensor, row: Tensor) -> Tensor:
-    """Return the batch row of each sequence, without a copy if there is only one row."""
-    return x.expand(row.shape[0], *x.shape[1:]) if x.shape[0] == 1 else x[row]
+def _state_per_sequence(new: AttentionState, segments: Segments, segment_ids: Tensor) -> AttentionState:
+    """Return the tokens of the batch row of each sequence, with positions of its own tokens only.
+
+    If there are more sequences than rows, all share the tokens of the batch in one expanded row, without a copy.
+    """
+    count, leaves = segments.count, (*new, segment_ids)
+    if count > segment_ids.shape[0]:
+        leaves = tuple(x.flatten(0, 1)[None] for x in leaves)
+    row = segments.rows[:, 0].long()
+    keys, values, position, segment_ids = (x.expand(count, *x.shape[1:]) if x.shape[0] == 1 else x[row] for x in leaves)
+    own = segment_ids == torch.arange(count, device=segment_ids.device)[:, None]
+    return AttentionState(keys, values, torch.where(own, position, -1))
+
+
+def _tokens_of_sequences(segments: Segments, length: int) -> tuple[Tensor, Tensor]:
+    """Return the index of each sequence's tokens in the flattened batch, `[N, L]`, and which of them it has.
+
+    L is the number of tokens of the longest sequence, or `length` if it cannot be read.
+    """
+    row, start, stop = segments.rows.long().unbind(1)
+    count = stop - start
+    longest = max(1, int(count.max())) if can_check_values(count) and count.numel() else length
+    within = torch.arange(longest, device=row.device)
+    inside = within < count[:, None]
+    return torch.where(inside, (row * length + start)[:, None] + within, 0), inside

@@ -86,7 +86,9 @@ def make_layout(
         position, token_times = torch.where(in_segment, position, -1), torch.where(in_segment, token_times, 0)
     row = HistoryBelief(k, v, token_times, position)
 
-    new_belief = row if segments is None or segment_ids is None else _row_per_sequence(row, segments, segment_ids)
+    new_belief = row
+    if segments is not None and segment_ids is not None:
+        new_belief = _row_per_sequence(row, segments, segment_ids, share=not has_history)
     final_belief = (
         HistoryBelief(*(torch.cat(x, 1) for x in zip(belief, new_belief, strict=True))) if has_history else new_belief
     )
@@ -133,11 +135,17 @@ def _continue_positions(
     return next_position[sequence] + index_in_sequence, default_times[sequence] + index_in_sequence
 
 
-def _row_per_sequence(row: HistoryBelief, segments: Segments, segment_ids: Tensor) -> HistoryBelief:
-    """Return the batch row of each sequence, with positions of its own tokens only; a single row is expanded."""
+def _row_per_sequence(row: HistoryBelief, segments: Segments, segment_ids: Tensor, share: bool) -> HistoryBelief:
+    """Return the tokens of the batch row of each sequence, with positions of its own tokens only.
+
+    A single row is expanded. With `share`, and more sequences than rows, so are the tokens of all rows.
+    """
     rows, count = segments.rows[:, 0].long(), segments.count
+    leaves = (*row, segment_ids)
+    if share and count > segment_ids.shape[0]:
+        leaves = tuple(x.flatten(0, 1)[None] for x in leaves)
     keys, values, times, positions, segment_ids = (
-        x.expand(count, *x.shape[1:]) if x.shape[0] == 1 else x[rows] for x in (*row, segment_ids)
+        x.expand(count, *x.shape[1:]) if x.shape[0] == 1 else x[rows] for x in leaves
     )
     own_tokens = segment_ids == torch.arange(count, device=segment_ids.device)[:, None]
     return HistoryBelief(keys, values, times, torch.where(own_tokens, positions, -1))

@@ -1,0 +1,101 @@
+"""Causal softmax attention among the tokens of each packed sequence, in memory linear in the number of tokens."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from kalmix.segments import Segments
+
+# torch 2.11 shares key heads without this option, later versions need it.
+_SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_FLASH = torch.cuda.is_available() and torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+_SCORE = 2.0**15  # largest power of two in float16; scores of other sequences are at most minus its square
+_BITS = 20  # of the index of a sequence, where its largest value is unknown
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_ids: Tensor) -> Tensor:
+    """Compute causal softmax attention within each sequence, without a synchronization.
+
+    Flash attention for sequences of different lengths computes it in half precision on a GPU. Elsewhere, PyTorch's SDPA
+    computes it without a mask: columns are added to queries and keys so that scores between two sequences are below
+    -10^9 and the scores within one do not change. Its time is that of one sequence as long as the row.
+
+    Complexity: memory O(B T); time O(B T L) on a GPU in half precision, for sequences of L tokens, O(B T^2) elsewhere.
+
+    Args:
+        q: queries `[B, T, H, W]`, finite outside the sequences.
+        k: keys `[B, T, G, W]`, like `q`. G divides H.
+        v: values `[B, T, G, W]`, like `q`.
+        segments: the sequences.
+        segment_ids: `segments.segment_ids(B, T)`.
+
+    Returns:
+        `[B, T, H, W]`; of no meaning outside the sequences. NaN in a sequence does not reach others.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+    if _can_use_flash(q):
+        batch, length = q.shape[:2]
+        bounds = sequence_bounds(segments, batch, length)
+        query, key, value = (x.flatten(0, 1) for x in (q, k, v))
+        options: Any = _SHARED_HEADS if q.shape[2] != k.shape[2] else {}
+        output: Any = varlen_attn(query, key, value, bounds, bounds, length, length, window_size=(-1, 0), **options)
+        return output.view(q.shape)
+    finite = torch.stack([x.isfinite().flatten(2).all(2) for x in (q, k, v)]).all(0)
+    q, k, v = (torch.where(finite[..., None, None], x, 0) for x in (q, k, v))
+    output = _attend_with_codes(q, k, v, segments, segment_ids)
+    not_finite = F.pad(finite.logical_not().cumsum(1), (1, 0))  # such tokens before each token of the row
+    row, start = segments.rows[:, :2].long().unbind(1)
+    reached = not_finite[:, 1:] > not_finite[row, start][segment_ids.clamp(min=0)]
+    return output + torch.zeros_like(reached, dtype=output.dtype).masked_fill(reached, torch.nan)[..., None, None]
+
+
+def sequence_bounds(segments: Segments, batch: int, length: int) -> Tensor:
+    """Return cumulative lengths of sequences that cover the flattened batch, int32 `[N + B + 1]`.
+
+    Tokens after a sequence count to it: a causal sequence does not see them. Tokens before the first sequence of a row
+    form one of their own.
+    """
+    row, start, stop = segments.rows.long().unbind(1)
+    total = batch * length
+    begin = torch.where(stop > start, row * length + start, total)
+    rows = torch.arange(0, batch + 1, device=begin.device) * length
+    return torch.cat([begin, rows]).sort().values.to(torch.int32)
+
+
+def _can_use_flash(q: Tensor) -> bool:
+    """Return whether flash attention supports these queries."""
+    return (
+        _FLASH
+        and q.is_cuda
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[3] % 8 == 0
+        and q.shape[3] <= 256
+    )
+
+
+def _attend_with_codes(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_ids: Tensor) -> Tensor:
+    """Attend with columns that encode the index of the sequence in binary.
+
+    Each bit takes two columns. Their product is 0 if query and key agree in it, and -2^30 otherwise.
+    """
+    width = q.shape[3]
+    bits = _BITS if torch.compiler.is_compiling() else max(1, segments.count.bit_length())
+    one = (segment_ids[..., None] + 1) >> torch.arange(bits, device=q.device) & 1
+    missing = -2 * bits % 8
+    query_code = F.pad(torch.cat([one, 1 - one], 2), (0, missing)).to(q.dtype)[:, :, None] * _SCORE
+    key_code = F.pad(torch.cat([1 - one, one], 2), (0, missing)).to(k.dtype)[:, :, None] * -_SCORE
+    q = torch.cat([q, query_code.expand(-1, -1, q.shape[2], -1)], dim=3)
+    k = torch.cat([k, key_code.expand(-1, -1, k.shape[2], -1)], dim=3)
+    v = F.pad(v, (0, 2 * bits + missing))  # fused kernels need values as wide as keys
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=width**-0.5, enable_gqa=grouped)
+    return output.transpose(1, 2)[..., :width]
