@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kalmix.designs import Design
+from kalmix.designs.spec import check_design
 from kalmix.ops import OPS
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -54,7 +55,7 @@ def oracle(
 
     Args:
         design: model of the state and of the observations.
-        q: queries `[B, T, H, K]`, of any floating-point dtype.
+        q: queries `[B, T, H, K]`, in float64, float32, bfloat16 or float16.
         k: keys `[B, T, H, K]`.
         v: values `[B, T, G, V]`; G is a multiple of H.
         belief: belief to continue from, with N sequences; the op's prior by default.
@@ -70,6 +71,7 @@ def oracle(
 
     Raises:
         DesignError: a signal is missing, or is not one of the design's, or the design has no variance.
+        ArgumentError: `design` is not a `Design`.
 
     Complexity: one Python step per token.
 
@@ -82,6 +84,7 @@ def oracle(
         >>> exact.mean.dtype, torch.allclose(exact.mean.float(), fast.mean, atol=1e-5)
         (torch.float64, True)
     """
+    check_design(design)
     signals = {name: x for name, x in signals.items() if x is not None}
     design.check(signals, variance)
     op = OPS[design.op]

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kalmix.designs import Design
+from kalmix.designs.spec import check_design
 from kalmix.errors import ArgumentError, DesignError
 from kalmix.ops import OPS
 from kalmix.ops._shared.lowering import Signals
@@ -43,7 +44,7 @@ def filter(  # noqa: A001 - the public name
 
     Args:
         design: model of the state and of the observations, from `kalmix.designs` or your own.
-        q: queries `[B, T, H, K]`, of any floating-point dtype.
+        q: queries `[B, T, H, K]`, in float64, float32, bfloat16 or float16.
         k: keys `[B, T, H, K]`, in the dtype of `q`.
         v: values `[B, T, G, V]`, in the dtype of `q`; G is a multiple of H.
         belief: belief to continue from, for N sequences; the op's prior by default. N is the number of segments, or B
@@ -63,7 +64,7 @@ def filter(  # noqa: A001 - the public name
     Raises:
         DesignError: a signal is missing, or the design has no signal of that name; `variance` is requested of a design
             without one; or the transition is a matrix, which no op supports (`kalmix.oracle` does).
-        ArgumentError: a tensor has the wrong shape, dtype, device or values.
+        ArgumentError: `design` is not a `Design`, or a tensor has the wrong shape, dtype, device or values.
         KernelError: no kernel, or not the requested one, supports the call.
 
     Complexity: that of the op; linear in T except for `attend`.
@@ -76,6 +77,7 @@ def filter(  # noqa: A001 - the public name
         >>> y.mean.shape
         torch.Size([1, 32, 2, 8])
     """
+    check_design(design)
     options = {"belief": belief, "segments": segments, "kernel": kernel}
     if design.has_variance:
         options["variance"] = variance

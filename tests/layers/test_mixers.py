@@ -208,6 +208,7 @@ def test_defaults_for_any_width(name, size):
         ("gla", {"rank": 0}),
         ("mamba2", {"heads": 3, "groups": 2}),
         ("mamba2", {"state_dim": 0}),
+        ("mamba2", {"expand": 0}),
         ("gated-kalmanet", {"gain": "linear"}),
         ("gated-kalmanet", {"ridge": 0}),
         ("gated-kalmanet", {"ridge": True}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -127,5 +129,12 @@ def test_float32_is_accurate_at_any_noise(key_noise: float, rest: float | None) 
 
 def test_decreasing_times_raise() -> None:
     x = _signals()
-    with pytest.raises(ArgumentError, match="times"):
+    with pytest.raises(ArgumentError, match="`times` decreases"):
         attend_separable(**(x | {"times": -x["times"]}))
+
+
+@pytest.mark.parametrize("wrong", [lambda v: v[..., 1:], lambda v: v[0], lambda v: v.long(), lambda v: v / 0])
+def test_wrong_values_are_named(wrong: Callable[[Tensor], Tensor]) -> None:
+    x = _signals()
+    with pytest.raises(ArgumentError, match="`v`"):
+        attend_separable(**(x | {"v": wrong(x["v"])}))

@@ -150,6 +150,16 @@ def test_requesting_an_absent_variance_raises():
             call(kalmix.designs.KDA, **signals(kalmix.designs.KDA), variance=True)
 
 
+def test_names_instead_of_designs_and_parts_are_refused():
+    for call in (kalmix.filter, kalmix.oracle):
+        with pytest.raises(ArgumentError, match="`design` is 'kda'; expected a Design"):
+            call("kda", **signals(kalmix.designs.KDA))
+    for part, value in {"transition": "head", "evidence": Transition("head"), "covariance": None}.items():
+        parts = {"transition": Transition("head"), "evidence": MEMORY, "covariance": DENSE}
+        with pytest.raises(ArgumentError, match=f"`{part}` is .*; expected a {part.title()}"):
+            Design("wrong", **parts | {part: value})
+
+
 @pytest.mark.parametrize("design", CATALOGUE.values(), ids=lambda design: design.name)
 def test_signals_of_wrong_shape_are_refused(design):
     given = signals(design)

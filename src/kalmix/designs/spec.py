@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kalmix.designs.kinds import CovarianceKind, Kind
-from kalmix.errors import DesignError, any_of
+from kalmix.errors import ArgumentError, DesignError, any_of
 
 Decay = Literal["none", "head", "key", "cell", "matrix", "forgetting", "time"]
 
@@ -286,6 +286,7 @@ class Design:
         citation: the source.
 
     Raises:
+        ArgumentError: a part has another type.
         DesignError: no op filters this combination; the message gives the reason.
 
     Example:
@@ -303,6 +304,10 @@ class Design:
     citation: str = ""
 
     def __post_init__(self) -> None:
+        for part, kind in (("transition", Transition), ("evidence", Evidence), ("covariance", Covariance)):
+            value = getattr(self, part)
+            if not isinstance(value, kind):
+                raise ArgumentError(part, got=repr(value), expected=f"a {kind.__name__}")
         pair = (self.evidence.kind, self.covariance.kind)
         if pair not in _ALGEBRAS:
             legal = ", ".join(f"{evidence!r} with {covariance!r}" for evidence, covariance in _ALGEBRAS)
@@ -364,3 +369,13 @@ class Design:
             raise DesignError(f"Design {self.name!r} {problem}; expected {', '.join(self.signals)}.")
         if variance and not self.has_variance:
             raise DesignError(f"Design {self.name!r} has no variance: its covariance is {self.covariance.description}.")
+
+
+def check_design(design: object) -> None:
+    """Check that an argument is a design, and not its name.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not isinstance(design, Design):
+        raise ArgumentError("design", got=repr(design), expected="a Design, such as kalmix.designs.GATED_DELTANET")

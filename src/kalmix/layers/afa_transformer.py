@@ -101,7 +101,7 @@ class AFATransformerBlock(Mixer):
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments or times has the wrong
-            type or shape.
+            type or shape, or times decrease in a sequence (values are checked on a CPU).
         KernelError: the requested kernel does not support a call.
 
     Shape:

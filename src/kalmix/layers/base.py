@@ -209,7 +209,7 @@ class Mixer(nn.Module):
         """Return the output with its variance and the state.
 
         Args:
-            x: tokens `[B, T, D]`, of any floating-point dtype.
+            x: tokens `[B, T, D]`, in float64, float32, bfloat16 or float16.
             state: state that an earlier call returned, one entry per sequence; the prior by default.
             segments: runs of tokens that form sequences; by default each batch row is one sequence. Tokens outside
                 every run give an output of 0 and do not change the state.

@@ -126,7 +126,8 @@ class ControlledFilter(AdaptiveFilterAttention):
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments, times or horizon has
-            the wrong type or shape.
+            the wrong type or shape, times decrease in a sequence, or a horizon is negative (values are checked on a
+            CPU).
         KernelError: the requested kernel does not support a call.
 
     Shape:

@@ -58,8 +58,7 @@ class KLA(Mixer):
     conv4 is a causal convolution per channel with 4 taps. Decay and process noise are learned per cell and do not
     depend on the token. The observation noise does: a token with less noise changes the memory more. The skip is a
     learned scale per channel, initially 1, shown in Figure 7 but not in Algorithm 1; it does not change the variance
-    that `layer.filter` returns. The filter runs in float32, also under autocast
-    (in float64 for float64 inputs).
+    that `layer.filter` returns. The filter runs in float32, also under autocast (in float64 for float64 inputs).
 
     Args:
         hidden_size: D.

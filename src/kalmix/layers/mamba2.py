@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from kalmix import designs, ops
 from kalmix.designs import Design
+from kalmix.errors import ArgumentError
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import StepDecay
 from kalmix.types import Filtered
-from kalmix.validation import check_positive_int
+from kalmix.validation import check_number, check_positive_int
 
 
 class Mamba2(MemoryLayer):
@@ -77,13 +78,17 @@ class Mamba2(MemoryLayer):
         norm_eps: float = 1e-5,
         kernel: str | None = None,
     ) -> None:
-        values = Heads.of(
-            hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, key_heads=groups, share=expand, max_width=64
-        )
+        check_number("expand", expand)
+        values = Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=expand, max_width=64)
+        check_positive_int("groups", groups)
+        if values.heads % groups:
+            raise ArgumentError("groups", got=groups, expected=f"a divisor of {values.heads} (heads)")
         state_dim = min(128, hidden_size) if state_dim is None else state_dim
         check_positive_int("state_dim", state_dim)
         options = {"conv": conv, "gate": "silu", "norm_eps": norm_eps, "kernel": kernel}
-        super().__init__(hidden_size, values._replace(key_width=state_dim), conv_bias=True, norm_width=0, **options)
+        super().__init__(
+            hidden_size, values._replace(key_heads=groups, key_width=state_dim), conv_bias=True, norm_width=0, **options
+        )
         self.decay: StepDecay = StepDecay(hidden_size, (values.heads,), min_rate=1.0)
         self.skip: nn.Parameter = nn.Parameter(torch.empty(values.heads))
         self.norm_scale: nn.Parameter = nn.Parameter(torch.empty(values.values))

@@ -42,7 +42,8 @@ class RadialTangentialAttention(TrajectoryLayer):
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments, times or horizon has
-            the wrong type or shape.
+            the wrong type or shape, times decrease in a sequence, or a horizon is negative (values are checked on a
+            CPU).
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`. `times`

@@ -39,6 +39,7 @@ class KalmixModelOutput(BaseModelOutputWithPast):
         last_hidden_state: `[B, T, D]`, after the final norm.
         past_key_values: the cache; `None` if none was used.
         hidden_states: `[B, T, D]` each: the input of each block, then `last_hidden_state`; `None` if not requested.
+        attentions: always `None`.
         beliefs: `Filtered` of each layer's output, with `mean` and `variance` `[B, T, D]`; `None` if not requested. The
             variance is `None` for layers without a posterior.
         posterior: posterior of the last block's read-out, in the order of `layout`; `None` if not requested.

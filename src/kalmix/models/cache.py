@@ -97,9 +97,17 @@ class BeliefLayer(CacheLayerMixin):
     calls since the last crop, and `crop` can remove these tokens: it returns to the state before the call that it cuts,
     and the next `get_state` filters the remaining tokens of that call again.
 
+    A model makes these layers itself; `cache.layers` lists them.
+
+    Args:
+        kwargs: options that transformers passes to every cache layer; ignored.
+
     Attributes:
         entry: contents of the layer.
         record_past: keep the calls since the last crop.
+
+    Raises:
+        ArgumentError: `crop` would remove tokens that were not recorded.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM

@@ -18,7 +18,7 @@ PROPAGATIONS = ("mean", "sample")
 
 
 class StackOutput(NamedTuple):
-    """Output of `BlockStack.forward`. Each tuple has one entry per block, or none if it was not requested.
+    """Output of `BlockStack.forward`. Each tuple has one entry per block; it is empty if it was not requested.
 
     Attributes:
         hidden_state: `[B, T, D]`, residual stream after the last block.

@@ -113,10 +113,13 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
     return a `Run` that is not finished.
 
     Args:
-        recipe: settings.
+        recipe: settings. With `resume`, those of the run: `Recipe.load(output)`.
         output: folder of the run; created if missing.
-        resume: continue the run in `output` from its newest intact checkpoint.
+        resume: continue the run in `output` from its newest intact checkpoint; if there is no run, begin one.
         callbacks: further callbacks of the Trainer.
+
+    Returns:
+        `Run` with the model, its tokenizer, the text and the history of losses.
 
     Raises:
         ArgumentError: the text cannot be read or is too short; a layer or a size is not accepted; the loss is no longer

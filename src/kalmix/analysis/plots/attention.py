@@ -23,7 +23,7 @@ def attention_maps(
     """Draw one map per layer: the share of each token's value (column) in each token's read-out (row).
 
     Args:
-        path: file to write (PNG, PDF or SVG).
+        path: file to write: PNG, PDF or SVG. Beside a PNG file, an SVG file is written.
         weights: `[layers, tokens, tokens]`, >= 0, zero above the diagonal. Rows are normalised to a sum of 1.
         tokens: text of each token.
         names: name of each layer.
@@ -54,7 +54,7 @@ def channel_maps(
     """Draw one map per channel or head: the signed weight of a token's value (column) in a read-out (row).
 
     Args:
-        path: file to write (PNG, PDF or SVG).
+        path: file to write: PNG, PDF or SVG. Beside a PNG file, an SVG file is written.
         weights: `[channels, tokens, tokens]`, zero above the diagonal. Each channel has its own colour scale, by the
             square root of the weights, which keeps small weights visible.
         tokens: text of each token.

@@ -28,7 +28,7 @@ def posterior_variance(
     """Draw the variance of each layer's read-out over a passage, one line per layer.
 
     Args:
-        path: file to write (PNG, PDF or SVG).
+        path: file to write: PNG, PDF or SVG. Beside a PNG file, an SVG file is written.
         variance: for each layer `[tokens]`, positive; or `[tokens, columns]`, drawn as the mean and a band from the
             25% to the 75% quantile.
         tokens: text of each token.
@@ -80,7 +80,7 @@ def beliefs(
     """Draw surprisal above heat maps of predictive variance and write gain, which have one row per layer.
 
     Args:
-        path: file to write (PNG, PDF or SVG).
+        path: file to write: PNG, PDF or SVG. Beside a PNG file, an SVG file is written.
         tokens: text of each token.
         surprisal: `[tokens]` bits; NaN if unknown (first token).
         variance: `[layers, tokens]`, positive.

@@ -22,7 +22,7 @@ def loss_curve(
     """Draw bits per byte against the number of training tokens.
 
     Args:
-        path: file to write (PNG, PDF or SVG).
+        path: file to write: PNG, PDF or SVG. Beside a PNG file, an SVG file is written.
         training: `[n, 2]` token counts and bits per byte of training batches; drawn raw and smoothed.
         held_out: `[m, 2]` token counts and bits per byte of the held-out text; may be empty.
         references: bits per byte of other methods, by name, drawn as horizontal lines.

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kalmix.errors import ArgumentError
 from kalmix.ops._additive.api import additive
 from kalmix.ops._attend.api import TIME_DTYPES, check_channels, check_dynamics
 from kalmix.ops._attend.dynamics import Dynamics, rotate
 from kalmix.ops._shared.validation import check_tokens
 from kalmix.types import Filtered, belief_dtype
-from kalmix.validation import check_dtype_and_device, check_range, check_shape
+from kalmix.validation import FLOATS, can_check_values, check_dtype_and_device, check_range, check_shape
 
 
 class SeparablePrecision(NamedTuple):
@@ -99,6 +100,12 @@ def attend_separable(
         ... ).mean.shape
         torch.Size([2, 16, 4, 16])
     """
+    check_shape("v", v, "B T H C", {})  # before the checks of ops, which call their first argument q
+    check_dtype_and_device("v", v, FLOATS, v.device)
+    check_range("v", v)
+    if v.shape[3] % 2:
+        problem = f"has {v.shape[3]} columns"
+        raise ArgumentError("v", problem=problem, expected="an even number (real parts, then imaginary parts)")
     sizes, dynamics = check_tokens(v, v, v), Dynamics(log_decay, frequency, process_noise, key_noise, query_noise)
     check_channels(v, v, sizes)
     check_dynamics("", dynamics, ("H C", "H C", "H C"), sizes, v, positive_key_noise=False)
@@ -111,7 +118,9 @@ def attend_separable(
     if sizes["T"] > 0:
         times = times - times[:, :1]
     steps = times.diff(dim=1, prepend=times[:, :1])
-    check_range("the steps of times", steps, minimum=0.0)
+    check_range("times", steps)
+    if can_check_values(steps) and bool((steps < 0).any()):
+        raise ArgumentError("times", problem="decreases", expected="non-decreasing times in each row")
 
     # P is a difference of exponentials, and the gradient of a frequency is a difference of sums that may be 1e5 times
     # larger. So all computations are in float64.
