@@ -33,7 +33,7 @@ def test_cache_holds_only_states():
         for token in tokens(2, 2, seed=2).split(1, 1):
             held.append([layer_bytes(layer) for layer in cache.layers])
             model(token, past_key_values=cache)
-    for mixer, short, _, long, after_next in zip(model.model.mixers, *held, strict=True):
+    for mixer, short, _, long, after_next in zip(model.model.layers.mixers, *held, strict=True):
         name, stored = type(mixer).__name__, 2 * 4 * mixer.state_size(24)
         if mixer.state_size(24) == mixer.state_size(6):
             assert short == long == after_next, name

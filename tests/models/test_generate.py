@@ -87,9 +87,7 @@ def test_generation_continues_from_a_returned_cache(model):
     assert torch.equal(greedy(model, longer, attention_mask=mask, past_key_values=cache), expected)
 
 
-def test_static_cache_is_refused_and_empty_caches_work(model):
-    with pytest.raises(ArgumentError, match="static"):
-        greedy(model, tokens(1, 3), cache_implementation="static")
+def test_empty_and_offloaded_caches(model):
     assert torch.equal(greedy(model, tokens(1, 3), past_key_values=DynamicCache()), greedy(model, tokens(1, 3)))
     offloaded = greedy(model, tokens(1, 3), cache_implementation="offloaded")
     assert torch.equal(offloaded, greedy(model, tokens(1, 3)))

@@ -25,18 +25,18 @@ class AttentionState(NamedTuple):
     Attributes:
         keys: `[N, S, kv_heads, width]`, with rotary positions applied.
         values: `[N, S, kv_heads, width]`.
-        position: int64 `[N, S]`, position of each token in its sequence; -1 for an empty slot.
+        positions: int64 `[N, S]`, position of each token in its sequence; -1 for an empty slot.
 
     Example:
         >>> from kalmix.layers import Attention
         >>> _, state = Attention(64, heads=8, kv_heads=2)(torch.randn(3, 10, 64))
-        >>> state.keys.shape, state.position.shape
+        >>> state.keys.shape, state.positions.shape
         (torch.Size([3, 10, 2, 8]), torch.Size([3, 10]))
     """
 
     keys: Tensor
     values: Tensor
-    position: Tensor
+    positions: Tensor
 
     take = take
     to = to
@@ -123,12 +123,12 @@ class Attention(Mixer):
             sizes = {"N": batch if segments is None else segments.count, "H": self.kv_heads, "K": self.width}
             check_state_tensor("keys", previous.keys, "N S H K", sizes, FLOATS, x)
             check_state_tensor("values", previous.values, "N S H K", sizes, FLOATS, x)
-            check_state_tensor("position", previous.position, "N S", sizes, (torch.int64,), x)
+            check_state_tensor("positions", previous.positions, "N S", sizes, (torch.int64,), x)
         segment_ids = None if segments is None else segments.segment_ids(batch, length)
         token = torch.arange(length, device=x.device)
         offset = None  # number of earlier tokens of each sequence
-        if previous is not None and previous.position.shape[1]:
-            offset = previous.position.amax(1) + 1
+        if previous is not None and previous.positions.shape[1]:
+            offset = previous.positions.amax(1) + 1
         if segments is None or segment_ids is None:
             position = token.expand(batch, length) if offset is None else offset[:, None] + token
         else:
@@ -157,11 +157,11 @@ class Attention(Mixer):
         final = AttentionState(
             torch.cat([previous.keys.to(new.keys.dtype), new.keys], dim=1),
             torch.cat([previous.values.to(new.values.dtype), new.values], dim=1),
-            torch.cat([previous.position, new.position], dim=1),
+            torch.cat([previous.positions, new.positions], dim=1),
         )
         # Queries outside of the sequences attend to all keys; their output is not used.
-        query = new.position[..., None]
-        visible = (final.position[:, None] >= 0) & (final.position[:, None] <= query) | (query < 0)
+        query = new.positions[..., None]
+        visible = (final.positions[:, None] >= 0) & (final.positions[:, None] <= query) | (query < 0)
         return self._attend(q, final.keys, final.values, visible), final
 
     def state_size(self, length: int) -> int:

@@ -52,6 +52,8 @@ class Mixer(nn.Module):
         design: design under which the layer filters; `None` if no design describes it.
         has_posterior: whether `filter(..., variance=True)` returns a variance.
         includes_mlp: whether the layer gates its own output, so that no MLP should follow it.
+        window: number of past tokens that the state stores, if their number is limited; otherwise `None`. A part of a
+            state that stores past tokens has a field `positions` `[N, S]`, -1 for an empty slot.
         repr_attributes: names of attributes that `repr` shows, beside those of every layer.
 
     Example:
@@ -68,6 +70,7 @@ class Mixer(nn.Module):
     design: Design | None = None
     has_posterior: bool = False
     includes_mlp: ClassVar[bool] = False
+    window: int | None = None
     repr_attributes: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls, *sizes: object, **options: object) -> Self:

@@ -22,7 +22,7 @@ with optional_imports():
 from kalmix.errors import ArgumentError
 from kalmix.layers.modules import RMSNorm
 from kalmix.models.blocks import Block, Posterior, layer_specs
-from kalmix.models.cache import belief_layers
+from kalmix.models.cache import CacheOfCall, belief_layers
 from kalmix.models.causal_lm import EMBEDDING_STD
 from kalmix.models.configuration import KalmixConfig
 from kalmix.models.loading import load_checked
@@ -94,6 +94,7 @@ class KalmixPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["KalmixBlock"]  # noqa: RUF012
     _keep_in_fp32_modules_strict = ["dynamics", "value_dynamics"]  # noqa: RUF012
     _supports_sdpa = True
+    _can_compile_fullgraph = True
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding) or module in (getattr(self, name, None) for name in ("lm_head", "score")):
@@ -207,7 +208,7 @@ class KalmixModel(KalmixPreTrainedModel):
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
         cache_layers = belief_layers(past_key_values, len(self.layers))
-        has_past = bool(cache_layers) and cache_layers[0].get_seq_length() > 0
+        has_past = bool(cache_layers) and cache_layers[0].is_initialized
         layout = find_layout(
             *given.shape[:2],
             attention_mask=attention_mask,
@@ -221,20 +222,15 @@ class KalmixModel(KalmixPreTrainedModel):
         x = self.embed_tokens(x) if inputs_embeds is None else x
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        states = [
-            layer.get_state(mixer) for layer, mixer in zip(cache_layers, self.layers.mixers, strict=bool(cache_layers))
-        ]
         output = self.layers(
             x,
-            states or None,
-            layout.segments,
-            output_states=bool(cache_layers),
+            segments=layout.segments,
+            cache=CacheOfCall(cache_layers, layout) if cache_layers else None,
+            output_states=False,
             output_hidden_states=bool(output_hidden_states),
             output_beliefs=output_beliefs,
             output_posterior=output_posterior,
         )
-        for layer, state, mixer_input in zip(cache_layers, output.states, output.mixer_inputs, strict=True):
-            layer.set_state(state, mixer_input, layout)
         last_hidden_state = layout.restore(self.norm(output.hidden_state))
         hidden_states = (*map(layout.restore, output.hidden_states), last_hidden_state)
         result = KalmixModelOutput(

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kalmix.beliefs import loadable
 from kalmix.errors import ArgumentError
 from kalmix.layers import Mixer
+from kalmix.models.blocks import BlockOutput
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.types import Belief
 
@@ -230,13 +231,24 @@ class BeliefLayer(CacheLayerMixin):
         raise TypeError("a belief is not a pair of keys and values; use `get_state` and `set_state`")
 
 
-class StaticBeliefLayer(StaticLayer):
-    """Layer of a static cache, which kalmix does not support; building one raises `ArgumentError`."""
+class CacheOfCall(NamedTuple):
+    """Layers of a cache during one call of a model; a `StateCache`.
 
-    _layer_type = LAYER_TYPE
+    Attributes:
+        layers: one per block.
+        layout: sequences in the input of the call.
+    """
 
-    def __init__(self, **kwargs: Any) -> None:
-        raise ArgumentError("cache_implementation", got="static", expected="dynamic (beliefs have constant size)")
+    layers: list[BeliefLayer]
+    layout: InputLayout
+
+    def get_state(self, index: int, mixer: Mixer) -> Belief | None:
+        """Return the state from which the mixer of a block continues; `None` for its prior."""
+        return self.layers[index].get_state(mixer)
+
+    def set_state(self, index: int, output: BlockOutput) -> None:
+        """Store the state of the mixer after a call of its block."""
+        self.layers[index].set_state(output.state, output.mixer_input, self.layout)
 
 
 def belief_layers(cache: Cache | None, count: int) -> list[BeliefLayer]:

@@ -11,6 +11,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from kalmix.files import FORMAT, check_format
+from kalmix.models import static_cache  # noqa: F401, so that `StaticCache(config=...)` finds its layer
 from kalmix.models.blocks import layer_specs, layers_to_json
 from kalmix.models.cache import LAYER_TYPE
 from kalmix.models.stack import PROPAGATIONS

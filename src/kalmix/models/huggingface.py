@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from kalmix._extras import optional_imports
 
 with optional_imports():
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.cache_utils import Cache
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kalmix.models.backbone import KalmixModel, KalmixModelOutput, KalmixPreTrainedModel
 from kalmix.models.checkpoint_io import TIED_WEIGHTS
 from kalmix.models.configuration import KalmixConfig
+from kalmix.models.generation import BeliefGenerationMixin
 from kalmix.models.losses import cross_entropy, marginal_likelihood, next_token_targets
 from kalmix.types import Filtered
 
@@ -45,7 +46,7 @@ class KalmixOutput(CausalLMOutputWithPast):
     beliefs: tuple[Filtered, ...] | None = None
 
 
-class KalmixForCausalLM(KalmixPreTrainedModel, GenerationMixin):
+class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
     """Causal language model for transformers whose blocks use any layers of kalmix.
 
     It has the usual interface of transformers: `generate` (sampling, beams, speculative decoding), the Trainer,

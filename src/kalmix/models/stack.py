@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer
-from kalmix.models.blocks import Block, Posterior
+from kalmix.models.blocks import Block, BlockOutput, Posterior
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
 from kalmix.validation import check_choice
@@ -46,6 +46,18 @@ class StackOutput(NamedTuple):
     posterior: Posterior | None
 
 
+class StateCache(Protocol):
+    """Protocol of a cache that a stack reads and updates block by block, so that no tensor is kept for longer."""
+
+    def get_state(self, index: int, mixer: Mixer) -> Belief | None:
+        """Return the state from which the mixer of a block continues; `None` for its prior."""
+        ...
+
+    def set_state(self, index: int, output: BlockOutput) -> None:
+        """Store the state of the mixer after a call of its block."""
+        ...
+
+
 class BlockStack(nn.ModuleList):
     """List of blocks that run one after the other.
 
@@ -80,6 +92,7 @@ class BlockStack(nn.ModuleList):
         states: Sequence[Belief | None] | None = None,
         segments: Segments | None = None,
         *,
+        cache: StateCache | None = None,
         output_states: bool = True,
         output_hidden_states: bool = False,
         output_beliefs: bool = False,
@@ -91,6 +104,7 @@ class BlockStack(nn.ModuleList):
             x: `[B, T, D]`, embedded tokens.
             states: states of the mixers after the previous tokens, one per block; `None` for the priors.
             segments: sequences in `x`; `None` if each row is one sequence.
+            cache: cache to read states from, instead of `states`, and to store them in.
             output_states: return the mixers' states and inputs.
             output_hidden_states: return the input of each block.
             output_beliefs: return each mixer's belief about its output.
@@ -108,13 +122,16 @@ class BlockStack(nn.ModuleList):
             last = index == len(self) - 1
             if output_hidden_states:
                 collected["hidden_states"].append(x)
+            state = None if states is None else states[index]
             output = block(
-                *(x, None if states is None else states[index], segments),
+                *(x, state if cache is None else cache.get_state(index, block.mixer), segments),
                 sample=self.propagate == "sample" and self.training and not last,
                 output_belief=output_beliefs,
                 output_posterior=output_posterior and last,
             )
             x = output.hidden_state
+            if cache is not None:
+                cache.set_state(index, output)
             if output_states:
                 collected["states"].append(output.state)
                 collected["mixer_inputs"].append(output.mixer_input)

@@ -1,0 +1,177 @@
+"""Cache layers for transformers whose tensors keep their addresses: `generate(cache_implementation="static")`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import StaticLayer
+
+from kalmix.errors import ArgumentError
+from kalmix.layers import Mixer
+from kalmix.models.cache import LAYER_TYPE, BeliefLayer, CacheEntry
+from kalmix.models.segments_from_inputs import InputLayout
+from kalmix.types import Belief
+from kalmix.validation import can_check_values
+
+
+class StaticBeliefLayer(BeliefLayer, StaticLayer):
+    """Layer of a `StaticCache` that stores the state of one mixer in buffers, which calls update in place.
+
+    The first call allocates the buffers. A state of constant size has buffers of that size. A history, which stores
+    past tokens, has one slot for each of `max_cache_len` tokens, or for each token of the mixer's window. Values are
+    stored without autograd history. Last tokens cannot be removed; use `snapshot` and `restore`.
+
+    Args:
+        max_cache_len: maximum number of tokens of a sequence, padding included.
+
+    Attributes:
+        buffers: state of the mixer; valid if `is_initialized`.
+        window: window of the mixer.
+    """
+
+    _layer_type = LAYER_TYPE
+    is_compileable = True
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
+        StaticLayer.__init__(self, max_cache_len, **kwargs)
+        self.record_past: bool = False
+        self.window: int | None = None
+        self.buffers: Any = None
+
+    @property
+    def entry(self) -> CacheEntry:
+        """Copy of the contents."""
+        if not self.is_initialized:
+            return CacheEntry()
+        return CacheEntry(_map(torch.clone, self.buffers), int(self.cumulative_length))
+
+    @entry.setter
+    def entry(self, value: CacheEntry) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if value.tokens:
+            if self.buffers is None or _shapes(value.state, axis=1) != _shapes(self.buffers, axis=1):
+                raise ArgumentError(
+                    "entries", problem="belong to another cache", expected="entries of this static cache"
+                )
+            self._fill(_map(torch.clone, value.state))
+        self.is_initialized = value.tokens > 0
+        self.cumulative_length.fill_(value.tokens)
+
+    def get_state(self, mixer: Mixer) -> Belief | None:
+        """Return the buffers; `None` for the prior of `mixer`."""
+        self.window = mixer.window
+        return self.buffers if self.is_initialized else None
+
+    def set_state(self, state: Belief, mixer_input: Tensor, layout: InputLayout) -> None:
+        """Copy the state after a call of the mixer that started from `get_state` into the buffers.
+
+        Args:
+            state: state after the call.
+            mixer_input: `[B, T, D]`, input of the mixer in that call.
+            layout: sequences in the input.
+
+        Raises:
+            ArgumentError: there are more than `max_cache_len` tokens. On a GPU, or compiled, a history instead writes
+                to an index that is out of range.
+        """
+        added, length = mixer_input.shape[1], self.cumulative_length
+        if can_check_values(length) and int(length) + added > self.max_cache_len:
+            problem = f"stores at most {self.max_cache_len} tokens"
+            raise ArgumentError("past_key_values", problem=problem, expected=f"max_cache_len >= {int(length) + added}")
+        state = _map(torch.detach, state)
+        continued = self.is_initialized
+        if not continued:
+            self.cumulative_length = length.to(mixer_input.device)
+            self._fill(_empty(state, self.max_cache_len + 1 if self.window is None else self.window))
+            self.is_initialized = True
+        _store(self.buffers, state, self.window, continued)
+        self.cumulative_length.add_(added)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise `ArgumentError`, unless `tokens_to_remove` is 0."""
+        if int(tokens_to_remove):
+            expected = "0 (a static cache keeps no past; use a dynamic one, or `snapshot` and `restore`)"
+            raise ArgumentError("tokens_to_remove", got=int(tokens_to_remove), expected=expected)
+
+    def get_seq_length(self) -> Any:
+        """Return the number of tokens seen, padding included: 0, or an int64 scalar tensor."""
+        return self.cumulative_length if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        """Return the maximum number of tokens."""
+        return self.max_cache_len
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length and the offset of a mask over all tokens."""
+        return self.max_cache_len, 0
+
+    def _fill(self, state: Any) -> None:
+        """Set all buffers to a state with their shapes; use the state's tensors if there are none of these shapes."""
+        if self.buffers is not None and _shapes(state) == _shapes(self.buffers):
+            for buffer, x in zip(_tensors(self.buffers), _tensors(state), strict=True):
+                buffer.copy_(x)
+            return
+        self.buffers = state
+        if not torch.compiler.is_compiling():  # CUDA graphs need to know that the addresses do not change
+            torch._dynamo.mark_static_address(self.cumulative_length)
+            for x in _tensors(state):
+                torch._dynamo.mark_static_address(x)
+
+
+def _empty(state: Any, slots: int) -> Any:
+    """Return new tensors like those of a state, in which each history has `slots` slots, all empty."""
+    if isinstance(state, Tensor):
+        return torch.zeros_like(state, memory_format=torch.contiguous_format)
+    if not hasattr(state, "positions"):
+        return type(state)(*(_empty(x, slots) for x in state))
+    empty = type(state)(*(x.new_zeros(x.shape[0], slots, *x.shape[2:]) for x in state))
+    empty.positions.fill_(-1)
+    return empty
+
+
+def _store(buffers: Any, state: Any, window: int | None, continued: bool) -> None:
+    """Copy a state into buffers.
+
+    A history that fills its window is copied. Otherwise its tokens are written to the slots after their positions. So
+    slots stay in the order of positions, and slot 0 is empty; padding, whose position is -1, is written there.
+
+    Args:
+        buffers: result of `_empty`.
+        state: state of the same type.
+        window: number of slots of a history with a window.
+        continued: whether a history begins with the slots of the buffers, followed by new tokens.
+    """
+    if isinstance(buffers, Tensor):
+        buffers.copy_(state)
+        return
+    if hasattr(buffers, "positions"):
+        slots = buffers.positions.shape[1]
+        if not slots == window == state.positions.shape[1]:
+            new = type(state)(*(x[:, slots:] for x in state)) if continued else state
+            sequence = torch.arange(new.positions.shape[0], device=new.positions.device)[:, None]
+            for buffer, x in zip(buffers, new, strict=True):
+                buffer[sequence, new.positions + 1] = x.to(buffer.dtype)
+            return
+    for buffer, x in zip(buffers, state, strict=True):
+        _store(buffer, x, window, continued)
+
+
+def _map(function: Callable[[Tensor], Any], state: Any) -> Any:
+    """Apply a function to every tensor of a state, a named tuple."""
+    if isinstance(state, Tensor):
+        return function(state)
+    return type(state)(*(_map(function, x) for x in state))
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    """Return all tensors of a state."""
+    return [state] if isinstance(state, Tensor) else [tensor for x in state for tensor in _tensors(x)]
+
+
+def _shapes(state: Any, axis: int = 0) -> list[torch.Size]:
+    """Return the shapes of all tensors of a state, from an axis on."""
+    return [x.shape[axis:] for x in _tensors(state)]
