@@ -220,7 +220,7 @@ def test_block_causal_masks(model, read_values):
     ids = tokens(2, 9)
     packed, holes = block_causal(4, 2, 3), (HOLES[:2, :, None] & HOLES[:2, None]).tril()[:, None]
     keep = torch.tensor([True, True, False, True, False, True, True, False, True])  # padding inside of sequences
-    both = packed & keep[:, None] & keep
+    both = packed & keep  # queries of padding attend to tokens
     additive = torch.where(packed, 0.0, torch.finfo(torch.float16).min).half()
     with checks(read_values):
         logits = {
@@ -247,6 +247,7 @@ def masks_of_other_forms() -> dict[str, torch.Tensor]:
         "bidirectional": torch.ones(1, 1, 6, 6).bool(),
         "window": causal.triu(-2),
         "one later key": later,
+        "without the token itself": causal.tril(-1),
         "interleaved": (number[:, None] == number).tril()[None, None],
         "bias": torch.where(causal, -0.5 * torch.arange(6.0), -torch.inf),
         "zeros and ones": causal.float(),

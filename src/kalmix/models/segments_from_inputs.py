@@ -170,7 +170,9 @@ def _from_block_mask(mask: Tensor, batch: int, length: int, max_sequences: int |
     token = visible.diagonal(dim1=1, dim2=2)
     first = torch.where(token, visible.to(torch.uint8).argmax(2), length)  # column where the token's sequence begins
     same = (first[:, :, None] == first[:, None, :]) & token[:, :, None]
-    valid = (visible == same.tril()).all(2) & (first == torch.where(token, first, 0).cummax(1).values) | ~token
+    contiguous = first == torch.where(token, first, 0).cummax(1).values
+    padding = (visible & ~token[:, None]).any(2).logical_not()  # padding attends to tokens only, if to any
+    valid = torch.where(token, (visible == same.tril()).all(2) & contiguous, padding)
     if mask.dtype != torch.bool:
         valid = valid & ((mask == 0) | (mask <= HIDDEN))[:, 0].all(2)
     block_causal = valid.all()
