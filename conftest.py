@@ -8,48 +8,17 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import interpreter
 import pytest
 import torch
 from full_disk import Disk
 
-
-def patch_language_once() -> None:
-    """Save Triton's interpreter a third of its time.
-
-    It patches `triton.language` at every launch, and again at every call of a device function, where nothing is left to
-    patch: skip the second.
-    """
-    from triton.runtime import interpreter
-
-    core, patch = interpreter.tl.core, interpreter._patch_lang
-
-    def patch_lang(fn: Callable[..., object]) -> Any:
-        languages = [x for x in fn.__globals__.values() if x is interpreter.tl or x is core]
-        patched = languages and not any(core.is_builtin(language.load) for language in languages)
-        return interpreter._LangPatchScope() if patched else patch(fn)
-
-    interpreter._patch_lang = patch_lang
-
-
-def drop_nan_as_gpus_do() -> None:
-    """Let `tl.maximum` and `tl.minimum` of a number and NaN return the number in Triton's interpreter, as on a GPU.
-
-    The interpreter returns NaN, which hides a kernel that loses NaN on a GPU. `propagate_nan` keeps NaN in both.
-    """
-    import numpy as np
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    InterpreterBuilder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
-    InterpreterBuilder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
-
-
 if not torch.cuda.is_available():  # Triton's interpreter stands in for a GPU; Triton reads this when it is imported
     os.environ["TRITON_INTERPRET"] = "1"
     if importlib.util.find_spec("triton"):
-        patch_language_once()
-        drop_nan_as_gpus_do()
+        interpreter.patch()
 torch.set_num_threads(1)  # the suite runs one process a core
 
 
