@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, StaticCache
 
 from kalmix.layers import MIXERS
 
@@ -70,3 +70,16 @@ def test_recording_may_end_after_a_crop(kind):
         model(ids[:, 6:], past_key_values=cache).logits, model(ids).logits[:, 6:], atol=1e-5, rtol=0
     )
     assert all(not layer.entry.calls for layer in cache.layers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("static", [False, True])
+def test_layers_hold_plain_tensors(static):
+    """The exporters of transformers rebuild tuples and lists of a cache; named tuples do not survive this."""
+    model = build(EVERY_LAYER)
+    cache = StaticCache(config=model.config, max_cache_len=8) if static else DynamicCache(config=model.config)
+    model(tokens(2, 6), past_key_values=cache)
+    for layer in cache.layers:
+        values = vars(layer).values()
+        assert sum(isinstance(x, list) and isinstance(x[0], torch.Tensor) for x in values) == 1
+        assert not any(isinstance(x, tuple) and hasattr(x, "_fields") for x in values)

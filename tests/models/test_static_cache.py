@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig, GenerationConfig, StaticCache
 
 from kalmix import ArgumentError
@@ -26,7 +25,7 @@ def left_padded(*lengths):
 
 
 def addresses(cache):
-    return [x.data_ptr() for layer in cache.layers for x in tree_leaves((layer.buffers, layer.cumulative_length))]
+    return [x.data_ptr() for layer in cache.layers for x in (*layer.tensors, layer.cumulative_length)]
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers import Mixer
 from kalmix.models.blocks import BlockOutput
 from kalmix.models.segments_from_inputs import InputLayout
+from kalmix.models.state_tensors import Structure, flatten, rebuild
 from kalmix.types import Belief
 
 LAYER_TYPE = "kalmix_belief"
@@ -46,13 +47,6 @@ def _take(state: Belief | None, index: Tensor) -> Belief | None:
     return None if state is None else state.take(index)
 
 
-def _without_views(state: Any) -> Any:
-    """Return a state without views, which would keep larger tensors alive, such as all projections of a prompt."""
-    if not isinstance(state, Tensor):
-        return type(state)(*map(_without_views, state))
-    return state.clone() if state.untyped_storage().nbytes() > state.nbytes else state
-
-
 @loadable
 class CacheEntry(NamedTuple):
     """Contents of a cache layer. It is immutable, so a reference to it is a snapshot.
@@ -84,10 +78,7 @@ class CacheEntry(NamedTuple):
     @property
     def _tensor(self) -> Tensor:
         """A tensor of the entry, whose first axis is sequences."""
-        leaf: Any = self.calls[-1].mixer_input if self.state is None else self.state
-        while not isinstance(leaf, Tensor):
-            leaf = leaf[-1]
-        return leaf
+        return self.calls[-1].mixer_input if self.state is None else flatten(self.state)[0][0]
 
 
 class BeliefLayer(CacheLayerMixin):
@@ -104,7 +95,9 @@ class BeliefLayer(CacheLayerMixin):
         kwargs: options that transformers passes to every cache layer; ignored.
 
     Attributes:
-        entry: contents of the layer.
+        tensors: tensors of the state; see `kalmix.models.state_tensors`.
+        structure: structure of the state; `None` for the prior.
+        tokens, calls, stale, drop_calls: see `CacheEntry`.
         record_past: keep the calls since the last crop.
 
     Raises:
@@ -122,19 +115,36 @@ class BeliefLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
     supports_early_init = False
+    tensors: list[Tensor]
+    structure: Structure
+    tokens: int
+    calls: tuple[CachedCall, ...]
+    stale: bool
+    drop_calls: bool
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.entry: CacheEntry = CacheEntry()
         self.record_past: bool = False
+        self.entry = CacheEntry()
+
+    @property
+    def entry(self) -> CacheEntry:
+        """Contents of the layer."""
+        state = None if self.structure is None else rebuild(self.tensors, self.structure)
+        return CacheEntry(state, self.tokens, self.calls, self.stale, self.drop_calls)
+
+    @entry.setter
+    def entry(self, value: CacheEntry) -> None:
+        state, self.tokens, self.calls, self.stale, self.drop_calls = value
+        self.tensors, self.structure = ([], None) if state is None else flatten(state)
 
     def get_state(self, mixer: Mixer) -> Belief | None:
         """Return the state from which the next call of `mixer` continues; `None` for its prior.
 
         Filters the tokens that a crop left of its last call again, if there was one.
         """
-        if self.entry.stale:
-            call = self.entry.calls[-1]
+        if self.stale:
+            call = self.calls[-1]
             _, state = mixer(call.mixer_input, call.initial_state, call.layout.segments)
             self.entry = self.entry._replace(state=state, stale=False)
         return self.entry.state
@@ -147,12 +157,13 @@ class BeliefLayer(CacheLayerMixin):
             mixer_input: `[B, T, D]`, input of the mixer in that call.
             layout: sequences in the input.
         """
-        state = state if torch.compiler.is_compiling() else _without_views(state)
         entry, calls = self.entry, ()
         if self.record_past:
             earlier = () if entry.drop_calls else entry.calls
             calls = (*earlier, CachedCall(entry.state, mixer_input, layout))
         self.entry = CacheEntry(state, entry.tokens + mixer_input.shape[1], calls)
+        if not torch.compiler.is_compiling():
+            self.tensors = [_without_view(x) for x in self.tensors]
         self.is_initialized = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -193,7 +204,7 @@ class BeliefLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen, padding included."""
-        return self.entry.tokens
+        return self.tokens
 
     def get_max_length(self) -> int:
         """Return -1: the length is not limited."""
@@ -201,11 +212,11 @@ class BeliefLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length and the offset of a mask over all tokens."""
-        return self.entry.tokens + query_length, 0
+        return self.tokens + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select the sequences `beam_idx` (int64 `[M]`), in that order."""
-        if self.entry.tokens:
+        if self.is_initialized:
             self.entry = self.entry.take(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -214,7 +225,7 @@ class BeliefLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times."""
-        if self.entry.tokens:
+        if self.is_initialized:
             self.reorder_cache(torch.arange(self.entry.sequences).repeat_interleave(repeats))
 
     def offload(self) -> None:
@@ -229,6 +240,11 @@ class BeliefLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Raise `TypeError`: the layer stores a belief, not keys and values."""
         raise TypeError("a belief is not a pair of keys and values; use `get_state` and `set_state`")
+
+
+def _without_view(x: Tensor) -> Tensor:
+    """Return a copy of a view, which would keep a larger tensor alive, such as all projections of a prompt."""
+    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 class CacheOfCall(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers import Mixer
 from kalmix.models.cache import LAYER_TYPE, BeliefLayer, CacheEntry
 from kalmix.models.segments_from_inputs import InputLayout
+from kalmix.models.state_tensors import Structure, flatten, rebuild
 from kalmix.types import Belief
 from kalmix.validation import can_check_values
 
@@ -28,7 +28,8 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         max_cache_len: maximum number of tokens of a sequence, padding included.
 
     Attributes:
-        buffers: state of the mixer; valid if `is_initialized`.
+        tensors: buffers; without meaning unless `is_initialized`.
+        structure: structure of the state; `None` if there are no buffers yet.
         window: window of the mixer.
     """
 
@@ -41,30 +42,30 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         StaticLayer.__init__(self, max_cache_len, **kwargs)
         self.record_past: bool = False
         self.window: int | None = None
-        self.buffers: Any = None
+        self.tensors: list[Tensor] = []
+        self.structure: Structure = None
 
     @property
     def entry(self) -> CacheEntry:
         """Copy of the contents."""
         if not self.is_initialized:
             return CacheEntry()
-        return CacheEntry(_map(torch.clone, self.buffers), int(self.cumulative_length))
+        return CacheEntry(rebuild([x.clone() for x in self.tensors], self.structure), int(self.cumulative_length))
 
     @entry.setter
-    def entry(self, value: CacheEntry) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def entry(self, value: CacheEntry) -> None:
         if value.tokens:
-            if self.buffers is None or _shapes(value.state, axis=1) != _shapes(self.buffers, axis=1):
-                raise ArgumentError(
-                    "entries", problem="belong to another cache", expected="entries of this static cache"
-                )
-            self._fill(_map(torch.clone, value.state))
+            if self.structure is None or _row_shapes(value.state) != _row_shapes(rebuild(self.tensors, self.structure)):
+                expected = "entries of this static cache"
+                raise ArgumentError("entries", problem="belong to another cache", expected=expected)
+            self._fill(value.state)
         self.is_initialized = value.tokens > 0
         self.cumulative_length.fill_(value.tokens)
 
     def get_state(self, mixer: Mixer) -> Belief | None:
         """Return the buffers; `None` for the prior of `mixer`."""
         self.window = mixer.window
-        return self.buffers if self.is_initialized else None
+        return rebuild(self.tensors, self.structure) if self.is_initialized else None
 
     def set_state(self, state: Belief, mixer_input: Tensor, layout: InputLayout) -> None:
         """Copy the state after a call of the mixer that started from `get_state` into the buffers.
@@ -82,14 +83,14 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         if can_check_values(length) and int(length) + added > self.max_cache_len:
             problem = f"stores at most {self.max_cache_len} tokens"
             raise ArgumentError("past_key_values", problem=problem, expected=f"max_cache_len >= {int(length) + added}")
-        state = _map(torch.detach, state)
         continued = self.is_initialized
         if not continued:
             self.cumulative_length = length.to(mixer_input.device)
             self._fill(_empty(state, self.max_cache_len + 1 if self.window is None else self.window))
             self.is_initialized = True
-        _store(self.buffers, state, self.window, continued)
-        self.cumulative_length.add_(added)
+        with torch.no_grad():
+            _store(rebuild(self.tensors, self.structure), state, self.window, continued)
+            self.cumulative_length.add_(added)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise `ArgumentError`, unless `tokens_to_remove` is 0."""
@@ -110,16 +111,15 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         return self.max_cache_len, 0
 
     def _fill(self, state: Any) -> None:
-        """Set all buffers to a state with their shapes; use the state's tensors if there are none of these shapes."""
-        if self.buffers is not None and _shapes(state) == _shapes(self.buffers):
-            for buffer, x in zip(_tensors(self.buffers), _tensors(state), strict=True):
-                buffer.copy_(x)
-            return
-        self.buffers = state
-        if not torch.compiler.is_compiling():  # CUDA graphs need to know that the addresses do not change
-            torch._dynamo.mark_static_address(self.cumulative_length)
-            for x in _tensors(state):
-                torch._dynamo.mark_static_address(x)
+        """Set all buffers to a state; allocate them if they have other shapes."""
+        tensors, structure = flatten(state)
+        if structure != self.structure or [x.shape for x in tensors] != [x.shape for x in self.tensors]:
+            self.tensors, self.structure = [torch.empty_like(x) for x in tensors], structure
+            if not torch.compiler.is_compiling():  # CUDA graphs need to know that the addresses do not change
+                for x in (*self.tensors, self.cumulative_length):
+                    torch._dynamo.mark_static_address(x)
+        for buffer, x in zip(self.tensors, tensors, strict=True):
+            buffer.copy_(x)
 
 
 def _empty(state: Any, slots: int) -> Any:
@@ -160,18 +160,6 @@ def _store(buffers: Any, state: Any, window: int | None, continued: bool) -> Non
         _store(buffer, x, window, continued)
 
 
-def _map(function: Callable[[Tensor], Any], state: Any) -> Any:
-    """Apply a function to every tensor of a state, a named tuple."""
-    if isinstance(state, Tensor):
-        return function(state)
-    return type(state)(*(_map(function, x) for x in state))
-
-
-def _tensors(state: Any) -> list[Tensor]:
-    """Return all tensors of a state."""
-    return [state] if isinstance(state, Tensor) else [tensor for x in state for tensor in _tensors(x)]
-
-
-def _shapes(state: Any, axis: int = 0) -> list[torch.Size]:
-    """Return the shapes of all tensors of a state, from an axis on."""
-    return [x.shape[axis:] for x in _tensors(state)]
+def _row_shapes(state: Any) -> list[torch.Size]:
+    """Return the shapes of all tensors of a state without their first axis."""
+    return [x.shape[1:] for x in flatten(state)[0]]
