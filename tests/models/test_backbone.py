@@ -1,16 +1,42 @@
 """The base model, its outputs, and the options of gradient checkpointing."""
 
+import json
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+import torch.nn.functional as F
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kalmix import ArgumentError
-from kalmix.models import KalmixForCausalLM, KalmixModel
+from kalmix.models import (
+    KalmixConfig,
+    KalmixForCausalLM,
+    KalmixForSequenceClassification,
+    KalmixForTokenClassification,
+    KalmixModel,
+)
 
-from .conftest import build, tokens
+from .conftest import VOCABULARY, build, tokens
+
+AUTO_CLASSES = {
+    AutoModel: KalmixModel,
+    AutoModelForCausalLM: KalmixForCausalLM,
+    AutoModelForSequenceClassification: KalmixForSequenceClassification,
+    AutoModelForTokenClassification: KalmixForTokenClassification,
+}
+
+
+def config(**options) -> KalmixConfig:
+    return KalmixConfig(**{"vocab_size": VOCABULARY, "hidden_size": 16, "pad_token_id": 0, **options})
 
 
 @torch.no_grad()
@@ -75,3 +101,112 @@ def test_incomplete_checkpoint_is_loaded_and_listed(tmp_path, caplog, monkeypatc
     assert all(name in caplog.text for name in missing)
     for name, weight in weights.items():
         assert torch.equal(again.state_dict()[name], weight), name
+
+
+def test_checkpoint_with_another_head_is_loaded_without_it(tmp_path):
+    """A classifier takes the backbone of a language model; its head is new. Weights of the backbone must be there."""
+    model = build("kla")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    assert loaded.score.weight.shape == (3, 16) and loaded.score.weight.abs().max() < 0.2
+    assert all(
+        torch.equal(old, new) for old, new in zip(model.model.parameters(), loaded.model.parameters(), strict=True)
+    )
+    loaded.save_pretrained(tmp_path / "classifier")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier")
+    assert torch.equal(again.score.weight, loaded.score.weight) and again.config.num_labels == 3
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier", num_labels=5)
+    resized = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "classifier", num_labels=5, ignore_mismatched_sizes=True
+    )
+    assert resized.score.weight.shape == (5, 16)
+
+
+FRESH = """
+import transformers, kalmix.models
+config = kalmix.models.KalmixConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1)
+for auto_class, name in kalmix.models.configuration.AUTO_CLASSES.items():
+    model = getattr(transformers, auto_class).from_config(config)
+    assert type(model).__name__ == name, type(model)
+"""
+
+
+def test_importing_kalmix_models_registers_auto_classes():
+    subprocess.run([sys.executable, "-c", FRESH], check=True, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("auto_class", AUTO_CLASSES)
+def test_auto_classes(tmp_path, auto_class):
+    model = auto_class.from_config(config(layers="kla", num_hidden_layers=1))
+    assert type(model) is AUTO_CLASSES[auto_class]
+    model.save_pretrained(tmp_path)
+    assert type(auto_class.from_pretrained(tmp_path)) is AUTO_CLASSES[auto_class]
+    assert model.config.auto_map[auto_class.__name__] == f"modeling_kalmix.{AUTO_CLASSES[auto_class].__name__}"
+    assert AUTO_CLASSES[auto_class].__name__ in (tmp_path / "modeling_kalmix.py").read_text()
+
+
+def test_classifiers():
+    """Each row is classified at its last token, whichever side is padded; each token at its own hidden state."""
+    torch.manual_seed(0)
+    model = KalmixForSequenceClassification(config(layers=["kla", "attention"], num_labels=3)).eval()
+    ids = tokens(2, 6)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
+    ids[mask == 0] = 0
+    output = model(ids, attention_mask=mask, labels=torch.tensor([0, 2]))
+    alone = torch.cat([model(ids[i : i + 1, mask[i] == 1]).logits for i in range(2)])
+    torch.testing.assert_close(output.logits, alone)
+    torch.testing.assert_close(output.loss, F.cross_entropy(alone, torch.tensor([0, 2])))
+    tagger = KalmixForTokenClassification(config(layers=["kla", "attention"], num_labels=3)).eval()
+    output = tagger(ids, attention_mask=mask, labels=ids % 3)
+    torch.testing.assert_close(output.logits, tagger.score(tagger.model(ids, attention_mask=mask).last_hidden_state))
+    output.loss.backward()
+    assert all(parameter.grad is not None for parameter in tagger.parameters())
+
+
+def test_usual_names_of_sizes():
+    one = config(layers={"mixer": "attention", "kv_heads": 2}, num_hidden_layers=3, num_attention_heads=4)
+    model = KalmixForCausalLM(one)
+    assert [mixer.heads for mixer in model.model.layers.mixers] == [4, 4, 4]
+    mixed = config(layers=["kla", "attention", {"mixer": "gla", "heads": 1, "mlp": 8}], num_attention_heads=2)
+    mixed.intermediate_size, mixed.initializer_range = 40, 0.5
+    blocks = KalmixForCausalLM(mixed).model.layers
+    assert mixed.num_hidden_layers == 3 and blocks[1].mixer.heads == 2 and blocks[2].mixer.sizes.heads == 1
+    assert [block.mlp and block.mlp.out_proj.in_features for block in blocks] == [None, 40, 8]
+    assert KalmixConfig(**json.loads(mixed.to_json_string())).to_dict() == mixed.to_dict()
+    wide = KalmixForCausalLM(config(initializer_range=0.5, num_hidden_layers=1, vocab_size=500))
+    for module in (wide.lm_head, wide.get_input_embeddings()):
+        assert float(module.weight.detach().std()) == pytest.approx(0.5, rel=0.05)
+    mixed.num_hidden_layers = 2
+    with pytest.raises(ArgumentError, match="`num_hidden_layers` is 2; expected 3"):
+        KalmixForCausalLM(mixed)
+
+
+def test_shifted_labels_are_not_shifted_again():
+    model, ids = build("hybrid"), tokens(2, 6)
+    labels = torch.where(torch.rand(2, 6, generator=torch.Generator().manual_seed(0)) < 0.3, -100, ids)
+    expected = model(ids, labels=labels).loss
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(model(ids, shift_labels=shifted).loss, expected)
+    torch.testing.assert_close(model(ids, labels=labels, shift_labels=shifted).loss, expected)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1]])
+    shifted = torch.where(mask == 1, shifted, -100)
+    logits = model(ids, attention_mask=mask).logits
+    loss = model(ids, attention_mask=mask, shift_labels=shifted).loss
+    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), shifted.flatten()))
+
+
+def test_only_requested_logits_are_computed():
+    """`generate` computes the logits of the last prompt token only; with labels, the loss counts all tokens."""
+    model, ids, widths = build("hybrid"), tokens(2, 7), []
+    model.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
+    model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert widths == [1, 1, 1]
+    full = model(ids, labels=ids)
+    some = model(ids, labels=ids, logits_to_keep=2)
+    assert torch.equal(some.loss, full.loss) and torch.equal(some.logits, full.logits[:, -2:])
+
+
+def test_parameters_that_stay_in_float32_exist():
+    for layers, expected in (("gpt", set()), ("kla", {"dynamics"}), ("filters", {"dynamics", "value_dynamics"})):
+        assert build(layers)._keep_in_fp32_modules_strict == expected

@@ -1,11 +1,13 @@
 """Language models and image classifiers built from kalmix layers.
 
-Names are imported on first use, so that `import kalmix.models` needs neither transformers nor timm.
+Names are imported on first use, so that `import kalmix.models` needs neither transformers nor timm. If transformers is
+installed, `import kalmix.models` registers the models with its Auto classes.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kalmix._extras import optional_imports
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from kalmix.models.blocks import hybrid_layers
     from kalmix.models.cache import BeliefLayer, restore, snapshot
     from kalmix.models.causal_lm import LanguageModel
+    from kalmix.models.classification import KalmixForSequenceClassification, KalmixForTokenClassification
     from kalmix.models.configuration import KalmixConfig
     from kalmix.models.huggingface import KalmixForCausalLM, KalmixOutput
     from kalmix.models.vision import VisionModel, gkavision_tiny
@@ -27,6 +30,8 @@ _MODULES = {
     "snapshot": "cache",
     "restore": "cache",
     "LanguageModel": "causal_lm",
+    "KalmixForSequenceClassification": "classification",
+    "KalmixForTokenClassification": "classification",
     "KalmixConfig": "configuration",
     "KalmixForCausalLM": "huggingface",
     "KalmixOutput": "huggingface",
@@ -37,6 +42,8 @@ __all__ = [
     "BeliefLayer",
     "KalmixConfig",
     "KalmixForCausalLM",
+    "KalmixForSequenceClassification",
+    "KalmixForTokenClassification",
     "KalmixModel",
     "KalmixModelOutput",
     "KalmixOutput",
@@ -58,3 +65,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if find_spec("transformers") is not None:
+    import_module("kalmix.models.registration")

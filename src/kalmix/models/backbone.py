@@ -18,12 +18,12 @@ with optional_imports():
     from transformers.cache_utils import Cache, DynamicCache
     from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.modeling_outputs import BaseModelOutputWithPast
+    from transformers.utils import can_return_tuple
 
 from kalmix.errors import ArgumentError
 from kalmix.layers.modules import RMSNorm
-from kalmix.models.blocks import Block, Posterior, layer_specs
+from kalmix.models.blocks import Block, Posterior
 from kalmix.models.cache import CacheOfCall, belief_layers
-from kalmix.models.causal_lm import EMBEDDING_STD
 from kalmix.models.configuration import KalmixConfig
 from kalmix.models.loading import load_checked
 from kalmix.models.segments_from_inputs import InputLayout, find_layout
@@ -70,6 +70,10 @@ class KalmixBlock(GradientCheckpointingLayer, Block):
     def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
         self._checkpoint = function
 
+    @_gradient_checkpointing_func.deleter
+    def _gradient_checkpointing_func(self) -> None:
+        del self._checkpoint
+
 
 def _checkpoint_leaves(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
     """Call `checkpoint(function, *args)` with all tensors inside `args` and the result passed one by one."""
@@ -84,6 +88,9 @@ def _checkpoint_leaves(checkpoint: Callable[..., Any], function: Callable[..., A
     return pytree.tree_unflatten(checkpoint(flat, *leaves), structures[0])
 
 
+_FLOAT32_MODULES = {"dynamics", "value_dynamics"}
+
+
 class KalmixPreTrainedModel(PreTrainedModel):
     """Base class of the models for transformers: initialization, checkpoints, features."""
 
@@ -92,14 +99,19 @@ class KalmixPreTrainedModel(PreTrainedModel):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ["KalmixBlock"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["dynamics", "value_dynamics"]  # noqa: RUF012
     _supports_sdpa = True
     _can_compile_fullgraph = True
+
+    def post_init(self) -> None:
+        """Find the modules that stay in float32, then initialize the weights."""
+        names = {part for name, _ in self.named_modules() for part in name.split(".")}
+        self._keep_in_fp32_modules_strict = _FLOAT32_MODULES & names
+        super().post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding) or module in (getattr(self, name, None) for name in ("lm_head", "score")):
             for name, weight in module.named_parameters(recurse=False):
-                nn.init.zeros_(weight) if name == "bias" else nn.init.normal_(weight, std=EMBEDDING_STD)
+                nn.init.zeros_(weight) if name == "bias" else nn.init.normal_(weight, std=self.config.initializer_range)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
@@ -111,9 +123,9 @@ class KalmixPreTrainedModel(PreTrainedModel):
             pretrained_model_name_or_path: folder, or name on the Hugging Face Hub.
             args: passed to transformers.
             kwargs: passed to transformers, except `strict`. With `strict=False`, weights may be missing or unknown:
-                transformers lists them in a warning and initializes the missing ones. With
-                `ignore_mismatched_sizes=True`, weights may have another shape. If another class wrote the checkpoint,
-                its head may be missing or unknown in any case.
+                transformers lists them in a warning and initializes the missing ones. It is the default if
+                `output_loading_info` or `state_dict` is given. With `ignore_mismatched_sizes=True`, weights may have
+                another shape. If another class wrote the checkpoint, its head may be missing or unknown in any case.
 
         Returns:
             The model in evaluation mode.
@@ -147,13 +159,13 @@ class KalmixModel(KalmixPreTrainedModel):
 
     def __init__(self, config: KalmixConfig) -> None:
         super().__init__(config)
-        specs = layer_specs(config.layers, config.hidden_size)
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
-        blocks = (KalmixBlock(config.hidden_size, spec, config.norm_eps) for spec in specs)
+        blocks = (KalmixBlock(config.hidden_size, spec, config.norm_eps) for spec in config.layer_specs())
         self.layers: BlockStack = BlockStack(blocks, config.propagate)
         self.norm: RMSNorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -165,11 +177,10 @@ class KalmixModel(KalmixPreTrainedModel):
         output_beliefs: bool = False,
         output_posterior: bool = False,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **kwargs: Any,
-    ) -> KalmixModelOutput | tuple[Any, ...]:
+    ) -> KalmixModelOutput:
         """Compute hidden states.
 
         Args:
@@ -184,10 +195,9 @@ class KalmixModel(KalmixPreTrainedModel):
             output_beliefs: return each layer's belief about its output.
             output_posterior: return the posterior of the last block's read-out.
             output_hidden_states: return the input of each block and the output of the final norm.
-            return_dict: return a tuple if `False`.
             cu_seq_lens_q: int `[N + 1]`, cumulative lengths of N sequences packed into one row.
             seq_idx: `[B, T]`, index of the sequence that each token belongs to.
-            kwargs: arguments of other models; ignored.
+            kwargs: arguments of other models; ignored. With `return_dict=False`, the output is a tuple.
 
         `cu_seq_lens_q`, `seq_idx`, `attention_mask` and `position_ids` describe the sequences; the first that is given,
         in this order, is used. Outputs at masked tokens have no meaning.
@@ -233,7 +243,7 @@ class KalmixModel(KalmixPreTrainedModel):
         )
         last_hidden_state = layout.restore(self.norm(output.hidden_state))
         hidden_states = (*map(layout.restore, output.hidden_states), last_hidden_state)
-        result = KalmixModelOutput(
+        return KalmixModelOutput(
             last_hidden_state=last_hidden_state,
             past_key_values=past_key_values,
             hidden_states=hidden_states if output_hidden_states else None,
@@ -241,7 +251,6 @@ class KalmixModel(KalmixPreTrainedModel):
             posterior=output.posterior,
             layout=layout,
         )
-        return result.to_tuple() if return_dict is False else result
 
 
 def _restore_belief(layout: InputLayout, belief: Filtered) -> Filtered:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers import mixer_class
-from kalmix.layers.base import Mixer
+from kalmix.layers.base import Mixer, option_types
 from kalmix.layers.config_io import has_config, to_config
 from kalmix.layers.modules import RMSNorm, sample_gaussian
 from kalmix.segments import Segments
@@ -35,15 +35,18 @@ class LayerSpec(NamedTuple):
     mlp: int
 
 
-def layer_specs(layers: Sequence[LayerEntry], hidden_size: int) -> list[LayerSpec]:
+def layer_specs(
+    layers: Sequence[LayerEntry], hidden_size: int, *, heads: int | None = None, mlp: int | None = None
+) -> list[LayerSpec]:
     """Parse a list of layers.
 
     Args:
         layers: one entry per block: a mixer's name, or a mapping of its options with its name as `"mixer"`, such as
             `{"mixer": "attention", "heads": 4}`. The key `"mlp"` sets the hidden width of the block's MLP, 0 for none.
-            Default: none if the mixer gates its own output, otherwise 8/3 of `hidden_size`, rounded up to a multiple
-            of 8.
+            Default: none if the mixer gates its own output, otherwise `mlp`.
         hidden_size: width of the residual stream.
+        heads: number of heads of mixers that have heads and do not name their number. Default: the mixer's own.
+        mlp: default hidden width of MLPs. Default: 8/3 of `hidden_size`, rounded up to a multiple of 8.
 
     Returns:
         One `LayerSpec` per block.
@@ -60,7 +63,8 @@ def layer_specs(layers: Sequence[LayerEntry], hidden_size: int) -> list[LayerSpe
     check_positive_int("hidden_size", hidden_size)
     if not isinstance(layers, list | tuple) or not layers:
         raise ArgumentError("layers", got=repr(layers), expected="a non-empty list of layer names or mappings")
-    return [_spec(entry, hidden_size) for entry in layers]
+    mlp = -(-8 * hidden_size // 24) * 8 if mlp is None else mlp
+    return [_spec(entry, heads, mlp) for entry in layers]
 
 
 def hybrid_layers(
@@ -116,7 +120,7 @@ def layers_to_json(layers: Sequence[LayerEntry]) -> list[str | dict[str, Any]]:
     return [entry if isinstance(entry, str) else {k: to_json(v) for k, v in entry.items()} for entry in layers]
 
 
-def _spec(entry: object, hidden_size: int) -> LayerSpec:
+def _spec(entry: object, heads: int | None, default_mlp: int) -> LayerSpec:
     options: dict[str, Any] = (
         {"mixer": entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, Mapping) else {}
     )
@@ -125,8 +129,10 @@ def _spec(entry: object, hidden_size: int) -> LayerSpec:
         raise ArgumentError("layers", problem=f"contains {entry!r}", expected="layer names, or mappings with a 'mixer'")
     mlp = options.pop("mlp", None)
     mixer = mixer_class(name, options)
+    if heads is not None and "heads" in option_types(mixer):
+        options.setdefault("heads", heads)
     if mlp is None:
-        mlp = 0 if mixer.includes_mlp else -(-8 * hidden_size // 24) * 8
+        mlp = 0 if mixer.includes_mlp else default_mlp
     if mlp != 0:
         check_positive_int("mlp", mlp)
     return LayerSpec(name, options, mlp)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import field, fields
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,33 +12,47 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from kalmix.errors import ArgumentError
 from kalmix.files import FORMAT, check_format
 from kalmix.models import static_cache  # noqa: F401, so that `StaticCache(config=...)` finds its layer
-from kalmix.models.blocks import layer_specs, layers_to_json
+from kalmix.models.blocks import LayerSpec, layer_specs, layers_to_json
 from kalmix.models.cache import LAYER_TYPE
 from kalmix.models.stack import PROPAGATIONS
 from kalmix.validation import check_choice, check_positive_int, check_types
 
+DEFAULT_BLOCKS = 12
 LOSSES = ("cross-entropy", "marginal")
+LORA_TARGETS = ("in_proj", "qkv_proj", "out_proj")  # linear maps into and out of mixers and MLPs
 REMOTE_MODULE = "modeling_kalmix"
 AUTO_CLASSES = {
     "AutoModel": "KalmixModel",
     "AutoModelForCausalLM": "KalmixForCausalLM",
+    "AutoModelForSequenceClassification": "KalmixForSequenceClassification",
+    "AutoModelForTokenClassification": "KalmixForTokenClassification",
 }
 REMOTE_CODE = f"from kalmix.models import {', '.join(['KalmixConfig', *AUTO_CLASSES.values()])}  # noqa: F401\n"
 
 
 @strict  # makes transformers call our `validate_layer_type`
 class KalmixConfig(PreTrainedConfig):
-    """Configuration of a `KalmixForCausalLM`.
+    """Configuration of a `KalmixModel` and of the models that stand on it.
 
     Args:
         vocab_size: number of tokens.
         hidden_size: width D of the residual stream.
-        layers: one entry per block: a layer's name ("kla", "attention"), or a mapping of its options, such as
-            `{"mixer": "attention", "heads": 4}`. The key `"mlp"` sets the hidden width of the block's MLP, 0 for none.
-            `["attention"] * 12` is a GPT, `["kla"] * 12` a KLA model, and `["attention"] * 11 + ["kla"]` the hybrid of
-            the paper. Options that are a `Design`, a ridge or a solver are stored as mappings.
+        layers: layer of all blocks, or a list with one layer per block. A layer is a name ("kla", "attention"), or a
+            mapping of its options, such as `{"mixer": "attention", "heads": 4}`. The key `"mlp"` sets the hidden width
+            of the block's MLP, 0 for none. `"attention"` is a GPT, `"kla"` a KLA model, and
+            `["attention"] * 11 + ["kla"]` the hybrid of the paper. Options that are a `Design`, a ridge or a solver
+            are stored as mappings.
+        num_hidden_layers: number of blocks. Default: the length of `layers` if it is a list, otherwise 12.
+        num_attention_heads: number of heads of all layers that have heads and do not name their number. Default: each
+            layer's own.
+        intermediate_size: hidden width of MLPs whose layer does not name it. Default: 8/3 of `hidden_size`, rounded up
+            to a multiple of 8.
+        max_position_embeddings: longest input in tokens that programs such as evaluation harnesses should pass at once.
+            The model does not depend on it, and has no limit.
+        initializer_range: standard deviation with which embeddings and heads are initialized.
         tie_word_embeddings: share the embedding's weight with the head.
         norm_eps: epsilon of all norms outside the mixers.
         propagate: read-out that blocks pass on in training: "mean", or one "sample" of the posterior (section 5.5 of
@@ -50,6 +66,7 @@ class KalmixConfig(PreTrainedConfig):
         max_packed_sequences: most sequences that `position_ids`, `seq_idx` or a 4-D mask may describe in one call under
             `torch.compile` or in training on a GPU, where reading them would synchronize. More raise an error on the
             device. Memory grows by one state per sequence. Default: 64, and one per row and per 64 tokens.
+        classifier_dropout: dropout before the head of `KalmixForTokenClassification`.
         format: format version of config.json and of the weights beside it.
         pad_token_id: id of the padding token.
         bos_token_id: id of the token that begins a text.
@@ -57,7 +74,7 @@ class KalmixConfig(PreTrainedConfig):
 
     Raises:
         ArgumentError: a layer, an option, `loss` or `propagate` is unknown; a value has the wrong type or is not
-            positive.
+            positive; or `layers` has another length than `num_hidden_layers`.
         FormatError: `format` is newer than this version of kalmix.
 
     Example:
@@ -65,6 +82,8 @@ class KalmixConfig(PreTrainedConfig):
         >>> config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla", {"mixer": "attention", "heads": 4}])
         >>> config.num_hidden_layers
         2
+        >>> KalmixConfig(layers="attention", num_hidden_layers=3, num_attention_heads=4).layers
+        ['attention', 'attention', 'attention']
         >>> KalmixConfig(layers=["klaa"])
         Traceback (most recent call last):
             ...
@@ -76,7 +95,12 @@ class KalmixConfig(PreTrainedConfig):
 
     vocab_size: int = 32768
     hidden_size: int = 512
-    layers: list[Any] = field(default_factory=lambda: ["kla"] * 12)
+    layers: Any = "kla"  # a list after `__post_init__`
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    intermediate_size: int | None = None
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     norm_eps: float = 1e-6
     propagate: str = "mean"
@@ -85,6 +109,7 @@ class KalmixConfig(PreTrainedConfig):
     loss_chunk_size: int = 1
     use_cache: bool = True
     max_packed_sequences: int | None = None
+    classifier_dropout: float = 0.1
     format: int = FORMAT
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -95,21 +120,32 @@ class KalmixConfig(PreTrainedConfig):
         check_types(hints, {name: getattr(self, name) for name in CONFIG_FIELDS if name != "layers"})
         check_format({"format": self.format}, Path("config.json"))
         self.format = FORMAT
-        layer_specs(self.layers, self.hidden_size)
+        for name in _POSITIVE:
+            if (value := getattr(self, name)) is not None:
+                check_positive_int(name, value)
+        if isinstance(self.layers, str | Mapping):
+            self.layers = [self.layers] * (self.num_hidden_layers or DEFAULT_BLOCKS)
+        if isinstance(self.layers, list | tuple) and self.num_hidden_layers is None:
+            self.num_hidden_layers = len(self.layers)
+        self.layer_specs()
         self.layers = layers_to_json(self.layers)
         check_choice("loss", self.loss, LOSSES)
         check_choice("propagate", self.propagate, PROPAGATIONS)
-        for name in ("vocab_size", "loss_samples", "loss_chunk_size"):
-            check_positive_int(name, getattr(self, name))
-        check_positive_int("max_packed_sequences", 1 if (most := self.max_packed_sequences) is None else most)
         super().__post_init__(**kwargs)
         classes = {"AutoConfig": "KalmixConfig", **AUTO_CLASSES}
         self.auto_map: dict[str, str] = {auto: f"{REMOTE_MODULE}.{name}" for auto, name in classes.items()}
 
-    @property
-    def num_hidden_layers(self) -> int:
-        """Number of blocks."""
-        return len(self.layers)
+    def layer_specs(self) -> list[LayerSpec]:
+        """Return the parsed layer of each block, with the defaults of this configuration.
+
+        Raises:
+            ArgumentError: a layer or an option is unknown, or `layers` has another length than `num_hidden_layers`.
+        """
+        specs = layer_specs(self.layers, self.hidden_size, heads=self.num_attention_heads, mlp=self.intermediate_size)
+        if len(specs) != self.num_hidden_layers:
+            expected = f"{len(specs)}, the length of `layers`"
+            raise ArgumentError("num_hidden_layers", got=self.num_hidden_layers, expected=expected)
+        return specs
 
     @property
     def layer_types(self) -> list[str]:
@@ -118,6 +154,12 @@ class KalmixConfig(PreTrainedConfig):
 
     def validate_layer_type(self) -> None:
         """Do nothing: `__post_init__` checks the layers, and their kind of cache is not one of transformers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings; also tell PEFT the default targets of LoRA, since PEFT calls this to look them up."""
+        if peft := sys.modules.get("peft.utils.constants"):
+            peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(self.model_type, list(LORA_TARGETS))
+        return super().to_dict()
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Write config.json, and a module with which `AutoModelForCausalLM` finds kalmix in a process that has not
@@ -138,6 +180,13 @@ class KalmixConfig(PreTrainedConfig):
         """Do nothing: a checkpoint refers to the installed kalmix and must not contain a copy of this file."""
 
 
+_POSITIVE = (
+    *("vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings"),
+    *("loss_samples", "loss_chunk_size", "max_packed_sequences"),
+)
 CONFIG_FIELDS = tuple(x.name for x in fields(KalmixConfig) if x.name in KalmixConfig.__annotations__)
 # Keys that transformers may add to config.json.
-INHERITED_KEYS = {*PreTrainedConfig().to_dict(), "auto_map", "torch_dtype", "_commit_hash", "attn_implementation"}
+INHERITED_KEYS = {
+    *PreTrainedConfig().to_dict(),
+    *("auto_map", "torch_dtype", "_commit_hash", "attn_implementation", "quantization_config"),
+}

@@ -100,16 +100,13 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     return headers
 
 
-def check_weights(
-    headers: dict[str, TensorHeader], model: nn.Module, tied: Collection[str] = (), *, shapes: bool = True
-) -> None:
+def check_weights(headers: dict[str, TensorHeader], model: nn.Module, tied: Collection[str] = ()) -> None:
     """Check that the weights in a folder are those of a model, with its shapes.
 
     Args:
         headers: as `read_headers` returns them.
         model: model to compare with; may be on the device "meta".
         tied: names of weights that the files may omit, because they are shared with another weight.
-        shapes: whether to compare shapes.
 
     Raises:
         FileError: a weight is missing, unknown, of another shape or not a floating-point number; names it.
@@ -120,7 +117,7 @@ def check_weights(
     for name, (dtype, shape, file) in headers.items():
         if name not in expected:
             raise FileError(f"{file} holds the unknown weight {name!r}")
-        if shapes and shape != (in_model := tuple(expected[name].shape)):
+        if shape != (in_model := tuple(expected[name].shape)):
             raise FileError(
                 f"{file} holds {name!r} of shape {list(shape)}; expected {list(in_model)}, from config.json"
             )

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from kalmix._extras import optional_imports
 
 with optional_imports():
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.cache_utils import Cache
     from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.utils import can_return_tuple
 
 from kalmix.models.backbone import KalmixModel, KalmixModelOutput, KalmixPreTrainedModel
 from kalmix.models.checkpoint_io import TIED_WEIGHTS
@@ -79,6 +79,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -90,13 +91,13 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         use_cache: bool | None = None,
         output_beliefs: bool = False,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
-    ) -> KalmixOutput | tuple[Any, ...]:
+    ) -> KalmixOutput:
         """Compute logits of the next tokens, and the loss if labels are given.
 
         Args:
@@ -109,13 +110,13 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             use_cache: return a cache. Default: `config.use_cache` in evaluation mode without labels, otherwise not.
             output_beliefs: see `KalmixModel.forward`.
             output_hidden_states: see `KalmixModel.forward`.
-            return_dict: return a tuple if `False`.
-            logits_to_keep: compute logits of the last so many tokens (0 for all), or of the tokens at these indices;
-                ignored with labels.
+            logits_to_keep: return logits of the last so many tokens (0 for all), or of the tokens at these indices.
+                Without labels, no others are computed. The loss counts all labels.
             cu_seq_lens_q: see `KalmixModel.forward`.
             seq_idx: see `KalmixModel.forward`.
+            shift_labels: `[B, T]`, the token that each position must predict, in place of `labels`. -100 is ignored.
             num_items_in_batch: number by which the sum of losses is divided. Default: the number of targets.
-            kwargs: arguments of other models; ignored.
+            kwargs: arguments of other models; ignored. With `return_dict=False`, the output is a tuple.
 
         Returns:
             A `KalmixOutput`.
@@ -123,37 +124,53 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         Raises:
             ArgumentError: as `KalmixModel.forward`; or the loss is "marginal" and the last layer has no posterior.
         """
+        has_loss = labels is not None or shift_labels is not None
         output = self.model(
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            use_cache=False if use_cache is None and labels is not None else use_cache,
+            use_cache=False if use_cache is None and has_loss else use_cache,
             output_beliefs=output_beliefs,
-            output_posterior=labels is not None and self.config.loss == "marginal",
+            output_posterior=has_loss and self.config.loss == "marginal",
             output_hidden_states=output_hidden_states,
             return_dict=True,
             cu_seq_lens_q=cu_seq_lens_q,
             seq_idx=seq_idx,
             **kwargs,
         )
-        hidden = output.last_hidden_state
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden if labels is not None else hidden[:, positions])
-        result = KalmixOutput(
-            loss=None if labels is None else self._loss(output, logits, labels, num_items_in_batch),
+        hidden, loss = output.last_hidden_state, None
+        if has_loss:
+            logits = self.lm_head(hidden)
+            loss = self._loss(output, logits, labels, shift_labels, num_items_in_batch)
+            logits = logits[:, positions]
+        else:
+            logits = self.lm_head(hidden[:, positions])
+        return KalmixOutput(
+            loss=loss,
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
             beliefs=output.beliefs,
         )
-        return result.to_tuple() if return_dict is False else result
 
-    def _loss(self, output: KalmixModelOutput, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+    def _loss(
+        self,
+        output: KalmixModelOutput,
+        logits: Tensor,
+        labels: Tensor | None,
+        targets: Tensor | None,
+        count: Tensor | int | None,
+    ) -> Tensor:
         layout, posterior = output.layout, output.posterior
         assert layout is not None
-        targets = next_token_targets(layout.compact(labels.to(logits.device)), layout.segments)
+        if targets is None:
+            assert labels is not None
+            targets = next_token_targets(layout.compact(labels.to(logits.device)), layout.segments)
+        else:
+            targets = layout.compact(targets.to(logits.device))
         if posterior is None:
             return cross_entropy(logits, layout.restore(targets), count)
         return marginal_likelihood(
@@ -163,8 +180,3 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             chunk_size=self.config.loss_chunk_size,
             count=count,
         )
-
-
-AutoConfig.register("kalmix", KalmixConfig, exist_ok=True)
-AutoModel.register(KalmixConfig, KalmixModel, exist_ok=True)
-AutoModelForCausalLM.register(KalmixConfig, KalmixForCausalLM, exist_ok=True)

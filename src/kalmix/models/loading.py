@@ -42,14 +42,15 @@ def load_checked(
     Raises:
         ArgumentError: as `KalmixPreTrainedModel.from_pretrained`.
     """
-    strict, output_loading_info = options.pop("strict", True), options.pop("output_loading_info", False)
+    output_loading_info = options.pop("output_loading_info", False)
+    strict = options.pop("strict", not output_loading_info and options.get("state_dict") is None)
     if options.pop("use_safetensors", None) is False:
         raise ArgumentError("use_safetensors", got="False", expected="True (pickled weights can run code)")
     try:
         folder = Path(str(path), options.get("subfolder") or "")
         is_adapter = (folder / "adapter_config.json").exists() and not (folder / "config.json").exists()
         if folder.is_dir() and not is_adapter and not _OTHER_SOURCES & options.keys():
-            _check_folder(folder, model_class, options, strict)
+            _check_folder(folder, model_class, strict)
         model, info = load(path, *args, output_loading_info=True, use_safetensors=True, **options)
         if strict:
             _check_names(model, info)
@@ -60,8 +61,8 @@ def load_checked(
     return (model, info) if output_loading_info else model
 
 
-def _check_folder(folder: Path, model_class: type[PreTrainedModel], options: dict[str, Any], strict: bool) -> None:
-    """Check that a folder holds a configuration and, if `strict`, all weights of the model that was saved.
+def _check_folder(folder: Path, model_class: type[PreTrainedModel], strict: bool) -> None:
+    """Check that a folder holds a configuration and, if `strict`, exactly the weights of the model that was saved.
 
     Raises:
         FileError: it does not.
@@ -70,19 +71,17 @@ def _check_folder(folder: Path, model_class: type[PreTrainedModel], options: dic
     if not strict or "quantization_config" in given:
         return
     layers = given.get("layers")
-    if isinstance(layers, list) and len(layers) > len(headers):  # building so many would take long
-        raise FileError(f"config.json has {len(layers)} layers, but there are only {len(headers)} weights")
+    count = len(layers) if isinstance(layers, list) else given.get("num_hidden_layers")
+    if isinstance(count, int) and count > len(headers):  # building so many would take long
+        raise FileError(f"config.json has {count} layers, but there are only {len(headers)} weights")
     try:
-        known = {*CONFIG_FIELDS, *INHERITED_KEYS}
-        config = options.get("config") or KalmixConfig(
-            **given | {name: value for name, value in options.items() if name in known}
-        )
+        config = KalmixConfig(**given)
         with torch.device("meta"):
             model = _saved_class(given, model_class)(config)
     except (ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise FileError(f"config.json does not describe a model: {error}") from error
     tied = model.all_tied_weights_keys if config.tie_word_embeddings else {}
-    check_weights(headers, model, tied, shapes=not options.get("ignore_mismatched_sizes"))
+    check_weights(headers, model, tied)
 
 
 def _saved_class(config: dict[str, Any], default: type[PreTrainedModel]) -> type[PreTrainedModel]:

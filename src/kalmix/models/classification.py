@@ -1,0 +1,42 @@
+"""Classifiers of sequences and of tokens for transformers."""
+
+from __future__ import annotations
+
+from kalmix._extras import optional_imports
+
+with optional_imports():
+    from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
+from kalmix.models.backbone import KalmixPreTrainedModel
+
+
+class KalmixForSequenceClassification(GenericForSequenceClassification, KalmixPreTrainedModel):
+    """Classifier of sequences: a linear map of the last hidden state of each row's last token.
+
+    The last token is the last one that is not `config.pad_token_id`, so batches need that setting.
+
+    Args:
+        config: configuration; `num_labels` is the number of classes.
+
+    Example:
+        >>> from kalmix.models import KalmixConfig, KalmixForSequenceClassification
+        >>> config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla"], pad_token_id=0, num_labels=3)
+        >>> model = KalmixForSequenceClassification(config)
+        >>> model(torch.randint(1, 64, (2, 16)), labels=torch.tensor([0, 2])).logits.shape
+        torch.Size([2, 3])
+    """
+
+
+class KalmixForTokenClassification(GenericForTokenClassification, KalmixPreTrainedModel):
+    """Classifier of tokens: dropout and a linear map of the last hidden state of each token.
+
+    Args:
+        config: configuration; `num_labels` is the number of classes.
+
+    Example:
+        >>> from kalmix.models import KalmixConfig, KalmixForTokenClassification
+        >>> config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla"], num_labels=3)
+        >>> model = KalmixForTokenClassification(config)
+        >>> model(torch.randint(64, (2, 16))).logits.shape
+        torch.Size([2, 16, 3])
+    """
