@@ -51,6 +51,16 @@ def test_head_of_the_last_hidden_state_gives_the_logits(model):
     assert torch.equal(embedded.last_hidden_state, base.last_hidden_state)
 
 
+def test_gradients_reach_returned_hidden_states(model):
+    """Masked tokens are filtered in another order than they are returned in."""
+    mask = torch.tensor([[1, 0, 1, 1, 1]])
+    output = model.train()(tokens(1, 5), attention_mask=mask, output_hidden_states=True)
+    for hidden in output.hidden_states:
+        hidden.retain_grad()
+    output.logits[0, -1].sum().backward()
+    assert all(hidden.grad[:, mask[0] == 1].any() for hidden in output.hidden_states)
+
+
 def test_names_of_weights_are_those_of_llama():
     names = set(build("hybrid").state_dict())
     outside = {name for name in names if not name.startswith(("model.layers.0.", "model.layers.1."))}

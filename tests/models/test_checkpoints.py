@@ -198,6 +198,5 @@ def test_language_model_does_not_need_transformers():
         "import kalmix, kalmix.layers, kalmix.models; from kalmix.models import LanguageModel; import torch\n"
         "model = LanguageModel(9, 8, ['kla', 'attention'])\n"
         "print(model.logits(model(model.embed_tokens(torch.arange(5)[None])).hidden_state).shape)\n"
-        "assert 'triton' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

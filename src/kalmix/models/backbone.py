@@ -234,7 +234,7 @@ class KalmixModel(KalmixPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         output = self.layers(
             x,
-            segments=layout.segments,
+            layout=layout,
             cache=CacheOfCall(cache_layers, layout) if cache_layers else None,
             output_states=False,
             output_hidden_states=bool(output_hidden_states),
@@ -242,7 +242,7 @@ class KalmixModel(KalmixPreTrainedModel):
             output_posterior=output_posterior,
         )
         last_hidden_state = layout.restore(self.norm(output.hidden_state))
-        hidden_states = (*map(layout.restore, output.hidden_states), last_hidden_state)
+        hidden_states = (*output.hidden_states, last_hidden_state)
         return KalmixModelOutput(
             last_hidden_state=last_hidden_state,
             past_key_values=past_key_values,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from kalmix.layers.base import Mixer
 from kalmix.layers.modules import RMSNorm
 from kalmix.models.blocks import Block, LayerEntry, layer_specs
+from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.models.stack import BlockStack, StackOutput
 from kalmix.segments import Segments
 from kalmix.types import Belief
@@ -92,7 +93,7 @@ class LanguageModel(nn.Module):
         Raises:
             ArgumentError: `output_posterior` is set and the last layer has no posterior.
         """
-        return self.layers(x, states, segments, **outputs)
+        return self.layers(x, states, None if segments is None else InputLayout(segments), **outputs)
 
     @property
     def mixers(self) -> list[Mixer]:

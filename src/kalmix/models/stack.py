@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer
 from kalmix.models.blocks import Block, BlockOutput, Posterior
-from kalmix.segments import Segments
+from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.types import Belief, Filtered
 from kalmix.validation import check_choice
 
@@ -90,7 +90,7 @@ class BlockStack(nn.ModuleList):
         self,
         x: Tensor,
         states: Sequence[Belief | None] | None = None,
-        segments: Segments | None = None,
+        layout: InputLayout | None = None,
         *,
         cache: StateCache | None = None,
         output_states: bool = True,
@@ -103,10 +103,10 @@ class BlockStack(nn.ModuleList):
         Args:
             x: `[B, T, D]`, embedded tokens.
             states: states of the mixers after the previous tokens, one per block; `None` for the priors.
-            segments: sequences in `x`; `None` if each row is one sequence.
+            layout: sequences in `x`, and the order of its tokens; `None` if each row is one sequence.
             cache: cache to read states from, instead of `states`, and to store them in.
             output_states: return the mixers' states and inputs.
-            output_hidden_states: return the input of each block.
+            output_hidden_states: return the input of each block, with its tokens in the order of the model's input.
             output_beliefs: return each mixer's belief about its output.
             output_posterior: return the posterior of the last block's read-out.
 
@@ -117,11 +117,14 @@ class BlockStack(nn.ModuleList):
             problem = f"ends with {type(self.last_block.mixer).__name__}, which has no posterior"
             raise ArgumentError("layers", problem=problem, expected="a last layer with a posterior")
         collected: dict[str, list[Any]] = {"states": [], "mixer_inputs": [], "hidden_states": [], "beliefs": []}
-        output = None
+        output, segments = None, None if layout is None else layout.segments
         for index, block in enumerate(self):
             last = index == len(self) - 1
             if output_hidden_states:
-                collected["hidden_states"].append(x)
+                # The next block reads what is returned, so that gradients reach it.
+                shown = x if layout is None else layout.restore(x)
+                collected["hidden_states"].append(shown)
+                x = x if layout is None else layout.compact(shown)
             state = None if states is None else states[index]
             output = block(
                 *(x, state if cache is None else cache.get_state(index, block.mixer), segments),
