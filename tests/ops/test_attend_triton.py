@@ -245,6 +245,15 @@ def test_gradients_are_accurate_if_the_variance_of_values_hardly_depends_on_the_
     check_against_float64(inputs, timing, options, None)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_are_accurate_if_one_key_has_nearly_all_weight(causal: bool) -> None:
+    """The gradient of its score is a small difference, which a residual of thousands of variances multiplies."""
+    inputs, timing = arguments(1, 40, (1, 1), (4, 4), False, torch.float32, 1, 0)
+    noises = {"process_noise": 1.0, "key_noise": 1e-4, "query_noise": 1e-4}
+    inputs |= {name: torch.full_like(inputs[name], x) for name, x in noises.items()}
+    check_against_float64(inputs, timing, (False, None, causal, False), None)
+
+
 NEIGHBOURS = Segments.of(torch.tensor([[0, 0, 7], [0, 7, 16], [0, 18, 24]]))
 SPOILED = slice(7, 18)  # the second sequence, and padding
 

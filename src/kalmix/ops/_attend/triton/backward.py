@@ -21,11 +21,9 @@ from kalmix.ops._attend.triton.block_masks import (
     lag_between_blocks,
     load_block_ranks,
     load_tokens,
-    mask_scores,
-    pair_variances,
     visible_block_range,
 )
-from kalmix.ops._attend.triton.forward import MIN_SCORE, decay_weights, launch_shape
+from kalmix.ops._attend.triton.forward import MIN_SCORE, launch_shape
 from kalmix.ops._attend.triton.parameters import (
     PARTIAL_SUMS,
     add_key_side_grads,
@@ -37,82 +35,30 @@ from kalmix.ops._attend.triton.parameters import (
     sum_to_column,
 )
 from kalmix.ops._attend.triton.rotary import frequency_grad_buffers, rotate_backward, sum_frequency_grads
-from kalmix.ops._attend.triton.scores import LN2, LOG2E, load_head_params, score_terms, score_vjp, token_precisions
+from kalmix.ops._attend.triton.score_gradients import DOMINANCE, add_other_keys, load_key_tile, score_gradients
+from kalmix.ops._attend.triton.scores import LN2, LOG2E, load_head_params
 from kalmix.ops._attend.triton.tile_sizes import key_grad_tiles, query_grad_tiles
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.ptx import round_like
 from kalmix.ops._shared.triton.tiles import load_rows, matmul, store_rows
 
 NUM_PARAMS = tl.constexpr(11)
 
 
 @triton.jit
-def score_gradients(
-    qk, grad_weights, value, query, key, block_lags, params, max_score, delta, grad_precision, unmasked, slots, window,
-    DIRECT: tl.constexpr, QUERIES_FIRST: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients of a tile through its scores.
-
-    Returns the decayed weights; the gradients of `score_vjp`; the residual; the gradients of log temperature and of the
-    log decay of values; and decays and lags as from `pair_variances`.
-
-    For each query the gradients of its scores sum to 0. So a constant may be subtracted from the score in the gradient
-    of the temperature; `max_score` keeps it small. Weights are not divided by their sum; instead `grad_weights` and
-    `delta` are.
-    """
-    key_var, value_var, key_lag, value_lag, future = pair_variances(
-        query, key, block_lags, params, DIRECT, QUERIES_FIRST, CAUSAL, SHARED, PTX
-    )
-    query_norm, key_norm = tl.where(query[0] == query[0], query[0], 0.0), tl.where(key[0] == key[0], key[0], 0.0)
-    terms = score_terms(
-        qk, query_norm, key_norm, key_var, value_var, future, value_lag[0], params, SHARED, RATIONAL, CAUSAL, PTX
-    )
-    log_weight = params[3] * terms[0] - max_score
-    score = mask_scores(log_weight, float("-inf"), query, key, unmasked, slots, window, DIRECT, MASKED, CAUSAL)
-    weight = tl.exp2(score)
-    decayed = decay_weights(weight, score, value_var, value_lag, future, params, CAUSAL)
-    decayed = round_like(decayed, value, PTX)  # rounded as in the forward pass, so that score gradients sum to 0
-    grad_decayed = decayed * grad_weights
-    grad_score = grad_decayed - weight * delta
-    grad_log_precision = 0.0
-    if VARIANCE:
-        precisions = token_precisions(terms, key_var, value_var, future, params, RATIONAL, CAUSAL, PTX)
-        grad_log_precision = tl.where(score > float("-inf"), precisions * grad_precision, 0.0)
-    value_growth = value_lag[2]
-    if QUERIES_FIRST and not DIRECT and not SHARED:
-        value_growth += value_lag[1] * value_lag[1] * key[2][2]
-    grads = score_vjp(
-        grad_score, grad_log_precision, qk, query_norm, key_norm, key_var, value_var, value_growth, future, params,
-        terms, SHARED, RATIONAL, CAUSAL, VARIANCE, PTX,
-    )  # fmt: skip
-    return decayed, grads, terms[1], grad_score * log_weight, grad_decayed, key_var, key_lag, value_lag, future
-
-
-@triton.jit
 def accumulate_query_grads(
-    grad_q, grad_norm, sums, query, grad_outputs, query_tokens, max_score, delta, grad_precision, k, v, times, rank,
-    key_features, block_lags, key_ranks, first, high, low, slots, key_blocks, window, H, G, params,
+    grad_q, grad_norm, sums, query, grad_outputs, query_tokens, max_score, delta, rest, grad_precision, k, v, times,
+    rank, key_features, block_lags, key_ranks, first, high, low, slots, key_blocks, window, H, G, params,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VARIANCE: tl.constexpr,
     DIRECT: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys, which begins at slot `first`, to the gradients of queries, their norms, and parameters."""
-    first = tl.multiple_of(first, N)
-    token = tl.cast(first, tl.int64)
-    count = slots - first if DIRECT else N
-    key = load_rows(k + token * H * K, H * K, count, tl.arange(0, P), K, N)
-    value = load_rows(v + token * G * V, G * V, count, tl.arange(0, W), V, N)
-    qk, grad_weights = matmul(query, tl.trans(key), PRECISION), matmul(grad_outputs, tl.trans(value), PRECISION)
-    block, unmasked = first // BLOCK, False
-    key_tokens = load_tokens(
-        key_features, times, rank, first + tl.arange(0, N), 0, key_blocks * BLOCK, slots, 0, SHARED
-    )
-    if MASKED:
-        high_0, low_0 = load_block_ranks(key_ranks, block)
-        unmasked = all_visible(high, low, high_0, low_0, window, CAUSAL)
+    key, qk, grad_weights, value, key_tokens, unmasked = load_key_tile(
+        query, grad_outputs, k, v, times, rank, key_features, key_ranks, first, high, low, slots, key_blocks, window, H,
+        G, K, P, V, W, BLOCK, N, SHARED, CAUSAL, MASKED, DIRECT, PRECISION,
+    )  # fmt: skip
     _decayed, grads, residual, grad_temperature, grad_decayed, key_var, key_lag, value_lag, future = score_gradients(
-        qk, grad_weights, value, query_tokens, key_tokens, block_lags, params, max_score, delta, grad_precision,
+        qk, grad_weights, value, query_tokens, key_tokens, block_lags, params, max_score, delta, rest, grad_precision,
         unmasked, slots, window, DIRECT, True, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
     )  # fmt: skip
     nu, temperature, noises = sums
@@ -130,14 +76,15 @@ def accumulate_query_grads(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def query_grads_kernel(
     q, k, v, times, rank, query_features, query_block_times, query_ranks, key_features, key_block_times, key_ranks,
-    head_params, output, grad_output, max_scores, deltas, log_precision, grad_log_precision, grad_q, grad_head_params,
+    head_params, output, grad_output, max_scores, deltas, rests, log_precision, grad_log_precision, grad_q,
+    grad_head_params,
     tokens, slots, query_blocks, key_blocks, window, H, G, GROUP_SIZE,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     VARIANCE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of queries and, through them, of parameters; store the dot products of the output
-    and its gradient (`deltas`)."""
+    and its gradient (`deltas`) and `rests`."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     value_head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     head, start, past_length = value_head // GROUP_SIZE, tile * M, slots - tokens
@@ -186,18 +133,40 @@ def query_grads_kernel(
         first_block, stop_block = visible_block_range(key_ranks, high, low, key_blocks, window, False, CAUSAL)
         begin, stop = first_block * BLOCK, tl.minimum(stop, stop_block * BLOCK)
     NEAR_N: tl.constexpr = N // 2 if N > 16 else N
+    rest = delta
+    if not RATIONAL:
+        row_sum = tl.zeros([M], tl.float32)
+        rest_sums = row_sum, row_sum, row_sum
+        if CAUSAL:
+            for first in tl.range(begin, near_start, N):
+                block_lags = lag_between_blocks(
+                    query_block_times, key_block_times + first // BLOCK, params, SHARED, PTX
+                )
+                rest_sums = add_other_keys(
+                    rest_sums, query, grad_outputs, query_tokens, max_score, delta[:, None], k, v, times, rank,
+                    key_features, block_lags, key_ranks, first, high, low, slots, key_blocks, window, H, G, params, K,
+                    P, V, W, BLOCK, N, SHARED, RATIONAL, CAUSAL, MASKED, False, PRECISION, PTX,
+                )  # fmt: skip
+        for first in tl.range(tl.maximum(begin, near_start), stop, NEAR_N):
+            rest_sums = add_other_keys(
+                rest_sums, query, grad_outputs, query_tokens, max_score, delta[:, None], k, v, times, rank,
+                key_features, None, key_ranks, first, high, low, slots, key_blocks, window, H, G, params, K, P, V, W,
+                BLOCK, NEAR_N, SHARED, RATIONAL, CAUSAL, MASKED, True, PRECISION, PTX,
+            )  # fmt: skip
+        rest = tl.where(valid & (rest_sums[1] < DOMINANCE * rest_sums[2]), rest_sums[0], float("nan"))
+        tl.store(rests + score_offset, rest)
     if CAUSAL:
         for first in tl.range(begin, near_start, N, num_stages=STAGES):
             block_lags = lag_between_blocks(query_block_times, key_block_times + first // BLOCK, params, SHARED, PTX)
             grad_query, grad_norm, sums = accumulate_query_grads(
                 grad_query, grad_norm, sums, query, grad_outputs, query_tokens, max_score, delta[:, None],
-                grad_precision[:, None], k, v, times, rank, key_features, block_lags, key_ranks, first, high, low,
-                slots, key_blocks, window, H, G, params, K, P, V, W, BLOCK, N, SHARED, RATIONAL, CAUSAL, MASKED,
-                VARIANCE, False, PRECISION, PTX,
+                rest[:, None], grad_precision[:, None], k, v, times, rank, key_features, block_lags, key_ranks, first,
+                high, low, slots, key_blocks, window, H, G, params, K, P, V, W, BLOCK, N, SHARED, RATIONAL, CAUSAL,
+                MASKED, VARIANCE, False, PRECISION, PTX,
             )  # fmt: skip
     for first in tl.range(tl.maximum(begin, near_start), stop, NEAR_N, num_stages=2):
         grad_query, grad_norm, sums = accumulate_query_grads(
-            grad_query, grad_norm, sums, query, grad_outputs, query_tokens, max_score, delta[:, None],
+            grad_query, grad_norm, sums, query, grad_outputs, query_tokens, max_score, delta[:, None], rest[:, None],
             grad_precision[:, None], k, v, times, rank, key_features, None, key_ranks, first, high, low, slots,
             key_blocks, window, H, G, params, K, P, V, W, BLOCK, NEAR_N, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE,
             True, PRECISION, PTX,
@@ -216,7 +185,7 @@ def query_grads_kernel(
 
 @triton.jit
 def accumulate_key_grads(
-    grad_k, grad_v, grad_norm, sums, key, value, key_tokens, q, grad_output, max_scores, deltas, log_precision,
+    grad_k, grad_v, grad_norm, sums, key, value, key_tokens, q, grad_output, max_scores, deltas, rests, log_precision,
     grad_log_precision, times, rank, query_features, block_lags, query_ranks, first, high, low, past_length, tokens,
     slots, query_blocks, window, H, G, first_of_group, params,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
@@ -234,7 +203,9 @@ def accumulate_key_grads(
     query_tokens = load_tokens(query_features, times, rank, at, past_length, query_blocks * BLOCK, slots, 0, SHARED)
     max_score, delta = tl.load(max_scores + at), tl.load(deltas + at)[None, :]
     valid, max_score = max_score < -MIN_SCORE, max_score[None, :]
-    grad_precision = max_score
+    grad_precision, rest = max_score, delta
+    if not RATIONAL:
+        rest = tl.load(rests + at)[None, :]
     if VARIANCE:
         log_precision_tile = tl.load(log_precision + at * H, mask=valid, other=0.0)
         grad_log_precision_tile = tl.load(grad_log_precision + at * H, mask=valid, other=0.0) * first_of_group
@@ -243,7 +214,7 @@ def accumulate_key_grads(
         high_0, low_0 = load_block_ranks(query_ranks, block)
         unmasked = all_visible(high_0, low_0, high, low, window, CAUSAL)
     decayed, grads, _residual, _temperature, _grad_decayed, _key_var, key_lag, value_lag, _future = score_gradients(
-        qk, grad_weights, value, query_tokens, key_tokens, block_lags, params, max_score, delta, grad_precision,
+        qk, grad_weights, value, query_tokens, key_tokens, block_lags, params, max_score, delta, rest, grad_precision,
         unmasked, slots, window, DIRECT, False, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, PTX,
     )  # fmt: skip
     # Never true. It makes the compiler finish both sums first: else ptxas waits for each part of two open sums.
@@ -259,7 +230,8 @@ def accumulate_key_grads(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def key_grads_kernel(
     q, k, v, times, rank, query_features, query_block_times, query_ranks, key_features, key_block_times, key_ranks,
-    head_params, grad_output, max_scores, deltas, log_precision, grad_log_precision, grad_k, grad_v, grad_head_params,
+    head_params, grad_output, max_scores, deltas, rests, log_precision, grad_log_precision, grad_k, grad_v,
+    grad_head_params,
     tokens, slots, query_blocks, key_blocks, window, H, G, GROUP_SIZE,
     K: tl.constexpr, P: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, SHARED: tl.constexpr, RATIONAL: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
@@ -284,6 +256,7 @@ def key_grads_kernel(
     query_ranks += row * query_blocks * 2
     max_scores += (row * G + value_head) * padded_tokens
     deltas += (row * G + value_head) * padded_tokens
+    rests += (row * G + value_head) * padded_tokens
     log_precision += row * tokens * H + head
     grad_log_precision += row * tokens * H + head
     first_of_group = tl.where(value_head % GROUP_SIZE == 0, 1.0, 0.0)
@@ -308,9 +281,9 @@ def key_grads_kernel(
             block_lags = lag_between_blocks(query_block_times + first // BLOCK, key_block_times, params, SHARED, PTX)
             grad_key, grad_value, grad_norm, sums = accumulate_key_grads(
                 grad_key, grad_value, grad_norm, sums, key, value, key_tokens, q, grad_output, max_scores, deltas,
-                log_precision, grad_log_precision, times, rank, query_features, block_lags, query_ranks, first, high,
-                low, past_length, tokens, slots, query_blocks, window, H, G, first_of_group, params, K, P, V, W, BLOCK,
-                M, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, False, PRECISION, PTX,
+                rests, log_precision, grad_log_precision, times, rank, query_features, block_lags, query_ranks, first,
+                high, low, past_length, tokens, slots, query_blocks, window, H, G, first_of_group, params, K, P, V, W,
+                BLOCK, M, SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, False, PRECISION, PTX,
             )  # fmt: skip
         grad_log_decay = tl.sum(grad_value * value.to(tl.float32), 1)[:, None]
     grad_decay, grad_key_state = sum_to_column(sums[0]), sum_to_column(sums[1])
@@ -333,7 +306,7 @@ def key_grads_kernel(
         )
     for first in tl.range(begin, tl.minimum(far_start, stop), NEAR_N, num_stages=2):
         grad_key, grad_value, grad_norm, _sums = accumulate_key_grads(
-            grad_key, grad_value, grad_norm, sums, key, value, key_tokens, q, grad_output, max_scores, deltas,
+            grad_key, grad_value, grad_norm, sums, key, value, key_tokens, q, grad_output, max_scores, deltas, rests,
             log_precision, grad_log_precision, times, rank, query_features, None, query_ranks, first, high, low,
             past_length, tokens, slots, query_blocks, window, H, G, first_of_group, params, K, P, V, W, BLOCK, NEAR_N,
             SHARED, RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
@@ -378,8 +351,9 @@ def backward(
     grad_v = torch.empty(v.shape, **float32)
     grad_head_params = torch.empty(count * (num_query_tiles + num_key_tiles), value_heads, NUM_PARAMS.value, **float32)
     deltas = torch.empty_like(max_scores)
+    rests = deltas if config.rational else torch.empty_like(max_scores)
     args = (q, k, v, times, rank, *blocks, head_params)
-    row_sums = (max_scores, deltas, log_precision, grad_log_precision)
+    row_sums = (max_scores, deltas, rests, log_precision, grad_log_precision)
     Launch(query_grads_kernel, (num_query_tiles, *launch.grid), (
         *args, output, grad_output, *row_sums, grad_q, grad_head_params, *launch.sizes,
     ), launch.compiled | query_tiles).run()  # fmt: skip
