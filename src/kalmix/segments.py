@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
-from kalmix.validation import can_check_values, check_dtype_and_device, check_shape
+from kalmix.validation import can_check_values, check_dtype_and_device, check_shape, in_transform
 
 
 class Segments(NamedTuple):
@@ -89,6 +89,8 @@ class Segments(NamedTuple):
 
         Raises:
             ArgumentError: it is not a tensor `[B, T]`, or has padding between two tokens of a row.
+            RuntimeError: it has such padding, and its values cannot be read here. A GPU reports it at the next
+                synchronization.
         """
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             problem = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
@@ -96,14 +98,14 @@ class Segments(NamedTuple):
         mask = mask != 0
         count = mask.sum(1)
         start = mask.int().argmax(1) if mask.shape[1] else count
+        position = torch.arange(mask.shape[1], device=mask.device)
+        has_gap = (((position >= start[:, None]) & (position < (start + count)[:, None])) != mask).any(1)
         if can_check_values(mask):
-            position = torch.arange(mask.shape[1], device=mask.device)
-            run = (position >= start[:, None]) & (position < (start + count)[:, None])
-            if bool((run != mask).any()):
-                row = int((run != mask).any(1).int().argmax())
-                raise ArgumentError(
-                    "mask", problem=f"has a gap in row {row}", expected="one contiguous run of tokens in each row"
-                )
+            if bool(has_gap.any()):
+                problem, expected = f"has a gap in row {int(has_gap.int().argmax())}", "one run of tokens in each row"
+                raise ArgumentError("mask", problem=problem, expected=expected)
+        elif torch.compiler.is_compiling() or not in_transform():
+            torch._assert_async(has_gap.any().logical_not(), "`mask` has padding between two tokens of a row")
         row = torch.arange(mask.shape[0], device=mask.device)
         return segments_without_checks(torch.stack([row, start, start + count], dim=1).to(torch.int32))
 

@@ -1,5 +1,7 @@
 """Masks with holes, packing and 4-D masks give the logits of each sequence alone, whether or not values can be read."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +19,16 @@ CLOSE = {"atol": 1e-5, "rtol": 0}  # float32 logits of size about 1
 HOLES = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]]).bool()
 
 
+@contextmanager
+def without_reading() -> Iterator[None]:
+    """Find sequences as in training on a GPU: without reading values."""
+    with checks(False), torch.enable_grad():
+        yield
+
+
+READING = [pytest.param(nullcontext, id="read"), pytest.param(without_reading, id="unread")]
+
+
 def block_causal(*lengths: int) -> torch.Tensor:
     """Return the mask `[1, 1, T, T]` of sequences of these lengths in one row."""
     number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -24,10 +36,10 @@ def block_causal(*lengths: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("read_values", [True, False])
-def test_tokens_behind_a_hole_in_the_mask_follow_those_before_it(model, read_values):
+@pytest.mark.parametrize("reading", READING)
+def test_tokens_behind_a_hole_in_the_mask_follow_those_before_it(model, reading):
     ids = tokens(3, 9)
-    with checks(read_values):
+    with reading():
         result = model(ids, attention_mask=HOLES, output_hidden_states=True, output_beliefs=True)
         probe = tokens(3, 2, seed=5)
         mask = torch.cat([HOLES, torch.tensor([[1, 1], [0, 1], [1, 1]])], 1)
@@ -125,33 +137,34 @@ def packed_batch() -> Any:
 @pytest.mark.parametrize("name", ["position_ids", "seq_idx"])
 def test_packing_with_values_that_cannot_be_read(model, name):
     batch = packed_batch()
-    with checks(False):
+    with without_reading():
         result = model(batch["input_ids"], **{name: batch[name]}, use_cache=False)
     expected = [model(part).logits for part in batch["input_ids"].split([4, 1, 7], dim=1)]
     torch.testing.assert_close(result.logits, torch.cat(expected, 1), **CLOSE)
 
 
-@torch.no_grad()
 def test_more_sequences_than_allowed_raise():
     ids = tokens(2, 8)
     position_ids = torch.arange(8) % 2
     for most, name in ((8, None), (7, "describes too many sequences")):
         model = build("kla", max_packed_sequences=most)
-        with checks(False):
+        with without_reading():
             if name is None:
                 model(ids, position_ids=position_ids[None], use_cache=False)
             else:
                 with pytest.raises(RuntimeError, match=name):
                     model(ids, position_ids=position_ids[None], use_cache=False)
-        model(ids, position_ids=position_ids[None])  # on a CPU, the values are read
+            with torch.no_grad():
+                model(ids, position_ids=position_ids[None])  # without gradients, the values are read
+        model(ids, position_ids=position_ids[None])  # on a CPU, too
 
 
 @torch.no_grad()
 def test_positions_of_one_sequence_per_row_leave_a_cache_that_continues():
     model = build("hybrid")
     ids = tokens(2, 8)
-    for enabled in (True, False):
-        with checks(enabled):
+    for reading in (nullcontext, without_reading):
+        with reading():
             cache = model(ids[:, :7], position_ids=torch.arange(7)[None]).past_key_values
         torch.testing.assert_close(model(ids[:, 7:], past_key_values=cache).logits, model(ids).logits[:, 7:], **CLOSE)
 
@@ -215,14 +228,14 @@ def test_a_compiled_call_with_a_cache_refuses_packing():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("read_values", [True, False])
-def test_block_causal_masks(model, read_values):
+@pytest.mark.parametrize("reading", READING)
+def test_block_causal_masks(model, reading):
     ids = tokens(2, 9)
     packed, holes = block_causal(4, 2, 3), (HOLES[:2, :, None] & HOLES[:2, None]).tril()[:, None]
     keep = torch.tensor([True, True, False, True, False, True, True, False, True])  # padding inside of sequences
     both = packed & keep  # queries of padding attend to tokens
     additive = torch.where(packed, 0.0, torch.finfo(torch.float16).min).half()
-    with checks(read_values):
+    with reading():
         logits = {
             name: model(ids, attention_mask=mask, use_cache=False).logits
             for name, mask in {"packed": packed, "additive": additive, "holes": holes, "both": both}.items()
@@ -260,7 +273,7 @@ def test_other_4d_masks_are_refused(name):
     model, mask = build("hybrid"), masks_of_other_forms()[name]
     with pytest.raises(ArgumentError, match="not block-causal"):
         model(tokens(1, 6), attention_mask=mask)
-    with checks(False), pytest.raises(RuntimeError, match="block-causal"):
+    with without_reading(), pytest.raises(RuntimeError, match="block-causal"):
         model(tokens(1, 6), attention_mask=mask, use_cache=False)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kalmix import Segments, ops
+from kalmix import Segments, checks, ops
 
 ROWS = [(0, 0, 3), (0, 3, 3), (0, 4, 11), (2, 5, 5), (2, 1, 9), (1, 0, 0)]
 
@@ -45,6 +45,17 @@ def test_packed_padded_and_whole():
     assert Segments.padded(mask).rows.tolist() == [[0, 2, 4], [1, 0, 4], [2, 0, 1], [3, 1, 3], [4, 0, 0]]
     assert Segments.whole(2, 7).rows.tolist() == [[0, 0, 7], [1, 0, 7]]
     assert Segments.padded(torch.ones(2, 0)).rows.tolist() == [[0, 0, 0], [1, 0, 0]]
+
+
+def test_a_gap_in_a_mask_raises_where_values_are_not_checked():
+    gap = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    with checks(False), pytest.raises(RuntimeError, match="between two tokens"):
+        Segments.padded(gap)
+    compiled = torch.compile(lambda mask: Segments.padded(mask).rows, backend="eager", fullgraph=True)
+    assert compiled(gap.flip(1)[:1]).tolist() == [[0, 1, 3]]
+    with pytest.raises(RuntimeError, match="between two tokens"):
+        compiled(gap)
+    assert Segments.padded(gap.to("meta")).rows.shape == (2, 3)
 
 
 @pytest.mark.parametrize(("decay_axes", "noise_axes"), [(5, 3), (3, 5)])

@@ -41,6 +41,13 @@ def test_position_ids_start_anew_at_each_document() -> None:
     assert [blocks[i]["position_ids"].tolist() for i in range(2)] == [[0, 1, 2, 0], [0, 1, 2, 0]]
 
 
+def test_number_of_documents_in_a_batch() -> None:
+    ids = torch.tensor([0, 4, 4, 0, 4, 4, 4, 4, 0, 0, 0, 4])
+    blocks = SequenceDataset(ids, 4, end_id=0, separate_documents=True)
+    assert [blocks.max_documents(size) for size in (1, 2, 3, 9)] == [3, 5, 6, 6]
+    assert SequenceDataset(ids, 4, end_id=0).max_documents(2) is None
+
+
 def test_text_shorter_than_a_sequence_is_refused() -> None:
     with pytest.raises(ArgumentError, match="seq_len"):
         SequenceDataset(torch.arange(4), 5, end_id=0)

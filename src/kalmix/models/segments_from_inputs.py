@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kalmix.errors import ArgumentError
 from kalmix.segments import Segments, segments_without_checks
-from kalmix.validation import can_check_values
+from kalmix.validation import can_check_values, in_transform
 
 MIN_SEQUENCES = 64  # packed sequences that any call may have
 TOKENS_PER_SEQUENCE = 64  # longer calls may have one more per so many tokens; see `find_layout`
@@ -87,11 +87,10 @@ def find_layout(
     The first tensor that is not `None` decides, in the order `cu_seq_lens_q`, `seq_idx`, `attention_mask`,
     `position_ids`.
 
-    Under `torch.compile`, and on a GPU, where reading synchronizes, shapes must not depend on values. There, `seq_idx`,
-    `position_ids` and 4-D masks give `max_sequences` sequences, some of them empty, and the device checks that these
-    are enough. If a cache is returned, the state must have one entry per sequence: values are then read on a GPU too,
-    and compiled, each row must be one sequence. A 2-D mask is read on a GPU only if gradients are off, to find out
-    whether anything is padded.
+    Under `torch.compile`, and in training on a GPU, where reading would synchronize, shapes do not depend on values:
+    `seq_idx`, `position_ids` and 4-D masks give `max_sequences` sequences, some of them empty, and the device checks
+    that these are enough. If such a call returns a cache, whose states have one entry per sequence, each row must
+    be one sequence. A GPU synchronizes if gradients are off, except for `cu_seq_lens_q`.
 
     Args:
         batch: number of rows.
@@ -149,7 +148,7 @@ def _from_padding_mask(mask: Tensor, batch: int, length: int) -> InputLayout:
         )
         raise ArgumentError("attention_mask", problem=got, expected=expected)
     mask = mask[:, mask.shape[1] - length :] != 0
-    if (can_check_values(mask) or not torch.is_grad_enabled()) and _is_eager(mask) and bool(mask.all()):
+    if _may_read(mask) and bool(mask.all()):
         return InputLayout()
     row = torch.arange(batch, device=mask.device)
     rows = torch.stack([row, torch.zeros_like(row), mask.sum(1)], dim=1).to(torch.int32)
@@ -203,11 +202,11 @@ def _runs(name: str, begins: Tensor, count: Tensor | None, max_sequences: int | 
     batch, length = begins.shape
     if length == 0 or (length == 1 and count is None):
         return None
-    readable = can_check_values(begins) or (cached and _is_eager(begins))
+    readable = _may_read(begins)
     single = (begins.sum(1) <= 1).all()  # each row is one sequence
     if bool(single) if readable else cached:
         if not readable:
-            reason = "a compiled call that returns a cache takes one sequence per row; set use_cache=False"
+            reason = "with a cache, each row must be one sequence; set use_cache=False"
             torch._assert_async(single, f"`{name}` describes several sequences in a row: {reason}")
         if count is None or (readable and bool((count == length).all())):
             return None
@@ -229,8 +228,10 @@ def _runs(name: str, begins: Tensor, count: Tensor | None, max_sequences: int | 
     return segments_without_checks(torch.stack([row, start, stop], dim=1).to(torch.int32))
 
 
-def _is_eager(tensor: Tensor) -> bool:
-    """Return whether the host can read the values of `tensor` now, even if that synchronizes."""
-    if torch.compiler.is_compiling() or tensor.device.type == "meta":
+def _may_read(tensor: Tensor) -> bool:
+    """Return whether the host may read values here: this must not break a graph or slow training."""
+    if torch.compiler.is_compiling() or tensor.device.type == "meta" or in_transform():
         return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return can_check_values(tensor) or not torch.is_grad_enabled()

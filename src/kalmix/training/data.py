@@ -114,6 +114,13 @@ class SequenceDataset(Dataset[dict[str, Tensor]]):
         item = {"input_ids": self.ids[index], "labels": self.ids[index]}
         return item if self.position_ids is None else {**item, "position_ids": self.position_ids[index]}
 
+    def max_documents(self, batch_size: int) -> int | None:
+        """Return the largest number of documents, or parts of them, in a batch; `None` if they are not separated."""
+        if self.position_ids is None:
+            return None
+        documents = (self.position_ids == 0).sum(1)
+        return int(documents.topk(min(batch_size, len(documents))).values.sum())
+
 
 def _position_ids(starts: Tensor) -> Tensor:
     """Return the number of tokens since the last start, or since the beginning: int64, from bool `[count, length]`."""

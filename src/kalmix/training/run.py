@@ -161,6 +161,7 @@ def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callba
     train_ids, eval_ids = encode_documents(tokenizer, corpus.training), encode_documents(tokenizer, corpus.held_out)
     data = SequenceDataset(train_ids, recipe.seq_len, end_id=end, separate_documents=recipe.separate_documents)
     batch_size = min(recipe.batch_size, max(1, len(data) // state.num_processes))
+    model.config.max_packed_sequences = data.max_documents(batch_size)
     schedule = Schedule(steps=recipe.steps, minutes=recipe.minutes, warmup=recipe.warmup, cooldown=recipe.cooldown)
     read = inputs.digests(corpus, output)
     if state.is_main_process:
@@ -286,6 +287,7 @@ def _save_model(trainer: KalmixTrainer, output: Path, corpus: Corpus, tokenizer:
     """
     history = trainer.state.log_history
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    model.config.max_packed_sequences = None  # depends on the data
     if trainer.is_world_process_zero():
         model.save_pretrained(output / "model")
         sync_tree(output / "model")
