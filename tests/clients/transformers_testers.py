@@ -1,0 +1,247 @@
+"""Script: run the model tests of transformers on every layer of kalmix and on a hybrid.
+
+    python tests/clients/transformers_testers.py CHECKOUT --output docs/results/transformers-testers
+
+CHECKOUT is a work tree of the repository of transformers, with `tests/causal_lm_tester.py`, at the tag of the installed
+version. The tests need the packages `parameterized`, `pytest` and `httpx`. The script writes a table (`.md`) and all
+reasons (`.json`).
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import platform
+import sys
+import time
+import types
+import unittest
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.utils._pytree import tree_leaves
+from transformers.models.auto import modeling_auto
+
+from kalmix import models
+from kalmix.layers import MIXERS
+
+LAYERS: dict[str, list[Any]] = {name: [name, name] for name in MIXERS}
+LAYERS["design"] = [{"mixer": "design", "design": "longhorn"}] * 2
+LAYERS["hybrid"] = ["kla", "attention"]
+TASKS = {
+    "": "Model",
+    "_FOR_CAUSAL_LM": "ForCausalLM",
+    "_FOR_SEQUENCE_CLASSIFICATION": "ForSequenceClassification",
+    "_FOR_TOKEN_CLASSIFICATION": "ForTokenClassification",
+}
+PEER = "transformers Mamba2"  # the same tests on the model of transformers that is nearest to ours
+
+
+class Record(unittest.TestResult):
+    """Result of each test: "passed", or the reason why it failed or was skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed: list[str] = []
+        self.failed: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
+
+    def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
+        self.passed.append(_name(test))
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
+        self.reasons[_name(test)] = reason
+
+    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
+        if err[0].__name__ == "Skipped":  # of pytest.skip
+            self.addSkip(test, str(err[1]))
+        else:
+            self.failed[_name(test)] = _describe(err)
+
+    addFailure = addError  # noqa: N815
+
+    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:  # noqa: N802
+        if err is not None:
+            self.failed[_name(test)] = f"{subtest}: {_describe(err)}"
+
+
+def _name(test: unittest.TestCase) -> str:
+    return test.id().rsplit(".", 1)[-1]
+
+
+def _describe(err: Any) -> str:
+    frame = err[2]
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    place = f"{Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}"
+    return f"{err[0].__name__} at {place}: {str(err[1]).strip()[:400]}"
+
+
+class AbsentHelpers(types.ModuleType):
+    """Stand-in for a module of helpers that a checkout lacks; each helper fails when it is called."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def absent(*args: Any, **kwargs: Any) -> Any:
+            raise unittest.SkipTest(f"the checkout has no {self.__name__}.{name}")
+
+        return absent
+
+
+def kalmix_tests(layers: list[Any]) -> type[unittest.TestCase]:
+    """Build the tests of transformers for models of `layers`, as the test file of a model of transformers does."""
+    from tests.causal_lm_tester import CausalLMModelTest, CausalLMModelTester
+
+    # The tests choose labels by these tables, which list the models inside transformers.
+    for task, suffix in TASKS.items():
+        getattr(modeling_auto, f"MODEL{task}_MAPPING_NAMES")["kalmix"] = f"Kalmix{suffix}"
+
+    class Tester(CausalLMModelTester):
+        config_class = models.KalmixConfig
+        base_model_class = getattr(models, "KalmixModel", models.KalmixForCausalLM)
+        causal_lm_class = models.KalmixForCausalLM
+        sequence_classification_class = getattr(models, "KalmixForSequenceClassification", None)
+        token_classification_class = getattr(models, "KalmixForTokenClassification", None)
+
+        def get_config(self) -> models.KalmixConfig:
+            return models.KalmixConfig(
+                vocab_size=self.vocab_size,
+                hidden_size=self.hidden_size,
+                layers=layers,
+                pad_token_id=self.pad_token_id,
+                bos_token_id=self.bos_token_id,
+                eos_token_id=self.eos_token_id,
+                tie_word_embeddings=self.tie_word_embeddings,
+            )
+
+    class Tests(CausalLMModelTest, unittest.TestCase):
+        model_tester_class = Tester
+        has_attentions = False  # as Mamba2: a filter has no attention weights
+
+        # The next two are the hooks for caches that hold something else than keys and values.
+        def _check_past_key_values_for_generate(
+            self, batch_size: int, past_key_values: Any, seq_length: int, config: Any
+        ) -> None:
+            self.assertEqual(len(past_key_values.layers), config.num_hidden_layers)
+            for layer in past_key_values.layers:
+                for tensor in tree_leaves(layer.entry.state):
+                    self.assertEqual(tensor.shape[0], batch_size)
+
+        def _check_caches_are_equal(self, cache1: Any, cache2: Any) -> None:
+            for one, other in zip(cache1.layers, cache2.layers, strict=True):
+                self.assertEqual(type(one), type(other))
+                torch.testing.assert_close(tree_leaves(one.entry.state), tree_leaves(other.entry.state))
+
+    return Tests
+
+
+def mamba2_tests() -> type[unittest.TestCase]:
+    """Build the tests of transformers for its own Mamba2, with all the mixins that ours have."""
+    from tests.causal_lm_tester import FSDPTesterMixin, TensorParallelTesterMixin, TrainingTesterMixin
+    from tests.models.mamba2.test_modeling_mamba2 import Mamba2ModelTest
+
+    return type("Tests", (Mamba2ModelTest, TrainingTesterMixin, TensorParallelTesterMixin, FSDPTesterMixin), {})
+
+
+def run(name: str, checkout: str, pattern: str) -> dict[str, Any]:
+    """Run the tests of one model.
+
+    Args:
+        name: key of `LAYERS`, or `PEER`.
+        checkout: work tree of transformers.
+        pattern: run only tests whose name contains it.
+
+    Returns:
+        A dict with "passed" (names), "failed" and "skipped" (name to reason), and "seconds".
+    """
+    sys.path.insert(0, checkout)
+    helpers = "tests.distributed_testing_utils"
+    if not Path(checkout, "tests/distributed_testing_utils.py").exists():
+        sys.modules[helpers] = AbsentHelpers(helpers)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    cases = mamba2_tests() if name == PEER else kalmix_tests(LAYERS[name])
+    names = [test for test in unittest.defaultTestLoader.getTestCaseNames(cases) if pattern in test]
+    record, began = Record(), time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        for test in names:
+            torch.compiler.reset()
+            cases(test).run(record)
+    seconds = round(time.perf_counter() - began)
+    passed = [test for test in record.passed if test not in record.failed]
+    return {"passed": passed, "failed": record.failed, "skipped": record.reasons, "seconds": seconds}
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Return a Markdown table of the results, the failures, and the reasons of the skips."""
+    peer = results.get(PEER)
+    lines = ["| model | passed | failed | skipped | skipped, but not by Mamba2 |", "|---|---|---|---|---|"]
+    for name, result in results.items():
+        more = "" if peer is None or name == PEER else len(_extra_skips(result, peer))
+        counts = [len(result[kind]) for kind in ("passed", "failed", "skipped")]
+        lines.append(f"| {name} | {' | '.join(map(str, counts))} | {more} |")
+    failures = [f"- {name}: `{test}`: {why}" for name, r in results.items() for test, why in r["failed"].items()]
+    lines += ["", *(["Failures:", "", *failures, ""] if failures else [])]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for name, result in results.items():
+        for test, why in () if name == PEER else result["skipped"].items():
+            reasons.setdefault((test, why), []).append(name)
+    lines += ["| skipped test | reason | models | Mamba2 |", "|---|---|---|---|"]
+    ours = len([name for name in results if name != PEER])
+    for (test, why), names in sorted(reasons.items()):
+        which = "all" if len(names) == ours else ", ".join(names)
+        theirs = "" if peer is None else _outcome(peer, test)
+        lines.append(f"| `{test}` | {' '.join(why.split()).replace('|', '/')} | {which} | {theirs} |")
+    return "\n".join(lines) + "\n"
+
+
+def _outcome(result: dict[str, Any], test: str) -> str:
+    return next((kind for kind in ("passed", "failed", "skipped") if test in result[kind]), "not run")
+
+
+def _extra_skips(result: dict[str, Any], peer: dict[str, Any]) -> list[str]:
+    return [test for test in result["skipped"] if _outcome(peer, test) in ("passed", "failed")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", help="work tree of the repository of transformers")
+    parser.add_argument("--model", action="append", choices=[*LAYERS, PEER], help="Repeatable. Default: all")
+    parser.add_argument("-k", default="", metavar="TEXT", help="Run only tests whose name contains TEXT")
+    parser.add_argument("--jobs", type=int, default=2, help="Processes")
+    parser.add_argument("--output", type=Path, help="Write OUTPUT.md and OUTPUT.json")
+    arguments = parser.parse_args()
+    checkout = str(Path(arguments.checkout).resolve())
+    names = arguments.model or [*LAYERS, PEER]
+    results = {}
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for name, future in [(name, pool.submit(run, name, checkout, arguments.k)) for name in names]:
+            results[name] = result = future.result()
+            counts = ", ".join(f"{len(result[kind])} {kind}" for kind in ("passed", "failed", "skipped"))
+            print(f"{name}: {counts}, {result['seconds']} s", flush=True)
+            for test, why in result["failed"].items():
+                print(f"    {test}: {why}", flush=True)
+    versions = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if arguments.output:
+        arguments.output.with_suffix(".md").write_text(table(results))
+        arguments.output.with_suffix(".json").write_text(
+            json.dumps({"versions": versions, "results": results}, indent=1)
+        )
+    return int(any(result["failed"] for result in results.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
