@@ -11,11 +11,13 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import platform
 import sys
 import time
 import types
 import unittest
+import unittest.mock as mock
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 import transformers
 from torch.utils._pytree import tree_leaves
+from transformers.exporters.base import ExportedModel
 from transformers.models.auto import modeling_auto
 
 from kalmix import models
@@ -125,6 +128,7 @@ def kalmix_tests(layers: list[Any]) -> type[unittest.TestCase]:
     class Tests(CausalLMModelTest, unittest.TestCase):
         model_tester_class = Tester
         has_attentions = False  # as Mamba2: a filter has no attention weights
+        test_can_init_all_missing_weights_before_2023 = True  # it reads the year of the model in a copyright notice
 
         # The next two are the hooks for caches that hold something else than keys and values.
         def _check_past_key_values_for_generate(
@@ -139,6 +143,26 @@ def kalmix_tests(layers: list[Any]) -> type[unittest.TestCase]:
             for one, other in zip(cache1.layers, cache2.layers, strict=True):
                 self.assertEqual(type(one), type(other))
                 torch.testing.assert_close(tree_leaves(one.entry.state), tree_leaves(other.entry.state))
+
+        def test_left_padding_compatibility(self) -> None:
+            # The test concludes from `has_attentions` that a model supports padding.
+            with mock.patch.object(type(self), "has_attentions", True):
+                super().test_left_padding_compatibility()
+
+        def test_recurrent_layers_mask_padding_on_continued_forward(self) -> None:
+            # The test knows recurrent models by the types of layer that transformers defines.
+            prepare = self.model_tester.prepare_config_and_inputs_for_common
+
+            def declared() -> tuple[Any, Any]:
+                config, inputs = prepare()
+                config.get_text_config = lambda: [
+                    config.__dict__.pop("get_text_config"),
+                    types.SimpleNamespace(layer_types=["linear_attention"]),
+                ][1]
+                return config, inputs
+
+            with mock.patch.object(self.model_tester, "prepare_config_and_inputs_for_common", declared):
+                super().test_recurrent_layers_mask_padding_on_continued_forward()
 
     return Tests
 
@@ -166,6 +190,8 @@ def run(name: str, checkout: str, pattern: str) -> dict[str, Any]:
     helpers = "tests.distributed_testing_utils"
     if not Path(checkout, "tests/distributed_testing_utils.py").exists():
         sys.modules[helpers] = AbsentHelpers(helpers)
+    if not hasattr(ExportedModel, "module"):  # the tests of transformers 5.16 call it
+        ExportedModel.module = lambda exported: exported.program.module()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -217,10 +243,13 @@ def main() -> int:
     parser.add_argument("checkout", help="work tree of the repository of transformers")
     parser.add_argument("--model", action="append", choices=[*LAYERS, PEER], help="Repeatable. Default: all")
     parser.add_argument("-k", default="", metavar="TEXT", help="Run only tests whose name contains TEXT")
+    parser.add_argument("--slow", action="store_true", help="Run the tests that transformers marks as slow, too")
     parser.add_argument("--jobs", type=int, default=2, help="Processes")
     parser.add_argument("--output", type=Path, help="Write OUTPUT.md and OUTPUT.json")
     arguments = parser.parse_args()
     checkout = str(Path(arguments.checkout).resolve())
+    if arguments.slow:
+        os.environ["RUN_SLOW"] = "1"  # how the tests of transformers are told
     names = arguments.model or [*LAYERS, PEER]
     results = {}
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
