@@ -1,0 +1,62 @@
+"""Adapters of PEFT: training, saving, loading and merging."""
+
+import pytest
+import torch
+
+peft = pytest.importorskip("peft")
+
+LORA = {"r": 4, "init_lora_weights": False, "target_modules": "all-linear"}
+
+
+def _ids(model) -> torch.Tensor:
+    return torch.randint(6, model.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def test_lora_is_saved_loaded_and_merged(model, tmp_path):
+    ids = _ids(model)
+    plain = model(ids).logits
+    model.save_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**LORA, task_type="CAUSAL_LM")).eval()
+    expected = adapted(ids).logits
+    assert not torch.allclose(expected, plain, atol=1e-3)
+    adapted.save_pretrained(tmp_path / "adapter")
+
+    base = type(model).from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    torch.testing.assert_close(loaded(ids).logits, expected)
+    torch.testing.assert_close(loaded.merge_and_unload()(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_lora_has_default_targets(model):
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM"))
+    assert 0 < adapted.get_nb_trainable_parameters()[0] < model.num_parameters()
+
+
+def test_adapters_are_added_by_the_model_itself(model, tmp_path):
+    ids = _ids(model)
+    model.add_adapter(peft.LoraConfig(**LORA))
+    expected = model.eval()(ids).logits
+    model.disable_adapters()
+    assert not torch.allclose(model(ids).logits, expected, atol=1e-3)
+    model.enable_adapters()
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_adapted_model_generates_what_it_computes(model):
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**LORA, task_type="CAUSAL_LM")).eval()
+    ids = _ids(model)
+    cached = adapted.generate(input_ids=ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(cached, adapted.generate(input_ids=ids, max_new_tokens=6, use_cache=False, eos_token_id=None))
+
+
+@pytest.mark.parametrize("kind", ["VeraConfig", "IA3Config", "PromptTuningConfig", "LoHaConfig"])
+def test_other_adapters_train(kind, model):
+    options = {"num_virtual_tokens": 3} if kind == "PromptTuningConfig" else {"target_modules": ["out_proj"]}
+    if kind == "IA3Config":
+        options["feedforward_modules"] = []
+    adapted = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **options)).train()
+    ids = _ids(model)
+    adapted(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+    grads = [p.grad for p in adapted.parameters() if p.requires_grad]
+    assert any(grad is not None and bool(grad.abs().sum() > 0) for grad in grads)

@@ -1,0 +1,94 @@
+"""Features of the Trainer of transformers, and of accelerate below it."""
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from .conftest import sentences
+
+COMMON = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "report_to": "none",
+    "use_cpu": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+FEATURES = {
+    "plain": {},
+    "activation checkpointing": {"activation_checkpointing": True},
+    "activation checkpointing, not reentrant": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "gradient accumulation": {"gradient_accumulation_steps": 2},
+    "bf16": {"bf16": True},
+    "torch_compile": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "length groups": {"train_sampling_strategy": "group_by_length"},
+    "adafactor": {"optim": "adafactor"},
+    "batch size finder": {"auto_find_batch_size": True},
+}
+
+
+def _rows(tokenizer, count: int = 16) -> Dataset:
+    return Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]} for text in sentences(count)])
+
+
+def _trainer(model, tokenizer, folder, flatten: bool = False, **options) -> Trainer:
+    collate = DataCollatorWithFlattening() if flatten else DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    rows = _rows(tokenizer)
+    arguments = TrainingArguments(str(folder), **{**COMMON, **options})
+    return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=collate)
+
+
+def _losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_trainer_lowers_the_loss(feature, model, tokenizer, tmp_path):
+    trainer = _trainer(model, tokenizer, tmp_path, **{"max_steps": 12, "learning_rate": 3e-3, **FEATURES[feature]})
+    trainer.train()
+    losses = _losses(trainer)
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_evaluation_and_prediction(model, tokenizer, tmp_path):
+    trainer = _trainer(model, tokenizer, tmp_path)
+    predicted = trainer.predict(trainer.eval_dataset)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(predicted.metrics["test_loss"])
+    assert predicted.predictions.shape[::2] == (16, len(tokenizer))
+
+
+def test_resumed_training_is_uninterrupted_training(model, tokenizer, tmp_path):
+    import copy
+
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = _trainer(copy.deepcopy(model), tokenizer, tmp_path / "whole", **options)
+    whole.train()
+    resumed = _trainer(model, tokenizer, tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_best_model_is_loaded_at_the_end(model, tokenizer, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trainer = _trainer(model, tokenizer, tmp_path, load_best_model_at_end=True, **options)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-5)
+
+
+def test_flattened_batches_have_the_loss_of_padded_ones(model, tokenizer, tmp_path):
+    import copy
+
+    losses = []
+    for flatten in (False, True):
+        trainer = _trainer(copy.deepcopy(model), tokenizer, tmp_path, flatten)
+        trainer.train()
+        losses.append(_losses(trainer))
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)  # the log has four digits
