@@ -13,7 +13,7 @@ train: $(VENV)/.train-installed  ## train a Kalman language model on real text, 
 test: setup  ## run the tests, without the slow ones; ARGS="-k laws" for some
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
-test-all: setup  ## run the slow tests too; ARGS="-m slow" for these alone
+test-all: $(VENV)/.clients-installed  ## run the slow tests too; ARGS="-m slow" for these alone
 	$(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow" $(ARGS)
 
 # pyright finds an installed package by the python of PATH.
@@ -34,6 +34,10 @@ lint: setup  ## style, types and the direction of imports
 
 docs: $(VENV)/.docs-installed  ## build the documentation site into build/site; fails on a broken link or example
 	$(BIN)/python docs/tools/build.py $(ARGS)
+
+$(VENV)/.clients-installed: $(VENV)/.installed
+	$(PIP) -e '.[clients]'
+	touch $@
 
 $(VENV)/.docs-installed: $(VENV)/.installed
 	$(PIP) -e '.[docs]'

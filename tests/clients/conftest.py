@@ -18,6 +18,11 @@ CHAT_TEMPLATE = (
 LAYERS = {"kla": ["kla", "kla"], "hybrid": ["gated-deltanet", "attention"]}
 
 
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """Leave the folder out of `make test`: importing these packages takes many seconds."""
+    return True if config.option.markexpr == "not slow" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder as slow: `make test-all` runs them, with the packages of the extra `clients`."""
     for item in items:

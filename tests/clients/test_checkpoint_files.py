@@ -25,18 +25,6 @@ def test_low_precision_weights_are_loaded(model, dtype, tmp_path):
     assert (loaded(_ids(model)).logits.float() - expected).norm() < 0.05 * expected.norm()
 
 
-def test_weights_are_offloaded_to_disk(model, tmp_path):
-    model.save_pretrained(tmp_path / "model")
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-    blocks = {f"model.layers.{i}": "disk" if i else "cpu" for i in range(model.config.num_hidden_layers)}
-    offloaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", device_map={**places, **blocks}, offload_folder=str(tmp_path / "disk")
-    )
-    torch.testing.assert_close(offloaded(_ids(model)).logits, model(_ids(model)).logits)
-    generated = offloaded.generate(_ids(model), max_new_tokens=4, eos_token_id=None, do_sample=False)
-    assert torch.equal(generated, model.generate(_ids(model), max_new_tokens=4, eos_token_id=None, do_sample=False))
-
-
 def test_pipeline_generates_from_a_folder(model, tokenizer, tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

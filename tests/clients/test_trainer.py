@@ -1,5 +1,7 @@
 """Features of the Trainer of transformers, and of accelerate below it."""
 
+import copy
+
 import pytest
 import torch
 from datasets import Dataset
@@ -65,8 +67,6 @@ def test_evaluation_and_prediction(model, tokenizer, tmp_path):
 
 
 def test_resumed_training_is_uninterrupted_training(model, tokenizer, tmp_path):
-    import copy
-
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole = _trainer(copy.deepcopy(model), tokenizer, tmp_path / "whole", **options)
     whole.train()
@@ -84,8 +84,6 @@ def test_best_model_is_loaded_at_the_end(model, tokenizer, tmp_path):
 
 
 def test_flattened_batches_have_the_loss_of_padded_ones(model, tokenizer, tmp_path):
-    import copy
-
     losses = []
     for flatten in (False, True):
         trainer = _trainer(copy.deepcopy(model), tokenizer, tmp_path, flatten)

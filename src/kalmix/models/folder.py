@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from kalmix.errors import FileError
 from kalmix.files import check_format, check_regular, read_json
@@ -126,13 +126,15 @@ def check_weights(headers: dict[str, TensorHeader], model: nn.Module, tied: Coll
 
 
 def check_finite(model: nn.Module) -> None:
-    """Check that all floating-point tensors of a model are finite. Synchronizes with a GPU.
+    """Check that all floating-point tensors of a model are finite, but for quantized ones. Synchronizes with a GPU.
 
     Raises:
         FileError: a tensor contains NaN or infinity; names it.
     """
     for name, tensor in model.state_dict().items():
         if not tensor.is_floating_point() or tensor.device.type == "meta" or not tensor.numel():
+            continue
+        if type(tensor) is not Tensor:  # quantized, by a package that may not define `aminmax` for its tensors
             continue
         # The smallest and the largest value are NaN if any value is.
         if not bool(torch.stack(tensor.detach().aminmax()).isfinite().all()):
