@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kalmix import ArgumentError
 from kalmix.analysis.diffusions import riccati, sample_backwards
 
 F64 = torch.float64
@@ -90,3 +91,11 @@ def filtered(move: Tensor, pushed: Tensor, prior: Tensor, seen: Tensor, measured
         found.append((mean, covariance))
     means, covariances = zip(*found, strict=True)
     return torch.stack(means), torch.stack(covariances)
+
+
+def test_matrices_of_another_shape_are_refused() -> None:
+    eye = torch.eye(2).expand(5, 2, 2)
+    with pytest.raises(ArgumentError, match=r"`transition` has shape \[5, 2, 2\]; expected \[..., 4, 2, 2\]"):
+        sample_backwards(torch.zeros(5, 2), eye, eye, eye[1:])
+    with pytest.raises(ArgumentError, match="`mean` has 0 tokens"):
+        sample_backwards(torch.zeros(0, 2), eye[:0], eye[:0], eye[:0])

@@ -18,9 +18,12 @@ from torch.nn.functional import pad
 
 from kalmix.designs import Design
 from kalmix.designs.spec import check_design
+from kalmix.errors import ArgumentError
 from kalmix.ops import OPS
-from kalmix.segments import Segments
+from kalmix.ops._shared.validation import check_heads
+from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered
+from kalmix.validation import check_shape
 
 Store = Callable[[Any], Any]
 
@@ -71,7 +74,7 @@ def oracle(
 
     Raises:
         DesignError: a signal is missing, or is not one of the design's, or the design has no variance.
-        ArgumentError: `design` is not a `Design`.
+        ArgumentError: `design` is not a `Design`, or a tensor or `segments` has another shape. Values are not checked.
 
     Complexity: one Python step per token.
 
@@ -87,11 +90,17 @@ def oracle(
     check_design(design)
     signals = {name: x for name, x in signals.items() if x is not None}
     design.check(signals, variance)
+    check_inputs(q, k, v, segments)
     op = OPS[design.op]
     recursion, options = op.recursion, {name: signals.pop(name) for name in design.options if name in signals}
     q, k = q.double(), k.double()
     if not recursion.shares_keys:
         q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for x in (q, k))
+    for name, x in signals.items():
+        fixed = name in recursion.invariant and getattr(x, "ndim", 9) <= 3
+        if not isinstance(x, Tensor) or not (fixed or x.shape[:2] == v.shape[:2]):
+            got = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+            raise ArgumentError(name, problem=got, expected=f"a tensor [B={v.shape[0]}, T={v.shape[1]}, ...]")
     invariant = [name for name in recursion.invariant if name in signals and signals[name].ndim <= 3]
     shared = options | {name: signals[name].double() for name in invariant}
     per_token = {"q": q, "k": k, "v": v.double()}
@@ -119,6 +128,15 @@ def oracle(
     final = type(finals[0])(*(_stack(leaf) for leaf in zip(*finals, strict=True))) if finals else belief
     spread = assemble(variances, v.shape[3] if recursion.columns else 1) if variance else None
     return Filtered(assemble(means, v.shape[3]), spread, final)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> None:
+    """Check the shapes of q and k `[B, T, H, K]` and v `[B, T, G, V]`, and that segments fit them."""
+    sizes: dict[str, int] = {}
+    for name, x, layout in (("q", q, "B T H K"), ("k", k, "B T H K"), ("v", v, "B T G V")):
+        check_shape(name, x, layout, sizes)
+    check_heads(sizes)
+    check_segments(segments, sizes["B"], sizes["T"], v.device)
 
 
 def _stack(leaves: tuple[Tensor, ...]) -> Tensor:

@@ -27,8 +27,8 @@ class Segments(NamedTuple):
         rows: int32 `[N, 3]`, (batch row, start, stop) of each run; `stop` is exclusive.
 
     Raises:
-        ArgumentError: `rows` is not int32 `[N, 3]`, an entry is negative, a run stops before it starts, or runs
-            overlap.
+        ArgumentError: the tensor `rows` is not int32 `[N, 3]`, an entry is negative, a run stops before it starts, or
+            runs overlap.
 
     Example:
         >>> from kalmix import Segments, ops

@@ -160,6 +160,22 @@ def test_names_instead_of_designs_and_parts_are_refused():
             Design("wrong", **parts | {part: value})
 
 
+@pytest.mark.parametrize("part", [lambda: Transition("head", diffusion="yes"), lambda: Evidence("memory", columns=1)])
+def test_flags_of_parts_are_booleans(part):
+    with pytest.raises(ArgumentError, match="expected True or False"):
+        part()
+
+
+def test_the_oracle_checks_shapes():
+    design, given = kalmix.designs.DELTANET, signals(kalmix.designs.DELTANET)
+    short = {name: given[name][:, :1] for name in ("q", "k", "v", "reset", "obs_noise")}
+    for name, wrong in short.items():
+        with pytest.raises(ArgumentError, match=r"`(q|k|v|reset|obs_noise)` has shape"):
+            kalmix.oracle(design, **given | {name: wrong})
+    with pytest.raises(ArgumentError, match="`segments`"):
+        kalmix.oracle(design, **given, segments=kalmix.Segments.packed(torch.tensor([0, 99])))
+
+
 @pytest.mark.parametrize("design", CATALOGUE.values(), ids=lambda design: design.name)
 def test_signals_of_wrong_shape_are_refused(design):
     given = signals(design)

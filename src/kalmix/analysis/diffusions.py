@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kalmix.errors import ArgumentError
+
 
 def riccati(rate: Tensor, lag: Tensor, process_noise: Tensor, obs_noise: Tensor, start: Tensor | float = 0.0) -> Tensor:
     """Return the filter variance of dx = -rate x dt + dw after continuous observation for a time `lag`.
@@ -59,12 +61,23 @@ def sample_backwards(
     Returns:
         `[n, ..., T, d]`.
 
+    Raises:
+        ArgumentError: a tensor has another shape.
+
     Example:
         >>> from kalmix.analysis.diffusions import sample_backwards
         >>> eye = torch.eye(2).expand(5, 2, 2)
         >>> sample_backwards(torch.zeros(5, 2), eye, eye[1:], eye[1:], count=3).shape
         torch.Size([3, 5, 2])
     """
+    steps, rows = mean.shape[-2:]
+    if steps == 0:
+        raise ArgumentError("mean", problem="has 0 tokens", expected="at least 1")
+    sizes = {"covariance": (covariance, steps), "transition": (transition, steps - 1), "noise": (noise, steps - 1)}
+    for name, (matrices, length) in sizes.items():
+        if matrices.shape[-3:] != (length, rows, rows):
+            problem = f"has shape {list(matrices.shape)}"
+            raise ArgumentError(name, problem=problem, expected=f"[..., {length}, {rows}, {rows}]")
     normal = torch.randn(count, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
     state = mean[..., -1, :] + _apply(root(covariance[..., -1, :, :]), normal[..., -1, :])
     path = [state]

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from kalmix.designs.kinds import CovarianceKind, Kind
 from kalmix.errors import ArgumentError, DesignError, any_of
+from kalmix.validation import check_bool
 
 Decay = Literal["none", "head", "key", "cell", "matrix", "forgetting", "time"]
 
@@ -41,6 +42,7 @@ class Transition:
 
     Raises:
         DesignError: an unknown decay, or one that cannot be combined with rotation.
+        ArgumentError: `diffusion` or `rotation` is not `True` or `False`.
 
     Example:
         >>> from kalmix.designs import Transition
@@ -57,6 +59,8 @@ class Transition:
 
     def __post_init__(self) -> None:
         _check_choice("decay", self.decay, get_args(Decay))
+        check_bool("diffusion", self.diffusion)
+        check_bool("rotation", self.rotation)
         if self.rotation and self.decay in ("cell", "matrix", "forgetting", "time"):
             raise DesignError(f"`rotation` is True with decay {self.decay!r}; expected decay 'none', 'head' or 'key'.")
 
@@ -118,6 +122,7 @@ class Evidence:
 
     Raises:
         DesignError: an unknown kind.
+        ArgumentError: `columns` is not `True` or `False`.
 
     Example:
         >>> from kalmix.designs import Evidence
@@ -130,6 +135,7 @@ class Evidence:
 
     def __post_init__(self) -> None:
         _check_choice("kind", self.kind, _EVIDENCE)
+        check_bool("columns", self.columns)
 
     @property
     def signals(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from kalmix.models import static_cache  # noqa: F401, so that `StaticCache(confi
 from kalmix.models.blocks import LayerSpec, layer_specs, layers_to_json
 from kalmix.models.cache import LAYER_TYPE
 from kalmix.models.stack import PROPAGATIONS
-from kalmix.validation import check_choice, check_positive_int, check_types
+from kalmix.validation import check_choice, check_number, check_positive_int, check_types
 
 DEFAULT_BLOCKS = 12
 LOSSES = ("cross-entropy", "marginal")
@@ -123,6 +123,8 @@ class KalmixConfig(PreTrainedConfig):
         for name in _POSITIVE:
             if (value := getattr(self, name)) is not None:
                 check_positive_int(name, value)
+        check_number("norm_eps", self.norm_eps, minimum=0.0)
+        check_number("initializer_range", self.initializer_range, minimum=0.0)
         if isinstance(self.layers, str | Mapping):
             self.layers = [self.layers] * (self.num_hidden_layers or DEFAULT_BLOCKS)
         if isinstance(self.layers, list | tuple) and self.num_hidden_layers is None:
