@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from kalmix.segments import Segments
 
-# torch 2.11 shares key heads without this option, later versions need it.
-_SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 _FLASH = torch.cuda.is_available() and torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+# `torch.nn.attention.varlen` takes seconds to import and imports Triton, so it is imported by the first call only. In
+# torch 2.11 it shares key heads without the option `enable_gqa`; later versions need it.
+_NEEDS_OPTION = _FLASH and "enable_gqa" in Path(torch.nn.attention.__file__).with_name("varlen.py").read_text()
+_SHARED_HEADS = {"enable_gqa": True} if _NEEDS_OPTION else {}
 _SCORE = 2.0**15  # largest power of two in float16; scores of other sequences are at most minus its square
 _BITS = 20  # of the index of a sequence, where its largest value is unknown
 
@@ -42,6 +43,8 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_i
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) for x in (q, k, v))
     if _can_use_flash(q):
+        from torch.nn.attention.varlen import varlen_attn
+
         batch, length = q.shape[:2]
         bounds = sequence_bounds(segments, batch, length)
         query, key, value = (x.flatten(0, 1) for x in (q, k, v))
