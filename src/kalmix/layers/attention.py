@@ -12,7 +12,7 @@ from kalmix.beliefs import detach, loadable, take, to
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
 from kalmix.layers.modules import RMSNorm, apply_rotary
-from kalmix.layers.packed_attention import attend_packed
+from kalmix.layers.packed_attention import attend_packed, load_flash_attention
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
 from kalmix.validation import FLOATS, can_check_values, check_number, check_positive_int
@@ -112,6 +112,7 @@ class Attention(Mixer):
         self.query_norm: RMSNorm = RMSNorm(self.width, norm_eps)
         self.key_norm: RMSNorm = RMSNorm(self.width, norm_eps)
         self.out_proj: nn.Linear = nn.Linear(heads * self.width, hidden_size, bias=False)
+        load_flash_attention()
 
     def read(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +10,7 @@ from torch import Tensor
 
 from kalmix.segments import Segments
 
-_FLASH = torch.cuda.is_available() and torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
-# `torch.nn.attention.varlen` takes seconds to import and imports Triton, so it is imported by the first call only. In
-# torch 2.11 it shares key heads without the option `enable_gqa`; later versions need it.
-_NEEDS_OPTION = _FLASH and "enable_gqa" in Path(torch.nn.attention.__file__).with_name("varlen.py").read_text()
-_SHARED_HEADS = {"enable_gqa": True} if _NEEDS_OPTION else {}
+_FLASH: dict[str, Any] = {}  # PyTorch's function, and its options if query heads share keys; see `load_flash_attention`
 _SCORE = 2.0**15  # largest power of two in float16; scores of other sequences are at most minus its square
 _BITS = 20  # of the index of a sequence, where its largest value is unknown
 
@@ -48,9 +43,8 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_i
         batch, length = q.shape[:2]
         bounds = sequence_bounds(segments, batch, length)
         query, key, value = (x.flatten(0, 1) for x in (q, k, v))
-        options: Any = _SHARED_HEADS if q.shape[2] != k.shape[2] else {}
-        output: Any = varlen_attn(query, key, value, bounds, bounds, length, length, window_size=(-1, 0), **options)
-        return output.view(q.shape)
+        options = {"window_size": (-1, 0), **(_FLASH["shared"] if q.shape[2] != k.shape[2] else {})}
+        return _FLASH["attend"](query, key, value, bounds, bounds, length, length, **options).view(q.shape)
     finite = torch.stack([x.isfinite().flatten(2).all(2) for x in (q, k, v)]).all(0)
     q, k, v = (torch.where(finite[..., None, None], x, 0) for x in (q, k, v))
     output = _attend_with_codes(q, k, v, segments, segment_ids)
@@ -73,15 +67,23 @@ def sequence_bounds(segments: Segments, batch: int, length: int) -> Tensor:
     return torch.cat([begin, rows]).sort().values.to(torch.int32)
 
 
+def load_flash_attention() -> None:
+    """Import PyTorch's flash attention for sequences of different lengths, if PyTorch was built with it.
+
+    The import takes a second, because it imports the compiler.
+    """
+    if not _FLASH and torch.version.cuda and torch.backends.cuda.is_flash_attention_available():
+        from torch.nn.attention.varlen import varlen_attn
+
+        named = "enable_gqa" in inspect.signature(varlen_attn).parameters  # earlier versions need no such option
+        _FLASH.update(attend=varlen_attn, shared={"enable_gqa": True} if named else {})
+
+
 def _can_use_flash(q: Tensor) -> bool:
     """Return whether flash attention supports these queries."""
-    return (
-        _FLASH
-        and q.is_cuda
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[3] % 8 == 0
-        and q.shape[3] <= 256
-    )
+    if not _FLASH or not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return q.shape[3] % 8 == 0 and q.shape[3] <= 256
 
 
 def _attend_with_codes(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_ids: Tensor) -> Tensor:
