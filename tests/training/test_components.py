@@ -17,7 +17,6 @@ from kalmix.training import Recipe, parse_layers
 from kalmix.training.corpus import Corpus, train_tokenizer
 from kalmix.training.data import SequenceDataset, encode_documents, wrap_tokenizer
 from kalmix.training.evaluation import bits_per_byte, compressor_bits_per_byte, surprisals
-from kalmix.training.optimizer import DYNAMICS_LR_FACTOR, parameter_groups
 from kalmix.training.schedule import Schedule
 
 
@@ -51,19 +50,6 @@ def test_number_of_documents_in_a_batch() -> None:
 def test_text_shorter_than_a_sequence_is_refused() -> None:
     with pytest.raises(ArgumentError, match="seq_len"):
         SequenceDataset(torch.arange(4), 5, end_id=0)
-
-
-def test_every_parameter_is_in_one_group_and_dynamics_learn_slowly() -> None:
-    network = model()
-    groups = {group["name"]: group for group in parameter_groups(network, learning_rate=1.0, weight_decay=0.1)}
-    grouped = [id(value) for group in groups.values() for value in group["params"]]
-    assert sorted(grouped) == sorted(map(id, network.parameters()))
-    assert set(map(id, groups["dynamics"]["params"])) == set(
-        map(id, network.model.layers[0].mixer.dynamics.parameters())
-    )
-    assert groups["dynamics"]["lr"] == DYNAMICS_LR_FACTOR
-    assert [name for name, group in groups.items() if group["weight_decay"]] == ["matrices"]
-    assert all(value.ndim >= 2 for value in groups["matrices"]["params"])
 
 
 def test_learning_rate_is_a_trapezoid() -> None:
@@ -203,13 +189,3 @@ class TestTextDiagnostics:
 def test_decoding_keeps_spaces(tokenizer) -> None:
     text = "a , b . I 'm n't ?"
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
-
-
-def test_embeddings_and_head_have_their_own_groups() -> None:
-    network = model()
-    groups = {
-        group["name"]: group["params"] for group in parameter_groups(network, learning_rate=1.0, weight_decay=0.1)
-    }
-    assert [id(value) for value in groups["embeddings"]] == [id(network.get_input_embeddings().weight)]
-    head = network.get_output_embeddings().weight
-    assert head is network.get_input_embeddings().weight or [id(value) for value in groups["head"]] == [id(head)]

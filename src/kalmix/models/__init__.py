@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kalmix.models.classification import KalmixForSequenceClassification, KalmixForTokenClassification
     from kalmix.models.configuration import KalmixConfig
     from kalmix.models.huggingface import KalmixForCausalLM, KalmixOutput
+    from kalmix.models.optimizer import optimizer_groups
     from kalmix.models.vision import VisionModel, gkavision_tiny
 
 _MODULES = {
@@ -35,6 +36,7 @@ _MODULES = {
     "KalmixConfig": "configuration",
     "KalmixForCausalLM": "huggingface",
     "KalmixOutput": "huggingface",
+    "optimizer_groups": "optimizer",
     "VisionModel": "vision",
     "gkavision_tiny": "vision",
 }
@@ -51,6 +53,7 @@ __all__ = [
     "VisionModel",
     "gkavision_tiny",
     "hybrid_layers",
+    "optimizer_groups",
     "restore",
     "snapshot",
 ]

@@ -43,7 +43,7 @@ class KalmixModelOutput(BaseModelOutputWithPast):
         beliefs: `Filtered` of each layer's output, with `mean` and `variance` `[B, T, D]`; `None` if not requested. The
             variance is `None` for layers without a posterior.
         posterior: posterior of the last block's read-out, in the order of `layout`; `None` if not requested.
-        layout: order in which the tokens were filtered, and their sequences.
+        layout: order in which the tokens were filtered, and their sequences; `None` if not requested.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixModel
@@ -176,6 +176,7 @@ class KalmixModel(KalmixPreTrainedModel):
         use_cache: bool | None = None,
         output_beliefs: bool = False,
         output_posterior: bool = False,
+        output_layout: bool = False,
         output_hidden_states: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
@@ -194,6 +195,7 @@ class KalmixModel(KalmixPreTrainedModel):
             use_cache: return a cache. Default: `config.use_cache` in evaluation mode, otherwise not.
             output_beliefs: return each layer's belief about its output.
             output_posterior: return the posterior of the last block's read-out.
+            output_layout: return the order in which the tokens were filtered.
             output_hidden_states: return the input of each block and the output of the final norm.
             cu_seq_lens_q: int `[N + 1]`, cumulative lengths of N sequences packed into one row.
             seq_idx: `[B, T]`, index of the sequence that each token belongs to.
@@ -249,7 +251,7 @@ class KalmixModel(KalmixPreTrainedModel):
             hidden_states=hidden_states if output_hidden_states else None,
             beliefs=tuple(_restore_belief(layout, belief) for belief in output.beliefs) if output_beliefs else None,
             posterior=output.posterior,
-            layout=layout,
+            layout=layout if output_layout else None,
         )
 
 

@@ -134,6 +134,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             use_cache=False if use_cache is None and has_loss else use_cache,
             output_beliefs=output_beliefs,
             output_posterior=has_loss and self.config.loss == "marginal",
+            output_layout=has_loss,
             output_hidden_states=output_hidden_states,
             return_dict=True,
             cu_seq_lens_q=cu_seq_lens_q,

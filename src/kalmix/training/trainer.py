@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 from kalmix.errors import ArgumentError, NonFiniteError
-from kalmix.training.optimizer import parameter_groups
+from kalmix.models.optimizer import optimizer_groups
 from kalmix.training.recipe import Recipe
 from kalmix.training.saving import SafeTrainer
 from kalmix.training.schedule import Schedule
@@ -61,7 +61,7 @@ class KalmixTrainer(SafeTrainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            groups = parameter_groups(
+            groups = optimizer_groups(
                 model or self.accelerator.unwrap_model(self.model),
                 learning_rate=self.recipe.learning_rate,
                 weight_decay=self.recipe.weight_decay,

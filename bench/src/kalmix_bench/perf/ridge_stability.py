@@ -25,8 +25,8 @@ import torch
 from kalmix.analysis.plots.style import COLOURS, picture
 from kalmix.errors import NonFiniteError
 from kalmix.models import KalmixConfig, KalmixForCausalLM
+from kalmix.models.optimizer import optimizer_groups
 from kalmix.ops import Adaptive, Fixed
-from kalmix.training.optimizer import parameter_groups
 from kalmix.training.provenance import provenance
 from kalmix_bench.perf.train_layers import batches
 
@@ -41,7 +41,7 @@ def train(ridge: Adaptive | Fixed, arguments: argparse.Namespace) -> list[tuple[
     config = KalmixConfig(vocab_size=256, hidden_size=arguments.hidden_size, layers=[entry] * arguments.layers)
     model = KalmixForCausalLM(config).to(device)
     optimizer = torch.optim.AdamW(
-        parameter_groups(model, learning_rate=arguments.learning_rate, weight_decay=0.1), betas=(0.9, 0.95)
+        optimizer_groups(model, learning_rate=arguments.learning_rate, weight_decay=0.1), betas=(0.9, 0.95)
     )
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / arguments.warmup))
     data, curve, begin = batches(arguments.seq_len, arguments.batch_size, device), [], time.perf_counter()

@@ -18,8 +18,8 @@ import torch
 from kalmix.errors import NonFiniteError
 from kalmix.layers import MIXERS
 from kalmix.models import KalmixConfig, KalmixForCausalLM
+from kalmix.models.optimizer import optimizer_groups
 from kalmix.training import corpus as text
-from kalmix.training.optimizer import parameter_groups
 
 OWN = {"design": {"design": "kda"}}  # required options of a layer
 
@@ -51,7 +51,7 @@ def train(mixer: str, arguments: argparse.Namespace) -> bool:
     """Return whether the loss of `mixer` decreased and all values stayed finite."""
     device = arguments.device
     model = build(mixer, arguments.parameters, arguments.hidden_size).to(device)
-    optimizer = torch.optim.AdamW(parameter_groups(model, learning_rate=3e-4, weight_decay=0.1), betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(optimizer_groups(model, learning_rate=3e-4, weight_decay=0.1), betas=(0.9, 0.95))
     data = batches(arguments.seq_len, arguments.batch_size, device)
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
     losses, finite, begin = [], torch.ones((), dtype=torch.bool, device=device), 0.0

@@ -27,9 +27,9 @@ from kalmix.errors import ArgumentError, FileError
 from kalmix.files import disk_errors, lock_folder, replace_file, write_text
 from kalmix.layers import mixer_class
 from kalmix.models.folder import check_finite, check_weights, read_headers
+from kalmix.models.optimizer import optimizer_groups
 from kalmix.models.vision.model import VisionModel, gated_kalmanet
 from kalmix.training.checkpoints import list_checkpoints, newest_checkpoint
-from kalmix.training.optimizer import parameter_groups
 from kalmix.training.saving import SafeTrainer
 from kalmix.training.trainer import process_state
 from kalmix_bench.experiments.vision import data as vision_data
@@ -171,7 +171,7 @@ class _Trainer(SafeTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             model = model or self.accelerator.unwrap_model(self.model)
-            groups = parameter_groups(
+            groups = optimizer_groups(
                 model, learning_rate=self.recipe.learning_rate, weight_decay=self.recipe.weight_decay
             )
             self.optimizer = torch.optim.AdamW(groups, fused=True)

@@ -11,14 +11,19 @@ from kalmix.layers import Mixer
 DYNAMICS_LR_FACTOR = 0.1  # learning rate of dynamics, relative to the others
 
 
-def parameter_groups(model: nn.Module, *, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
+def optimizer_groups(model: nn.Module, *, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
     """Return parameter groups for an optimizer: dynamics, embeddings, head, matrices and vectors, without empty groups.
 
     Dynamics are the `dynamics_parameters` of the layers. Their learning rate is a tenth of `learning_rate`, because
     they act at every step of the recurrence (appendix G.6 of Kalman Linear Attention). Only matrices have weight decay.
 
+    A `Trainer` of transformers does not ask the model for groups. Build the optimizer and pass it:
+    `Trainer(..., optimizers=(torch.optim.AdamW(groups), None))`, or, with FSDP or DeepSpeed,
+    `Trainer(..., optimizer_cls_and_kwargs=(torch.optim.AdamW, {"params": groups}))`. Its scheduler multiplies each
+    group's own rate.
+
     Args:
-        model: model of transformers. A weight that embeddings and head share counts as an embedding.
+        model: model with layers of kalmix. A weight that embeddings and head share counts as an embedding.
         learning_rate: learning rate of all groups but the dynamics.
         weight_decay: weight decay of the matrices.
 
@@ -26,10 +31,9 @@ def parameter_groups(model: nn.Module, *, learning_rate: float, weight_decay: fl
         Groups with the keys "name", "params", "lr" and "weight_decay". The matrices come first.
 
     Example:
-        >>> from kalmix.models import KalmixConfig, KalmixForCausalLM
-        >>> from kalmix.training.optimizer import parameter_groups
+        >>> from kalmix.models import KalmixConfig, KalmixForCausalLM, optimizer_groups
         >>> model = KalmixForCausalLM(KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla"]))
-        >>> groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1)
+        >>> groups = optimizer_groups(model, learning_rate=1e-3, weight_decay=0.1)
         >>> [(group["name"], group["lr"], group["weight_decay"]) for group in groups]
         [('matrices', 0.001, 0.1), ('vectors', 0.001, 0.0), ('embeddings', 0.001, 0.0), ('head', 0.001, 0.0),
          ('dynamics', 0.0001, 0.0)]
