@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -38,8 +39,6 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_i
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) for x in (q, k, v))
     if _can_use_flash(q):
-        from torch.nn.attention.varlen import varlen_attn
-
         batch, length = q.shape[:2]
         bounds = sequence_bounds(segments, batch, length)
         query, key, value = (x.flatten(0, 1) for x in (q, k, v))
