@@ -167,3 +167,17 @@ def test_static_caches_continue_packed_sequences(model):
     for row, start in enumerate((ids[0, :3], ids[0, 3:], ids[1])):
         alone = model(torch.cat([start, probe[row]])[None]).logits[0, -2:]
         torch.testing.assert_close(continued[row], alone, **CLOSE)
+
+
+@torch.no_grad()
+def test_chunked_prefill_uses_buffers_allocated_before():
+    """A compiled prefill must not allocate buffers: CUDA graphs would reuse their memory."""
+    model, (ids, mask) = build(EVERY_LAYER), left_padded(9, 4)
+    options = {"batch_size": 2, "max_cache_len": 13, "prefill_chunk_size": 4, "model_kwargs": {}}
+    cache = model._prepare_static_cache("static", **options)
+    before = addresses(cache)
+    assert len(before) > 2 * len(cache.layers) and cache.get_seq_length() == 0
+    generation = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    out = model.generate(ids, past_key_values=cache, prefill_chunk_size=4, **generation)
+    assert addresses(cache) == before and cache.get_seq_length() == 12
+    assert torch.equal(out, model.generate(ids, **generation))

@@ -10,6 +10,7 @@ from kalmix._extras import optional_imports
 
 with optional_imports():
     from transformers import GenerationMixin
+    from transformers.cache_utils import Cache
 
 from kalmix.errors import ArgumentError
 
@@ -19,19 +20,31 @@ class BeliefGenerationMixin(GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(
-        *, inputs_embeds: Tensor, attention_mask: Tensor | None, is_first_iteration: bool = False, **kwargs: Any
+        *, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> Tensor | None:
         """Return the mask that `generate` passes to `forward` with a static cache; its shape does not grow.
 
         Args:
             inputs_embeds: `[B, T, 0]`; only its shape is used.
             attention_mask: `[B, past + T]`, or `None`.
-            is_first_iteration: whether the T tokens are of a prompt. `generate` masks no others.
             kwargs: arguments of other models; ignored.
+
+        Returns:
+            `[B, T]`; `None` for single tokens without padding, as in decoding. `generate` has synchronized before that.
         """
-        return (
-            None if attention_mask is None or not is_first_iteration else attention_mask[:, -inputs_embeds.shape[1] :]
-        )
+        if attention_mask is None:
+            return None
+        mask = attention_mask[:, -inputs_embeds.shape[1] :]
+        return None if mask.shape[1] == 1 and bool(mask.all()) else mask
+
+    def _prepare_static_cache(self, *args: Any, batch_size: int, **kwargs: Any) -> Cache:
+        """Create a static cache for `generate`, with its buffers if the prefill is compiled."""
+        model: Any = self
+        cache = super()._prepare_static_cache(*args, batch_size=batch_size, **kwargs)  # pyright: ignore
+        if kwargs.get("prefill_chunk_size") is not None:
+            for layer, mixer in zip(cache.layers, model.model.layers.mixers, strict=True):
+                layer.allocate(mixer, batch_size, model.dtype)
+        return cache
 
     def _get_static_cache_init_shape(self) -> None:
         """Return `None`: there are no heads of keys and values to allocate before the first call."""

@@ -62,6 +62,20 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         self.is_initialized = value.tokens > 0
         self.cumulative_length.fill_(value.tokens)
 
+    def allocate(self, mixer: Mixer, batch: int, dtype: torch.dtype) -> None:
+        """Allocate the buffers before the first call. Compiled with CUDA graphs, that call must not allocate them.
+
+        Args:
+            mixer: mixer of the layer.
+            batch: number of sequences.
+            dtype: dtype of the mixer's input.
+        """
+        self.window = mixer.window
+        device = next(mixer.parameters()).device
+        with torch.no_grad():
+            _, prior = mixer(torch.zeros(batch, 0, mixer.hidden_size, dtype=dtype, device=device))
+        self._clear(prior)
+
     def get_state(self, mixer: Mixer) -> Belief | None:
         """Return the buffers; `None` for the prior of `mixer`."""
         self.window = mixer.window
@@ -85,8 +99,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
             raise ArgumentError("past_key_values", problem=problem, expected=f"max_cache_len >= {int(length) + added}")
         continued = self.is_initialized
         if not continued:
-            self.cumulative_length = length.to(mixer_input.device)
-            self._fill(_empty(state, self.max_cache_len + 1 if self.window is None else self.window))
+            self._clear(state)
             self.is_initialized = True
         with torch.no_grad():
             _store(rebuild(self.tensors, self.structure), state, self.window, continued)
@@ -109,6 +122,11 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length and the offset of a mask over all tokens."""
         return self.max_cache_len, 0
+
+    def _clear(self, state: Any) -> None:
+        """Set all buffers to 0 and empty histories; allocate them if they do not have the shapes for `state`."""
+        self.cumulative_length = self.cumulative_length.to(flatten(state)[0][0].device)
+        self._fill(_empty(state, self.max_cache_len + 1 if self.window is None else self.window))
 
     def _fill(self, state: Any) -> None:
         """Set all buffers to a state; allocate them if they have other shapes."""
