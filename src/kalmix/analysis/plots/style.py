@@ -74,6 +74,10 @@ def picture(
         axes = figure.subplots(rows, columns, squeeze=False, **options)
         yield figure, list(axes.flat)
         mark_lines(figure)
+        engine = figure.get_layout_engine()
+        assert engine is not None
+        engine.execute(figure)
+        figure.set_layout_engine(None)  # each `savefig` would compute the layout again and draw the figure twice
         path = Path(path)
         for target in [path.with_suffix(".svg"), path] if path.suffix == ".png" else [path]:
             with replace_file(target) as partial, warnings.catch_warnings():
