@@ -194,7 +194,6 @@ def run(name: str, checkout: str, pattern: str) -> dict[str, Any]:
         ExportedModel.module = lambda exported: exported.program.module()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
     cases = mamba2_tests() if name == PEER else kalmix_tests(LAYERS[name])
     names = [test for test in unittest.defaultTestLoader.getTestCaseNames(cases) if pattern in test]
     record, began = Record(), time.perf_counter()
