@@ -4,6 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, pipeline
 
+from kalmix.layers import MIXERS
+
+from .conftest import build
+
 
 def _ids(model) -> torch.Tensor:
     return torch.randint(6, model.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -23,6 +27,20 @@ def test_low_precision_weights_are_loaded(model, dtype, tmp_path):
     assert loaded.lm_head.weight.dtype == dtype
     expected = model(_ids(model)).logits
     assert (loaded(_ids(model)).logits.float() - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_blocks_are_offloaded_to_disk(mixer, tokenizer, tmp_path):
+    model = build([{"mixer": mixer, **({"design": "longhorn"} if mixer == "design" else {})}] * 2, tokenizer)
+    model.save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    blocks = {f"model.layers.{i}": "disk" if i else "cpu" for i in range(model.config.num_hidden_layers)}
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map={**places, **blocks}, offload_folder=str(tmp_path / "disk")
+    )
+    torch.testing.assert_close(offloaded(_ids(model)).logits, model(_ids(model)).logits)
+    generated = offloaded.generate(_ids(model), max_new_tokens=4, eos_token_id=None, do_sample=False)
+    assert torch.equal(generated, model.generate(_ids(model), max_new_tokens=4, eos_token_id=None, do_sample=False))
 
 
 def test_pipeline_generates_from_a_folder(model, tokenizer, tmp_path):

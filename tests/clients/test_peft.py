@@ -27,6 +27,11 @@ def test_lora_is_saved_loaded_and_merged(model, tmp_path):
     torch.testing.assert_close(loaded.merge_and_unload()(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_lora_has_default_targets(model):
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM"))
+    assert 0 < adapted.get_nb_trainable_parameters()[0] < model.num_parameters()
+
+
 def test_adapters_are_added_by_the_model_itself(model, tmp_path):
     ids = _ids(model)
     model.add_adapter(peft.LoraConfig(**LORA))
