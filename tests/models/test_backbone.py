@@ -1,9 +1,11 @@
 """The base model, its outputs, and the options of gradient checkpointing."""
 
+import copy
 import json
 import logging
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from kalmix.models import (
     KalmixModel,
 )
 
-from .conftest import VOCABULARY, build, tokens
+from .conftest import LAYERS, VOCABULARY, build, tokens
 
 AUTO_CLASSES = {
     AutoModel: KalmixModel,
@@ -220,3 +222,74 @@ def test_only_requested_logits_are_computed():
 def test_parameters_that_stay_in_float32_exist():
     for layers, expected in (("gpt", set()), ("kla", {"dynamics"}), ("filters", {"dynamics", "value_dynamics"})):
         assert build(layers)._keep_in_fp32_modules_strict == expected
+
+
+def test_attentions_are_the_maps_of_the_layers():
+    model, ids = build(["kla", "attention", {"mixer": "gla", "heads": 2}]), tokens(2, 5)
+    output = model(ids, output_attentions=True, attention_mask=torch.ones(2, 5))
+    x = model.get_input_embeddings()(ids)
+    for block, found in zip(model.model.layers, output.attentions, strict=True):
+        expected = block.mixer.attention_map(block.norm(x))
+        assert found.shape[0] == 2 and found.shape[2:] == (5, 5)
+        torch.testing.assert_close(found, expected)
+        x = block(x).hidden_state
+    torch.testing.assert_close(output.attentions[1].sum(-1), torch.ones(2, output.attentions[1].shape[1], 5))
+    assert model(ids).attentions is None
+    with pytest.raises(ArgumentError, match="padding"):
+        model(ids, output_attentions=True, attention_mask=torch.tensor([[0, 1, 1, 1, 1]] * 2))
+    with pytest.raises(ArgumentError, match="earlier tokens"):
+        model(ids[:, :1], past_key_values=model(ids).past_key_values, output_attentions=True)
+    with pytest.raises(ArgumentError, match="RadialTangentialAttention has no attention map"):
+        build(["rt-afa"])(ids, output_attentions=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_attention_uses_the_chosen_implementation(monkeypatch, tmp_path, name):
+    """Both give the same logits, for plain, padded, packed and continued inputs."""
+    ids, calls = tokens(2, 6), []
+    layers = [{"mixer": "attention", "heads": 4, "kv_heads": 2}, "kla"]
+    reference = build(layers)
+    inputs = [
+        {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0]])},
+        {"seq_idx": torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])},
+        {"past_key_values": reference(ids).past_key_values},
+        {},
+    ]
+    expected = [reference(ids, **copy.deepcopy(x)).logits for x in inputs]
+    reference.save_pretrained(tmp_path)
+    loaded = KalmixForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+    switched = build(layers)
+    switched.set_attn_implementation(name)
+    sdpa = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *args, **given: calls.append(1) or sdpa(*args, **given)
+    )
+    for model in (loaded, switched):
+        assert model.model.layers.mixers[0].implementation == model.config._attn_implementation == name
+        for x, logits in zip(inputs, expected, strict=True):
+            shown = torch.ones(2, 6, dtype=torch.bool) if "attention_mask" not in x else x["attention_mask"] == 1
+            torch.testing.assert_close(model(ids, **copy.deepcopy(x)).logits[shown], logits[shown])
+    assert bool(calls) == (name == "sdpa")
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
+def test_other_attention_implementations_are_refused(name):
+    with pytest.raises((ValueError, ImportError), match=r"(?i)flash|flex"):
+        build("gpt").set_attn_implementation(name)
+    with pytest.raises((ValueError, ImportError), match=r"(?i)flash|flex"):
+        AutoModelForCausalLM.from_config(config(layers="attention"), attn_implementation=name)
+
+
+def test_configuration_names_default_targets_to_peft(monkeypatch):
+    """PEFT calls `to_dict` before it looks for the targets of a model type."""
+    peft = types.ModuleType("peft.utils.constants")
+    peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING = {}
+    monkeypatch.setitem(sys.modules, "peft.utils.constants", peft)
+    model = build("hybrid")
+    model.config.to_dict()
+    targets = peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING["kalmix"]
+    for layers in LAYERS:
+        for block in build(layers).model.layers:
+            names = [name for name, x in block.named_modules() if isinstance(x, torch.nn.Linear)]
+            assert any(name.split(".")[-1] in targets for name in names if name.startswith("mixer."))

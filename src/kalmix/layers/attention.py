@@ -14,7 +14,7 @@ from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outs
 from kalmix.layers.modules import RMSNorm, apply_rotary
 from kalmix.layers.packed_attention import attend_packed, load_flash_attention
 from kalmix.segments import Segments
-from kalmix.types import Belief, Filtered
+from kalmix.types import Belief, Filtered, belief_dtype
 from kalmix.validation import FLOATS, can_check_values, check_number, check_positive_int
 
 
@@ -60,6 +60,10 @@ class Attention(Mixer):
     Raises:
         ArgumentError: an option has the wrong type or value, or the sizes do not match; or, in a call, x, state or
             segments has the wrong type or shape.
+
+    Attributes:
+        implementation: "sdpa", PyTorch's fused attention, or "eager", a softmax over a stored `[T, S + T]` matrix of
+            scores. Set it after construction; `attn_implementation` of a model for transformers sets it in all layers.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
@@ -108,6 +112,7 @@ class Attention(Mixer):
         self.kv_heads = kv_heads
         self.width = head_dim
         self.rotary_base = rotary_base
+        self.implementation = "sdpa"
         self.in_proj: nn.Linear = nn.Linear(hidden_size, (heads + 2 * kv_heads) * self.width, bias=False)
         self.query_norm: RMSNorm = RMSNorm(self.width, norm_eps)
         self.key_norm: RMSNorm = RMSNorm(self.width, norm_eps)
@@ -142,7 +147,10 @@ class Attention(Mixer):
         if segments is None or segment_ids is None:
             output, final = (self._attend(q, k, v, None), new) if previous is None else self._continue(q, new, previous)
         elif previous is None:
-            output = attend_packed(q, k, v, segments, segment_ids)
+            if self.implementation == "eager":
+                output = self._attend(q, k, v, (segment_ids[:, :, None] == segment_ids[:, None]).tril())
+            else:
+                output = attend_packed(q, k, v, segments, segment_ids)
             final = _state_per_sequence(new, segments, segment_ids)
         else:
             index, inside = _tokens_of_sequences(segments, length)
@@ -187,12 +195,24 @@ class Attention(Mixer):
         return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        """Call SDPA for `[B, T, heads, width]`; `visible` is `[B, T, S]`, causal by default."""
+        """Compute attention for `[B, T, heads, width]`; `visible` is `[B, T, S]`, causal by default."""
         q, k, v = (x.transpose(1, 2) for x in (q, k.to(q.dtype), v.to(q.dtype)))
         mask = None if visible is None else visible[:, None]
         grouped = self.heads != self.kv_heads
+        if self.implementation == "eager":
+            return _attend_eagerly(q, k, v, mask).transpose(1, 2)
         output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         return output.transpose(1, 2)
+
+
+def _attend_eagerly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Compute attention for queries `[B, H, T, W]` and keys and values `[B, G, S, W]`, causal without a mask."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * q.shape[3] ** -0.5
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(mask.logical_not(), -torch.inf)
+    return scores.softmax(-1, dtype=belief_dtype(q.dtype)).to(v.dtype) @ v
 
 
 def _state_per_sequence(new: AttentionState, segments: Segments, segment_ids: Tensor) -> AttentionState:

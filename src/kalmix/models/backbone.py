@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,8 @@ with optional_imports():
     from transformers.utils import can_return_tuple
 
 from kalmix.errors import ArgumentError
+from kalmix.layers import Attention
+from kalmix.layers.base import Mixer
 from kalmix.layers.modules import RMSNorm
 from kalmix.models.blocks import Block, Posterior
 from kalmix.models.cache import CacheOfCall, belief_layers
@@ -40,6 +42,7 @@ class KalmixModelOutput(BaseModelOutputWithPast):
         past_key_values: the cache; `None` if none was used.
         hidden_states: `[B, T, D]` each: the input of each block, then `last_hidden_state`; `None` if not requested.
         attentions: always `None`.
+        attentions: `[B, M, T, T]` of each layer, as `Mixer.attention_map`; `None` if not requested.
         beliefs: `Filtered` of each layer's output, with `mean` and `variance` `[B, T, D]`; `None` if not requested. The
             variance is `None` for layers without a posterior.
         posterior: posterior of the last block's read-out, in the order of `layout`; `None` if not requested.
@@ -107,6 +110,23 @@ class KalmixPreTrainedModel(PreTrainedModel):
         names = {part for name, _ in self.named_modules() for part in name.split(".")}
         self._keep_in_fp32_modules_strict = _FLOAT32_MODULES & names
         super().post_init()
+        self._apply_attn_implementation()
+
+    def set_attn_implementation(self, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
+        """Choose how the layers "attention" compute softmax attention: "sdpa" or "eager".
+
+        Args:
+            attn_implementation: name; transformers refuses the names of other implementations.
+            args: passed to transformers.
+            kwargs: passed to transformers.
+        """
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+        self._apply_attn_implementation()
+
+    def _apply_attn_implementation(self) -> None:
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.implementation = self.config._attn_implementation or "sdpa"
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding) or module in (getattr(self, name, None) for name in ("lm_head", "score")):
@@ -178,6 +198,7 @@ class KalmixModel(KalmixPreTrainedModel):
         output_posterior: bool = False,
         output_layout: bool = False,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **kwargs: Any,
@@ -197,6 +218,7 @@ class KalmixModel(KalmixPreTrainedModel):
             output_posterior: return the posterior of the last block's read-out.
             output_layout: return the order in which the tokens were filtered.
             output_hidden_states: return the input of each block and the output of the final norm.
+            output_attentions: return each layer's `attention_map`; memory is O(T^2) per head or channel.
             cu_seq_lens_q: int `[N + 1]`, cumulative lengths of N sequences packed into one row.
             seq_idx: `[B, T]`, index of the sequence that each token belongs to.
             kwargs: arguments of other models; ignored. With `return_dict=False`, the output is a tuple.
@@ -209,7 +231,9 @@ class KalmixModel(KalmixPreTrainedModel):
 
         Raises:
             ArgumentError: a tensor has the wrong shape, a 4-D mask is not block-causal, the cache belongs to another
-                model or batch size, or `output_posterior` is set and the last layer has no posterior.
+                model or batch size; `output_posterior` is set and the last layer has no posterior; or
+                `output_attentions` is set, and a layer has no attention map, there are earlier tokens in the cache, or
+                the input is packed or padded.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
@@ -234,11 +258,16 @@ class KalmixModel(KalmixPreTrainedModel):
         x = self.embed_tokens(x) if inputs_embeds is None else x
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_attentions and (has_past or layout.segments is not None):
+            problem = "is set for an input with earlier tokens, packing or padding"
+            raise ArgumentError("output_attentions", problem=problem, expected="inputs of one sequence per row")
         output = self.layers(
             x,
             layout=layout,
             cache=CacheOfCall(cache_layers, layout) if cache_layers else None,
-            output_states=False,
+            output_states=bool(output_attentions),
             output_hidden_states=bool(output_hidden_states),
             output_beliefs=output_beliefs,
             output_posterior=output_posterior,
@@ -249,10 +278,27 @@ class KalmixModel(KalmixPreTrainedModel):
             last_hidden_state=last_hidden_state,
             past_key_values=past_key_values,
             hidden_states=hidden_states if output_hidden_states else None,
+            attentions=_attention_maps(self.layers.mixers, output.mixer_inputs) if output_attentions else None,
             beliefs=tuple(_restore_belief(layout, belief) for belief in output.beliefs) if output_beliefs else None,
             posterior=output.posterior,
             layout=layout if output_layout else None,
         )
+
+
+def _attention_maps(mixers: Sequence[Mixer], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the attention map of each mixer.
+
+    Raises:
+        ArgumentError: a mixer has none.
+    """
+    maps = []
+    for mixer, x in zip(mixers, inputs, strict=True):
+        attention_map = mixer.attention_map(x)
+        if attention_map is None:
+            problem = f"is set, but {type(mixer).__name__} has no attention map"
+            raise ArgumentError("output_attentions", problem=problem, expected="layers linear in their values")
+        maps.append(attention_map)
+    return tuple(maps)
 
 
 def _restore_belief(layout: InputLayout, belief: Filtered) -> Filtered:

@@ -32,6 +32,7 @@ class KalmixOutput(CausalLMOutputWithPast):
         past_key_values: the cache; `None` if none was used.
         hidden_states: `[B, T, D]` each: the input of each block, then the output of the final norm; `None` if not
             requested.
+        attentions: `[B, M, T, T]` of each layer, as `Mixer.attention_map`; `None` if not requested.
         beliefs: `Filtered` of each layer's output, with `mean` and `variance` `[B, T, D]`; `None` if not requested. The
             variance is `None` for layers without a posterior.
 
@@ -91,6 +92,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         use_cache: bool | None = None,
         output_beliefs: bool = False,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
@@ -110,6 +112,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             use_cache: return a cache. Default: `config.use_cache` in evaluation mode without labels, otherwise not.
             output_beliefs: see `KalmixModel.forward`.
             output_hidden_states: see `KalmixModel.forward`.
+            output_attentions: see `KalmixModel.forward`.
             logits_to_keep: return logits of the last so many tokens (0 for all), or of the tokens at these indices.
                 Without labels, no others are computed. The loss counts all labels.
             cu_seq_lens_q: see `KalmixModel.forward`.
@@ -136,6 +139,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             output_posterior=has_loss and self.config.loss == "marginal",
             output_layout=has_loss,
             output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
             return_dict=True,
             cu_seq_lens_q=cu_seq_lens_q,
             seq_idx=seq_idx,
@@ -154,6 +158,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
+            attentions=output.attentions,
             beliefs=output.beliefs,
         )
 
