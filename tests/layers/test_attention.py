@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kalmix import Segments, checks
-from kalmix.layers import Attention, LinearAttention
-from kalmix.layers.packed_attention import attend_packed, sequence_bounds
+from kalmix.layers import Attention, LinearAttention, packed_attention
+from kalmix.layers.packed_attention import attend_packed
 
 from .conftest import LAYERS, shake
 
@@ -145,10 +145,30 @@ def test_compiled_packed_attention():
     torch.testing.assert_close(compiled(*inputs, PACKED, ids), attend_packed(*inputs, PACKED, ids))
 
 
-def test_bounds_for_flash_attention():
-    """The runs and rows begin at the bounds; an empty run begins at the end."""
-    bounds = sequence_bounds(PACKED, 2, 16).tolist()
-    assert bounds == [0, 2, 9, 10, 16, 16, 21, 32, 32]
+def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
+    """Compute what `torch.nn.attention.varlen.varlen_attn` computes on a GPU."""
+    assert torch.equal(cu_q, cu_k) and cu_q.dtype == torch.int32 and window_size == (-1, 0)
+    lengths = cu_q.diff().tolist()
+    assert sum(lengths) == q.shape[0] and max(lengths) <= max_q == max_k
+    runs = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (q, k, v)), strict=True)
+    parts = [F.scaled_dot_product_attention(*run, is_causal=True, enable_gqa=enable_gqa) for run in runs]
+    return torch.cat(parts, 1).transpose(0, 1)
+
+
+def test_flash_attention_receives_sequences_that_cover_the_batch(monkeypatch):
+    ids, inputs = PACKED.segment_ids(2, 16), [torch.randn(2, 16, heads, 8) for heads in (4, 2, 2)]
+    expected = attend_packed(*inputs, PACKED, ids)
+    monkeypatch.setattr(packed_attention, "_can_use_flash", lambda q: True)
+    monkeypatch.setattr(packed_attention, "_FLASH", {"attend": varlen_attention, "shared": {"enable_gqa": True}})
+    torch.testing.assert_close(attend_packed(*inputs, PACKED, ids)[ids >= 0], expected[ids >= 0])
+
+
+def test_flash_attention_is_loaded_where_pytorch_has_it(monkeypatch):
+    monkeypatch.setattr(packed_attention, "_FLASH", {})
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    Attention(16, heads=2)
+    assert packed_attention._FLASH["attend"].__name__ == "varlen_attn"
 
 
 def test_values_of_linear_attention_are_as_wide_as_keys():
