@@ -13,7 +13,7 @@ from kalmix import ArgumentError, checks
 from kalmix.models import KalmixForCausalLM
 from kalmix.models.segments_from_inputs import InputLayout, find_layout
 
-from .conftest import CALM, build, tokens
+from .conftest import CALM, LAYERS, build, tokens
 
 CLOSE = {"atol": 1e-5, "rtol": 0}  # float32 logits of size about 1
 HOLES = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]]).bool()
@@ -195,7 +195,12 @@ def compiled(layers: str | list, **options):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("layers", "name"),
-    [(["kla"], "seq_idx"), (["attention"], "position_ids"), ([{"mixer": "deltanet", **CALM}], "position_ids")],
+    [
+        (["kla"], "seq_idx"),
+        (["attention"], "position_ids"),
+        ([{"mixer": "deltanet", **CALM}], "position_ids"),
+        *(pytest.param(name, "position_ids", marks=pytest.mark.slow) for name in LAYERS),
+    ],
 )
 def test_packing_compiles_once_for_any_number_of_sequences(layers, name):
     model, forward, graphs = compiled(layers, use_cache=False)
