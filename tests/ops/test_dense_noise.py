@@ -123,7 +123,9 @@ def test_smallest_noise_is_within_the_error_budget(kernel, problem, width, lengt
     assert not [m for m in found if not m.ok]
 
 
-WIDE = [(16, 100), (64, 100), (128, 100), (200, 40)] if torch.cuda.is_available() else [(33, 20)]
+WIDE = [(33, 20), pytest.param(16, 100, marks=pytest.mark.slow)]  # widths of keys and lengths
+if torch.cuda.is_available():
+    WIDE = [(16, 100), (64, 100), (128, 100), (200, 40)]
 
 
 @pytest.mark.parametrize("decay", ["head", "key"])
