@@ -1,5 +1,7 @@
 """What a cache holds: constant for recurrent layers, and the past only on request."""
 
+import weakref
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -39,6 +41,19 @@ def test_cache_holds_only_states():
             assert short == long == after_next, name
         assert after_next <= 1.1 * long, name
         assert long < 1.3 * stored + 2 * 8 * 3 * 64, name  # positions, times, and inputs of a convolution
+
+
+@torch.no_grad()
+def test_calls_free_inputs_and_states_block_by_block():
+    """While the third block runs, nothing holds the input and the previous state of the first."""
+    model = build(["kla", "attention", "kla"])
+    cache = model(tokens(1, 4)).past_key_values
+    first, _, third = model.model.layers
+    watched, held = [weakref.ref(cache.layers[0].tensors[0])], []
+    first.register_forward_hook(lambda block, args, output: watched.append(weakref.ref(output.mixer_input)))
+    third.register_forward_pre_hook(lambda *_: held.extend(x() for x in watched))
+    model(tokens(1, 4), past_key_values=cache)
+    assert held == [None, None]
 
 
 @torch.no_grad()

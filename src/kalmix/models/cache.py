@@ -162,8 +162,7 @@ class BeliefLayer(CacheLayerMixin):
             earlier = () if entry.drop_calls else entry.calls
             calls = (*earlier, CachedCall(entry.state, mixer_input, layout))
         self.entry = CacheEntry(state, entry.tokens + mixer_input.shape[1], calls)
-        if not torch.compiler.is_compiling():
-            self.tensors = [_without_view(x) for x in self.tensors]
+        self.tensors = [_owned(x) for x in self.tensors]
         self.is_initialized = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -242,9 +241,11 @@ class BeliefLayer(CacheLayerMixin):
         raise TypeError("a belief is not a pair of keys and values; use `get_state` and `set_state`")
 
 
-def _without_view(x: Tensor) -> Tensor:
-    """Return a copy of a view, which would keep a larger tensor alive, such as all projections of a prompt."""
-    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
+def _owned(x: Tensor) -> Tensor:
+    """Return a contiguous tensor that is no view of a larger one, such as all projections of a prompt."""
+    x = x.contiguous()  # one layout for compiled code
+    view = not torch.compiler.is_compiling() and x.untyped_storage().nbytes() > x.nbytes
+    return x.clone() if view else x
 
 
 class CacheOfCall(NamedTuple):
