@@ -133,6 +133,7 @@ def test_damaged_config_is_refused(tmp_path):
         ({"vocab_size": -1}, "vocab_size"),
         ({"loss": "hinge"}, "'hinge'.*'marginal'"),
         ({"loss_samples": 0}, "loss_samples"),
+        ({"norm_eps": -1.0}, "norm_eps"),
         ({"propagate": "everything"}, "propagate"),
     ],
 )
