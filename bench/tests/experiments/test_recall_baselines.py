@@ -146,7 +146,7 @@ def test_initial_values_are_those_of_the_packages():
     """transformers initializes modules again; a package's own initial values must be kept."""
     torch.manual_seed(0)
     model = KalmixForCausalLM(KalmixConfig(vocab_size=9, hidden_size=WIDTH, layers=["mamba-1", "mlstm"]))
-    mamba, mlstm = (mixer.inner for mixer in model.model.mixers)
+    mamba, mlstm = (mixer.inner for mixer in model.model.layers.mixers)
     torch.testing.assert_close(mamba.A_log, torch.arange(1, 17).log().expand_as(mamba.A_log))
     step = F.softplus(mamba.dt_proj.bias)
     assert 0.9e-3 < step.min() < step.max() < 0.11
