@@ -145,6 +145,15 @@ def test_compiled_packed_attention():
     torch.testing.assert_close(compiled(*inputs, PACKED, ids), attend_packed(*inputs, PACKED, ids))
 
 
+def test_packed_attention_under_autocast():
+    layer, x = Attention(16, heads=2), torch.randn(1, 12, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        packed, _ = layer(x, None, Segments.packed(torch.tensor([0, 5, 12])))
+        alone = torch.cat([layer(part)[0] for part in x.split([5, 7], 1)], 1)
+    assert packed.dtype == alone.dtype == torch.bfloat16
+    torch.testing.assert_close(packed, alone)
+
+
 def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
     """Compute what `torch.nn.attention.varlen.varlen_attn` computes on a GPU."""
     assert torch.equal(cu_q, cu_k) and cu_q.dtype == torch.int32 and window_size == (-1, 0)

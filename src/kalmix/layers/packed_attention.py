@@ -28,16 +28,14 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_i
     Args:
         q: queries `[B, T, H, W]`, finite outside the sequences.
         k: keys `[B, T, G, W]`, like `q`. G divides H.
-        v: values `[B, T, G, W]`, like `q`.
+        v: values `[B, T, G, W]`, like `q`. Queries and keys are converted to their dtype.
         segments: the sequences.
         segment_ids: `segments.segment_ids(B, T)`.
 
     Returns:
         `[B, T, H, W]`; of no meaning outside the sequences. NaN in a sequence does not reach others.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(dtype) for x in (q, k, v))
+    q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, the norms of queries and keys return float32
     if _can_use_flash(q):
         batch, length = q.shape[:2]
         bounds = sequence_bounds(segments, batch, length)
