@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from kalmix_bench.experiments.vision import experiment
+from kalmix_bench.experiments.vision import run
 from kalmix_bench.experiments.vision.experiment import PRESETS, Vision, VisionCell
 from kalmix_bench.experiments.vision.recipe import DIGITS
 from kalmix_bench.runner.cells import Results
@@ -34,13 +34,13 @@ def test_models_are_trained_and_reported_once(
     kalmix, tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PRESETS, "laptop", TINY)
-    trained, train = [], experiment.train
+    trained, train = [], run.train
 
     def counting(recipe, *given, **options):
         trained.append((recipe.mixer, recipe.seed))
         return train(recipe, *given, **options)
 
-    monkeypatch.setattr(experiment, "train", counting)
+    monkeypatch.setattr(run, "train", counting)
     output = tmp_path / "run"
     asked = ("bench", "vision", "--images", images, "--device", "cpu", "--output", output)
     result = kalmix(*asked)

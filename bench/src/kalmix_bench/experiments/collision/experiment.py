@@ -12,10 +12,9 @@ import typer
 from rich.console import Console
 
 from kalmix.errors import ArgumentError
-from kalmix_bench.experiments.collision import report
 from kalmix_bench.experiments.collision.mechanism import MechanismSetting
 from kalmix_bench.experiments.collision.models import UPDATES, RecallModel
-from kalmix_bench.experiments.collision.protocol import PRESETS, STUDIES, CollisionCell
+from kalmix_bench.experiments.collision.protocol import OVERLAP, PRESETS, STUDIES, CollisionCell
 from kalmix_bench.experiments.collision.trainer import condition_values, evaluate, train
 from kalmix_bench.runner import options, session
 from kalmix_bench.runner.cells import Results, Row
@@ -69,14 +68,20 @@ class Collision(Experiment[CollisionCell]):
         ]
 
     def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+        from kalmix_bench.experiments.collision import report
+
         return report.write_report(rows, output, console)
 
     def report_run(
         self, rows: Mapping[CollisionCell, Row], results: Results, output: Path, console: Console
     ) -> list[Path]:
+        from kalmix_bench.experiments.collision import report
+
         return report.learned(list(rows.values()), output, console)
 
     def findings(self, rows: Sequence[Row]) -> list[Finding]:
+        from kalmix_bench.experiments.collision import report
+
         return report.findings(rows)
 
 
@@ -87,7 +92,7 @@ def _command(
     ),
     models: Annotated[str, typer.Option(help="Models to train, by name.")] = ",".join(UPDATES),
     seeds: Annotated[int, typer.Option(help="Number of seeds, from 0; a model's seeds train together.")] = 3,
-    overlap: Annotated[float, typer.Option(help="Overlap of the mechanism's two addresses.")] = report.OVERLAP,
+    overlap: Annotated[float, typer.Option(help="Overlap of the mechanism's two addresses.")] = OVERLAP,
     steps: Annotated[int | None, typer.Option(help="Training steps. Default: the preset's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per step. Default: the preset's.")] = None,
     test_sequences: Annotated[int | None, typer.Option(help="Sequences per test. Default: the preset's.")] = None,
@@ -101,6 +106,8 @@ def _command(
     ),
 ) -> None:
     """Run the collision experiments (section 4.1 of Memory by Design): mechanism, learned recall and crowding."""
+    from kalmix_bench.experiments.collision import report
+
     wanted = options.names("parts", parts, PARTS)
     named = options.names("models", models, tuple(UPDATES))
     every = range(options.count("seeds", seeds))

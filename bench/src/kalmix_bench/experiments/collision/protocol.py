@@ -13,6 +13,7 @@ from kalmix_bench.datasets.seeds import stream_seed
 from kalmix_bench.experiments.collision.models import UPDATES
 
 Condition = dict[str, Any]
+OVERLAP = 0.92  # overlap of the mechanism's two addresses in E.4.1
 
 
 @dataclass(frozen=True)

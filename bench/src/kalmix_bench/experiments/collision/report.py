@@ -16,12 +16,12 @@ from kalmix.files import write_text
 from kalmix_bench.experiments.collision import figures
 from kalmix_bench.experiments.collision import mechanism as mech
 from kalmix_bench.experiments.collision.predictions import Prediction, predictions
+from kalmix_bench.experiments.collision.protocol import OVERLAP
 from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.scores import Score
 
 OVERLAPS = (0.30, 0.45, 0.60, 0.75, 0.85, 0.90, 0.92, 0.95, 0.98, 0.99)
-OVERLAP = 0.92  # overlap of the mechanism's two addresses in E.4.1
 PUBLISHED = {  # margins after the flood, table E.4.3, at the first nine of `OVERLAPS`
     "covariance reset": (0.40, 0.32, 0.20, 0.01, -0.16, -0.26, -0.30, -0.36, -0.42),
     "Bayesian Layer": (0.46, 0.46, 0.46, 0.46, 0.46, 0.45, 0.45, 0.43, 0.34),

@@ -15,14 +15,12 @@ from rich.console import Console
 from kalmix.errors import NonFiniteError
 from kalmix_bench import datasets
 from kalmix_bench.experiments.recall import presets
-from kalmix_bench.experiments.recall import report as recall_report
-from kalmix_bench.experiments.recall.checkpoints import save_weights
 from kalmix_bench.experiments.recall.data import draw_cell_data
 from kalmix_bench.experiments.recall.layers import state_size
 from kalmix_bench.experiments.recall.models import AutoEncoder, build
 from kalmix_bench.experiments.recall.protocol import RecallCell
-from kalmix_bench.experiments.recall.trainer import train_cell
-from kalmix_bench.runner import cell_file, options, report, session
+from kalmix_bench.runner import cell_file, options, session
+from kalmix_bench.runner import report as bench_report
 from kalmix_bench.runner.cells import Results, Row, digest
 from kalmix_bench.runner.determinism import deterministic_mode
 from kalmix_bench.runner.experiment import Experiment, ProgressFn
@@ -59,6 +57,9 @@ class Recall(Experiment[RecallCell]):
         Raises:
             ArgumentError: the layer does not support the state size of the cell's shape.
         """
+        from kalmix_bench.experiments.recall.checkpoints import save_weights
+        from kalmix_bench.experiments.recall.trainer import train_cell
+
         (cell,) = cells
         data, from_last = draw_cell_data(cell), datasets.get_task(cell.task).from_last
         length = data.parts[0].test.inputs.shape[1]
@@ -104,15 +105,19 @@ class Recall(Experiment[RecallCell]):
         shutil.rmtree(_checkpoints(cell, results), ignore_errors=True)
 
     def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
-        return recall_report.write_report(rows, output, console)
+        from kalmix_bench.experiments.recall import report
+
+        return report.write_report(rows, output, console)
 
     def report_run(
         self, rows: Mapping[RecallCell, Row], results: Results, output: Path, console: Console
     ) -> list[Path]:
-        return report.write(list(rows.values()), output, console, [self])
+        return bench_report.write(list(rows.values()), output, console, [self])
 
     def findings(self, rows: Sequence[Row]) -> list[Finding]:
-        return recall_report.findings(rows)
+        from kalmix_bench.experiments.recall import report
+
+        return report.findings(rows)
 
 
 def _checkpoints(cell: RecallCell, results: Results) -> Path:

@@ -14,7 +14,6 @@ from rich.console import Console
 from kalmix.files import replace_file
 from kalmix_bench.datasets.sde.scores import squared_errors
 from kalmix_bench.datasets.sde.settings import SETTINGS
-from kalmix_bench.experiments.sde import report
 from kalmix_bench.experiments.sde.checkpoints import weights
 from kalmix_bench.experiments.sde.models import MODELS
 from kalmix_bench.experiments.sde.protocol import PRESETS, REFERENCES, SdeCell
@@ -64,12 +63,18 @@ class Sde(Experiment[SdeCell]):
         return cell.model == REFERENCES or weights(cell, results).exists()
 
     def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+        from kalmix_bench.experiments.sde import report
+
         return report.write_report(rows, output, console)
 
     def report_run(self, rows: Mapping[SdeCell, Row], results: Results, output: Path, console: Console) -> list[Path]:
+        from kalmix_bench.experiments.sde import report
+
         return [*super().report_run(rows, results, output, console), *report.pictures(rows, results, output)]
 
     def findings(self, rows: Sequence[Row]) -> list[Finding]:
+        from kalmix_bench.experiments.sde import report
+
         return report.findings(rows)
 
 
@@ -84,6 +89,8 @@ def _command(
     output: Annotated[Path, typer.Option(help="Output folder; finished cells in it are skipped.")] = Path("runs/sde"),
 ) -> None:
     """Train predictors of linear SDEs (section 4.3 of Adaptive Filter Attention); compare with Kalman filters."""
+    from kalmix_bench.experiments.sde import report
+
     wanted = options.names("settings", settings, tuple(SETTINGS))
     named = options.names("models", models, tuple(MODELS))
     protocol = options.preset(preset, PRESETS)

@@ -10,7 +10,6 @@ import torch
 import typer
 from rich.console import Console
 
-from kalmix_bench.experiments.solvers import report
 from kalmix_bench.experiments.solvers.protocol import PRESETS, STUDIES, SolverCell
 from kalmix_bench.runner import options, session
 from kalmix_bench.runner.cells import Results, Row
@@ -35,9 +34,13 @@ class Solvers(Experiment[SolverCell]):
         return [{"found": STUDIES[cell.study](cell.setting, cell.seed, device, on_progress)}]
 
     def report(self, rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
+        from kalmix_bench.experiments.solvers import report
+
         return report.write_report(rows, output, console)
 
     def findings(self, rows: Sequence[Row]) -> list[Finding]:
+        from kalmix_bench.experiments.solvers import report
+
         return report.findings(rows)
 
 

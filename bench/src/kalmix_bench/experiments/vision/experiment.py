@@ -14,17 +14,14 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from transformers import TrainerCallback
 
 from kalmix.errors import ArgumentError
 from kalmix.files import read_json
 from kalmix.layers import MIXERS
-from kalmix_bench.experiments.vision.recipe import DIGITS, VisionRecipe
-from kalmix_bench.experiments.vision.run import HISTORY, WEIGHTS, train
+from kalmix_bench.experiments.vision.recipe import DIGITS, HISTORY, WEIGHTS, VisionRecipe
 from kalmix_bench.runner import options, session
 from kalmix_bench.runner.cells import Results, Row, digest
-from kalmix_bench.runner.experiment import CellStopped, Experiment, ProgressFn
-from kalmix_bench.runner.line_panels import LinePanel, draw_line_panels, seed_curve
+from kalmix_bench.runner.experiment import Experiment, ProgressFn
 from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.published_names import published_name
 from kalmix_bench.runner.scores import Score
@@ -67,6 +64,8 @@ class Vision(Experiment[VisionCell]):
         Raises:
             ArgumentError: there are no images, or the loss diverged.
         """
+        from kalmix_bench.experiments.vision.run import ProgressCallback, train
+
         (cell,) = cells
         folder = _folder(cell, results)
         if not self.is_complete(cell, results):
@@ -75,7 +74,7 @@ class Vision(Experiment[VisionCell]):
                 cell.recipe,
                 folder,
                 resume=True,
-                callbacks=[_Progress(cell.recipe, on_progress)],
+                callbacks=[ProgressCallback(cell.recipe, on_progress)],
                 cpu=device.type == "cpu",
             )
         history = read_json(folder / HISTORY, list)
@@ -121,19 +120,6 @@ class Vision(Experiment[VisionCell]):
         ]
 
 
-class _Progress(TrainerCallback):
-    """Callback that reports each epoch after its checkpoint is stored, and stops the run if requested."""
-
-    def __init__(self, recipe: VisionRecipe, on_progress: ProgressFn) -> None:
-        self.recipe, self.on_progress = recipe, on_progress
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        accuracy = next(row["eval_accuracy"] for row in reversed(state.log_history) if "eval_accuracy" in row)
-        stop = self.on_progress(state.epoch / self.recipe.total_epochs, f"accuracy {accuracy:.1%}")
-        if stop and state.global_step < state.max_steps:
-            raise CellStopped
-
-
 def _folder(cell: VisionCell, results: Results) -> Path:
     return results.path.parent / "models" / digest(cell)
 
@@ -149,6 +135,8 @@ def _by_recipe(rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
 
 def _draw_learning(groups: Sequence[tuple[dict[str, Any], list[Row]]], path: Path) -> Path:
     """Draw test accuracy and training loss by epoch, a row of panels per data set."""
+    from kalmix_bench.runner.line_panels import LinePanel, draw_line_panels, seed_curve
+
     panels = []
     for images in dict.fromkeys(_images(recipe) for recipe, _ in groups):
         models = [(recipe, alike) for recipe, alike in groups if _images(recipe) == images]

@@ -14,6 +14,8 @@ from kalmix.files import FORMAT, check_format, read_json, write_text
 from kalmix.training.recipe import RECIPE_FILE
 from kalmix.validation import check_types
 
+WEIGHTS, HISTORY = "model.safetensors", "history.json"  # files of a run, beside RECIPE_FILE
+
 
 @dataclass(frozen=True)
 class VisionRecipe:

@@ -33,9 +33,8 @@ from kalmix.training.checkpoints import list_checkpoints, newest_checkpoint
 from kalmix.training.saving import SafeTrainer
 from kalmix.training.trainer import process_state
 from kalmix_bench.experiments.vision import data as vision_data
-from kalmix_bench.experiments.vision.recipe import VisionRecipe
-
-WEIGHTS, HISTORY = "model.safetensors", "history.json"
+from kalmix_bench.experiments.vision.recipe import HISTORY, WEIGHTS, VisionRecipe
+from kalmix_bench.runner.experiment import CellStopped, ProgressFn
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,19 @@ class VisionRun:
     accuracy: float
     seconds: float
     history: list[dict[str, float]]
+
+
+class ProgressCallback(TrainerCallback):
+    """Callback that reports each epoch after its checkpoint is stored, and stops the run if requested."""
+
+    def __init__(self, recipe: VisionRecipe, on_progress: ProgressFn) -> None:
+        self.recipe, self.on_progress = recipe, on_progress
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        accuracy = next(row["eval_accuracy"] for row in reversed(state.log_history) if "eval_accuracy" in row)
+        stop = self.on_progress(state.epoch / self.recipe.total_epochs, f"accuracy {accuracy:.1%}")
+        if stop and state.global_step < state.max_steps:
+            raise CellStopped
 
 
 def train(

@@ -1,0 +1,24 @@
+"""Check of the CPU time that a command takes to start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+TRIALS = 5  # other work may share the machine
+
+
+def check_start_time(line: str) -> None:
+    """Check that `kalmix LINE` takes less than 1 s of CPU time beyond `import torch` in one of five trials."""
+    command = ("-m", "kalmix.cli", *line.split())
+    trials = (_cpu_seconds(*command) - _cpu_seconds("-c", "import torch") for _ in range(TRIALS))
+    assert any(seconds < 1 for seconds in trials), line
+
+
+def _cpu_seconds(*arguments: str) -> float:
+    """Return the CPU time of Python with these arguments, in seconds."""
+    before = os.times()
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
