@@ -1,10 +1,10 @@
 """Kill tiny runs of a command, resume them, and check that nothing is lost, repeated or stuck.
 
-Half of the kills come at file events: at the n-th open for writing, rename, deletion, new folder or fsync in the output
-folder, n drawn from all of an undisturbed run. The other half come at random times. A run is killed up to three times,
-each session resuming the one before, and then ends undisturbed. After every kill, the next session must begin at the
-last checkpoint that was saved, and repeat no finished work; in the end the results must be those of the undisturbed
-run, bit for bit.
+Every other run is killed at file events in the output folder: the n-th open for writing, rename, deletion, new folder
+or fsync, with n drawn from the events of an undisturbed run. The others are killed at random times. A run is killed up
+to three times; each session resumes the one before, and the last one ends undisturbed. After each kill, the next
+session must start at the last saved checkpoint and must not repeat finished work. The final results must equal those of
+the undisturbed run bit for bit.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 
 
 class KillError(Exception):
-    """Saved work was lost, finished work was repeated, or a run cannot go on."""
+    """Raised when saved work is lost, finished work is repeated, or a run cannot be resumed."""
 
 
 class Session(NamedTuple):
-    """One process: exit status (negative: the signal that ended it), seconds, and number of file events."""
+    """One process: exit status (minus the signal's number if a signal ended it), seconds, number of file events."""
 
     status: int
     seconds: float
@@ -48,9 +48,9 @@ class Session(NamedTuple):
 
 
 class Run(ABC):
-    """A command, its output folder, and the notes that its sessions take of steps and checkpoints."""
+    """Command with its output folder and a log of the steps and checkpoints of its sessions (the notes)."""
 
-    trainer: type  # its steps and checkpoints are noted
+    trainer: type  # class whose steps and checkpoints are logged
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.output = folder, folder / "run"
@@ -60,33 +60,33 @@ class Run(ABC):
 
     @abstractmethod
     def next_command(self) -> list[str] | None:
-        """Return the command that begins or continues this run; None if it has ended."""
+        """Return the command that starts or resumes this run; `None` if the run has ended."""
 
     @abstractmethod
     def finished(self) -> set[str]:
-        """Return the names of the work that must not be done again."""
+        """Return the names of finished work."""
 
     @abstractmethod
     def checkpoints(self) -> Iterator[tuple[str, Path]]:
-        """Yield every checkpoint in the output folder, with the name of the work that it is of."""
+        """Yield the checkpoints in the output folder: name of the work, path."""
 
     @abstractmethod
     def results(self) -> dict[str, Any]:
-        """Return what the run has found, which must not depend on kills."""
+        """Return the results of the run by name; kills must not change them."""
 
     def noted(self) -> list[tuple[str, str, int]]:
-        """Return the notes: name of the work, "step" or "saved", and the number of the step."""
+        """Return the log: name of the work, "step" or "saved", and number of the step."""
         lines = (line.rsplit(" ", 2) for line in self.notes.read_text().splitlines())
         return [(name, what, int(number)) for name, what, number in lines]
 
     def saved(self) -> dict[str, int]:
-        """Return the step of the newest checkpoint that was ever saved, by name of the work."""
+        """Return the step of the newest checkpoint ever saved, by name of the work."""
         steps = [(name, number) for name, what, number in self.noted() if what == "saved"]
         steps += [(name, int(path.name.split("-")[1])) for name, path in self.checkpoints() if complete(path)]
         return {name: max(step for other, step in steps if other == name) for name, _ in steps}
 
     def session(self, command: list[str], *, event: int | None = None, after: float | None = None) -> Session:
-        """Run a command in a process of its own; kill it at its `event`-th file event, or `after` so many seconds."""
+        """Run a command in a new process; kill it at its `event`-th file event, or `after` this many seconds."""
         began, deadline = time.monotonic(), LIMIT if after is None else after
         child = os.fork()
         if child == 0:
@@ -129,7 +129,7 @@ class Run(ABC):
 
 
 def complete(checkpoint: Path) -> bool:
-    """Whether all that a Trainer resumes from can be read."""
+    """Return whether a Trainer can read all files of a checkpoint."""
     try:
         load_file(checkpoint / "model.safetensors")
         json.loads((checkpoint / "trainer_state.json").read_text())
@@ -141,7 +141,7 @@ def complete(checkpoint: Path) -> bool:
 
 
 def _note_steps(trainer: Any, notes: Path) -> None:
-    """Let a trainer take notes of the steps that it begins and of the checkpoints that it has saved."""
+    """Make a trainer log each step when it begins and each checkpoint when it is saved."""
     step, save = trainer.training_step, trainer._save_checkpoint
 
     def note(self: Any, what: str) -> None:
@@ -161,7 +161,7 @@ def _note_steps(trainer: Any, notes: Path) -> None:
 
 
 def _count_events(output: Path, stop: int | None) -> Callable[[], int]:
-    """Count the file events under `output`, and kill this process at the one numbered `stop`."""
+    """Count file events under `output`, kill this process at number `stop`; return a function of the count."""
     events, folder, fsync = 0, str(output), os.fsync
 
     def count() -> None:
@@ -176,7 +176,7 @@ def _count_events(output: Path, stop: int | None) -> Callable[[], int]:
         if name == "open":
             writes = set(given[1]) & set("wax+") if isinstance(given[1], str) else given[2] & WRITES
             inside = bool(writes) and str(given[0]).startswith(folder)
-        else:  # shutil.rmtree names what it deletes relative to an open folder
+        else:  # shutil.rmtree passes names relative to an open folder
             inside = str(given[0]).startswith(folder) or (name in ("os.remove", "os.rmdir") and given[1] != -1)
         if inside:
             count()
@@ -191,7 +191,7 @@ def _count_events(output: Path, stop: int | None) -> Callable[[], int]:
 
 
 def check_next(run: Run, finished: set[str], saved: dict[str, int], notes: int) -> None:
-    """Check the notes of a session against what had been finished and saved before it."""
+    """Check that a session's log repeats no work that was finished or saved before it."""
     first: dict[str, int] = {}
     for name, what, number in run.noted()[notes:]:
         if what == "step":
@@ -204,9 +204,9 @@ def check_next(run: Run, finished: set[str], saved: dict[str, int], notes: int) 
 
 
 def kill_and_resume(run: Run, kills: list[dict[str, Any]], wanted: dict[str, Any]) -> int:
-    """Kill a run at given places, resume it, and compare its results with `wanted`; the number of kills that hit."""
+    """Kill a run at these places, resume it and compare its results with `wanted`; return the number of kills."""
     hits = 0
-    for place in [*kills, None, None, None]:  # of a run that has ended, a report may be missing
+    for place in [*kills, None, None, None]:  # a run that has ended may lack its report
         command = run.next_command()
         if command is None:
             break
@@ -224,7 +224,7 @@ def kill_and_resume(run: Run, kills: list[dict[str, Any]], wanted: dict[str, Any
 
 
 def places(draw: random.Random, whole: Session, index: int) -> list[dict[str, Any]]:
-    """Draw where a run is killed: at file events if `index` is even, else at times."""
+    """Draw the places of a run's kills: file events if `index` is even, times if it is odd."""
     count = draw.randint(1, KILLS)
     if index % 2:
         return [{"after": draw.uniform(0.02, whole.seconds)} for _ in range(count)]
@@ -232,7 +232,7 @@ def places(draw: random.Random, whole: Session, index: int) -> list[dict[str, An
 
 
 def run_kills(kind: type[Run], kills: int, seed: int, folder: Path) -> tuple[int, int, int]:
-    """Kill runs until `kills` have hit; print failures; return the kills, the runs and the failures."""
+    """Kill runs until there were `kills` kills; print failures; return the numbers of kills, runs and failures."""
     draw = random.Random(seed)
     hits = runs = failures = 0
     undisturbed = kind(folder / "whole")
@@ -256,7 +256,7 @@ def run_kills(kind: type[Run], kills: int, seed: int, folder: Path) -> tuple[int
 
 
 def main(kind: type[Run]) -> None:
-    """Kill runs of one kind as the command line asks; exit with 1 if there was a failure."""
+    """Kill runs of one kind, with options of the command line; exit with 1 if there was a failure."""
     options = argparse.ArgumentParser(description=kind.__doc__)
     options.add_argument("--kills", type=int, default=100)
     options.add_argument("--seed", type=int, default=0)
@@ -269,7 +269,7 @@ def main(kind: type[Run]) -> None:
 
 
 def check_script(script: Path, kills: int) -> None:
-    """Run a script that calls `main`, and check that it hit `kills` times without a failure."""
+    """Run a script that calls `main`; check that it made `kills` kills without a failure."""
     command = [sys.executable, str(script), "--kills", str(kills), "--seed", str(kills)]
     told = subprocess.run(command, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stdout + told.stderr

@@ -1,7 +1,7 @@
-"""lm-evaluation-harness: the tasks of examples/reading, and that what it asks of a model is what the model says.
+"""Evaluation with lm-evaluation-harness: the tasks of examples/reading, and the scores of a model.
 
-The harness pads, batches, groups requests by their contexts and generates from a cache; nothing of that may show. The
-tests of it need the extra `eval`, and are not run where that is not installed.
+The harness pads, batches, groups requests by context, and generates with a cache. Scores must not depend on these.
+Tests of the harness need the extra `eval` and are skipped without it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def reading() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def folder(text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint with weights far from their start, so that contexts matter, and its tokenizer."""
+    """Return a folder with a tokenizer and a model; its weights are large, so that contexts matter."""
     torch.manual_seed(0)
     tokenizer = wrap_tokenizer(train_tokenizer([Path(text).read_text()], vocab_size=280))
     end, where = end_of_text_id(tokenizer), tmp_path_factory.mktemp("model")
@@ -59,7 +59,7 @@ def folder(text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_questions(reading: ModuleType, text: str):
-    """Each has one right answer, which stands in the text; no answer stands where it must be found."""
+    """Each question has one correct answer, and the text contains it."""
     held_out = " ".join(" ".join(document.split()) for document in reading._held_out(text))
     for row in (rows := reading.endings(text)["test"]):
         assert len(set(row["endings"])) == 4
@@ -77,7 +77,7 @@ def test_questions(reading: ModuleType, text: str):
 
 @HARNESS
 def test_harness_scores_equal_the_models(folder: str):
-    """Likelihoods in padded batches, and texts generated from a cache in left-padded ones."""
+    """Compare log likelihoods in padded batches, and texts generated with a cache in left-padded batches."""
     from lm_eval.models.huggingface import HFLM
 
     judge = HFLM(folder, trust_remote_code=True, add_bos_token=True, batch_size=3, device="cpu")
@@ -92,7 +92,7 @@ def test_harness_scores_equal_the_models(folder: str):
         assert ids[0] == end_of_text_id(tokenizer)
         exact = -surprisals(model, ids, window=999)[len(begun) - 1 :].sum()
         assert found == pytest.approx(float(exact), abs=1e-3)
-    assert len({round(found, 2) for found, _ in said}) > 6  # and they differ
+    assert len({round(found, 2) for found, _ in said}) > 6  # scores differ between contexts
 
     options = {"until": ["\n"], "do_sample": False, "max_gen_toks": 12}
     texts = judge.generate_until([SimpleNamespace(args=(context, options)) for context in contexts], disable_tqdm=True)
@@ -104,7 +104,7 @@ def test_harness_scores_equal_the_models(folder: str):
 
 @HARNESS
 def test_the_tasks_run(folder: str, text: str):
-    """All four, by the door that the command line takes; a text's code is as long as we say it is."""
+    """Run all four tasks as the command line does; the bits per byte of a text equal the model's."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     from transformers import AutoTokenizer
@@ -123,7 +123,7 @@ def test_the_tasks_run(folder: str, text: str):
 
     documents = [sample["doc"]["text"] for sample in found["samples"]["reading_text"]]
     model, tokenizer = KalmixForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    # The harness puts the mark before a document twice, and has the second one coded, too.
+    # The harness puts the end-of-text token before a document twice, and scores the second one.
     twice = [end_of_text_id(tokenizer)] * 2
     coded = [torch.tensor([*twice, *tokenizer(x, add_special_tokens=False)["input_ids"]]) for x in documents]
     nats = sum(float(surprisals(model, ids, window=4096).sum()) for ids in coded)

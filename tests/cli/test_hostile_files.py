@@ -1,4 +1,4 @@
-"""Files that are damaged or made to do harm: each gives one clear line and the status of a mistake; none runs code."""
+"""Damaged and malicious files: each gives a one-line error and exit status 2, and none runs code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ATTACK = "import pathlib; pathlib.Path(__file__).with_name('ATTACKED').touch()\n
 
 
 class Case(NamedTuple):
-    """One damaged file: what is done to a copy of a finished run, and a word of the error that it must give."""
+    """One damaged file: a function that damages a copy of a finished run, and a part of the expected error."""
 
     damage: Callable[[Path], object]
     says: str | None  # None: the file changes nothing
@@ -29,18 +29,18 @@ class Case(NamedTuple):
 
 
 def write(name: str, content: str | bytes) -> Callable[[Path], object]:
-    """Replace a file of the run."""
+    """Return a function that replaces a file of the run."""
     data = content.encode() if isinstance(content, str) else content
     return lambda run: (run / name).write_bytes(data)
 
 
 def config(**changes: Any) -> Callable[[Path], object]:
-    """Change keys of the model's configuration."""
+    """Return a function that changes keys of the model's configuration."""
     return edit("model/config.json", changes)
 
 
 def edit(name: str, changes: dict[str, Any]) -> Callable[[Path], object]:
-    """Change keys of a JSON file."""
+    """Return a function that changes keys of a JSON file."""
 
     def damage(run: Path) -> None:
         path = run / name
@@ -50,7 +50,7 @@ def edit(name: str, changes: dict[str, Any]) -> Callable[[Path], object]:
 
 
 def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
-    """Change the model's tensors."""
+    """Return a function that changes the model's tensors."""
 
     def damage(run: Path) -> None:
         path = run / "model" / "model.safetensors"
@@ -62,18 +62,18 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pa
 
 
 def one(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], object]:
-    """Change one of the model's tensors."""
+    """Return a function that changes one of the model's tensors."""
     name = "model.embed_tokens.weight"
     return weights(lambda tensors: tensors.update({name: change(tensors[name]).contiguous()}))
 
 
 def cut(name: str) -> Callable[[Path], object]:
-    """Cut a file in half."""
+    """Return a function that cuts a file in half."""
     return lambda run: (run / name).write_bytes((run / name).read_bytes()[: (run / name).stat().st_size // 2])
 
 
 def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Put something that is no file in a file's place."""
+    """Return a function that puts something else, such as a folder, in place of a file."""
 
     def damage(run: Path) -> None:
         (run / name).unlink()
@@ -83,7 +83,7 @@ def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], obje
 
 
 def pickled(name: str) -> Callable[[Path], object]:
-    """Weights that run code when they are unpickled, and no safetensors."""
+    """Return a function that replaces the weights by a pickle that runs code when it is loaded."""
 
     def damage(run: Path) -> None:
         (run / "model" / "model.safetensors").unlink()
@@ -93,7 +93,7 @@ def pickled(name: str) -> Callable[[Path], object]:
 
 
 def code(name: str, *, tokenizer_class: bool = True) -> Callable[[Path], object]:
-    """A model folder whose JSON file names a Python file beside it."""
+    """Return a function that makes a JSON file of the model name a Python file beside it."""
 
     def damage(run: Path) -> None:
         for module in ("modeling_kalmix.py", "attack.py", "custom_generate/generate.py"):
@@ -111,7 +111,7 @@ def code(name: str, *, tokenizer_class: bool = True) -> Callable[[Path], object]
 
 
 def index(**named: str) -> Callable[[Path], object]:
-    """Weights in several files, named by an index."""
+    """Return a function that adds an index of weights in several files."""
 
     def damage(run: Path) -> None:
         (run / "model" / "model.safetensors").rename(run / "model" / "model-1.safetensors")
@@ -208,7 +208,7 @@ CASES = {
     "tokenizer names code": Case(code("tokenizer_config.json"), None),
     "inspect: tokenizer names code": Case(code("tokenizer_config.json"), None, INSPECT),
     "inspect: config names code": Case(code("config.json", tokenizer_class=False), None, INSPECT),
-    # tokenizer and what else lies in a model folder
+    # tokenizer and other files of a model folder
     "empty tokenizer": Case(write(TOKENIZER, ""), "tokenizer.json"),
     "half a tokenizer": Case(cut(TOKENIZER), "tokenizer.json"),
     "tokenizer is a list": Case(write(TOKENIZER, "[]"), "tokenizer.json"),
@@ -235,7 +235,7 @@ CASES = {
         ),
         "token",
     ),
-    # only tokenizer.json is read of the tokenizer
+    # only tokenizer.json is read
     "tokenizer_config is a list": Case(write("model/tokenizer_config.json", "[]"), None),
     "tokenizer_config nested deep": Case(write("model/tokenizer_config.json", NESTED), None),
     "tokenizer_config is not UTF-8": Case(write("model/tokenizer_config.json", b'{"a": "\xff"}'), None),
@@ -291,7 +291,7 @@ def test_hostile_file_gives_one_error_line(
     if case.says is None:
         (run / "text.txt").write_text("a text")
     if case.command == TRAIN:
-        (run / "history.json").unlink()  # as if it had been interrupted
+        (run / "history.json").unlink()  # like an interrupted run
     case.damage(run)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("builtins.input", lambda *asked: pytest.fail(f"asked {asked}"))

@@ -1,4 +1,4 @@
-"""Mutation operators: small wrong changes of a Python file, found by its syntax tree and written into its text."""
+"""Mutation operators: small wrong changes of a Python file, located in its syntax tree and applied to its text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES |= {"min": "max", "max": "min", "sum": "mean", "mean": "sum", "floor": "ce
 
 
 class Mutant(NamedTuple):
-    """A change of one place: `text[start:stop]` becomes `new`."""
+    """One change of a file: `text[start:stop]` becomes `new`."""
 
     path: str
     line: int
@@ -52,7 +52,7 @@ class Mutant(NamedTuple):
 
 
 class _Finder(ast.NodeVisitor):
-    """Collects the changes of a file. Raised errors, annotations and docstrings stay."""
+    """Visitor that collects the mutants of a file; it skips raised errors, annotations and docstrings."""
 
     def __init__(self, path: str, text: str) -> None:
         self.path, self.text = path, text
@@ -64,7 +64,7 @@ class _Finder(ast.NodeVisitor):
         self.found: list[Mutant] = []
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Return where a node begins and ends, in characters."""
+        """Return the start and end of a node, in characters."""
         start = self.offsets[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
         stop = self.offsets[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
         return len(self.bytes[:start].decode()), len(self.bytes[:stop].decode())
@@ -78,7 +78,7 @@ class _Finder(ast.NodeVisitor):
         self.found.append(mutant)
 
     def between(self, left: ast.AST, right: ast.AST) -> tuple[int, int]:
-        """The operator between two operands, parentheses and blanks left out."""
+        """Return the span of the operator between two operands, without parentheses and blanks."""
         start, stop = self.span(left)[1], self.span(right)[0]
         while start < stop and self.text[start] in ") \n\t":
             start += 1
@@ -87,10 +87,10 @@ class _Finder(ast.NodeVisitor):
         return start, stop
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """Leave errors as they are."""
+        """Skip raised errors."""
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """Leave defaults of fields: they are settings, which a test could only repeat."""
+        """Skip default values of fields: they are settings, and a test could only repeat them."""
         for statement in node.body:
             if not isinstance(statement, ast.AnnAssign):
                 self.visit(statement)
@@ -162,7 +162,7 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         for keyword in node.keywords:
-            if keyword.arg not in (None, "strict", "encoding"):  # which change nothing where all is well
+            if keyword.arg not in (None, "strict", "encoding"):  # these have no effect on valid inputs
                 start, stop = self.span(keyword)
                 self.add(keyword, "argument", start, self._comma(stop), "")
         if isinstance(node.func, ast.Attribute) and node.func.attr in NAMES:
@@ -177,7 +177,7 @@ class _Finder(ast.NodeVisitor):
 
 
 def mutants_of(path: str, text: str) -> Iterator[Mutant]:
-    """Yield every mutant of a file, in the order of its text."""
+    """Yield all mutants of a file in the order of their positions."""
     finder = _Finder(path, text)
     finder.visit(ast.parse(text))
     yield from sorted(finder.found, key=lambda mutant: (mutant.start, mutant.stop, mutant.new))

@@ -1,13 +1,13 @@
-"""Mutate ops, layers, training and benchmarks, and tell which mutants no test notices.
+"""Mutate ops, layers, training and benchmarks, and print the mutants that no test detects.
 
     python tests/mutation/run.py --count 240 --seed 0 --jobs 2 --out mutants.json
 
-Run it in the root of the repository. It needs what the library needs, and pytest. First every mapped test runs on the
-unchanged source: tests that fail or cannot be imported are left out, and said so. Then each mutant runs its tests with
-`-x` in a copy of the source. A mutant that passes all of them has survived.
+Run it in the root of the repository, with the library's packages and pytest. First, all mapped tests run on the
+unchanged source; those that fail or cannot be imported are printed and not used. Then each mutant's tests run with `-x`
+in a copy of the source. A mutant that passes all its tests has survived.
 
-mutmut cannot draw a number of mutants by a seed, and runs all tests that touch a function. cosmic-ray writes into the
-one working tree, so that processes need a checkout each, and knows one test command. Hence this script.
+Other tools do not fit. mutmut cannot draw mutants from a seed, and runs all tests that touch a function. cosmic-ray
+changes the working tree, so each process needs its own checkout, and it accepts a single test command.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NO_TESTS = 5  # pytest's exit status
 
 
 def draw(count: int, seed: int, only: str) -> list[Mutant]:
-    """Draw mutants, as many from each area, without replacement."""
+    """Draw mutants without replacement, equally many from each area."""
     chosen, areas = [], [area for area in AREAS if area.startswith(only) or "/" in only]
     for index, area in enumerate(areas):
         files = [path for path in files_of(area) if path.startswith(only) or "/" not in only]
@@ -50,7 +50,7 @@ def draw(count: int, seed: int, only: str) -> list[Mutant]:
 
 
 class Copies:
-    """Copies of the source, one a job, that PYTHONPATH puts first."""
+    """Copies of the source, one per job, which tests import because they come first in PYTHONPATH."""
 
     def __init__(self, jobs: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="mutants-"))
@@ -62,7 +62,7 @@ class Copies:
             self.free.put(copy)
 
     def run(self, mutant: Mutant | None, arguments: list[str], seconds: float) -> tuple[int, str]:
-        """Run pytest on a mutant, or on the source as it is; return its status, -1 if too long, and its output."""
+        """Run pytest on a mutant, or on the unchanged source; return its status (-1 after `seconds`) and output."""
         copy = self.free.get()
         try:
             if mutant is None:
@@ -106,14 +106,14 @@ def _pytest(copy: Path, arguments: list[str], seconds: float) -> tuple[int, str]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a test run and what it started."""
+    """Kill a test run and its child processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 class Baseline:
-    """Tests on the unchanged source: how long each file takes, and which of them cannot serve here."""
+    """Results of the tests on the unchanged source: seconds per file, files that cannot run, and failing tests."""
 
     def __init__(self, mutants: list[Mutant], copies: Copies, jobs: int, limit: float) -> None:
         tests = [tests_of(mutant.path) for mutant in mutants]
@@ -139,7 +139,7 @@ class Baseline:
         return file
 
     def calls(self, tests: Tests) -> list[tuple[list[str], float]]:
-        """Arguments of pytest and seconds on the unchanged source, for each run that a mutant gets; laws come last."""
+        """Return the pytest runs of a mutant, laws last: arguments, and seconds on the unchanged source."""
         files = [file for file in tests.files if file not in self.left_out]
         skipped = [f"--deselect={name}" for name in self.deselected]
         calls = [([*files, *skipped], sum(self.seconds[file] for file in files))] if files else []
@@ -149,7 +149,7 @@ class Baseline:
 
 
 def judge(mutant: Mutant, baseline: Baseline, copies: Copies, limit: float) -> dict[str, Any]:
-    """Run a mutant's tests until one notices."""
+    """Run a mutant's tests until one fails; return the mutant with its verdict."""
     began, verdict, noticed = time.monotonic(), "untested", ""
     for arguments, seconds in baseline.calls(tests_of(mutant.path)):
         status, output = copies.run(mutant, ["-x", *arguments], min(limit, 30 + 3 * seconds))
@@ -163,7 +163,7 @@ def judge(mutant: Mutant, baseline: Baseline, copies: Copies, limit: float) -> d
 
 def main(options: argparse.Namespace) -> None:
     began, mutants = time.monotonic(), draw(options.count, options.seed, options.only)
-    random.Random(options.seed).shuffle(mutants)  # a run that is cut short has seen some of every area
+    random.Random(options.seed).shuffle(mutants)  # an interrupted run has mutants of every area
     mutants = mutants[options.skip :]
     copies = Copies(options.jobs)
     lock, results = threading.Lock(), []

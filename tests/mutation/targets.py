@@ -1,4 +1,4 @@
-"""Which files are mutated, and which tests should notice."""
+"""Files to mutate, and the tests that should detect their mutants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AREAS = {
     "bench": "bench/src/kalmix_bench",
 }
 LAWS = "tests/laws/test_laws.py"
-# Triton's and CUDA's code has an interpreter or a GPU to be tested with; presets are settings, not behaviour.
+# Triton and CUDA code needs an interpreter or a GPU; presets are settings, not behaviour.
 LEFT_OUT = (
     "presets.py",
     "recipe.py",
@@ -35,7 +35,7 @@ class Tests(NamedTuple):
 
 
 def _laws(op: str, kernel: str = "") -> str:
-    """Laws of an op's kernels, but for Triton's, which are interpreted slowly."""
+    """Return the expression that selects laws of an op's kernels; not Triton's, whose interpreter is slow."""
     chosen = kernel or "reference or chunked"
     return f"({chosen}) and {op} and float32 and not triton and not compiles"
 
@@ -64,7 +64,7 @@ def _experiment(name: str, *tests: str) -> Tests:
     return Tests(tuple(f"{_BENCH}/experiments/test_{name}{test}.py" for test in tests))
 
 
-# The first prefix that fits the path of a module, below `src` or `bench/src`, names its tests.
+# Tests of a module, by the first matching prefix of its path below `src` or `bench/src`.
 TESTS: dict[str, Tests] = {
     **{
         f"kalmix/ops/_{op}/": Tests((*files, "tests/ops/test_bad_input.py", "tests/ops/test_opcheck.py"), _laws(op))
@@ -111,7 +111,7 @@ def module_of(path: str) -> str:
 
 
 def tests_of(path: str) -> Tests:
-    """Tests of a source file: those named like it first, so that they run first."""
+    """Return the tests of a source file. Tests with the file's name come first."""
     package, folder, *_ = name = Path(module_of(path)).parts
     tests = next(tests for prefix, tests in TESTS.items() if "/".join(name).startswith(prefix))
     root = Path("tests" if package == "kalmix" else _BENCH)
@@ -120,6 +120,6 @@ def tests_of(path: str) -> Tests:
 
 
 def files_of(area: str) -> list[str]:
-    """Source files of an area that have something to mutate."""
+    """Return the source files of an area that can be mutated."""
     found = sorted(str(x) for x in Path(AREAS[area]).rglob("*.py"))
     return [path for path in found if not any(part in path for part in LEFT_OUT)]
