@@ -59,7 +59,7 @@ def test_mistakes_are_named():
     for score in (micro, macro, mean_row_accuracy, exact_match):
         with pytest.raises(ArgumentError, match=r"predicted.*\[1, 4\].*\[1, 5\]"):
             score(GIVEN[:, :4], WANTED)
-    with pytest.raises(ArgumentError, match="one a row"):
+    with pytest.raises(ArgumentError, match="one per row"):
         string_match(["a"], [])
     with pytest.raises(ArgumentError, match="at least one"):
         string_match(["a"], [[]])

@@ -162,17 +162,17 @@ def test_a_length_too_small_is_refused():
             make(f"needle/{name}", seed=0, train=1, test=0, max_seq_length=length)
     with pytest.raises(ArgumentError, match=r"max_seq_length.*at least 250"):
         make("needle/frequent-words", seed=0, train=1, test=0, max_seq_length=249)
-    with pytest.raises(ArgumentError, match=r"max_seq_length.*for a prompt and its answer"):
+    with pytest.raises(ArgumentError, match=r"max_seq_length.*\(a prompt and its answer\)"):
         make("needle/single-3", seed=0, train=1, test=0, tokens_to_generate=1)
 
 
 def test_mistakes_are_named(tmp_path):
     for settings, complaint in (
-        ({"type_haystack": "hay"}, "type_haystack.*'noise', 'essay', 'needle'"),
+        ({"type_haystack": "hay"}, "type_haystack.*'noise', 'essay' or 'needle'"),
         ({"type_needle_v": "x"}, "type_needle_v"),
         ({"num_needle_k": 0}, "num_needle_k.*at least 1"),
         ({"type_haystack": "essay", "num_needle_k": 41}, "num_needle_k.*at most 40"),
-        ({"words": "mine"}, "words.*'wonderwords' or 'own'"),
+        ({"words": "mine"}, "words.*'wonderwords' or 'builtin'"),
         ({"type_haystack": "essay", "essay": str(tmp_path / "none")}, "essay.*cannot be read"),
     ):
         with pytest.raises(ArgumentError, match=complaint):

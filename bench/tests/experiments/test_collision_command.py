@@ -76,16 +76,16 @@ def test_a_finished_cell_is_not_run_again(kalmix, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--parts recal", "mechanism,recall,crowding"),
-        ("--models gated", "linear-attention,gla,deltanet,reset,bayesian"),
-        ("--preset desktop", "laptop, paper"),
+        ("--parts recal", "Did you mean 'recall'?"),
+        ("--models gated", "'linear-attention', 'gla', 'deltanet', 'reset' or 'bayesian'"),
+        ("--preset desktop", "'laptop' or 'paper'"),
         ("--seeds 0", "`seeds` is 0"),
         ("--steps 0", "`steps` is 0"),
         ("--batch-size -1", "`batch_size` is -1"),
         ("--test-sequences 0", "`test_sequences` is 0"),
-        ("--queries ask", "read or write"),
+        ("--queries ask", "'read' or 'write'"),
         ("--overlap 1", "below 1"),
-        ("--device tpu", "cpu or cuda"),
+        ("--device tpu", "'cpu' or 'cuda'"),
     ],
 )
 def test_an_invalid_option_gives_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:

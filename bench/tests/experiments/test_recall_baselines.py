@@ -165,7 +165,7 @@ def test_only_whole_sequences_are_accepted(make: object):
     layer = make()
     y, state = layer(tokens())
     assert torch.allclose(y[:, :9], layer(tokens()[:, :9])[0], atol=1e-5)  # and look at none to come
-    with pytest.raises(ArgumentError, match=r"`state` is a NoState; expected none"):
+    with pytest.raises(ArgumentError, match=r"`state` is a NoState; expected None"):
         layer(tokens(), state)
     with pytest.raises(ArgumentError, match=r"`segments` .* whole sequences, one per row"):
         layer(tokens()[:1], segments=Segments.packed(torch.tensor([0, 3, TOKENS])))
@@ -180,18 +180,18 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch):
         for module in [m for m in sys.modules if m == package or m.startswith(f"{package}.")]:
             monkeypatch.delitem(sys.modules, module)
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(ArgumentError, match=r"cannot be imported .*pip install 'kalmix\[baselines\]'"):
+        with pytest.raises(ArgumentError, match=r"cannot be imported .*pip install './bench\[baselines\]'"):
             BASELINES[name](WIDTH)
 
 
 @pytest.mark.filterwarnings("ignore:According to Bo", "ignore:Triton is not supported")
 def test_rwkv_requires_a_gpu_and_heads_that_divide_the_width():
     pytest.importorskip("fla")
-    with pytest.raises(ArgumentError, match=f"a divisor of the width, {WIDTH}"):
+    with pytest.raises(ArgumentError, match=f"a divisor of {WIDTH}"):
         RWKV7(WIDTH, head_dim=32)
     layer = RWKV7(WIDTH, head_dim=8)
     assert layer.state_size(1) == 128
-    with pytest.raises(ArgumentError, match="expected a GPU"):
+    with pytest.raises(ArgumentError, match="expected a tensor on a GPU"):
         layer(tokens())
 
 

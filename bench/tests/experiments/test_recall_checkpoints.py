@@ -69,7 +69,7 @@ def test_the_command(results: Results, capsys: pytest.CaptureFixture[str]):
         r"kla on mad/selective-copying": lambda: bench_beliefs.run(folder, layer=["mamba2"]),
         r"`output` .* no trained model": lambda: bench_beliefs.run(folder / "nowhere"),
         r"`row` is 16; expected below 16": lambda: bench_beliefs.run(folder, layer=["kla"], row=16),
-        r"`layer` is deltanet; expected with a posterior": lambda: bench_beliefs.run(folder, layer=["deltanet"]),
+        r"`layer` is deltanet, which has no posterior; expected": lambda: bench_beliefs.run(folder, layer=["deltanet"]),
     }
     for said, mistake in mistakes.items():
         with pytest.raises(ArgumentError, match=said):

@@ -169,12 +169,12 @@ def _length(cell: RecallCell) -> int:
         ("mad --depth 1,0", "`depth` is '1,0'"),
         ("mad --validation -1", "`validation` is -1"),
         ("mad --task copying", "selective-copying"),
-        ("mad --preset desktop", "laptop, paper"),
+        ("mad --preset desktop", "'laptop', 'paper' or 'mad-lab'"),
         ("mad --seeds 0", "`seeds` is 0"),
-        ("mqar --hidden-size 12", "one of 8, 16"),
+        ("mqar --hidden-size 12", "expected 8 or 16"),
         ("mqar --jobs 0", "`jobs` is 0"),
         ("mad --epochs 0", "`epochs` is 0"),
-        ("a5 --device tpu", "cpu or cuda"),
+        ("a5 --device tpu", "'cpu' or 'cuda'"),
     ],
 )
 def test_an_invalid_option_gives_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:
@@ -186,10 +186,10 @@ def test_an_invalid_option_gives_one_line(kalmix, tmp_path: Path, options: str, 
 
 
 def test_a_report_of_something_else_is_refused(kalmix, tmp_path: Path) -> None:
-    assert "without results.jsonl" in kalmix("bench", "report", tmp_path).errors
+    assert "has no results.jsonl" in kalmix("bench", "report", tmp_path).errors
     (tmp_path / "results.jsonl").write_text("step,loss\n")
     result = kalmix("bench", "report", tmp_path)
-    assert result.status == 2 and "line 1 is no JSON" in result.errors
+    assert result.status == 2 and "line 1 is not JSON" in result.errors
     for nothing in ("", '{"task": "mqa', '{"step": 1, "seconds": 1.0, "versions": {}}\n'):
         (tmp_path / "results.jsonl").write_text(nothing)
         result = kalmix("bench", "report", tmp_path)

@@ -46,12 +46,12 @@ def test_models_are_trained_compared_and_drawn_once(kalmix, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--settings figure-2", "figure-1a,figure-1b"),
-        ("--models rnn", "afa,rt-afa,recurrent-afa,softmax,softmax-2"),
-        ("--preset desktop", "laptop, paper"),
+        ("--settings figure-2", "'figure-1a', 'figure-1b'"),
+        ("--models rnn", "'afa', 'rt-afa', 'recurrent-afa', 'softmax' or 'softmax-2'"),
+        ("--preset desktop", "'laptop' or 'paper'"),
         ("--seeds 0", "`seeds` is 0"),
         ("--epochs 0", "`epochs` is 0"),
-        ("--device tpu", "cpu or cuda"),
+        ("--device tpu", "'cpu' or 'cuda'"),
     ],
 )
 def test_an_invalid_option_gives_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:

@@ -76,10 +76,10 @@ def test_another_seed_is_added_and_a_cut_line_is_no_result(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--study residuals", "residual,gradient,condition,reversal,precision"),
-        ("--preset desktop", "laptop, paper"),
+        ("--study residuals", "'residual', 'gradient', 'condition', 'reversal' or 'precision'"),
+        ("--preset desktop", "'laptop' or 'paper'"),
         ("--seeds 0", "`seeds` is 0"),
-        ("--device tpu", "cpu or cuda"),
+        ("--device tpu", "'cpu' or 'cuda'"),
     ],
 )
 def test_an_invalid_option_gives_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:

@@ -50,7 +50,7 @@ def test_resumes(tmp_path):
     whole = train(recipe, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         train(recipe, tmp_path / "cut", callbacks=[CutOff()])
-    with pytest.raises(ArgumentError, match="resumed"):
+    with pytest.raises(ArgumentError, match="Set `resume`"):
         train(recipe, tmp_path / "cut")
     again = train(recipe, tmp_path / "cut", resume=True)
     assert again.accuracy == whole.accuracy
@@ -126,7 +126,7 @@ def test_centre():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: Folder(path / "nothing", eval_transform(8)), "without images"),
+        (lambda path: Folder(path / "nothing", eval_transform(8)), "has no images"),
         (lambda path: VisionRecipe(learning_rate=0.0), "learning_rate"),
         (lambda path: VisionRecipe(warmup=400), "warmup"),
         (lambda path: VisionRecipe(drop_path=1.0), "drop_path"),

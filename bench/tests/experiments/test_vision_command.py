@@ -83,11 +83,11 @@ def test_a_stopped_cell_resumes_from_its_checkpoint(tmp_path: Path, images: Path
         ("--preset desktop", "laptop, paper"),
         ("--preset paper", "a folder of images"),
         ("--images nowhere", "train and val"),
-        ("--models rnn", "attention,"),
+        ("--models rnn", "'attention', "),
         ("--preset paper --images . --jobs 2", "`jobs` is 2"),
         ("--seeds 0", "`seeds` is 0"),
         ("--epochs 0", "`epochs` is 0"),
-        ("--device tpu", "cpu or cuda"),
+        ("--device tpu", "'cpu' or 'cuda'"),
     ],
 )
 def test_an_invalid_option_gives_one_line(kalmix, tmp_path: Path, options: str, says: str) -> None:

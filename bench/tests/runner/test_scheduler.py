@@ -197,11 +197,11 @@ def test_killing_a_sweep_loses_nothing_and_repeats_nothing(tmp_path: Path, jobs:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"\x89PNG\r\n\x1a\n\xff\xfe", "no text"),
-        (b"loss,step\n1,2\n", "line 1 is no JSON"),
-        (b'{"seconds": 1.0, "versions": {}}\n[1, 2]\n', "line 2 is no result"),
-        (b'{"loss": 1.0}\n', "line 1 is no result"),
-        (b'{"task": "mqar", "layer": "kla", "versions": {}}\n', "line 1 is no result"),
+        (b"\x89PNG\r\n\x1a\n\xff\xfe", "not UTF-8 text"),
+        (b"loss,step\n1,2\n", "line 1 is not JSON"),
+        (b'{"seconds": 1.0, "versions": {}}\n[1, 2]\n', "line 2 is not a result"),
+        (b'{"loss": 1.0}\n', "line 1 is not a result"),
+        (b'{"task": "mqar", "layer": "kla", "versions": {}}\n', "line 1 is not a result"),
     ],
 )
 def test_another_file_is_refused_and_left_alone(tmp_path: Path, content: bytes, says: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kalmix.errors import ArgumentError, nearest_names
+from kalmix.errors import unknown_name
 from kalmix_bench.datasets import mad, mqar, ruler, words
 from kalmix_bench.datasets.task import Data, Task
 
@@ -18,9 +18,7 @@ def get_task(name: str) -> Task[Any]:
         ArgumentError: there is no such task.
     """
     if name not in TASKS:
-        raise ArgumentError(
-            "name", got=repr(name), expected=f"one of kalmix_bench.datasets.TASKS, such as {nearest_names(name, TASKS)}"
-        )
+        raise unknown_name("name", name, TASKS)
     return TASKS[name]
 
 

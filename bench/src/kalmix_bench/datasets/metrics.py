@@ -95,9 +95,9 @@ def string_match(answers: Sequence[str], references: Sequence[Sequence[str]]) ->
         ArgumentError: the numbers of answers and of references differ, or a row has no reference.
     """
     if len(answers) != len(references):
-        raise ArgumentError("answers", got=f"{len(answers)} texts", expected=f"{len(references)}, one a row")
+        raise ArgumentError("answers", problem=f"has {len(answers)} texts", expected=f"{len(references)} (one per row)")
     if not all(references):
-        raise ArgumentError("references", got="empty for a row", expected="at least one text a row")
+        raise ArgumentError("references", problem="is empty for a row", expected="at least one text per row")
     found = [
         np.mean([reference.lower() in answer.lower() for reference in row])
         for answer, row in zip(answers, references, strict=True)

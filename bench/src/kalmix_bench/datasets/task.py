@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kalmix.errors import ArgumentError, any_of
 from kalmix.validation import require
 from kalmix_bench.datasets.metrics import Metric
 
@@ -120,8 +121,9 @@ class Task(Generic[S]):
         """
         kinds = {setting.name: type(getattr(self.baseline, setting.name)) for setting in fields(self.baseline)}
         for name, value in settings.items():
-            require(name in kinds, name, f"no setting of {self.name}", f"one of {', '.join(kinds)}")
-            require(_has_type(kinds[name], value), name, repr(value), f"of type {kinds[name].__name__}")
+            if name not in kinds:
+                raise ArgumentError(name, problem=f"is not a setting of {self.name}", expected=any_of(kinds))
+            require(_has_type(kinds[name], value), name, repr(value), f"a value of type {kinds[name].__name__}")
         return replace(self.baseline, **{name: kinds[name](value) for name, value in settings.items()})
 
 

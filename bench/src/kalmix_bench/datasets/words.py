@@ -88,7 +88,7 @@ def sample(settings: WordSettings, seed: int, train: int, test: int) -> tuple[Ro
     """Draw distinct rows; the first ones are for training."""
     n, count = len(multiplication_table(settings.group)), train + test
     most = n**settings.k
-    require(count <= most, "train + test", count, f"at most {most}, the words of length {settings.k}")
+    require(count <= most, "train + test", count, f"at most {most} (the words of length {settings.k})")
     rng, words = random.Random(seed), set()
     while len(words) < count:
         words.add(tuple(rng.choices(range(n), k=settings.k)))

@@ -37,7 +37,7 @@ def read(path: Path, cell_of: Callable[[Row], CellT]) -> list[CellT]:
                 raise FileError(f"{path.name}, line {number}: {error}") from None
             cells.setdefault(digest(cell), cell)
     if not cells:
-        raise FileError(f"{path.name} has no cell; expected one a line, as `--write` of `kalmix bench mad` writes them")
+        raise FileError(f"{path.name} has no cell; expected one per line, as `kalmix bench mad --write` writes them")
     return list(cells.values())
 
 
@@ -45,7 +45,7 @@ def _object(line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ArgumentError("cell", got=f"no JSON ({error})", expected="an object of JSON") from None
+        raise ArgumentError("cell", problem=f"is not JSON ({error})", expected="a JSON object") from None
     if not isinstance(found, dict):
-        raise ArgumentError("cell", got=f"a {type(found).__name__}", expected="an object of JSON")
+        raise ArgumentError("cell", got=f"a {type(found).__name__}", expected="a JSON object")
     return found

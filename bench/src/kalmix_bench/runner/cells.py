@@ -46,7 +46,7 @@ class Results:
         try:
             text = read_text(self.path) if self.path.exists() else ""
         except FileError:
-            raise self._foreign("which is no text") from None
+            raise self._foreign("which is not UTF-8 text") from None
         damaged = []
         for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
             line = line.strip("\0\r\t ")
@@ -54,11 +54,11 @@ class Results:
                 row = json.loads(line)
             except (ValueError, RecursionError):
                 if line and not line.startswith("{"):
-                    raise self._foreign(f"whose line {number} is no JSON") from None
+                    raise self._foreign(f"whose line {number} is not JSON") from None
                 damaged.append(number)
                 continue
             if not isinstance(row, dict) or not {"seconds", "versions"} <= row.keys():
-                raise self._foreign(f"whose line {number} is no result")
+                raise self._foreign(f"whose line {number} is not a result")
             check_format(row, self.path)
             yield row
         if damaged:
@@ -109,7 +109,10 @@ class Results:
         return folder / f"{name}.lock"
 
     def _foreign(self, fault: str) -> ArgumentError:
-        return ArgumentError("results", got=f"{str(self.path)!r}, {fault}", expected="a file that `kalmix bench` wrote")
+        hint = "Choose another output folder"
+        return ArgumentError(
+            "results", got=f"{str(self.path)!r}, {fault}", expected="a file that `kalmix bench` wrote", hint=hint
+        )
 
 
 def digest(cell: Cell) -> str:

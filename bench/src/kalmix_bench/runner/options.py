@@ -9,7 +9,8 @@ from typing import Annotated, TypeVar
 import torch
 import typer
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, unknown_name
+from kalmix.validation import check_choice
 
 _T = TypeVar("_T")
 
@@ -23,16 +24,16 @@ def names(option: str, given: str, known: Sequence[str]) -> list[str]:
     wanted = [name.strip() for name in given.split(",")]
     for name in wanted:
         if name not in known:
-            raise ArgumentError(option, got=repr(given), expected=f"some of {','.join(known)}")
+            raise unknown_name(option, name, known)
     return [name for name in known if name in wanted]
 
 
 def device(name: str | None) -> torch.device:
     """Return the device of this name; by default a GPU if there is one."""
-    if name not in (None, "cpu", "cuda"):
-        raise ArgumentError("device", got=repr(name), expected="cpu or cuda")
+    if name is not None:
+        check_choice("device", name, ("cpu", "cuda"))
     if name == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("device", got="'cuda', which this machine lacks", expected="cpu")
+        raise ArgumentError("device", problem="is 'cuda', but PyTorch finds no GPU", expected="'cpu'")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -49,11 +50,13 @@ def gpus(devices: str | None) -> list[str]:
         return [""]
     if devices in (None, "all"):
         if not available:
-            raise ArgumentError("devices", got="'all', but this machine has no GPU", expected="cpu")
+            raise ArgumentError("devices", problem="is 'all', but PyTorch finds no GPU", expected="'cpu'")
         return available
     chosen = [int(number) if number.isdecimal() else -1 for number in str(devices).split(",")]
     if not set(chosen) <= set(range(count)) or len(set(chosen)) < len(chosen):
-        known = f"all, cpu, or different numbers of GPUs from 0 to {count - 1}" if count else "cpu, without GPUs"
+        known = (
+            f"'all', 'cpu', or different numbers of GPUs from 0 to {count - 1}" if count else "'cpu' (there is no GPU)"
+        )
         raise ArgumentError("devices", got=repr(devices), expected=known)
     return [available[number] for number in chosen]
 
@@ -68,7 +71,7 @@ def positive(option: str, given: float) -> float:
 def preset(name: str, presets: Mapping[str, _T]) -> _T:
     """Return the preset of this name."""
     if name not in presets:
-        raise ArgumentError("preset", got=repr(name), expected=f"one of {', '.join(presets)}")
+        raise unknown_name("preset", name, presets)
     return presets[name]
 
 

@@ -36,13 +36,16 @@ def read(folders: Sequence[Path], experiments: Sequence[Experiment[Any]]) -> lis
     for folder in folders:
         results = Results(folder / "results.jsonl")
         if not results.path.exists():
-            raise ArgumentError("folders", got=f"{str(folder)!r}, without results.jsonl", expected="outputs of a bench")
+            raise _not_an_output(f"{str(folder)!r}, which has no results.jsonl")
         found = list(results.read())
         if not any(experiment.select(found) for experiment in experiments):
-            got = f"{str(folder)!r}, whose results.jsonl has no finished cell of a bench"
-            raise ArgumentError("folders", got=got, expected="outputs of a bench")
+            raise _not_an_output(f"{str(folder)!r}, whose results.jsonl has no finished cell")
         rows += found
     return list({_row_key(row): row for row in rows}.values())
+
+
+def _not_an_output(folder: str) -> ArgumentError:
+    return ArgumentError("folders", problem=f"contains {folder}", expected="output folders of `kalmix bench` commands")
 
 
 def _row_key(row: Row) -> str:

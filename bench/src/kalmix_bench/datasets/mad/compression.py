@@ -18,7 +18,7 @@ def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
     s.check_noise_vocabulary()
     last = s.vocab_size - 1
     free = last - s.noise_vocab_size
-    require(free >= 1, "vocab_size", s.vocab_size, f"at least {s.vocab_size - free + 1}, for a token to compress")
+    require(free >= 1, "vocab_size", s.vocab_size, f"at least {s.vocab_size - free + 1} (for a token to compress)")
     rng = np.random.default_rng(seed)
 
     def draw(training: bool) -> tuple[Integers, Integers]:

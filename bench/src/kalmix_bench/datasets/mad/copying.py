@@ -21,7 +21,7 @@ def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
     blank, asks = settings.vocab_size - 2, settings.vocab_size - 1
     require(settings.vocab_size >= 3, "vocab_size", settings.vocab_size, "at least 3 (to copy, blank, request)")
     require(c >= 1, "num_tokens_to_copy", c, "at least 1")
-    require(length > 2 * c + 1, "seq_len", length, f"above {2 * c + 1}, twice the tokens to copy and a request")
+    require(length > 2 * c + 1, "seq_len", length, f"above {2 * c + 1} (twice the tokens to copy, and a request)")
     tokens, blank_generator = np.random.default_rng(seed), np.random.RandomState(seed)
 
     def draw(training: bool) -> tuple[Integers, Integers]:

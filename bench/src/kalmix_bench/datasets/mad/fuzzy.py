@@ -41,7 +41,7 @@ def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
         f"at least {s.vocab_size - free + max(2 * s.k_motif_size, 2 * s.v_motif_size - 1)}, for the longest words",
     )
     longest = s.k_motif_size + s.v_motif_size
-    require(s.seq_len > 2 * longest, "seq_len", s.seq_len, f"above {2 * longest}, for two pairs of the longest words")
+    require(s.seq_len > 2 * longest, "seq_len", s.seq_len, f"above {2 * longest} (for two pairs of the longest words)")
     keys = {size: _words(range(free // 2), size) for size in range(1, s.k_motif_size + 1)}
     values = {size: _words(range(free // 2, free), size) for size in range(1, s.v_motif_size + 1)}
     rng = np.random.default_rng(seed)

@@ -18,8 +18,8 @@ def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
     s = settings
     s.check_noise_vocabulary()
     asks = s.vocab_size - 1
-    require(asks >= 2, "vocab_size", s.vocab_size, "at least 3: a key, a value, a request")
-    require(s.noise_vocab_size <= asks, "noise_vocab_size", s.noise_vocab_size, f"at most {asks}, with {asks + 1} ids")
+    require(asks >= 2, "vocab_size", s.vocab_size, "at least 3 (a key, a value, a request)")
+    require(s.noise_vocab_size <= asks, "noise_vocab_size", s.noise_vocab_size, f"at most {asks} (with {asks + 1} ids)")
     require(s.seq_len >= 2, "seq_len", s.seq_len, "at least 2")
     keys, values = np.arange(asks // 2), np.arange(asks // 2, asks)
     once = np.random.default_rng(seed)

@@ -24,9 +24,9 @@ def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
     """Return a generator of rows of T / 2 pairs; the key of the last pair occurs earlier in the row."""
     s = settings
     s.check_noise_vocabulary()
-    require(s.seq_len >= 4 and s.seq_len % 2 == 0, "seq_len", s.seq_len, "even, and at least 4")
+    require(s.seq_len >= 4 and s.seq_len % 2 == 0, "seq_len", s.seq_len, "an even number, at least 4")
     free = s.vocab_size - s.noise_vocab_size - (not s.multi_query)
-    require(free >= 2, "vocab_size", s.vocab_size, f"at least {s.vocab_size - free + 2}, for a key and a value")
+    require(free >= 2, "vocab_size", s.vocab_size, f"at least {s.vocab_size - free + 2} (for a key and a value)")
     keys = free // 2
     generator = ScalarGenerator(seed)
     integers = generator.integers
@@ -47,7 +47,9 @@ def row_generator(settings: MadSettings, seed: int) -> RowGenerator:
             inputs += key, bindings[key]
             targets += IGNORE_INDEX, bindings[key] if is_repeat and s.multi_query else IGNORE_INDEX
         if not bindings:
-            raise ArgumentError("frac_noise", got=f"{s.frac_noise}, which made a row of noise only", expected="less")
+            raise ArgumentError(
+                "frac_noise", got=f"{s.frac_noise}, which makes a row of noise only", expected="a smaller one"
+            )
         key = list(bindings)[integers(len(bindings))]
         if not s.multi_query:
             inputs.append(s.vocab_size - 1)

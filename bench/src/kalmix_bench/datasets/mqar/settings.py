@@ -36,8 +36,8 @@ class MqarSettings:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "input_seq_len", "num_kv_pairs"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        require(self.input_seq_len % 2 == 0, "input_seq_len", self.input_seq_len, "even")
-        require(self.power_a > 0, "power_a", self.power_a, "positive")
+        require(self.input_seq_len % 2 == 0, "input_seq_len", self.input_seq_len, "an even number")
+        require(self.power_a > 0, "power_a", self.power_a, "a positive number")
         least = self.context_len + 2 * self.num_kv_pairs
         expected = f"at least {least}: {self.context_len} tokens of pairs, 2 for each of {self.num_kv_pairs} queries"
         require(self.input_seq_len >= least, "input_seq_len", self.input_seq_len, expected)
@@ -62,7 +62,12 @@ class UpdateSettings(MqarSettings):
     num_updates: int = 4
 
     def __post_init__(self) -> None:
-        require(0 <= self.num_updates <= self.num_kv_pairs, "num_updates", self.num_updates, "from 0 to num_kv_pairs")
+        require(
+            0 <= self.num_updates <= self.num_kv_pairs,
+            "num_updates",
+            self.num_updates,
+            f"from 0 to {self.num_kv_pairs} (`num_kv_pairs`)",
+        )
         super().__post_init__()
 
     @property

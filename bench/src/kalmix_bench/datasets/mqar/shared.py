@@ -35,7 +35,7 @@ class BlockSettings(MqarSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         whole = self.block_size >= 1 and self.num_kv_pairs % self.block_size == 0
-        require(whole, "block_size", self.block_size, f"a divisor of num_kv_pairs, {self.num_kv_pairs}")
+        require(whole, "block_size", self.block_size, f"a divisor of {self.num_kv_pairs} (`num_kv_pairs`)")
 
 
 ContextAndAnswers = tuple[Integers, Integers]  # tokens of the context, and the target of each key
@@ -67,8 +67,8 @@ def draw_rows(
 ) -> Rows:
     """Draw `count` rows; keys and values are the first D entries of two permutations of the ids 1 to V - 1."""
     size = settings.num_kv_pairs
-    require(size < settings.vocab_size, "vocab_size", settings.vocab_size, f"at least {size + 1}, for {size} keys")
-    require(settings.vocab_size >= 3, "vocab_size", settings.vocab_size, "at least 3, so that values can differ")
+    require(size < settings.vocab_size, "vocab_size", settings.vocab_size, f"at least {size + 1} (for {size} keys)")
+    require(settings.vocab_size >= 3, "vocab_size", settings.vocab_size, "at least 3 (for two different values)")
     pairs = np.empty((count, settings.context_len), dtype=np.int64)
     keys, answers, gaps = np.empty((3, count, size), dtype=np.int64)
     probabilities = settings.gap_probabilities

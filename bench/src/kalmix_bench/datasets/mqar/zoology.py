@@ -35,8 +35,8 @@ def segment(settings: MqarSettings, seed: int, count: int) -> Rows:
     """
     s = settings
     first = s.vocab_size // 2  # smallest value id; keys start at 1
-    require(s.vocab_size > s.input_seq_len, "vocab_size", s.vocab_size, f"above input_seq_len, {s.input_seq_len}")
-    require(first - 1 >= s.num_kv_pairs, "vocab_size", s.vocab_size, f"at least {2 * s.num_kv_pairs + 2}, for keys")
+    require(s.vocab_size > s.input_seq_len, "vocab_size", s.vocab_size, f"above {s.input_seq_len} (`input_seq_len`)")
+    require(first - 1 >= s.num_kv_pairs, "vocab_size", s.vocab_size, f"at least {2 * s.num_kv_pairs + 2} (enough keys)")
     rng = np.random.RandomState(seed)
 
     def chosen(size: int, out_of: int, p: np.ndarray | None = None) -> Integers:

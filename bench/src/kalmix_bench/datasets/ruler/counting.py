@@ -49,7 +49,7 @@ class CommonSettings(RulerSettings):
         super().__post_init__()
         require(1 <= self.num_cw <= 20, "num_cw", self.num_cw, "from 1 to 20")
         require(self.freq_ucw >= 1, "freq_ucw", self.freq_ucw, "at least 1")
-        require(self.freq_cw > self.freq_ucw, "freq_cw", self.freq_cw, f"above freq_ucw, {self.freq_ucw}")
+        require(self.freq_cw > self.freq_ucw, "freq_cw", self.freq_cw, f"above {self.freq_ucw} (`freq_ucw`)")
         require(self.num_fewshot >= 0, "num_fewshot", self.num_fewshot, "at least 0")
 
 

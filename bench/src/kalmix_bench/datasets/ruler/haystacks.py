@@ -105,7 +105,9 @@ def _wonderwords(file: str) -> list[str]:
     try:
         text = (resources.files("wonderwords") / "assets" / file).read_text(encoding="utf-8")
     except ModuleNotFoundError:
-        raise ArgumentError("words", got="'wonderwords', which is not installed", expected="'own'") from None
+        hint = "Install it with `pip install wonderwords`"
+        problem = "is 'wonderwords', a package that is not installed"
+        raise ArgumentError("words", problem=problem, expected="'builtin'", hint=hint) from None
     return [word.rstrip() for word in text.splitlines()]
 
 
@@ -118,7 +120,7 @@ def essay(path: str) -> tuple[str, ...]:
     Raises:
         ArgumentError: there is no such text.
     """
-    expected = "the path of a UTF-8 text"
+    expected = "the path of a UTF-8 text file"
     if path:
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -128,7 +130,9 @@ def essay(path: str) -> tuple[str, ...]:
         try:
             from pydoc_data.topics import topics
         except ImportError:
-            raise ArgumentError("essay", got="absent, as is this Python's reference", expected=expected) from None
+            raise ArgumentError(
+                "essay", problem="is not given, and this Python lacks pydoc_data", expected=expected
+            ) from None
         text = " ".join(topic for _, topic in sorted(topics.items()))
     words = tuple(text.split())
     if not words:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kalmix.validation import require
+from kalmix.validation import check_choice, require
 from kalmix_bench.datasets.ruler.haystacks import NOISE, essay, load_words, split_sentences
 from kalmix_bench.datasets.ruler.prompts import Fit, Prompt, RulerSettings, make_task
 
@@ -50,9 +50,9 @@ class NeedleSettings(RulerSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         haystacks = ("noise", "essay", "needle")
-        require(self.type_haystack in haystacks, "type_haystack", repr(self.type_haystack), f"one of {haystacks}")
+        check_choice("type_haystack", self.type_haystack, haystacks)
         for name in ("type_needle_k", "type_needle_v"):
-            require(getattr(self, name) in _KINDS, name, repr(getattr(self, name)), f"one of {_KINDS}")
+            check_choice(name, getattr(self, name), _KINDS)
         for name in ("num_needle_k", "num_needle_v", "num_needle_q"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         if self.type_haystack == "essay":

@@ -52,7 +52,7 @@ class RulerSettings:
         require(self.tokens_to_generate >= 1, "tokens_to_generate", self.tokens_to_generate, "at least 1")
         min_size = self.tokens_to_generate + 1
         require(self.max_seq_length >= min_size, "max_seq_length", self.max_seq_length, f"at least {min_size}")
-        require(self.words in ("wonderwords", "builtin"), "words", repr(self.words), "'wonderwords' or 'own'")
+        require(self.words in ("wonderwords", "builtin"), "words", repr(self.words), "'wonderwords' or 'builtin'")
 
     @property
     def vocab_size(self) -> int:
@@ -99,7 +99,7 @@ def draw(writer: Writer[S], settings: S, seed: int, count: int, encode: Encode, 
     for row, prompt in enumerate(prompts):
         asked, answer = list(encode(prompt.text)), [*encode(" " + ANSWER_SEPARATOR.join(prompt.answers)), end]
         whole = asked + answer
-        expected = f"at least {len(whole) - 1}, for a prompt and its answer"
+        expected = f"at least {len(whole) - 1} (a prompt and its answer)"
         require(len(whole) - 1 <= s.max_seq_length, "max_seq_length", s.max_seq_length, expected)
         inputs[row, : len(whole) - 1] = whole[:-1]
         targets[row, len(asked) - 1 : len(whole) - 1] = answer

@@ -60,11 +60,12 @@ def windows(length: int = 64, span: int = 128, stride: int = 8, seed: int = 0) -
         ArgumentError: `length` exceeds `span`, or a split is shorter than a window.
     """
     if not 1 <= length <= span:
-        raise ArgumentError("length", got=length, expected=f"between 1 and the {span} of a window")
+        raise ArgumentError("length", got=length, expected=f"from 1 to {span} (`span`)")
     times, values = series()
     parts = list(pairwise([0, *_ends(len(times))]))
-    if min(stop - start for start, stop in parts) < span:
-        raise ArgumentError("span", got=span, expected="no more than the shortest split has")
+    shortest = min(stop - start for start, stop in parts)
+    if shortest < span:
+        raise ArgumentError("span", got=span, expected=f"at most {shortest} (measurements of the shortest split)")
     generator = torch.Generator().manual_seed(seed)
     found = []
     for start, stop in parts:

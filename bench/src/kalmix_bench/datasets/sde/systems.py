@@ -39,10 +39,12 @@ class System:
 
     def __post_init__(self) -> None:
         if {len(row) for row in self.drift} != {len(self.drift)}:
-            raise ArgumentError("drift", got=f"{[len(row) for row in self.drift]} wide", expected="a square matrix")
+            raise ArgumentError(
+                "drift", problem=f"has rows of lengths {[len(row) for row in self.drift]}", expected="a square matrix"
+            )
         for name in ("process_noise", "obs_noise"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ArgumentError(name, got=getattr(self, name), expected="a variance")
+                raise ArgumentError(name, got=getattr(self, name), expected="a finite variance, at least 0")
 
     @property
     def dim(self) -> int:
@@ -91,7 +93,8 @@ def _exact(drift: Tensor, process_noise: float, lag: Tensor) -> tuple[Tensor, Te
     """Return e^{A t} and the integral of s^2 e^{A u} e^{A' u} over u from 0 to t, computed in the eigenvector basis."""
     values, vectors = torch.linalg.eig(drift)
     if torch.linalg.cond(vectors) > 1e8:
-        raise ArgumentError("drift", got=drift.tolist(), expected="diagonalisable")
+        hint = "Set `step` to use Euler's method, which accepts any matrix"
+        raise ArgumentError("drift", got=drift.tolist(), expected="a diagonalizable matrix", hint=hint)
     inverse = torch.linalg.inv(vectors)
     matrix = vectors @ torch.diag_embed((values * lag[..., None]).exp()) @ inverse
     rates = values[:, None] + values.conj()
@@ -110,7 +113,9 @@ def _euler(drift: Tensor, process_noise: float, lag: Tensor, step: float) -> tup
     """Return the transition of lag / h steps x + A x h + sqrt(h) s e."""
     count = (lag / step).round()
     if ((lag / step - count).abs() > STEP_TOLERANCE).any():
-        raise ArgumentError("lag", got="between steps of Euler's method", expected=f"whole multiples of {step:g}")
+        raise ArgumentError(
+            "lag", problem="falls between steps of Euler's method", expected=f"whole multiples of {step:g}"
+        )
     eye = torch.eye(len(drift), dtype=drift.dtype)
     one, matrices, covariances = eye + step * drift, [eye], [torch.zeros_like(drift)]
     for _ in range(int(count.max()) if count.numel() else 0):

@@ -42,7 +42,7 @@ class Sampling:
         if not self.interval > 0:
             raise ArgumentError("interval", got=self.interval, expected="a positive number")
         if not 0 <= self.outliers <= 1:
-            raise ArgumentError("outliers", got=self.outliers, expected="between 0 and 1")
+            raise ArgumentError("outliers", got=self.outliers, expected="a probability from 0 to 1")
 
     def times(self, count: int, generator: torch.Generator, step: float | None = None) -> Tensor:
         """Return times of `count` trajectories, `[B, T]` float64, starting at 0; multiples of `step` if given."""
@@ -129,6 +129,6 @@ def embedding(width: int, channels: int, seed: int) -> Tensor:
         ArgumentError: D is below d.
     """
     if channels < width:
-        raise ArgumentError("channels", got=channels, expected=f"at least {width}")
+        raise ArgumentError("channels", got=channels, expected=f"at least {width} (the width of a measurement)")
     drawn = torch.randn(channels, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return torch.linalg.qr(drawn).Q.mT

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, unknown_name
+from kalmix.validation import check_choice
 from kalmix_bench.datasets.collision.sequences import CollidingPairs, Episode, RandomAddresses
 from kalmix_bench.datasets.seeds import stream_seed
 from kalmix_bench.experiments.collision.models import UPDATES
@@ -40,8 +41,7 @@ class CollisionProtocol:
         for name in ("steps", "batch_size", "test_sequences"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
-        if self.queries not in ("read", "write"):
-            raise ArgumentError("queries", got=repr(self.queries), expected="read or write")
+        check_choice("queries", self.queries, ("read", "write"))
         if not 0 < self.learning_rate < float("inf"):
             raise ArgumentError("learning_rate", got=self.learning_rate, expected="a positive number")
 
@@ -100,7 +100,7 @@ class CollisionCell:
     def __post_init__(self) -> None:
         for name, known in (("study", STUDIES), ("model", UPDATES)):
             if getattr(self, name) not in known:
-                raise ArgumentError(name, got=repr(getattr(self, name)), expected=f"one of {', '.join(known)}")
+                raise unknown_name(name, getattr(self, name), known)
         stream_seed("training", self.seed)
 
     def __str__(self) -> str:

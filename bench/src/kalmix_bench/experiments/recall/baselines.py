@@ -58,8 +58,8 @@ class Baseline(Mixer):
         """
         for name, given in (("state", state), ("segments", segments)):
             if given is not None:
-                expected = f"none: {type(self).__name__}, of another package, reads whole sequences, one per row"
-                raise ArgumentError(name, got=f"a {type(given).__name__}", expected=expected)
+                hint = f"{type(self).__name__} is of another package and reads whole sequences, one per row"
+                raise ArgumentError(name, got=f"a {type(given).__name__}", expected="None", hint=hint)
         return Filtered(self.call_inner(x), None, NoState()), None
 
     def state_size(self, length: int) -> int:
@@ -153,11 +153,11 @@ class RWKV7(Baseline):
             ArgumentError: `x` is not on a GPU, or on a GPU for which the package is compiled incorrectly.
         """
         if not x.is_cuda:
-            raise ArgumentError("device", got=str(x.device), expected="a GPU, as RWKV-7 runs on GPUs only")
+            raise ArgumentError("x", problem=f"is on {x.device}", expected="a tensor on a GPU, where RWKV-7 runs")
         triton = import_module("triton").__version__
         if is_miscompiled(torch.cuda.get_device_capability(x.device), triton):
-            got = f"a Hopper GPU with Triton {triton}, where flash-linear-attention's RWKV-7 is wrong"
-            raise ArgumentError("device", got=got, expected="another GPU, or Triton 3.7.1 or newer")
+            problem = f"is on a Hopper GPU with Triton {triton}, where flash-linear-attention's RWKV-7 is wrong"
+            raise ArgumentError("x", problem=problem, expected="another GPU, or Triton 3.7.1 or newer")
         return self.inner(x)[0]
 
 
@@ -215,7 +215,7 @@ def _mlstm(hidden_size: int, heads: int, expand: int, conv: int) -> nn.Module:
 def _rwkv(hidden_size: int, head_dim: int, shift: bool) -> nn.Module:
     fla = _module("fla.layers.rwkv7", "flash-linear-attention")
     if hidden_size % head_dim:
-        raise ArgumentError("head_dim", got=head_dim, expected=f"a divisor of the width, {hidden_size}")
+        raise ArgumentError("head_dim", got=head_dim, expected=f"a divisor of {hidden_size} (the hidden size)")
     # Initial values depend on the layer's index and are defined for two layers or more.
     module = fla.RWKV7Attention(hidden_size=hidden_size, head_dim=head_dim, layer_idx=0, num_hidden_layers=2)
     if not shift:  # fixed share of 0 of the token before
@@ -228,8 +228,9 @@ def _module(name: str, package: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        got = f"one of the package {package}, which cannot be imported ({error})"
-        raise ArgumentError("layer", got=got, expected="installed: pip install 'kalmix[baselines]'") from error
+        problem = f"needs {package}, which cannot be imported ({error})"
+        hint = "Install it with `pip install './bench[baselines]'` in a clone of the kalmix repository"
+        raise ArgumentError("layer", problem=problem, expected="an installed package", hint=hint) from error
 
 
 def _check(**sizes: int) -> None:

@@ -44,8 +44,8 @@ def run(
     ]
     if not asked:
         known = dict.fromkeys(f"{cell.layer} on {cell.task}" for cell in there)
-        got = f"{str(output)!r}, with {', '.join(known) or 'no trained model'}"
-        raise ArgumentError("output", got=got, expected="a folder of results with a model of that task and layer")
+        got = f"{str(output)!r}, which has {', '.join(known) or 'no trained model'}"
+        raise ArgumentError("output", got=got, expected="a folder with a trained model of this task and layer")
     drawn = 0
     for cell in asked:
         if drawn < models:
@@ -54,7 +54,8 @@ def run(
             for path in written:
                 console.print(f"  {path}")
     if not drawn:
-        raise ArgumentError("layer", got=", ".join(sorted({cell.layer for cell in asked})), expected="with a posterior")
+        got = f"{', '.join(sorted({cell.layer for cell in asked}))}, which has no posterior"
+        raise ArgumentError("layer", got=got, expected="a layer with a posterior, such as kla")
 
 
 def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
@@ -72,7 +73,7 @@ def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
     drawn = draw_cell_data(cell)
     test = drawn.parts[0].test
     if row >= len(test):
-        raise ArgumentError("row", got=row, expected=f"below {len(test)}, as {cell} has test rows")
+        raise ArgumentError("row", got=row, expected=f"below {len(test)} (test rows of {cell})")
     model = load_trained_model(cell, drawn, results)
     tagger = model.encoder if isinstance(model, AutoEncoder) else model
     _, layers = diagnose_layers(tagger.model.layers, tagger.embed(torch.from_numpy(test.inputs[row])), weights=True)

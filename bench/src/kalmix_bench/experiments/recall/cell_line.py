@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, any_of
 from kalmix.validation import check_types
 from kalmix_bench.experiments.recall.models import ModelShape
 from kalmix_bench.experiments.recall.protocol import Part, RecallCell, RecallProtocol
@@ -33,7 +33,7 @@ def parse_cell(line: Row) -> RecallCell:
     parts = []
     for part in line["parts"]:
         if not isinstance(part, dict):
-            raise ArgumentError("parts", got=f"with {part!r}", expected="objects with train, test and settings")
+            raise ArgumentError("parts", problem=f"contains {part!r}", expected="objects with train, test and settings")
         _check("parts", part, _PART, optional=("settings",))
         parts.append(Part(part["train"], part["test"], tuple(sorted(part.get("settings", {}).items()))))
     if not parts or not any(part.train for part in parts) or not any(part.test for part in parts):
@@ -42,7 +42,7 @@ def parse_cell(line: Row) -> RecallCell:
     cell = RecallCell(line["task"], tuple(parts), line["layer"], shape, protocol, line["seed"])
     named = cell.to_dict()["mixer"]
     if line.get("mixer", named) != named:
-        raise ArgumentError("mixer", got=line["mixer"], expected=f"absent, or {named}, as `layer` says")
+        raise ArgumentError("mixer", got=line["mixer"], expected=f"{named} (the options of `layer`)")
     return cell
 
 
@@ -66,8 +66,8 @@ def _check(name: str, given: dict[str, Any], kinds: dict[str, Any], optional: It
     """Check the keys of an object and the types of its values."""
     for key in given:
         if key not in kinds:
-            raise ArgumentError(name, got=f"with {key!r}", expected=f"with {', '.join(kinds)}")
+            raise ArgumentError(name, problem=f"has the key {key!r}", expected=any_of(kinds))
     missing = [key for key in kinds if key not in given and key not in optional]
     if missing:
-        raise ArgumentError(name, got=f"without {', '.join(missing)}", expected=f"with {', '.join(kinds)}")
+        raise ArgumentError(name, problem=f"lacks {', '.join(missing)}", expected=f"an object with {', '.join(kinds)}")
     check_types(kinds, given)

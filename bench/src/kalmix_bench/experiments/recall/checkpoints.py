@@ -47,13 +47,15 @@ def load_trained_model(cell: RecallCell, drawn: CellData, results: Results) -> T
     """
     file, length = _file(cell, results), drawn.parts[0].test.inputs.shape[1]
     if not file.exists():
-        raise ArgumentError("cell", got=f"{cell}, whose weights are missing", expected=f"one that wrote {file}")
+        hint = "Run it again"
+        raise ArgumentError("cell", got=f"{cell}, whose weights are missing", expected=f"one with {file}", hint=hint)
     model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=datasets.get_task(cell.task).from_last)
     try:
         load_model(model, file)
         check_finite(model)
     except (OSError, SafetensorError, RuntimeError, FileError) as error:
-        raise ArgumentError("weights", got=f"{str(file)!r}, damaged ({error})", expected=f"those of {cell}") from error
+        got, hint = f"{str(file)!r}, which is damaged ({error})", "Delete the file and run the cell again"
+        raise ArgumentError("weights", got=got, expected=f"the weights of {cell}", hint=hint) from error
     return model.eval()
 
 

@@ -6,7 +6,7 @@ import json
 from importlib import import_module
 from typing import Any
 
-from kalmix.errors import ArgumentError, nearest_names
+from kalmix.errors import ArgumentError, unknown_name
 from kalmix.layers import MIXERS, Mixer, mixer_class
 from kalmix.validation import check_positive_int
 
@@ -67,7 +67,7 @@ def layer_name(text: str) -> str:
 def _split(text: str) -> tuple[str, Options]:
     name, colon, written = str(text).partition(":")
     if name not in LAYERS and name not in MIXERS:
-        raise ArgumentError("layer", got=repr(name), expected=f"a known one, such as {nearest_names(name, LAYERS)}")
+        raise unknown_name("layer", name, dict.fromkeys((*LAYERS, *MIXERS)))
     if not colon:
         return name, {}
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kalmix.errors import ArgumentError, nearest_names
+from kalmix.errors import ArgumentError, any_of, unknown_name
 from kalmix_bench.datasets import get_task
 from kalmix_bench.experiments.recall.models import ModelShape
 from kalmix_bench.experiments.recall.protocol import Part, RecallCell, RecallProtocol
@@ -315,14 +315,12 @@ def make_cells(
     short = {name.rpartition("/")[2]: name for name in known} | {name: name for name in known}
     for name in tasks:
         if name not in short:
-            raise ArgumentError(
-                "task", got=repr(name), expected=f"a task of this preset, such as {nearest_names(name, short)}"
-            )
+            raise unknown_name("task", name, short)
     asked = {short[name] for name in tasks} or set(known)
     chosen = [study.with_depths(depths) for study in studies if study.task in asked]
     found = list(dict.fromkeys(cell for study in chosen for cell in study.make_cells(layers, seeds)))
     there = {cell.shape.hidden_size for cell in found}
     for width in widths:
         if width not in there:
-            raise ArgumentError("hidden-size", got=width, expected=f"one of {', '.join(map(str, sorted(there)))}")
+            raise ArgumentError("hidden-size", got=width, expected=any_of(sorted(there)))
     return [cell for cell in found if cell.shape.hidden_size in (widths or there)]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kalmix.errors import ArgumentError
+from kalmix.validation import check_choice
 from kalmix_bench import datasets
 from kalmix_bench.experiments.recall.layers import layer_name
 from kalmix_bench.experiments.recall.models import ModelShape
@@ -69,8 +70,7 @@ class RecallProtocol:
         if not 0 < self.learning_rate < float("inf"):
             raise ArgumentError("learning_rate", got=self.learning_rate, expected="a positive number")
         for name, known in (("schedule", SCHEDULES), ("select_epoch", CHOICES)):
-            if getattr(self, name) not in known:
-                raise ArgumentError(name, got=repr(getattr(self, name)), expected=f"one of {', '.join(known)}")
+            check_choice(name, getattr(self, name), known)
 
 
 @dataclass(frozen=True)

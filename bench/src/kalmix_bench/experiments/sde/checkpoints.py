@@ -43,5 +43,6 @@ def load_predictor(cell: SdeCell, given: Splits, results: Results, device: torch
         snapshots = torch.load(file, map_location=device, weights_only=True)
         found.model.load_state_dict(list(snapshots.values())[-1])
     except (OSError, EOFError, RuntimeError, UnpicklingError, AttributeError, TypeError, LookupError) as error:
-        raise ArgumentError("weights", got=f"{str(file)!r}, damaged ({error})", expected=f"those of {cell}") from error
+        got, hint = f"{str(file)!r}, which is damaged ({error})", "Delete the file and run the cell again"
+        raise ArgumentError("weights", got=got, expected=f"the weights of {cell}", hint=hint) from error
     return found._replace(validation=results.rows([cell])[cell]["validation"], snapshots=snapshots)

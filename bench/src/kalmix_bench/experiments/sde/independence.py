@@ -49,7 +49,7 @@ def pooled_variances(system: System, times: Tensor) -> PooledVariances:
         ArgumentError: the system has more than one dimension.
     """
     if system.dim != 1:
-        raise ArgumentError("system", got=f"{system.dim} rows wide", expected="one mode")
+        raise ArgumentError("system", problem=f"has {system.dim} dimensions", expected="one dimension")
     found: list[Tensor] = []
     best, token = torch.zeros((), dtype=torch.float64), torch.arange(len(times))
     for i in range(len(times)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, unknown_name
 from kalmix_bench.datasets.sde.settings import SETTINGS
 from kalmix_bench.experiments.sde.models import MODELS
 
@@ -74,7 +74,7 @@ class SdeCell:
     def __post_init__(self) -> None:
         for name, known in (("setting", SETTINGS), ("model", (*MODELS, REFERENCES))):
             if getattr(self, name) not in known:
-                raise ArgumentError(name, got=repr(getattr(self, name)), expected=f"one of {', '.join(known)}")
+                raise unknown_name(name, getattr(self, name), known)
 
     def __str__(self) -> str:
         return f"{self.setting}  {self.model}  seed {self.seed}"

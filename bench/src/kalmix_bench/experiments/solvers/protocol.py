@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import unknown_name
 from kalmix_bench.experiments.solvers.conditions import Conditions, conditions
 from kalmix_bench.experiments.solvers.convergence import Convergence, precisions, residuals
 from kalmix_bench.experiments.solvers.gradients import Gradients, gradients
@@ -54,7 +54,7 @@ class SolverCell:
 
     def __post_init__(self) -> None:
         if self.study not in STUDIES:
-            raise ArgumentError("study", got=repr(self.study), expected=f"one of {', '.join(STUDIES)}")
+            raise unknown_name("study", self.study, STUDIES)
 
     def __str__(self) -> str:
         return f"{self.study}  seed {self.seed}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad, silu
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import unknown_name
 
 
 class Tokens(NamedTuple):
@@ -29,7 +29,7 @@ def draw(
         ArgumentError: there is no such kind.
     """
     if kind not in KINDS:
-        raise ArgumentError("kind", got=repr(kind), expected=f"one of {', '.join(KINDS)}")
+        raise unknown_name("kind", kind, KINDS)
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

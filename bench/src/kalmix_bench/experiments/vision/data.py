@@ -42,7 +42,8 @@ def load(recipe: VisionRecipe) -> tuple[Images, Images]:
         Folder(root / "val", eval_transform(recipe.size)),
     )
     if train_set.classes != test_set.classes:
-        raise ArgumentError("images", got=f"{recipe.images!r}, whose train and val differ", expected="the same classes")
+        got = f"{recipe.images!r}, whose train and val have different classes"
+        raise ArgumentError("images", got=got, expected="a folder with the same classes in both")
     return train_set, test_set
 
 
@@ -59,7 +60,9 @@ class Digits(Images):
 
     def __init__(self, size: int, *, held_out: bool = False, shift: int = 0) -> None:
         if find_spec("sklearn") is None:
-            raise ArgumentError("images", got="absent", expected="a folder, or scikit-learn installed for its digits")
+            problem = "is not given, and scikit-learn, which has the digits, is not installed"
+            hint = "Or install it with `pip install scikit-learn`"
+            raise ArgumentError("images", problem=problem, expected="a folder of images", hint=hint)
         from sklearn.datasets import load_digits
 
         found: Any = load_digits()
@@ -98,7 +101,7 @@ class Folder(Images):
         ]
         if not self.files:
             raise ArgumentError(
-                "images", got=f"{str(root)!r}, without images", expected="a folder of images for each class"
+                "images", got=f"{str(root)!r}, which has no images", expected="a folder of images for each class"
             )
         self.transform = transform
 
@@ -122,8 +125,8 @@ def train_transform(recipe: VisionRecipe) -> Callable[[Any], Tensor]:
     if not (recipe.augment or recipe.jitter or recipe.erase):
         return lambda image: _tensor(_random_crop(image, recipe.size))
     if find_spec("timm") is None:
-        got = "with `augment`, `jitter` or `erase`, which `timm` does"
-        raise ArgumentError("recipe", got=got, expected="without them, or with `pip install 'kalmix[vision]'`")
+        problem, hint = "has `augment`, `jitter` or `erase`, which need timm", "Run `pip install 'kalmix[vision]'`"
+        raise ArgumentError("recipe", problem=problem, expected="none of them without timm", hint=hint)
     from timm.data.transforms_factory import create_transform
 
     transform: Any = create_transform(

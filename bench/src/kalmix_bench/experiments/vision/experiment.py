@@ -172,9 +172,9 @@ def _command(
     """Train image classifiers (section N of Gated KalmaNet): GKAVision and the same backbone with other mixers."""
     recipe = options.preset(preset, PRESETS)
     if images is None and preset == "paper":
-        raise ArgumentError("images", got="absent", expected="a folder of images for preset paper")
+        raise ArgumentError("images", problem="is not given", expected="a folder of images for preset paper")
     if images is not None and not images.is_dir():
-        raise ArgumentError("images", got=repr(str(images)), expected="a folder with train and val")
+        raise ArgumentError("images", got=repr(str(images)), expected="a folder with the subfolders train and val")
     if jobs > 1 and recipe.workers:  # daemon processes of jobs cannot start data loading workers
         raise ArgumentError("jobs", got=jobs, expected=f"1 for preset {preset}, which loads images in worker processes")
     recipe = replace(

@@ -80,7 +80,7 @@ class VisionRecipe:
         for name, length in (("depths", 4), ("heads", 2), ("windows", 2)):
             sizes = getattr(self, name)
             if not isinstance(sizes, tuple) or len(sizes) != length or not all(type(size) is int for size in sizes):
-                raise ArgumentError(name, got=repr(sizes), expected=f"{length} integers")
+                raise ArgumentError(name, got=repr(sizes), expected=f"a tuple of {length} integers")
         for name in ("size", "width", "stem_width", "batch_size", "epochs"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, got=getattr(self, name), expected="at least 1")
@@ -92,9 +92,9 @@ class VisionRecipe:
                 raise ArgumentError(name, got=getattr(self, name), expected="a positive number")
         for name in ("drop_path", "label_smoothing", "erase"):
             if not 0 <= getattr(self, name) < 1:
-                raise ArgumentError(name, got=getattr(self, name), expected="from 0 up to 1")
+                raise ArgumentError(name, got=getattr(self, name), expected="at least 0 and below 1")
         if self.warmup > self.epochs:
-            raise ArgumentError("warmup", got=self.warmup, expected=f"at most the {self.epochs} epochs")
+            raise ArgumentError("warmup", got=self.warmup, expected=f"at most {self.epochs} (`epochs`)")
 
     @property
     def total_epochs(self) -> float:

@@ -103,7 +103,8 @@ def _train(
     checkpoints = output / "checkpoints"
     if (output / HISTORY).exists() or (list_checkpoints(checkpoints) and not resume):
         got = f"{str(output)!r}, which holds a run"
-        raise ArgumentError("output", got=got, expected="a new folder, or that of an unfinished run, resumed")
+        hint = "Set `resume` to continue an unfinished run"
+        raise ArgumentError("output", got=got, expected="a new folder", hint=hint)
     set_seed(recipe.seed)
     train_set, test_set = vision_data.load(recipe)
     model = build(recipe, len(train_set.classes), train_set.channels)
@@ -168,7 +169,7 @@ def load(folder: str | Path) -> VisionModel:
         check_finite(model)
     except (FileError, LookupError) as error:
         raise ArgumentError(
-            "folder", got=f"{str(folder)!r}, damaged ({error})", expected="the folder of a run"
+            "folder", got=f"{str(folder)!r}, which is damaged ({error})", expected="the folder of a finished run"
         ) from error
     return model.eval()
 
@@ -222,7 +223,7 @@ class _Trainer(SafeTrainer):
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
             got = f"{self.recipe.learning_rate:g}, at which training diverged in step {self.state.global_step}"
-            raise ArgumentError("learning_rate", got=got, expected="lower")
+            raise ArgumentError("learning_rate", got=got, expected="a lower one")
         super().log(logs, *args, **options)
 
 
