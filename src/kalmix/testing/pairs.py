@@ -18,59 +18,59 @@ def attend_pairs(x: Tensors, options: dict[str, Any], runs: list[Run]) -> list[T
     mean, variance = torch.zeros_like(x["v"]), torch.zeros_like(x["v"][..., :1])
     histories = []
     for n, run in enumerate(runs):
-        held = x["prior.positions"][n] >= 0 if "prior.positions" in x else torch.zeros(0, dtype=torch.bool)
-        history, read, spread = _sequence(x, options, n, run, torch.nonzero(held)[:, 0], len(held))
-        row, here = run[0], torch.arange(run[1], run[2])
-        mean = mean.index_put((torch.tensor(row), here), read)
-        variance = variance.index_put((torch.tensor(row), here), spread)
+        occupied = x["prior.positions"][n] >= 0 if "prior.positions" in x else torch.zeros(0, dtype=torch.bool)
+        history, read, spread = _sequence(x, options, n, run, torch.nonzero(occupied)[:, 0], len(occupied))
+        row, tokens = run[0], torch.arange(run[1], run[2])
+        mean = mean.index_put((torch.tensor(row), tokens), read)
+        variance = variance.index_put((torch.tensor(row), tokens), spread)
         histories.append(history)
     return [mean, variance, *_compact(histories, x)] if options.get("causal", True) else [mean, variance]
 
 
 def _sequence(
-    x: Tensors, options: dict[str, Any], n: int, run: Run, held: Tensor, slots: int
+    x: Tensors, options: dict[str, Any], n: int, run: Run, occupied: Tensor, slots: int
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """Return the history after one sequence, and the mean and variance at its tokens."""
     row, start, stop = run
     now = slice(start, stop)
-    count, past = stop - start, len(held)
-    before = {name: x[f"prior.{name}"][n][held] for name in ("keys", "values", "times", "positions") if past}
+    count, past = stop - start, len(occupied)
+    before = {name: x[f"prior.{name}"][n][occupied] for name in ("keys", "values", "times", "positions") if past}
     position = torch.arange(count) + (before["positions"][-1] + 1 if past else 0)
     first = before["times"][-1] + 1 if past else 0.0
     time = x["times"][row, now] if "times" in x else torch.arange(count, dtype=torch.float64) + first
     new = {"keys": x["k"][row, now], "values": x["v"][row, now], "times": time.double(), "positions": position}
-    seen = {name: torch.cat([before[name], new[name]]) if past else new[name] for name in new}
+    inputs = {name: torch.cat([before[name], new[name]]) if past else new[name] for name in new}
 
-    lag = time.double()[:, None] - seen["times"]  # [T, S]
-    apart = position[:, None] - seen["positions"]
+    lag = time.double()[:, None] - inputs["times"]  # [T, S]
+    apart = position[:, None] - inputs["positions"]
     window = options.get("window") or 2**60
     visible = (apart < window) & (apart > -window)
     visible = (visible & (apart >= 0) if options.get("causal", True) else visible)[..., None]
     span = float(lag.abs().max()) if lag.numel() else 0.0
     lag = torch.where(visible[..., 0], lag, 0.0).to(x["v"].dtype)  # hidden pairs must not overflow
-    mine = torch.cat([held, slots + torch.arange(start, stop)])
+    positions = torch.cat([occupied, slots + torch.arange(start, stop)])
     rounded = (name for name in (*ROUNDED, QUERY_SHARE) if f"rounding.{name}" in x)
-    ones = {name: x[f"rounding.{name}"][row, now][:, mine] for name in rounded}
+    ones = {name: x[f"rounding.{name}"][row, now][:, positions] for name in rounded}
     dynamics, values = _dynamics(x)
     query = _slipped(x["q"][row, now], dynamics["frequency"], x, "query_turns", row, now, span)
-    score, known = _score(x, options, lag, ones, query, seen["keys"])
+    score, known = _score(x, options, lag, ones, query, inputs["keys"])
     score = score.masked_fill(~visible, -torch.inf)
     shares = score.softmax(1)
     if "share" in ones:  # the terms of A (dA - sum A dA) round separately in the backward pass
         shares = shares + (ones["share"] - 1) * (score - score.logsumexp(1, keepdim=True).detach()).exp()
     if QUERY_SHARE in ones:
-        turned = _score_of_turned(x, options, lag, ones, query, seen["keys"], span).masked_fill(~visible, 0.0)
+        turned = _score_of_turned(x, options, lag, ones, query, inputs["keys"], span).masked_fill(~visible, 0.0)
         shares = shares + (ones[QUERY_SHARE] - 1) * score.softmax(1).detach() * (turned - turned.detach())
     decay = _spread(values, lag, ones)[0]
-    groups = seen["values"].shape[1] // seen["keys"].shape[1]
-    predicted = _predicted(seen["values"], values["frequency"], decay, lag, groups)
+    groups = inputs["values"].shape[1] // inputs["keys"].shape[1]
+    predicted = _predicted(inputs["values"], values["frequency"], decay, lag, groups)
     mean = (shares.repeat_interleave(groups, 2)[..., None] * predicted).sum(1)
     precision = known.masked_fill(~visible, 0.0).sum(1).repeat_interleave(groups, 1)
     shortened = options.get("window") and x["v"].shape[1] > 0  # a call without tokens returns its belief
-    kept = tuple(seen[name][-window:] if shortened else seen[name] for name in seen)
+    cache = tuple(inputs[name][-window:] if shortened else inputs[name] for name in inputs)
     mean = torch.cat([mean.real, mean.imag], -1)
     mean = _slipped(mean, values["frequency"], x, "value_turns", row, now, span)
-    return kept, mean, 1 / precision[..., None]
+    return cache, mean, 1 / precision[..., None]
 
 
 ROUNDED = ("square", "variance", "share")  # intermediate results that are rounded for every pair and key head
@@ -80,8 +80,8 @@ QUERY_SHARE = "query_share"  # like "share", in a kernel that sums gradients of 
 def _dynamics(x: Tensors) -> tuple[Tensors, Tensors]:
     """Return the dynamics of keys and of values, the same object if values have none of their own."""
     keys = {name: x[name] for name in DYNAMICS}
-    own = "value_dynamics.log_decay" in x
-    return keys, {name: x[f"value_dynamics.{name}"] for name in DYNAMICS} if own else keys
+    has_value_dynamics = "value_dynamics.log_decay" in x
+    return keys, {name: x[f"value_dynamics.{name}"] for name in DYNAMICS} if has_value_dynamics else keys
 
 
 def _score_of_turned(
@@ -124,13 +124,13 @@ def _score(
         size = query.square().sum(-1)[:, None] + _square(predicted)
         square = square + size * (ones["square"] - 1)
     square = square / number("nu", 1.0)
-    _, certain, whole = _spread(values, lag, ones)
+    _, certain, total = _spread(values, lag, ones)
     if values is dynamics and options.get("weight") != "exponential":  # V (1 + r / V), without cancellation
         log_share = -(variance + square).log()
         return number("temperature", 1.0) * log_share, log_share.exp() * (1 + values["query_noise"] / certain)
     ratio = square / variance
     log_weight = -ratio if options.get("weight") == "exponential" else -torch.log1p(ratio)
-    return number("temperature", 1.0) * (log_weight - whole.log()), log_weight.exp() / certain
+    return number("temperature", 1.0) * (log_weight - total.log()), log_weight.exp() / certain
 
 
 def _square(x: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ def filter_tokens(op: str, x: Tensors, options: dict[str, Any], runs: list[Run])
     signals = [name for name in x if "." not in name and name not in cells]
     longest = int((stop - start).max()) if runs else 0
     for t in range(longest):
-        here = (start + t).clamp(max=length - 1)
-        token = still | {name: x[name][row, here] for name in signals}
+        index = (start + t).clamp(max=length - 1)
+        token = still | {name: x[name][row, index] for name in signals}
         if "rounding.turns" in x:
             token["turns"] = x["rounding.turns"][t]
         if "rounding.solutions" in x:
@@ -62,10 +62,10 @@ def filter_tokens(op: str, x: Tensors, options: dict[str, Any], runs: list[Run])
         step, run = torch.nonzero((torch.arange(longest)[:, None] + start) < stop, as_tuple=True)
         return laid.index_put((row[run], start[run] + step), torch.stack(parts)[step, run])
 
-    found = [lay_out(reads, x["v"].shape[3])]
+    outputs = [lay_out(reads, x["v"].shape[3])]
     if op not in ("additive", "delta"):
-        found.append(lay_out(spreads, x["v"].shape[3] if op == "diagonal" else 1))
-    return [*found, *state]
+        outputs.append(lay_out(spreads, x["v"].shape[3] if op == "diagonal" else 1))
+    return [*outputs, *state]
 
 
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -159,14 +159,14 @@ def step_dense(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
 
     before = move(state[0])
     spread = move(move(state[1]).mT) + s["process_noise"][..., None, None] * torch.diag_embed(diffuses)
-    seen = times(spread, s["k"])
+    spread_key = times(spread, s["k"])
     if "certainty" in options:
         widest = torch.maximum(spread.diagonal(dim1=-2, dim2=-1).amax(-1), options.get("widest", torch.zeros(())))
-        here = widest * s["k"].square().sum(-1) / s["obs_noise"]
-        options |= {"widest": widest, "certainty": max(options["certainty"], float(here.max()))}
-    gain = seen / (s["obs_noise"] + (s["k"] * seen).sum(-1))[..., None]
+        evidence = widest * s["k"].square().sum(-1) / s["obs_noise"]
+        options |= {"widest": widest, "certainty": max(options["certainty"], float(evidence.max()))}
+    gain = spread_key / (s["obs_noise"] + (s["k"] * spread_key).sum(-1))[..., None]
     mean = before + outer(gain, s["v"] - read(before, s["k"]))
-    covariance = symmetric(spread - outer(gain, seen))
+    covariance = symmetric(spread - outer(gain, spread_key))
     return (mean, covariance), read(mean, s["q"]), (s["q"] * times(covariance, s["q"])).sum(-1, keepdim=True)
 
 
@@ -174,17 +174,17 @@ def step_ridge(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
     gain = s["gain"][..., None] if "gain" in s else 1.0
     gram = faded(state[1], s.get("log_decay")) + outer(gain * s["k"], s["k"])
     cross = faded(state[0], s.get("log_decay")) + outer(gain * s["k"], s["v"])
-    kept = s.get("solutions", torch.ones_like(s["q"]).repeat(1, 1, 2)).chunk(2, -1)  # for x, for its adjoint
-    x = solution(gram, s["q"], options["ridge"], options["solver"], kept)
+    solutions = s.get("solutions", torch.ones_like(s["q"]).repeat(1, 1, 2)).chunk(2, -1)  # for x, for its adjoint
+    x = solution(gram, s["q"], options["ridge"], options["solver"], solutions)
     mix = s["mix"][..., None] if "mix" in s else 1.0
     reader = mix * x + (1 - mix) * s["q"]
     mean = read(cross, reader) + read(
-        cross - cross.detach(), (reader * (kept[0] - 1)).detach()
+        cross - cross.detach(), (reader * (solutions[0] - 1)).detach()
     )  # changes only the gradient
     return (cross, gram), mean, (s["q"] * x).sum(-1, keepdim=True)
 
 
-def solution(gram: Tensor, query: Tensor, ridge: Any, solver: Any, kept: Sequence[Tensor]) -> Tensor:
+def solution(gram: Tensor, query: Tensor, ridge: Any, solver: Any, previous: Sequence[Tensor]) -> Tensor:
     """Return x = (H + lambda I)^{-1} q by the solver, with the gradients of its docstring.
 
     Implicit gradients multiply x by `kept[0]` and its adjoint by `kept[1]`, ones that model rounding.
@@ -203,7 +203,7 @@ def solution(gram: Tensor, query: Tensor, ridge: Any, solver: Any, kept: Sequenc
         x = chebyshev(system, query, least, most, solver.iterations)
     else:
         solve = partial(iterate, solver=solver, least=least.detach(), most=most.detach())
-        x = _Implicit.apply(system, query, solve, kept)
+        x = _Implicit.apply(system, query, solve, previous)
     return torch.where(solvable[..., None], x, 0.0)
 
 
@@ -255,11 +255,11 @@ class _Implicit(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, system: Tensor, rhs: Tensor, solve: Callable[[Tensor, Tensor], Tensor], kept: Sequence[Tensor]
+        ctx: Any, system: Tensor, rhs: Tensor, solve: Callable[[Tensor, Tensor], Tensor], previous: Sequence[Tensor]
     ) -> Tensor:
         x = solve(system, rhs)
         ctx.save_for_backward(system, x)
-        ctx.solve, ctx.kept = solve, kept
+        ctx.solve, ctx.kept = solve, previous
         return x
 
     @staticmethod

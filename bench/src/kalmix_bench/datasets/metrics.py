@@ -55,12 +55,12 @@ def macro(predicted: ArrayLike, targets: ArrayLike, *, batch: int = 128) -> floa
     weights, accuracies = [], []
     for start in range(0, len(targets), batch):
         part = slice(start, start + batch)
-        wanted, given = targets[part][scored[part]], predicted[part][scored[part]]
-        classes, index = np.unique(np.concatenate([wanted, given]), return_inverse=True)
+        labels, outputs = targets[part][scored[part]], predicted[part][scored[part]]
+        classes, index = np.unique(np.concatenate([labels, outputs]), return_inverse=True)
         if len(classes):
-            target_class = index[: len(wanted)]
+            target_class = index[: len(labels)]
             support, hits = (
-                np.bincount(x, minlength=len(classes)) for x in (target_class, target_class[wanted == given])
+                np.bincount(x, minlength=len(classes)) for x in (target_class, target_class[labels == outputs])
             )
             accuracies.append(np.mean(hits / np.maximum(support, 1)))
             weights.append(len(targets[part]))
@@ -76,14 +76,14 @@ def row_accuracies(predicted: ArrayLike, targets: ArrayLike) -> NDArray[np.float
 
 def mean_row_accuracy(predicted: ArrayLike, targets: ArrayLike) -> float:
     """Return Zoology's accuracy: the mean of `row_accuracies` over rows with at least one scored token."""
-    found = row_accuracies(predicted, targets)
-    return _mean(found[~np.isnan(found)])
+    accuracies = row_accuracies(predicted, targets)
+    return _mean(accuracies[~np.isnan(accuracies)])
 
 
 def exact_match(predicted: ArrayLike, targets: ArrayLike) -> float:
     """Return the word problem's accuracy: the fraction of rows in which every scored token is predicted correctly."""
-    found = row_accuracies(predicted, targets)
-    return _mean(found[~np.isnan(found)] == 1)
+    accuracies = row_accuracies(predicted, targets)
+    return _mean(accuracies[~np.isnan(accuracies)] == 1)
 
 
 def string_match(answers: Sequence[str], references: Sequence[Sequence[str]]) -> float:
@@ -98,11 +98,11 @@ def string_match(answers: Sequence[str], references: Sequence[Sequence[str]]) ->
         raise ArgumentError("answers", problem=f"has {len(answers)} texts", expected=f"{len(references)} (one per row)")
     if not all(references):
         raise ArgumentError("references", problem="is empty for a row", expected="at least one text per row")
-    found = [
+    scores = [
         np.mean([reference.lower() in answer.lower() for reference in row])
         for answer, row in zip(answers, references, strict=True)
     ]
-    return _mean(np.array(found))
+    return _mean(np.array(scores))
 
 
 def _right(predicted: ArrayLike, targets: ArrayLike) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

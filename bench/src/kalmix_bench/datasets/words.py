@@ -60,12 +60,12 @@ def multiplication_table(group: str) -> Integers:
         ArgumentError: there is no group of this name.
     """
     tables = [_simple_group_table(name) for name in group.split("_x_")]
-    found = tables[0]
+    table = tables[0]
     for other in tables[1:]:
-        n = len(found) * len(other)
-        found = (found[:, None, :, None] * len(other) + other[None, :, None, :]).reshape(n, n)
-    found.setflags(write=False)
-    return found
+        n = len(table) * len(other)
+        table = (table[:, None, :, None] * len(other) + other[None, :, None, :]).reshape(n, n)
+    table.setflags(write=False)
+    return table
 
 
 def _simple_group_table(name: str) -> Integers:
@@ -113,9 +113,9 @@ def _rows(settings: WordSettings, words: Integers) -> Rows:
     inputs, targets = np.full((2, count, settings.k + 1), padding, dtype=np.int64)
     inputs[:, 0] = targets[:, 0] = first
     inputs[:, 1 : k + 1] = words
-    held = np.zeros(count, dtype=np.int64)
+    product = np.zeros(count, dtype=np.int64)
     for position in range(k):
-        targets[:, position + 1] = held = products[held, words[:, position]]
+        targets[:, position + 1] = product = products[product, words[:, position]]
     return Rows(inputs, targets, {"k": np.full(count, k)})
 
 

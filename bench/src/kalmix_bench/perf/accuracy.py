@@ -139,17 +139,17 @@ def measure(trial: Trial, kernel: str, device: str) -> list[Measurement]:
     inputs, segments = trial.inputs(case)
     exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
     specify = lambda x: outputs(exactly.run(x, segments))  # noqa: E731
-    got = outputs(case.run(inputs, segments))
-    dtypes = [case.dtype] + [case.state_dtype] * (len(got) - 1)
+    actual = outputs(case.run(inputs, segments))
+    dtypes = [case.dtype] + [case.state_dtype] * (len(actual) - 1)
     allowed = budgets(specify, exact, case.state_dtype, dtypes, case.product_dtype)
-    found = compare(case.quantities, got, specify(exact), allowed)
-    weights = [torch.randn(y.shape, device=device).to(y.dtype) for y in got]
+    measurements = compare(case.quantities, actual, specify(exact), allowed)
+    weights = [torch.randn(y.shape, device=device).to(y.dtype) for y in actual]
     pull = partial(vjp, partial(exactly.run, segments=segments), weights)
     allowed = budgets(
         pull, exact, case.state_dtype, [x.dtype for x in differentiable(inputs).values()], case.product_dtype
     )
     d_got = vjp(partial(case.run, segments=segments), weights, inputs)
-    return found + compare([f"d {name}" for name in differentiable(inputs)], d_got, pull(exact), allowed)
+    return measurements + compare([f"d {name}" for name in differentiable(inputs)], d_got, pull(exact), allowed)
 
 
 def main() -> None:
@@ -159,22 +159,22 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--start", type=int, default=0, metavar="N", help="begin with trial N")
     arguments = parser.parse_args()
-    tried = off = 0
+    count = off = 0
     worst = Measurement("nothing", 0.0, 1.0)
     for number, trial in enumerate(trials(arguments.op, small=arguments.device == "cpu")):
         if number < arguments.start or trial.case(arguments.kernel, arguments.device).unsupported_reason is not None:
             continue
-        found = measure(trial, arguments.kernel, arguments.device)
-        most = max(found, key=lambda m: m.error / m.budget)
+        measurements = measure(trial, arguments.kernel, arguments.device)
+        most = max(measurements, key=lambda m: m.error / m.budget)
         worst = max(worst, most, key=lambda m: m.error / m.budget)
-        tried += 1
+        count += 1
         off += not most.ok
         print(
             f"{'ok ' if most.ok else 'OFF'} {number:>3} {most.quantity:<18} "
             f"{most.error:.1e} of {most.budget:.1e}  {trial}",
             flush=True,
         )
-    print(f"{tried} calls tried, {off} off; closest to its budget: {worst}")
+    print(f"{count} calls tried, {off} off; closest to its budget: {worst}")
     sys.exit(off > 0)
 
 

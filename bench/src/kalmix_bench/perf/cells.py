@@ -53,22 +53,20 @@ def cost(cell: RecallCell, device: torch.device) -> Cost:
         parts=tuple(replace(part, train=min(part.train, 2 * batch), test=min(part.test, 16)) for part in cell.parts),
         protocol=replace(cell.protocol, epochs=1, shuffle=False),
     )
-    drawn = draw_cell_data(few)
-    length = drawn.parts[0].test.inputs.shape[1]
+    data = draw_cell_data(few)
+    length = data.parts[0].test.inputs.shape[1]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with deterministic_mode(device):
         torch.manual_seed(0)
-        model = build(
-            drawn.vocab_size, cell.shape, cell.layer, length, from_last=datasets.get_task(cell.task).from_last
-        )
+        model = build(data.vocab_size, cell.shape, cell.layer, length, from_last=datasets.get_task(cell.task).from_last)
         began = time.perf_counter()
-        trainer = train_cell(few, drawn, model.to(device), device, lambda *_: None).trainer
+        trainer = train_cell(few, data, model.to(device), device, lambda *_: None).trainer
         first = time.perf_counter() - began
         assert trainer is not None
-        parts = [drawn._replace(parts=[part]) for part in drawn.parts if len(part.train)]
+        parts = [data._replace(parts=[part]) for part in data.parts if len(part.train)]
         inputs = [next(iter(Batches(part, batch, shuffle=False, seed=0, device=device))) for part in parts]
-        ms = [_least(partial(trainer.training_step, model, given), device) for given in inputs]
+        ms = [_least(partial(trainer.training_step, model, rows), device) for rows in inputs]
     steps = [-(-part.train // batch) for part in cell.parts if part.train]
     epoch = sum(count * x for count, x in zip(steps, ms, strict=True)) / 1e3
     return Cost(ms, epoch, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0, first)
@@ -110,16 +108,16 @@ def main() -> None:
         parts = " ".join(f"{name}={value}" for name, value in cell.parts[0].settings)
         title = f"{cell.task} {parts}  {cell.layer}  {cell.shape.hidden_size} x {cell.shape.depth}"
         try:
-            found = cost(cell, torch.device(arguments.device))
+            costs = cost(cell, torch.device(arguments.device))
         except (torch.OutOfMemoryError, ArgumentError) as error:
             print(f"{title:70s} {type(error).__name__}: {str(error).splitlines()[0][:60]}", flush=True)
             torch.cuda.empty_cache()
             continue
-        hours += count * cell.protocol.epochs * found.epoch / 3600
-        steps = " ".join(f"{ms:.2f}" for ms in found.ms)
+        hours += count * cell.protocol.epochs * costs.epoch / 3600
+        steps = " ".join(f"{ms:.2f}" for ms in costs.ms)
         print(
-            f"{title:70s} {steps:>8s} ms a step {found.epoch:8.2f} s an epoch {found.peak / GIB:6.1f} GiB "
-            f"{found.first:5.0f} s at first   {count} x {cell.protocol.epochs} epochs",
+            f"{title:70s} {steps:>8s} ms a step {costs.epoch:8.2f} s an epoch {costs.peak / GIB:6.1f} GiB "
+            f"{costs.first:5.0f} s at first   {count} x {cell.protocol.epochs} epochs",
             flush=True,
         )
     print(f"one seed of all, one after another: {hours:.2f} hours")

@@ -42,8 +42,8 @@ HANG_SECONDS = 120  # after so long in one problem, the stacks of all threads ar
 
 def problems() -> Iterator[Case]:
     """Yield problems of all kernels that need Triton, in several widths, lengths and dtypes."""
-    tried = [(name, row.name) for name in PROBLEMS for row in OPS[PROBLEMS[name].design.op].kernels if row.triton]
-    for name, kernel in tried:
+    kernels = [(name, row.name) for name in PROBLEMS for row in OPS[PROBLEMS[name].design.op].kernels if row.triton]
+    for name, kernel in kernels:
         for key_width, value_width in WIDTHS:
             for dtype in DTYPES:
                 for length in LENGTHS:
@@ -65,17 +65,17 @@ def entry_kernels() -> set[str]:
 
     These are kernels with launch-time integers, and kernels that no other kernel calls or passes on.
     """
-    found = {}
+    kernels = {}
     for module in pkgutil.walk_packages(ops.__path__, "kalmix.ops."):
         if ".triton" in module.name:
             members = vars(import_module(module.name)).values()
-            found |= {title(x): x for x in members if isinstance(x, JITFunction)}
-    bodies = [inspect.getsource(x.fn).split(f"def {x.fn.__name__}(", 1)[1] for x in found.values()]
+            kernels |= {title(x): x for x in members if isinstance(x, JITFunction)}
+    bodies = [inspect.getsource(x.fn).split(f"def {x.fn.__name__}(", 1)[1] for x in kernels.values()]
 
     def used(kernel: JITFunction) -> bool:
         return any(re.search(rf"\b{kernel.fn.__name__}\b", body) for body in bodies)
 
-    return {name for name, x in found.items() if x.do_not_specialize or not used(x)} | {"forward.cu", "backward.cu"}
+    return {name for name, x in kernels.items() if x.do_not_specialize or not used(x)} | {"forward.cu", "backward.cu"}
 
 
 def run(case: Case) -> None:
@@ -100,10 +100,10 @@ def check_share(share: str, note: Path, seconds: float, only: str) -> int:
         original(step)
 
     compile_and_launch.Launch.run = run_and_note  # type: ignore[method-assign]
-    mine = [case for case in problems() if re.search(only, str(case))][part::parts]
-    for tried, case in enumerate(mine):
+    cases = [case for case in problems() if re.search(only, str(case))][part::parts]
+    for number, case in enumerate(cases):
         if time.monotonic() - begin > seconds:
-            print(f"share {share}: out of time after {tried} of {len(mine)} problems", flush=True)
+            print(f"share {share}: out of time after {number} of {len(cases)} problems", flush=True)
             return 2
         faulthandler.dump_traceback_later(HANG_SECONDS)
         run(case)
@@ -111,7 +111,7 @@ def check_share(share: str, note: Path, seconds: float, only: str) -> int:
         note.write_text("\n".join(sorted(launched)))
         widths = f"{case.key_width}x{case.value_width}, {case.length} tokens"
         print(f"{time.monotonic() - begin:6.1f} s  {case}  {widths}", flush=True)
-    print(f"share {share}: {len(mine)} problems ran", flush=True)
+    print(f"share {share}: {len(cases)} problems ran", flush=True)
     return 0
 
 

@@ -45,7 +45,7 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
     """Return our kernels that support the call, and the other libraries that are installed."""
     device, dtype = x["q"].device.type, x["q"].dtype
     request = KernelRequest(device, dtype, x["q"].shape[-1], x["v"].shape[-1], x["v"].shape[1])
-    found: dict[str, Callable[[Signals], tuple[Tensor, ...]]] = {}
+    runs: dict[str, Callable[[Signals], tuple[Tensor, ...]]] = {}
     for kernel in OPS[op].kernels:
         if kernel.needs_interpreter(request) or kernel.unsupported_reason(request) is not None:
             continue
@@ -53,18 +53,18 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
         if longest is not None and x["q"].shape[1] > longest:
             continue
         run = partial(_ours, op, kernel.name)
-        found[kernel.name] = run
+        runs[kernel.name] = run
         if op == "dense":  # as layers use it in training
-            found[f"{kernel.name}, mean alone"] = partial(run, variance=False)
+            runs[f"{kernel.name}, mean alone"] = partial(run, variance=False)
         if op == "ridge":  # about enough in half precision: see docs/results/solvers.md
-            found[f"{kernel.name}, 24 iterations"] = partial(run, solver=Chebyshev(24))
-            found[f"{kernel.name}, 14 CG"] = partial(run, solver=ConjugateGradient(14))
+            runs[f"{kernel.name}, 24 iterations"] = partial(run, solver=Chebyshev(24))
+            runs[f"{kernel.name}, 14 CG"] = partial(run, solver=ConjugateGradient(14))
         if compiled and kernel.name == "chunked":
-            found["chunked, compiled"] = torch.compile(run, fullgraph=True)
+            runs["chunked, compiled"] = torch.compile(run, fullgraph=True)
     if device != "cuda" or dtype != PEER_DTYPE.get(op, torch.bfloat16):
-        return found
+        return runs
     width = x["v"].shape[-1]
-    return found | {name: run for name, run in PEERS[op]().items() if width <= PEER_WIDTH.get(name, width)}
+    return runs | {name: run for name, run in PEERS[op]().items() if width <= PEER_WIDTH.get(name, width)}
 
 
 def _ours(op: str, kernel: str, x: Signals, **options: Any) -> tuple[Tensor, ...]:
@@ -95,20 +95,22 @@ class Float64Reference:
         """Return the largest error of the outputs and the error of each gradient, in norm; nothing if a gradient is
         missing.
         """
-        got = [y.detach() for y in run(x)]
-        weights = [w.to(y.dtype) for w, y in zip(self.upstream, got, strict=False)]
+        outputs = [y.detach() for y in run(x)]
+        weights = [w.to(y.dtype) for w, y in zip(self.upstream, outputs, strict=False)]
         gradients = dict(zip(x, backward(run, x, weights), strict=True))
         if any(gradient is None for gradient in gradients.values()):
             return None, {}
-        if len(got) not in self.gradients:
-            self.gradients[len(got)] = backward(lambda y: self.exactly(y)[: len(got)], self.exact, self.upstream)
-        forward = max(_error(y.view_as(w), w) for y, w in zip(got, self.want, strict=False))
-        wanted = dict(zip(x, self.gradients[len(got)], strict=True))
-        return forward, {name: _error(gradients[name], wanted[name]) for name in x}
+        if len(outputs) not in self.gradients:
+            self.gradients[len(outputs)] = backward(
+                lambda y: self.exactly(y)[: len(outputs)], self.exact, self.upstream
+            )
+        forward = max(_error(y.view_as(w), w) for y, w in zip(outputs, self.want, strict=False))
+        references = dict(zip(x, self.gradients[len(outputs)], strict=True))
+        return forward, {name: _error(gradients[name], references[name]) for name in x}
 
 
-def _error(got: Tensor, want: Tensor) -> float:
-    return float((got.detach().double() - want.detach()).norm() / want.detach().norm())
+def _error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.detach().double() - expected.detach()).norm() / expected.detach().norm())
 
 
 def bench(
@@ -121,7 +123,7 @@ def bench(
     if op in WITH_VARIANCE:
         width = x["v"].shape[3] if op == "diagonal" else 1
         upstream.append(torch.ones(*x["v"].shape[:3], width, device=device))
-    held = sum(leaf.numel() * leaf.element_size() for leaf in [*x.values(), *upstream])  # memory in use during a call
+    in_use = sum(leaf.numel() * leaf.element_size() for leaf in [*x.values(), *upstream])  # memory in use during a call
     rows: list[dict] = []
     truth = None
     # On a CPU candidates alternate, so all are measured before any is printed.
@@ -134,7 +136,7 @@ def bench(
         for name, back in backs.items():
             row = _row(name, shape, dtype, aheads[name], back) | {
                 # Relative to the minimum memory: inputs, outputs, and the gradients of both.
-                "peak_ratio": (back.peak + held) / (2 * held),
+                "peak_ratio": (back.peak + in_use) / (2 * in_use),
             }
             row["error"], row["gradient_errors"] = truth.errors(runs[name], x) if truth else (None, {})
             _show(row)
@@ -171,8 +173,8 @@ def hardware(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     cpu = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else None
-    return f"{named[1] if named else platform.processor() or 'cpu'}, {torch.get_num_threads()} threads"
+    model_name = re.search(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else None
+    return f"{model_name[1] if model_name else platform.processor() or 'cpu'}, {torch.get_num_threads()} threads"
 
 
 def main() -> None:

@@ -79,10 +79,10 @@ def dense() -> dict[str, Run]:
 
     def without_covariance(run: Run) -> Run:
         def called(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            held = {"log_decay": x["log_decay"].detach(), "gain": 1 / (1 + x["obs_noise"].detach())}
-            if held["log_decay"].ndim == 4:
-                held["log_decay"] = held["log_decay"][..., 0]
-            return run(x | held)
+            constants = {"log_decay": x["log_decay"].detach(), "gain": 1 / (1 + x["obs_noise"].detach())}
+            if constants["log_decay"].ndim == 4:
+                constants["log_decay"] = constants["log_decay"][..., 0]
+            return run(x | constants)
 
         return called
 
@@ -95,7 +95,7 @@ def ridge() -> dict[str, Run]:
     The authors' code is the folder `gated_kalmanet/ops` of github.com/awslabs/hybrid-model-factory, as package
     `gka_ops`.
     """
-    found: dict[str, Run] = {}
+    runs: dict[str, Run] = {}
     if _fla():
         from fla.ops.mesa_net import chunk_mesa_net
 
@@ -103,7 +103,7 @@ def ridge() -> dict[str, Run]:
             ridge = x["k"].new_full(x["k"].shape[2:], 0.25, dtype=torch.float32)
             return chunk_mesa_net(*(x[n] for n in ("q", "k", "v", "log_decay", "gain")), ridge, max_CG_iteration=30)[:1]
 
-        found = {f"{name} delta": run for name, run in delta().items()} | {"fla mesa_net": mesa}
+        runs = {f"{name} delta": run for name, run in delta().items()} | {"fla mesa_net": mesa}
     if _fla() and find_spec("gka_ops") is not None:
         from gka_ops.chebyshev.gka_chebyshev_solve import gka_chebyshev_gla
 
@@ -114,8 +114,8 @@ def ridge() -> dict[str, Run]:
             q, k, v = x["q"], (gate * x["k"]).to(x["k"].dtype), (gate * x["v"]).to(x["v"].dtype)
             return gka_chebyshev_gla(q, k, v, x["mix"].to(q.dtype), decay, decay, 1.0)[:1]
 
-        found["gka (authors)"] = authors
-    return found
+        runs["gka (authors)"] = authors
+    return runs
 
 
 def _convert_decays_to_base_2() -> None:

@@ -58,19 +58,19 @@ def learn(model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype) 
     return torch.autograd.grad(loss, list(model.parameters()))
 
 
-def bench(name: str, make: Callable[[], nn.Module], batch: int, compiled: bool, given: argparse.Namespace) -> dict:
+def bench(name: str, make: Callable[[], nn.Module], batch: int, compiled: bool, arguments: argparse.Namespace) -> dict:
     """Return one row of results."""
     torch.manual_seed(0)
-    model = make().to(given.device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    model = make().to(arguments.device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     torch.compiler.reset()  # otherwise a second batch size compiles with dynamic shapes
     runner = torch.compile(model, dynamic=False) if compiled else model
-    images = torch.randn(batch, 3, given.size, given.size, device=given.device)
+    images = torch.randn(batch, 3, arguments.size, arguments.size, device=arguments.device)
     images = images.contiguous(memory_format=torch.channels_last)
-    labels = torch.arange(batch, device=given.device) % 1000
-    dtype = getattr(torch, given.dtype)
+    labels = torch.arange(batch, device=arguments.device) % 1000
+    dtype = getattr(torch, arguments.dtype)
     row = {
-        "model": name + (", compiled" if compiled else ""), "size": given.size,
-        "batch_size": batch, "dtype": given.dtype,
+        "model": name + (", compiled" if compiled else ""), "size": arguments.size,
+        "batch_size": batch, "dtype": arguments.dtype,
         "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
     model.eval()
@@ -80,7 +80,7 @@ def bench(name: str, make: Callable[[], nn.Module], batch: int, compiled: bool, 
     }
     for kind, call in calls.items():
         model.train(kind == "training")
-        for timing in measure({row["model"]: call}, given.device).values():  # empty if it ran out of memory
+        for timing in measure({row["model"]: call}, arguments.device).values():  # empty if it ran out of memory
             row[kind] = {
                 "images_per_s": 1e3 * batch / timing.ms, "ms": timing.ms,
                 "peak_gib": timing.peak / 2**30, "first_call_s": timing.first,
@@ -108,20 +108,21 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="REGEX", help="models whose name matches")
     parser.add_argument("--peer", default=PEER, help="a model of timm")
     parser.add_argument("--output", type=Path, default=Path("results"))
-    given = parser.parse_args()
-    print(f"{hardware(given.device)}; torch {torch.__version__}; kalmix {kalmix.__version__}")
-    chosen = {name: make for name, make in models(given.peer).items() if re.search(given.only, name)}
-    print(f"{given.size} pixels, {given.dtype}; images/s, peak GiB and seconds of the first call: inference | training")
-    machine = re.sub(r"[^a-z0-9]+", "-", hardware(given.device).lower()).strip("-")
-    file = given.output / f"{datetime.date.today()}-{machine}-vision.json"
-    about = {"hardware": hardware(given.device), "torch": torch.__version__, "kalmix": kalmix.__version__}
+    arguments = parser.parse_args()
+    print(f"{hardware(arguments.device)}; torch {torch.__version__}; kalmix {kalmix.__version__}")
+    selection = {name: make for name, make in models(arguments.peer).items() if re.search(arguments.only, name)}
+    columns = "images/s, peak GiB and seconds of the first call: inference | training"
+    print(f"{arguments.size} pixels, {arguments.dtype}; {columns}")
+    machine = re.sub(r"[^a-z0-9]+", "-", hardware(arguments.device).lower()).strip("-")
+    file = arguments.output / f"{datetime.date.today()}-{machine}-vision.json"
+    about = {"hardware": hardware(arguments.device), "torch": torch.__version__, "kalmix": kalmix.__version__}
     rows: list[dict] = []
-    for compiled in [False, True] if given.compile else [False]:
-        for batch in given.batch_size:
-            for name, make in chosen.items():
-                rows.append(bench(name, make, batch, compiled, given))
+    for compiled in [False, True] if arguments.compile else [False]:
+        for batch in arguments.batch_size:
+            for name, make in selection.items():
+                rows.append(bench(name, make, batch, compiled, arguments))
                 show(rows[-1])
-                given.output.mkdir(parents=True, exist_ok=True)
+                arguments.output.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     print(f"wrote {file}")
 

@@ -43,9 +43,9 @@ def read(path: Path, cell_of: Callable[[Row], CellT]) -> list[CellT]:
 
 def _object(line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ArgumentError("cell", problem=f"is not JSON ({error})", expected="a JSON object") from None
-    if not isinstance(found, dict):
-        raise ArgumentError("cell", got=f"a {type(found).__name__}", expected="a JSON object")
-    return found
+    if not isinstance(value, dict):
+        raise ArgumentError("cell", got=f"a {type(value).__name__}", expected="a JSON object")
+    return value

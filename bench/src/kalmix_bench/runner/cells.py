@@ -69,13 +69,15 @@ class Results:
         """Return the rows of the cells that are in the file, in the order of `cells`; the last row if there are
         several.
         """
-        written = {cell: cell.to_dict() for cell in cells}
-        names = {frozenset(values) for values in written.values()}
-        found: dict[str, Row] = {}
+        values_by_cell = {cell: cell.to_dict() for cell in cells}
+        names = {frozenset(values) for values in values_by_cell.values()}
+        rows_by_key: dict[str, Row] = {}
         for row in self.read():
-            found |= {cell_key({name: row[name] for name in these}): row for these in names if these <= row.keys()}
-        keys = {cell: cell_key(values) for cell, values in written.items()}
-        return {cell: found[name] for cell, name in keys.items() if name in found}
+            rows_by_key |= {
+                cell_key({name: row[name] for name in these}): row for these in names if these <= row.keys()
+            }
+        cell_keys = {cell: cell_key(values) for cell, values in values_by_cell.items()}
+        return {cell: rows_by_key[key] for cell, key in cell_keys.items() if key in rows_by_key}
 
     def add(self, rows: Iterable[Row]) -> None:
         """Append rows and wait until they are on disk. If they cannot all be written, none is.
@@ -120,6 +122,6 @@ def digest(cell: Cell) -> str:
     return hashlib.sha256(cell_key(cell.to_dict()).encode()).hexdigest()[:16]
 
 
-def cell_key(written: Row) -> str:
+def cell_key(values: Row) -> str:
     """Return the text by which cells are compared; a tuple equals the list that JSON makes of it."""
-    return json.dumps(written, sort_keys=True)
+    return json.dumps(values, sort_keys=True)

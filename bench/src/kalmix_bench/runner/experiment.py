@@ -83,9 +83,9 @@ class Experiment(ABC, Generic[CellT]):
 
     def select(self, rows: Iterable[Row]) -> list[Row]:
         """Return the rows of this experiment that count (see `latest`)."""
-        mine = [row for row in rows if self.keys <= row.keys()]
+        own_rows = [row for row in rows if self.keys <= row.keys()]
         if self.latest is None:
-            return mine
+            return own_rows
         group_name, value_name = self.latest
-        last = {row[group_name]: row[value_name] for row in mine}
-        return [row for row in mine if row[value_name] == last[row[group_name]]]
+        last = {row[group_name]: row[value_name] for row in own_rows}
+        return [row for row in own_rows if row[value_name] == last[row[group_name]]]

@@ -19,13 +19,13 @@ Jobs = Annotated[int, typer.Option(help="Cells to run at once, one process each.
 Seeds = Annotated[int, typer.Option(help="Number of seeds, from 0.")]
 
 
-def names(option: str, given: str, known: Sequence[str]) -> list[str]:
+def names(option: str, text: str, known: Sequence[str]) -> list[str]:
     """Return the names of a comma-separated option, in the order of `known`."""
-    wanted = [name.strip() for name in given.split(",")]
-    for name in wanted:
+    selection = [name.strip() for name in text.split(",")]
+    for name in selection:
         if name not in known:
             raise unknown_name(option, name, known)
-    return [name for name in known if name in wanted]
+    return [name for name in known if name in selection]
 
 
 def device(name: str | None) -> torch.device:
@@ -52,20 +52,20 @@ def gpus(devices: str | None) -> list[str]:
         if not available:
             raise ArgumentError("devices", problem="is 'all', but PyTorch finds no GPU", expected="'cpu'")
         return available
-    chosen = [int(number) if number.isdecimal() else -1 for number in str(devices).split(",")]
-    if not set(chosen) <= set(range(count)) or len(set(chosen)) < len(chosen):
+    numbers = [int(number) if number.isdecimal() else -1 for number in str(devices).split(",")]
+    if not set(numbers) <= set(range(count)) or len(set(numbers)) < len(numbers):
         known = (
             f"'all', 'cpu', or different numbers of GPUs from 0 to {count - 1}" if count else "'cpu' (there is no GPU)"
         )
         raise ArgumentError("devices", got=repr(devices), expected=known)
-    return [available[number] for number in chosen]
+    return [available[number] for number in numbers]
 
 
-def positive(option: str, given: float) -> float:
+def positive(option: str, number: float) -> float:
     """Return a number after checking that it is positive and finite."""
-    if not 0 < given < float("inf"):
-        raise ArgumentError(option, got=given, expected="a positive number")
-    return given
+    if not 0 < number < float("inf"):
+        raise ArgumentError(option, got=number, expected="a positive number")
+    return number
 
 
 def preset(name: str, presets: Mapping[str, _T]) -> _T:
@@ -75,16 +75,16 @@ def preset(name: str, presets: Mapping[str, _T]) -> _T:
     return presets[name]
 
 
-def counts(option: str, given: str) -> list[int]:
+def counts(option: str, text: str) -> list[int]:
     """Return the positive integers of a comma-separated option, in order."""
     try:
-        return [count(option, int(number)) for number in given.split(",")]
+        return [count(option, int(number)) for number in text.split(",")]
     except ValueError:
-        raise ArgumentError(option, got=repr(given), expected="positive integers such as 1,2,4") from None
+        raise ArgumentError(option, got=repr(text), expected="positive integers such as 1,2,4") from None
 
 
-def count(option: str, given: int) -> int:
+def count(option: str, number: int) -> int:
     """Return a number after checking that it is at least 1."""
-    if given < 1:
-        raise ArgumentError(option, got=given, expected="at least 1")
-    return given
+    if number < 1:
+        raise ArgumentError(option, got=number, expected="at least 1")
+    return number

@@ -48,7 +48,7 @@ def published_name(text: str) -> str:
         text: a name, optionally with a colon and options as a JSON object. Unknown names are returned unchanged.
     """
     name, colon, options = text.partition(":")
-    shown = NAMES.get(name, name)
+    published = NAMES.get(name, name)
     if not colon:
-        return shown
-    return f"{shown} ({', '.join(f'{key} {value}' for key, value in json.loads(options).items())})"
+        return published
+    return f"{published} ({', '.join(f'{key} {value}' for key, value in json.loads(options).items())})"

@@ -37,10 +37,10 @@ def read(folders: Sequence[Path], experiments: Sequence[Experiment[Any]]) -> lis
         results = Results(folder / "results.jsonl")
         if not results.path.exists():
             raise _not_an_output(f"{str(folder)!r}, which has no results.jsonl")
-        found = list(results.read())
-        if not any(experiment.select(found) for experiment in experiments):
+        folder_rows = list(results.read())
+        if not any(experiment.select(folder_rows) for experiment in experiments):
             raise _not_an_output(f"{str(folder)!r}, whose results.jsonl has no finished cell")
-        rows += found
+        rows += folder_rows
     return list({_row_key(row): row for row in rows}.values())
 
 
@@ -61,20 +61,20 @@ def write(rows: Sequence[Row], output: Path, console: Console, experiments: Sequ
     """
     output.mkdir(parents=True, exist_ok=True)
     parts: dict[str, list[Table]] = {"paper claims": []}
-    findings, drawn = [], []
+    findings, figures = [], []
     for experiment in experiments:
-        mine = experiment.select(rows)
-        if mine:
+        selection = experiment.select(rows)
+        if selection:
             recorder = RecordingConsole(console)
-            drawn += experiment.report(mine, output, recorder)
-            findings += experiment.findings(mine)
+            figures += experiment.report(selection, output, recorder)
+            findings += experiment.findings(selection)
             parts[experiment.name] = recorder.tables
     known = list(check_claims(findings))
     if known:
         last = RecordingConsole(console)
         last.print(_claims_table(known))
         parts["paper claims"] = last.tables
-    return [markdown_console.write(parts, output / "report.md"), _csv(findings, output / "report.csv"), *drawn]
+    return [markdown_console.write(parts, output / "report.md"), _csv(findings, output / "report.csv"), *figures]
 
 
 def _claims_table(known: Iterable[ClaimCheck]) -> Table:
@@ -103,14 +103,14 @@ def _csv(findings: Iterable[Finding], path: Path) -> Path:
     with replace_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         lines = csv.writer(file)
         lines.writerow([*COLUMNS, "score", "mean", "standard error", "paper percent", "source"])
-        for found in findings:
+        for finding in findings:
             cells = {
-                "task": found.task,
-                "condition": found.condition,
-                "layer": found.layer,
-                "seeds": found.seeds,
-                **found.metadata,
+                "task": finding.task,
+                "condition": finding.condition,
+                "layer": finding.layer,
+                "seeds": finding.seeds,
+                **finding.metadata,
             }
-            paper = found.paper or ("", "")
-            lines.writerow([*(cells.get(name) for name in COLUMNS), found.score, *found.value, *paper])
+            paper = finding.paper or ("", "")
+            lines.writerow([*(cells.get(name) for name in COLUMNS), finding.score, *finding.value, *paper])
     return path

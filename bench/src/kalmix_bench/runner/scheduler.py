@@ -66,14 +66,14 @@ def run(
         CellError: the same, from a worker process.
         OSError: the disk is full; names the path.
     """
-    asked, task = (
+    cell_list, task = (
         list(dict.fromkeys(cells)),
         Task(experiment, results, device, math.inf if worker_config is None else worker_config.stop),
     )
-    known = task.finished(asked)
+    known = task.finished(cell_list)
     for cell in known:  # needed if a run was killed after it wrote the row
         experiment.clear(cell, results)
-    missing = [cell for cell in asked if cell not in known]
+    missing = [cell for cell in cell_list if cell not in known]
     batches = [tuple(group) for _, group in groupby(missing, experiment.group_key)]
     if worker_config is None and (jobs == 1 or len(batches) < 2):
         _run_in_this_process(batches, task, progress_factory)
@@ -81,8 +81,8 @@ def run(
         worker_config = worker_config or WorkerConfig([None] * jobs)
         worker_config = worker_config._replace(gpus=worker_config.gpus[: len(batches)])
         run_in_workers(batches, partial(_run_batch, task), progress_factory, worker_config)
-    known = task.finished(asked)
-    return {cell: known[cell] for cell in asked if cell in known}
+    known = task.finished(cell_list)
+    return {cell: known[cell] for cell in cell_list if cell in known}
 
 
 def _run_batch(task: Task, batch: Batch, begin: Callable[[], ProgressFn]) -> str:
@@ -98,8 +98,8 @@ def _run_batch(task: Task, batch: Batch, begin: Callable[[], ProgressFn]) -> str
                 return "taken"
         on_progress, known = begin(), task.finished(batch)  # another sweep may have finished some of them
 
-        left = tuple(cell for cell in batch if cell not in known)
-        status = "" if left else "by another sweep"
+        remaining = tuple(cell for cell in batch if cell not in known)
+        status = "" if remaining else "by another sweep"
 
         def report(done: float, text: str) -> bool:
             nonlocal status
@@ -107,21 +107,21 @@ def _run_batch(task: Task, batch: Batch, begin: Callable[[], ProgressFn]) -> str
             on_progress(min(done, 0.999), text)
             return time.monotonic() >= stop
 
-        if left:
+        if remaining:
             began = time.monotonic()
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             try:
-                found = experiment.run(left, results, device, report)
+                outcomes = experiment.run(remaining, results, device, report)
             except CellStopped:
                 return "stopped"
-            where = {
+            origin = {
                 "seconds": round(time.monotonic() - began, 1),
                 "format": FORMAT,
                 "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
                 **provenance(device),
             }
-            results.add({**cell.to_dict(), **where, **more} for cell, more in zip(left, found, strict=True))
+            results.add({**cell.to_dict(), **origin, **more} for cell, more in zip(remaining, outcomes, strict=True))
         for cell in batch:
             experiment.clear(cell, results)
         on_progress(1.0, status)

@@ -22,7 +22,7 @@ def run(
     *,
     device: torch.device,
     jobs: int = 1,
-    written: Sequence[Path] = (),
+    files: Sequence[Path] = (),
 ) -> None:
     """Run the cells that are missing in the folder `output`, and report all of them.
 
@@ -33,14 +33,14 @@ def run(
         console: console for progress and tables.
         device: device of the cells.
         jobs: number of processes.
-        written: files that the command wrote before; printed with the others.
+        files: files that the command wrote before; printed with the others.
     """
     results = Results(output / "results.jsonl")
     with progress(console) as progress_factory:
         rows = scheduler.run(
             experiment, cells, results, device, jobs=options.count("jobs", jobs), progress_factory=progress_factory
         )
-    reported = experiment.report_run(rows, results, output, console)
-    stored = [results.path] if rows else []
-    for path in (*stored, *written, *reported):
+    report_files = experiment.report_run(rows, results, output, console)
+    result_files = [results.path] if rows else []
+    for path in (*result_files, *files, *report_files):
         console.print(f"  {path}", soft_wrap=True)

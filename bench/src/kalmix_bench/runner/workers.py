@@ -125,14 +125,14 @@ class _WorkerPool:
 
     def _start(self, gpu: str | None) -> None:
         context = multiprocessing.get_context(START_METHOD)
-        here, there = context.Pipe()
+        parent_end, child_end = context.Pipe()
         threads = max(1, torch.get_num_threads() // len(self.worker_config.gpus))
-        process = context.Process(target=_serve, args=(there, self.run_batch, threads), daemon=True)
+        process = context.Process(target=_serve, args=(child_end, self.run_batch, threads), daemon=True)
         with _visible_devices(gpu):
             process.start()
-        there.close()
-        self.workers[here] = _Worker(process, gpu)
-        self.idle.append(here)
+        child_end.close()
+        self.workers[parent_end] = _Worker(process, gpu)
+        self.idle.append(parent_end)
 
     def _shut_down(self) -> None:
         """Let idle processes exit by themselves: terminating one disturbs others that share its GPU through MPS."""

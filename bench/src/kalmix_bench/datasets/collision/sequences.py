@@ -87,8 +87,8 @@ class CollidingPairs:
         target = torch.eye(self.pairs, device=rho.device)[..., None] * rho.new_tensor([1.0, 0.0])  # [pair, plane, 2]
         shift = torch.stack([rho, (1 - rho.square()).sqrt()], -1)[:, :, None]  # [B, pair, 1, 2]
         distractor = torch.eye(self.pairs, device=rho.device)[..., None] * shift
-        both = torch.stack([target.expand_as(distractor), distractor], 2)  # [B, pair, 2, plane, 2]
-        return F.pad(both.flatten(3).flatten(1, 2), (0, ADDRESS_DIM - self.labels))
+        planes = torch.stack([target.expand_as(distractor), distractor], 2)  # [B, pair, 2, plane, 2]
+        return F.pad(planes.flatten(3).flatten(1, 2), (0, ADDRESS_DIM - self.labels))
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ class RandomAddresses:
     def draw(self, count: int, writes: int, generator: torch.Generator) -> Episode:
         """Draw `count` sequences: `writes` associations, then queries of 8 of their addresses, without replacement."""
         device = generator.device
-        written = F.normalize(torch.randn(count, writes, self.raw, generator=generator, device=device), dim=-1)
+        addresses = F.normalize(torch.randn(count, writes, self.raw, generator=generator, device=device), dim=-1)
         label = torch.randint(self.labels, (count, writes), generator=generator, device=device)
         queried = _permutations(count, writes, generator)[:, : self.queries]
         order = torch.cat([torch.arange(writes, device=device).expand(count, -1), queried], 1)
-        raw = written.gather(1, order[..., None].expand(-1, -1, self.raw))
+        raw = addresses.gather(1, order[..., None].expand(-1, -1, self.raw))
         values = F.one_hot(label.gather(1, order), self.labels).float()
         return Episode(
             tokens=_tokens(raw, values, self.queries),
@@ -166,11 +166,11 @@ def recall_scores(logits: Tensor, episode: Episode) -> dict[str, Tensor]:
         alone (equation 20; E.5.5 defines another margin, over all labels).
     """
     right = logits.argmax(-1) == episode.targets
-    found = {"accuracy": right.float().mean((1, 2)), "cross_entropy": cross_entropy(logits, episode)}
+    scores = {"accuracy": right.float().mean((1, 2)), "cross_entropy": cross_entropy(logits, episode)}
     if episode.distractors is not None:
         target, distractor = (logits.gather(-1, x[..., None]) for x in (episode.targets, episode.distractors))
-        found["margin"] = (2 * (target - distractor).sigmoid() - 1).mean((1, 2, 3))
-    return found
+        scores["margin"] = (2 * (target - distractor).sigmoid() - 1).mean((1, 2, 3))
+    return scores
 
 
 def cross_entropy(logits: Tensor, episode: Episode) -> Tensor:

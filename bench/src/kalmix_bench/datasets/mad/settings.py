@@ -90,10 +90,10 @@ def make_task(
         width, draw = row_generator(settings, seed)
 
         def rows(count: int, training: bool) -> Rows:
-            made = np.full((2, count, width), IGNORE_INDEX, dtype=np.int64)
+            pair = np.full((2, count, width), IGNORE_INDEX, dtype=np.int64)
             for row in range(count):
-                made[0, row], made[1, row] = draw(training)
-            return Rows(made[0], made[1])
+                pair[0, row], pair[1, row] = draw(training)
+            return Rows(pair[0], pair[1])
 
         return rows(train, True), rows(test, False)
 

@@ -34,8 +34,8 @@ class BlockSettings(MqarSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole = self.block_size >= 1 and self.num_kv_pairs % self.block_size == 0
-        require(whole, "block_size", self.block_size, f"a divisor of {self.num_kv_pairs} (`num_kv_pairs`)")
+        divides = self.block_size >= 1 and self.num_kv_pairs % self.block_size == 0
+        require(divides, "block_size", self.block_size, f"a divisor of {self.num_kv_pairs} (`num_kv_pairs`)")
 
 
 ContextAndAnswers = tuple[Integers, Integers]  # tokens of the context, and the target of each key
@@ -76,10 +76,10 @@ def draw_rows(
         keys[row], values = (1 + rng.permutation(settings.vocab_size - 1)[:size] for _ in range(2))
         pairs[row], answers[row] = write(settings, keys[row], values, rng)
         gaps[row] = rng.choice(len(probabilities), size, replace=False, p=probabilities)
-    made = make_rows(settings, pairs, keys, answers, gaps)
+    rows = make_rows(settings, pairs, keys, answers, gaps)
     if settings.random_non_queries:
-        np.copyto(made.inputs, rng.integers(settings.vocab_size, size=made.inputs.shape), where=made.inputs == 0)
-    return made
+        np.copyto(rows.inputs, rng.integers(settings.vocab_size, size=rows.inputs.shape), where=rows.inputs == 0)
+    return rows
 
 
 def _task(

@@ -48,8 +48,8 @@ def segment(settings: MqarSettings, seed: int, count: int) -> Rows:
     values = first + chosen(s.num_kv_pairs, s.vocab_size - first)
     pairs, answers = interleave(keys, values), values
     if isinstance(s, UpdateSettings):
-        drawn = rng.randint(0, s.vocab_size - first - 1, (count, s.num_updates))
-        new = first + drawn + (drawn >= values[:, : s.num_updates] - first)
+        updates = rng.randint(0, s.vocab_size - first - 1, (count, s.num_updates))
+        new = first + updates + (updates >= values[:, : s.num_updates] - first)
         updated = chosen(s.num_updates, s.num_kv_pairs)
         answers = values.copy()
         np.put_along_axis(answers, updated, new, 1)
@@ -71,11 +71,11 @@ def segments(
     """
     rng = np.random.RandomState(seed)
     seeds = rng.randint(0, 2**31, len(train)), rng.randint(2**31, 2**32, len(test), dtype=np.int64)
-    drawn = [
-        [segment(settings, int(seed), count) for (settings, count), seed in zip(split, own, strict=True)]
-        for split, own in zip((train, test), seeds, strict=True)
+    parts = [
+        [segment(settings, int(seed), count) for (settings, count), seed in zip(split, split_seeds, strict=True)]
+        for split, split_seeds in zip((train, test), seeds, strict=True)
     ]
-    return drawn[0], drawn[1]
+    return parts[0], parts[1]
 
 
 def test_seed(seed: int) -> int:

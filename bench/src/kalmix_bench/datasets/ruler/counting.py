@@ -63,21 +63,21 @@ def common_words(settings: CommonSettings, seed: int, tokens: Callable[[str], in
     words = list(words)
     random.Random(seed).shuffle(words)
     long = s.max_seq_length >= 4096
-    shown, often = ((40, 10, 3), (s.freq_cw, s.freq_ucw)) if long else ((20, 3, 1), (6, 1))
+    example_sizes, repeats = ((40, 10, 3), (s.freq_cw, s.freq_ucw)) if long else ((20, 3, 1), (6, 1))
 
     def listed(count: int, common: int, other: int) -> Prompt:
         known = words if count <= len(words) else words + rng.sample(pairs, count - len(words))
-        drawn = rng.sample(known, count)
-        chosen = tuple(drawn[: s.num_cw])
-        every = drawn[: s.num_cw] * common + drawn[s.num_cw :] * other
-        random.Random(seed).shuffle(every)
-        return Prompt(_COMMON.format(context=_numbered(every)), chosen)
+        sample = rng.sample(known, count)
+        answers = tuple(sample[: s.num_cw])
+        context = sample[: s.num_cw] * common + sample[s.num_cw :] * other
+        random.Random(seed).shuffle(context)
+        return Prompt(_COMMON.format(context=_numbered(context)), answers)
 
     def write(size: int) -> Prompt:
-        examples = [listed(*shown) for _ in range(s.num_fewshot)]
-        asked = listed(size, *often)
-        told = "\n".join(f"{example.text} {_numbered(example.answers)}" for example in examples)
-        return Prompt(f"{told}\n{asked.text}", asked.answers)
+        examples = [listed(*example_sizes) for _ in range(s.num_fewshot)]
+        question = listed(size, *repeats)
+        examples_text = "\n".join(f"{example.text} {_numbered(example.answers)}" for example in examples)
+        return Prompt(f"{examples_text}\n{question.text}", question.answers)
 
     limit = s.max_seq_length - s.tokens_to_generate
     fit = Fit(tokens, step=10, min_size=s.num_cw)
@@ -113,7 +113,7 @@ def frequent_words(settings: CodedSettings, seed: int, tokens: Callable[[str], i
     limit = s.max_seq_length - s.tokens_to_generate
     ranks = np.arange(1, limit // 50 + 1)
     share = ranks**-s.alpha
-    whole = float(torch.special.zeta(torch.tensor(s.alpha, dtype=torch.float64), torch.ones((), dtype=torch.float64)))
+    total = float(torch.special.zeta(torch.tensor(s.alpha, dtype=torch.float64), torch.ones((), dtype=torch.float64)))
 
     def coded() -> list[str]:
         """Return a vocabulary, the most frequent word first."""
@@ -125,7 +125,7 @@ def frequent_words(settings: CodedSettings, seed: int, tokens: Callable[[str], i
         return ["...", *words[1:]]
 
     def written(load_words: list[str], size: int) -> Prompt:
-        counts = (size * share / whole).astype(int)
+        counts = (size * share / total).astype(int)
         text = [word for word, count in zip(load_words, counts, strict=True) for _ in range(count)]
         random.Random(seed).shuffle(text)
         return Prompt(_CODED.format(context=" ".join(text)), tuple(load_words[1:4]))
@@ -136,10 +136,10 @@ def frequent_words(settings: CodedSettings, seed: int, tokens: Callable[[str], i
         size += step
     size -= step
     while True:
-        load_words, tried = coded(), size
-        while (excess := tokens((prompt := written(load_words, tried)).text) - limit) > 0:
-            require(tried > 0, "max_seq_length", f"too small by {excess}", "large enough for the question")
-            tried -= step
+        load_words, candidate = coded(), size
+        while (excess := tokens((prompt := written(load_words, candidate)).text) - limit) > 0:
+            require(candidate > 0, "max_seq_length", f"too small by {excess}", "large enough for the question")
+            candidate -= step
         yield prompt
 
 

@@ -88,7 +88,7 @@ def prompts(settings: NeedleSettings, seed: int, tokens: Callable[[str], int]) -
         text = split_sentences(" ".join((words * -(-size // len(words)))[:size]))
         cuts = [0, *sorted(int(len(text) * (depth / 100)) for depth in rng.sample(_DEPTHS, len(hidden))), len(text)]
         pieces = [" ".join(text[start:stop]) for start, stop in pairwise(cuts)]
-        return " ".join([*(part for both in zip(pieces, hidden, strict=False) for part in both), pieces[-1]])
+        return " ".join([*(part for pair in zip(pieces, hidden, strict=False) for part in pair), pieces[-1]])
 
     def in_lines(hidden: list[str], size: int) -> str:
         if s.type_haystack == "noise":
@@ -108,14 +108,14 @@ def prompts(settings: NeedleSettings, seed: int, tokens: Callable[[str], int]) -
         hidden = [needle(key, value) for key, values in bindings for value in values]
         random.Random(seed).shuffle(hidden)
         context = in_essay(hidden, size) if s.type_haystack == "essay" else in_lines(hidden, size)
-        asked = [bindings[i] for i in rng.sample(range(s.keys), s.num_needle_q)]
-        *most, last = (key for key, _ in asked)
+        queries = [bindings[i] for i in rng.sample(range(s.keys), s.num_needle_q)]
+        *most, last = (key for key, _ in queries)
         text = (_single(_TEMPLATE) if single else _TEMPLATE).format(
             kind=s.type_needle_v[:-1] if single else s.type_needle_v,
             context=context,
             query=f"{', '.join(most)}, and {last}" if most else last,
         )
-        answers = tuple(value for _, values in asked for value in values)
+        answers = tuple(value for _, values in queries for value in values)
         return Prompt(text, answers, text.find(answers[0]))
 
     limit = s.max_seq_length - s.tokens_to_generate

@@ -97,15 +97,15 @@ def draw(writer: Writer[S], settings: S, seed: int, count: int, encode: Encode, 
     targets[:] = IGNORE_INDEX
     facts: dict[str, list[float]] = {"length": [], "depth": []}
     for row, prompt in enumerate(prompts):
-        asked, answer = list(encode(prompt.text)), [*encode(" " + ANSWER_SEPARATOR.join(prompt.answers)), end]
-        whole = asked + answer
-        expected = f"at least {len(whole) - 1} (a prompt and its answer)"
-        require(len(whole) - 1 <= s.max_seq_length, "max_seq_length", s.max_seq_length, expected)
-        inputs[row, : len(whole) - 1] = whole[:-1]
-        targets[row, len(asked) - 1 : len(whole) - 1] = answer
-        facts["length"].append(len(asked) + s.tokens_to_generate)
+        question, answer = list(encode(prompt.text)), [*encode(" " + ANSWER_SEPARATOR.join(prompt.answers)), end]
+        sequence = question + answer
+        expected = f"at least {len(sequence) - 1} (a prompt and its answer)"
+        require(len(sequence) - 1 <= s.max_seq_length, "max_seq_length", s.max_seq_length, expected)
+        inputs[row, : len(sequence) - 1] = sequence[:-1]
+        targets[row, len(question) - 1 : len(sequence) - 1] = answer
+        facts["length"].append(len(question) + s.tokens_to_generate)
         if prompt.answer_offset is not None:
-            facts["depth"].append(len(encode(prompt.text[: prompt.answer_offset])) / len(asked))
+            facts["depth"].append(len(encode(prompt.text[: prompt.answer_offset])) / len(question))
     known = {name: np.array(values) for name, values in facts.items() if len(values) == count}
     return Prompts(inputs, targets, known, tuple(p.text for p in prompts), tuple(p.answers for p in prompts))
 
@@ -161,16 +161,16 @@ class Fit:
             ArgumentError: a prompt with the smallest haystack is too long.
         """
         while True:
-            tried, prompt = size, write(size)
+            candidate, prompt = size, write(size)
             while (excess := self.tokens(prompt.text) - limit) > 0:
                 require(
-                    tried > self.min_size,
+                    candidate > self.min_size,
                     "max_seq_length",
                     f"too small by {excess}",
                     "large enough for the smallest haystack",
                 )
-                tried = max(self.min_size, tried - (self.step if tried > self.step else 1))
-                prompt = write(tried)
+                candidate = max(self.min_size, candidate - (self.step if candidate > self.step else 1))
+                prompt = write(candidate)
             yield prompt
 
 
@@ -219,8 +219,8 @@ def make_task(name: str, original: str, writer: Writer[S], baseline: S) -> TextT
     """Return a RULER task with rows of bytes; of a seed's prompts, the first are for training."""
 
     def sample(settings: S, seed: int, train: int, test: int) -> tuple[Rows, Rows]:
-        every = draw(writer, settings, seed, train + test, str.encode, END_ID)
-        return select_prompts(every, slice(train)), select_prompts(every, slice(train, None))
+        data = draw(writer, settings, seed, train + test, str.encode, END_ID)
+        return select_prompts(data, slice(train)), select_prompts(data, slice(train, None))
 
     lengths: tuple[Mapping[str, Any], ...] = tuple({"max_seq_length": 1024 * n} for n in (4, 8, 16, 32, 64, 128))
     scores = {"string_match": byte_string_match, "exact_match": exact_match, "micro": micro}

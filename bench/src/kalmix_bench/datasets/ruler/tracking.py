@@ -54,14 +54,14 @@ def prompts(settings: TrackingSettings, seed: int, tokens: Callable[[str], int])
         while len(set(names)) < len(names):
             names = [name(letters) for _ in names]
         chains = [names[start : start + links] for start in range(0, len(names), links)]
-        given = [value or str(values.randint(10000, 99999)) for _ in chains]
+        numbers = [value or str(values.randint(10000, 99999)) for _ in chains]
         lines = [NOISE] * size
-        for chain, number in zip(chains, given, strict=True):
+        for chain, number in zip(chains, numbers, strict=True):
             said = [f"VAR {chain[0]} = {number}"]
             said += [f"VAR {after} = VAR {before} " for before, after in pairwise(chain)]
             for passed, position in enumerate(sorted(rng.sample(range(len(lines)), links))):
                 lines.insert(position + passed, said[passed])
-        text = _TEMPLATE.format(context="\n".join(lines), query=given[0], count=links)
+        text = _TEMPLATE.format(context="\n".join(lines), query=numbers[0], count=links)
         return Prompt(text, tuple(chains[0]), text.find(chains[0][0]))
 
     def renamed(text: str, names: tuple[str, ...]) -> str:
@@ -69,17 +69,17 @@ def prompts(settings: TrackingSettings, seed: int, tokens: Callable[[str], int])
             text = text.replace(old, name(len(old)))
         return text.replace(_VALUE, str(values.randint(10000, 99999)))
 
-    shown = _example(lambda size: write(size, 3, _VALUE), Fit(tokens, step=5, min_size=links))
-    example = f"{shown.text} {' '.join(shown.answers)}\n"
+    example = _example(lambda size: write(size, 3, _VALUE), Fit(tokens, step=5, min_size=links))
+    example_text = f"{example.text} {' '.join(example.answers)}\n"
 
     def after_example(size: int) -> Prompt:
         prompt = write(size)
-        before = renamed(example, shown.answers) + "\n"
+        before = renamed(example_text, example.answers) + "\n"
         return Prompt(before + prompt.text, prompt.answers, len(before) + (prompt.answer_offset or 0))
 
     limit = s.max_seq_length - s.tokens_to_generate
     fit = Fit(tokens, step=10 if s.max_seq_length >= 4096 else 5, min_size=links)
-    size = fit.largest_size(write, limit - tokens(example), int(s.max_seq_length / fit.cost(write) * 3))
+    size = fit.largest_size(write, limit - tokens(example_text), int(s.max_seq_length / fit.cost(write) * 3))
     return fit.prompts(after_example, limit, size)
 
 

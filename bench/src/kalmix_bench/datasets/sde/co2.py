@@ -67,15 +67,15 @@ def windows(length: int = 64, span: int = 128, stride: int = 8, seed: int = 0) -
     if shortest < span:
         raise ArgumentError("span", got=span, expected=f"at most {shortest} (measurements of the shortest split)")
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    splits = []
     for start, stop in parts:
-        whole = times[start:stop].unfold(0, span, stride), values[start:stop].unfold(0, span, stride) / SPREAD
-        order = torch.rand(whole[0].shape, generator=generator)
+        segments = times[start:stop].unfold(0, span, stride), values[start:stop].unfold(0, span, stride) / SPREAD
+        order = torch.rand(segments[0].shape, generator=generator)
         order[:, 0] = -1
-        kept = order.argsort(1)[:, :length].sort(1).values
-        time, rise = (x.gather(1, kept) - x[:, :1] for x in whole)
-        found.append(Trajectories(time, rise[..., None]))
-    return Splits(*found)
+        index = order.argsort(1)[:, :length].sort(1).values
+        time, rise = (x.gather(1, index) - x[:, :1] for x in segments)
+        splits.append(Trajectories(time, rise[..., None]))
+    return Splits(*splits)
 
 
 def _ends(count: int) -> list[int]:

@@ -48,7 +48,7 @@ def kalman(system: System, times: Tensor, measurements: Tensor, noise: Tensor | 
     count, length, width = measurements.shape
     matrix, covariance = system.transition(times.diff(dim=1, append=times[:, -1:]))
     noise = torch.full_like(times, system.obs_noise) if noise is None else noise
-    found: list[Any] = []
+    results: list[Any] = []
     for one in range(count):
         model = KalmanSmoother(width, width, nobs=length)
         model["design"] = model["selection"] = torch.eye(width, dtype=torch.float64).numpy()
@@ -57,11 +57,11 @@ def kalman(system: System, times: Tensor, measurements: Tensor, noise: Tensor | 
         model["obs_cov"] = (noise[one] * torch.eye(width, dtype=torch.float64)[..., None]).numpy()
         model.initialize_known(torch.zeros(width, dtype=torch.float64).numpy(), system.prior().numpy())
         model.bind(measurements[one].contiguous().numpy())
-        found.append(model.smooth())
+        results.append(model.smooth())
 
     def collected(name: str) -> Gaussian:  # statsmodels has time last, and one more prediction at the end
         means, covariances = (
-            torch.stack([torch.from_numpy(getattr(one, f"{name}_state{kind}")) for one in found]).movedim(-1, 1)
+            torch.stack([torch.from_numpy(getattr(one, f"{name}_state{kind}")) for one in results]).movedim(-1, 1)
             for kind in ("", "_cov")
         )
         return Gaussian(means[:, :length], covariances[:, :length])

@@ -40,15 +40,17 @@ class SimulatedSetting:
         """
         assert trajectories.state is not None and trajectories.is_outlier is not None
         known = kalman(self.system, trajectories.times, trajectories.measurements)
-        found = _last(trajectories) | {
+        errors = _last(trajectories) | {
             "kalman": squared_errors(known.predicted.mean[:, 1:], trajectories),
             "smoother": {"state": float((known.smoothed.mean - trajectories.state)[:, 1:].square().mean())},
         }
         if self.sampling.outliers:
             larger = torch.where(trajectories.is_outlier, self.sampling.outlier_scale**2, 1.0)
-            told = kalman(self.system, trajectories.times, trajectories.measurements, self.system.obs_noise * larger)
-            found["kalman, known outliers"] = squared_errors(told.predicted.mean[:, 1:], trajectories)
-        return found
+            informed = kalman(
+                self.system, trajectories.times, trajectories.measurements, self.system.obs_noise * larger
+            )
+            errors["kalman, known outliers"] = squared_errors(informed.predicted.mean[:, 1:], trajectories)
+        return errors
 
     def to_dict(self) -> dict[str, Any]:
         """Return the setting as JSON-compatible values."""

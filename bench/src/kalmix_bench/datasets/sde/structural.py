@@ -25,21 +25,21 @@ def structural(trajectories: Trajectories) -> Tensor:
 
     def model(at: Tensor, values: Tensor) -> Any:
         """Return the model of a weekly series with gaps."""
-        every = torch.full((int(at[-1]) + 1,), torch.nan, dtype=torch.float64)
-        every[at] = values
+        series = torch.full((int(at[-1]) + 1,), torch.nan, dtype=torch.float64)
+        series[at] = values
         cycle = {"period": YEAR, "harmonics": 2}
         options = {"level": "local linear trend", "freq_seasonal": [cycle], "stochastic_freq_seasonal": [False]}
-        return UnobservedComponents(every.numpy(), **options)
+        return UnobservedComponents(series.numpy(), **options)
 
     times, values = training()
     at = weeks(times)
-    fitted = model(at, values).fit(disp=False)
-    states = torch.from_numpy(fitted.smoothed_state.T)[at]
+    fit = model(at, values).fit(disp=False)
+    states = torch.from_numpy(fit.smoothed_state.T)[at]
     states[:, 0] -= values  # windows are relative to a measurement
     mean, covariance = states.mean(0), states.T.cov()
-    found = []
+    forecasts = []
     for times, measurements in zip(trajectories.times, trajectories.measurements, strict=True):
         one = model(weeks(times), measurements[:, 0])
         one.ssm.initialize_known(mean.numpy(), covariance.numpy())
-        found.append(torch.from_numpy(one.filter(fitted.params).forecasts[0])[weeks(times)[1:], None])
-    return torch.stack(found)
+        forecasts.append(torch.from_numpy(one.filter(fit.params).forecasts[0])[weeks(times)[1:], None])
+    return torch.stack(forecasts)

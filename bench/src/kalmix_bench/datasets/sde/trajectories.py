@@ -86,8 +86,8 @@ class Splits(NamedTuple):
 def splits(system: System, sampling: Sampling, sizes: tuple[int, int, int], seed: int) -> Splits:
     """Draw the trajectories of each split. A split does not depend on the sizes of the others or on the device."""
     generators = (torch.Generator().manual_seed(3 * seed + part) for part in range(3))
-    drawn = (simulate(system, sampling, size, draw) for size, draw in zip(sizes, generators, strict=True))
-    return Splits(*drawn)
+    parts = (simulate(system, sampling, size, draw) for size, draw in zip(sizes, generators, strict=True))
+    return Splits(*parts)
 
 
 def simulate(system: System, sampling: Sampling, count: int, generator: torch.Generator) -> Trajectories:
@@ -130,5 +130,5 @@ def embedding(width: int, channels: int, seed: int) -> Tensor:
     """
     if channels < width:
         raise ArgumentError("channels", got=channels, expected=f"at least {width} (the width of a measurement)")
-    drawn = torch.randn(channels, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return torch.linalg.qr(drawn).Q.mT
+    matrix = torch.randn(channels, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.linalg.qr(matrix).Q.mT

@@ -108,23 +108,23 @@ def _command(
     """Run the collision experiments (section 4.1 of Memory by Design): mechanism, learned recall and crowding."""
     from kalmix_bench.experiments.collision import report
 
-    wanted = options.names("parts", parts, PARTS)
-    named = options.names("models", models, tuple(UPDATES))
-    every = range(options.count("seeds", seeds))
+    part_names = options.names("parts", parts, PARTS)
+    model_names = options.names("models", models, tuple(UPDATES))
+    seed_range = range(options.count("seeds", seeds))
     if not 0 <= overlap < 1:
         raise ArgumentError("overlap", got=overlap, expected="at least 0 and below 1")
     changes = {"steps": steps, "batch_size": batch_size, "test_sequences": test_sequences, "queries": queries}
-    given = {name: value for name, value in changes.items() if value is not None}
-    protocol = replace(options.preset(preset, PRESETS), **given)
-    where = options.device(device)
+    overrides = {name: value for name, value in changes.items() if value is not None}
+    protocol = replace(options.preset(preset, PRESETS), **overrides)
+    torch_device = options.device(device)
     console = Console(highlight=False)
     output.mkdir(parents=True, exist_ok=True)
-    written = report.mechanism(MechanismSetting(), overlap, output, console) if "mechanism" in wanted else []
+    files = report.mechanism(MechanismSetting(), overlap, output, console) if "mechanism" in part_names else []
     cells = [
         CollisionCell(part, model, seed, protocol)
-        for part in wanted
+        for part in part_names
         if part in STUDIES
-        for model in named
-        for seed in every
+        for model in model_names
+        for seed in seed_range
     ]
-    session.run(Collision(), cells, output, console, device=where, jobs=jobs, written=written)
+    session.run(Collision(), cells, output, console, device=torch_device, jobs=jobs, files=files)

@@ -87,8 +87,8 @@ def mechanism(path: str | PathLike[str], curves: MechanismCurves) -> str | PathL
             if crossings.get(name):
                 top.plot(crossings[name], 0.5, "v", color=colours[name], markersize=6)
         top.axhline(0.5, color=MUTED, linewidth=0.8)
-        for points, (name, where) in zip((3, 12), (("flood", "equation 57"), ("boost", "boost limit")), strict=True):
-            _level(top, levels[name], f"{where}  {levels[name]:.3f}", points)
+        for points, (name, label) in zip((3, 12), (("flood", "equation 57"), ("boost", "boost limit")), strict=True):
+            _level(top, levels[name], f"{label}  {levels[name]:.3f}", points)
         top.set(title="Retrieval of B while A is flooded", ylabel="retrieval at B", ylim=(0, 1.1))
         _uncertainties(right, uncertainty, phases[1], levels["slope"])
         for name, curve in gain.items():

@@ -118,21 +118,21 @@ def trace(rule: Rule, setting: MechanismSetting, overlap: Tensor, **signals: Ten
     """
     count, keys = len(overlap), setting.addresses(overlap)
     values = torch.eye(setting.identities, dtype=overlap.dtype)
-    given = {name: overlap.new_full((count,), value) for name, value in rule.signals.items()} | signals
-    token: dict[str, Any] = {name: value[:, None, None] for name, value in given.items()}
+    inputs = {name: overlap.new_full((count,), value) for name, value in rule.signals.items()} | signals
+    token: dict[str, Any] = {name: value[:, None, None] for name, value in inputs.items()}
     belief = _prior(setting, overlap, rule.keep) if rule.keep else None
     means = [overlap.new_zeros(count, setting.width, setting.identities)]
-    kept = [belief.covariance[:, 0]] if belief else []
+    covariances = [belief.covariance[:, 0]] if belief else []
     for identity in setting.schedule():
         key = keys[:, None, None, identity]
         value = values[identity].expand(count, 1, 1, -1)
         belief = kalmix.filter(rule.design, key, key, value, belief=belief, **token).belief
         if rule.keep:
             belief = belief._replace(covariance=rule.keep(belief.covariance))
-            kept.append(belief.covariance[:, 0])
+            covariances.append(belief.covariance[:, 0])
         means.append(belief.mean[:, 0])
-    covariance = torch.stack(kept) if kept else None
-    return Trace(keys, torch.stack(means), covariance, _gain(given, setting, keys, covariance))
+    covariance = torch.stack(covariances) if covariances else None
+    return Trace(keys, torch.stack(means), covariance, _gain(inputs, setting, keys, covariance))
 
 
 def _prior(setting: MechanismSetting, like: Tensor, keep: Callable[[Tensor], Tensor]) -> DenseBelief:
@@ -141,14 +141,14 @@ def _prior(setting: MechanismSetting, like: Tensor, keep: Callable[[Tensor], Ten
     return DenseBelief(like.new_zeros(*shape, setting.identities), keep(covariance))
 
 
-def _gain(given: dict[str, Tensor], setting: MechanismSetting, keys: Tensor, covariance: Tensor | None) -> Tensor:
+def _gain(inputs: dict[str, Tensor], setting: MechanismSetting, keys: Tensor, covariance: Tensor | None) -> Tensor:
     """Return g = s / (r^2 + s), where s = k'(P + l^2 I)k is the predicted variance along the key of the write."""
-    written = keys[:, setting.schedule()].transpose(0, 1)  # [T, n, K]
+    write_keys = keys[:, setting.schedule()].transpose(0, 1)  # [T, n, K]
     if covariance is None:
-        spread = given["reset" if "reset" in given else "write_variance"].expand(written.shape[:2])
+        spread = inputs["reset" if "reset" in inputs else "write_variance"].expand(write_keys.shape[:2])
     else:
-        spread = torch.einsum("tnk,tnkl,tnl->tn", written, covariance[:-1], written) + given["process_noise"]
-    return spread / (given["obs_noise"] + spread)
+        spread = torch.einsum("tnk,tnkl,tnl->tn", write_keys, covariance[:-1], write_keys) + inputs["process_noise"]
+    return spread / (inputs["obs_noise"] + spread)
 
 
 def final_retrievals(setting: MechanismSetting, overlap: Tensor) -> dict[str, Tensor]:
@@ -168,11 +168,11 @@ class PriorSweep(NamedTuple):
 def sweep_priors(setting: MechanismSetting, overlap: float, prior: Tensor) -> PriorSweep:
     """Run the update with constant predicted covariances `prior` times I, and return their results."""
     rule = rules(setting)["DeltaNet-style"]
-    ran = trace(rule, setting, torch.full_like(prior, overlap), reset=prior)
-    return PriorSweep(prior, ran.gain[-1], ran.margin()[-1], crossing(ran, setting))
+    run = trace(rule, setting, torch.full_like(prior, overlap), reset=prior)
+    return PriorSweep(prior, run.gain[-1], run.margin()[-1], crossing(run, setting))
 
 
-def crossing(ran: Trace, setting: MechanismSetting) -> Tensor:
+def crossing(run: Trace, setting: MechanismSetting) -> Tensor:
     """Return the first write of the flood, from 1 on, after which A is preferred at B, `[n]`; 0 if there is none."""
-    below = ran.margin()[setting.writes_before_flood + 1 :] < 0
+    below = run.margin()[setting.writes_before_flood + 1 :] < 0
     return torch.where(below.any(0), below.int().argmax(0) + setting.writes_before_flood + 1, 0)

@@ -82,9 +82,9 @@ class MemberLinear(nn.Module):
 
     def __init__(self, wide: int, out: int, generators: Sequence[torch.Generator], bias: bool = False) -> None:
         super().__init__()
-        drawn = [torch.empty(wide, out).uniform_(-(wide**-0.5), wide**-0.5, generator=draw) for draw in generators]
-        self.weight = nn.Parameter(torch.stack(drawn))
-        self.bias = nn.Parameter(torch.zeros(len(drawn), 1, out)) if bias else None
+        weights = [torch.empty(wide, out).uniform_(-(wide**-0.5), wide**-0.5, generator=draw) for draw in generators]
+        self.weight = nn.Parameter(torch.stack(weights))
+        self.bias = nn.Parameter(torch.zeros(len(weights), 1, out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[M, B, T, wide]` to `[M, B, T, out]`.
@@ -127,12 +127,12 @@ class Block(nn.Module):
         if self.raw is not None and self.raw.bias is not None:
             nn.init.constant_(self.raw.bias, update.bias)
 
-    def forward(self, x: Tensor, asked: Tensor, written: Tensor) -> Tensor:
+    def forward(self, x: Tensor, read_at: Tensor, written_at: Tensor) -> Tensor:
         """Map `[M, B, T, D]`, with addresses `[M, B, T, 16]` for queries and for keys, to `[M, B, T, D]`."""
         signal = self.norm(x)
         values = self._heads(self.value(signal))
         raw = values[..., :0] if self.raw is None else self._heads(self.raw(signal))
-        queries, keys = (addresses.flatten(0, 1)[:, :, None] for addresses in (asked, written))
+        queries, keys = (addresses.flatten(0, 1)[:, :, None] for addresses in (read_at, written_at))
         read = self.update.read(queries, keys, values, raw)
         x = x + self.out(read.flatten(2).unflatten(0, x.shape[:2]))
         gate, value = self.mlp_in(self.mlp_norm(x)).chunk(2, dim=-1)
@@ -165,10 +165,10 @@ class RecallModel(nn.Module):
 
     def forward(self, episode: Episode) -> Tensor:
         """Return logits at the queries, `[M, B, Q, labels]`, of an episode with a leading axis M."""
-        queries, written = episode.targets.shape[2], episode.addresses
+        queries, keys = episode.targets.shape[2], episode.addresses
         if not self.queries_write:
-            written = F.pad(written[:, :, :-queries], (0, 0, 0, queries))  # a key of 0 writes nothing
+            keys = F.pad(keys[:, :, :-queries], (0, 0, 0, queries))  # a key of 0 writes nothing
         x = self.embed(episode.tokens)
         for block in self.blocks:
-            x = block(x, episode.addresses, written)
+            x = block(x, episode.addresses, keys)
         return self.head(self.norm(x[:, :, -queries:]))

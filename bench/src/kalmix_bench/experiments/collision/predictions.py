@@ -69,8 +69,8 @@ def bayesian_plateau(
     while left > 1e-18:
         precision = 1 / (setting.obs_noise + along)
         total += left * precision * (overlap * along + orthogonal)
-        kept = setting.obs_noise * precision  # 1 - eta_A
-        left, orthogonal, along = left * kept, orthogonal * kept, along * kept + setting.process_noise
+        retention = setting.obs_noise * precision  # 1 - eta_A
+        left, orthogonal, along = left * retention, orthogonal * retention, along * retention + setting.process_noise
     return at_b + total * (_one_hot(at_a) - at_a)
 
 
@@ -144,7 +144,7 @@ def _plateaus(setting: MechanismSetting, overlap: float, traces: dict[str, Trace
     )
     constant = delta_plateau(delta.logits(A)[start, 0], delta.logits(B)[start, 0], overlap)
     added = linear.logits(B)[start, 0] + setting.flood * float(linear.gain[-1, 0]) * overlap * _one_hot(series)
-    measured = {name: float(ran.retrieval()[-1, 0]) for name, ran in traces.items()}
+    measured = {name: float(trace.retrieval()[-1, 0]) for name, trace in traces.items()}
     name = "retrieval at B after the flood, "
     return [
         Prediction("47", "retrieval at B after the boost", boost, float(bayes.retrieval()[start, 0])),

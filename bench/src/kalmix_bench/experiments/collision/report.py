@@ -49,15 +49,15 @@ def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Pa
 def findings(rows: Sequence[Row]) -> list[Finding]:
     """Return every score of every test of every model."""
     models = dict.fromkeys((row["study"], row["model"]) for row in rows)
-    found = []
+    results = []
     for study, model in models:
         seeds = [row["scores"] for row in rows if (row["study"], row["model"]) == (study, model)]
         for tests in zip(*seeds, strict=True):
             condition = ", ".join(f"{name} {value:g}" for name, value in tests[0].items() if name not in MEASURED)
             for name in (name for name in MEASURED if name in tests[0]):
                 value = Score.of([test[name] for test in tests])
-                found.append(Finding(f"collision/{study}", condition, model, name, value, len(tests)))
-    return found
+                results.append(Finding(f"collision/{study}", condition, model, name, value, len(tests)))
+    return results
 
 
 def mechanism(setting: mech.MechanismSetting, overlap: float, output: Path, console: Console) -> list[Path]:
@@ -67,18 +67,18 @@ def mechanism(setting: mech.MechanismSetting, overlap: float, output: Path, cons
     closed_forms = predictions(setting, overlap, traces)
     overlaps = torch.tensor(OVERLAPS, dtype=torch.float64)
     margins = {name: 2 * last - 1 for name, last in mech.final_retrievals(setting, overlaps).items()}
-    swept = mech.sweep_priors(setting, overlap, torch.tensor(PRIORS, dtype=torch.float64))
+    sweep = mech.sweep_priors(setting, overlap, torch.tensor(PRIORS, dtype=torch.float64))
     console.print(_predictions(closed_forms, overlap))
     console.print(_by_overlap(overlaps, margins))
-    console.print(_swept(swept, traces["Bayesian Layer"], setting, overlap))
+    console.print(_swept(sweep, traces["Bayesian Layer"], setting, overlap))
     num_signals, picture = output / "mechanism.json", output / "mechanism.png"
-    written = {
+    summary = {
         "overlap": overlap,
         "predictions": [row._asdict() | {"difference": row.difference} for row in closed_forms],
         "margins": {"overlap": OVERLAPS, **{name: row.tolist() for name, row in margins.items()}},
-        "constant_priors": {name: column.tolist() for name, column in swept._asdict().items()},
+        "constant_priors": {name: column.tolist() for name, column in sweep._asdict().items()},
     }
-    write_text(num_signals, json.dumps(written, indent=1) + "\n")
+    write_text(num_signals, json.dumps(summary, indent=1) + "\n")
     _draw(picture, setting, overlap, traces, closed_forms)
     return [num_signals, picture]
 
@@ -92,22 +92,22 @@ def learned(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
 def _learned(study: str, rows: Sequence[Row], output: Path, console: Console) -> Path:
     models = dict.fromkeys(row["model"] for row in rows)
     panels = []
-    for axis, held, heading, trained in AXES[study]:
-        tests = {name: [_along(row["scores"], axis, held) for row in rows if row["model"] == name] for name in models}
+    for axis, fixed, heading, training_range in AXES[study]:
+        tests = {name: [_along(row["scores"], axis, fixed) for row in rows if row["model"] == name] for name in models}
         at = [score[axis] for score in next(iter(tests.values()))[0]]
         for score in SCORES[study]:
             curves, title = {name: _over_seeds(seeds, score) for name, seeds in tests.items()}, score.replace("_", " ")
             console.print(_sweep(f"{title} by {heading}", at, curves))
             if score == SCORES[study][0]:
-                panels.append(figures.Sweep(heading, title, at, curves, trained, log_x=axis != "overlap"))
+                panels.append(figures.Sweep(heading, title, at, curves, training_range, log_x=axis != "overlap"))
     path = output / f"{study}.png"
     figures.sweeps(path, panels)
     return path
 
 
-def _along(scores: Scores, axis: str, held: dict[str, float]) -> Scores:
+def _along(scores: Scores, axis: str, fixed: dict[str, float]) -> Scores:
     """Return the tests along one axis, in order."""
-    return sorted((test for test in scores if held.items() <= test.items()), key=lambda test: test[axis])
+    return sorted((test for test in scores if fixed.items() <= test.items()), key=lambda test: test[axis])
 
 
 def _over_seeds(seeds: Sequence[Scores], score: str) -> torch.Tensor:
@@ -118,9 +118,9 @@ def _over_seeds(seeds: Sequence[Scores], score: str) -> torch.Tensor:
 
 def _sweep(title: str, at: Sequence[float], curves: dict[str, torch.Tensor]) -> Table:
     table = _table(title, "", *(name.replace("-", " ") for name in curves))
-    for index, where in enumerate(at):
+    for index, value in enumerate(at):
         cells = (curve[:, index].tolist() for curve in curves.values())
-        table.add_row(f"{where:g}", *(f"{mean:.2f}±{spread:.2f}" for mean, spread in cells))
+        table.add_row(f"{value:g}", *(f"{mean:.2f}±{spread:.2f}" for mean, spread in cells))
     return table
 
 
@@ -142,9 +142,9 @@ def _by_overlap(overlaps: torch.Tensor, margins: dict[str, torch.Tensor]) -> Tab
     return table
 
 
-def _swept(swept: mech.PriorSweep, bayes: mech.Trace, setting: mech.MechanismSetting, overlap: float) -> Table:
+def _swept(sweep: mech.PriorSweep, bayes: mech.Trace, setting: mech.MechanismSetting, overlap: float) -> Table:
     table = _table(f"constant priors, overlap {overlap:g}", "c", "gain", "margin in the end", "below 0 after")
-    for prior, gain, margin, crossing in zip(*(column.tolist() for column in swept), strict=True):
+    for prior, gain, margin, crossing in zip(*(column.tolist() for column in sweep), strict=True):
         table.add_row(f"{prior:.2f}", f"{gain:.2f}", f"{margin:+.2f}", str(crossing or "never"))
     crossing = int(mech.crossing(bayes, setting))
     table.add_row("Bayesian Layer", "varies", f"{float(bayes.margin()[-1]):+.2f}", str(crossing or "never"))
@@ -163,24 +163,24 @@ def _draw(
     setting: mech.MechanismSetting,
     overlap: float,
     traces: dict[str, mech.Trace],
-    found: Sequence[Prediction],
+    forms: Sequence[Prediction],
 ) -> None:
     """Draw Figures 3a, 3b and 6, without the reset ablation, which equals the DeltaNet-style curve."""
-    shown = {name: ran for name, ran in traces.items() if name != "covariance reset"}
+    curves_by_name = {name: trace for name, trace in traces.items() if name != "covariance reset"}
     overlaps = torch.linspace(0, 0.99, 100, dtype=torch.float64)
     final = mech.final_retrievals(setting, overlaps)
-    by_equation = {row.equation: row.predicted for row in found}
+    by_equation = {row.equation: row.predicted for row in forms}
     curves = figures.MechanismCurves(
-        retrieval={name: ran.retrieval()[:, 0] for name, ran in shown.items()},
+        retrieval={name: trace.retrieval()[:, 0] for name, trace in curves_by_name.items()},
         uncertainty={
-            name: (shown[name].uncertainty(mech.A)[:, 0], shown[name].uncertainty(mech.B)[:, 0])
+            name: (curves_by_name[name].uncertainty(mech.A)[:, 0], curves_by_name[name].uncertainty(mech.B)[:, 0])
             for name in ("Bayesian Layer", "diagonal ablation")
         },
-        gain={name: ran.gain[:, 0] for name, ran in shown.items()},
+        gain={name: trace.gain[:, 0] for name, trace in curves_by_name.items()},
         overlaps=overlaps,
-        final={name: final[name] for name in shown},
+        final={name: final[name] for name in curves_by_name},
         phases=(setting.writes_before_flood - setting.boost, setting.writes_before_flood),
-        crossings={name: int(mech.crossing(ran, setting)) for name, ran in shown.items()},
+        crossings={name: int(mech.crossing(trace, setting)) for name, trace in curves_by_name.items()},
         levels={name: by_equation[number] for name, number in LEVELS.items()},
     )
     figures.mechanism(path, curves)

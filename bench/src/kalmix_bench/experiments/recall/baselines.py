@@ -56,10 +56,10 @@ class Baseline(Mixer):
         Raises:
             ArgumentError: a state or segments are given.
         """
-        for name, given in (("state", state), ("segments", segments)):
-            if given is not None:
+        for name, value in (("state", state), ("segments", segments)):
+            if value is not None:
                 hint = f"{type(self).__name__} is of another package and reads whole sequences, one per row"
-                raise ArgumentError(name, got=f"a {type(given).__name__}", expected="None", hint=hint)
+                raise ArgumentError(name, got=f"a {type(value).__name__}", expected="None", hint=hint)
         return Filtered(self.call_inner(x), None, NoState()), None
 
     def state_size(self, length: int) -> int:
@@ -90,7 +90,7 @@ class Mamba1(Baseline):
         super().__init__(hidden_size, _mamba(hidden_size, state_dim, expand, conv), expand * hidden_size * state_dim)
 
     @classmethod
-    def options_for_state_size(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
+    def options_for_state_size(cls, width: int, state: int, **options: Any) -> dict[str, Any]:
         """Return the options of Table 11 of Kalman Linear Attention: no expansion, and the state size that remains per
         channel.
         """
@@ -114,7 +114,7 @@ class MLSTM(Baseline):
         super().__init__(hidden_size, inner, heads * (width * width + width + 1))
 
     @classmethod
-    def options_for_state_size(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
+    def options_for_state_size(cls, width: int, state: int, **options: Any) -> dict[str, Any]:
         """Return an expansion of 2 with the number of heads that gives the state size.
 
         Table 11 of Kalman Linear Attention counts differently: 16 heads at a width of 128 and a state of 2048.
@@ -142,7 +142,7 @@ class RWKV7(Baseline):
         super().__init__(hidden_size, _rwkv(hidden_size, head_dim, shift), hidden_size * head_dim)
 
     @classmethod
-    def options_for_state_size(cls, width: int, state: int, **given: Any) -> dict[str, Any]:
+    def options_for_state_size(cls, width: int, state: int, **options: Any) -> dict[str, Any]:
         """Return the head dimension that gives the state size."""
         return {"head_dim": divide_state(state, width)}
 

@@ -35,27 +35,27 @@ def run(
 
     count("models", models)
     results, console = Results(output / "results.jsonl"), Console(highlight=False, soft_wrap=True)
-    there = cells_with_weights(results)
-    asked = [
+    cells = cells_with_weights(results)
+    selection = [
         cell
-        for cell in there
+        for cell in cells
         if (not task or {cell.task, cell.task.rpartition("/")[2]} & set(task))
         and (not layer or cell.layer in map(layer_name, layer))
     ]
-    if not asked:
-        known = dict.fromkeys(f"{cell.layer} on {cell.task}" for cell in there)
-        got = f"{str(output)!r}, which has {', '.join(known) or 'no trained model'}"
-        raise ArgumentError("output", got=got, expected="a folder with a trained model of this task and layer")
-    drawn = 0
-    for cell in asked:
-        if drawn < models:
-            written = draw(cell, results, row)
-            drawn += bool(written)
-            for path in written:
+    if not selection:
+        known = dict.fromkeys(f"{cell.layer} on {cell.task}" for cell in cells)
+        contents = f"{str(output)!r}, which has {', '.join(known) or 'no trained model'}"
+        raise ArgumentError("output", got=contents, expected="a folder with a trained model of this task and layer")
+    num_models = 0
+    for cell in selection:
+        if num_models < models:
+            files = draw(cell, results, row)
+            num_models += bool(files)
+            for path in files:
                 console.print(f"  {path}")
-    if not drawn:
-        got = f"{', '.join(sorted({cell.layer for cell in asked}))}, which has no posterior"
-        raise ArgumentError("layer", got=got, expected="a layer with a posterior, such as kla")
+    if not num_models:
+        contents = f"{', '.join(sorted({cell.layer for cell in selection}))}, which has no posterior"
+        raise ArgumentError("layer", got=contents, expected="a layer with a posterior, such as kla")
 
 
 def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
@@ -70,17 +70,17 @@ def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
     from kalmix_bench.experiments.recall.data import draw_cell_data
     from kalmix_bench.experiments.recall.models import AutoEncoder
 
-    drawn = draw_cell_data(cell)
-    test = drawn.parts[0].test
+    data = draw_cell_data(cell)
+    test = data.parts[0].test
     if row >= len(test):
         raise ArgumentError("row", got=row, expected=f"below {len(test)} (test rows of {cell})")
-    model = load_trained_model(cell, drawn, results)
+    model = load_trained_model(cell, data, results)
     tagger = model.encoder if isinstance(model, AutoEncoder) else model
     _, layers = diagnose_layers(tagger.model.layers, tagger.embed(torch.from_numpy(test.inputs[row])), weights=True)
     if not layers:
         return []
-    asked = test.targets[row] != IGNORE_INDEX
-    named = np.isin(test.inputs[row], test.targets[row][asked])
+    queries = test.targets[row] != IGNORE_INDEX
+    answers = np.isin(test.inputs[row], test.targets[row][queries])
     tokens, folder = [str(token) for token in test.inputs[row]], results.path.parent / "beliefs"
     name = re.sub(r"[^\w.]+", "-", f"{cell.task}-{cell.layer}-{cell.seed}")
     title = f"{cell.layer} on {cell.task}"
@@ -90,21 +90,21 @@ def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
         [layer.variance for layer in layers],
         tokens,
         [layer.name for layer in layers],
-        marks={} if asked.all() else {"tokens with the answer": named, "queries": asked},
+        marks={} if queries.all() else {"tokens with the answer": answers, "queries": queries},
         title=f"Posterior variance: {title}",
     )
-    written = [variance]
+    files = [variance]
     for layer in layers:
         if layer.weights is not None:
             kind = "channel" if len(layer.weights) == layer.variance.shape[1] else "head"
-            chosen = torch.randperm(len(layer.weights), generator=torch.Generator().manual_seed(0))[:MAPS].sort()[0]
+            channels = torch.randperm(len(layer.weights), generator=torch.Generator().manual_seed(0))[:MAPS].sort()[0]
             maps = folder / f"{name}-attention-{layer.name.replace(' ', '-')}.png"
             channel_maps(
                 maps,
-                layer.weights[chosen],
+                layer.weights[channels],
                 tokens,
-                [f"{layer.name}, {kind} {place}" for place in chosen.tolist()],
+                [f"{layer.name}, {kind} {place}" for place in channels.tolist()],
                 title=f"Kalman attention: {title}",
             )
-            written.append(maps)
-    return written
+            files.append(maps)
+    return files

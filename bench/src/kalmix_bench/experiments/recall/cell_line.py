@@ -40,17 +40,17 @@ def parse_cell(line: Row) -> RecallCell:
         raise ArgumentError("parts", problem="lacks training rows or test rows", expected="some of both")
     shape, protocol = _made(ModelShape, "shape", line["shape"]), _made(RecallProtocol, "protocol", line["protocol"])
     cell = RecallCell(line["task"], tuple(parts), line["layer"], shape, protocol, line["seed"])
-    named = cell.to_dict()["mixer"]
-    if line.get("mixer", named) != named:
-        raise ArgumentError("mixer", got=line["mixer"], expected=f"{named} (the options of `layer`)")
+    options = cell.to_dict()["mixer"]
+    if line.get("mixer", options) != options:
+        raise ArgumentError("mixer", got=line["mixer"], expected=f"{options} (the options of `layer`)")
     return cell
 
 
-def _made(kind: type[_T], name: str, given: dict[str, Any]) -> _T:
+def _made(kind: type[_T], name: str, values: dict[str, Any]) -> _T:
     kinds = get_type_hints(kind)
     defaults = [field.name for field in fields(kind) if field.default is not MISSING]
-    _check(name, given, kinds, optional=defaults)
-    return kind(**{field: _as_python(field, value, kinds[field]) for field, value in given.items()})
+    _check(name, values, kinds, optional=defaults)
+    return kind(**{field: _as_python(field, value, kinds[field]) for field, value in values.items()})
 
 
 def _as_python(name: str, value: Any, kind: Any) -> Any:
@@ -62,12 +62,12 @@ def _as_python(name: str, value: Any, kind: Any) -> Any:
     return float(value) if kind is float else value
 
 
-def _check(name: str, given: dict[str, Any], kinds: dict[str, Any], optional: Iterable[str]) -> None:
+def _check(name: str, values: dict[str, Any], kinds: dict[str, Any], optional: Iterable[str]) -> None:
     """Check the keys of an object and the types of its values."""
-    for key in given:
+    for key in values:
         if key not in kinds:
             raise ArgumentError(name, problem=f"has the key {key!r}", expected=any_of(kinds))
-    missing = [key for key in kinds if key not in given and key not in optional]
+    missing = [key for key in kinds if key not in values and key not in optional]
     if missing:
         raise ArgumentError(name, problem=f"lacks {', '.join(missing)}", expected=f"an object with {', '.join(kinds)}")
-    check_types(kinds, given)
+    check_types(kinds, values)

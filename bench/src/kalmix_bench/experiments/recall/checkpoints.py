@@ -34,22 +34,22 @@ def cells_with_weights(results: Results) -> list[RecallCell]:
     return [cell for cell in dict.fromkeys(cells) if _file(cell, results).exists()]
 
 
-def load_trained_model(cell: RecallCell, drawn: CellData, results: Results) -> TokenModel | AutoEncoder:
+def load_trained_model(cell: RecallCell, data: CellData, results: Results) -> TokenModel | AutoEncoder:
     """Return the trained model of a cell on the CPU, in evaluation mode.
 
     Args:
         cell: cell to load.
-        drawn: its rows.
+        data: its rows.
         results: results next to which the weights are stored.
 
     Raises:
         ArgumentError: the weights are missing or damaged.
     """
-    file, length = _file(cell, results), drawn.parts[0].test.inputs.shape[1]
+    file, length = _file(cell, results), data.parts[0].test.inputs.shape[1]
     if not file.exists():
         hint = "Run it again"
         raise ArgumentError("cell", got=f"{cell}, whose weights are missing", expected=f"one with {file}", hint=hint)
-    model = build(drawn.vocab_size, cell.shape, cell.layer, length, from_last=datasets.get_task(cell.task).from_last)
+    model = build(data.vocab_size, cell.shape, cell.layer, length, from_last=datasets.get_task(cell.task).from_last)
     try:
         load_model(model, file)
         check_finite(model)
@@ -66,9 +66,9 @@ def cell_from_row(row: Row) -> RecallCell:
     return RecallCell(row["task"], parts, row["layer"], shape, protocol, row["seed"])
 
 
-def _tuples(written: dict[str, Any]) -> dict[str, Any]:
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
     """Return a mapping with lists converted to tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _file(cell: RecallCell, results: Results) -> Path:

@@ -71,14 +71,14 @@ class Batches:
         skip: number of batches that the next pass omits, because the run had them before its checkpoint.
     """
 
-    def __init__(self, drawn: CellData, batch: int, *, shuffle: bool, seed: int, device: torch.device) -> None:
-        kept = [part.train for part in drawn.parts if len(part.train)]
+    def __init__(self, data: CellData, batch: int, *, shuffle: bool, seed: int, device: torch.device) -> None:
+        parts = [part.train for part in data.parts if len(part.train)]
         self.rows = [
             tuple(
                 F.pad(torch.from_numpy(x).to(device), (0, 0, 0, 1), value=blank)
                 for x, blank in ((part.inputs, 0), (part.targets, IGNORE_INDEX))
             )
-            for part in kept
+            for part in parts
         ]
         self.batch, self.shuffle, self.seed, self.epoch, self.skip = batch, shuffle, seed, 0, 0
 
@@ -91,14 +91,14 @@ class Batches:
 
     def __iter__(self) -> Iterator[TensorBatch]:
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + self.epoch)
-        chosen = []
+        batches = []
         for part, (inputs, _) in enumerate(self.rows):
             count = len(inputs) - 1
             order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
-            whole = F.pad(order, (0, -count % min(count, self.batch)), value=count)
-            chosen += [(part, index) for index in whole.to(inputs.device).split(self.batch)]
-        turns = torch.randperm(len(chosen), generator=generator).tolist() if self.shuffle else range(len(chosen))
+            padded_order = F.pad(order, (0, -count % min(count, self.batch)), value=count)
+            batches += [(part, index) for index in padded_order.to(inputs.device).split(self.batch)]
+        turns = torch.randperm(len(batches), generator=generator).tolist() if self.shuffle else range(len(batches))
         skip, self.skip = self.skip, 0
-        for part, index in (chosen[turn] for turn in list(turns)[skip:]):
+        for part, index in (batches[turn] for turn in list(turns)[skip:]):
             inputs, targets = self.rows[part]
             yield {"inputs": inputs[index], "targets": targets[index]}

@@ -36,23 +36,23 @@ class _Lookup(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         largest = grad.abs().amax()
         shift = _BITS - torch.frexp(largest).exponent.double()
-        whole = (grad.double() * torch.exp2(shift)).round().long()
-        sums = _added(whole.flatten(0, -2), ids.flatten(), ctx.rows)
+        integers = (grad.double() * torch.exp2(shift)).round().long()
+        sums = _added(integers.flatten(0, -2), ids.flatten(), ctx.rows)
         return (sums * torch.exp2(-shift)).to(grad.dtype) + 0 * largest, None  # NaN if a gradient is infinite
 
 
-def _add_up(whole: Tensor, ids: Tensor, rows: int) -> Tensor:
+def _add_up(integers: Tensor, ids: Tensor, rows: int) -> Tensor:
     """Return sums `[rows, D]` of integers `[n, D]` over the rows `ids` `[n]`, in any order."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
-        return whole.new_zeros(rows, whole.shape[1]).index_add_(0, ids, whole)
+        return integers.new_zeros(rows, integers.shape[1]).index_add_(0, ids, integers)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _add_up_fake(whole: Tensor, ids: Tensor, rows: int) -> Tensor:
-    return whole.new_empty(rows, whole.shape[1])
+def _add_up_fake(integers: Tensor, ids: Tensor, rows: int) -> Tensor:
+    return integers.new_empty(rows, integers.shape[1])
 
 
 _added = custom_op("kalmix_bench::lookup_added", _add_up, _add_up_fake)

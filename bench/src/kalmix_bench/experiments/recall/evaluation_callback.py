@@ -31,8 +31,8 @@ def by_depth(score: Metric, predicted: Any, test: datasets.Rows) -> dict[str, fl
     if depth is None:
         return {}
     fifth = np.minimum((np.asarray(depth) * FIFTHS).astype(int), FIFTHS - 1)
-    there = {part: fifth == part for part in range(FIFTHS) if (fifth == part).any()}
-    return {f"depth {part + 1}/{FIFTHS}": score(predicted[rows], test.targets[rows]) for part, rows in there.items()}
+    masks = {part: fifth == part for part in range(FIFTHS) if (fifth == part).any()}
+    return {f"depth {part + 1}/{FIFTHS}": score(predicted[rows], test.targets[rows]) for part, rows in masks.items()}
 
 
 class EvaluationTrainer(Protocol):
@@ -59,8 +59,8 @@ class EvaluationCallback(TrainerCallback, ExportableState):
         stopped: whether the run stored a checkpoint and stopped because `on_progress` returned true.
     """
 
-    def __init__(self, cell: RecallCell, drawn: CellData, on_progress: ProgressFn) -> None:
-        self.cell, self.drawn, self.on_progress = cell, drawn, on_progress
+    def __init__(self, cell: RecallCell, data: CellData, on_progress: ProgressFn) -> None:
+        self.cell, self.drawn, self.on_progress = cell, data, on_progress
         self.trainer: EvaluationTrainer | None = None
         self.curves: Curves = {}
         self.slices: dict[str, list[dict[str, float]]] = {}
@@ -71,16 +71,16 @@ class EvaluationCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores, with the sum of losses of the current epoch."""
-        held = {"curves": self.curves, "slices": self.slices, "seconds": self.seconds}
+        attributes = {"curves": self.curves, "slices": self.slices, "seconds": self.seconds}
         total = 0.0 if self.trainer is None else float(self.trainer.total)
-        return {"args": {"total": total}, "attributes": held}
+        return {"args": {"total": total}, "attributes": attributes}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert self.trainer is not None
-        kept: Any = state.stateful_callbacks  # from the checkpoint, or the current state
-        for name, value in kept["EvaluationCallback"]["attributes"].items():
+        callbacks: Any = state.stateful_callbacks  # from the checkpoint, or the current state
+        for name, value in callbacks["EvaluationCallback"]["attributes"].items():
             setattr(self, name, value)
-        self.trainer.total.fill_(kept["EvaluationCallback"]["args"].get("total", 0.0))
+        self.trainer.total.fill_(callbacks["EvaluationCallback"]["args"].get("total", 0.0))
         self.trainer.batches.skip = state.global_step % len(self.trainer.batches)
 
     @property
@@ -161,9 +161,9 @@ class EvaluationCallback(TrainerCallback, ExportableState):
         task, parts = datasets.get_task(self.cell.task), []
         for part in rows:
             if len(part):
-                missed, predicted = self.trainer.predict_rows(part)
+                losses, predicted = self.trainer.predict_rows(part)
                 scores = {name: score(predicted, part.targets) for name, score in task.scores.items()}
-                parts.append({"test_loss": missed, **scores})
+                parts.append({"test_loss": losses, **scores})
                 parts[-1] |= by_depth(task.scores[self.main_score], predicted, part)
         return parts
 

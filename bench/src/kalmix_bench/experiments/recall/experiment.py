@@ -80,7 +80,7 @@ class Recall(Experiment[RecallCell]):
                 return [{**sizes, "diverged": str(error)}]
         save_weights(cell, model, results)
         epochs, tokens = len(evaluation.curves["loss"]), sum(part.train.inputs.size for part in data.parts)
-        chosen, on_test = (
+        best_scores, on_test = (
             evaluation.slices[cell.protocol.select_epoch],
             evaluation.slices.get(f"{cell.protocol.select_epoch} on test"),
         )
@@ -88,7 +88,7 @@ class Recall(Experiment[RecallCell]):
             {
                 **sizes,
                 "score": evaluation.main_score,
-                "scores": evaluation.mean_scores(chosen),
+                "scores": evaluation.mean_scores(best_scores),
                 **({} if on_test is None else {"test_chosen_scores": evaluation.mean_scores(on_test)}),
                 "slices": evaluation.slices,
                 "curves": {
@@ -156,13 +156,13 @@ def _command(bench: str) -> Callable[..., None]:
         cells = presets.make_cells(
             studies, task or (), layer or (), options.count("seeds", seeds), hidden_size or (), depths
         )
-        where, console = options.device(device), Console(highlight=False)
+        torch_device, console = options.device(device), Console(highlight=False)
         if write is not None:
             cell_file.write(cells, write)
             console.print(f"  {write}", soft_wrap=True)
             return
         output = Path("runs") / bench if output is None else output
-        session.run(Recall(), cells, output, console, device=where, jobs=jobs)
+        session.run(Recall(), cells, output, console, device=torch_device, jobs=jobs)
 
     run.__doc__ = HELP[bench]
     return run

@@ -34,19 +34,19 @@ def heat_maps(
     with picture(path, (0.8 + 2.2 * columns, 0.3 + 2.6 * lines), rows=lines, columns=columns) as (figure, axes):
         for area in axes[len(maps) :]:
             area.set_axis_off()
-        shown = None
-        for index, (area, (name, drawn)) in enumerate(zip(axes, maps.items(), strict=False)):
-            y, x = (sorted({key[axis] for key in drawn.scores}) for axis in (0, 1))
-            grid = np.array([[drawn.scores.get((row, column), np.nan) for column in x] for row in y])
-            shown = area.imshow(grid, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+        image = None
+        for index, (area, (name, values)) in enumerate(zip(axes, maps.items(), strict=False)):
+            y, x = (sorted({key[axis] for key in values.scores}) for axis in (0, 1))
+            grid = np.array([[values.scores.get((row, column), np.nan) for column in x] for row in y])
+            image = area.imshow(grid, cmap="viridis", vmin=0, vmax=100, aspect="auto")
             for (row, column), value in np.ndenumerate(grid):
                 if np.isfinite(value):
                     colour = "white" if value < 60 else INK
                     area.text(column, row, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=7)
             area.set_xticks(range(len(x)), list(map(str, x)))
             area.set_yticks(range(len(y)), list(map(str, y)))
-            area.set(title=name, xlabel=drawn.x_label, ylabel="" if index % columns else y_label)
+            area.set(title=name, xlabel=values.x_label, ylabel="" if index % columns else y_label)
             area.grid(visible=False)
-        if shown is not None:
-            figure.colorbar(shown, ax=axes, shrink=0.9, label="score (%)")
+        if image is not None:
+            figure.colorbar(image, ax=axes, shrink=0.9, label="score (%)")
     return path

@@ -42,12 +42,12 @@ def parse_layer(text: str) -> Options:
     Raises:
         ArgumentError: there is no such layer, or an option is unknown or has the wrong type.
     """
-    name, own = _split(text)
+    name, overrides = _split(text)
     options = dict(LAYERS.get(name) or {"mixer": name})
     if options["mixer"] not in MIXERS:  # layers of other packages register on import
         import_module("kalmix_bench.experiments.recall.baselines")
     mixer = options.pop("mixer")
-    options |= own
+    options |= overrides
     mixer_class(mixer, {option: value for option, value in options.items() if option != "samples"})
     if "samples" in options:
         check_positive_int("samples", options["samples"])
@@ -60,24 +60,24 @@ def layer_name(text: str) -> str:
     Raises:
         ArgumentError: there is no such layer, or its options are not a JSON object.
     """
-    name, own = _split(text)
-    return f"{name}:{json.dumps(own, sort_keys=True)}" if own else name
+    name, overrides = _split(text)
+    return f"{name}:{json.dumps(overrides, sort_keys=True)}" if overrides else name
 
 
 def _split(text: str) -> tuple[str, Options]:
-    name, colon, written = str(text).partition(":")
+    name, colon, json_text = str(text).partition(":")
     if name not in LAYERS and name not in MIXERS:
         raise unknown_name("layer", name, dict.fromkeys((*LAYERS, *MIXERS)))
     if not colon:
         return name, {}
     try:
-        own = json.loads(written, parse_constant=_refuse)
+        overrides = json.loads(json_text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        own = None
-    if not isinstance(own, dict):
+        overrides = None
+    if not isinstance(overrides, dict):
         expected = 'a name, a colon and options as a JSON object, such as kla:{"slots": 8}'
         raise ArgumentError("layer", got=repr(text), expected=expected)
-    return name, own
+    return name, overrides
 
 
 def _refuse(constant: str) -> None:

@@ -89,13 +89,13 @@ _BLOCKS_OF_TWO = ModelShape(128, depth=2, state_size=4096, mlp=352)
 
 
 def _lab(name: str) -> Iterator[RecallStudy]:
-    asked = get_task(f"mad/{name}")
-    shape = replace(_BLOCKS_OF_TWO, decoder=(128, 128) if asked.from_last else ())
-    for change in ({}, *asked.published.difficulties):
-        part = Part.of(**{"train": asked.published.train, "test": asked.published.test, **change})
+    task = get_task(f"mad/{name}")
+    shape = replace(_BLOCKS_OF_TWO, decoder=(128, 128) if task.from_last else ())
+    for change in ({}, *task.published.difficulties):
+        part = Part.of(**{"train": task.published.train, "test": task.published.test, **change})
         layers = ("attention", *_RIVALS)
         yield RecallStudy(
-            asked.name, (part,), (shape,), _LAB, layers, learning_rates=(1e-4, 5e-4, 1e-3), weight_decays=(0.0, 0.1)
+            task.name, (part,), (shape,), _LAB, layers, learning_rates=(1e-4, 5e-4, 1e-3), weight_decays=(0.0, 0.1)
         )
 
 
@@ -316,11 +316,11 @@ def make_cells(
     for name in tasks:
         if name not in short:
             raise unknown_name("task", name, short)
-    asked = {short[name] for name in tasks} or set(known)
-    chosen = [study.with_depths(depths) for study in studies if study.task in asked]
-    found = list(dict.fromkeys(cell for study in chosen for cell in study.make_cells(layers, seeds)))
-    there = {cell.shape.hidden_size for cell in found}
+    task_names = {short[name] for name in tasks} or set(known)
+    selection = [study.with_depths(depths) for study in studies if study.task in task_names]
+    cells = list(dict.fromkeys(cell for study in selection for cell in study.make_cells(layers, seeds)))
+    sizes = {cell.shape.hidden_size for cell in cells}
     for width in widths:
-        if width not in there:
-            raise ArgumentError("hidden-size", got=width, expected=any_of(sorted(there)))
-    return [cell for cell in found if cell.shape.hidden_size in (widths or there)]
+        if width not in sizes:
+            raise ArgumentError("hidden-size", got=width, expected=any_of(sorted(sizes)))
+    return [cell for cell in cells if cell.shape.hidden_size in (widths or sizes)]

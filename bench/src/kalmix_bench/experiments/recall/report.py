@@ -27,15 +27,15 @@ LAYER_COLUMNS = 24  # smallest width of the column of layers, for names with opt
 
 def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
     """Print a table per task and draw figures; return the files drawn."""
-    found = summarize(rows)
-    for _, group in groupby(found, lambda entry: (entry.task, entry.condition)):
+    summaries = summarize(rows)
+    for _, group in groupby(summaries, lambda entry: (entry.task, entry.condition)):
         console.print(_table(list(group)))
-    return _pictures([entry for entry in found if entry.rows], output)
+    return _pictures([entry for entry in summaries if entry.rows], output)
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
     """Return every score of every layer that did not diverge."""
-    found = []
+    results = []
     for entry in (entry for entry in summarize(rows) if entry.rows):
         first = entry.rows[0]
         metadata = {name: getattr(entry, name) for name in ("hidden_size", "depth", "diverged", "main_score")}
@@ -49,32 +49,41 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
                 called = name + KINDS[kind]
                 paper = published_score(entry.task, entry.layer) if called == entry.main_score else None
                 place = (entry.task, entry.condition, entry.layer)
-                found.append(Finding(*place, called, score, len(entry.rows), metadata, paper))
-    return found
+                results.append(Finding(*place, called, score, len(entry.rows), metadata, paper))
+    return results
 
 
-def _table(found: Sequence[LayerSummary]) -> Table:
+def _table(summaries: Sequence[LayerSummary]) -> Table:
     """Return the table of one task: a row per layer, hidden size and depth."""
-    sound = [entry for entry in found if entry.rows]
+    sound = [entry for entry in summaries if entry.rows]
     scores = list(sound[0].rows[0]["scores"]) if sound else []
     scores = [name for name in scores if name != "test_loss"]
-    shown = [(name, "scores") for name in scores]
-    shown += [(sound[0].main_score, kind) for kind in KINDS if kind != "scores" and sound and kind in sound[0].rows[0]]
-    titled = f"[bold]{found[0].task}[/]  {found[0].condition}"
+    score_kinds = [(name, "scores") for name in scores]
+    score_kinds += [
+        (sound[0].main_score, kind) for kind in KINDS if kind != "scores" and sound and kind in sound[0].rows[0]
+    ]
+    titled = f"[bold]{summaries[0].task}[/]  {summaries[0].condition}"
     table = Table(box=box.SIMPLE_HEAD, title=titled, title_justify="left")
-    longest = max(len(entry.layer) for entry in found)
+    longest = max(len(entry.layer) for entry in summaries)
     table.add_column("layer", min_width=min(longest, LAYER_COLUMNS), overflow="fold")
-    columns = ("size", "parameters", "state", "seeds", *(f"{name} %{KINDS[kind]}" for name, kind in shown), "paper %")
-    for column in (*columns, "learning rate", "weight decay", "epochs", "seconds"):
+    headings = (
+        "size",
+        "parameters",
+        "state",
+        "seeds",
+        *(f"{name} %{KINDS[kind]}" for name, kind in score_kinds),
+        "paper %",
+    )
+    for column in (*headings, "learning rate", "weight decay", "epochs", "seconds"):
         table.add_column(column, justify="right", no_wrap=True)
     sources = {}
-    for entry in found:
+    for entry in summaries:
         paper = published_score(entry.task, entry.layer)
         if paper is not None:
             sources[paper.source] = None
-        told, size = "" if paper is None else f"{paper.percent:g}", f"{entry.hidden_size} x {entry.depth}"
+        paper_score, size = "" if paper is None else f"{paper.percent:g}", f"{entry.hidden_size} x {entry.depth}"
         if not entry.rows:
-            table.add_row(escape(entry.layer), size, "", "", "0", *("diverged",) * len(shown), told)
+            table.add_row(escape(entry.layer), size, "", "", "0", *("diverged",) * len(score_kinds), paper_score)
             continue
         first = entry.rows[0]
         table.add_row(
@@ -83,8 +92,8 @@ def _table(found: Sequence[LayerSummary]) -> Table:
             f"{first['parameters']:,}",
             "grows" if first["state"] is None else f"{first['state']:,}",
             str(len(entry.rows)) + (f" of {len(entry.rows) + entry.diverged}" if entry.diverged else ""),
-            *(str(entry.score(name, kind)) for name, kind in shown),
-            told,
+            *(str(entry.score(name, kind)) for name, kind in score_kinds),
+            paper_score,
             f"{first['protocol']['learning_rate']:.2g}",
             f"{first['protocol']['weight_decay']:g}",
             f"{entry.mean_of('epochs'):.0f}",
@@ -95,10 +104,10 @@ def _table(found: Sequence[LayerSummary]) -> Table:
     return table
 
 
-def _pictures(found: Sequence[LayerSummary], output: Path) -> list[Path]:
+def _pictures(summaries: Sequence[LayerSummary], output: Path) -> list[Path]:
     """Draw learning curves of each task, and scores by hidden size, depth, length and load where these vary."""
-    by_task = [(place, list(group)) for place, group in groupby(found, lambda entry: (entry.task, entry.condition))]
-    learned, maps = [], {}
+    by_task = [(place, list(group)) for place, group in groupby(summaries, lambda entry: (entry.task, entry.condition))]
+    curves, maps = [], {}
     sizes: dict[str, list[LinePanel]] = {"hidden_size": [], "depth": []}
     for (task, condition), group in by_task:
         main = group[0].main_score
@@ -108,24 +117,24 @@ def _pictures(found: Sequence[LayerSummary], output: Path) -> list[Path]:
             for entry in group
             if published_score(entry.task, entry.layer) is not None
         }
-        learned.append(LinePanel(task, condition, "epoch", y_label, _by_epoch(group, main, 100), levels))
-        learned.append(LinePanel(task, condition, "epoch", "test loss (nats)", _by_epoch(group, "test_loss")))
-        for size, drawn in sizes.items():
+        curves.append(LinePanel(task, condition, "epoch", y_label, _by_epoch(group, main, 100), levels))
+        curves.append(LinePanel(task, condition, "epoch", "test loss (nats)", _by_epoch(group, "test_loss")))
+        for size, values in sizes.items():
             if len({getattr(entry, size) for entry in group}) > 1:
-                drawn.append(LinePanel(task, condition, SIZE_LABELS[size], y_label, _by_size(group, size), log_x=True))
+                values.append(LinePanel(task, condition, SIZE_LABELS[size], y_label, _by_size(group, size), log_x=True))
         for entry in group:
             by, found_at = slices(entry)
             if len(found_at) > 1:
-                named = f"{task.rpartition('/')[2]}\n{_name_with_size(entry, group)}"
-                maps[named] = figures.HeatMap(by, {at: 100 * score for at, score in found_at.items()})
-    written = []
-    panelled = (("learning", learned, 4), ("widths", sizes["hidden_size"], 3), ("depths", sizes["depth"], 3))
+                label = f"{task.rpartition('/')[2]}\n{_name_with_size(entry, group)}"
+                maps[label] = figures.HeatMap(by, {at: 100 * score for at, score in found_at.items()})
+    files = []
+    panelled = (("learning", curves, 4), ("widths", sizes["hidden_size"], 3), ("depths", sizes["depth"], 3))
     for name, panels, columns in panelled:
         if panels:
-            written.append(Path(draw_line_panels(output / f"{name}.png", panels, columns)))
+            files.append(Path(draw_line_panels(output / f"{name}.png", panels, columns)))
     if maps:
-        written.append(Path(figures.heat_maps(output / "lengths.png", maps, y_label="length (tokens)")))
-    return written
+        files.append(Path(figures.heat_maps(output / "lengths.png", maps, y_label="length (tokens)")))
+    return files
 
 
 def _name_with_size(entry: LayerSummary, group: Sequence[LayerSummary]) -> str:

@@ -37,7 +37,7 @@ def run(
     Exit status: 0 if all cells are finished, 3 if the deadline came first, 1 if a cell failed.
     """
     began, console = time.monotonic(), Console(highlight=False)
-    wanted = cell_file.read(cells, parse_cell)
+    cell_list = cell_file.read(cells, parse_cell)
     gpus = options.gpus(devices)
     workers = gpus * options.count("jobs-per-device", jobs_per_device)
     seconds = math.inf if deadline is None else options.positive("deadline", deadline)
@@ -46,14 +46,14 @@ def run(
     results, device = Results(output / "results.jsonl"), torch.device("cuda" if any(gpus) else "cpu")
     with progress(console) as progress_factory:
         rows = scheduler.run(
-            Recall(), wanted, results, device, progress_factory=progress_factory, worker_config=worker_config
+            Recall(), cell_list, results, device, progress_factory=progress_factory, worker_config=worker_config
         )
     for cell, reason in (worker_config.failures or {}).items():
         Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"error: {cell}: {reason.strip()}")
-    if len(rows) == len(wanted):
+    if len(rows) == len(cell_list):
         for path in (results.path, *Recall().report_run(rows, results, output, console)):
             console.print(f"  {path}", soft_wrap=True)
         return
-    message = f"{len(rows)} of {len(wanted)} cells are finished; the same command continues with the others"
+    message = f"{len(rows)} of {len(cell_list)} cells are finished; the same command continues with the others"
     console.print(message, soft_wrap=True)
     raise typer.Exit(1 if worker_config.failures else UNFINISHED)

@@ -57,17 +57,17 @@ def summarize(rows: Iterable[Row]) -> list[LayerSummary]:
     groups: dict[tuple[Any, ...], dict[tuple[float, float], list[Row]]] = {}
     for row in rows:
         protocol, shape = dict(row["protocol"]), row["shape"]
-        tried = protocol.pop("learning_rate"), protocol.pop("weight_decay")
+        rates = protocol.pop("learning_rate"), protocol.pop("weight_decay")
         place = (row["task"], describe_condition(row), row["layer"], shape["hidden_size"], shape["depth"])
-        alike = (*place, json.dumps([protocol, shape, row["parts"]]))
-        groups.setdefault(alike, {}).setdefault(tried, []).append(row)
-    found = []
+        group = (*place, json.dumps([protocol, shape, row["parts"]]))
+        groups.setdefault(group, {}).setdefault(rates, []).append(row)
+    summaries = []
     for (*place, _), tries in groups.items():
         best = max(tries.values(), key=lambda rows: mean(_main(row) for row in rows))
         sound = tuple(row for row in best if "diverged" not in row)
-        found.append(LayerSummary(*place, rows=sound, diverged=len(best) - len(sound)))
-    studies = list(dict.fromkeys((entry.task, entry.condition) for entry in found))
-    return sorted(found, key=lambda entry: studies.index((entry.task, entry.condition)))
+        summaries.append(LayerSummary(*place, rows=sound, diverged=len(best) - len(sound)))
+    studies = list(dict.fromkeys((entry.task, entry.condition) for entry in summaries))
+    return sorted(summaries, key=lambda entry: studies.index((entry.task, entry.condition)))
 
 
 def _main(row: Row) -> float:
@@ -98,16 +98,16 @@ class Slices(NamedTuple):
     scores: dict[tuple[int, Any], float]
 
 
-def slices(entry: LayerSummary, chosen: str = "score") -> Slices:
+def slices(entry: LayerSummary, selection: str = "score") -> Slices:
     """Return the main scores by length, and by pairs or depth."""
-    by, found = "", {}
+    by, scores_at = "", {}
     for row in entry.rows:
         judged = [part["settings"] for part in row["parts"] if part["test"]]
-        for settings, scores in zip(judged, row["slices"][chosen], strict=True):
+        for settings, scores in zip(judged, row["slices"][selection], strict=True):
             if "num_kv_pairs" in settings:
                 by, at = "pairs", (settings["input_seq_len"], settings["num_kv_pairs"])
-                found.setdefault(at, []).append(scores[entry.main_score])
+                scores_at.setdefault(at, []).append(scores[entry.main_score])
             for name in (name for name in scores if name.startswith("depth ")):
                 by, part = name.split()
-                found.setdefault((settings["max_seq_length"], part), []).append(scores[name])
-    return Slices(by, {at: mean(values) for at, values in sorted(found.items())})
+                scores_at.setdefault((settings["max_seq_length"], part), []).append(scores[name])
+    return Slices(by, {at: mean(values) for at, values in sorted(scores_at.items())})

@@ -58,13 +58,13 @@ class CellTrainer(SafeTrainer):
     def __init__(
         self,
         cell: RecallCell,
-        drawn: CellData,
+        data: CellData,
         model: nn.Module,
         evaluation: EvaluationCallback,
         args: TrainingArguments,
     ) -> None:
         protocol, self.cell, self.net, self.graphs, self.inputs = cell.protocol, cell, model, {}, {}
-        self.batches = Batches(drawn, protocol.batch_size, shuffle=protocol.shuffle, seed=cell.seed, device=args.device)
+        self.batches = Batches(data, protocol.batch_size, shuffle=protocol.shuffle, seed=cell.seed, device=args.device)
         self.total = torch.zeros((), device=args.device)  # sum of the losses of an epoch
         super().__init__(model=model, args=args, callbacks=[evaluation])
         self.remove_callback(PrinterCallback)
@@ -118,9 +118,9 @@ class CellTrainer(SafeTrainer):
         """Run a compiled step as a CUDA graph, one per batch shape; gradients stay at their first addresses."""
         if inputs.shape not in self.graphs:
             self.graphs[inputs.shape] = self._capture(inputs.clone(), targets.clone())
-        graph, given, wanted, loss, gradients = self.graphs[inputs.shape]
-        given.copy_(inputs)
-        wanted.copy_(targets)
+        graph, input_buffer, target_buffer, loss, gradients = self.graphs[inputs.shape]
+        input_buffer.copy_(inputs)
+        target_buffer.copy_(targets)
         graph.replay()
         for parameter, gradient in gradients:
             parameter.grad = gradient
@@ -144,22 +144,22 @@ class CellTrainer(SafeTrainer):
     def predict_rows(self, rows: datasets.Rows) -> tuple[float, Any]:
         """Return the mean loss per scored token of `rows`, and the predicted ids, `[n, T]`."""
         inputs, targets = (torch.from_numpy(x).to(self.args.device) for x in (rows.inputs, rows.targets))
-        losses, found = [], []
+        losses, predictions = [], []
         self.net.eval()
         with torch.no_grad(), torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.cell.protocol.bf16):
             for x, y in zip(*(z.split(max(1, TOKENS // z.shape[1])) for z in (inputs, targets)), strict=True):
                 logits = self.net(x)
                 losses.append(masked_cross_entropy(logits, y) * (y != IGNORE_INDEX).sum())
-                found.append(logits.argmax(-1))
+                predictions.append(logits.argmax(-1))
         self.net.train()
         scored = max(1, int((rows.targets != IGNORE_INDEX).sum()))
-        return float(torch.stack(losses).sum()) / scored, torch.cat(found).cpu().numpy()
+        return float(torch.stack(losses).sum()) / scored, torch.cat(predictions).cpu().numpy()
 
 
 @contextmanager
-def _folder(given: Path | None) -> Iterator[Path]:
-    if given is not None:
-        yield given
+def _folder(path: Path | None) -> Iterator[Path]:
+    if path is not None:
+        yield path
         return
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
@@ -167,7 +167,7 @@ def _folder(given: Path | None) -> Iterator[Path]:
 
 def train_cell(
     cell: RecallCell,
-    drawn: CellData,
+    data: CellData,
     model: nn.Module,
     device: torch.device,
     on_progress: ProgressFn,
@@ -177,7 +177,7 @@ def train_cell(
 
     Args:
         cell: cell to train.
-        drawn: its rows.
+        data: its rows.
         model: freshly initialized model on `device`.
         device: device to train on.
         on_progress: receives the progress.
@@ -190,9 +190,9 @@ def train_cell(
         NonFiniteError: the loss diverged.
         CellStopped: `on_progress` returned true; the newest checkpoint has the current state.
     """
-    evaluation = EvaluationCallback(cell, drawn, on_progress)
+    evaluation = EvaluationCallback(cell, data, on_progress)
     with _folder(checkpoints) as folder:
-        trainer = CellTrainer(cell, drawn, model, evaluation, training_arguments(cell, folder, device))
+        trainer = CellTrainer(cell, data, model, evaluation, training_arguments(cell, folder, device))
         evaluation.trainer = trainer
         trainer.train_from(newest_checkpoint(folder))
     if evaluation.stopped:

@@ -30,30 +30,30 @@ def calibration(
         trajectories: number of trajectories for fitting, and of test trajectories.
     """
     system = System(drift_from_eigenvalues([MODE]), process_noise, obs_noise)
-    given = splits(system, Sampling(), (1, trajectories, trajectories), seed)
-    missed, claimed = _missed(given.validation, estimate(system, given.validation))
-    one, each = fit_scale(missed, claimed), fit_scale(missed, claimed, dim=0)
-    missed, claimed = _missed(given.test, estimate(system, given.test))
+    data = splits(system, Sampling(), (1, trajectories, trajectories), seed)
+    errors, claimed = _missed(data.validation, estimate(system, data.validation))
+    one, each = fit_scale(errors, claimed), fit_scale(errors, claimed, dim=0)
+    errors, claimed = _missed(data.test, estimate(system, data.test))
     late = slice(-(claimed.shape[1] // 4), None)
-    filtered = kalman(system, given.test.times, given.test.measurements).filtered
+    filtered = kalman(system, data.test.times, data.test.measurements).filtered
     return {
-        "claimed": coverage(missed, claimed),
-        "one scale": coverage(missed, one * claimed),
-        "one scale, late": coverage(missed[:, late], one * claimed[:, late]),
-        "a scale a token": coverage(missed, each * claimed),
-        "a scale a token, late": coverage(missed[:, late], (each * claimed)[:, late]),
-        "kalman": coverage(*_missed(given.test, filtered)),
+        "claimed": coverage(errors, claimed),
+        "one scale": coverage(errors, one * claimed),
+        "one scale, late": coverage(errors[:, late], one * claimed[:, late]),
+        "a scale a token": coverage(errors, each * claimed),
+        "a scale a token, late": coverage(errors[:, late], (each * claimed)[:, late]),
+        "kalman": coverage(*_missed(data.test, filtered)),
     }
 
 
-def estimate(system: System, seen: Trajectories) -> Gaussian:
+def estimate(system: System, trajectories: Trajectories) -> Gaussian:
     """Return mean and claimed variance of `kalmix.ops.attend` for a known system of one complex mode."""
 
     def head(*value: float) -> Tensor:
         return torch.tensor([*value], dtype=torch.float64)
 
     (decay, _), (frequency, _) = system.drift
-    z = seen.measurements[:, :, None]
+    z = trajectories.measurements[:, :, None]
     mean, variance, _ = attend(
         *(z, z, z),
         log_decay=head(decay),
@@ -62,14 +62,14 @@ def estimate(system: System, seen: Trajectories) -> Gaussian:
         key_noise=head(system.obs_noise),
         query_noise=head(0.0),
         nu=UNWEIGHTED,
-        times=seen.times,
+        times=trajectories.times,
         variance=True,
     )
     assert variance is not None
     return Gaussian(mean[:, :, 0], variance[:, :, 0, :, None] * torch.eye(2, dtype=torch.float64))
 
 
-def _missed(seen: Trajectories, believed: Gaussian) -> tuple[Tensor, Tensor]:
+def _missed(trajectories: Trajectories, believed: Gaussian) -> tuple[Tensor, Tensor]:
     """Return errors `[B, T, d]` and the variance of a component `[B, T]`."""
-    assert seen.state is not None
-    return believed.mean - seen.state, believed.covariance[..., 0, 0]
+    assert trajectories.state is not None
+    return believed.mean - trajectories.state, believed.covariance[..., 0, 0]

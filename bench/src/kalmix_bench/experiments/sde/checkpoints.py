@@ -18,19 +18,17 @@ from kalmix_bench.runner.cells import Results
 
 def weights(cell: SdeCell, results: Results) -> Path:
     """Return the path of the weights of a cell."""
-    written = cell.to_dict()
-    key = json.dumps(
-        [{n: written[n] for n in ("setting", "model", "seed")}, written["data_source"], written["protocol"]]
-    )
+    values = cell.to_dict()
+    key = json.dumps([{n: values[n] for n in ("setting", "model", "seed")}, values["data_source"], values["protocol"]])
     return results.path.parent / "weights" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
 
 
-def load_predictor(cell: SdeCell, given: Splits, results: Results, device: torch.device) -> TrainedPredictor:
+def load_predictor(cell: SdeCell, data: Splits, results: Results, device: torch.device) -> TrainedPredictor:
     """Return the trained predictor of a cell.
 
     Args:
         cell: cell to load.
-        given: trajectories that its setting draws.
+        data: trajectories that its setting draws.
         results: results next to which the weights are stored.
         device: device of the model.
 
@@ -38,11 +36,11 @@ def load_predictor(cell: SdeCell, given: Splits, results: Results, device: torch
         ArgumentError: the weights are damaged.
     """
     file = weights(cell, results)
-    found = init_predictor(cell.model, given, cell.protocol, cell.seed, device)
+    predictor = init_predictor(cell.model, data, cell.protocol, cell.seed, device)
     try:
         snapshots = torch.load(file, map_location=device, weights_only=True)
-        found.model.load_state_dict(list(snapshots.values())[-1])
+        predictor.model.load_state_dict(list(snapshots.values())[-1])
     except (OSError, EOFError, RuntimeError, UnpicklingError, AttributeError, TypeError, LookupError) as error:
         got, hint = f"{str(file)!r}, which is damaged ({error})", "Delete the file and run the cell again"
         raise ArgumentError("weights", got=got, expected=f"the weights of {cell}", hint=hint) from error
-    return found._replace(validation=results.rows([cell])[cell]["validation"], snapshots=snapshots)
+    return predictor._replace(validation=results.rows([cell])[cell]["validation"], snapshots=snapshots)

@@ -46,18 +46,18 @@ class Sde(Experiment[SdeCell]):
         """
         (cell,) = cells
         setting, protocol = SETTINGS[cell.setting], cell.protocol
-        given = setting.draw(protocol.sizes, cell.seed)
+        data = setting.draw(protocol.sizes, cell.seed)
         if cell.model == REFERENCES:
-            found = setting.references(given.test)
-            on_progress(1.0, _error(found["last"]["measurement"]))
-            return [{"errors": found}]
+            reference_errors = setting.references(data.test)
+            on_progress(1.0, _error(reference_errors["last"]["measurement"]))
+            return [{"errors": reference_errors}]
         predictor = train_predictor(
-            cell.model, given, protocol, cell.seed, device, lambda done, error: on_progress(done, _error(error))
+            cell.model, data, protocol, cell.seed, device, lambda done, error: on_progress(done, _error(error))
         )
         with replace_file(weights(cell, results)) as partial_file:
             torch.save(predictor.snapshots, partial_file)
-        missed = squared_errors(predictor.predict(given.test, protocol.batch_size), given.test)
-        return [{"errors": {cell.model: missed}, "validation": predictor.validation}]
+        errors = squared_errors(predictor.predict(data.test, protocol.batch_size), data.test)
+        return [{"errors": {cell.model: errors}, "validation": predictor.validation}]
 
     def is_complete(self, cell: SdeCell, results: Results) -> bool:
         return cell.model == REFERENCES or weights(cell, results).exists()
@@ -91,20 +91,20 @@ def _command(
     """Train predictors of linear SDEs (section 4.3 of Adaptive Filter Attention); compare with Kalman filters."""
     from kalmix_bench.experiments.sde import report
 
-    wanted = options.names("settings", settings, tuple(SETTINGS))
-    named = options.names("models", models, tuple(MODELS))
+    setting_names = options.names("settings", settings, tuple(SETTINGS))
+    model_names = options.names("models", models, tuple(MODELS))
     protocol = options.preset(preset, PRESETS)
     protocol = protocol if epochs is None else replace(protocol, epochs=epochs)
-    every = range(options.count("seeds", seeds))
-    where, console = options.device(device), Console(highlight=False)
-    report.report_untrained(wanted, console)
+    seed_range = range(options.count("seeds", seeds))
+    torch_device, console = options.device(device), Console(highlight=False)
+    report.report_untrained(setting_names, console)
     cells = [
         SdeCell(setting, model, seed, protocol)
-        for setting in wanted
-        for model in (REFERENCES, *named)
-        for seed in every
+        for setting in setting_names
+        for model in (REFERENCES, *model_names)
+        for seed in seed_range
     ]
-    session.run(Sde(), cells, output, console, device=where, jobs=jobs)
+    session.run(Sde(), cells, output, console, device=torch_device, jobs=jobs)
 
 
 def _error(value: float) -> str:

@@ -49,10 +49,10 @@ class Clouds:
     estimates: Sequence[ArrayLike]
 
 
-def paths(path: str | PathLike[str], drawn: Sequence[Path2D]) -> str | PathLike[str]:
+def paths(path: str | PathLike[str], panels: Sequence[Path2D]) -> str | PathLike[str]:
     """Draw trajectories next to each other, with measurements and predictions (Figure 1); return the path."""
-    with picture(path, (0.4 + 3.9 * len(drawn), 4.1), columns=len(drawn)) as (figure, axes):
-        for area, one in zip(axes, drawn, strict=True):
+    with picture(path, (0.4 + 3.9 * len(panels), 4.1), columns=len(panels)) as (figure, axes):
+        for area, one in zip(axes, panels, strict=True):
             area.plot(*np.asarray(one.measurements, float).T, ".", color=COLOURS[5], markersize=4, label="measured")
             area.plot(*np.asarray(one.state, float).T, color=INK, label="true state")
             area.plot(*np.asarray(one.predicted, float).T, color=COLOURS[1], linewidth=1.2, label="predicted")
@@ -61,10 +61,10 @@ def paths(path: str | PathLike[str], drawn: Sequence[Path2D]) -> str | PathLike[
     return path
 
 
-def clouds(path: str | PathLike[str], drawn: Sequence[Clouds]) -> str | PathLike[str]:
+def clouds(path: str | PathLike[str], panels: Sequence[Clouds]) -> str | PathLike[str]:
     """Draw propagated estimates, one colour per time, and the true state as crosses (Figure 2); return the path."""
-    with picture(path, (0.4 + 3.9 * len(drawn), 3.9), columns=len(drawn)) as (_, axes):
-        for area, one in zip(axes, drawn, strict=True):
+    with picture(path, (0.4 + 3.9 * len(panels), 3.9), columns=len(panels)) as (_, axes):
+        for area, one in zip(axes, panels, strict=True):
             state = np.asarray(one.state, float)
             area.plot(*state.T, color=INK, linewidth=1)
             for colour, at, estimates in zip(COLOURS, one.at, one.estimates, strict=False):

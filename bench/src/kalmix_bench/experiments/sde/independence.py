@@ -50,21 +50,21 @@ def pooled_variances(system: System, times: Tensor) -> PooledVariances:
     """
     if system.dim != 1:
         raise ArgumentError("system", problem=f"has {system.dim} dimensions", expected="one dimension")
-    found: list[Tensor] = []
+    rows: list[Tensor] = []
     best, token = torch.zeros((), dtype=torch.float64), torch.arange(len(times))
     for i in range(len(times)):
         matrix, covariance = (x[:, 0, 0] for x in system.transition(times[i] - times[: i + 1]))
-        own = system.obs_noise * matrix.square()
+        own_noise = system.obs_noise * matrix.square()
         shared = covariance[
             torch.maximum(token[: i + 1, None], token[: i + 1])
         ]  # noise shared since the later of two observations
-        weights = 1 / (covariance + own)
+        weights = 1 / (covariance + own_noise)
         claimed = 1 / weights.sum()
-        actual = claimed.square() * (weights @ shared @ weights + (weights.square() * own).sum())
+        actual = claimed.square() * (weights @ shared @ weights + (weights.square() * own_noise).sum())
         if i:
             best = matrix[i - 1].square() * best + covariance[i - 1]
             best = best * system.obs_noise / (best + system.obs_noise)
         else:
-            best = own[0]
-        found.append(torch.stack([claimed, actual, best]))
-    return PooledVariances(*torch.stack(found, 1))
+            best = own_noise[0]
+        rows.append(torch.stack([claimed, actual, best]))
+    return PooledVariances(*torch.stack(rows, 1))

@@ -35,64 +35,65 @@ class TrainedPredictor(NamedTuple):
     snapshots: dict[int, StateDict]
 
     @torch.no_grad()
-    def predict(self, seen: Trajectories, batch: int) -> Tensor:
+    def predict(self, trajectories: Trajectories, batch: int) -> Tensor:
         """Predict the next measurement after each token but the last, `[B, T - 1, d]` float64 on the CPU."""
-        parts = self.batches(seen, torch.arange(len(seen.times)).split(batch))
+        parts = self.batches(trajectories, torch.arange(len(trajectories.times)).split(batch))
         return torch.cat([_predict(self.model, x, at) @ self.rows.mT for x, at in parts]).double().cpu()
 
-    def batches(self, seen: Trajectories, indices: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, trajectories: Trajectories, indices: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield tokens `[b, T, D]` and times `[b, T]` of these trajectories as model inputs."""
         for index in indices:
-            yield seen.measurements[index].to(self.rows) @ self.rows, (seen.times[index] / self.time_unit).to(self.rows)
+            yield (
+                trajectories.measurements[index].to(self.rows) @ self.rows,
+                (trajectories.times[index] / self.time_unit).to(self.rows),
+            )
 
 
-def init_predictor(
-    name: str, given: Splits, protocol: SdeProtocol, seed: int, device: torch.device
-) -> TrainedPredictor:
+def init_predictor(name: str, data: Splits, protocol: SdeProtocol, seed: int, device: torch.device) -> TrainedPredictor:
     """Return an untrained model, initialized from its seed."""
-    rows = embedding(given.train.measurements.shape[-1], protocol.channels, seed).float().to(device)
+    rows = embedding(data.train.measurements.shape[-1], protocol.channels, seed).float().to(device)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = MODELS[name](protocol.channels, protocol.heads).to(device)
-    return TrainedPredictor(model, rows, float(given.train.times.diff(dim=1).mean()), [], {0: _copied(model)})
+    return TrainedPredictor(model, rows, float(data.train.times.diff(dim=1).mean()), [], {0: _copied(model)})
 
 
 def train_predictor(
-    name: str, given: Splits, protocol: SdeProtocol, seed: int, device: torch.device, on_progress: ErrorCallback
+    name: str, data: Splits, protocol: SdeProtocol, seed: int, device: torch.device, on_progress: ErrorCallback
 ) -> TrainedPredictor:
     """Train a model with Adam on the squared error of the next embedded measurement.
 
     Raises:
         NonFiniteError: the loss diverged.
     """
-    learned = init_predictor(name, given, protocol, seed, device)
-    model, weights = learned.model, learned.snapshots[0]
+    predictor = init_predictor(name, data, protocol, seed, device)
+    model, weights = predictor.model, predictor.snapshots[0]
     optimizer = torch.optim.Adam(model.parameters(), lr=protocol.learning_rate)
-    steps = protocol.epochs * -(-len(given.train.times) // protocol.batch_size)
+    steps = protocol.epochs * -(-len(data.train.times) // protocol.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     order = torch.Generator().manual_seed(seed)
     best = 0
     for epoch in range(1, protocol.epochs + 1):
-        drawn = torch.randperm(len(given.train.times), generator=order).split(protocol.batch_size)
-        for x, at in learned.batches(given.train, drawn):
-            loss = (_predict(model, x, at) - x[:, 1:]).square().sum(-1).mean() / len(learned.rows)
+        batches = torch.randperm(len(data.train.times), generator=order).split(protocol.batch_size)
+        for x, at in predictor.batches(data.train, batches):
+            loss = (_predict(model, x, at) - x[:, 1:]).square().sum(-1).mean() / len(predictor.rows)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), protocol.max_grad_norm)
             optimizer.step()
             schedule.step()
-        missed = learned.predict(given.validation, protocol.batch_size) - given.validation.measurements[:, 1:]
-        learned.validation.append(float(missed.square().mean()))
-        if not torch.tensor(learned.validation[-1]).isfinite():
+        error = predictor.predict(data.validation, protocol.batch_size) - data.validation.measurements[:, 1:]
+        predictor.validation.append(float(error.square().mean()))
+        if not torch.tensor(predictor.validation[-1]).isfinite():
             raise NonFiniteError("loss")
         if epoch == -(-protocol.epochs // 10):
-            learned.snapshots[epoch] = _copied(model)
-        if learned.validation[-1] == min(learned.validation):
+            predictor.snapshots[epoch] = _copied(model)
+        if predictor.validation[-1] == min(predictor.validation):
             best, weights = epoch, _copied(model)
-        on_progress(epoch / protocol.epochs, learned.validation[-1])
-    learned.snapshots[best] = weights
+        on_progress(epoch / protocol.epochs, predictor.validation[-1])
+    predictor.snapshots[best] = weights
     model.load_state_dict(weights)
-    return learned
+    return predictor
 
 
 def _predict(model: Predictor, x: Tensor, times: Tensor) -> Tensor:

@@ -14,15 +14,15 @@ from kalmix_bench.runner.cells import Row
 
 def gradient(rows: Sequence[Row], path: Path, console: Console) -> Path:
     """Report relative errors of gradients by depth, as means over seeds (Figures 1c and 1e)."""
-    found = average_seeds([row["found"]["rows"] for row in rows], ("parameters", "inputs"))
+    errors = average_seeds([row["found"]["rows"] for row in rows], ("parameters", "inputs"))
     scaled = average_seeds([row["found"]["scaled"] for row in rows], ("parameters",))
-    depths = sorted({row["layers"] for row in found})
-    groups = list(dict.fromkeys((row["arithmetic"], row["solver"]) for row in found))
+    depths = sorted({row["layers"] for row in errors})
+    groups = list(dict.fromkeys((row["arithmetic"], row["solver"]) for row in errors))
     parts = ("parameters", "inputs")
     columns = [f"{part}, {depth} layer{'s' * (depth > 1)}" for part in parts for depth in depths]
     table = table_of("relative error of gradients against float64", ("arithmetic", "solver"), columns)
     for arithmetic, solver in groups:
-        of = {row["layers"]: row for row in select(found, arithmetic=arithmetic, solver=solver)}
+        of = {row["layers"]: row for row in select(errors, arithmetic=arithmetic, solver=solver)}
         table.add_row(arithmetic, solver, *(f"{of[depth][part]:.1e}" for part in parts for depth in depths))
     console.print(table)
     solvers = list(dict.fromkeys(row["solver"] for row in scaled))
@@ -34,21 +34,21 @@ def gradient(rows: Sequence[Row], path: Path, console: Console) -> Path:
         of = {row["scale"]: row["parameters"] for row in select(scaled, solver=solver)}
         table.add_row(solver, *(f"{of[scale]:.1e}" if scale in of else "" for scale in (*scales, None)))
     console.print(table)
-    y_label, drawn = "relative error of all gradients", []
-    for arithmetic in dict.fromkeys(row["arithmetic"] for row in found):
+    y_label, panels = "relative error of all gradients", []
+    for arithmetic in dict.fromkeys(row["arithmetic"] for row in errors):
         curves = {}
         for solver in (solver for name, solver in groups if name == arithmetic):
-            of = select(found, arithmetic=arithmetic, solver=solver)
+            of = select(errors, arithmetic=arithmetic, solver=solver)
             curves[solver] = [row["layers"] for row in of], [row["parameters"] for row in of]
-        drawn.append(figures.Panel(arithmetic, "layers", y_label, curves, legend_above=True))
+        panels.append(figures.Panel(arithmetic, "layers", y_label, curves, legend_above=True))
     curves = {}
     for solver in solvers:
         of = [row for row in select(scaled, solver=solver) if row["scale"] is not None]
         if of:
             curves[solver] = [row["scale"] for row in of], [row["parameters"] for row in of]
     title = f"{depths[-1]} layers, float32"
-    drawn.append(figures.Panel(title, "loss multiplied by", y_label, curves, log_x=True))
-    figures.panels(path, drawn, columns=2)
+    panels.append(figures.Panel(title, "loss multiplied by", y_label, curves, log_x=True))
+    figures.panels(path, panels, columns=2)
     return path
 
 
@@ -89,11 +89,11 @@ def reversal(rows: Sequence[Row], path: Path, console: Console) -> Path:
         for key, name in (("direction_ratio", "share"), ("square", "r'r"))
         for index, which in enumerate(("smallest", "largest"))
     }
-    gone = range(1, 1 + steps)
-    lines = {of["arithmetic"]: (gone, of["error"]) for of in select(growth, factor=FACTOR)}
+    steps_back = range(1, 1 + steps)
+    lines = {of["arithmetic"]: (steps_back, of["error"]) for of in select(growth, factor=FACTOR)}
     (single,) = select(growth, factor=FACTOR, arithmetic="float32")
-    lines["float32, predicted"] = gone, [single["error"][0] * j * single["root"] ** (j - 1) for j in gone]
-    others = {f"a = {of['factor']:g}": (gone, of["error"]) for of in select(growth, arithmetic="float32")}
+    lines["float32, predicted"] = steps_back, [single["error"][0] * j * single["root"] ** (j - 1) for j in steps_back]
+    others = {f"a = {of['factor']:g}": (steps_back, of["error"]) for of in select(growth, arithmetic="float32")}
     figures.panels(
         path,
         [

@@ -41,7 +41,7 @@ def conditions(setting: Conditions, seed: int, device: torch.device, on_progress
         "kinds": a list with one mapping per kind of keys, with and without decay.
     """
     cases = [(keys, with_decay) for with_decay in (False, True) for keys in KINDS]
-    found = []
+    results = []
     for done, (keys, with_decay) in enumerate(cases):
         on_progress(done / len(cases), f"{keys} keys{', forgetting' if with_decay else ''}")
         spectra, norm = _spectra(setting, keys, with_decay, seed, device)  # [n, T, 2] of H / ||H||_F, [n, T]
@@ -49,7 +49,7 @@ def conditions(setting: Conditions, seed: int, device: torch.device, on_progress
         fixed = (spectra[..., 1] * norm + setting.fixed) / (spectra[..., 0] * norm + setting.fixed)
         at = torch.logspace(0, torch.tensor(setting.length).log10(), SHOWN).round().long().clamp(max=setting.length)
         at = at.unique()
-        found.append(
+        results.append(
             {
                 "keys": keys,
                 "with_decay": with_decay,
@@ -74,7 +74,7 @@ def conditions(setting: Conditions, seed: int, device: torch.device, on_progress
                 "at": at.tolist(),
             }
         )
-    return {"kinds": found}
+    return {"kinds": results}
 
 
 def _spectra(

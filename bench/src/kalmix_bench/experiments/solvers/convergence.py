@@ -94,19 +94,19 @@ def precisions(setting: Convergence, seed: int, device: torch.device, on_progres
         def energy(x: Tensor, bare: Systems = bare) -> Tensor:  # x is ||H|| times the solution
             return (x * bare.apply(x) / bare.norm).sum()
 
-        whole = energy(x)
+        norm = energy(x)
         for name in ROUNDED:
             arithmetic = ARITHMETICS[name]
-            rounded, given = truth.to(arithmetic.dtype), rhs.to(arithmetic.dtype)
+            rounded, low_rhs = truth.to(arithmetic.dtype), rhs.to(arithmetic.dtype)
             for solver in ("Chebyshev", "Chebyshev by residuals", "CG"):
                 case = {"keys": keys, "solver": solver, "arithmetic": name, "factor": factor}
                 error, worst, read = [], [], []
-                for i, y in enumerate(SOLVERS[solver](rounded, given, setting.iterations, arithmetic)):
+                for i, y in enumerate(SOLVERS[solver](rounded, low_rhs, setting.iterations, arithmetic)):
                     off = y.double() - x
                     error.append(float(off.norm() / x.norm()))
                     worst.append(float((off.norm(dim=-1) / x.norm(dim=-1)).max()))
                     if i in READ:
-                        read.append([i, float((energy(off) / whole).sqrt())])
+                        read.append([i, float((energy(off) / norm).sqrt())])
                 curves.append(case | {"read": read, "error": error, "worst": worst})
     return {"curves": curves}
 

@@ -55,8 +55,8 @@ def _command(
     ),
 ) -> None:
     """Run studies of ridge solvers (Figures 1, 5 and 9 of Gated KalmaNet): residuals, gradients, condition numbers."""
-    wanted = options.names("study", study, tuple(STUDIES))
-    chosen, every = options.preset(preset, PRESETS), range(options.count("seeds", seeds))
-    where, console = options.device(device), Console(highlight=False)
-    cells = [SolverCell(name, chosen[name], seed) for name in wanted for seed in every]
-    session.run(Solvers(), cells, output, console, device=where, jobs=jobs)
+    study_names = options.names("study", study, tuple(STUDIES))
+    settings, seed_range = options.preset(preset, PRESETS), range(options.count("seeds", seeds))
+    torch_device, console = options.device(device), Console(highlight=False)
+    cells = [SolverCell(name, settings[name], seed) for name in study_names for seed in seed_range]
+    session.run(Solvers(), cells, output, console, device=torch_device, jobs=jobs)

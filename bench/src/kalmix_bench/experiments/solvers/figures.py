@@ -38,14 +38,14 @@ class Panel:
     legend_above: bool = False
 
 
-def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) -> str | PathLike[str]:
+def panels(path: str | PathLike[str], charts: Sequence[Panel], columns: int = 3) -> str | PathLike[str]:
     """Draw panels row by row, each with its legend; a name has the same colour in all of them. Return the path."""
-    colours = _colours(panel.curves for panel in drawn)
-    rows = -(-len(drawn) // columns)
+    colours = _colours(panel.curves for panel in charts)
+    rows = -(-len(charts) // columns)
     with picture(path, (0.4 + 4.1 * columns, 0.3 + 3.3 * rows), rows=rows, columns=columns) as (_, axes):
-        for area in axes[len(drawn) :]:
+        for area in axes[len(charts) :]:
             area.set_axis_off()
-        for panel, area in zip(drawn, axes, strict=False):
+        for panel, area in zip(charts, axes, strict=False):
             for name, (x, y) in panel.curves.items():
                 area.plot(np.asarray(x, float), np.asarray(y, float), color=colours[name], label=name)
             for name, (x, y) in zip(panel.curves, panel.dashed, strict=False):
@@ -53,8 +53,8 @@ def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) 
                 area.plot(np.asarray(x, float), np.asarray(y, float), **dashed)
             for name, level in panel.levels.items():
                 area.axhline(level, color=MUTED, linewidth=1, linestyle=":")
-                where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-                area.annotate(name, (1, level), (-2, 3), **where, ha="right", color=MUTED, fontsize=7)
+                coordinates = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+                area.annotate(name, (1, level), (-2, 3), **coordinates, ha="right", color=MUTED, fontsize=7)
             area.set_yscale("log")
             if panel.legend_above:
                 low, high = area.get_ylim()
@@ -77,10 +77,10 @@ def panels(path: str | PathLike[str], drawn: Sequence[Panel], columns: int = 3) 
 
 def _colours(panels: Iterable[Iterable[str]]) -> dict[str, str]:
     """Assign a colour to each name: the first that no other name of its panels has, until all are used."""
-    chosen: dict[str, str] = {}
+    colours: dict[str, str] = {}
     for names in map(list, panels):
-        taken = {chosen.get(name) for name in names}
-        free = [colour for colour in COLOURS if colour not in taken]
-        new = (name for name in names if name not in chosen)
-        chosen |= dict(zip(new, chain(free, cycle(COLOURS)), strict=False))
-    return chosen
+        used = {colours.get(name) for name in names}
+        free = [colour for colour in COLOURS if colour not in used]
+        new = (name for name in names if name not in colours)
+        colours |= dict(zip(new, chain(free, cycle(COLOURS)), strict=False))
+    return colours

@@ -208,8 +208,8 @@ def gradients(setting: Gradients, seed: int, device: torch.device, on_progress: 
         want = _gradients(model.double(), setting, seed, exact)
         for number, variant in enumerate(compared):
             on_progress((place * (len(compared) + 1) + number + 1) / total, f"{layers} layers, {variant.solver}")
-            got = _gradients(model.float(), setting, seed, variant.mixer, variant.arithmetic == LOWERED)
-            errors = {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in want}
+            gradient = _gradients(model.float(), setting, seed, variant.mixer, variant.arithmetic == LOWERED)
+            errors = {name: float((gradient[name] - want[name]).norm() / want[name].norm()) for name in want}
             rows.append({"layers": layers, "solver": variant.solver, "arithmetic": variant.arithmetic, **errors})
     on_progress(1 - 1 / total, "one op, loss by scale")
     return {"rows": rows, "scaled": list(_scaled(setting, seed, device))}
@@ -228,23 +228,23 @@ def _gradients(
     with torch.autocast(device.type, torch.bfloat16) if lowered else nullcontext():
         logits = model(embedded, mixer)
     (scale * cross_entropy(logits.to(embedded.dtype).flatten(0, 1), ids[0, 1:])).backward()
-    found = torch.cat([x.grad.flatten().double() for x in model.parameters() if x.grad is not None])
+    gradient = torch.cat([x.grad.flatten().double() for x in model.parameters() if x.grad is not None])
     assert embedded.grad is not None
-    return {"parameters": found / scale, "inputs": embedded.grad.double() / scale}
+    return {"parameters": gradient / scale, "inputs": embedded.grad.double() / scale}
 
 
 def _scaled(setting: Gradients, seed: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield errors of the deepest model with scaled losses, and of the op alone with unit normal gradients."""
     model = Model(setting, max(setting.layers), seed).to(device)
     count = setting.iterations
-    asked = {x.solver: x.mixer for x in variants(setting) if x.arithmetic == "float32"}
+    mixers = {x.solver: x.mixer for x in variants(setting) if x.arithmetic == "float32"}
     names = (f"CG {count} + 1e-5", f"CG {count}", f"Chebyshev {count}")
     exact = partial(_op, factor=setting.factor, solver=Exact())
     want = _gradients(model.double(), setting, seed, exact)["parameters"]
     for scale in setting.scales:
         for name in names:
-            got = _gradients(model.float(), setting, seed, asked[name], scale=scale)["parameters"]
-            yield {"scale": scale, "solver": name, "parameters": float((got - want).norm() / want.norm())}
+            gradient = _gradients(model.float(), setting, seed, mixers[name], scale=scale)["parameters"]
+            yield {"scale": scale, "solver": name, "parameters": float((gradient - want).norm() / want.norm())}
     tokens = draw("random", setting.heads, setting.length, setting.width, seed, device)
     generator = torch.Generator().manual_seed(seed + 1)
     v, to_mean = (
@@ -252,7 +252,7 @@ def _scaled(setting: Gradients, seed: int, device: torch.device) -> Iterator[dic
         for _ in range(2)
     )
     for name in ("exact", *names):
-        errors = _alone(tokens, v.to(device), to_mean.to(device), exact, asked[name])
+        errors = _alone(tokens, v.to(device), to_mean.to(device), exact, mixers[name])
         yield {"scale": None, "solver": name, "parameters": errors}
 
 
@@ -262,8 +262,8 @@ def _alone(tokens: Tokens, v: Tensor, to_mean: Tensor, exact: Mixer, mixer: Mixe
     def of(mixer: Mixer, dtype: torch.dtype) -> Tensor:
         q, k = (x.transpose(0, 1)[None] for x in tokens[:2])
         leaves = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
-        found = torch.autograd.grad(mixer(leaves[0], leaves[1], leaves[2]), leaves, to_mean.to(dtype))
-        return torch.cat([x.double().flatten() for x in found])
+        grads = torch.autograd.grad(mixer(leaves[0], leaves[1], leaves[2]), leaves, to_mean.to(dtype))
+        return torch.cat([x.double().flatten() for x in grads])
 
-    got, want = of(mixer, torch.float32), of(exact, torch.float64)
-    return float((got - want).norm() / want.norm())
+    actual, expected = of(mixer, torch.float32), of(exact, torch.float64)
+    return float((actual - expected).norm() / expected.norm())

@@ -27,12 +27,12 @@ def rate(factor: float) -> float:
 
 def chebyshev(systems: Systems, rhs: Tensor, iterations: int, arithmetic: Arithmetic) -> Iterator[Tensor]:
     """Yield the iterates x_0 (initial guess) to x_r of Algorithm 1 of Gated KalmaNet."""
-    middle, stored = systems.factor + 0.5, arithmetic.round_vector
-    before, x = torch.zeros_like(rhs), stored(rhs / middle)
+    middle, round_vector = systems.factor + 0.5, arithmetic.round_vector
+    before, x = torch.zeros_like(rhs), round_vector(rhs / middle)
     yield x
     for weight in chebyshev_weights(radius(systems.factor), iterations):
         pull = systems.apply(x, arithmetic) - rhs
-        before, x = x, stored(x - weight / middle * pull + (weight - 1) * (x - before))
+        before, x = x, round_vector(x - weight / middle * pull + (weight - 1) * (x - before))
         yield x
 
 
@@ -40,14 +40,14 @@ def chebyshev_residual_form(systems: Systems, rhs: Tensor, iterations: int, arit
     """Yield the same iterates with an updated residual: S multiplies steps, which vanish, so rounding errors vanish
     too.
     """
-    middle, stored = systems.factor + 0.5, arithmetic.round_vector
-    step = stored(rhs / middle)
+    middle, round_vector = systems.factor + 0.5, arithmetic.round_vector
+    step = round_vector(rhs / middle)
     x, residual = step, rhs
     yield x
     for weight in chebyshev_weights(radius(systems.factor), iterations):
-        residual = stored(residual - systems.apply(step, arithmetic))
-        step = stored(weight / middle * residual + (weight - 1) * step)
-        x = stored(x + step)
+        residual = round_vector(residual - systems.apply(step, arithmetic))
+        step = round_vector(weight / middle * residual + (weight - 1) * step)
+        x = round_vector(x + step)
         yield x
 
 
@@ -74,17 +74,17 @@ def conjugate_gradient(
     those
     for `norm` times these systems.
     """
-    x, residual, stored = torch.zeros_like(rhs), rhs, arithmetic.round_vector
+    x, residual, round_vector = torch.zeros_like(rhs), rhs, arithmetic.round_vector
     direction, square = residual, residual.square().sum(-1, keepdim=True)
     yield Conjugate(x, *[torch.ones_like(square)] * 3)
     for _ in range(iterations):
         image = systems.apply(direction, arithmetic)
         curvature = (direction * image).sum(-1, keepdim=True)
         step = ratio(square, curvature + epsilon / norm)
-        x, residual, last = stored(x + step * direction), stored(residual - step * image), square
+        x, residual, last = round_vector(x + step * direction), round_vector(residual - step * image), square
         square = residual.square().sum(-1, keepdim=True)
         direction_ratio = ratio(square, last + epsilon)
-        direction = stored(residual + direction_ratio * direction)
+        direction = round_vector(residual + direction_ratio * direction)
         yield Conjugate(x, curvature, last, direction_ratio)
 
 

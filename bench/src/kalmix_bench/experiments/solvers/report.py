@@ -34,14 +34,14 @@ def residual(rows: Sequence[Row], path: Path, console: Console) -> Path:
     curves = merge_seeds(rows, "residual", max)
     medians = merge_seeds(rows, "median", mean)
     for name in ROUNDED:
-        shown = by_iteration(f"largest residual norm of any token, {name}, by iterations", ("a", "solver"))
+        table = by_iteration(f"largest residual norm of any token, {name}, by iterations", ("a", "solver"))
         for curve in select(curves, arithmetic=name):
-            add_iterations(shown, (f"{curve['factor']:g}", curve["solver"]), curve["residual"])
-        console.print(shown)
-    shown = by_iteration(f"median residual norm, a = {FACTOR:g}, by iterations", ("arithmetic", "solver"))
+            add_iterations(table, (f"{curve['factor']:g}", curve["solver"]), curve["residual"])
+        console.print(table)
+    table = by_iteration(f"median residual norm, a = {FACTOR:g}, by iterations", ("arithmetic", "solver"))
     for curve in select(medians, factor=FACTOR):
-        add_iterations(shown, (curve["arithmetic"], curve["solver"]), curve["median"])
-    console.print(shown)
+        add_iterations(table, (curve["arithmetic"], curve["solver"]), curve["median"])
+    console.print(table)
     x_label, y_label = "iterations", "largest residual norm"
     solvers = [
         figures.Panel(
@@ -67,32 +67,32 @@ def precision(rows: Sequence[Row], path: Path, console: Console) -> Path:
     """
     curves = merge_seeds(rows, "error", mean)
     for keys in dict.fromkeys(curve["keys"] for curve in curves):
-        shown = by_iteration(
+        table = by_iteration(
             f"relative error of the solution, {keys} keys, by iterations", ("a", "solver", "arithmetic")
         )
         of = select(curves, keys=keys)
         others = [curve for curve in select(of, arithmetic="bfloat16 products") if curve["solver"] != "Chebyshev"]
         for curve in select(of, solver="Chebyshev") + others:
-            add_iterations(shown, (f"{curve['factor']:g}", curve["solver"], curve["arithmetic"]), curve["error"])
-        console.print(shown)
-    shown = by_iteration(
+            add_iterations(table, (f"{curve['factor']:g}", curve["solver"], curve["arithmetic"]), curve["error"])
+        console.print(table)
+    table = by_iteration(
         f"relative error of the read-out of random values, a = {FACTOR:g}", ("keys", "arithmetic", "solver")
     )
     for number, curve in enumerate(rows[0]["found"]["curves"]):
         if curve["factor"] == FACTOR:
             seeds = [dict(row["found"]["curves"][number]["read"]) for row in rows]
             cells = (mean(read[i] for read in seeds) for i in seeds[0])
-            shown.add_row(curve["keys"], curve["arithmetic"], curve["solver"], *(f"{cell:.1e}" for cell in cells))
-    console.print(shown)
+            table.add_row(curve["keys"], curve["arithmetic"], curve["solver"], *(f"{cell:.1e}" for cell in cells))
+    console.print(table)
     console.print(_enough(curves))
     x_label, y_label = "iterations", "relative error"
-    drawn = []
+    panels = []
     for keys in dict.fromkeys(curve["keys"] for curve in curves):
         at = {"keys": keys, "factor": FACTOR}
         lines = lines_by(select(curves, solver="Chebyshev", **at), "arithmetic")
         dashed = list(lines_by(select(curves, solver="CG", **at), "arithmetic").values())
-        drawn.append(figures.Panel(f"{keys} keys, a = {FACTOR:g} (CG dashed)", x_label, y_label, lines, dashed))
-    figures.panels(path, drawn)
+        panels.append(figures.Panel(f"{keys} keys, a = {FACTOR:g} (CG dashed)", x_label, y_label, lines, dashed))
+    figures.panels(path, panels)
     return path
 
 
@@ -132,7 +132,7 @@ def condition(rows: Sequence[Row], path: Path, console: Console) -> Path:
         name = kind["keys"] + (", forgetting" if kind["with_decay"] else "")
         table.add_row(name, str(sum(one["tokens"] for one in same)), *cells)
     console.print(table)
-    drawn = []
+    panels = []
     for keys in dict.fromkeys(kind["keys"] for kind in kinds):
         pair = {kind["with_decay"]: kind for kind in select(kinds, keys=keys)}
         adaptive = {with_decay: select(kind["adaptive"], factor=FACTOR)[0] for with_decay, kind in pair.items()}
@@ -143,8 +143,8 @@ def condition(rows: Sequence[Row], path: Path, console: Console) -> Path:
         }
         dashed = [(at, adaptive[True]["curve"]), (at, pair[True]["fixed"]["curve"])]
         title, levels = f"{keys} keys (forgetting dashed)", {f"(a + 1) / a = {bound:g}": bound}
-        drawn.append(figures.Panel(title, "token", "condition number", curves, dashed, levels, log_x=True))
-    figures.panels(path, drawn)
+        panels.append(figures.Panel(title, "token", "condition number", curves, dashed, levels, log_x=True))
+    figures.panels(path, panels)
     return path
 
 
@@ -161,12 +161,12 @@ def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Pa
     """Report every study; return the files drawn."""
     studies = dict.fromkeys(row["study"] for row in rows)
     of = {study: [row for row in rows if row["study"] == study] for study in studies}
-    return [REPORTS[study](mine, output / f"{study}.png", console) for study, mine in of.items()]
+    return [REPORTS[study](study_rows, output / f"{study}.png", console) for study, study_rows in of.items()]
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
     """Return residuals after all iterations, and errors of gradients."""
-    found = []
+    results = []
     for study, curves, described, score, of in (
         ("residual", "curves", "{arithmetic}, a = {factor:g}", "residual", lambda curve: curve["residual"][-1]),
         ("gradient", "rows", "{arithmetic}, {layers} layers", "error", lambda row: row["parameters"]),
@@ -175,5 +175,5 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
         for same in zip(*seeds, strict=True):
             value = Score.of([of(one) for one in same])
             condition = described.format(**same[0])
-            found.append(Finding(f"solvers/{study}", condition, same[0]["solver"], score, value, len(same)))
-    return found
+            results.append(Finding(f"solvers/{study}", condition, same[0]["solver"], score, value, len(same)))
+    return results

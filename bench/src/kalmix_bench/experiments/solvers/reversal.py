@@ -48,12 +48,12 @@ def reversals(setting: Reversal, seed: int, device: torch.device, on_progress: P
         for name in names:
             on_progress((done + names.index(name) / len(names)) / len(setting.factors), f"{name}, a = {factor:g}")
             arithmetic = ARITHMETICS[name]
-            rounded, given = systems.with_factor(factor).to(arithmetic.dtype), rhs.to(arithmetic.dtype)
-            iterates = list(chebyshev(rounded, given, setting.iterations, arithmetic))
-            back = reverse_chebyshev(rounded, given, (iterates[-1], iterates[-2]), setting.iterations, arithmetic)
+            rounded, low_rhs = systems.with_factor(factor).to(arithmetic.dtype), rhs.to(arithmetic.dtype)
+            iterates = list(chebyshev(rounded, low_rhs, setting.iterations, arithmetic))
+            back = reverse_chebyshev(rounded, low_rhs, (iterates[-1], iterates[-2]), setting.iterations, arithmetic)
             pairs = zip(back, reversed(iterates[:-2]), strict=True)
             size = iterates[-1].double().norm()
-            error = [float((got - want).double().norm() / size) for got, want in pairs]
+            error = [float((actual - expected).double().norm() / size) for actual, expected in pairs]
             steps = len(error)
             growth.append(
                 {
@@ -64,9 +64,9 @@ def reversals(setting: Reversal, seed: int, device: torch.device, on_progress: P
                 }
             )
         single = systems.with_factor(factor).to(torch.float32)
-        ran = list(conjugate_gradient(single, rhs.float(), setting.iterations, ARITHMETICS["float32"]))[1:]
+        states = list(conjugate_gradient(single, rhs.float(), setting.iterations, ARITHMETICS["float32"]))[1:]
         ranges = {
-            name: [_range(getattr(at, name)) for at in ran] for name in ("curvature", "square", "direction_ratio")
+            name: [_range(getattr(at, name)) for at in states] for name in ("curvature", "square", "direction_ratio")
         }
         weights = [float(w) - 1 for w in chebyshev_weights(radius(factor), setting.iterations)]
         divisors.append({"factor": factor, "weights": [min(weights), max(weights)], **ranges})

@@ -66,10 +66,10 @@ class Systems(NamedTuple):
         log = _cut(zero if tokens.log_decay is None else tokens.log_decay[..., None], chunk).cumsum(-2)
         since = log.exp()
         weights = (log - log.mT).tril().exp().tril()
-        written = (keys * (log[..., -1:, :] - log).exp()).mT @ keys
-        entries = [torch.zeros_like(written[:, 0])]
+        gram = (keys * (log[..., -1:, :] - log).exp()).mT @ keys
+        entries = [torch.zeros_like(gram[:, 0])]
         for number in range(keys.shape[1] - 1):
-            entries.append(since[:, number, -1:] * entries[-1] + written[:, number])
+            entries.append(since[:, number, -1:] * entries[-1] + gram[:, number])
         entry = torch.stack(entries, 1)
         within = (keys @ keys.mT).square()
         square = since.square() * entry.square().sum((-2, -1))[..., None, None]
@@ -99,9 +99,9 @@ class Systems(NamedTuple):
     def apply(self, x: Tensor, arithmetic: Arithmetic = ARITHMETICS["float64"]) -> Tensor:
         """Return S x of every token, `[n, C, L, D]`."""
         operand = arithmetic.round_operand
-        keys, given = operand(self.keys), operand(x)
-        recent = operand(self.weights / self.norm * (given @ keys.mT)) @ keys
-        return self.since / self.norm * (given @ operand(self.entry)) + recent + self.factor * x
+        keys, vector = operand(self.keys), operand(x)
+        recent = operand(self.weights / self.norm * (vector @ keys.mT)) @ keys
+        return self.since / self.norm * (vector @ operand(self.entry)) + recent + self.factor * x
 
     def grams(self) -> Iterator[Tensor]:
         """Yield H / ||H||_F of each chunk, `[n, L, D, D]`."""

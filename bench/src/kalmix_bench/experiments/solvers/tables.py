@@ -29,12 +29,12 @@ def average_seeds(seeds: Sequence[Sequence[Curve]], names: Sequence[str]) -> lis
 
 
 def mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
 
 
-def select(curves: Sequence[Curve], **wanted: Any) -> list[Curve]:
-    return [curve for curve in curves if wanted.items() <= curve.items()]
+def select(curves: Sequence[Curve], **values: Any) -> list[Curve]:
+    return [curve for curve in curves if values.items() <= curve.items()]
 
 
 def lines_by(curves: Sequence[Curve], by: str) -> dict[str, tuple[Sequence[int], Sequence[float]]]:

@@ -65,12 +65,12 @@ class Digits(Images):
             raise ArgumentError("images", problem=problem, expected="a folder of images", hint=hint)
         from sklearn.datasets import load_digits
 
-        found: Any = load_digits()
-        order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
-        kept = order[:HELD_OUT] if held_out else order[HELD_OUT:]
-        pixels = (torch.tensor(found.images[kept.numpy()], dtype=torch.float32)[:, None] / 8 - 0.6) / 0.75
+        digits: Any = load_digits()
+        order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+        index = order[:HELD_OUT] if held_out else order[HELD_OUT:]
+        pixels = (torch.tensor(digits.images[index.numpy()], dtype=torch.float32)[:, None] / 8 - 0.6) / 0.75
         self.images = F.interpolate(pixels, (size, size), mode="bilinear")
-        self.labels = torch.tensor(found.target[kept.numpy()], dtype=torch.long)
+        self.labels = torch.tensor(digits.target[index.numpy()], dtype=torch.long)
         self.classes, self.shift = [str(n) for n in range(10)], shift
 
     def __len__(self) -> int:
@@ -185,10 +185,10 @@ def mix_images(images: Tensor, labels: Tensor, classes: int, recipe: VisionRecip
     other.
     Labels are smoothed first. Image i is mixed with image B - 1 - i, all with the same share.
     """
-    shown = F.one_hot(labels, classes) * (1 - recipe.label_smoothing) + recipe.label_smoothing / classes
+    targets = F.one_hot(labels, classes) * (1 - recipe.label_smoothing) + recipe.label_smoothing / classes
     kinds = [kind for kind in ("mixup", "cutmix") if getattr(recipe, kind)]
     if not kinds:
-        return images, shown
+        return images, targets
     kind = kinds[int(torch.randint(len(kinds), ()))]
     strength = torch.tensor(float(getattr(recipe, kind)))
     share = float(torch.distributions.Beta(strength, strength).sample())  # share of the image itself
@@ -202,7 +202,7 @@ def mix_images(images: Tensor, labels: Tensor, classes: int, recipe: VisionRecip
         images = images.clone()
         images[..., top:bottom, left:right] = others[..., top:bottom, left:right]
         share = 1 - (bottom - top) * (right - left) / (height * width)
-    return images, torch.lerp(shown.flip(0), shown, share)
+    return images, torch.lerp(targets.flip(0), targets, share)
 
 
 def _span(length: int, share: float) -> tuple[int, int]:

@@ -97,10 +97,10 @@ class Vision(Experiment[VisionCell]):
         table = Table("model", box=box.MARKDOWN, title="[bold]accuracy on held-out images, %", title_justify="left")
         for column in ("images", "epochs", "seeds", "test accuracy", "seconds"):
             table.add_column(column, justify="right", no_wrap=column != "images")
-        for recipe, alike in _by_recipe(rows):
-            seconds = sum(row["training_seconds"] for row in alike) / len(alike)
-            accuracy = Score.of([row["accuracy"] for row in alike])
-            cells = (_images(recipe), recipe["epochs"], len(alike), accuracy, f"{seconds:.1f}")
+        for recipe, group in _by_recipe(rows):
+            seconds = sum(row["training_seconds"] for row in group) / len(group)
+            accuracy = Score.of([row["accuracy"] for row in group])
+            cells = (_images(recipe), recipe["epochs"], len(group), accuracy, f"{seconds:.1f}")
             table.add_row(recipe["mixer"], *map(str, cells))
         console.print(table)
         return [_draw_learning(_by_recipe(rows), output / "vision.png")] if rows else []
@@ -112,11 +112,11 @@ class Vision(Experiment[VisionCell]):
                 condition=f"{recipe['size']} pixels, {recipe['epochs']} epochs",
                 layer=recipe["mixer"],
                 score="accuracy",
-                value=Score.of([row["accuracy"] for row in alike]),
-                seeds=len(alike),
+                value=Score.of([row["accuracy"] for row in group]),
+                seeds=len(group),
                 metadata={"width": recipe["width"], "depth": sum(recipe["depths"]), "epochs": recipe["epochs"]},
             )
-            for recipe, alike in _by_recipe(rows)
+            for recipe, group in _by_recipe(rows)
         ]
 
 
@@ -130,7 +130,7 @@ def _by_recipe(rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
     for row in rows:
         same = json.dumps({**row["recipe"], "seed": None}, sort_keys=True)
         groups.setdefault(same, []).append(row)
-    return [(alike[0]["recipe"], alike) for alike in groups.values()]
+    return [(group[0]["recipe"], group) for group in groups.values()]
 
 
 def _draw_learning(groups: Sequence[tuple[dict[str, Any], list[Row]]], path: Path) -> Path:
@@ -139,11 +139,11 @@ def _draw_learning(groups: Sequence[tuple[dict[str, Any], list[Row]]], path: Pat
 
     panels = []
     for images in dict.fromkeys(_images(recipe) for recipe, _ in groups):
-        models = [(recipe, alike) for recipe, alike in groups if _images(recipe) == images]
+        models = [(recipe, group) for recipe, group in groups if _images(recipe) == images]
         for name, label, factor in (("accuracy", "test accuracy (%)", 100), ("loss", "training loss (nats)", 1)):
             curves = {
-                published_name(recipe["mixer"]): seed_curve([row["curves"][name] for row in alike], factor)
-                for recipe, alike in models
+                published_name(recipe["mixer"]): seed_curve([row["curves"][name] for row in group], factor)
+                for recipe, group in models
             }
             subtitle = f"{models[0][0]['size']} pixels, mean and standard error over {len(models[0][1])} seeds"
             panels.append(LinePanel(images, subtitle, "epoch", label, curves))
@@ -182,7 +182,7 @@ def _command(
         images=None if images is None else str(images.resolve()),
         epochs=recipe.epochs if epochs is None else epochs,
     )
-    named = options.names("models", models, MODELS)
-    every = range(options.count("seeds", seeds))
-    cells = [VisionCell(replace(recipe, mixer=mixer, seed=seed)) for mixer in named for seed in every]
+    model_names = options.names("models", models, MODELS)
+    seed_range = range(options.count("seeds", seeds))
+    cells = [VisionCell(replace(recipe, mixer=mixer, seed=seed)) for mixer in model_names for seed in seed_range]
     session.run(Vision(), cells, output, Console(highlight=False), device=options.device(device), jobs=jobs)

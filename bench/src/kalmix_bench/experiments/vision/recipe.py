@@ -122,10 +122,12 @@ class VisionRecipe:
             ArgumentError: there is no such file, it is not a recipe, or a newer version wrote it.
         """
         try:
-            given = read_json(folder / RECIPE_FILE)
-            check_format(given, folder / RECIPE_FILE)
+            values = read_json(folder / RECIPE_FILE)
+            check_format(values, folder / RECIPE_FILE)
             known = {field.name for field in fields(cls)}
-            shaped: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}
+            shaped: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known
+            }
             return cls(**shaped)
         except FormatError:
             raise

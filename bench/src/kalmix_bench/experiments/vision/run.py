@@ -90,9 +90,9 @@ def train(
         ArgumentError: there are no images or no such mixer, sizes do not fit, the loss is not finite, or `output` has a
             finished run or one in progress.
     """
-    here = process_state()
+    process = process_state()
     output = Path(broadcast_object_list([str(output)])[0])
-    with lock_folder(output) if here.is_main_process else nullcontext(), disk_errors(output):
+    with lock_folder(output) if process.is_main_process else nullcontext(), disk_errors(output):
         return _train(recipe, output, resume=resume, callbacks=callbacks, cpu=cpu)
 
 
@@ -115,7 +115,7 @@ def _train(
         args=_arguments(recipe, output, cpu=cpu),
         train_dataset=train_set,
         eval_dataset=test_set,
-        compute_metrics=lambda found: {"accuracy": float((found.predictions == found.label_ids).mean())},
+        compute_metrics=lambda evaluation: {"accuracy": float((evaluation.predictions == evaluation.label_ids).mean())},
         preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1),
         callbacks=list(callbacks),
     )
