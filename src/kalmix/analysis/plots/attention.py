@@ -44,7 +44,7 @@ def attention_maps(
     with _panels(path, tokens, names, title) as (figure, panels):
         for panel, values in zip(panels, maps, strict=True):
             panel.imshow(_causal(values), cmap=WEIGHT, norm=norm)
-        _bar(figure, ScalarMappable(norm, WEIGHT), panels, aspect=40)
+        _bar(figure, ScalarMappable(norm, WEIGHT), panels, "share of the read-out", aspect=40)
     return path
 
 
@@ -72,8 +72,8 @@ def channel_maps(
     """
     with _panels(path, tokens, names, title) as (figure, panels):
         for panel, values in zip(panels, np.asarray(weights, float), strict=True):
-            drawn = panel.imshow(_causal(values), cmap=SIGN, norm=_signed(values))
-            _bar(figure, drawn, panel, aspect=25)
+            image = panel.imshow(_causal(values), cmap=SIGN, norm=_signed(values))
+            _bar(figure, image, panel, "weight", aspect=25)
     return path
 
 
@@ -91,13 +91,13 @@ def _panels(
             panel.set_title(name)
             panel.grid(visible=False)
             panel.tick_params(length=0)
+            panel.set(xlabel="written at", ylabel="read at")
             if len(tokens) <= LABELLED:
-                small: Any = {"family": "monospace", "fontsize": float(np.clip(300 / len(tokens), 3.5, 7))}
                 labels = [printable(token) for token in tokens]
+                count = max(1, sum(map(bool, labels)))  # an empty label takes no room
+                small: Any = {"family": "monospace", "fontsize": float(np.clip(300 / count, 3.5, 8))}
                 panel.set_xticks(range(len(tokens)), labels, rotation=90, **small)
                 panel.set_yticks(range(len(tokens)), labels, **small)
-            else:
-                panel.set(xlabel="written at", ylabel="read at")
         for panel in axes[len(names) :]:
             panel.set_visible(False)
         if title:
@@ -110,8 +110,8 @@ def _signed(values: np.ndarray) -> Normalize:
     return FuncNorm((lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * np.square(x)), -top, top)
 
 
-def _bar(figure: Figure, drawn: ScalarMappable, axes: Axes | list[Axes], *, aspect: float) -> None:
-    bar = figure.colorbar(drawn, ax=axes, pad=0.01, fraction=0.025, aspect=aspect)
+def _bar(figure: Figure, image: ScalarMappable, axes: Axes | list[Axes], label: str, *, aspect: float) -> None:
+    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.025, aspect=aspect, label=label)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=7, colors=MUTED)
 

@@ -48,10 +48,10 @@ def posterior_variance(
         for of_layer, name in zip(variance, names, strict=True):
             row = np.asarray(of_layer, float)
             line = row if row.ndim == 1 else row.mean(-1)
-            (drawn,) = axes.plot(line, label=name, drawstyle="steps-mid")
+            (curve,) = axes.plot(line, label=name, drawstyle="steps-mid")
             if row.ndim == 2:
                 low, high = np.quantile(row.clip(min=TINY), (0.25, 0.75), axis=-1)
-                axes.fill_between(range(len(line)), low, high, step="mid", alpha=0.15, color=drawn.get_color())
+                axes.fill_between(range(len(line)), low, high, step="mid", alpha=0.15, color=curve.get_color())
         axes.set(title=title or "Posterior variance of the read-out", ylabel="variance", yscale="log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
@@ -62,9 +62,11 @@ def posterior_variance(
         for level, (name, mask) in enumerate((marks or {}).items()):
             colour = COLOURS[(len(names) + level) % len(COLOURS)]
             at = np.flatnonzero(np.asarray(mask, bool))
-            height = {"ymin": 0.04 * level, "ymax": 0.04 * level + 0.03, "transform": axes.get_xaxis_transform()}
-            axes.vlines(at, color=colour, linewidth=1.5, label=name, **height)
+            ticks = {"linestyle": "none", "markersize": 9, "markeredgewidth": 1.5}
+            heights = np.full(len(at), 0.04 * level + 0.02)
+            axes.plot(at, heights, "|", color=colour, label=name, transform=axes.get_xaxis_transform(), **ticks)
         label_tokens(axes, tokens)
+        axes.set_xlabel("token")
         figure.legend(loc="outside right upper", labelcolor=INK)
     return path
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from kalmix.files import write_text
 from kalmix_bench.experiments.collision import figures
 from kalmix_bench.experiments.collision import mechanism as mech
+from kalmix_bench.experiments.collision.models import UPDATES
 from kalmix_bench.experiments.collision.predictions import Prediction, predictions
 from kalmix_bench.experiments.collision.protocol import OVERLAP
 from kalmix_bench.runner.cells import Row
@@ -90,7 +91,8 @@ def learned(rows: Sequence[Row], output: Path, console: Console) -> list[Path]:
 
 
 def _learned(study: str, rows: Sequence[Row], output: Path, console: Console) -> Path:
-    models = dict.fromkeys(row["model"] for row in rows)
+    trained = {row["model"] for row in rows}
+    models = [name for name in UPDATES if name in trained]
     panels = []
     for axis, fixed, heading, training_range in AXES[study]:
         tests = {name: [_along(row["scores"], axis, fixed) for row in rows if row["model"] == name] for name in models}

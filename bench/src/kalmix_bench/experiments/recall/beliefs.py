@@ -69,6 +69,7 @@ def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
     from kalmix_bench.experiments.recall.checkpoints import load_trained_model
     from kalmix_bench.experiments.recall.data import draw_cell_data
     from kalmix_bench.experiments.recall.models import AutoEncoder
+    from kalmix_bench.runner.published_names import published_name
 
     data = draw_cell_data(cell)
     test = data.parts[0].test
@@ -83,7 +84,7 @@ def draw(cell: RecallCell, results: Results, row: int) -> list[Path]:
     answers = np.isin(test.inputs[row], test.targets[row][queries])
     tokens, folder = [str(token) for token in test.inputs[row]], results.path.parent / "beliefs"
     name = re.sub(r"[^\w.]+", "-", f"{cell.task}-{cell.layer}-{cell.seed}")
-    title = f"{cell.layer} on {cell.task}"
+    title = f"{published_name(cell.layer)}, {cell.task.rpartition('/')[2].replace('-', ' ')}"
     variance = folder / f"{name}-variance.png"
     posterior_variance(
         variance,

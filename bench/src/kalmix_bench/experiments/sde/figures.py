@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -62,15 +63,17 @@ def paths(path: str | PathLike[str], panels: Sequence[Path2D]) -> str | PathLike
 
 
 def clouds(path: str | PathLike[str], panels: Sequence[Clouds]) -> str | PathLike[str]:
-    """Draw propagated estimates, one colour per time, and the true state as crosses (Figure 2); return the path."""
-    with picture(path, (0.4 + 3.9 * len(panels), 3.9), columns=len(panels)) as (_, axes):
+    """Draw propagated estimates, one colour and marker per time, and true states (large; Figure 2); return the path."""
+    with picture(path, (0.4 + 3.9 * len(panels), 3.9), columns=len(panels)) as (figure, axes):
         for area, one in zip(axes, panels, strict=True):
             state = np.asarray(one.state, float)
-            area.plot(*state.T, color=INK, linewidth=1)
-            for colour, at, estimates in zip(COLOURS, one.at, one.estimates, strict=False):
-                area.plot(*np.asarray(estimates, float).T, "o", color=colour, markersize=2.5, alpha=0.5)
-                area.plot(*state[at], "X", color=colour, markeredgecolor=INK, markersize=8)
+            area.plot(*state.T, color=INK, linewidth=1, label="true trajectory")
+            for colour, marker, at, estimates in zip(COLOURS, MARKERS, one.at, one.estimates, strict=False):
+                area.plot(*np.asarray(estimates, float).T, marker, color=colour, markersize=2.5, alpha=0.5)
+                state_style: dict[str, Any] = {"color": colour, "markeredgecolor": INK, "linestyle": "none"}
+                area.plot(*state[at], marker=marker, markersize=8, label=f"state at token {at}", **state_style)
             _plane(area, one.title)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, labelcolor=INK)
     return path
 
 

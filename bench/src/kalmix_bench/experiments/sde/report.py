@@ -100,20 +100,34 @@ def pictures(rows: Mapping[SdeCell, Row], results: Results, output: Path) -> lis
             if example.trajectory.state is not None:
                 state, measurements = example.trajectory.state[0], example.trajectory.measurements[0]
                 path2d = figures.Path2D(
-                    setting, state, measurements, example.predictor.predict(example.trajectory, 1)[0]
+                    _with_noises(setting), state, measurements, example.predictor.predict(example.trajectory, 1)[0]
                 )
                 paths.setdefault(cell.model, []).append(path2d)
                 clouds.extend(() if clouds else example.clouds())
         labels = ["" if token % 10 else f"{time:.2g}" for token, time in enumerate(times.tolist())]
         if maps:
             path = output / f"maps-{setting}.png"
-            attention_maps(path, torch.stack([*maps.values()]), labels, [*maps], title=f"Attention, {setting}")
+            attention_maps(
+                path,
+                torch.stack([*maps.values()]),
+                labels,
+                [*maps],
+                title=f"Attention by time, {_with_noises(setting)}",
+            )
             files.append(path)
     for model, path2d in paths.items():
         files.append(Path(figures.paths(output / f"paths-{model}.png", path2d[:3])))
     if clouds:
         files.append(Path(figures.clouds(output / "pulled.png", clouds)))
     return files
+
+
+def _with_noises(name: str) -> str:
+    """Return the name of a setting with its variances of process and measurement noise."""
+    setting = SETTINGS[name]
+    if not isinstance(setting, SimulatedSetting):
+        return name
+    return f"{name}: noises {setting.system.process_noise:g}, {setting.system.obs_noise:g}"
 
 
 class _Example(NamedTuple):
@@ -146,7 +160,11 @@ class _Example(NamedTuple):
         for epochs, weights in sorted(self.predictor.snapshots.items()):
             model.load_state_dict(weights)
             estimates = [(model.propagate(self.tokens, self.times, then) @ self.predictor.rows.mT)[0] for then in at]
-            stages.append(figures.Clouds(f"after {epochs} epochs", self.trajectory.state[0], at, estimates))
+            stages.append(
+                figures.Clouds(
+                    f"after {epochs} epochs" if epochs else "before training", self.trajectory.state[0], at, estimates
+                )
+            )
         return stages
 
 
