@@ -76,7 +76,7 @@ def test_a_finished_cell_is_not_run_again(kalmix, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--parts recal", "Did you mean 'recall'?"),
+        ("--parts recal", "Did you mean 'recall'"),
         ("--models gated", "'linear-attention', 'gla', 'deltanet', 'reset' or 'bayesian'"),
         ("--preset desktop", "'laptop' or 'paper'"),
         ("--seeds 0", "`seeds` is 0"),

@@ -159,7 +159,7 @@ def _length(cell: RecallCell) -> int:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("mad --layer kalman", "such as kla"),
+        ("mad --layer kalman", "Did you mean 'kla'"),
         ('mad --layer kla:{"slot":8}', "`slot` is not an option of 'kla'"),
         ("mad --layer kla:{slots:8}", 'such as kla:{"slots": 8}'),
         ('mad --layer kla:{"slots":"8"}', "`slots` is '8'"),

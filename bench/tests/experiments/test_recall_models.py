@@ -213,9 +213,12 @@ def test_rates_follow_their_schedules() -> None:
         (lambda: RecallProtocol(epochs=1, batch_size=1, learning_rate=0), "`learning_rate`"),
         (
             lambda: RecallProtocol(epochs=1, batch_size=1, learning_rate=1, schedule="linear"),
-            "constant, cosine, warmup",
+            "'constant', 'cosine' or 'warmup'",
         ),
-        (lambda: RecallProtocol(epochs=1, batch_size=1, learning_rate=1, select_epoch="first"), "loss, score, last"),
+        (
+            lambda: RecallProtocol(epochs=1, batch_size=1, learning_rate=1, select_epoch="first"),
+            "'loss', 'score' or 'last'",
+        ),
         (lambda: ModelShape(0), "`hidden_size`"),
         (lambda: RecallCell("mad/copying", (), "kla", MAD, RecallProtocol(1, 1, 1), 0), "mad/selective-copying"),
         (

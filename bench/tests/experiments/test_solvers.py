@@ -198,7 +198,7 @@ def _apart(got: Tensor, want: Tensor) -> float:
 
 
 def test_an_unknown_kind_of_keys_raises() -> None:
-    with pytest.raises(ArgumentError, match="random, repeated, correlated"):
+    with pytest.raises(ArgumentError, match="'random', 'repeated' or 'correlated'"):
         draw("sorted", 1, 8, 4, 0, CPU)
 
 
