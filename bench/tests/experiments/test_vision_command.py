@@ -80,7 +80,7 @@ def test_a_stopped_cell_resumes_from_its_checkpoint(tmp_path: Path, images: Path
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--preset desktop", "laptop, paper"),
+        ("--preset desktop", "'laptop' or 'paper'"),
         ("--preset paper", "a folder of images"),
         ("--images nowhere", "train and val"),
         ("--models rnn", "'attention', "),
