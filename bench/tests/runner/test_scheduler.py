@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from kalmix import ArgumentError
+from kalmix.files import FORMAT
 from kalmix_bench.runner import scheduler
 from kalmix_bench.runner.cells import Results, digest
 from kalmix_bench.runner.experiment import Experiment
@@ -265,7 +266,8 @@ def test_rows_of_a_newer_version_are_refused(tmp_path: Path) -> None:
     results, notes = places(tmp_path)
     run([Square(1)], results, partial(squared, notes=notes), CPU)
     (row,) = results.read()
-    assert row["format"] == 2
-    results.path.write_text(json.dumps({**row, "format": 3}) + "\n")
-    with pytest.raises(ArgumentError, match=r"`format` is 3 in '.*results.jsonl'; expected at most 2"):
+    assert row["format"] == FORMAT
+    results.path.write_text(json.dumps({**row, "format": FORMAT + 1}) + "\n")
+    says = rf"`format` is {FORMAT + 1} in '.*results.jsonl'; expected at most {FORMAT}"
+    with pytest.raises(ArgumentError, match=says):
         run([Square(1)], results, partial(squared, notes=notes), CPU)
