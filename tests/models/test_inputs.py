@@ -117,12 +117,13 @@ def test_a_layout_is_cropped_twice_as_once():
 
 
 @pytest.mark.parametrize("layers", ["kla", "hybrid", "filters"])
-def test_a_prompt_with_the_pad_id_inside_is_continued(layers):
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 2}])
+def test_a_prompt_with_the_pad_id_inside_is_continued(layers, cache):
     """Without a mask, transformers masks every pad id of the prompt."""
     model = build(layers)
     prompt = tokens(1, 7)
     inside = torch.cat([prompt[:, :3], torch.zeros(1, 2, dtype=torch.long), prompt[:, 3:]], 1)
-    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, **cache}
     with checks(False):
         got = model.generate(inside, **options)
     assert torch.equal(got[:, 9:], model.generate(prompt, **options)[:, 7:])
