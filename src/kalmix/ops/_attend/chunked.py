@@ -248,7 +248,7 @@ def _backward(
         grad_log_precision, log_precision = (x.transpose(1, 2)[..., None] for x in (grad_log_precision, log_precision))
     grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in inputs[:3])
     grad_head_params, grad_key_frequency, grad_value_frequency = (
-        torch.zeros_like(x) for x in (head_params, key_frequency, value_frequency)
+        x.new_zeros(x.shape) for x in (head_params, key_frequency, value_frequency)
     )
     correction, multiple_tiles = _SumCorrection.of(inputs), False
     for queries in inputs.query_tiles():

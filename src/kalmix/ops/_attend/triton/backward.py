@@ -367,7 +367,7 @@ def backward(
     grad_v = rotate_backward(
         join_slices(grad_v), join_slices(v), times, value_frequency, False, dtype, value_frequency_grads[1]
     )
-    grad_head_params = grad_head_params.sum(0).unflatten(0, (heads, -1)).sum(1).T
+    grad_head_params = grad_head_params.sum(0).unflatten(0, (heads, -1)).sum(1).T.contiguous()
     return (
         grad_q, grad_k, grad_v, sum_frequency_grads(qk_frequency_grads[2], frequency),
         sum_frequency_grads(value_frequency_grads[2], value_frequency), grad_head_params,
