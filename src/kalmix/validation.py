@@ -86,13 +86,17 @@ def check_shape(name: str, tensor: Tensor, layout: str, sizes: dict[str, int]) -
         sizes: sizes of the letters so far. Letters of `layout` that it lacks are added, with the tensor's sizes.
     """
     letters = layout.split()
-    expected = "[" + ", ".join(f"{x}={sizes[x]}" if x in sizes else x for x in letters) + "]"
     if not isinstance(tensor, Tensor):
         got = "None" if tensor is None else f"a {type(tensor).__name__}"
-        raise ArgumentError(name, got=got, expected=f"a tensor {expected}")
+        raise ArgumentError(name, got=got, expected=f"a tensor {_shape_text(letters, sizes)}")
     if tensor.ndim != len(letters) or any(sizes.get(x, n) != n for x, n in zip(letters, tensor.shape, strict=True)):
-        raise ArgumentError(name, problem=f"has shape {list(tensor.shape)}", expected=expected)
+        raise ArgumentError(name, problem=f"has shape {list(tensor.shape)}", expected=_shape_text(letters, sizes))
     sizes.update(zip(letters, tensor.shape, strict=True))
+
+
+def _shape_text(letters: list[str], sizes: dict[str, int]) -> str:
+    """Return a shape such as `[B=2, T]` for a message. `torch.compile` fixes every size that is formatted."""
+    return "[" + ", ".join(f"{x}={sizes[x]}" if x in sizes else x for x in letters) + "]"
 
 
 def check_dtype_and_device(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:

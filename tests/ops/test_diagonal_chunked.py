@@ -1,4 +1,4 @@
-"""The chunked kernel of `diagonal`: results and gradients of the reference, memory, size of the compiled graph."""
+"""The chunked kernel of `diagonal`: results and gradients of the reference, and memory."""
 
 import pytest
 import torch
@@ -189,50 +189,3 @@ def test_training_stores_no_state_per_token(segments, compiled):
     inputs = sum(x.nbytes for x in leaves)
     copies = 2 if compiled else 1  # a compiler may also store tiles of inputs, and first products of beliefs
     assert sum(kept.values()) <= copies * (inputs + 8 * 2 * tiles * 16 * 16) + 48 < 8 * 256 * 16 * 16
-
-
-class Counting:
-    """Compiler back end that counts the operations of forward and backward graphs."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def __call__(self, module, inputs):
-        from functorch.compile import make_boxed_func
-        from torch._dynamo.backends.common import aot_autograd
-
-        def count(graph, _):
-            self.sizes.append(len(graph.graph.nodes))
-            return make_boxed_func(graph.forward)
-
-        return aot_autograd(fw_compiler=count, bw_compiler=count)(module, inputs)
-
-
-def compiled_answer(args, segments=None):
-    torch._dynamo.reset()
-    backend = Counting()
-
-    class Compiled:
-        diagonal = staticmethod(torch.compile(chunked.diagonal, fullgraph=True, backend=backend, dynamic=False))
-
-    return answer(Compiled, args, segments), backend.sizes
-
-
-def compiles_to_the_same(args, segments=None):
-    """Return the sizes of compiled graphs, and check their results."""
-    compiled, sizes = compiled_answer(args, segments)
-    for ours, theirs in zip(compiled, answer(chunked, args, segments), strict=True):
-        for name, x in theirs.items():
-            torch.testing.assert_close(ours[name], x, rtol=1e-11, atol=1e-11, msg=name)
-    return sizes
-
-
-@pytest.mark.slow
-def test_compiled_equals_eager_on_segments():
-    compiles_to_the_same(arguments(3, 61, (1, 2), sequences=GAPS.count), GAPS)
-
-
-@pytest.mark.slow
-def test_compiled_graph_size_is_independent_of_length():
-    few, many = (compiles_to_the_same(arguments(1, length, slots=1, channels=2)) for length in (256, 1024))
-    assert len(few) == 2 and few == many

@@ -1,4 +1,4 @@
-"""The chunked kernels of `additive` and `delta`: results of the reference, memory, size of the compiled graph."""
+"""The chunked kernels of `additive` and `delta`: results of the reference, and memory."""
 
 import pytest
 import torch
@@ -154,48 +154,3 @@ def test_training_stores_no_memory_per_token(variant, layout):
         call("chunked", op, leaves, segments)
     chunks = 512 // (64 if op == "additive" else 16) + (segments.count if segments else 0)
     assert sum(kept.values()) <= sum(x.numel() for x in leaves.values()) + chunks * 16 * 16 + 6
-
-
-class Counting:
-    """Compiler back end that counts the operations of forward and backward graphs."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def __call__(self, module, inputs):
-        from functorch.compile import make_boxed_func
-        from torch._dynamo.backends.common import aot_autograd
-
-        def count(graph, _):
-            self.sizes.append(len(graph.graph.nodes))
-            return make_boxed_func(graph.forward)
-
-        return aot_autograd(fw_compiler=count, bw_compiler=count)(module, inputs)
-
-
-@pytest.mark.parametrize(
-    ("variant", "layout"),
-    [
-        pytest.param(("additive", "head", "head"), "whole", id="additive"),
-        pytest.param(("delta", "key", "head"), "packed", id="delta, packed", marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_graph_size_is_independent_of_length(variant, layout, monkeypatch):
-    """The graph is the same for few and many chunks, and its results equal those of eager mode."""
-    monkeypatch.setattr(MODULES[variant[0]].chunked, "CHUNK", 2)
-    segments, sizes = LAYOUTS[layout], []
-    for length in (61, 113):
-        op, args = arguments(variant, 1, length, sequences=segments and segments.count)
-        torch._dynamo.reset()
-        backend = Counting()
-        compiled = torch.compile(
-            lambda x: call("chunked", op, x, segments),  # noqa: B023
-            fullgraph=True,
-            backend=backend,
-            dynamic=False,
-        )
-        got, want = (answer(function, args) for function in (compiled, lambda x: call("chunked", op, x, segments)))  # noqa: B023
-        for name, x in want.items():
-            torch.testing.assert_close(got[name], x, rtol=1e-11, atol=1e-11, msg=name)
-        sizes.append(backend.sizes)
-    assert len(sizes[0]) == 2 and sizes[0] == sizes[1]

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.ops._additive.signals import AdditiveSignals
-from kalmix.ops._shared.batching import filter_in_slices
+from kalmix.ops._shared.batching import Slicing, backpropagate_slices, empty_outputs, filter_slices
 from kalmix.ops._shared.chunking import Chunks
-from kalmix.ops._shared.custom_op import once_differentiable
+from kalmix.ops._shared.custom_op import needs_grad, register_filter_op
 from kalmix.ops._shared.decay_products import Decays
 from kalmix.ops._shared.isolation import isolate_non_finite
-from kalmix.ops._shared.scan import DecayAndWrite
+from kalmix.ops._shared.scan import DecayAndWrite, State
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -28,64 +28,98 @@ CHUNK = 64  # tokens per chunk
 
 def additive(signals: AdditiveSignals, belief: PointBelief, segments: Segments | None) -> Filtered:
     """Compute equation 19 of Memory by Design, with a backward pass of its own. See `kalmix.ops.additive`."""
-    entries = CHUNK * signals.v.shape[2] * max(signals.k.shape[3], signals.v.shape[3])
+    rows = None if segments is None else segments.rows
 
     def run(*tokens: Any) -> Filtered:
-        return filter_in_slices(_Additive.apply, tokens, belief, segments, entries, CHUNK)
+        mean, final, _ = _filter(*tokens, *belief, rows, needs_grad(*tokens, *belief))
+        return Filtered(mean, None, PointBelief(final))
 
     return isolate_non_finite(run, signals, belief, segments)
 
 
-class _Additive(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        gain: Tensor | None,
-        mean: Tensor,
-        rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        chunks = Chunks.create(v, q.shape[2], rows, CHUNK)
-        x = _split_signals(chunks, AdditiveSignals(q, k, v, log_decay, gain), mean.dtype)
-        maps = DecayAndWrite(x.decays.total, x.exit_keys.mT @ x.values)
-        (entry,), (final,) = chunks.scan(maps, (chunks.group_heads(mean),))
-        readout = chunks.merge(x.entry_queries @ entry + x.scores @ x.values)
-        ctx.save_for_backward(q, k, v, log_decay, gain, rows, entry)
-        if readout.dtype != v.dtype:  # an identity cast returns its input, whose gradient torch 2.11 loses
-            readout = readout.to(v.dtype)
-        return readout, final.flatten(1, 2)
+def _slicing(k: Tensor, v: Tensor, rows: Tensor | None) -> Slicing:
+    return Slicing(v, k.shape[2], rows, CHUNK, CHUNK * v.shape[2] * max(k.shape[3], v.shape[3]))
 
-    @staticmethod
-    @once_differentiable("kernel 'chunked' of `additive` and `ridge`")
-    def backward(ctx: Any, grad_readout: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, log_decay, gain, rows, entry = ctx.saved_tensors
-        chunks = Chunks.create(v, q.shape[2], rows, CHUNK)
-        x = _split_signals(chunks, AdditiveSignals(q, k, v, log_decay, gain), entry.dtype)
-        grad_readout = chunks.split(grad_readout, entry.dtype)
-        maps = DecayAndWrite(x.decays.total, x.entry_queries.mT @ grad_readout)
-        (grad_exit,), (grad_mean,) = chunks.scan(maps, (chunks.group_heads(grad_final),), reverse=True)
 
-        grad_entry_queries, grad_exit_keys = grad_readout @ entry.mT, x.values @ grad_exit.mT
-        grad_values = x.scores.mT @ grad_readout + x.exit_keys @ grad_exit
-        (grad_q,), grad_k, level_grads = x.decays.products_backward([x.q], x.k, [grad_readout @ x.values.mT])
-        grad_q = torch.addcmul(grad_q, grad_entry_queries, x.decays.from_start)
-        grad_k = torch.addcmul(grad_k, grad_exit_keys, x.decays.to_end)
-        grad_log_decay = grad_gain = None
-        if log_decay is not None:
-            total = x.decays.total * (grad_exit * entry).sum(-1, keepdim=True)
-            from_start, to_end = grad_entry_queries * x.entry_queries, grad_exit_keys * x.exit_keys
-            grad_log_decay = chunks.merge(x.decays.backward(from_start, to_end, total, level_grads))
-            grad_log_decay = grad_log_decay.reshape(log_decay.shape).to(log_decay.dtype)
-        grad_v = grad_values
-        if x.gain is not None:
-            grad_gain = chunks.merge((grad_values * x.v).sum(-1, keepdim=True)).squeeze(-1).to(gain.dtype)
-            grad_v = grad_values * x.gain
-        grad_q, grad_k = grad_q.sum(3, keepdim=True), grad_k.sum(3, keepdim=True)
-        grad_q, grad_k, grad_v = (chunks.merge(y).to(v.dtype) for y in (grad_q, grad_k, grad_v))
-        return grad_q, grad_k, grad_v, grad_log_decay, grad_gain, grad_mean.flatten(1, 2), None
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor | None,
+    mean: Tensor,
+    rows: Tensor | None,
+    store: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    slicing = _slicing(k, v, rows)
+    (readout,), (final,), (stored,) = filter_slices(_filter_slice, (q, k, v, log_decay, gain), (mean,), slicing, store)
+    return readout, final, stored
+
+
+def _forward_fake(q, k, v, log_decay, gain, mean, rows, store):
+    return *empty_outputs(v, (mean,)), *_slicing(k, v, rows).empty_stored((mean,), store)
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor | None,
+    stored: Tensor,
+    rows: Tensor | None,
+    grad_readout: Tensor,
+    grad_final: Tensor,
+) -> list[Tensor]:
+    signals, grads = (q, k, v, log_decay, gain), ((grad_readout,), (grad_final,))
+    grad_signals, (grad_mean,) = backpropagate_slices(_backward_slice, signals, (stored,), grads, _slicing(k, v, rows))
+    return [*grad_signals, grad_mean]
+
+
+_filter = register_filter_op(
+    "kalmix::additive_chunked",
+    _forward,
+    _forward_fake,
+    _backward,
+    outputs=2,
+    kernel="kernel 'chunked' of `additive` and `ridge`",
+)
+
+
+def _filter_slice(chunks: Chunks, signals: list[Any], state: State) -> tuple[State, State, State]:
+    x = _split_signals(chunks, AdditiveSignals(*signals), state[0].dtype)
+    maps = DecayAndWrite(x.decays.total, x.exit_keys.mT @ x.values)
+    (entry,), (final,) = chunks.scan(maps, (chunks.group_heads(state[0]),))
+    readout = chunks.merge(x.entry_queries @ entry + x.scores @ x.values)
+    return (readout,), (final.flatten(1, 2),), (entry,)
+
+
+def _backward_slice(
+    chunks: Chunks, signals: list[Any], stored: State, grad_readouts: list[Tensor], grad_state: State
+) -> tuple[tuple[Tensor | None, ...], State]:
+    (entry,), log_decay = stored, signals[3]
+    x = _split_signals(chunks, AdditiveSignals(*signals), entry.dtype)
+    grad_readout = chunks.split(grad_readouts[0], entry.dtype)
+    maps = DecayAndWrite(x.decays.total, x.entry_queries.mT @ grad_readout)
+    (grad_exit,), (grad_mean,) = chunks.scan(maps, (chunks.group_heads(grad_state[0]),), reverse=True)
+
+    grad_entry_queries, grad_exit_keys = grad_readout @ entry.mT, x.values @ grad_exit.mT
+    grad_v = x.scores.mT @ grad_readout + x.exit_keys @ grad_exit  # of `values`
+    (grad_q,), grad_k, level_grads = x.decays.products_backward([x.q], x.k, [grad_readout @ x.values.mT])
+    grad_q = torch.addcmul(grad_q, grad_entry_queries, x.decays.from_start)
+    grad_k = torch.addcmul(grad_k, grad_exit_keys, x.decays.to_end)
+    grad_log_decay = grad_gain = None
+    if log_decay is not None:
+        total = x.decays.total * (grad_exit * entry).sum(-1, keepdim=True)
+        from_start, to_end = grad_entry_queries * x.entry_queries, grad_exit_keys * x.exit_keys
+        grad_log_decay = chunks.merge(x.decays.backward(from_start, to_end, total, level_grads))
+        grad_log_decay = grad_log_decay.reshape(log_decay.shape)
+    if x.gain is not None:
+        grad_gain = chunks.merge((grad_v * x.v).sum(-1, keepdim=True)).squeeze(-1)
+        grad_v = grad_v * x.gain
+    grad_q, grad_k = grad_q.sum(3, keepdim=True), grad_k.sum(3, keepdim=True)
+    grad_signals = (*(chunks.merge(y) for y in (grad_q, grad_k, grad_v)), grad_log_decay, grad_gain)
+    return grad_signals, (grad_mean.flatten(1, 2),)
 
 
 class _ChunkedSignals(NamedTuple):

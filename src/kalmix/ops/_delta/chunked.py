@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.ops._delta.signals import DeltaSignals
-from kalmix.ops._shared.batching import filter_in_slices
+from kalmix.ops._shared.batching import Slicing, backpropagate_slices, empty_outputs, filter_slices
 from kalmix.ops._shared.chunking import Chunks
-from kalmix.ops._shared.custom_op import once_differentiable
+from kalmix.ops._shared.custom_op import needs_grad, register_filter_op
 from kalmix.ops._shared.decay_products import Decays, sum_of_products
 from kalmix.ops._shared.isolation import isolate_non_finite
 from kalmix.ops._shared.scan import State
@@ -31,82 +31,105 @@ CHUNK = 64  # largest number of tokens per chunk
 
 def delta(signals: DeltaSignals, belief: PointBelief, segments: Segments | None) -> Filtered:
     """Compute equations 17 and 31 of Memory by Design, with a backward pass of its own. See `kalmix.ops.delta`."""
-    size = _chunk_size(signals.k)
-    entries = size * signals.v.shape[2] * max(signals.k.shape[3], signals.v.shape[3])
+    rows = None if segments is None else segments.rows
 
     def run(*tokens: Any) -> Filtered:
-        return filter_in_slices(_Delta.apply, tokens, belief, segments, entries, size)
+        mean, final, _ = _filter(*tokens, *belief, rows, needs_grad(*tokens, *belief))
+        return Filtered(mean, None, PointBelief(final))
 
     return isolate_non_finite(run, signals, belief, segments)
 
 
-def _chunk_size(k: Tensor) -> int:
-    """Return the tokens per chunk: the key width rounded up to a power of two, between 16 and `CHUNK`."""
-    return min(CHUNK, max(16, 1 << (int(k.shape[3]) - 1).bit_length()))
+def _slicing(k: Tensor, v: Tensor, rows: Tensor | None) -> Slicing:
+    """Return slices with chunks of as many tokens as keys are wide, rounded up to a power of two, at least 16."""
+    size = min(CHUNK, max(16, 1 << (int(k.shape[3]) - 1).bit_length()))
+    return Slicing(v, k.shape[2], rows, size, size * v.shape[2] * max(k.shape[3], v.shape[3]))
 
 
-class _Delta(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gain: Tensor,
-        log_decay: Tensor | None,
-        mean: Tensor,
-        rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        chunks = Chunks.create(v, q.shape[2], rows, _chunk_size(k))
-        x = _split_signals(chunks, DeltaSignals(q, k, v, gain, log_decay), mean.dtype)
-        maps = _AffineMap(x.decays.total, -(x.exit_gains.mT @ x.error_keys), x.exit_gains.mT @ x.initial_errors)
-        (entry,), (final,) = chunks.scan(maps, (chunks.group_heads(mean),))
-        readout = chunks.merge(x.entry_queries @ entry + x.scores @ x.errors(entry))
-        ctx.save_for_backward(q, k, v, gain, log_decay, rows, entry)
-        if readout.dtype != v.dtype:  # an identity cast returns its input, whose gradient torch 2.11 loses
-            readout = readout.to(v.dtype)
-        return readout, final.flatten(1, 2)
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor,
+    log_decay: Tensor | None,
+    mean: Tensor,
+    rows: Tensor | None,
+    store: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    slicing = _slicing(k, v, rows)
+    (readout,), (final,), (stored,) = filter_slices(_filter_slice, (q, k, v, gain, log_decay), (mean,), slicing, store)
+    return readout, final, stored
 
-    @staticmethod
-    @once_differentiable("kernel 'chunked' of `delta`")
-    def backward(ctx: Any, grad_readout: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, gain, log_decay, rows, entry = ctx.saved_tensors
-        chunks = Chunks.create(v, q.shape[2], rows, _chunk_size(k))
-        x = _split_signals(chunks, DeltaSignals(q, k, v, gain, log_decay), entry.dtype)
-        grad_readout, errors = chunks.split(grad_readout, entry.dtype), x.errors(entry)
-        grad_errors = x.scores.mT @ grad_readout
-        grad_entry = x.entry_queries.mT @ grad_readout - x.error_keys.mT @ grad_errors
-        maps = _AffineMap(x.decays.total, -(x.error_keys.mT @ x.exit_gains), grad_entry)
-        (grad_exit,), (grad_mean,) = chunks.scan(maps, (chunks.group_heads(grad_final),), reverse=True)
 
-        grad_errors = grad_errors + x.exit_gains @ grad_exit
-        grad_v = solve_lower_triangular(x.coupling, grad_errors, transposed=True, unit=True)
-        grad_products = grad_readout, -grad_v  # of the products of q and of k with the memory
-        grad_entry_rows, grad_exit_gains = [y @ entry.mT for y in grad_products], errors @ grad_exit.mT
-        grad_scores, grad_coupling = (y @ errors.mT for y in grad_products)
-        grad_coupling.diagonal(dim1=-2, dim2=-1).zero_()  # no error depends on itself
-        grad_rows, grad_gains, level_grads = x.decays.products_backward(
-            (x.q, x.k), x.gains, [grad_scores, grad_coupling]
-        )
-        grad_q, grad_k = (
-            torch.addcmul(y, entry_row, x.decays.from_start)
-            for y, entry_row in zip(grad_rows, grad_entry_rows, strict=True)
-        )
-        grad_gains = torch.addcmul(grad_gains, grad_exit_gains, x.decays.to_end)
-        grad_log_decay = None
-        if log_decay is not None:
-            from_start = sum_of_products(grad_entry_rows, (x.entry_queries, x.entry_keys))
-            total = x.decays.total * (grad_exit * entry).sum(-1, keepdim=True)
-            grad_decay = x.decays.backward(from_start, grad_exit_gains * x.exit_gains, total, level_grads)
-            grad_log_decay = chunks.merge(grad_decay).reshape(log_decay.shape).to(log_decay.dtype)
-        if gain.ndim == 4:
-            grad_gain = chunks.merge(grad_gains)
-        else:
-            grad_gain = chunks.merge((grad_gains * x.k).sum(-1, keepdim=True)).squeeze(-1)
-            grad_k = torch.addcmul(grad_k, grad_gains, x.gain)
-        grad_q, grad_k = (chunks.merge(y.sum(3, keepdim=True)).to(q.dtype) for y in (grad_q, grad_k))
-        grad_v, grad_gain = chunks.merge(grad_v).to(v.dtype), grad_gain.to(gain.dtype)
-        return grad_q, grad_k, grad_v, grad_gain, grad_log_decay, grad_mean.flatten(1, 2), None
+def _forward_fake(q, k, v, gain, log_decay, mean, rows, store):
+    return *empty_outputs(v, (mean,)), *_slicing(k, v, rows).empty_stored((mean,), store)
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor,
+    log_decay: Tensor | None,
+    stored: Tensor,
+    rows: Tensor | None,
+    grad_readout: Tensor,
+    grad_final: Tensor,
+) -> list[Tensor]:
+    signals, grads = (q, k, v, gain, log_decay), ((grad_readout,), (grad_final,))
+    grad_signals, (grad_mean,) = backpropagate_slices(_backward_slice, signals, (stored,), grads, _slicing(k, v, rows))
+    return [*grad_signals, grad_mean]
+
+
+_filter = register_filter_op(
+    "kalmix::delta_chunked", _forward, _forward_fake, _backward, outputs=2, kernel="kernel 'chunked' of `delta`"
+)
+
+
+def _filter_slice(chunks: Chunks, signals: list[Any], state: State) -> tuple[State, State, State]:
+    x = _split_signals(chunks, DeltaSignals(*signals), state[0].dtype)
+    maps = _AffineMap(x.decays.total, -(x.exit_gains.mT @ x.error_keys), x.exit_gains.mT @ x.initial_errors)
+    (entry,), (final,) = chunks.scan(maps, (chunks.group_heads(state[0]),))
+    readout = chunks.merge(x.entry_queries @ entry + x.scores @ x.errors(entry))
+    return (readout,), (final.flatten(1, 2),), (entry,)
+
+
+def _backward_slice(
+    chunks: Chunks, signals: list[Any], stored: State, grad_readouts: list[Tensor], grad_state: State
+) -> tuple[tuple[Tensor | None, ...], State]:
+    (entry,), (_, _, _, gain, log_decay) = stored, signals
+    x = _split_signals(chunks, DeltaSignals(*signals), entry.dtype)
+    grad_readout, errors = chunks.split(grad_readouts[0], entry.dtype), x.errors(entry)
+    grad_errors = x.scores.mT @ grad_readout
+    grad_entry = x.entry_queries.mT @ grad_readout - x.error_keys.mT @ grad_errors
+    maps = _AffineMap(x.decays.total, -(x.error_keys.mT @ x.exit_gains), grad_entry)
+    (grad_exit,), (grad_mean,) = chunks.scan(maps, (chunks.group_heads(grad_state[0]),), reverse=True)
+
+    grad_errors = grad_errors + x.exit_gains @ grad_exit
+    grad_v = solve_lower_triangular(x.coupling, grad_errors, transposed=True, unit=True)
+    grad_products = grad_readout, -grad_v  # of the products of q and of k with the memory
+    grad_entry_rows, grad_exit_gains = [y @ entry.mT for y in grad_products], errors @ grad_exit.mT
+    grad_scores, grad_coupling = (y @ errors.mT for y in grad_products)
+    grad_coupling.diagonal(dim1=-2, dim2=-1).zero_()  # no error depends on itself
+    grad_rows, grad_gains, level_grads = x.decays.products_backward((x.q, x.k), x.gains, [grad_scores, grad_coupling])
+    grad_q, grad_k = (
+        torch.addcmul(y, entry_row, x.decays.from_start)
+        for y, entry_row in zip(grad_rows, grad_entry_rows, strict=True)
+    )
+    grad_gains = torch.addcmul(grad_gains, grad_exit_gains, x.decays.to_end)
+    grad_log_decay = None
+    if log_decay is not None:
+        from_start = sum_of_products(grad_entry_rows, (x.entry_queries, x.entry_keys))
+        total = x.decays.total * (grad_exit * entry).sum(-1, keepdim=True)
+        grad_decay = x.decays.backward(from_start, grad_exit_gains * x.exit_gains, total, level_grads)
+        grad_log_decay = chunks.merge(grad_decay).reshape(log_decay.shape)
+    if gain.ndim == 4:
+        grad_gain = chunks.merge(grad_gains)
+    else:
+        grad_gain = chunks.merge((grad_gains * x.k).sum(-1, keepdim=True)).squeeze(-1)
+        grad_k = torch.addcmul(grad_k, grad_gains, x.gain)
+    grad_q, grad_k = (chunks.merge(y.sum(3, keepdim=True)) for y in (grad_q, grad_k))
+    return (grad_q, grad_k, chunks.merge(grad_v), grad_gain, grad_log_decay), (grad_mean.flatten(1, 2),)
 
 
 class _ChunkedSignals(NamedTuple):
@@ -154,7 +177,3 @@ class _AffineMap(NamedTuple):
 
     def __call__(self, state: State) -> State:
         return (torch.addcmul(self.write + self.matrix @ state[0], self.decay, state[0]),)
-
-    def compose(self, after: _AffineMap) -> _AffineMap:
-        matrix = torch.addcmul(after.matrix @ self.matrix, after.decay, self.matrix) + after.matrix * self.decay.mT
-        return _AffineMap(self.decay * after.decay, matrix, *after((self.write,)))

@@ -133,20 +133,15 @@ def _forward(
     state = batch.sort(mean), batch.sort(covariance)
     readout_means, readout_variances = batch.empty_output(v), batch.empty_output(v[..., : int(variance)])
     count = SequenceBatch.num_checkpoints(v, mean, rows) if save else 0
-    checkpoints, num_saved = (
-        (state[0].new_zeros(count, *mean.shape[2:]), state[1].new_zeros(count, *covariance.shape[2:])),
-        0,
-    )
+    checkpoints = [x.new_zeros(count, *x.shape[1:]) for x in state]
     with torch.autocast(v.device.type, enabled=False):
         for steps in batch.step_groups():
             group = _StepGroup(batch, steps, signals)
             update, state = group.forward(state)
             if save:
-                for dest, x in zip(
-                    checkpoints, _first(group.num_checkpoints, (update.mean, update.covariance)), strict=True
-                ):
-                    dest[num_saved : num_saved + len(x)] = x
-                num_saved += group.num_checkpoints
+                saved = _first(group.num_checkpoints, (update.mean, update.covariance))
+                for dest, x in zip(checkpoints, saved, strict=True):
+                    dest.index_copy_(0, batch.checkpoint_index(steps, count), x)
             gains = readout_gains(group.stats, update)
             batch.scatter_tiles(
                 group.index, readout_means, group.stats.queries @ update.mean + gains @ update.innovation
@@ -154,15 +149,16 @@ def _forward(
             if variance:
                 batch.scatter_tiles(group.index, readout_variances, readout_variance(group.stats, update, gains))
     outputs = batch.to_output(readout_means, v.dtype), batch.to_output(readout_variances, mean.dtype)
-    return *outputs, batch.unsort(state[0], mean.dtype), batch.unsort(state[1], mean.dtype), *checkpoints
+    final_mean, final_covariance = (batch.unsort(x, mean.dtype) for x in state)
+    return *outputs, final_mean, final_covariance, checkpoints[0].flatten(), checkpoints[1].flatten()
 
 
 def _forward_fake(q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, rows, variance, save):
     count = SequenceBatch.num_checkpoints(v, mean, rows) if save else 0
     shapes = (*v.shape[:3], int(variance)), mean.shape, covariance.shape
     outputs = torch.empty_like(v, memory_format=torch.contiguous_format), *(mean.new_empty(shape) for shape in shapes)
-    checkpoints = ((count, *x.shape[2:]) for x in (mean, covariance))
-    return *outputs, *(mean.new_empty(shape, dtype=working_dtype(mean)) for shape in checkpoints)
+    sizes = (count * x.shape[2] * x.shape[3] for x in (mean, covariance))  # flat, as in `Slicing.empty_stored`
+    return *outputs, *(mean.new_empty(size, dtype=working_dtype(mean)) for size in sizes)
 
 
 def _backward(
@@ -189,13 +185,15 @@ def _backward(
     inputs = [x for x in signals if x is not None]
     grads = [batch.empty_output(x) for x in inputs]
     groups = batch.step_groups()
-    end = sum(batch.active_counts[:: batch.checkpoint_interval]) * batch.heads
+    checkpoints = [
+        x.view(-1, *y.shape[2:]) for x, y in ((means, grad_final_mean), (covariances, grad_final_covariance))
+    ]
     with torch.autocast(v.device.type, enabled=False):
         for steps in reversed(groups):
             group = _StepGroup(batch, steps, signals)
-            start = end - group.num_checkpoints
-            update = group.recompute((means[start:end], covariances[start:end]))
-            end, gains = start, readout_gains(group.stats, update)
+            index = batch.checkpoint_index(steps, len(checkpoints[0]))
+            update = group.recompute((checkpoints[0][index], checkpoints[1][index]))
+            gains = readout_gains(group.stats, update)
             grad_readout, grad_readout_variance = (
                 batch.gather_tiles(group.index, grad_mean),
                 batch.gather_tiles(group.index, grad_variance),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kalmix.ops._shared.chunking import max_packed_chunks
 from kalmix.segments import Segments
 
 TILE = 16  # tokens that share a factorisation; half as many for keys narrower than `FULL_TILE_WIDTH`
@@ -52,14 +53,17 @@ class SequenceBatch:
         self.token_shape, self.heads, self.dtype = v.shape[:2], v.shape[2], working_dtype(mean)
         self.tile_size, self.steps_per_group, self.checkpoint_interval = (
             _tile_size(v, mean),
-            _steps_per_group(v, mean),
-            _checkpoint_interval(v, mean),
+            _steps_per_group(mean),
+            _checkpoint_interval(mean),
         )
         self.covers_all_tokens = rows is None
         spans = Segments.whole(v.shape[0], v.shape[1], v.device).rows if rows is None else rows
         row, start, stop = spans.long().unbind(1)
         tiles = (stop - start + self.tile_size - 1) // self.tile_size
         self.order = tiles.argsort(descending=True, stable=True)
+        self.tiles = tiles[self.order]
+        checkpoints = (self.tiles + self.checkpoint_interval - 1) // self.checkpoint_interval
+        self.first_checkpoint = checkpoints.cumsum(0) - checkpoints
         first = row * self.token_shape[1]
         self.first, self.end = (first + start)[self.order], (first + stop)[self.order]
         self.active_counts = [
@@ -71,9 +75,25 @@ class SequenceBatch:
 
     @staticmethod
     def num_checkpoints(v: Tensor, mean: Tensor, rows: Tensor | None) -> int:
-        """Return the largest number of beliefs that are stored for the backward pass."""
-        steps, interval = -(-v.shape[1] // _tile_size(v, mean)), _checkpoint_interval(v, mean)
-        return mean.shape[1] * sum(_active_sequences(j, v, mean, rows) for j in range(0, steps, interval))
+        """Return how many beliefs the buffer for the backward pass holds; no decision depends on the length."""
+        span = _max_tile_size(mean) * _checkpoint_interval(mean)  # tokens between stored beliefs
+        if rows is None:
+            return mean.shape[1] * v.shape[0] * -(-v.shape[1] // span)
+        return mean.shape[1] * (max_packed_chunks(v.shape[0], v.shape[1], span, rows.shape[0]) + 1)
+
+    def checkpoint_index(self, steps: range, count: int) -> Tensor:
+        """Return the positions, in a buffer of `count` beliefs, of the beliefs that are stored in some steps.
+
+        Sequences follow one another. Those that have ended, whose number is unknown on a GPU, share the last position.
+        """
+        positions = [
+            torch.where(j < self.tiles[:active], self.first_checkpoint[:active] + j // self.checkpoint_interval, -1)
+            for j, active in list(zip(steps, self.active_counts[steps.start :], strict=False))[
+                :: self.checkpoint_interval
+            ]
+        ]
+        position = torch.cat(positions)[:, None] * self.heads + torch.arange(self.heads, device=self.order.device)
+        return torch.where(position < 0, count + position, position).flatten()
 
     def step_groups(self) -> list[range]:
         """Return all steps, in groups that are prepared together."""
@@ -129,21 +149,26 @@ def working_dtype(mean: Tensor) -> torch.dtype:
     return torch.float64 if mean.shape[2] < MIN_FLOAT32_WIDTH else mean.dtype
 
 
+def _max_tile_size(mean: Tensor) -> int:
+    return TILE if mean.shape[2] >= FULL_TILE_WIDTH else TILE // 2
+
+
 def _tile_size(v: Tensor, mean: Tensor) -> int:
     """Return the number of tokens per tile, a power of two."""
-    largest = TILE if mean.shape[2] >= FULL_TILE_WIDTH else TILE // 2
+    largest = _max_tile_size(mean)
     return largest if v.shape[1] >= largest else 1 << (int(v.shape[1]) - 1).bit_length()
 
 
-def _steps_per_group(v: Tensor, mean: Tensor) -> int:
+def _steps_per_group(mean: Tensor) -> int:
     """Return the number of steps that are prepared together."""
     sequences, heads, width = mean.shape[:3]
-    return max(1, min(MAX_GROUP_STEPS, MAX_GROUP_NUMEL // (sequences * heads * width * width)))
+    steps = torch.sym_min(MAX_GROUP_STEPS, MAX_GROUP_NUMEL // (sequences * heads * width * width))
+    return torch.sym_max(1, steps)  # pyright: ignore[reportReturnType]
 
 
-def _checkpoint_interval(v: Tensor, mean: Tensor) -> int:
+def _checkpoint_interval(mean: Tensor) -> int:
     """Return the number of steps between stored beliefs; 1 if a belief is no larger than its tokens."""
-    return 1 if mean.shape[2] <= TILE else _steps_per_group(v, mean)
+    return 1 if mean.shape[2] <= TILE else _steps_per_group(mean)
 
 
 def _active_sequences(step: int, v: Tensor, mean: Tensor, rows: Tensor | None) -> int:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.signals import DiagonalSignals
-from kalmix.ops._shared.batching import filter_in_slices
+from kalmix.ops._shared.batching import Slicing, backpropagate_slices, empty_outputs, filter_slices
 from kalmix.ops._shared.chunking import Chunks
-from kalmix.ops._shared.custom_op import once_differentiable
+from kalmix.ops._shared.custom_op import needs_grad, register_filter_op
 from kalmix.ops._shared.isolation import isolate_non_finite
 from kalmix.ops._shared.scan import State
 from kalmix.segments import Segments
@@ -33,48 +33,100 @@ def diagonal(signals: DiagonalSignals, belief: DiagonalBelief, segments: Segment
     `log_decay` and `process_noise` must be `[G, K, V]`. See `kalmix.ops.diagonal`.
     """
     q, k, v, precision, log_decay, process_noise = signals
-
-    def filter_slice(*tensors: Any) -> tuple[Tensor, ...]:
-        return _Diagonal.apply(variance, log_decay, process_noise, *tensors)
+    rows = None if segments is None else segments.rows
 
     def run(*tokens: Any) -> Filtered:
-        return filter_in_slices(filter_slice, tokens, belief, segments, 2 * log_decay.numel(), TILE)
+        tensors = (*tokens, log_decay, process_noise, *belief)
+        mean, var, *final = _filter(*tensors, rows, variance, needs_grad(*tensors))[:4]
+        return Filtered(mean, var if variance else None, DiagonalBelief(*final))
 
     return isolate_non_finite(run, (q, k, v, precision), belief, segments)
 
 
-class _Diagonal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, variance: bool, *inputs: Any) -> tuple[Tensor, ...]:
-        log_decay, process_noise, q, k, v, precision, mean, var, rows = inputs
-        chunks = Chunks.create(v, q.shape[2], rows, TILE)
-        dynamics = _Dynamics.create(chunks, log_decay, process_noise, mean.dtype)
-        tokens = _split_tokens(chunks, q, k, v, precision, mean.dtype)
-        maps = _tile_maps(dynamics, tokens) if chunks.needs_scan else None
-        entry, scanned = _scan_tiles(chunks, maps, (mean, var))
-        readouts, exits = _filter_tiles(dynamics, tokens, entry, variance)
-        ctx.save_for_backward(log_decay, process_noise, q, k, v, precision, rows, *entry)
-        read_mean, *read_var = (chunks.merge(x) for x in readouts)
-        if read_mean.dtype != v.dtype:  # an identity cast returns its input, whose gradient torch 2.11 loses
-            read_mean = read_mean.to(v.dtype)
-        return read_mean, *read_var, *(x.reshape(mean.shape) for x in scanned or exits)
+def _slicing(k: Tensor, v: Tensor, rows: Tensor | None) -> Slicing:
+    return Slicing(v, k.shape[2], rows, TILE, 2 * v.shape[2] * k.shape[3] * v.shape[3])
 
-    @staticmethod
-    @once_differentiable("kernel 'chunked' of `diagonal`")
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        *inputs, rows, entry_mean, entry_var = ctx.saved_tensors
-        log_decay, process_noise, q, k, v, precision = inputs
-        *grad_readouts, grad_mean, grad_var = grads
-        chunks, entry = Chunks.create(v, q.shape[2], rows, TILE), (entry_mean, entry_var)
-        dynamics = _Dynamics.create(chunks, log_decay, process_noise, grad_mean.dtype)
-        tokens = _split_tokens(chunks, q, k, v, precision, grad_mean.dtype)
-        readouts = [_positions_first(chunks, x, grad_mean.dtype)[..., None, :].unbind(0) for x in grad_readouts]
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    precision: Tensor,
+    log_decay: Tensor,
+    process_noise: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    rows: Tensor | None,
+    variance: bool,
+    store: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def filter_slice(chunks: Chunks, signals: list[Any], state: State) -> tuple[tuple[Tensor, ...], State, State]:
+        dynamics = _Dynamics.create(chunks, log_decay, process_noise, mean.dtype)
+        tokens = _split_tokens(chunks, signals, mean.dtype)
+        maps = _tile_maps(dynamics, tokens) if chunks.needs_scan else None
+        entry, scanned = _scan_tiles(chunks, maps, state)
+        readouts, exits = _filter_tiles(dynamics, tokens, entry, variance)
+        return tuple(chunks.merge(x) for x in readouts), tuple(x.reshape(mean.shape) for x in scanned or exits), entry
+
+    state, slicing = (mean, var), _slicing(k, v, rows)
+    readouts, final, stored = filter_slices(filter_slice, (q, k, v, precision), state, slicing, store)
+    read_var = readouts[1] if variance else mean.new_empty(0)
+    return readouts[0], read_var, final[0], final[1], stored[0], stored[1]
+
+
+def _forward_fake(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, store):
+    readout, *final = empty_outputs(v, (mean, var))
+    read_var = mean.new_empty(v.shape if variance else 0)
+    return readout, read_var, *final, *_slicing(k, v, rows).empty_stored((mean, var), store)
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    precision: Tensor,
+    log_decay: Tensor,
+    process_noise: Tensor,
+    stored_mean: Tensor,
+    stored_var: Tensor,
+    rows: Tensor | None,
+    grad_mean: Tensor,
+    grad_var: Tensor | None,
+    grad_final_mean: Tensor,
+    grad_final_var: Tensor,
+) -> list[Tensor]:
+    dtype, shared_grads = stored_mean.dtype, [stored_mean.new_zeros(log_decay.shape) for _ in range(2)]
+
+    def backward_slice(
+        chunks: Chunks, signals: list[Any], entry: State, grad_readouts: list[Tensor], grad_state: State
+    ) -> tuple[tuple[Tensor, ...], State]:
+        dynamics = _Dynamics.create(chunks, log_decay, process_noise, dtype)
+        tokens = _split_tokens(chunks, signals, dtype)
+        readouts = [_positions_first(chunks, x, dtype)[..., None, :].unbind(0) for x in grad_readouts]
         trace, maps = _recompute(dynamics, tokens, readouts, entry, chunks.needs_scan)
-        grad_exits, scanned = _scan_tiles(chunks, maps, (grad_mean, grad_var), reverse=True)
-        signals, shared, grad_entries = _backward_tiles(dynamics, tokens, readouts, entry, trace, grad_exits)
-        results = (*(x.flatten(0, 1) for x in shared), *(chunks.merge(x) for x in signals))
-        grad_inputs = (x.to(y.dtype) for x, y in zip(results, inputs, strict=True))
-        return None, *grad_inputs, *(x.reshape(grad_mean.shape) for x in scanned or grad_entries), None
+        grad_exits, scanned = _scan_tiles(chunks, maps, grad_state, reverse=True)
+        grads, shared, grad_entries = _backward_tiles(dynamics, tokens, readouts, entry, trace, grad_exits)
+        for total, x in zip(shared_grads, shared, strict=True):
+            total += x.flatten(0, 1)
+        grad_state = tuple(x.reshape(grad_state[0].shape) for x in scanned or grad_entries)
+        return tuple(chunks.merge(x) for x in grads), grad_state
+
+    grads = [grad_mean] if grad_var is None else [grad_mean, grad_var], (grad_final_mean, grad_final_var)
+    grad_signals, grad_state = backpropagate_slices(
+        backward_slice, (q, k, v, precision), (stored_mean, stored_var), grads, _slicing(k, v, rows)
+    )
+    grad_decay, grad_noise = (x.to(y.dtype) for x, y in zip(shared_grads, (log_decay, process_noise), strict=True))
+    return [*grad_signals, grad_decay, grad_noise, *grad_state]
+
+
+_filter = register_filter_op(
+    "kalmix::diagonal_chunked",
+    _forward,
+    _forward_fake,
+    _backward,
+    outputs=4,
+    kernel="kernel 'chunked' of `diagonal`",
+)
 
 
 def _scan_tiles(
@@ -82,7 +134,7 @@ def _scan_tiles(
 ) -> tuple[State, State | None]:
     """Return the incoming state of each tile, and the final states, or `None` if `maps` is `None` (a single tile)."""
     states = tuple(chunks.group_heads(x) for x in states)
-    return chunks.scan(maps, states, reverse) if maps else (tuple(x[:, None] for x in states), None)
+    return chunks.scan(maps, states, reverse) if maps else (tuple(x[:, None].clone() for x in states), None)
 
 
 class _Dynamics(NamedTuple):
@@ -115,10 +167,8 @@ class _Token(NamedTuple):
     valid: Tensor | None  # bool [P, 1, 1, 1, 1], whether a tile has a token here; `None` if all have
 
 
-def _split_tokens(
-    chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, precision: Tensor, dtype: torch.dtype
-) -> list[_Token]:
-    q, k, v, precision = (_positions_first(chunks, x, dtype) for x in (q, k, v, precision))
+def _split_tokens(chunks: Chunks, signals: list[Tensor], dtype: torch.dtype) -> list[_Token]:
+    q, k, v, precision = (_positions_first(chunks, x, dtype) for x in signals)
     columns = zip(q[..., None], k[..., None], v[..., None, :], precision[..., None, :], strict=True)
     return [_Token(*column, valid=chunks.valid_at(i)) for i, column in enumerate(columns)]
 
@@ -149,19 +199,6 @@ class _TileMap(NamedTuple):
         mean = torch.addcmul(self.mean, torch.addcmul(mean, var, self.information_mean), factor)
         return mean, torch.addcmul(self.var, factor.mul_(self.factor), var)
 
-    def compose(self, after: _TileMap) -> _TileMap:
-        """Return the map that applies this map and then `after`."""
-        shrinkage = torch.addcmul(_one(self.var), self.var, after.information).reciprocal_()
-        factor, after_factor = self.factor * shrinkage, after.factor * shrinkage
-        residual = torch.addcmul(after.information_mean, after.information, self.mean, value=-1)
-        return _TileMap(
-            self.factor * after_factor,
-            torch.addcmul(self.information, self.factor * factor, after.information),
-            torch.addcmul(self.information_mean, factor, residual),
-            torch.addcmul(after.mean, after_factor, torch.addcmul(self.mean, self.var, after.information_mean)),
-            torch.addcmul(after.var, after_factor * after.factor, self.var),
-        )
-
 
 class _TileGradMap(NamedTuple):
     """Maps of the gradient (gm, gs) with respect to the belief after a series of tokens to that before them.
@@ -178,14 +215,6 @@ class _TileGradMap(NamedTuple):
         mean, var = state
         var = torch.addcmul(self.var, self.factor, (self.factor * var).addcmul_(self.coupling, mean))
         return torch.addcmul(self.mean, self.factor, mean), var
-
-    def compose(self, after: _TileGradMap) -> _TileGradMap:
-        """Return the map that applies this map and then `after`."""
-        return _TileGradMap(
-            self.factor * after.factor,
-            torch.addcmul(after.coupling, after.factor, self.coupling),
-            *after((self.mean, self.var)),
-        )
 
 
 def _evidence(token: _Token) -> tuple[Tensor, Tensor]:
@@ -256,10 +285,7 @@ def _recompute(
     coupling, grad_mean, grad_var = (torch.zeros_like(mean) for _ in range(3))
     for i, token in enumerate(tokens):
         current = dynamics.at(token)
-        weighted_key = token.k * token.precision
-        # Not `_evidence`: torch.compile would recognise the steps of `_filter_tiles` and store them all.
-        evidence = token.k * weighted_key, weighted_key * token.value
-        mean, var, ratio, innovation = _update(current, *evidence, mean, var)
+        mean, var, ratio, innovation = _update(current, *_evidence(token), mean, var)
         shrinkage = ratio.reciprocal_()
         trace.append(_Step(mean, var, shrinkage))
         if needs_maps:
@@ -327,15 +353,11 @@ def _mask(x: Tensor, token: _Token) -> Tensor:
 
 def _sum_over_keys(row: Tensor, cells: Tensor) -> Tensor:
     """Compute `sum_n row_n cells_n`: `[..., 1, K, 1]` and `[..., G / H, K, V]` to `[..., G / H, V]`."""
-    if torch.compiler.is_compiling():
-        return (row * cells).sum(-2)  # unlike a matrix product, this fuses with its neighbours
     return torch.matmul(row.mT, cells).squeeze(-2)
 
 
 def _sum_over_values(cells: Tensor, row: Tensor) -> Tensor:
     """Compute `sum_d cells_d row_d`: `[..., K, V]` and `[..., 1, V]` to `[..., K]`."""
-    if torch.compiler.is_compiling():
-        return (cells * row).sum(-1)
     return torch.matmul(cells, row.mT).squeeze(-1)
 
 

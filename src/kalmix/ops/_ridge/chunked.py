@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.beliefs import PointBelief, RidgeBelief
+from kalmix.beliefs import RidgeBelief
 from kalmix.ops._additive import chunked as memory
 from kalmix.ops._ridge.assembly import NormalEquations, assemble
 from kalmix.ops._ridge.linear_solvers import decode_solver, encode_solver, solve, spectrum_scale
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Exact, Fixed, Ridge, Sketch, Solver
-from kalmix.ops._shared.batching import filter_in_slices
+from kalmix.ops._shared.batching import Slicing, filter_slices
 from kalmix.ops._shared.chunking import Chunks
 from kalmix.ops._shared.custom_op import custom_op
 from kalmix.ops._shared.decay_products import Decays
 from kalmix.ops._shared.isolation import isolate_non_finite
-from kalmix.ops._shared.scan import DecayAndWrite
+from kalmix.ops._shared.scan import DecayAndWrite, State
 from kalmix.ops._shared.step_loop import fill_outside, optional_segment_ids
-from kalmix.segments import Segments, segments_without_checks
+from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 CHUNK = 32  # tokens of a chunk
@@ -64,16 +64,13 @@ def _solve_all_chunks(
     """Solve the systems of all chunks; a custom op, so that `torch.compile` does not trace every iteration."""
     solver, ridge = decode_solver(solver_code), Fixed(ridge_parameter) if fixed else Adaptive(ridge_parameter)
 
-    def block(
-        rhs: Tensor, k: Tensor, log_decay: Tensor | None, gain: Tensor | None, norm: Tensor, gram: Tensor,
-        rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        chunks = Chunks.create(rhs, k.shape[2], rows, CHUNK)
+    def solve_slice(chunks: Chunks, signals: list[Any], state: State) -> tuple[State, State, State]:
+        rhs, k, log_decay, gain, norm = signals
         keys, scale = chunks.split(k, rhs.dtype), spectrum_scale(ridge, chunks.split(norm[..., None], rhs.dtype))
         decays = Decays(chunks.split_decay(log_decay, keys))
         weighted_keys = keys if gain is None else keys * chunks.split(gain[..., None], rhs.dtype)
         writes = DecayAndWrite(decays.total, (keys * decays.to_end).mT @ weighted_keys)
-        (entry_gram,), (final_gram,) = chunks.scan(writes, (chunks.group_heads(gram),))
+        (entry_gram,), (final_gram,) = chunks.scan(writes, (chunks.group_heads(state[0]),))
         assert decays.pairwise is not None
         systems = _ChunkSystems(
             entry_gram,
@@ -84,15 +81,12 @@ def _solve_all_chunks(
             scale.shift,
         )
         x = scale.inverse * solve(solver, systems, chunks.split(rhs, rhs.dtype), scale.rho)
-        return chunks.merge(x), final_gram.flatten(1, 2)
+        return (chunks.merge(x),), (final_gram.flatten(1, 2),), (entry_gram,)
 
     inner_solver = solver.solver if isinstance(solver, Sketch) else solver
     max_width = k.shape[3] ** 2 if isinstance(inner_solver, Exact) else k.shape[3]
-    segments = None if rows is None else segments_without_checks(rows)
-    chunk_numel = CHUNK * norm.shape[2] * max_width
-    return filter_in_slices(
-        block, (rhs, k, log_decay, gain, norm), PointBelief(gram), segments, chunk_numel, CHUNK
-    ).mean.contiguous()
+    slicing = Slicing(rhs, k.shape[2], rows, CHUNK, CHUNK * norm.shape[2] * max_width)
+    return filter_slices(solve_slice, (rhs, k, log_decay, gain, norm), (gram,), slicing, store=False)[0][0]
 
 
 def _solve_fake(rhs, *_):

@@ -3,8 +3,8 @@
 `Chunks.create` computes the layout for a call; `split` and `merge` convert tensors of tokens to chunks and back; `scan`
 passes states from chunk to chunk, forward or in reverse. A chain is a series of consecutive chunks that one scan runs
 through: a batch row or, for packed sequences, all sequences one after another, where the first chunk of each sequence
-resets the state. On a GPU and under `torch.compile`, where values must not be read on the host, packed sequences take
-the largest number of chunks that they could need.
+resets the state. On a GPU, where values must not be read on the host, packed sequences take the largest number of
+chunks that they could need. Chunks run inside custom ops, which `torch.compile` does not trace.
 """
 
 from __future__ import annotations
@@ -101,9 +101,11 @@ class _PackedChunks(Chunks):
         super().__init__(v, key_heads, size)
         tiles = segments.tiles(self.batch, self.length, size)
         counts = (segments.rows[:, 2] - segments.rows[:, 1] + size - 1) // size  # chunks of each sequence
-        self.chains, self.count, self.needs_scan = 1, tiles.token.shape[0], True
-        if v.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere an upper bound, without a sync
+        self.chains, self.needs_scan = 1, True
+        if v.device.type == "cpu":
             self.count = max(1, int(counts.sum()))
+        else:  # an upper bound, without a sync
+            self.count = max_packed_chunks(self.batch, self.length, size, segments.count)
         self.sequence, token, count, first = (x[: self.count] for x in tiles[:4])
         self.ends = torch.where(counts > 0, tiles.last - counts + 1, -1), tiles.last  # first, last chunk of a sequence
         final = (tiles.last[self.sequence] == torch.arange(self.count, device=v.device)) & (count > 0)
@@ -134,6 +136,11 @@ class _PackedChunks(Chunks):
         final = type(maps)(*(x[0, last] for x in maps))(tuple(x[0, last] for x in entry))
         nonempty = _broadcastable(end >= 0)
         return entry, tuple(torch.where(nonempty, new, old) for new, old in zip(final, states, strict=True))
+
+
+def max_packed_chunks(batch: int, length: int, size: int, sequences: int) -> int:
+    """Return the largest number of chunks of `size` tokens that packed sequences in `[B, T]` tokens can have."""
+    return batch * ((length - 1) // size) + sequences
 
 
 def _broadcastable(flag: Tensor) -> Tensor:

@@ -116,8 +116,12 @@ class Kernel:
         return f"it does not support {' or '.join(missing)}" if missing else None
 
     def is_preferred(self, request: KernelRequest) -> bool:
-        """Return whether dispatch prefers this kernel to the rows after it."""
-        return self.min_tokens <= request.tokens and self.preferred_min_key_width <= request.key_width
+        """Return whether dispatch prefers this kernel to the rows after it.
+
+        Under `torch.compile` two tokens suffice, so that one graph serves all lengths.
+        """
+        min_tokens = min(self.min_tokens, 2) if torch.compiler.is_compiling() else self.min_tokens
+        return min_tokens <= request.tokens and self.preferred_min_key_width <= request.key_width
 
     def needs_interpreter(self, request: KernelRequest) -> bool:
         """Return whether only Triton's interpreter could run `request`; dispatch runs it on explicit request alone."""
