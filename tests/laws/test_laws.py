@@ -27,6 +27,7 @@ def test_every_kernel_has_a_case(op, kernel):
 SAME_IN_FLOAT64 = {
     "agrees_at_lengths_around_tiles",
     "compiles_to_one_graph",
+    "compiles_with_inductor",
     "half_precision_inputs_keep_float32_beliefs",  # the same case
     "nothing_reaches_other_sequences",
     "nothing_later_reaches_earlier_tokens",
@@ -44,14 +45,15 @@ SLOW_INTERPRETED = {  # several seconds each; `additive` and `attend` stand for 
 }
 
 
-# `additive` and `attend` stand for the custom ops of Triton, `dense-turning` for `dense`, `attend` for its window;
-# tests/ops/test_memory_chunked.py compiles `additive`.
-COMPILED = {("chunked", name) for name in ("attend", "delta", "dense-turning", "diagonal")}
+# `additive` and `attend` stand for the custom ops of Triton, `dense-turning` for `dense`, `attend` for its window.
+COMPILED = {("chunked", name) for name in ("additive", "attend", "delta", "dense-turning", "diagonal")}
 COMPILED |= {("triton", name) for name in ("additive", "attend")}
 
 
 def _slow(case, name):
     """Return whether only `make test-all` runs a law, because cheaper cases cover it."""
+    if name == "compiles_with_inductor":
+        return case.device == "cpu"  # the C++ compiler takes most of the time
     if name == "compiles_to_one_graph":
         return (case.kernel, case.name) not in COMPILED
     return case.interpreted and name in SLOW_INTERPRETED and case.op not in ("additive", "attend")

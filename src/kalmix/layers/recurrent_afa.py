@@ -13,7 +13,7 @@ from kalmix.layers.base import check_state_tensor
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import StateTransition, TrajectoryLayer, complex_heads
-from kalmix.ops import Dynamics, run_steps
+from kalmix.ops import Dynamics, recomputed_op, run_steps
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import can_check_values, check_positive_int, check_shape
@@ -160,25 +160,46 @@ class RecurrentFilterAttention(TrajectoryLayer):
         if times is not None:
             check_shape("times", times, "B T", {"B": batch, "T": length})
             times = times.detach().double()
-        observations = torch.stack([k, v], 2).to(dtype)  # [B, T, 2, H, 2 C]
-        token_times = [None] * length if times is None else times[..., None, None, None].unbind(1)
-        steps = zip(q.to(dtype)[:, :, None].unbind(1), observations.unbind(1), token_times, strict=True)
         segment_ids = None if segments is None else segments.segment_ids(batch, length)
-        reads, final = run_steps(_Step(self, dtype), belief, steps, segment_ids)
-        return Filtered(reads[0].to(v.dtype), reads[1], final)
+        parameters = (*self.state_dynamics(dtype), *self.robust_weights(dtype).values(), self.residual.to(dtype))
+        run = _compiled_op if torch.compiler.is_compiling() else _run_filter
+        optional = [x for x in (times, segment_ids) if x is not None]
+        options = [self.iterations, times is not None, segment_ids is not None]
+        means, variances, *final = run([q, k, v, *belief, *parameters, *optional], options)
+        return Filtered(means.to(v.dtype), variances, RecurrentAFAState(*final))
+
+
+def _run_filter(tensors: list[Tensor], options: list[int]) -> list[Tensor]:
+    """Run the filter token by token; return means, variances and the final state."""
+    iterations, has_times, has_segments = options
+    (q, k, v), belief, parameters, optional = tensors[:3], RecurrentAFAState(*tensors[3:6]), tensors[6:14], tensors[14:]
+    times, segment_ids = optional[0] if has_times else None, optional[-1] if has_segments else None
+    observations = torch.stack([k, v], 2).to(belief.mean.dtype)  # [B, T, 2, H, 2 C]
+    token_times = [None] * q.shape[1] if times is None else times[..., None, None, None].unbind(1)
+    queries = q.to(belief.mean.dtype)[:, :, None].unbind(1)
+    steps = zip(queries, observations.unbind(1), token_times, strict=True)
+    readouts, final = run_steps(_Step(*parameters, iterations=iterations), belief, steps, segment_ids)
+    return [*readouts, *final]
+
+
+def _run_filter_fake(tensors, options):
+    q, belief = tensors[0], tensors[3:6]
+    means, variances = (belief[0].new_empty(*q.shape[:3], width) for width in (q.shape[3], 1))
+    return [means, variances, *(x.new_empty(x.shape) for x in belief)]
+
+
+_compiled_op = recomputed_op("kalmix::recurrent_afa", _run_filter, _run_filter_fake, "`RecurrentFilterAttention`")
 
 
 class _Step:
     """One step of the filter, in one dtype."""
 
-    def __init__(self, layer: RecurrentFilterAttention, dtype: torch.dtype) -> None:
-        self.state_dynamics: Dynamics = layer.state_dynamics(dtype)
-        self.iterations = layer.iterations
-        robust_weights = layer.robust_weights(dtype)
-        self.noise, self.nu, self.temperature, self.step = (
-            x[:, None]
-            for x in (self.state_dynamics.key_noise, *robust_weights.values(), torch.sigmoid(layer.residual.to(dtype)))
-        )
+    def __init__(self, *parameters: Tensor, iterations: int) -> None:
+        *dynamics, nu, temperature, residual = parameters
+        self.state_dynamics: Dynamics = Dynamics(*dynamics)
+        self.iterations = iterations
+        per_head = (self.state_dynamics.key_noise, nu, temperature, torch.sigmoid(residual))
+        self.noise, self.nu, self.temperature, self.step = (x[:, None] for x in per_head)
         self.unit_transition: StateTransition = StateTransition.of(
             self.state_dynamics, torch.ones_like(self.noise[0, 0])
         )

@@ -25,6 +25,7 @@ from kalmix.ops._ridge import Ridge as Ridge
 from kalmix.ops._ridge import Sketch as Sketch
 from kalmix.ops._ridge import Solver as Solver
 from kalmix.ops._ridge import ridge as ridge
+from kalmix.ops._shared.custom_op import recomputed_op as recomputed_op
 from kalmix.ops._shared.op_spec import OPS as OPS
 from kalmix.ops._shared.op_spec import OpSpec as OpSpec
 from kalmix.ops._shared.step_loop import run_steps as run_steps

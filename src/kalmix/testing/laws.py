@@ -212,21 +212,54 @@ def the_same_call_gives_the_same_bits(case: Case) -> None:
 
 
 def compiles_to_one_graph(case: Case) -> None:
-    """Compile to one graph, and call the compiled function again with another number of tokens."""
-    packed = case.segments([(0, 0, 3), (1, 2, 5)])
-    several = (5, 7) if case.kernel == "chunked" else (5,)  # "reference" has another graph per length; Triton is slow
-    for segments, lengths in ((None, several), (packed, (5,))):
-        compiled = torch.compile(lambda x, s: case.run(x, s), fullgraph=True, backend="aot_eager")
-        for length in lengths:
-            inputs = _requiring_grad(case.with_changes(length=length).inputs())
+    """Compile to one graph per call, and to at most two graphs (or three, see `_max_graphs`) for all lengths."""
+    _assert_compiles(case, "aot_eager")
+
+
+def compiles_with_inductor(case: Case) -> None:
+    """Compile with PyTorch's default backend, which relies on the strides that custom ops promise."""
+    _assert_compiles(case, "inductor")
+
+
+class _Counting:
+    """Compiler backend that counts graphs."""
+
+    def __init__(self, backend: str) -> None:
+        self.compile = torch._dynamo.lookup_backend(backend)
+        self.graphs = 0
+
+    def __call__(self, *graph_and_inputs: Any) -> Any:
+        self.graphs += 1
+        return self.compile(*graph_and_inputs)
+
+
+def _max_graphs(case: Case) -> int:
+    """Return the number of graphs allowed: the first length, other lengths, and for Triton those above 64 tokens."""
+    return 3 if case.row.triton else 2
+
+
+def _assert_compiles(case: Case, backend: str) -> None:
+    """Compare outputs and gradients of compiled and eager calls, whole and packed, of several lengths."""
+    several = (5, 7, 66)
+    if case.kernel == "reference" or case.interpreted:  # loops over tokens have another graph per length; slow
+        several = (5,)
+    for packed in (False, True):
+        torch.compiler.reset()
+        counting = _Counting(backend)
+        compiled = torch.compile(lambda x, s: case.run(x, s), fullgraph=True, backend=counting)
+        for length in several:
+            rows = [(0, 0, 3), (1, 2, length), *[(0, 3, 4)] * (length - 5 > 0)]
+            segments = case.segments(rows) if packed else None
+            inputs = _requiring_grad(case.with_changes(length=length).inputs(sequences=segments and segments.count))
             got, expected = compiled(inputs, segments), case.run(inputs, segments)
             kinds = [y.dtype if y.is_floating_point() else torch.float64 for y in outputs(expected)]
             allowed = [64 * torch.finfo(kind).eps for kind in kinds]  # same algorithm, reordered operations
             _against(case, got, outputs(expected), allowed, f"compiled, {length} tokens")
             d_got, d_want = (_gradients(y, inputs) for y in (got, expected))
-            allowed = [64 * torch.finfo(y.dtype).eps * case.length for y in d_want]
+            allowed = [64 * torch.finfo(y.dtype).eps * length for y in d_want]
             assert_within(compare(list(differentiable(inputs)), d_got, d_want, allowed), "compiled, gradients")
-        torch.compiler.reset()
+        assert counting.graphs <= _max_graphs(case), f"{counting.graphs} graphs for {len(several)} lengths"
+    torch.compiler.reset()
 
 
 def strides_do_not_matter(case: Case) -> None:
@@ -312,6 +345,7 @@ LAWS: dict[str, Law] = {
         outputs_are_fully_written,
         the_same_call_gives_the_same_bits,
         compiles_to_one_graph,
+        compiles_with_inductor,
         strides_do_not_matter,
         half_precision_inputs_keep_float32_beliefs,
         autocast_changes_nothing,
@@ -337,6 +371,8 @@ def laws(case: Case) -> dict[str, Law]:
         del found[idle_tokens_leave_the_belief.__name__], found[evidence_never_raises_variance.__name__]
     if case.row.triton:  # a tile is a matrix product, and NaN times 0 is NaN
         del found[nothing_later_reaches_earlier_tokens.__name__]
+    if case.interpreted or case.kernel == "reference":  # slow; plain PyTorch
+        del found[compiles_with_inductor.__name__]
     if case.interpreted:  # slow; the default length has more than one tile
         del found[the_same_call_gives_the_same_bits.__name__], found[agrees_at_lengths_around_tiles.__name__]
     return found

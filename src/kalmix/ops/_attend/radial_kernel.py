@@ -11,11 +11,12 @@ from torch.nn.functional import normalize
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops._attend.assembly import attend_with
-from kalmix.ops._attend.dynamics import frequency_grad_carrier, times_i
+from kalmix.ops._attend.dynamics import Dynamics, frequency_grad_carrier, times_i
 from kalmix.ops._attend.kv_layout import KVLayout
 from kalmix.ops._attend.query_blocks import map_query_blocks
-from kalmix.ops._attend.scores import LagVariance, NoiseParams, score_config, variance_from_log_precision
+from kalmix.ops._attend.scores import LagVariance, NoiseParams, ScoreConfig, score_config, variance_from_log_precision
 from kalmix.ops._attend.signals import AttendSignals
+from kalmix.ops._shared.custom_op import recomputed_op
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -27,12 +28,24 @@ def attend_radial(signals: AttendSignals, belief: HistoryBelief, segments: Segme
 
 def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[Tensor, Tensor | None]:
     """Attend between rotated tokens; noises, nu and temperature are `[H, 2]`, along and across the direction."""
-    (q, k, v, times, rank, *_), (*_, dynamics, _, weighting) = layout, signals
-    config, dtype, past_length = score_config(None, weighting), q.dtype, k.shape[1] - q.shape[1]
+    *_, dynamics, _, weighting = signals
+    config = score_config(None, weighting)
+    tensors = [*layout[:5], *dynamics, *weighting[:3]]
+    run = _compiled_op if torch.compiler.is_compiling() else _attend_tensors
+    mean, *output_variance = run(tensors, [config.rational, config.causal, config.window, variance])
+    return mean, output_variance[0] if variance else None
+
+
+def _attend_tensors(tensors: list[Tensor], options: list[int]) -> tuple[Tensor, ...]:
+    (q, k, v, times, rank), dynamics = tensors[:5], Dynamics(*tensors[5:10])
+    rational, causal, window, variance = options
+    nu, temperature, floor = tensors[10:]
+    config = ScoreConfig(True, bool(rational), bool(causal), window)
+    dtype, past_length = q.dtype, k.shape[1] - q.shape[1]
     rate = -dynamics.log_decay.to(dtype)[:, None, None]
-    pairs = (x.to(dtype)[..., None, None].unbind(1) for x in (*dynamics[2:], *weighting[:2]))
+    pairs = (x.to(dtype)[..., None, None].unbind(1) for x in (*dynamics[2:], nu, temperature))
     along, across = zip(*pairs, strict=True)  # process, key and query noise, nu, temperature: `[H, 1, 1]`
-    floor = weighting.floor.to(dtype)[:, None, None]
+    floor = floor.to(dtype)[:, None, None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     token_values = v[:, :, past_length:]
     unit = normalize(token_values, dim=-1)  # [L, H, T, 2 C]
@@ -94,7 +107,14 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
         radial_share = u.unflatten(-1, (2, -1)).square().sum(-2).repeat(1, 1, 1, 2)  # squared component of each channel
         return mean.transpose(1, 2), torch.lerp(variances[1], variances[0], radial_share).transpose(1, 2)
 
-    mean, *output_variance = map_query_blocks(
+    return map_query_blocks(
         attend_block, config, times[:, past_length:], k.shape[2], q.shape[0] * q.shape[1] * k.shape[2]
     )
-    return mean, output_variance[0] if variance else None
+
+
+def _attend_fake(tensors, options):
+    q, v = tensors[0], tensors[2]
+    return [q.new_empty(*q.shape[:3], v.shape[3]) for _ in range(2 if options[3] else 1)]
+
+
+_compiled_op = recomputed_op("kalmix::attend_radial", _attend_tensors, _attend_fake, "`attend_radial` when compiled")

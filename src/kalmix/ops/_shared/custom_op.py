@@ -92,6 +92,61 @@ def register_filter_op(
     return op
 
 
+def recomputed_op(name: str, function: Function, fake: Function, kernel: str) -> Any:
+    """Register a differentiable function as a custom op whose backward pass runs the function again with autograd.
+
+    It serves loops over tokens under `torch.compile`, which would unroll them. Eager code calls the function itself,
+    which has derivatives of every order.
+
+    Args:
+        name: qualified name, such as "kalmix::attend_radial".
+        function: takes a list of tensors and a list of integers; returns a list of new tensors.
+        fake: function of the same arguments that returns empty tensors of the shapes and dtypes of the results.
+        kernel: name of the function in error messages.
+    """
+
+    def forward(tensors: list[Tensor], options: list[int]) -> list[Tensor]:
+        return [x.contiguous() for x in function(tensors, options)]
+
+    def backward(
+        tensors: list[Tensor], grads: list[Tensor | None], needed: list[bool], options: list[int]
+    ) -> list[Tensor]:
+        with _dispatch_to_autograd(), torch.enable_grad():
+            leaves = [x.detach().requires_grad_(y) for x, y in zip(tensors, needed, strict=True)]
+            pairs = zip(function(leaves, options), grads, strict=True)
+            outputs, output_grads = zip(*((x, y) for x, y in pairs if y is not None and x.requires_grad), strict=True)
+            inputs = [x for x in leaves if x.requires_grad]
+            found = torch.autograd.grad(outputs, inputs, output_grads, materialize_grads=True)
+        return [x.contiguous() for x in found]
+
+    def backward_fake(tensors, grads, needed, options):
+        return [x.new_empty(x.shape) for x, y in zip(tensors, needed, strict=True) if y]
+
+    op = custom_op(name, forward, fake)
+    backward_op = custom_op(f"{name}_backward", backward, backward_fake)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        tensors, ctx.options = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    def gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+        needed = ctx.needs_input_grad[0]
+        found = iter(backward_op(ctx.saved_tensors, grads, needed, ctx.options))
+        return [next(found) if x else None for x in needed], None
+
+    register_backward(op, kernel, setup, gradients)
+    return op
+
+
+def _dispatch_to_autograd() -> Any:
+    """Return a context in which autograd records operations, even inside the implementation of an op."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
 def register_backward(op: Any, kernel: str, setup: Function, backward: Function) -> None:
     """Register the backward pass of a custom op; see `once_differentiable` for `kernel`."""
     torch.library.register_autograd(op, once_differentiable(kernel)(backward), setup_context=setup)

@@ -1,0 +1,114 @@
+"""One compiled or exported graph of a layer serves every batch size and length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import Dim, export
+
+from kalmix.layers import MIXERS, Mixer
+
+WIDTH = 16
+LENGTHS = (7, 16, 33, 64, 65, 100, 128, 200, 257, 300)
+FAST = ("kla", "bayesian", "gated-kalmanet", "gated-deltanet", "recurrent-afa")  # one for each kind of kernel
+
+
+def each_layer(fast: tuple[str, ...]) -> Any:
+    marks = {name: [] if name in fast else [pytest.mark.slow] for name in MIXERS}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in MIXERS])
+
+
+def make_layer(name: str) -> Mixer:
+    torch.manual_seed(0)
+    return MIXERS[name](WIDTH, **({"design": "kla"} if name == "design" else {}))
+
+
+class Counting:
+    """Compiler backend that counts graphs."""
+
+    def __init__(self, backend: str) -> None:
+        self.compile = torch._dynamo.lookup_backend(backend)
+        self.graphs = 0
+
+    def __call__(self, *graph_and_inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        return self.compile(*graph_and_inputs)
+
+
+def compiled(layer: Mixer, backend: str) -> tuple[Callable[..., Any], Counting]:
+    torch.compiler.reset()
+    counting = Counting(backend)
+    return torch.compile(layer, backend=counting, fullgraph=True), counting
+
+
+def inputs(count: int, length: int) -> Tensor:
+    return torch.randn(count, length, WIDTH, generator=torch.Generator().manual_seed(length))
+
+
+def agree(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5 * float(1 + expected.abs().max()))
+
+
+@each_layer(FAST)
+def test_two_graphs_serve_all_lengths_and_batch_sizes(name):
+    layer = make_layer(name)
+    run, counting = compiled(layer, "eager")
+    with torch.no_grad():
+        for batch, length in zip((2, 3, 4, 5, 6) * 2, LENGTHS, strict=True):
+            x = inputs(batch, length)
+            agree(run(x)[0], layer(x)[0])
+    assert counting.graphs <= 2
+
+
+@each_layer(())
+def test_two_graphs_serve_training_at_all_lengths(name):
+    layer = make_layer(name)
+    run, counting = compiled(layer, "aot_eager")
+    for length in LENGTHS:
+        x = inputs(2, length)
+        got, expected = (_gradients(function, layer, x) for function in (run, layer))
+        for ours, theirs in zip(got, expected, strict=True):
+            agree(ours, theirs)
+    assert counting.graphs <= 2
+
+
+def _gradients(function: Callable[..., Any], layer: Mixer, x: Tensor) -> list[Tensor]:
+    y, state = function(x)
+    final = [z for z in torch.utils._pytree.tree_leaves(state) if z.requires_grad]
+    loss = y.square().sum() + torch.stack([z.float().mean() for z in final]).sum()
+    found = torch.autograd.grad(loss, list(layer.parameters()), allow_unused=True)
+    return [torch.zeros(()) if z is None else z for z in found]
+
+
+@each_layer(("gated-deltanet", "afa"))
+def test_two_graphs_serve_decoding(name):
+    """A graph is compiled for the first state, and one for states of other sizes or memory layouts."""
+    layer = make_layer(name)
+    run, counting = compiled(layer, "eager")
+    with torch.no_grad():
+        _, state = layer(inputs(2, 5))
+        expected = state
+        for step in range(6):
+            x = inputs(2, step + 1)[:, -1:].contiguous()
+            (y, state), (want, expected) = run(x, state), layer(x, expected)
+            agree(y, want)
+    assert counting.graphs <= 2
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+@each_layer(("kla", "bayesian", "afa", "recurrent-afa"))
+def test_export_serves_all_batch_sizes_and_lengths(name, strict):
+    layer = make_layer(name).eval()
+    dynamic = ({0: Dim("batch"), 1: Dim("length")},)
+    exported = export(layer, (inputs(2, 8),), dynamic_shapes=dynamic, strict=strict).module()
+    with torch.no_grad():
+        for batch, length in ((3, 21), (1, 100)):
+            x = inputs(batch, length)
+            (y, state), (expected, final) = exported(x), layer(x)
+            agree(y, expected)
+            for ours, theirs in zip(*map(torch.utils._pytree.tree_leaves, (state, final)), strict=True):
+                agree(ours, theirs)
