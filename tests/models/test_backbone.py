@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.generic import find_labels
 
 from kalmix import ArgumentError
 from kalmix.models import (
@@ -293,3 +294,8 @@ def test_configuration_names_default_targets_to_peft(monkeypatch):
         for block in build(layers).model.layers:
             names = [name for name, x in block.named_modules() if isinstance(x, torch.nn.Linear)]
             assert any(name.split(".")[-1] in targets for name in names if name.startswith("mixer."))
+
+
+def test_the_trainer_finds_labels_in_evaluation():
+    """It computes no loss if a batch lacks a parameter of `forward` whose name contains "label"."""
+    assert find_labels(KalmixForCausalLM) == ["labels"]

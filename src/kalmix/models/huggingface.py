@@ -96,7 +96,6 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         logits_to_keep: int | Tensor = 0,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> KalmixOutput:
@@ -117,9 +116,9 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
                 Without labels, no others are computed. The loss counts all labels.
             cu_seq_lens_q: see `KalmixModel.forward`.
             seq_idx: see `KalmixModel.forward`.
-            shift_labels: `[B, T]`, the token that each position must predict, in place of `labels`. -100 is ignored.
             num_items_in_batch: number by which the sum of losses is divided. Default: the number of targets.
-            kwargs: arguments of other models; ignored. With `return_dict=False`, the output is a tuple.
+            kwargs: `shift_labels` `[B, T]`, the token that each position must predict, in place of `labels`; -100 is
+                ignored. Arguments of other models are ignored. With `return_dict=False`, the output is a tuple.
 
         Returns:
             A `KalmixOutput`.
@@ -127,6 +126,8 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         Raises:
             ArgumentError: as `KalmixModel.forward`; or the loss is "marginal" and the last layer has no posterior.
         """
+        # Not in the signature: the Trainer computes no loss if a batch lacks a parameter with "label" in its name.
+        shift_labels = kwargs.pop("shift_labels", None)
         has_loss = labels is not None or shift_labels is not None
         output = self.model(
             input_ids,
