@@ -66,8 +66,27 @@ def test_recording_ends_with_each_crop():
     for _ in range(3):
         for token in tokens(1, 4).T:
             model(token[None], past_key_values=cache)
-        assert all(len(layer.entry.calls) == 4 for layer in cache.layers)
+        recorded = [[call.mixer_input.shape[1] for call in layer.entry.calls] for layer in cache.layers]
+        assert recorded == [[4], [4]]
         cache.crop(-2)
+
+
+@torch.no_grad()
+def test_recorded_tokens_share_an_initial_state():
+    """While 8 tokens are drafted, attention holds its keys and values before and after them, not after each."""
+    model = build("gpt")
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    model(tokens(1, 70), past_key_values=cache)
+    alone = layer_bytes(model(tokens(1, 78)).past_key_values.layers[0])
+    for token in tokens(1, 8).T:
+        model(token[None], past_key_values=cache)
+    inputs = 4 * 16 * 78
+    assert layer_bytes(cache.layers[0]) <= 2 * alone + inputs
+    cache.crop(-3)
+    expected = model(torch.cat([tokens(1, 70), tokens(1, 8)], 1)).logits[:, -3:]
+    after = model(tokens(1, 8)[:, 5:], past_key_values=cache).logits
+    torch.testing.assert_close(after, expected, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()

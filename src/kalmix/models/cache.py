@@ -17,6 +17,7 @@ from kalmix.models.state_tensors import Structure, flatten, rebuild
 from kalmix.types import Belief
 
 LAYER_TYPE = "kalmix_belief"
+JOINED_TOKENS = 64  # tokens of joined calls; a rollback filters at most so many again
 
 
 @loadable
@@ -32,6 +33,19 @@ class CachedCall(NamedTuple):
     initial_state: Any  # a Belief or None; see `Filtered`
     mixer_input: Tensor
     layout: InputLayout
+
+    def join(self, later: CachedCall) -> tuple[CachedCall, ...]:
+        """Return this call and the next as one, if both are short and without padding, otherwise both.
+
+        So drafted tokens share one initial state, which for attention is as large as all keys and values.
+        """
+        layouts = (*self.layout, *later.layout)
+        if (
+            any(x is not None for x in layouts)
+            or self.mixer_input.shape[1] + later.mixer_input.shape[1] > JOINED_TOKENS
+        ):
+            return self, later
+        return (self._replace(mixer_input=torch.cat([self.mixer_input, later.mixer_input], dim=1)),)
 
     def truncate(self, tokens: int) -> CachedCall:
         """Return the call with only its first `tokens` tokens."""
@@ -159,8 +173,9 @@ class BeliefLayer(CacheLayerMixin):
         """
         entry, calls = self.entry, ()
         if self.record_past:
-            earlier = () if entry.drop_calls else entry.calls
-            calls = (*earlier, CachedCall(entry.state, mixer_input, layout))
+            *earlier, last = (None,) if entry.drop_calls or not entry.calls else entry.calls
+            call = CachedCall(entry.state, mixer_input, layout)
+            calls = (call,) if last is None else (*earlier, *last.join(call))
         self.entry = CacheEntry(state, entry.tokens + mixer_input.shape[1], calls)
         self.tensors = [_owned(x) for x in self.tensors]
         self.is_initialized = True
