@@ -197,8 +197,7 @@ def compiled(layers: str | list, **options):
 @pytest.mark.parametrize(
     ("layers", "name"),
     [
-        (["kla"], "seq_idx"),
-        (["attention"], "position_ids"),
+        (["attention"], "seq_idx"),
         ([{"mixer": "deltanet", **CALM}], "position_ids"),
         *(pytest.param(name, "position_ids", marks=pytest.mark.slow) for name in LAYERS),
     ],
@@ -215,7 +214,7 @@ def test_packing_compiles_once_for_any_number_of_sequences(layers, name):
 
 @torch.no_grad()
 def test_one_graph_serves_all_masks():
-    model, forward, graphs = compiled("hybrid")
+    model, forward, graphs = compiled(["attention"])
     ids = tokens(3, 9)
     for mask in (HOLES, HOLES.flip(1), torch.ones(3, 9).bool()):
         logits = forward(ids, attention_mask=mask)
