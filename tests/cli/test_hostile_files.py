@@ -16,6 +16,8 @@ import torch
 from attack import Attack
 from safetensors.torch import load_file, save_file
 
+from kalmix.files import FORMAT
+
 NESTED = "[" * 100_000
 ATTACK = "import pathlib; pathlib.Path(__file__).with_name('ATTACKED').touch()\n"
 
@@ -151,7 +153,7 @@ CASES = {
     "config is a FIFO": Case(replaced(CONFIG, os.mkfifo), "config.json"),
     "config is a link to itself": Case(replaced(CONFIG, lambda path: path.symlink_to(path)), "config.json"),
     "config of another model": Case(config(model_type="gpt2"), "gpt2"),
-    "newer format": Case(config(format=3), "expected at most 2. Update kalmix"),
+    "newer format": Case(config(format=FORMAT + 1), f"expected at most {FORMAT}. Update kalmix"),
     "unknown key": Case(config(hidden_sise=8), "hidden_sise"),
     "layers is a text": Case(config(layers="kla"), "layers"),
     "layers is a mapping": Case(config(layers={"mixer": "kla"}), "layers"),

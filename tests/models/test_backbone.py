@@ -109,11 +109,24 @@ def test_incomplete_checkpoint_is_loaded_and_listed(tmp_path, caplog, monkeypatc
     with pytest.raises(ArgumentError, match="lacks 1 weights"):
         KalmixForCausalLM.from_pretrained(tmp_path)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    again, info = KalmixForCausalLM.from_pretrained(tmp_path, strict=False, output_loading_info=True)
+    with caplog.at_level("WARNING", logger="transformers"):
+        again, info = KalmixForCausalLM.from_pretrained(tmp_path, strict=False, output_loading_info=True)
     assert len(missing) == 1 and info["missing_keys"] == missing
     assert all(name in caplog.text for name in missing)
     for name, weight in weights.items():
         assert torch.equal(again.state_dict()[name], weight), name
+
+
+def test_other_keys_of_a_configuration_are_kept(tmp_path):
+    """Programs store settings of their own; a key that is spelled almost like ours is refused."""
+    model = build("kla")
+    model.config.their_setting = 3
+    model.save_pretrained(tmp_path)
+    assert KalmixForCausalLM.from_pretrained(tmp_path).config.their_setting == 3
+    model.config.hidden_sise = 16
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match="unknown key 'hidden_sise'; did you mean 'hidden_size'"):
+        KalmixForCausalLM.from_pretrained(tmp_path)
 
 
 def test_checkpoint_with_another_head_is_loaded_without_it(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 
 from kalmix import ArgumentError
 from kalmix.errors import FormatError
+from kalmix.files import FORMAT
 from kalmix.training import Recipe, schedule
 from kalmix.training.checkpoints import list_checkpoints, newest_checkpoint
 from kalmix.training.run import train
@@ -104,11 +105,12 @@ def test_a_newer_format_is_refused(halted: tuple[Recipe, Path]) -> None:
     recipe, folder = halted
     for file in (folder / "checkpoints" / "checkpoint-5" / "manifest.json", folder / "recipe.json"):
         written = json.loads(file.read_text())
-        assert written["format"] == 2
-        file.write_text(json.dumps({**written, "format": 3}))
-    with pytest.raises(FormatError, match=r"`format` is 3 in '.*manifest.json'; expected at most 2. Update kalmix"):
+        assert written["format"] == FORMAT
+        file.write_text(json.dumps({**written, "format": FORMAT + 1}))
+    newer = f"`format` is {FORMAT + 1} in"
+    with pytest.raises(FormatError, match=rf"{newer} '.*manifest.json'; expected at most {FORMAT}. Update kalmix"):
         train(recipe, folder, resume=True)
-    with pytest.raises(FormatError, match=r"`format` is 3 in '.*recipe.json'"):
+    with pytest.raises(FormatError, match=rf"{newer} '.*recipe.json'"):
         Recipe.load(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,11 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from kalmix.errors import FileError
+from kalmix.errors import FileError, abbreviate
 from kalmix.files import check_format, check_regular, read_json
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+_SAME_NAME = 0.85  # ratio of equal characters from which an unknown key is a typing error
 EXTRA_JSON_FILES = ("generation_config.json",)  # transformers reads it, too
 
 
@@ -37,7 +39,8 @@ def read_config(folder: Path, known: Collection[str]) -> dict[str, Any]:
 
     Args:
         folder: folder with `config.json`.
-        known: keys that a configuration may have.
+        known: keys of a configuration. Other keys are accepted, unless they name a class or are spelled like one
+            of these, which is probably a typing error.
 
     Raises:
         FileError: a JSON file is missing or damaged, or config.json is not of kalmix.
@@ -47,9 +50,16 @@ def read_config(folder: Path, known: Collection[str]) -> dict[str, Any]:
     if config.get("model_type") != "kalmix":
         raise FileError(f"config.json has model_type {config.get('model_type')!r}; expected 'kalmix'")
     check_format(config, folder / "config.json", oldest=3)
-    for key in config:
-        if key not in known:
-            raise FileError(f"config.json has the unknown key {key!r}")
+    for key in set(config).difference(known):  # transformers keeps other keys as attributes
+        meant = get_close_matches(key, known, n=1, cutoff=_SAME_NAME)
+        if meant or key.endswith("_class"):  # transformers may look for a class of this name
+            hint = f"; did you mean {meant[0]!r}?" if meant else ""
+            raise FileError(f"config.json has the unknown key {key!r}{hint}")
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        if method != "torchao":
+            raise FileError(f"config.json asks for quantization by {abbreviate(repr(method))}; expected 'torchao'")
     for name in EXTRA_JSON_FILES:
         if (folder / name).exists():
             read_json(folder / name)

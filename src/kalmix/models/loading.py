@@ -77,7 +77,7 @@ def _load_blocks_whole(model: PreTrainedModel) -> None:
         hooks = (
             [getattr(module, "_hf_hook", None) for module in block.modules()] if type(block).__name__ in kinds else []
         )
-        hook = next((x for x in hooks if isinstance(x, AlignDevicesHook) and x.offload), None)
+        hook: Any = next((x for x in hooks if isinstance(x, AlignDevicesHook) and x.offload), None)
         if hook is None:
             continue
         remove_hook_from_module(block, recurse=True)
