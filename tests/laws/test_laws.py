@@ -69,6 +69,7 @@ TRIED = [
     for case in CASES
     for name, law in laws(case).items()
     if name not in SAME_IN_FLOAT64 or case.dtype != torch.float64
+    if name != "compiles_with_inductor" or case.device != "cpu" or case.name in ("additive", "attend", "dense")
 ]
 
 
