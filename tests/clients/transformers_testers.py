@@ -230,6 +230,14 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write(output: Path, results: dict[str, dict[str, Any]]) -> None:
+    """Write the table and all reasons of the results."""
+    python = platform.python_version()
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__, "python": python}
+    output.with_suffix(".md").write_text(table(results))
+    output.with_suffix(".json").write_text(json.dumps({"versions": versions, "results": results}, indent=1) + "\n")
+
+
 def _outcome(result: dict[str, Any], test: str) -> str:
     return next((kind for kind in ("passed", "failed", "skipped") if test in result[kind]), "not run")
 
@@ -245,13 +253,17 @@ def main() -> int:
     parser.add_argument("-k", default="", metavar="TEXT", help="Run only tests whose name contains TEXT")
     parser.add_argument("--slow", action="store_true", help="Run the tests that transformers marks as slow, too")
     parser.add_argument("--jobs", type=int, default=2, help="Processes")
-    parser.add_argument("--output", type=Path, help="Write OUTPUT.md and OUTPUT.json")
+    parser.add_argument(
+        "--output", type=Path, help="Write OUTPUT.md and OUTPUT.json; earlier results of other models are kept"
+    )
     arguments = parser.parse_args()
     checkout = str(Path(arguments.checkout).resolve())
     if arguments.slow:
         os.environ["RUN_SLOW"] = "1"  # how the tests of transformers are told
     names = arguments.model or [*LAYERS, PEER]
-    results = {}
+    results: dict[str, Any] = {}
+    if arguments.output and (earlier := arguments.output.with_suffix(".json")).exists():
+        results = json.loads(earlier.read_text())["results"]
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         for name, future in [(name, pool.submit(run, name, checkout, arguments.k)) for name in names]:
             results[name] = result = future.result()
@@ -259,17 +271,9 @@ def main() -> int:
             print(f"{name}: {counts}, {result['seconds']} s", flush=True)
             for test, why in result["failed"].items():
                 print(f"    {test}: {why}", flush=True)
-    versions = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    if arguments.output:
-        arguments.output.with_suffix(".md").write_text(table(results))
-        arguments.output.with_suffix(".json").write_text(
-            json.dumps({"versions": versions, "results": results}, indent=1)
-        )
-    return int(any(result["failed"] for result in results.values()))
+            if arguments.output:
+                write(arguments.output, {name: results[name] for name in [*LAYERS, PEER] if name in results})
+    return int(any(results[name]["failed"] for name in names))
 
 
 if __name__ == "__main__":
