@@ -254,7 +254,7 @@ def main() -> int:
     parser.add_argument("--slow", action="store_true", help="Run the tests that transformers marks as slow, too")
     parser.add_argument("--jobs", type=int, default=2, help="Processes")
     parser.add_argument(
-        "--output", type=Path, help="Write OUTPUT.md and OUTPUT.json; earlier results of other models are kept"
+        "--output", type=Path, help="Add results to OUTPUT.md and OUTPUT.json"
     )
     arguments = parser.parse_args()
     checkout = str(Path(arguments.checkout).resolve())
