@@ -18,13 +18,12 @@ COMMON = {
     "save_strategy": "no",
     "disable_tqdm": True,
 }
+# The name in transformers 5.23, and in 5.17.
+CHECKPOINTING = next(x for x in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, x))
 FEATURES = {
     "plain": {},
-    "activation checkpointing": {"activation_checkpointing": True},
-    "activation checkpointing, not reentrant": {
-        "activation_checkpointing": True,
-        "activation_checkpointing_kwargs": {"use_reentrant": False},
-    },
+    "checkpointing": {CHECKPOINTING: True},
+    "checkpointing, not reentrant": {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}},
     "label smoothing": {"label_smoothing_factor": 0.1},
     "gradient accumulation": {"gradient_accumulation_steps": 2},
     "bf16": {"bf16": True},
