@@ -103,6 +103,19 @@ def recomputed_op(name: str, function: Function, fake: Function, kernel: str) ->
         function: takes a list of tensors and a list of integers; returns a list of new tensors.
         fake: function of the same arguments that returns empty tensors of the shapes and dtypes of the results.
         kernel: name of the function in error messages.
+
+    Returns:
+        The registered op, which takes and returns lists as `function` does. It has first derivatives only.
+
+    Example:
+        >>> from kalmix.ops import recomputed_op
+        >>> def multiply(tensors, options):
+        ...     return [x * options[0] for x in tensors]
+        >>> def multiply_fake(tensors, options):
+        ...     return [torch.empty_like(x) for x in tensors]
+        >>> op = recomputed_op("example::multiply", multiply, multiply_fake, "multiply")
+        >>> op([torch.ones(2)], [3])
+        [tensor([3., 3.])]
     """
 
     def forward(tensors: list[Tensor], options: list[int]) -> list[Tensor]:
