@@ -2,8 +2,8 @@
 
 A row has S slots of keys, and its last T slots also have queries. Without a history, a row is a batch row, and packed
 sequences share it. With a history, each sequence has a row of its own: its history, then a copy of its batch row. The
-rank of a slot encodes which keys a query attends to: it is the position in the sequence plus `RANK_STRIDE` times the
-index of the sequence.
+rank of a slot encodes which keys a query attends to: it is the position in the sequence, plus `RANK_STRIDE` times the
+index of the sequence where sequences share a row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from kalmix.beliefs import HistoryBelief
 from kalmix.segments import Segments
 
-RANK_STRIDE = 1 << 40  # distance between the ranks of two sequences
+RANK_STRIDE = 1 << 40  # distance between the ranks of two sequences of a row
 EMPTY_RANK = -(1 << 60)  # rank of an empty slot; empty slots attend to each other only
 
 
@@ -95,12 +95,11 @@ def make_layout(
     row_per_sequence = segments is not None and has_history
     if segments is not None and row_per_sequence:
         q = q[segments.rows[:, 0].long()]
+    slots, first_rank = final_belief, 0  # ranks of different rows are not compared
     if segment_ids is not None and not row_per_sequence:
-        slots = row
-    else:
-        slots, sequence = final_belief, torch.arange(final_belief.positions.shape[0], device=device)[:, None]
+        slots, first_rank = row, sequence * RANK_STRIDE
     occupied = slots.positions >= 0
-    rank = torch.where(occupied, sequence * RANK_STRIDE + slots.positions, EMPTY_RANK)
+    rank = torch.where(occupied, first_rank + slots.positions, EMPTY_RANK)
     if segments is not None and not row_per_sequence:  # a row may have several sequences, each with its first time
         first_time = token_times.gather(1, segments.rows[:, 1].long()[sequence].clamp(max=length - 1))
     else:
