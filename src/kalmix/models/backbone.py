@@ -244,7 +244,7 @@ class KalmixModel(KalmixPreTrainedModel):
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
         cache_layers = belief_layers(past_key_values, len(self.layers))
-        has_past = bool(cache_layers) and cache_layers[0].is_initialized
+        has_past = len(cache_layers) > 0 and cache_layers[0].is_initialized
         layout = find_layout(
             *given.shape[:2],
             attention_mask=attention_mask,
@@ -252,7 +252,7 @@ class KalmixModel(KalmixPreTrainedModel):
             cu_seq_lens_q=cu_seq_lens_q,
             seq_idx=seq_idx,
             max_sequences=self.config.max_packed_sequences,
-            cached=bool(cache_layers),
+            cached=len(cache_layers) > 0,
         )
         x = layout.compact(given)
         x = self.embed_tokens(x) if inputs_embeds is None else x
