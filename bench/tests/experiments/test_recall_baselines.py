@@ -15,7 +15,8 @@ from kalmix.errors import ArgumentError
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.segments import Segments
 from kalmix_bench.experiments.recall.baselines import BASELINES, MLSTM, RWKV7, Mamba1, is_miscompiled
-from kalmix_bench.experiments.recall.models import ModelShape, build
+from kalmix_bench.experiments.recall.model_shape import ModelShape
+from kalmix_bench.experiments.recall.models import build
 
 WIDTH, TOKENS = 16, 21
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 
 from kalmix.errors import ArgumentError, any_of
 from kalmix.validation import check_types
-from kalmix_bench.experiments.recall.models import ModelShape
+from kalmix_bench.experiments.recall.model_shape import ModelShape
 from kalmix_bench.experiments.recall.protocol import Part, RecallCell, RecallProtocol
 from kalmix_bench.runner.cells import Row
 

@@ -13,7 +13,8 @@ from kalmix.files import replace_file
 from kalmix.models.folder import check_finite
 from kalmix_bench import datasets
 from kalmix_bench.experiments.recall.data import CellData
-from kalmix_bench.experiments.recall.models import AutoEncoder, ModelShape, TokenModel, build
+from kalmix_bench.experiments.recall.model_shape import ModelShape
+from kalmix_bench.experiments.recall.models import AutoEncoder, TokenModel, build
 from kalmix_bench.experiments.recall.protocol import Part, RecallCell, RecallProtocol
 from kalmix_bench.runner.cells import Results, Row, digest
 

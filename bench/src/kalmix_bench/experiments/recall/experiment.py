@@ -15,9 +15,7 @@ from rich.console import Console
 from kalmix.errors import NonFiniteError
 from kalmix_bench import datasets
 from kalmix_bench.experiments.recall import presets
-from kalmix_bench.experiments.recall.data import draw_cell_data
 from kalmix_bench.experiments.recall.layers import state_size
-from kalmix_bench.experiments.recall.models import AutoEncoder, build
 from kalmix_bench.experiments.recall.protocol import RecallCell
 from kalmix_bench.runner import cell_file, options, session
 from kalmix_bench.runner import report as bench_report
@@ -58,6 +56,8 @@ class Recall(Experiment[RecallCell]):
             ArgumentError: the layer does not support the state size of the cell's shape.
         """
         from kalmix_bench.experiments.recall.checkpoints import save_weights
+        from kalmix_bench.experiments.recall.data import draw_cell_data
+        from kalmix_bench.experiments.recall.models import AutoEncoder, build
         from kalmix_bench.experiments.recall.trainer import train_cell
 
         (cell,) = cells

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kalmix.errors import ArgumentError, any_of, unknown_name
 from kalmix_bench.datasets import get_task
-from kalmix_bench.experiments.recall.models import ModelShape
+from kalmix_bench.experiments.recall.model_shape import ModelShape
 from kalmix_bench.experiments.recall.protocol import Part, RecallCell, RecallProtocol
 
 

@@ -10,7 +10,7 @@ from kalmix.errors import ArgumentError
 from kalmix.validation import check_choice
 from kalmix_bench import datasets
 from kalmix_bench.experiments.recall.layers import layer_name
-from kalmix_bench.experiments.recall.models import ModelShape
+from kalmix_bench.experiments.recall.model_shape import ModelShape
 
 SCHEDULES = ("constant", "cosine", "warmup")
 CHOICES = ("loss", "score", "last")
