@@ -33,7 +33,9 @@ def test_frequency_budget_covers_scores_rounded_apart_for_queries_and_keys():
     """
     case = draw(7000000131, fuzz.kernels_on("cuda"), tuple(SIGNAL_DRAWS), small=False)
     assert (case.op, case.kernel, case.options["window"]) == ("attend", "triton", 1)
-    case = replace(case, options=case.options | {"weight": "rational"})  # gradients of exponential weights are exactly 0
+    case = replace(
+        case, options=case.options | {"weight": "rational"}
+    )  # gradients of exponential weights are exactly 0
     generator = torch.Generator().manual_seed(0)
     weights = [torch.zeros(y.shape, dtype=torch.float64) for y in fuzz.call(case, DEVICE, case.x)]
     weights[0] = torch.randn(weights[0].shape, generator=generator, dtype=torch.float64).float().double()
