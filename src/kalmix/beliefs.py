@@ -51,9 +51,12 @@ def loadable(kind: type[_B]) -> type[_B]:
 class PointBelief(NamedTuple):
     """Memory matrix without uncertainty: the belief of the ops `additive` and `delta`.
 
+    The constructor checks nothing. The op checks the shape and the dtype of a belief that you pass to it.
+    `belief.take(index)` returns the sequences `index`.
+
     Attributes:
-        mean: `[N, G, K, V]`, the memory, for N sequences, G value heads, key width K and value width V. In float32, or
-            float64 if the inputs of the op are float64.
+        mean: `[N, G, K, V]`, the memory, for N sequences, G value heads, key width K and value width V. Its dtype is
+            float32, or float64 if q, k and v of the op are float64; an op does not accept or return another.
 
     Example:
         >>> from kalmix import PointBelief
@@ -98,15 +101,19 @@ class DiagonalBelief(NamedTuple):
 
 @loadable
 class DenseBelief(NamedTuple):
-    """Gaussian memory with a covariance between its rows: the belief of the op `kalmix.ops.dense`.
+    """Gaussian distribution of a memory matrix: the belief of the op `kalmix.ops.dense`.
 
     A memory has K rows, one for each element of a key, and V columns, one for each element of a value. Its columns are
-    independent of each other and have the same K x K covariance. The op returns beliefs in float32, or in float64 if
-    its inputs are float64.
+    independent of each other and have the same K x K covariance. A belief is the prior of a call if you pass it to the
+    op, and the posterior after the last token if the op returns it.
+
+    The constructor checks nothing. The op checks shape and dtype, but not that the covariance is symmetric and positive
+    semidefinite: with another covariance its results are wrong.
 
     Attributes:
-        mean: `[N, G, K, V]`, posterior mean, for N sequences and G value heads.
-        covariance: `[N, G, K, K]`, posterior covariance of each column, between rows; symmetric and positive
+        mean: `[N, G, K, V]`, mean of the memory, for N sequences and G heads of v (value heads). Its dtype is float32,
+            or float64 if q, k and v of the op are float64; the op does not accept or return another.
+        covariance: `[N, G, K, K]`, covariance of each column, between rows, in the same dtype; symmetric and positive
             semidefinite.
 
     Example:
@@ -131,15 +138,24 @@ class DenseBelief(NamedTuple):
 class RidgeBelief(NamedTuple):
     """Discounted sums over past tokens, the sufficient statistics of ridge regression: the belief of the op `ridge`.
 
+    Token t multiplies both sums by its decay a_t = exp(log_decay) and adds a product with its gain g_t:
+
+        gram_t = a_t gram_{t-1} + g_t k_t k_t',   cross_t = a_t cross_{t-1} + g_t k_t v_t'
+
+    Here k' is the transpose of k. The sums do not include the ridge. The memory is (gram + lambda I)^{-1} cross. By
+    default, and if `ridge` is a number, lambda is relative: `ridge` times the Frobenius norm of gram.
+
+    The constructor checks nothing. The op checks the shape and the dtype of a belief that you pass to it.
+
     Attributes:
-        cross: `[N, G, K, V]`, discounted sum of g k v' with gains g, for N sequences, G value heads, key width K and
-            value width V. In float32, or float64 if the inputs of the op are float64.
-        gram: `[N, G, K, K]`, discounted sum of g k k', in the same dtype.
+        cross: `[N, G, K, V]`, for N sequences, G value heads, key width K and value width V. Its dtype is float32, or
+            float64 if q, k and v of the op are float64; the op does not accept or return another.
+        gram: `[N, G, K, K]`, in the same dtype.
 
     Example:
         >>> from kalmix import ops
         >>> k, v = torch.randn(2, 5, 1, 4), torch.randn(2, 5, 1, 8)
-        >>> belief = ops.ridge(k, k, v, ridge=0.02).belief  # no gates: all gains and decays are 1
+        >>> belief = ops.ridge(k, k, v, ridge=0.02).belief  # gains and decays are 1 by default
         >>> torch.allclose(belief.gram[0, 0], k[0, :, 0].T @ k[0, :, 0], atol=1e-5)
         True
     """

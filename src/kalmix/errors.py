@@ -100,7 +100,16 @@ class KernelError(ValueError):
 
 
 class DesignError(ValueError):
-    """Raised when no op supports the parts of a design, or signals do not match it. A subclass of `ValueError`.
+    """Raised when no op can filter a design, or a call does not match its design. A subclass of `ValueError`.
+
+    A design consists of a transition, evidence and a covariance. Their constructors raise this error for an unknown
+    kind, and `kalmix.designs.Design` raises it if no op supports the combination.
+
+    Signals are the arguments of a design in addition to q, k and v; `design.signals` lists the required ones. Calls
+    such as `kalmix.filter` raise this error if a required signal is missing, if the design has no signal of that name,
+    or if a variance is requested and the design has none. `kalmix.filter` also raises it if the transition is a matrix;
+    use `kalmix.oracle`. A signal with a wrong shape, dtype or value raises `ArgumentError`, which is not related to
+    `DesignError`.
 
     Example:
         >>> from kalmix import DesignError, designs

@@ -17,17 +17,21 @@ class Segments(NamedTuple):
     A sequence is one contiguous run of tokens in one batch row; runs of a row must not overlap, and may be empty. With
     segments, beliefs have one entry per run, in the order of `rows`.
 
-    Tokens outside every run do not change beliefs, give a read-out of 0 and have zero gradient, whatever they contain.
-    NaN and infinity in one run do not reach other runs. Inside a run they do not reach earlier tokens, except in Triton
-    and CUDA kernels, where they may reach earlier tokens of the same tile.
+    `Segments.packed(cu_seqlens)` builds segments from cumulative lengths of sequences that are concatenated in one
+    batch row. `Segments.padded(mask)` builds them from a padding mask `[B, T]`, one run per batch row.
 
-    Constructors check shape and dtype always, and values where `kalmix.validation` allows it.
+    Tokens outside every run do not change beliefs, give a read-out of 0 and have zero gradient, whatever they contain.
+    NaN and infinity in one run do not reach other runs. In their own run they may reach later tokens. Triton and CUDA
+    kernels process a run in tiles of tokens; there, NaN and infinity may also reach earlier tokens of the same tile.
+
+    This class checks shape and dtype always. It checks values on the CPU; on a GPU only inside `kalmix.checks()`. Ops
+    and layers check in the same way that the runs lie inside the batch.
 
     Args:
         rows: int32 `[N, 3]`, (batch row, start, stop) of each run; `stop` is exclusive.
 
     Raises:
-        ArgumentError: the tensor `rows` is not int32 `[N, 3]`, an entry is negative, a run stops before it starts, or
+        ArgumentError: `rows` is not an int32 tensor `[N, 3]`, an entry is negative, a run stops before it starts, or
             runs overlap.
 
     Example:

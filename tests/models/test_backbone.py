@@ -312,3 +312,9 @@ def test_configuration_names_default_targets_to_peft(monkeypatch):
 def test_the_trainer_finds_labels_in_evaluation():
     """It computes no loss if a batch lacks a parameter of `forward` whose name contains "label"."""
     assert find_labels(KalmixForCausalLM) == ["labels"]
+
+
+@pytest.mark.parametrize("dropout", [-1.0, 2.0])
+def test_impossible_dropout_is_refused(dropout):
+    with pytest.raises(ArgumentError, match="classifier_dropout"):
+        KalmixConfig(layers=["kla"], classifier_dropout=dropout)

@@ -7,7 +7,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import DynamicCache, StaticCache
 
+from kalmix import ArgumentError
 from kalmix.layers import MIXERS
+from kalmix.models import snapshot
 
 from .conftest import DESIGN, build, tokens
 
@@ -117,3 +119,8 @@ def test_layers_hold_plain_tensors(static):
         values = vars(layer).values()
         assert sum(isinstance(x, list) and isinstance(x[0], torch.Tensor) for x in values) == 1
         assert not any(isinstance(x, tuple) and hasattr(x, "_fields") for x in values)
+
+
+def test_snapshot_of_another_object_is_refused():
+    with pytest.raises(ArgumentError, match="cache"):
+        snapshot(None)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kalmix import ArgumentError
 from kalmix.ops import Chebyshev, ConjugateGradient, Exact, Fixed, Sketch, ridge
 from kalmix.ops._ridge.linear_solvers import decode_solver, encode_solver, sketch_basis
 
@@ -44,3 +45,9 @@ def test_sketch_equals_projected_solution_for_each_seed(kernel: str) -> None:
         answers.append((mean.detach(), gradient))
     for one, other in zip(*answers, strict=True):
         assert (one - other).norm() > 0.1 * one.norm()
+
+
+@pytest.mark.parametrize("seed", ["1", 1.5, 2**31])
+def test_wrong_seeds_are_refused(seed) -> None:
+    with pytest.raises(ArgumentError, match="seed"):
+        Sketch(4, seed=seed)

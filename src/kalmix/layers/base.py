@@ -36,24 +36,35 @@ class Mixer(nn.Module):
     Most layers need an MLP after them, as attention does. Layers with `includes_mlp = True` (`KLA`, `Mamba2`,
     `AFATransformerBlock`) gate their own output: do not add an MLP.
 
-    A subclass implements `state_size(length)` and two methods, whose order is input, read-out, output:
+    Mixer is abstract: build a subclass. A subclass implements `state_size(length)`, the number of floats in the state
+    of one sequence after `length` tokens, and two methods. `read` computes the read-out from x; `project_out` computes
+    the output from the read-out:
 
-        (mean, variance, state), context = layer.read(x, state, segments, variance)   # filters; `[B, T, E]`
-        y = layer.project_out(mean, context)                                          # output `[B, T, D]`
+        (mean, variance, state), context = layer.read(x, state, segments, variance)   # mean, variance: `[B, T, E]`
+        y = layer.project_out(mean, context)                                          # y: `[B, T, D]`
 
-    `context` is what `project_out` needs of x beside the read-out, such as a gate. The E elements of a read-out are
-    independent under the posterior, and those of the output are not. So to draw samples of the output, draw samples
-    `[S, B, T, E]` of the read-out and pass them to `project_out`, which returns `[S, B, T, D]`.
+    The argument `variance` is a bool; the result `variance` is a tensor or `None`. A layer with a posterior also
+    implements `project_out_variance(variance, context)`. `context` contains what `project_out` needs beside the
+    read-out, such as a gate. The E elements of a read-out are independent under the posterior, and those of the output
+    are not. So to draw M samples of the output, draw samples `[M, B, T, E]` of the read-out and pass them to
+    `project_out`, which returns `[M, B, T, D]`.
 
     Args:
         hidden_size: D, the number of columns of input and output.
+        options: keyword arguments of the subclass.
+
+    Raises:
+        ArgumentError: an option has the wrong type or value, or the op has no kernel of that name; or, in a call, x,
+            state or segments has the wrong type, shape, dtype or device.
+        KernelError: in a call, the requested kernel does not support it.
 
     Attributes:
-        design: design under which the layer filters; `None` if no design describes it.
-        has_posterior: whether `filter(..., variance=True)` returns a variance.
+        design: `kalmix.designs.Design` of the filter that the layer computes; `None` if no design describes it.
+        has_posterior: whether `filter(..., variance=True)` returns a variance; if not, its variance is `None`.
         includes_mlp: whether the layer gates its own output, so that no MLP should follow it.
-        window: number of past tokens that the state stores, if their number is limited; otherwise `None`. A part of a
-            state that stores past tokens has a field `positions` `[N, S]`, -1 for an empty slot.
+        window: largest number of past tokens that the state stores. `None` if the state stores all past tokens, or no
+            tokens but sums over them. A part of a state that stores tokens has a field `positions` `[N, slots]`: the
+            position of the token in its sequence, or -1 for an empty slot.
         repr_attributes: names of attributes that `repr` shows, beside those of every layer.
 
     Example:

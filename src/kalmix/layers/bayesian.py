@@ -23,13 +23,16 @@ class BayesianLayer(MemoryLayer):
 
     Paper: Memory by Design: Probabilistic Sequence Layers (Dowling et al., 2026), Proposition 1, equations 9 to 13.
 
-    Each token sets its observation noise and process noise (softplus and a floor, appendix D) and the step of the
-    transition. The step determines the decay exp(-rate step) and, with rotations, the angle frequency * step. Each head
-    learns a rate and a frequency for each of the K columns of its keys (appendix G). Projections, sizes, norm and gate
-    are those of `GatedDeltaNet`.
+    The layer computes three numbers per head from each token: observation noise, process noise and a step. A noise is a
+    softplus plus a lower bound (appendix D). The decay is exp(-rate * step). With rotations, the angle is the product
+    of frequency and step. Each head learns a rate and a frequency for each of the K columns of its keys (appendix G).
 
-    `layer.filter(x, variance=True)` returns the variance of the output y under the posterior of the memory. It is exact
-    through gate and output projection, and approximate through the output norm.
+    q, k and v come from projections, a short convolution and SiLU. q and k are scaled to unit length; q is then divided
+    by sqrt(K). The output is projected from the normalised read-out times its gate, as in `GatedDeltaNet`.
+
+    `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. It is the
+    variance of each element of y under the posterior of the memory, without observation noise. Gate and output
+    projection transform the variance exactly; the output norm transforms it approximately.
 
     Args:
         hidden_size: D.
@@ -40,7 +43,7 @@ class BayesianLayer(MemoryLayer):
         groups: number of observation noises per head, each for V / groups value columns. Each group has its own
             covariance.
         rotations: whether the rows of the memory rotate in pairs. The memory then has R = 2 K rows: keys observe the
-            first K, and row j forms a pair with row j + K. Otherwise R = K.
+            first K directly, and row j forms a pair with row j + K. Otherwise R = K.
         conv: taps of the short causal convolution over q, k and v; 0 for none.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
         norm_eps: epsilon of the output norm.
@@ -48,13 +51,14 @@ class BayesianLayer(MemoryLayer):
 
     Raises:
         ArgumentError: an option has the wrong type or value, or `groups` does not divide V; or, in a call, x, state or
-            segments has the wrong type or shape.
-        KernelError: the requested kernel does not support a call.
+            segments has the wrong type, shape, dtype or device.
+        KernelError: in a call, the requested kernel does not support it.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State: a mean `[R, V / groups]` and a covariance `[R, R]` per head and group, and the last inputs of the
-        convolution.
+        State of N sequences: `state.belief.mean` `[N, G groups, R, V / groups]`, `state.belief.covariance`
+        `[N, G groups, R, R]`, and `state.conv_state`, the last inputs of the convolution. Group j of head g has index
+        `g * groups + j`.
 
     Complexity: O(T R (groups R + V)) per head, and the projections.
 

@@ -12,16 +12,19 @@ from kalmix.layers.parametrize import StepDecay
 
 
 class KDA(DeltaLayer):
-    """Kimi Delta Attention: a delta rule with a gain per head, a decay per key column, and a low-rank sigmoid gate.
+    """Kimi Delta Attention: a delta rule with a gain per head, a decay per key column, and an output gate.
 
     Paper: [Kimi Linear](https://arxiv.org/abs/2510.26692).
 
         M_t = diag(a_t) M_{t-1} + g_t k_t (v_t - (diag(a_t) M_{t-1})' k_t)',   read = M_t' q_t
 
-    The gain g_t = sigmoid(project(x_t)), or twice that with `negative_eigenvalues`, is one number per head. The decay
-    a_t = exp(-rate step_t) has K entries per head: the rate is a learned number per head, and step_t `[K]` is computed
-    from x_t (`StepDecay`). The projections to steps and to the output gate have rank V, the width of a value head. M'
-    is the transpose of M, and M_0 = 0. q and k are unit vectors; q is then divided by sqrt(K).
+    The gain g_t = sigmoid(project(x_t)), or twice that with `negative_eigenvalues`, is one number per value head. The
+    decay a_t = exp(-rate * step_t) has K entries per value head. The rate is a learned positive number per head, and
+    step_t = softplus(project(x_t) + bias) has K entries. The projection to steps and, if there is a gate, the
+    projection to the gate are products of two matrices with inner size V. M' is the transpose of M, and M_0 = 0. q and
+    k are unit vectors; q is then divided by sqrt(K).
+
+    The layer has no posterior: `layer.filter(x, variance=True)` returns `None` as variance.
 
     Args:
         hidden_size: D.
@@ -29,7 +32,7 @@ class KDA(DeltaLayer):
         key_heads: number of key heads, a divisor of `heads`; `heads` by default.
         head_dim: key width, K. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power of
             two that is at most D / 4 and 128.
-        expand_v: value width divided by key width.
+        expand_v: V / K, where V is the value width of a head.
         conv: taps of the short causal convolution over q, k and v; 0 for none.
         gate: activation of the output gate, "sigmoid" or "silu"; `None` for no gate.
         negative_eigenvalues: whether g is between 0 and 2 instead of 0 and 1. For g > 1 the matrix I - g k k' has the
@@ -38,13 +41,14 @@ class KDA(DeltaLayer):
         kernel: name of a kernel of `kalmix.ops.delta`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
-            shape.
-        KernelError: the requested kernel does not support a call.
+        ArgumentError: an option has the wrong type or value, or `key_heads` does not divide `heads`; or, in a call, x,
+            state or segments has the wrong type, shape, dtype or device.
+        KernelError: in a call, the requested kernel does not support it.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State: a memory `[K, V]` per head, and the last inputs of the convolution.
+        State of N sequences: `state.belief.mean` `[N, G, K, V]`, and `state.conv_state`, the last inputs of the
+        convolution.
 
     Complexity: O(T K V) per head, and the projections.
 

@@ -22,13 +22,14 @@ class RadialTangentialAttention(TrajectoryLayer):
     Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), Algorithm 2. Misprints
     are corrected; the notes on this layer in the documentation list them.
 
-    Past values are split into a part along the token's own value and a part across it. Each part has its own noises,
-    robust weights and softmax; the estimate combines a magnitude and a step on the sphere. See
-    `kalmix.ops.attend_radial`, and `TrajectoryLayer` for residual, prediction and output.
+    Let v be the value of the query token. The layer splits each past value into a part parallel to v and a part
+    orthogonal to v. Each part has its own noises and attention weights. The parallel parts give the magnitude of the
+    estimate, the orthogonal parts its direction. `kalmix.ops.attend_radial` has the equations. The layer then mixes the
+    estimate with v, predicts and projects to the output, as `TrajectoryLayer` describes.
 
-    The variance treats the errors of tokens as independent, like that of `AdaptiveFilterAttention`. It is per channel:
-    the correlation of channels along the direction is omitted, and the noise of the prediction is the average over
-    channels.
+    `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. The variance is
+    approximate: it treats the errors of tokens as independent and omits the correlation of channels. The prediction
+    adds the average noise of all channels to each channel.
 
     Args:
         hidden_size: D.
@@ -37,20 +38,22 @@ class RadialTangentialAttention(TrajectoryLayer):
             largest power of two that is at most D / 4 and 64.
         rotary_base: base of the initial frequencies; see `StateDynamics`.
         window: number of tokens that a query attends to, including its own; all by default.
-        predict: "step" predicts the state one step ahead, as published; "gate" mixes prediction and estimate; `None`
-            returns the estimate.
+        predict: "step" predicts the state at `horizon` after the token, as published; "gate" mixes prediction and
+            estimate; `None` returns the estimate and ignores `horizon`.
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments, times or horizon has
-            the wrong type or shape, times decrease in a sequence, or a horizon is negative (values are checked on a
-            CPU).
+            the wrong type, shape, dtype or device, times decrease in a sequence, or a horizon is negative. Values are
+            checked on the CPU; on a GPU only inside `kalmix.checks()`.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`. `times`
-        and `horizon` are `[B, T]`; see `TrajectoryLayer.read`.
-        State: 4 H C + 1 floats per token, of at most `window` tokens.
+        In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`.
+        `times` `[B, T]`: time of each token, non-decreasing in a sequence; 0, 1, 2, ... by default.
+        `horizon` `[B, T]` >= 0: time from each token to its prediction; 1 by default.
+        State: keys (2 H C floats), values (2 H C floats), time and position of each of the last `window` tokens.
 
-    Complexity: O(T (S + T) H C) for T tokens after S, in PyTorch code, and the projections.
+    Complexity: O(T (S + T) H C) for T tokens after S stored ones, and the projections. There is only PyTorch code, no
+    Triton kernel. A `window` limits S. Without a state, blocks of queries also skip tokens before their window.
 
     Example:
         >>> from kalmix.layers import RadialTangentialAttention

@@ -310,16 +310,19 @@ def belief_layers(cache: Cache | None, count: int) -> list[BeliefLayer]:
 def snapshot(cache: Cache) -> tuple[CacheEntry, ...]:
     """Return the contents of a cache, to pass to `restore` later.
 
-    Nothing is copied: the model replaces the states in a cache and never changes one.
+    Later calls of the model do not change the snapshot. For a dynamic cache, the default, no tensor is copied: each
+    call stores new states in the cache and does not write to the old ones. The states of a `StaticCache` are copied,
+    because calls write to its tensors.
 
     Args:
         cache: cache of a `KalmixForCausalLM`, as it returns it in `past_key_values`.
 
     Returns:
-        One entry per block, each with its state and its number of tokens.
+        One entry per block, each with its state and its number of tokens. A `DynamicCache()` that no model has used
+        has no entries, and `restore` cannot empty it later. Build it as `DynamicCache(config=model.config)` instead.
 
     Raises:
-        ArgumentError: the cache is not of a `KalmixForCausalLM`.
+        ArgumentError: `cache` is not a cache of a `KalmixForCausalLM`.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM, restore, snapshot
@@ -332,6 +335,8 @@ def snapshot(cache: Cache) -> tuple[CacheEntry, ...]:
         >>> cache.get_seq_length()
         10
     """
+    if not isinstance(cache, Cache):
+        raise ArgumentError("cache", got=f"a {type(cache).__name__}", expected="a cache, as in `past_key_values`")
     return tuple(layer.entry for layer in belief_layers(cache, len(cache.layers)))
 
 

@@ -28,10 +28,14 @@ class KalmixForSequenceClassification(GenericForSequenceClassification, KalmixPr
 
 
 class KalmixForTokenClassification(GenericForTokenClassification, KalmixPreTrainedModel):
-    """Classifier of tokens: dropout and a linear map of the last hidden state of each token.
+    """Causal classifier of tokens: dropout, then a linear map of each token's hidden state after the final norm.
+
+    It returns a `TokenClassifierOutput` of transformers. With `labels` `[B, T]`, it has a loss, the mean cross-entropy;
+    labels of -100 are ignored.
 
     Args:
-        config: configuration; `num_labels` is the number of classes.
+        config: a `KalmixConfig`. Its `num_labels` (default 2) is the number of classes, and its `classifier_dropout`
+            the probability of dropout.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForTokenClassification

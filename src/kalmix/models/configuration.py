@@ -37,44 +37,51 @@ REMOTE_CODE = f"from kalmix.models import {', '.join(['KalmixConfig', *AUTO_CLAS
 class KalmixConfig(PreTrainedConfig):
     """Configuration of a `KalmixModel` and of the models that stand on it.
 
+    It also accepts the settings of transformers' `PreTrainedConfig`, such as `num_labels`, the number of classes of a
+    classifier (default 2). As in transformers, a setting with an unknown name is stored without an error.
+
     Args:
         vocab_size: number of tokens.
         hidden_size: width D of the residual stream.
         layers: layer of all blocks, or a list with one layer per block. A layer is a name ("kla", "attention"), or a
             mapping of its options, such as `{"mixer": "attention", "heads": 4}`. The key `"mlp"` sets the hidden width
-            of the block's MLP, 0 for none. `"attention"` is a GPT, `"kla"` a KLA model, and
-            `["attention"] * 11 + ["kla"]` the hybrid of the paper. Options that are a `Design`, a ridge or a solver
-            are stored as mappings.
+            of the block's MLP, 0 for none. Default: 0 for layers that gate their own output, such as "kla" and
+            "mamba2", otherwise `intermediate_size`. With `layers="attention"` the model is a GPT, with "kla" a KLA
+            model, and with `["attention"] * 11 + ["kla"]` the hybrid of the paper. An option that is a `Design`, a
+            ridge or a solver is converted to a mapping, which JSON can store.
         num_hidden_layers: number of blocks. Default: the length of `layers` if it is a list, otherwise 12.
         num_attention_heads: number of heads of all layers that have heads and do not name their number. Default: each
             layer's own.
-        intermediate_size: hidden width of MLPs whose layer does not name it. Default: 8/3 of `hidden_size`, rounded up
-            to a multiple of 8.
+        intermediate_size: hidden width of MLPs whose layer does not name it; layers that gate their own output have no
+            MLP. Default: 8/3 of `hidden_size`, rounded up to a multiple of 8.
         max_position_embeddings: longest input in tokens that programs such as evaluation harnesses should pass at once.
             The model does not depend on it, and has no limit.
         initializer_range: standard deviation with which embeddings and heads are initialized.
         tie_word_embeddings: share the embedding's weight with the head.
         norm_eps: epsilon of all norms outside the mixers.
-        propagate: read-out that blocks pass on in training: "mean", or one "sample" of the posterior (section 5.5 of
-            Kalman Linear Attention). The last block always passes on the mean.
+        propagate: read-out that blocks pass on in training: "mean", or "sample", one sample of the posterior per token
+            (section 5.5 of Kalman Linear Attention). The last block, blocks without a posterior, and evaluation always
+            use the mean.
         loss: "cross-entropy" of the next token for the posterior mean, or "marginal": -log of the mean probability
             of the token over samples of the last layer's posterior (equations 24 and 25). The last layer must then
-            have a posterior.
+            have a posterior; otherwise a call with labels raises `ArgumentError`.
         loss_samples: Monte Carlo samples of the marginal likelihood.
         loss_chunk_size: samples decoded together; memory grows with it, the result does not depend on it.
         use_cache: return a cache in evaluation mode if there are no labels. `forward(use_cache=...)` overrides it.
-        max_packed_sequences: most sequences that `position_ids`, `seq_idx` or a 4-D mask may describe in one call under
-            `torch.compile` or in training on a GPU, where reading them would synchronize. More raise an error on the
-            device. Memory grows by one state per sequence. Default: 64, and one per row and per 64 tokens.
-        classifier_dropout: dropout before the head of `KalmixForTokenClassification`.
-        format: format version of config.json and of the weights beside it.
+        max_packed_sequences: largest number of sequences in one call, over all rows, if `position_ids`, `seq_idx` or a
+            4-D mask describes them. It applies under `torch.compile` and in training on a GPU, where the model does not
+            read these tensors on the host. If there are more, the device raises a `RuntimeError`. Memory grows by one
+            state per sequence. Default: 64 + B + B T / 64 for B rows of T tokens.
+        classifier_dropout: probability of dropout before the head of `KalmixForTokenClassification`, from 0 to 1.
+        format: version of the file format of checkpoints (config.json and weights); keep the default.
         pad_token_id: id of the padding token.
         bos_token_id: id of the token that begins a text.
         eos_token_id: id, or ids, of the tokens that end a text.
 
     Raises:
-        ArgumentError: a layer, an option, `loss` or `propagate` is unknown; a value has the wrong type or is not
-            positive; or `layers` has another length than `num_hidden_layers`.
+        ArgumentError: a layer, an option of a layer, `loss` or `propagate` is unknown; a value has the wrong type; a
+            size or a count is not positive; `norm_eps` or `initializer_range` is negative; `classifier_dropout` is not
+            between 0 and 1; `layers` is empty, or has another length than `num_hidden_layers`.
         FormatError: `format` is newer than this version of kalmix.
 
     Example:
@@ -125,6 +132,8 @@ class KalmixConfig(PreTrainedConfig):
                 check_positive_int(name, value)
         check_number("norm_eps", self.norm_eps, minimum=0.0)
         check_number("initializer_range", self.initializer_range, minimum=0.0)
+        if not 0 <= self.classifier_dropout <= 1:
+            raise ArgumentError("classifier_dropout", got=self.classifier_dropout, expected="a number from 0 to 1")
         if isinstance(self.layers, str | Mapping):
             self.layers = [self.layers] * (self.num_hidden_layers or DEFAULT_BLOCKS)
         if isinstance(self.layers, list | tuple) and self.num_hidden_layers is None:

@@ -27,14 +27,16 @@ class KalmixOutput(CausalLMOutputWithPast):
     """Output of `KalmixForCausalLM`.
 
     Attributes:
-        loss: nats per target, a scalar; `None` without labels.
-        logits: `[B, T, vocab_size]`, computed from the posterior mean.
+        loss: mean loss in nats per target, a scalar; `None` without labels.
+        logits: `[B, T, vocab_size]`, computed from the posterior mean; fewer tokens with `logits_to_keep`.
         past_key_values: the cache; `None` if none was used.
         hidden_states: `[B, T, D]` each: the input of each block, then the output of the final norm; `None` if not
             requested.
-        attentions: `[B, M, T, T]` of each layer, as `Mixer.attention_map`; `None` if not requested.
-        beliefs: `Filtered` of each layer's output, with `mean` and `variance` `[B, T, D]`; `None` if not requested. The
-            variance is `None` for layers without a posterior.
+        attentions: one tensor `[B, M, T, T]` per layer, with the M heads or channels of that layer. Entry (i, j) is
+            the weight of token j in the read-out at token i. `None` if not requested.
+        beliefs: one `Filtered` per layer: `mean` and `variance` `[B, T, D]` of the mixer's output, before the residual
+            addition, and the mixer's state after the last token. The variance is `None` for layers without a posterior.
+            `None` if not requested.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM

@@ -12,15 +12,17 @@ DYNAMICS_LR_FACTOR = 0.1  # learning rate of dynamics, relative to the others
 
 
 def optimizer_groups(model: nn.Module, *, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer: dynamics, embeddings, head, matrices and vectors, without empty groups.
+    """Return parameter groups for an optimizer: matrices, vectors, embeddings, head and dynamics.
 
     Dynamics are the `dynamics_parameters` of the layers. Their learning rate is a tenth of `learning_rate`, because
-    they act at every step of the recurrence (appendix G.6 of Kalman Linear Attention). Only matrices have weight decay.
+    they act at every step of the recurrence (appendix G.6 of Kalman Linear Attention). The head is the language model's
+    output head. All other parameters are matrices if they have two or more dimensions, otherwise vectors; so the weight
+    of a classifier's head is a matrix. Only the group "matrices" has weight decay.
 
     A `Trainer` of transformers does not ask the model for groups. Build the optimizer and pass it:
     `Trainer(..., optimizers=(torch.optim.AdamW(groups), None))`, or, with FSDP or DeepSpeed,
-    `Trainer(..., optimizer_cls_and_kwargs=(torch.optim.AdamW, {"params": groups}))`. Its scheduler multiplies each
-    group's own rate.
+    `Trainer(..., optimizer_cls_and_kwargs=(torch.optim.AdamW, {"params": groups}))`. The scheduler of the `Trainer`
+    scales the learning rate of each group by the same factor.
 
     Args:
         model: model with layers of kalmix. A weight that embeddings and head share counts as an embedding.
@@ -28,7 +30,8 @@ def optimizer_groups(model: nn.Module, *, learning_rate: float, weight_decay: fl
         weight_decay: weight decay of the matrices.
 
     Returns:
-        Groups with the keys "name", "params", "lr" and "weight_decay". The matrices come first.
+        Groups with the keys "name", "params", "lr" and "weight_decay", in the order above, without empty groups.
+        Parameters that do not require gradients are left out.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM, optimizer_groups

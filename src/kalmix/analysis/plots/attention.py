@@ -15,22 +15,33 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from kalmix.analysis.plots.style import LABELLED, MUTED, SIGN, WEIGHT, picture, printable
+from kalmix.errors import ArgumentError
 
 
 def attention_maps(
     path: str | PathLike[str], weights: ArrayLike, tokens: Sequence[str], names: Sequence[str], *, title: str = ""
 ) -> str | PathLike[str]:
-    """Draw one map per layer: the share of each token's value (column) in each token's read-out (row).
+    """Draw one attention map per layer.
+
+    Row i of a map shows the read-out at token i; column j shows the share of the value of token j in it. The function
+    divides each row by its sum. Rows of zeros remain zero. Tokens are labelled if there are at most 128.
 
     Args:
-        path: file to write: PNG, PDF or SVG. Beside a PNG file, an SVG file is written.
-        weights: `[layers, tokens, tokens]`, >= 0, zero above the diagonal. Rows are normalised to a sum of 1.
+        path: file to write, with the suffix .png, .pdf or .svg. For a PNG file, the function also writes an SVG file
+            with the same name.
+        weights: `[layers, tokens, tokens]`, finite, >= 0, zero above the diagonal; an array, or a tensor on the CPU
+            that does not require gradients. Average or select heads before the call.
         tokens: text of each token.
         names: name of each layer.
-        title: heading of the figure.
+        title: heading of the figure; none if it is empty.
 
     Returns:
         `path`.
+
+    Raises:
+        ArgumentError: `weights` does not have one map per name and one row and column per token, or has a negative
+            entry.
+        ValueError: `path` has a suffix that matplotlib does not support.
 
     Example:
         >>> from kalmix.analysis import plots
@@ -39,6 +50,12 @@ def attention_maps(
         'maps.png'
     """
     maps = np.asarray(weights, float)
+    shape = [len(names), len(tokens), len(tokens)]
+    if list(maps.shape) != shape:
+        expected = f"{shape} (names, tokens, tokens)"
+        raise ArgumentError("weights", problem=f"has shape {list(maps.shape)}", expected=expected)
+    if (maps < 0).any():
+        raise ArgumentError("weights", problem="has negative entries", expected="values of at least 0")
     maps = maps / maps.sum(-1, keepdims=True).clip(min=np.finfo(float).tiny)
     norm = PowerNorm(0.5, 0, float(np.quantile(maps, 0.995)))
     with _panels(path, tokens, names, title) as (figure, panels):

@@ -34,20 +34,21 @@ def additive(
 
         M_t = A_t M_{t-1} + g_t k_t v_t',   mean_t = M_t' q_t,   A_t = diag(exp(log_decay_t))
 
-    This is equation 19 of *Memory by Design*: the mean of the exact filter if each value is a noisy measurement of the
-    token's own write. (In `kalmix.ops.delta` and `kalmix.ops.dense` it measures the content of the memory.) The memory
-    has no uncertainty.
+    The read-out includes the current token. This is equation 19 of *Memory by Design*: the exact filter's mean if a
+    value is a noisy measurement of what its own token adds to the memory. In `kalmix.ops.delta` and `kalmix.ops.dense`,
+    a value measures the content of the whole memory instead. The memory has no uncertainty.
 
     Args:
         q: `[B, T, H, K]`, queries. They are not scaled.
         k: `[B, T, H, K]`, keys, in the dtype of `q`.
         v: `[B, T, G, V]`, values, in the dtype of `q`. Value head g uses key head g // (G / H), so value heads can
             share keys but have separate decays and gains.
-        log_decay: `[B, T, G]` for one decay per head or `[B, T, G, K]` for one per key; natural logarithm, per token,
-            <= 0. Default: no decay.
-        gain: `[B, T, G]`, weight of the token's write. Default: 1. Float32 results are tested up to 1e4
-            (a noise of 1e-4).
-        belief: prior, with mean `[N, G, K, V]`. N is B, or the number of segments. Default: mean 0.
+        log_decay: `[B, T, G]` for one decay per value head, or `[B, T, G, K]` for one per value head and row of M (key
+            entry). Natural logarithm, per token, <= 0, in the dtype of `v` or of the belief. Default: no decay.
+        gain: `[B, T, G]`, weight of the token's write, in the dtype of `v` or of the belief. Default: 1. It may be
+            negative. A gain of 1 / s is a measurement noise of s. Float32 results are tested for gains up to 1e4.
+        belief: prior, with mean `[N, G, K, V]` in float32 (float64 if the inputs are). N is B, or the number of
+            segments. Default: mean 0.
         segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
             sequence.
         kernel: "triton", "chunked" or "reference". Default: the fastest that supports the call.
@@ -61,12 +62,13 @@ def additive(
         KernelError: the requested kernel does not support the call.
 
     Every kernel supports gradients of first order. "reference" also supports gradients of higher order, forward-mode
-    derivatives and `torch.func.vmap`; the other kernels raise `KernelError` for these.
+    derivatives and `torch.func.vmap`; the other kernels raise `KernelError` for these. Request "reference" for
+    gradients of higher order; for the other two, it is the default.
 
     Values are checked on CPUs, and on GPUs inside `kalmix.checks()`.
 
-    Complexity: O(T K V) time. Training stores O(T (K + V) + T K V / 64) numbers ("triton": at least T K V / 64, with
-    smaller tiles for short sequences and float32), O(T K V) in "reference".
+    Complexity: O(T K V) time. Training stores O(T (K + V) + T K V / 64) numbers in "chunked", O(T K V) in "reference".
+    "triton" stores as many as "chunked", or more: for short sequences and float32 its tiles have fewer than 64 tokens.
 
     Example:
         >>> from kalmix import ops

@@ -46,19 +46,23 @@ def diagonal_matrix(
 ) -> KalmanMatrix:
     r"""Compute the lower triangular matrix by which `kalmix.ops.diagonal` multiplies values, for plots and tests.
 
-    The mean of a cell is affine in the values (appendix E.4 of *Kalman Linear Attention*). With the predicted variance
-    s~, the posterior variance s', w = k_n precision_d, r = 1 / (1 + k_n w s~) and c = s' w,
+    A cell is an entry (n, d) of the memory `[K, V]`. The mean mu of a cell is an affine function of the values
+    (appendix E.4 of *Kalman Linear Attention*). At token t, let s~ be the predicted and s' the posterior variance of
+    the cell, a = exp(log_decay), w = k_n precision_d, r = 1 / (1 + k_n w s~) and c = s' w. Then
 
-        mu_t = a r_t mu_{t-1} + c_t v_t,   weights[t, j] = sum_n q_{t,n} (prod_{i=j+1}^{t} a r_i) c_j.
+        s~ = a^2 s' + process_noise,   s' = r s~,   mu_t = a r_t mu_{t-1} + c_t v_{t,d}
+        weights[t, j] = sum_n q_{t,n} (prod_{i=j+1}^{t} a r_i) c_j
 
-    The computation never divides by a small number, so strong decays and precise observations are safe.
+    All divisors are at least 1, so results are accurate for strong decays and precise observations.
 
     Args:
-        q, k, v, precision, log_decay, process_noise, belief: as in `kalmix.ops.diagonal`, with constant dynamics
-            `[G, K, V]`. The values of `v` are not used, only its shape, dtype and device.
+        q, k, v, precision, belief: as in `kalmix.ops.diagonal`, for one sequence per batch row. The values of `v` do
+            not change the result, but must be finite.
+        log_decay, process_noise: `[G, K, V]`, the same for all tokens.
 
     Returns:
-        `KalmanMatrix` in the dtype of the belief: float32, or float64 if the inputs are.
+        `KalmanMatrix` with weights `[B, G, V, T, T]` and initial `[B, T, G, V]`, in the dtype of the belief: float32,
+        or float64 if the inputs are.
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.

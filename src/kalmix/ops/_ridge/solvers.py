@@ -77,15 +77,18 @@ Ridge = Adaptive | Fixed
 
 @dataclass(frozen=True)
 class Chebyshev:
-    """Chebyshev iteration on the spectrum [ridge, ridge + ||H||_F] (Algorithm 1 of Gated KalmaNet).
+    """Chebyshev iteration for (H + ridge I) x = q, the system of `kalmix.ops.ridge` (Algorithm 1 of Gated KalmaNet).
 
-    Each iteration multiplies the error by (sqrt(c) - 1) / (sqrt(c) + 1), with condition number c = 1 + 1 / factor: by
-    0.754 for `Adaptive(0.02)`. An iteration takes O(K^2) time per token.
+    H is the discounted sum of k k' over past tokens, so all eigenvalues lie in [ridge, ridge + ||H||_F]. The initial
+    guess is q / (ridge + ||H||_F / 2). Each iteration reduces the error by about (sqrt(c) - 1) / (sqrt(c) + 1), where
+    c = 1 + ||H||_F / ridge bounds the condition number. With `Adaptive(0.02)`, c is 51 and the factor 0.754. An
+    iteration takes O(K^2) time per token.
 
     Attributes:
         iterations: number of iterations after the initial guess, >= 1.
-        backward: "implicit" solves one more system for the gradient (Lemma 2); its error is about that of the solution.
-            "unrolled" returns the exact gradient of the iteration (Algorithm 2), in kernel "reference" only.
+        backward: "implicit" solves one more system for the gradient (Lemma 2); the gradient's error is about that of
+            the solution. "unrolled" returns the exact gradient of the iteration (Algorithm 2). Only kernel "reference"
+            supports it; it is the default then, and `ridge` raises `KernelError` for the others.
 
     Raises:
         ArgumentError: `iterations` is not a positive integer, or `backward` is another string.
@@ -108,13 +111,16 @@ class Chebyshev:
 
 @dataclass(frozen=True)
 class ConjugateGradient:
-    """Conjugate-gradient method of Hestenes and Stiefel, started at 0.
+    """Conjugate-gradient method of Hestenes and Stiefel for the system of `kalmix.ops.ridge`, started at 0.
 
     It returns the iterate with the smallest residual. In float32 it is as accurate as `Exact` after a few dozen
-    iterations. On tensor cores in bfloat16, `Chebyshev` is more accurate. An iteration takes O(K^2) time per token.
+    iterations. With bfloat16 inputs in kernel "triton", `Chebyshev` is more accurate. An iteration takes O(K^2) time
+    per token. The gradient is implicit: the backward pass solves one more system by this method. All kernels support
+    it.
 
     Attributes:
-        iterations: largest number of iterations, >= 1. A token whose solution has converged does not change further.
+        iterations: largest number of iterations, >= 1. Once the residual of a token is rounding error, later iterations
+            do not change its solution. They still take time.
 
     Raises:
         ArgumentError: `iterations` is not a positive integer.
@@ -146,19 +152,22 @@ class Exact:
 
 @dataclass(frozen=True)
 class Sketch:
-    """Best solution in a random subspace of the keys (appendix L of Gated KalmaNet).
+    """Best solution of the system of `kalmix.ops.ridge` in a random subspace (appendix L of Gated KalmaNet).
 
-    With an orthonormal basis B `[K, dim]`, the solution is x = B (B'S B)^{-1} B'q. The basis consists of `dim` rows of
-    a cosine transform of keys with random signs. With dim >= K it spans all directions, and the solution is that of
-    `solver`. Not supported by kernel "triton".
+    With S = H + ridge I and an orthonormal basis B `[K, dim]`, the solution is x = B (B'S B)^{-1} B'q. The columns of B
+    are `dim` evenly spaced functions of a cosine transform over the K key entries, with random signs of the entries.
+    B does not depend on data: all tokens, heads and calls with the same seed use the same B. With dim >= K it spans all
+    directions, and the solution is that of `solver`. Kernel "triton" does not support it and raises `KernelError`.
 
     Attributes:
         dim: dimension of the subspace, >= 1.
-        solver: solver of the projected system: `Chebyshev`, `ConjugateGradient` or `Exact`.
-        seed: selects the random signs.
+        solver: solver of the projected system: `Chebyshev`, `ConjugateGradient` or `Exact`. Default: `Chebyshev()`.
+            Gradients are implicit; the `backward` of a `Chebyshev` is ignored.
+        seed: integer that selects the random signs.
 
     Raises:
-        ArgumentError: `dim` is not a positive integer, or `solver` is not one of these.
+        ArgumentError: `dim` is not a positive integer, `solver` is not one of these, or `seed` is not an integer of
+            magnitude at most 2^31 - 1.
 
     Example:
         >>> from kalmix import ops
@@ -175,6 +184,8 @@ class Sketch:
         _check_positive("dim", self.dim, int)
         if not isinstance(self.solver, Chebyshev | ConjugateGradient | Exact):
             raise ArgumentError("solver", got=repr(self.solver), expected="Chebyshev, ConjugateGradient or Exact")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or abs(self.seed) > MAX_INT:
+            raise ArgumentError("seed", got=repr(self.seed), expected=f"an integer from {-MAX_INT} to {MAX_INT}")
 
 
 Solver = Chebyshev | ConjugateGradient | Exact | Sketch
