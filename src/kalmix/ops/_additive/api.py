@@ -46,7 +46,8 @@ def additive(
         log_decay: `[B, T, G]` for one decay per value head, or `[B, T, G, K]` for one per value head and row of M (key
             entry). Natural logarithm, per token, <= 0, in the dtype of `v` or of the belief. Default: no decay.
         gain: `[B, T, G]`, weight of the token's write, in the dtype of `v` or of the belief. Default: 1. It may be
-            negative. A gain of 1 / s is a measurement noise of s. Float32 results are tested for gains up to 1e4.
+            negative. A gain of 1 / s is a measurement noise of s. Float32 results are tested for gains up to 1e4
+            (a noise of 1e-4).
         belief: prior, with mean `[N, G, K, V]` in float32 (float64 if the inputs are). N is B, or the number of
             segments. Default: mean 0.
         segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
