@@ -99,3 +99,28 @@ def test_matrices_of_another_shape_are_refused() -> None:
         sample_backwards(torch.zeros(5, 2), eye, eye, eye[1:])
     with pytest.raises(ArgumentError, match="`mean` has 0 tokens"):
         sample_backwards(torch.zeros(0, 2), eye[:0], eye[:0], eye[:0])
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("mean", [[0.0]]),
+        ("mean", torch.zeros(5)),
+        ("mean", torch.zeros(5, 2, dtype=torch.float16)),
+        ("mean", torch.full((5, 2), torch.nan)),
+        ("covariance", torch.eye(2).expand(3, 5, 2, 2)),
+        ("covariance", torch.eye(2, dtype=F64).expand(5, 2, 2)),
+        ("noise", torch.full((4, 2, 2), torch.nan)),
+        ("count", 0),
+    ],
+)
+def test_wrong_arguments_of_samples_are_named(name: str, wrong: object) -> None:
+    eye = torch.eye(2).expand(5, 2, 2)
+    right = {"mean": torch.zeros(5, 2), "covariance": eye, "transition": eye[1:], "noise": eye[1:], "count": 3}
+    with pytest.raises(ArgumentError, match=f"`{name}`"):
+        sample_backwards(**{**right, name: wrong})
+
+
+def test_matrices_of_samples_broadcast_over_the_batch() -> None:
+    eye = torch.eye(2).expand(5, 2, 2)
+    assert sample_backwards(torch.zeros(3, 5, 2), eye, eye[1:], eye[None, 1:], count=2).shape == (2, 3, 5, 2)

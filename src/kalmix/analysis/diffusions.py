@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
+from kalmix.validation import check_dtype_and_device, check_positive_int, check_range
 
 
 def riccati(rate: Tensor, lag: Tensor, process_noise: Tensor, obs_noise: Tensor, start: Tensor | float = 0.0) -> Tensor:
@@ -47,22 +48,25 @@ def sample_backwards(
     """Sample trajectories given all measurements, from a filter's beliefs (Adaptive Filter Attention, B.1).
 
     The last state is drawn from the last belief. Then each x_t is drawn from the belief at t, conditioned on x_{t+1}.
-    Samples have the mean and covariance of the Rauch-Tung-Striebel smoother, between times too. A complex mode is two
-    rows. The time is O(T d^3 + n T d^2), in T sequential steps.
+    Samples have the mean and covariance of the Rauch-Tung-Striebel smoother, including covariances between tokens. The
+    state is real: represent a complex number by two of the d rows. Leading dimensions of the matrices broadcast to
+    those of `mean`. The time is O(T d^3 + n T d^2), in T sequential steps.
 
     Args:
-        mean: `[..., T, d]` means after each token, T >= 1.
-        covariance: `[..., T, d, d]` covariances after each token, positive semi-definite.
-        transition: `[..., T - 1, d, d]`, of x_{t+1} = transition_t x_t + noise.
-        noise: `[..., T - 1, d, d]` covariances of that noise, positive semi-definite.
-        count: number of trajectories, n.
-        generator: random numbers; torch's default generator if absent.
+        mean: `[..., T, d]` means after each token, T >= 1, in float32 or float64.
+        covariance: `[..., T, d, d]` covariances after each token, in the dtype of `mean`, positive semi-definite. This
+            is not checked: negative eigenvalues count as 0.
+        transition: `[..., T - 1, d, d]`, of x_{t+1} = transition_t x_t + noise, in the dtype of `mean`.
+        noise: `[..., T - 1, d, d]` covariances of that noise, like `covariance`.
+        count: number of trajectories, n >= 1.
+        generator: random numbers, on the device of `mean`; torch's default generator if absent.
 
     Returns:
-        `[n, ..., T, d]`.
+        `[n, ..., T, d]`, also for n = 1, in the dtype of `mean`.
 
     Raises:
-        ArgumentError: a tensor has another shape.
+        ArgumentError: a tensor has another shape, dtype or device, or, on the CPU, NaN or infinity; or `count` is not a
+            positive integer.
 
     Example:
         >>> from kalmix.analysis.diffusions import sample_backwards
@@ -70,14 +74,8 @@ def sample_backwards(
         >>> sample_backwards(torch.zeros(5, 2), eye, eye[1:], eye[1:], count=3).shape
         torch.Size([3, 5, 2])
     """
-    steps, rows = mean.shape[-2:]
-    if steps == 0:
-        raise ArgumentError("mean", problem="has 0 tokens", expected="at least 1")
-    sizes = {"covariance": (covariance, steps), "transition": (transition, steps - 1), "noise": (noise, steps - 1)}
-    for name, (matrices, length) in sizes.items():
-        if matrices.shape[-3:] != (length, rows, rows):
-            problem = f"has shape {list(matrices.shape)}"
-            raise ArgumentError(name, problem=problem, expected=f"[..., {length}, {rows}, {rows}]")
+    _check_beliefs(mean, {"covariance": covariance, "transition": transition, "noise": noise})
+    check_positive_int("count", count)
     normal = torch.randn(count, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
     state = mean[..., -1, :] + _apply(root(covariance[..., -1, :, :]), normal[..., -1, :])
     path = [state]
@@ -93,6 +91,30 @@ def sample_backwards(
         state = mean[..., t, :] + _apply(gain, innovation) + _apply(root(conditional), normal[..., t, :])
         path.append(state)
     return torch.stack(path[::-1], -2)
+
+
+def _check_beliefs(mean: Tensor, matrices: dict[str, Tensor]) -> None:
+    """Check the arguments of `sample_backwards`."""
+    for name, tensor in {"mean": mean, **matrices}.items():
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(name, got=f"a {type(tensor).__name__}", expected="a tensor")
+    if mean.ndim < 2:
+        raise ArgumentError("mean", problem=f"has shape {list(mean.shape)}", expected="[..., T, d]")
+    *batch, steps, rows = mean.shape
+    if steps == 0:
+        raise ArgumentError("mean", problem="has 0 tokens", expected="at least 1")
+    check_dtype_and_device("mean", mean, (torch.float32, torch.float64), mean.device)
+    check_range("mean", mean)
+    for name, tensor in matrices.items():
+        length = steps if name == "covariance" else steps - 1
+        leading, wanted = tensor.shape[:-3], (length, rows, rows)
+        sizes = zip(reversed(leading), reversed(batch), strict=False)
+        if tensor.shape[-3:] != wanted or len(leading) > len(batch) or any(n not in (1, size) for n, size in sizes):
+            problem = f"has shape {list(tensor.shape)}"
+            expected = f"[..., {length}, {rows}, {rows}]" + (f", where ... broadcasts to {batch}" if leading else "")
+            raise ArgumentError(name, problem=problem, expected=expected)
+        check_dtype_and_device(name, tensor, (mean.dtype,), mean.device)
+        check_range(name, tensor)
 
 
 def _apply(matrix: Tensor, x: Tensor) -> Tensor:

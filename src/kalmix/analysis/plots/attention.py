@@ -14,8 +14,8 @@ from matplotlib.colors import FuncNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
+from kalmix.analysis.plots.arguments import check_texts, read_maps
 from kalmix.analysis.plots.style import LABELLED, MUTED, SIGN, WEIGHT, picture, printable
-from kalmix.errors import ArgumentError
 
 
 def attention_maps(
@@ -24,24 +24,24 @@ def attention_maps(
     """Draw one attention map per layer.
 
     Row i of a map shows the read-out at token i; column j shows the share of the value of token j in it. The function
-    divides each row by its sum. Rows of zeros remain zero. Tokens are labelled if there are at most 128.
+    divides each row by its sum. Rows of zeros remain zero. The colour scale is that of the square root, and the same
+    for all layers. Tokens are labelled if there are at most 128.
 
     Args:
-        path: file to write, with the suffix .png, .pdf or .svg. For a PNG file, the function also writes an SVG file
-            with the same name.
-        weights: `[layers, tokens, tokens]`, finite, >= 0, zero above the diagonal; an array, or a tensor on the CPU
-            that does not require gradients. Average or select heads before the call.
-        tokens: text of each token.
-        names: name of each layer.
+        path: file to write, with the suffix .png, .pdf or .svg, or another that matplotlib supports. Beside a PNG file,
+            the function writes an SVG file with the same name. Folders are created, existing files replaced.
+        weights: array or tensor `[layers, tokens, tokens]`, finite, >= 0, zero above the diagonal. Average or select
+            heads before the call.
+        tokens: text of each token, at least one.
+        names: name of each layer, at least one.
         title: heading of the figure; none if it is empty.
 
     Returns:
         `path`.
 
     Raises:
-        ArgumentError: `weights` does not have one map per name and one row and column per token, or has a negative
-            entry.
-        ValueError: `path` has a suffix that matplotlib does not support.
+        ArgumentError: `weights` has another shape, a negative entry, NaN or infinity, or an entry above the diagonal;
+            a token or a name is not a string; or matplotlib does not support the suffix of `path`.
 
     Example:
         >>> from kalmix.analysis import plots
@@ -49,13 +49,9 @@ def attention_maps(
         >>> plots.attention_maps("maps.png", weights, ["a", "b", "c"], ["layer 0", "layer 1"])
         'maps.png'
     """
-    maps = np.asarray(weights, float)
-    shape = [len(names), len(tokens), len(tokens)]
-    if list(maps.shape) != shape:
-        expected = f"{shape} (names, tokens, tokens)"
-        raise ArgumentError("weights", problem=f"has shape {list(maps.shape)}", expected=expected)
-    if (maps < 0).any():
-        raise ArgumentError("weights", problem="has negative entries", expected="values of at least 0")
+    check_texts("tokens", tokens)
+    check_texts("names", names)
+    maps = read_maps(weights, names, tokens, positive=True)
     maps = maps / maps.sum(-1, keepdims=True).clip(min=np.finfo(float).tiny)
     norm = PowerNorm(0.5, 0, float(np.quantile(maps, 0.995)))
     with _panels(path, tokens, names, title) as (figure, panels):
@@ -70,16 +66,23 @@ def channel_maps(
 ) -> str | PathLike[str]:
     """Draw one map per channel or head: the signed weight of a token's value (column) in a read-out (row).
 
+    Weights are drawn as they are; rows are not divided by their sums. Each channel has its own colour scale, that of
+    sign(w) sqrt(|w|), which keeps small weights visible. Tokens are labelled if there are at most 128.
+
     Args:
-        path: file to write: PNG, PDF or SVG. Beside a PNG file, an SVG file is written.
-        weights: `[channels, tokens, tokens]`, zero above the diagonal. Each channel has its own colour scale, by the
-            square root of the weights, which keeps small weights visible.
-        tokens: text of each token.
-        names: name of each channel.
-        title: heading of the figure.
+        path: file to write, with the suffix .png, .pdf or .svg, or another that matplotlib supports. Beside a PNG file,
+            the function writes an SVG file with the same name. Folders are created, existing files replaced.
+        weights: array or tensor `[channels, tokens, tokens]`, real, finite, zero above the diagonal.
+        tokens: text of each token, at least one.
+        names: name of each channel, at least one.
+        title: heading of the figure; none if it is empty.
 
     Returns:
         `path`.
+
+    Raises:
+        ArgumentError: `weights` has another shape, NaN or infinity, or an entry above the diagonal; a token or a name
+            is not a string; or matplotlib does not support the suffix of `path`.
 
     Example:
         >>> from kalmix.analysis import plots
@@ -87,8 +90,11 @@ def channel_maps(
         >>> plots.channel_maps("channels.png", weights, ["a", "b", "c"], ["channel 0", "channel 1"])
         'channels.png'
     """
+    check_texts("tokens", tokens)
+    check_texts("names", names)
+    maps = read_maps(weights, names, tokens)
     with _panels(path, tokens, names, title) as (figure, panels):
-        for panel, values in zip(panels, np.asarray(weights, float), strict=True):
+        for panel, values in zip(panels, maps, strict=True):
             image = panel.imshow(_causal(values), cmap=SIGN, norm=_signed(values))
             _bar(figure, image, panel, "weight", aspect=25)
     return path

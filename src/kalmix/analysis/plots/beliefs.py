@@ -10,8 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import LogLocator
 from numpy.typing import ArrayLike
+from torch import Tensor
 
+from kalmix.analysis.plots.arguments import check_texts, read_numbers
 from kalmix.analysis.plots.style import COLOURS, GAIN, INK, MUTED, VARIANCE, label_tokens, picture, width_for
+from kalmix.errors import ArgumentError
 
 TINY = 1e-30  # replaces zero on logarithmic scales
 
@@ -28,25 +31,36 @@ def posterior_variance(
     """Draw the variance of each layer's read-out over a passage, one line per layer.
 
     Args:
-        path: file to write: PNG, PDF or SVG. Beside a PNG file, an SVG file is written.
-        variance: for each layer `[tokens]`, positive; or `[tokens, columns]`, drawn as the mean and a band from the
-            25% to the 75% quantile.
-        tokens: text of each token.
-        names: name of each layer.
-        marks: masks `[tokens]` of tokens to mark by ticks below the lines, by the name in the legend.
-        title: heading of the figure.
+        path: file to write, with the suffix .png, .pdf or .svg, or another that matplotlib supports. Beside a PNG file,
+            the function writes an SVG file with the same name. Folders are created, existing files replaced.
+        variance: one array or tensor per layer: `[tokens]`; or `[tokens, columns]`, drawn as the mean and a band from
+            the 25% to the 75% quantile of the columns. Values are >= 0, on a logarithmic axis; NaN leaves a gap.
+        tokens: text of each token, at least one. Tokens are labelled if there are at most 128.
+        names: name of each layer, at least one.
+        marks: maps a name, shown in the legend, to a mask `[tokens]` of booleans. Ticks below the lines mark the tokens
+            where it is True. None by default.
+        title: heading of the figure. Default: "Posterior variance of the read-out".
 
     Returns:
         `path`.
+
+    Raises:
+        ArgumentError: `variance` does not have one array per name, with one row per token; a variance is negative or
+            infinite; a mask has another shape; a token or a name is not a string; or matplotlib does not support the
+            suffix of `path`.
 
     Example:
         >>> from kalmix.analysis import plots
         >>> plots.posterior_variance("variance.png", [[1.0, 0.6, 0.5]], ["a", "b", "c"], ["layer 0"])
         'variance.png'
     """
+    check_texts("tokens", tokens)
+    check_texts("names", names)
+    rows, masks = _read_variances(variance, names, len(tokens)), {}
+    for name, mask in (marks or {}).items():
+        masks[name] = read_numbers("marks", mask, ("tokens", len(tokens)))
     with picture(path, (width_for(len(tokens)), 4.2)) as (figure, (axes,)):
-        for of_layer, name in zip(variance, names, strict=True):
-            row = np.asarray(of_layer, float)
+        for row, name in zip(rows, names, strict=True):
             line = row if row.ndim == 1 else row.mean(-1)
             (curve,) = axes.plot(line, label=name, drawstyle="steps-mid")
             if row.ndim == 2:
@@ -56,12 +70,12 @@ def posterior_variance(
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
-        axes.margins(y=0.05 + 0.04 * len(marks or {}))  # room for the marks
+        axes.margins(y=0.05 + 0.04 * len(masks))  # room for the marks
         axes.set_xlim(-0.5, len(tokens) - 0.5)
         axes.grid(axis="x", visible=False)
-        for level, (name, mask) in enumerate((marks or {}).items()):
+        for level, (name, mask) in enumerate(masks.items()):
             colour = COLOURS[(len(names) + level) % len(COLOURS)]
-            at = np.flatnonzero(np.asarray(mask, bool))
+            at = np.flatnonzero(mask)
             ticks = {"linestyle": "none", "markersize": 9, "markeredgewidth": 1.5}
             heights = np.full(len(at), 0.04 * level + 0.02)
             axes.plot(at, heights, "|", color=colour, label=name, transform=axes.get_xaxis_transform(), **ticks)
@@ -69,6 +83,19 @@ def posterior_variance(
         axes.set_xlabel("token")
         figure.legend(loc="outside right upper", labelcolor=INK)
     return path
+
+
+def _read_variances(variance: Iterable[ArrayLike], names: Sequence[str], tokens: int) -> list[np.ndarray]:
+    """Return the variances of each layer, `[tokens]` or `[tokens, columns]`."""
+    rows = list(variance)
+    if len(rows) != len(names):
+        raise ArgumentError("variance", problem=f"has {len(rows)} arrays", expected=f"{len(names)}, one per name")
+    found = []
+    for row in rows:
+        shape = np.shape(row) if not isinstance(row, Tensor) else row.shape
+        columns = [("columns", None)] if len(shape) > 1 else []
+        found.append(read_numbers("variance", row, ("tokens", tokens), *columns, positive=True, nan=True))
+    return found
 
 
 def beliefs(
@@ -79,18 +106,27 @@ def beliefs(
     gain: ArrayLike,
     names: Sequence[str],
 ) -> str | PathLike[str]:
-    """Draw surprisal above heat maps of predictive variance and write gain, which have one row per layer.
+    """Draw the surprisal of each token, a heat map of variances and a heat map of write gains.
+
+    Heat maps have one row per layer and a logarithmic colour scale. A variance is divided by the median of its layer.
 
     Args:
-        path: file to write: PNG, PDF or SVG. Beside a PNG file, an SVG file is written.
-        tokens: text of each token.
-        surprisal: `[tokens]` bits; NaN if unknown (first token).
-        variance: `[layers, tokens]`, positive.
-        gain: `[layers, tokens]`, between 0 and 1.
-        names: name of each layer.
+        path: file to write, with the suffix .png, .pdf or .svg, or another that matplotlib supports. Beside a PNG file,
+            the function writes an SVG file with the same name. Folders are created, existing files replaced.
+        tokens: text of each token, at least one. Tokens are labelled if there are at most 128.
+        surprisal: array or tensor `[tokens]`, in bits: -log2 of each token's probability. NaN, for a token without a
+            probability such as the first, draws no bar.
+        variance: `[layers, tokens]`, predictive variance of each layer's output, >= 0.
+        gain: `[layers, tokens]`, between 0 and 1: the weight with which the layer writes the token to its memory, as
+            `Mixer.write_gain` returns it. The range is not checked.
+        names: name of each layer, at least one.
 
     Returns:
         `path`.
+
+    Raises:
+        ArgumentError: an array has another shape or is infinite; `variance` or `gain` has NaN; a variance is negative;
+            a token or a name is not a string; or matplotlib does not support the suffix of `path`.
 
     Example:
         >>> from kalmix.analysis import plots
@@ -98,7 +134,11 @@ def beliefs(
         >>> plots.beliefs("beliefs.png", ["a", "b", "c"], [float("nan"), 3.0, 1.5], variance, gain, ["layer 0"])
         'beliefs.png'
     """
-    bits, spread, written = (np.asarray(values, float) for values in (surprisal, variance, gain))
+    check_texts("tokens", tokens)
+    check_texts("names", names)
+    columns, sizes = ("tokens", len(tokens)), (("names", len(names)), ("tokens", len(tokens)))
+    bits = read_numbers("surprisal", surprisal, columns, nan=True)
+    spread, written = read_numbers("variance", variance, *sizes, positive=True), read_numbers("gain", gain, *sizes)
     height = 0.32 * max(2, len(names))
     size = (width_for(len(tokens)), 3.2 + 2 * height)
     with picture(path, size, rows=3, sharex=True, height_ratios=[1.6, height, height]) as (_, (top, middle, bottom)):

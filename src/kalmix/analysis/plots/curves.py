@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from os import PathLike
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kalmix.analysis.plots.arguments import read_numbers
 from kalmix.analysis.plots.style import COLOURS, INK, MUTED, picture
 
 
@@ -22,14 +23,20 @@ def loss_curve(
     """Draw bits per byte against the number of training tokens.
 
     Args:
-        path: file to write: PNG, PDF or SVG. Beside a PNG file, an SVG file is written.
-        training: `[n, 2]` token counts and bits per byte of training batches; drawn raw and smoothed.
-        held_out: `[m, 2]` token counts and bits per byte of the held-out text; may be empty.
-        references: bits per byte of other methods, by name, drawn as horizontal lines.
+        path: file to write, with the suffix .png, .pdf or .svg, or another that matplotlib supports. Beside a PNG file,
+            the function writes an SVG file with the same name. Folders are created, existing files replaced.
+        training: array or tensor `[n, 2]`, or a list of pairs: the number of tokens seen so far, and the bits per byte
+            of the batch. Drawn raw and as an exponential moving average over about n / 60 batches. May be empty.
+        held_out: `[m, 2]`: the number of tokens seen so far, and the bits per byte of the held-out text. May be empty.
+        references: maps the name of another method to its bits per byte, drawn as a horizontal line. None by default.
         title: heading of the figure.
 
     Returns:
         `path`.
+
+    Raises:
+        ArgumentError: `training` or `held_out` has another shape; a value is not a finite number; or matplotlib does
+            not support the suffix of `path`.
 
     Example:
         >>> from kalmix.analysis import plots
@@ -37,8 +44,9 @@ def loss_curve(
         >>> plots.loss_curve("loss.png", training, held_out, references={"gzip": 2.7})
         'loss.png'
     """
-    seen, bits = np.asarray(training, float).reshape(-1, 2).T
-    judged, score = np.asarray(held_out, float).reshape(-1, 2).T
+    (seen, bits), (judged, score) = _read_pairs("training", training), _read_pairs("held_out", held_out)
+    names = list(references or {})
+    rivals = read_numbers("references", list((references or {}).values()), ("names", len(names)))
     with picture(path, (7.5, 4.2)) as (_, (axes,)):
         axes.plot(seen / 1e6, bits, color=COLOURS[0], alpha=0.22, linewidth=0.8)
         axes.plot(seen / 1e6, _smooth(bits), color=COLOURS[0], label="training")
@@ -52,7 +60,7 @@ def loss_curve(
                 ha="center",
                 color=COLOURS[1],
             )
-        for name, level in (references or {}).items():
+        for name, level in zip(names, rivals, strict=True):
             axes.axhline(level, color=MUTED, linestyle=(0, (4, 3)), linewidth=1)
             axes.annotate(
                 f"{name}  {level:.2f}",
@@ -63,7 +71,7 @@ def loss_curve(
                 ha="right",
                 color=MUTED,
             )
-        levels = [*(references or {}).values(), *score[-1:], *_smooth(bits)[-1:]]
+        levels = [*rivals, *score[-1:], *_smooth(bits)[-1:]]
         if levels:
             high = float(np.quantile(bits, 0.97)) if len(bits) else max(levels)
             axes.set_ylim(min(*levels, *levels) - 0.15, max(high, max(levels) + 0.4))
@@ -71,6 +79,12 @@ def loss_curve(
         axes.grid(axis="x", visible=False)
         axes.legend(labelcolor=INK)
     return path
+
+
+def _read_pairs(name: str, values: ArrayLike) -> np.ndarray:
+    """Return pairs `[n, 2]` as an array `[2, n]`."""
+    empty = isinstance(values, Sized) and not len(values)
+    return read_numbers(name, np.empty((0, 2)) if empty else values, ("n", None), ("columns", 2)).T
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

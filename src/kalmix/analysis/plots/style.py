@@ -18,6 +18,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from kalmix.errors import ArgumentError
 from kalmix.files import replace_file
 
 INK, MUTED, FAINT = "#1f2933", "#7b8794", "#e4e7eb"
@@ -67,7 +68,15 @@ def picture(
         size: width and height in inches.
         rows, columns: grid of axes.
         options: further arguments of `Figure.subplots`.
+
+    Raises:
+        ArgumentError: matplotlib does not support the suffix of `path`.
     """
+    path = Path(path)
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        expected = "a file name with the suffix .png, .pdf or .svg"
+        raise ArgumentError("path", got=repr(str(path)), expected=expected)
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
@@ -78,8 +87,7 @@ def picture(
         assert engine is not None
         engine.execute(figure)
         figure.set_layout_engine(None)  # each `savefig` would compute the layout again and draw the figure twice
-        path = Path(path)
-        for target in [path.with_suffix(".svg"), path] if path.suffix == ".png" else [path]:
+        for target in [path.with_suffix(".svg"), path] if path.suffix.lower() == ".png" else [path]:
             with replace_file(target) as partial, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Glyph .* missing")  # texts come in every script
                 figure.savefig(partial, format=target.suffix[1:])
