@@ -34,20 +34,21 @@ def additive(
 
         M_t = A_t M_{t-1} + g_t k_t v_t',   mean_t = M_t' q_t,   A_t = diag(exp(log_decay_t))
 
-    The read-out includes the current token. This is equation 19 of *Memory by Design*: the exact filter's mean if a
-    value is a noisy measurement of what its own token adds to the memory. In `kalmix.ops.delta` and `kalmix.ops.dense`,
-    a value measures the content of the whole memory instead. The memory has no uncertainty.
+    The read-out includes the current token. This is equation 19 of *Memory by Design*: a value measures, with noise,
+    only what its own token adds to the memory. In `kalmix.ops.delta` and `kalmix.ops.dense`, it measures what the whole
+    memory returns for the key. The memory has no uncertainty.
+
+    Signals other than q, k and v are in the dtype of `v` or of the belief.
 
     Args:
-        q: `[B, T, H, K]`, queries. They are not scaled.
+        q: `[B, T, H, K]`, queries, in float64, float32, bfloat16 or float16. They are not scaled.
         k: `[B, T, H, K]`, keys, in the dtype of `q`.
-        v: `[B, T, G, V]`, values, in the dtype of `q`. Value head g uses key head g // (G / H), so value heads can
-            share keys but have separate decays and gains.
+        v: `[B, T, G, V]`, values, in the dtype of `q`. G must be a multiple of H; value head g uses key head
+            g // (G / H), with its own decay and gain.
         log_decay: `[B, T, G]` for one decay per value head, or `[B, T, G, K]` for one per value head and row of M (key
-            entry). Natural logarithm, per token, <= 0, in the dtype of `v` or of the belief. Default: no decay.
-        gain: `[B, T, G]`, weight of the token's write, in the dtype of `v` or of the belief. Default: 1. It may be
-            negative. A gain of 1 / s is a measurement noise of s. Float32 results are tested for gains up to 1e4
-            (a noise of 1e-4).
+            entry). Natural logarithm, per token, <= 0 and finite. Default: no decay.
+        gain: `[B, T, G]`, weight of the token's write; it may be negative. Default: 1. Float32 results are tested for
+            gains up to 1e4, the inverse of a noise variance of 1e-4.
         belief: prior, with mean `[N, G, K, V]` in float32 (float64 if the inputs are). N is B, or the number of
             segments. Default: mean 0.
         segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
@@ -60,16 +61,17 @@ def additive(
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
-        KernelError: the requested kernel does not support the call.
+        KernelError: the requested kernel is unknown or does not support the call.
 
-    Every kernel supports gradients of first order. "reference" also supports gradients of higher order, forward-mode
-    derivatives and `torch.func.vmap`; the other kernels raise `KernelError` for these. Request "reference" for
-    gradients of higher order; for the other two, it is the default.
+    Every kernel supports gradients of first order. Only "reference" supports gradients of higher order, forward-mode
+    derivatives and `torch.func.vmap`; the others raise `KernelError`. Inside `torch.func` and forward mode, "reference"
+    is the default; request it for gradients of higher order.
 
-    Values are checked on CPUs, and on GPUs inside `kalmix.checks()`.
+    Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
+    or inside a transform of `torch.func`.
 
     Complexity: O(T K V) time. Training stores O(T (K + V) + T K V / 64) numbers in "chunked", O(T K V) in "reference".
-    "triton" stores as many as "chunked", or more: for short sequences and float32 its tiles have fewer than 64 tokens.
+    "triton" stores at least as many as "chunked": it stores M more often for short sequences and in float32.
 
     Example:
         >>> from kalmix import ops

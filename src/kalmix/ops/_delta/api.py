@@ -35,21 +35,26 @@ def delta(
         M_t = A_t M_{t-1} + c_t (v_t - (A_t M_{t-1})' k_t)',   mean_t = M_t' q_t,   A_t = diag(exp(log_decay_t))
 
     where c_t = gain_t k_t for a gain per head, or c_t = gain_t for a gain vector. These are equations 17 and 31 of
-    *Memory by Design*. The update is that of a Kalman filter: with the Kalman gains of `kalmix.ops.dense`, `delta`
-    computes the mean of `dense`. The memory has no uncertainty.
+    *Memory by Design*. The update is that of a Kalman filter: if c_t is the Kalman gain of `kalmix.ops.dense`, which
+    `dense` does not return, the means are equal. The memory has no uncertainty.
 
-    The recursion is stable if 0 <= k_t'c_t <= 2, for example with keys of norm 1 and gains from 0 to 2.
+    With a gain per head, the recursion is stable if 0 <= gain |k|^2 <= 2: keys of norm 1 and gains from 0 to 2, for
+    example. Stability is not checked.
+
+    Signals other than q, k and v are in the dtype of `v` or of the belief.
 
     Args:
-        q: `[B, T, H, K]`, queries. They are not scaled.
+        q: `[B, T, H, K]`, queries, in float64, float32, bfloat16 or float16. They are not scaled.
         k: `[B, T, H, K]`, keys (observation vectors), in the dtype of `q`. They are not normalized.
-        v: `[B, T, G, V]`, observed values, in the dtype of `q`. Value head g uses key head g // (G / H), so value heads
-            can share keys but have separate gains and decays.
-        gain: `[B, T, G]` to write along the key, or `[B, T, G, K]`, the vector to write along. 0 means no write.
-            Float32 results are tested with gains of filters whose observation noise is at least 1e-4.
-        log_decay: `[B, T, G]` for one decay per head or `[B, T, G, K]` for one per key; natural logarithm, per token,
-            <= 0. Default: no decay.
-        belief: prior, with mean `[N, G, K, V]`. N is B, or the number of segments. Default: mean 0.
+        v: `[B, T, G, V]`, observed values, in the dtype of `q`. G must be a multiple of H; value head g
+            uses key head g // (G / H), with its own gain and decay.
+        gain: `[B, T, G]` to write along the key, or `[B, T, G, K]`, the vector to write along; any sign. 0 means no
+            write, and 1 with a key of norm 1 replaces the stored value. Float32 results are tested with Kalman gains
+            for a prior variance of 1 and observation variances of at least 1e-4.
+        log_decay: `[B, T, G]` for one decay per value head, or `[B, T, G, K]` for one per value head and row of M (key
+            entry). Natural logarithm, per token, <= 0 and finite. Default: no decay.
+        belief: prior, with mean `[N, G, K, V]` in float32 (float64 if the inputs are). N is B, or the number of
+            segments. Default: mean 0.
         segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
             sequence.
         kernel: "triton", "chunked" or "reference". Default: the fastest that supports the call.
@@ -60,12 +65,14 @@ def delta(
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
-        KernelError: the requested kernel does not support the call.
+        KernelError: the requested kernel is unknown or does not support the call.
 
-    Every kernel supports gradients of first order. "reference" also supports gradients of higher order, forward-mode
-    derivatives and `torch.func.vmap`; the other kernels raise `KernelError` for these.
+    Every kernel supports gradients of first order. Only "reference" supports gradients of higher order, forward-mode
+    derivatives and `torch.func.vmap`; the others raise `KernelError`. Inside `torch.func` and forward mode, "reference"
+    is the default; request it for gradients of higher order.
 
-    Values are checked on CPUs, and on GPUs inside `kalmix.checks()`.
+    Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
+    or inside a transform of `torch.func`.
 
     Complexity: O(T K V) time in "triton" and "reference", O(T K (K + V)) in "chunked". Training stores
     O(T (K + V) + T K V / 64) numbers (more for keys narrower than 64, short sequences and float32, whose tiles are

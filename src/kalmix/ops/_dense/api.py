@@ -49,44 +49,52 @@ def dense(
 
     The variance is that of the noise-free read-out; an observation of it would add r^2.
 
-    With `angle`, rows j and j + K / 2 of the memory form a pair that each token rotates, as multiplication by
-    exp(log_decay + i angle) does (appendix D of the paper). The first half of the rows is observed and receives process
-    noise; the second half is hidden, and `q` and `k` should be 0 there.
+    With `angle`, rows j and j + K / 2 of the memory are the real and the imaginary part of a complex row (appendix D of
+    the paper). A multiplies it by exp(log_decay + i angle). Only the first K / 2 rows receive process noise. The others
+    are meant to be hidden: set `q` and `k` to 0 there (not checked).
+
+    Signals other than q, k and v are in the dtype of `v` or of the belief.
 
     Args:
-        q: `[B, T, H, K]`, queries. They are not scaled.
+        q: `[B, T, H, K]`, queries, in float64, float32, bfloat16 or float16. They are not scaled.
         k: `[B, T, H, K]`, keys (observation vectors), in the dtype of `q`. A token with key 0 is not observed.
-        v: `[B, T, G, V]`, observed values, in the dtype of `q`. Value head g uses key head g // (G / H), so value heads
-            can share keys but have separate noises and decays.
-        obs_noise: `[B, T, G]`, variance of the observation, > 0. Keep it at or above 1e-4 times the largest prior
-            variance of its head in float32 (2e-13 in float64), for keys of norm 1: smaller values lose precision and
-            raise an error where values are checked. A prior variance above 1 counts as 1 in this check.
-        process_noise: `[B, T, G]`, variance added to every row at each token, >= 0.
-        log_decay: `[B, T, G]` for one decay per head or `[B, T, G, K]` for one per key; natural logarithm, per token,
-            <= 0. With `angle`, `[B, T, G]` or `[B, T, G, K / 2]`. Default: no decay.
-        angle: `[B, T, G, K / 2]`, rotation of each pair of rows, in radians per token. Default: no rotation.
-        belief: prior, with mean `[N, G, K, V]` and covariance `[N, G, K, K]`, symmetric and positive semidefinite. N is
-            B, or the number of segments. Default: mean 0 and covariance I.
+        v: `[B, T, G, V]`, observed values, in the dtype of `q`. G must be a multiple of H; value head g
+            uses key head g // (G / H), with its own noises and decay.
+        obs_noise: `[B, T, G]`, variance of the observation, > 0. Let p be the largest variance in the covariance of
+            `belief` for this sequence and head, at most 1. Values below 1e-4 p (2e-13 p if the belief is in float64)
+            raise `ArgumentError` where values are checked, because results lose precision there. With keys of larger
+            norm or a prior variance above 1, precision is lost at larger values, without an error.
+        process_noise: `[B, T, G]`, variance added to every row at each token (with `angle`, to the first K / 2), >= 0.
+        log_decay: `[B, T, G]` for one decay per value head, or `[B, T, G, K]` for one per value head and row of M (key
+            entry); with `angle`, `[B, T, G]` or `[B, T, G, K / 2]`. Natural logarithm, per token, <= 0 and finite.
+            Default: no decay.
+        angle: `[B, T, G, K / 2]`, rotation of each pair of rows, in radians per token. K must be even. Only "chunked"
+            and "reference" support it. Default: no rotation.
+        belief: prior, with mean `[N, G, K, V]` and covariance `[N, G, K, K]` in float32 (float64 if the inputs are). N
+            is B, or the number of segments. The covariance must be symmetric and positive semidefinite (not checked).
+            Default: mean 0 and covariance I.
         variance: also return the variance of the read-out.
         segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
             sequence.
         kernel: "cuda", "triton", "chunked" or "reference". Default: the fastest that supports the call.
 
     Returns:
-        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, 1]` in the dtype of the belief (one
-        value for all columns), or `None`, and the `DenseBelief` after the last token, in float32 (float64 if the inputs
-        are). Tokens outside every segment have mean and variance 0.
+        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, 1]` in the dtype of the belief
+        (every column of the mean has this variance; `None` unless `variance=True`), and the `DenseBelief` after the
+        last token, in float32 (float64 if the inputs are). Tokens outside every segment have mean and variance 0.
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
-        KernelError: the requested kernel does not support the call.
+        KernelError: the requested kernel is unknown or does not support the call.
 
-    Every kernel supports gradients of first order. "reference" also supports gradients of higher order, forward-mode
-    derivatives and `torch.func.vmap`; the other kernels raise `KernelError` for these.
+    Every kernel supports gradients of first order. Only "reference" supports gradients of higher order, forward-mode
+    derivatives and `torch.func.vmap`; the others raise `KernelError`. Inside `torch.func` and forward mode, "reference"
+    is the default; request it for gradients of higher order.
 
-    Values are checked on CPUs, and on GPUs inside `kalmix.checks()`, but not by compiled code. Where they are not
-    checked, NaN in one sequence or in padding does not affect other sequences. It does not affect earlier tokens of its
-    own sequence in "reference" and "chunked"; in "triton" and "cuda" it affects up to 63 earlier tokens.
+    Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
+    or inside a transform of `torch.func`. Where they are not checked, NaN in one sequence or in padding does not
+    affect other sequences. It does not affect earlier tokens of its own sequence in "reference" and "chunked"; in
+    "triton" and "cuda" it affects up to 63 earlier tokens.
 
     Complexity: O(T K (K + V)) time. Training stores O(T (K + V) + T K (K + V) / 64) numbers, "reference"
     O(T K (K + V)).

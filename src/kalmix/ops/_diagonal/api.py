@@ -30,50 +30,54 @@ def diagonal(
     segments: Segments | None = None,
     kernel: str | None = None,
 ) -> Filtered:
-    r"""Filter a memory of independent scalar Kalman filters, one per key and channel (Kalman Linear Attention).
+    r"""Filter a memory of independent scalar Kalman filters, one per entry of the memory (Kalman Linear Attention).
 
     Every entry (n, d) of the memory `[K, V]` is a Gaussian cell with mean mu and variance s. Each token decays the
-    cell, adds process noise, and observes the value v_d through the key entry k_n; cells do not interact. These are
-    equations 16 to 23 of *Kalman Linear Attention*, with variances in place of precisions. With a = exp(log_decay),
-    p = `process_noise` and r = `precision`, a token computes
+    cell, adds process noise, and observes v_d = k_n mu + noise. Cells do not interact: each of the K cells of column d
+    takes v_d as its own observation, and the read-out sums over them. These are equations 16 to 23 of *Kalman Linear
+    Attention*, for s instead of its inverse. With a = exp(log_decay), a token computes
 
-        s  = a^2 s + p,   mu = a mu                       predict
-        s  = s / (1 + k_n^2 r_d s)                        update
-        mu = mu + s k_n r_d (v_d - k_n mu)
+        s  = a^2 s + process_noise,   mu = a mu               predict
+        s  = s / (1 + k_n^2 precision_d s)                    update
+        mu = mu + s k_n precision_d (v_d - k_n mu)
         mean_d = sum_n q_n mu,   variance_d = sum_n q_n^2 s   read-out, after the update
 
-    The variance is that of the noise-free read-out; an observation of it would add 1 / r_d.
+    The variance is that of the noise-free read-out; an observation of it would add 1 / precision_d.
+
+    Signals other than q, k and v are in the dtype of `v` or of the belief.
 
     Args:
-        q: `[B, T, H, K]`, queries. They are not scaled.
+        q: `[B, T, H, K]`, queries, in float64, float32, bfloat16 or float16. They are not scaled.
         k: `[B, T, H, K]`, keys (observation vectors), in the dtype of `q`.
-        v: `[B, T, G, V]`, observed values, in the dtype of `q`. Value head g uses key head g // (G / H), so value heads
-            can share keys.
+        v: `[B, T, G, V]`, observed values, in the dtype of `q`. G must be a multiple of H; value head g
+            uses key head g // (G / H).
         precision: `[B, T, G, V]`, inverse variance of the observation, >= 0. A precision of 0 means no observation.
-            Float32 results are tested up to 1e4 (a noise of 1e-4).
-        log_decay: `[G, K, V]`, natural logarithm of the decay per token, <= 0. 0 means no decay.
-        process_noise: `[G, K, V]`, variance added at each token, >= 0. The kernel "reference" also takes `log_decay`
-            and `process_noise` that change from token to token (equations 7 and 8), as `[B, T, G, K, V]`.
-        belief: prior, with mean and variance `[N, G, K, V]`, variance >= 0. N is B, or the number of segments. Default:
-            mean 0 and variance 1.
+            Float32 results are tested up to 1e4, a noise variance of 1e-4.
+        log_decay: `[G, K, V]`, natural logarithm of the decay per token, <= 0 and finite. 0 means no decay.
+        process_noise: `[G, K, V]`, variance added at each token, >= 0. Either of `log_decay` and `process_noise` may
+            also be `[B, T, G, K, V]`, different at each token (equations 7 and 8); only "reference" supports that.
+        belief: prior, with mean and variance `[N, G, K, V]` in float32 (float64 if the inputs are), variance >= 0. N is
+            B, or the number of segments. Default: mean 0 and variance 1.
         variance: also return the variance of the read-out.
         segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
             sequence.
         kernel: "triton", "chunked" or "reference". Default: the fastest that supports the call.
 
     Returns:
-        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, V]` in the dtype of the belief, or
-        `None`, and the `DiagonalBelief` after the last token, in float32 (float64 if the inputs are). Tokens outside
-        every segment have mean and variance 0.
+        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, V]` in the dtype of the belief
+        (`None` unless `variance=True`), and the `DiagonalBelief` after the last token, in float32 (float64 if the
+        inputs are). Tokens outside every segment have mean and variance 0.
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
-        KernelError: the requested kernel does not support the call.
+        KernelError: the requested kernel is unknown or does not support the call.
 
-    Every kernel supports gradients of first order. "reference" also supports gradients of higher order, forward-mode
-    derivatives and `torch.func.vmap`; the other kernels raise `KernelError` for these.
+    Every kernel supports gradients of first order. Only "reference" supports gradients of higher order, forward-mode
+    derivatives and `torch.func.vmap`; the others raise `KernelError`. Inside `torch.func` and forward mode, "reference"
+    is the default; request it for gradients of higher order.
 
-    Values are checked on CPUs, and on GPUs inside `kalmix.checks()`.
+    Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
+    or inside a transform of `torch.func`.
 
     Complexity: O(T K V) time. Training stores O(T (K + V) + T K V / 16) numbers in "chunked", O(T (K + V) + T K V / 32)
     in "triton" and O(T K V) in "reference".

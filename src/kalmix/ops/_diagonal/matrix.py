@@ -16,10 +16,14 @@ from kalmix.ops._shared.validation import check_belief, check_signal, check_toke
 class KalmanMatrix(NamedTuple):
     """Matrix form of the op `diagonal`: `mean[b, :, g, d] = weights[b, g, d] @ v[b, :, g, d] + initial[b, :, g, d]`.
 
+    `kalmix.ops.diagonal_matrix` returns it, for B sequences of T tokens, G value heads and value width V. The fields
+    are not checked here.
+
     Attributes:
         weights: `[B, G, V, T, T]`, lower triangular: weight of the value at each token (column) in the mean at each
-            token (row).
-        initial: `[B, T, G, V]`, contribution of the prior's mean.
+            token (row). In float32, or float64 if the inputs are.
+        initial: `[B, T, G, V]`, contribution of the prior's mean to the mean at each token, in the same dtype. 0 if the
+            prior's mean is 0.
 
     Example:
         >>> from kalmix import ops
@@ -46,19 +50,21 @@ def diagonal_matrix(
 ) -> KalmanMatrix:
     r"""Compute the lower triangular matrix by which `kalmix.ops.diagonal` multiplies values, for plots and tests.
 
-    A cell is an entry (n, d) of the memory `[K, V]`. The mean mu of a cell is an affine function of the values
-    (appendix E.4 of *Kalman Linear Attention*). At token t, let s~ be the predicted and s' the posterior variance of
-    the cell, a = exp(log_decay), w = k_n precision_d, r = 1 / (1 + k_n w s~) and c = s' w. Then
+    A cell is an entry (n, d) of the memory `[K, V]`. Its mean mu is an affine function of the values (appendix E.4 of
+    *Kalman Linear Attention*). Let p_t be the predicted and s_t the posterior variance of the cell at token t, and
+    a = exp(log_decay). Then
 
-        s~ = a^2 s' + process_noise,   s' = r s~,   mu_t = a r_t mu_{t-1} + c_t v_{t,d}
-        weights[t, j] = sum_n q_{t,n} (prod_{i=j+1}^{t} a r_i) c_j
+        p_t = a^2 s_{t-1} + process_noise,   f_t = 1 / (1 + k_{t,n}^2 precision_{t,d} p_t)
+        s_t = f_t p_t,   c_t = s_t k_{t,n} precision_{t,d},   mu_t = a f_t mu_{t-1} + c_t v_{t,d}
+        weights[t, j] = sum_n q_{t,n} (prod_{i=j+1}^{t} a f_i) c_j   for j <= t, otherwise 0
+        initial[t] = sum_n q_{t,n} (prod_{i=1}^{t} a f_i) mu_0
 
     All divisors are at least 1, so results are accurate for strong decays and precise observations.
 
     Args:
-        q, k, v, precision, belief: as in `kalmix.ops.diagonal`, for one sequence per batch row. The values of `v` do
-            not change the result, but must be finite.
-        log_decay, process_noise: `[G, K, V]`, the same for all tokens.
+        q, k, v, precision, belief: as in `kalmix.ops.diagonal`. Every batch row is one sequence, so N is B. The values
+            of `v` do not change the result, but must be finite.
+        log_decay, process_noise: `[G, K, V]`, the same for all tokens, in a dtype as in `kalmix.ops.diagonal`.
 
     Returns:
         `KalmanMatrix` with weights `[B, G, V, T, T]` and initial `[B, T, G, V]`, in the dtype of the belief: float32,
@@ -66,6 +72,9 @@ def diagonal_matrix(
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+
+    Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
+    or inside a transform of `torch.func`. The result has derivatives of every order.
 
     Complexity: O(T^2 K V) time, O(T^2 V + T K V) memory; with gradients O(T^2 K V) memory.
 
