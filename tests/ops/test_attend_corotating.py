@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix import ArgumentError
-from kalmix.ops import attend, attend_radial
+from kalmix.ops import Dynamics, attend, attend_radial
 from kalmix.ops.experimental import attend_corotating
 from kalmix.testing.tolerances import relative_error
 
@@ -128,3 +128,12 @@ def test_a_direction_of_another_width_raises() -> None:
     x = _signals()
     with pytest.raises(ArgumentError, match="direction"):
         attend_corotating(**(x | {"direction": x["direction"][..., 1:]}))
+
+
+def test_value_dynamics_and_values_of_another_width_raise() -> None:
+    x = _signals()
+    dynamics = Dynamics(*(torch.ones(2, CHANNELS if n == 1 else 1, dtype=F64).squeeze(1) for n in range(5)))
+    with pytest.raises(ArgumentError, match="value_dynamics"):
+        attend_corotating(**x, value_dynamics=dynamics)
+    with pytest.raises(ArgumentError, match=r"`v` has shape \[1, 7, 2, 8\]"):
+        attend_corotating(**x | {name: torch.zeros(1, LENGTH, 2, 8, dtype=F64) for name in ("v", "direction")})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from unclear_errors import unclear
 
-from kalmix import Segments, ops
+from kalmix import ArgumentError, Segments, ops
 from kalmix.ops import experimental
 from kalmix.types import Filtered
 
@@ -175,3 +175,13 @@ def test_empty_inputs_give_empty_outputs(op, size):
         given["times"] = torch.zeros(cut["times"])
     answer = function(op)(**given)
     assert 0 in answer[0].shape
+
+
+@pytest.mark.parametrize("name", ["rate", "lag"])
+def test_kappa_raises_argument_errors(name):
+    given = {"rate": torch.rand(3), "lag": torch.rand(2, 3)}
+    wrong = wrong_tensors(given[name]).items()
+    assert not unclear((what, partial(ops.kappa, **given | {name: bad})) for what, bad in wrong)
+    for bad in (-given[name], given[name] * float("nan"), torch.rand(4), 0.5):
+        with pytest.raises(ArgumentError, match=name):
+            ops.kappa(**given | {name: bad})

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.validation import in_transform
+from kalmix.errors import ArgumentError
+from kalmix.validation import FLOATS, check_dtype_and_device, check_range, in_transform
 
 SERIES_LIMIT = 0.5  # if 2 rate lag is smaller, the derivative of kappa is computed as a series
 SERIES_TERMS = 14  # of that series: enough for float64
@@ -107,20 +108,40 @@ def times_i(x: Tensor) -> Tensor:
 def kappa(rate: Tensor, lag: Tensor) -> Tensor:
     """Compute the variance that unit process noise adds over a lag: (1 - exp(-2 rate lag)) / (2 rate).
 
-    Differentiable in `rate`, including at 0, where it equals the lag. No gradient flows to `lag`.
+    At rate 0 it equals the lag. It is differentiable in `rate`, at 0 too. No gradient flows to `lag`: its `grad` stays
+    `None`.
 
     Args:
-        rate: decay rate per unit of time, >= 0; broadcasts with `lag`.
-        lag: time, >= 0.
+        rate: tensor of any shape, decay rate per unit of time, >= 0, in float64, float32, bfloat16 or float16. A
+            `log_decay` of the ops is the negative rate.
+        lag: tensor of a shape that broadcasts with that of `rate`, time, >= 0, in one of these dtypes, int64 or int32.
 
     Returns:
-        A tensor of the broadcast shape.
+        A tensor of the broadcast shape, in the dtype of `rate * lag`.
+
+    Raises:
+        ArgumentError: an argument is not a tensor, or has a shape, dtype, device or value other than described.
+
+    Values are checked on CPUs, and on GPUs inside `kalmix.checks()`.
 
     Example:
         >>> from kalmix.ops import kappa
         >>> kappa(torch.tensor([0.0, 0.5]), torch.tensor(2.0))
         tensor([2.0000, 0.8647])
     """
+    for name, x, dtypes in (("rate", rate, FLOATS), ("lag", lag, (*FLOATS, torch.int64, torch.int32))):
+        if not isinstance(x, Tensor):
+            raise ArgumentError(name, got=f"a {type(x).__name__}", expected="a tensor")
+        check_dtype_and_device(name, x, dtypes, rate.device)
+        check_range(name, x, minimum=0.0)
+    if any(m != n and 1 not in (m, n) for m, n in zip(rate.shape[::-1], lag.shape[::-1], strict=False)):
+        shape = f"a shape that broadcasts with that of `rate`, {list(rate.shape)}"
+        raise ArgumentError("lag", problem=f"has shape {list(lag.shape)}", expected=shape)
+    return kappa_without_checks(rate, lag)
+
+
+def kappa_without_checks(rate: Tensor, lag: Tensor) -> Tensor:
+    """Compute `kappa` of valid arguments."""
     return (_Kappa if torch.compiler.is_compiling() else _KappaWithJvp).apply(rate, lag)
 
 

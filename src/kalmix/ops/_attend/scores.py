@@ -17,7 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.ops._attend.dynamics import Dynamics, Weighting, accumulated_noise_slope, kappa, zero_with_grad
+from kalmix.ops._attend.dynamics import (
+    Dynamics,
+    Weighting,
+    accumulated_noise_slope,
+    kappa_without_checks,
+    zero_with_grad,
+)
 from kalmix.ops._attend.kv_layout import RANK_STRIDE
 
 
@@ -135,7 +141,11 @@ class LagVariance:
 
     @classmethod
     def after(cls, noise: NoiseParams, distance: Tensor, future: Tensor | None) -> LagVariance:
-        decay, accumulated, future_growth = torch.exp(-noise.rate * distance), kappa(noise.rate, distance), 1.0
+        decay, accumulated, future_growth = (
+            torch.exp(-noise.rate * distance),
+            kappa_without_checks(noise.rate, distance),
+            1.0,
+        )
         zero_rate = None if future is None else zero_with_grad(noise.rate)
         if future is not None and zero_rate is not None:
             future_growth = (zero_rate * distance).exp().where(future, 1.0)

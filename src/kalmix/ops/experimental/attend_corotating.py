@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kalmix.ops._attend.api import attend, check_dynamics, make_weighting
+from kalmix.errors import ArgumentError
+from kalmix.ops._attend.api import attend, check_channels, check_dynamics, make_weighting
 from kalmix.ops._attend.dynamics import Dynamics
 from kalmix.ops._shared.validation import check_tokens
 from kalmix.types import Filtered, belief_dtype
@@ -34,40 +35,52 @@ def attend_corotating(
     r"""Compute `kalmix.ops.attend` with noise that is isotropic plus rank one and rotates with the state.
 
     This is appendix B.7.1 of *Attention as an Adaptive Filter*. Let p_i be the direction of token i, scaled to length
-    1. Every past token j has one variance along the direction exp(-i w tau) p_i and another across it. Moved to time
-    t_i, its error then has the covariance
+    1. The error of each past token has one variance along a direction and another across it. The direction rotates
+    with the state; at the time of token i it is p_i. The error then has the covariance
 
-        V_across I + (V_along - V_across) p_i p_i^*
+        V_along p_i p_i^* + V_across (I - p_i p_i^*)
 
-    with each V as in `attend`. So the components along and across p_i are estimated separately:
+    where V_along and V_across are the variance V of `kalmix.ops.attend` with the noises along and across. So the
+    components of the state along and across p_i are estimated separately:
 
         mean_i = p_i p_i^* along_i + (I - p_i p_i^*) across_i
 
-    where `along` and `across` are the means of `attend` with the respective noises. The weight of a token in either
-    depends on its whole residual. In `kalmix.ops.attend_radial` the direction is that of the value itself.
+    Here along_i and across_i are the means of two calls of `attend`. Both calls compare whole queries and keys. They
+    differ in the noises, `nu` and `temperature`. In `kalmix.ops.attend_radial` the direction is that of the value
+    itself.
+
+    Tensors other than q, k, v and direction are in the dtype of `v` or of the belief (float32; float64 if `v` is).
 
     Args:
-        q: Queries, as in `attend`.
-        k: Keys, as in `attend`.
-        v: `[B, T, G, 2 C]`, values, as in `attend`.
-        direction: `[B, T, G, 2 C]`, complex channels, of any length, in the dtype of `v`. Where it is 0, the mean is
-            that of `across`.
+        q: `[B, T, H, 2 C]`, queries: C complex channels, first all real parts, then all imaginary parts; in float64,
+            float32, bfloat16 or float16.
+        k: `[B, T, H, 2 C]`, keys, in the dtype of `q`.
+        v: `[B, T, G, 2 C]`, values, in the dtype of `q`. G must be a multiple of H; value head g uses key head
+            g // (G / H).
+        direction: `[B, T, G, 2 C]`, complex channels, in the dtype of `v`. Only its direction matters. Where it is 0,
+            mean and variance are those across.
         log_decay: `[H]`, negative decay rate, natural logarithm per unit of time, <= 0.
         frequency: `[H, C]`, angular frequency in radians per unit of time.
-        process_noise: `[H, 2]`, variance per unit of time along and across the direction, >= 0.
+        process_noise: `[H, 2]`, variance per unit of time along (first column) and across (second column), >= 0.
         key_noise: `[H, 2]`, observation variance along and across, >= 0; must be positive if `variance` is true.
         query_noise: `[H, 2]`, variance of the query along and across, >= 0. `key_noise + query_noise` must be positive.
-        nu: Scale of the residual, > 0, a number or `[H, 2]`.
-        temperature: Factor of the logarithm in the softmax, > 0, a number or `[H, 2]`.
-        variance: Whether to return the variance as well.
-        options: Other arguments of `attend`, except `value_dynamics`.
+        nu: scale of the residual, > 0, a number or `[H, 2]` (along, across).
+        temperature: factor of the logarithm in the softmax, > 0, a number or `[H, 2]` (along, across).
+        variance: also return the variance.
+        options: `times`, `weight`, `window`, `floor`, `causal`, `belief`, `segments` and `kernel` of `attend`.
 
     Returns:
-        `Filtered` as from `attend`, but with a variance `[B, T, G, 2 C]`. The variance of channel c is |p_c|^2 times
-        the variance along the direction plus 1 - |p_c|^2 times the one across.
+        `Filtered` with mean `[B, T, G, 2 C]` in the dtype of `v`; variance `[B, T, G, 2 C]` in the dtype of the belief,
+        `None` unless `variance=True`; and the belief of `attend`. Real and imaginary part of channel c have the
+        variance |p_c|^2 along + (1 - |p_c|^2) across, where `along` and `across` are the variances of the two calls.
 
     Raises:
-        ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument.
+        ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+        KernelError: the requested kernel is unknown or does not support the call.
+        TypeError: `options` contains another name.
+
+    Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
+    or inside a transform of `torch.func`.
 
     Complexity: twice that of `attend`.
 
@@ -86,7 +99,11 @@ def attend_corotating(
     check_shape("direction", direction, "B T G V", sizes)
     check_dtype_and_device("direction", direction, (v.dtype,), v.device)
     check_range("direction", direction)
-    sizes["C"], sizes["R"] = v.shape[3] // 2, 2
+    check_channels(q, v, sizes)
+    check_shape("v", v, "B T G K", sizes)
+    if options.get("value_dynamics") is not None:
+        raise ArgumentError("value_dynamics", got="given", expected="None: values have the dynamics of the keys")
+    sizes["R"] = 2
     check_dynamics(
         "", Dynamics(log_decay, frequency, *noises), ("H", "H C", "H R"), sizes, v, positive_key_noise=variance
     )

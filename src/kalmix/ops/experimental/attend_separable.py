@@ -64,30 +64,40 @@ def attend_separable(
     query_noise: Tensor,
     times: Tensor | None = None,
 ) -> Filtered:
-    r"""Compute the per-channel form of Adaptive Filter Attention in linear time, with weights of 1 (appendix B.3).
+    r"""Compute attention in linear time, in which the weight of a token depends on its age alone (appendix B.3).
 
-    With `SeparablePrecision` P(tau) in place of 1 / V and all weights equal to 1 (infinite nu), numerator and
-    denominator are linear attention with two decaying keys per channel, which `kalmix.ops.additive` computes:
+    This is `kalmix.ops.experimental.attend_channels` without queries and keys: the factor that compares a query with a
+    key is 1. The mean of each channel then weights past values by their precisions P, per channel:
 
-        mean_i = sum_j P(t_i - t_j) exp((-a + i w) (t_i - t_j)) v_j / sum_j P(t_i - t_j)
+        mean_i     = sum_j P(t_i - t_j) exp((log_decay + i frequency) (t_i - t_j)) v_j / sum_j P(t_i - t_j)
+        variance_i = 1 / sum_j P(t_i - t_j)
 
-    Weights that depend on pairs of tokens are not separable. For them use `attend_channels`.
+    The sums run over token i and all tokens before it. P(tau) is `SeparablePrecision`, a sum of two exponentials. It
+    approximates 1 / V(tau), where V is the variance of `kalmix.ops.attend`, query noise included. So each sum is linear
+    attention with two decaying keys, which `kalmix.ops.additive` computes.
+
+    Tensors other than v and times are in the dtype of `v` or in float32 (float64 if `v` is).
 
     Args:
-        v: `[B, T, H, 2 C]`, values: C complex channels, first all real parts, then all imaginary parts.
+        v: `[B, T, H, 2 C]`, values: C complex channels, first all real parts, then all imaginary parts; in float64,
+            float32, bfloat16 or float16.
         log_decay: `[H, C]`, negative decay rate, natural logarithm per unit of time, <= 0.
         frequency: `[H, C]`, angular frequency in radians per unit of time.
         process_noise: `[H, C]`, variance per unit of time, >= 0.
         key_noise: `[H, C]`, observation variance, >= 0.
         query_noise: `[H, C]`, variance of the query, >= 0. `key_noise + query_noise` must be positive.
-        times: `[B, T]`, time of each token, not decreasing. Default: one unit per token.
+        times: `[B, T]`, time of each token, in float64, float32, int64 or int32, not decreasing. No gradient flows to
+            them. Default: one unit per token.
 
     Returns:
-        `Filtered` with the mean `[B, T, H, 2 C]` in the dtype of `v`, the variance `[B, T, H, 2 C]` (one over the sum
-        of precisions, query noise included) in float32 or float64, and `None` as belief.
+        `Filtered` with mean `[B, T, H, 2 C]` in the dtype of `v`, variance `[B, T, H, 2 C]` in float32 (float64 if `v`
+        is), the same for real and imaginary part, and `None` as belief. The variance is always returned.
 
     Raises:
-        ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument.
+        ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+
+    Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
+    or inside a transform of `torch.func`.
 
     Complexity: O(T H C) operations and memory, in float64.
 

@@ -17,29 +17,40 @@ from kalmix.validation import can_check_values, check_dtype_and_device, check_ra
 def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_decay: Tensor) -> Filtered:
     r"""Compute `kalmix.ops.diagonal` by two convolutions (Theorem 3 of *Kalman Linear Attention*).
 
-    This requires a linear, time-invariant filter: no process noise, one key for all tokens, and no prior information.
-    Information lambda and information-weighted sum eta, whose ratio is the mean, are, with a = exp(log_decay),
+    The filter must be time-invariant: no process noise, one key for all tokens, and no prior information. For key
+    entry k and a column of the value, the information lambda and the information-weighted sum eta are, with
+    a = exp(log_decay),
 
         lambda_t = k^2 sum_s a^{-2 (t - s)} precision_s
         eta_t    = k sum_s a^{-(t - s)} precision_s v_s
 
-    The convolution kernels grow as a^{-2t}, and a Fourier transform has an error relative to the largest term: the
-    first tokens lose about -2 T log_decay / log(10) digits. Use it with short sequences, slow decay and preferably
-    float64; `kalmix.ops.diagonal` has no such limit.
+    where s runs over token t and all tokens before it. Each pair of a key entry and a column is a cell of the memory;
+    its mean is eta / lambda and its variance 1 / lambda.
+
+    The factors a^{-2 (t - s)} grow with the distance. A Fourier transform has an error relative to its largest result,
+    that of the last token. So the results of the first tokens lose about -2 T log_decay / ln(10) decimal digits. Use
+    this function for short sequences, slow decay and preferably float64; `kalmix.ops.diagonal` has no such limit.
 
     Args:
-        q: `[B, T, H, K]`, queries.
+        q: `[B, T, H, K]`, queries, in float64, float32, bfloat16 or float16.
         k: `[H, K]`, key of all tokens, in the dtype of `q`.
-        v: `[B, T, G, V]`, observed values, in the dtype of `q`.
-        precision: `[B, T, G, V]`, inverse variance of the observations, >= 0.
-        log_decay: `[G, K, V]`, natural logarithm per token, <= 0.
+        v: `[B, T, G, V]`, observed values, in the dtype of `q`. G must be a multiple of H; value head g uses key head
+            g // (G / H).
+        precision: `[B, T, G, V]`, inverse variance of the observations, >= 0, in the dtype of `v` or of the belief.
+        log_decay: `[G, K, V]`, natural logarithm per token, <= 0, in the dtype of `v` or of the belief.
 
     Returns:
-        `Filtered` as from `kalmix.ops.diagonal`, with the variance. A cell without an observation so far has mean 0 and
-        infinite variance, and so has every read-out of it.
+        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, V]` in the dtype of the belief, and
+        the `DiagonalBelief` after the last token, `[B, G, K, V]`, in float32 (float64 if the inputs are). The variance
+        is always returned. A cell without an observation so far, or with key entry 0, has mean 0 and infinite variance.
+        A read-out has infinite variance if its query entry for such a cell is not 0.
 
     Raises:
-        ArgumentError: A shape, dtype, device or value is not accepted, or the decay is so fast that a^{-2T} overflows.
+        ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+            Also if the decay is so fast that a^{-2T} overflows the dtype of the belief.
+
+    Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
+    or inside a transform of `torch.func`.
 
     Complexity: O(T log(T) K V) operations and O(T K V) memory.
 
