@@ -1,11 +1,7 @@
 """Beliefs: the state of a filter, one type for each form of it. The first axis of every tensor is sequences.
 
 A belief is a `NamedTuple`: immutable, a pytree for torch, and accepted by `torch.compile` and
-`torch.load(weights_only=True)`. It has three methods:
-
-- `take(index)` returns some of its sequences (int64 `[M]`), in any order, repeated or not: beam search, batching.
-- `to(...)` applies `Tensor.to` to its tensors.
-- `detach()` removes its autograd history: truncated backpropagation through time.
+`torch.load(weights_only=True)`. `kalmix.Belief` describes its methods.
 
 In shapes, N is the number of sequences, H and G key and value heads, K and V key and value widths. A memory has K rows,
 one for each element of a key, and V columns, one for each element of a value.
@@ -18,11 +14,26 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from kalmix.errors import ArgumentError
+
 _B = TypeVar("_B", bound=tuple)
 
 
 def take(belief: _B, index: Tensor) -> _B:
-    """Return the sequences `index` (int64 `[M]`) of a belief or layer state, in that order; they may repeat."""
+    """Return the sequences `index` of a belief or layer state.
+
+    Args:
+        belief: belief or layer state of N sequences.
+        index: int64 or int32 `[M]`, from 0 to N - 1, in any order, repeated or not.
+
+    Raises:
+        ArgumentError: `index` is not such a tensor. Its values are not checked.
+    """
+    if not isinstance(index, Tensor):
+        raise ArgumentError("index", got=f"a {type(index).__name__}", expected="an int64 tensor [M]")
+    if index.ndim != 1 or index.dtype not in (torch.int64, torch.int32):
+        problem = f"has dtype {index.dtype} and shape {list(index.shape)}"
+        raise ArgumentError("index", problem=problem, expected="int64 [M]")
     return type(belief)(*(x.index_select(0, index) if isinstance(x, Tensor) else x.take(index) for x in belief))
 
 
@@ -51,12 +62,13 @@ def loadable(kind: type[_B]) -> type[_B]:
 class PointBelief(NamedTuple):
     """Memory matrix without uncertainty: the belief of the ops `additive` and `delta`.
 
-    The constructor checks nothing. The op checks the shape and the dtype of a belief that you pass to it.
-    `belief.take(index)` returns the sequences `index`.
+    Fields are not checked here. The op raises `ArgumentError` for a wrong shape, dtype or device and, where values are
+    checked (see `kalmix.checks`), for NaN and infinity. `kalmix.Belief` describes the methods, such as `take`.
 
     Attributes:
-        mean: `[N, G, K, V]`, the memory, for N sequences, G value heads, key width K and value width V. Its dtype is
-            float32, or float64 if q, k and v of the op are float64; an op does not accept or return another.
+        mean: `[N, G, K, V]`, the memory, for N sequences (the batch rows, or the segments), G value heads, key width K
+            and value width V. Its dtype is float32, or float64 if q, k and v of the op are float64; an op does not
+            accept or return another.
 
     Example:
         >>> from kalmix import PointBelief
@@ -74,12 +86,19 @@ class PointBelief(NamedTuple):
 
 @loadable
 class DiagonalBelief(NamedTuple):
-    """Independent Gaussian cells: the belief of the op `diagonal`.
+    """Independent Gaussian cells: the belief of the op `diagonal`. A cell is one entry of the K x V memory.
+
+    A belief is the prior of a call if you pass it to the op, and the posterior after the last token if the op returns
+    it. Without one, the op starts from mean 0 and variance 1.
+
+    Fields are not checked here. The op raises `ArgumentError` for a wrong shape, dtype or device and, where values are
+    checked (see `kalmix.checks`), for NaN, infinity and a negative variance. Elsewhere these give wrong results.
 
     Attributes:
-        mean: `[N, G, K, V]`, posterior mean of each cell, for N sequences, G value heads, key width K and value width
-            V. In float32, or float64 if the inputs of the op are float64.
-        variance: `[N, G, K, V]`, posterior variance of each cell, in the same dtype.
+        mean: `[N, G, K, V]`, mean of each cell, for N sequences (the batch rows, or the segments), G value heads, key
+            width K and value width V. Its dtype is float32, or float64 if q, k and v of the op are float64; the op does
+            not accept or return another.
+        variance: `[N, G, K, V]`, variance of each cell, >= 0, in the same dtype.
 
     Example:
         >>> from kalmix import DiagonalBelief, ops
@@ -105,14 +124,17 @@ class DenseBelief(NamedTuple):
 
     A memory has K rows, one for each element of a key, and V columns, one for each element of a value. Its columns are
     independent of each other and have the same K x K covariance. A belief is the prior of a call if you pass it to the
-    op, and the posterior after the last token if the op returns it.
+    op, and the posterior after the last token if the op returns it. Without one, the op starts from mean 0 and
+    covariance I.
 
-    The constructor checks nothing. The op checks shape and dtype, but not that the covariance is symmetric and positive
+    Fields are not checked here. The op raises `ArgumentError` for a wrong shape, dtype or device and, where values are
+    checked (see `kalmix.checks`), for NaN and infinity. It does not check that the covariance is symmetric and positive
     semidefinite: with another covariance its results are wrong.
 
     Attributes:
-        mean: `[N, G, K, V]`, mean of the memory, for N sequences and G heads of v (value heads). Its dtype is float32,
-            or float64 if q, k and v of the op are float64; the op does not accept or return another.
+        mean: `[N, G, K, V]`, mean of the memory, for N sequences (the batch rows, or the segments) and G heads of v
+            (value heads). Its dtype is float32, or float64 if q, k and v of the op are float64; the op does not accept
+            or return another.
         covariance: `[N, G, K, K]`, covariance of each column, between rows, in the same dtype; symmetric and positive
             semidefinite.
 
@@ -142,15 +164,19 @@ class RidgeBelief(NamedTuple):
 
         gram_t = a_t gram_{t-1} + g_t k_t k_t',   cross_t = a_t cross_{t-1} + g_t k_t v_t'
 
-    Here k' is the transpose of k. The sums do not include the ridge. The memory is (gram + lambda I)^{-1} cross. By
-    default, and if `ridge` is a number, lambda is relative: `ridge` times the Frobenius norm of gram.
+    Here k' is the transpose of k. Without a belief, the op starts from 0. The memory is (gram + lambda I)^{-1} cross.
+    The argument `ridge` of the op determines lambda, which is not stored here: `Adaptive(a)` or a number a means a
+    times the Frobenius norm of gram (a = 0.02 by default), and `Fixed(c)` means c.
 
-    The constructor checks nothing. The op checks the shape and the dtype of a belief that you pass to it.
+    Fields are not checked here. The op raises `ArgumentError` for a wrong shape, dtype or device and, where values are
+    checked (see `kalmix.checks`), for NaN and infinity. It does not check that gram is symmetric and positive
+    semidefinite: with another gram its results are wrong.
 
     Attributes:
-        cross: `[N, G, K, V]`, for N sequences, G value heads, key width K and value width V. Its dtype is float32, or
-            float64 if q, k and v of the op are float64; the op does not accept or return another.
-        gram: `[N, G, K, K]`, in the same dtype.
+        cross: `[N, G, K, V]`, for N sequences (the batch rows, or the segments), G value heads, key width K and value
+            width V. Its dtype is float32, or float64 if q, k and v of the op are float64; the op does not accept or
+            return another.
+        gram: `[N, G, K, K]`, in the same dtype; symmetric and positive semidefinite.
 
     Example:
         >>> from kalmix import ops
@@ -172,15 +198,27 @@ class RidgeBelief(NamedTuple):
 class HistoryBelief(NamedTuple):
     """Keys, values and times of past tokens, like a key-value cache: the belief of the op `attend`.
 
-    It has S slots for each of N sequences, some of which may be empty, for H key heads and G value heads. Sequences
-    packed into one batch row share slots without a copy; each has its own `positions`.
+    It has S slots for each of N sequences (the batch rows, or the segments). A slot stores one token or is empty.
+    Without a belief, the op starts from 0 slots. A call with T tokens appends T slots and, with `window`, keeps the
+    newest `window` slots. With segments it appends B T slots, and those outside a sequence's own segment are empty.
+
+    `lengths` is the number of stored tokens, int64 `[N]`. `newest(count)` returns the belief of the newest `count`
+    tokens (an integer >= 0; all slots if there are fewer), and `compact()` removes slots that no sequence uses.
+
+    Fields are not checked here. `attend` raises `ArgumentError` for a wrong shape, dtype or device and, where values
+    are checked (see `kalmix.checks`), for NaN and infinity, in empty slots too. The order of positions is not checked.
 
     Attributes:
-        keys: `[N, S, H, K]`: K / 2 real parts, then K / 2 imaginary parts.
-        values: `[N, S, G, V]`, likewise.
-        times: float64 `[N, S]`, so that timestamps in seconds keep their precision.
-        positions: int64 `[N, S]`, index of the token in its sequence, from 0, increasing along S; -1 for an empty slot,
-            whose key, value and time have no meaning.
+        keys: `[N, S, H, K]`, keys as `attend` received them, for H key heads: K / 2 real parts, then K / 2 imaginary
+            parts. In float32, or float64 if q, k and v of the op are float64; the op does not accept or return another.
+        values: `[N, S, G, V]`, values for G value heads, in the same dtype: V / 2 real parts, then V / 2 imaginary
+            parts.
+        times: float64 `[N, S]` in every case, time of each token, in the unit of the op's `times`.
+        positions: int64 `[N, S]`, index of the token in its sequence, from 0, or -1 for an empty slot. Tokens are
+            ordered by time along S, with empty slots anywhere.
+
+    Raises:
+        ArgumentError: `count` of `newest` is not an integer >= 0.
 
     Example:
         >>> from kalmix import HistoryBelief
@@ -210,7 +248,13 @@ class HistoryBelief(NamedTuple):
         return (self.positions >= 0).sum(1)
 
     def newest(self, count: int) -> HistoryBelief:
-        """Return the last `count` tokens of every sequence (or all, if it has fewer), aligned to the last slots."""
+        """Return the last `count` tokens of every sequence (or all, if it has fewer), aligned to the last slots.
+
+        Raises:
+            ArgumentError: `count` is not an integer >= 0.
+        """
+        if not isinstance(count, int | torch.SymInt) or isinstance(count, bool) or count < 0:
+            raise ArgumentError("count", got=repr(count), expected="an integer of at least 0")
         empty_first = self.positions.argsort(dim=1, stable=True)
         slots = empty_first[:, max(0, self.positions.shape[1] - count) :]
         row = torch.arange(slots.shape[0], device=slots.device)[:, None]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 MAX_QUOTED_CHARS = 300  # a longer value is abbreviated in a message
 
@@ -9,14 +10,16 @@ MAX_QUOTED_CHARS = 300  # a longer value is abbreviated in a message
 class ArgumentError(ValueError):
     """Raised when an argument has the wrong type, shape, dtype or device, or a value that is not accepted.
 
-    The message reads "`name` is GOT; expected EXPECTED. HINT", or "`name` PROBLEM; expected EXPECTED. HINT".
+    A subclass of `ValueError`, also for wrong types. It is not related by class to `KernelError` and `DesignError`.
+    The message reads "`name` is GOT; expected EXPECTED. HINT", or "`name` PROBLEM; expected EXPECTED. HINT", with the
+    name in backticks. The attribute `name` holds the name.
 
     Args:
         name: the argument.
-        got: the value received, printed after "is".
-        problem: a verb phrase in place of "is GOT", such as "has 2 heads" or "does not exist".
+        got: the value received. Its `str` is printed after "is", on one line, shortened to about 300 characters.
+        problem: a verb phrase in place of "is GOT", such as "has 2 heads" or "does not exist". `got` is then ignored.
         expected: values that are accepted, as a noun phrase such as "a positive integer" or "at least 1".
-        hint: a sentence on how to fix the call; none by default.
+        hint: a sentence on how to fix the call; none by default. A missing full stop is added.
 
     Example:
         >>> from kalmix import ArgumentError
@@ -33,6 +36,14 @@ class ArgumentError(ValueError):
         advice = f" {hint}" + ("" if hint.endswith(("?", ".")) else ".") if hint else ""
         super().__init__(f"`{name}` {wrong}; expected {expected}.{advice}")
         self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the message, not the arguments, so that a worker process can pass the error on."""
+        return _rebuild, (type(self), *self.args), self.__dict__
+
+
+def _rebuild(kind: type[ArgumentError], *args: object) -> ArgumentError:
+    return kind.__new__(kind, *args)
 
 
 def abbreviate(value: object) -> str:
@@ -86,7 +97,11 @@ class FileError(ValueError):
 
 
 class KernelError(ValueError):
-    """Raised when no kernel supports a call of an op, or the requested kernel does not. A subclass of `ValueError`.
+    """Raised when the kernel that a call of an op requests does not exist or does not support the call.
+
+    A subclass of `ValueError`. Ops and `kalmix.filter` raise it; also if the call requests no kernel and none supports
+    it. The message gives the reason (device, dtype, key width or a feature) and a kernel that supports the call. Omit
+    `kernel` to let the op choose.
 
     Example:
         >>> from kalmix import KernelError, ops
@@ -105,11 +120,12 @@ class DesignError(ValueError):
     A design consists of a transition, evidence and a covariance. Their constructors raise this error for an unknown
     kind, and `kalmix.designs.Design` raises it if no op supports the combination.
 
-    Signals are the arguments of a design in addition to q, k and v; `design.signals` lists the required ones. Calls
-    such as `kalmix.filter` raise this error if a required signal is missing, if the design has no signal of that name,
-    or if a variance is requested and the design has none. `kalmix.filter` also raises it if the transition is a matrix;
-    use `kalmix.oracle`. A signal with a wrong shape, dtype or value raises `ArgumentError`, which is not related to
-    `DesignError`.
+    Signals are the tensors of a design in addition to q, k and v: `design.signals` lists the required ones,
+    `design.optional` the others; `design.options` lists further arguments. `kalmix.filter` and `kalmix.oracle` raise
+    this error if a required signal is missing or `None`, if the design has no argument of that name, or if a variance
+    is requested and the design has none. `kalmix.filter` also raises it if the transition is a matrix; use
+    `kalmix.oracle`. A q, k, v or signal with a wrong shape, dtype or value raises `ArgumentError`, another subclass of
+    `ValueError`: `except DesignError` does not catch it.
 
     Example:
         >>> from kalmix import DesignError, designs
@@ -118,5 +134,5 @@ class DesignError(ValueError):
         ...     kalmix.filter(designs.DELTANET, q, k, v)
         ... except DesignError as error:
         ...     print(error)
-        Design 'deltanet' lacks obs_noise, reset; expected obs_noise, reset.
+        Design 'deltanet' requires the signals obs_noise, reset; the call lacks obs_noise, reset.
     """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
-from kalmix.validation import can_check_values, check_dtype_and_device, check_shape, in_transform
+from kalmix.validation import MAX_INT, can_check_values, check_dtype_and_device, in_transform
 
 
 class Segments(NamedTuple):
@@ -17,22 +17,30 @@ class Segments(NamedTuple):
     A sequence is one contiguous run of tokens in one batch row; runs of a row must not overlap, and may be empty. With
     segments, beliefs have one entry per run, in the order of `rows`.
 
-    `Segments.packed(cu_seqlens)` builds segments from cumulative lengths of sequences that are concatenated in one
-    batch row. `Segments.padded(mask)` builds them from a padding mask `[B, T]`, one run per batch row.
+    Pass them as `segments` to an op, `kalmix.filter` or a layer. Two methods build them:
 
-    Tokens outside every run do not change beliefs, give a read-out of 0 and have zero gradient, whatever they contain.
-    NaN and infinity in one run do not reach other runs. In their own run they may reach later tokens. Triton and CUDA
-    kernels process a run in tiles of tokens; there, NaN and infinity may also reach earlier tokens of the same tile.
+    - `Segments.packed(cu_seqlens)`: sequences concatenated in one batch row. `cu_seqlens` is int32 or int64 `[N + 1]`,
+      cumulative lengths that begin with 0 and do not decrease.
+    - `Segments.padded(mask)`: one run per batch row. `mask` is `[B, T]`, of any dtype, 0 at padding, which must not lie
+      between two tokens. A row of padding gives an empty run.
 
-    This class checks shape and dtype always. It checks values on the CPU; on a GPU only inside `kalmix.checks()`. Ops
-    and layers check in the same way that the runs lie inside the batch.
+    Tokens outside every run do not change beliefs, give a read-out of 0 and have zero gradient. An empty run keeps its
+    prior.
+
+    Values are checked on the CPU; on a GPU only inside `kalmix.checks()`. NaN or infinity anywhere in an input of an
+    op, padding included, then raises `ArgumentError`. Where values are not checked, NaN and infinity do not reach other
+    runs, but may reach later tokens of their own run; in Triton and CUDA kernels also earlier tokens of the same tile.
+    Rows that break a rule below then give undefined results.
 
     Args:
-        rows: int32 `[N, 3]`, (batch row, start, stop) of each run; `stop` is exclusive.
+        rows: int32 `[N, 3]`, (batch row, start, stop) of each run, in any order; `stop` is exclusive. On the device of
+            the tokens.
 
     Raises:
-        ArgumentError: `rows` is not an int32 tensor `[N, 3]`, an entry is negative, a run stops before it starts, or
-            runs overlap.
+        ArgumentError: `rows` is not an int32 tensor `[N, 3]`. Where values are checked: an entry is negative, a run
+            stops before it starts, or runs overlap; or, from the op or layer, a run exceeds the batch. `packed` and
+            `padded` raise it for their own arguments.
+        RuntimeError: values are not checked, and a mask has padding between two tokens of a row.
 
     Example:
         >>> from kalmix import Segments, ops
@@ -56,7 +64,10 @@ class Segments(NamedTuple):
         Raises:
             ArgumentError: see the class.
         """
-        return cls(rows.to(torch.int32) if isinstance(rows, Tensor) and rows.dtype == torch.int64 else rows)
+        if not isinstance(rows, Tensor) or rows.dtype != torch.int64:
+            return cls(rows)
+        _check_int32("segments", rows)
+        return cls(rows.to(torch.int32))
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor) -> Segments:
@@ -67,7 +78,8 @@ class Segments(NamedTuple):
                 `cu_seqlens[n + 1]`. The first entry is 0.
 
         Raises:
-            ArgumentError: it is not an integer tensor `[N + 1]`, does not begin with 0, or decreases.
+            ArgumentError: it is not an integer tensor `[N + 1]`, or its values are checked and it does not begin with
+                0, decreases, or exceeds int32.
         """
         if not isinstance(cu_seqlens, Tensor):
             raise ArgumentError("cu_seqlens", got=f"a {type(cu_seqlens).__name__}", expected="an int32 tensor [N + 1]")
@@ -81,6 +93,7 @@ class Segments(NamedTuple):
             raise ArgumentError(
                 "cu_seqlens", got=cu_seqlens.tolist(), expected="non-decreasing lengths that begin with 0"
             )
+        _check_int32("cu_seqlens", cu_seqlens)
         start, stop = cu_seqlens[:-1], cu_seqlens[1:]
         return segments_without_checks(torch.stack([torch.zeros_like(start), start, stop], dim=1).to(torch.int32))
 
@@ -89,7 +102,7 @@ class Segments(NamedTuple):
         """Build segments from a padding mask: one sequence per batch row, padded on the left, right or both sides.
 
         Args:
-            mask: `[B, T]`, nonzero (or True) at tokens and 0 at padding.
+            mask: `[B, T]`, of any dtype, nonzero (or True) at tokens and 0 at padding.
 
         Raises:
             ArgumentError: it is not a tensor `[B, T]`, or has padding between two tokens of a row.
@@ -187,11 +200,17 @@ def segments_without_checks(rows: Tensor) -> Segments:
     return Segments._make((rows,))
 
 
+def _check_int32(name: str, x: Tensor) -> None:
+    """Check that values fit int32, if they may be read here."""
+    if can_check_values(x) and x.numel() and int(x.max()) > MAX_INT:
+        raise ArgumentError(name, problem=f"has a maximum of {int(x.max())}", expected=f"values of at most {MAX_INT}")
+
+
 def _check(self: Segments, rows: Tensor) -> None:
     if not isinstance(rows, Tensor):
-        if isinstance(rows, list | tuple) or hasattr(rows, "__array__"):
+        if isinstance(rows, list | tuple | dict | str | float) or hasattr(rows, "__array__"):
             raise ArgumentError("segments", got=f"a {type(rows).__name__}", expected="an int32 tensor [N, 3]")
-        return  # a placeholder of `torch.func.vmap`
+        return  # a placeholder of `torch.func.vmap`; ops check again
     if rows.ndim != 2 or rows.shape[1] != 3 or rows.dtype != torch.int32:
         raise ArgumentError(
             "segments", problem=f"has dtype {rows.dtype} and shape {list(rows.shape)}", expected="int32 [N, 3]"
@@ -255,7 +274,8 @@ def check_segments(segments: Segments | None, batch: int, length: int, device: t
         raise ArgumentError("segments", got=f"a {type(segments).__name__}", expected="kalmix.Segments")
     rows = segments.rows
     if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != 3:
-        check_shape("segments.rows", rows, "N 3", {"3": 3})
+        problem = f"has shape {list(rows.shape)}" if isinstance(rows, Tensor) else f"is a {type(rows).__name__}"
+        raise ArgumentError("segments.rows", problem=problem, expected="an int32 tensor [N, 3]")
     check_dtype_and_device("segments", rows, (torch.int32,), device)
     if can_check_values(rows) and rows.shape[0]:
         minimum, (row, _, stop) = (bound.tolist() for bound in rows.aminmax(dim=0))

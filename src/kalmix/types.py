@@ -12,7 +12,19 @@ from torch import Tensor
 class Belief(Protocol):
     """Protocol of beliefs and layer states: an immutable pytree of tensors whose first axis is sequences.
 
-    Pass it to the next call to continue a sequence. See `kalmix.beliefs` for its methods.
+    To continue sequences, pass the belief of one call to the next: as `belief` to an op, `kalmix.filter` or
+    `kalmix.oracle`, or the state as `state` to a layer. Each method returns a new belief:
+
+    - `take(index)` selects sequences: `index` is an int64 or int32 tensor `[M]`, from 0 to N - 1, in any order,
+      repeated or not, on the device of the belief.
+    - `to(...)` applies `Tensor.to` to its tensors. Integer tensors and the times of a history keep their dtype.
+    - `detach()` removes the autograd history.
+
+    `isinstance(x, Belief)` only tests for these methods, so it is true for tensors, too.
+
+    Raises:
+        ArgumentError: `index` is not an integer tensor `[M]`.
+        IndexError: an entry of `index` is outside 0 to N - 1. On a GPU, CUDA reports it.
 
     Example:
         >>> from kalmix import Belief, PointBelief
@@ -29,18 +41,23 @@ class Belief(Protocol):
 class Filtered(NamedTuple):
     """Output of every op, of `kalmix.filter`, `kalmix.oracle` and of a layer's `filter` method.
 
-    A read-out is the memory applied to a query: M'q for a memory matrix M. The shapes below are those of ops. For
-    `layer.filter(x)`, mean and variance are those of the output, `[B, T, D]`, and `belief` is the state of the layer;
-    calling the layer, `layer(x)`, returns only the pair of mean and state.
+    A named tuple of three fields; fields are not checked here. A read-out is the memory applied to a query: M'q for a
+    memory matrix M `[K, V]` and its transpose M'. The shapes below are those of ops, with batch size B, T tokens, G
+    value heads and value width V. For `layer.filter(x)`, mean and variance are those of the layer's output,
+    `[B, T, D]`, and `belief` is the state of the layer; calling the layer, `layer(x)`, returns only the pair of mean
+    and state.
 
     Attributes:
-        mean: `[B, T, G, V]`, posterior mean of the read-out at each token, in the dtype of the values (float64
-            from `kalmix.oracle`); 0 at tokens outside every segment.
+        mean: `[B, T, G, V]`, posterior mean of the read-out at each token, given all tokens up to and including it. In
+            the dtype of v (float64 from `kalmix.oracle`); 0 at tokens outside every segment.
         variance: posterior variance of the read-out, without observation noise: `[B, T, G, V]`, or `[B, T, G, 1]` if
-            all columns share it; 0 at tokens outside every segment. `None` unless the call had `variance=True`. It has
-            the dtype of the belief.
-        belief: belief after the last token of each sequence, in float32 (float64 if the inputs are float64, and
-            always from `kalmix.oracle`). Pass it to the next call of the same function to continue the sequences.
+            all columns share it (`dense`, `ridge`, `attend`); 0 at tokens outside every segment. It has the dtype of
+            the belief. `None` unless the call had `variance=True`, and always `None` from a layer without posterior
+            (`has_posterior` is False). The ops `additive` and `delta` have no such argument.
+        belief: belief after the last token of each sequence. Its dtype is float32, or float64 if the inputs are
+            float64; from `kalmix.oracle` it is always float64. Times of a history are float64, its positions int64.
+            `None` from `attend` with `causal=False`. Pass it to the next call of the same function to continue the
+            sequences.
 
     Example:
         >>> from kalmix import ops

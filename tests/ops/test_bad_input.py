@@ -1,10 +1,23 @@
 """Bad inputs: every one raises an error of one sentence that names the argument."""
 
+import pickle
+
 import pytest
 import torch
 
 import kalmix
-from kalmix import ArgumentError, DesignError, DiagonalBelief, KernelError, Segments, designs, ops
+from kalmix import (
+    ArgumentError,
+    DesignError,
+    DiagonalBelief,
+    HistoryBelief,
+    KernelError,
+    PointBelief,
+    Segments,
+    designs,
+    ops,
+)
+from kalmix.errors import NonFiniteError
 
 B, T, H, G, K, V = 2, 5, 1, 2, 3, 4
 
@@ -100,7 +113,10 @@ BAD_SEGMENTS = {
     "made with a negative row": lambda: Segments(torch.tensor([[-1, 0, 3]], dtype=torch.int32)),
     "made backwards": lambda: Segments(torch.tensor([[0, 3, 1]], dtype=torch.int32)),
     "made overlapping": lambda: Segments(torch.tensor([[0, 0, 3], [0, 2, 4]], dtype=torch.int32)),
+    "made of text": lambda: Segments("rows"),
     "of a list": lambda: Segments.of([[0, 0, 3]]),
+    "of 2^32": lambda: Segments.of(torch.tensor([[0, 0, 2**32]])),
+    "cu_seqlens of 2^32": lambda: Segments.packed(torch.tensor([0, 2**32])),
     "cu_seqlens a list": lambda: Segments.packed([0, 3]),
     "mask a list": lambda: Segments.padded([[1, 0]]),
     "cu_seqlens decreasing": lambda: Segments.packed(torch.tensor([0, 4, 3])),
@@ -135,6 +151,30 @@ def test_segments_can_be_made_in_compiled_and_mapped_code():
     assert mapped.tolist() == [3, 3]
     with torch.device("meta"):
         assert Segments(torch.zeros(2, 3, dtype=torch.int32)).count == 2
+
+
+BAD_INDICES = [[0, 1], 0, torch.tensor(1), torch.tensor([[0]]), torch.tensor([True, False]), torch.tensor([0.0])]
+
+
+@pytest.mark.parametrize("index", BAD_INDICES)
+def test_beliefs_take_integer_vectors_only(index):
+    with pytest.raises(ArgumentError, match="`index`"):
+        PointBelief(torch.zeros(2, 1, 4, 8)).take(index)
+
+
+@pytest.mark.parametrize("count", [-1, 1.0, "1", None, True])
+def test_newest_tokens_of_a_history_are_counted_from_0(count):
+    keys = torch.zeros(1, 3, 1, 2)
+    history = HistoryBelief(keys, keys, torch.zeros(1, 3).double(), torch.arange(3)[None])
+    assert history.newest(0).keys.shape == (1, 0, 1, 2)
+    with pytest.raises(ArgumentError, match="`count`"):
+        history.newest(count)
+
+
+@pytest.mark.parametrize("error", [ArgumentError("x", got=1, expected="2"), NonFiniteError("x"), KernelError("no")])
+def test_errors_survive_pickling(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
 
 
 def test_bad_kernel_names_raise_kernel_error():

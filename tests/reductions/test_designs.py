@@ -158,6 +158,8 @@ def test_names_instead_of_designs_and_parts_are_refused():
         parts = {"transition": Transition("head"), "evidence": MEMORY, "covariance": DENSE}
         with pytest.raises(ArgumentError, match=f"`{part}` is .*; expected a {part.title()}"):
             Design("wrong", **parts | {part: value})
+    with pytest.raises(ArgumentError, match="`name` is 3; expected a string"):
+        Design(3, **parts)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("part", [lambda: Transition("head", diffusion="yes"), lambda: Evidence("memory", columns=1)])
@@ -191,7 +193,7 @@ def test_missing_and_unknown_signals_are_named(design):
     for call in (kalmix.filter, kalmix.oracle):
         with pytest.raises(DesignError, match=f"lacks {design.signals[-1]}"):
             call(design, **{name: x for name, x in given.items() if name != design.signals[-1]})
-        with pytest.raises(DesignError, match="does not accept gain"):
+        with pytest.raises(DesignError, match=f"does not accept gain; it accepts {', '.join(design.signals) or 'no'}"):
             call(design, **given, gain=given["v"])
 
 

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from kalmix.designs.kinds import CovarianceKind, Kind
 from kalmix.errors import ArgumentError, DesignError, any_of
-from kalmix.validation import check_bool
+from kalmix.validation import check_bool, check_types
 
 Decay = Literal["none", "head", "key", "cell", "matrix", "forgetting", "time"]
 
@@ -278,21 +278,30 @@ def register_algebra(algebra: Algebra) -> None:
 
 @dataclass(frozen=True)
 class Design:
-    """Generative model of a sequence: a transition, evidence and a covariance. The filter follows from it.
+    """Generative model of a sequence: a transition, evidence and a covariance. They determine the filter.
 
-    Pass a design to `kalmix.filter`, `kalmix.oracle` or `kalmix.layers.DesignLayer`. Published designs are in
-    `kalmix.designs.CATALOGUE`.
+    Pass a design to `kalmix.filter`, `kalmix.oracle` or `kalmix.layers.DesignLayer`. The dict
+    `kalmix.designs.CATALOGUE` has the published designs by name; a new design is not added to it. A design is immutable
+    and hashable.
 
     Args:
-        name: name for messages and tables.
-        transition: model of the state between two tokens.
-        evidence: model of an observation.
-        covariance: form in which the belief stores its uncertainty.
-        equations: equations of the update in the source.
-        citation: the source.
+        name: any string, for messages and tables.
+        transition: model of the state between two tokens, a `kalmix.designs.Transition`. Only `kalmix.oracle` accepts
+            a call with the decay "matrix".
+        evidence: model of an observation, a `kalmix.designs.Evidence`.
+        covariance: form in which the belief stores its uncertainty, a `kalmix.designs.Covariance`.
+        equations: equations of the update in the source; text only, without effect.
+        citation: the source; text only, without effect.
+
+    Attributes:
+        op: name of the op in `kalmix.ops` that filters the design.
+        signals: names of the tensors that a call requires in addition to q, k and v.
+        optional: names of signals that a call may omit.
+        options: names of further arguments of the op that a call may pass, such as `solver`.
+        has_variance: whether a read-out has a variance.
 
     Raises:
-        ArgumentError: a part has another type.
+        ArgumentError: a part has another type, or `name`, `equations` or `citation` is not a string.
         DesignError: no op filters this combination; the message gives the reason.
 
     Example:
@@ -310,6 +319,7 @@ class Design:
     citation: str = ""
 
     def __post_init__(self) -> None:
+        check_types(dict.fromkeys(("name", "equations", "citation"), str), vars(self))
         for part, kind in (("transition", Transition), ("evidence", Evidence), ("covariance", Covariance)):
             value = getattr(self, part)
             if not isinstance(value, kind):
@@ -371,8 +381,11 @@ class Design:
         missing = [name for name in self.signals if given.get(name) is None]
         unknown = [name for name in given if name not in (*self.signals, *self.optional, *self.options)]
         if missing or unknown:
-            problem = f"lacks {', '.join(missing)}" if missing else f"does not accept {', '.join(unknown)}"
-            raise DesignError(f"Design {self.name!r} {problem}; expected {', '.join(self.signals)}.")
+            known = ", ".join((*self.signals, *self.optional, *self.options)) or "no signals"
+            problem = f"requires the signals {', '.join(self.signals)}; the call lacks {', '.join(missing)}"
+            if not missing:
+                problem = f"does not accept {', '.join(unknown)}; it accepts {known}"
+            raise DesignError(f"Design {self.name!r} {problem}.")
         if variance and not self.has_variance:
             raise DesignError(f"Design {self.name!r} has no variance: its covariance is {self.covariance.description}.")
 
