@@ -138,3 +138,12 @@ def test_wrong_values_are_named(wrong: Callable[[Tensor], Tensor]) -> None:
     x = _signals()
     with pytest.raises(ArgumentError, match="`v`"):
         attend_separable(**(x | {"v": wrong(x["v"])}))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [((1, 2, 3, 4, 5), "dynamics"), (Dynamics(*[1.0] * 5), "dynamics.log_decay")],  # type: ignore[arg-type]
+)
+def test_precision_of_anything_but_dynamics_is_refused(wrong: Dynamics, name: str) -> None:
+    with pytest.raises(ArgumentError, match=f"`{name}`"):
+        SeparablePrecision.of(wrong)

@@ -68,20 +68,21 @@ def attend(
         weight_ij   = 1 / (1 + r / nu)  or  exp(-r / nu)                   "rational" or "exponential"
         A_ij        = softmax over j of temperature log(weight / V)
         mean_i      = sum_j A_ij E exp(i w tau) v_j
-        variance_i  = 1 / sum_j weight / (process_noise kappa + key_noise E^2)
+        variance_i  = 1 / sum_j (weight / (V - query_noise))
 
     So a key counts less if it is old (V is large) or if its prediction differs from the query (r is large). The sums
     run over the keys that the query can attend to: earlier tokens and itself, limited by `window`, and the tokens of
     `belief`.
 
-    The average treats the errors of the predictions as independent. Without process noise they are. If, moreover,
-    weights and temperature are 1 and `query_noise` is 0, mean and variance are those of a Kalman filter with a flat
-    prior. With process noise the errors are correlated: the mean is not optimal and the variance is too small. The
-    variance does not depend on `temperature`.
+    The average treats the errors of the predictions as independent. Without process noise they are. With temperature 1
+    and `query_noise` 0, mean and variance then approach those of a Kalman filter with a flat prior as `nu` grows. With
+    process noise the errors are correlated: the mean is not optimal and the variance is too small. The variance does
+    not depend on `temperature`.
 
     In the shapes below, B is the batch size, T the number of tokens, H and G the numbers of key and value heads (H
     divides G), C and D the numbers of complex channels of keys and values, and S the number of slots of the belief.
-    Complex numbers are stored as real columns: first all real parts, then all imaginary parts.
+    Complex numbers are stored as real columns: first all real parts, then all imaginary parts. Tensors other than q, k,
+    v and `times` are in the dtype of `v` or of the belief.
 
     Args:
         q: `[B, T, H, 2 C]`, queries, in float64, float32, bfloat16 or float16. They are not scaled by 1 / sqrt(2 C).
@@ -91,48 +92,54 @@ def attend(
         log_decay: `[H]`, the negative decay rate -a, natural logarithm per unit of time, <= 0. 0 means no decay.
         frequency: `[H, C]`, the angular frequency w of each channel, in radians per unit of time.
         process_noise: `[H]`, variance that diffusion adds per unit of time, >= 0.
-        key_noise: `[H]`, variance of the observation noise of keys and values, >= 0; must be positive if `variance` is
-            true. Tested down to 1e-5; below that, float32 gradients of noises lose digits.
+        key_noise: `[H]`, variance of the observation noise of keys and values, >= 0. If `variance` is true, it (that of
+            `value_dynamics` if given) must be positive. Tested down to 1e-5; below that, float32 gradients of noises
+            lose digits.
         query_noise: `[H]`, variance of the query, >= 0. `key_noise + query_noise` must be positive.
-        nu: Scale of the residual, > 0, a number or `[H]`. "rational" weights are those of a Student t distribution:
-            the smaller nu, the less an outlier counts. At r = nu the weight is 1/2.
+        nu: Scale of the residual, > 0 and finite, a number or `[H]`. "rational" weights are those of a Student t
+            distribution: the smaller nu, the less an outlier counts. At r = nu the weight is 1/2. r is a sum over the
+            C channels, so it grows with C.
         temperature: Factor of the logarithm in the softmax, > 0, a number or `[H]`. Larger values sharpen the softmax.
         times: `[B, T]`, time of each token, in float64, float32, int64 or int32, not decreasing within a sequence and
-            not before the times of `belief`. No gradient flows to them. Default: one unit per token, continuing from
-            the belief.
-        value_dynamics: Dynamics of the values (`kalmix.ops.Dynamics`, whose frequency is `[H, D]`). They replace E, w,
-            kappa and V in the mean, in the variance and in the denominator of the softmax; r always uses the dynamics
-            of the keys. Default: the dynamics of the keys.
+            not before the times of `belief`; equal times are allowed. No gradient flows to them. Default: 0, 1, 2, ...
+            in each sequence, or from the last time of the belief plus 1.
+        value_dynamics: `kalmix.ops.Dynamics` of the values, with fields `[H]` and frequency `[H, D]`. They replace E,
+            w and V in the mean, in the variance and in log(weight / V); r always uses the dynamics of the keys.
+            Default: the dynamics of the keys.
         weight: "rational" or "exponential".
         window: Number of tokens that a query attends to: itself and the `window - 1` tokens before it. If not `causal`,
             also the `window - 1` tokens after it. Default: all.
-        floor: Constant added to the decay of keys in r, >= 0, a number or `[H]`.
+        floor: Constant added to the factor E of keys in r, >= 0, a number or `[H]`.
         causal: Whether a query attends to earlier tokens and itself only. If false, lags may be negative: E then
             exceeds 1, and kappa is taken as an absolute value; `belief` must be absent and none is returned. With a
-            temperature below 1/2, tokens far in the future then dominate the mean.
-        belief: `HistoryBelief` of earlier tokens, such as the one returned by a previous call. Its first axis has N
-            sequences: B, or the number of segments. Default: no earlier tokens.
-        variance: Whether to return the variance as well.
-        segments: Sequences packed into the batch (`kalmix.Segments`). Default: each batch row is one sequence.
-        kernel: "triton", "chunked" or "reference". Default: the best one for the device, dtype and sizes.
+            temperature below 1/2, tokens far in the future then dominate the mean, since E grows faster with their
+            distance than their weights fall.
+        belief: prior, the `HistoryBelief` of earlier tokens, such as the one returned by a previous call. Its first
+            axis has N sequences: B, or the number of segments. Keys and values are in float32 (float64 if the inputs
+            are). Default: no earlier tokens.
+        variance: also return the variance.
+        segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
+            sequence.
+        kernel: "triton", "chunked" or "reference". Default: the fastest that supports the call.
 
     Returns:
-        `Filtered`. Its mean is `[B, T, G, 2 D]`, in the dtype of `v`; 0 at tokens that belong to no sequence. Its
-            variance is `[B, T, G, 1]`, in the dtype of the belief, or `None` if not requested. Its belief is the
-            `HistoryBelief` of the tokens so far, or of the newest `window` of them, in float32 (float64 if the inputs
-            are float64); `None` if not `causal`.
+        `Filtered` with mean `[B, T, G, 2 D]` in the dtype of `v`, variance `[B, T, G, 1]` in the dtype of the belief
+        (one value for all columns; `None` unless `variance=True`), and the `HistoryBelief` of all tokens so far, or of
+        the newest `window` of them, in float32 (float64 if the inputs are); `None` if not `causal`. Tokens outside
+        every segment have mean and variance 0.
 
     Raises:
-        ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument. Values are
-            checked on the CPU only, unless `kalmix.checks()` is active.
-        KernelError: The requested kernel does not support the call.
+        ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+        KernelError: the requested kernel is unknown or does not support the call.
 
-    If values are not checked, a query whose own token, or a token that it attends to, has a NaN, an infinity or an
-    overflowing square returns NaN and passes no gradient back. Other queries are not affected: NaN does not spread to
-    other sequences, from padding, or to earlier tokens.
+    Every kernel supports gradients of first order. Only "reference" supports gradients of higher order, forward-mode
+    derivatives and `torch.func.vmap`; the others raise `KernelError`. Inside `torch.func` and forward mode, "reference"
+    is the default; request it for gradients of higher order.
 
-    Every kernel has first derivatives. "reference" also supports second derivatives, forward mode and `vmap`; the
-    others raise `KernelError` there (docs/derivatives.md).
+    Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
+    or inside a transform of `torch.func`. Where they are not checked, a query's mean and variance are NaN, without
+    gradient, if its own token or one that it attends to has NaN, infinity or an entry whose square overflows. Other
+    queries are not affected.
 
     Complexity: O(T (S + T) (C + D)) operations, or O(T window (C + D)) with a window. Memory is O(S + T) with "triton"
     and "chunked", and O(T (S + T)) with "reference".

@@ -38,43 +38,53 @@ def attend_radial(
 ) -> Filtered:
     r"""Compute Adaptive Filter Attention with separate noises along and across the direction of each value.
 
-    This is the radial-tangential form (Algorithm 2 of *Attention as an Adaptive Filter*). Let u_i = v_i / |v_i|, and
-    let k_ij and v_ij be key and value j moved to time t_i as in `kalmix.ops.attend`. Residual and estimate are split
-    into a component along u_i and the rest, each with noises, weights and a softmax A of its own:
+    This is the radial-tangential form (Algorithm 2 of *Attention as an Adaptive Filter*). Queries, keys and values are
+    vectors of the same space C^C. With E and tau as in `kalmix.ops.attend`, key and value j predict
 
-        r_along  = |u_i^* (q_i - k_ij)|^2,    r_across = |q_i - k_ij|^2 - r_along
+        k_ij = (E + floor) exp(i w tau) k_j,   v_ij = E exp(i w tau) v_j
+
+    at time t_i. Let u_i = v_i / |v_i| be the direction of the query's own value (0 if v_i is 0), and u^* the conjugate
+    transpose of u. Residual and estimate are split into a component along u_i and the rest:
+
+        e_along  = |u_i^* (q_i - k_ij)|^2,    e_across = |q_i - k_ij|^2 - e_along
         m_i      = sum_j A_along Re(u_i^* v_ij)
         w_i      = (I - u_i u_i^*) sum_j A_across v_ij
-        mean_i   = m_i (v_i + w_i) / |v_i + w_i|
+        mean_i   = m_i (v_i + w_i) / |v_i + w_i|,   0 if v_i is 0
 
-    So magnitudes are averaged separately, and the direction moves on the sphere. Three misprints of the paper are
-    corrected: all vectors are in one frame, the decay of keys also applies to their squared norms, and components are
-    taken with respect to the query's token.
+    V, r = e / V, weight, A and variance of either component follow from its noises as in `kalmix.ops.attend`. So
+    magnitude and direction are averaged separately. Misprints of the paper are corrected; the documentation of
+    `kalmix.layers.RadialTangentialAttention` lists them.
 
     B is the batch size, T the number of tokens, H the number of heads, C the number of complex channels. Complex
-    numbers are stored as real columns: first all real parts, then all imaginary parts.
+    numbers are stored as real columns: first all real parts, then all imaginary parts. Tensors other than q, k, v and
+    `times` are in the dtype of `v` or of the belief.
 
     Args:
-        q: `[B, T, H, 2 C]`, queries. They are not scaled.
+        q: `[B, T, H, 2 C]`, queries, in float64, float32, bfloat16 or float16. They are not scaled.
         k: `[B, T, H, 2 C]`, keys, in the dtype of `q`.
         v: `[B, T, H, 2 C]`, values, in the dtype of `q`.
         log_decay: `[H]`, negative decay rate, natural logarithm per unit of time, <= 0.
         frequency: `[H, C]`, angular frequency in radians per unit of time.
-        process_noise: `[H, 2]`, variance per unit of time along and across the direction, >= 0.
-        key_noise: `[H, 2]`, observation variance along and across, >= 0; must be positive if `variance` is true.
-        query_noise: `[H, 2]`, variance of the query along and across, >= 0. `key_noise + query_noise` must be positive.
-        nu: Scale of the residual, > 0, a number or `[H, 2]`.
+        process_noise: `[H, 2]`, variance per unit of time, >= 0. Column 0 is along the direction and column 1 across
+            it, here and below.
+        key_noise: `[H, 2]`, observation variance, >= 0; must be positive if `variance` is true.
+        query_noise: `[H, 2]`, variance of the query, >= 0. `key_noise + query_noise` must be positive.
+        nu: Scale of the residual, > 0 and finite, a number or `[H, 2]`.
         temperature: Factor of the logarithm in the softmax, > 0, a number or `[H, 2]`.
-        times: As in `kalmix.ops.attend`, and so are `weight`, `window`, `floor`, `causal`, `belief` and `segments`.
-        variance: Whether to return the variance as well.
+        times, weight, window, floor, causal, belief, segments: as in `kalmix.ops.attend`.
+        variance: also return the variance.
 
     Returns:
-        `Filtered` with the mean `[B, T, H, 2 C]`, the `HistoryBelief` (`None` if not `causal`) and, if requested, the
-        variance `[B, T, H, 2 C]`. The variance of channel c is |u_c|^2 times the variance along the direction plus
-        1 - |u_c|^2 times the one across, the same for real and imaginary part.
+        `Filtered` with mean `[B, T, H, 2 C]` in the dtype of `v`, variance `[B, T, H, 2 C]` in the dtype of the belief
+        (`None` unless `variance=True`), and the `HistoryBelief` as from `kalmix.ops.attend` (`None` if not `causal`).
+        The variance of channel c is |u_c|^2 times the variance along the direction plus 1 - |u_c|^2 times the one
+        across, the same for real and imaginary part. Tokens outside every segment have mean and variance 0.
 
     Raises:
-        ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument.
+        ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+
+    There is one implementation, of PyTorch operations, with derivatives of every order (of first order in compiled
+    code). Values are checked as in `kalmix.ops.attend`.
 
     Complexity: O(T (S + T) C) operations with S slots of the belief; memory O((S + T) C).
 

@@ -152,18 +152,22 @@ class Exact:
 
 @dataclass(frozen=True)
 class Sketch:
-    """Best solution of the system of `kalmix.ops.ridge` in a random subspace (appendix L of Gated KalmaNet).
+    """Solver of `kalmix.ops.ridge` that searches a random subspace only (appendix L of Gated KalmaNet).
 
-    With S = H + ridge I and an orthonormal basis B `[K, dim]`, the solution is x = B (B'S B)^{-1} B'q. The columns of B
-    are `dim` evenly spaced functions of a cosine transform over the K key entries, with random signs of the entries.
-    B does not depend on data: all tokens, heads and calls with the same seed use the same B. With dim >= K it spans all
-    directions, and the solution is that of `solver`. Kernel "triton" does not support it and raises `KernelError`.
+    At each token, `ridge` solves S x = q for the query q, where S `[K, K]` is the discounted sum of k k' plus ridge I.
+    With an orthonormal basis B `[K, dim]`, a sketch uses x = B (B'S B)^{-1} B'q, the vector of the subspace with the
+    smallest error e, measured as e'S e. The columns of B are `dim` of the K cosine functions of a discrete cosine
+    transform, evenly spaced in frequency; row n is multiplied by a random sign. B depends on `seed`, K and `dim` only:
+    neither on data nor on torch's random state. With dim >= K, B has K columns, and the result is that of `solver`.
+
+    Kernel "triton" does not support sketches: the default is another kernel, and `ridge(..., kernel="triton")` raises
+    `KernelError`.
 
     Attributes:
         dim: dimension of the subspace, >= 1.
         solver: solver of the projected system: `Chebyshev`, `ConjugateGradient` or `Exact`. Default: `Chebyshev()`.
-            Gradients are implicit; the `backward` of a `Chebyshev` is ignored.
-        seed: integer that selects the random signs.
+            The backward pass solves one more projected system by it. The `backward` of a `Chebyshev` is ignored.
+        seed: integer that selects the random signs; it may be negative.
 
     Raises:
         ArgumentError: `dim` is not a positive integer, `solver` is not one of these, or `seed` is not an integer of

@@ -14,17 +14,24 @@ from kalmix.types import Filtered
 
 @dataclass(frozen=True)
 class OpSpec:
-    """Description of an op: all that filters, laws, `kalmix doctor` and the fuzz script use.
+    """Immutable description of an op, an entry of the dict `kalmix.ops.OPS`, whose keys are the names of ops.
+
+    `kalmix.filter`, `kalmix.oracle`, `kalmix doctor` and the tests of all ops read it. To use an op, call its function;
+    you need no `OpSpec`. The fields are not checked here.
 
     Attributes:
-        algebra: the op's name and the designs that it filters.
-        function: the public function.
-        kernels: its implementations, best first.
-        belief: class of its belief.
-        lower: function that computes its signals from those of a design.
-        recursion: its definition, which `kalmix.oracle` evaluates.
-        least_noise: smallest observation variance for which float32 results stay within their tolerances, as the
-            function's docstring states. The laws and the fuzz script draw noises from this value to 100.
+        algebra: name of the op, and which `kalmix.Design` it computes: kinds of evidence and covariance, decays.
+        function: the public function, such as `kalmix.ops.dense`.
+        kernels: its implementations. The default is the first that supports the call and is efficient for its sizes.
+        belief: class of its belief, such as `kalmix.DenseBelief`.
+        lower: function `(k, v, signals)` that converts the signals of a design, a dict of tensors, to the keyword
+            arguments of `function`.
+        recursion: definition of the op for one token, in float64, by which `kalmix.oracle` computes expected results.
+        least_noise: smallest observation variance with which float32 results are tested, as the docstring of `function`
+            says. Tests draw variances from this value to 100.
+        name: name of the op, such as "dense"; a property.
+        has_variance: whether `function` has the argument `variance`; a property.
+        folder: import path of the op's package; a property.
 
     Example:
         >>> from kalmix.ops import OPS

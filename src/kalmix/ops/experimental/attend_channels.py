@@ -43,39 +43,49 @@ def attend_channels(
     variance: bool = False,
     segments: Segments | None = None,
 ) -> Filtered:
-    r"""Compute Adaptive Filter Attention with a decay rate and noises for every channel (section 3.1, the tensor form).
+    r"""Compute Adaptive Filter Attention with a decay rate and noises for every channel.
 
-    The residual is a sum over channels, and each channel has a softmax with its own variance:
+    This is the tensor form (section 3.1 of *Attention as an Adaptive Filter*). The residual is a sum over channels, and
+    each channel has a softmax with its own variance:
 
         r_ij         = sum_c |q_ic - (E_c + floor) exp(i w_c tau) k_jc|^2 / V_c
         weight_ij    = 1 / (1 + r / nu)  or  exp(-r / nu)
         A_ijc        = softmax over j of temperature log(weight / V_c)
         mean_ic      = sum_j A_ijc E_c exp(i w_c tau) v_jc
-        variance_ic  = 1 / sum_j weight / (V_c - query_noise_c)
+        variance_ic  = 1 / sum_j (weight / (V_c - query_noise_c))
 
-    with E_c and V_c as in `kalmix.ops.attend`. If all channels have the same parameters, this is `attend`.
+    with E_c, V_c and tau as in `kalmix.ops.attend`. If the channels of a head differ in frequency only, this is
+    `attend`. Tensors other than q, k, v and `times` are in the dtype of `v` or of the belief.
 
     Args:
-        q: `[B, T, H, 2 C]`, queries: C complex channels, first all real parts, then all imaginary parts.
+        q: `[B, T, H, 2 C]`, queries: C complex channels, first all real parts, then all imaginary parts. In float64,
+            float32, bfloat16 or float16. They are not scaled.
         k: `[B, T, H, 2 C]`, keys, in the dtype of `q`.
-        v: `[B, T, G, 2 D]`, values, in the dtype of `q`. D must equal C unless `value_dynamics` is given.
+        v: `[B, T, G, 2 D]`, values, in the dtype of `q`. G must be a multiple of H; value head g uses key head
+            g // (G / H). D must equal C unless `value_dynamics` is given.
         log_decay: `[H, C]`, negative decay rate, natural logarithm per unit of time, <= 0.
         frequency: `[H, C]`, angular frequency in radians per unit of time.
         process_noise: `[H, C]`, variance per unit of time, >= 0.
-        key_noise: `[H, C]`, observation variance, >= 0; must be positive if `variance` is true.
+        key_noise: `[H, C]`, observation variance, >= 0. If `variance` is true, it (that of `value_dynamics` if given)
+            must be positive.
         query_noise: `[H, C]`, variance of the query, >= 0. `key_noise + query_noise` must be positive.
-        nu: Scale of the residual, > 0, a number or `[H]`.
+        nu: Scale of the residual, > 0 and finite, a number or `[H]`.
         temperature: Factor of the logarithm in the softmax, > 0, a number or `[H]`.
-        times: As in `kalmix.ops.attend`, and so are `weight`, `window`, `floor`, `causal`, `belief` and `segments`.
-        value_dynamics: Dynamics of the values, each field `[H, D]`. Default: the dynamics of the keys.
-        variance: Whether to return the variance as well.
+        times, weight, window, floor, causal, belief, segments: as in `kalmix.ops.attend`.
+        value_dynamics: `kalmix.ops.Dynamics` of the values, each field `[H, D]`; their use is that in
+            `kalmix.ops.attend`. Default: the dynamics of the keys.
+        variance: also return the variance.
 
     Returns:
-        `Filtered` as from `kalmix.ops.attend`, but with a variance `[B, T, G, 2 D]`, the same for real and imaginary
-        part of a channel.
+        `Filtered` with mean `[B, T, G, 2 D]` in the dtype of `v`, variance `[B, T, G, 2 D]` in the dtype of the belief,
+        the same for real and imaginary part of a channel (`None` unless `variance=True`), and the `HistoryBelief` as
+        from `kalmix.ops.attend` (`None` if not `causal`). Tokens outside every segment have mean and variance 0.
 
     Raises:
-        ArgumentError: A shape, dtype, device or value is not accepted. The message names the argument.
+        ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+
+    There is one implementation, of PyTorch operations, with derivatives of every order. Values are checked as in
+    `kalmix.ops.attend`.
 
     Complexity: O(T (S + T) (C + D)) exponentials with S slots of the belief; memory O((S + T) (C + D)).
 

@@ -13,20 +13,29 @@ from kalmix.ops._attend.api import TIME_DTYPES, check_channels, check_dynamics
 from kalmix.ops._attend.dynamics import Dynamics, rotate
 from kalmix.ops._shared.validation import check_tokens
 from kalmix.types import Filtered, belief_dtype
-from kalmix.validation import FLOATS, can_check_values, check_dtype_and_device, check_range, check_shape
+from kalmix.validation import FLOATS, can_check_values, check_dtype_and_device, check_range, check_shape, require
 
 
 class SeparablePrecision(NamedTuple):
-    """Approximation last + (first - last) exp(-rate lag) of the precision 1 / V (appendix B.3).
+    """Approximation last + (first - last) exp(-rate lag) of the precision 1 / V of `kalmix.ops.attend`.
 
-    It has the value and the slope of 1 / V at lag 0, and the same limit. Between, it is too small, by a factor that
-    depends on first / last (docs/results/afa.md). The paper's l_r is last / first - 1; this form has no singularity
-    without decay.
+    Exponentials of a lag are products of a factor of the query and one of the key, so `attend_separable` needs linear
+    time (appendix B.3 of *Attention as an Adaptive Filter*). The approximation has the value and the slope of 1 / V at
+    lag 0, and the same limit; between, it is too small (docs/results/afa.md). If `process_noise` and `query_noise` are
+    0, it is constant: then 1 / V has no limit if there is decay.
+
+    `SeparablePrecision.of(dynamics)` computes it from `kalmix.ops.Dynamics`, without the frequency. Its method
+    `after(lag)` returns the precision after a lag >= 0, a number or a tensor that broadcasts with the fields. Fields
+    are not checked here. `of` checks types, but no values: `key_noise + query_noise` must be positive.
 
     Attributes:
-        first: precision at lag 0.
-        last: limit of the precision for large lags.
+        first: precision at lag 0, 1 / (key_noise + query_noise), in any shape that broadcasts with the other fields;
+            from `of`, that of the noises, such as `[H]` or `[H, C]`.
+        last: limit of the precision for large lags if `rate` > 0; 0 without decay.
         rate: rate of the exponential per unit of time, >= 0.
+
+    Raises:
+        ArgumentError: the argument of `of` is not a `kalmix.ops.Dynamics` of tensors.
 
     Example:
         >>> from kalmix.ops import Dynamics
@@ -42,7 +51,15 @@ class SeparablePrecision(NamedTuple):
 
     @classmethod
     def of(cls, dynamics: Dynamics) -> SeparablePrecision:
-        """Approximate 1 / V for V = process_noise kappa + key_noise E^2 + query_noise; decays and noises broadcast."""
+        """Approximate 1 / V for V = process_noise kappa + key_noise E^2 + query_noise; decays and noises broadcast.
+
+        Raises:
+            ArgumentError: `dynamics` is not a `kalmix.ops.Dynamics`, or one of its fields is not a tensor.
+        """
+        if not isinstance(dynamics, Dynamics):
+            raise ArgumentError("dynamics", got=f"a {type(dynamics).__name__}", expected="kalmix.ops.Dynamics")
+        for name, x in dynamics._asdict().items():
+            require(isinstance(x, torch.Tensor), f"dynamics.{name}", f"a {type(x).__name__}", "a tensor")
         decay = -2 * dynamics.log_decay
         growth = dynamics.process_noise + decay * dynamics.query_noise
         first = 1 / (dynamics.key_noise + dynamics.query_noise)
