@@ -33,39 +33,48 @@ def filter(  # noqa: A001 - the public name
     The design determines the op (`design.op`); its signals are converted to the arguments of that op, for example noise
     variances to gains (Table 1 of Memory by Design).
 
-    For covariances "diagonal" and "dense" the result is the exact posterior, up to rounding. For "reset" and "lag" it
-    is the approximation that `kalmix.designs.Covariance` describes. For "information" it is a ridge regression, up to
-    the error of the solver. For "none" there is a mean only.
+    For covariances "diagonal" and "dense" mean and variance are those of the exact posterior, up to rounding. For
+    "reset" (mean only) and "lag" they are the approximation that `kalmix.designs.Covariance` describes. For
+    "information" they are those of a ridge regression, up to the error of the solver. For "none" there is a mean only.
 
-    Signals of most designs are `obs_noise`, the variance of the observation noise of a value; `process_noise`, the
-    variance that a transition adds; `write_variance`, the prior variance of a written value; `reset`, the covariance
-    that replaces the predicted one; `precision`, the inverse variance of an observation of cells; and `log_decay`, the
-    logarithm of the decay per token.
+    `design.signals` and `design.optional` list the names of the signals; most designs have two to four of these:
+
+        obs_noise       [B, T, G]                   > 0   variance of the noise of a value
+        process_noise   [B, T, G]                  >= 0   variance that is added at each token
+        log_decay       [B, T, G] or [B, T, G, K]  <= 0   natural logarithm of the decay per token, per head or per key
+        reset           [B, T, G] or [B, T, G, K]   > 0   variance that replaces the predicted one
+        write_variance  [B, T, G]                   > 0   prior variance of a written value
+        precision       [B, T, G, V]               >= 0   inverse variance of the noise of a value
+
+    For evidence "cell", `process_noise` and `log_decay` are `[G, K, V]`. For evidence "state", all signals are
+    described in `kalmix.ops.attend`; `angle` is in `kalmix.ops.dense`, and `mix` in `kalmix.ops.ridge`.
 
     Args:
         design: model of the state and of the observations, from `kalmix.designs` or your own.
-        q: queries `[B, T, H, K]`, in float64, float32, bfloat16 or float16.
-        k: keys `[B, T, H, K]`, in the dtype of `q`.
-        v: values `[B, T, G, V]`, in the dtype of `q`; G is a multiple of H.
-        belief: belief to continue from, for N sequences; the op's prior by default. N is the number of segments, or B
-            without segments.
+        q: queries `[B, T, H, K]`, in float64, float32, bfloat16 or float16. They are not scaled.
+        k: keys `[B, T, H, K]`, in the dtype of `q`. They are not normalised.
+        v: values `[B, T, G, V]`, in the dtype of `q`; G is a multiple of H. Value head g uses key head g // (G / H). If
+            the design has one noise per column (`design.evidence.columns`), V is 1, and each column is a value head.
+        belief: belief to continue from, as an earlier call returned it, for N sequences. N is the number of segments,
+            or B without segments. Default: the prior of the op, which its docstring gives.
         variance: also return the variance of the read-out.
         segments: `kalmix.Segments` that assign tokens to sequences; by default each batch row is one sequence.
         kernel: name of a kernel of the op; by default chosen by device, dtype and shape.
-        **signals: the signals in `design.signals` are required, those in `design.optional` are not. Their shape is
-            `[B, T, G]`, or another that the op documents; `reset` may be a diagonal, `[B, T, G, K]`. `obs_noise`,
-            `write_variance` and `reset` are > 0 (`kalmix.ops.dense` has a larger minimum), `precision` and
-            `process_noise` >= 0, and log-decays <= 0. Arguments in `design.options`, such as `ridge` and `solver` of
-            the op `ridge`, are passed to the op.
+        **signals: tensors in the dtype of `q`, or in float32 if that dtype has 16 bits. Those in `design.signals` are
+            required. `kalmix.ops.dense` has a larger minimum of `obs_noise`. Arguments in `design.options`, such as
+            `ridge` and `solver` of the op `ridge`, are passed to the op.
 
     Returns:
-        `Filtered`: mean `[B, T, G, V]`, variance (or `None`) and the belief after the last token of each sequence.
+        `Filtered`: mean `[B, T, G, V]` in the dtype of `v`, variance or `None`, and the belief after the last token of
+        each sequence. The variance is `[B, T, G, V]` for covariance "diagonal", otherwise `[B, T, G, 1]`. Variance and
+        belief are in float32 (float64 if the inputs are).
 
     Raises:
         DesignError: a signal is missing, or the design has no signal of that name; `variance` is requested of a design
             without one; or the transition is a matrix, which no op supports (`kalmix.oracle` does).
-        ArgumentError: `design` is not a `Design`, or a tensor has the wrong shape, dtype, device or values.
-        KernelError: no kernel, or not the requested one, supports the call.
+        ArgumentError: `design` is not a `Design`, or an argument has the wrong type, shape, dtype, device or values.
+            Values are checked on CPUs, and on GPUs inside `kalmix.checks()`.
+        KernelError: `kernel` is unknown, or no kernel, or not the requested one, supports the call.
 
     Complexity: that of the op; linear in T except for `attend`.
 
@@ -100,7 +109,8 @@ def lower(design: Design, k: Tensor, v: Tensor, signals: Signals) -> Signals:
 
     Raises:
         DesignError: a signal is missing, or is not one of the design's, or no op supports its transition.
-        ArgumentError: a signal is not a tensor, or keys and values do not match.
+        ArgumentError: a signal is not a tensor, keys and values do not match, or values are wider than 1 in a design
+            with one noise per column.
     """
     signals = {name: x for name, x in signals.items() if x is not None}
     design.check(signals)
@@ -113,4 +123,7 @@ def lower(design: Design, k: Tensor, v: Tensor, signals: Signals) -> Signals:
             raise ArgumentError(name, got=f"a {type(signals[name]).__name__}", expected="a tensor")
     if "matrix" in signals:
         raise DesignError("no op supports a transition by a matrix; use kalmix.oracle")
+    if design.evidence.columns and sizes["V"] != 1:
+        hint = f"Design {design.name!r} has one noise per column: pass each column as a value head"
+        raise ArgumentError("v", problem=f"has width {sizes['V']}", expected="width 1", hint=hint)
     return OPS[design.op].lower(k, v, signals)

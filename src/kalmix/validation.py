@@ -37,12 +37,19 @@ TYPE_NAMES: dict[type[Any], str] = {
 
 @contextmanager
 def checks(enabled: bool = True) -> Iterator[None]:
-    """Turn value checks on or off inside a `with` block, on every device.
+    """Turn value checks on or off, inside a `with` block or in a function with the decorator `@kalmix.checks()`.
 
-    Without this context manager, values (signs, NaN, order of times) are checked on the CPU and not on GPUs.
+    Without it, values (signs, NaN, infinity, order of times) are checked on the CPU and not on GPUs. The setting holds
+    for the current thread or asyncio task. Blocks can be nested: the innermost one counts, and its end restores the
+    setting before it. Compiled code and transforms of `torch.func` never check values. Shapes, dtypes and devices are
+    always checked.
 
     Args:
-        enabled: check values on GPUs too, at the cost of a synchronisation per call; if False, check none anywhere.
+        enabled: if True, check values on every device; each call of an op on a GPU then waits for the GPU. If False,
+            check values on no device; the result of a call with a wrong value is undefined.
+
+    Raises:
+        ArgumentError: `enabled` is not `True` or `False`. It is raised when the block begins.
 
     Example:
         >>> import torch, kalmix
@@ -50,6 +57,7 @@ def checks(enabled: bool = True) -> Iterator[None]:
         >>> with kalmix.checks(False):
         ...     y = kalmix.ops.additive(q, k, v)  # raises `ArgumentError` without the context manager
     """
+    check_bool("enabled", enabled)
     token = _CHECKS.set(enabled)
     try:
         yield

@@ -219,3 +219,8 @@ def test_zero_tokens_and_empty_segments_return_the_prior():
     assert torch.equal(got.belief.variance, belief(n=3, variance=2.0).variance)
     no_rows = Segments.of(torch.zeros(0, 3, dtype=torch.int32))
     assert ops.diagonal(**signals(), segments=no_rows).belief.mean.shape == (0, G, K, V)
+
+
+def test_switch_of_value_checks_is_a_boolean():
+    with pytest.raises(ArgumentError, match="`enabled` is 'no'; expected True or False"), kalmix.checks("no"):
+        pass

@@ -26,8 +26,9 @@ B, T, H, G, K, V = 2, 11, 2, 4, 3, 5
 OPTIONS = {"ridge": {"solver": Exact()}}  # options that make an op exact
 
 
-def signals(design, width=V):
+def signals(design, width=None):
     torch.manual_seed(0)
+    width = width or (1 if design.evidence.columns else V)
     per_key = design.transition.decay == "key"
     cells, state = design.evidence.kind == "cell", design.evidence.kind == "state"
     key_width, width = (4, 4) if state else (K, width)  # complex pairs
@@ -63,7 +64,7 @@ def kernels(op):
 
 @pytest.mark.parametrize("design", [*CATALOGUE.values(), *OWN], ids=lambda design: design.name)
 def test_filter_agrees_with_the_oracle(design):
-    given = signals(design, width=1 if design.evidence.columns else V)
+    given = signals(design)
     leaves = {name: x.requires_grad_() for name, x in given.items()}
     want = leaves_with_gradients(kalmix.oracle(design, **leaves, variance=design.has_variance))
     weights = [torch.randn_like(x) for x in want]
@@ -202,3 +203,16 @@ def test_default_priors_are_the_oracles():
         given = signals(design)
         got, want = kalmix.filter(design, **given, **OPTIONS.get(design.op, {})), kalmix.oracle(design, **given)
         assert float((got.mean - want.mean).abs().max()) < 1e-12
+
+
+def test_values_of_a_design_with_a_noise_per_column_have_width_1():
+    with pytest.raises(ArgumentError, match=r"`v` has width 2; expected width 1.*one noise per column"):
+        kalmix.filter(kalmix.designs.LONGHORN, **signals(kalmix.designs.LONGHORN, width=2))
+
+
+@pytest.mark.parametrize("name", ["deltanet", "linear-attention", "gated-kalmanet"])
+def test_noises_of_another_dtype_are_named(name):
+    given = signals(CATALOGUE[name])
+    given |= {"obs_noise": given["obs_noise"].half()}
+    with pytest.raises(ArgumentError, match="`obs_noise` has dtype"):
+        kalmix.filter(CATALOGUE[name], **given)

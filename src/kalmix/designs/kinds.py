@@ -1,8 +1,11 @@
-"""Kinds of evidence and covariance that a design can combine. An op may add its own in `ops/_<op>/spec.py`."""
+"""Kinds of evidence and covariance, and their combinations that ops filter. `ops/_<op>/spec.py` may add a kind."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Decay = Literal["none", "head", "key", "cell", "matrix", "forgetting", "time"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,35 @@ class CovarianceKind(Kind):
     """
 
     has_variance: bool = True
+
+
+@dataclass(frozen=True)
+class Algebra:
+    """Combinations of parts that one op filters.
+
+    Attributes:
+        op: name of the op.
+        evidence: kind of evidence.
+        covariance: kind of covariance.
+        decays: decays of the transitions that it supports.
+        update: its update as a formula, as in Table 1 of Memory by Design.
+        supports_diffusion: whether it accepts process noise.
+        no_diffusion_reason: reason why it does not.
+        supports_rotation: whether it rotates keys.
+        optional: names of its optional signals.
+        options: names of arguments that are not signals, such as a solver.
+    """
+
+    op: str
+    evidence: Kind
+    covariance: CovarianceKind
+    decays: tuple[Decay, ...]
+    update: str
+    supports_diffusion: bool = False
+    no_diffusion_reason: str = "diffusion has no effect, since the belief has no covariance"
+    supports_rotation: bool = False
+    optional: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
 
 CELL = Kind(

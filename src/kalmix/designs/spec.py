@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
-from kalmix.designs.kinds import CovarianceKind, Kind
+from kalmix.designs.kinds import Algebra, CovarianceKind, Decay, Kind
 from kalmix.errors import ArgumentError, DesignError, any_of
 from kalmix.validation import check_bool, check_types
-
-Decay = Literal["none", "head", "key", "cell", "matrix", "forgetting", "time"]
 
 
 def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
@@ -27,21 +25,27 @@ def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
 class Transition:
     """Model of the state between two tokens: decay, rotation and process noise.
 
+    `signals` and `optional` are the names of its signals, `statement` its formula, and `description` its assumption in
+    words. It is immutable. Sizes are those of `kalmix.filter`; the state is a memory S `[K, V]` per value head.
+
     Args:
-        decay: the part of the state that shares a decay.
-            "none": the state does not decay.
-            "head": one log-decay per value head and token.
-            "key": one per key column.
-            "cell": one per cell (key, channel).
-            "matrix": each token gives a whole matrix (`kalmix.oracle` only).
-            "forgetting": the state does not decay, but a head discounts the information of past tokens.
-            "time": a complex state per head decays and rotates in continuous time, the same for all tokens.
-        diffusion: whether process noise is added.
-        rotation: whether keys may rotate in pairs, by the signal `angle`: row j of the first half with row j of the
-            second. Only the first half is observed and diffuses.
+        decay: the part of S that shares a decay factor exp(log_decay), and the shape of the signal `log_decay`.
+            "none": no decay, and no such signal.
+            "head": the whole memory of a value head at one token; `[B, T, G]`.
+            "key": a row of S at one token; `[B, T, G, K]`.
+            "cell": an entry of S, with the same factor at all tokens; `[G, K, V]`.
+            "matrix": no sharing: a signal `matrix` `[B, T, G, K, K]` multiplies S at each token (`kalmix.oracle` only).
+            "forgetting": S does not decay. The factor multiplies the information (inverse covariance) from past tokens;
+            `[B, T, G]`.
+            "time": the state is a complex vector per head, which decays and rotates in continuous time; `[H]`, per unit
+            of time, with a signal `frequency` `[H, C]` in radians per unit of time (`kalmix.ops.attend`).
+        diffusion: whether a signal `process_noise` adds variance to the state at each token.
+        rotation: whether an optional signal `angle` `[B, T, G, K / 2]` may rotate pairs of rows of S: row j and row
+            j + K / 2, in radians per token (`kalmix.ops.dense`). The second half of the rows is hidden: it gets no
+            process noise, and queries and keys should be 0 there. Possible with decay "none", "head" or "key".
 
     Raises:
-        DesignError: an unknown decay, or one that cannot be combined with rotation.
+        DesignError: `decay` is unknown, or cannot be combined with rotation. `Design` checks other combinations.
         ArgumentError: `diffusion` or `rotation` is not `True` or `False`.
 
     Example:
@@ -111,17 +115,23 @@ class Transition:
 class Evidence:
     """Model of an observation: the quantity that a token's value measures, and its noise.
 
+    `signals` is the names of its signals, `statement` its formula, and `description` its assumption in words. It is
+    immutable. The signals are variances, except `precision`, an inverse variance.
+
     Args:
-        kind: the observed quantity.
-            "memory": the value is the memory S, read along the key, plus noise.
-            "cell": every cell (key n, channel d) is observed separately through its key, with the token's precision.
-            "input": the value is what this token adds to the memory, plus noise; the memory itself is not observed.
-            "state": value, key and query are the state plus noise.
-        columns: whether every column of the value has its own noise. Columns are then value heads of width 1 that share
-            a key head.
+        kind: the observed quantity, for a memory S `[K, V]`, key k, value v and query q.
+            "memory": v = S'k + noise, of variance `obs_noise`. For covariance "reset", "dense" or "information".
+            "cell": v_d = k_n S_nd + noise, of variance 1 / `precision`, separately for each entry (n, d) of S, called a
+            cell. For covariance "diagonal".
+            "input": v = x + noise, of variance `obs_noise`, where the token adds k x' to S, and x has a prior of
+            variance `write_variance`. The content of S is not observed. For covariance "none".
+            "state": key and value are noisy observations of one state at the token, with variance `key_noise`; so is
+            the query, with variance `query_noise`. For covariance "lag".
+        columns: whether every column of the value has its own noise. Then each column is a value head of width 1: in
+            `kalmix.filter`, v is `[B, T, G, 1]` and a noise `[B, T, G]`, where G counts columns.
 
     Raises:
-        DesignError: an unknown kind.
+        DesignError: `kind` is unknown. `Design` checks the combination with a covariance.
         ArgumentError: `columns` is not `True` or `False`.
 
     Example:
@@ -158,23 +168,26 @@ class Covariance:
     """Form in which a belief stores its uncertainty.
 
     `has_variance` is True if a read-out has a variance: for all kinds but "none" and "reset". `elements(keys, values)`
-    returns the number of covariance elements that one head stores.
+    returns the number of covariance elements that one head stores: K V for "diagonal", K K for "dense" and
+    "information", otherwise 0. `signals` is the names of its signals, `statement` its formula, and `description` its
+    assumption in words. It is immutable.
 
     Args:
-        kind: the form.
-            "none": the belief stores no uncertainty.
-            "reset": the belief stores no covariance. At every token, the covariance before the observation is set to
-            the signal `reset` (times the identity, or a diagonal), whatever came before. This is an approximation.
-            "diagonal": one variance per cell, an entry of the memory; exact, for evidence "cell".
-            "dense": one K x K matrix per head, shared by its columns; exact.
+        kind: the form, for a memory S `[K, V]` per head. Each kind works with one kind of evidence only.
+            "none": the belief stores no uncertainty. For evidence "input".
+            "reset": the belief stores no covariance. Before each observation, the op assumes the covariance r I or
+            diag(r), whatever came before; r is the signal `reset`. This is an approximation. For evidence "memory".
+            "diagonal": one variance per cell, that is per entry of S. Exact. For evidence "cell".
+            "dense": one K x K matrix, shared by the columns of S. Exact. For evidence "memory".
             "information": a K x K matrix H, the weighted sum of k k' over past tokens. The covariance is
             (H + ridge I)^-1. The ridge is an option of the op: a constant, or a multiple of the norm of H, computed at
-            every token.
-            "lag": not stored. The variance of a past token's prediction is a function of the time since that token;
-            the errors of tokens are treated as independent.
+            every token. For evidence "memory".
+            "lag": the belief stores past tokens, and no covariance. Each of them predicts the present state, with a
+            variance that is a function of the time since then. The errors of these predictions are treated as
+            independent, which is an approximation. For evidence "state".
 
     Raises:
-        DesignError: `kind` is unknown.
+        DesignError: `kind` is unknown. `Design` checks the combination with evidence.
 
     Example:
         >>> from kalmix.designs import Covariance
@@ -217,43 +230,6 @@ class Covariance:
         return _COVARIANCE[self.kind].has_variance
 
 
-@dataclass(frozen=True)
-class Algebra:
-    """Combinations of parts that one op filters.
-
-    Attributes:
-        op: name of the op.
-        evidence: kind of evidence.
-        covariance: kind of covariance.
-        decays: decays of the transitions that it supports.
-        update: its update as a formula, as in Table 1 of Memory by Design.
-        supports_diffusion: whether it accepts process noise.
-        no_diffusion_reason: reason why it does not.
-        supports_rotation: whether it rotates keys.
-        optional: names of its optional signals.
-        options: names of arguments that are not signals, such as a solver.
-    """
-
-    op: str
-    evidence: Kind
-    covariance: CovarianceKind
-    decays: tuple[Decay, ...]
-    update: str
-    supports_diffusion: bool = False
-    no_diffusion_reason: str = "diffusion has no effect, since the belief has no covariance"
-    supports_rotation: bool = False
-    optional: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-
-    def unsupported_reason(self, transition: Transition) -> str | None:
-        """Return why the op does not support a transition, or `None` if it does."""
-        if transition.decay not in self.decays:
-            return f"decay {transition.decay!r} is not supported; expected {any_of(self.decays)}"
-        if transition.diffusion and not self.supports_diffusion:
-            return self.no_diffusion_reason
-        return "rotation is not supported" if transition.rotation and not self.supports_rotation else None
-
-
 _EVIDENCE: dict[str, Kind] = {}
 _COVARIANCE: dict[str, CovarianceKind] = {}
 _ALGEBRAS: dict[tuple[str, str], Algebra] = {}
@@ -274,6 +250,15 @@ def register_algebra(algebra: Algebra) -> None:
     known = _EVIDENCE.setdefault(evidence.name, evidence), _COVARIANCE.setdefault(covariance.name, covariance)
     if known != (evidence, covariance):
         raise DesignError(f"`{algebra.op}` redefines {evidence.name!r} or {covariance.name!r}.")
+
+
+def _unsupported_reason(algebra: Algebra, transition: Transition) -> str | None:
+    """Return why an op does not support a transition, or `None` if it does."""
+    if transition.decay not in algebra.decays:
+        return f"decay {transition.decay!r} is not supported; expected {any_of(algebra.decays)}"
+    if transition.diffusion and not algebra.supports_diffusion:
+        return algebra.no_diffusion_reason
+    return "rotation is not supported" if transition.rotation and not algebra.supports_rotation else None
 
 
 @dataclass(frozen=True)
@@ -330,7 +315,7 @@ class Design:
             raise DesignError(
                 f"No op filters evidence {pair[0]!r} with covariance {pair[1]!r}; expected one of {legal}."
             )
-        reason = self._algebra.unsupported_reason(self.transition)
+        reason = _unsupported_reason(self._algebra, self.transition)
         if reason is not None:
             raise DesignError(f"`{self.op}` cannot filter design {self.name!r}: {reason}.")
 

@@ -81,33 +81,38 @@ class AFATransformerBlock(Mixer):
     Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), Algorithm 3. Misprints
     are corrected; the notes on this layer in the documentation list them.
 
-        q, k, v = project(x);   m = |.|,  u = scale . / |.|  of each
-        direction = u_v + attend(u_q, u_k, u_v);   z = attend(m_q, m_k, m_v) scale' direction / |direction|
+        q, k, v = project(x)                          H heads of C complex channels each
+        m_q = |q|,   u_q = s q / |q|                  magnitude and direction of a head; likewise for k and v
+        d = u_v + attend(u_q, u_k, u_v)
+        z = attend(m_q, m_k, m_v) * s' d / |d|        s, s': learned scales, one per head
         y = W_2 ReLU(W_1 out(z))
 
-    This layer contains its MLP: do not put another after it. The block of a model adds y to x, as for every layer.
-
-    Magnitudes are real, do not rotate, and have dynamics and noises of their own.
+    Magnitudes are real numbers. They do not rotate, and have dynamics and noises of their own. A read-out includes the
+    token itself and earlier tokens. This layer contains an MLP, so do not add one after it. It does not add x to y, as
+    no layer does: the model does that.
 
     Args:
         hidden_size: D.
-        heads: number of heads, H. Default: D / (2 C), rounded.
-        head_dim: complex channels per head, C. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the
-            largest power of two that is at most D / 4 and 64.
-        rotary_base: base of the initial frequencies of directions; see `StateDynamics`.
+        heads: number of heads, H. Default: D / (2 C), rounded, at least 1.
+        head_dim: complex channels per head, C. Default: D / (2 H), rounded down, at least 1, if `heads` is given;
+            otherwise the largest power of two that is at most D / 4 and 64, at least 2.
+        rotary_base: base of the initial frequencies of directions, > 0; see `StateDynamics`.
         window: number of tokens that a query attends to, including its own; all by default.
-        mlp_width: hidden width of the MLP; 4 D by default.
+        mlp_width: hidden width of the MLP, >= 1; 4 D by default.
         kernel: name of a kernel of `kalmix.ops.attend`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments or times has the wrong
-            type or shape, or times decrease in a sequence (values are checked on a CPU).
-        KernelError: the requested kernel does not support a call.
+        ArgumentError: an option has the wrong type or value, or no kernel has that name; or, in a call, x, state,
+            segments or times has the wrong type or shape, or (checked on CPUs) times decrease in a sequence or x has
+            NaN or infinity.
+        KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None, times=None)`, x and y are `[B, T, D]`. `times` is `[B, T]`,
-        the time of each token.
-        State: 4 H (C + 1) + 2 floats per token, of at most `window` tokens.
+        In `y, state = layer(x, state=None, segments=None, times=None)`, x and y are `[B, T, D]` in the dtype of the
+        parameters; PyTorch raises a RuntimeError for another. `times` is `[B, T]`, the time of each token, in float64,
+        float32, int64 or int32. Default: one unit per token, continuing from the state. `state` is an
+        `AFATransformerState`, as an earlier call returned it.
+        State: 2 H (2 C + 2) floats for keys and values and 2 for times per token, of at most `window` tokens.
 
     Complexity: O(T (S + T) H C) for T tokens after S, the projections and the MLP.
 

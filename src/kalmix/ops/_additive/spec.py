@@ -1,8 +1,7 @@
 """Registered description of the op `additive`."""
 
 from kalmix.beliefs import PointBelief
-from kalmix.designs.kinds import INPUT, NONE
-from kalmix.designs.spec import Algebra
+from kalmix.designs.kinds import INPUT, NONE, Algebra
 from kalmix.ops._additive.api import additive
 from kalmix.ops._additive.kernels import KERNELS
 from kalmix.ops._additive.lowering import lower

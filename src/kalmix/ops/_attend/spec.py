@@ -1,8 +1,7 @@
 """Specification of the op `attend`."""
 
 from kalmix.beliefs import HistoryBelief
-from kalmix.designs.kinds import LAG, STATE
-from kalmix.designs.spec import Algebra
+from kalmix.designs.kinds import LAG, STATE, Algebra
 from kalmix.ops._attend.api import attend
 from kalmix.ops._attend.kernels import KERNELS
 from kalmix.ops._attend.lowering import lower

@@ -1,8 +1,7 @@
 """Registered description of the op `delta`."""
 
 from kalmix.beliefs import PointBelief
-from kalmix.designs.kinds import MEMORY, RESET
-from kalmix.designs.spec import Algebra
+from kalmix.designs.kinds import MEMORY, RESET, Algebra
 from kalmix.ops._delta.api import delta
 from kalmix.ops._delta.kernels import KERNELS
 from kalmix.ops._delta.lowering import lower

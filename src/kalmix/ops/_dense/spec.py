@@ -3,8 +3,7 @@
 import torch
 
 from kalmix.beliefs import DenseBelief
-from kalmix.designs.kinds import DENSE, MEMORY
-from kalmix.designs.spec import Algebra
+from kalmix.designs.kinds import DENSE, MEMORY, Algebra
 from kalmix.ops._dense.api import LEAST_NOISE, dense
 from kalmix.ops._dense.kernels import KERNELS
 from kalmix.ops._dense.lowering import lower

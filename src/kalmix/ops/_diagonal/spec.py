@@ -1,8 +1,7 @@
 """Registered description of the op `diagonal`."""
 
 from kalmix.beliefs import DiagonalBelief
-from kalmix.designs.kinds import CELL, DIAGONAL
-from kalmix.designs.spec import Algebra
+from kalmix.designs.kinds import CELL, DIAGONAL, Algebra
 from kalmix.ops._diagonal.api import diagonal
 from kalmix.ops._diagonal.kernels import KERNELS
 from kalmix.ops._diagonal.lowering import lower

@@ -1,8 +1,7 @@
 """Specification of the op `ridge` for the rest of the library."""
 
 from kalmix.beliefs import RidgeBelief
-from kalmix.designs.kinds import INFORMATION, MEMORY
-from kalmix.designs.spec import Algebra
+from kalmix.designs.kinds import INFORMATION, MEMORY, Algebra
 from kalmix.ops._ridge.api import ridge
 from kalmix.ops._ridge.kernels import KERNELS
 from kalmix.ops._ridge.lowering import lower

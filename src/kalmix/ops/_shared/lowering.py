@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix.validation import FLOATS, check_dtype_and_device, check_range, check_shape
+from kalmix.types import belief_dtype
+from kalmix.validation import check_dtype_and_device, check_range, check_shape
 
 Signals = dict[str, Any]
 LowerFn = Callable[[Tensor, Tensor, Signals], Signals]  # (k, v, signals of a design) -> signals of its op
@@ -25,11 +26,10 @@ def pop_positive(name: str, k: Tensor, v: Tensor, signals: Signals, layout: str 
         layout: dimensions of the signal, letters of those of k and v.
 
     Raises:
-        ArgumentError: the signal has another shape, is on another device than v, is not a floating point tensor, or has
-            values that are not positive.
+        ArgumentError: the signal has another shape, device or dtype, or values that are not positive.
     """
     sizes = dict(zip("BTGVK", (*v.shape, k.shape[3]), strict=True))
     check_shape(name, signals[name], layout, sizes)
-    check_dtype_and_device(name, signals[name], FLOATS, v.device)
+    check_dtype_and_device(name, signals[name], (v.dtype, belief_dtype(v.dtype)), v.device)
     check_range(name, signals[name], minimum=torch.finfo(torch.float32).tiny)
     return signals.pop(name)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kalmix.designs.spec import Algebra, register_algebra
+from kalmix.designs.kinds import Algebra
+from kalmix.designs.spec import register_algebra
 from kalmix.ops._shared.kernel import Kernel
 from kalmix.ops._shared.lowering import LowerFn
 from kalmix.ops._shared.recursion import Recursion
