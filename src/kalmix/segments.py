@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
-from kalmix.validation import MAX_INT, can_check_values, check_dtype_and_device, in_transform
+from kalmix.validation import (
+    MAX_INT,
+    TIME_DTYPES,
+    can_check_values,
+    check_dtype_and_device,
+    check_range,
+    check_shape,
+    in_transform,
+)
 
 
 class Segments(NamedTuple):
@@ -286,3 +294,45 @@ def check_segments(segments: Segments | None, batch: int, length: int, device: t
                 expected=f"rows below {batch} and at most {length} tokens",
             )
     return rows.shape[0]
+
+
+def check_times(
+    times: Tensor,
+    past: tuple[Tensor, Tensor],
+    segments: Segments | None,
+    sizes: dict[str, int],
+    device: torch.device,
+) -> None:
+    """Check the times of tokens.
+
+    Args:
+        times: `[B, T]`, time of each token.
+        past: times and positions of earlier tokens of each sequence, `[N, S]` each; a negative position means no token.
+        segments: runs of tokens that form sequences, or `None`.
+        sizes: B and T.
+        device: device that the times must be on.
+
+    Raises:
+        ArgumentError: times have another shape, dtype or device; or, where values are checked, they decrease in a
+            sequence, begin before its past, or are not finite.
+    """
+    check_shape("times", times, "B T", sizes)
+    check_dtype_and_device("times", times, TIME_DTYPES, device)
+    check_range("times", times)
+    if can_check_values(times) and times.numel() and _times_decrease(times.detach().double(), past, segments):
+        raise ArgumentError(
+            "times", problem="decreases", expected="non-decreasing times in each sequence, belief included"
+        )
+
+
+def _times_decrease(times: Tensor, past: tuple[Tensor, Tensor], segments: Segments | None) -> bool:
+    """Return whether times decrease within a sequence, or begin before its past."""
+    batch, length = times.shape
+    segments = Segments.whole(batch, length, times.device) if segments is None else segments
+    segment_ids = segments.segment_ids(batch, length)
+    decreasing = (times.diff(dim=1) < 0) & (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
+    nonempty = segments.rows[:, 2] > segments.rows[:, 1]
+    row, start, _ = segments.rows[nonempty].long().unbind(1)
+    past_times, positions = (x.detach()[nonempty] for x in past)
+    before_past = (positions >= 0) & (past_times > times[row, start][:, None])
+    return bool(decreasing.any()) or bool(before_past.any())

@@ -23,6 +23,7 @@ from kalmix.errors import ArgumentError, NonFiniteError, any_of
 _CHECKS: ContextVar[bool | None] = ContextVar("kalmix_checks", default=None)  # None: check values on the CPU only
 FLOAT32_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # inputs whose states are float32
 FLOATS = (torch.float64, *FLOAT32_STATE_DTYPES)
+TIME_DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32)
 MAX_FLOAT = torch.finfo(torch.float32).max  # largest number accepted as an option
 MAX_INT = 2**31 - 1  # largest size or count: kernels index with int32
 TYPE_NAMES: dict[type[Any], str] = {

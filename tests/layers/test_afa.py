@@ -117,7 +117,7 @@ def test_time_is_relative_and_defaults_to_one_unit_per_token():
     y, state = layer(x[:, :4], times=times[:, :4], horizon=horizon[:, :4])
     later, _ = layer(x[:, 4:], state, times=times[:, 4:], horizon=horizon[:, 4:])
     torch.testing.assert_close(torch.cat([y, later], 1), layer(x, times=times, horizon=horizon)[0])
-    for wrong in (horizon[:, 1:], -horizon, horizon.to(torch.complex64)):
+    for wrong in (horizon[:, 1:], -horizon, horizon * torch.nan, horizon.to(torch.complex64)):
         with pytest.raises(ArgumentError, match="`horizon`"):
             layer(x, horizon=wrong)
 

@@ -149,6 +149,9 @@ def test_double_precision(layer):
     [
         (lambda layer, x: layer(x[..., 1:]), "x"),
         (lambda layer, x: layer(x[0]), "x"),
+        (lambda layer, x: layer(x.double()), "x"),
+        (lambda layer, x: layer(x.to("meta")), "x"),
+        (lambda layer, x: layer.filter(x, variance="no"), "variance"),
         (lambda layer, x: layer(x, (x,)), "state"),
         (lambda layer, x: layer(x, layer(x[:1])[1]), "state"),
         (lambda layer, x: layer(x, layer(x)[1], Segments.of(torch.tensor([[0, 0, 5]]))), "state"),
@@ -176,6 +179,13 @@ def test_table_of_layers_is_complete():
         mixer_class("kla", {"heads": 2})
     with pytest.raises(ArgumentError, match="`design` is missing from the options of 'design'"):
         mixer_class("design", {})
+    with pytest.raises(ArgumentError, match="`options` is an object of type list"):
+        mixer_class("kla", ["slots"])
+
+
+def test_abstract_layers_cannot_be_built():
+    with pytest.raises(TypeError, match="Mixer is an abstract class"):
+        Mixer(12)
 
 
 @pytest.mark.parametrize("size", [1, 7, 12, 48])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kalmix import ArgumentError
+from kalmix import ArgumentError, Segments
 from kalmix.layers import RecurrentFilterAttention
 
 from .conftest import shake
@@ -61,6 +61,28 @@ def test_against_the_equations(iterations):
     compare(layer, 3 * x, times, by_hand(layer, 3 * x, times))
     with pytest.raises(ArgumentError, match="`times`"):
         layer(x, times=times.flip(1))
+
+
+def test_times_and_states_are_checked():
+    layer, times = RecurrentFilterAttention(4, heads=1, head_dim=2), torch.arange(5.0)[None]
+    x = torch.randn(1, 5, 4)
+    for wrong in (times * torch.nan, times.bool(), times.to("meta"), times + 1j):
+        with pytest.raises(ArgumentError, match="`times`"):
+            layer(x, times=wrong)
+    _, state = layer(x, times=times)
+    with pytest.raises(ArgumentError, match="`times` decreases"):
+        layer(x, state, times=times)
+    with pytest.raises(ArgumentError, match=r"`state\.precision`"):
+        layer(x, state._replace(precision=-state.precision))
+    with pytest.raises(ArgumentError, match="NaN"):
+        layer(x * torch.nan)
+
+
+def test_times_outside_every_run_may_decrease():
+    layer, runs = RecurrentFilterAttention(4, heads=1, head_dim=2), Segments.of(torch.tensor([[0, 1, 3]]))
+    x, times = torch.randn(1, 5, 4), torch.tensor([[5.0, 1.0, 2.0, 0.0, 0.0]])
+    y, _ = layer(x, None, runs, times=times)
+    torch.testing.assert_close(y[:, 1:3], layer(x[:, 1:3], times=times[:, 1:3])[0])
 
 
 @pytest.mark.parametrize("iterations", [1, 5])

@@ -30,8 +30,11 @@ def test_layers_name_wrong_inputs(name):
         "no tokens": x[:, :0],
         "no rows": x[:0],
         "sparse": x.to_sparse(),
+        "of another dtype": x.double(),
+        "on another device": x.to("meta"),
     }
     states = {"a tensor": x, "a list": [], "a text": "x", "of fewer": state.take(torch.tensor([0]))}
+    states["of nothing"] = type(state)(*[None] * len(state))
     beyond = {"beyond the end": [0, 0, 9], "beyond the batch": [7, 0, 3]}
     segments = {"a tensor": x, "a list": [], "a text": "x", "a mask": torch.ones(2, 5)} | {
         what: Segments(torch.tensor([row], dtype=torch.int32)) for what, row in beyond.items()

@@ -17,7 +17,15 @@ from kalmix.layers.head_sizes import Heads
 from kalmix.ops import OPS
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Belief, Filtered
-from kalmix.validation import FLOATS, check_choice, check_dtype_and_device, check_positive_int, check_shape, check_types
+from kalmix.validation import (
+    FLOATS,
+    check_bool,
+    check_choice,
+    check_dtype_and_device,
+    check_positive_int,
+    check_shape,
+    check_types,
+)
 
 State = TypeVar("State", bound=tuple)
 
@@ -88,8 +96,12 @@ class Mixer(nn.Module):
         """Check the types of options against the annotations of the layer, and the name of the kernel.
 
         Raises:
+            TypeError: the class lacks an abstract method.
             ArgumentError: an option has another type, or the op has no kernel of that name.
         """
+        if missing := [name for name in dir(cls) if getattr(getattr(cls, name), "__isabstractmethod__", False)]:
+            names = ", ".join(missing)
+            raise TypeError(f"{cls.__name__} is an abstract class; build a subclass that implements {names}")
         check_types(option_types(cls), options)
         check_kernel(cls.design, options.get("kernel"))
         return super().__new__(cls)
@@ -122,6 +134,9 @@ class Mixer(nn.Module):
         Raises:
             ArgumentError: an option is unknown, missing or of another type, or the op has no kernel of that name.
         """
+        if not isinstance(options, Mapping):
+            got = f"an object of type {type(options).__name__}"
+            raise ArgumentError("options", got=got, expected=f"a mapping from names of options of {name!r} to values")
         known = {n: option for n, option in inspect.signature(cls).parameters.items() if n != "hidden_size"}
         for option in options:
             if option not in known:
@@ -246,10 +261,27 @@ class Mixer(nn.Module):
         check_shape("x", x, "B T D", {"D": self.hidden_size})
         check_dtype_and_device("x", x, FLOATS, x.device)
         check_segments(segments, x.shape[0], x.shape[1], x.device)
-        (mean, var, final), context = self.read(x, state, segments, variance and self.has_posterior, **timing)
+        check_bool("variance", variance)
+        read = self.read if torch.compiler.is_compiling() else self._read  # a graph must not break inside `try`
+        (mean, var, final), context = read(x, state, segments, variance and self.has_posterior, **timing)
         return Filtered(
             self.project_out(mean, context), None if var is None else self.project_out_variance(var, context), final
         )
+
+    def _read(self, x: Tensor, *arguments: Any, **timing: Tensor | None) -> tuple[Filtered, Any]:
+        """Call `read`; if PyTorch refuses the dtype or device of x, raise an `ArgumentError` about it."""
+        try:
+            return self.read(x, *arguments, **timing)
+        except RuntimeError:
+            weights = [module.weight for module in self.modules() if isinstance(module, nn.Linear)]
+            weight = next((weight for weight in weights if weight.dtype in FLOATS), x)  # others are quantized
+            if (x.dtype, x.device) == (weight.dtype, weight.device):
+                raise
+            problem, expected = (f"{tensor.dtype} on {tensor.device}" for tensor in (x, weight))
+            hint = "Convert one of them by `.to`"
+            raise ArgumentError(
+                "x", problem=f"is {problem}", expected=f"{expected}, as the parameters of the layer", hint=hint
+            ) from None
 
     def forward(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, **timing: Tensor | None
@@ -318,8 +350,10 @@ def check_state(state: Belief | None, kind: type[State], x: Tensor, segments: Se
     if not isinstance(state, kind):
         raise ArgumentError("state", got=f"a {type(state).__name__}", expected=f"a {kind.__name__}")
     leaf: Any = state
-    while not isinstance(leaf, Tensor):
+    while isinstance(leaf, tuple) and leaf:
         leaf = leaf[-1]
+    if not isinstance(leaf, Tensor):
+        raise ArgumentError("state", problem=f"contains {leaf!r}", expected="tensors")
     if leaf.ndim and leaf.shape[0] != sequences:
         raise ArgumentError("state", problem=f"has {leaf.shape[0]} sequences", expected=f"{sequences}, as the input")
     return state

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from kalmix.beliefs import detach, loadable, take
-from kalmix.errors import ArgumentError
 from kalmix.layers.base import check_state_tensor
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import StateTransition, TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics, recomputed_op, run_steps
-from kalmix.segments import Segments
+from kalmix.segments import Segments, check_times
 from kalmix.types import Filtered, belief_dtype
-from kalmix.validation import can_check_values, check_positive_int, check_shape
+from kalmix.validation import check_positive_int, check_range
 
 
 @loadable
@@ -155,11 +154,15 @@ class RecurrentFilterAttention(TrajectoryLayer):
         check_state_tensor("mean", belief.mean, "N I H C", sizes, (dtype,), v)
         check_state_tensor("precision", belief.precision, "N J H J", sizes, (dtype,), v)
         check_state_tensor("time", belief.time, "N J J J", sizes, (torch.float64,), v)
+        for name, tensor in {"q": q, "k": k, "v": v, "state.mean": belief.mean, "state.time": belief.time}.items():
+            check_range(name, tensor)
+        check_range("state.precision", belief.precision, minimum=0.0)
+        if times is not None:
+            positions = torch.where(belief.precision[:, 0, :1, 0] > 0, 0, -1)
+            check_times(times, (belief.time[:, 0, :, 0], positions), segments, {"B": batch, "T": length}, v.device)
+            times = times.detach().double()
         if min(count, batch, length) == 0:
             return Filtered(torch.zeros_like(v), v.new_zeros(*v.shape[:3], 1, dtype=dtype), belief)
-        if times is not None:
-            check_shape("times", times, "B T", {"B": batch, "T": length})
-            times = times.detach().double()
         segment_ids = None if segments is None else segments.segment_ids(batch, length)
         parameters = (*self.state_dynamics(dtype), *self.robust_weights(dtype).values(), self.residual.to(dtype))
         run = _compiled_op if torch.compiler.is_compiling() else _run_filter
@@ -213,9 +216,7 @@ class _Step:
         if time_now is None:
             time_now = torch.where(observed[:, :, :1], time + 1, 0)
         else:
-            lag = torch.where(observed[:, :, :1], time_now - time, 0)
-            if can_check_values(lag) and bool((lag < 0).any()):
-                raise ArgumentError("times", problem="decreases", expected="non-decreasing times in each sequence")
+            lag = torch.where(observed[:, :, :1], time_now - time, 0).clamp(min=0)  # < 0 outside sequences only
             transition = StateTransition.of(self.state_dynamics, lag[:, :, 0, 0].to(mean.dtype))
         predicted = transition(mean)
         # Precisions instead of variances: 0 before the first token, so nothing is divided by 0.

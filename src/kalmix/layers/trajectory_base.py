@@ -20,7 +20,7 @@ from kalmix.layers.robust_weights import ConfidenceGate, PredictionGate
 from kalmix.ops import Dynamics, kappa
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered, belief_dtype
-from kalmix.validation import FLOATS, can_check_values, check_choice, check_dtype_and_device, check_shape
+from kalmix.validation import FLOATS, check_choice, check_dtype_and_device, check_range, check_shape
 
 PREDICTIONS = ("step", "gate")
 
@@ -167,8 +167,7 @@ class TrajectoryLayer(Mixer):
         if horizon is not None:
             check_shape("horizon", horizon, "B T", {"B": x.shape[0], "T": x.shape[1]})
             check_dtype_and_device("horizon", horizon, (*FLOATS, torch.int64, torch.int32), x.device)
-            if can_check_values(horizon) and bool((horizon < 0).any()):
-                raise ArgumentError("horizon", problem="has negative values", expected="times of at least 0")
+            check_range("horizon", horizon, minimum=0.0)
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         q, k, v = self.project(mask_outside(x, segment_ids))
         with torch.autocast(x.device.type, enabled=False):

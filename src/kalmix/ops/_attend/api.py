@@ -15,20 +15,16 @@ from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
-from kalmix.segments import Segments, check_segments
+from kalmix.segments import Segments, check_segments, check_times
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import (
     MAX_FLOAT,
     MAX_INT,
-    can_check_values,
     check_bool,
-    check_dtype_and_device,
     check_range,
-    check_shape,
 )
 
 Weight = Literal["rational", "exponential"]
-TIME_DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32)
 
 
 def attend(
@@ -292,30 +288,8 @@ def check_history(
     belief = check_belief(belief, empty_belief(like, sizes), ("N S H K", "N S G V", "N S", "N S"), sizes)
     sizes.pop("S", None)  # 0 slots are allowed
     if times is not None:
-        check_shape("times", times, "B T", sizes)
-        check_dtype_and_device("times", times, TIME_DTYPES, like.device)
-        check_range("times", times)
-        if (
-            can_check_values(times)
-            and min(sizes.values()) > 0
-            and _times_decrease(times.detach().double(), belief, segments)
-        ):
-            raise ArgumentError(
-                "times", problem="decreases", expected="non-decreasing times in each sequence, belief included"
-            )
+        check_times(times, (belief.times, belief.positions), segments, sizes, like.device)
     return belief
-
-
-def _times_decrease(times: Tensor, belief: HistoryBelief, segments: Segments | None) -> bool:
-    """Return whether times decrease within a sequence, or begin before the times of its belief."""
-    batch, length = times.shape
-    segments = Segments.whole(batch, length, times.device) if segments is None else segments
-    segment_ids = segments.segment_ids(batch, length)
-    decreasing = (times.diff(dim=1) < 0) & (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
-    nonempty = segments.rows[:, 2] > segments.rows[:, 1]
-    row, start, _ = segments.rows[nonempty].long().unbind(1)
-    before_belief = (belief.positions[nonempty] >= 0) & (belief.times[nonempty].detach() > times[row, start][:, None])
-    return bool(decreasing.any()) or bool(before_belief.any())
 
 
 def empty_belief(v: Tensor, sizes: dict[str, int]) -> HistoryBelief:

@@ -9,11 +9,19 @@ from torch import Tensor
 
 from kalmix.errors import ArgumentError
 from kalmix.ops._additive.api import additive
-from kalmix.ops._attend.api import TIME_DTYPES, check_channels, check_dynamics
+from kalmix.ops._attend.api import check_channels, check_dynamics
 from kalmix.ops._attend.dynamics import Dynamics, rotate
 from kalmix.ops._shared.validation import check_tokens
 from kalmix.types import Filtered, belief_dtype
-from kalmix.validation import FLOATS, can_check_values, check_dtype_and_device, check_range, check_shape, require
+from kalmix.validation import (
+    FLOATS,
+    TIME_DTYPES,
+    can_check_values,
+    check_dtype_and_device,
+    check_range,
+    check_shape,
+    require,
+)
 
 
 class SeparablePrecision(NamedTuple):
