@@ -154,6 +154,19 @@ def test_gradients_are_finite_in_single_and_half_precision(form: str) -> None:
         assert float((found.mean.detach() - exact).norm() / exact.norm()) < 40 * torch.finfo(dtype).eps
 
 
+def test_value_of_zero_passes_no_large_gradient() -> None:
+    x = {name: y.float() for name, y in _radial_signals().items()}
+    x["v"][:, 2] = 0
+    v = x["v"].requires_grad_()
+    found = _radial(x)
+    assert not found.mean[:, 2].any()
+    (grad,) = torch.autograd.grad(found.mean.sum(), v, create_graph=True)
+    (second,) = torch.autograd.grad(grad.square().sum(), v)
+    others = torch.arange(v.shape[1]) != 2
+    assert grad[:, 2].abs().max() < grad[:, others].abs().max()
+    assert second.isfinite().all()
+
+
 class Largest(TorchDispatchMode):
     """Dispatch mode that records the size of the largest tensor."""
 

@@ -43,8 +43,8 @@ def attend_radial(
 
         k_ij = (E + floor) exp(i w tau) k_j,   v_ij = E exp(i w tau) v_j
 
-    at time t_i. Let u_i = v_i / |v_i| be the direction of the query's own value (0 if v_i is 0), and u^* the conjugate
-    transpose of u. Residual and estimate are split into a component along u_i and the rest:
+    at time t_i. Let u_i = v_i / |v_i| be the direction of the query's own value (0, without a gradient, if v_i is 0),
+    and u^* the conjugate transpose of u. Residual and estimate are split into a component along u_i and the rest:
 
         e_along  = |u_i^* (q_i - k_ij)|^2,    e_across = |q_i - k_ij|^2 - e_along
         m_i      = sum_j A_along Re(u_i^* v_ij)
