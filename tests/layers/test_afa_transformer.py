@@ -1,7 +1,9 @@
 """The AFA transformer block compared with Algorithm 3 (corrected) in complex arithmetic."""
 
+import pytest
 import torch
 
+from kalmix import ArgumentError
 from kalmix.layers import AFATransformerBlock
 
 from .conftest import shake
@@ -40,3 +42,10 @@ def test_against_the_equations():
     read = torch.cat([z.real, z.imag], -1).flatten(1)
     y = layer.mlp_out(torch.relu(layer.mlp_in(layer.out_proj(read))))
     torch.testing.assert_close(layer(x, times=times)[0][0], y, rtol=1e-9, atol=1e-9)
+
+
+def test_a_state_without_magnitudes_is_refused():
+    layer, x = AFATransformerBlock(8, heads=2), torch.randn(1, 3, 8)
+    state = layer(x)[1]
+    with pytest.raises(ArgumentError, match="`state` lacks a history"):
+        layer(x, state._replace(magnitude=None))

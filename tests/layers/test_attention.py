@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kalmix import Segments, checks
+from kalmix import ArgumentError, Segments, checks
 from kalmix.layers import Attention, LinearAttention, packed_attention
 from kalmix.layers.packed_attention import attend_packed
 
@@ -46,6 +46,25 @@ def rotate(u: torch.Tensor, position: int, base: float) -> torch.Tensor:
     angle = position * base ** (-torch.arange(2, dtype=torch.float64) / 2)
     z = z * torch.polar(torch.ones_like(angle), angle)
     return torch.cat([z.real, z.imag])
+
+
+@pytest.mark.parametrize(("width", "heads"), [(32, 1), (128, 2), (300, 3), (448, 7), (514, 1)])
+def test_default_heads_have_an_even_width(width, heads):
+    layer = Attention(width)
+    assert (layer.heads, layer.width) == (heads, width // heads)
+
+
+def test_an_odd_width_needs_the_width_of_a_head():
+    with pytest.raises(ArgumentError, match="Or set `head_dim`"):
+        Attention(15)
+    assert Attention(15, head_dim=8)(torch.randn(1, 3, 15))[0].shape == (1, 3, 15)
+
+
+def test_unknown_implementations_are_refused():
+    layer = Attention(8)
+    with pytest.raises(ArgumentError, match="`implementation` is 'flash'; expected 'sdpa' or 'eager'"):
+        layer.implementation = "flash"
+    assert layer.implementation == "sdpa"
 
 
 def test_no_posterior():

@@ -141,6 +141,24 @@ def test_half_precision_and_bad_input() -> None:
         layer(torch.rand(2, 3, 4, 4))
 
 
+@pytest.mark.parametrize(
+    ("image", "problem"),
+    [
+        (torch.zeros(1, 1, 4, 4, dtype=torch.uint8), "has dtype torch.uint8; expected torch.float"),
+        (torch.zeros(1, 1, 4, 4, dtype=F64), "has dtype torch.float64; expected torch.float32"),
+        (torch.zeros(1, 1, 4, 4, device="meta"), "is on meta; expected a tensor on cpu"),
+        (torch.zeros(1, 1, 0, 4), "expected at least one row and one column"),
+    ],
+)
+def test_wrong_images_are_named(image: torch.Tensor, problem: str) -> None:
+    with pytest.raises(ArgumentError, match=f"`x` .*{problem}"):
+        FilterConv2d(1, 1, 3)(image)
+
+
+def test_an_empty_batch_gives_an_empty_batch() -> None:
+    assert FilterConv2d(2, 3, 3)(torch.zeros(0, 2, 4, 5)).shape == (0, 3, 4, 5)
+
+
 def test_images_keep_their_size_and_initial_noises_are_small() -> None:
     layer = FilterConv2d(2, 3, 5)
     assert layer(torch.randn(1, 2, 6, 7)).shape == (1, 3, 6, 7)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kalmix import designs
+from kalmix import ArgumentError, designs
 from kalmix.designs import Covariance, Design, Evidence, Transition
 from kalmix.layers import (
     GLA,
@@ -259,6 +259,11 @@ def test_config_round_trip(value):
     if not isinstance(value, Sketch):  # it has no default number of directions
         assert back(config["name"]) == type(value)()
     assert ridge_from_config(0.1) == Adaptive(0.1)
+
+
+def test_names_in_a_config_are_texts():
+    with pytest.raises(ArgumentError, match=r"`ridge` is {'name': \['fixed'\]}"):
+        ridge_from_config({"name": ["fixed"]})
 
 
 @pytest.mark.parametrize("groups", [1, 3])

@@ -15,7 +15,9 @@ from kalmix.layers.modules import RMSNorm, apply_rotary
 from kalmix.layers.packed_attention import attend_packed, load_flash_attention
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered, belief_dtype
-from kalmix.validation import FLOATS, can_check_values, check_number, check_positive_int
+from kalmix.validation import FLOATS, can_check_values, check_choice, check_number, check_positive_int
+
+IMPLEMENTATIONS = ("sdpa", "eager")
 
 
 @loadable
@@ -93,14 +95,14 @@ class Attention(Mixer):
     ) -> None:
         super().__init__(hidden_size)
         if heads is None:
-            heads = max(h for h in range(1, max(1, hidden_size // 64) + 1) if hidden_size % h == 0)
+            heads = max((h for h in range(1, hidden_size // 64 + 1) if hidden_size % (2 * h) == 0), default=1)
         kv_heads = heads if kv_heads is None else kv_heads
         check_positive_int("heads", heads)
         check_positive_int("kv_heads", kv_heads)
         if head_dim is None:
             if hidden_size % (2 * heads):
                 expected = f"a number of heads for which {hidden_size} / heads is an even integer"
-                raise ArgumentError("heads", got=heads, expected=expected)
+                raise ArgumentError("heads", got=heads, expected=expected, hint="Or set `head_dim`")
             head_dim = hidden_size // heads
         check_positive_int("head_dim", head_dim)
         if head_dim % 2:
@@ -112,12 +114,22 @@ class Attention(Mixer):
         self.kv_heads = kv_heads
         self.width = head_dim
         self.rotary_base = rotary_base
-        self.implementation = "sdpa"
+        self._implementation = "sdpa"
         self.in_proj: nn.Linear = nn.Linear(hidden_size, (heads + 2 * kv_heads) * self.width, bias=False)
         self.query_norm: RMSNorm = RMSNorm(self.width, norm_eps)
         self.key_norm: RMSNorm = RMSNorm(self.width, norm_eps)
         self.out_proj: nn.Linear = nn.Linear(heads * self.width, hidden_size, bias=False)
         load_flash_attention()
+
+    @property
+    def implementation(self) -> str:
+        """Name of the implementation of attention; see the class."""
+        return self._implementation
+
+    @implementation.setter
+    def implementation(self, name: str) -> None:
+        check_choice("implementation", name, IMPLEMENTATIONS)
+        self._implementation = name
 
     def read(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False

@@ -61,7 +61,8 @@ def _read(option: str, value: object, types: Mapping[str, type]) -> Any:
     options: dict[str, Any] = (
         {"name": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
     )
-    selected = types.get(options.pop("name", ""))
+    name = options.pop("name", None)
+    selected = types.get(name) if isinstance(name, str) else None
     if selected is None:
         values = ", ".join(selected.__name__ for selected in types.values())
         expected = f"one of {values}, or a mapping with a 'name' of {', '.join(map(repr, types))}"

@@ -12,7 +12,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import positive
 from kalmix.ops import kappa
-from kalmix.validation import check_positive_int, check_shape
+from kalmix.validation import FLOATS, check_dtype_and_device, check_positive_int, check_shape
 
 SIDES = ("left", "right", "below", "above")  # sides of a pixel, in the order of parameters
 
@@ -131,9 +131,15 @@ class FilterConv2d(nn.Module):
         """Filter images `[B, in_channels, Y, X]`; returns `[B, out_channels, Y, X]`.
 
         Raises:
-            ArgumentError: the images have another shape.
+            ArgumentError: the images have another shape, or a dtype or device other than the parameters.
         """
         check_shape("x", x, "B C Y X", {"C": self.in_channels})
+        weight = self.in_proj.weight
+        check_dtype_and_device("x", x, FLOATS, weight.device)
+        if not torch.is_autocast_enabled(weight.device.type):
+            check_dtype_and_device("x", x, (weight.dtype,), weight.device)
+        if x.shape[2] == 0 or x.shape[3] == 0:
+            raise ArgumentError("x", problem=f"has shape {list(x.shape)}", expected="at least one row and one column")
         z = self.in_proj(x)
         with torch.autocast(x.device.type, enabled=False):
             estimate = self.estimate(to_state_dtype(z))
@@ -163,4 +169,4 @@ class FilterConv2d(nn.Module):
     def _patches(self, x: Tensor) -> Tensor:
         """Return the square around every pixel of `[B, H C, Y, X]`, 0 outside the image: `[B, H, C, P, Y X]`."""
         patches = F.unfold(x, self.kernel_size, padding=self.kernel_size // 2)
-        return patches.view(x.shape[0], self.heads, -1, self.kernel_size**2, patches.shape[-1])
+        return patches.view(x.shape[0], self.heads, x.shape[1] // self.heads, self.kernel_size**2, patches.shape[-1])
