@@ -68,7 +68,8 @@ def additive(
     is the default; request it for gradients of higher order.
 
     Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
-    or inside a transform of `torch.func`.
+    or inside a transform of `torch.func`. Where they are not checked, NaN stays within its sequence; `kalmix.Segments`
+    describes its reach.
 
     Complexity: O(T K V) time. Training stores O(T (K + V) + T K V / 64) numbers in "chunked", O(T K V) in "reference".
     "triton" stores at least as many as "chunked": it stores M more often for short sequences and in float32.

@@ -72,7 +72,8 @@ def delta(
     is the default; request it for gradients of higher order.
 
     Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
-    or inside a transform of `torch.func`.
+    or inside a transform of `torch.func`. Where they are not checked, NaN stays within its sequence; `kalmix.Segments`
+    describes its reach.
 
     Complexity: O(T K V) time in "triton" and "reference", O(T K (K + V)) in "chunked". Training stores
     O(T (K + V) + T K V / 64) numbers (more for keys narrower than 64, short sequences and float32, whose tiles are

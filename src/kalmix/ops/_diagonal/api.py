@@ -77,7 +77,8 @@ def diagonal(
     is the default; request it for gradients of higher order.
 
     Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
-    or inside a transform of `torch.func`.
+    or inside a transform of `torch.func`. Where they are not checked, NaN stays within its sequence; `kalmix.Segments`
+    describes its reach.
 
     Complexity: O(T K V) time. Training stores O(T (K + V) + T K V / 16) numbers in "chunked", O(T (K + V) + T K V / 32)
     in "triton" and O(T K V) in "reference".
