@@ -49,17 +49,20 @@ MIXERS: dict[str, type[Mixer]] = {
 
 
 def mixer_class(name: str, options: Mapping[str, object]) -> type[Mixer]:
-    """Return the layer class called `name`, and check that it accepts `options`.
+    """Return the layer class called `name`, and check names and types of `options`. Build it by `cls(D, **options)`.
+
+    Values such as sizes are not checked here: the constructor of the layer refuses wrong ones.
 
     Args:
-        name: key of `MIXERS`, such as "kla".
-        options: keyword arguments of the layer, without `hidden_size`.
+        name: key of `MIXERS`, such as "kla"; in lower case.
+        options: keyword arguments of the layer, without `hidden_size`; `{}` for none.
 
     Returns:
         The class, a subclass of `Mixer`.
 
     Raises:
-        ArgumentError: no layer has this name, or it does not accept an option or its type.
+        ArgumentError: no layer has this name; `options` is not a mapping; an option has an unknown name or the wrong
+            type, or a required one is missing; or the op has no kernel of the name `options["kernel"]`.
 
     Example:
         >>> from kalmix.layers import mixer_class

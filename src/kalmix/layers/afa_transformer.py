@@ -104,15 +104,14 @@ class AFATransformerBlock(Mixer):
 
     Raises:
         ArgumentError: an option has the wrong type or value, or no kernel has that name; or, in a call, x, state,
-            segments or times has the wrong type or shape, or (checked on CPUs) times decrease in a sequence or x has
-            NaN or infinity.
+            segments or times has the wrong type, shape, dtype or device, or (checked on CPUs) times decrease in a
+            sequence or x has NaN or infinity.
         KernelError: in a call, the requested kernel does not support it.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None)`, x and y are `[B, T, D]` in the dtype of the
-        parameters; PyTorch raises a RuntimeError for another. `times` is `[B, T]`, the time of each token, in float64,
-        float32, int64 or int32. Default: one unit per token, continuing from the state. `state` is an
-        `AFATransformerState`, as an earlier call returned it.
+        parameters. `times` is `[B, T]`, the time of each token, in float64, float32, int64 or int32. Default: one unit
+        per token, continuing from the state. `state` is an `AFATransformerState`, as an earlier call returned it.
         State: 2 H (2 C + 2) floats for keys and values and 2 for times per token, of at most `window` tokens.
 
     Complexity: O(T (S + T) H C) for T tokens after S, the projections and the MLP.

@@ -37,14 +37,17 @@ class Mixer(nn.Module):
         y, state = layer(x, state)                   # decoding: continue from an earlier call
         y, state = layer(x, state, segments)         # packed or padded sequences
 
-    Every call returns a pair. Splitting a sequence into several calls gives the same result as one call. The state is
-    an immutable pytree of tensors whose first axis is sequences, with the methods `take`, `to` and `detach` of a belief
-    (see `kalmix.beliefs`); `None` is the prior.
+    Every call returns a pair. Splitting a sequence into several calls gives the same result as one call. x and y are in
+    the dtype of the parameters; under autocast x may have another and y has that of autocast. `segments` is a
+    `kalmix.Segments` of N sequences; without it, each batch row is one, and N = B. The state is an immutable pytree of
+    tensors whose first axis is sequences, `[N, ...]`, with the methods `take`, `to` and `detach` of a belief (see
+    `kalmix.beliefs`); `None` is the prior. `layer.filter(x, variance=True)` returns `Filtered`: y, the variance of each
+    element of y (`None` if the layer has no posterior), and the state.
 
     Most layers need an MLP after them, as attention does. Layers with `includes_mlp = True` (`KLA`, `Mamba2`,
     `AFATransformerBlock`) gate their own output: do not add an MLP.
 
-    Mixer is abstract: build a subclass. A subclass implements `state_size(length)`, the number of floats in the state
+    `Mixer` is abstract: build a subclass. A subclass implements `state_size(length)`, the number of floats in the state
     of one sequence after `length` tokens, and two methods. `read` computes the read-out from x; `project_out` computes
     the output from the read-out:
 
@@ -53,27 +56,30 @@ class Mixer(nn.Module):
 
     The argument `variance` is a bool; the result `variance` is a tensor or `None`. A layer with a posterior also
     implements `project_out_variance(variance, context)`. `context` contains what `project_out` needs beside the
-    read-out, such as a gate. The E elements of a read-out are independent under the posterior, and those of the output
-    are not. So to draw M samples of the output, draw samples `[M, B, T, E]` of the read-out and pass them to
-    `project_out`, which returns `[M, B, T, D]`.
+    read-out, such as a gate. Under the posterior, the E elements of a read-out are independent; `project_out` mixes
+    them, so those of the output are not. So to draw M samples of the output, draw samples `[M, B, T, E]` of the
+    read-out and pass them to `project_out`, which returns `[M, B, T, D]`.
 
     Args:
-        hidden_size: D, the number of columns of input and output.
+        sizes: `hidden_size` only, D >= 1, the number of columns of input and output; also accepted by name.
         options: keyword arguments of the subclass.
 
     Raises:
+        TypeError: the class is abstract; or an option, or an argument of a call, is missing or has an unknown name.
         ArgumentError: an option has the wrong type or value, or the op has no kernel of that name; or, in a call, x,
-            state or segments has the wrong type, shape, dtype or device.
+            state or segments has the wrong type, shape, dtype or device, or x is not finite (most layers check this,
+            on a CPU only).
         KernelError: in a call, the requested kernel does not support it.
 
     Attributes:
-        design: `kalmix.designs.Design` of the filter that the layer computes; `None` if no design describes it.
+        design: `kalmix.designs.Design`, the specification of the filter that the layer computes; `None` if no design
+            describes it.
         has_posterior: whether `filter(..., variance=True)` returns a variance; if not, its variance is `None`.
         includes_mlp: whether the layer gates its own output, so that no MLP should follow it.
-        window: largest number of past tokens that the state stores. `None` if the state stores all past tokens, or no
-            tokens but sums over them. A part of a state that stores tokens has a field `positions` `[N, slots]`: the
-            position of the token in its sequence, or -1 for an empty slot.
-        repr_attributes: names of attributes that `repr` shows, beside those of every layer.
+        window: largest number of past tokens that the state stores; `None` if it stores all, or sums instead of tokens.
+            A belief that stores tokens has a field `positions`, int64 `[N, S]` for S stored tokens: the index of the
+            token in its sequence, or -1 if there is none.
+        repr_attributes: tuple of names of attributes that `repr` shows, beside those of every layer.
 
     Example:
         >>> from kalmix.layers import MIXERS
@@ -238,7 +244,7 @@ class Mixer(nn.Module):
         """Return the output with its variance and the state.
 
         Args:
-            x: tokens `[B, T, D]`, in float64, float32, bfloat16 or float16.
+            x: tokens `[B, T, D]`, in the dtype of the parameters: float64, float32, bfloat16 or float16.
             state: state that an earlier call returned, one entry per sequence; the prior by default.
             segments: runs of tokens that form sequences; by default each batch row is one sequence. Tokens outside
                 every run give an output of 0 and do not change the state.
@@ -250,7 +256,8 @@ class Mixer(nn.Module):
             `Filtered` with mean `[B, T, D]`, variance `[B, T, D]` or `None`, and the new state as `belief`.
 
         Raises:
-            ArgumentError: `x`, `state` or `segments` has the wrong type, shape, dtype or device.
+            ArgumentError: an argument has the wrong type, shape, dtype or device.
+            KernelError: the requested kernel does not support the call.
 
         Example:
             >>> from kalmix.layers import KLA

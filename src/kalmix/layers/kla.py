@@ -23,12 +23,13 @@ from kalmix.validation import check_positive_int
 
 @loadable
 class KLAState(NamedTuple):
-    """State of a KLA layer.
+    """State of a KLA layer: N sequences after their last token. A layer checks the fields; this class does not.
 
     Attributes:
-        belief: posterior `mean` and `variance` of the cells, `[N, 1, slots, channels]` each for N sequences and one
-            head; in float32 (float64 if the inputs are float64).
-        conv_state: last three inputs of the short convolution, `[N, 3, channels]`; 0 before the first token.
+        belief: `DiagonalBelief`, posterior `mean` and `variance` of the cells, `[N, 1, slots, channels]` each, for one
+            head and `expand` D channels; in float32 (float64 if the inputs are float64).
+        conv_state: last three inputs of the short convolution, oldest first, `[N, 3, channels]`; 0 before the first
+            token. The layer returns it in the dtype of its projections (bfloat16 under autocast to bfloat16).
 
     Example:
         >>> from kalmix.layers import KLA
@@ -51,32 +52,40 @@ class KLA(Mixer):
     Paper: [Kalman Linear Attention](https://arxiv.org/abs/2602.10743), Algorithm 1, Figure 7, equations 16 to 20.
 
         z, gate = in(x);  z = SiLU(conv4(z));  v, noise, k, q = project(z)
-        y = out((filter(q / |q|, k / |k|, v, precision = 1 / (softplus(noise) + 1e-4)) + skip * z) * SiLU(gate))
+        read = diagonal(q / |q|, k / |k|, v, precision = 1 / (softplus(noise) + 1e-4))
+        y = out((read + skip * z) * SiLU(gate))
 
     This layer gates its own output: do not put an MLP after it. Use it alone in a residual block.
 
-    conv4 is a causal convolution per channel with 4 taps. Decay and process noise are learned per cell and do not
-    depend on the token. The observation noise does: a token with less noise changes the memory more. The skip is a
-    learned scale per channel, initially 1, shown in Figure 7 but not in Algorithm 1; it does not change the variance
-    that `layer.filter` returns. The filter runs in float32, also under autocast (in float64 for float64 inputs).
+    `diagonal` is the filter, `kalmix.ops.diagonal`; all channels share q and k. conv4 is a causal convolution per
+    channel with 4 taps. Decay and process noise are learned per cell and do not depend on the token. The observation
+    noise does: a token with less noise changes the memory more. The skip is a learned scale per channel, initially 1,
+    shown in Figure 7 but not in Algorithm 1. The filter runs in float32, also under autocast (in float64 for float64
+    inputs).
+
+    `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. The variance is
+    that of the memory, propagated to y; skip and gate are treated as known.
 
     Args:
         hidden_size: D.
-        slots: number of memory slots per channel, the key width (N in the paper).
-        expand: number of channels divided by D; 1 in the paper.
+        slots: number of memory slots per channel, the key width (N in the paper), >= 1.
+        expand: number of channels divided by D, an integer >= 1; 1 in the paper.
         discretization: "ou" (exact Ornstein-Uhlenbeck process, equation 8) or "zoh" (zero-order hold, an ablation).
         process_noise: False fixes the process noise at 0 (ablation of section 5.6).
-        rank: rank of the projection to value and noise; full rank by default.
+        rank: rank of the one projection to v and noise, >= 1; full rank by default.
         kernel: name of a kernel of `kalmix.ops.diagonal`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
-            shape.
-        KernelError: the requested kernel does not support a call.
+        TypeError: an option or argument has an unknown name.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type,
+            shape, dtype or device, or x is not finite (checked on a CPU).
+        KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State: `2 slots + 3` floats per channel: means, variances and three inputs of the convolution.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the layer.
+        `segments` is a `kalmix.Segments` of N sequences; without it, each row is one, and N = B.
+        State: a `KLAState`, `2 slots + 3` floats for each of the `expand` D channels; `None` is the prior, with mean 0
+        and variance 1.
 
     Complexity: O(T channels slots), and the projections.
 

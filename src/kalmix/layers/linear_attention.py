@@ -21,26 +21,30 @@ class LinearAttention(MemoryLayer):
 
     Paper: [Transformers are RNNs](https://arxiv.org/abs/2006.16236).
 
-        M_t = M_{t-1} + k_t [v_t, 1]',   read = (M_t' q_t)_v / (M_t' q_t)_1,   q, k = elu(project(x)) + 1
+        q, k = elu(project(x)) + 1;  v = project(x);  M_t = M_{t-1} + k_t [v_t, 1]'
+        [value_t, weight_t] = M_t' q_t;  y_t = out(value_t / (weight_t + 1e-6))
 
-    The sum of weights is one more column of the memory, for a value of 1. The layer has no convolution, norm or gate.
+    M' is the transpose of M, and M_0 = 0. The last column of the memory gives the sum of weights. The layer has no
+    convolution, norm or gate, and no variance: `layer.filter(x, variance=True)` returns `None` for it.
 
     Args:
         hidden_size: D.
-        heads: number of heads, G. Default: D / K, rounded.
-        head_dim: key width, K. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power of
-            two that is at most D / 4 and 128.
-        expand_v: value width divided by key width.
+        heads: number of heads, G. Default: D / K, rounded, at least 1.
+        head_dim: key width, K. Default: D / G, rounded down, at least 1, if `heads` is given; otherwise the largest
+            power of two that is at most D / 4 and 128, at least 2.
+        expand_v: V / K, value width divided by key width, > 0. V must be an integer.
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
-            shape.
-        KernelError: the requested kernel does not support a call.
+        TypeError: an option or argument has an unknown name.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type,
+            shape, dtype or device, or x is not finite (checked on a CPU).
+        KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State: a memory `[K, V + 1]` per head.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the layer.
+        `segments` is a `kalmix.Segments` of N sequences; without it, each row is one, and N = B.
+        State: a `MemoryState` with `belief.mean` `[N, G, K, V + 1]` and an empty `conv_state`.
 
     Complexity: O(T K V) per head, and the projections.
 

@@ -28,30 +28,33 @@ class Mamba2(MemoryLayer):
 
     This layer gates its own output: do not put an MLP after it. Use it alone in a residual block.
 
-    Rate and step_t > 0 are one number per value head; the step is computed from x_t (`StepDecay`). M' is the transpose
-    of M, and M_0 = 0. C and B are query and key, shared by the heads of a group (by default by all heads). The norm is
-    applied to each group, after the gate. The skip (`D` in the published code) is a scale per head, initially 1.
+    C_t and B_t are query and key, shared by the heads of a group (by default by all heads). M' is the transpose of M,
+    and M_0 = 0. Each head learns a rate > 0 and a skip (`D` in the published code), a scale that is initially 1.
+    step_t = softplus(project(x_t) + bias) is one number per head. The norm is an RMS norm with a learned scale, applied
+    to each group. The layer has no variance: `layer.filter(x, variance=True)` returns `None` for it.
 
     Args:
         hidden_size: D.
-        heads: number of value heads, G. Default: `expand` D / V, rounded.
-        head_dim: value width, V. Default: `expand` D / heads, rounded down, if `heads` is given; otherwise the largest
-            power of two that is at most D / 4 and 64.
-        groups: number of key heads, a divisor of `heads`.
-        state_dim: width of B and C, K. Default: 128, or D if that is less.
-        expand: value columns divided by D, if `heads` or `head_dim` is omitted.
-        conv: taps of the short causal convolution over C, B and v; 0 for none.
-        norm_eps: epsilon of the output norm.
+        heads: number of value heads, G. Default: `expand` D / V, rounded, at least 1.
+        head_dim: value width, V. Default: `expand` D / G, rounded down, at least 1, if `heads` is given; otherwise the
+            largest power of two that is at most D / 4 and 64, at least 2.
+        groups: number of pairs (C, B), a divisor of `heads`.
+        state_dim: width of C and B, K, >= 1. Default: 128, or D if that is less.
+        expand: G V / D, > 0; used if `heads` or `head_dim` is omitted.
+        conv: taps of the short causal convolution over C, B and v, >= 1; 0 for none.
+        norm_eps: epsilon of the output norm, >= 0.
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
-            shape.
-        KernelError: the requested kernel does not support a call.
+        TypeError: an option or argument has an unknown name.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type,
+            shape, dtype or device, or x is not finite (checked on a CPU).
+        KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State: a memory `[K, V]` per value head, and the last inputs of the convolution.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the layer.
+        `segments` is a `kalmix.Segments` of N sequences; without it, each row is one, and N = B.
+        State: a `MemoryState` with `belief.mean` `[N, G, K, V]` and `conv_state` `[N, conv - 1, 2 groups K + G V]`.
 
     Complexity: O(T K V) per head, and the projections.
 

@@ -24,12 +24,15 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch
 
 @loadable
 class MemoryState(NamedTuple):
-    """State of a memory layer.
+    """State of a memory layer: N sequences after their last token. A layer checks the fields; this class does not.
 
     Attributes:
-        belief: belief of the layer's op, in float32 (float64 if the inputs are float64).
-        conv_state: last `conv - 1` inputs of the short convolution, `[N, conv - 1, channels]` for N sequences; empty
-            without a convolution. In `RetNet` it is the number of past tokens, int64 `[N]`.
+        belief: `RidgeBelief` for `GatedKalmaNet`, `DenseBelief` for `BayesianLayer`, that of the design for
+            `DesignLayer`, `PointBelief` otherwise; in float32 (float64 if the inputs are float64).
+        conv_state: last `conv - 1` inputs of the short convolution over q, k and v, oldest first,
+            `[N, conv - 1, channels]`; 0 before the first token, `[N, 0]` if the layer has no convolution. The layer
+            returns it in the dtype of its projections (bfloat16 under autocast to bfloat16). A `RetNet`, which has no
+            convolution, stores the number of past tokens here, int64 `[N]`.
 
     Example:
         >>> from kalmix.layers import GatedDeltaNet

@@ -13,16 +13,17 @@ class OutputOnly(nn.Module):
 
     A layer returns `(y, state)`. `nn.Sequential` passes the whole pair to the next module, which fails. This wrapper
     drops the state; each call starts from the prior. It accepts x only: call `wrapper.layer` itself to continue a
-    sequence, or to pass `segments` or `times`.
+    sequence, to pass `segments` or `times`, or to get a variance.
 
     Args:
-        layer: a sequence layer of `kalmix.layers` (a `Mixer`). `FilterConv2d` is none: it returns one tensor already.
+        layer: instance of a sequence layer, a `Mixer`. `FilterConv2d` is not a `Mixer`; it returns one tensor already.
 
     Raises:
-        ArgumentError: `layer` is not a `Mixer`.
+        ArgumentError: `layer` is not a `Mixer`; or, in a call, `layer` refuses x.
+        TypeError: a call has another argument than x.
 
     Shape:
-        Input and output: `[B, T, D]`.
+        Input and output: `[B, T, D]`; the output is the y of `layer`.
 
     Example:
         >>> from torch import nn

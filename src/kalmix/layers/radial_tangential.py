@@ -20,40 +20,50 @@ class RadialTangentialAttention(TrajectoryLayer):
     """Radial-tangential Adaptive Filter Attention: separate noises for the magnitude and the direction of a state.
 
     Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), Algorithm 2. Misprints
-    are corrected; the notes on this layer in the documentation list them.
+    are corrected; docs/layers/notes/rt-afa.md lists them.
 
-    Let v be the value of the query token. The layer splits each past value into a part parallel to v and a part
+    Let v be the value of the current token. The layer splits each past value into a part parallel to v and a part
     orthogonal to v. Each part has its own noises and attention weights. The parallel parts give the magnitude of the
-    estimate, the orthogonal parts its direction. `kalmix.ops.attend_radial` has the equations. The layer then mixes the
-    estimate with v, predicts and projects to the output, as `TrajectoryLayer` describes.
+    estimate, the orthogonal parts its direction. `kalmix.ops.attend_radial` has the equations. The output is the
+    projection of the predicted state z:
+
+        z = (1 - g) v + g estimate;  y = out(e^{(-a + i w) horizon} z)
+
+    Each head learns the decay rate a and the weight g, initially 0.5; each channel learns a frequency w.
 
     `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. The variance is
-    approximate: it treats the errors of tokens as independent and omits the correlation of channels. The prediction
-    adds the average noise of all channels to each channel.
+    approximate: it treats v as known and the errors of tokens as independent, and omits the correlation of channels.
+    The prediction adds process noise; each channel of a head gets the average over the channels of that head.
 
     Args:
         hidden_size: D.
-        heads: number of heads, H. Default: D / (2 C), rounded.
-        head_dim: complex channels per head, C. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the
-            largest power of two that is at most D / 4 and 64.
-        rotary_base: base of the initial frequencies; see `StateDynamics`.
-        window: number of tokens that a query attends to, including its own; all by default.
+        heads: number of heads, H. Default: D / (2 C), rounded, at least 1.
+        head_dim: complex channels per head, C. Default: D / (2 H), rounded down, at least 1, if `heads` is given;
+            otherwise the largest power of two that is at most D / 4 and 64, at least 2.
+        rotary_base: base of the initial frequencies, > 0: with P = C / 2 rounded up, they are plus and minus
+            `rotary_base`^(-j / P) radians per unit of time, j = 0 to P - 1.
+        window: number of tokens that a query attends to, including its own, >= 1; all by default.
         predict: "step" predicts the state at `horizon` after the token, as published; "gate" mixes prediction and
-            estimate; `None` returns the estimate and ignores `horizon`.
+            estimate; `None` returns z and ignores `horizon`.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments, times or horizon has
-            the wrong type, shape, dtype or device, times decrease in a sequence, or a horizon is negative. Values are
-            checked on the CPU; on a GPU only inside `kalmix.checks()`.
+        TypeError: an option or argument has an unknown name.
+        ArgumentError: an option has the wrong type or value; or, in a call, an argument has the wrong type, shape,
+            dtype or device, x, times or horizon is not finite, times decrease in a sequence, or a horizon is negative.
+            Values are checked on the CPU; on a GPU only inside `kalmix.checks()`.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`.
-        `times` `[B, T]`: time of each token, non-decreasing in a sequence; 0, 1, 2, ... by default.
-        `horizon` `[B, T]` >= 0: time from each token to its prediction; 1 by default.
-        State: keys (2 H C floats), values (2 H C floats), time and position of each of the last `window` tokens.
+        In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`, in the
+        dtype of the layer. `segments` is a `kalmix.Segments` of N sequences; without it, each row is one, and N = B.
+        `times` `[B, T]`: time of each token, in any unit, non-decreasing in a sequence; float64, float32, int64 or
+        int32. Default: 0, 1, 2, ... in each sequence, or from the last time of `state` plus 1.
+        `horizon` `[B, T]` >= 0: time from each token to its prediction, in a dtype of `times`, bfloat16 or
+        float16; 1 by default.
+        State: a `HistoryBelief` with keys (2 H C floats), values (2 H C floats), time and position of each of the last
+        `window` tokens; of all tokens if `window` is `None`.
 
     Complexity: O(T (S + T) H C) for T tokens after S stored ones, and the projections. There is only PyTorch code, no
-    Triton kernel. A `window` limits S. Without a state, blocks of queries also skip tokens before their window.
+    Triton kernel. A `window` limits S. If `state` is `None`, blocks of queries also skip tokens before their window.
 
     Example:
         >>> from kalmix.layers import RadialTangentialAttention

@@ -20,11 +20,16 @@ from kalmix.validation import check_positive_int, check_range
 
 @loadable
 class RecurrentAFAState(NamedTuple):
-    """Estimate of the states of each sequence after its last token.
+    """State of a `RecurrentFilterAttention`: N sequences after their last token.
+
+    A layer checks the fields; this class does not. H is the number of heads, C that of complex channels per head. All
+    fields are 0 before the first token.
 
     Attributes:
-        mean: `[N, 2, H, 2 C]`, estimated states of keys (index 0) and of values (index 1) for N sequences.
-        precision: `[N, 1, H, 1]`, 1 / complex variance of a channel; 0 before the first token.
+        mean: `[N, 2, H, 2 C]`, estimates z_k (index 0) and z_v (index 1): C real parts, then C imaginary parts. In
+            float32 (float64 if the inputs are float64).
+        precision: `[N, 1, H, 1]`, 1 / E|error|^2 of each complex channel of a head (sum of the variances of its real
+            and imaginary part), >= 0, in the dtype of `mean`.
         time: float64 `[N, 1, 1, 1]`, time of the last token.
 
     Example:
@@ -51,43 +56,53 @@ class RecurrentFilterAttention(TrajectoryLayer):
     """Recurrent form of Adaptive Filter Attention: a robust Kalman filter with a state of constant size.
 
     Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), appendix B.4, Algorithm 4.
-    Misprints are corrected; the notes on this layer in the documentation list them.
+    Misprints are corrected; docs/layers/notes/recurrent-afa.md lists them.
 
     The state z = (z_k, z_v) has a part that keys observe and one that values observe, with one precision p = 1 /
-    variance per head. For each token, a time tau after the one before, the layer predicts z- and p-, and sets z = z-:
+    variance for all channels of a head. For each token, a time tau after the one before, the layer predicts z- and p-,
+    and sets z = z-:
 
         z- = e^{(-a + i w) tau} z,   1 / p- = e^{-2 a tau} / p + process_noise (1 - e^{-2 a tau}) / (2 a)
 
-    It then repeats the update of `weight`, p and z `iterations` times, each from the same z- and p-:
+    It then computes `weight`, p and z `iterations` times; `weight` uses the latest z_k, the rest always z- and p-:
 
         weight = (1 + |q - z_k|^2 / ((1 / p- + R) nu))^-temperature
         p = p- + weight / R,   z = z- + step (weight / (p R)) ((k, v) - z-)
 
+    The output is that of the state z_v predicted over `horizon`: y = out(e^{(-a + i w) horizon} z_v).
+
     R = key_noise + query_noise. Each head learns the decay rate a, the noises, the scale nu of the residual, the
     temperature and the step, between 0 and 1; each channel learns a frequency w. The weight of a token decreases with
-    the distance between its query and the predicted key. The first token of a sequence has weight 1 and step 1. Unlike
-    `AdaptiveFilterAttention`, this layer accounts for the noise that tokens share. With unit weights (nu to infinity)
-    and full steps it is the Kalman filter with a flat prior, and its variance is calibrated.
+    the distance between its query and the predicted key. The first token of a sequence has weight 1 and step 1. Process
+    noise correlates the errors of past tokens; unlike `AdaptiveFilterAttention`, this layer accounts for that. With
+    unit weights (nu to infinity) and full steps it is the Kalman filter with a flat prior, and its variance is
+    calibrated. `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state.
 
     Args:
         hidden_size: D.
-        heads: number of heads, H. Default: D / (2 C), rounded.
-        head_dim: complex channels per head, C. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the
-            largest power of two that is at most D / 4 and 64.
-        rotary_base: base of the initial frequencies; see `StateDynamics`.
+        heads: number of heads, H. Default: D / (2 C), rounded, at least 1.
+        head_dim: complex channels per head, C. Default: D / (2 H), rounded down, at least 1, if `heads` is given;
+            otherwise the largest power of two that is at most D / 4 and 64, at least 2.
+        rotary_base: base of the initial frequencies, > 0: with P = C / 2 rounded up, they are plus and minus
+            `rotary_base`^(-j / P) radians per unit of time, j = 0 to P - 1.
         iterations: number of times that the weight is computed from the estimate, >= 1.
-        predict: "step" predicts the state one step ahead, as published; "gate" mixes prediction and estimate; `None`
-            returns the estimate.
+        predict: "step" predicts the state at `horizon` after the token, as published; "gate" mixes prediction and
+            estimate; `None` returns the estimate and ignores `horizon`.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments, times or horizon has
-            the wrong type or shape, times decrease in a sequence, or a horizon is negative (values are checked on a
-            CPU).
+        TypeError: an option or argument has an unknown name.
+        ArgumentError: an option has the wrong type or value; or, in a call, an argument has the wrong type, shape,
+            dtype or device, x, times or horizon is not finite, times decrease in a sequence, or a horizon is negative.
+            Values are checked on the CPU; on a GPU only inside `kalmix.checks()`.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`. `times`
-        and `horizon` are `[B, T]`; see `TrajectoryLayer.read`.
-        State: 4 H C + H + 1 floats.
+        In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`, in the
+        dtype of the layer. `segments` is a `kalmix.Segments` of N sequences; without it, each row is one, and N = B.
+        `times` `[B, T]`: time of each token, in any unit, non-decreasing in a sequence; float64, float32, int64 or
+        int32. Default: 0, 1, 2, ... in each sequence, or from the last time of `state` plus 1.
+        `horizon` `[B, T]` >= 0: time from each token to its prediction, in a dtype of `times`, bfloat16 or
+        float16; 1 by default.
+        State: a `RecurrentAFAState`, 4 H C + H + 1 floats.
 
     Complexity: O(iterations T H C), in T sequential steps of PyTorch code.
 

@@ -24,30 +24,36 @@ class RetNet(MemoryLayer):
 
     Paper: [Retentive Network](https://arxiv.org/abs/2307.08621).
 
-        M_t = (1 - 2^(-5 - h)) M_{t-1} + k_t v_t',   read = M_t' q_t / sqrt(K)
+        M_t = (1 - 2^(-5 - h)) M_{t-1} + k_t v_t',   read_t = M_t' q_t / sqrt(K)
+        y = out(norm(read) * SiLU(gate(x)))
 
-    h counts heads from 0. M' is the transpose of M, and M_0 = 0. Positions count the tokens of each sequence from 0;
-    the state stores how many there were.
+    h counts heads from 0. M' is the transpose of M, and M_0 = 0. The norm is an RMS norm of each head with a learned
+    scale. q and k are rotated: columns j and j + K / 2 by `rotary_base`^(-2 j / K) radians per token. Positions count
+    the tokens of each sequence from 0. The layer has no variance: `layer.filter(x, variance=True)` returns `None` for
+    it.
 
     Args:
         hidden_size: D.
-        heads: number of heads, G. Default: D / K, rounded.
-        head_dim: key width, K; even. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power
-            of two that is at most D / 4 and 128.
-        expand_v: value width divided by key width.
+        heads: number of heads, G. Default: D / K, rounded, at least 1.
+        head_dim: key width, K; even. Default: D / G, rounded down, if `heads` is given; otherwise the largest power of
+            two that is at most D / 4 and 128, at least 2.
+        expand_v: V / K, value width divided by key width, > 0. V must be an integer.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
-        rotary_base: the slowest pair of columns rotates once in about 2 pi `rotary_base` tokens.
-        norm_eps: epsilon of the output norm.
+        rotary_base: base of the rotation, > 0.
+        norm_eps: epsilon of the output norm, >= 0.
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value, or the key width is odd; or, in a call, x, state or
-            segments has the wrong type or shape.
-        KernelError: the requested kernel does not support a call.
+        TypeError: an option or argument has an unknown name.
+        ArgumentError: an option has the wrong type or value, or K is odd; or, in a call, x, state or segments has the
+            wrong type, shape, dtype or device, or x is not finite (checked on a CPU).
+        KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State: a memory `[K, V]` per head, and the number of past tokens of each sequence.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the layer.
+        `segments` is a `kalmix.Segments` of N sequences; without it, each row is one, and N = B.
+        State: a `MemoryState` with `belief.mean` `[N, G, K, V]` and `conv_state` int64 `[N]`, the number of past tokens
+        of each sequence.
 
     Complexity: O(T K V) per head, and the projections.
 
