@@ -29,15 +29,18 @@ class AdaptiveFilterAttention(TrajectoryLayer):
     are corrected; the notes on this layer in the documentation list them.
 
         z_i = sum_j A_ij e^{(-a + i w) (t_i - t_j)} v_j,   A_ij = softmax_j (temperature log(weight_ij / V(t_i - t_j)))
+        weight_ij = 1 / (1 + r_ij / nu)  or  e^{-r_ij / nu}
+        y_i = out(e^{(-a + i w) horizon_i} ((1 - g) v_i + g z_i))
 
-    j runs over token i and the tokens before it. Each head learns a decay rate a, a temperature and noise variances,
-    and for each channel a frequency w. V(tau) is the variance of the error with which value j, decayed and rotated over
-    the time tau, predicts the state. weight_ij is a robust weight: it decreases with the distance between query i and
-    key j after the same decay and rotation. See `kalmix.ops.attend` for the equations, and `TrajectoryLayer` for
-    residual, prediction and output.
+    j runs over token i and the tokens before it; t_i is the time of token i. Each head learns a decay rate a, a
+    temperature, noise variances, nu and the weight g of the estimate z, and for each channel a frequency w. V(tau) is
+    the variance of the error with which value j, decayed and rotated over the time tau, predicts the state. r_ij is the
+    squared distance between query i and key j after the same decay and rotation, divided by V. See `kalmix.ops.attend`
+    for details.
 
-    The variance of `layer.filter(x, variance=True)` treats the errors of tokens as independent, and the current value,
-    which the residual adds, as known. `kalmix.ops.attend` names the conditions under which it is exact.
+    `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. The variance
+    treats the errors of tokens as independent and v_i as known. `kalmix.ops.attend` names the conditions under which
+    that of z is exact.
 
     Args:
         hidden_size: D.
@@ -45,29 +48,36 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         head_dim: complex channels per head, C. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the
             largest power of two that is at most D / 4 and 64.
         rotary_base: base of the initial frequencies; see `StateDynamics`.
-        iterations: number of times that attention is computed, with the same parameters, >= 1 (section 2.4). Each but
-            the last filters the keys and moves each query towards the estimated key at its time.
+        iterations: number of times that attention is computed, with the same parameters, >= 1 (section 2.4). All
+            iterations but the last average keys instead of values, and move each query towards that average.
         value_dynamics: whether values have their own dynamics and noises; otherwise they use those of the keys.
-        weight: form of the robust weight, "rational" or "exponential".
+        weight: form of weight_ij above, "rational" (the first) or "exponential".
         window: number of tokens that a query attends to, including its own; all by default.
-        floor: whether to add a learned number >= 0, initially 0.01, to the decay of keys.
+        floor: whether to add a learned number per head, >= 0 and initially 0.01, to the factor e^{-a tau} by which keys
+            decay in r_ij, so that old keys do not vanish.
         normalize: whether queries and keys are unit vectors (section 3.7).
-        predict: "step" predicts the state one step ahead, as published; "gate" mixes prediction and estimate (section
-            3.1); `None` returns the estimate.
-        confidence: whether the estimate is multiplied by a gate computed from its precision, 1 / variance (appendix
-            B.2).
+        predict: "step" predicts the state at the horizon, as published; "gate" mixes prediction and estimate (section
+            3.1); `None` returns the estimate and ignores the horizon.
+        confidence: whether z is multiplied by a gate computed from its precision, 1 / variance (appendix B.2).
         kernel: name of a kernel of `kalmix.ops.attend`; by default chosen by device, dtype and shape.
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments, times or horizon has
-            the wrong type or shape, times decrease in a sequence, or a horizon is negative (values are checked on a
-            CPU).
-        KernelError: the requested kernel does not support a call.
+            the wrong type, shape, dtype or device, x, times or horizon is not finite, times decrease in a sequence, or
+            a horizon is negative (values are checked on a CPU).
+        TypeError: an option or argument has an unknown name.
+        KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`. `times`
-        and `horizon` are `[B, T]`; see `TrajectoryLayer.read`.
-        State: 4 H C + 1 floats per token, of at most `window` tokens.
+        In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`, in the
+        dtype of the parameters. `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and
+        N = B.
+        `times` `[B, T]` is the time of each token, in float64, float32, int64 or int32, non-decreasing in a sequence.
+        Default: one unit per token, from 0 or after the last time of the state.
+        `horizon` `[B, T]` >= 0 is the time from each token to that of its output, in these dtypes, bfloat16 or float16;
+        1 by default.
+        `state` is a `kalmix.HistoryBelief` of all past tokens, or the newest `window`: keys and values
+        `[N, S, H, 2 C]`, in float32 (float64 for float64 inputs).
 
     Complexity: O(iterations T (S + T) H C) for T tokens after S earlier ones, and the projections.
 

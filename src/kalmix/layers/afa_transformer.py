@@ -31,14 +31,15 @@ EPS = 1e-6  # added to lengths before dividing by them
 class AFATransformerState(NamedTuple):
     """State of an `AFATransformerBlock`: past keys and values, split into magnitudes and directions.
 
-    The histories (`kalmix.HistoryBelief`) have S slots for each of N sequences, in float32 (float64 if the inputs are
-    float64).
+    Each field is a `kalmix.HistoryBelief` with S slots, one per past token, for each of N sequences (batch rows, or
+    segments). An empty slot has position -1. Keys and values are in float32 (float64 for float64 inputs). Fields are
+    not checked here; the block raises `ArgumentError` for a wrong one.
 
     Attributes:
-        magnitude: lengths of past keys and values of each head. Its `keys` and `values` are `[N, S, H, 2]`: the length,
-            and an imaginary part that is 0.
-        direction: past keys and values divided by their lengths, times a learned scale per head. Its `keys` and
-            `values` are `[N, S, H, 2 C]`: C real parts, then C imaginary parts.
+        magnitude: Euclidean norms of the keys and values of each head. Its `keys` and `values` are `[N, S, H, 2]`: the
+            norm, and an imaginary part that is 0.
+        direction: keys and values divided by their norms, times a learned number per head, the same for both. Its
+            `keys` and `values` are `[N, S, H, 2 C]`: C real parts, then C imaginary parts.
 
     Example:
         >>> from kalmix.layers import AFATransformerBlock

@@ -22,12 +22,18 @@ IMPLEMENTATIONS = ("sdpa", "eager")
 
 @loadable
 class AttentionState(NamedTuple):
-    """Key-value cache of an attention layer, with S slots for each of N sequences, some of them empty.
+    """Key-value cache of an `Attention` layer: S slots, each with one token or empty, for each of N sequences.
+
+    N is the batch size, or the number of segments. Slots are empty where sequences of a call have different lengths, or
+    share a batch row. Fields are not checked here; `Attention` raises `ArgumentError` for a wrong shape, dtype or
+    device.
 
     Attributes:
-        keys: `[N, S, kv_heads, width]`, with rotary positions applied.
-        values: `[N, S, kv_heads, width]`.
-        positions: int64 `[N, S]`, position of each token in its sequence; -1 for an empty slot.
+        keys: `[N, S, kv_heads, head_dim]`, with rotary positions applied, in the dtype that the layer computes in. The
+            layer also accepts another floating-point dtype.
+        values: `[N, S, kv_heads, head_dim]`, likewise.
+        positions: int64 `[N, S]`, position of each token in its sequence, from 0; -1 for an empty slot, whose key and
+            value are ignored.
 
     Example:
         >>> from kalmix.layers import Attention
@@ -49,30 +55,37 @@ class Attention(Mixer):
     """Causal softmax attention with rotary positions, QK norm and grouped heads, computed by PyTorch's SDPA.
 
     Paper: [Attention Is All You Need](https://arxiv.org/abs/1706.03762). Positions count the tokens of each sequence
-    from 0 and continue from the state. The layer has no posterior: `filter(..., variance=True)` returns no variance.
+    from 0 and continue from the state.
+
+    The layer has no posterior: `layer.filter(x, variance=True)` returns `None` as variance.
 
     Args:
         hidden_size: D.
-        heads: number of query heads. Default: at most D / 64, a divisor of D.
+        heads: number of query heads. Default: the largest number of at most D / 64 for which D / heads is an even
+            integer; 1 if there is none.
         kv_heads: number of key and value heads, a divisor of `heads`; `heads` by default.
-        head_dim: width of a head; even. Default: D / heads.
+        head_dim: width of a head; even. Default: D / heads, which must be an even integer.
         rotary_base: the slowest pair of columns rotates once in about 2 pi `rotary_base` tokens.
         norm_eps: epsilon of the QK norm.
 
     Raises:
-        ArgumentError: an option has the wrong type or value, or the sizes do not match; or, in a call, x, state or
-            segments has the wrong type or shape.
+        ArgumentError: an option has the wrong type or value, `kv_heads` does not divide `heads`, or the width of a head
+            is odd; or, in a call, x, state or segments has the wrong type, shape, dtype or device. x may contain NaN,
+            which reaches later tokens of its sequence.
+        TypeError: an option or argument has an unknown name.
 
     Attributes:
         implementation: "sdpa", PyTorch's fused attention, or "eager", a softmax over a stored `[T, S + T]` matrix of
-            scores. Set it after construction; `attn_implementation` of a model for transformers sets it in all layers.
+            scores; initially "sdpa". Assign it after construction; another name raises `ArgumentError`.
+            `attn_implementation` of a model for transformers sets it in all layers.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State: 2 `kv_heads` * `head_dim` floats per token.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
+        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        `state` is an `AttentionState`: keys and values `[N, S, kv_heads, head_dim]` of all past tokens.
 
-    Complexity: O(T (S + T)) per column for T tokens after S. Memory O(T) without a state, packed or not; with a state,
-    a mask `[T, S + T]` per sequence.
+    Complexity: O(T (S + T) heads head_dim) for T tokens after S. Memory O(T) without a state, packed or not; with a
+    state, a mask `[T, S + T]` per sequence.
 
     Example:
         >>> from kalmix.layers import Attention

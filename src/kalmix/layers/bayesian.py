@@ -23,42 +23,46 @@ class BayesianLayer(MemoryLayer):
 
     Paper: Memory by Design: Probabilistic Sequence Layers (Dowling et al., 2026), Proposition 1, equations 9 to 13.
 
-    The layer computes three numbers per head from each token: observation noise, process noise and a step. A noise is a
-    softplus plus a lower bound (appendix D). The decay is exp(-rate * step). With rotations, the angle is the product
-    of frequency and step. Each head learns a rate and a frequency for each of the K columns of its keys (appendix G).
+    The layer computes from each token a process noise and a step per head, and an observation noise per group. A noise
+    is a softplus plus a lower bound (appendix D). The decay is exp(-rate * step). With rotations, the angle is the
+    product of frequency and step. Each head learns a rate and a frequency for each of the K columns of its keys
+    (appendix G). The prior of a memory has mean 0 and covariance I.
 
     q, k and v come from projections, a short convolution and SiLU. q and k are scaled to unit length; q is then divided
     by sqrt(K). The output is projected from the normalised read-out times its gate, as in `GatedDeltaNet`.
 
     `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. It is the
-    variance of each element of y under the posterior of the memory, without observation noise. Gate and output
-    projection transform the variance exactly; the output norm transforms it approximately.
+    variance of each element of y under the posterior of the memory, without observation noise. The columns of a
+    read-out are independent, so gate and output projection transform the variance exactly; the output norm transforms
+    it approximately.
 
     Args:
         hidden_size: D.
-        heads: number of heads, G. Default: 3/4 D / K, rounded.
-        head_dim: key width, K. Default: 3/4 D / heads, rounded down, if `heads` is given; otherwise the largest power
+        heads: number of heads, G. Default: 0.75 D / K, rounded.
+        head_dim: key width, K. Default: 0.75 D / heads, rounded down, if `heads` is given; otherwise the largest power
             of two that is at most D / 4 and 128.
-        expand_v: V / K, where V is the value width of a head.
+        expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
         groups: number of observation noises per head, each for V / groups value columns. Each group has its own
             covariance.
-        rotations: whether the rows of the memory rotate in pairs. The memory then has R = 2 K rows: keys observe the
-            first K directly, and row j forms a pair with row j + K. Otherwise R = K.
-        conv: taps of the short causal convolution over q, k and v; 0 for none.
+        rotations: whether the rows of the memory rotate in pairs. If so, the memory has R = 2 K rows: row j rotates
+            with row j + K, and a key multiplies the first K rows only. Otherwise R = K.
+        conv: taps of the causal convolution over q, k and v, before SiLU; 0 for SiLU only.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
         norm_eps: epsilon of the output norm.
         kernel: name of a kernel of `kalmix.ops.dense`; by default chosen by device, dtype and shape.
 
     Raises:
         ArgumentError: an option has the wrong type or value, or `groups` does not divide V; or, in a call, x, state or
-            segments has the wrong type, shape, dtype or device.
+            segments has the wrong type, shape, dtype or device, or x is not finite (checked on a CPU).
+        TypeError: an option or argument has an unknown name.
         KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State of N sequences: `state.belief.mean` `[N, G groups, R, V / groups]`, `state.belief.covariance`
-        `[N, G groups, R, R]`, and `state.conv_state`, the last inputs of the convolution. Group j of head g has index
-        `g * groups + j`.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
+        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        `state` is a `MemoryState`: `belief.mean` `[N, G * groups, R, V / groups]` and `belief.covariance`
+        `[N, G * groups, R, R]`, in float32 (float64 for float64 inputs), and `conv_state`, the last inputs of the
+        convolution. Group j of head g has index `g * groups + j`.
 
     Complexity: O(T R (groups R + V)) per head, and the projections.
 

@@ -111,8 +111,13 @@ class ControlledFilter(AdaptiveFilterAttention):
 
         z' = e^{(-a + i w) horizon} z;   y = out((1 - beta) z' + beta waypoint(z'))
 
-    The filter estimates the state, the dynamics predict it, a low-rank map computes its waypoint, and the closed form
-    of `waypoint_fraction` gives beta. The control is known, so the variance is that of the state without control.
+    `AdaptiveFilterAttention` with default options estimates the state z, and its dynamics predict z'. A waypoint is the
+    state that the control aims at, a learned linear map of z' of low rank. beta is between 0 and 1, per channel: the
+    share of the way that the best control covers, at a learned ratio of distance to control energy. It grows with the
+    horizon; see `waypoint_fraction` in this module.
+
+    `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. The variance is
+    that of out(z'): the control is treated as a known input.
 
     Args:
         hidden_size: D.
@@ -126,14 +131,21 @@ class ControlledFilter(AdaptiveFilterAttention):
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments, times or horizon has
-            the wrong type or shape, times decrease in a sequence, or a horizon is negative (values are checked on a
-            CPU).
-        KernelError: the requested kernel does not support a call.
+            the wrong type, shape, dtype or device, x, times or horizon is not finite, times decrease in a sequence, or
+            a horizon is negative (values are checked on a CPU).
+        TypeError: an option or argument has an unknown name.
+        KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`. `times`
-        and `horizon` are `[B, T]`; see `TrajectoryLayer.read`.
-        State: 4 H C + 1 floats per token, of at most `window` tokens.
+        In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`, in the
+        dtype of the parameters. `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and
+        N = B.
+        `times` `[B, T]` is the time of each token, in float64, float32, int64 or int32, non-decreasing in a sequence.
+        Default: one unit per token, from 0 or after the last time of the state.
+        `horizon` `[B, T]` >= 0 is the time from each token to that of its output, in these dtypes, bfloat16 or float16;
+        1 by default.
+        `state` is a `kalmix.HistoryBelief` of all past tokens, or the newest `window`: keys and values
+        `[N, S, H, 2 C]`, in float32 (float64 for float64 inputs).
 
     Complexity: that of `AdaptiveFilterAttention`, plus O(T H C rank).
 

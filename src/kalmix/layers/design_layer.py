@@ -26,40 +26,52 @@ PARTS: dict[str, type[Transition | Evidence | Covariance]] = {
 class DesignLayer(MemoryLayer):
     """Layer for any design: computes the signals of the design from each token and calls `kalmix.filter`.
 
+    Signals are the arguments of the design's op beside q, k and v, such as `log_decay`; `design.signals` names the
+    required ones.
+
     Framework: Memory by Design: Probabilistic Sequence Layers (Dowling et al., 2026).
 
-    Log-decays are -rate * step, with a learned rate and a step computed from the token (`StepDecay`). For evidence
-    "cell", decay and process noise are learned for each cell and do not depend on the token (`CellDynamics`). Other
-    variances are softplus(project(x)) plus a floor. q and k are unit vectors; q is then divided by sqrt(K). Optional
-    signals of the design, such as the rotation `angle`, are not computed.
+    Log-decays are -rate * step, with a learned rate and a step computed from the token (`StepDecay`). The variances
+    `obs_noise`, `process_noise`, `write_variance` and `reset` are softplus(project(x) + bias) plus a lower bound. For
+    evidence "cell" (an independent filter for each of the K V entries of a memory), decay and process noise are learned
+    for each entry and do not depend on the token (`CellDynamics`); `precision` is computed from the token. Optional
+    signals are omitted: a design with rotations is filtered without rotation. q and k are unit vectors; q is then
+    divided by sqrt(K).
 
-    If the design has one noise per value column (`evidence.columns`), the op receives G V value heads of width 1, each
-    with its own belief. The norm is still that of G heads of width V.
+    If the design has one noise per value column (`evidence.columns`), the op receives G * V value heads of width 1,
+    each with its own belief. The output norm is still that of G heads of width V.
+
+    `layer.filter(x, variance=True)` returns the variance `[B, T, D]` of y if `design.has_variance`, otherwise `None`.
 
     Args:
         hidden_size: D.
-        design: a `Design`, the name of one in `kalmix.designs.CATALOGUE`, or a mapping of its fields (as
-            `dataclasses.asdict` returns), for configuration files.
+        design: a `Design`, the name of one in `kalmix.designs.CATALOGUE`, or, for configuration files, a mapping of its
+            fields as `dataclasses.asdict` returns: "transition", "evidence" and "covariance" are required.
         heads: number of value heads, G. Default: D / K, rounded.
-        key_heads: number of key heads, a divisor of `heads`; `heads` by default.
+        key_heads: number of heads of q and k, H, a divisor of `heads`; `heads` by default. Value head g uses key head
+            g // (G / H).
         head_dim: key width, K. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power of
             two that is at most D / 4 and 128.
-        expand_v: value width divided by key width.
-        conv: taps of the short causal convolution over q, k and v; 0 for none.
+        expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
+        conv: taps of the causal convolution over q, k and v, before SiLU; 0 for SiLU only.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
         norm_eps: epsilon of the output norm.
         kernel: name of a kernel of the design's op; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value, `design` is not a design or an unknown name, or its
-            transition is a matrix or in continuous time; or, in a call, x, state or segments has the wrong type or
-            shape.
-        DesignError: no op filters this combination of parts.
-        KernelError: the requested kernel does not support a call.
+        ArgumentError: an option has the wrong type or value, `design` is an unknown name or a mapping with wrong
+            fields, its transition is a matrix or in continuous time (as that of "afa"), or `key_heads` does not divide
+            `heads`; or, in a call, x, state or segments has the wrong type, shape, dtype or device, or x is not finite
+            (checked on a CPU).
+        DesignError: a mapping has an unknown decay or kind, or no op filters its combination of parts.
+        TypeError: an option or argument has an unknown name, or `design` is missing.
+        KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State: the belief of the design's op, and the last inputs of the convolution.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
+        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        `state` is a `MemoryState`: `belief`, the belief of the design's op for G value heads (G * V with
+        `evidence.columns`), and `conv_state`, the last inputs of the convolution.
 
     Complexity: that of the design's op, and the projections.
 

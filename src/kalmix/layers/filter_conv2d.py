@@ -60,31 +60,33 @@ class FilterConv2d(nn.Module):
     Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), appendix B.6. Misprints
     are corrected; the notes on this layer in the documentation list them.
 
-        z = in(x);   u_pj = E e^{i angle} z_j
+        z = in(x);   u_pj = decay e^{i angle} z_j
         y_p = out(sum_j A_pj u_pj),   A_pj = softmax_j -log(V + |z_p - u_pj|^2)
 
-    z has H heads with C complex channels, and i is the imaginary unit. u_pj predicts pixel p from pixel j; j runs over
-    the n x n square around p, p included, without pixels outside the image. Decay E, angle and variance V are functions
-    of the vector from j to p in the axes of a head, which are a learned linear map and shift of the image's (T and b in
-    the paper); see `path_statistics` in this module.
+    `in` and `out` are 1 x 1 convolutions with biases. z has H heads with C complex channels, and i is the imaginary
+    unit. u_pj predicts pixel p from pixel j; j runs over the n x n square around p, p included, without pixels outside
+    the image. |.|^2 sums over the channels of a head. Decay, angle and variance V are functions of the vector from j to
+    p, after a linear map and a shift that each head learns (T and b in the paper); see `path_statistics` in this
+    module.
 
     If |z|^2 is much smaller than V, A does not depend on z. The layer is then a depthwise convolution with Gabor
-    filters, the form in the paper. Otherwise a pixel that differs from its prediction gets a small weight, which no
-    convolution can do.
+    filters, the form in the paper. Otherwise pixel j gets a small weight if its prediction u_pj differs from z_p; no
+    convolution can do this.
 
     Args:
         in_channels: channels of input images.
         out_channels: channels of output images.
-        kernel_size: n, side of the square; odd.
+        kernel_size: n, side of the square, an odd integer. Stride and dilation are 1.
         heads: H, each with its own dynamics.
         head_dim: C, complex channels per head.
 
     Raises:
-        ArgumentError: a size is not a positive integer, or `kernel_size` is even; or, in a call, the input has another
-            shape.
+        ArgumentError: a size is not a positive integer, or `kernel_size` is even; or, in a call, the input is not a
+            tensor of that shape, or has another dtype or device than the parameters. NaN is not checked.
 
     Shape:
-        Input `[B, in_channels, Y, X]`, output `[B, out_channels, Y, X]`. It returns one tensor, not a pair.
+        Input `[B, in_channels, Y, X]`, output `[B, out_channels, Y, X]`, in the dtype of the parameters. Y and X are at
+        least 1. A call returns one tensor, not a pair, and there is no state.
 
     Complexity: O(n^2 H C) time per pixel, and as much memory in training.
 

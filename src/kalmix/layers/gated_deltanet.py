@@ -18,20 +18,25 @@ class GatedDeltaNet(DeltaLayer):
 
         M_t = a_t M_{t-1} + g_t k_t (v_t - a_t M_{t-1}' k_t)',   read = M_t' q_t
 
-    The gain g_t = sigmoid(project(x_t)) and the decay a_t = exp(-rate step_t) (`StepDecay`) are one number per head,
-    both between 0 and 1. M' is the transpose of M, and M_0 = 0. q and k are unit vectors; q is then divided by sqrt(K).
+    M' is the transpose of M, and M_0 = 0. The gain g_t = sigmoid(project(x_t)), or twice that with
+    `negative_eigenvalues`, and the decay a_t = exp(-rate step_t) are one number per head. The rate is a learned
+    positive number per head, and step_t = softplus(project(x_t) + bias). q and k are unit vectors; q is then divided
+    by sqrt(K).
 
     Default sizes are as published: the keys of all heads have 3/4 D columns, values twice as many; about 6 D^2 weights
     in all.
 
+    The layer has no posterior: `layer.filter(x, variance=True)` returns `None` as variance.
+
     Args:
         hidden_size: D.
-        heads: number of value heads, G. Default: 3/4 D / K, rounded.
-        key_heads: number of key heads, a divisor of `heads`; `heads` by default.
-        head_dim: key width, K. Default: 3/4 D / heads, rounded down, if `heads` is given; otherwise the largest power
+        heads: number of value heads, G. Default: 0.75 D / K, rounded.
+        key_heads: number of heads of q and k, H, a divisor of `heads`; `heads` by default. Value head g uses key head
+            g // (G / H).
+        head_dim: key width, K. Default: 0.75 D / heads, rounded down, if `heads` is given; otherwise the largest power
             of two that is at most D / 4 and 128.
-        expand_v: value width divided by key width.
-        conv: taps of the short causal convolution over q, k and v; 0 for none.
+        expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
+        conv: taps of the causal convolution over q, k and v, before SiLU; 0 for SiLU only.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
         negative_eigenvalues: whether g is between 0 and 2 instead of 0 and 1. For g > 1 the matrix I - g k k' has the
             negative eigenvalue 1 - g.
@@ -39,13 +44,16 @@ class GatedDeltaNet(DeltaLayer):
         kernel: name of a kernel of `kalmix.ops.delta`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
-            shape.
-        KernelError: the requested kernel does not support a call.
+        ArgumentError: an option has the wrong type or value, or `key_heads` does not divide `heads`; or, in a call, x,
+            state or segments has the wrong type, shape, dtype or device, or x is not finite (checked on a CPU).
+        TypeError: an option or argument has an unknown name.
+        KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State: a memory `[K, V]` per head, and the last inputs of the convolution.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
+        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        `state` is a `MemoryState`: `belief.mean` is M, `[N, G, K, V]` in float32 (float64 for float64 inputs), and
+        `conv_state` the last `conv - 1` inputs of the convolution.
 
     Complexity: O(T K V) per head, and the projections.
 

@@ -33,41 +33,50 @@ class GatedKalmaNet(MemoryLayer):
     Paper: [Gated KalmaNet](https://arxiv.org/abs/2511.21016), Figure 4, equations 3 and 55.
 
         H_t = a_t H_{t-1} + g_t k_t k_t',   U_t = a_t U_{t-1} + g_t k_t v_t'
-        read = U_t' (m_t x_t + (1 - m_t) q_t),   (H_t + ridge I) x_t = q_t
+        read = U_t' (m_t s_t + (1 - m_t) q_t),   (H_t + ridge_t I) s_t = q_t
 
-    M' is the transpose of M, and H_0 and U_0 are 0. q and k are unit vectors. Each head has a forgetting gate a, a
-    write gate g and a weight m of the solution (gamma, beta and alpha in the paper); each can be left out. Default
+    U' is the transpose of U, and H_0 and U_0 are 0. q and k are unit vectors. Each head computes from a token x_t a
+    forgetting gate a_t = exp(-rate step_t), a write gate g_t = sigmoid(project(x_t)) and a weight
+    m_t = sigmoid(project(x_t)) of the solution s_t (gamma, beta and alpha in the paper); each can be left out. Default
     sizes are as published: 8 heads of width 128 at D = 1024, a ridge of 0.02 ||H||_F, and 30 Chebyshev iterations.
 
-    The variance is that of the read-out U'x for observation noise 1.
+    `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. The variance of
+    a column of the read-out is q_t' s_t, that of U_t' s_t for observation noise 1, also if m_t < 1. The output norm
+    transforms it approximately, gate and output projection exactly.
 
     Args:
         hidden_size: D.
         heads: number of value heads, G. Default: D / K, rounded.
-        key_heads: number of key heads, a divisor of `heads`; `heads` by default.
+        key_heads: number of heads of q and k, H, a divisor of `heads`; `heads` by default. Value head g uses key head
+            g // (G / H).
         head_dim: key width, K. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power of
             two that is at most D / 4 and 128.
-        expand_v: value width divided by key width.
+        expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
         decay: whether there is a forgetting gate; without it all tokens have the same weight (appendix J.2).
-        gain: write gate. "sigmoid" of a projection of x (equation 55); "squared", the square of that sigmoid, as in the
-            published code, which scales key and value; `None` for 1.
+        gain: write gate. "sigmoid" of a projection of x (equation 55); "squared", the square of that sigmoid, since
+            the published code multiplies key and value by it; `None` for 1.
         mix: whether to mix the solution with the query; otherwise only the solution is read (appendix J.3).
-        ridge: `Adaptive(a)`, or a number a, for a ridge of a ||H||_F; or `Fixed(value)`. Also a mapping; see
-            `kalmix.layers.config_io`.
-        solver: a solver of `kalmix.ops`, or its mapping or name.
-        conv: taps of the short causal convolution over q, k and v; 0 for none.
+        ridge: `Adaptive(factor)`, or the factor as a number > 0, for a ridge of factor * ||H_t||_F (Frobenius norm); or
+            `Fixed(value)`, both of `kalmix.ops`. Or, for configuration files, a name ("adaptive" or "fixed", with the
+            default of the class) or a mapping such as `{"name": "fixed", "value": 0.1}`.
+        solver: `Chebyshev`, `ConjugateGradient`, `Exact` or `Sketch` of `kalmix.ops`. Or a name ("chebyshev",
+            "conjugate-gradient" or "exact") or a mapping such as `{"name": "chebyshev", "iterations": 20}`.
+        conv: taps of the causal convolution over q, k and v, before SiLU; 0 for SiLU only.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
         norm_eps: epsilon of the output norm.
         kernel: name of a kernel of `kalmix.ops.ridge`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
-            shape.
-        KernelError: the requested kernel does not support a call.
+        ArgumentError: an option has the wrong type or value, or `key_heads` does not divide `heads`; or, in a call, x,
+            state or segments has the wrong type, shape, dtype or device, or x is not finite (checked on a CPU).
+        TypeError: an option or argument has an unknown name.
+        KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State: U `[K, V]` and H `[K, K]` per head, and the last inputs of the convolution.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
+        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        `state` is a `MemoryState`: `belief.cross` is U, `[N, G, K, V]`, and `belief.gram` is H, `[N, G, K, K]`, in
+        float32 (float64 for float64 inputs); `conv_state` is the last `conv - 1` inputs of the convolution.
 
     Complexity: O(T K (K r + V)) per head for r iterations, and the projections.
 

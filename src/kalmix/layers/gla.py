@@ -27,13 +27,15 @@ class GLA(MemoryLayer):
     M' is the transpose of M, and M_0 = 0. q and k are not normalised. Default sizes are as published: the keys of all
     heads have D / 2 columns, the values D.
 
+    The layer has no posterior: `layer.filter(x, variance=True)` returns `None` as variance.
+
     Args:
         hidden_size: D.
         heads: number of heads, G. Default: D / (2 K), rounded.
         head_dim: key width, K. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the largest power
             of two that is at most D / 4 and 128.
-        expand_v: value width divided by key width.
-        conv: taps of a short causal convolution over q, k and v, followed by SiLU; 0 for none, as published.
+        expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
+        conv: taps of a causal convolution over q, k and v, followed by SiLU; 0 for neither, as published.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
         rank: rank of the projection to decays.
         temperature: divisor of the log-decays; a larger one makes the memory decay more slowly.
@@ -41,13 +43,16 @@ class GLA(MemoryLayer):
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type or
-            shape.
-        KernelError: the requested kernel does not support a call.
+        ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong
+            type, shape, dtype or device, or x is not finite (checked on a CPU).
+        TypeError: an option or argument has an unknown name.
+        KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State: a memory `[K, V]` per head, and the last inputs of the convolution.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
+        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        `state` is a `MemoryState`: `belief.mean` is M, `[N, G, K, V]` in float32 (float64 for float64 inputs), and
+        `conv_state` the last `conv - 1` inputs of the convolution; without one it is empty, `[N, 0]`.
 
     Complexity: O(T K V) per head, and the projections.
 

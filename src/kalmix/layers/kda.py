@@ -29,11 +29,12 @@ class KDA(DeltaLayer):
     Args:
         hidden_size: D.
         heads: number of value heads, G. Default: D / K, rounded.
-        key_heads: number of key heads, a divisor of `heads`; `heads` by default.
+        key_heads: number of heads of q and k, H, a divisor of `heads`; `heads` by default. Value head g uses key head
+            g // (G / H).
         head_dim: key width, K. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power of
             two that is at most D / 4 and 128.
-        expand_v: V / K, where V is the value width of a head.
-        conv: taps of the short causal convolution over q, k and v; 0 for none.
+        expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
+        conv: taps of the causal convolution over q, k and v, before SiLU; 0 for SiLU only.
         gate: activation of the output gate, "sigmoid" or "silu"; `None` for no gate.
         negative_eigenvalues: whether g is between 0 and 2 instead of 0 and 1. For g > 1 the matrix I - g k k' has the
             negative eigenvalue 1 - g.
@@ -42,13 +43,15 @@ class KDA(DeltaLayer):
 
     Raises:
         ArgumentError: an option has the wrong type or value, or `key_heads` does not divide `heads`; or, in a call, x,
-            state or segments has the wrong type, shape, dtype or device.
+            state or segments has the wrong type, shape, dtype or device, or x is not finite (checked on a CPU).
+        TypeError: an option or argument has an unknown name.
         KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`.
-        State of N sequences: `state.belief.mean` `[N, G, K, V]`, and `state.conv_state`, the last inputs of the
-        convolution.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
+        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        `state` is a `MemoryState`: `belief.mean` is M, `[N, G, K, V]` in float32 (float64 for float64 inputs), and
+        `conv_state` the last `conv - 1` inputs of the convolution.
 
     Complexity: O(T K V) per head, and the projections.
 
