@@ -35,10 +35,10 @@ class Segments(NamedTuple):
     Tokens outside every run do not change beliefs, give a read-out of 0 and have zero gradient. An empty run keeps its
     prior.
 
-    Values are checked on the CPU; on a GPU only inside `kalmix.checks()`. NaN or infinity anywhere in an input of an
-    op, padding included, then raises `ArgumentError`. Where values are not checked, NaN and infinity do not reach other
-    runs, but may reach later tokens of their own run; in Triton and CUDA kernels also earlier tokens of the same tile.
-    Rows that break a rule below then give undefined results.
+    Values are checked on the CPU; on a GPU only inside `kalmix.checks()`. An op then raises `ArgumentError` for NaN or
+    infinity anywhere in its inputs, also in padding; layers accept them in padding. Where values are not checked, NaN
+    and infinity do not reach other runs, but may reach later tokens of their own run, and in Triton and CUDA kernels
+    earlier tokens of the same tile; rows that break a rule below give undefined results.
 
     Args:
         rows: int32 `[N, 3]`, (batch row, start, stop) of each run, in any order; `stop` is exclusive. On the device of

@@ -48,12 +48,14 @@ class Filtered(NamedTuple):
     and state.
 
     Attributes:
-        mean: `[B, T, G, V]`, posterior mean of the read-out at each token, given all tokens up to and including it. In
-            the dtype of v (float64 from `kalmix.oracle`); 0 at tokens outside every segment.
+        mean: `[B, T, G, V]`, posterior mean of the read-out at each token, given the tokens up to and including it (all
+            tokens in `attend` with `causal=False`). In the dtype of v (float64 from `kalmix.oracle`); 0 at tokens
+            outside every segment.
         variance: posterior variance of the read-out, without observation noise: `[B, T, G, V]`, or `[B, T, G, 1]` if
             all columns share it (`dense`, `ridge`, `attend`); 0 at tokens outside every segment. It has the dtype of
             the belief. `None` unless the call had `variance=True`, and always `None` from a layer without posterior
-            (`has_posterior` is False). The ops `additive` and `delta` have no such argument.
+            (`has_posterior` is False). `kalmix.filter` raises `DesignError` if the design has no variance; the ops
+            `additive` and `delta` do not have the argument.
         belief: belief after the last token of each sequence. Its dtype is float32, or float64 if the inputs are
             float64; from `kalmix.oracle` it is always float64. Times of a history are float64, its positions int64.
             `None` from `attend` with `causal=False`. Pass it to the next call of the same function to continue the

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from kalmix import ArgumentError
 from kalmix.layers import MIXERS
-from kalmix.models import snapshot
+from kalmix.models import restore, snapshot
 
 from .conftest import DESIGN, build, tokens
 
@@ -124,3 +124,20 @@ def test_layers_hold_plain_tensors(static):
 def test_snapshot_of_another_object_is_refused():
     with pytest.raises(ArgumentError, match="cache"):
         snapshot(None)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("static", [False, True])
+def test_refused_snapshots_leave_the_cache_as_it_is(static):
+    model, ids = build(["kla", "attention"]), tokens(1, 4)
+    cache = StaticCache(config=model.config, max_cache_len=8) if static else DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    before = [x.clone() for entry in snapshot(cache) for x in tree_leaves(entry.state)]
+    other = snapshot(build(["kla", "kla"])(ids, use_cache=True).past_key_values)
+    for entries in (None, (), other[:1], (1, 2), other, [tuple(x) for x in other]):
+        with pytest.raises(ArgumentError, match="`entries`"):
+            restore(cache, entries)
+    with pytest.raises(ArgumentError, match="`cache`"):
+        restore(None, other)
+    after = [x for entry in snapshot(cache) for x in tree_leaves(entry.state)]
+    assert all(map(torch.equal, before, after)) and cache.get_seq_length() == 4

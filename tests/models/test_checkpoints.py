@@ -166,7 +166,9 @@ def test_gated_kalmanet_has_the_published_size():
     assert KalmixConfig(layers=layers).num_hidden_layers == 30
     mine = hybrid_layers("kla", blocks=3, attention_at=[0], attention={"mixer": "attention", "heads": 2})
     assert mine == [{"mixer": "attention", "heads": 2}, "kla", "kla"]
-    for wrong in ({"blocks": 0}, {"attention_at": [30]}, {"attention_at": [-1]}, {"attention_at": [3, 3]}):
+    positions = ([30], [-1], [3, 3], [1.0], "1", 3, None)
+    others = ({"blocks": 0}, {"mixer": None}, {"attention": ["kla"]})
+    for wrong in (*({"attention_at": x} for x in positions), *others):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
             hybrid_layers(**wrong)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
+from kalmix import ArgumentError
 from kalmix.models import optimizer_groups
 from kalmix.models.optimizer import DYNAMICS_LR_FACTOR
 
@@ -28,6 +29,17 @@ def test_every_parameter_is_in_one_group_and_dynamics_learn_slowly(tie):
     assert [id(value) for value in groups["embeddings"]["params"]] == [id(model.get_input_embeddings().weight)]
     assert ("head" in groups) != tie
     assert tie or [id(value) for value in groups["head"]["params"]] == [id(model.lm_head.weight)]
+
+
+@pytest.mark.parametrize("wrong", [{"learning_rate": -1.0}, {"learning_rate": "1"}, {"weight_decay": float("nan")}])
+def test_rates_and_decays_are_numbers_of_at_least_0(wrong):
+    with pytest.raises(ArgumentError, match=f"`{next(iter(wrong))}`"):
+        optimizer_groups(torch.nn.Linear(2, 2), **{"learning_rate": 1.0, "weight_decay": 0.0, **wrong})
+
+
+def test_groups_of_parameters_instead_of_a_model_are_refused():
+    with pytest.raises(ArgumentError, match="`model`"):
+        optimizer_groups(torch.nn.Linear(2, 2).parameters(), learning_rate=1.0, weight_decay=0.0)
 
 
 @pytest.mark.parametrize("argument", ["optimizers", "optimizer_cls_and_kwargs"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from operator import index
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -76,21 +77,25 @@ def hybrid_layers(
 ) -> list[str | dict[str, Any]]:
     """Build the list of layers of a hybrid model: attention in the blocks `attention_at`, `mixer` in all others.
 
-    The defaults are the hybrid of Gated KalmaNet, section M: 26 blocks of Gated KalmaNet and 4 of attention. The layer
-    "attention" normalises queries and keys.
+    The defaults are the hybrid of Gated KalmaNet, section M: 26 blocks of Gated KalmaNet and 4 of attention.
 
     Args:
-        mixer: layer of the blocks without attention: a name, or a mapping of options; see `layer_specs`. It is not
-            checked here, but when the model is built.
+        mixer: layer of the blocks without attention: a name such as "kla", or a mapping of its options with its name as
+            "mixer", such as `{"mixer": "bayesian", "heads": 4}`. `KalmixConfig` and `LanguageModel` check names and
+            options; this function does not.
         blocks: number of blocks.
-        attention_at: indices of the blocks with attention, from 0 to `blocks - 1`.
-        attention: layer of the blocks `attention_at`: a name or a mapping, like `mixer`.
+        attention_at: distinct indices of the blocks with attention, from 0 to `blocks - 1`, in any order; may be empty.
+            The default needs at least 30 blocks.
+        attention: layer of the blocks `attention_at`: a name or a mapping, like `mixer`. The default is
+            `kalmix.layers.Attention`.
 
     Returns:
-        A list of `blocks` entries, for `KalmixConfig.layers` or `LanguageModel`. Each mapping is copied.
+        A list of `blocks` names or mappings, for `KalmixConfig.layers` or `LanguageModel`. Each mapping is a shallow
+        copy.
 
     Raises:
-        ArgumentError: `blocks` is not a positive integer, or an index is negative, too large or repeated.
+        ArgumentError: `blocks` is not a positive integer, `attention_at` is not a sequence of integers, an index is
+            negative, too large or repeated, or a layer is neither a string nor a mapping.
 
     Example:
         >>> from kalmix.models import hybrid_layers
@@ -98,8 +103,14 @@ def hybrid_layers(
         ['kla', 'attention', 'kla']
     """
     check_positive_int("blocks", blocks)
-    positions = set(attention_at)
-    if not positions <= set(range(blocks)) or len(positions) != len(attention_at):
+    for name, entry in (("mixer", mixer), ("attention", attention)):
+        if not isinstance(entry, str | Mapping):
+            raise ArgumentError(name, got=repr(entry), expected="the name of a layer or a mapping of its options")
+    try:
+        positions = list(map(index, attention_at))
+    except TypeError:
+        positions = [-1]  # refused below
+    if not set(positions) <= set(range(blocks)) or len(set(positions)) != len(positions):
         raise ArgumentError("attention_at", got=repr(attention_at), expected=f"distinct indices from 0 to {blocks - 1}")
     entries = (attention if position in positions else mixer for position in range(blocks))
     return [entry if isinstance(entry, str) else dict(entry) for entry in entries]

@@ -152,6 +152,10 @@ class BeliefLayer(CacheLayerMixin):
         state, self.tokens, self.calls, self.stale, self.drop_calls = value
         self.tensors, self.structure = ([], None) if state is None else flatten(state)
 
+    def accepts(self, entry: CacheEntry) -> bool:
+        """Return whether an entry may belong to this layer: its state has the same structure, if both have one."""
+        return entry.state is None or self.structure is None or flatten(entry.state)[1] == self.structure
+
     def get_state(self, mixer: Mixer) -> Belief | None:
         """Return the state from which the next call of `mixer` continues; `None` for its prior.
 
@@ -283,12 +287,13 @@ class CacheOfCall(NamedTuple):
         self.layers[index].set_state(output.state, output.mixer_input, self.layout)
 
 
-def belief_layers(cache: Cache | None, count: int) -> list[BeliefLayer]:
+def belief_layers(cache: Cache | None, count: int, name: str = "past_key_values") -> list[BeliefLayer]:
     """Return the layers of a cache. An empty cache first gets `count` new layers.
 
     Args:
         cache: cache of transformers; `None` returns no layers.
         count: number of blocks of the model.
+        name: argument that holds the cache, for messages.
 
     Raises:
         ArgumentError: the cache has another number of layers, or layers of another kind.
@@ -301,10 +306,13 @@ def belief_layers(cache: Cache | None, count: int) -> list[BeliefLayer]:
     if len(layers) != len(cache.layers) or len(layers) != count:
         kinds = sorted({type(layer).__name__ for layer in cache.layers})
         expected = f"a DynamicCache(config=model.config) with {count} belief layers"
-        raise ArgumentError(
-            "past_key_values", problem=f"has {len(cache.layers)} layers of {', '.join(kinds)}", expected=expected
-        )
+        raise ArgumentError(name, problem=f"has {len(cache.layers)} layers of {', '.join(kinds)}", expected=expected)
     return layers
+
+
+def _check_cache(cache: object) -> None:
+    if not isinstance(cache, Cache):
+        raise ArgumentError("cache", got=f"a {type(cache).__name__}", expected="a cache, as in `past_key_values`")
 
 
 def snapshot(cache: Cache) -> tuple[CacheEntry, ...]:
@@ -318,11 +326,12 @@ def snapshot(cache: Cache) -> tuple[CacheEntry, ...]:
         cache: cache of a `KalmixForCausalLM`, as it returns it in `past_key_values`.
 
     Returns:
-        One entry per block, each with its state and its number of tokens. A `DynamicCache()` that no model has used
-        has no entries, and `restore` cannot empty it later. Build it as `DynamicCache(config=model.config)` instead.
+        One entry per block, with the block's state and number of tokens, for `restore` only. A `DynamicCache()` that no
+        model has used gives `()`, which `restore` does not accept once the cache has been used. To return to an empty
+        cache, build it as `DynamicCache(config=model.config)`.
 
     Raises:
-        ArgumentError: `cache` is not a cache of a `KalmixForCausalLM`.
+        ArgumentError: `cache` is not a cache of transformers, or another model has filled it.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM, restore, snapshot
@@ -335,9 +344,8 @@ def snapshot(cache: Cache) -> tuple[CacheEntry, ...]:
         >>> cache.get_seq_length()
         10
     """
-    if not isinstance(cache, Cache):
-        raise ArgumentError("cache", got=f"a {type(cache).__name__}", expected="a cache, as in `past_key_values`")
-    return tuple(layer.entry for layer in belief_layers(cache, len(cache.layers)))
+    _check_cache(cache)
+    return tuple(layer.entry for layer in belief_layers(cache, len(cache.layers), "cache"))
 
 
 def restore(cache: Cache, entries: tuple[CacheEntry, ...]) -> None:
@@ -346,11 +354,15 @@ def restore(cache: Cache, entries: tuple[CacheEntry, ...]) -> None:
     The next call of the model then continues after the tokens that the cache had at the time of the snapshot.
 
     Args:
-        cache: the cache to change, or another one of the same configuration.
-        entries: what `snapshot` returned; it may be restored any number of times.
+        cache: the cache that was passed to `snapshot`, or another one of the same model: a `DynamicCache`, also a new
+            one, or, for a snapshot of a `StaticCache`, a `StaticCache` of the same size that has been used.
+        entries: result of `snapshot`; it may be restored any number of times. The number of sequences may differ from
+            that in the cache; the next call of the model needs as many as the snapshot.
 
     Raises:
-        ArgumentError: the cache has another number of layers, or layers of another kind.
+        ArgumentError: `cache` is not a cache of a `KalmixForCausalLM`, `entries` is not a result of `snapshot`, their
+            numbers of layers differ, or a layer has a state of another kind, or another size in a `StaticCache`. The
+            cache is not changed then. In a `DynamicCache`, the next call of the model reports states of another size.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM, restore, snapshot
@@ -363,6 +375,15 @@ def restore(cache: Cache, entries: tuple[CacheEntry, ...]) -> None:
         >>> torch.allclose(model(question, past_key_values=cache).logits, first)
         True
     """
-    for layer, entry in zip(belief_layers(cache, len(entries)), entries, strict=True):
+    _check_cache(cache)
+    if not isinstance(entries, tuple | list) or not all(isinstance(entry, CacheEntry) for entry in entries):
+        raise ArgumentError("entries", got=f"a {type(entries).__name__}", expected="the result of `snapshot`")
+    if cache.layers and len(entries) != len(cache.layers):
+        expected = f"{len(cache.layers)}, one for each layer of the cache"
+        raise ArgumentError("entries", problem=f"has {len(entries)} entries", expected=expected)
+    pairs = list(zip(belief_layers(cache, len(entries), "cache"), entries, strict=True))
+    if not all(layer.accepts(entry) for layer, entry in pairs):
+        raise ArgumentError("entries", problem="belong to another cache", expected="a snapshot of a cache like `cache`")
+    for layer, entry in pairs:
         layer.entry = entry
         layer.is_initialized = entry.tokens > 0

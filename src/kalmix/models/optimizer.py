@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from kalmix.layers import Mixer
+from kalmix.validation import check_number, require
 
 DYNAMICS_LR_FACTOR = 0.1  # learning rate of dynamics, relative to the others
 
@@ -14,10 +15,12 @@ DYNAMICS_LR_FACTOR = 0.1  # learning rate of dynamics, relative to the others
 def optimizer_groups(model: nn.Module, *, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
     """Return parameter groups for an optimizer: matrices, vectors, embeddings, head and dynamics.
 
-    Dynamics are the `dynamics_parameters` of the layers. Their learning rate is a tenth of `learning_rate`, because
-    they act at every step of the recurrence (appendix G.6 of Kalman Linear Attention). The head is the language model's
-    output head. All other parameters are matrices if they have two or more dimensions, otherwise vectors; so the weight
-    of a classifier's head is a matrix. Only the group "matrices" has weight decay.
+    Each parameter is in one group. "dynamics" are the parameters that `dynamics_parameters()` of the layers returns,
+    such as decay rates and noises. Their learning rate is a tenth of `learning_rate`, because they act at every step of
+    the recurrence (appendix G.6 of Kalman Linear Attention). "embeddings" and "head" are those of a language model's
+    `get_input_embeddings()` and `get_output_embeddings()`. All others are "matrices" if they have two or more
+    dimensions, otherwise "vectors"; so the weight of a classifier's head is a matrix. Only "matrices" have weight
+    decay.
 
     A `Trainer` of transformers does not ask the model for groups. Build the optimizer and pass it:
     `Trainer(..., optimizers=(torch.optim.AdamW(groups), None))`, or, with FSDP or DeepSpeed,
@@ -25,13 +28,17 @@ def optimizer_groups(model: nn.Module, *, learning_rate: float, weight_decay: fl
     scales the learning rate of each group by the same factor.
 
     Args:
-        model: model with layers of kalmix. A weight that embeddings and head share counts as an embedding.
-        learning_rate: learning rate of all groups but the dynamics.
-        weight_decay: weight decay of the matrices.
+        model: any module; without layers of kalmix it has no dynamics. It is not changed. A weight that embeddings and
+            head share counts as an embedding.
+        learning_rate: learning rate of all groups but the dynamics, >= 0.
+        weight_decay: weight decay of the matrices, >= 0.
 
     Returns:
-        Groups with the keys "name", "params", "lr" and "weight_decay", in the order above, without empty groups.
-        Parameters that do not require gradients are left out.
+        Groups with the keys "name", "params" (a list), "lr" and "weight_decay", in the order "matrices", "vectors",
+        "embeddings", "head", "dynamics", without empty groups. Parameters that do not require gradients are left out.
+
+    Raises:
+        ArgumentError: `model` is not a module, or a number is not finite or is negative.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM, optimizer_groups
@@ -41,6 +48,9 @@ def optimizer_groups(model: nn.Module, *, learning_rate: float, weight_decay: fl
         [('matrices', 0.001, 0.1), ('vectors', 0.001, 0.0), ('embeddings', 0.001, 0.0), ('head', 0.001, 0.0),
          ('dynamics', 0.0001, 0.0)]
     """
+    require(isinstance(model, nn.Module), "model", f"a {type(model).__name__}", "a torch.nn.Module")
+    check_number("learning_rate", learning_rate, minimum=0.0)
+    check_number("weight_decay", weight_decay, minimum=0.0)
     embeddings, head = _weights(model, "get_input_embeddings"), _weights(model, "get_output_embeddings")
     mixers = (module for module in model.modules() if isinstance(module, Mixer))
     dynamics = {id(value) for mixer in mixers for value in mixer.dynamics_parameters()}

@@ -12,21 +12,28 @@ from kalmix.layers.base import Mixer
 from kalmix.models.blocks import Block, BlockOutput, Posterior
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.types import Belief, Filtered
-from kalmix.validation import check_choice
+from kalmix.validation import check_choice, check_shape
 
 PROPAGATIONS = ("mean", "sample")
 
 
 class StackOutput(NamedTuple):
-    """Output of `BlockStack.forward`. Each tuple has one entry per block; it is empty if it was not requested.
+    """Output of a call of `BlockStack`, for B rows of T tokens of width D. Fields are not checked here.
+
+    Each tuple has one entry per block. It is `()` if the call did not request it; the argument is given in parentheses.
 
     Attributes:
-        hidden_state: `[B, T, D]`, residual stream after the last block.
-        states: states of the mixers after the last token; pass them to the next call to continue.
-        mixer_inputs: `[B, T, D]`, normalized input of each mixer.
-        hidden_states: `[B, T, D]`, input of each block.
-        beliefs: `Filtered` of each mixer's output.
-        posterior: posterior of the last block's read-out; `None` if not requested.
+        hidden_state: `[B, T, D]`, output of the last block (the residual stream).
+        states: state of each block's mixer (its sequence layer) after the last token (`output_states`, the default).
+            Pass the tuple to the next call to continue.
+        mixer_inputs: normalized input of each mixer, tensors `[B, T, D]` (`output_states`, too).
+        hidden_states: input of each block, tensors `[B, T, D]` (`output_hidden_states`). The first is the input of the
+            stack; the output of the last block is only in `hidden_state`.
+        beliefs: `kalmix.Filtered` of each mixer's output (`output_beliefs`): mean and variance `[B, T, D]`, and the
+            mixer's state. The variance is `None` if the mixer has no posterior, as "attention".
+        posterior: posterior of the last mixer's read-out, its output before gate and projection (`output_posterior`):
+            a named tuple with mean and variance `[B, T, E]`, where E is the width of the read-out. `None` if not
+            requested.
 
     Example:
         >>> from kalmix.models.blocks import Block, layer_specs
@@ -59,15 +66,23 @@ class StateCache(Protocol):
 
 
 class BlockStack(nn.ModuleList):
-    """List of blocks that run one after the other.
+    """List of blocks that run one after the other; a `torch.nn.ModuleList`.
+
+    Call it as `stack(x, states=None, layout=None, **options)`, where x is `[B, T, D]`. `states` are those of an earlier
+    `StackOutput`, one per block, to continue; `layout` is an `InputLayout` of packed or padded sequences. It returns a
+    `StackOutput`; the options `output_states` (True by default), `output_hidden_states`, `output_beliefs` and
+    `output_posterior` (False) select its contents.
 
     Args:
-        blocks: blocks, from first to last.
-        propagate: read-out that blocks pass on in training: "mean", or one "sample" of the posterior (section 5.5 of
-            Kalman Linear Attention). The last block, blocks without a posterior, and evaluation always use the mean.
+        blocks: instances of `Block` of the same width D, from first to last.
+        propagate: output of a mixer (the block's sequence layer) that the block uses in training: "mean" of its
+            posterior, or one "sample", drawn per token and element with reparameterisation (section 5.5 of Kalman
+            Linear Attention). The last block, blocks without a posterior, and evaluation always use the mean.
 
     Raises:
-        ArgumentError: `propagate` is unknown.
+        ArgumentError: `propagate` is unknown, or `blocks` are not blocks of one width; in a call, x or a state has
+            another shape, the number of states is not that of the blocks, or `output_posterior` is set and the last
+            mixer has no posterior.
 
     Example:
         >>> from kalmix.models.blocks import Block, layer_specs
@@ -83,8 +98,20 @@ class BlockStack(nn.ModuleList):
 
     def __init__(self, blocks: Iterable[Block], propagate: str = "mean") -> None:
         check_choice("propagate", propagate, PROPAGATIONS)
-        super().__init__(blocks)
+        if not isinstance(blocks, Iterable):
+            raise ArgumentError("blocks", got=f"a {type(blocks).__name__}", expected="a list of `Block`")
+        listed = list(blocks)
+        for block in listed:
+            if not isinstance(block, Block):
+                raise ArgumentError(
+                    "blocks", problem=f"contains a {type(block).__name__}", expected="a list of `Block`"
+                )
+        widths = {block.mixer.hidden_size for block in listed}
+        if len(widths) > 1:
+            raise ArgumentError("blocks", problem=f"have widths {sorted(widths)}", expected="blocks of one width")
+        super().__init__(listed)
         self.propagate = propagate
+        self.hidden_size: int | None = widths.pop() if widths else None
 
     def forward(
         self,
@@ -111,8 +138,15 @@ class BlockStack(nn.ModuleList):
             output_posterior: return the posterior of the last block's read-out.
 
         Raises:
-            ArgumentError: `output_posterior` is set and the last layer has no posterior.
+            ArgumentError: `x` or a state has another shape, the number of states is not that of the blocks, `layout`
+                is not an `InputLayout`, or `output_posterior` is set and the last layer has no posterior.
         """
+        check_shape("x", x, "B T D", {} if self.hidden_size is None else {"D": self.hidden_size})
+        if states is not None and (not isinstance(states, list | tuple) or len(states) != len(self)):
+            got = f"has {len(states)} states" if isinstance(states, list | tuple) else f"is a {type(states).__name__}"
+            raise ArgumentError("states", problem=got, expected=f"{len(self)} states, one per block")
+        if layout is not None and not isinstance(layout, InputLayout):
+            raise ArgumentError("layout", got=f"a {type(layout).__name__}", expected="InputLayout(segments)")
         if output_posterior and not self.last_block.mixer.has_posterior:
             problem = f"ends with {type(self.last_block.mixer).__name__}, which has no posterior"
             raise ArgumentError("layers", problem=problem, expected="a last layer with a posterior")

@@ -55,12 +55,16 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
     @entry.setter
     def entry(self, value: CacheEntry) -> None:
         if value.tokens:
-            if self.structure is None or _row_shapes(value.state) != _row_shapes(rebuild(self.tensors, self.structure)):
-                expected = "entries of this static cache"
-                raise ArgumentError("entries", problem="belong to another cache", expected=expected)
             self._fill(value.state)
         self.is_initialized = value.tokens > 0
         self.cumulative_length.fill_(value.tokens)
+
+    def accepts(self, entry: CacheEntry) -> bool:
+        """Return whether the buffers exist and have the sizes of an entry's state, apart from the first axis."""
+        if not entry.tokens:
+            return True
+        same_kind = self.structure is not None and super().accepts(entry) and not entry.stale
+        return same_kind and _row_shapes(entry.state) == _row_shapes(rebuild(self.tensors, self.structure))
 
     def allocate(self, mixer: Mixer, batch: int, dtype: torch.dtype) -> None:
         """Allocate the buffers before the first call. Compiled with CUDA graphs, that call must not allocate them.

@@ -198,13 +198,22 @@ def _init_weights(module: nn.Module) -> None:
 def gkavision_tiny(**options: Any) -> VisionModel:
     """Build GKAVision-T (section N of Gated KalmaNet), with random weights.
 
-    Its sizes suit images of 224 x 224 pixels, whose maps the windows tile. It accepts images of any size.
+    It is a `VisionModel` with the defaults of that class: an image classifier with 31.8 million parameters. It accepts
+    images of any size. With 224 x 224 pixels, a whole number of attention windows fits its feature maps; maps of other
+    sizes are padded with zeros.
 
     Args:
-        options: arguments of `VisionModel`. They override its defaults, which are the sizes of GKAVision-T.
+        options: keyword arguments of `VisionModel`, such as `num_classes` (1000 by default; 0 for features instead of
+            logits), `in_chans` (3) and `drop_path_rate` (0.2). They override its defaults.
+
+    Returns:
+        The model, in training mode. It maps images `[B, in_chans, Y, X]` in the dtype of its parameters to logits
+        `[B, num_classes]`.
 
     Raises:
-        ArgumentError: as `VisionModel`.
+        ArgumentError: an option has a wrong value, such as a negative `num_classes`; or, in a call of the model, the
+            images have another shape.
+        TypeError: `VisionModel` has no such option.
 
     Example:
         >>> from kalmix.models import gkavision_tiny

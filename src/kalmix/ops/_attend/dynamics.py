@@ -18,16 +18,25 @@ SERIES_TERMS = 14  # of that series: enough for float64
 
 
 class Dynamics(NamedTuple):
-    """Linear stochastic model of H heads with C complex channels: dz = (log_decay + i frequency) z dt + dw.
+    """Linear stochastic model of H key heads with C complex channels: dz = (log_decay + i frequency) z dt + dw.
 
-    Pass one to `kalmix.ops.attend` as `value_dynamics` if values have another model than keys.
+    Here z is the state of a channel and w its process noise, a Brownian motion. Pass an instance to `kalmix.ops.attend`
+    as `value_dynamics` if values have another model than keys. The model of keys is passed as arguments of the op with
+    the same names and shapes. For values, C is V / 2: columns j and j + V / 2 of a value are the real and imaginary
+    part of channel j. H is the number of key heads, also for values.
+
+    Fields are not checked here. `attend` raises `ArgumentError` for a wrong shape, dtype or device and, where values
+    are checked (see `kalmix.checks`), for a number out of range, NaN and infinity. The dtype is that of q, k and v; if
+    that is bfloat16 or float16, float32 is accepted, too. The unit of time is that of the op's `times`. All columns of
+    a head have the same variances.
 
     Attributes:
-        log_decay: `[H]`, negative decay rate, natural logarithm per unit of time, <= 0.
-        frequency: `[H, C]`, angular frequency of each channel, in radians per unit of time.
+        log_decay: `[H]`, logarithm of the decay per unit of time, <= 0: over a lag t, z is multiplied by
+            exp(log_decay t).
+        frequency: `[H, C]`, angular frequency of each channel, of either sign, in radians per unit of time.
         process_noise: `[H]`, variance that diffusion adds per unit of time, >= 0.
-        key_noise: `[H]`, variance of the observation noise of a key or value, >= 0.
-        query_noise: `[H]`, variance of the query, >= 0; `key_noise + query_noise` must be positive.
+        key_noise: `[H]`, variance of the observation noise of a key or value, >= 0; > 0 if `attend` returns a variance.
+        query_noise: `[H]`, variance of the observation noise of a query, >= 0; `key_noise + query_noise` must be > 0.
 
     Example:
         >>> from kalmix.ops import Dynamics

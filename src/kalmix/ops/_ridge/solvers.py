@@ -20,21 +20,25 @@ def _check_positive(name: str, value: object, kind: type) -> None:
     accepted = (int, float) if kind is float else (int,)
     maximum = MAX_FLOAT if isinstance(value, float) else MAX_INT
     if isinstance(value, bool) or not isinstance(value, accepted) or not 0 < value <= maximum:
-        raise ArgumentError(name, got=repr(value), expected=f"a positive {'number' if kind is float else 'integer'}")
+        bound = f" of at most {maximum:g}" if isinstance(value, accepted) and value > maximum else ""
+        noun = "number" if kind is float else "integer"
+        raise ArgumentError(name, got=repr(value), expected=f"a positive {noun}{bound}")
 
 
 @dataclass(frozen=True)
 class Adaptive:
     """Ridge proportional to the Frobenius norm of H: lambda_t = factor * ||H_t||_F (Gated KalmaNet, section 4.1).
 
-    The condition number of H + lambda I is at most 1 + 1 / factor, whatever the keys are. While H is 0, the ridge is 0
-    and the op returns 0.
+    Pass it as the argument `ridge` of `kalmix.ops.ridge`. H_t is the op's discounted sum of gain_s k_s k_s' over the
+    tokens s <= t, a K x K matrix per value head. Gradients include that of the norm. The condition number of
+    H + lambda I is at most 1 + 1 / factor, whatever the keys are. While ||H||_F is below 1e-10, as before the first key
+    that is not 0, the read-out is 0.
 
     Attributes:
-        factor: > 0.
+        factor: number > 0, the same for all tokens and heads.
 
     Raises:
-        ArgumentError: `factor` is not a positive number.
+        ArgumentError: `factor` is not a finite number above 0; a tensor is not accepted.
 
     Example:
         >>> from kalmix import ops
@@ -53,11 +57,15 @@ class Adaptive:
 class Fixed:
     """Constant ridge, the prior precision of the memory: lambda_t = value (MesaNet).
 
+    Pass it as the argument `ridge` of `kalmix.ops.ridge`. It is not discounted. The op solves with H + value I, where H
+    is the discounted sum of gain k k' over past tokens. So the condition number grows with the keys, and iterative
+    solvers may need more iterations than with `Adaptive`.
+
     Attributes:
-        value: > 0.
+        value: number > 0, the same for all tokens and heads, in the unit of gain |k|^2.
 
     Raises:
-        ArgumentError: `value` is not a positive number.
+        ArgumentError: `value` is not a finite number above 0; a tensor is not accepted.
 
     Example:
         >>> from kalmix import ops
@@ -77,21 +85,23 @@ Ridge = Adaptive | Fixed
 
 @dataclass(frozen=True)
 class Chebyshev:
-    """Chebyshev iteration for (H + ridge I) x = q, the system of `kalmix.ops.ridge` (Algorithm 1 of Gated KalmaNet).
+    """Chebyshev iteration for (H + lambda I) x = q, the system of `kalmix.ops.ridge` (Algorithm 1 of Gated KalmaNet).
 
-    H is the discounted sum of k k' over past tokens, so all eigenvalues lie in [ridge, ridge + ||H||_F]. The initial
-    guess is q / (ridge + ||H||_F / 2). Each iteration reduces the error by about (sqrt(c) - 1) / (sqrt(c) + 1), where
-    c = 1 + ||H||_F / ridge bounds the condition number. With `Adaptive(0.02)`, c is 51 and the factor 0.754. An
-    iteration takes O(K^2) time per token.
+    Pass it as the argument `solver` of the op. H is the discounted sum of gain k k' over past tokens, so all
+    eigenvalues of H + lambda I lie in [lambda, lambda + ||H||_F]. The initial guess is q / (lambda + ||H||_F / 2). Each
+    iteration multiplies the error by about (sqrt(c) - 1) / (sqrt(c) + 1), where c = 1 + ||H||_F / lambda bounds the
+    condition number: 0.754 for `Adaptive(0.02)`, whose c is 51. All iterations run; too few give an inaccurate result
+    without an error. An iteration takes O(K^2) time per token.
 
     Attributes:
-        iterations: number of iterations after the initial guess, >= 1.
-        backward: "implicit" solves one more system for the gradient (Lemma 2); the gradient's error is about that of
-            the solution. "unrolled" returns the exact gradient of the iteration (Algorithm 2). Only kernel "reference"
-            supports it; it is the default then, and `ridge` raises `KernelError` for the others.
+        iterations: number of iterations after the initial guess, an integer >= 1.
+        backward: "implicit" solves one more system for the gradient, with as many iterations (Lemma 2). The relative
+            error of the gradient is about that of the solution. All kernels support it. "unrolled" returns the exact
+            gradient of the iteration (Algorithm 2), in kernel "reference" only, which the op then chooses by default.
 
     Raises:
-        ArgumentError: `iterations` is not a positive integer, or `backward` is another string.
+        ArgumentError: `iterations` is not a positive integer, or `backward` is not one of these strings.
+        KernelError: in `kalmix.ops.ridge`, if `backward` is "unrolled" and another kernel is requested.
 
     Example:
         >>> from kalmix import ops
@@ -113,14 +123,15 @@ class Chebyshev:
 class ConjugateGradient:
     """Conjugate-gradient method of Hestenes and Stiefel for the system of `kalmix.ops.ridge`, started at 0.
 
-    It returns the iterate with the smallest residual. In float32 it is as accurate as `Exact` after a few dozen
-    iterations. With bfloat16 inputs in kernel "triton", `Chebyshev` is more accurate. An iteration takes O(K^2) time
-    per token. The gradient is implicit: the backward pass solves one more system by this method. All kernels support
-    it.
+    Pass it as the argument `solver` of the op. All kernels support it. It returns the iterate with the smallest
+    residual. With the default ridge and number of iterations it is as accurate as `Exact` in float32. A ridge much
+    smaller than ||H||_F needs more iterations; too few give an inaccurate result without an error. With bfloat16 inputs
+    in kernel "triton", `Chebyshev` is more accurate. An iteration takes O(K^2) time per token. The gradient is
+    implicit: the backward pass solves one more system by this method, with as many iterations.
 
     Attributes:
-        iterations: largest number of iterations, >= 1. Once the residual of a token is rounding error, later iterations
-            do not change its solution. They still take time.
+        iterations: number of iterations, an integer >= 1. All of them run. Once the residual of a token is rounding
+            error, later ones do not change its solution.
 
     Raises:
         ArgumentError: `iterations` is not a positive integer.
@@ -140,7 +151,13 @@ class ConjugateGradient:
 
 @dataclass(frozen=True)
 class Exact:
-    """Exact solution by Cholesky factorisation, in O(K^3) time per token. Not supported by kernel "triton".
+    """Exact solution of the system of `kalmix.ops.ridge` by Cholesky factorisation, in O(K^3) time per token.
+
+    Pass it as the argument `solver` of the op. It has no options. Up to rounding, the solution and its gradient are
+    exact. Kernels "chunked" and "reference" support it; by default the op chooses one of them, also on a GPU.
+
+    Raises:
+        KernelError: in `kalmix.ops.ridge`, if kernel "triton" is requested.
 
     Example:
         >>> from kalmix import ops
