@@ -47,5 +47,5 @@ def test_against_the_equations():
 def test_a_state_without_magnitudes_is_refused():
     layer, x = AFATransformerBlock(8, heads=2), torch.randn(1, 3, 8)
     state = layer(x)[1]
-    with pytest.raises(ArgumentError, match="`state` lacks a history"):
+    with pytest.raises(ArgumentError, match="`state` lacks magnitude"):
         layer(x, state._replace(magnitude=None))

@@ -46,6 +46,17 @@ def test_layers_name_wrong_inputs(name):
     assert not found, found
 
 
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_layers_refuse_states_that_lack_a_field(name):
+    layer: Any = LAYERS[name]().eval()
+    x = torch.randn(2, 5, layer.hidden_size)
+    state = layer(x)[1]
+    for field in state._fields:
+        with pytest.raises(ArgumentError, match=f"`state` lacks {field}"):
+            layer(x, state._replace(**{field: None}))
+
+
 def resized(leaf: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Return the tensor as complex, with fewer or more axes, and with axes of other sizes (1 could be broadcast)."""
     found = [("complex", leaf.to(torch.complex64)), ("without an axis", leaf[0]), ("with a further axis", leaf[None])]

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from kalmix import designs, ops
 from kalmix.beliefs import HistoryBelief, detach, loadable, take, to
 from kalmix.designs import Design
-from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state, mask_outside
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.modules import to_state_dtype
@@ -175,8 +174,6 @@ class AFATransformerBlock(Mixer):
     ) -> tuple[Filtered, Tensor | None]:
         """Return the filtered states, `[B, T, 2 H C]`; see `TrajectoryLayer.read`. The layer has no variance."""
         previous = check_state(state, AFATransformerState, x, segments)
-        if previous is not None and any(part is None for part in previous):
-            raise ArgumentError("state", problem="lacks a history", expected="a magnitude and a direction")
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         parts = [
             part.unflatten(-1, (self.sizes.heads, -1))

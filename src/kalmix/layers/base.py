@@ -31,7 +31,7 @@ State = TypeVar("State", bound=tuple)
 
 
 class Mixer(nn.Module):
-    """Base class of all layers: a module that mixes tokens along time and returns its output with its state.
+    """Base class of sequence layers: a module that mixes tokens along time and returns its output with its state.
 
         y, state = layer(x)                          # training or prefill: `[B, T, D]` -> `[B, T, D]`
         y, state = layer(x, state)                   # decoding: continue from an earlier call
@@ -47,9 +47,9 @@ class Mixer(nn.Module):
     Most layers need an MLP after them, as attention does. Layers with `includes_mlp = True` (`KLA`, `Mamba2`,
     `AFATransformerBlock`) gate their own output: do not add an MLP.
 
-    `Mixer` is abstract: build a subclass. A subclass implements `state_size(length)`, the number of floats in the state
-    of one sequence after `length` tokens, and two methods. `read` computes the read-out from x; `project_out` computes
-    the output from the read-out:
+    `Mixer` is abstract: build a subclass. A subclass calls `super().__init__(hidden_size)`. It implements
+    `state_size(length)`, the number of floats in the state of one sequence after `length` tokens, and two methods.
+    `read` computes the read-out from x; `project_out` computes the output from the read-out:
 
         (mean, variance, state), context = layer.read(x, state, segments, variance)   # mean, variance: `[B, T, E]`
         y = layer.project_out(mean, context)                                          # y: `[B, T, D]`
@@ -77,8 +77,8 @@ class Mixer(nn.Module):
         has_posterior: whether `filter(..., variance=True)` returns a variance; if not, its variance is `None`.
         includes_mlp: whether the layer gates its own output, so that no MLP should follow it.
         window: largest number of past tokens that the state stores; `None` if it stores all, or sums instead of tokens.
-            A belief that stores tokens has a field `positions`, int64 `[N, S]` for S stored tokens: the index of the
-            token in its sequence, or -1 if there is none.
+            Stored tokens come with a field `positions`, int64 `[N, S]` for S of them: the index of the token in its
+            sequence, or -1 for an empty slot.
         repr_attributes: tuple of names of attributes that `repr` shows, beside those of every layer.
 
     Example:
@@ -349,13 +349,15 @@ def check_state(state: Belief | None, kind: type[State], x: Tensor, segments: Se
         segments: runs of tokens that form sequences, or `None`.
 
     Raises:
-        ArgumentError: the state has another class, or another number of sequences.
+        ArgumentError: the state has another class or another number of sequences, or lacks a field.
     """
     if state is None:
         return None
     sequences = x.shape[0] if segments is None else segments.count
     if not isinstance(state, kind):
         raise ArgumentError("state", got=f"a {type(state).__name__}", expected=f"a {kind.__name__}")
+    if missing := [name for name, part in zip(kind._fields, state, strict=True) if part is None]:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ArgumentError("state", problem=f"lacks {missing[0]}", expected=f"all fields of {kind.__name__}")
     leaf: Any = state
     while isinstance(leaf, tuple) and leaf:
         leaf = leaf[-1]

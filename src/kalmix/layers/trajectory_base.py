@@ -156,8 +156,10 @@ class TrajectoryLayer(Mixer):
             state: state to continue from; the prior by default.
             segments: runs of tokens that form sequences; by default each batch row is one sequence.
             variance: also return the variance.
-            times: `[B, T]`, time of each token, non-decreasing in a sequence; 0, 1, 2, ... by default.
-            horizon: `[B, T]` >= 0, time from each token to the time of its prediction; 1 by default.
+            times: `[B, T]`, time of each token, non-decreasing in a sequence, in float64, float32, int64 or int32.
+                Default: 0, 1, 2, ... in each sequence, or from the last time of the state plus 1.
+            horizon: `[B, T]` >= 0, time from each token to the time of its prediction, in a dtype of `times`, bfloat16
+                or float16; 1 by default.
 
         Returns:
             A pair. First, `Filtered` with mean and variance `[B, T, 2 H C]`, independent between columns, and the new
