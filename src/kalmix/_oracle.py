@@ -15,15 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
 
 from kalmix.designs import Design
 from kalmix.designs.spec import check_design
 from kalmix.errors import ArgumentError
-from kalmix.ops import OPS
+from kalmix.ops import OPS, OpSpec
+from kalmix.ops._shared.lowering import Signals
+from kalmix.ops._shared.recursion import Recursion
 from kalmix.ops._shared.validation import check_heads
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered
-from kalmix.validation import check_shape
+from kalmix.validation import FLOATS, check_bool, check_dtype_and_device, check_shape, checks
 
 Store = Callable[[Any], Any]
 
@@ -59,22 +62,27 @@ def oracle(
     Args:
         design: model of the state and of the observations.
         q: queries `[B, T, H, K]`, in float64, float32, bfloat16 or float16.
-        k: keys `[B, T, H, K]`.
-        v: values `[B, T, G, V]`; G is a multiple of H.
-        belief: belief to continue from, with N sequences; the op's prior by default.
+        k: keys `[B, T, H, K]`, in any of these dtypes, as are v and the signals.
+        v: values `[B, T, G, V]`. G must be a multiple of H; value head g uses key head g // (G / H).
+        belief: prior, a belief of the design's op, such as the one that `kalmix.filter` or an earlier call returned,
+            for N sequences. N is B, or the number of segments. Default: the prior of the op.
         variance: also return the variance of the read-out.
-        segments: runs of tokens that form sequences; by default each batch row is one sequence.
-        **signals: the signals of the design (`design.signals`, `design.optional`), per token `[B, T, ...]`.
-            Time-invariant ones are `[G, K, V]` (transitions of cells) or `[H]` and `[H, C]` (transitions in continuous
-            time). A `matrix` is `[B, T, G, K, K]`. Also the design's options (`design.options`); `solver` has no
-            effect.
+        segments: `kalmix.Segments` that assign tokens to sequences. Default: each batch row is one sequence.
+        **signals: the signals and options of the design, as for `kalmix.filter`: those in `design.signals` are
+            required, those in `design.optional` and `design.options` are not. In addition, a transition with decay
+            "matrix" has the signal `matrix`, `[B, T, G, K, K]`. The option `solver` has no effect.
 
     Returns:
-        `Filtered` in float64: mean `[B, T, G, V]`, variance `[B, T, G, V]` or `[B, T, G, 1]` (or `None`), and belief.
+        `Filtered`, all in float64: mean `[B, T, G, V]`; variance `[B, T, G, V]`, or `[B, T, G, 1]` if all columns share
+        it, `None` unless `variance=True`; and the belief after the last token of each sequence. Mean and variance are
+        0 at tokens outside every segment. All are differentiable.
 
     Raises:
-        DesignError: a signal is missing, or is not one of the design's, or the design has no variance.
-        ArgumentError: `design` is not a `Design`, or a tensor or `segments` has another shape. Values are not checked.
+        DesignError: a signal is missing, or the design has no signal or option of that name, or `variance` is requested
+            of a design without one.
+        ArgumentError: `design` is not a `Design`, or an argument has a shape, dtype or device other than described.
+
+    The signs of signals, NaN and infinity are not checked: the result is that of the equations.
 
     Complexity: one Python step per token.
 
@@ -89,18 +97,16 @@ def oracle(
     """
     check_design(design)
     signals = {name: x for name, x in signals.items() if x is not None}
+    check_bool("variance", variance)
     design.check(signals, variance)
-    check_inputs(q, k, v, segments)
     op = OPS[design.op]
     recursion, options = op.recursion, {name: signals.pop(name) for name in design.options if name in signals}
+    tokens = {"q": q, "k": k, "v": v}
+    count = check_tensors(recursion, tokens, signals, segments)
+    no_sequences = _check_with_op(op, tokens, signals, options | {"belief": _without_rows(op, belief, count)})
     q, k = q.double(), k.double()
     if not recursion.shares_keys:
         q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for x in (q, k))
-    for name, x in signals.items():
-        fixed = name in recursion.invariant and getattr(x, "ndim", 9) <= 3
-        if not isinstance(x, Tensor) or not (fixed or x.shape[:2] == v.shape[:2]):
-            got = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
-            raise ArgumentError(name, problem=got, expected=f"a tensor [B={v.shape[0]}, T={v.shape[1]}, ...]")
     invariant = [name for name in recursion.invariant if name in signals and signals[name].ndim <= 3]
     shared = options | {name: signals[name].double() for name in invariant}
     per_token = {"q": q, "k": k, "v": v.double()}
@@ -125,18 +131,63 @@ def oracle(
         tokens = [reads.get((b, t), zero) for b in range(v.shape[0]) for t in range(v.shape[1])]
         return (torch.stack(tokens) if tokens else zero[:0]).reshape(*v.shape[:3], width)
 
-    final = type(finals[0])(*(_stack(leaf) for leaf in zip(*finals, strict=True))) if finals else belief
+    final = type(finals[0])(*(_stack(leaf) for leaf in zip(*finals, strict=True))) if finals else no_sequences
     spread = assemble(variances, v.shape[3] if recursion.columns else 1) if variance else None
     return Filtered(assemble(means, v.shape[3]), spread, final)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> None:
-    """Check the shapes of q and k `[B, T, H, K]` and v `[B, T, G, V]`, and that segments fit them."""
+def check_tensors(recursion: Recursion, tokens: Signals, signals: Signals, segments: Segments | None) -> int:
+    """Check the dtypes and devices of q, k, v and signals, that their batch and time axes agree, and the segments.
+
+    Returns the number of sequences.
+    """
     sizes: dict[str, int] = {}
-    for name, x, layout in (("q", q, "B T H K"), ("k", k, "B T H K"), ("v", v, "B T G V")):
-        check_shape(name, x, layout, sizes)
+    for name, layout in (("q", "B T H K"), ("k", "B T H K"), ("v", "B T G V")):
+        check_shape(name, tokens[name], layout, sizes)
+        check_dtype_and_device(name, tokens[name], FLOATS, tokens["q"].device)
     check_heads(sizes)
-    check_segments(segments, sizes["B"], sizes["T"], v.device)
+    for name, x in signals.items():
+        fixed = name in recursion.invariant and getattr(x, "ndim", 9) <= 3
+        if not isinstance(x, Tensor) or not (fixed or x.shape[:2] == (sizes["B"], sizes["T"])):
+            got = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+            raise ArgumentError(name, problem=got, expected=f"a tensor [B={sizes['B']}, T={sizes['T']}, ...]")
+        check_dtype_and_device(name, x, (*FLOATS, torch.int64, torch.int32), tokens["q"].device)
+    if "matrix" in signals:
+        check_shape("matrix", signals["matrix"], "B T G K K", sizes)
+    return check_segments(segments, sizes["B"], sizes["T"], tokens["q"].device)
+
+
+def _without_rows(op: OpSpec, belief: Any, count: int) -> Any:
+    """Return the first 0 sequences of a belief of `op`; check that it has `count`. Return any other value as it is."""
+    if not isinstance(belief, op.belief):
+        return belief
+    for field, x in zip(belief._fields, belief, strict=True):
+        if not isinstance(x, Tensor) or x.shape[:1] != (count,):
+            problem = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+            raise ArgumentError(f"belief.{field}", problem=problem, expected=f"a tensor [N={count}, ...]")
+    return op.belief(*(x[:0] for x in belief))
+
+
+def _check_with_op(op: OpSpec, tokens: Signals, signals: Signals, options: Signals) -> Any:
+    """Check the shapes of signals, the options and the belief by a call of the op for 0 sequences.
+
+    Args:
+        op: the op of the design.
+        tokens: q, k and v.
+        signals: signals of the design.
+        options: options of the op, and the belief.
+
+    Returns:
+        The final belief, of 0 sequences.
+    """
+    signals = {name: x for name, x in signals.items() if name != "matrix"}
+    tokens, signals, options = tree_map_only(
+        Tensor, lambda x: x.double() if x.is_floating_point() else x, (tokens, signals, options)
+    )
+    none = Segments(tokens["v"].new_zeros(0, 3, dtype=torch.int32))
+    with checks(False):
+        arguments = op.lower(tokens["k"], tokens["v"], signals)
+        return op.function(**tokens, **arguments, **options, segments=none).belief
 
 
 def _stack(leaves: tuple[Tensor, ...]) -> Tensor:

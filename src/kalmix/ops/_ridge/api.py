@@ -36,54 +36,67 @@ def ridge(
 ) -> Filtered:
     r"""Solve a ridge regression over all past tokens at every token (Gated KalmaNet, MesaNet).
 
-    The state is two discounted sums over past tokens: H of k k' and U of k v'. At each token, the op solves a linear
-    system in H and reads U with the solution (equations 3 and (CH) of *Gated KalmaNet*). With a_t = exp(log_decay),
-    g_t = `gain` and m_t = `mix`,
+    The state of a value head is two discounted sums over past tokens: H `[K, K]` of k k', and U `[K, V]` of k v'. At
+    each token, the op solves a linear system in H and reads U with the solution (equation 3 of *Gated KalmaNet*). With
+    a_t = exp(log_decay), g_t = `gain` and m_t = `mix`,
 
         H_t = a_t H_{t-1} + g_t k_t k_t',   U_t = a_t U_{t-1} + g_t k_t v_t'
         x_t = (H_t + lambda_t I)^{-1} q_t
         mean = U_t'(m_t x_t + (1 - m_t) q_t),   variance = q_t'x_t
 
-    This is the Kalman filter of a constant memory in information form: observation noise 1 / g_t, prior precision
-    lambda_t, and past information multiplied by a_t at each token. The variance is that of U'x, in units of the
-    observation noise. While ||H_t||_F < 1e-10, an adaptive ridge gives x = 0 and variance 0.
+    Without `mix`, mean and variance are those of a Kalman filter in information form: a constant memory M `[K, V]` with
+    prior precision lambda_t is read along q_t; each past value is M'k plus noise of variance 1 / g, and past
+    information is multiplied by a_t at each token. The variance does not depend on `mix`. While ||H_t||_F < 1e-10, an
+    adaptive ridge gives x = 0 and variance 0.
+
+    Signals other than q, k and v are in the dtype of `v` or of the belief.
 
     Args:
-        q: `[B, T, H, K]`, queries. They are not scaled.
-        k: `[B, T, H, K]`, keys (regressors), in the dtype of `q`. A token with key 0 adds nothing.
-        v: `[B, T, G, V]`, values (targets), in the dtype of `q`. Value head g uses key head g // (G / H).
-        log_decay: `[B, T, G]`, discount of past tokens; natural logarithm, per token, <= 0. Default: no discount.
+        q: `[B, T, H, K]`, queries, in float64, float32, bfloat16 or float16. They are not scaled. In shapes, H is the
+            number of key heads.
+        k: `[B, T, H, K]`, keys (regressors), in the dtype of `q`. They are not normalized. A token with key 0 adds
+            nothing.
+        v: `[B, T, G, V]`, values (targets), in the dtype of `q`. G must be a multiple of H; value head g uses key head
+            g // (G / H).
+        log_decay: `[B, T, G]`, discount of past tokens; natural logarithm, per token, <= 0 and finite. Default: no
+            discount.
         gain: `[B, T, G]`, weight of the token, >= 0. Default: 1. Tested up to 1e4, the inverse of a noise of 1e-4.
-        ridge: `Adaptive(a)` for lambda_t = a ||H_t||_F, or `Fixed(value)` for a constant. A number a means
+        ridge: `Adaptive(a)` for lambda_t = a ||H_t||_F, or `Fixed(value)` for a constant. A Python number a > 0 means
             `Adaptive(a)`.
         mix: `[B, T, G]`, share of the solution in the read-out, between 0 and 1; the rest is the query (the
             alpha-connection, appendix C of the paper). Default: 1.
         solver: `Chebyshev(iterations)`, `ConjugateGradient(iterations)`, `Exact()` or `Sketch(dim, solver)`.
-        belief: prior, with cross `[N, G, K, V]` (U) and gram `[N, G, K, K]` (H), symmetric and positive semidefinite. N
-            is B, or the number of segments. Default: 0.
+        belief: prior, with cross `[N, G, K, V]` (U) and gram `[N, G, K, K]` (H), in float32 (float64 if the inputs
+            are). N is B, or the number of segments. The gram must be symmetric and positive semidefinite, which is not
+            checked. Default: 0.
         variance: also return the variance of the read-out.
         segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
             sequence.
         kernel: "triton", "chunked" or "reference". Default: the fastest that supports the call.
 
     Returns:
-        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, 1]` in the dtype of the belief (one
-        value for all columns), or `None`, and the `RidgeBelief` after the last token, in float32 (float64 if the inputs
-        are). Tokens outside every segment have mean and variance 0.
+        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`; variance `[B, T, G, 1]` in the dtype of the belief (one
+        value for all columns), `None` unless `variance=True`; and the `RidgeBelief` after the last token, in float32
+        (float64 if the inputs are). Tokens outside every segment have mean and variance 0.
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
-        KernelError: the requested kernel does not support the call.
+        KernelError: the requested kernel is unknown or does not support the call.
 
     Gradients are implicit by default: the backward pass solves one more system (Lemma 2 of the paper), and its error is
     about that of the solution. `Chebyshev(iterations, backward="unrolled")` gives the gradient of the iteration itself
-    (Algorithm 2), in "reference" only. Every kernel supports gradients of first order. With implicit gradients,
-    "reference" also supports gradients of higher order, forward-mode derivatives and `torch.func.vmap`; the other
-    kernels raise `KernelError` for these.
+    (Algorithm 2). Only "reference" supports it, and is the default then.
+
+    Every kernel supports gradients of first order. Only "reference" supports gradients of higher order, forward-mode
+    derivatives and `torch.func.vmap`; the others, and unrolled gradients, raise `KernelError`. Inside `torch.func` and
+    forward mode, "reference" is the default; request it for gradients of higher order.
+
+    Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
+    or inside a transform of `torch.func`.
 
     Precision: lambda_t is raised to at least eps ||H_t||_F, since a smaller ridge is lost in the rounding of H. Here
-    eps is 1.2e-7 in float32, 2.2e-16 in float64, and 1e-3 where "triton" stores H in bfloat16. In float32, gradients
-    are exact for ||H_t||_F below 1e12. Above 1e19 the squared norm overflows, and the mean is NaN.
+    eps is 1.2e-7 in float32, 2.2e-16 in float64, and 1e-3 in "triton" with bfloat16 inputs. In float32, gradients are
+    exact for ||H_t||_F below 1e12. Above 1e19 the squared norm overflows: the mean is NaN, without an error.
 
     Complexity: O(T K (K r + V)) time for r iterations. Training stores O(T (K + V) + T K (K + V) / 64) numbers,
     "reference" O(T K (K + V)).

@@ -43,13 +43,14 @@ def read(belief: State, token: Token) -> tuple[Tensor, Tensor]:
 
 
 def _ridge_strength(gram: Tensor, ridge: Any) -> Tensor:
-    """Return the ridge `[G]`: `ridge.value`, or `ridge.factor` times ||H||_F; infinity where H is 0."""
+    """Return the ridge `[G]`: `ridge.value`, or `ridge.factor` or a number times ||H||_F; infinity where H is 0."""
     if hasattr(ridge, "value"):
         return torch.full_like(gram[:, 0, 0], ridge.value)
     square = gram.square().sum((-2, -1))
     nonzero = square > MIN_NORM**2
     norm = torch.where(nonzero, square, 1.0).sqrt()
-    return torch.where(nonzero, getattr(ridge, "factor", FACTOR) * norm, torch.inf)
+    factor = ridge if isinstance(ridge, int | float) else getattr(ridge, "factor", FACTOR)
+    return torch.where(nonzero, factor * norm, torch.inf)
 
 
 RECURSION = Recursion(prior, predict, update, read)

@@ -7,6 +7,7 @@ silently returns one part of the second derivative. The backward passes register
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import wraps
 from inspect import unwrap
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix.errors import KernelError
+from kalmix.errors import ArgumentError, KernelError
+from kalmix.validation import in_transform
 
 Function = Callable[..., Any]
 REFERENCE = "kernel='reference'"
+UNCOMPILED = "uncompiled code"
 
 
 def custom_op(name: str, function: Function, fake: Function) -> Any:
@@ -95,17 +98,26 @@ def register_filter_op(
 def recomputed_op(name: str, function: Function, fake: Function, kernel: str) -> Any:
     """Register a differentiable function as a custom op whose backward pass runs the function again with autograd.
 
-    It serves loops over tokens under `torch.compile`, which would unroll them. Eager code calls the function itself,
-    which has derivatives of every order.
+    Use the op in compiled code: `torch.compile` would unroll a loop over tokens, but it does not trace into an op. In
+    eager code call `function` itself, which has derivatives of every order. The op does not choose between the two;
+    test `torch.compiler.is_compiling()`.
 
     Args:
-        name: qualified name, such as "kalmix::attend_radial".
-        function: takes a list of tensors and a list of integers; returns a list of new tensors.
-        fake: function of the same arguments that returns empty tensors of the shapes and dtypes of the results.
-        kernel: name of the function in error messages.
+        name: qualified name, "namespace::name", such as "kalmix::attend_radial". A process can register it once.
+        function: takes a list of tensors and a list of integers; returns a list or tuple of new tensors. It must not
+            modify its arguments.
+        fake: function of the same arguments that returns empty tensors of the shapes and dtypes of the results. PyTorch
+            calls it where it needs shapes only.
+        kernel: phrase that names the op in the messages of `KernelError`, such as "`attend_radial` when compiled".
 
     Returns:
-        The registered op, which takes and returns lists as `function` does. It has first derivatives only.
+        The registered op, which takes the arguments of `function` and returns a list. It has gradients of first order.
+        It raises `KernelError` for gradients of higher order and for forward-mode derivatives. PyTorch raises
+        `RuntimeError` for other transforms of `torch.func`, and for arguments that are not such lists.
+
+    Raises:
+        ArgumentError: `name` has another form or is registered already, or `function` or `fake` is not callable. The op
+            raises it if `function` returns neither a list nor a tuple.
 
     Example:
         >>> from kalmix.ops import recomputed_op
@@ -118,8 +130,18 @@ def recomputed_op(name: str, function: Function, fake: Function, kernel: str) ->
         [tensor([3., 3.])]
     """
 
+    _check_new_name(name)
+    for argument, value in (("function", function), ("fake", fake)):
+        if not callable(value):
+            raise ArgumentError(argument, got=f"a {type(value).__name__}", expected="a function")
+
     def forward(tensors: list[Tensor], options: list[int]) -> list[Tensor]:
-        return [x.contiguous() for x in function(tensors, options)]
+        if in_transform():  # forward mode would drop tangents silently
+            raise KernelError(f"{kernel} does not support forward-mode derivatives; use {UNCOMPILED}")
+        results = function(tensors, options)
+        if not isinstance(results, list | tuple):
+            raise ArgumentError("function", problem=f"returns a {type(results).__name__}", expected="a list of tensors")
+        return [x.contiguous() for x in results]
 
     def backward(
         tensors: list[Tensor], grads: list[Tensor | None], needed: list[bool], options: list[int]
@@ -143,13 +165,23 @@ def recomputed_op(name: str, function: Function, fake: Function, kernel: str) ->
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
 
-    def gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    def gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], list[None] | None]:
         needed = ctx.needs_input_grad[0]
         found = iter(backward_op(ctx.saved_tensors, grads, needed, ctx.options))
-        return [next(found) if x else None for x in needed], None
+        no_grads = None if ctx.options else []  # PyTorch takes an empty list for a list of tensors
+        return [next(found) if x else None for x in needed], no_grads
 
-    register_backward(op, kernel, setup, gradients)
+    register_backward(op, kernel, setup, gradients, UNCOMPILED)
     return op
+
+
+def _check_new_name(name: str) -> None:
+    """Check that `name` has the form "namespace::name", and that no op has it."""
+    if not isinstance(name, str) or not re.fullmatch(r"\w+::\w+", name):
+        raise ArgumentError("name", got=repr(name), expected="'namespace::name'")
+    space, own = name.split("::")
+    if hasattr(getattr(torch.ops, space), own):
+        raise ArgumentError("name", got=f"{name!r}, which is registered already", expected="the name of a new op")
 
 
 def _dispatch_to_autograd() -> Any:
@@ -160,9 +192,9 @@ def _dispatch_to_autograd() -> Any:
     return torch._C._ForceDispatchKeyGuard(included, excluded)
 
 
-def register_backward(op: Any, kernel: str, setup: Function, backward: Function) -> None:
-    """Register the backward pass of a custom op; see `once_differentiable` for `kernel`."""
-    torch.library.register_autograd(op, once_differentiable(kernel)(backward), setup_context=setup)
+def register_backward(op: Any, kernel: str, setup: Function, backward: Function, alternative: str = REFERENCE) -> None:
+    """Register the backward pass of a custom op; see `once_differentiable` for `kernel` and `alternative`."""
+    torch.library.register_autograd(op, once_differentiable(kernel, alternative)(backward), setup_context=setup)
 
 
 def once_differentiable(name: str, alternative: str = REFERENCE) -> Callable[[Function], Function]:
