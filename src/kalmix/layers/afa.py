@@ -38,9 +38,9 @@ class AdaptiveFilterAttention(TrajectoryLayer):
     squared distance between query i and key j after the same decay and rotation, divided by V. See `kalmix.ops.attend`
     for details.
 
-    `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. The variance
-    treats the errors of tokens as independent and v_i as known. `kalmix.ops.attend` names the conditions under which
-    that of z is exact.
+    `layer.filter(x, variance=True)` returns `kalmix.Filtered`: mean (y), variance `[B, T, D]` in float32 (float64 for
+    float64 inputs), and belief (the state). The variance treats the errors of tokens as independent and
+    v_i as known. `kalmix.ops.attend` names the conditions under which that of z is exact.
 
     Args:
         hidden_size: D.

@@ -31,10 +31,10 @@ class BayesianLayer(MemoryLayer):
     q, k and v come from projections, a short convolution and SiLU. q and k are scaled to unit length; q is then divided
     by sqrt(K). The output is projected from the normalised read-out times its gate, as in `GatedDeltaNet`.
 
-    `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. It is the
-    variance of each element of y under the posterior of the memory, without observation noise. The columns of a
-    read-out are independent, so gate and output projection transform the variance exactly; the output norm transforms
-    it approximately.
+    `layer.filter(x, variance=True)` returns `kalmix.Filtered`: mean (y), variance `[B, T, D]` in float32 (float64 for
+    float64 inputs), and belief (the state). The variance is that of each element of y under the
+    posterior of the memory, without observation noise. The columns of a read-out are independent, so gate and output
+    projection transform it exactly; the output norm transforms it approximately.
 
     Args:
         hidden_size: D.
@@ -61,8 +61,8 @@ class BayesianLayer(MemoryLayer):
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
         `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
         `state` is a `MemoryState`: `belief.mean` `[N, G * groups, R, V / groups]` and `belief.covariance`
-        `[N, G * groups, R, R]`, in float32 (float64 for float64 inputs), and `conv_state`, the last inputs of the
-        convolution. Group j of head g has index `g * groups + j`.
+        `[N, G * groups, R, R]`, in float32 (float64 for float64 inputs), and `conv_state`, the last `conv - 1` inputs
+        of the convolution. Group j of head g has index `g * groups + j`.
 
     Complexity: O(T R (groups R + V)) per head, and the projections.
 

@@ -116,8 +116,9 @@ class ControlledFilter(AdaptiveFilterAttention):
     share of the way that the best control covers, at a learned ratio of distance to control energy. It grows with the
     horizon; see `waypoint_fraction` in this module.
 
-    `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. The variance is
-    that of out(z'): the control is treated as a known input.
+    `layer.filter(x, variance=True)` returns `kalmix.Filtered`: mean (y), variance `[B, T, D]` in float32 (float64 for
+    float64 inputs), and belief (the state). The variance is that of out(z'): the control is treated as
+    a known input.
 
     Args:
         hidden_size: D.

@@ -71,7 +71,7 @@ class DesignLayer(MemoryLayer):
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
         `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
         `state` is a `MemoryState`: `belief`, the belief of the design's op for G value heads (G * V with
-        `evidence.columns`), and `conv_state`, the last inputs of the convolution.
+        `evidence.columns`), and `conv_state`, the last `conv - 1` inputs of the convolution.
 
     Complexity: that of the design's op, and the projections.
 

@@ -23,7 +23,7 @@ class GatedDeltaNet(DeltaLayer):
     positive number per head, and step_t = softplus(project(x_t) + bias). q and k are unit vectors; q is then divided
     by sqrt(K).
 
-    Default sizes are as published: the keys of all heads have 3/4 D columns, values twice as many; about 6 D^2 weights
+    Default sizes are as published: the keys of all heads have 0.75 D columns, values twice as many; about 6 D^2 weights
     in all.
 
     The layer has no posterior: `layer.filter(x, variance=True)` returns `None` as variance.

@@ -40,9 +40,10 @@ class GatedKalmaNet(MemoryLayer):
     m_t = sigmoid(project(x_t)) of the solution s_t (gamma, beta and alpha in the paper); each can be left out. Default
     sizes are as published: 8 heads of width 128 at D = 1024, a ridge of 0.02 ||H||_F, and 30 Chebyshev iterations.
 
-    `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. The variance of
-    a column of the read-out is q_t' s_t, that of U_t' s_t for observation noise 1, also if m_t < 1. The output norm
-    transforms it approximately, gate and output projection exactly.
+    `layer.filter(x, variance=True)` returns `kalmix.Filtered`: mean (y), variance `[B, T, D]` in float32 (float64 for
+    float64 inputs), and belief (the state). The variance of a column of the read-out is q_t' s_t, that of
+    U_t' s_t for observation noise 1, also if m_t < 1. Gate and output projection transform it exactly; the output norm
+    transforms it approximately.
 
     Args:
         hidden_size: D.

@@ -52,7 +52,7 @@ class GLA(MemoryLayer):
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
         `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
         `state` is a `MemoryState`: `belief.mean` is M, `[N, G, K, V]` in float32 (float64 for float64 inputs), and
-        `conv_state` the last `conv - 1` inputs of the convolution; without one it is empty, `[N, 0]`.
+        `conv_state` the last `conv - 1` inputs of the convolution, `[N, 0]` without it.
 
     Complexity: O(T K V) per head, and the projections.
 
