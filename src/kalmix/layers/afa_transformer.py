@@ -32,8 +32,7 @@ class AFATransformerState(NamedTuple):
 
     Each field is a `kalmix.HistoryBelief` with S slots, one per past token, for each of N sequences (batch rows, or
     segments). An empty slot has position -1. Keys and values are in float32 (float64 for float64 inputs). Fields are
-    not checked here; `AFATransformerBlock` raises `ArgumentError` for a wrong
-    one.
+    not checked here; `AFATransformerBlock` raises `ArgumentError` for wrong ones.
 
     Attributes:
         magnitude: Euclidean norms of the keys and values of each head. Its `keys` and `values` are `[N, S, H, 2]`: the
