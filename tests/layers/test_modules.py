@@ -1,10 +1,10 @@
-"""The short convolution compared with PyTorch's, and `l2_normalize`."""
+"""The short convolution compared with PyTorch's."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kalmix.layers.modules import ShortConvolution, l2_normalize
+from kalmix.layers.modules import ShortConvolution
 from kalmix.segments import Segments
 
 
@@ -24,14 +24,6 @@ def test_short_calls_keep_earlier_inputs_in_the_state():
     assert window.flatten().tolist() == [0, 1, 2]
     _, window = conv(torch.tensor([[[3.0]]]), window)
     assert window.flatten().tolist() == [1, 2, 3]
-
-
-def test_l2_normalize():
-    x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    torch.testing.assert_close(l2_normalize(x), torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
-    tiny = torch.zeros(2, requires_grad=True)
-    l2_normalize(tiny).sum().backward()
-    assert torch.isfinite(tiny.grad).all()
 
 
 SPANS = [(0, 6), (6, 8), (8, 8), (8, 9), (9, 15)]  # adjacent; shorter than the taps; one empty

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kalmix.layers import MIXERS
 from kalmix.testing.cases import PROBLEMS, Case, outputs
@@ -29,6 +29,10 @@ CASES = {  # a call that runs each op, forward and backward
     "ridge_triton": ("ridge", "triton"),
 }
 WITHOUT_BACKWARD = {"ridge_chunked"}
+FUSED = {  # parts of layers: arguments of the op
+    "l2_normalize": lambda: (torch.randn(2, 5, 3, 4), 0.5, 1e-6, False),
+    "rms_norm": lambda: (torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(4), 4, 1e-6, "silu", False, torch.half),
+}
 RECOMPUTED = {"attend_radial": "rt-afa", "recurrent_afa": "recurrent-afa"}  # op -> layer that calls it if compiled
 
 
@@ -52,7 +56,7 @@ def _registered() -> set[str]:
 
 def test_every_registered_op_has_a_case():
     found = {name.removesuffix("_backward") for name in _registered()}
-    assert found == {*CASES, *RECOMPUTED}
+    assert found == {*CASES, *FUSED, *RECOMPUTED}
     assert {name for name in found if f"{name}_backward" not in _registered()} == WITHOUT_BACKWARD
 
 
@@ -90,6 +94,22 @@ def test_op_passes_opcheck(name, device, packed):
         torch.stack([y.float().sum() for y in found if y.requires_grad]).sum().backward()
     calls = {op._schema.name.split("::")[1]: (op, arguments) for op, arguments in recorded.calls}
     for called in {name, f"{name}_backward"} - {f"{x}_backward" for x in WITHOUT_BACKWARD}:
+        _check(*calls[called])
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_op_passes_opcheck(name, strided):
+    """Also with inputs of other strides, on which those of the results must not depend."""
+    given = tree_map_only(Tensor, lambda x: x.to(DEVICES[-1]), FUSED[name]())
+    if strided:
+        given = tree_map_only(Tensor, lambda x: x.mT.contiguous().mT if x.ndim > 1 else x, given)
+    given = tree_map_only(Tensor, lambda x: x.requires_grad_(), given)
+    with Recorded() as recorded:
+        found = getattr(torch.ops.kalmix, name).default(*given)
+        tree_leaves(found)[0].sum().backward()
+    calls = {op._schema.name.split("::")[1]: (op, arguments) for op, arguments in recorded.calls}
+    for called in (name, f"{name}_backward"):
         _check(*calls[called])
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from kalmix import designs, ops
 from kalmix.beliefs import HistoryBelief
 from kalmix.designs import Design
-from kalmix.layers.modules import l2_normalize, to_state_dtype
+from kalmix.layers.fused import l2_normalize
+from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kalmix import designs, ops
 from kalmix.designs import Design, Transition
 from kalmix.layers.config_io import ridge_from_config, solver_from_config
+from kalmix.layers.fused import l2_normalize
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import to_state_dtype
@@ -127,7 +128,8 @@ class GatedKalmaNet(MemoryLayer):
 
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Scale q and k to unit length. Queries need no further scale, since the output norm removes it."""
-        return _normalize(q), _normalize(k)
+        q, k = (l2_normalize(x, eps=NORM_EPS, eps_on_length=True) for x in (q, k))  # as in the published code
+        return q, k
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Compute log-decay, gain and mix `[B, T, G]`, as far as the layer has them."""
@@ -141,9 +143,3 @@ class GatedKalmaNet(MemoryLayer):
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """Call `kalmix.ops.ridge`."""
         return ops.ridge(q, k, v, ridge=self.ridge, solver=self.solver, **arguments)
-
-
-def _normalize(x: Tensor) -> Tensor:
-    """Return x / (|x| + eps), as in the published code, computed in float32; a zero vector stays zero."""
-    x_state = to_state_dtype(x)
-    return (x_state / (torch.linalg.vector_norm(x_state, dim=-1, keepdim=True) + NORM_EPS)).to(x.dtype)

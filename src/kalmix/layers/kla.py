@@ -13,8 +13,9 @@ from kalmix import designs, ops
 from kalmix.beliefs import DiagonalBelief, detach, loadable, take, to
 from kalmix.designs import Design
 from kalmix.layers.base import Mixer, check_state, mask_outside
+from kalmix.layers.fused import l2_normalize
 from kalmix.layers.head_sizes import divide_state
-from kalmix.layers.modules import ShortConvolution, l2_normalize
+from kalmix.layers.modules import ShortConvolution
 from kalmix.layers.parametrize import CellDynamics, observation_precision
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered, belief_dtype

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix import designs, ops
 from kalmix.designs import Design
 from kalmix.errors import ArgumentError
+from kalmix.layers.fused import Gate, Norm, rms_norm
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import StepDecay
@@ -138,6 +138,5 @@ class Mamba2(MemoryLayer):
         """Apply gate, norm of each group, and output projection."""
         gate, _ = context
         assert gate is not None
-        gated = (readout * gate).unflatten(-1, (self.sizes.key_heads, -1))
-        normalized = F.rms_norm(gated, gated.shape[-1:], eps=self.norm_eps).flatten(-2)
-        return self.out_proj(normalized * self.norm_scale.to(normalized.dtype))
+        norm = Norm(self.sizes.values // self.sizes.key_heads, self.norm_eps)
+        return self.out_proj(rms_norm(readout, self.norm_scale, norm, Gate(gate, "silu", first=True)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -13,13 +12,12 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import detach, loadable, take, to
 from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
+from kalmix.layers.fused import ACTIVATIONS, Gate, l2_normalize, rms_norm
 from kalmix.layers.head_sizes import Heads, divide_state
-from kalmix.layers.modules import RMSNorm, ShortConvolution, l2_normalize, low_rank
+from kalmix.layers.modules import RMSNorm, ShortConvolution, low_rank
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
 from kalmix.validation import FLOATS, check_choice, check_number, check_positive_int
-
-GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 @loadable
@@ -90,7 +88,7 @@ class MemoryLayer(Mixer):
         if conv != 0:
             check_positive_int("conv", conv)
         if gate is not None:
-            check_choice("gate", gate, tuple(GATES))
+            check_choice("gate", gate, tuple(ACTIVATIONS))
         self.sizes = sizes
         self.activate = activate
         self.gate = gate
@@ -140,7 +138,7 @@ class MemoryLayer(Mixer):
 
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise queries and keys `[B, T, H, K]`: unit vectors, queries scaled by 1 / sqrt(K)."""
-        return l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)
+        return l2_normalize(q, scale=q.shape[-1] ** -0.5), l2_normalize(k)
 
     def project(
         self, x: Tensor, conv_state: Tensor | None, segments: Segments | None, segment_ids: Tensor | None
@@ -171,7 +169,7 @@ class MemoryLayer(Mixer):
     def read(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False
     ) -> tuple[Filtered, tuple[Tensor | None, Tensor]]:
-        """Return the read-out `[B, T, G V]`, whose columns are independent, and the gate; see `Mixer.read`."""
+        """Return the read-out `[B, T, G V]`, whose columns are independent, and the gate's input; see `Mixer.read`."""
         previous = check_state(state, MemoryState, x, segments)
         belief, conv_state = (None, None) if previous is None else previous
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
@@ -182,7 +180,7 @@ class MemoryLayer(Mixer):
             arguments["variance"] = variance
         with torch.autocast(x.device.type, enabled=False):
             mean, var, belief = self.op(q, k, v, **arguments, belief=belief, segments=segments, kernel=self.kernel)
-        gate = None if self.gate_proj is None else GATES[str(self.gate)](self.gate_proj(x))
+        gate = None if self.gate_proj is None else self.gate_proj(x)
         mean, var = mean.flatten(2), None if var is None else var.expand_as(mean).flatten(2)
         return Filtered(mean, var, MemoryState(belief, conv_state)), (gate, mean)
 
@@ -225,9 +223,12 @@ class MemoryLayer(Mixer):
 
     def project_out(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Apply output norm, gate and output projection. Each sample is normalised by its own root mean square."""
-        gate, _ = context
-        output = readout if self.norm is None else self.norm(self._split(readout)).flatten(-2)
-        return self.out_proj(output if gate is None else output * gate)
+        gate = None if context[0] is None else Gate(context[0], str(self.gate))
+        if self.norm is not None:
+            readout = rms_norm(readout, self.norm.weight, self.norm.constants, gate)
+        elif gate is not None:
+            readout = gate.multiply(readout)
+        return self.out_proj(readout)
 
     def project_out_variance(self, variance: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Propagate the variance through norm, gate and projection.
@@ -242,7 +243,8 @@ class MemoryLayer(Mixer):
                 squares = self._split(mean.to(variance.dtype)).square() + column_variance
                 mean_square = squares.mean(-1, keepdim=True) + self.norm_eps
                 variance = (column_variance / mean_square * self.norm.weight.to(variance.dtype).square()).flatten(-2)
-            variance = variance if gate is None else variance * gate.to(variance.dtype).square()
+            if gate is not None:
+                variance = variance * ACTIVATIONS[str(self.gate)](gate).to(variance.dtype).square()
             return F.linear(variance, self.out_proj.weight.to(variance.dtype).square())
 
     def _split(self, x: Tensor) -> Tensor:

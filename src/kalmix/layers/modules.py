@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.layers.base import check_state_tensor, mask_outside
+from kalmix.layers.fused import Norm, rms_norm
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 from kalmix.validation import FLOATS, check_number
@@ -15,12 +16,6 @@ from kalmix.validation import FLOATS, check_number
 def to_state_dtype(x: Tensor) -> Tensor:
     """Convert a tensor to the dtype of beliefs: float32, or float64 if it is float64."""
     return x.to(belief_dtype(x.dtype))
-
-
-def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Scale `x` to length 1 along its last axis, computed in float32; a zero vector stays zero."""
-    x_state = to_state_dtype(x)
-    return (x_state * torch.rsqrt(x_state.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def apply_rotary(x: Tensor, position: Tensor, base: float) -> Tensor:
@@ -66,18 +61,21 @@ def sample_gaussian(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMS norm that computes in the dtype of its input.
+    """RMS norm of the last dimension, in the dtype of its input, or in autocast's; see `kalmix.layers.fused.rms_norm`.
 
-    The weight is converted to that dtype, since mixed dtypes would disable PyTorch's fused kernel.
+    Args:
+        width: columns.
+        eps: number added to the mean square.
     """
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         check_number("norm_eps", eps, minimum=0.0)
         super().__init__(width, eps=eps)
+        self.constants: Norm = Norm(width, eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """Scale `[..., width]` to a root mean square of `weight`."""
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.constants)
 
 
 _ONEDNN = torch.backends.mkldnn.is_available()  # read at import: torch.compile cannot trace this call

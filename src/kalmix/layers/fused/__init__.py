@@ -1,0 +1,11 @@
+"""Parts around the ops, each of which runs as one kernel on a GPU: norms, short convolution, gates.
+
+A part is a public function with an eager form, which is plain PyTorch, and a Triton form (`triton/`), which is a custom
+op. `dispatch.py` chooses the form. Layers use the functions; keys of their state dicts do not depend on the form.
+"""
+
+from kalmix.layers.fused.activations import ACTIVATIONS as ACTIVATIONS
+from kalmix.layers.fused.rms import Gate as Gate
+from kalmix.layers.fused.rms import Norm as Norm
+from kalmix.layers.fused.rms import rms_norm as rms_norm
+from kalmix.layers.fused.unit_norm import l2_normalize as l2_normalize

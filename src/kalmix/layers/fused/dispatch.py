@@ -1,0 +1,44 @@
+"""Choice between the eager form and the Triton form of a part."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmix.ops._shared.environment import HAS_TRITON
+from kalmix.validation import FLOAT32_STATE_DTYPES, in_transform
+
+DEVICES = ("cuda",)  # tests add "cpu", where Triton's interpreter runs the kernels
+TRACED = frozenset[str]()  # parts whose Triton form torch.compile uses; it fuses the others with their neighbours
+MAX_COLUMNS = 16384  # columns that one program normalises together
+
+
+def uses_triton(part: str, x: Tensor, columns: int = 1) -> bool:
+    """Return whether a part runs its Triton form; otherwise it runs its eager form.
+
+    The eager form serves other devices, float64, transforms of `torch.func` and forward-mode derivatives.
+
+    Args:
+        part: name of the part.
+        x: its input.
+        columns: columns that one program must hold.
+    """
+    return (
+        (part in TRACED or not torch.compiler.is_compiling())
+        and x.device.type in DEVICES
+        and HAS_TRITON
+        and x.dtype in FLOAT32_STATE_DTYPES
+        and columns <= MAX_COLUMNS
+        and not in_transform()
+        and x.numel() > 0
+    )
+
+
+def output_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a norm stores its output: that of autocast if it is active, otherwise `dtype`.
+
+    Linear layers follow a norm. Under autocast each of them would convert and store a float32 input again.
+    """
+    if device.type == "meta" or dtype == torch.float64 or not torch.is_autocast_enabled(device.type):
+        return dtype
+    return torch.get_autocast_dtype(device.type)

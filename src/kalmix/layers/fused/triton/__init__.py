@@ -1,0 +1,1 @@
+"""Triton kernels of the parts, imported when one of them first runs."""

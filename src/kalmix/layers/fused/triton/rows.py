@@ -1,0 +1,24 @@
+"""Blocks of rows: sizes by rule from the width of a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+
+BLOCK = 2048  # elements that one program holds, unless one row has more
+ELEMENTS_PER_WARP = 256  # 8 a thread, 16 bytes in half precision
+
+
+def block_of_rows(width: int) -> dict[str, Any]:
+    """Return the padded width `P` of a row, the rows `ROWS` of a program, and its warps."""
+    padded = triton.next_power_of_2(width)
+    rows = max(1, BLOCK // padded)
+    return {"P": padded, "ROWS": rows, "num_warps": min(16, padded * rows // ELEMENTS_PER_WARP)}
+
+
+def split_rows(x: Tensor) -> Tensor:
+    """Return `x` `[..., K]` as `[outer, inner, K]` with adjacent columns; copies it only if its strides require it."""
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x.reshape(-1, x.shape[-2] if x.ndim > 1 else 1, x.shape[-1])

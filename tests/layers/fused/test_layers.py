@@ -1,0 +1,37 @@
+"""Whole layers on both forms of their parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from forms import DEVICE, form
+
+from kalmix.layers import MIXERS
+from kalmix.segments import Segments
+
+pytest.importorskip("triton")
+LAYERS = {
+    "gated-deltanet": {"heads": 2},
+    "kda": {"heads": 2},
+    "gated-kalmanet": {"heads": 2},
+    "mamba2": {"heads": 4, "groups": 2, "state_dim": 4},
+    "kla": {"slots": 4},
+    "attention": {"heads": 2},
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_agree_on_both_forms(name, packed):
+    torch.manual_seed(0)
+    layer = MIXERS[name](16, **LAYERS[name]).to(DEVICE)
+    x = torch.randn(2, 7, 16, device=DEVICE).requires_grad_()
+    segments = Segments.of(torch.tensor([[0, 0, 3], [0, 3, 7], [1, 1, 6]], device=DEVICE)) if packed else None
+    found = []
+    for each in ("eager", "triton"):
+        with form(each):
+            y, state = layer(x, None, segments)
+            y, _ = layer(y, state, segments)
+            found.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
+    for eager, triton in zip(*found, strict=True):
+        torch.testing.assert_close(triton, eager, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,137 @@
+"""Unit norm, and RMS norm with and without gate: both forms against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from forms import DEVICE, check_second_derivatives, compare_forms, form
+
+from kalmix.layers.fused import Gate, Norm, l2_normalize, rms_norm
+
+pytest.importorskip("triton")
+SHAPES = [(1,), (3, 1), (2, 5, 3, 12), (4, 130), (1, 1, 2, 16)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_length", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_unit_norm(shape, on_length, dtype):
+    torch.manual_seed(0)
+    options = {"scale": 0.3, "eps": 1e-2, "eps_on_length": on_length}
+    compare_forms(lambda x: [l2_normalize(x, **options)], [torch.randn(shape)], dtype)
+
+
+def test_unit_norm_reads_columns_of_a_projection_in_place():
+    torch.manual_seed(0)
+    projection = torch.randn(2, 5, 30)
+
+    def part(x):
+        q, k, _ = x.split([12, 12, 6], dim=-1)
+        return [l2_normalize(y.unflatten(-1, (3, 4)), scale) for y, scale in ((q, 0.5), (k, 1.0))]
+
+    compare_forms(part, [projection])
+    compare_forms(part, [projection.mT.contiguous().mT])
+    with form("triton"):
+        assert all(x.is_contiguous() for x in part(projection.to(DEVICE)))
+
+
+@pytest.mark.parametrize("name", ["eager", "triton"])
+@pytest.mark.parametrize("on_length", [False, True])
+def test_zero_vectors_stay_zero_and_have_finite_gradients(name, on_length):
+    x = torch.zeros(2, 5, device=DEVICE).requires_grad_()
+    with form(name):
+        y = l2_normalize(x, eps_on_length=on_length)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    assert y.eq(0).all() and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("on_length", [False, True])
+def test_unit_norm_has_second_derivatives(on_length):
+    torch.manual_seed(0)
+    check_second_derivatives(lambda x: [l2_normalize(x, 0.7, 0.1, eps_on_length=on_length)], [torch.randn(4, 3)])
+
+
+GATES = [None, ("silu", False), ("sigmoid", False), ("silu", True), ("sigmoid", True)]
+
+
+def normed(width, options):
+    def part(x, weight, gate=None):
+        return [rms_norm(x, weight, Norm(width, 1e-3), None if gate is None else Gate(gate, *options))]
+
+    return part
+
+
+def norm_inputs(shape, weight, options):
+    torch.manual_seed(0)
+    return [torch.randn(shape), 1 + torch.randn(weight) / 4, *([] if options is None else [torch.randn(shape)])]
+
+
+@pytest.mark.parametrize("options", GATES)
+@pytest.mark.parametrize(("shape", "weight", "width"), [((2, 3, 24), 8, 8), ((7, 15), 15, 5), ((1, 1), 1, 1)])
+def test_rms_norm(shape, weight, width, options):
+    """The weight is shared by groups of columns, or each group has its own."""
+    compare_forms(normed(width, options), norm_inputs(shape, weight, options))
+
+
+@pytest.mark.parametrize("options", GATES[:4])
+def test_rms_norm_in_half_precision(options):
+    compare_forms(normed(8, options), norm_inputs((5, 16), 8, options), torch.bfloat16)
+
+
+def test_gradients_of_the_weight_cover_rows_of_many_programs():
+    """More row blocks than programs of the backward pass."""
+    from kalmix.layers.fused.triton import rms, rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rms, "MAX_PARTIALS", 3)
+        patch.setattr(rows, "BLOCK", 16)
+        compare_forms(normed(8, ("silu", False)), norm_inputs((37, 16), 8, ("silu", False)))
+        compare_forms(normed(8, ("silu", True)), norm_inputs((37, 16), 16, ("silu", True)))
+
+
+@pytest.mark.parametrize("options", [None, ("silu", False), ("sigmoid", True)])
+def test_rms_norm_has_second_derivatives(options):
+    check_second_derivatives(normed(6, options), norm_inputs((3, 6), 6, options))
+
+
+def test_rms_norm_accepts_strided_inputs_and_gates_that_broadcast():
+    x, weight, gate = norm_inputs((3, 2, 8), 4, ("silu", False))
+    part = normed(4, ("silu", False))
+    compare_forms(part, [x.mT.contiguous().mT, weight, gate.transpose(0, 1).contiguous().transpose(0, 1)])
+    compare_forms(part, [x, weight, gate[0]])
+
+
+@pytest.mark.parametrize("name", ["eager", "triton"])
+def test_norms_under_autocast_return_its_dtype(name):
+    x, weight, gate = (y.to(DEVICE) for y in norm_inputs((2, 8), 8, GATES[1]))
+    with form(name), torch.autocast(DEVICE, torch.bfloat16):
+        (y,) = normed(8, GATES[1])(x, weight, gate)
+        assert rms_norm(x.double(), weight.double(), Norm(8, 0.0)).dtype == torch.float64
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), normed(8, GATES[1])(x, weight, gate)[0], rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp"])
+def test_transforms_run_the_eager_form(transform):
+    x = torch.randn(3, 4, device=DEVICE)
+    with form("triton"):
+        if transform == "vmap":
+            found = torch.vmap(l2_normalize)(x)
+        else:
+            found = torch.func.jvp(l2_normalize, (x,), (torch.ones_like(x),))[0]
+    torch.testing.assert_close(found, l2_normalize(x))
+
+
+def test_compiled_norms_are_traced():
+    """torch.compile sees PyTorch operations, which it fuses with their neighbours."""
+    x, weight, gate = (y.to(DEVICE) for y in norm_inputs((2, 8), 8, GATES[1]))
+
+    def function(x, weight, gate):
+        return l2_normalize(rms_norm(x, weight, Norm(8, 1e-5), Gate(gate)), 0.5)
+
+    graphs = []
+    compiled = torch.compile(function, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)
+    with form("triton"):
+        found = compiled(x, weight, gate)
+    torch.testing.assert_close(found, function(x, weight, gate))
+    assert "kalmix" not in graphs[0].code
