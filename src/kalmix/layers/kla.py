@@ -64,8 +64,9 @@ class KLA(Mixer):
     shown in Figure 7 but not in Algorithm 1. The filter runs in float32, also under autocast (in float64 for float64
     inputs).
 
-    `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. The variance is
-    that of the memory, propagated to y; skip and gate are treated as known.
+    `layer.filter(x, variance=True)` returns `kalmix.Filtered`: mean (y), variance `[B, T, D]` in float32 (float64 for
+    float64 inputs), and belief (the state). The variance is that of the memory, propagated to y; skip and gate are
+    treated as known.
 
     Args:
         hidden_size: D.
@@ -77,16 +78,16 @@ class KLA(Mixer):
         kernel: name of a kernel of `kalmix.ops.diagonal`; by default chosen by device, dtype and shape.
 
     Raises:
-        TypeError: an option or argument has an unknown name.
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type,
             shape, dtype or device, or x is not finite (checked on a CPU).
+        TypeError: an option or argument has an unknown name.
         KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the layer.
-        `segments` is a `kalmix.Segments` of N sequences; without it, each row is one, and N = B.
-        State: a `KLAState`, `2 slots + 3` floats for each of the `expand` D channels; `None` is the prior, with mean 0
-        and variance 1.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
+        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        `state` is a `KLAState` of `2 slots + 3` floats for each of the `expand` D channels. `None` is the prior, with
+        mean 0 and variance 1.
 
     Complexity: O(T channels slots), and the projections.
 

@@ -25,7 +25,9 @@ class LinearAttention(MemoryLayer):
         [value_t, weight_t] = M_t' q_t;  y_t = out(value_t / (weight_t + 1e-6))
 
     M' is the transpose of M, and M_0 = 0. The last column of the memory gives the sum of weights. The layer has no
-    convolution, norm or gate, and no variance: `layer.filter(x, variance=True)` returns `None` for it.
+    convolution, norm or gate.
+
+    The layer has no posterior: `layer.filter(x, variance=True)` returns `None` as variance.
 
     Args:
         hidden_size: D.
@@ -36,15 +38,16 @@ class LinearAttention(MemoryLayer):
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
     Raises:
-        TypeError: an option or argument has an unknown name.
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type,
             shape, dtype or device, or x is not finite (checked on a CPU).
+        TypeError: an option or argument has an unknown name.
         KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the layer.
-        `segments` is a `kalmix.Segments` of N sequences; without it, each row is one, and N = B.
-        State: a `MemoryState` with `belief.mean` `[N, G, K, V + 1]` and an empty `conv_state`.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
+        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        `state` is a `MemoryState`: `belief.mean` is M, `[N, G, K, V + 1]` in float32 (float64 for float64 inputs), and
+        `conv_state` is empty, `[N, 0]`.
 
     Complexity: O(T K V) per head, and the projections.
 

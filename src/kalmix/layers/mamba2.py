@@ -31,7 +31,9 @@ class Mamba2(MemoryLayer):
     C_t and B_t are query and key, shared by the heads of a group (by default by all heads). M' is the transpose of M,
     and M_0 = 0. Each head learns a rate > 0 and a skip (`D` in the published code), a scale that is initially 1.
     step_t = softplus(project(x_t) + bias) is one number per head. The norm is an RMS norm with a learned scale, applied
-    to each group. The layer has no variance: `layer.filter(x, variance=True)` returns `None` for it.
+    to each group.
+
+    The layer has no posterior: `layer.filter(x, variance=True)` returns `None` as variance.
 
     Args:
         hidden_size: D.
@@ -46,15 +48,16 @@ class Mamba2(MemoryLayer):
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
     Raises:
-        TypeError: an option or argument has an unknown name.
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type,
             shape, dtype or device, or x is not finite (checked on a CPU).
+        TypeError: an option or argument has an unknown name.
         KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the layer.
-        `segments` is a `kalmix.Segments` of N sequences; without it, each row is one, and N = B.
-        State: a `MemoryState` with `belief.mean` `[N, G, K, V]` and `conv_state` `[N, conv - 1, 2 groups K + G V]`.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
+        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        `state` is a `MemoryState`: `belief.mean` is M, `[N, G, K, V]` in float32 (float64 for float64 inputs), and
+        `conv_state` the last inputs of the convolution, `[N, conv - 1, 2 groups K + G V]`; `[N, 0]` without it.
 
     Complexity: O(T K V) per head, and the projections.
 

@@ -31,9 +31,10 @@ class RadialTangentialAttention(TrajectoryLayer):
 
     Each head learns the decay rate a and the weight g, initially 0.5; each channel learns a frequency w.
 
-    `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state. The variance is
-    approximate: it treats v as known and the errors of tokens as independent, and omits the correlation of channels.
-    The prediction adds process noise; each channel of a head gets the average over the channels of that head.
+    `layer.filter(x, variance=True)` returns `kalmix.Filtered`: mean (y), variance `[B, T, D]` in float32 (float64 for
+    float64 inputs), and belief (the state). The variance is approximate: it treats v as known and the errors of tokens
+    as independent, and omits the correlation of channels. The prediction adds process noise; each channel of a head
+    gets the average over the channels of that head.
 
     Args:
         hidden_size: D.
@@ -47,20 +48,21 @@ class RadialTangentialAttention(TrajectoryLayer):
             estimate; `None` returns z and ignores `horizon`.
 
     Raises:
-        TypeError: an option or argument has an unknown name.
         ArgumentError: an option has the wrong type or value; or, in a call, an argument has the wrong type, shape,
             dtype or device, x, times or horizon is not finite, times decrease in a sequence, or a horizon is negative.
             Values are checked on the CPU; on a GPU only inside `kalmix.checks()`.
+        TypeError: an option or argument has an unknown name.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`, in the
-        dtype of the layer. `segments` is a `kalmix.Segments` of N sequences; without it, each row is one, and N = B.
+        dtype of the parameters. `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and
+        N = B.
         `times` `[B, T]`: time of each token, in any unit, non-decreasing in a sequence; float64, float32, int64 or
         int32. Default: 0, 1, 2, ... in each sequence, or from the last time of `state` plus 1.
         `horizon` `[B, T]` >= 0: time from each token to its prediction, in a dtype of `times`, bfloat16 or
         float16; 1 by default.
-        State: a `HistoryBelief` with keys (2 H C floats), values (2 H C floats), time and position of each of the last
-        `window` tokens; of all tokens if `window` is `None`.
+        `state` is a `kalmix.HistoryBelief` of all past tokens, or the newest `window`: keys and values
+        `[N, S, H, 2 C]` in float32 (float64 for float64 inputs), times and positions.
 
     Complexity: O(T (S + T) H C) for T tokens after S stored ones, and the projections. There is only PyTorch code, no
     Triton kernel. A `window` limits S. If `state` is `None`, blocks of queries also skip tokens before their window.

@@ -76,7 +76,10 @@ class RecurrentFilterAttention(TrajectoryLayer):
     the distance between its query and the predicted key. The first token of a sequence has weight 1 and step 1. Process
     noise correlates the errors of past tokens; unlike `AdaptiveFilterAttention`, this layer accounts for that. With
     unit weights (nu to infinity) and full steps it is the Kalman filter with a flat prior, and its variance is
-    calibrated. `layer.filter(x, variance=True)` returns `Filtered` with y, its variance `[B, T, D]` and the state.
+    calibrated.
+
+    `layer.filter(x, variance=True)` returns `kalmix.Filtered`: mean (y), variance `[B, T, D]` in float32 (float64 for
+    float64 inputs), and belief (the state).
 
     Args:
         hidden_size: D.
@@ -90,19 +93,20 @@ class RecurrentFilterAttention(TrajectoryLayer):
             estimate; `None` returns the estimate and ignores `horizon`.
 
     Raises:
-        TypeError: an option or argument has an unknown name.
         ArgumentError: an option has the wrong type or value; or, in a call, an argument has the wrong type, shape,
             dtype or device, x, times or horizon is not finite, times decrease in a sequence, or a horizon is negative.
             Values are checked on the CPU; on a GPU only inside `kalmix.checks()`.
+        TypeError: an option or argument has an unknown name.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`, in the
-        dtype of the layer. `segments` is a `kalmix.Segments` of N sequences; without it, each row is one, and N = B.
+        dtype of the parameters. `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and
+        N = B.
         `times` `[B, T]`: time of each token, in any unit, non-decreasing in a sequence; float64, float32, int64 or
         int32. Default: 0, 1, 2, ... in each sequence, or from the last time of `state` plus 1.
         `horizon` `[B, T]` >= 0: time from each token to its prediction, in a dtype of `times`, bfloat16 or
         float16; 1 by default.
-        State: a `RecurrentAFAState`, 4 H C + H + 1 floats.
+        `state` is a `RecurrentAFAState` of 4 H C + H + 1 floats per sequence.
 
     Complexity: O(iterations T H C), in T sequential steps of PyTorch code.
 

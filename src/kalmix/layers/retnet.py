@@ -29,8 +29,9 @@ class RetNet(MemoryLayer):
 
     h counts heads from 0. M' is the transpose of M, and M_0 = 0. The norm is an RMS norm of each head with a learned
     scale. q and k are rotated: columns j and j + K / 2 by `rotary_base`^(-2 j / K) radians per token. Positions count
-    the tokens of each sequence from 0. The layer has no variance: `layer.filter(x, variance=True)` returns `None` for
-    it.
+    the tokens of each sequence from 0.
+
+    The layer has no posterior: `layer.filter(x, variance=True)` returns `None` as variance.
 
     Args:
         hidden_size: D.
@@ -44,16 +45,16 @@ class RetNet(MemoryLayer):
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
     Raises:
-        TypeError: an option or argument has an unknown name.
         ArgumentError: an option has the wrong type or value, or K is odd; or, in a call, x, state or segments has the
             wrong type, shape, dtype or device, or x is not finite (checked on a CPU).
+        TypeError: an option or argument has an unknown name.
         KernelError: in a call, the requested kernel does not support it.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the layer.
-        `segments` is a `kalmix.Segments` of N sequences; without it, each row is one, and N = B.
-        State: a `MemoryState` with `belief.mean` `[N, G, K, V]` and `conv_state` int64 `[N]`, the number of past tokens
-        of each sequence.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
+        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        `state` is a `MemoryState`: `belief.mean` is M, `[N, G, K, V]` in float32 (float64 for float64 inputs), and
+        `conv_state` the number of past tokens of each sequence, int64 `[N]`.
 
     Complexity: O(T K V) per head, and the projections.
 
